@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import random
 
-from benchmark.offline.offline import forget_prefixes, serve
+from benchmark.offline.offline import serve
 from benchmark.offline.timeline import Timeline, summarise
 from recipes.build.engine import build
 from recipes.schema.reader import read
@@ -64,7 +64,7 @@ def run(
     assert text is not None, f"{RECIPE} names a model with a tokenizer"
     engine = build(recipe).engine
     serve(engine, text, trace(8, 1e9, text))  # warms caches; not counted
-    forget_prefixes(engine)
+    engine.forget_prefixes()
     gc.collect()
     jobs = trace(num_requests, rate_per_s, text)
     timeline, records = serve(engine, text, jobs)

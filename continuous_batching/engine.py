@@ -88,6 +88,9 @@ class Observer:
     def resized(self, num_pages: int, give_up: GiveUp) -> None:
         """The pool got another number of pages, and the device is about to."""
 
+    def forgotten(self) -> None:
+        """No page is findable any more."""
+
     def scheduled(self, batch: Batch, slots: SlotPool, now_s: float, held_back: HeldBack | None) -> None:
         """A batch with at least one span was made from the slot table; `held_back` as in `Scheduler`."""
 
@@ -228,6 +231,12 @@ class Engine:
         self.scheduler.resize(num_pages, give_up)
         self.observer.resized(num_pages, give_up)  # before ranks wait for each other within it
         self.runner.resize(num_pages, self.scheduler.tables.take_copies())
+
+    def forget_prefixes(self) -> None:
+        """Let no request find what was computed before, but in the tier below; what runs keeps its pages."""
+        self.drain()
+        self.scheduler.prefix.forget_all()
+        self.observer.forgotten()
 
     def close(self) -> None:
         """The engine makes no more steps."""

@@ -172,6 +172,10 @@ class PrefixCache:
             self._remove(lost)
         return keys
 
+    def forget_all(self) -> None:
+        """Make every page unfindable, of this pool and of the host's."""
+        self.forget(self.index.names)
+
     def evict(self, count: int) -> PageCopy | None:
         """Free the `count` idle pages that were used longest ago.
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from benchmark.offline.offline import forget_prefixes, load_trace, serve
+from benchmark.offline.offline import load_trace, serve
 from benchmark.offline.throughput import at_once
 from benchmark.options import add_json, show
 from continuous_batching.batch import Batch
@@ -144,7 +144,7 @@ def run(recipe: Recipe, trace_path: str) -> dict[str, object]:
     for _ in range(2):
         times.forget()
         serve(built.engine, text, at_once(load_trace(trace_path, text)))
-        forget_prefixes(built.engine)
+        built.engine.forget_prefixes()
     return {"threads": torch.get_num_threads(), **figures(times)}
 
 

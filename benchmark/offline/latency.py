@@ -62,7 +62,7 @@ def main(options: argparse.Namespace) -> None:
         refused = [record["error"] for record in records if "error" in record]
         if refused:
             raise ValueError(f"{options.recipe} cannot serve such a batch: {refused[0]}")
-        offline.forget_prefixes(engine)
+        engine.forget_prefixes()
         if number == options.num_iters_warmup - 1:
             clock = RunClock()
         if number >= options.num_iters_warmup:

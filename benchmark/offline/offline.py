@@ -47,12 +47,6 @@ def serve(engine: Engine, text: Text | None, jobs: Sequence[Job | Record]) -> tu
     return timeline, records
 
 
-def forget_prefixes(engine: Engine) -> None:
-    """Empty the prefix cache of an idle engine, so that runs do not feed on each other."""
-    prefix = engine.scheduler.prefix
-    prefix.forget(prefix.index.names)
-
-
 def cache_figures(built: BuiltEngine) -> dict[str, object]:
     """What the pools hold now, and what was moved in them since the engine was built."""
     figures = asdict(usage(built.engine.scheduler, built.memory.page_bytes))
@@ -102,7 +96,7 @@ def measure(
                 f"{described['trace']}: {len(refused)} of {len(jobs)} requests failed: {refused[0]}"
             )
         cache = cache_figures(built)
-        forget_prefixes(engine)
+        engine.forget_prefixes()
         if number:
             requests = [job.request for job in jobs if isinstance(job, Job)]
             figures = summarise(engine, requests, timeline)

@@ -99,6 +99,10 @@ class Resized(msgspec.Struct, tag="R", array_like=True, frozen=True):
     give_up: str
 
 
+class Forgotten(msgspec.Struct, tag="P", array_like=True, frozen=True):
+    """No page can be found any more."""
+
+
 class Copied(msgspec.Struct, array_like=True, frozen=True):
     """Page copies of one batch."""
 
@@ -155,6 +159,7 @@ Entry = (
     Header
     | Added
     | Fetched
+    | Forgotten
     | Ended
     | PagesExpected
     | PagesArrived

@@ -27,6 +27,7 @@ from continuous_batching.recording.format import (
     Ended,
     Entry,
     Fetched,
+    Forgotten,
     Header,
     Looked,
     PagesArrived,
@@ -185,6 +186,10 @@ class Recorder(Observer):
     def resized(self, num_pages: int, give_up: GiveUp) -> None:
         """The pool got another number of pages."""
         self._write(Resized(num_pages, give_up))
+
+    def forgotten(self) -> None:
+        """No page is findable any more."""
+        self._write(Forgotten())
 
     def scheduled(self, batch: Batch, slots: SlotPool, now_s: float, held_back: HeldBack | None) -> None:
         """A batch was made, with at least one span."""

@@ -18,6 +18,7 @@ from continuous_batching.recording.format import (
     Ended,
     Entry,
     Fetched,
+    Forgotten,
     Header,
     Looked,
     PagesArrived,
@@ -138,7 +139,7 @@ def replay(entries: Iterable[Entry], scheduler: Scheduler, device: Device = NO_D
         elif isinstance(entry, Ended):
             scheduler.end(entry.id, entry.reason)
             yield entry
-        elif isinstance(entry, (PagesExpected, PagesArrived, PagesReleased)):
+        elif isinstance(entry, (Forgotten, PagesExpected, PagesArrived, PagesReleased)):
             _replay_held(scheduler, entry)
         elif isinstance(entry, Resized):
             scheduler.resize(entry.num_pages, cast(GiveUp, entry.give_up))
@@ -169,10 +170,16 @@ def replay(entries: Iterable[Entry], scheduler: Scheduler, device: Device = NO_D
             yield Replayed(landed, batch, ids, owner_ids, made.held_back, start_s, end_s, booked.finished)
 
 
-def _replay_held(scheduler: Scheduler, entry: PagesExpected | PagesArrived | PagesReleased) -> None:
-    """What was held for other engines. No device has it: only an engine of one rank holds any."""
+def _replay_held(
+    scheduler: Scheduler, entry: Forgotten | PagesExpected | PagesArrived | PagesReleased
+) -> None:
+    """What is found no more, or was held for other engines: of this no device hears, since only an engine of
+    one rank holds any.
+    """
     lifecycle = scheduler.lifecycle
-    if isinstance(entry, PagesExpected):
+    if isinstance(entry, Forgotten):
+        scheduler.prefix.forget_all()
+    elif isinstance(entry, PagesExpected):
         tokens = unpacked(entry.tokens).astype(np.int32)
         if lifecycle.expect(entry.id, tokens, entry.cache_salt, []) is None:
             raise Divergence(f"no pages are found for {entry.id}, for which there were some")

@@ -70,7 +70,8 @@ def scheduler(
 def record(
     path: Path, made: Scheduler, seed: int, num_requests: int, beam_width: int = 0, overlap: bool = False
 ) -> list[Request]:
-    """Serve random requests with aborts and resizes in between, recording all of it."""
+    """Serve random requests with aborts and resizes in between, recording all of it;
+    what was computed is forgotten now and then."""
     random = np.random.default_rng(seed)
     now = 0.0
     engine = Engine(
@@ -96,6 +97,8 @@ def record(
             engine.abort(made.slots.requests[int(random.choice(made.slots.busy))].id)
         if random.random() < 0.05:
             engine.resize(9 + int(random.integers(0, 4)), "running")
+        if random.random() < 0.05:
+            engine.forget_prefixes()
         step = engine.step()
         finished += step.finished if step else []
         now += float(random.random())

@@ -7,8 +7,8 @@ from tests.mutation.graph_faults import GRAPHS
 
 ENGINE = "continuous_batching/engine.py"
 SCHEDULER = "continuous_batching/scheduling/scheduler.py"
-RECORDER, LISTENERS, FOLLOWER = (
-    f"continuous_batching/recording/{name}.py" for name in ("recorder", "listeners", "follower")
+RECORDER, LISTENERS, FOLLOWER, REPLAY = (
+    f"continuous_batching/recording/{name}.py" for name in ("recorder", "listeners", "follower", "replay")
 )
 BUILT = "recipes/build/engine.py"
 IN_FLIGHT, SHARE = "continuous_batching/scheduling/in_flight.py", "models/share.py"
@@ -17,6 +17,7 @@ RANK_TESTS = ("tests/continuous_batching/test_follower.py",)
 BUILT_RANK_TESTS = ("tests/recipes/test_tensor_ranks.py",)
 RANK_TESTS_OF = dict.fromkeys((ENGINE, RECORDER, LISTENERS, FOLLOWER), RANK_TESTS) | {
     BUILT: BUILT_RANK_TESTS,
+    REPLAY: ("tests/continuous_batching/test_recorder.py",),
     STAGE_RUNNER: ("tests/models/test_stage_runner.py",),
     WAITS: ("tests/benchmark/test_stages.py",),
 }
@@ -32,6 +33,13 @@ RANK_FAULTS = (
         self.observer.resized(num_pages, give_up)
 """,
         "the leader waits in a resize for ranks that have not heard of it",
+    ),
+    Fault(
+        "forgotten_by_the_leader_alone",
+        REPLAY,
+        "        scheduler.prefix.forget_all()\n",
+        "        pass\n",
+        "ranks find pages of a run before, which the leader computes again",
     ),
     Fault(
         "broken_recording_closed",
