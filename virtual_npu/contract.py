@@ -18,6 +18,7 @@ from torch import Tensor
 from virtual_npu.simulated_products import A2, PRODUCTS, Product
 
 Capture = Literal["none", "stream", "group"]  # "group": a stream is captured and a task group is open
+Summing = Literal["mm_all_reduce", "dispatch", "combine"]  # operators that add up what ranks bring
 Breach = tuple[str, object]  # the argument and the value that violate a rule
 
 
@@ -40,7 +41,11 @@ class Communicators(Protocol):
         """How many ranks it has; 0 where there is none of that name."""
         ...
 
-    def add_up(self, name: str, tensor: Tensor) -> Tensor:
+    def rank(self, name: str) -> int:
+        """Which of its ranks this process is."""
+        ...
+
+    def add_up(self, name: str, tensor: Tensor, operation: Summing) -> Tensor:
         """The sum of its ranks' tensors; waits for all of them."""
         ...
 

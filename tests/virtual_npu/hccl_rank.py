@@ -154,6 +154,43 @@ def multiplied() -> None:
     graph.reset()
 
 
+def dispatched() -> None:
+    """Experts that multiply by their number, two on each rank; at once, and in a graph with other tokens."""
+    import torch_npu
+
+    group, held, tokens, rest = dist.new_group(list(range(SIZE))), 2, 5, torch.Generator().manual_seed(RANK)
+    name, number = group._get_backend(torch.device("npu")).get_hccl_comm_name(RANK), 2 * SIZE
+    x = here(torch.randn(tokens, 32, generator=rest)).bfloat16()
+    ids = here(torch.stack([torch.randperm(number, generator=rest)[:3] for _ in range(tokens)]).int())
+    weights = here(torch.rand(tokens, 3, generator=rest))
+    of_group = {"group_ep": name, "ep_world_size": SIZE, "ep_rank_id": RANK, "moe_expert_num": number}
+
+    def computed() -> torch.Tensor:
+        rows, _, notes, counts, sent, of_tp, _ = torch_npu.npu_moe_distribute_dispatch_v2(x, ids, **of_group)
+        last = counts.cumsum(0)
+        expert = (torch.arange(len(rows), device=x.device)[:, None] >= last).sum(1) + held * RANK
+        made = rows * (1 + expert)[:, None].bfloat16()
+        return torch_npu.npu_moe_distribute_combine_v2(
+            made, ids, notes, sent, weights, **of_group, tp_send_counts=of_tp
+        )
+
+    def expected() -> torch.Tensor:
+        made = x[:, None] * (1 + ids)[..., None].bfloat16()
+        return (made.float() * weights[..., None]).sum(1).bfloat16().cpu()
+
+    same(computed(), expected())
+    graph = torch.npu.NPUGraph()
+    with torch.npu.graph(graph):
+        y = computed()
+    x.mul_(-3)
+    weights.add_(1)
+    ids.copy_(ids.flip(0))
+    graph.replay()
+    torch.npu.synchronize()
+    same(y, expected())
+    graph.reset()
+
+
 def refused(call: Callable[[], object]) -> None:
     """Print why a call is refused."""
     began_s = time.monotonic()
@@ -185,6 +222,18 @@ def differs_in_product() -> None:
     refused(lambda: dist.all_reduce(one) if RANK else torch_npu.npu_mm_all_reduce_base(one, one, name))
 
 
+def mixed() -> None:
+    """Tokens through the communicator that has other collectives, too."""
+    import torch_npu
+
+    world = dist.group.WORLD
+    assert world is not None, "this rank has joined"
+    dist.all_reduce(torch.ones(1, device="npu:0"))
+    name = world._get_backend(torch.device("npu")).get_hccl_comm_name(RANK)
+    x, ids = torch.ones(2, 32, device="npu:0").bfloat16(), torch.zeros(2, 1, device="npu:0").int()
+    refused(lambda: torch_npu.npu_moe_distribute_dispatch_v2(x, ids, name, SIZE, RANK, SIZE))
+
+
 def killed() -> None:
     dist.all_reduce(torch.ones(1, device="npu:0"))
     if RANK == SIZE - 1:
@@ -203,7 +252,7 @@ def right() -> None:
     for dtype in DTYPES:
         for count in LENS if dtype == torch.float32 else LENS[:2]:
             collectives(count, dtype)
-    for case in (uneven, passed_on, captured, groups, *((multiplied,) if SIZE == 2 else ())):
+    for case in (uneven, passed_on, captured, groups, dispatched, *((multiplied,) if SIZE == 2 else ())):
         case()
     dist.barrier()
     print("all right", flush=True)
@@ -212,6 +261,6 @@ def right() -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("hccl", init_method=f"file://{FOLDER}/store", rank=RANK, world_size=SIZE)
-    modes = (right, differs, differs_in_kind, differs_in_product, killed, stopped)
+    modes = (right, differs, differs_in_kind, differs_in_product, mixed, killed, stopped)
     {each.__name__: each for each in modes}[MODE]()
     os._exit(0)  # the group's watchdog may wait for ranks that are gone

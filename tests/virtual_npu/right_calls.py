@@ -12,7 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tests.virtual_npu import right_int4_calls, right_latent_calls, right_mixture_calls, summed_calls
+from tests.virtual_npu import (
+    dispatch_calls,
+    right_int4_calls,
+    right_latent_calls,
+    right_mixture_calls,
+    summed_calls,
+)
 from tests.virtual_npu.batches import MASK, first_version, paged
 from tests.virtual_npu.right_mixture_calls import HALVES, Arguments, pick
 from virtual_npu.contract import Conditions
@@ -433,6 +439,8 @@ RIGHT: dict[str, Callable[[np.random.Generator], tuple[Arguments, Conditions]]] 
     "npu_convert_weight_to_int4pack": right_int4_calls.pack,
     "npu_weight_quant_batchmatmul": right_int4_calls.product,
     "npu_mm_all_reduce_base": summed_calls.product,
+    "npu_moe_distribute_dispatch_v2": dispatch_calls.dispatch,
+    "npu_moe_distribute_combine_v2": dispatch_calls.combine,
     "npu_dynamic_quant": dynamic_quant,
     "npu_format_cast": format_cast,
     "npu_top_k_top_p": top_k_top_p,

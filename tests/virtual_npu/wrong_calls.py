@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tests.virtual_npu import summed_calls, wrong_latent_calls
+from tests.virtual_npu import dispatch_calls, summed_calls, wrong_latent_calls
 from tests.virtual_npu.right_calls import Arguments, compressed, hidden
 from tests.virtual_npu.wrong import Change, Wrong, cut, pages_but, put, spoil, strided, to
 from virtual_npu.operators.atb_call import in_tiles
@@ -401,6 +401,8 @@ FAMILIES = {
     "npu_weight_quant_batchmatmul": INT4_MATMUL,
     "npu_grouped_matmul": GROUPED,
     "npu_mm_all_reduce_base": summed_calls.WRONG,
+    "npu_moe_distribute_dispatch_v2": dispatch_calls.DISPATCH,
+    "npu_moe_distribute_combine_v2": dispatch_calls.COMBINE,
     "npu_add_rms_norm_dynamic_quant": NORM_QUANT,
     "npu_dequant_swiglu_quant": SWIGLU_QUANT,
     "npu_moe_gating_top_k_softmax": GATING,
@@ -422,6 +424,8 @@ WANTED = {
     ),
     "npu_convert_weight_to_int4pack": lambda call: len(call["weight"]) > 1,
     "npu_mm_all_reduce_base": lambda call: call["x1"].dtype == torch.float16,
+    "npu_moe_distribute_dispatch_v2": lambda call: call["x"].dtype == torch.float16,
+    "npu_moe_distribute_combine_v2": lambda call: call["ep_send_counts"].any(),
     "npu_grouped_matmul": lambda call: call["group_type"] == -1,
     "npu_transpose_batchmatmul": lambda call: len(set(call["weight"].shape)) == 3,
     "npu_dequant_swiglu_quant": lambda call: "group_index" not in call,

@@ -153,7 +153,9 @@ static void take(struct communicator *c, const struct call *call, uint64_t at, s
     char *to = (char *)call->target + at * size;
     switch (said->operation) {
     case ALL_REDUCE:
-    case MATMUL_ALL_REDUCE: reduce(c, said, 0, count, to); break;
+    case MATMUL_ALL_REDUCE:
+    case DISPATCH:
+    case COMBINE: reduce(c, said, 0, count, to); break; /* each rank brings zeros but for its own */
     case REDUCE:
         if (c->rank == said->root) reduce(c, said, 0, count, to);
         break;
@@ -252,6 +254,12 @@ int perform_call(void *argument) {
     struct call *call = argument;
     struct communicator *c = call->communicator;
     if (c->failed) return refuse(ACL_ERROR_RT_PARAM_INVALID, "the communicator has failed before");
+    bool carries = call->said.operation == DISPATCH || call->said.operation == COMBINE;
+    *(carries ? &c->carries_tokens : &c->carries_sums) = true;
+    if (c->carries_tokens && c->carries_sums)
+        return refuse(ACL_ERROR_RT_PARAM_INVALID,
+                      "%s carries tokens to experts and another collective (op-plugin npu_moe_distribute_dispatch_v2: "
+                      "not in one communicator): make a group for each", c->name);
     begin_call(c, &call->said);
     int code = collective(c, call);
     end_call(c);
@@ -264,10 +272,16 @@ int virtual_npu_ranks(const char *name) {
     return communicator ? (int)communicator->size : 0;
 }
 
-/* What an operator adds up that has multiplied: `count` elements of each rank, in place. Who calls it holds no lock */
-int virtual_npu_add_up(const char *name, void *data, uint64_t count, HcclDataType type) {
+/* Which rank this process is of it */
+int virtual_npu_rank(const char *name) {
+    struct communicator *communicator = communicator_of(name);
+    return communicator ? (int)communicator->rank : -1;
+}
+
+/* What a computing operator adds up: `count` elements of each rank, in place. Who calls it holds no lock */
+int virtual_npu_add_up(const char *name, void *data, uint64_t count, HcclDataType type, int operation) {
     struct call call = {.communicator = communicator_of(name), .source = data, .target = data};
-    call.said = (struct said){MATMUL_ALL_REDUCE, type, HCCL_REDUCE_SUM, 0, count};
+    call.said = (struct said){operation, type, HCCL_REDUCE_SUM, 0, count};
     if (!call.communicator) return refuse(ACL_ERROR_RT_PARAM_INVALID, "no communicator is called %s", name);
     return perform_call(&call);
 }

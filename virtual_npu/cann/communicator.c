@@ -19,7 +19,7 @@ static struct communicator *joined; /* the first; under the lock */
 
 static const char *const operations[] = {"nothing",        "init",       "all_reduce", "broadcast", "all_gather",
                                          "reduce_scatter", "all_to_all", "reduce",     "scatter",   "send",
-                                         "recv",           "mm_all_reduce"};
+                                         "recv",           "mm_all_reduce", "dispatch", "combine"};
 static const struct {
     const char *name;
     size_t width;

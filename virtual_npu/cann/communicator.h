@@ -33,7 +33,7 @@ enum {
 enum { MAX_RANKS = 16, MOST_WINDOW_BYTES = 1 << 20, ALL_WINDOWS_BYTES = 8 << 20, BOX_BYTES = 32 << 10 };
 
 enum operation { NOTHING, JOIN, ALL_REDUCE, BROADCAST, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, REDUCE, SCATTER, SEND,
-                 RECEIVE, MATMUL_ALL_REDUCE };
+                 RECEIVE, MATMUL_ALL_REDUCE, DISPATCH, COMBINE };
 
 /* What a rank calls; where ranks meet, all of them must say the same */
 struct said {
@@ -74,6 +74,7 @@ struct communicator {
     char *windows;
     struct box *boxes;
     uint64_t num_meetings;
+    bool carries_tokens, carries_sums; /* of which it may carry one alone */
     double limit_s; /* of waiting for a rank */
     HcclResult failed;
     struct communicator *next; /* of this process */

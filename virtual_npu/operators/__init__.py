@@ -8,6 +8,7 @@ from virtual_npu.operators import (
     atb,
     attention,
     cache,
+    dispatch,
     gating,
     grouped_matmul,
     int8_fusions,
@@ -28,7 +29,8 @@ OPERATORS: tuple[Operator, ...] = tuple(
     operator
     for room in (
         *(attention, atb, cache, scatter, latent, latent_prolog, norm, rotary, activation, matmul),
-        *(grouped_matmul, summed_matmul, weight_quant, gating, mixture, int8_fusions, sampling, prefetch),
+        *(grouped_matmul, summed_matmul, weight_quant, gating, mixture, dispatch, int8_fusions),
+        *(sampling, prefetch),
     )
     for operator in room.OPERATORS
 )

@@ -30,7 +30,7 @@ def _summed(call: Call) -> Tensor:
     """The product of each rank is rounded before it is added, as it travels in its type."""
     made: Tensor = (call["x1"].float() @ call["x2"].float()).to(call["x1"].dtype)
     communicators = call.conditions.communicators
-    return made if communicators is None else communicators.add_up(call["hcom"], made)
+    return made if communicators is None else communicators.add_up(call["hcom"], made, "mm_all_reduce")
 
 
 def _dtype(call: Call) -> Iterator[Breach]:
