@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 PROBED = (
     *("keeps_nan", "packs_float16", "bares_decodes", "tiles_weights", "slices_tiles", "captures_draws"),
-    *("prefetches", "exact_angles", "joins_latents", "sums_products"),
+    *("prefetches", "exact_angles", "joins_latents", "sums_products", "dispatches"),
 )
 assert {each.name for each in fields(AscendProduct)} >= set(PROBED), "the answers are facts of a product"
 

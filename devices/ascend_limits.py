@@ -62,6 +62,7 @@ class AscendProduct:
     )
     sums_products: bool = False  # the product of a prompt's rows and the ranks' sum of it gain in one launch
     joins_latents: bool = False  # one launch of all before latent attention is right, and gains
+    dispatches: bool = False  # sending tokens to the ranks of their experts gains
     exact_angles: bool = True  # cosines of angles of 100,000 radians are right
     most_graphs: int | None = None  # sizes that may be captured; None: as many as its streams allow
 

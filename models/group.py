@@ -35,16 +35,21 @@ class Group:
     """The ranks of a process group, of which this process is `rank`, counted from 0.
 
     `inside` names the method that the host is in: where a rank hangs, the others wait for it there. `few` are
-    those of its ranks that divide the same experts, where neither all nor one of them does.
+    those of its ranks that divide the same experts, where neither all nor one of them does. `tokens` are all
+    of them where each has experts of its own, over HCCL: nothing else goes through that communicator.
     """
 
     inside = ""
     few: Group | None = None
+    tokens: Group | None = None
 
-    def __init__(self, ranks: dist.ProcessGroup, few: Group | None = None) -> None:
-        self._ranks, self.few = ranks, few
+    def __init__(
+        self, ranks: dist.ProcessGroup, few: Group | None = None, tokens: Group | None = None
+    ) -> None:
+        self._ranks, self.few, self.tokens = ranks, few, tokens
         self.rank, self.size = ranks.rank(), ranks.size()
         self._hccl_name: str | None = None
+        self._is_near: bool | None = None
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of all ranks' `x`, on each of them, in place where `x` is contiguous."""
@@ -80,16 +85,21 @@ class Group:
 
     @property
     def hccl_name(self) -> str:
-        """What HCCL calls these ranks, for operators that communicate themselves; empty where they are on
-        several machines. All must ask for the first time together, since that makes the communicator, and
-        not while a graph is captured.
+        """What HCCL calls these ranks, for operators that communicate themselves. All must ask for the first
+        time together, since that makes the communicator, and not while a graph is captured.
         """
         if self._hccl_name is None:
-            device, here = torch.device("npu"), zlib.crc32(_BOOT.read_bytes()) >> 1
-            is_near = self.least(here, device) == -self.least(-here, device)
-            backend = self._ranks._get_backend(device)
-            self._hccl_name = backend.get_hccl_comm_name(self.rank) if is_near else ""
+            backend = self._ranks._get_backend(torch.device("npu"))
+            self._hccl_name = backend.get_hccl_comm_name(self.rank)
         return self._hccl_name
+
+    @property
+    def is_on_one_machine(self) -> bool:
+        """Whether all ranks are; they must ask for the first time together, likewise."""
+        if self._is_near is None:
+            device, here = torch.device("npu"), zlib.crc32(_BOOT.read_bytes()) >> 1
+            self._is_near = self.least(here, device) == -self.least(-here, device)
+        return self._is_near
 
     def least(self, value: int, device: torch.device) -> int:
         """The least of all ranks' values of at most 31 bits, on the host of each of them."""
@@ -183,7 +193,7 @@ def join(backend: Backend, store: dist.Store, rank: int, size: int, timeout_s: f
 
 def divided(world: Group, share: Share, timeout_s: float) -> tuple[Group, StageLinks]:
     """The ranks of this rank's stage, and the way to the others. All ranks must call it at the same time."""
-    size, rank, few = share.tensors, world.rank, None
+    size, rank, few, tokens = share.tensors, world.rank, None, None
     wait = timedelta(seconds=timeout_s)
 
     def in_parts(size: int) -> list[Any]:
@@ -192,14 +202,16 @@ def divided(world: Group, share: Share, timeout_s: float) -> tuple[Group, StageL
     _, sharing = share.of_an_expert
     if 1 < sharing < size:
         few = Group(in_parts(sharing)[rank // sharing])
+    if 1 < size == share.experts and dist.get_backend() == "hccl":
+        tokens = Group(in_parts(size)[rank // size])
     if share.stages == 1:
-        world.few = few
+        world.few, world.tokens = few, tokens
         return world, NO_LINKS
     groups = in_parts(size)
     before = None if share.is_first else rank + size  # the last stage has the first ranks
     after = None if share.is_last else rank - size
     own = groups[rank // size]
-    return (Group(own, few) if size > 1 else ALONE), StageLinks(before, after)
+    return (Group(own, few, tokens) if size > 1 else ALONE), StageLinks(before, after)
 
 
 def hccl_timeouts(timeout_s: float) -> dict[str, str]:

@@ -9,7 +9,7 @@ Legend: T tokens of the step, E experts, C experts that a token chooses.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -61,6 +61,8 @@ class Mixture(nn.Module):
         self._parts = [expert.part for expert in self.experts.values()]
         self._gated = next(iter(self.experts.values())).gated
         self._numbers: Tensor | None = None  # of each expert where its own come first: those that are here
+        self._dispatch: Any = None  # how tokens are sent to the ranks of their experts, if they are
+        self._by_place, self._places = mixture.places(layer), torch.empty(0)
         if list(held) != list(range(mixture.num_experts)):
             others = [each for each in range(mixture.num_experts) if str(each) not in self.experts]
             order = torch.tensor([*held, *others], device=device)
@@ -90,6 +92,10 @@ class Mixture(nn.Module):
             filled = [linear.filled() for linear in linears]
             self._joined = self.ops.pack_experts(filled[::2], filled[1::2])
             self.experts, self._parts = nn.ModuleDict(), []
+            if self.shared is None:  # else what the ranks made of it had to be added up beside
+                self._dispatch = self.ops.dispatch_of(sizes[0], self.config, self.group)
+                order = torch.tensor(list(self._by_place), device=self.router.device)
+                self._places = order.argsort().int()  # of each expert
 
     def forward(self, x: Tensor, is_asked: Tensor | None = None) -> Tensor:
         """[T, hidden] -> [T, hidden]; `is_asked` says which tokens count, as `StepInputs`."""
@@ -97,6 +103,10 @@ class Mixture(nn.Module):
         if self.counts is not None:
             one = self.counts.new_ones(len(x)) if is_asked is None else is_asked
             self.counts.index_add_(0, chosen.flatten(), one[:, None].expand_as(chosen).flatten())
+        if self._dispatch is not None and self._dispatch.takes(len(x)):
+            places = self._places.index_select(0, chosen.flatten()).view_as(chosen)
+            dispatch = self._dispatch
+            return self.ops.dispatched_mixture(x, weights, places, self._joined, dispatch, self._gated)
         if self._numbers is not None:
             chosen = self._numbers.index_select(0, chosen.flatten()).view_as(chosen)
         if self._joined is not None:

@@ -107,22 +107,36 @@ def mixture(
         quant_mode=1 if is_int8 else -1,
     )
     counts = counts[:num_held]
-    if is_int8:
-        product = gate_up.product(rows, counts, output_dtype=torch.int32)
-        inner, inner_scale = torch_npu.npu_dequant_swiglu_quant(
-            product,
-            weight_scale=gate_up.scale,
-            activation_scale=row_scale,
-            group_index=counts,
-            activate_left=True,
-            quant_mode=1,
-        )
-        scales = {"scale": [down.scale], "per_token_scale": [inner_scale]}
-        made = down.product(inner, counts, output_dtype=x.dtype, **scales)
-    else:
-        made = down.product(gated(gate_up.product(rows, counts)), counts)
+    made = of_experts(rows, row_scale if is_int8 else None, counts, gate_up, down, gated, x.dtype)
     if num_held < num_experts:
         row = torch.arange(len(made), device=made.device)
         made = made.masked_fill_((row >= counts.sum())[:, None], 0)
     combined: Tensor = torch_npu.npu_moe_token_unpermute(made, places, probs=weights.to(x.dtype))
     return combined
+
+
+def of_experts(
+    rows: Tensor,
+    row_scale: Tensor | None,
+    counts: Tensor,
+    gate_up: JoinedLinear,
+    down: JoinedLinear,
+    gated: Callable[[Tensor], Tensor],
+    dtype: torch.dtype,
+) -> Tensor:
+    """What each expert makes of its rows, which follow those of the one before, in `dtype`; rows in int8 have
+    their scales. What comes after the counted rows is not written.
+    """
+    if row_scale is None:
+        return down.product(gated(gate_up.product(rows, counts)), counts)
+    product = gate_up.product(rows, counts, output_dtype=torch.int32)
+    inner, inner_scale = torch_npu.npu_dequant_swiglu_quant(
+        product,
+        weight_scale=gate_up.scale,
+        activation_scale=row_scale,
+        group_index=counts,
+        activate_left=True,
+        quant_mode=1,
+    )
+    scales = {"scale": [down.scale], "per_token_scale": [inner_scale]}
+    return down.product(inner, counts, output_dtype=dtype, **scales)

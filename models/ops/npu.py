@@ -9,6 +9,7 @@ Legend: T tokens of the step, H query heads, K kv heads, D head dim.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 
 import torch
@@ -17,10 +18,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from attention.latent import LatentLinears, LatentUp
+from devices.ascend_dispatch import buffer_mib, most_dispatched
 from devices.ascend_limits import FRACTAL_NZ, AscendProduct
 from models.filled import ExpertKind, Filled
 from models.group import Group
 from models.mixture_config import MixtureConfig
+from models.npu.dispatch import Dispatch
 from models.npu.grouped import joined, mixture
 from models.npu.int4_ops import Int4Check, Int4Ops
 from models.ops.int8 import Int8Rows
@@ -96,7 +99,7 @@ class NpuOps(Int4Ops, PlainNpuOps):
         weight, bias = packed
         takes = x.dtype in self.product.dtypes and bias is None and group.size in SUMMED_RANKS
         takes = takes and self.product.sums_products and len(x) >= LEAST_SUMMED_ROWS
-        if not takes or not group.hccl_name:
+        if not takes or not group.is_on_one_machine:
             return super().linear_summed(x, packed, group)
         return torch_npu.npu_mm_all_reduce_base(x.contiguous(), weight.t(), group.hccl_name)
 
@@ -260,6 +263,29 @@ class NpuOps(Int4Ops, PlainNpuOps):
         """As Ops.joined_mixture, in five launches and a gate's, whatever the number of experts."""
         gate_up, down = packed
         return mixture(x, weights, chosen, gate_up, down, num_experts, gated)
+
+    def dispatch_of(self, hidden: int, config: MixtureConfig, group: Group) -> Dispatch | None:
+        """Where verify_npu.sh found that it gains and operators take the model; all ranks ask together."""
+        if not self.product.dispatches or group.tokens is None:
+            return None
+        sizes = group.size, config.num_experts, config.num_chosen, hidden, buffer_mib(os.environ)
+        most = most_dispatched(self.product.name, *sizes)
+        if most:
+            _ = group.tokens.hccl_name  # now, and not while a graph is captured
+        names_twice = self.product.name == "910C"
+        return Dispatch(group, group.tokens, config.num_experts, most, names_twice) if most else None
+
+    def dispatched_mixture(
+        self,
+        x: Tensor,
+        weights: Tensor,
+        places: Tensor,
+        packed: Packed,
+        dispatch: Dispatch,
+        gated: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        """As Ops.dispatched_mixture."""
+        return dispatch.mixture(x, weights, places, *packed, gated)
 
     def tile_size(self, vocab_size: int) -> int:
         """The whole row: its running sum is one launch, where tiles take ten."""

@@ -229,7 +229,9 @@ def test_a_machine_without_an_npu_has_no_questions(capsys: pytest.CaptureFixture
 
 
 @stand_in_alone
-@pytest.mark.parametrize(("name", "asked"), [("910B", ["sums_products"]), ("910C", [])])
+@pytest.mark.parametrize(
+    ("name", "asked"), [("910B", ["sums_products", "dispatches"]), ("910C", ["dispatches"])]
+)
 def test_what_takes_several_ranks_is_asked_of_all_of_them(
     name: str, asked: list[str], tmp_path: Path
 ) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -82,12 +83,22 @@ def built(
     int8_at_load: bool = False,
     dtype: DType = "float32",
     experts: int = 1,
+    dispatches: bool = False,
 ) -> tuple[Decoder, int]:
-    """The group's decoder of a checkpoint, and the bytes that this rank read."""
+    """The group's decoder of a checkpoint, and the bytes that this rank read; one that `dispatches` has its
+    experts in another order.
+    """
     config = replace(decoder_config(read(path)), dtype=dtype)
+    if dispatches:
+        assert config.mixture is not None, "nothing else is sent to ranks"
+        order = tuple(torch.randperm(config.mixture.num_experts, generator=torch.Generator().manual_seed(5)))
+        placement = (tuple(map(int, order)),) * config.num_layers
+        config = replace(config, mixture=replace(config.mixture, placement=placement))
     if int8_at_load:
         config = replace(config, quantization=Quantization(ignore=(), is_stored=False))
     decoder = empty(config, group, kind, way, experts)
+    if dispatches:
+        decoder.ops.product = replace(decoder.ops.product, dispatches=True)  # type: ignore[attr-defined]
     return decoder, weights.load(decoder, path)
 
 
@@ -227,6 +238,15 @@ def joined_sums(decoder: Decoder) -> int:
     return sum(each.name == "npu::npu_mm_all_reduce_base" for each in asked)
 
 
+def launches(decoder: Decoder, *, graphs: bool) -> Counter[str]:
+    """Of torch_npu's operators, in all that `logits_of` asks."""
+    log = machine("npu").launch_log
+    assert log is not None, "the stand-in counts"
+    with log.reading() as asked:
+        logits_of(decoder, graphs=graphs)
+    return Counter(each.name.removeprefix("npu::") for each in asked if each.name.startswith("npu::"))
+
+
 def held(decoder: Decoder) -> dict[str, Any]:
     """What each linear was packed to."""
     return {name: each.packed for name, each in decoder.named_modules() if hasattr(each, "packed")}
@@ -282,6 +302,8 @@ def main(backend: Backend, rank: int, size: int, folder: Path) -> None:
         found["greedy"], found["gathered"] = greedy_of(decoder, graphs=graphs)
         found["logits"] = logits_of(decoder, graphs=graphs)
         found["tokens"] = tokens_of(decoder, graphs=graphs)
+        if case.get("dispatches"):
+            found["launches"] = launches(decoder, graphs=graphs)
         if kind == "cpu" and decoder.config.quantization is not None:
             found["held"] = held(decoder)
         torch.save(found, folder / f"{name}.{rank}.pt")

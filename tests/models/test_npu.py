@@ -22,7 +22,7 @@ from continuous_batching.engine import Engine
 from continuous_batching.request import Request, SamplingParams
 from devices.ascend_limits import PRODUCTS, product
 from models.filled import ExpertKind, Filled
-from models.group import ALONE, join
+from models.group import ALONE, Group, join
 from models.int4_weight import Int4Weight
 from models.mixture_config import MixtureConfig
 from models.ops.reference import Ops
@@ -353,12 +353,22 @@ def _by_experts(ops: Ops, rows: torch.Tensor) -> None:
         ops.joined_mixture(rows, *routed, packed, 5, ops.swiglu)
 
 
-def _adding_up(ops: Ops, rows: torch.Tensor) -> None:
-    """Multiply rows of a prompt as a rank of two does, which is alone here."""
+def _among_ranks(ops: Ops, rows: torch.Tensor) -> None:
+    """Multiply rows of a prompt, and send tokens to experts, as a rank of two does, which is alone here."""
+    config = MixtureConfig(4, 2, 32, True, (True,))
+    up, down = (torch.ones(size, 32, dtype=rows.dtype, device="npu:0") for size in (64, 32))
+    packed = ops.pack_experts([Filled(up)] * 2, [Filled(down)] * 2)
     group = join("hccl", dist.HashStore(), 0, 1, 60.0)
-    group.size = 2
+    group.size, group.all_gather = 2, lambda x: torch.stack([x, x])  # type: ignore[method-assign]
     try:
         assert torch.equal(ops.linear_summed(rows, (rows, None), group), rows @ rows.t())
+        assert ops.dispatch_of(32, config, group) is None, "there is no communicator for it"
+        group.tokens = Group(dist.new_group([0]))
+        dispatch = ops.dispatch_of(32, config, group)
+        weights, places = ops.route(rows, torch.eye(4, 32, device="npu:0"), None, config)
+        for some in (slice(2), slice(3)):  # as many for each, and not
+            sent = rows[some], weights[some], places[some]
+            ops.dispatched_mixture(*sent, packed, dispatch, ops.swiglu)
     finally:
         dist.destroy_process_group()
 
@@ -417,7 +427,9 @@ def test_every_line_of_every_npu_file_runs(monkeypatch: pytest.MonkeyPatch) -> N
         _fetching(NpuOps(replace(ops.product, prefetches=True)), rows)  # type: ignore[attr-defined]
         ops.linear_summed(rows, (rows, None), ALONE)
         prompt = torch.ones(256, 32, dtype=torch.bfloat16, device="npu:0")
-        _adding_up(NpuOps(replace(ops.product, sums_products=True)), prompt)  # type: ignore[attr-defined]
+        both = replace(ops.product, sums_products=True, dispatches=True)  # type: ignore[attr-defined]
+        monkeypatch.setattr("virtual_npu.joined_ranks.JoinedRanks.size", lambda *_: 2)
+        _among_ranks(NpuOps(both), prompt)
         heads, angles = torch.ones(3, 2, 16, device="npu:0"), torch.ones(3, 16, device="npu:0")
         ops.rotary(heads, heads.clone(), angles, angles)
         on_an_npu()
@@ -426,6 +438,6 @@ def test_every_line_of_every_npu_file_runs(monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(torch.npu, "is_available", lambda: False)
         with pytest.raises(ValueError, match="finds no NPU"):
             chip()
-    assert len(files) == 7
+    assert len(files) == 8
     assert all(lines.wanted.values())
     assert lines.missing() == {}

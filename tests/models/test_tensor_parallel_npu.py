@@ -26,10 +26,11 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 SPREAD = ("deepseek_v3_spread", "qwen3_moe_spread")  # whole experts over two parts of the ranks
-INT8 = {"int8": "llama_biased", "int8_spread": "qwen3_moe_spread"}
+SENT = ("qwen3_moe_sent",)  # whole experts on every rank, to which tokens are sent
+INT8 = {"int8": "llama_biased", "int8_spread": "qwen3_moe_spread", "int8_sent": "qwen3_moe_sent"}
 
 
-def checkpoints(folder: Path) -> Cases:
+def checkpoints(folder: Path, size: int) -> Cases:
     """In float32, which the stand-in takes; captured; and in int8, which is multiplied beside bfloat16."""
     cases: Cases = {}
     for variant in VARIANTS:
@@ -38,6 +39,8 @@ def checkpoints(folder: Path) -> Cases:
             changed = wide(replace(variant, options=options, saved_as=torch.float32, shard_size="5GB"))
             cases[variant.name] = {"path": str(make(changed, folder)[1])}
     cases |= {name: cases[name.removesuffix("_spread")] | {"experts": 2} for name in SPREAD}
+    dispatches = {"experts": size, "dispatches": True}
+    cases |= {name: cases[name.removesuffix("_sent")] | dispatches for name in SENT}
     captured = {f"{name}_captured": case | {"graphs": True} for name, case in cases.items()}
     apart, int8 = cases["qwen3_layer_types"] | {"dtype": "bfloat16"}, {}
     sums = {
@@ -54,14 +57,17 @@ def checkpoints(folder: Path) -> Cases:
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """By case, its settings and what each rank computed."""
-    cases, before = checkpoints(tmp_path_factory.mktemp("checkpoints")), left_behind()
+    folder, before = tmp_path_factory.mktemp("checkpoints"), left_behind()
+    cases = checkpoints(folder, request.param)
     ranks = run_ranks("hccl", request.param, tmp_path_factory.mktemp("ranks"), cases)
     assert left_behind() <= before
     check_collectives(ranks["collectives"])
     return {name: (case, ranks[name]) for name, case in cases.items()}
 
 
-@pytest.mark.parametrize("name", [each + kind for each in (*MODELS, *SPREAD) for kind in ("", "_captured")])
+@pytest.mark.parametrize(
+    "name", [each + kind for each in (*MODELS, *SPREAD, *SENT) for kind in ("", "_captured")]
+)
 def test_ranks_on_npus_compute_what_one_processor_computes(name: str, found: dict[str, Any]) -> None:
     case, ranks = found[name]
     expected = logits_of(built(Path(case["path"]), ALONE)[0])
@@ -76,7 +82,9 @@ def test_ranks_on_npus_compute_what_one_processor_computes(name: str, found: dic
     ]
 
 
-@pytest.mark.parametrize("name", [each + kind for each in (*MODELS, *SPREAD) for kind in ("", "_captured")])
+@pytest.mark.parametrize(
+    "name", [each + kind for each in (*MODELS, *SPREAD, *SENT) for kind in ("", "_captured")]
+)
 def test_ranks_on_npus_choose_the_best_tokens_without_joining_logits(
     name: str, found: dict[str, Any]
 ) -> None:
@@ -84,6 +92,20 @@ def test_ranks_on_npus_choose_the_best_tokens_without_joining_logits(
     expected, _ = greedy_of(built(Path(case["path"]), ALONE)[0])
     assert [rank["greedy"].tolist() for rank in ranks] == [expected.tolist()] * len(ranks)
     assert {rank["gathered"] for rank in ranks} == {0}
+
+
+def test_tokens_are_sent_to_experts_where_there_is_one_for_each_rank(found: dict[str, Any]) -> None:
+    num_mixtures, num_steps, num_decodes = 2, 10, 8  # decodes are of two rows
+    for name in ("qwen3_moe_sent", "int8_sent"):
+        _, ranks = found[name]
+        num_sent = num_mixtures * (num_steps if len(ranks) == 2 else num_steps - num_decodes)
+        for rank in ranks:
+            assert rank["launches"]["npu_moe_distribute_dispatch_v2"] == num_sent
+            assert rank["launches"]["npu_moe_distribute_combine_v2"] == num_sent
+            assert rank["launches"]["npu_moe_init_routing_v2"] == num_mixtures * num_steps - num_sent
+    (_, eager), (_, captured) = found["qwen3_moe_sent"], found["qwen3_moe_sent_captured"]
+    for one, other in zip(eager, captured):
+        assert torch.equal(one["logits"], other["logits"])
 
 
 def test_products_are_added_up_in_one_launch_where_the_operator_takes_them(found: dict[str, Any]) -> None:

@@ -28,6 +28,7 @@ from tests.mutation.batch_faults import BATCH_FAULTS, BATCH_TESTS_OF
 from tests.mutation.beam_search_faults import BEAMS, SEARCH_FAULTS, SEARCHES
 from tests.mutation.cache_faults import CACHE_FAULTS, RUNNER, STORAGE
 from tests.mutation.channel_faults import CHANNEL_FAULTS, CHANNEL_TESTS_OF
+from tests.mutation.dispatch_faults import DISPATCH_FAULTS, DISPATCH_TESTS_OF
 from tests.mutation.draft_faults import DRAFT_FAULTS, DRAFT_TESTS_OF
 from tests.mutation.draft_model_faults import DRAFT_MODEL_FAULTS, DRAFT_MODEL_TESTS_OF
 from tests.mutation.exchange_faults import EXCHANGE_FAULTS, EXCHANGE_TESTS_OF
@@ -106,6 +107,7 @@ FAULTS = (
     *PACKING_FAULTS,
     *INT4_FAULTS,
     *SPREAD_FAULTS,
+    *DISPATCH_FAULTS,
     *GEMMA3_FAULTS,
     *SCORE_FAULTS,
     *GPT_OSS_FAULTS,
@@ -196,6 +198,7 @@ TESTS_OF = {  # all others: HOST_TESTS
     **PACKING_TESTS_OF,
     **INT4_TESTS_OF,
     **SPREAD_TESTS_OF,
+    **DISPATCH_TESTS_OF,
     **GEMMA3_TESTS_OF,
     **SCORE_TESTS_OF,
     **GPT_OSS_TESTS_OF,
@@ -308,7 +311,7 @@ def run_tests(folder: Path, tests: Sequence[str], timeout_s: float) -> tuple[str
         )
     except subprocess.TimeoutExpired:
         return "", f"no verdict within {timeout_s:g} s"
-    failed = re.findall(r"^FAILED tests/(\S+)", done.stdout, re.MULTILINE)
+    failed = re.findall(r"^(?:FAILED|ERROR) tests/(\S+)", done.stdout, re.MULTILINE)  # also in a fixture
     if done.returncode == 0:
         return "", ""
     if done.returncode == 1 and failed:

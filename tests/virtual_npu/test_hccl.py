@@ -83,7 +83,6 @@ def test_a_product_that_is_added_up_and_a_plain_sum_are_named(tmp_path: Path) ->
     assert "rank 1 calls all_reduce of 16 x bfloat16 by sum, and rank 0 calls mm_all_reduce" in other
 
 
-@pytest.mark.slow
 def test_tokens_in_a_communicator_of_sums_are_refused(tmp_path: Path) -> None:
     (one, _), (other, _) = ranks(tmp_path, 2, "mixed")
     assert "carries tokens to experts and another collective" in one

@@ -93,12 +93,14 @@ def test_a_seed_draws_one_call() -> None:
 
 
 def test_what_the_engine_calls_is_tried() -> None:
-    files = "attention/npu/fused_attention.py", "models/ops/npu.py", "models/npu/int4_ops.py"
+    files = ["attention/npu/fused_attention.py", "models/ops/npu.py"]
+    files += [f"models/npu/{name}.py" for name in ("int4_ops", "grouped", "dispatch")]
     text = "".join((ROOT / file).read_text() for file in files)
     called = set(re.findall(r"torch_npu\.(npu_\w+)[.(]", text))
     assert len(called) > 5
-    # What takes the name of a communicator is tried by the probe of several ranks, and packing by its product
-    assert called - set(MAKERS) - {PACKER} == {"npu_mm_all_reduce_base"}
+    # What takes the name of a communicator is tried by the probes of ranks, and packing by its product
+    of_ranks = {f"npu_moe_distribute_{name}_v2" for name in ("dispatch", "combine")}
+    assert called - set(MAKERS) - {PACKER} == {"npu_mm_all_reduce_base", *of_ranks}
     of_310p = set(
         re.findall(r"torch_npu\.(_npu_\w+)\(", (ROOT / "attention/npu/atb_attention.py").read_text())
     )

@@ -261,7 +261,8 @@ OPERATORS = (
     Operator(
         schema=f"npu::npu_moe_distribute_dispatch_v2(Tensor x, Tensor expert_ids, {GROUP[0]}"
         "Tensor? scales=None, Tensor? x_active_mask=None, Tensor? expert_scales=None, "
-        f"Tensor? elastic_info=None, Tensor? performance_info=None, {GROUP[1]}int quant_mode=0, int global_bs=0, "
+        f"Tensor? elastic_info=None, Tensor? performance_info=None, {GROUP[1]}"
+        "int quant_mode=0, int global_bs=0, "
         f'int expert_token_nums_type=1, str comm_alg="", {GROUP[2]}, int? y_dtype=None, int? x_dtype=None, '
         "int? scales_dtype=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
         products=(A2, A3),

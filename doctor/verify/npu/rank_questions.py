@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
 import torch
+from torch import Tensor
 
+from devices.ascend_dispatch import DISPATCHING
 from devices.ascend_limits import AscendProduct
 from doctor.verify.npu.questions import NEAR, Found, Probe, time_us
-from models.group import Group
-from recipes.build.in_ranks import in_ranks
+from models.filled import Filled
+from models.group import Group, divided
+from models.mixture_config import MixtureConfig
+from models.share import Share
+from recipes.build.in_ranks import Body, in_ranks
 from recipes.build.machine import Npu, start
 from recipes.schema.recipe import Recipe
 
 HIDDEN, INNER = 4096, 14336  # of the down projection of an 8B model, whose inner axis the ranks share
 PROMPT = 2048  # rows
+EXPERT, EXPERTS, CHOSEN = (2048, 768), 128, 8  # hidden and inner size, of Qwen3-30B-A3B
+TOKENS = 8  # of each rank, which decode
 
 
 def of_ranks(recipe: Recipe) -> list[Probe]:
@@ -23,11 +31,12 @@ def of_ranks(recipe: Recipe) -> list[Probe]:
     if recipe.parallel.ranks < 2:
         return []
 
-    def ask(_: Npu) -> Found:
-        return _all(in_ranks(recipe, sums_products))
+    def probe(question: str, applies: Callable[[AscendProduct], bool], body: Body) -> Probe:
+        return Probe(body.__name__, question, applies, lambda _: _all(in_ranks(recipe, body)))
 
-    question = "is a prompt's product with the ranks' sum right and faster in one launch?"
-    return [Probe("sums_products", question, _sums, ask)]
+    summed = "is a prompt's product with the ranks' sum right and faster in one launch?"
+    sent = "is sending tokens to the ranks of their experts right, and faster than adding up what all made?"
+    return [probe(summed, _sums, sums_products), probe(sent, _sends, dispatches)]
 
 
 def sums_products(recipe: Recipe, group: Group) -> Found:
@@ -44,14 +53,77 @@ def sums_products(recipe: Recipe, group: Group) -> Found:
     ways = [NpuOps(replace(machine.product, sums_products=each)) for each in (False, True)]
     packed = ways[0].pack(weight, None)
     calls = [partial(ops.linear_summed, x, packed, group) for ops in ways]
-    apart, joined = (call().cpu().float() for call in calls)
-    furthest = float((joined - apart).abs().max())
-    if furthest > NEAR[dtype] * float(apart.abs().max()):
-        return False, f"{furthest:.2g} from the product and the sum apart"
+    apart, joined = calls
+    return _judged(machine, dtype, apart, joined, machine.product.sums_products)
+
+
+def dispatches(recipe: Recipe, group: Group) -> Found:
+    """In each rank: of a mixture of Qwen3-30B's sizes, in the first type of the product, against each rank's
+    own experts for all tokens, and the sum of what they made.
+    """
+    from models.ops.npu import NpuOps
+
+    machine = start(recipe.device)
+    assert isinstance(machine, Npu), "the probes ask an NPU"
+    world, _ = divided(
+        group, Share(group.rank, group.size, experts=group.size), recipe.parallel.connect_timeout_s
+    )
+    hidden, inner, num_held = (1024, 64, 2) if machine.asked.virtual else (*EXPERT, EXPERTS // world.size)
+    config = MixtureConfig(num_held * world.size, min(CHOSEN, num_held * world.size), inner, True, (True,))
+    apart_ops, sent_ops = (NpuOps(replace(machine.product, dispatches=each)) for each in (False, True))
+    dispatch = sent_ops.dispatch_of(hidden, config, world)
+    if dispatch is None:
+        return (
+            False,
+            f"the operators do not take {world.size} ranks, or HCCL_BUFFSIZE is too small for a token",
+        )
+    dtype = machine.product.dtypes[0]
+
+    def drawn(*shape: int, seed: int) -> Tensor:
+        made = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+        return made.to(dtype).to(machine.device)
+
+    own = range(group.rank * num_held, (group.rank + 1) * num_held)
+    linears = [
+        [Filled(drawn(outputs, inputs, seed=2 * each + side).div_(inputs**0.5)) for each in own]
+        for side, (outputs, inputs) in enumerate(((2 * inner, hidden), (hidden, inner)))
+    ]
+    packed = apart_ops.pack_experts(*linears)
+    x, router = (
+        drawn(TOKENS * world.size, hidden, seed=-1),
+        drawn(config.num_experts, hidden, seed=-2).float(),
+    )
+    weights, chosen = apart_ops.route(x, router, None, config)
+    numbers = (chosen - own.start) % config.num_experts  # its own come first
+
+    def apart() -> Tensor:
+        made = apart_ops.joined_mixture(x, weights, numbers, packed, config.num_experts, apart_ops.swiglu)
+        return world.all_reduce(made)
+
+    sent = partial(sent_ops.dispatched_mixture, x, weights, chosen, packed, dispatch, sent_ops.swiglu)
+    return _judged(machine, dtype, apart, sent, machine.product.dispatches)
+
+
+def _judged(
+    machine: Npu,
+    dtype: torch.dtype,
+    apart: Callable[[], Tensor],
+    joined: Callable[[], Tensor],
+    as_it_was: bool,
+) -> Found:
+    """Whether the second way gives what the first does, and is faster."""
+    expected, found = (call().cpu().float() for call in (apart, joined))
+    furthest = float((found - expected).abs().max())
+    if not furthest <= NEAR[dtype] * float(expected.abs().max()):
+        return False, f"{furthest:.2g} from what is made apart"
     if machine.asked.virtual:
-        return machine.product.sums_products, "right, and as it was: a stand-in has no times"
-    apart_us, joined_us = (time_us(machine, call) for call in calls)
+        return as_it_was, "right, and as it was: a stand-in has no times"
+    apart_us, joined_us = (time_us(machine, call) for call in (apart, joined))
     return joined_us < apart_us, f"{joined_us:.0f} us against {apart_us:.0f} us"
+
+
+def _sends(product: AscendProduct) -> bool:
+    return product.name in DISPATCHING
 
 
 def _sums(product: AscendProduct) -> bool:

@@ -1,0 +1,80 @@
+"""How do the tokens of a step get to the ranks that hold their experts, and what these made of them back?
+
+All ranks have all tokens. Each takes an equal share of them, sends these to their experts, gets back the
+weighted sums, and gives them to all. See virtual_npu/operators/dispatch.py.
+
+Legend: T tokens of the step, C experts that a token chooses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch_npu
+from torch import Tensor
+
+from models.group import Group
+from models.npu.grouped import JoinedLinear, of_experts
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatch:
+    """The ways of a group's tokens to its experts, equally many on each rank, in the order of the ranks."""
+
+    group: Group
+    tokens: Group  # the same ranks, in a communicator of its own
+    num_experts: int
+    most_tokens: int  # of each rank
+    names_twice: bool  # the 910C takes the communicator's name a second time
+
+    def takes(self, num_tokens: int) -> bool:
+        """Whether a step of so many tokens goes this way: one for each rank at least."""
+        return self.group.size <= num_tokens <= self.most_tokens * self.group.size
+
+    def mixture(
+        self,
+        x: Tensor,
+        weights: Tensor,
+        places: Tensor,
+        gate_up: JoinedLinear,
+        down: JoinedLinear,
+        gated: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        """[T, hidden] -> [T, hidden] of all experts; `places` int32 [T, C] are theirs among all ranks'."""
+        own = self._own(x, weights.float(), places)
+        x_own, weights_own, places_own = own
+        group = self._of_group()
+        is_int8 = gate_up.scale is not None
+        rows, row_scale, notes, counts, arrived, of_tp, scales = torch_npu.npu_moe_distribute_dispatch_v2(
+            x_own, places_own, **group, quant_mode=2 if is_int8 else 0
+        )
+        made = of_experts(rows, row_scale if is_int8 else None, counts, gate_up, down, gated, x.dtype)
+        summed = torch_npu.npu_moe_distribute_combine_v2(
+            made,
+            places_own,
+            notes,
+            arrived,
+            weights_own,
+            **group,
+            tp_send_counts=of_tp,
+            expand_scales=scales,
+        )
+        return self.group.all_gather(summed).flatten(0, 1)[: len(x)]
+
+    def _own(self, *parts: Tensor) -> list[Tensor]:
+        """This rank's rows of each; where they are not equally many, the last is there again."""
+        total, (size, rank) = len(parts[0]), (self.group.size, self.group.rank)
+        count = -(-total // size)
+        if count * size == total:
+            return [each[rank * count : (rank + 1) * count].contiguous() for each in parts]
+        first = torch.arange(rank * count, (rank + 1) * count, device=parts[0].device)
+        return [each.index_select(0, first.clamp_(max=total - 1)) for each in parts]
+
+    def _of_group(self) -> dict[str, Any]:
+        name = self.tokens.hccl_name
+        of_tp = {"group_tp": name, "tp_world_size": 1} if self.names_twice else {}
+        of_ep = {"ep_world_size": self.group.size, "ep_rank_id": self.group.rank}
+        return {"group_ep": name, **of_ep, "moe_expert_num": self.num_experts, **of_tp}
