@@ -368,6 +368,7 @@ def _among_ranks(ops: Ops, rows: torch.Tensor) -> None:
         weights, places = ops.route(rows, torch.eye(4, 32, device="npu:0"), None, config)
         for some in (slice(2), slice(3)):  # as many for each, and not
             sent = rows[some], weights[some], places[some]
+            assert dispatch.takes(len(sent[0]))
             ops.dispatched_mixture(*sent, packed, dispatch, ops.swiglu)
     finally:
         dist.destroy_process_group()
