@@ -25,6 +25,7 @@ from recipes.tiny.corpus import held_out_sums
 from scripts import verify
 from serving.offline import Record
 from tests.device_kinds import stand_in_alone
+from tests.thorough import cases
 from virtual_npu.verify import main as verify_operators
 
 ON_CPU = ["recipes/tiny/npu.yaml", "device.kind=cpu", "device.graphs=0", "device.compile=false"]
@@ -261,7 +262,7 @@ def test_a_cpu_is_no_product() -> None:
 @pytest.mark.slow
 @pytest.mark.npu
 @stand_in_alone
-@pytest.mark.parametrize("name", [each.name for each in PRODUCTS])
+@pytest.mark.parametrize("name", cases(["910B", "310P"], [each.name for each in PRODUCTS]))
 def test_the_stand_in_passes_as_every_product(name: str, tmp_path: Path) -> None:
     done = subprocess.run(
         ["bash", "scripts/verify_npu.sh", "--virtual", f"device.product={name}", "--calls", "2",

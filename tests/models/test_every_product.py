@@ -71,6 +71,10 @@ MIXTURES = {"qwen3_moe_window": 64, "mixtral": 64, "qwen2_moe": 128, "glm4_moe":
 LATENTS = {"deepseek_v2": 64, "deepseek_v3": 64}  # whose head_dim says nothing
 # Of the dense ones, where time matters: each kind of head, rope, bias and window that the product has
 FEW = {
+    "910B": (
+        *("llama_dynamic", "llama_biased", "mistral_yarn", "qwen2_layer_types", "qwen3_layer_types"),
+        "gemma3_layer_types",
+    ),
     "310P": ("llama_dynamic", "llama_biased", "qwen2_yarn", "qwen3"),
     "910C": ("llama", "mistral_window", "qwen3"),
     "950": ("llama_dynamic", "mistral_window", "qwen3_layer_types", "internlm3_biased"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,7 +19,7 @@ from recipes.build.families import share_of
 from recipes.build.memory_plan import GIB, report
 from recipes.build.sizing import plan_memory
 from recipes.schema.reader import load
-from recipes.schema.recipe import ROOT
+from recipes.schema.recipe import ROOT, Recipe
 from recipes.schema.recipe_error import RecipeError
 from tests.device_kinds import stand_in_alone
 from tests.recipes import published
@@ -104,17 +103,19 @@ def test_show_plans_without_the_device(capsys: pytest.CaptureFixture[str]) -> No
         main(["show", path, "device.memory_gib=12"])
 
 
+def kind_of(recipe: Recipe) -> object:
+    """What of a recipe matters where another model is served; all of it with --thorough."""
+    device, model, parallel = recipe.device, recipe.model, recipe.parallel
+    divided = parallel.tensor > 1, parallel.pipeline > 1, parallel.expert > 1
+    kind = device.product, device.attention, device.graphs > 0, model.quantization, divided
+    return recipe if THOROUGH else (*kind, recipe.scheduler.policy, recipe.scheduler.overlap)
+
+
 def one_of_each() -> list[Path]:
-    """Recipes that differ in more than versions and sizes, by their names; all with --thorough."""
-    kinds: dict[object, Path] = {}
-    for path in RECIPES:
-        words = (re.sub(r"^(tp|pp)\d+$", r"\1", word) for word in path.stem.split("_")[1:])
-        kind = (
-            path.parent,
-            *(word for word in words if "910" in word or not re.fullmatch(r"a?[\d.x]+b", word)),
-        )
-        kinds.setdefault(path if THOROUGH else kind, path)
-    return [*kinds.values()]
+    """A recipe of each kind."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MODELS", os.curdir)
+        return [*{kind_of(load(str(path))): path for path in RECIPES}.values()]
 
 
 @pytest.mark.slow
