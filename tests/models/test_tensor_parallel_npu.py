@@ -14,6 +14,7 @@ from tests.device_kinds import stand_in_alone
 from tests.models.families import VARIANTS, make, wide
 from tests.models.tensor_rank import NUM_DRAWN, built, greedy_of, logits_of, tokens_of
 from tests.models.test_tensor_parallel import Cases, check_collectives, run_ranks
+from tests.thorough import THOROUGH
 from tests.virtual_npu.test_hccl import left_behind
 
 pytestmark = [pytest.mark.npu, stand_in_alone]
@@ -28,6 +29,18 @@ MODELS: dict[str, dict[str, Any]] = {
 SPREAD = ("deepseek_v3_spread", "qwen3_moe_spread")  # whole experts over two parts of the ranks
 SENT = ("qwen3_moe_sent",)  # whole experts on every rank, to which tokens are sent
 INT8 = {"int8": "llama_biased", "int8_spread": "qwen3_moe_spread", "int8_sent": "qwen3_moe_sent"}
+
+
+# What four ranks do as two do not: fewer key heads, or tokens, than ranks, and experts that two divide
+AMONG_FOUR = ("qwen3_layer_types", "deepseek_v3_spread_captured", "qwen3_moe_sent", "int8_sent_captured")
+
+
+def of(found: dict[str, Any], name: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """A case and what each rank computed, where these ranks have it."""
+    if name not in found:
+        pytest.skip("four ranks compute it with --thorough")
+    case, ranks = found[name]
+    return case, ranks
 
 
 def checkpoints(folder: Path, size: int) -> Cases:
@@ -59,6 +72,8 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     """By case, its settings and what each rank computed."""
     folder, before = tmp_path_factory.mktemp("checkpoints"), left_behind()
     cases = checkpoints(folder, request.param)
+    if request.param == 4 and not THOROUGH:
+        cases = {name: cases[name] for name in AMONG_FOUR}
     ranks = run_ranks("hccl", request.param, tmp_path_factory.mktemp("ranks"), cases)
     assert left_behind() <= before
     check_collectives(ranks["collectives"])
@@ -69,7 +84,7 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     "name", [each + kind for each in (*MODELS, *SPREAD, *SENT) for kind in ("", "_captured")]
 )
 def test_ranks_on_npus_compute_what_one_processor_computes(name: str, found: dict[str, Any]) -> None:
-    case, ranks = found[name]
+    case, ranks = of(found, name)
     expected = logits_of(built(Path(case["path"]), ALONE)[0])
     first, *others = (rank["logits"] for rank in ranks)
     torch.testing.assert_close(first, expected, rtol=0, atol=1e-4)
@@ -88,7 +103,7 @@ def test_ranks_on_npus_compute_what_one_processor_computes(name: str, found: dic
 def test_ranks_on_npus_choose_the_best_tokens_without_joining_logits(
     name: str, found: dict[str, Any]
 ) -> None:
-    case, ranks = found[name]
+    case, ranks = of(found, name)
     expected, _ = greedy_of(built(Path(case["path"]), ALONE)[0])
     assert [rank["greedy"].tolist() for rank in ranks] == [expected.tolist()] * len(ranks)
     assert {rank["gathered"] for rank in ranks} == {0}
@@ -96,20 +111,20 @@ def test_ranks_on_npus_choose_the_best_tokens_without_joining_logits(
 
 def test_tokens_are_sent_to_experts_where_there_is_one_for_each_rank(found: dict[str, Any]) -> None:
     num_mixtures, num_steps, num_decodes = 2, 10, 8  # decodes are of two rows
-    for name in ("qwen3_moe_sent", "int8_sent"):
+    for name in {"qwen3_moe_sent", "int8_sent"} & set(found):
         _, ranks = found[name]
         num_sent = num_mixtures * (num_steps if len(ranks) == 2 else num_steps - num_decodes)
         for rank in ranks:
             assert rank["launches"]["npu_moe_distribute_dispatch_v2"] == num_sent
             assert rank["launches"]["npu_moe_distribute_combine_v2"] == num_sent
             assert rank["launches"]["npu_moe_init_routing_v2"] == num_mixtures * num_steps - num_sent
-    (_, eager), (_, captured) = found["qwen3_moe_sent"], found["qwen3_moe_sent_captured"]
+    (_, eager), (_, captured) = of(found, "qwen3_moe_sent"), of(found, "qwen3_moe_sent_captured")
     for one, other in zip(eager, captured):
         assert torch.equal(one["logits"], other["logits"])
 
 
 def test_products_are_added_up_in_one_launch_where_the_operator_takes_them(found: dict[str, Any]) -> None:
-    (_, apart), (_, joined), (_, biased) = (found[name] for name in ("apart", "joined", "biased"))
+    (_, apart), (_, joined), (_, biased) = (of(found, name) for name in ("apart", "joined", "biased"))
     num_layers, num_steps = 3, 10
     # Down alone: the output projection has a bias here, and where one would be added is not said
     assert {rank["joined"] for rank in joined} == {num_layers * num_steps}
@@ -121,13 +136,13 @@ def test_products_are_added_up_in_one_launch_where_the_operator_takes_them(found
 
 @pytest.mark.parametrize("name", [each + kind for each in INT8 for kind in ("", "_captured")])
 def test_ranks_on_npus_are_as_near_in_int8_as_one_is(name: str, found: dict[str, Any]) -> None:
-    case, ranks = found[name]
+    case, ranks = of(found, name)
     path = Path(case["path"])
     exact = logits_of(built(path, ALONE)[0])
     alone = logits_of(built(path, ALONE, "npu", int8_at_load=True, dtype="bfloat16")[0])
     first, *others = (rank["logits"] for rank in ranks)
     assert (first - exact).norm() <= 1.5 * (alone - exact).norm()
     assert all(torch.equal(first, other) for other in others)
-    assert torch.equal(first, found[name.removesuffix("_captured")][1][0]["logits"]), (
-        "captured steps compute what eager ones do"
-    )
+    if name.removesuffix("_captured") in found:
+        eager = found[name.removesuffix("_captured")][1][0]["logits"]
+        assert torch.equal(first, eager), "captured steps compute what eager ones do"
