@@ -78,8 +78,11 @@ def with_layer(variant: Variant, root: Path) -> tuple[Any, Path]:
 
 class Further:
     """That layer over whole sequences, by the formulas of SGLang's deepseek_nextn.py; the layer itself is
-    transformers'.
+    transformers'. With `reads_zeros` it attends to a key of zeros before the first, as an operator does that
+    cannot leave it out.
     """
+
+    reads_zeros = False
 
     def __init__(self, model: Any, layer: Any, tensors: dict[str, Tensor]) -> None:
         self._model, self._layer, self._tensors = model, layer, tensors
@@ -105,11 +108,13 @@ class Further:
             (self._norm(model.embed_tokens(tokens), "enorm"), self._norm(features, "hnorm")), -1
         )
         x = (joined @ self._tensors["eh_proj"].T)[None]
+        if self.reads_zeros:  # latent and rope key of a hidden state of zeros are zeros, too
+            x, count = torch.cat((torch.zeros_like(x[:, :1]), x), 1), count + 1
         mask = torch.full((count, count), -torch.inf).triu(1)[None, None]
         positions = torch.arange(count)[None]
         angles = model.rotary_emb(x, positions)
         x = self._layer(x, attention_mask=mask, position_ids=positions, position_embeddings=angles)
-        return self._norm(x[0], "shared_head.norm")
+        return self._norm(x[0, -len(tokens) :], "shared_head.norm")
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
         eps = self._model.config.rms_norm_eps

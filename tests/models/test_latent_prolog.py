@@ -58,14 +58,18 @@ NOTHING = np.empty(0, np.int64)
 ROUNDED = {"plain": 0.012, "int8": 0.03}  # what bfloat16 makes of the operators apart, too
 
 
-@pytest.fixture
-def joining(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if verify_npu.sh had found that it is right and gains."""
+def say_that_it_gains(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if verify_npu.sh had found that it is right and gains, and left that in a folder."""
     machine = start(section("npu"))
     assert isinstance(machine, Npu)
-    path = answers_file(tmp_path, machine.product.name, machine.cann, virtual=True)
+    path = answers_file(folder, machine.product.name, machine.cann, virtual=True)
     write_answers(path, {"joins_latents": True})
-    monkeypatch.setattr(machines, "ANSWERS", tmp_path)
+    monkeypatch.setattr(machines, "ANSWERS", folder)
+
+
+@pytest.fixture
+def joining(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    say_that_it_gains(tmp_path, monkeypatch)
 
 
 @pytest.fixture(scope="module")

@@ -50,4 +50,11 @@ MTP_FAULTS = (
         'f"{prefix}hnorm.weight": head.embedding_norm,\n        f"{prefix}enorm.weight": head.hidden_norm,',
         "both have one shape",
     ),
+    Fault(
+        "something_before_the_first_key",
+        MTP,
+        "self.layer.attention.write(normed, cos, sin, step, pad_rows(step.positions, len(x)) < FIRST_KEY)",
+        "self.layer.attention.write(normed, cos, sin, step)",
+        "latent attention of an NPU leaves no position out, so that what lies there has to be zeros",
+    ),
 )
