@@ -192,6 +192,11 @@ def _swiglu(draw: RandomInputs) -> dict[str, Any]:
     return {"input": draw.tensor(draw.number(1, 200), 2 * draw.one(96, 512, 11008)), "dim": -1}
 
 
+def _clipped_swiglu(draw: RandomInputs) -> dict[str, Any]:
+    gate_up = draw.tensor(draw.number(1, 200), 2 * draw.one(96, 512, 2880)) * 8  # half of them in the limit
+    return {"x": gate_up, "interleaved": False, "alpha": 1.702, "limit": 7.0, "bias": 1.0}
+
+
 def _grouped_matmul(draw: RandomInputs) -> dict[str, Any]:
     return draw.one(_products_of_their_own, mixture_calls.products)(draw)
 
@@ -264,6 +269,7 @@ MAKERS: Mapping[str, Maker] = {
     "npu_apply_rotary_pos_emb": _rotary,
     "npu_rotary_mul": _rotary_mul,
     "npu_swiglu": _swiglu,
+    "npu_clipped_swiglu": _clipped_swiglu,
     "npu_dynamic_quant": _dynamic_quant,
     "npu_grouped_matmul": _grouped_matmul,
     "npu_moe_gating_top_k_softmax_v2": mixture_calls.gating,

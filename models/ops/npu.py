@@ -26,12 +26,12 @@ from models.mixture_config import MixtureConfig
 from models.npu.dispatch import Dispatch
 from models.npu.grouped import joined, mixture
 from models.npu.int4_ops import Int4Check, Int4Ops
+from models.npu.latent_up import NpuLatentUp
 from models.ops.int8 import Int8Rows
 from models.ops.reference import Ops, Packed, Widths
 
 FUSED_ROTARY_DIMS = (64, 128)  # head dims that npu_apply_rotary_pos_emb takes
 PREFETCHED_BYTES = 18 * 2**20  # of a weight, as vllm-ascend's weight_prefetch: more would drive out the cache
-MOST_PRODUCT_ROW = 65535  # heads x width of what npu_transpose_batchmatmul takes by rows
 # npu_mm_all_reduce_base is documented for prompts, not for decodes, on the fully linked devices of a machine
 SUMMED_RANKS, LEAST_SUMMED_ROWS = (2, 4, 8), 256
 FUSED_ROTARY_BYTES = 180 * 1024  # its vector cores hold a token's heads in float32, five times
@@ -318,28 +318,17 @@ class NpuOps(Int4Ops, PlainNpuOps):
             return super().swiglu(gate_up)
         return torch_npu.npu_swiglu(gate_up, dim=-1)
 
+    def clamped_swiglu(self, gate_up: Tensor, slope: float, limit: float) -> Tensor:
+        """As Ops.clamped_swiglu, in one launch where product and torch_npu have it."""
+        if not self.product.clips_swiglu or not hasattr(torch_npu, "npu_clipped_swiglu"):
+            return super().clamped_swiglu(gate_up, slope, limit)
+        how = {"alpha": slope, "limit": limit, "bias": 1.0}
+        return torch_npu.npu_clipped_swiglu(gate_up.contiguous(), interleaved=False, **how)
+
 
 def in_tiles(weight: Tensor) -> Tensor:
     """The weight in the format of the matrix unit, which has none for float32."""
     return weight if weight.dtype == torch.float32 else torch_npu.npu_format_cast(weight, FRACTAL_NZ)
-
-
-class NpuLatentUp(LatentUp):
-    """The projection by heads, of queries and results as attention has their axes, without copies."""
-
-    def absorbed(self, query: Tensor) -> Tensor:
-        """Queries [T, H, N] of expanded keys -> of latents [T, H, L]."""
-        return self._by_heads(query, self.keys)
-
-    def raised(self, x: Tensor) -> Tensor:
-        """Weighted sums of latents [T, H, L] -> of values [T, H, V]."""
-        return self._by_heads(x, self.values)
-
-    def _by_heads(self, x: Tensor, weight: Tensor) -> Tensor:
-        if x.shape[1] * x.shape[2] > MOST_PRODUCT_ROW:
-            return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
-        made: Tensor = torch_npu.npu_transpose_batchmatmul(x, weight, perm_x1=(1, 0, 2), perm_y=(1, 0, 2))
-        return made
 
 
 def prefetch(weight: Tensor, after: Tensor, stream: torch.npu.Stream) -> None:

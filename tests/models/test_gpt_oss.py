@@ -20,6 +20,8 @@ from recipes.build.families import decoder_config
 from recipes.build.int8_checkpoint import quantize
 from recipes.build.scoring import score
 from recipes.build.sizing import max_positions
+from tests.attention.test_attention import shape
+from tests.device_kinds import has_npu, operators
 from tests.models.families import VARIANTS, expected_logprobs, make
 from tests.models.test_stored_otherwise import decoder
 
@@ -72,6 +74,18 @@ def test_the_gate_is_clamped_as_in_transformers() -> None:
     gate_up = 10 * torch.randn(7, 20, generator=torch.Generator().manual_seed(2))
     by_turns = gate_up.view(7, 2, 10).transpose(1, 2).flatten(1)
     torch.testing.assert_close(Ops().clamped_swiglu(gate_up, 1.702, 7.0), experts._apply_gate(by_turns))
+
+
+@pytest.mark.npu
+@pytest.mark.skipif(not has_npu(), reason="torch_npu is not installed")
+def test_without_the_clipped_gate_it_is_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    ops, attention = operators("npu", "fused", shape())
+    import torch_npu
+
+    gate_up = 5 * torch.randn(6, 48, device=attention.device)
+    found = ops.clamped_swiglu(gate_up, 1.702, 7.0)
+    monkeypatch.delattr(torch_npu, "npu_clipped_swiglu")
+    torch.testing.assert_close(ops.clamped_swiglu(gate_up, 1.702, 7.0), found)
 
 
 def drawn(*shape: int) -> tuple[Tensor, Tensor]:

@@ -307,6 +307,7 @@ def _as_a_310p(monkeypatch: pytest.MonkeyPatch) -> None:
     ops.rotary(heads, heads.clone(), heads[:, 0], heads[:, 0])
     ops.rotary_of_one(heads, heads[:, 0], heads[:, 0])
     ops.swiglu(heads[..., :2].contiguous())
+    ops.clamped_swiglu(heads, 1.0, 7.0)
     _by_experts(ops, torch.ones(3, 32, dtype=torch.float16, device="npu:0"))
     bias = torch.ones(32, dtype=torch.float16, device="npu:0")
     ops.linear(heads[:, 0].half(), ops.pack(torch.ones(32, 16, device="npu:0").half(), bias))
@@ -427,6 +428,7 @@ def test_every_line_of_every_npu_file_runs(monkeypatch: pytest.MonkeyPatch) -> N
         ops.check_int4(torch.bfloat16, 32, 32, (32,))
         _fetching(NpuOps(replace(ops.product, prefetches=True)), rows)  # type: ignore[attr-defined]
         ops.linear_summed(rows, (rows, None), ALONE)
+        ops.clamped_swiglu(rows, 1.0, 7.0)
         prompt = torch.ones(256, 32, dtype=torch.bfloat16, device="npu:0")
         both = replace(ops.product, sums_products=True, dispatches=True)  # type: ignore[attr-defined]
         monkeypatch.setattr("virtual_npu.joined_ranks.JoinedRanks.size", lambda *_: 2)
@@ -439,6 +441,6 @@ def test_every_line_of_every_npu_file_runs(monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(torch.npu, "is_available", lambda: False)
         with pytest.raises(ValueError, match="finds no NPU"):
             chip()
-    assert len(files) == 8
+    assert len(files) == 9
     assert all(lines.wanted.values())
     assert lines.missing() == {}

@@ -131,6 +131,13 @@ def test_swiglu(ops: There, dtype: torch.dtype) -> None:
     near(ops.swiglu(gate_up), gate / (1 + (-gate).exp()) * up)
 
 
+def test_clamped_swiglu(ops: There, dtype: torch.dtype) -> None:
+    gate_up = drawn(6, 48, dtype=dtype) * 3
+    gate, up = gate_up[:, :24].double(), gate_up[:, 24:].double()
+    gate, up = gate.where(gate < 2, 2), up.where(up.abs() < 2, 2 * up.sign())
+    near(ops.clamped_swiglu(gate_up, 1.702, 2.0), gate / (1 + (-1.702 * gate).exp()) * (up + 1))
+
+
 def test_greedy_takes_the_best_and_tells_what_is_not_finite(ops: There, dtype: torch.dtype) -> None:
     logits = drawn(8, 1000, dtype=dtype)
     logits[range(8), [0, 999, 5, 31, 32, 500, 7, 8]] = 50

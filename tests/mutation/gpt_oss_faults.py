@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from tests.mutation.aclop_faults import ACLOP_TESTS_OF
 from tests.mutation.fault import Fault
 from tests.mutation.latent_faults import LATENT_TESTS_OF
 
 GPT_OSS, STACKED, OPS = "recipes/gpt_oss/model.py", "models/stacked_experts.py", "models/ops/reference.py"
+ON_NPU, ACTIVATION = "models/ops/npu.py", "virtual_npu/operators/activation.py"
 TESTS = ("tests/models/test_gpt_oss.py", "tests/models/test_stored_otherwise.py")
 GPT_OSS_TESTS_OF = {
     GPT_OSS: TESTS,
     STACKED: TESTS,
     OPS: (*LATENT_TESTS_OF[OPS], *TESTS),
+    ON_NPU: (*LATENT_TESTS_OF[ON_NPU], "tests/models/test_ops.py"),
+    ACTIVATION: (*ACLOP_TESTS_OF[ACTIVATION], "tests/virtual_npu/test_references.py"),
 }
 
 GPT_OSS_FAULTS = (
@@ -62,6 +66,20 @@ GPT_OSS_FAULTS = (
         "return (up + 1) * (gate",
         "return up * (gate",
         "as in SwiGLU",
+    ),
+    Fault(
+        "halves_clipped_by_turns",
+        ON_NPU,
+        "npu_clipped_swiglu(gate_up.contiguous(), interleaved=False, **how)",
+        "npu_clipped_swiglu(gate_up.contiguous(), **how)",
+        "the operator takes gate and up by turns, as a checkpoint has them, unless it is told",
+    ),
+    Fault(
+        "stand_in_clips_both_sides_of_a_gate",
+        ACTIVATION,
+        'gate.clamp(max=call["limit"]), up',
+        'gate.clamp(-call["limit"], call["limit"]), up',
+        "a gate may be as low as it is",
     ),
     Fault(
         "router_without_its_bias",

@@ -16,6 +16,7 @@ GATING, SCALES, DEEPSEEK = (
     "recipes/deepseek/model.py",
 )
 OPS, NPU_OPS, MIXTURE = "models/ops/reference.py", "models/ops/npu.py", "models/mixture.py"
+LATENT_UP = "models/npu/latent_up.py"
 WHOLE, SHARE, WEIGHTS = "models/config.py", "models/share.py", "models/weights.py"
 LAYER_PARTS = "models/layer_parts.py"
 FILE, INT8_FILE = "models/huggingface_parts.py", "recipes/build/int8_checkpoint.py"
@@ -34,7 +35,7 @@ LATENT_TESTS_OF = {
     DECODER: (*STORED, *TENSOR_TESTS_OF[DECODER]),
     SHARE: (*TESTS, *TENSOR_TESTS),
     **{each: (*MIXTURE_TESTS_OF[each], *TESTS) for each in (OPS, MIXTURE, WHOLE, FILE)},
-    NPU_OPS: (*JOINED, *MIXTURE_TESTS_OF[NPU_OPS], *TESTS),
+    **dict.fromkeys((NPU_OPS, LATENT_UP), (*JOINED, *MIXTURE_TESTS_OF[NPU_OPS], *TESTS)),
 }
 
 LATENT_FAULTS = (
@@ -299,7 +300,7 @@ LATENT_FAULTS = (
     ),
     Fault(
         "wide_rows_in_one_launch",
-        NPU_OPS,
+        LATENT_UP,
         "if x.shape[1] * x.shape[2] > MOST_PRODUCT_ROW:",
         "if False:",
         "128 heads of latents are more than the product takes",

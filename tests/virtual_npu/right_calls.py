@@ -426,6 +426,7 @@ RIGHT: dict[str, Callable[[np.random.Generator], tuple[Arguments, Conditions]]] 
     "npu_apply_rotary_pos_emb": apply_rotary,
     "npu_rotary_mul": rotary_mul,
     "npu_swiglu": swiglu,
+    "npu_clipped_swiglu": right_mixture_calls.clipped_gate,
     "npu_add_rms_norm_dynamic_quant": add_rms_norm_dynamic_quant,
     "npu_dequant_swiglu_quant": dequant_swiglu_quant,
     "npu_grouped_matmul": grouped_matmul,

@@ -113,3 +113,9 @@ def _in_4_bits(
     weight = torch.randint(-(2**31), 2**31, (experts, groups * size, words)).int()
     scale, offset = torch.rand(shape).to(dtype), torch.randint(-7, 9, shape).to(dtype)
     return weight, groups * size, {"antiquant_scale": [scale], "antiquant_offset": [offset]}
+
+
+def clipped_gate(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
+    x = 9 * torch.randn(*rng.integers(1, 5, 2).tolist(), 2 * int(rng.integers(1, 40)))
+    made: Arguments = {"x": x.to(pick(rng, torch.float32, *HALVES)), "interleaved": bool(rng.integers(2))}
+    return made, Conditions(product=pick(rng, A2, A3))

@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
+from transformers import GptOssConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from virtual_npu.contract import Conditions
@@ -95,6 +97,21 @@ def test_swiglu() -> None:
         gate, up = x.float().chunk(2, dim)
         want = (functional.silu(gate) * up).to(torch.bfloat16)
         assert torch.equal(KERNELS["npu::npu_swiglu"](x, dim), want)
+
+
+def test_clipped_swiglu_is_the_gate_of_gpt_oss() -> None:
+    with torch.device("meta"):
+        experts = GptOssExperts(GptOssConfig())
+    by_turns, clipped = 10 * torch.randn(4, 6, 32), KERNELS["npu::npu_clipped_swiglu"]
+    want = experts._apply_gate(by_turns)
+    torch.testing.assert_close(clipped(by_turns), want)
+    halves = torch.cat((by_turns[..., ::2], by_turns[..., 1::2]), -1)
+    torch.testing.assert_close(clipped(halves, interleaved=False), want)
+    turned = halves.transpose(1, 2).contiguous()
+    torch.testing.assert_close(clipped(turned, dim=1, interleaved=False), want.transpose(1, 2))
+    experts.alpha, experts.limit = 0.9, 3.0
+    other = clipped(by_turns.bfloat16(), alpha=0.9, limit=3.0)
+    torch.testing.assert_close(other, experts._apply_gate(by_turns.bfloat16().float()).bfloat16())
 
 
 @pytest.mark.parametrize("name", ["npu::npu_scatter_pa_kv_cache", "atb::_npu_reshape_and_cache"])

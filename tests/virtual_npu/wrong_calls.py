@@ -186,6 +186,14 @@ SWIGLU = [
     ),
     Wrong("contiguous", to("input", strided), "input", "strided"),
 ]
+CLIPPED = [
+    Wrong("dtype", to("x", Tensor.double), "x", "float64"),
+    Wrong("axis", put(dim=3), "dim", "3 of"),
+    Wrong("even", to("x", lambda x: x[..., 1:].contiguous()), "x", "x is"),
+    Wrong("contiguous", to("x", strided), "x", "strided"),
+    Wrong("limit", put(limit=0.0), "limit", "0"),
+    Wrong("modelled", put(group_index=torch.ones(1).long()), "group_index", "int64"),
+]
 MATMUL = [
     Wrong("int8", to("x1", Tensor.short), "x1", "int16"),
     Wrong("sides", cut("x2"), "x2", "for"),
@@ -395,6 +403,7 @@ FAMILIES = {
     "npu_apply_rotary_pos_emb": ROTARY,
     "npu_rotary_mul": MULTIPLY,
     "npu_swiglu": SWIGLU,
+    "npu_clipped_swiglu": CLIPPED,
     "npu_quant_matmul": MATMUL,
     "npu_dynamic_quant": QUANT,
     "npu_convert_weight_to_int4pack": INT4_PACK,

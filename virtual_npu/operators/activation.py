@@ -1,4 +1,4 @@
-"""What is the fused activation, and when is it called right?"""
+"""What are the fused activations, and when are they called right?"""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from virtual_npu.simulated_products import A2, A3, A5, P310
 
 SWIGLU = "op-plugin npu_swiglu"
 ON_310P = "CANN aclnnSwiGlu: the 310P; vllm-ascend _310p/ops/linear.py: _MLP_ALIGN"
+CLIPPED = "op-plugin npu_clipped_swiglu"
+LIMIT = "CANN aclnnClippedSwigluV2: limit"
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
 HALF_BYTES = 64  # of which the 310P takes a multiple
 
@@ -21,6 +23,47 @@ def _swiglu(call: Call) -> Tensor:
     x: Tensor = call["input"]
     gate, up = x.float().chunk(2, call["dim"])
     return (functional.silu(gate) * up).to(x.dtype)
+
+
+def _clipped(call: Call) -> Tensor:
+    x: Tensor = call["x"]
+    dim = call["dim"] % x.dim()
+    rows = x.float().flatten(dim).reshape(-1, x.shape[dim:].numel())  # the axis and those after it are one
+    gate, up = (rows[:, ::2], rows[:, 1::2]) if call["interleaved"] else rows.chunk(2, 1)
+    gate, up = gate.clamp(max=call["limit"]), up.clamp(-call["limit"], call["limit"])
+    made = gate * torch.sigmoid(call["alpha"] * gate) * (up + call["bias"])
+    return made.to(x.dtype).reshape(*x.shape[:dim], x.shape[dim] // 2, *x.shape[dim + 1 :])
+
+
+def _clipped_dtype(call: Call) -> Iterator[Breach]:
+    if call["x"].dtype not in TYPES:
+        yield "x", shape(call["x"])
+
+
+def _clipped_axis(call: Call) -> Iterator[Breach]:
+    axes = call["x"].dim()
+    if not 2 <= axes <= 8 or not -axes <= call["dim"] < axes:
+        yield "dim", f"{call['dim']} of {shape(call['x'])}"
+
+
+def _clipped_even(call: Call) -> Iterator[Breach]:
+    if not call["x"].numel() or call["x"].shape[call["dim"]] % 2:
+        yield "x", shape(call["x"])
+
+
+def _clipped_contiguous(call: Call) -> Iterator[Breach]:
+    if not call["x"].is_contiguous():
+        yield "x", f"strided {tuple(call['x'].stride())} over {shape(call['x'])}"
+
+
+def _limit(call: Call) -> Iterator[Breach]:
+    if call["limit"] <= 0:
+        yield "limit", f"{call['limit']:g}"
+
+
+def _ungrouped(call: Call) -> Iterator[Breach]:
+    if call["group_index"] is not None:
+        yield "group_index", shape(call["group_index"])
 
 
 def _dtype(call: Call) -> Iterator[Breach]:
@@ -78,5 +121,32 @@ OPERATORS = (
             Rule("contiguous", "it is contiguous", SWIGLU, "call contiguous() first", _contiguous),
         ),
         reference=_swiglu,
+    ),
+    Operator(
+        schema="npu::npu_clipped_swiglu(Tensor x, *, Tensor? group_index=None, int dim=-1, "
+        "float alpha=1.702, float limit=7., float bias=1., bool interleaved=True) -> Tensor",
+        products=(A2, A3),
+        source=f"{CLIPPED}; {LIMIT}",
+        rules=(
+            Rule("dtype", "it takes float32, float16 and bfloat16", CLIPPED, "cast it", _clipped_dtype),
+            Rule("axis", "it is one of 2 to 8 axes", CLIPPED, "leave dim at -1", _clipped_axis),
+            Rule(
+                "even",
+                "the axis splits into gate and up, and nothing is empty",
+                CLIPPED,
+                "join gate and up into one matrix",
+                _clipped_even,
+            ),
+            Rule("contiguous", "it is contiguous", CLIPPED, "call contiguous() first", _clipped_contiguous),
+            Rule("limit", "the limit is above zero", LIMIT, "give the model's swiglu_limit", _limit),
+            Rule(
+                "modelled",
+                "all rows are computed: no page says what is in those behind the groups",
+                CLIPPED,
+                "leave group_index out",
+                _ungrouped,
+            ),
+        ),
+        reference=_clipped,
     ),
 )

@@ -1,0 +1,32 @@
+"""How do queries get into the space of latents, and what they attend to out of it, on an NPU?
+
+Legend: T tokens of the step, H query heads, L latent, N the other part of a query (nope), V value of a head.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch_npu
+from torch import Tensor
+
+from attention.latent import LatentUp
+
+MOST_PRODUCT_ROW = 65535  # heads x width of what npu_transpose_batchmatmul takes by rows
+
+
+class NpuLatentUp(LatentUp):
+    """The projection by heads, of queries and results as attention has their axes, without copies."""
+
+    def absorbed(self, query: Tensor) -> Tensor:
+        """Queries [T, H, N] of expanded keys -> of latents [T, H, L]."""
+        return self._by_heads(query, self.keys)
+
+    def raised(self, x: Tensor) -> Tensor:
+        """Weighted sums of latents [T, H, L] -> of values [T, H, V]."""
+        return self._by_heads(x, self.values)
+
+    def _by_heads(self, x: Tensor, weight: Tensor) -> Tensor:
+        if x.shape[1] * x.shape[2] > MOST_PRODUCT_ROW:
+            return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
+        made: Tensor = torch_npu.npu_transpose_batchmatmul(x, weight, perm_x1=(1, 0, 2), perm_y=(1, 0, 2))
+        return made
