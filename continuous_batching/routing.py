@@ -82,6 +82,7 @@ class _Known:
 
     told_queued: int = 0
     told_requests: int = 0
+    own_told: int = 0  # prompt tokens of what was sent there, is told of, and has not begun to answer
     own_queued: int = 0
     own_requests: int = 0
     untold: OrderedDict[int, Sent] = field(default_factory=OrderedDict)
@@ -158,11 +159,17 @@ class Routing:
         return sent
 
     def begun(self, sent: Sent) -> None:
-        """A request has begun to answer: nothing of its prompt waits any more."""
+        """A request has begun to answer: nothing of its prompt waits any more.
+
+        Of what its replica told, some of it may have been computed, or found, by then. What others that were
+        told of still need is left, so far as so much was told.
+        """
         if sent.queued_tokens:
             known = self._known[sent.replica]
             if sent.is_told:
-                known.told_queued = max(0, known.told_queued - sent.queued_tokens)
+                told = known.told_queued
+                known.own_told -= sent.queued_tokens
+                known.told_queued = max(told - sent.queued_tokens, min(told, known.own_told))
             else:
                 known.own_queued -= sent.queued_tokens
             sent.queued_tokens = 0
@@ -192,6 +199,7 @@ class Routing:
             del known.untold[id(first)]
             first.is_told = True
             known.own_queued -= first.queued_tokens
+            known.own_told += first.queued_tokens
             known.own_requests -= 1
         self._count(replica)
 

@@ -205,7 +205,7 @@ class Proxy:
         await error_response(502, why, code="replica_lost")(scope, _nothing, send)
 
     def _sent(self, prompt: RoutedPrompt, session: str, tried: list[int]) -> Sent | None:
-        """Where a request goes: to a replica that computes prompts for others only if no other is open."""
+        """Where a request goes: to a replica that computes prompts for others only where no other can."""
         now_s, apart = time.monotonic(), self._splitting.not_for_answers
         sent = self._routing.send(prompt, now_s, session, [*tried, *apart]) if apart else None
         return sent or self._routing.send(prompt, now_s, session, tried)

@@ -29,9 +29,16 @@ ROUTING_FAULTS = (
     Fault(
         "told_and_own_counted",
         ROUTING,
-        "            known.own_queued -= first.queued_tokens\n            known.own_requests -= 1\n",
-        "            known.own_queued -= first.queued_tokens\n",
+        "            known.own_told += first.queued_tokens\n            known.own_requests -= 1\n",
+        "            known.own_told += first.queued_tokens\n",
         "a request counts twice once its replica has told of it",
+    ),
+    Fault(
+        "begun_takes_what_others_need",
+        ROUTING,
+        "                known.told_queued = max(told - sent.queued_tokens, min(told, known.own_told))\n",
+        "                known.told_queued = max(told - sent.queued_tokens, 0)\n",
+        "a replica whose queue is half computed seems idle, and gets what others have room for",
     ),
     Fault(
         "hits_over_gaps",
