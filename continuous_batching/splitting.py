@@ -54,6 +54,9 @@ class SplitChoice:
     cost_there: float | None = None
 
 
+_NO_SPLIT = SplitChoice()
+
+
 class Splitting:
     """Chooses among the replicas of a routing that compute prompts for others: those with an endpoint."""
 
@@ -97,10 +100,12 @@ class Splitting:
         """Who computes the prompt of a request that was sent to a replica, and is counted there from now
         on.
         """
+        if not self._endpoint_of:
+            return _NO_SPLIT
         places = self._places(sent.replica)
         to_compute = prompt.num_tokens - sent.hit_tokens
         if self._split == "never" or not places or to_compute <= prompt.tokens_a_key:
-            return SplitChoice()
+            return _NO_SPLIT
         place = min(places, key=lambda each: self._cost_at(each, prompt, to_compute))
         cost_here, cost_there = self._cost_here(sent), self._cost_at(place, prompt, to_compute)
         if self._split == "cost" and cost_there >= cost_here:
