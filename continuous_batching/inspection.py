@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
+from continuous_batching.request import Request
 from continuous_batching.scheduling.scheduler import Scheduler
 from kv_cache.pages import NULL_PAGE
 from kv_cache.prefix_index import Lookup
@@ -73,13 +75,15 @@ def usage(scheduler: Scheduler, page_bytes: int) -> Usage:
 
 def queued_tokens(scheduler: Scheduler) -> int:
     """Tokens of prompts, and of preempted answers, to be computed: all but what would be found."""
-    slots, index = scheduler.slots, scheduler.prefix.index
-    waiting = sum(
-        len(request.tokens) - index.num_known(request.page_keys) * slots.page_size
-        for request in scheduler.waiting
-    )
-    busy = slots.busy
-    return waiting + int(np.maximum(slots.num_prompt[busy] - slots.num_computed[busy], 0).sum())
+    slots, busy = scheduler.slots, scheduler.slots.busy
+    running = int(np.maximum(slots.num_prompt[busy] - slots.num_computed[busy], 0).sum())
+    return running + tokens_not_found(scheduler, scheduler.waiting)
+
+
+def tokens_not_found(scheduler: Scheduler, requests: Iterable[Request]) -> int:
+    """The tokens of requests that would not be found, if these began now."""
+    index, page_size = scheduler.prefix.index, scheduler.slots.page_size
+    return sum(len(each.tokens) - index.num_known(each.page_keys) * page_size for each in requests)
 
 
 @dataclass(frozen=True, slots=True)

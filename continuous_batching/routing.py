@@ -17,16 +17,15 @@ import math
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from continuous_batching.key_holders import KeyHolders
+from continuous_batching.key_holders import Counts, KeyHolders, num_first
 
 Route = Literal["round_robin", "least_loaded", "text_prefix", "prefix"]
 ROUTES: tuple[Route, ...] = ("round_robin", "least_loaded", "text_prefix", "prefix")
-Counts = NDArray[np.int64]
 MOST_SESSIONS = 2**16  # whose replica is remembered
 RECENT_S = 30.0  # within which a third of what was given to a replica is still lately
 MOST_SUPPOSED = 2**16  # keys a replica that are only taken to be there
@@ -82,6 +81,7 @@ class _Known:
 
     told_queued: int = 0
     told_requests: int = 0
+    own_told: int = 0  # prompt tokens of what was sent there, is told of, and has not begun to answer
     own_queued: int = 0
     own_requests: int = 0
     untold: OrderedDict[int, Sent] = field(default_factory=OrderedDict)
@@ -109,11 +109,9 @@ class Routing:
         self.tells: NDArray[np.bool_] = np.full(count, route == "prefix" if tells is None else tells)
         self.held = KeyHolders()  # as replicas told
         self.supposed = KeyHolders()
-        self.queued_tokens = _zeros(count)  # of prompts, that wait in each replica, own sends included
-        self.requests = _zeros(count)  # in each replica, own sends included
         self._known = [_Known() for _ in range(count)]  # plain numbers: one of an array is dear to change
-        self._recent: NDArray[np.float64] = np.zeros(count)  # what it was given, fading, as of `_recent_at_s`
-        self._recent_at_s = 0.0
+        self._set_loads(np.zeros((3, count)))
+        self._recent_sum, self._recent_at_s = 0.0, 0.0
         self._mean_prompt, self._num_prompts = 0.0, 0
         self._sessions: OrderedDict[str, int] = OrderedDict()
         self._last = count - 1
@@ -122,6 +120,13 @@ class Routing:
     @property
     def count(self) -> int:
         return len(self.is_open)
+
+    def _set_loads(self, loads: NDArray[np.float64]) -> None:
+        """One array of what makes a replica cost more, [3, count], so that all costs are one product."""
+        self._loads = loads
+        self._recent = loads[0]  # tokens that it was given, fading, as of `_recent_at_s`
+        self.queued_tokens = loads[1]  # of prompts, that wait in each replica, own sends included
+        self.requests = loads[2]  # in each replica, own sends included
 
     def send(
         self, prompt: RoutedPrompt, now_s: float, session: str = "", but: Iterable[int] = ()
@@ -134,19 +139,22 @@ class Routing:
         if excluded := [*but]:
             is_open = is_open.copy()
             is_open[excluded] = False
-        if not is_open.any():
+        if not np.count_nonzero(is_open):
             return None
         self._learn(prompt, now_s)
-        found = self.num_found(prompt.keys)
-        hits = prompt.hit_tokens(found)
+        found, second = num_first(prompt.keys, self.count, self.held, self.supposed)
+        hits = None if found is None else prompt.hit_tokens(found)
         chosen = self._sessions.get(session, -1) if session else -1
         if chosen < 0 or not is_open[chosen]:
-            chosen = self._least(self._costs(prompt, hits), is_open)
+            chosen = self._least(self._costs(hits, second * prompt.tokens_a_key), is_open)
         self._last = chosen
         if session:
             self._remember(session, chosen)
-        hit, best = int(hits[chosen]), int((hits * is_open).max())
-        keys = prompt.keys[int(found[chosen]) :] if self.tells[chosen] else prompt.keys
+        hit = best = num_keys = 0
+        if found is not None and hits is not None:
+            there = hits * is_open
+            hit, best, num_keys = int(hits[chosen]), int(there[there.argmax()]), int(found[chosen])
+        keys = prompt.keys[num_keys:] if self.tells[chosen] else prompt.keys
         sent = Sent(chosen, hit, best, prompt.num_tokens - hit, keys, now_s)
         known = self._known[chosen]
         known.own_queued += sent.queued_tokens
@@ -154,15 +162,22 @@ class Routing:
         known.untold[id(sent)] = sent
         self._count(chosen)
         self._recent[chosen] += sent.queued_tokens
+        self._recent_sum += sent.queued_tokens
         self._suppose(chosen, keys)
         return sent
 
     def begun(self, sent: Sent) -> None:
-        """A request has begun to answer: nothing of its prompt waits any more."""
+        """A request has begun to answer: nothing of its prompt waits any more.
+
+        Of what its replica told, some of it may have been computed, or found, by then. What others that were
+        told of still need is left, so far as so much was told.
+        """
         if sent.queued_tokens:
             known = self._known[sent.replica]
             if sent.is_told:
-                known.told_queued = max(0, known.told_queued - sent.queued_tokens)
+                told = known.told_queued
+                known.own_told -= sent.queued_tokens
+                known.told_queued = max(told - sent.queued_tokens, min(told, known.own_told))
             else:
                 known.own_queued -= sent.queued_tokens
             sent.queued_tokens = 0
@@ -192,6 +207,7 @@ class Routing:
             del known.untold[id(first)]
             first.is_told = True
             known.own_queued -= first.queued_tokens
+            known.own_told += first.queued_tokens
             known.own_requests -= 1
         self._count(replica)
 
@@ -224,34 +240,22 @@ class Routing:
         if self._free:
             return self._free.pop()
         self.is_open, self.tells = np.append(self.is_open, False), np.append(self.tells, False)
-        self.queued_tokens, self.requests = np.append(self.queued_tokens, 0), np.append(self.requests, 0)
-        self._recent = np.append(self._recent, 0.0)
+        self._set_loads(np.append(self._loads, np.zeros((3, 1)), axis=1))
         self._known.append(_Known())
         return self.count - 1
 
     def leave(self, replica: int) -> None:
         """A replica that nothing is at any more is gone for good: its number may become another's."""
         self.lost(replica)
-        self.is_open[replica] = self.tells[replica] = self._recent[replica] = False
+        self.is_open[replica] = self.tells[replica] = False
+        self._recent_sum -= self._recent[replica]
+        self._recent[replica] = 0.0
         self._free.append(replica)
 
     def num_found(self, keys: Sequence[int]) -> Counts:
         """How many of these keys, from the first on without a gap, each replica has."""
-        found = _zeros(self.count)
-        if not len(keys):
-            return found
-        held, supposed = self.held.mask, self.supposed.mask
-        there = (1 << self.count) - 1
-        for number, key in enumerate(keys):
-            still = there & (held(key) | supposed(key))
-            if still != there:
-                if number:  # they are 0 already
-                    found[_numbers(there ^ still, self.count)] = number
-                there = still
-                if not there:
-                    return found
-        found[_numbers(there, self.count)] = len(keys)
-        return found
+        found, _ = num_first(keys, self.count, self.held, self.supposed)
+        return np.zeros(self.count, dtype=np.int64) if found is None else found
 
     def _count(self, replica: int) -> None:
         """What a replica told, or what was sent there, has changed."""
@@ -259,20 +263,22 @@ class Routing:
         self.queued_tokens[replica] = known.told_queued + known.own_queued
         self.requests[replica] = known.told_requests + known.own_requests
 
-    def _costs(self, prompt: RoutedPrompt, hits: Counts) -> NDArray[np.float64]:
-        """What the request costs in each replica, in prompt tokens; by counts alone, in requests."""
+    def _costs(self, hits: Counts | None, second: int) -> NDArray[np.float64]:
+        """What a request costs in each replica beyond its own tokens, in prompt tokens; by counts alone, in
+        requests. `second` of its tokens are found in two replicas or more.
+        """
         if self.route == "round_robin":
             return np.zeros(self.count)
         if self.route == "least_loaded":
-            return self.requests.astype(np.float64)
+            return np.array(self.requests)
         weights, mean = self.weights, self._mean_prompt
-        usual = self._recent.sum() / max(1, self.count - len(self._free)) + _FEW_PROMPTS * mean
-        costs: NDArray[np.float64] = self._recent * (weights.recent * mean / max(1.0, usual))
-        costs += self.queued_tokens * weights.queued
-        costs += self.requests * (weights.request * mean)
-        costs += prompt.num_tokens - hits
-        if self.count > _FEWEST_SHARE:
-            costs -= (1 - weights.shared) * np.maximum(0, np.partition(hits, -2)[-2] - hits)
+        usual = self._recent_sum / max(1, self.count - len(self._free)) + _FEW_PROMPTS * mean
+        recent = weights.recent * mean / max(1.0, usual)
+        costs: NDArray[np.float64] = np.array((recent, weights.queued, weights.request * mean)) @ self._loads
+        if hits is not None and second and self.count > _FEWEST_SHARE:
+            costs -= np.maximum(hits, hits * weights.shared + second * (1 - weights.shared))
+        elif hits is not None:
+            costs -= hits
         return costs
 
     def _learn(self, prompt: RoutedPrompt, now_s: float) -> None:
@@ -280,16 +286,19 @@ class Routing:
         if prompt.num_tokens:
             self._num_prompts = min(self._num_prompts + 1, _MANY_PROMPTS)
             self._mean_prompt += (prompt.num_tokens - self._mean_prompt) / self._num_prompts
-        self._recent *= math.exp((self._recent_at_s - now_s) / RECENT_S)
+        fade = math.exp((self._recent_at_s - now_s) / RECENT_S)
+        self._recent *= fade
+        self._recent_sum *= fade
         self._recent_at_s = now_s
 
     def _least(self, costs: NDArray[np.float64], is_open: NDArray[np.bool_]) -> int:
         """The open replica of the least cost; of several the next after the last one that was chosen."""
         costs = np.where(is_open, costs, np.inf)
-        equal = (costs == costs[costs.argmin()]).nonzero()[0]
-        if len(equal) == 1:
-            return int(equal[0])
-        return int(equal[equal.searchsorted(self._last + 1) % len(equal)])
+        least, after = int(costs.argmin()), self._last + 1
+        if least < after < len(costs):
+            later = after + int(costs[after:].argmin())
+            return later if costs[later] == costs[least] else least
+        return least
 
     def _remember(self, session: str, replica: int) -> None:
         self._sessions[session] = replica
@@ -316,23 +325,6 @@ class Routing:
         self.supposed.discard(replica, keys)
 
 
-_FEW = 8
 _FEWEST_SHARE = 2  # of two replicas, what both have is missed nowhere
 _FEW_PROMPTS = 4  # of recent work tell nothing yet of who has too much
 _MANY_PROMPTS = 1000  # over which the mean goes
-
-
-def _zeros(count: int) -> Counts:
-    return np.zeros(count, dtype=np.int64)
-
-
-def _numbers(mask: int, count: int) -> NDArray[Any]:
-    """The bits of a mask: a few as numbers, many as a column [count]."""
-    if mask.bit_count() <= _FEW:
-        numbers = []
-        while mask:
-            numbers.append(mask.bit_length() - 1)
-            mask ^= 1 << numbers[-1]
-        return np.array(numbers, dtype=np.int64)
-    bits = np.frombuffer(mask.to_bytes(-(-count // 8), "little"), dtype=np.uint8)
-    return np.unpackbits(bits, count=count, bitorder="little").astype(np.bool_)

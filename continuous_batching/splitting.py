@@ -54,6 +54,9 @@ class SplitChoice:
     cost_there: float | None = None
 
 
+_NO_SPLIT = SplitChoice()
+
+
 class Splitting:
     """Chooses among the replicas of a routing that compute prompts for others: those with an endpoint."""
 
@@ -63,33 +66,46 @@ class Splitting:
         self._weights = weights or SplitWeights()
         self._endpoint_of: dict[int, str] = {}
         self._sources_of: dict[int, frozenset[str]] = {}
+        self._slots_of: dict[int, int] = {}
 
-    def is_known(self, replica: int, endpoint: str, sources: Iterable[str]) -> None:
-        """Where a replica computes prompts for others ("": nowhere), and who computes some for it."""
+    def is_known(self, replica: int, endpoint: str, sources: Iterable[str], slots: int) -> None:
+        """Where a replica computes prompts for others ("": nowhere), who computes some for it, and how many
+        requests it runs at once (0: nobody knows).
+        """
         if endpoint:
             self._endpoint_of[replica] = endpoint
         else:
             self._endpoint_of.pop(replica, None)
         self._sources_of[replica] = frozenset(sources)
+        self._slots_of[replica] = slots
 
     @property
     def not_for_answers(self) -> list[int]:
-        """Replicas that get no whole requests, as long as others are open."""
-        if not self._endpoint_of:
+        """Replicas that get no whole request now: those that compute prompts for others, where another is
+        open that has a slot. Where none has, those that have none either; "always" keeps them all apart.
+        """
+        if not self._endpoint_of or self._split == "never":
             return []
         is_open = self._routing.is_open.copy()
         ours = [*self._endpoint_of]
         is_open[ours] = False
-        return ours if self._split != "never" and is_open.any() else []
+        others = np.flatnonzero(is_open).tolist()
+        if not others:
+            return []
+        if self._split == "always" or any(self._has_slot(each) for each in others):
+            return ours
+        return [each for each in ours if not self._has_slot(each)]
 
     def choose(self, prompt: RoutedPrompt, sent: Sent, now_s: float) -> SplitChoice:
         """Who computes the prompt of a request that was sent to a replica, and is counted there from now
         on.
         """
+        if not self._endpoint_of:
+            return _NO_SPLIT
         places = self._places(sent.replica)
         to_compute = prompt.num_tokens - sent.hit_tokens
         if self._split == "never" or not places or to_compute <= prompt.tokens_a_key:
-            return SplitChoice()
+            return _NO_SPLIT
         place = min(places, key=lambda each: self._cost_at(each, prompt, to_compute))
         cost_here, cost_there = self._cost_here(sent), self._cost_at(place, prompt, to_compute)
         if self._split == "cost" and cost_there >= cost_here:
@@ -99,6 +115,10 @@ class Splitting:
         assert there is not None, "an open replica was chosen"
         self._routing.begun(sent)  # nothing of it waits to be computed here
         return SplitChoice(PromptPlace(there, self._endpoint_of[place]), cost_here, cost_there)
+
+    def _has_slot(self, replica: int) -> bool:
+        slots = self._slots_of.get(replica, 0)
+        return not slots or int(self._routing.requests[replica]) < slots
 
     def _places(self, replica: int) -> list[int]:
         sources, is_open = self._sources_of.get(replica, frozenset()), self._routing.is_open

@@ -12,6 +12,7 @@ VERBS = {  # their modules are loaded when they run: some bring torch, and some 
     "sweep": ("serve.sweep", "the same at one rate, and one setting, after the other, with a page"),
     "fleet": ("serve.fleet", "what a router that knows pages brings, with real servers behind it"),
     "router": ("serve.router", "what the router takes: time, latency, and memory for streams that are open"),
+    "tier": ("serve.tier", "what pages on disk or in Redis spare a server that is started again"),
     "report": ("serve.report", "a page of one result, or of several beside one another"),
     "offline": ("offline.offline", "throughput and latencies of a trace on an engine in this process"),
     "throughput": ("offline.throughput", "tokens a second when all requests are there at once"),

@@ -34,6 +34,7 @@ class Moving:
     answers: int  # the engine that answers
     prompts: int  # the engine that computes the prompt
     num_tokens: int  # whose pages come over the link
+    queued_tokens: int  # to be computed where it is answered, when they have come
     begun_s: float | None = None  # when the first step began that computed some of it
     is_whole: bool = False
 
@@ -72,7 +73,8 @@ class DisaggregatedFleet(Fleet):
         names = [f"prompts-{number}" for number in range(len(prompts))]
         for number in range(count):
             name = names[number] if number < len(names) else ""
-            self._splitting.is_known(number, name, () if name else names)
+            slots = self.replicas[number].engine.slots.num_slots
+            self._splitting.is_known(number, name, () if name else names, slots)
         self._transfer_s, self._num_layers = transfer_s, num_layers
         self._free_s = [0.0] * len(prompts)  # when each link has sent all that was computed so far
         self._moving: dict[str, Moving] = {}  # by the ids of requests whose prompts are being computed
@@ -93,6 +95,8 @@ class DisaggregatedFleet(Fleet):
         there = None if place is None else place.sent
         self._passing[sent.replica].append(Passing(request, sent, there))
         if there is None or not self._ask(request, sent.replica, there.replica):
+            if sent.replica < self._num_prompts:  # it answers, too: no other has a slot
+                self._totals.came(request)
             self.replicas[sent.replica].add(request)
 
     def advance(self, until_s: float) -> None:
@@ -116,6 +120,12 @@ class DisaggregatedFleet(Fleet):
         totals.busy_s, totals.held_share = totals.busy_s + own.busy_s, totals.held_share + own.held_share
         totals.preemptions += own.preemptions
         totals.copied_pages += own.copied_pages
+        totals.itl.merge(own.itl)  # of what they answered: a prompt for another engine has no gap
+
+    def _waiting_before(self, number: int) -> tuple[int, int]:
+        there = (*self._moving.values(), *(each for _, _, each in self._coming))
+        queued = [each.queued_tokens for each in there if each.answers == number]
+        return len(queued), sum(queued)
 
     def _ask(self, request: Request, answers: int, prompts: int) -> bool:
         """Have a prompt computed elsewhere; False where nothing is missing, or there is no room for it."""
@@ -139,7 +149,8 @@ class DisaggregatedFleet(Fleet):
         )
         self.num_split += 1
         num_tokens = len(arrival.filled) * engine.slots.page_size
-        self._moving[request.id] = Moving(request, answers, prompts, num_tokens)
+        queued = request.num_prompt_tokens - len(arrival.keys) * engine.slots.page_size
+        self._moving[request.id] = Moving(request, answers, prompts, num_tokens, queued)
         computing.add(asked)
         if asked.finish_reason is not None:  # refused
             self._send(self._moving.pop(request.id), computing.clock.now_s)
@@ -152,7 +163,10 @@ class DisaggregatedFleet(Fleet):
             if moving is not None and moving.begun_s is None:
                 moving.begun_s = step.start_s
         for request in step.finished:
-            moving = self._moving.pop(request.id)
+            moving = self._moving.pop(request.id, None)
+            if moving is None:
+                self._answered(request)
+                continue
             begun_s = step.start_s if moving.begun_s is None else moving.begun_s
             moving.is_whole = request.finish_reason in DONE
             # Layers follow as they are computed, and the last one when it is
@@ -160,6 +174,14 @@ class DisaggregatedFleet(Fleet):
             sent_s = max(begun_s + layer_s, self._free_s[moving.prompts]) + took_s
             self._free_s[moving.prompts] = max(sent_s, step.end_s + took_s / self._num_layers)
             self._send(moving, self._free_s[moving.prompts])
+
+    def _answered(self, request: Request) -> None:
+        """A prompts' engine has answered a whole request."""
+        totals = self._totals
+        totals.ended(request)
+        totals.running_s += (request.finish_s or request.arrival_s) - request.arrival_s
+        totals.admitted_tokens += request.num_prompt_tokens
+        totals.hit_tokens += request.num_cached_tokens
 
     def _send(self, moving: Moving, there_s: float) -> None:
         self._num_come += 1

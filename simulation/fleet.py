@@ -180,7 +180,13 @@ class Fleet:
         computing = [each.sent for each in passing if (each.request.first_token_s or 0.0) > now_s]
         ending = sum(each.request.finish_reason is not None for each in passing)
         tokens = queued_tokens(replica.engine.scheduler) + sum(each.queued_tokens for each in computing)
-        self.routing.told(number, tokens, replica.num_requests + ending, now_s)
+        num_before, tokens_before = self._waiting_before(number)
+        requests = replica.num_requests + ending + num_before
+        self.routing.told(number, tokens + tokens_before, requests, now_s)
+
+    def _waiting_before(self, number: int) -> tuple[int, int]:
+        """The requests that wait before an engine's queue, and what is to be computed there of them."""
+        return 0, 0
 
 
 RouterOf = Callable[[int], Routing]

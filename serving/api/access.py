@@ -62,10 +62,11 @@ class AccessControl:
         """Answer one request."""
         assert scope["type"] == "http", "the server is started without others"
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
-        names = [name for name, _ in scope["headers"]]
-        for label in (b"x-request-id", b"traceparent"):
-            if names.count(label) > 1:  # which of them is meant cannot be known
-                del headers[label]
+        if len(headers) < len(scope["headers"]):
+            names = [name for name, _ in scope["headers"]]
+            for label in (b"x-request-id", b"traceparent"):
+                if names.count(label) > 1:  # which of them is meant cannot be known
+                    del headers[label]
         given = headers.get(b"x-request-id", "")
         state = scope.setdefault("state", {})
         name = state["request_id"] = given if _ID.fullmatch(given) else secrets.token_hex(16)
@@ -98,15 +99,14 @@ class AccessControl:
         finally:
             if scope["path"] not in OPEN_PATHS:  # a probe is no request
                 self._on_response(status)
-            took_ms = 1e3 * (time.monotonic() - start_s)
-            path = scope["raw_path"].decode("latin-1")  # as received: without line breaks
-            shown = {"request_id": name, "method": scope["method"], "path": path, "status": status}
-            log.info(
-                "%s %s %s %d %.1f ms",
-                *shown.values(),
-                took_ms,
-                extra={"fields": shown | {"took_ms": round(took_ms, 1)}},
-            )
+            if log.isEnabledFor(logging.INFO):
+                self._log(scope, name, status, 1e3 * (time.monotonic() - start_s))
+
+    def _log(self, scope: Scope, name: str, status: int, took_ms: float) -> None:
+        path = scope["raw_path"].decode("latin-1")  # as received: without line breaks
+        shown = {"request_id": name, "method": scope["method"], "path": path, "status": status}
+        fields = shown | {"took_ms": round(took_ms, 1)}
+        log.info("%s %s %s %d %.1f ms", *shown.values(), took_ms, extra={"fields": fields})
 
     def _refusal(self, scope: Scope, headers: dict[bytes, str], state: dict[str, object]) -> ASGIApp | None:
         if self._is_local and not _LOCAL.fullmatch(headers.get(b"host", "localhost")):
@@ -117,8 +117,7 @@ class AccessControl:
         if client is None and scope["path"] not in OPEN_PATHS:
             return error_response(401, "the key is missing or wrong; send Authorization: Bearer KEY")
         state["client"] = client
-        encodings = [value for name, value in scope["headers"] if name == b"content-encoding"]
-        if any(value.strip().lower() not in (b"", b"identity") for value in encodings):
+        if b"content-encoding" in headers and not self._is_plain(scope):
             return error_response(415, "a body is read as it comes; send it without Content-Encoding")
         if headers.get(b"expect", "100-continue").lower() != "100-continue":
             return error_response(417, "Expect may only be 100-continue; leave it out")
@@ -126,6 +125,10 @@ class AccessControl:
         most = self._most_bytes(scope)
         is_long = length.isdecimal() and (len(length) > 18 or int(length) > most)
         return error_response(413, self._too_long(scope)) if is_long else None
+
+    def _is_plain(self, scope: Scope) -> bool:
+        encodings = [value for name, value in scope["headers"] if name == b"content-encoding"]
+        return all(value.strip().lower() in (b"", b"identity") for value in encodings)
 
     def _most_bytes(self, scope: Scope) -> int:
         return self._most_bytes_of.get(scope["path"], self._max_body_bytes)

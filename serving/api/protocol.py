@@ -36,6 +36,10 @@ _TCP_CLOSE = 7  # of Linux's states of a connection: it was reset
 _TOO_LARGE = f"path and headers may be {MOST_HEAD_BYTES} bytes and {MOST_HEADERS} headers; shorten them"
 
 
+def _nobody_asks() -> None:
+    pass
+
+
 class ResponseTransport:
     """A transport that keeps the head of a response until the first piece of its body, for at most one turn
     of the loop: a write of its own would wake the client for the head alone, which costs more than the head.
@@ -88,7 +92,8 @@ class ResponseTransport:
 
 class Protocol(HttpToolsProtocol):
     """One connection of at most so many. An application may call `scope["state"]["cut_off"]` to drop it at
-    once, with all that its client has not read.
+    once, with all that its client has not read. What it puts into `scope["state"]["when_gone"]`, once it has
+    the body, is called when the client goes away before its answer is whole.
     """
 
     _in_request = False
@@ -132,6 +137,8 @@ class Protocol(HttpToolsProtocol):
             if cycle is not None and not cycle.response_complete:
                 cycle.disconnected = True
                 cycle.message_event.set()
+                when_gone: Callable[[], None] = cycle.scope.get("state", {}).get("when_gone", _nobody_asks)
+                when_gone()
 
     def data_received(self, data: bytes) -> None:
         """Bytes came; of a head, or of trailers, the parser reports nothing before their end: count them."""
@@ -227,6 +234,7 @@ class Protocol(HttpToolsProtocol):
         self._stop_timer()
         if not self._is_refused:
             super().on_message_complete()
+            self.flow.resume_reading()  # after a long body: else nobody would see the client go away
 
     def _count(self, num_bytes: int) -> None:
         self._num_head_bytes += num_bytes

@@ -43,6 +43,11 @@ class GrammarQueue:
     def __len__(self) -> int:
         return len(self._waiting)
 
+    @property
+    def leaders(self) -> list[Request]:
+        """The requests that wait here."""
+        return [each.leader for each in self._waiting]
+
     def add(self, stream: int, leader: Request) -> None:
         """Begin to compile what a request and its further samples need."""
         each = Compiling(stream, leader, time.monotonic())

@@ -35,6 +35,11 @@ class PageExchange:
         self.wake = wake
         self._sends, self._fetches = sends, fetches
 
+    @property
+    def waiting(self) -> tuple[int, int]:
+        """How many requests wait for pages, and what is to be computed here of them, in tokens."""
+        return (0, 0) if self._fetches is None else (len(self._fetches), self._fetches.queued_tokens)
+
     def begin(self, stream: int, leader: Request) -> bool:
         """Whether a request waits for its pages (see `PageFetches.begin`)."""
         return self._fetches is not None and self._fetches.begin(stream, leader)

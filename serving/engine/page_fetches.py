@@ -62,6 +62,13 @@ class PageFetches:
     def __len__(self) -> int:
         return len(self._fetches) + len(self._ready)
 
+    @property
+    def queued_tokens(self) -> int:
+        """What is to be computed here of the requests that wait, once their pages have come."""
+        page_size = self._engine.slots.page_size
+        waiting = (*self._fetches.values(), *self._ready)
+        return sum(each.leader.num_prompt_tokens - each.num_pages * page_size for each in waiting)
+
     def begin(self, stream: int, leader: Request) -> bool:
         """Ask for the pages of a request, which `take_ready` gives back; False where it need not wait.
 

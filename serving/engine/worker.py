@@ -16,7 +16,7 @@ import numpy as np
 import zmq
 
 from continuous_batching.engine import Engine, Step
-from continuous_batching.inspection import Recount, recount, usage
+from continuous_batching.inspection import Recount, Usage, recount, tokens_not_found, usage
 from continuous_batching.queueing.limits import QueueFull
 from continuous_batching.refusal import BadRequest
 from continuous_batching.request import Request
@@ -279,7 +279,7 @@ class Worker:
         if now_s >= self._beat_s + BEAT_S:
             self._beat_s = now_s
             scheduler = self._engine.scheduler
-            gauges = usage(scheduler, self._facts.page_bytes)
+            gauges = self._usage()
             counted = self._recount(now_s)
             num_shared = min(counted.shared_pages, gauges.held_pages)  # the recount may be older
             speculation = scheduler.speculation
@@ -296,6 +296,17 @@ class Worker:
                     self._read_tier(),
                 )
             )
+
+    def _usage(self) -> Usage:
+        """The engine's, and what waits before its queue, for a grammar or for another engine's pages."""
+        scheduler, compiling = self._engine.scheduler, self._grammars.leaders
+        found = usage(scheduler, self._facts.page_bytes)
+        num_fetched, fetched_tokens = (0, 0) if self._pages is None else self._pages.waiting
+        return replace(
+            found,
+            waiting_requests=found.waiting_requests + len(compiling) + num_fetched,
+            queued_tokens=found.queued_tokens + tokens_not_found(scheduler, compiling) + fetched_tokens,
+        )
 
     def _recount(self, now_s: float) -> Recount:
         """The last recount, or a new one as often as that takes a thousandth of the time."""

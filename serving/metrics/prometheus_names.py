@@ -55,7 +55,12 @@ def pages_part(stats: ServerStats) -> float:
 
 REQUESTS = (
     Metric("requests_total", "counter", "Prompts that went to the engine", lambda t: t.num_requests),
-    Metric("requests_queued", "gauge", "Samples that wait", lambda t: t.gauges.waiting_requests),
+    Metric(
+        "requests_queued",
+        "gauge",
+        "Samples that wait, also for a grammar or for another engine's pages",
+        lambda t: t.gauges.waiting_requests,
+    ),
     Metric("requests_running", "gauge", "Samples in a slot", lambda t: t.gauges.running_requests),
     Metric(
         "prompt_tokens_queued",

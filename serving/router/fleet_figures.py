@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from continuous_batching.routing import RoutedPrompt, Routing, Sent
 from continuous_batching.splitting import SplitChoice
@@ -18,8 +17,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _MOST_CHOICES = 20  # that are told, the last first
 
 
-@dataclass(frozen=True, slots=True)
-class RouteChoice:
+class RouteChoice(NamedTuple):
     """Where a request with a prompt went, and what spoke for it. Replicas by address: one that has left has
     no number any more, or another's.
     """
@@ -103,7 +101,9 @@ class FleetFigures:
 
     def as_json(self) -> dict[str, Any]:
         """All of it."""
-        queued, requests = self._routing.queued_tokens.tolist(), self._routing.requests.tolist()
+        queued, requests = (
+            each.astype(int).tolist() for each in (self._routing.queued_tokens, self._routing.requests)
+        )
         return {
             "route": self._routing.route,
             "open": self._turns.num_open,
@@ -115,7 +115,7 @@ class FleetFigures:
             "cut_off": self.num_cut_off,
             "best_hit_tokens": self.best_hit_tokens,
             "known_pages": len(self._routing.held),
-            "choices": [asdict(each) for each in reversed(self._choices)],
+            "choices": [each._asdict() for each in reversed(self._choices)],
             "replicas": [
                 {
                     "url": each.url,
@@ -157,11 +157,11 @@ class FleetFigures:
             yield f"cb_route_{name} {value}"
         there = self._there
         queued, requests, is_open = (
-            each[[replica.number for replica in there]]
+            each[[replica.number for replica in there]].astype(int)
             for each in (self._routing.queued_tokens, self._routing.requests, self._routing.is_open)
         )
         for name, kind, text, values in (
-            ("replica_up", "gauge", "1 while it is sent requests", is_open.astype(int)),
+            ("replica_up", "gauge", "1 while it is sent requests", is_open),
             ("replica_requests", "gauge", "There, as told and sent", requests),
             ("replica_queued_tokens", "gauge", "To be computed there", queued),
             ("replica_sent_total", "counter", "Requests", [each.num_sent for each in there]),

@@ -6,7 +6,6 @@ and adapters. Without, keys of the first parts of its text, which say what begin
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any
 
 import msgspec
@@ -117,9 +116,8 @@ def _of_a_chat(body: RoutedResponse) -> dict[str, Any]:
 
 
 def _parts(text: bytes, model: str | None, salt: str) -> RoutedPrompt:
-    key = hashlib.blake2b(f"{model}\0{salt}".encode("utf-8", "replace"), digest_size=8).digest()
-    keys = []
+    key, keys = hash((model, salt)), []
     for at in range(0, min(len(text) // PART_BYTES, _MOST_PARTS) * PART_BYTES, PART_BYTES):
-        key = hashlib.blake2b(key + text[at : at + PART_BYTES], digest_size=8).digest()
-        keys.append(short_key(key))
+        key = hash((key, text[at : at + PART_BYTES]))  # by this process' secret: no client can make two alike
+        keys.append(key)
     return RoutedPrompt(-(-len(text) // BYTES_A_TOKEN), keys, PART_BYTES // BYTES_A_TOKEN)

@@ -45,6 +45,7 @@ _ONCE = ("/v1/files", "/v1/batches")  # what is posted there is not posted twice
 _ABORT = "/abort/"  # and a request's id: only the replica that has it knows it
 _DONE, _UNKNOWN = 200, 404
 _NOT_NOW = (429, 502, 503)  # another replica may take it
+_NOTHING_ASKED, _NO_PROMPT = RoutedBody(), RoutedPrompt(0)
 
 
 class Proxy:
@@ -74,8 +75,19 @@ class Proxy:
         if scope["method"] == "POST" and scope["path"].startswith(_ABORT):
             await self._abort(scope, send, body)
             return
-        asked, prompt = RoutedBody(), RoutedPrompt(0)
-        client: Client = scope.get("state", {}).get("client") or ANYBODY
+        watch = ClientWatch(scope.setdefault("state", {}))
+        try:
+            await self._in_turn(scope, send, body)
+        except asyncio.CancelledError:
+            if not watch.is_gone:
+                raise
+        finally:
+            watch.end()
+
+    async def _in_turn(self, scope: Scope, send: Send, body: bytes) -> None:
+        """Read what it asks for, and send it on when its tenant has its turn."""
+        asked, prompt = _NOTHING_ASKED, _NO_PROMPT
+        client: Client = scope["state"].get("client") or ANYBODY
         if scope["method"] == "POST" and scope["path"] in _GENERATIONS:
             asked, prompt = await self._read(body, client)
         headers = dict(scope["headers"])
@@ -84,14 +96,13 @@ class Proxy:
         session = (
             f"{client.owner}\0{value.decode('latin-1')}" if (value := headers.get(SESSION_HEADER)) else ""
         )
-        watch = ClientWatch(receive)
+        came_s = time.monotonic()
+        await self._turns.enter(tenant, prompt.num_tokens)
         try:
-            await self._in_turn(scope, send, body, prompt, session, tenant)
-        except asyncio.CancelledError:
-            if not watch.is_gone:
-                raise
+            self._figures.waited(time.monotonic() - came_s)
+            await self._send_on(scope, send, body, prompt, session)
         finally:
-            watch.end()
+            self._turns.leave()
 
     async def _abort(self, scope: Scope, send: Send, body: bytes) -> None:
         """Ask all replicas at once. The first that ends the request answers; else one that refuses for
@@ -132,17 +143,6 @@ class Proxy:
         if len(body) < _LONG_BYTES or not self._prompts.page_size:
             return asked, self._prompts.read(body, asked, client)
         return asked, await asyncio.to_thread(self._prompts.read, body, asked, client)
-
-    async def _in_turn(
-        self, scope: Scope, send: Send, body: bytes, prompt: RoutedPrompt, session: str, tenant: str
-    ) -> None:
-        came_s = time.monotonic()
-        await self._turns.enter(tenant, prompt.num_tokens)
-        try:
-            self._figures.waited(time.monotonic() - came_s)
-            await self._send_on(scope, send, body, prompt, session)
-        finally:
-            self._turns.leave()
 
     async def _send_on(
         self, scope: Scope, send: Send, body: bytes, prompt: RoutedPrompt, session: str
@@ -205,7 +205,7 @@ class Proxy:
         await error_response(502, why, code="replica_lost")(scope, _nothing, send)
 
     def _sent(self, prompt: RoutedPrompt, session: str, tried: list[int]) -> Sent | None:
-        """Where a request goes: to a replica that computes prompts for others only if no other is open."""
+        """Where a request goes: to a replica that computes prompts for others only where no other can."""
         now_s, apart = time.monotonic(), self._splitting.not_for_answers
         sent = self._routing.send(prompt, now_s, session, [*tried, *apart]) if apart else None
         return sent or self._routing.send(prompt, now_s, session, tried)
@@ -276,24 +276,27 @@ class Proxy:
 class ClientWatch:
     """Cancels the task that makes it as soon as the client of the request goes away, until `end`."""
 
-    def __init__(self, receive: Receive) -> None:
+    def __init__(self, state: dict[str, Any]) -> None:
         self.is_gone = False
-        self._receive = receive
+        self._state = state
         self._task = asyncio.current_task()
-        self._watching = asyncio.ensure_future(self._watch())
+        self._again: asyncio.TimerHandle | None = None
+        state["when_gone"] = self._gone  # as serving.api.protocol has it: a task that waits costs more
 
     def end(self) -> None:
         """Watch no longer."""
-        self._watching.cancel()
+        del self._state["when_gone"]
+        if self._again is not None:
+            self._again.cancel()
 
-    async def _watch(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
-        self.is_gone = True
+    def _gone(self) -> None:
         assert self._task is not None, "made outside of a task"
-        while True:  # `asyncio.wait_for` before Python 3.12 swallows what comes just as it ends
-            self._task.cancel()
-            await asyncio.sleep(AGAIN_S)
+        if self._again is not None:
+            self._again.cancel()
+        self.is_gone = True
+        self._task.cancel()
+        # `asyncio.wait_for` before Python 3.12 swallows what comes just as it ends
+        self._again = self._task.get_loop().call_later(AGAIN_S, self._gone)
 
 
 def _error_event(path: str, message: str) -> bytes:

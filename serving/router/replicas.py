@@ -50,12 +50,13 @@ class _ServerInfo(msgspec.Struct):
 
     recipe: _ToldRecipe = msgspec.field(default_factory=_ToldRecipe)
     page_size: int | None = None
+    num_slots: int | None = None
 
 
-Learned = Callable[[int, str, Sequence[str]], None]  # as `Splitting.is_known`
+Learned = Callable[[int, str, Sequence[str], int], None]  # as `Splitting.is_known`
 
 
-def untold(replica: int, endpoint: str, sources: Sequence[str]) -> None:
+def untold(replica: int, endpoint: str, sources: Sequence[str], slots: int) -> None:
     """Nobody wants to know."""
 
 
@@ -125,7 +126,7 @@ class FleetReplica:
     def forget(self) -> None:
         """It is gone, and its number free."""
         self.close()
-        self._learned(self.number, "", ())
+        self._learned(self.number, "", (), 0)
         self._routing.leave(self.number)
         self.state = "gone"
 
@@ -155,8 +156,8 @@ class FleetReplica:
             self._routing.told(self.number, figures[_QUEUED], requests, since_s - _BEAT_S)
 
     async def _read_info(self, page_size: int) -> None:
-        """Learn whether it computes prompts for others, and who does so for it. Read the events of its pages,
-        if it says where, and they are such as the router knows.
+        """Learn whether it computes prompts for others, who does so for it, and how many slots it has. Read
+        the events of its pages, if it says where, and they are such as the router knows.
         """
         status, text = await self._get("/server_info")
         try:
@@ -165,7 +166,7 @@ class FleetReplica:
             return
         server, endpoint = said.recipe.server, said.recipe.cache.events
         pages_at = reached_at(server.pages_at or "", self.server.host)
-        self._learned(self.number, pages_at, server.prompt_replicas or ())
+        self._learned(self.number, pages_at, server.prompt_replicas or (), said.num_slots or 0)
         if not page_size or endpoint is None:
             return
         if said.page_size != page_size:

@@ -110,6 +110,27 @@ def test_a_request_leaves_nothing_behind(is_told: bool) -> None:
     assert not len(routing.supposed), "the replica tells its pages: none were published"
 
 
+def test_what_is_computed_of_a_prompt_is_not_taken_off_twice() -> None:
+    """Three prompts of 100 tokens in a line, and a replica that tells what is left of them all."""
+    routing = Routing(1)
+    line = [sent(routing, RoutedPrompt(100), 1.0) for _ in range(3)]
+    routing.told(0, 230, 3, 2.0)  # 70 of the first are computed
+    routing.begun(line[0])
+    assert routing.queued_tokens.tolist() == [200], "the other two wait as a whole"
+    routing.told(0, 110, 3, 3.0)  # 90 of the second are
+    routing.begun(line[1])
+    assert routing.queued_tokens.tolist() == [100]
+    routing.ended(line[2])
+    assert routing.queued_tokens.tolist() == [0]
+    for each in line:
+        routing.ended(each)
+    routing.told(0, 500, 5, 4.0)  # of others, that came another way
+    mine = sent(routing, RoutedPrompt(100), 5.0)
+    routing.told(0, 600, 6, 6.0)
+    routing.begun(mine)
+    assert routing.queued_tokens.tolist() == [500]
+
+
 def test_a_page_on_its_way_counts_as_found() -> None:
     """Two that begin alike go together before the first is computed, where pages are told and where not."""
     for route in ("prefix", "text_prefix"):
@@ -261,5 +282,4 @@ def test_who_has_left_does_not_dilute_what_is_usual() -> None:
     for routing in (few, many):
         for at in range(8):
             routing.ended(sent(routing, prompt(at, at + 100), float(at)))
-    hits, one = np.zeros(2, dtype=np.int64), prompt(50)
-    assert np.allclose(few._costs(one, hits), many._costs(one, np.zeros(5, dtype=np.int64))[:2])
+    assert np.allclose(few._costs(None, 0), many._costs(None, 0)[:2])

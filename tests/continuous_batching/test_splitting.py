@@ -10,13 +10,13 @@ from continuous_batching.splitting import Splitting
 HERE, PROMPTS, OTHER = 0, 1, 2
 
 
-def made(split="cost", count: int = 3) -> tuple[Routing, Splitting]:
+def made(split="cost", count: int = 3, slots: int = 0) -> tuple[Routing, Splitting]:
     """Replica 0 answers, 1 computes prompts for it, and 2 for others."""
     routing = Routing(count)
     splitting = Splitting(routing, split)
-    splitting.is_known(HERE, "", ["tcp://one:1"])
-    splitting.is_known(PROMPTS, "tcp://one:1", [])
-    splitting.is_known(OTHER, "tcp://two:1", [])
+    splitting.is_known(HERE, "", ["tcp://one:1"], slots)
+    splitting.is_known(PROMPTS, "tcp://one:1", [], slots)
+    splitting.is_known(OTHER, "tcp://two:1", [], slots)
     return routing, splitting
 
 
@@ -75,9 +75,9 @@ def test_a_prompt_counts_where_it_is_computed_until_it_is() -> None:
 def test_the_replica_of_prompts_that_has_most_of_it_gets_it() -> None:
     routing = Routing(4)
     splitting = Splitting(routing, "always")
-    splitting.is_known(0, "", ["a", "b", "c"])
+    splitting.is_known(0, "", ["a", "b", "c"], 0)
     for replica, name in enumerate("abc", 1):
-        splitting.is_known(replica, name, [])
+        splitting.is_known(replica, name, [], 0)
     routing.stored(3, range(50))
     sent = routing.send(RoutedPrompt(1000, range(62), 16), 0.0, but=splitting.not_for_answers)
     place = splitting.choose(RoutedPrompt(1000, range(62), 16), sent, 0.0).place
@@ -90,7 +90,7 @@ def test_nobody_else_computes_it(why: str) -> None:
     if why == "closed":
         routing.is_open[PROMPTS] = False
     if why == "unreachable":
-        splitting.is_known(HERE, "", ["tcp://three:1"])
+        splitting.is_known(HERE, "", ["tcp://three:1"], 0)
     sent = routing.send(RoutedPrompt(1000, range(62), 16), 0.0, but=[PROMPTS, OTHER])
     assert splitting.choose(RoutedPrompt(1000, range(62), 16), sent, 0.0).place is None
     assert routing.queued_tokens.tolist() == [1000, 0, 0]
@@ -102,9 +102,31 @@ def test_replicas_of_prompts_answer_only_where_no_other_does() -> None:
     routing.is_open[HERE] = False
     assert splitting.not_for_answers == []
     routing.is_open[HERE] = True
-    splitting.is_known(OTHER, "", [])  # it came back with another recipe
+    splitting.is_known(OTHER, "", [], 0)  # it came back with another recipe
     assert splitting.not_for_answers == [PROMPTS]
     assert made("never")[1].not_for_answers == []
+
+
+def test_replicas_of_prompts_answer_where_all_slots_of_others_are_taken() -> None:
+    routing, splitting = made(slots=4)
+    long = RoutedPrompt(1000, range(62), 16)
+    busy(routing, 3)
+    assert splitting.not_for_answers == [PROMPTS, OTHER], "one slot is left"
+    busy(routing, 4)
+    routing.told(OTHER, 0, 4, as_of_s=-1.0)
+    assert splitting.not_for_answers == [OTHER], "it has none either"
+    sent = routing.send(long, 0.0, but=splitting.not_for_answers)
+    assert sent is not None
+    assert sent.replica == PROMPTS
+    assert splitting.choose(long, sent, 0.0).place is None, "nobody computes prompts for it"
+    routing.told(PROMPTS, 0, 4, as_of_s=1.0)
+    assert splitting.not_for_answers == [PROMPTS, OTHER], "where it waits, it waits with those that answer"
+    assert routing.send(long, 0.0, but=splitting.not_for_answers).replica == HERE
+    routing.is_open[HERE] = False
+    assert splitting.not_for_answers == []
+    apart, always = made("always", slots=4)
+    busy(apart, 4)
+    assert always.not_for_answers == [PROMPTS, OTHER]
 
 
 def test_a_choice_says_what_was_compared() -> None:

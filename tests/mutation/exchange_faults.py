@@ -7,6 +7,7 @@ from tests.mutation.fault import Fault
 HELD = "continuous_batching/paging/held_pages.py"
 SPLITTING = "continuous_batching/splitting.py"
 SENDS, FETCHES = "serving/engine/page_sends.py", "serving/engine/page_fetches.py"
+WORKER = "serving/engine/worker.py"
 SERVER, SOURCE = "kv_cache/exchange/page_server.py", "kv_cache/exchange/prompt_source.py"
 IDENTITY = "kv_cache/exchange/identity.py"
 TRANSPORTS = "kv_cache/exchange/transports.py"
@@ -16,6 +17,7 @@ EXCHANGE_TESTS_OF = {
     SPLITTING: ("tests/continuous_batching/test_splitting.py",),
     SENDS: _EXCHANGE,
     FETCHES: _EXCHANGE,
+    WORKER: ("tests/serving/test_worker.py",),
     SERVER: _EXCHANGE,
     SOURCE: _EXCHANGE,
     IDENTITY: ("tests/kv_cache/test_exchange.py",),
@@ -23,6 +25,20 @@ EXCHANGE_TESTS_OF = {
 }
 
 EXCHANGE_FAULTS = (
+    Fault(
+        "fetching_requests_untold",
+        WORKER,
+        "len(compiling) + num_fetched,\n",
+        "len(compiling),\n",
+        "a router forgets what waits for pages, and sends more there",
+    ),
+    Fault(
+        "compiling_tokens_untold",
+        WORKER,
+        "tokens_not_found(scheduler, compiling) + fetched_tokens",
+        "fetched_tokens",
+        "prompts whose grammars are compiled seem to cost nothing",
+    ),
     Fault(
         "published_before_whole",
         HELD,
@@ -152,6 +168,13 @@ EXCHANGE_FAULTS = (
         "        before = int(routing.queued_tokens[sent.replica]) - sent.queued_tokens\n",
         "        before = int(routing.queued_tokens[sent.replica]) * 3\n",
         "a prompt waits for itself, and goes elsewhere to an idle replica",
+    ),
+    Fault(
+        "slots_of_others_unasked",
+        SPLITTING,
+        "any(self._has_slot(each) for each in others)",
+        "others",
+        "requests wait for a slot while engines of prompts have some",
     ),
     Fault(
         "split_counted_twice",

@@ -5,6 +5,8 @@ from __future__ import annotations
 from tests.mutation.fault import Fault
 
 ROUTING = "continuous_batching/routing.py"
+PROTOCOL = "serving/api/protocol.py"
+HOLDERS = "continuous_batching/key_holders.py"
 EVENTS = "kv_cache/events.py"
 REPLICAS = "serving/router/replicas.py"
 UPSTREAM = "serving/router/upstream.py"
@@ -12,6 +14,8 @@ PROXY = "serving/router/proxy.py"
 READER = "serving/router/page_reader.py"
 ROUTING_TESTS_OF = {
     ROUTING: ("tests/continuous_batching/test_routing.py",),
+    PROTOCOL: ("tests/serving/router/test_gone_clients.py",),
+    HOLDERS: ("tests/continuous_batching/test_routing.py",),
     EVENTS: ("tests/kv_cache/test_events.py",),
     **dict.fromkeys((REPLICAS, UPSTREAM), ("tests/serving/router/test_lost_replicas.py",)),
     PROXY: tuple(f"tests/serving/router/test_{name}.py" for name in ("lost_replicas", "proxy", "abort")),
@@ -29,22 +33,29 @@ ROUTING_FAULTS = (
     Fault(
         "told_and_own_counted",
         ROUTING,
-        "            known.own_queued -= first.queued_tokens\n            known.own_requests -= 1\n",
-        "            known.own_queued -= first.queued_tokens\n",
+        "            known.own_told += first.queued_tokens\n            known.own_requests -= 1\n",
+        "            known.own_told += first.queued_tokens\n",
         "a request counts twice once its replica has told of it",
     ),
     Fault(
-        "hits_over_gaps",
+        "begun_takes_what_others_need",
         ROUTING,
-        "                found[_numbers(there ^ still, self.count)] = number\n",
-        "                found[_numbers(there ^ still, self.count)] = number + 1\n",
+        "                known.told_queued = max(told - sent.queued_tokens, min(told, known.own_told))\n",
+        "                known.told_queued = max(told - sent.queued_tokens, 0)\n",
+        "a replica whose queue is half computed seems idle, and gets what others have room for",
+    ),
+    Fault(
+        "hits_over_gaps",
+        HOLDERS,
+        "            _put(found, there ^ still, number)\n",
+        "            _put(found, there ^ still, number + 1)\n",
         "a replica seems to hold a page more than it does",
     ),
     Fault(
         "ties_to_the_first",
         ROUTING,
-        "        return int(equal[equal.searchsorted(self._last + 1) % len(equal)])",
-        "        return int(equal[0])",
+        "            return later if costs[later] == costs[least] else least\n",
+        "            return least\n",
         "the first of equal replicas gets everything",
     ),
     Fault(
@@ -57,15 +68,15 @@ ROUTING_FAULTS = (
     Fault(
         "shared_as_dear_as_ones_own",
         ROUTING,
-        "            costs -= (1 - weights.shared) * np.maximum(0, np.partition(hits, -2)[-2] - hits)\n",
-        "            costs -= 0.0\n",
+        "            costs -= np.maximum(hits, hits * weights.shared + second * (1 - weights.shared))\n",
+        "            costs -= hits\n",
         "a system prompt stays where it is, however many more requests that replica gets",
     ),
     Fault(
         "shared_by_one",
-        ROUTING,
-        "np.partition(hits, -2)[-2] - hits)",
-        "hits.max() - hits)",
+        HOLDERS,
+        "            second = number if there & (there - 1) else second\n",
+        "            second = number\n",
         "a conversation is parted from its pages for half of what they cost",
     ),
     Fault(
@@ -99,9 +110,16 @@ ROUTING_FAULTS = (
     Fault(
         "cancelled_once",
         PROXY,
-        "            await asyncio.sleep(AGAIN_S)\n",
-        "            return\n",
+        "        self._again = self._task.get_loop().call_later(AGAIN_S, self._gone)\n",
+        "",
         "a replica computes for a client that is gone",
+    ),
+    Fault(
+        "deaf_after_a_long_body",
+        PROTOCOL,
+        "            self.flow.resume_reading()  # after",
+        "            pass  # after",
+        "a replica computes for a client that is gone, if it sent a long prompt",
     ),
     Fault(
         "last_bytes_said_twice",

@@ -50,8 +50,8 @@ SPLIT_FAULTS = (
     Fault(
         "nobody_left_to_answer",
         SPLITTING,
-        '        return ours if self._split != "never" and is_open.any() else []',
-        '        return ours if self._split != "never" else []',
+        "        if not others:\n            return []\n",
+        "        if not others:\n            return ours\n",
         "requests are refused while a replica of prompts could answer them",
     ),
     Fault(
@@ -71,8 +71,8 @@ SPLIT_FAULTS = (
     Fault(
         "prompts_answered_there",
         SPLITTING,
-        '        return ours if self._split != "never" and is_open.any() else []\n',
-        "        return []\n",
+        "            return ours\n        return [each",
+        "            return []\n        return [each",
         "replicas of prompts are as busy with answers as others",
     ),
     Fault(
@@ -127,8 +127,8 @@ SPLIT_FAULTS = (
     Fault(
         "told_as_ended_before",
         FLEET,
-        "        self.routing.told(number, tokens, replica.num_requests + ending, now_s)\n",
-        "        self.routing.told(number, tokens, replica.num_requests, now_s)\n",
+        "        requests = replica.num_requests + ending + num_before\n",
+        "        requests = replica.num_requests + num_before\n",
         "a request that is about to end is taken from its engine's figures twice",
     ),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from recipes.schema.reader import load
 from serving.engine.facts import facts_of
 from serving.engine.messages import Add, AddRefused, Beat, Finish, decode_from_engine, encode
 from serving.engine.worker import Worker
+from tests.serving import page_pair
 from tests.serving.server import TINY
 from tests.test_imports import ROOT
 
@@ -134,3 +136,46 @@ def test_an_id_that_is_being_served_is_refused_and_the_engine_goes_on() -> None:
         assert isinstance(refused, AddRefused)
         assert (refused.stream, refused.field) == (1, "id")
         assert built.engine.step() is not None
+
+
+def test_what_waits_for_another_engines_pages_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A router that polls would forget it, and send more there. Tokens by hand: what is behind full pages."""
+    told: list[Beat] = []
+    facts, pair = facts_of(build(load(TINY)), prefix_sharing=True), page_pair.Pair(num_slots=4)
+    requests = page_pair.prompts(3)
+    with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
+        worker = Worker(pair.answers, socket, facts, pages=pair.fetching)
+        monkeypatch.setattr(worker, "_send", told.append)
+        for stream, request in enumerate(requests):
+            worker._enqueue(stream, request)
+        assert len(pair.fetches) == 3
+        assert not len(pair.answers.scheduler.waiting)
+        worker._beat()
+        pair.until(lambda: len(pair.fetches) == 0 and not pair.answers.has_work)
+        worker._beat_s = -np.inf
+        worker._beat()
+    pair.close()
+    waiting, after = (each.gauges for each in told)
+    assert waiting.waiting_requests == 3
+    assert waiting.queued_tokens == sum((len(each.prompt) - 1) % 8 + 1 for each in requests)
+    assert (after.waiting_requests, after.queued_tokens) == (0, 0)
+
+
+def test_what_waits_for_its_grammar_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Beat] = []
+    built = build(load(TINY, ["scheduler.num_slots=2"]))
+    with zmq.Context() as context, context.socket(zmq.PAIR) as theirs, context.socket(zmq.PAIR) as ours:
+        theirs.bind("inproc://engine")
+        ours.connect("inproc://engine")
+        worker = Worker(built.engine, ours, facts_of(built, prefix_sharing=True))
+        may_end = threading.Event()
+        monkeypatch.setattr(worker._grammars.grammars, "constrain", lambda leader: may_end.wait(60))
+        monkeypatch.setattr(worker, "_send", told.append)
+        params = SamplingParams(max_tokens=4, grammar="held back below")
+        prompt = np.arange(300, 320, dtype=np.int32).tobytes()
+        theirs.send(encode(Add(0, ["0"], prompt, b"", params, [None], "", "", 0, None, 0.0)))
+        worker._take(1000)
+        worker._beat()
+        may_end.set()
+    (found,) = (each.gauges for each in told)
+    assert (found.waiting_requests, found.queued_tokens) == (1, 20)

@@ -19,10 +19,12 @@ def asked(number: int, at_s: float, tokens: int = 4, timeout_s: float | None = N
     return Request(str(number), prompt, params, arrival_s=at_s, timeout_s=timeout_s)
 
 
-def fleet(totals: RunTotals, transfer_s, *, split: Split = "always", prompts=1, answers=1, **changes):
+def fleet(
+    totals: RunTotals, transfer_s, *, split: Split = "always", prompts=1, answers=1, slots=4, **changes
+):
     return DisaggregatedFleet(
         [scheduler(**changes) for _ in range(prompts)],
-        [scheduler() for _ in range(answers)],
+        [scheduler(num_slots=slots) for _ in range(answers)],
         Fixed(),
         transfer_s,
         totals,
@@ -63,7 +65,7 @@ def test_a_link_sends_one_prompt_after_the_other() -> None:
 def test_no_split_request_is_lost(split: Split) -> None:
     """Nor any time that it is there, and nothing of it is left in the router."""
     totals = RunTotals(records=[])
-    two = fleet(totals, lambda tokens: 1e-4 * tokens, split=split, prompts=2)
+    two = fleet(totals, lambda tokens: 1e-4 * tokens, split=split, prompts=2, slots=32)
     two.serve(requests(80, 15.0))
     figures = totals.figures()
     assert figures["completed"] == 80
@@ -75,6 +77,23 @@ def test_no_split_request_is_lost(split: Split) -> None:
     waits_s = sum(each["finish_s"] - each["arrival_s"] for each in totals.records)
     assert figures["mean_in_system"] == pytest.approx(waits_s / figures["duration_s"], rel=1e-4)
     assert two.routing.requests.tolist() == [0, 0, 0]
+
+
+def test_prompts_engines_answer_what_no_other_has_a_slot_for() -> None:
+    """And what they answered is counted: all tokens, all gaps, all time."""
+    totals = RunTotals(records=[])
+    three = fleet(totals, lambda tokens: 1e-4 * tokens, split="cost", prompts=2, num_slots=8)
+    trace = [asked(number, 0.0, tokens=9) for number in range(12)]  # 4 slots where they are answered
+    three.serve(trace)
+    assert three.routed.requests is not None
+    assert sum(three.routed.requests[:2]) >= 4
+    figures = totals.figures()
+    assert (figures["completed"], figures["output_tokens"], totals.requests) == (12, 12 * 9, 12)
+    assert totals.itl.count == 12 * 8
+    assert totals.records is not None
+    waits_s = sum(each["finish_s"] - each["arrival_s"] for each in totals.records)
+    assert totals.running_s + totals.waiting_s == pytest.approx(waits_s)
+    assert three.routing.requests.tolist() == [0, 0, 0]
 
 
 def test_time_runs_out_on_both_sides_and_on_the_way() -> None:

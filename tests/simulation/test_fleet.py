@@ -177,7 +177,7 @@ def test_a_router_knows_the_pages_that_engines_hold() -> None:
     held = [{short_key(key) for key in each.engine.scheduler.prefix.index._page_of} for each in replicas]
     assert sum(each.engine.scheduler.counters.evicted_pages for each in replicas) > 0
     for number, keys in enumerate(held):
-        assert {key for key, mask in routing.held._masks.items() if mask >> number & 1} == keys
+        assert {key for key, mask in routing.held.masks.items() if mask >> number & 1} == keys
 
 
 @pytest.mark.parametrize("route", ["round_robin", "least_loaded", "text_prefix", "prefix"])
@@ -189,7 +189,7 @@ def test_what_has_ended_counts_no_more(route: Route) -> None:
     )
     assert routing.requests.tolist() == routing.queued_tokens.tolist() == [0, 0, 0]
     assert not any(each.untold for each in routing._known)
-    assert bool(routing.supposed._masks) == (route == "text_prefix"), (
+    assert bool(routing.supposed.masks) == (route == "text_prefix"), (
         "where nothing is told, it stays supposed"
     )
 

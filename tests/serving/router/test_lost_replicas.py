@@ -72,14 +72,9 @@ def test_work_for_a_client_that_is_gone_is_cancelled_until_it_ends() -> None:
     """`asyncio.wait_for` before Python 3.12 swallows a cancellation that comes just as it ends."""
 
     async def test() -> None:
-        gone, num_cancelled = asyncio.Event(), 0
-
-        async def receive() -> dict[str, Any]:
-            await gone.wait()
-            return {"type": "http.disconnect"}
-
-        watch = ClientWatch(receive)
-        gone.set()
+        state, num_cancelled = dict[str, Any](), 0
+        watch = ClientWatch(state)
+        asyncio.get_running_loop().call_soon(state["when_gone"])
         while num_cancelled < 2:
             try:
                 await asyncio.sleep(30)

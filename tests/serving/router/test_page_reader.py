@@ -30,7 +30,7 @@ def test_a_reader_knows_what_a_cache_holds(tmp_path: Path) -> None:
 
         def knows() -> bool:
             held = engine.held()
-            return len(routing.held) == len(held) and all(routing.held.mask(key) == 2 for key in held)
+            return len(routing.held) == len(held) and all(routing.held.masks[key] == 2 for key in held)
 
         await until(knows)
         for number in range(30):
@@ -61,11 +61,11 @@ def test_an_engine_in_the_place_of_another_is_known_from_its_beginning(tmp_path:
                 await until(lambda engine=engine, sent=sent: engine.events._next > sent)  # type: ignore[misc]
         reader = PageReader(old.endpoint, "127.0.0.1", 0, routing)
         reader.start()
-        await until(lambda: {*routing.held._masks} == old.held())
+        await until(lambda: {*routing.held.masks} == old.held())
         old.events.close()
         for file in ("events", "events.replay"):
             (tmp_path / "new" / file).rename(tmp_path / "old" / file)
-        await until(lambda: {*routing.held._masks} == new.held())
+        await until(lambda: {*routing.held.masks} == new.held())
         reader.close()
         assert not routing.tells[0]
         new.events.close()

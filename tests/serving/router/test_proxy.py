@@ -146,7 +146,13 @@ class Fleet:
             if message["type"] == "http.response.body":
                 parts.append(message.get("body", b""))
             if leaves_after is not None and len(parts) >= leaves_after:
-                received.put_nowait({"type": "http.disconnect"})
+                leave()
+
+        state = dict[str, Any]()
+
+        def leave() -> None:
+            """As the server's protocol tells of it."""
+            state.get("when_gone", lambda: None)()
 
         if session:
             headers = [*headers, (b"x-session-id", session.encode())]
@@ -159,8 +165,8 @@ class Fleet:
             "query_string": b"",
         }
         if leaves_after == 0:
-            asyncio.get_running_loop().call_later(0.05, received.put_nowait, {"type": "http.disconnect"})
-        await self.proxy(scope | {"headers": headers, "state": {}}, received.get, send)
+            asyncio.get_running_loop().call_later(0.05, leave)
+        await self.proxy(scope | {"headers": headers, "state": state}, received.get, send)
         return status, b"".join(parts)
 
 

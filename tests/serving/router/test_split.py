@@ -13,8 +13,8 @@ def apart(fleet: Fleet) -> None:
     """The last replica computes prompts for the others."""
     last = len(fleet.stubs) - 1
     for number in range(last):
-        fleet.splitting.is_known(number, "", ["tcp://prompts:1"])
-    fleet.splitting.is_known(last, "tcp://prompts:1", [])
+        fleet.splitting.is_known(number, "", ["tcp://prompts:1"], 0)
+    fleet.splitting.is_known(last, "tcp://prompts:1", [], 0)
 
 
 def test_a_replica_that_answers_is_told_who_computes_the_prompt() -> None:

@@ -1,0 +1,171 @@
+"""What does a tier of pages spare a server that is started again, beside computing the prompts anew?
+
+A server is asked for some prompts, ended when its pages are written, started again and asked for the same, by
+turns without a tier, with one in a folder and, where a URL is given, with one in Redis. Each prompt is asked
+for by itself, with one token as its answer, so that the time of the answer is that to the first token. Then
+entries of a page's size are written to the same stores and read again, 16 at a time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import re
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+
+from benchmark.options import add_json, show
+from benchmark.run_clock import RunClock
+from benchmark.serve.fleet import ready
+from benchmark.serve.running import started
+from kv_cache.tier.disk import DiskStore
+from kv_cache.tier.store import PageStore
+from recipes.build import versions
+from recipes.schema.command_line import add_recipe
+from recipes.schema.numbers import MOST_COUNT, whole, wholes
+
+PATIENCE_S = 300.0
+TIER_BYTES = 2**32
+AT_ONCE = 16  # entries that are read together
+NUM_ENTRIES = 256
+FIRST_ID = 10  # of the tokens of prompts; those before it may be special
+
+
+def prompts_of(lengths: Sequence[int], count: int, vocabulary: int) -> list[list[int]]:
+    """So many prompts of each length."""
+    random = np.random.default_rng(0)
+    return [random.integers(FIRST_ID, vocabulary, each).tolist() for each in lengths for _ in range(count)]
+
+
+def ask(http: httpx.Client, prompt: Sequence[int]) -> tuple[float, int]:
+    """How long its answer takes, in seconds, and how many tokens were found; raises HTTPStatusError."""
+    began_s = time.perf_counter()
+    answer = http.post("/v1/completions", json={"prompt": prompt, "max_tokens": 1, "temperature": 0})
+    took_s = time.perf_counter() - began_s
+    answer.raise_for_status()
+    return took_s, answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def counted(http: httpx.Client) -> int:
+    """Pages that the tier has written."""
+    line = r'^cb_kv_tier_pages_total\{.*result="written"\} (\S+)$'
+    found = re.search(line, http.get("/metrics").text, re.MULTILINE)
+    return 0 if found is None else int(float(found[1]))
+
+
+def served(
+    command: Sequence[str], prompts: Sequence[Sequence[int]], num_pages: int
+) -> list[tuple[float, int]]:
+    """Start a server, ask for all prompts, and end it when so many pages are written."""
+    with started("scripts.serve", *command) as server:
+        asyncio.run(ready(server.url, 0))
+        with httpx.Client(base_url=server.url, timeout=PATIENCE_S) as http:
+            for length in {*map(len, prompts)}:  # which warm up, and are found by nobody
+                ask(http, [FIRST_ID + length % 7] * length)
+            found = [ask(http, each) for each in prompts]
+            until_s = time.monotonic() + PATIENCE_S
+            while num_pages and counted(http) < num_pages:
+                if time.monotonic() > until_s:
+                    raise OSError(f"{counted(http)} of {num_pages} pages were written")
+                time.sleep(0.05)
+            return found
+
+
+def speeds(store: PageStore, entry_bytes: int) -> dict[str, float]:
+    """MB/s of entries that are written and read, each of whose bytes are its own."""
+    random = np.random.default_rng(1)
+    entries = {random.bytes(32): random.bytes(entry_bytes) for _ in range(NUM_ENTRIES)}
+    keys, moved = [*entries], NUM_ENTRIES * entry_bytes / 1e6
+    began_s = time.perf_counter()
+    for key, entry in entries.items():
+        store.write(key, entry)
+    wrote_s = time.perf_counter()
+    found = [each for at in range(0, len(keys), AT_ONCE) for each in store.read(keys[at : at + AT_ONCE])]
+    read_s = time.perf_counter()
+    if found != [*entries.values()]:
+        raise OSError("the store gave back other entries than it was given")
+    store.remove(keys)
+    store.close()
+    return {
+        "write_mb_s": round(moved / (wrote_s - began_s), 1),
+        "read_mb_s": round(moved / (read_s - wrote_s), 1),
+    }
+
+
+def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """By length and way: medians in ms of the first server and of the one started again, and tokens found."""
+    prompts = prompts_of(options.lengths, options.prompts, options.vocabulary)
+    stores: dict[str, PageStore] = {"disk": DiskStore(folder / "speed", TIER_BYTES, b"speed")}
+    asked = {"none": "null", "disk": f"{{kind: disk, path: {folder / 'pages'}, gib: 4, wait_s: 30}}"}
+    if options.redis is not None:
+        from kv_cache.tier.redis_store import RedisStore  # installed only where it is asked for
+
+        stores["redis"] = RedisStore(options.redis, TIER_BYTES, b"speed", 30.0)
+        asked["redis"] = f"{{kind: redis, url: '{options.redis}', gib: 4, wait_s: 30}}"
+    ways, num_pages = {}, sum((len(each) - 1) // options.page_size for each in prompts)
+    for way, tier in asked.items():
+        settings = (f"cache.tier={tier}", f"cache.page_size={options.page_size}", "server.spare_engine=false")
+        command = (options.recipe, *options.overrides, *settings, "--port", "0")
+        first = served(command, prompts, num_pages if way != "none" else 0)
+        again = served(command, prompts, 0)
+        ways[way] = {
+            str(length): {
+                "first_ms": median_ms(first, prompts, length),
+                "again_ms": median_ms(again, prompts, length),
+                "found": sum(found for (_, found), each in zip(again, prompts) if len(each) == length),
+            }
+            for length in options.lengths
+        }
+    entry_bytes = 1024 * options.entry_kib
+    return {"ways": ways, "stores": {name: speeds(each, entry_bytes) for name, each in stores.items()}}
+
+
+def median_ms(asked: Sequence[tuple[float, int]], prompts: Sequence[Sequence[int]], length: int) -> float:
+    """Of the prompts of a length."""
+    return round(1e3 * statistics.median(s for (s, _), each in zip(asked, prompts) if len(each) == length), 2)
+
+
+def print_table(result: Mapping[str, Any]) -> None:
+    """In Markdown."""
+    found = result["tier"]
+    print("| tier | prompt tokens | first server | started again | tokens found |")
+    print("|---|---|---|---|---|")
+    for way, rows in found["ways"].items():
+        for length, row in rows.items():
+            times = f"{row['first_ms']:.1f} ms | {row['again_ms']:.1f} ms"
+            print(f"| {way} | {length} | {times} | {row['found']} |")
+    for name, row in found["stores"].items():
+        print(f"\n{name}: {row['write_mb_s']:.0f} MB/s written, {row['read_mb_s']:.0f} MB/s read", end="")
+    print()
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `tier`."""
+    add_recipe(parser)
+    for name, default, meaning in (
+        ("prompts", 8, "of each length"),
+        ("vocabulary", 300, "below which the ids of prompts are"),
+        ("page-size", 16, "tokens"),
+        ("entry-kib", 192, "of the entries by which the stores are timed, as a page of the recipe"),
+    ):
+        said = f"{meaning} (default: {default})"
+        parser.add_argument(f"--{name}", type=whole(1, MOST_COUNT), default=default, metavar="N", help=said)
+    parser.add_argument("--lengths", type=wholes(2, MOST_COUNT), default=[200, 800, 1600], metavar="N,N")
+    parser.add_argument("--redis", metavar="URL", help="of a server to use as well")
+    add_json(parser)
+
+
+def main(options: argparse.Namespace) -> None:
+    """Measure in a folder of its own, which is removed."""
+    clock = RunClock()
+    with tempfile.TemporaryDirectory(prefix="tier-") as folder:
+        found = measure(options, Path(folder))
+    described = {"benchmark": "tier", "machine": versions.describe(), "clock": clock.read()}
+    show({**described, "tier": found}, options, print_table)
