@@ -9,7 +9,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-arguments=(-n 2 --dist loadfile)
+arguments=(-n 2 --dist loadfile --no-loadscope-reorder)
 case ${1:-} in
 --all) shift ;;
 --thorough)

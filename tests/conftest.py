@@ -33,6 +33,13 @@ settings.register_profile(
 )
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests come first: of two workers, none is left alone with a long one at the end."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
 @pytest.fixture(autouse=True)
 def same_numbers() -> None:
     """What a test draws from torch without a generator of its own does not hang on the tests before it."""

@@ -6,8 +6,9 @@ the model in float32.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,12 +20,15 @@ from recipes.build.engine import build
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from tests.device_kinds import Kind, Way, on_each, settings
-from tests.models.families import VARIANTS, VOCABULARY, Variant, generated, make, wide
+from tests.models.families import VARIANTS, VOCABULARY, Variant, expected_logprobs, generated, make, wide
 from tests.models.latent_variants import LATENT_VARIANTS
+from tests.thorough import cases
 
 Pair = tuple[Kind, Way]
 
 NUM_REQUESTS, NUM_NEW, LONGEST = 32, 48, 300
+NUM_GENERATED = cases(4, NUM_REQUESTS)  # by transformers itself, a token at a time
+BY_LENGTH = ("dynamic", "longrope")  # ropes that turn the same token otherwise once a request is longer
 FAST = ("llama_dynamic", "mistral_window", "qwen2_yarn", "qwen2_window_from", "qwen3", "qwen3_layer_types")
 FAST += (
     "gpt_oss",
@@ -89,19 +93,42 @@ def serve(engine: Engine, prompts: list[list[int]]) -> list[Request]:
     return requests
 
 
+Told = tuple[list[int], torch.Tensor]
+
+
 @dataclass(frozen=True)
 class Case:
-    """A checkpoint, prompts, and what transformers makes of each alone."""
+    """A checkpoint, prompts, and the model that transformers makes of it."""
 
     path: Path
+    model: Any
     prompts: list[list[int]]
-    expected: list[tuple[list[int], torch.Tensor]]
+    num_generated: int
+    told: dict[tuple[int, tuple[int, ...]], Told] = field(default_factory=dict)
+
+    def expected(self, number: int, answer: list[int]) -> Told:
+        """Transformers' tokens and log-probabilities [NUM_NEW, V] for a prompt alone.
+
+        The first prompts are generated. Of the others its best token behind each beginning of the answer is
+        told, all in one pass: the same tokens if the answer is right, and others from where it is not.
+        """
+        is_generated = number < self.num_generated
+        key = number, () if is_generated else tuple(answer)
+        if key not in self.told:
+            prompt = self.prompts[number]
+            if is_generated:
+                self.told[key] = generated(self.model, prompt, NUM_NEW)
+            else:
+                logprobs = expected_logprobs(self.model, prompt + answer[:-1])[len(prompt) - 1 :]
+                self.told[key] = logprobs.argmax(-1).tolist(), logprobs
+        return self.told[key]
 
 
 def case_of(variant: Variant, folder: Path) -> Case:
     model, path = make(variant, folder)
+    by_length = any(kind in repr(variant.rope) for kind in BY_LENGTH)
     prompts = make_prompts(seed=len(variant.name))
-    return Case(path, prompts, [generated(model, prompt, NUM_NEW) for prompt in prompts])
+    return Case(path, model, prompts, NUM_REQUESTS if by_length else NUM_GENERATED)
 
 
 @pytest.fixture(
@@ -136,7 +163,8 @@ def test_so_they_are_on_other_devices(wide_case: Case, pair: Pair, graphs: int) 
 
 def check(engine: Engine, case: Case) -> None:
     requests = serve(engine, case.prompts)
-    for request, (tokens, logprobs) in zip(requests, case.expected):
+    for number, request in enumerate(requests):
+        tokens, logprobs = case.expected(number, request.answer.tolist())
         assert request.answer.tolist() == tokens, f"request {request.id}"
         assert len(request.logprobs) == NUM_NEW
         lines = [[(line.token, line.logprob), *line.top] for line in request.logprobs]

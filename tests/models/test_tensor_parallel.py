@@ -9,6 +9,7 @@ import sys
 import time
 from dataclasses import replace
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from models.decoder import Decoder
 from models.group import ALONE, Backend, hccl_timeouts, join
 from models.ops.reference import Ops, Packed
 from recipes.schema.recipe import ROOT
+from tests.device_kinds import Way
 from tests.models.families import VARIANTS, make
 from tests.models.tensor_rank import built, collectives, greedy_of, held, logits_of, tokens_of
 from tests.models.test_quantization import stored_in_int8
@@ -175,6 +177,16 @@ def alone(case: dict[str, Any]) -> Decoder:
     return built(Path(case.pop("path")), ALONE, **case)[0]
 
 
+@cache
+def alone_of(path: str, way: Way | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """What one rank computes of a checkpoint in float32: its logits, drawn tokens and best tokens.
+
+    It is the same for however many ranks, and for experts that are spread over them or sent to.
+    """
+    decoder = built(Path(path), ALONE, way=way)[0]
+    return logits_of(decoder), tokens_of(decoder), greedy_of(decoder)[0]
+
+
 def test_every_rank_gets_what_all_brought(found: Found) -> None:
     check_collectives(found["collectives"])
 
@@ -197,7 +209,7 @@ def test_hccl_waits_as_long_as_it_allows() -> None:
 
 @pytest.mark.parametrize("name", [*MODELS, *SPREAD, FUSED])
 def test_ranks_compute_what_one_computes(name: str, cases: Cases, found: Found) -> None:
-    expected = logits_of(alone(cases[name]))
+    expected, _, _ = alone_of(cases[name]["path"], cases[name].get("way"))
     first, *others = (rank["logits"] for rank in found[name])
     torch.testing.assert_close(first, expected, rtol=0, atol=1e-4)
     assert torch.equal(first.argmax(-1), expected.argmax(-1))
@@ -245,7 +257,7 @@ def test_ranks_in_bfloat16_are_as_near_to_float32_as_one_is(cases: Cases, found:
 
 @pytest.mark.parametrize("name", [*MODELS, *SPREAD, FUSED])
 def test_ranks_draw_the_tokens_that_one_draws(name: str, cases: Cases, found: Found) -> None:
-    expected = tokens_of(alone(cases[name]))
+    _, expected, _ = alone_of(cases[name]["path"], cases[name].get("way"))
     first, *others = (rank["tokens"] for rank in found[name])
     assert first.tolist() == expected.tolist()
     assert not any(other.numel() for other in others), "the leader alone chooses"
@@ -255,7 +267,7 @@ def test_ranks_draw_the_tokens_that_one_draws(name: str, cases: Cases, found: Fo
 def test_all_ranks_choose_the_best_tokens_of_one_without_joining_logits(
     name: str, cases: Cases, found: Found
 ) -> None:
-    expected, _ = greedy_of(alone(cases[name]))
+    _, _, expected = alone_of(cases[name]["path"], cases[name].get("way"))
     assert [rank["greedy"].tolist() for rank in found[name]] == [expected.tolist()] * len(found[name])
     assert {rank["gathered"] for rank in found[name]} == {0}
 

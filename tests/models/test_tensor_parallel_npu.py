@@ -12,8 +12,8 @@ import torch
 from models.group import ALONE
 from tests.device_kinds import stand_in_alone
 from tests.models.families import VARIANTS, make, wide
-from tests.models.tensor_rank import NUM_DRAWN, built, greedy_of, logits_of, tokens_of
-from tests.models.test_tensor_parallel import Cases, check_collectives, run_ranks
+from tests.models.tensor_rank import NUM_DRAWN, built, logits_of
+from tests.models.test_tensor_parallel import Cases, alone_of, check_collectives, run_ranks
 from tests.thorough import THOROUGH
 from tests.virtual_npu.test_hccl import left_behind
 
@@ -85,12 +85,11 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 )
 def test_ranks_on_npus_compute_what_one_processor_computes(name: str, found: dict[str, Any]) -> None:
     case, ranks = of(found, name)
-    expected = logits_of(built(Path(case["path"]), ALONE)[0])
+    expected, tokens, _ = alone_of(case["path"])
     first, *others = (rank["logits"] for rank in ranks)
     torch.testing.assert_close(first, expected, rtol=0, atol=1e-4)
     assert torch.equal(first.argmax(-1), expected.argmax(-1))
     assert all(torch.equal(first, other) for other in others)
-    tokens = tokens_of(built(Path(case["path"]), ALONE)[0])
     assert [rank["tokens"].tolist() for rank in ranks] == [
         tokens.tolist(),
         *([[]] * NUM_DRAWN for _ in others),
@@ -104,7 +103,7 @@ def test_ranks_on_npus_choose_the_best_tokens_without_joining_logits(
     name: str, found: dict[str, Any]
 ) -> None:
     case, ranks = of(found, name)
-    expected, _ = greedy_of(built(Path(case["path"]), ALONE)[0])
+    _, _, expected = alone_of(case["path"])
     assert [rank["greedy"].tolist() for rank in ranks] == [expected.tolist()] * len(ranks)
     assert {rank["gathered"] for rank in ranks} == {0}
 

@@ -143,13 +143,6 @@ ROUTING_FAULTS = (
         "pages of an engine that is gone draw prompts, and those of the new one none",
     ),
     Fault(
-        "first_to_answer_aborts",
-        PROXY,
-        "                    if said is None or said[0] == _UNKNOWN or answer[0] == _DONE:\n",
-        "                    if said is None:\n",
-        "a client hears that its request is unknown, from a replica that never had it",
-    ),
-    Fault(
         "one_asked_to_abort",
         PROXY,
         "        asking = [asyncio.ensure_future(ask(each)) for each in there]\n",

@@ -41,5 +41,5 @@ def test_an_unknown_fault_is_named() -> None:
 
 @pytest.mark.slow
 def test_a_fault_is_killed_and_the_test_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--only", "stage_beyond_the_last", "--timeout-s", "900"]) == 0
-    assert "killed by continuous_batching/test_policies.py::" in capsys.readouterr().out
+    assert main(["--only", "ngram_finds_itself", "--timeout-s", "900"]) == 0
+    assert "killed by continuous_batching/test_ngram.py::" in capsys.readouterr().out

@@ -104,10 +104,14 @@ def test_show_plans_without_the_device(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def kind_of(recipe: Recipe) -> object:
-    """What of a recipe matters where another model is served; all of it with --thorough."""
+    """What of a recipe matters where another model is served; all of it with --thorough.
+
+    The contract of a 910C is the 910B's; one of each kind is a recipe of either.
+    """
     device, model, parallel = recipe.device, recipe.model, recipe.parallel
     divided = parallel.tensor > 1, parallel.pipeline > 1, parallel.expert > 1
-    kind = device.product, device.attention, device.graphs > 0, model.quantization, divided
+    contract = "910B" if device.product == "910C" else device.product
+    kind = contract, device.attention, device.graphs > 0, model.quantization, divided
     return recipe if THOROUGH else (*kind, recipe.scheduler.policy, recipe.scheduler.overlap)
 
 
