@@ -13,7 +13,7 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
 BUFFER_NAME, BUFFER_MIB = "HCCL_BUFFSIZE", 200  # an environment variable, and what it is where it is not set
-MOST_TOKENS, MOST_EXPERTS = 256, 1024
+MOST_TOKENS = 64  # of each rank: the probe times so many, and the operators take 256
 HIDDEN_STEP = 32
 _MIB = 2**20
 
@@ -23,11 +23,13 @@ class _Limits:
     ranks: Set[int]
     hidden: range
     most_chosen: int
+    most_experts: int
+    most_held: int
 
 
 _LIMITS: Mapping[str, _Limits] = {
-    "910B": _Limits({*range(2, 9), 16, 32, 64, 128, 256}, range(32, 7168 + 1, HIDDEN_STEP), 16),
-    "910C": _Limits(set(range(2, 768 + 1)), range(1024, 8192 + 1, HIDDEN_STEP), 12),
+    "910B": _Limits({*range(2, 9), 16, 32, 64, 128, 256}, range(32, 7168 + 1, HIDDEN_STEP), 16, 512, 24),
+    "910C": _Limits(set(range(2, 768 + 1)), range(1024, 8192 + 1, HIDDEN_STEP), 12, 1024, 1024),
 }
 DISPATCHING = tuple(_LIMITS)  # products
 
@@ -41,7 +43,9 @@ def most_dispatched(
     worst case: all tokens of all ranks on one of them, in 16 bits, also where int8 is sent.
     """
     limits, (held, rest) = _LIMITS.get(product), divmod(num_experts, ranks)
-    if limits is None or ranks not in limits.ranks or rest or num_experts > MOST_EXPERTS:
+    if limits is None or ranks not in limits.ranks or rest:
+        return 0
+    if held > limits.most_held or num_experts > limits.most_experts:
         return 0
     if hidden not in limits.hidden or num_chosen > limits.most_chosen:
         return 0

@@ -36,12 +36,14 @@ class Group:
 
     `inside` names the method that the host is in: where a rank hangs, the others wait for it there. `few` are
     those of its ranks that divide the same experts, where neither all nor one of them does. `tokens` are all
-    of them where each has experts of its own, over HCCL: nothing else goes through that communicator.
+    of them where each has experts of its own, over HCCL: nothing else goes through that communicator, each of
+    whose buffers has `buffer_mib` MiB once tokens may go through it.
     """
 
     inside = ""
     few: Group | None = None
     tokens: Group | None = None
+    buffer_mib = 0
 
     def __init__(
         self, ranks: dist.ProcessGroup, few: Group | None = None, tokens: Group | None = None
@@ -100,6 +102,18 @@ class Group:
             device, here = torch.device("npu"), zlib.crc32(_BOOT.read_bytes()) >> 1
             self._is_near = self.least(here, device) == -self.least(-here, device)
         return self._is_near
+
+    def open_for_tokens(self, buffer_mib: int, device: torch.device) -> None:
+        """Make the communicator of tokens, where all ranks are on one machine and each has buffers.
+
+        All must call it together, before memory is measured, for the device gives it the buffers.
+        """
+        if self.tokens is None:
+            return
+        least = self.least(buffer_mib, device)
+        if least and self.is_on_one_machine:
+            self.tokens.buffer_mib = least
+            _ = self.tokens.hccl_name
 
     def least(self, value: int, device: torch.device) -> int:
         """The least of all ranks' values of at most 31 bits, on the host of each of them."""

@@ -103,7 +103,7 @@ class Mixture(nn.Module):
         if self.counts is not None:
             one = self.counts.new_ones(len(x)) if is_asked is None else is_asked
             self.counts.index_add_(0, chosen.flatten(), one[:, None].expand_as(chosen).flatten())
-        if self._dispatch is not None and self._dispatch.takes(len(x)):
+        if self._dispatch is not None and self._dispatch.takes(x):
             places = self._places.index_select(0, chosen.flatten()).view_as(chosen)
             dispatch = self._dispatch
             return self.ops.dispatched_mixture(x, weights, places, self._joined, dispatch, self._gated)

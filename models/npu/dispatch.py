@@ -16,6 +16,7 @@ import torch
 import torch_npu
 from torch import Tensor
 
+from devices.ascend_limits import AscendProduct
 from models.group import Group
 from models.npu.grouped import JoinedLinear, of_experts
 
@@ -28,11 +29,12 @@ class Dispatch:
     tokens: Group  # the same ranks, in a communicator of its own
     num_experts: int
     most_tokens: int  # of each rank
-    names_twice: bool  # the 910C takes the communicator's name a second time
+    product: AscendProduct
 
-    def takes(self, num_tokens: int) -> bool:
-        """Whether a step of so many tokens goes this way: one for each rank at least."""
-        return self.group.size <= num_tokens <= self.most_tokens * self.group.size
+    def takes(self, x: Tensor) -> bool:
+        """Whether these tokens go this way: one for each rank at least."""
+        is_known = x.dtype in self.product.dtypes
+        return is_known and self.group.size <= len(x) <= self.most_tokens * self.group.size
 
     def mixture(
         self,
@@ -52,15 +54,9 @@ class Dispatch:
             x_own, places_own, **group, quant_mode=2 if is_int8 else 0
         )
         made = of_experts(rows, row_scale if is_int8 else None, counts, gate_up, down, gated, x.dtype)
+        beside = {"expand_scales": scales} | ({"tp_send_counts": of_tp} if self._is_910c else {})
         summed = torch_npu.npu_moe_distribute_combine_v2(
-            made,
-            places_own,
-            notes,
-            arrived,
-            weights_own,
-            **group,
-            tp_send_counts=of_tp,
-            expand_scales=scales,
+            made, places_own, notes, arrived, weights_own, **group, **beside
         )
         return self.group.all_gather(summed).flatten(0, 1)[: len(x)]
 
@@ -73,8 +69,15 @@ class Dispatch:
         first = torch.arange(rank * count, (rank + 1) * count, device=parts[0].device)
         return [each.index_select(0, first.clamp_(max=total - 1)) for each in parts]
 
+    @property
+    def _is_910c(self) -> bool:
+        return self.product.name == "910C"
+
     def _of_group(self) -> dict[str, Any]:
+        """On a 910C as vllm-ascend calls it; on a 910B variables of the environment choose another way of
+        communication where none is named, which has other arguments.
+        """
         name = self.tokens.hccl_name
-        of_tp = {"group_tp": name, "tp_world_size": 1} if self.names_twice else {}
+        of_tp = {"group_tp": name, "tp_world_size": 1} if self._is_910c else {"comm_alg": "fullmesh"}
         of_ep = {"ep_world_size": self.group.size, "ep_rank_id": self.group.rank}
         return {"group_ep": name, **of_ep, "moe_expert_num": self.num_experts, **of_tp}

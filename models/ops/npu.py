@@ -9,7 +9,6 @@ Legend: T tokens of the step, H query heads, K kv heads, D head dim.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from attention.latent import LatentLinears, LatentUp
-from devices.ascend_dispatch import buffer_mib, most_dispatched
+from devices.ascend_dispatch import most_dispatched
 from devices.ascend_limits import FRACTAL_NZ, AscendProduct
 from models.filled import ExpertKind, Filled
 from models.group import Group
@@ -265,15 +264,12 @@ class NpuOps(Int4Ops, PlainNpuOps):
         return mixture(x, weights, chosen, gate_up, down, num_experts, gated)
 
     def dispatch_of(self, hidden: int, config: MixtureConfig, group: Group) -> Dispatch | None:
-        """Where verify_npu.sh found that it gains and operators take the model; all ranks ask together."""
-        if not self.product.dispatches or group.tokens is None:
+        """Where tokens have a communicator (see Machine.join), and the operators take the model."""
+        if group.tokens is None or not group.tokens.buffer_mib:
             return None
-        sizes = group.size, config.num_experts, config.num_chosen, hidden, buffer_mib(os.environ)
-        most = most_dispatched(self.product.name, *sizes)
-        if most:
-            _ = group.tokens.hccl_name  # now, and not while a graph is captured
-        names_twice = self.product.name == "910C"
-        return Dispatch(group, group.tokens, config.num_experts, most, names_twice) if most else None
+        sizes, product = (group.size, config.num_experts, config.num_chosen, hidden), self.product
+        most = most_dispatched(product.name, *sizes, group.tokens.buffer_mib)
+        return Dispatch(group, group.tokens, config.num_experts, most, product) if most else None
 
     def dispatched_mixture(
         self,

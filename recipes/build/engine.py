@@ -110,6 +110,7 @@ def assemble(
     config, share = share_of(recipe, world.rank)
     group, stages = divided(world, share, limit_s)
     machine = start(recipe.device)
+    machine.join(group)
     memory = plan_memory(recipe, config, machine.memory_bytes(), share=share)
     memory = _least(recipe, config, memory, world, share, machine)
     # The smaller is refused before the larger is read

@@ -19,11 +19,13 @@ import torch
 from attention.latent import LatentAttention
 from attention.reference import Attention
 from devices.ascend_answers import answered, answers_file
+from devices.ascend_dispatch import buffer_mib
 from devices.ascend_limits import PRODUCTS, product
 from devices.compiled import CompileLimit, keep_results, missing_for_compiling
 from devices.cpu_threads import Threads
 from devices.openmp import barriers
 from devices.shapes import AttentionShape
+from models.group import Group
 from models.ops.reference import Ops
 from models.runner import ModelRunner
 from models.warm_up import decode_step
@@ -64,6 +66,10 @@ class Machine(ABC):
     @abstractmethod
     def operators(self, shape: AttentionShape) -> tuple[Ops, Attention]:
         """The device's own operators; the attention is the reference one where the recipe asks for it."""
+
+    def join(self, group: Group) -> None:
+        """Do what the ranks of an engine do together before its memory is measured."""
+        return
 
     @abstractmethod
     def memory_bytes(self) -> int:
@@ -199,6 +205,7 @@ class Npu(Accelerator):
             self.cann = cann()
             path = answers_file(ANSWERS, named.name, self.cann, virtual=asked.virtual)
             self.product = answered(named, path)
+            self.buffer_mib = buffer_mib(os.environ)
         except (ImportError, ValueError) as error:
             raise RecipeError(
                 "device.kind",
@@ -220,6 +227,10 @@ class Npu(Accelerator):
     def launch_log(self) -> LaunchLog | None:
         """What the device is asked to do, where it is the stand-in, which counts that."""
         return None if self._stand_in is None else self._stand_in.log
+
+    def join(self, group: Group) -> None:
+        """Make the communicator of tokens, where verify_npu.sh found that to send them gains."""
+        group.open_for_tokens(self.buffer_mib if self.product.dispatches else 0, self.device)
 
     def operators(self, shape: AttentionShape) -> tuple[Ops, Attention]:
         from attention.npu.atb_attention import AtbAttention

@@ -26,6 +26,7 @@ from attention.reference import Attention
 from continuous_batching.batch import Batch, Sampled
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.slots import SlotPool
+from devices.ascend_dispatch import BUFFER_MIB
 from kv_cache.storage import KVCache
 from models import weights
 from models.config import DecoderConfig, DType
@@ -98,7 +99,9 @@ def built(
         config = replace(config, quantization=Quantization(ignore=(), is_stored=False))
     decoder = empty(config, group, kind, way, experts)
     if dispatches:
-        decoder.ops.product = replace(decoder.ops.product, dispatches=True)  # type: ignore[attr-defined]
+        product = decoder.ops.product  # type: ignore[attr-defined]
+        dtypes = *product.dtypes, torch.float32  # which the stand-in takes here
+        decoder.ops.product = replace(product, dtypes=dtypes)  # type: ignore[attr-defined]
     return decoder, weights.load(decoder, path)
 
 
@@ -295,6 +298,7 @@ def main(backend: Backend, rank: int, size: int, folder: Path) -> None:
     for name, case in json.loads((folder / "cases.json").read_text()).items():
         graphs, joins = case.pop("graphs", False), case.pop("joins", False)
         divided(group, Share(rank, size, experts=case.get("experts", 1)), PATIENCE_S)
+        group.open_for_tokens(BUFFER_MIB if case.get("dispatches") else 0, device)
         decoder, num_bytes = built(Path(case.pop("path")), group, kind, **case)
         found: dict[str, Any] = {"bytes": num_bytes}
         if joins:

@@ -365,11 +365,13 @@ def _among_ranks(ops: Ops, rows: torch.Tensor) -> None:
         assert torch.equal(ops.linear_summed(rows, (rows, None), group), rows @ rows.t())
         assert ops.dispatch_of(32, config, group) is None, "there is no communicator for it"
         group.tokens = Group(dist.new_group([0]))
+        assert ops.dispatch_of(32, config, group) is None, "it is not open"
+        group.open_for_tokens(200, torch.device("npu"))
         dispatch = ops.dispatch_of(32, config, group)
         weights, places = ops.route(rows, torch.eye(4, 32, device="npu:0"), None, config)
         for some in (slice(2), slice(3)):  # as many for each, and not
             sent = rows[some], weights[some], places[some]
-            assert dispatch.takes(len(sent[0]))
+            assert dispatch.takes(sent[0])
             ops.dispatched_mixture(*sent, packed, dispatch, ops.swiglu)
     finally:
         dist.destroy_process_group()
@@ -430,7 +432,7 @@ def test_every_line_of_every_npu_file_runs(monkeypatch: pytest.MonkeyPatch) -> N
         ops.linear_summed(rows, (rows, None), ALONE)
         ops.clamped_swiglu(rows, 1.0, 7.0)
         prompt = torch.ones(256, 32, dtype=torch.bfloat16, device="npu:0")
-        both = replace(ops.product, sums_products=True, dispatches=True)  # type: ignore[attr-defined]
+        both = replace(ops.product, sums_products=True)  # type: ignore[attr-defined]
         monkeypatch.setattr("virtual_npu.joined_ranks.JoinedRanks.size", lambda *_: 2)
         _among_ranks(NpuOps(both), prompt)
         heads, angles = torch.ones(3, 2, 16, device="npu:0"), torch.ones(3, 16, device="npu:0")

@@ -16,7 +16,7 @@ DISPATCH_TESTS_OF = {
     CONTRACT: ("tests/virtual_npu/test_wrong_calls.py", "tests/virtual_npu/test_hccl.py"),
     PROBES: ("tests/doctor/test_probes.py",),
     MIXTURE: (*SPREAD_TESTS_OF[MIXTURE], RANK_TESTS),
-    GROUP: (*SPREAD_TESTS_OF[GROUP], RANK_TESTS),
+    GROUP: ("tests/models/test_token_groups.py", *SPREAD_TESTS_OF[GROUP], RANK_TESTS),
 }
 assert COLLECTIVES in HCCL_TESTS_OF, "it is tried there"
 
@@ -62,6 +62,13 @@ DISPATCH_FAULTS = (
         "room = buffer_mib * _MIB // 2",
         "room = buffer_mib * _MIB",
         "more tokens are sent than the communicator's buffers hold",
+    ),
+    Fault(
+        "sent_where_one_rank_has_no_buffers",
+        GROUP,
+        "        if least and self.is_on_one_machine:\n",
+        "        if buffer_mib and self.is_on_one_machine:\n",
+        "ranks whose machines were asked and those of others wait for each other",
     ),
     Fault(
         "any_chosen_expert_is_here",

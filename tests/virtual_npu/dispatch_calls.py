@@ -28,8 +28,8 @@ def _group(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
         "ep_rank_id": 1,
         "moe_expert_num": number,
     }
-    if product is A3:
-        made |= {"group_tp": name, "tp_world_size": 1}
+    of_tp = pick(rng, {"group_tp": name, "tp_world_size": 1}, {"tp_world_size": 1}, {})
+    made |= of_tp if product is A3 else {"comm_alg": "fullmesh"}
     return made, Conditions(product=product, communicators=pick(rng, None, Ranks()))
 
 
@@ -51,21 +51,22 @@ def combine(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
     del sent["x"], sent["quant_mode"]
     weights = torch.rand(sent["expert_ids"].shape)
     made = {"expand_x": rows, "assist_info_for_combine": notes, "ep_send_counts": counts}
-    made |= {"expert_scales": weights} | ({"tp_send_counts": of_tp} if conditions.product is A3 else {})
+    made |= {"expert_scales": weights} | ({"tp_send_counts": of_tp} if len(of_tp) else {})
     return sent | made, conditions
 
 
 KNOWN = {"product": A2, "communicators": Ranks()}
 _SHARED = [
     Wrong("modelled", put(global_bs=64), "global_bs", "is 64"),
-    Wrong("modelled", put(comm_alg="hierarchy"), "comm_alg", "is hierarchy"),
+    Wrong("beside", put(comm_alg="hierarchy"), "comm_alg", "'hierarchy'"),
+    Wrong("beside", put(comm_alg=""), "comm_alg", "''", conditions={"product": A2}),
     Wrong("modelled", lambda call: {"x_active_mask": call["expert_ids"][:, 0] > 0}, "x_active_mask", "bool"),
     Wrong("ranks", put(ep_world_size=9), "ep_world_size", "is 9", conditions={"product": A2}),
     Wrong("ranks", lambda call: {"ep_rank_id": call["ep_world_size"]}, "ep_rank_id", " of "),
     Wrong("ranks", put(group_ep="three"), "group_ep", "'three' of 3 ranks", conditions=KNOWN),
     Wrong("ranks", put(group_ep="none"), "group_ep", "which is no communicator", conditions=KNOWN),
     Wrong("ranks", put(ep_rank_id=0), "ep_rank_id", "0 on rank 1", conditions=KNOWN),
-    Wrong("beside", put(group_tp="", tp_world_size=0), "group_tp", "of 0", conditions={"product": A3}),
+    Wrong("beside", put(tp_world_size=2), "group_tp", "of 2", conditions={"product": A3}),
     Wrong("beside", put(group_tp="two", tp_world_size=1), "group_tp", "'two'", conditions={"product": A2}),
     Wrong("experts", lambda call: {"moe_expert_num": call["moe_expert_num"] + 1}, "moe_expert_num", "over"),
     Wrong("choices", to("expert_ids", Tensor.long), "expert_ids", "int64"),
@@ -84,6 +85,13 @@ DISPATCH = [
 ]
 COMBINE = [
     *_SHARED,
+    Wrong(
+        "beside",
+        put(tp_send_counts=torch.ones(1).int()),
+        "tp_send_counts",
+        "int32",
+        conditions={"product": A2},
+    ),
     Wrong("returned", cut("expand_x"), "expand_x", "rows"),
     Wrong("returned", cut("ep_send_counts"), "ep_send_counts", " for "),
     Wrong("returned", to("assist_info_for_combine", Tensor.long), "assist_info_for_combine", "int64"),

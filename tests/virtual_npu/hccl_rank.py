@@ -164,15 +164,14 @@ def dispatched() -> None:
     ids = here(torch.stack([torch.randperm(number, generator=rest)[:3] for _ in range(tokens)]).int())
     weights = here(torch.rand(tokens, 3, generator=rest))
     of_group = {"group_ep": name, "ep_world_size": SIZE, "ep_rank_id": RANK, "moe_expert_num": number}
+    of_group["comm_alg"] = "fullmesh"
 
     def computed() -> torch.Tensor:
-        rows, _, notes, counts, sent, of_tp, _ = torch_npu.npu_moe_distribute_dispatch_v2(x, ids, **of_group)
+        rows, _, notes, counts, sent, _, _ = torch_npu.npu_moe_distribute_dispatch_v2(x, ids, **of_group)
         last = counts.cumsum(0)
         expert = (torch.arange(len(rows), device=x.device)[:, None] >= last).sum(1) + held * RANK
         made = rows * (1 + expert)[:, None].bfloat16()
-        return torch_npu.npu_moe_distribute_combine_v2(
-            made, ids, notes, sent, weights, **of_group, tp_send_counts=of_tp
-        )
+        return torch_npu.npu_moe_distribute_combine_v2(made, ids, notes, sent, weights, **of_group)
 
     def expected() -> torch.Tensor:
         made = x[:, None] * (1 + ids)[..., None].bfloat16()
@@ -231,7 +230,9 @@ def mixed() -> None:
     dist.all_reduce(torch.ones(1, device="npu:0"))
     name = world._get_backend(torch.device("npu")).get_hccl_comm_name(RANK)
     x, ids = torch.ones(2, 32, device="npu:0").bfloat16(), torch.zeros(2, 1, device="npu:0").int()
-    refused(lambda: torch_npu.npu_moe_distribute_dispatch_v2(x, ids, name, SIZE, RANK, SIZE))
+    refused(
+        lambda: torch_npu.npu_moe_distribute_dispatch_v2(x, ids, name, SIZE, RANK, SIZE, comm_alg="fullmesh")
+    )
 
 
 def killed() -> None:

@@ -21,25 +21,28 @@ from virtual_npu.simulated_products import A2, A3
 
 DISPATCH = "op-plugin npu_moe_distribute_dispatch_v2"
 COMBINE = "op-plugin npu_moe_distribute_combine_v2"
+CANN = "CANN aclnnMoeDistributeDispatchV2, aclnnMoeDistributeCombineV2"
 CALLED = "vllm-ascend ops/fused_moe/token_dispatcher.py"
 HERE = "virtual_npu/operators/dispatch.py"
 HALVES = (torch.float16, torch.bfloat16)
 NOTE = 128  # numbers of the opaque part about each row: its rank, token and choice, the rest is not used
-MOST_EXPERTS, MOST_TOKENS = 1024, 256
+MOST_TOKENS = 256
 
 
 class Limits(NamedTuple):
-    """Of a product: ranks, columns from and to, and chosen experts."""
+    """Of a product: ranks, columns from and to, chosen experts, experts, and those of a rank."""
 
     ranks: frozenset[int]
     least_columns: int
     most_columns: int
     most_chosen: int
+    most_experts: int
+    most_held: int
 
 
 LIMITS = {
-    A2: Limits(frozenset({*range(2, 9), 16, 32, 64, 128, 256}), 32, 7168, 16),
-    A3: Limits(frozenset(range(2, 769)), 1024, 8192, 12),
+    A2: Limits(frozenset({*range(2, 9), 16, 32, 64, 128, 256}), 32, 7168, 16, 512, 24),
+    A3: Limits(frozenset(range(2, 769)), 1024, 8192, 12, 1024, 1024),
 }
 # What is not modelled, and what it is where nobody asks for it
 LEFT_OUT = {
@@ -51,7 +54,6 @@ LEFT_OUT = {
     "shared_expert_rank_num": 0,
     "shared_expert_num": 1,
     "global_bs": 0,
-    "comm_alg": "",
     "comm_quant_mode": 0,
     "expert_token_nums_type": 1,
     "zero_expert_num": 0,
@@ -136,14 +138,18 @@ def _ranks(call: Call) -> Iterator[Breach]:
 
 
 def _beside(call: Call) -> Iterator[Breach]:
-    wanted = (call["group_ep"], 1) if call.conditions.product is A3 else ("", 0)
-    if (call["group_tp"], call["tp_world_size"]) != wanted:
+    is_a3, of_tp = call.conditions.product is A3, (call["group_tp"], call["tp_world_size"])
+    if of_tp not in {("", 0), *(((call["group_ep"], 1), ("", 1)) if is_a3 else ())}:
         yield "group_tp", f"{call['group_tp']!r} of {call['tp_world_size']}"
+    elif call["comm_alg"] != ("" if is_a3 else "fullmesh"):
+        yield "comm_alg", repr(call["comm_alg"])
+    elif not is_a3 and call["tp_send_counts"] is not None:
+        yield "tp_send_counts", shape(call["tp_send_counts"])
 
 
 def _experts(call: Call) -> Iterator[Breach]:
-    number, size = call["moe_expert_num"], call["ep_world_size"]
-    if not 1 <= number <= MOST_EXPERTS or number % size:
+    number, size, limits = call["moe_expert_num"], call["ep_world_size"], LIMITS[call.conditions.product]
+    if not 1 <= number <= limits.most_experts or number % size or number // size > limits.most_held:
         yield "moe_expert_num", f"{number} over {size} ranks"
 
 
@@ -228,15 +234,16 @@ def _shared(source: str) -> tuple[Rule, ...]:
         ),
         Rule(
             "beside",
-            "on the A3, group_tp is group_ep and tp_world_size 1; on the A2 both are left out",
-            CALLED,
+            "on the A2, comm_alg is fullmesh, for which variables of the environment choose otherwise, and"
+            " nothing is said of tp; on the A3, comm_alg is left out, and tp_world_size at most 1",
+            CANN,
             "pass them by product",
             _beside,
         ),
         Rule(
             "experts",
-            f"there are at most {MOST_EXPERTS}, equally many on each rank",
-            source,
+            "there are at most 512, 24 of them on a rank, or 1024 on the A3, and equally many on each",
+            CANN,
             "use fewer ranks",
             _experts,
         ),
