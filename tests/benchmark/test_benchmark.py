@@ -70,6 +70,7 @@ def test_collectives_are_timed_between_ranks(capsys: pytest.CaptureFixture[str])
         main(["collective", RECIPE])
 
 
+@pytest.mark.slow
 def test_steps_of_ranks_are_held_against_what_is_said_of_them(capsys: pytest.CaptureFixture[str]) -> None:
     main(["ranks", RECIPE, "parallel.tensor=2", "--requests", "3", "--json"])
     found = json.loads(capsys.readouterr().out)["ranks"]

@@ -190,6 +190,7 @@ def test_a_change_of_vectors_between_starts_changes_no_result(tmp_path: Path) ->
         subprocess.run([sys.executable, "-c", SMALLEST], cwd=ROOT, env=asked, check=True)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(GCC is None, reason="there is no C++ compiler")
 def test_the_second_start_calls_no_compiler(tmp_path: Path) -> None:
     """The compiler in the PATH writes down what it is asked to make, but for headers that are only read."""
@@ -214,6 +215,7 @@ def test_the_second_start_calls_no_compiler(tmp_path: Path) -> None:
     assert num_made() == first
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(GCC is None, reason="there is no C++ compiler")
 @pytest.mark.skipif(sys.platform != "linux", reason="the form of libraries is another one there")
 def test_what_a_killed_process_left_half_written_is_compiled_again(tmp_path: Path) -> None:

@@ -90,6 +90,7 @@ def test_recipes_that_differ_are_named() -> None:
         )
 
 
+@pytest.mark.slow
 def test_of_a_sweep_each_engine_is_followed_with_its_own_settings() -> None:
     port = free_port()
     with second_machine(port, "--in-turn") as agent:
