@@ -105,8 +105,8 @@ class Mixture(nn.Module):
             self.counts.index_add_(0, chosen.flatten(), one[:, None].expand_as(chosen).flatten())
         if self._dispatch is not None and self._dispatch.takes(x):
             places = self._places.index_select(0, chosen.flatten()).view_as(chosen)
-            dispatch = self._dispatch
-            return self.ops.dispatched_mixture(x, weights, places, self._joined, dispatch, self._gated)
+            sent: Tensor = self._dispatch.mixture(x, weights, places, self._joined, self._gated)
+            return sent
         if self._numbers is not None:
             chosen = self._numbers.index_select(0, chosen.flatten()).view_as(chosen)
         if self._joined is not None:

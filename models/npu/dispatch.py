@@ -41,14 +41,12 @@ class Dispatch:
         x: Tensor,
         weights: Tensor,
         places: Tensor,
-        gate_up: JoinedLinear,
-        down: JoinedLinear,
+        packed: tuple[JoinedLinear, JoinedLinear],
         gated: Callable[[Tensor], Tensor],
     ) -> Tensor:
         """[T, hidden] -> [T, hidden] of all experts; `places` int32 [T, C] are theirs among all ranks'."""
-        own = self._own(x, weights.float(), places)
-        x_own, weights_own, places_own = own
-        group = self._of_group()
+        x_own, weights_own, places_own = self._own(x, weights.float(), places)
+        group, (gate_up, down) = self._of_group(), packed
         is_int8 = gate_up.scale is not None
         rows, row_scale, notes, counts, arrived, of_tp, scales = torch_npu.npu_moe_distribute_dispatch_v2(
             x_own, places_own, **group, quant_mode=2 if is_int8 else 0

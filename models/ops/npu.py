@@ -271,18 +271,6 @@ class NpuOps(Int4Ops, PlainNpuOps):
         most = most_dispatched(product.name, *sizes, group.tokens.buffer_mib)
         return Dispatch(group, group.tokens, config.num_experts, most, product) if most else None
 
-    def dispatched_mixture(
-        self,
-        x: Tensor,
-        weights: Tensor,
-        places: Tensor,
-        packed: Packed,
-        dispatch: Dispatch,
-        gated: Callable[[Tensor], Tensor],
-    ) -> Tensor:
-        """As Ops.dispatched_mixture."""
-        return dispatch.mixture(x, weights, places, *packed, gated)
-
     def tile_size(self, vocab_size: int) -> int:
         """The whole row: its running sum is one launch, where tiles take ten."""
         return vocab_size

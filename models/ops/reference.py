@@ -269,24 +269,10 @@ class Ops:
         raise NotImplementedError
 
     def dispatch_of(self, hidden: int, config: MixtureConfig, group: Group) -> Any:
-        """How tokens are sent to the experts that joined ones of this rank are a part of; None: they are not,
+        """What sends tokens to the experts of all ranks, of which this one's are joined; None: nothing does,
         and what each rank's experts made of all tokens is added up.
         """
         return None
-
-    def dispatched_mixture(
-        self,
-        x: Tensor,
-        weights: Tensor,
-        places: Tensor,
-        packed: Packed,
-        dispatch: Any,
-        gated: Callable[[Tensor], Tensor],
-    ) -> Tensor:
-        """What the experts of all ranks make of `x`, by what `dispatch_of` returned; `places` [T, C] are
-        those of experts in the order of the ranks.
-        """
-        raise NotImplementedError
 
     def mixture(
         self, x: Tensor, weights: Tensor, chosen: Tensor, experts: Sequence[Callable[[Tensor], Tensor]]

@@ -372,7 +372,7 @@ def _among_ranks(ops: Ops, rows: torch.Tensor) -> None:
         for some in (slice(2), slice(3)):  # as many for each, and not
             sent = rows[some], weights[some], places[some]
             assert dispatch.takes(sent[0])
-            ops.dispatched_mixture(*sent, packed, dispatch, ops.swiglu)
+            dispatch.mixture(*sent, packed, ops.swiglu)
     finally:
         dist.destroy_process_group()
 

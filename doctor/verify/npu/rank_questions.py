@@ -91,7 +91,7 @@ def dispatches(recipe: Recipe, group: Group) -> Found:
         weights, chosen = ops.route(x, router, None, config)
         numbers = (chosen - own.start) % config.num_experts  # its own come first
         apart = partial(ops.joined_mixture, x, weights, numbers, packed, config.num_experts, ops.swiglu)
-        sent = partial(ops.dispatched_mixture, x, weights, chosen, packed, dispatch, ops.swiglu)
+        sent = partial(dispatch.mixture, x, weights, chosen, packed, ops.swiglu)
         ways = [_captured(call) for call in (lambda apart=apart: world.all_reduce(apart()), sent)]
         answers.append(_judged(machine, world, dtype, ways[0], ways[1], machine.product.dispatches))
     return _all(answers)
