@@ -1,4 +1,4 @@
-"""How is a function compiled once for all sizes of a batch, and called at little cost?
+"""Compile a function once for all sizes of a batch, and call it at little cost.
 
 torch.compile finds out at each call whether its code still fits, which takes 19 us; here the caller says
 beforehand what may vary, and a call takes 5. A decoder makes some 70 calls a step.
@@ -17,7 +17,8 @@ import sys
 import sysconfig
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ OPTIONS: dict[str, Any] = {
 NO_COMPILER = ("InvalidCxxCompiler", "CppCompileError")
 
 LIMIT_S = 60.0  # what all functions of an engine may take to compile where nobody asked for it
+_LOOKS_S = 0.02  # between two looks at whether another process has compiled a function
 
 Dimensions = tuple[int, ...] | None
 
@@ -126,6 +128,34 @@ def _is_whole(library: Path) -> bool:
     (table,) = struct.unpack_from("<Q", head, 40)
     entry_size, num_entries = struct.unpack_from("<HH", head, 58)
     return 0 < table <= size - entry_size * num_entries
+
+
+@contextmanager
+def compiling_once(name: str, patience_s: float = LIMIT_S) -> Iterator[None]:
+    """Hold the lock of this function's name among all processes that keep their results in one folder.
+
+    The ranks of an engine compile the same functions at the same moment: one does it, and the others then
+    read its results. Whoever has waited for `patience_s` goes on without the lock, since its holder may have
+    been stopped.
+    """
+    folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    if folder is None or not os.access(folder, os.W_OK):
+        yield
+        return
+    lock = Path(folder) / "locks" / f"{name}.lock"
+    lock.parent.mkdir(exist_ok=True, parents=True)
+    with lock.open("a") as held:
+        until_s = time.monotonic() + patience_s
+        while True:
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > until_s:
+                    log.warning("compile: %s is compiled here, too: another process still does", name)
+                    break
+                time.sleep(_LOOKS_S)
+        yield
 
 
 class CompileLimit:
@@ -235,7 +265,7 @@ class Compiled:
         with mode:
             graph = make_fx(_of_tensors(self._function, args))(*tensors)
         try:
-            with warnings.catch_warnings():
+            with compiling_once(self._function.__name__), warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)  # torch's, of parts of its own
                 from torch._inductor.compile_fx import compile_fx  # here: it takes seconds
 

@@ -57,7 +57,7 @@ def _hccl_timeout(facts: MachineFacts) -> Finding | None:
     return Finding(
         f"HCCL_CONNECT_TIMEOUT is {said!r}",
         "it is in seconds, from 120 to 7200; ranks that load for longer than it end in EI0006",
-        "export HCCL_CONNECT_TIMEOUT=1200, or unset it",
+        "unset it, and the engine sets it by parallel.start_timeout_s",
         "vllm-ascend #2248, #1221, #486",
         is_fatal=False,
     )

@@ -1,11 +1,12 @@
-"""How do the ranks that compute one model together add up what each of them computed?
+"""Add up, over all ranks that compute one model together, what each of them computed.
 
-Over torch.distributed: gloo between processors, NCCL between GPUs, HCCL between NPUs. All ranks must call the
-same methods in the same order with tensors of the same shape.
+This goes over torch.distributed: gloo between processors, NCCL between GPUs, HCCL between NPUs. All ranks
+must call the same methods in the same order with tensors of the same shape.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import zlib
@@ -30,6 +31,8 @@ HCCL_RANGES_S = {"HCCL_EXEC_TIMEOUT": (1, 17340), "HCCL_CONNECT_TIMEOUT": (120, 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")  # of a machine, also in its containers
 HCCL_FIRST_S = 10.0  # torch_npu's watchdog lets HCCL say first, and in its log, what it waits for
 
+log = logging.getLogger(__name__)
+
 
 class Group:
     """The ranks of a process group, of which this process is `rank`, counted from 0.
@@ -44,6 +47,7 @@ class Group:
     few: Group | None = None
     tokens: Group | None = None
     buffer_mib = 0
+    store: dist.Store | None = None  # through which the ranks have joined
 
     def __init__(
         self, ranks: dist.ProcessGroup, few: Group | None = None, tokens: Group | None = None
@@ -52,6 +56,7 @@ class Group:
         self.rank, self.size = ranks.rank(), ranks.size()
         self._hccl_name: str | None = None
         self._is_near: bool | None = None
+        self._num_met = 0
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of all ranks' `x`, on each of them, in place where `x` is contiguous."""
@@ -84,6 +89,20 @@ class Group:
         dist.broadcast(x, group_src=root, group=self._ranks)
         self.inside = ""
         return x
+
+    def meet(self, name: str, timeout_s: float) -> None:
+        """Wait on the host until all ranks have come here; `name` says in messages what for.
+
+        HCCL has limits of its own for what a device waits for; ranks that load their weights at different
+        speeds do not come near these, since they wait here.
+        """
+        assert self.store is not None, "these ranks have joined through a store"
+        self._num_met += 1
+        ours = [f"meeting/{self._num_met}/{rank}" for rank in range(self.size)]
+        self.inside = name
+        self.store.set(ours[self.rank], b"")
+        self.store.wait(ours, timedelta(seconds=timeout_s))
+        self.inside = ""
 
     @property
     def hccl_name(self) -> str:
@@ -137,6 +156,9 @@ class Alone(Group):
 
     def broadcast(self, x: Tensor, root: int = 0) -> Tensor:
         return x
+
+    def meet(self, name: str, timeout_s: float) -> None:
+        return
 
     def least(self, value: int, device: torch.device) -> int:
         return value
@@ -193,16 +215,17 @@ def join(backend: Backend, store: dist.Store, rank: int, size: int, timeout_s: f
     """The group of `size` processes, once all of them have joined through one store.
 
     A collective that some rank does not call within `timeout_s` is an error on the others. `dist` allows one
-    such group a process; `dist.destroy_process_group` leaves it.
+    such group a process; `dist.destroy_process_group` leaves it. What the user has told HCCL stays.
     """
-    if backend == "hccl":  # it waits for half an hour otherwise
-        os.environ.update(hccl_timeouts(timeout_s))
-        timeout_s += HCCL_FIRST_S
+    if backend == "hccl":
+        timeout_s = max(timeout_s, tell_hccl(timeout_s)) + HCCL_FIRST_S
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
     )
     assert dist.group.WORLD is not None, "it was just made"
-    return Group(dist.group.WORLD)
+    group = Group(dist.group.WORLD)
+    group.store = store
+    return group
 
 
 def divided(world: Group, share: Share, timeout_s: float) -> tuple[Group, StageLinks]:
@@ -232,3 +255,17 @@ def hccl_timeouts(timeout_s: float) -> dict[str, str]:
     """The variables by which HCCL is told how long to wait, as near to `timeout_s` as it allows."""
     ranges = HCCL_RANGES_S.items()
     return {name: str(min(max(least, math.ceil(timeout_s)), most)) for name, (least, most) in ranges}
+
+
+def tell_hccl(timeout_s: float) -> float:
+    """Tell HCCL how long to wait, where its user has not; return how long its collectives wait then."""
+    for name, seconds in hccl_timeouts(timeout_s).items():
+        said = os.environ.setdefault(name, seconds)
+        if said.isdecimal() and int(said) < int(seconds):
+            log.warning(
+                "%s=%s stays: ranks that start further apart than that end, though parallel.start_timeout_s"
+                " allows %s s; unset it to let the recipe say",
+                *(name, said, seconds),
+            )
+    said = os.environ["HCCL_EXEC_TIMEOUT"]
+    return float(said) if said.isdecimal() else 0.0

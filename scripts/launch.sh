@@ -85,7 +85,6 @@ case $device in
         fi
         set_unless PYTORCH_NPU_ALLOC_CONF expandable_segments:True
         set_unless TASK_QUEUE_ENABLE 1
-        set_unless HCCL_CONNECT_TIMEOUT 1200
         set_unless HCCL_OP_EXPANSION_MODE AIV # collectives by the vector cores; products without them ignore it
         ;;
 esac

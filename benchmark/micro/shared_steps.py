@@ -82,7 +82,7 @@ def body(recipe: Recipe, world: Group, num_requests: int) -> tuple[list[tuple[St
     """Of each round, the steps of one rank and of all; how long sums of some bytes took; and GB/s of a
     product with one row, which reads its weight.
     """
-    shared = assemble(recipe, world, lambda: 0.0, recipe.parallel.connect_timeout_s)
+    shared = assemble(recipe, world, lambda: 0.0, recipe.parallel.start_timeout_s)
     alone = None
     if world.rank == 0:
         alone = assemble(replace(recipe, parallel=ParallelSection()), clock=lambda: 0.0)

@@ -116,7 +116,7 @@ class TimedStage:
 
 def body(recipe: Recipe, world: Group, num_requests: int) -> list[dict[str, Any]]:
     """What a rank finds in each round, after one that gives the simulation its costs."""
-    built = assemble(recipe, world, lambda: 0.0, recipe.parallel.connect_timeout_s)
+    built = assemble(recipe, world, lambda: 0.0, recipe.parallel.start_timeout_s)
     engine, decoder = built.engine, built.runner.decoder
     decoder.stages = links = TimedLinks(decoder.stages)
     costs: list[Fitted] = []

@@ -18,7 +18,7 @@ from continuous_batching.batch import Batch
 from continuous_batching.engine import Runner
 from continuous_batching.recording.format import Entry, Header, read_entries
 from continuous_batching.recording.framing import CutShort
-from continuous_batching.recording.listeners import BEAT_S, LAST_WORDS
+from continuous_batching.recording.listeners import BEAT_S, LAST_WORDS, beat
 from continuous_batching.recording.replay import replay
 from continuous_batching.scheduling.scheduler import Scheduler
 from kv_cache.pages import PageCopy
@@ -31,12 +31,18 @@ class LeaderLost(ConnectionError):
 
 
 class Beats:
-    """Tells the leader again and again, from a thread, how far this rank is."""
+    """Tells the leader again and again, from a thread, how far this rank is.
 
-    def __init__(self, connection: socket.socket) -> None:
+    `lose` is called from that thread where the leader is gone and this rank goes on all the same, since it
+    waits in a collective for ranks that have ended.
+    """
+
+    def __init__(self, connection: socket.socket, lose: Callable[[], None] = lambda: None) -> None:
         self.connection = connection
         self.num_steps = 0  # that were begun
+        self.doing = "joining the other ranks"  # what of the start; empty once this rank follows
         self.inside: Callable[[], str] = lambda: ""  # the collective that this rank is in, if any
+        self._lose = lose
         self._has_ended = threading.Event()
         self._thread = threading.Thread(target=self._tell, name="rank-beats", daemon=True)
         self._thread.start()
@@ -47,7 +53,8 @@ class Beats:
         self._thread.join()
         if not why:
             return
-        self._say(LAST_WORDS + why.encode().replace(b"\n", b" "))
+        with contextlib.suppress(OSError):  # who reads the recording learns that the leader is gone
+            self.connection.sendall(LAST_WORDS + why.encode().replace(b"\n", b" ") + b"\n")
         # What the leader sends meanwhile is read: a connection that ends with unread records is reset, and
         # what was said last is lost
         with contextlib.suppress(OSError):
@@ -58,11 +65,12 @@ class Beats:
 
     def _tell(self) -> None:
         while not self._has_ended.wait(BEAT_S):
-            self._say(f"{self.num_steps} {self.inside()}".encode())
-
-    def _say(self, line: bytes) -> None:
-        with contextlib.suppress(OSError):  # who reads the recording learns that the leader is gone
-            self.connection.sendall(line + b"\n")
+            try:
+                self.connection.sendall(beat(self.num_steps, self.inside(), self.doing) + b"\n")
+            except OSError:  # who reads the recording learns it, too, and then this rank ends in order
+                if not self._has_ended.wait(_LAST_WORDS_S):
+                    self._lose()
+                return
 
 
 class Follower:

@@ -1,7 +1,7 @@
-"""How do the ranks that follow hear what the leader's engine does, and how does it hear of them?
+"""Send the recording of the leader's engine to the ranks that follow, and hear how far each of them is.
 
-A recording's records go to a socket for each of them. What comes back are lines of text: how far a rank is,
-several times a second, or its last words.
+The records go to a socket for each rank. What comes back are lines of text: how far a rank is, several times
+a second, or its last words.
 """
 
 from __future__ import annotations
@@ -18,6 +18,11 @@ from queue import SimpleQueue
 MOST_UNSENT_BYTES = 64 << 20  # a rank that reads nothing is lost long before
 BEAT_S = 0.25  # between two lines of a rank
 SLOW_S = 1.0  # a rank that is silent for so long while a step waits is warned of
+# A rank that starts may be silent for longer than one that computes: a device's library that is initialised
+# holds Python's lock meanwhile
+START_SILENCE_S = 120.0
+START_NEWS_S = 60.0  # between two lines of the log that say what a long start waits for
+_MOST_NAMES = 4  # ranks that one message names of those that do the same
 _LAST_WORDS_S = 2.0  # for what is still to be sent at the end
 LAST_WORDS = b"!"  # a line that begins so says why a rank ends
 
@@ -28,6 +33,20 @@ class RankLost(ConnectionError):
     """A rank has ended or does not answer; nothing can be computed without it."""
 
 
+def beat(num_steps: int, inside: str, doing: str) -> bytes:
+    """Return the line by which a rank says how many steps it has begun, the collective that it is in, and
+    what it does of the start; the last two may be empty.
+    """
+    return f"{num_steps}\t{inside}\t{doing}".encode()
+
+
+def activity(inside: str, doing: str) -> str:
+    """Word what a rank does while the engine starts."""
+    if not inside:
+        return doing or "waiting for the first step"
+    return f"waiting in {inside}" + (f" while {doing}" if doing else "")
+
+
 class Heard:
     """What a rank has told of itself."""
 
@@ -36,6 +55,7 @@ class Heard:
         self.heard_s = now_s
         self.step = 0  # the number of steps that it has begun
         self.inside = ""  # the collective that it is in
+        self.doing = "joining the other ranks"  # what it does of the start; empty once it has started
         self._rest = b""
 
     def take(self, data: bytes, now_s: float) -> None:
@@ -46,8 +66,11 @@ class Heard:
             if line.startswith(LAST_WORDS):
                 words = line[len(LAST_WORDS) :].decode("utf-8", "replace")
                 raise RankLost(f"{self.name} has ended: {words}")
-            step, _, inside = line.decode().partition(" ")
-            self.step, self.inside = int(step), inside
+            try:
+                step, self.inside, self.doing = line.decode().split("\t")
+                self.step = int(step)
+            except ValueError as error:
+                raise RankLost(f"{self.name} says what no rank says: {line[:80]!r}") from error
 
     @property
     def progress(self) -> str:
@@ -62,6 +85,10 @@ class Listeners:
     Nothing waits for a rank to read: two threads send and receive. A rank whose connection ends, that says
     nothing for `limit_s`, or with which a step takes longer than that, is lost: `lose` is called once, from
     one of the threads, and each `write` raises RankLost from then on.
+
+    With a `start_limit_s` the engine is still starting, until `has_started` is set: all ranks together may
+    take that long, and may be silent for START_SILENCE_S. `doing` says what the leader does meanwhile, and
+    `inside` in which collective it is.
     """
 
     def __init__(
@@ -69,8 +96,15 @@ class Listeners:
         connections: Mapping[str, socket.socket],
         limit_s: float,
         lose: Callable[[str], None] = lambda _: None,
+        start_limit_s: float | None = None,
     ) -> None:
         self.limit_s = limit_s
+        self.doing = "joining the other ranks"
+        self.inside: Callable[[], str] = lambda: ""
+        self.has_started = start_limit_s is None
+        self._start_limit_s = start_limit_s or 0.0
+        self._began_s = time.monotonic()
+        self._news_s = START_NEWS_S  # how old the start is when the log says what it waits for
         self.lost: str | None = None
         self.busy_since_s: float | None = None  # the leader's own step; on the monotonic clock
         self._lose = lose
@@ -140,6 +174,17 @@ class Listeners:
             return "; ".join(f"{each.name} is behind, {each.progress}" for each in behind)
         return "; ".join(f"{each.name}: {each.progress}" for each in self._ranks)
 
+    def start_report(self) -> str:
+        """What each rank does while the engine starts; ranks that do the same are named together."""
+        now_s = time.monotonic()
+        found = {activity(self.inside(), self.doing): ["rank 0"]}
+        for each in self._ranks:
+            does, silent_s = activity(each.inside, each.doing), now_s - each.heard_s
+            if silent_s > SLOW_S:
+                does += f", and has said nothing for {silent_s:.0f} s"
+            found.setdefault(does, []).append(each.name)
+        return "; ".join(f"{_named(names)}: {does}" for does, names in found.items())
+
     def _send(self) -> None:
         while (record := self._records.get()) is not None:
             for each in self._ranks:
@@ -180,6 +225,9 @@ class Listeners:
         if late_s > BEAT_S:  # this process did not run, perhaps with the whole machine: they were not silent
             for rank in self._ranks:
                 rank.heard_s = min(now_s, rank.heard_s + late_s)
+        if not self.has_started:
+            self._check_start(now_s)
+            return
         if any(now_s - rank.heard_s > self.limit_s for rank in self._ranks):
             raise RankLost(self.report())
         since_s = self.busy_since_s
@@ -193,6 +241,21 @@ class Listeners:
             self._has_warned = True
             log.warning("%s", waits)
 
+    def _check_start(self, now_s: float) -> None:
+        """Raise RankLost where the start takes too long, or a rank has ended without its connection."""
+        took_s = now_s - self._began_s
+        if took_s > self._start_limit_s:
+            raise RankLost(
+                f"the engine has not started within {self._start_limit_s:g} s ({self.start_report()}); raise"
+                " parallel.start_timeout_s if these ranks need longer"
+            )
+        silent = [rank for rank in self._ranks if now_s - rank.heard_s > START_SILENCE_S]
+        if silent:
+            raise RankLost(f"a rank does not answer while the engine starts: {self.start_report()}")
+        if took_s > self._news_s:
+            self._news_s += START_NEWS_S
+            log.warning("the engine has been starting for %.0f s: %s", took_s, self.start_report())
+
     def _end(self, why: str) -> None:
         with self._ending:
             if self.lost is not None or self._is_closed:
@@ -202,3 +265,8 @@ class Listeners:
         self._records.put(None)
         self._shut(socket.SHUT_RDWR)  # the other ranks have lost this engine, too
         self._lose(why)
+
+
+def _named(names: list[str]) -> str:
+    more = len(names) - _MOST_NAMES
+    return ", ".join(names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")

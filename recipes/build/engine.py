@@ -84,7 +84,7 @@ def build(recipe: Recipe, clock: Callable[[], float] = time.monotonic) -> BuiltE
         recipe = recipe_of_a_rank(recipe, len(cluster.ranks_of(0, recipe.parallel.ranks)))
         ranks = Ranks(recipe, cluster)
         with ranks.building():
-            built = assemble(recipe, ranks.group, clock, ranks.limit_s)
+            built = assemble(recipe, ranks.group, clock, ranks.wait_s, ranks.tell)
         built.engine.runner = ranks.watched(built.runner, built.largest_step_s)
         built, sinks = replace(built, ranks=ranks), [ranks]
     if recipe.scheduler.record is not None:
@@ -102,21 +102,25 @@ def assemble(
     recipe: Recipe,
     world: Group = ALONE,
     clock: Callable[[], float] = time.monotonic,
-    limit_s: float = 0.0,
+    wait_s: float = 0.0,
+    tell: Callable[[str], None] = lambda _: None,
 ) -> BuiltEngine:
-    """This rank's part of the engine of a recipe. All ranks of the world assemble theirs at the same time,
-    and wait for each other for `limit_s` at most.
+    """Build this rank's part of the engine of a recipe. All ranks of the world build theirs at the same time,
+    and wait for each other for `wait_s` at most; `tell` is given what this rank does, stage by stage.
     """
+    tell("planning its memory")
     config, share = share_of(recipe, world.rank)
-    group, stages = divided(world, share, limit_s)
+    group, stages = divided(world, share, wait_s)
     machine = start(recipe.device)
     machine.join(group)
     memory = plan_memory(recipe, config, machine.memory_bytes(), share=share)
     memory = _least(recipe, config, memory, world, share, machine)
+    tell("loading its weights")
     # The smaller is refused before the larger is read
     draft = draft_decoder(recipe, config, memory, machine, group, share)
     decoder = _loaded(recipe, config, memory, machine, (group, share, stages))
     adapters = _adapters(recipe, decoder)
+    world.meet("the meeting after loading", wait_s)
     beside = None if draft is None else cache_of(draft, recipe, memory)
     cache = cache_of(decoder, recipe, memory, beside)
     limits = SchedulerLimits.of(
@@ -140,8 +144,9 @@ def assemble(
     engine = Engine(scheduler, runner, clock, overlap=recipe.scheduler.overlap)
     log.info("device: %s", machine.name)
     experts = ExpertCounts(decoder) if recipe.device.count_experts and world.rank == 0 else None
-    memory, largest_step_s = _measure(recipe, config, memory, engine, runner, machine, world)
+    memory, largest_step_s = _measure(recipe, config, memory, engine, runner, machine, world, tell)
     machine.settle(runner)
+    world.meet("the meeting before the first step", wait_s)
     if experts is not None:
         experts.restart()
     _log(recipe, config, memory, decoder)
@@ -244,6 +249,7 @@ def _measure(
     runner: ModelRunner,
     machine: Machine,
     world: Group,
+    tell: Callable[[str], None],
 ) -> tuple[MemoryPlan, float]:
     """Capture graphs, run the largest step, and plan again if they take more memory than was estimated; how
     long that step took, in seconds, besides.
@@ -252,8 +258,12 @@ def _measure(
     used again and does not show.
     """
     budget = engine.scheduler.max_batch_tokens
+    tell("compiling and running its first steps")
     warm_up(runner, budget)
+    if recipe.device.graphs:
+        tell("capturing graphs")
     captured = capture(runner, *_captured(recipe)) if recipe.device.graphs else 0
+    tell("measuring its largest step")
     start_s = time.perf_counter()
     measured = largest_step_bytes(runner, budget)
     step_s = time.perf_counter() - start_s

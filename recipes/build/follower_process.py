@@ -1,4 +1,4 @@
-"""How does a rank that does not lead live?
+"""Live as a rank that does not lead.
 
     python -m recipes.build.follower_process --leader HOST:PORT --rank RANK [--adopt]
 
@@ -30,9 +30,9 @@ from recipes.build.rank_process import (
     ALONE,
     FAILED,
     LENGTH,
-    LIMIT_S,
     RECIPE,
     RECORDING,
+    WAIT_S,
     adopted,
     common,
     restored,
@@ -42,6 +42,8 @@ from recipes.schema.parallel_section import MOST_RANKS
 from recipes.schema.recipe import Recipe
 
 log = logging.getLogger(__name__)
+
+LEADER_SILENT_S = 20.0  # a leader whose machine acknowledges nothing for so long is gone
 
 
 class NoLeader(ConnectionError):
@@ -81,6 +83,8 @@ def follow(recipe: Recipe, rank: int, leader: str, *, adopts: bool = False) -> N
     with socket.create_connection((near, int(port)), within.total_seconds()) as connection:
         connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # of Linux
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * LEADER_SILENT_S))
         try:
             leaders = json.loads(store.get(RECIPE))
             recipe = adopted(recipe, leaders) if adopts else recipe
@@ -89,13 +93,18 @@ def follow(recipe: Recipe, rank: int, leader: str, *, adopts: bool = False) -> N
             connection.sendall(f"rank {rank}: {error}\n".encode())
             raise
         connection.sendall(f"{rank} process {os.getpid()} on {socket.gethostname()}\n".encode())
-        beats = Beats(connection)
+        # A collective of a device waits for ranks that have ended as long as for slow ones
+        beats = Beats(connection, lose=lambda: os._exit(FAILED))
+
+        def tell(doing: str) -> None:
+            beats.doing = doing
+
         try:
             start(recipe.device)  # which brings the library that its collectives are in
-            limit_s = float(store.get(LIMIT_S))
-            group = join(BACKENDS[recipe.device.kind], store, rank, recipe.parallel.ranks, limit_s)
+            wait_s = float(store.get(WAIT_S))
+            group = join(BACKENDS[recipe.device.kind], store, rank, recipe.parallel.ranks, wait_s)
             beats.inside = lambda: group.inside
-            built = assemble(recipe, group, limit_s=limit_s)
+            built = assemble(recipe, group, wait_s=wait_s, tell=tell)
             decoder = built.runner.decoder
             beats.inside = lambda: decoder.group.inside or decoder.stages.inside
             gc.collect()

@@ -81,8 +81,10 @@ def _rank(
         os.environ[VISIBLE[recipe.device.kind]] = device
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     start(recipe.device)  # which brings the library that its collectives are in
-    timeout_s = recipe.parallel.connect_timeout_s
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=timeout_s))
-    group = join(BACKENDS[recipe.device.kind], store, rank, recipe.parallel.ranks, timeout_s)
+    parallel = recipe.parallel
+    within = timedelta(seconds=parallel.connect_timeout_s)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=within)
+    backend = BACKENDS[recipe.device.kind]
+    group = join(backend, store, rank, parallel.ranks, parallel.start_timeout_s)
     found.send(body(recipe, group, *rest))
     dist.destroy_process_group()

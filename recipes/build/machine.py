@@ -99,7 +99,7 @@ class Cpu(Machine):
 
         keep_memory()
         self.threads.use(self.threads.patient)
-        compiles, why = self._compiles()
+        compiles, why = self.compiles()
         folder = keep_results() if compiles else None
         kept = f"; results are kept in {folder}" if folder else ""
         log.info("compile: %s, %s%s", "yes" if compiles else "no", why, kept)
@@ -117,7 +117,7 @@ class Cpu(Machine):
     def decided(self) -> Iterator[tuple[str, str]]:
         """What keys that leave it to the machine come to here, and why."""
         if self.asked.compile == "auto":
-            compiles, why = self._compiles()
+            compiles, why = self.compiles()
             yield "device.compile", f"{in_yaml(compiles)}, since {why}"
         candidates = [str(way) for way in self.threads.candidates]
         if len(candidates) > 1:
@@ -126,8 +126,8 @@ class Cpu(Machine):
     def memory_bytes(self) -> int:
         return host_memory_bytes()
 
-    def _compiles(self) -> tuple[bool, str]:
-        """Whether functions are compiled, and why."""
+    def compiles(self) -> tuple[bool, str]:
+        """Return whether functions are compiled, and why."""
         if self.asked.compile != "auto":
             return self.asked.compile, "as device.compile says"
         if self.asked.attention == "reference":

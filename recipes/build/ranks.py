@@ -1,7 +1,7 @@
-"""How does the rank that builds an engine bring the others together, and what if it loses one?
+"""Bring the ranks of an engine together, as the one that leads them does, and end it when one is lost.
 
-It is rank 0. The other ranks of its machine are its children; all join through its store, and then hear its
-recording. It is lost with them: nothing can be computed without a rank.
+The leader is rank 0. The other ranks of its machine are its children; all join through its store, and then
+hear its recording. Nothing can be computed without a rank, so the leader ends with each of them.
 """
 
 from __future__ import annotations
@@ -27,15 +27,13 @@ from continuous_batching.recording.listeners import Listeners, RankLost
 from kv_cache.pages import PageCopy
 from models.group import BACKENDS, join
 from recipes.build.cluster import HERE, Cluster, own_address
-from recipes.build.machine import start
-from recipes.build.rank_process import LIMIT_S, RECIPE, RECORDING, VISIBLE, RankProcess, common
+from recipes.build.machine import Cpu, start
+from recipes.build.rank_process import RECIPE, RECORDING, VISIBLE, WAIT_S, RankProcess, common
 from recipes.schema.recipe import Recipe
 from recipes.schema.recipe_error import RecipeError
 
 LOST = 70  # the status of a process that ends because a rank is lost
-SHORTEST_LIMIT_S = (
-    20.0  # a rank may be silent for so long, and a collective wait, unless server.step_timeout_s says
-)
+SHORTEST_LIMIT_S = 20.0  # a rank may be silent, and a step take, so long, unless server.step_timeout_s says
 LARGEST_STEPS = 5  # a step may take as long as so many of the largest that was measured
 _GRACE_S = 2.0  # for a step to see by itself that a rank is lost, and for ranks to end by themselves
 _LONGEST_LINE = 2000  # bytes, of a rank that joins
@@ -54,18 +52,22 @@ class Ranks:
         self.ends_process = False
         self._is_building = True
         self._processes: list[RankProcess] = []
-        fixed_s = recipe.server.step_timeout_s
-        self.limit_s = fixed_s or SHORTEST_LIMIT_S
+        fixed_s, start_limit_s = recipe.server.step_timeout_s, recipe.parallel.start_timeout_s
+        self._limit_s = fixed_s or SHORTEST_LIMIT_S
         self._follows_steps = fixed_s is None
+        # A collective waits for ranks that still load or compile. The listeners end a step that takes too
+        # long, so nothing needs a shorter limit of its own.
+        self.wait_s = max(start_limit_s, self._limit_s)
         stay_near(cluster)
         start(recipe.device)  # which brings the library that its collectives are in
         try:
             store, connections = self._gathered(recipe, cluster)
-            self._listeners = Listeners(connections, self.limit_s, self._lost)
+            self._listeners = Listeners(connections, self._limit_s, self._lost, start_limit_s)
             self._end = weakref.finalize(self, _close, self._processes, self._listeners)
             with watched(self._listeners):
                 backend, ranks = BACKENDS[recipe.device.kind], recipe.parallel.ranks
-                self.group = join(backend, store, 0, ranks, self.limit_s)
+                self.group = join(backend, store, 0, ranks, self.wait_s)
+            self._listeners.inside = lambda: self.group.inside
         except BaseException:
             for process in self._processes:
                 process.end()
@@ -90,7 +92,7 @@ class Ranks:
                 master_listen_fd=of_store.detach(),
             )
             store.set(RECORDING, f"{near or own_address()}:{server.getsockname()[1]}")
-            store.set(LIMIT_S, str(self.limit_s))
+            store.set(WAIT_S, str(self.wait_s))
             store.set(RECIPE, json.dumps(common(recipe)))
             for rank, device in list(zip(here, devices))[1:]:
                 self._processes.append(RankProcess(recipe, rank, f"{cluster.leader}:{port}", device))
@@ -128,6 +130,10 @@ class Ranks:
         self._listeners.close(last)
         self._end()
 
+    def tell(self, doing: str) -> None:
+        """Note what this rank does of the start, for messages about a start that takes long."""
+        self._listeners.doing = doing
+
     @contextmanager
     def building(self) -> Iterator[None]:
         """While the engine is built: a rank that is lost is named, and all others end."""
@@ -142,7 +148,8 @@ class Ranks:
     def watched(self, runner: Runner, largest_step_s: float) -> Runner:
         """The same runner, of an engine that is now built: its steps have a limit, and tell who is lost."""
         if self._follows_steps:
-            self._listeners.limit_s = max(self.limit_s, LARGEST_STEPS * largest_step_s)
+            self._listeners.limit_s = max(self._limit_s, LARGEST_STEPS * largest_step_s)
+        self._listeners.has_started = True
         return WatchedRunner(runner, self._listeners)
 
     def _lost(self, _: str) -> None:
@@ -222,11 +229,17 @@ def stay_near(cluster: Cluster) -> None:
 
 
 def recipe_of_a_rank(recipe: Recipe, ranks_here: int) -> Recipe:
-    """The recipe with the threads that one of so many ranks of a machine computes with."""
-    if recipe.device.kind != "cpu" or recipe.device.threads is not None:
+    """The recipe with what one of so many ranks of a machine computes with: its threads, and whether it
+    compiles, which all ranks must decide alike and not each when its time is over.
+    """
+    device = recipe.device
+    if device.kind != "cpu":
         return recipe
-    threads = max(1, len(os.sched_getaffinity(0)) // ranks_here)
-    return replace(recipe, device=replace(recipe.device, threads=threads))
+    if device.threads is None:
+        device = replace(device, threads=max(1, len(os.sched_getaffinity(0)) // ranks_here))
+    if device.compile == "auto":
+        device = replace(device, compile=Cpu(device).compiles()[0])
+    return replace(recipe, device=device)
 
 
 class WatchedRunner:

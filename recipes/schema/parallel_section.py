@@ -1,4 +1,4 @@
-"""Which keys does a recipe have for one engine over many devices?"""
+"""The keys of a recipe that spread one engine over many devices."""
 
 from __future__ import annotations
 
@@ -47,6 +47,13 @@ class ParallelSection:
     )
     connect_timeout_s: float = key(
         "how long the ranks may take to find each other", default=120.0, least=1, most=86_400
+    )
+    start_timeout_s: float = key(
+        "how long the ranks that have found each other may take to load, compile and capture until the first"
+        " step; then server.step_timeout_s holds",
+        default=1800.0,
+        least=1,
+        most=86_400,
     )
 
     @property

@@ -20,6 +20,7 @@ from devices.compiled import (
     Compiled,
     CompileLimit,
     NoCompiler,
+    compiling_once,
     drop_torn,
     keep_results,
     missing_for_compiling,
@@ -105,9 +106,9 @@ def test_auto_compiles_where_there_is_a_compiler_and_attention_is_the_devices_ow
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("recipes.build.machine.missing_for_compiling", lambda: None)
-    assert Cpu(DeviceSection(kind="cpu"))._compiles() == (True, "there is a C++ compiler")
-    assert not Cpu(DeviceSection(kind="cpu", attention="reference"))._compiles()[0]
-    assert not Cpu(DeviceSection(kind="cpu", compile=False))._compiles()[0]
+    assert Cpu(DeviceSection(kind="cpu")).compiles() == (True, "there is a C++ compiler")
+    assert not Cpu(DeviceSection(kind="cpu", attention="reference")).compiles()[0]
+    assert not Cpu(DeviceSection(kind="cpu", compile=False)).compiles()[0]
     assert "device.compile" not in dict(decided(DeviceSection(kind="cpu", compile=True)))
     assert decided(DeviceSection(kind="npu")) == []
 
@@ -239,6 +240,58 @@ def test_what_a_killed_process_left_half_written_is_compiled_again(tmp_path: Pat
         os.truncate(library, size)
     assert said().count("was left half written, and is compiled again") == len(libraries)
     assert "half written" not in said()
+
+
+COUNTED = """
+import sys, torch
+from devices.compiled import Compiled, keep_results
+keep_results()  # before the import that settles where torch looks
+import torch._inductor.compile_fx
+from torch._dynamo.utils import counters
+print("begins", flush=True)
+sys.stdin.readline()
+assert Compiled(lambda x: x * 2 + 1, ((0,),))(torch.ones(4, 8)).sum() == 96
+print(counters["inductor"]["fxgraph_cache_miss"], counters["inductor"]["fxgraph_cache_hit"])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(GCC is None, reason="there is no C++ compiler")
+def test_of_the_ranks_of_a_machine_one_compiles(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}
+    environment |= {"XDG_CACHE_HOME": str(tmp_path)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", COUNTED],
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    for rank in ranks:
+        assert rank.stdout is not None
+        assert rank.stdout.readline() == "begins\n"
+    for rank in ranks:
+        assert rank.stdin is not None
+        rank.stdin.write("go\n")
+        rank.stdin.flush()
+    assert sorted(rank.communicate()[0].strip() for rank in ranks) == ["0 1", "1 0"]
+
+
+def test_who_waits_too_long_for_another_process_compiles_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    with compiling_once("plus_one"):
+        with compiling_once("another"):
+            assert not caplog.messages
+        with compiling_once("plus_one", patience_s=0.0):
+            assert caplog.messages == ["compile: plus_one is compiled here, too: another process still does"]
+    with compiling_once("plus_one", patience_s=0.0):
+        assert len(caplog.messages) == 1
 
 
 def test_what_another_process_is_compiling_is_left_alone(tmp_path: Path) -> None:

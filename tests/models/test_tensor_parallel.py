@@ -21,7 +21,7 @@ from torch import Tensor
 
 from models.checkpoint import SINGLE
 from models.decoder import Decoder
-from models.group import ALONE, Backend, hccl_timeouts, join
+from models.group import ALONE, Backend, hccl_timeouts, join, tell_hccl
 from models.ops.reference import Ops, Packed
 from recipes.schema.recipe import ROOT
 from tests.device_kinds import Way
@@ -205,6 +205,20 @@ def test_a_group_waits_as_long_as_it_was_told() -> None:
 def test_hccl_waits_as_long_as_it_allows() -> None:
     told = [tuple(hccl_timeouts(timeout_s).values()) for timeout_s in (0.2, 30.5, 600, 1e5)]
     assert told == [("1", "120"), ("31", "120"), ("600", "600"), ("17340", "7200")]
+
+
+def test_what_the_user_has_told_hccl_stays(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """torch's own limit, which the result is for, must not end a collective that HCCL still waits for."""
+    monkeypatch.setenv("HCCL_CONNECT_TIMEOUT", "300")
+    monkeypatch.setenv("HCCL_EXEC_TIMEOUT", "3600")
+    assert tell_hccl(1800.0) == 3600.0
+    assert (os.environ["HCCL_CONNECT_TIMEOUT"], os.environ["HCCL_EXEC_TIMEOUT"]) == ("300", "3600")
+    assert [line.partition(":")[0] for line in caplog.messages] == ["HCCL_CONNECT_TIMEOUT=300 stays"]
+    monkeypatch.delenv("HCCL_EXEC_TIMEOUT")
+    assert tell_hccl(1800.0) == 1800.0
+    assert os.environ["HCCL_EXEC_TIMEOUT"] == "1800"
 
 
 @pytest.mark.parametrize("name", [*MODELS, *SPREAD, FUSED])

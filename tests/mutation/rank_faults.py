@@ -13,7 +13,10 @@ RECORDER, LISTENERS, FOLLOWER, REPLAY = (
 BUILT = "recipes/build/engine.py"
 IN_FLIGHT, SHARE = "continuous_batching/scheduling/in_flight.py", "models/share.py"
 STAGE_RUNNER, WAITS = "models/stage_runner.py", "benchmark/micro/stages.py"
-RANK_TESTS = ("tests/continuous_batching/test_follower.py",)
+RANK_TESTS = (
+    "tests/continuous_batching/test_follower.py",
+    "tests/continuous_batching/test_starting_ranks.py",
+)
 BUILT_RANK_TESTS = ("tests/recipes/test_tensor_ranks.py",)
 RANK_TESTS_OF = dict.fromkeys((ENGINE, RECORDER, LISTENERS, FOLLOWER), RANK_TESTS) | {
     BUILT: BUILT_RANK_TESTS,
@@ -89,6 +92,20 @@ RANK_FAULTS = (
         "        if now_s - since_s > self.limit_s:\n",
         "        if False:\n",
         "a step that waits for ever is never ended",
+    ),
+    Fault(
+        "start_limited_as_a_step",
+        LISTENERS,
+        "        if not self.has_started:\n",
+        "        if False:\n",
+        "a rank that loads longer than a step may take ends the engine",
+    ),
+    Fault(
+        "endless_start",
+        LISTENERS,
+        "        if took_s > self._start_limit_s:\n",
+        "        if False:\n",
+        "a start that hangs is never ended",
     ),
     Fault(
         "last_record_lost",

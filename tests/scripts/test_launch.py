@@ -18,7 +18,6 @@ NPU = "recipes/qwen3/qwen3_8b_910b.yaml"
 SETTINGS = (
     "PYTORCH_NPU_ALLOC_CONF=expandable_segments:True",
     "TASK_QUEUE_ENABLE=1",
-    "HCCL_CONNECT_TIMEOUT=1200",
     "HCCL_OP_EXPANSION_MODE=AIV",
 )
 

@@ -1,0 +1,126 @@
+"""The start of an engine over ranks has a limit of its own, and its messages say which rank does what."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from continuous_batching.recording.follower import Beats
+from continuous_batching.recording.listeners import Listeners
+
+PATIENCE_S = 60.0
+NAME = "rank 1 (process 7 on node2)"
+
+
+@contextmanager
+def starting(
+    start_limit_s: float, limit_s: float = 20.0
+) -> Iterator[tuple[Listeners, Beats, threading.Event]]:
+    """The leader's side and a rank's of an engine that is being built, and whether a rank was lost."""
+    near, far = socket.socketpair()
+    is_lost = threading.Event()
+    listeners = Listeners({NAME: near}, limit_s, lambda _: is_lost.set(), start_limit_s)
+    beats = Beats(far)
+    try:
+        yield listeners, beats, is_lost
+    finally:
+        beats.end()
+        far.close()
+        listeners.close()
+
+
+def wait_for(holds: Callable[[], bool]) -> None:
+    until_s = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
+
+
+def test_the_limit_of_steps_begins_with_the_first_step() -> None:
+    with starting(start_limit_s=1800.0, limit_s=4.0) as (listeners, beats, is_lost):
+        listeners.busy_since_s = time.monotonic() - 60  # the leader has been building for a minute
+        beats.doing = "loading its weights"
+        wait_for(lambda: "loading its weights" in listeners.start_report())
+        beats.doing = "capturing graphs"  # heard by a later look, which has lost nobody either
+        wait_for(lambda: "capturing graphs" in listeners.start_report())
+        assert listeners.lost is None
+        listeners.has_started = True
+        assert is_lost.wait(PATIENCE_S)
+        assert listeners.lost is not None
+        assert listeners.lost.startswith("a step has not ended for 6")
+
+
+def test_a_start_that_takes_too_long_says_what_each_rank_does() -> None:
+    with starting(start_limit_s=1800.0) as (listeners, beats, is_lost):
+        listeners.doing, listeners.inside = "loading its weights", lambda: "the meeting after loading"
+        beats.doing = "compiling"
+        wait_for(lambda: "compiling" in listeners.start_report())
+        listeners._start_limit_s = 0.0
+        assert is_lost.wait(PATIENCE_S)
+        assert listeners.lost == (
+            "the engine has not started within 0 s (rank 0: waiting in the meeting after loading while"
+            f" loading its weights; {NAME}: compiling); raise parallel.start_timeout_s if these ranks need"
+            " longer"
+        )
+
+
+def test_a_long_start_is_told_with_those_that_do_the_same(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("continuous_batching.recording.listeners.START_NEWS_S", 0.6)
+    with starting(start_limit_s=1800.0) as (listeners, beats, _):
+        listeners.doing = beats.doing = "loading its weights"
+        wait_for(lambda: len(caplog.messages) >= 2)
+    assert all(
+        f"s: rank 0, {NAME}: loading its weights" in line
+        for line in caplog.messages
+        if line.startswith("the engine has been starting for")
+    )
+
+
+def test_a_rank_that_says_nothing_while_the_engine_starts_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("continuous_batching.recording.listeners.START_SILENCE_S", 1.2)
+    with starting(start_limit_s=1800.0) as (listeners, beats, is_lost):
+        beats.doing = "loading its weights"
+        wait_for(lambda: "loading its weights" in listeners.start_report())
+        beats._has_ended.set()  # it hangs: its connection stays
+        assert is_lost.wait(PATIENCE_S)
+        assert f"{NAME}: loading its weights, and has said nothing for " in str(listeners.lost)
+
+
+def test_a_rank_that_says_what_no_rank_says_is_lost() -> None:
+    near, far = socket.socketpair()
+    is_lost = threading.Event()
+    listeners = Listeners({NAME: near}, 20.0, lambda _: is_lost.set(), 1800.0)
+    far.sendall(b"one\t\t\n")
+    assert is_lost.wait(PATIENCE_S)
+    assert listeners.lost == f"{NAME} says what no rank says: b'one\\t\\t'"
+    far.close()
+    listeners.close()
+
+
+def test_a_rank_whose_leader_is_gone_ends_though_it_waits_in_a_collective() -> None:
+    near, far = socket.socketpair()
+    has_lost = threading.Event()
+    Beats(far, has_lost.set)
+    near.close()
+    assert has_lost.wait(PATIENCE_S)
+    far.close()
+
+
+def test_a_rank_that_ends_in_order_after_its_leader_has_lost_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("continuous_batching.recording.follower._LAST_WORDS_S", PATIENCE_S)
+    near, far = socket.socketpair()
+    has_lost = threading.Event()
+    beats = Beats(far, has_lost.set)
+    near.close()
+    beats.end()
+    assert not has_lost.is_set()
+    far.close()

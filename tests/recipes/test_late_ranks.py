@@ -1,0 +1,83 @@
+"""An engine over ranks starts though one of them loads or compiles far longer than the others."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from recipes.schema.recipe import ROOT
+from tests.device_kinds import stand_in_alone
+from tests.serving.server import PATIENCE_S
+from tests.thorough import cases
+
+LATE_S = cases(25, 60)  # more than a step may take
+# Python reads it when it starts. A rank imports its attention after it has joined the others.
+LATE = f"""
+import importlib.abc, sys, time
+
+class Late(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name in ("attention.cpu.attention", "attention.npu.fused_attention") and "--rank" in sys.argv:
+            sys.meta_path.remove(self)
+            time.sleep({LATE_S})
+
+sys.meta_path.insert(0, Late())
+"""
+
+
+def generated(*options: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "scripts.generate", *options, "--prompt", "12+7=", "--max-tokens", "3"]
+    return subprocess.run(
+        [*command, "parallel.tensor=2"],
+        cwd=ROOT,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["recipes/tiny/cpu.yaml"],
+        pytest.param(
+            ["recipes/tiny/npu.yaml", "device.virtual=true"], marks=[pytest.mark.npu, stand_in_alone]
+        ),
+    ],
+    ids=["cpu", "virtual_npu"],
+)
+def test_a_rank_that_loads_far_longer_than_the_others_is_waited_for(
+    options: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(LATE)
+    done = generated(*options, environment={"PYTHONPATH": str(tmp_path)})
+    assert (done.returncode, done.stdout.strip()) == (0, "19"), done.stderr
+
+
+def test_a_start_that_takes_too_long_names_the_rank_and_the_key(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(LATE.replace(f"sleep({LATE_S})", "sleep(600)"))
+    limit = "parallel.start_timeout_s=2"
+    done = generated("recipes/tiny/cpu.yaml", limit, environment={"PYTHONPATH": str(tmp_path)})
+    assert done.returncode != 0
+    assert re.search(
+        r"the engine has not started within 2 s \(rank 0: .*rank 1 \(process \d+ on .*\): .*\);"
+        r" raise parallel\.start_timeout_s if these ranks need longer",
+        done.stderr,
+    ), done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler")
+def test_ranks_that_find_nothing_compiled_start(tmp_path: Path) -> None:
+    environment = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    done = generated("recipes/tiny/cpu.yaml", "device.compile=auto", environment=environment)
+    assert (done.returncode, done.stdout.strip()) == (0, "19"), done.stderr
+    assert list(tmp_path.glob("*/*/*.so")), "nothing was compiled"
