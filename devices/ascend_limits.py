@@ -55,7 +55,9 @@ class AscendProduct:
     # What no source says: the probes of verify_npu.sh answer it (devices/ascend_answers.py)
     keeps_nan: bool = True  # the maximum of a row with a NaN is NaN
     packs_float16: bool = True  # fused attention takes float16 in TND; vllm-ascend's mla_v1.py casts it
-    bares_decodes: bool = True  # fused attention of decodes is right without a mask
+    # Fused attention of decodes is right without a mask, in captured steps too. vllm-ascend #12605 went back
+    # to the mask, since graphs of a model on a 910B gave wrong answers without it
+    unmasks_decodes: bool = False
     slices_tiles: bool = True  # slices of a cache in FRACTAL_NZ are views (vllm-ascend _310p/kv_block_zeroer)
     captures_draws: bool = False  # graphs take what a draw by top-k and top-p is made of
     prefetches: bool = (

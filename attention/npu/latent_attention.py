@@ -225,7 +225,7 @@ class FusedLatentAttention(LatentAttention, FusedAttention):
             "num_key_value_heads": 1,
             "block_size": self.shape.page_size,
         }
-        if part.is_decodes:
+        if part.is_decodes and self.product.unmasks_decodes:
             del call["atten_mask"]
             call["sparse_mode"] = ALL
         if torch.npu.is_current_stream_capturing():

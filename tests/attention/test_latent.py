@@ -230,6 +230,8 @@ def on_an_npu() -> None:
     made = bench(("npu", "fused"))
     made.step({0: 1, 1: 20})
     made.step({0: 1, 1: 1})
+    made.attention.product = replace(made.attention.product, unmasks_decodes=True)  # type: ignore[attr-defined]
+    made.step({0: 1, 1: 1})
     write_raw(made)
     zeros = torch.zeros(2, dtype=torch.int32, device="npu:0")
     metadata = made.attention.plan_static(StaticDecodes(zeros, zeros[:, None], zeros + 1))

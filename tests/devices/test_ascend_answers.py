@@ -34,6 +34,20 @@ def test_answers_are_followed_and_said(tmp_path: Path, caplog: pytest.LogCapture
     )
 
 
+def test_an_answer_that_was_asked_otherwise_counts_no_more_and_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "910B-cann-9.0.0.json"
+    path.write_text('{"bares_decodes": true, "keeps_nan": false}')
+    with caplog.at_level(logging.WARNING):
+        found = answered(B, path)
+    assert not found.unmasks_decodes, "decodes have a mask until a captured probe says yes"
+    assert not found.keeps_nan
+    (line,) = caplog.messages
+    assert line.startswith(f"device: the answer bares_decodes in {path} no longer counts, since it was asked")
+    assert line.endswith("run `bash scripts/verify_npu.sh` again")
+
+
 def test_inexact_angles_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = answers_file(tmp_path, "910B", "", virtual=False)
     write_answers(path, {"exact_angles": False})

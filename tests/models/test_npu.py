@@ -105,28 +105,6 @@ def test_a_mixed_batch_is_one_call_a_layer(calls: Counter[str]) -> None:
     assert calls["npu_add_rms_norm"] == (2 * NUM_LAYERS - 1) * len(steps)
 
 
-def test_decodes_have_no_mask_but_for_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch_npu
-
-    bench = Bench(operators("npu", "fused", shape(windows=(None, 20)))[1])
-    asked: list[tuple[int, bool]] = []
-    inner = getattr(torch_npu, FUSED_ATTENTION)
-
-    def call(**arguments: Any) -> Any:
-        asked.append((arguments["sparse_mode"], arguments.get("atten_mask") is not None))
-        return inner(**arguments)
-
-    monkeypatch.setattr(torch_npu, FUSED_ATTENTION, call)
-    for spans, expected in (
-        ({0: 30, 2: 1}, [(3, True), (4, True)]),
-        ({0: 1, 2: 1}, [(0, False), (4, True)]),
-        ({1: 1}, [(0, False), (4, True)]),
-    ):
-        asked.clear()
-        bench.step(spans)
-        assert asked == expected
-
-
 def test_the_950_takes_decodes_and_longer_spans_apart(calls: Counter[str]) -> None:
     attention = operators("npu", "fused", shape(windows=(None,)))[1]
     attention.product = product("950", "")  # type: ignore[attr-defined]
@@ -412,7 +390,7 @@ def test_every_line_of_every_npu_file_runs(monkeypatch: pytest.MonkeyPatch) -> N
             serve(engine)
         ops, attention = operators("npu", "fused", shape(page_size=32))
         attention.graph_sizes([1, 2, 4])
-        attention.product = product("950", "")  # type: ignore[attr-defined]
+        attention.product = replace(product("950", ""), unmasks_decodes=True)  # type: ignore[attr-defined]
         monkeypatch.delattr(torch_npu, "npu_scatter_pa_kv_cache")
         Bench(attention).step({0: 20, 3: 1})
         Bench(operators("npu", "fused", shape(windows=(None,), first_key=1))[1]).step({0: 1})

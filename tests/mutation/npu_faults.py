@@ -21,6 +21,7 @@ ROPE, FILTERS = "models/rope.py", "models/sampling/top_k_top_p.py"
 
 CALLS = (
     "tests/models/test_npu.py",
+    "tests/models/test_decode_masks.py",
     "tests/attention/test_attention.py",
     "tests/virtual_npu/test_aclop.py",
     "tests/doctor/test_probes.py",

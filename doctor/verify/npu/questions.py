@@ -70,7 +70,7 @@ def packs_float16(machine: Npu) -> Found:
     return furthest <= NEAR[torch.float16], f"{furthest:.2g} from float32"
 
 
-def bares_decodes(machine: Npu) -> Found:
+def unmasks_decodes(machine: Npu) -> Found:
     """Against plain torch, in the first type of the product; both ways are timed."""
     dtype, lens = machine.product.dtypes[0], [(1, 1), (1, 128), (1, 700), (1, 2000)]
     apart = max(_attention_apart(machine, dtype, lens, kv_heads, bare=True) for kv_heads in (HEADS, 2))
@@ -203,7 +203,7 @@ def _fused(product: AscendProduct) -> bool:
 QUESTIONS = (
     Probe("keeps_nan", "is the maximum of a row with a NaN NaN?", lambda _: True, keeps_nan),
     Probe("packs_float16", "is packed attention right in float16?", _fused, packs_float16),
-    Probe("bares_decodes", "is attention of decodes right without a mask?", _fused, bares_decodes),
+    Probe("unmasks_decodes", "is attention of decodes right without a mask?", _fused, unmasks_decodes),
     Probe(
         "tiles_weights",
         "are 16-bit weights in FRACTAL_NZ right and faster?",
