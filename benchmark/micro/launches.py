@@ -2,7 +2,8 @@
 
 Counted over the stand-in for CANN, which sees every call, also where the recipe names a real NPU. The model
 has the recipe's heads, norms, biases, windows and types, but few layers, narrow products and random weights:
-what a layer asks for does not depend on these, so the sums of the whole depth are exact. A launch is one
+what a layer asks for does not depend on these, so the sums of the whole depth are exact. It depends on the
+width of experts in W8A8, which are narrowed to one that takes the same launches. A launch is one
 operator of torch or torch_npu that computes on the device. Where the recipe names a draft model, or a head,
 a step of that is counted, too; a head's layer is all that it computes but for its choice.
 """
@@ -22,6 +23,7 @@ from benchmark.micro import draft_launches
 from benchmark.options import add_json, show
 from continuous_batching.engine import Engine
 from continuous_batching.request import Request, SamplingParams
+from devices.ascend_experts import fuses_gate
 from devices.ascend_latents import PROLOG_HIDDEN
 from models.config import DecoderConfig
 from models.head import Head
@@ -38,6 +40,7 @@ from recipes.schema.speculation_section import SpeculationSection
 LAYERS = 3  # the first has no residual before it; those after it are alike
 NARROW = {"hidden_size": 256, "intermediate_size": 256, "vocab_size": 512, "eos_token_id": 2}
 NARROW_EXPERT = {"moe_intermediate_size": 64}
+UNFUSED_EXPERT = 32  # columns of an expert in int8 that no launch both scales and gates
 ROWS = 2
 SETTLED = 3  # steps before the one that is read, the first of which is the prompts'
 SAMPLING: Mapping[str, dict[str, Any]] = {
@@ -107,6 +110,8 @@ def _narrow(recipe: Recipe) -> Recipe:
     config = model_config(recipe)
     hf |= {**NARROW, "num_hidden_layers": LAYERS, "head_dim": config.head_dim}
     hf |= {key: value for key, value in NARROW_EXPERT.items() if key in hf}
+    if config.quantization is not None and not _fuses_gate(config, recipe.parallel):
+        hf["moe_intermediate_size" if "moe_intermediate_size" in hf else "intermediate_size"] = UNFUSED_EXPERT
     if config.latent is not None:
         hf["first_k_dense_replace"] = 1
         hf["num_attention_heads"] = config.num_heads // recipe.parallel.tensor  # of many, products differ
@@ -121,6 +126,12 @@ def _narrow(recipe: Recipe) -> Recipe:
     parts = {"model": model, "device": device, "cache": cache, "scheduler": scheduler}
     alone = {"speculation": SpeculationSection(), "parallel": ParallelSection()}  # collectives come on top
     return replace(recipe, **parts, **alone)
+
+
+def _fuses_gate(config: DecoderConfig, parallel: ParallelSection) -> bool:
+    """Whether a rank's part of an expert in int8 is gated in one launch; so are dense MLPs of any width."""
+    sharing = parallel.tensor // parallel.expert
+    return config.mixture is None or fuses_gate(config.mixture.inner_size // sharing)
 
 
 def _as_joined(small: Recipe, config: DecoderConfig) -> Recipe:

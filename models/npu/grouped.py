@@ -8,13 +8,14 @@ Legend: T tokens of the step, E experts, G groups of inputs.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch_npu
 from torch import Tensor
 
+from devices.ascend_experts import fuses_gate
 from devices.ascend_limits import FRACTAL_NZ
 from models.filled import Filled
 from models.int4_weight import Int4Weight
@@ -26,6 +27,7 @@ class JoinedLinear:
 
     weight: Tensor  # [E, in, out], or of 4 bits int32 [E, in, out / 8]
     scale: Tensor | None = None  # [E, out], in int8
+    keeps_int32: bool = False  # its products are scaled by what comes after them
     beside: dict[str, list[Tensor]] = field(default_factory=dict)  # what else the operator takes with it
 
     def product(self, rows: Tensor, counts: Tensor, **more: Any) -> Tensor:
@@ -41,6 +43,11 @@ class JoinedLinear:
             **more,
         )
         return made
+
+    def scaled_product(self, rows: Tensor, row_scale: Tensor, counts: Tensor, dtype: torch.dtype) -> Tensor:
+        """The product of rows in int8 in `dtype`, by the scales of columns and of rows."""
+        scales = {"scale": [self.scale], "per_token_scale": [row_scale]}
+        return self.product(rows, counts, output_dtype=dtype, **scales)
 
 
 def joined(
@@ -66,13 +73,25 @@ def joined(
             beside["antiquant_offset"] = [shared]
         else:
             beside["antiquant_offset"] = [_by_groups(offsets)]
-        return JoinedLinear(torch.stack(words), None, beside)
+        return JoinedLinear(torch.stack(words), beside=beside)
     plain = [each.weight.t() for each in experts if isinstance(each.weight, Tensor)]
     weight = torch.stack(plain).contiguous()
     if weight.dtype != torch.int8:
-        return JoinedLinear(pack(weight, None)[0], None, beside)
+        return JoinedLinear(pack(weight, None)[0], beside=beside)
     scale = torch.stack([each.scale for each in experts if each.scale is not None])
-    return JoinedLinear(torch_npu.npu_format_cast(weight, FRACTAL_NZ), scale, beside)
+    return JoinedLinear(torch_npu.npu_format_cast(weight, FRACTAL_NZ), scale, beside=beside)
+
+
+def gated_by_width(gate_up: JoinedLinear, down: JoinedLinear) -> JoinedLinear:
+    """The first linear in int8 as its width has it: its products stay in int32 where one launch gates them.
+
+    Others are scaled by npu_grouped_matmul, which takes the scales in the type of those of `down`.
+    """
+    assert gate_up.scale is not None, "both linears are in int8"
+    assert down.scale is not None, "both linears are in int8"
+    if fuses_gate(gate_up.scale.shape[1] // 2):
+        return replace(gate_up, keeps_int32=True)
+    return replace(gate_up, scale=gate_up.scale.to(down.scale.dtype))
 
 
 def _by_groups(parts: Sequence[Tensor]) -> Tensor:
@@ -129,14 +148,16 @@ def of_experts(
     """
     if row_scale is None:
         return down.product(gated(gate_up.product(rows, counts)), counts)
-    product = gate_up.product(rows, counts, output_dtype=torch.int32)
-    inner, inner_scale = torch_npu.npu_dequant_swiglu_quant(
-        product,
-        weight_scale=gate_up.scale,
-        activation_scale=row_scale,
-        group_index=counts,
-        activate_left=True,
-        quant_mode=1,
-    )
-    scales = {"scale": [down.scale], "per_token_scale": [inner_scale]}
-    return down.product(inner, counts, output_dtype=dtype, **scales)
+    if gate_up.keeps_int32:
+        inner, inner_scale = torch_npu.npu_dequant_swiglu_quant(
+            gate_up.product(rows, counts, output_dtype=torch.int32),
+            weight_scale=gate_up.scale,
+            activation_scale=row_scale,
+            group_index=counts,
+            activate_left=True,
+            quant_mode=1,
+        )
+    else:
+        wide = gate_up.scaled_product(rows, row_scale, counts, dtype)
+        inner, inner_scale = torch_npu.npu_dynamic_quant(gated(wide))
+    return down.scaled_product(inner, inner_scale, counts, dtype)

@@ -23,7 +23,7 @@ from models.filled import ExpertKind, Filled
 from models.group import Group
 from models.mixture_config import MixtureConfig
 from models.npu.dispatch import Dispatch
-from models.npu.grouped import joined, mixture
+from models.npu.grouped import gated_by_width, joined, mixture
 from models.npu.int4_ops import Int4Check, Int4Ops
 from models.npu.latent_up import NpuLatentUp
 from models.ops.int8 import Int8Rows
@@ -248,7 +248,10 @@ class NpuOps(Int4Ops, PlainNpuOps):
 
     def pack_experts(self, gate_ups: Sequence[Filled], downs: Sequence[Filled]) -> Packed:
         """Both linears; in int8, scales of the second are as it takes them beside a result in bfloat16."""
-        return tuple(joined(some, self.pack, self.pack_int4, self._no_offsets) for some in (gate_ups, downs))
+        gate_up, down = (
+            joined(some, self.pack, self.pack_int4, self._no_offsets) for some in (gate_ups, downs)
+        )
+        return (gate_up if gate_up.scale is None else gated_by_width(gate_up, down)), down
 
     def joined_mixture(
         self,

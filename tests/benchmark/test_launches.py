@@ -50,9 +50,9 @@ QWEN3_MOE = (
     " num_experts_per_tok: 8, moe_intermediate_size: 768, norm_topk_prob: true, mlp_only_layers: [],"
     " decoder_sparse_step: 1}"
 )
-DEEPSEEK_V2_LITE, DEEPSEEK_V3 = (
+DEEPSEEK_V2_LITE, DEEPSEEK_V3, MIXTRAL = (
     yaml.safe_dump({key: each[key] for key in each if key != "quantization_config"}, default_flow_style=True)
-    for each in (published.DEEPSEEK_V2_LITE, published.DEEPSEEK_V3)
+    for each in (published.DEEPSEEK_V2_LITE, published.DEEPSEEK_V3, published.MIXTRAL_8X7B)
 )
 MODELS = {
     "Qwen3-8B, bfloat16": ("qwen3/qwen3_8b_910b", QWEN3),
@@ -62,6 +62,8 @@ MODELS = {
     "Qwen2.5-7B, W4A16": ("qwen2/qwen2.5_32b_910b_w4a16", QWEN2_AWQ),
     "Qwen3-30B-A3B, bfloat16": ("qwen3_moe/qwen3_30b_a3b_910b_tp2", QWEN3_MOE),
     "Qwen3-30B-A3B, W8A8": ("qwen3_moe/qwen3_30b_a3b_910b_w8a8", QWEN3_MOE),
+    "Mixtral-8x7B over two, W8A8": ("mixtral/mixtral_8x7b_910b_tp2", MIXTRAL),
+    "Mixtral-8x7B over four, W8A8": ("mixtral/mixtral_8x7b_910b_tp4", MIXTRAL),
     "DeepSeek-V2-Lite, bfloat16": ("deepseek/deepseek_v2_lite_910b", DEEPSEEK_V2_LITE),
     "DeepSeek-V3, W8A8": ("deepseek/deepseek_v3_910b_tp16", DEEPSEEK_V3),
 }
@@ -75,6 +77,8 @@ EXPECTED = {
     "Qwen2.5-7B, W4A16": (12, 350, 29, 0, 0, 0, 13),
     "Qwen3-30B-A3B, bfloat16": (18, 878, 29, 0, 0, 0, 13),
     "Qwen3-30B-A3B, W8A8": (21, 1023, 29, 0, 0, 0, 13),
+    "Mixtral-8x7B over two, W8A8": (20, 655, 29, 0, 0, 0, 13),
+    "Mixtral-8x7B over four, W8A8": (19, 623, 29, 0, 0, 0, 13),
     "DeepSeek-V2-Lite, bfloat16": (22, 599, 29, 0, 0, 0, 13),
     "DeepSeek-V3, W8A8": (29, 1754, 29, 0, 0, 0, 13),
 }

@@ -330,6 +330,9 @@ def _by_experts(ops: Ops, rows: torch.Tensor) -> None:
         in_int8 = Filled(up.to(torch.int8), up_scale)
         packed = ops.pack_experts([gate_up if each.scale is None else in_int8] * 4, [each] * 4)
         ops.joined_mixture(rows, *routed, packed, 5, ops.swiglu)
+    fused = torch.ones(128, 32, dtype=torch.int8, device="npu:0"), torch.ones(128, device="npu:0")
+    down = Filled(fused[0].view(32, 128)[:, :64], bias)
+    ops.joined_mixture(rows, *routed, ops.pack_experts([Filled(*fused)] * 4, [down] * 4), 5, ops.swiglu)
 
 
 def _among_ranks(ops: Ops, rows: torch.Tensor) -> None:

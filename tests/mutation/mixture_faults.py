@@ -11,14 +11,20 @@ REFERENCE, CPU, MIXTRAL = "models/ops/reference.py", "models/ops/cpu.py", "recip
 EXPERTS_FILE = "models/huggingface_parts.py"
 FUSED, GROUPED = "models/ops/npu.py", "virtual_npu/operators/grouped_matmul.py"
 JOINED = "models/npu/grouped.py"
-SWIGLU = "virtual_npu/operators/int8_fusions.py"
+SWIGLU, WIDTHS = "virtual_npu/operators/int8_fusions.py", "devices/ascend_experts.py"
 MIXTURE_TESTS = ("tests/models/test_mixture.py", "tests/models/test_share.py")
 MIXTURE_TESTS_OF = {
     **dict.fromkeys((MIXTURE, REFERENCE, CPU, MIXTRAL), MIXTURE_TESTS),
     FUSED: (*NPU_TESTS_OF[FUSED], *MIXTURE_TESTS),
-    JOINED: (*MIXTURE_TESTS, "tests/models/test_int4_experts.py", "tests/models/test_gpt_oss.py"),
+    JOINED: (
+        *MIXTURE_TESTS,
+        "tests/models/test_wide_experts.py",
+        "tests/models/test_int4_experts.py",
+        "tests/models/test_gpt_oss.py",
+    ),
     GROUPED: ("tests/virtual_npu/test_wrong_calls.py", "tests/models/test_int4_experts.py"),
-    SWIGLU: ("tests/models/test_mixture.py",),
+    SWIGLU: ("tests/models/test_wide_experts.py", "tests/virtual_npu/test_wrong_calls.py"),
+    WIDTHS: ("tests/models/test_wide_experts.py",),
     EXPERTS_FILE: ("tests/models/test_huggingface.py", *MIXTURE_TESTS),
     CONFIG: (*INT8_TESTS_OF[CONFIG], *MIXTURE_TESTS),
 }
@@ -100,6 +106,34 @@ MIXTURE_FAULTS = (
         "scale = scale.repeat_interleave(counts, 0)",
         "scale = scale[:1]",
         "the stand-in scales every expert's rows as the first expert's",
+    ),
+    Fault(
+        "width_of_a_half_bounded",
+        WIDTHS,
+        "2 * inner_size <= MOST_GATED",
+        "inner_size <= MOST_GATED",
+        "the tiling counts gate and up together, and refuses Mixtral's experts over two ranks",
+    ),
+    Fault(
+        "width_of_no_step",
+        WIDTHS,
+        " and inner_size % GATED_STEP == 0",
+        "",
+        "an NPU refuses experts of 96 columns",
+    ),
+    Fault(
+        "wide_experts_scaled_in_float32",
+        JOINED,
+        "scale=gate_up.scale.to(down.scale.dtype)",
+        "scale=gate_up.scale",
+        "a grouped product refuses scales in float32 beside a result in bfloat16",
+    ),
+    Fault(
+        "wide_groups_pass",
+        SWIGLU,
+        "(columns > MOST_GROUPED or columns // 2 % GROUPED_STEP)",
+        "columns // 2 % GROUPED_STEP",
+        "the stand-in computes experts that the tiling refuses",
     ),
     Fault(
         "experts_kept_beside_the_joined",

@@ -318,7 +318,8 @@ def add_rms_norm_dynamic_quant(rng: np.random.Generator) -> tuple[Arguments, Con
 
 
 def dequant_swiglu_quant(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
-    rows, columns = int(rng.integers(1, 9)), 2 * int(rng.integers(1, 40))
+    in_groups = bool(rng.integers(2))
+    rows, columns = int(rng.integers(1, 9)), (128 if in_groups else 2) * int(rng.integers(1, 40))
     made = {
         "x": torch.randint(-9999, 9999, (rows, columns), dtype=torch.int32),
         "weight_scale": torch.rand(1, columns) / 1000,
@@ -326,7 +327,7 @@ def dequant_swiglu_quant(rng: np.random.Generator) -> tuple[Arguments, Condition
         "activate_left": bool(rng.integers(2)),
         "quant_mode": 1,
     }
-    if bool(rng.integers(2)):
+    if in_groups:
         groups = int(rng.integers(1, 6))
         made["weight_scale"] = torch.rand(groups, columns) / 1000
         made["group_index"] = torch.from_numpy(rng.multinomial(rows, [1 / groups] * groups))

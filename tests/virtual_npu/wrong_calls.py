@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tests.virtual_npu import dispatch_calls, summed_calls, wrong_latent_calls
+from tests.virtual_npu import dispatch_calls, summed_calls, wrong_int8_calls, wrong_latent_calls
 from tests.virtual_npu.right_calls import Arguments, compressed, hidden
 from tests.virtual_npu.wrong import Change, Wrong, cut, pages_but, put, spoil, strided, to
 from virtual_npu.operators.atb_call import in_tiles
@@ -236,24 +236,6 @@ QUANT = [
     Wrong("by-token", put(quant_mode="pertensor"), "quant_mode", "pertensor"),
     Wrong("by-token", put(dst_type=16), "dst_type", "is 16"),
 ]
-NORM_QUANT = [
-    Wrong("halves", to("x1", Tensor.double), "x1", "float64"),
-    Wrong("halves", cut("x2"), "x2", "beside"),
-    Wrong("columns", to("gamma", Tensor.double), "gamma", "float64"),
-    Wrong("outputs", put(output_mask=[False, False]), "output_mask", "[False, False]"),
-    Wrong("int8", put(y_dtype=16), "y_dtype", "is 16"),
-]
-SWIGLU_QUANT = [
-    Wrong("summed", to("x", Tensor.double), "x", "float64"),
-    Wrong("summed", to("x", lambda x: x[:, 1:]), "x", "int32"),
-    Wrong("scales", put(activation_scale=None), "activation_scale", "None for int32"),
-    Wrong("scales", to("weight_scale", lambda scale: scale[0]), "weight_scale", "for int32"),
-    Wrong("modelled", put(quant_mode=0), "quant_mode", "is 0"),
-    Wrong("modelled", put(swiglu_mode=1), "swiglu_mode", "is 1"),
-    Wrong("grouped", put(group_index=torch.ones(1).int()), "group_index", "int32"),
-    Wrong("scales", put(group_index=torch.ones(2).long()), "weight_scale", "in 2"),
-    Wrong("whole", put(group_index=torch.tensor([99])), "group_index", "99 of"),
-]
 
 
 def of_experts(**values: object) -> Change:
@@ -412,8 +394,8 @@ FAMILIES = {
     "npu_mm_all_reduce_base": summed_calls.WRONG,
     "npu_moe_distribute_dispatch_v2": dispatch_calls.DISPATCH,
     "npu_moe_distribute_combine_v2": dispatch_calls.COMBINE,
-    "npu_add_rms_norm_dynamic_quant": NORM_QUANT,
-    "npu_dequant_swiglu_quant": SWIGLU_QUANT,
+    "npu_add_rms_norm_dynamic_quant": wrong_int8_calls.NORM,
+    "npu_dequant_swiglu_quant": wrong_int8_calls.SWIGLU,
     "npu_moe_gating_top_k_softmax": GATING,
     "npu_moe_gating_top_k_softmax_v2": GATING_AS_ONE,
     "npu_moe_gating_top_k": wrong_latent_calls.GATING,

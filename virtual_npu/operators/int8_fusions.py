@@ -19,6 +19,7 @@ from virtual_npu.simulated_products import A2, A3, A5
 NORM = "op-plugin npu_add_rms_norm_dynamic_quant"
 SWIGLU = "op-plugin npu_dequant_swiglu_quant"
 HALVES = (torch.float16, torch.bfloat16)
+MOST_GROUPED, GROUPED_STEP = 10496, 64  # columns of x in groups, and what half of them is a multiple of
 
 
 def _norm(call: Call) -> tuple[Tensor, ...]:
@@ -117,6 +118,12 @@ def _grouped(call: Call) -> Iterator[Breach]:
         yield "group_index", shape(counts)
 
 
+def _width(call: Call) -> Iterator[Breach]:
+    columns = call["x"].shape[-1]
+    if call["group_index"] is not None and (columns > MOST_GROUPED or columns // 2 % GROUPED_STEP):
+        yield "x", f"{shape(call['x'])} with group_index"
+
+
 def _whole(call: Call) -> Iterator[Breach]:
     counts, rows = call["group_index"], len(call["x"])
     if counts is not None and (int(counts.min()) < 0 or int(counts.sum()) > rows):
@@ -188,6 +195,14 @@ OPERATORS = (
                 _summed,
             ),
             Rule("grouped", "group_index is int64 [E], if it is given", SWIGLU, "cast the counts", _grouped),
+            Rule(
+                "width",
+                f"with group_index, H is a multiple of {GROUPED_STEP}, and 2 * H is at most {MOST_GROUPED}:"
+                " the page says so of H, and the tiling checks a row of x",
+                SWIGLU + ": group_index; vllm-ascend dequant_swiglu_quant_tiling.cpp: CountMaxDim",
+                "scale the product, and call npu_swiglu and npu_dynamic_quant",
+                _width,
+            ),
             Rule(
                 "scales",
                 "int32 has float32 scales: of the weight [1, 2 * H], or [E, 2 * H] of groups, and "
