@@ -16,6 +16,7 @@ from pathlib import Path
 
 from devices.ascend_answers import answers_file, write_answers
 from doctor.verify.npu.latent_questions import LATENT_PROBES
+from doctor.verify.npu.mask_questions import MASK_PROBES
 from doctor.verify.npu.questions import QUESTIONS, Probe
 from doctor.verify.npu.rank_questions import of_ranks
 from recipes.build.machine import ANSWERS, Npu, one_line, start
@@ -23,7 +24,7 @@ from recipes.schema import verb
 from recipes.schema.command_line import add_recipe
 from recipes.schema.reader import load
 
-PROBES = (*QUESTIONS, *LATENT_PROBES)
+PROBES = (*QUESTIONS, *MASK_PROBES, *LATENT_PROBES)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,6 @@ from recipes.schema.reader import load
 from tests.attention.test_atb import answering_as
 from tests.attention.test_attention import shape
 from tests.device_kinds import section, stand_in_alone
-from virtual_npu.operators.attention_batch import causal_mask
 
 pytestmark = [pytest.mark.npu, stand_in_alone]
 
@@ -131,21 +130,52 @@ def attending(change: Callable[[dict[str, Any]], dict[str, Any]], npu: Npu, fact
     return attend
 
 
-def causal(arguments: dict[str, Any]) -> dict[str, Any]:
-    return arguments | {"sparse_mode": 3, "atten_mask": causal_mask()}
-
-
 def test_attention_that_is_wrong_in_float16_is_found(npu: Npu, wrong: Any) -> None:
     wrong(f"npu::{ATTENTION}", attending(dict, npu, 1.1))
     assert not ask("packs_float16", npu)
 
 
-@pytest.mark.parametrize(("factor", "expected"), [(1.0, True), (1.1, False)])
-def test_decodes_without_a_mask_are_judged_by_their_numbers(
-    factor: float, expected: bool, npu: Npu, wrong: Any
+def maskless_wrong(
+    name: str, lens_seen: Callable[[int, list[int]], list[int]]
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Attention whose calls without a mask read other keys: `lens_seen` of the output's place and lengths."""
+    from virtual_npu.contract import Conditions
+    from virtual_npu.operators import operator
+
+    def attend(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if kwargs.get("atten_mask") is None:
+            place = kwargs["out"][0].data_ptr() if "out" in kwargs else 0
+            kwargs["actual_seq_lengths_kv"] = lens_seen(place, kwargs["actual_seq_lengths_kv"])
+        found: tuple[Tensor, Tensor] = operator(name)(Conditions(), *args, **kwargs)
+        return found
+
+    return attend
+
+
+def test_decodes_that_are_wrong_without_a_mask_are_found(npu: Npu, wrong: Any) -> None:
+    wrong(f"npu::{ATTENTION}", maskless_wrong(ATTENTION, lambda _, lens: [1] * len(lens)))
+    assert not ask("unmasks_decodes", npu)
+
+
+@pytest.mark.parametrize("fault", ["lengths of the first replay", "filler"])
+def test_decodes_that_are_wrong_without_a_mask_in_graphs_alone_are_found(
+    fault: str, npu: Npu, wrong: Any
 ) -> None:
-    wrong(f"npu::{ATTENTION}", attending(causal, npu, factor))
-    assert ask("unmasks_decodes", npu) == expected
+    """As vllm-ascend #12605 saw them: right at once and in a first replay, wrong in others."""
+    first: dict[int, list[int]] = {}
+
+    def frozen(place: int, lens: list[int]) -> list[int]:
+        """No more keys than in the first replay."""
+        return [min(pair) for pair in zip(lens, first.setdefault(place, lens))]
+
+    def like_filler(_: int, lens: list[int]) -> list[int]:
+        """Where the last rows are filler, a row has no more keys than the page that it begins with."""
+        return [min(each, 128) for each in lens] if lens[-2:] == [1, 1] else lens
+
+    form = f"{ATTENTION}.out"
+    lens_seen = frozen if fault == "lengths of the first replay" else like_filler
+    wrong(f"npu::{form}", maskless_wrong(form, lens_seen))
+    assert not ask("unmasks_decodes", npu)
 
 
 def test_tiles_that_no_graph_takes_are_found(npu: Npu, monkeypatch: pytest.MonkeyPatch) -> None:

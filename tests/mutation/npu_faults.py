@@ -17,6 +17,7 @@ WRITES, ATB_RULES = RULES + "cache.py", RULES + "atb.py"
 CAPTURE, EXECUTION = "virtual_npu/cann/capture.c", "virtual_npu/cann/execution.c"
 DEFERRED, KERNELS = "virtual_npu/deferred_calls.py", "virtual_npu/kernels.py"
 MACHINE, QUESTIONS = "recipes/build/machine.py", "doctor/verify/npu/questions.py"
+MASKS, ANSWERS = "doctor/verify/npu/mask_questions.py", "devices/ascend_answers.py"
 ROPE, FILTERS = "models/rope.py", "models/sampling/top_k_top_p.py"
 
 CALLS = (
@@ -51,7 +52,8 @@ NPU_TESTS_OF = {
     **dict.fromkeys((CAPTURE, EXECUTION), (*GRAPH_TESTS, "tests/virtual_npu/test_hammer.py")),
     KERNELS: ("tests/virtual_npu/test_launch_log.py",),
     MACHINE: ("tests/models/test_npu.py",),
-    QUESTIONS: ("tests/doctor/test_probes.py",),
+    **dict.fromkeys((QUESTIONS, MASKS), ("tests/doctor/test_probes.py",)),
+    ANSWERS: ("tests/devices/test_ascend_answers.py",),
     ROPE: ("tests/models/test_rope.py",),
     FILTERS: ("tests/models/test_sampler.py",),
 }
@@ -77,6 +79,27 @@ NPU_FAULTS = (
         "cuts = machine.product.cuts(np.array([queries for queries, _ in spans]))",
         "cuts = [(0, len(spans))]",
         "the 950 refuses prompts and decodes in one call, so that float16 would be found wrong there",
+    ),
+    Fault(
+        "masks_probed_in_one_replay",
+        MASKS,
+        "for replay in REPLAYS:",
+        "for replay in REPLAYS[:1]:",
+        "vllm-ascend #12605: without a mask graphs are wrong, which calls of the first lengths do not show",
+    ),
+    Fault(
+        "decodes_without_a_mask_on_trust",
+        PRODUCTS,
+        "unmasks_decodes: bool = False",
+        "unmasks_decodes: bool = True",
+        "no probe has said that they are right",
+    ),
+    Fault(
+        "withdrawn_answer_counts_as_another",
+        ANSWERS,
+        "del found[name]",
+        'found["unmasks_decodes"] = found.pop(name)',
+        "a yes of one call outside of graphs turns the mask off in graphs",
     ),
     Fault(
         "mask_shows_what_it_should_hide",

@@ -70,17 +70,6 @@ def packs_float16(machine: Npu) -> Found:
     return furthest <= NEAR[torch.float16], f"{furthest:.2g} from float32"
 
 
-def unmasks_decodes(machine: Npu) -> Found:
-    """Against plain torch, in the first type of the product; both ways are timed."""
-    dtype, lens = machine.product.dtypes[0], [(1, 1), (1, 128), (1, 700), (1, 2000)]
-    apart = max(_attention_apart(machine, dtype, lens, kv_heads, bare=True) for kv_heads in (HEADS, 2))
-    call, _ = _attention(machine, dtype, lens, 2)
-    masked_us = time_us(machine, call)
-    bare_us = time_us(machine, partial(call, sparse_mode=0, atten_mask=None))
-    said = f"{apart:.2g} from float32; {bare_us:.0f} us without a mask, {masked_us:.0f} us with it"
-    return apart <= NEAR[dtype], said
-
-
 def tiles_weights(machine: Npu) -> Found:
     """Right, in a graph too, and faster than rows at few and at many rows of x."""
     import torch_npu
@@ -196,14 +185,14 @@ def prefetches(machine: Npu) -> Found:
     return fetched_us < plain_us, f"{fetched_us:.0f} us against {plain_us:.0f} us"
 
 
-def _fused(product: AscendProduct) -> bool:
+def fused(product: AscendProduct) -> bool:
+    """Whether the product has fused attention."""
     return product.is_fused
 
 
 QUESTIONS = (
     Probe("keeps_nan", "is the maximum of a row with a NaN NaN?", lambda _: True, keeps_nan),
-    Probe("packs_float16", "is packed attention right in float16?", _fused, packs_float16),
-    Probe("unmasks_decodes", "is attention of decodes right without a mask?", _fused, unmasks_decodes),
+    Probe("packs_float16", "is packed attention right in float16?", fused, packs_float16),
     Probe(
         "tiles_weights",
         "are 16-bit weights in FRACTAL_NZ right and faster?",
@@ -227,18 +216,15 @@ QUESTIONS = (
 )
 
 
-def _attention_apart(
-    machine: Npu, dtype: torch.dtype, lens: list[tuple[int, int]], kv_heads: int, *, bare: bool = False
-) -> float:
+def _attention_apart(machine: Npu, dtype: torch.dtype, lens: list[tuple[int, int]], kv_heads: int) -> float:
     """How far one call over (queries, keys) of each span is from plain torch in float32."""
     call, wanted = _attention(machine, dtype, lens, kv_heads)
-    found = call(sparse_mode=0, atten_mask=None) if bare else call()
-    return float((found.cpu().float() - wanted).abs().nan_to_num(nan=torch.inf).max())
+    return float((call().cpu().float() - wanted).abs().nan_to_num(nan=torch.inf).max())
 
 
 def _attention(
     machine: Npu, dtype: torch.dtype, lens: list[tuple[int, int]], kv_heads: int
-) -> tuple[Callable[..., Tensor], Tensor]:
+) -> tuple[Callable[[], Tensor], Tensor]:
     """A causal call over pages, and what plain torch has for it in float32."""
     import torch_npu
 
@@ -277,8 +263,8 @@ def _attention(
         "sparse_mode": 3,
     }
 
-    def call(**changes: object) -> Tensor:
-        found: Tensor = torch_npu.npu_fused_infer_attention_score(**arguments | changes)[0]
+    def call() -> Tensor:
+        found: Tensor = torch_npu.npu_fused_infer_attention_score(**arguments)[0]
         return found
 
     return call, torch.cat(wanted)

@@ -1,0 +1,177 @@
+"""The question whether decodes are right without a mask, asked in captured steps as the engine replays them.
+
+vllm-ascend #12605 found wrong answers in graph mode alone. So the engine's own attention captures a step, and
+replays it with other lengths, pages and numbers of filler rows, in layers with windows and without. Each
+replay is held to the masked call of the same batch, which is made outside of graphs.
+
+Legend: R rows of the captured step, P pages, B tokens a page, H query heads, K key and value heads, D head
+dim, L latent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attention.reference import StaticDecodes
+from devices.ascend_latents import LATENT_ROPE
+from devices.ascend_limits import AscendProduct
+from devices.shapes import AttentionShape, LatentShape
+from doctor.verify.npu.questions import NEAR, Found, Probe, fused, time_us
+from recipes.build.machine import Npu
+
+ROWS, PAGE, POOL, WIDTH = 12, 128, 24, 16  # of a step; tokens a page; pages of a cache, and of a request
+# The keys of each request, by replay: at the edges of pages and between, all longer or shorter than before.
+# Rows without a request are filler, as the engine has it: one key of the null page
+REPLAYS: tuple[tuple[int, ...], ...] = (
+    (1, 2, 127, 128, 129, 300, 700, 64, 5, 256, 257, 31),
+    (2000, 1, 128, 640, 3, 129, 17),
+    (2, 1500),
+    (129, 700, 2048, 699, 513, 512, 511, 385, 384, 383, 257, 1999),
+    (1, 2, 127, 128, 129, 300, 700, 64, 5, 256, 257, 31),
+)
+WINDOWS = (None, 200, None)  # of layers, so that calls with a mask and without are in one graph
+HEADS = ((8, 8), (32, 8), (28, 4), (8, 1))  # query heads over key and value heads; a stand-in has the last
+LATENT = LatentShape(rope_dim=LATENT_ROPE, nope_dim=128, value_dim=128)
+
+
+class Decodes:
+    """A step of decodes over one cache, in every layer of a shape, with a mask or without."""
+
+    def __init__(self, machine: Npu, shape: AttentionShape) -> None:
+        from attention.npu.fused_attention import FusedAttention
+        from attention.npu.latent_attention import FusedLatentAttention
+
+        kind = FusedAttention if shape.latent is None else FusedLatentAttention
+        self.shape, self.device = shape, machine.device
+        self.generator = torch.Generator().manual_seed(shape.num_heads)
+        self.unmasked, self.masked = (
+            kind(shape, machine.device, replace(machine.product, unmasks_decodes=each))
+            for each in (True, False)
+        )
+        for layer in range(len(shape.windows)) if shape.has_sinks else ():
+            sinks = self._drawn(shape.num_heads)
+            self.unmasked.sinks[layer] = self.masked.sinks[layer] = sinks
+        self.caches = [self._cache() for _ in shape.windows]
+        self.queries = [self._drawn(ROWS, shape.num_heads, width) for width in self._query_widths]
+        self.pages = torch.zeros(ROWS, WIDTH, dtype=torch.int32, device=self.device)
+        if shape.latent is not None:
+            self.up = self._projections(machine, shape.latent)
+
+    @property
+    def _query_widths(self) -> tuple[int, ...]:
+        latent = self.shape.latent
+        return (self.shape.head_dim,) if latent is None else (latent.nope_dim, latent.rope_dim)
+
+    def _drawn(self, *sizes: int) -> Tensor:
+        return torch.randn(*sizes, generator=self.generator).to(self.shape.dtype).to(self.device)
+
+    def _cache(self) -> tuple[Tensor, Tensor]:
+        """Keys and values [P, B, K, D]; or latents and the parts of keys beside them."""
+        sizes = POOL, PAGE, self.shape.num_kv_heads
+        latent = self.shape.latent
+        keys = self._drawn(*sizes, self.shape.head_dim)
+        values = self._drawn(*sizes, self.shape.head_dim if latent is None else latent.rope_dim)
+        if self.shape.first_key:  # what stands before it, wherever a request begins
+            keys[:, 0], values[:, 0] = 0, 0
+        return keys, values
+
+    def _projections(self, machine: Npu, latent: LatentShape) -> Any:
+        from models.ops.npu import NpuOps
+
+        heads, width = self.shape.num_heads, self.shape.head_dim
+        keys, values = self._drawn(heads, latent.nope_dim, width), self._drawn(heads, width, latent.value_dim)
+        return NpuOps(machine.product).pack_up(keys / latent.nope_dim**0.5, values / width**0.5)
+
+    def next_batch(self, kv_lens: tuple[int, ...]) -> list[int]:
+        """Write other queries and pages to where captured steps read them; the lengths of all rows."""
+        for each in self.queries:
+            each.copy_(self._drawn(*each.shape))
+        pages = torch.randint(1, POOL, (ROWS, WIDTH), generator=self.generator, dtype=torch.int32)
+        pages[len(kv_lens) :] = 0
+        self.pages.copy_(pages)
+        return [*kv_lens, *[1] * (ROWS - len(kv_lens))]
+
+    def planned(self, attention: Any, kv_lens: list[int] | None = None) -> Any:
+        """The metadata of a step that is captured, or of one that is made at once over these lengths."""
+        rows = torch.zeros(ROWS, dtype=torch.int32, device=self.device)
+        made = attention.plan_static(StaticDecodes(rows, self.pages, rows + 1))
+        if kv_lens is None:
+            return made
+        (part,) = made.parts
+        return replace(made, parts=(replace(part, kv_lens=kv_lens),))
+
+    def attend(self, attention: Any, metadata: Any) -> Tensor:
+        """What the queries read in each layer: [layers, R, H, D]."""
+        found = []
+        for layer, cache in enumerate(self.caches):
+            if self.shape.latent is None:
+                found.append(attention.attend(*self.queries, *cache, metadata, layer))
+            else:
+                found.append(attention.attend_heads(*self.queries, self.up, *cache, metadata, layer))
+        return torch.stack(found)
+
+    def captured(self, attention: Any) -> tuple[Any, Any, Tensor]:
+        """The graph of a step, its metadata and its output."""
+        graph, metadata = torch.npu.NPUGraph(), self.planned(attention)
+        with torch.npu.graph(graph):
+            output = self.attend(attention, metadata)
+        return graph, metadata, output
+
+    def apart(self) -> float:
+        """How far decodes without a mask are from those with one, at once and in replays of one graph."""
+        graph, metadata, output = self.captured(self.unmasked)
+        furthest = 0.0
+        for replay in REPLAYS:
+            kv_lens = self.next_batch(replay)
+            wanted = self.attend(self.masked, self.planned(self.masked, kv_lens))
+            self.unmasked.replay(graph, metadata, kv_lens)
+            for found in (output, self.attend(self.unmasked, self.planned(self.unmasked, kv_lens))):
+                far = (found - wanted)[:, : len(replay)].float().abs().nan_to_num(nan=torch.inf)
+                furthest = max(furthest, float(far.max()))
+        return furthest
+
+    def replay_us(self, machine: Npu, attention: Any) -> float:
+        """Microseconds of a replay."""
+        graph, metadata, _ = self.captured(attention)
+        return time_us(machine, partial(attention.replay, graph, metadata, self.next_batch(REPLAYS[-1])))
+
+
+def unmasks_decodes(machine: Npu) -> Found:
+    """In each type and of each shape that the product takes; of one of them, both ways are timed."""
+    for name, shape in _shapes(machine.product, HEADS[-1:] if machine.asked.virtual else HEADS):
+        furthest = Decodes(machine, shape).apart()
+        if not furthest <= NEAR[shape.dtype]:
+            return False, f"{furthest:.2g} from decodes with a mask: {name}"
+    decodes = Decodes(machine, shape)
+    bare_us, masked_us = (decodes.replay_us(machine, each) for each in (decodes.unmasked, decodes.masked))
+    return True, f"right in graphs; {bare_us:.0f} us a replay without a mask, {masked_us:.0f} us with it"
+
+
+def _shapes(
+    product: AscendProduct, heads_over: Sequence[tuple[int, int]]
+) -> Iterator[tuple[str, AttentionShape]]:
+    """What engines on the product ask for, by the words that name it; the last is an ordinary one."""
+    plain = AttentionShape(8, 8, 128, PAGE, 128**-0.5, product.dtypes[0], WINDOWS)
+    if product.has_latents:
+        whole = replace(plain, num_kv_heads=1, head_dim=512, scale=192**-0.5, windows=(None, None))
+        yield "latents", replace(whole, latent=LATENT)
+    yield "a first key that does not count", replace(plain, windows=(None,), first_key=1)
+    if product.dtypes[0] == torch.bfloat16:
+        yield "attention sinks", replace(plain, num_heads=16, num_kv_heads=2, head_dim=64, has_sinks=True)
+    for dtype in product.dtypes if product.packs_float16 else product.dtypes[:1]:
+        for dim in product.head_dims:
+            for heads, kv_heads in heads_over:
+                sizes = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": dim, "scale": dim**-0.5}
+                name = f"{heads} heads of {dim} over {kv_heads} in {str(dtype).removeprefix('torch.')}"
+                yield name, replace(plain, dtype=dtype, **sizes)
+
+
+MASK_PROBES = (
+    Probe("unmasks_decodes", "are decodes right without a mask, also in graphs?", fused, unmasks_decodes),
+)
