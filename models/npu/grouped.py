@@ -31,14 +31,18 @@ class JoinedLinear:
     beside: dict[str, list[Tensor]] = field(default_factory=dict)  # what else the operator takes with it
 
     def product(self, rows: Tensor, counts: Tensor, **more: Any) -> Tensor:
-        """Of each expert's rows, which follow those of the one before, with its own weight."""
+        """Of each expert's rows, which follow those of the one before, with its own weight.
+
+        One count is its own running sum, and is said to be that: op-plugin's page of 2026-08 takes no list of
+        one count.
+        """
         (made,) = torch_npu.npu_grouped_matmul(
             [rows],
             [self.weight],
             split_item=2,
             group_type=0,
             group_list=counts,
-            group_list_type=1,
+            group_list_type=int(len(counts) > 1),
             **self.beside,
             **more,
         )

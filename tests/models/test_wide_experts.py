@@ -48,36 +48,29 @@ def experts(outputs: int, inputs: int, scale_dtype: torch.dtype) -> list[Filled]
     return found
 
 
-@pytest.mark.npu
-@pytest.mark.skipif(not has_npu(), reason="torch_npu is not installed")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(("inner", "ranks", "is_fused"), WIDTHS)
-def test_experts_of_every_width_compute_what_a_cpu_defines(
-    inner: int, ranks: int, is_fused: bool, dtype: torch.dtype
-) -> None:
-    """Of two steps, which run at once and as replays of one captured step.
+def hold_to_definition(width: int, num_held: int, dtype: torch.dtype) -> None:
+    """Compare two steps, which run at once and as replays of one captured step, with the definition on a CPU.
 
     The bound is that of joined experts in tests/models/test_mixture.py, or, where that is more, half again
     the CPU's own distance from the same definition in float32.
     """
-    width = inner // ranks
     down_scale = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
     gate_ups = experts(2 * width, HIDDEN, torch.float32)
     downs = experts(HIDDEN, width, down_scale)
     npu, attention = operators("npu", "fused", shape(dtype=dtype))
     device = attention.device
     sent = (
-        [Filled(each.weight.to(device), each.scale.to(device)) for each in some[:HELD]]
+        [Filled(each.weight.to(device), each.scale.to(device)) for each in some[:num_held]]
         for some in (gate_ups, downs)
     )
     packed = npu.pack_experts(*sent)
-    assert packed[0].keeps_int32 == is_fused
+    assert packed[0].keeps_int32 == fuses_gate(width)
     config, router = MixtureConfig(EXPERTS, 2, width, True, (True,)), drawn(EXPERTS, HIDDEN, seed=7)
     cpu = Ops()
     alone = [
         [cpu.pack_int8(each.weight, each.scale.float(), None) for each in some] for some in (gate_ups, downs)
     ]
-    made = [lambda rows, pair=pair: cpu.mlp_int8(rows, *pair) for pair in list(zip(*alone))[:HELD]]
+    made = [lambda rows, pair=pair: cpu.mlp_int8(rows, *pair) for pair in list(zip(*alone))[:num_held]]
     steps = [drawn(9, HIDDEN, seed=seed).to(dtype) for seed in (20, 21)]
     given, place = torch.empty_like(steps[0], device=device), router.to(device)
 
@@ -99,3 +92,19 @@ def test_experts_of_every_width_compute_what_a_cpu_defines(
         graph.replay()
         for found in (mixture(), captured):
             assert (found.cpu() - exact).norm() <= allowed
+
+
+@pytest.mark.npu
+@pytest.mark.skipif(not has_npu(), reason="torch_npu is not installed")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("width", sorted({each.values[0] // each.values[1] for each in WIDTHS}))
+def test_experts_of_every_width_compute_what_a_cpu_defines(width: int, dtype: torch.dtype) -> None:
+    hold_to_definition(width, HELD, dtype)
+
+
+@pytest.mark.npu
+@pytest.mark.skipif(not has_npu(), reason="torch_npu is not installed")
+@pytest.mark.parametrize("width", [768, 14336])
+def test_a_rank_may_hold_one_expert(width: int) -> None:
+    """Whose list of counts has one element."""
+    hold_to_definition(width, 1, torch.bfloat16)

@@ -75,7 +75,7 @@ def products(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
     dtype = pick(rng, *HALVES)
     experts, rows, inner, width = rng.integers(1, 20, 4).tolist()
     counts = torch.from_numpy(rng.multinomial(rows, [1 / experts] * experts))
-    by_counts = bool(rng.integers(2))
+    by_counts = bool(rng.integers(2)) and experts > 1
     weight, x = torch.randn(experts, inner, width).to(dtype), torch.randn(rows, inner).to(dtype)
     more: Arguments = {}
     if bool(rng.integers(2)):

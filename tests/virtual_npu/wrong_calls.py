@@ -294,6 +294,12 @@ GROUPED = [
     Wrong("divided", of_experts(group_list=torch.tensor([1, 5])), "group_list", "for 3 experts"),
     Wrong("divided", of_experts(group_list=torch.tensor([1, 0, 5]).int()), "group_list", "int32"),
     Wrong("divided", of_experts(group_list_type=2), "group_list_type", "is 2"),
+    Wrong(
+        "divided",
+        of_experts(weight=[torch.ones(1, 4, 8).half()], group_list=torch.tensor([6])),
+        "group_list_type",
+        "1 of 1",
+    ),
     Wrong("scaled", of_experts(output_dtype=torch.float16), "output_dtype", "given for"),
     Wrong("scaled", in_int8(output_dtype=None), "output_dtype", "None with"),
     Wrong("scaled", in_int8(output_dtype=torch.int32), "scale", "stays in int32"),

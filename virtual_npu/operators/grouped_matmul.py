@@ -211,7 +211,7 @@ def _divided(call: Call) -> Iterator[Breach]:
     listed, num_experts = call["group_list"], call["weight"][0].shape[0]
     if listed is None or listed.dtype != torch.int64 or listed.shape != (num_experts,):
         yield "group_list", "None" if listed is None else f"{shape(listed)} for {num_experts} experts"
-    elif num_experts > MOST_EXPERTS or call["group_list_type"] not in (0, 1):
+    elif num_experts > MOST_EXPERTS or call["group_list_type"] not in ((0, 1) if num_experts > 1 else (0,)):
         yield "group_list_type", f"{call['group_list_type']} of {num_experts}"
 
 
@@ -305,9 +305,10 @@ OPERATORS = (
             ),
             Rule(
                 "divided",
-                f"of experts, group_list is int64 [E], of {MOST_EXPERTS} at most, and group_list_type 0 or 1",
-                SOURCE + ": group_type 0",
-                "pass what npu_moe_init_routing_v2 counted",
+                f"of experts, group_list is int64 [E], of {MOST_EXPERTS} at most, and group_list_type 0 or 1,"
+                " of one expert 0",
+                SOURCE + ": group_type 0, and group_list, whose length with type 1 may not be 1",
+                "pass what npu_moe_init_routing_v2 counted, which of one expert is the running sum, too",
                 _divided,
             ),
             Rule(
