@@ -35,7 +35,17 @@ _UNCHANGED: dict[str, tuple[Any, ...]] = {
     "use_qalora": (None, False),
     "arrow_config": (None,),
     "use_bdlora": (None, False),
+    "kasa_config": (None,),
+    "monteclora_config": (None,),
 }
+# Ways of peft to begin training that leave the base weights as they are. The others take a part out of them
+# first, so that what was trained belongs to weights which the checkpoint does not have.
+_PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
+_CONVERT = (
+    "convert it with peft: model.save_pretrained(FOLDER, path_initial_model_for_weight_conversion=INITIAL),"
+    " where INITIAL holds the adapter as it was before training"
+)
+_MERGE = "merge it with peft: model.merge_and_unload(), and serve the checkpoint that this makes"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +78,7 @@ def look_at(folder: Path, most_rank: int) -> AdapterFiles:
             raise ValueError(
                 f"{folder}: adapters with {name}: {json.dumps(config[name])[:60]} are not computed"
             )
+    _check_start(folder, config.get("init_lora_weights"))
     is_rank = isinstance(rank, int) and not isinstance(rank, bool)
     if not is_rank or not isinstance(alpha, int | float) or not math.isfinite(alpha):
         raise ValueError(f"{folder / CONFIG}: r is {rank!r} and lora_alpha {alpha!r}; both must be numbers")
@@ -79,3 +90,14 @@ def look_at(folder: Path, most_rank: int) -> AdapterFiles:
         while data := file.read(2**20):
             hashed.update(data)
     return AdapterFiles(folder, rank, scale, hashed.hexdigest())
+
+
+def _check_start(folder: Path, start: Any) -> None:
+    """Raise ValueError for an adapter whose training began with a change of the base weights."""
+    if start in _PLAIN_STARTS or (isinstance(start, str) and start.lower() in _PLAIN_STARTS):
+        return
+    fix = _MERGE if start == "loftq" else _CONVERT
+    raise ValueError(
+        f"{folder}: init_lora_weights is {json.dumps(start)[:60]}, with which peft changes the base weights"
+        f" before it trains, so the adapter does not fit the plain ones; {fix}"
+    )

@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from continuous_batching.request import Request, SamplingParams
+from models.adapter_files import look_at
 from models.low_rank import AdapterRooms, LowRank
 from models.ops.reference import Ops
 from recipes.build.engine import BuiltEngine, build
@@ -32,6 +33,8 @@ from tests.models.families import VARIANTS, VOCABULARY, generated, make, wide
 NUM_NEW = 24
 # Fused and split linears, rotary heads in another order, extra norms, biases, experts beside attention
 NAMES = ("llama_biased", "qwen2_yarn", "phi3_part", "glm4", "gemma3_layer_types", "qwen3_moe")
+# Ways to begin that change the base weights, in peft 0.21, and any that a later peft may add
+CHANGING_STARTS = ("pissa", "pissa_niter_16", "olora", "OLoRA", "corda", "loftq", "lora_ga", "unheard_of")
 JOINED = {"phi3_part": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]}
 JOINED["glm4"] = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj"]
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -233,6 +236,10 @@ def test_a_place_holds_nothing_of_what_it_held() -> None:
         ({"peft_type": "IA3"}, 'peft_type: "IA3"'),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
+        ({"kasa_config": {"beta": 1e-4}}, "kasa_config"),
+        *(({"init_lora_weights": start}, f'init_lora_weights is "{start}"') for start in CHANGING_STARTS),
+        ({"init_lora_weights": "pissa_niter_4"}, "path_initial_model_for_weight_conversion=INITIAL"),
+        ({"init_lora_weights": "loftq"}, "merge it with peft: model.merge_and_unload()"),
         ({"r": 9}, "has rank 9, and adapters.rank leaves room for 1 to 8"),
         ({"r": True}, "both must be numbers"),
         ({"lora_alpha": "8"}, "both must be numbers"),
@@ -246,6 +253,45 @@ def test_forms_that_are_not_computed_are_refused(change: dict[str, Any], why: st
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
     with pytest.raises(RecipeError, match=rf"adapters\.folders\.a1: .*{re.escape(why)}"):
         built(path, [tmp_path / "adapter"])
+
+
+@pytest.mark.parametrize("start", ["pissa", "pissa_niter_4", "olora"])
+def test_an_adapter_that_changed_the_base_is_read_once_peft_has_converted_it(
+    start: str, tmp_path: Path
+) -> None:
+    """The refusal names peft's conversion: with it, tokens are those of the weights that peft trained."""
+    model, path = llama(tmp_path)
+    raw, initial, converted = (tmp_path / name for name in ("raw", "initial", "converted"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=ALL, init_lora_weights=start)
+        wrapped = peft.get_peft_model(deepcopy(model), config)
+        wrapped.peft_config["default"].init_lora_weights = True  # as peft's documentation has it
+        wrapped.save_pretrained(initial)
+        wrapped.peft_config["default"].init_lora_weights = start
+        with torch.no_grad():
+            for name, weight in wrapped.named_parameters():
+                if "lora_" in name:
+                    weight.add_(torch.randn(weight.shape) * 0.2)
+        wrapped.save_pretrained(raw)
+        wrapped.save_pretrained(converted, path_initial_model_for_weight_conversion=str(initial))
+        trained = wrapped.merge_and_unload()
+    with pytest.raises(RecipeError, match="path_initial_model_for_weight_conversion"):
+        built(path, [raw])
+    engine = built(path, [converted]).engine
+    prompt = prompts_of(0)[0][0]
+    (request,) = serve(engine, [(prompt, 1)])
+    expected = generated(trained, prompt, NUM_NEW)[0]
+    assert request.answer.tolist() == expected
+    assert expected != generated(model, prompt, NUM_NEW)[0]
+
+
+@pytest.mark.parametrize("start", [False, "gaussian", "eva", "orthogonal", "mica", None])
+def test_a_start_that_leaves_the_base_alone_is_taken(start: Any, tmp_path: Path) -> None:
+    adapted(llama(tmp_path)[0], tmp_path / "adapter", seed=1)
+    file = tmp_path / "adapter" / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"init_lora_weights": start}))
+    assert look_at(tmp_path / "adapter", 8).rank == 4
 
 
 def test_a_form_without_a_name_is_refused(tmp_path: Path) -> None:
