@@ -259,29 +259,17 @@ def ropes_by_layer_type(
         kind = part.get("rope_type", part.get("type"))
         if kind in ("dynamic", "longrope", "su"):
             raise refused(f"{key}.rope_type", kind, "of layers that differ, no angles depend on lengths")
+        if part.get("truncate") not in (None, True):
+            fix = "transformers ignores it where layers differ: it must be true"
+            raise refused(f"{key}.truncate", part["truncate"], fix)
+    if scaling.get("rope_type") is None and scaling.get("type", "default") != "default":
+        fix = "transformers reads rope_type where layers differ, and ignores type: call it rope_type"
+        raise refused("rope_scaling.type", scaling["type"], fix)
     full, local, scaled = parts.values()
     return (
         {"rope_theta": number(hf, "rope_theta", theta), **full, **scaled},
         {"rope_theta": number(hf, "rope_local_base_freq", local_theta), **local},
     )
-
-
-def windows_by_layer_type(hf: Mapping[str, Any]) -> Windows:
-    """Qwen's rule: `layer_types`, or else sliding from layer `max_window_layers` on; off by default."""
-    num_layers = integer(hf, "num_hidden_layers")
-    window = None
-    if boolean(hf, "use_sliding_window", False) and hf.get("sliding_window", 4096) is not None:
-        window = integer(hf, "sliding_window", 4096)
-    types = hf.get("layer_types")
-    if types is None:
-        first = integer(hf, "max_window_layers", 28, least=0)
-        return tuple(window if layer >= first else None for layer in range(num_layers))
-    known = ("full_attention", "sliding_attention")
-    if not isinstance(types, list) or len(types) != num_layers or any(kind not in known for kind in types):
-        raise refused("layer_types", types, f"one of {' or '.join(known)} for each of {num_layers} layers")
-    if window is None and "sliding_attention" in types:
-        raise refused("layer_types", types, "sliding layers need use_sliding_window: true and sliding_window")
-    return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
 def integer(hf: Mapping[str, Any], key: str, default: int | None = None, least: int = 1) -> int:

@@ -35,6 +35,7 @@ HOST_WING = [
     "models/config.py",
     "models/huggingface.py",
     "models/huggingface_parts.py",
+    "models/huggingface_windows.py",
     "models/latent_config.py",
     "models/mixture_config.py",
     "models/quantization.py",

@@ -12,6 +12,7 @@ from models.checkpoint import tensor_names
 from models.config import DecoderConfig, DType
 from models.eagle3 import Eagle3Config
 from models.file_bounds import check_regular, is_there
+from models.huggingface_windows import check_attended
 from models.int4 import check_groups, kept_int4
 from models.mtp import MtpConfig, mtp_config
 from models.placement import read as read_placement
@@ -175,6 +176,7 @@ def decoder_config(hf: Mapping[str, Any]) -> DecoderConfig:
     if not isinstance(family, str) or family not in FAMILIES:
         raise ValueError(f"the model's family is {shown(family)}; supported are {', '.join(FAMILIES)}")
     config = FAMILIES[family](hf)
+    check_attended(hf, config.windows)
     for token in config.eos_token_ids:
         if not 0 <= token < config.vocab_size:
             raise ValueError(

@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from models.config import DecoderConfig
-from models.huggingface import boolean, decoder_config, integer, number, refused, windows_by_layer_type
+from models.huggingface import boolean, decoder_config, integer, number, refused
+from models.huggingface_windows import windows_by_layer_type
 from recipes.gemma3.model import NORMS
 
 DEFAULTS = {
@@ -24,8 +25,6 @@ CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 def config(hf: Mapping[str, Any]) -> DecoderConfig:
     """`hf` is a parsed config.json. Every other layer has a window, from the first on."""
     hf = {**DEFAULTS, **CAPS, **hf}
-    if hf.get("use_bidirectional_attention"):
-        raise refused("use_bidirectional_attention", True, "no published Gemma 2 has it: leave it out")
     if (act := hf.get("hidden_activation") or "gelu_pytorch_tanh") != "gelu_pytorch_tanh":
         raise refused("hidden_activation", act, "it must be gelu_pytorch_tanh")
     hf["hidden_act"] = "silu"  # which older files say beside it, and transformers does not read

@@ -14,8 +14,8 @@ from models.huggingface import (
     refused,
     rope_config,
     ropes_by_layer_type,
-    windows_by_layer_type,
 )
+from models.huggingface_windows import windows_by_layer_type
 
 DEFAULTS = {
     "max_position_embeddings": 131072,
@@ -25,7 +25,7 @@ DEFAULTS = {
     "tie_word_embeddings": True,
     "use_sliding_window": True,
 }
-UNUSED = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
+UNUSED = ("attn_logit_softcapping", "final_logit_softcapping")
 NORMS = tuple(
     f"{place}_layernorm" for place in ("input", "pre_feedforward", "post_attention", "post_feedforward")
 )
@@ -35,7 +35,7 @@ def config(hf: Mapping[str, Any]) -> DecoderConfig:
     """`hf` is a parsed config.json. Layers with a window have a rotary embedding of their own."""
     hf = {**DEFAULTS, **hf}
     for key in UNUSED:
-        if hf.get(key):
+        if hf.get(key) is not None:
             raise refused(key, hf[key], "no published Gemma 3 has it: leave it out")
     if (act := hf.get("hidden_activation", "gelu_pytorch_tanh")) != "gelu_pytorch_tanh":
         raise refused("hidden_activation", act, "it must be gelu_pytorch_tanh")

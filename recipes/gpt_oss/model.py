@@ -7,8 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from models.config import DecoderConfig
-from models.huggingface import boolean, decoder_config, integer, number, refused, windows_by_layer_type
+from models.huggingface import boolean, decoder_config, integer, number, refused
 from models.huggingface_parts import experts
+from models.huggingface_windows import windows_by_layer_type
 from models.mixture_config import MixtureConfig
 from models.stacked_experts import BLOCK
 

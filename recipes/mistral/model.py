@@ -7,7 +7,7 @@ from typing import Any
 
 from models.config import DecoderConfig
 from models.huggingface import decoder_config, integer
-from models.shown import shown
+from models.huggingface_windows import windows_of_types
 
 DEFAULTS = {
     "max_position_embeddings": 131072,
@@ -18,13 +18,12 @@ DEFAULTS = {
 
 
 def config(hf: Mapping[str, Any]) -> DecoderConfig:
-    """`hf` is a parsed config.json. The sliding window, unless null, holds in every layer."""
+    """`hf` is a parsed config.json. The sliding window, unless null, holds in every layer, or in those that
+    `layer_types` names: transformers reads a Mistral that has this key as a Ministral.
+    """
     hf = {**DEFAULTS, **hf}
     window = None if hf["sliding_window"] is None else integer(hf, "sliding_window")
-    types = hf.get("layer_types") or []
-    if not isinstance(types, list) or any(each != types[0] for each in types):
-        raise ValueError(
-            f"the model's configuration has layer_types: {shown(types)}; "
-            "a mistral has one window for all layers: leave layer_types out"
-        )
-    return decoder_config(hf, "mistral", windows=(window,) * integer(hf, "num_hidden_layers"))
+    windows = (window,) * integer(hf, "num_hidden_layers")
+    if hf.get("layer_types") is not None:
+        windows = windows_of_types(hf, window, "sliding layers need a sliding_window")
+    return decoder_config(hf, "mistral", windows=windows)

@@ -18,7 +18,21 @@ DEFAULTS = {
 
 def config(hf: Mapping[str, Any]) -> DecoderConfig:
     """`hf` is a parsed config.json. As Llama, its linears stored joined, with one window for all layers."""
-    hf = {**DEFAULTS, **hf}
+    hf = {**DEFAULTS, **hf} | _renamed_ropes(hf)
     window = None if hf.get("sliding_window") is None else integer(hf, "sliding_window")
     windows = (window,) * integer(hf, "num_hidden_layers")
     return decoder_config(hf, "phi3", windows=windows, turned=1.0, stored_joined=(QKV, GATE_UP))
+
+
+def _renamed_ropes(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the rotary embeddings of `hf` that files of the first Phi-3 call `su` or `yarn`, as `longrope`.
+
+    A Phi-3 was never stretched by YaRN: whatever they are called, its factors are LongRoPE's two lists.
+    """
+    keys = ("rope_scaling", "rope_parameters")
+    ropes = {key: hf[key] for key in keys if isinstance(hf.get(key), Mapping)}
+    return {
+        key: {**rope, "rope_type": "longrope"}
+        for key, rope in ropes.items()
+        if rope.get("rope_type", rope.get("type")) in ("su", "yarn")
+    }

@@ -8,6 +8,7 @@ from typing import Any
 from models.config import DecoderConfig
 from models.huggingface import boolean, decoder_config, integer, refused
 from models.huggingface_parts import sparse_layers
+from models.huggingface_windows import FULL, SLIDING, switched_window, windows_by_layer_type
 from models.mixture_config import MixtureConfig
 
 DEFAULTS = {
@@ -23,8 +24,6 @@ DEFAULTS = {
 def config(hf: Mapping[str, Any]) -> DecoderConfig:
     """`hf` is a parsed config.json. As Qwen2, with experts, and one that computes every token by its gate."""
     hf = {**DEFAULTS, **hf}
-    if boolean(hf, "use_sliding_window", False):
-        raise refused("use_sliding_window", True, "no published checkpoint has it: it must be false")
     num_experts, num_chosen = integer(hf, "num_experts"), integer(hf, "num_experts_per_tok")
     if num_chosen > num_experts:
         raise refused("num_experts_per_tok", num_chosen, f"there are {num_experts} experts")
@@ -38,6 +37,12 @@ def config(hf: Mapping[str, Any]) -> DecoderConfig:
         shared_block="shared_expert",
         has_shared_gate=True,
     )
-    windows = (None,) * integer(hf, "num_hidden_layers")
-    bias = boolean(hf, "qkv_bias", True)
+    if hf.get("layer_types") is None:  # Qwen2's `max_window_layers` counts from the other end
+        first_full = integer(hf, "max_window_layers", 28, least=0)
+        slides = switched_window(hf) is not None
+        layers = range(integer(hf, "num_hidden_layers"))
+        hf["layer_types"] = [
+            SLIDING if slides and layer % 2 == 0 and layer < first_full else FULL for layer in layers
+        ]
+    bias, windows = boolean(hf, "qkv_bias", True), windows_by_layer_type(hf)
     return decoder_config(hf, "qwen2_moe", windows=windows, attention_bias=bias, mixture=mixture)

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from models.config import DecoderConfig
-from models.huggingface import boolean, decoder_config, windows_by_layer_type
+from models.huggingface import boolean, decoder_config
+from models.huggingface_windows import windows_by_layer_type
 
 DEFAULTS = {"max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128}
 

@@ -8,6 +8,7 @@ from typing import Any
 from models.config import DecoderConfig
 from models.huggingface import boolean, decoder_config, integer
 from models.huggingface_parts import experts, sparse_layers
+from models.huggingface_windows import switched_window
 from models.mixture_config import MixtureConfig
 
 DEFAULTS = {
@@ -27,9 +28,6 @@ def config(hf: Mapping[str, Any]) -> DecoderConfig:
     if hf.get("num_experts") is None and hf.get("num_local_experts") is None:
         hf["num_experts"] = 128
     num_layers, bias = integer(hf, "num_hidden_layers"), boolean(hf, "attention_bias", False)
-    window = None
-    if boolean(hf, "use_sliding_window", False) and hf.get("sliding_window", 4096) is not None:
-        window = integer(hf, "sliding_window", 4096)
     num_experts, num_chosen = experts(hf)
     mixture = MixtureConfig(
         num_experts=num_experts,
@@ -41,7 +39,7 @@ def config(hf: Mapping[str, Any]) -> DecoderConfig:
     return decoder_config(
         hf,
         "qwen3_moe",
-        windows=(window,) * num_layers,
+        windows=(switched_window(hf),) * num_layers,
         attention_bias=bias,
         output_bias=bias,
         qk_norm=True,

@@ -114,15 +114,15 @@ def _fill(model: Any, seed: int, norm: float) -> None:
 def _spell_old(path: Path) -> None:
     """config.json as it was written before transformers 5."""
     config = json.loads(path.read_text())
-    rope = config.pop("rope_parameters")
+    rope, spelling = config.pop("rope_parameters"), "type"
     if "sliding_attention" in rope:
         config["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
-        rope = rope["full_attention"]
+        rope, spelling = rope["full_attention"], "rope_type"
     config["rope_theta"] = rope.pop("rope_theta")
     if "partial_rotary_factor" in rope:
         config["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
     kind = rope.pop("rope_type")
-    config["rope_scaling"] = None if kind == "default" else {"type": kind, **rope}
+    config["rope_scaling"] = None if kind == "default" else {spelling: kind, **rope}
     config["torch_dtype"] = config.pop("dtype")
     config.pop("layer_types", None)
     path.write_text(json.dumps(config))

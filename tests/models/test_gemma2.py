@@ -67,7 +67,6 @@ def test_fused_attention_of_an_npu_is_refused_by_the_cap_of_scores() -> None:
     [
         ({"attn_logit_softcapping": 0}, "attn_logit_softcapping: 0; it must be more than 0, or null"),
         ({"final_logit_softcapping": "x"}, "final_logit_softcapping: 'x'; it must be a number"),
-        ({"use_bidirectional_attention": True}, "use_bidirectional_attention: True; no published Gemma 2"),
         ({"hidden_activation": "gelu"}, "hidden_activation: 'gelu'; it must be gelu_pytorch_tanh"),
         ({"layer_types": ["full_attention"]}, "for each of 42 layers"),
     ],

@@ -119,7 +119,7 @@ def test_geglu_is_the_tanh_form_of_gelu(tmp_path: Path) -> None:
     [
         ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping: 50.0; no published Gemma 3"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping: 30.0; no published Gemma 3"),
-        ({"use_bidirectional_attention": True}, "use_bidirectional_attention: True; no published"),
+        ({"final_logit_softcapping": 0.0}, "final_logit_softcapping: 0.0; no published Gemma 3"),
         ({"hidden_activation": "gelu"}, "hidden_activation: 'gelu'; it must be gelu_pytorch_tanh"),
         ({"query_pre_attn_scalar": 0}, "query_pre_attn_scalar: 0; it must be an integer from 1"),
         ({"sliding_window": None}, "sliding layers need use_sliding_window: true and sliding_window"),
@@ -130,7 +130,13 @@ def test_geglu_is_the_tanh_form_of_gelu(tmp_path: Path) -> None:
             {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
             "rope_scaling.rope_type: 'dynamic'; of layers",
         ),
-        ({"rope_scaling": {"type": "abf"}}, "rope_type: 'abf'; supported are default"),
+        ({"rope_scaling": {"rope_type": "abf"}}, "rope_type: 'abf'; supported are default"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "scaling.type: 'linear'; .* call it rope_type"),
+        ({"rope_scaling": {"rope_type": "yarn", "truncate": False}}, "scaling.truncate: False; .* be true"),
+        (
+            {"rope_parameters": {"sliding_attention": {"truncate": False}}},
+            "attention.truncate: False; .* true",
+        ),
         ({"rope_parameters": {"sliding_attention": {"rope_type": "longrope"}}}, "'longrope'; of layers"),
     ],
 )

@@ -167,10 +167,6 @@ def test_windows_by_layer() -> None:
         ),
         (QWEN | {"layer_types": ["full_attention"]}, "for each of 2 layers"),
         (QWEN | {"layer_types": ["full_attention", "linear"]}, "full_attention or sliding_attention"),
-        (
-            QWEN | {"model_type": "mistral", "layer_types": ["sliding_attention", "full_attention"]},
-            "a mistral has one window",
-        ),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_its_key(changes: dict[str, Any], words: str) -> None:

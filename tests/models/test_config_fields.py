@@ -1,0 +1,131 @@
+"""Fields of config.json that change what transformers computes are honoured, or refused by their names."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from recipes.build.families import FAMILIES, decoder_config, read
+from tests.models.families import VARIANTS, VOCABULARY, Variant, expected_logprobs, make
+from tests.models.test_decoder import make_decoder, run_in_chunks
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+OF_FAMILY = {each.family: each for each in reversed(VARIANTS)}  # the first of each
+PROMPT = np.random.default_rng(7).integers(0, VOCABULARY, 96).tolist()
+FACTORS = {"short_factor": [1.0, 1.1, 1.4, 2.0, 2.1, 2.3], "long_factor": [1.1, 2.9, 4.5, 7.5, 8.0, 9.0]}
+PHI3_ROPE = {"type": "yarn", **FACTORS}
+
+
+def changed(variant: Variant, changes: dict[str, Any], root: Path) -> Path:
+    """A checkpoint of the variant whose config.json has `changes`."""
+    path = make(variant, root)[1]
+    hf = json.loads((path / "config.json").read_text()) | changes
+    (path / "config.json").write_text(json.dumps(hf))
+    return path
+
+
+def theirs(path: Path) -> torch.Tensor:
+    """What transformers' own choice of classes says of the prompt."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager"
+    )
+    return expected_logprobs(model.eval(), PROMPT)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("mistral", {"layer_types": [FULL] * 3, "sliding_window": 17}),
+        ("mistral", {"layer_types": [SLIDING, FULL, SLIDING], "sliding_window": 17}),
+        ("mistral", {"layer_types": [FULL, FULL, SLIDING], "sliding_window": 5}),
+        ("mistral", {"layer_types": [SLIDING] * 3, "sliding_window": 9}),
+        ("mistral", {"layer_types": None, "sliding_window": 9}),
+        ("qwen2_moe", {"layer_types": [FULL] * 3, "sliding_window": 9, "use_sliding_window": True}),
+        (
+            "qwen2_moe",
+            {"layer_types": [FULL, SLIDING, FULL], "sliding_window": 9, "use_sliding_window": True},
+        ),
+        ("qwen2_moe", {"sliding_window": 9, "use_sliding_window": True}),
+        ("qwen2_moe", {"sliding_window": 9, "use_sliding_window": True, "max_window_layers": 2}),
+        ("qwen2_moe", {"sliding_window": 9, "use_sliding_window": True, "max_window_layers": 0}),
+        ("phi3", {"rope_parameters": PHI3_ROPE, "original_max_position_embeddings": 40}),
+        ("phi3", {"rope_scaling": PHI3_ROPE, "original_max_position_embeddings": 40}),
+        ("phi3", {"rope_scaling": PHI3_ROPE, "original_max_position_embeddings": 200}),
+        (
+            "phi3",
+            {
+                "rope_scaling": PHI3_ROPE | {"type": "su", "original_max_position_embeddings": 40},
+                "original_max_position_embeddings": 40,
+            },
+        ),
+        ("phi3", {"rope_scaling": PHI3_ROPE | {"factor": 4.0}, "original_max_position_embeddings": 40}),
+    ],
+    ids=str,
+)
+def test_a_field_means_what_it_means_to_transformers(
+    family: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    path = changed(replace(OF_FAMILY[family], old=False), changes, tmp_path)
+    seen = run_in_chunks(make_decoder(path, "float32", 32, ("cpu", "reference")), [PROMPT], seed=3)
+    expected = theirs(path)
+    for (_, position), logprobs in seen.items():
+        torch.testing.assert_close(logprobs, expected[position], rtol=0, atol=1e-4)
+    assert (0, len(PROMPT) - 1) in seen
+
+
+BIDIRECTIONAL = "attends to both sides, and this engine computes causal attention: use a causal checkpoint"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_attention_to_both_sides_is_refused_for_every_family(family: str, tmp_path: Path) -> None:
+    hf = read(make(OF_FAMILY["deepseek_v3" if family == "kimi_k2" else family], tmp_path)[1])
+    hf["model_type"] = family
+    assert decoder_config(hf | {"is_causal": True}) == decoder_config(hf)
+    for value in (False, None, 0):  # all of which transformers takes for false
+        with pytest.raises(ValueError, match=f"is_causal: {value}; such a model, .*{BIDIRECTIONAL}"):
+            decoder_config(hf | {"is_causal": value})
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3_text"])
+def test_gemmas_that_attend_to_both_sides_are_refused(family: str, tmp_path: Path) -> None:
+    hf = read(make(OF_FAMILY[family], tmp_path)[1])
+    with pytest.raises(ValueError, match=f"use_bidirectional_attention: True; .*{BIDIRECTIONAL}"):
+        decoder_config(hf | {"use_bidirectional_attention": True})
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "words"),
+    [
+        (
+            "llama",
+            {"layer_types": [FULL, SLIDING, FULL], "sliding_window": 9},
+            "by its other keys: remove it",
+        ),
+        ("glm4", {"layer_types": [SLIDING] * 3, "sliding_window": 9}, "by its other keys: remove it"),
+        ("mixtral", {"layer_types": [FULL] * 3, "sliding_window": 9}, "by its other keys: remove it"),
+        ("mistral", {"layer_types": [SLIDING] * 3, "sliding_window": None}, "layers need a sliding_window"),
+        ("mistral", {"layer_types": [FULL]}, "for each of 3 layers"),
+        ("mistral", {"layer_types": ["chunked_attention"] * 3}, "full_attention or sliding_attention"),
+        ("qwen2_moe", {"layer_types": [SLIDING, FULL, FULL], "sliding_window": 9}, "need use_sliding_window"),
+    ],
+    ids=str,
+)
+def test_layer_types_that_cannot_be_honoured_are_refused(
+    family: str, changes: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    hf = read(make(OF_FAMILY[family], tmp_path)[1])
+    with pytest.raises(ValueError, match=f"layer_types: .*{words}"):
+        decoder_config(hf | changes)
+
+
+def test_one_configuration_holds_for_all_layers(tmp_path: Path) -> None:
+    hf = read(make(OF_FAMILY["llama"], tmp_path)[1])
+    with pytest.raises(ValueError, match=r"per_layer_config: .*: remove it"):
+        decoder_config(hf | {"per_layer_config": {"1": {"num_key_value_heads": 1}}})
