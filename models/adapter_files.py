@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,6 @@ _UNCHANGED: dict[str, tuple[Any, ...]] = {
     "trainable_token_indices": (None,),
     "layer_replication": (None,),
     "megatron_config": (None,),
-    "rank_pattern": (None, {}),
-    "alpha_pattern": (None, {}),
     "target_parameters": (None, []),
     "alora_invocation_tokens": (None,),
     "use_qalora": (None, False),
@@ -54,8 +53,20 @@ class AdapterFiles:
 
     folder: Path
     rank: int
-    scale: float  # of what it adds
+    alpha: float
+    is_root_scaled: bool  # whether what it adds is scaled by alpha / sqrt(rank), not alpha / rank
+    ranks: dict[str, int]  # of linears whose rank is another, by the ends of their names
+    alphas: dict[str, float]
     digest: str  # of its files: of equal ones, what it makes of a prompt is equal
+
+    def rank_of(self, linear: str) -> int:
+        """Return the rank of a linear, whose name is that of a checkpoint."""
+        return _by_name(self.ranks, linear, self.rank)
+
+    def scale_of(self, linear: str) -> float:
+        """Return the factor of what the adapter adds to a linear."""
+        rank = self.rank_of(linear)
+        return _by_name(self.alphas, linear, self.alpha) / (math.sqrt(rank) if self.is_root_scaled else rank)
 
 
 def look_at(folder: Path, most_rank: int) -> AdapterFiles:
@@ -79,17 +90,53 @@ def look_at(folder: Path, most_rank: int) -> AdapterFiles:
                 f"{folder}: adapters with {name}: {json.dumps(config[name])[:60]} are not computed"
             )
     _check_start(folder, config.get("init_lora_weights"))
+    ranks, alphas = (_pattern(folder, config, name) for name in ("rank_pattern", "alpha_pattern"))
+    of_ranks, of_alphas = (
+        ((each, alpha) for each in ranks.values()),
+        ((rank, each) for each in alphas.values()),
+    )
+    for numbers in ((rank, alpha), *of_ranks, *of_alphas):
+        _check_numbers(folder, *numbers, most_rank)
+    hashed = hashlib.sha256(text)
+    with (folder / WEIGHTS).open("rb") as file:
+        while data := file.read(2**20):
+            hashed.update(data)
+    is_root_scaled = bool(config.get("use_rslora"))
+    return AdapterFiles(folder, rank, alpha, is_root_scaled, ranks, alphas, hashed.hexdigest())
+
+
+def _check_numbers(folder: Path, rank: Any, alpha: Any, most_rank: int) -> None:
     is_rank = isinstance(rank, int) and not isinstance(rank, bool)
     if not is_rank or not isinstance(alpha, int | float) or not math.isfinite(alpha):
         raise ValueError(f"{folder / CONFIG}: r is {rank!r} and lora_alpha {alpha!r}; both must be numbers")
     if not 1 <= rank <= most_rank:
         raise ValueError(f"{folder} has rank {rank}, and adapters.rank leaves room for 1 to {most_rank}")
-    scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-    hashed = hashlib.sha256(text)
-    with (folder / WEIGHTS).open("rb") as file:
-        while data := file.read(2**20):
-            hashed.update(data)
-    return AdapterFiles(folder, rank, scale, hashed.hexdigest())
+
+
+def _pattern(folder: Path, config: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return what `rank_pattern` or `alpha_pattern` says of linears, by the ends of their names.
+
+    peft takes the names for regular expressions. Those that are more than a name are refused: an expression
+    from a file that a server was handed may take it hours.
+    """
+    pattern = config.get(name) or {}
+    if not isinstance(pattern, dict):
+        raise ValueError(f"{folder}: {name} is {json.dumps(pattern)[:60]}; it must map linears to numbers")
+    for key in pattern:
+        if not re.fullmatch(r"\^?[\w.]+", key):
+            raise ValueError(
+                f"{folder}: {name} has the expression {json.dumps(key)[:60]}; name its linears one by one, as"
+                " in model.layers.0.self_attn.q_proj or q_proj"
+            )
+    return pattern
+
+
+def _by_name(pattern: dict[str, Any], linear: str, default: Any) -> Any:
+    """Return the value of the first name that fits, as peft chooses it; after `^`, it is the whole name."""
+    for name, value in pattern.items():
+        if f"^{linear}" == name or f".{linear}".endswith(f".{name}"):
+            return value
+    return default
 
 
 def _check_start(folder: Path, start: Any) -> None:

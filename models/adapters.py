@@ -74,10 +74,10 @@ class Adapters:
             room = self._rooms[at]
             names = self._parts(stored)  # of which a joined linear has the rows in this order
             first = sum(self._sizes[name][1] for name in names[: names.index(room.name)])
-            a, b = (self._read(files, opened, each) for each in (down, up))
+            a, b = (self._read(files, opened, each, files.scale_of(stored)) for each in (down, up))
             b = b[first : first + self._sizes[room.name][1]][room.outputs]
             b = b if room.order is None else b[room.order]
-            parts[at] = a[:, room.inputs], b * files.scale
+            parts[at] = a[:, room.inputs], b * files.scale_of(stored)
         return parts
 
     def put(self, number: int, parts: Parts) -> None:
@@ -85,9 +85,9 @@ class Adapters:
         for at, room in enumerate(self._rooms):
             room.low_rank.put(number, room.index, *parts.get(at, NOTHING))
 
-    def _read(self, files: AdapterFiles, opened: Any, name: str) -> Tensor:
+    def _read(self, files: AdapterFiles, opened: Any, name: str, scale: float) -> Tensor:
         tensor = opened.get_tensor(name).float()
-        check_finite(files.folder / WEIGHTS, name, tensor * max(1.0, abs(files.scale)), self._dtype)
+        check_finite(files.folder / WEIGHTS, name, tensor * max(1.0, abs(scale)), self._dtype)
         return tensor
 
     def _found(self, files: AdapterFiles, opened: Any) -> dict[int, tuple[str, str, str]]:
@@ -109,7 +109,8 @@ class Adapters:
         for stored, pair in pairs.items():
             parts = self._parts(stored)
             outputs = sum(self._sizes[part][1] for part in parts)
-            shapes = {"A": [files.rank, self._sizes[parts[0]][0]], "B": [outputs, files.rank]}
+            rank = files.rank_of(stored)
+            shapes = {"A": [rank, self._sizes[parts[0]][0]], "B": [outputs, rank]}
             given = {which: opened.get_slice(name).get_shape() for which, name in pair.items()}
             if given != shapes:
                 raise ValueError(f"{files.folder}: {stored} has {given}, and this model needs {shapes}")

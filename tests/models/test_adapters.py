@@ -100,6 +100,13 @@ def test_tokens_are_those_of_merged_weights(name: str, tmp_path: Path) -> None:
         {"target_modules": modules},
         {"target_modules": [modules[0], modules[-1]], "r": 8, "lora_alpha": 4, "use_rslora": True},
         {"target_modules": modules[1:], "r": 1, "layers_to_transform": [1]},
+        {
+            "target_modules": modules,
+            "use_rslora": name == "glm4",
+            # The first name that fits counts, and "proj" fits none: names end after a dot
+            "rank_pattern": {f"model.layers.1.self_attn.{modules[0]}": 7, modules[0]: 2, "proj": 1},
+            "alpha_pattern": {f"^model.layers.0.self_attn.{modules[0]}": 3, modules[-1]: 16.5},
+        },
     ]
     folders = [tmp_path / f"adapter{number}" for number in range(len(ways))]
     models = [model, *(adapted(model, at, seed, **way) for seed, (at, way) in enumerate(zip(folders, ways)))]
@@ -235,7 +242,15 @@ def test_a_place_holds_nothing_of_what_it_held() -> None:
         ({"bias": "all"}, 'bias: "all"'),
         ({"peft_type": "IA3"}, 'peft_type: "IA3"'),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
-        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
+        (
+            {"rank_pattern": {"(q|k)_proj": 2}},
+            'rank_pattern has the expression "(q|k)_proj"; name its linears',
+        ),
+        ({"rank_pattern": ["q_proj"]}, "it must map linears to numbers"),
+        ({"rank_pattern": {"q_proj": 9}}, "has rank 9, and adapters.rank leaves room for 1 to 8"),
+        ({"rank_pattern": {"q_proj": "2"}}, "both must be numbers"),
+        ({"alpha_pattern": {"q_proj": None}}, "both must be numbers"),
+        ({"rank_pattern": {"q_proj": 2}}, "and this model needs"),
         ({"kasa_config": {"beta": 1e-4}}, "kasa_config"),
         *(({"init_lora_weights": start}, f'init_lora_weights is "{start}"') for start in CHANGING_STARTS),
         ({"init_lora_weights": "pissa_niter_4"}, "path_initial_model_for_weight_conversion=INITIAL"),

@@ -79,7 +79,7 @@ ADAPTER_FAULTS = (
     Fault(
         "square_root_forgotten",
         FILES,
-        'math.sqrt(rank) if config.get("use_rslora") else rank',
+        "math.sqrt(rank) if self.is_root_scaled else rank",
         "rank",
         "rank-stabilised adapters add too little",
     ),
