@@ -29,7 +29,7 @@ YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_po
 def config(hf: Mapping[str, Any]) -> DecoderConfig:
     """`hf` is a parsed config.json. Every other layer has a window, from the first on; all have experts."""
     hf = {**DEFAULTS, **hf}
-    if not hf.get("rope_scaling") and not hf.get("rope_parameters"):
+    if not hf.get("rope_scaling") and hf.get("rope_parameters") is None:  # an empty mapping means no YaRN
         hf["rope_parameters"] = YARN
     if hf.get("num_experts") is None and hf.get("num_local_experts") is None:
         hf["num_local_experts"] = 128

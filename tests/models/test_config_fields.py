@@ -66,6 +66,9 @@ def theirs(path: Path) -> torch.Tensor:
             },
         ),
         ("phi3", {"rope_scaling": PHI3_ROPE | {"factor": 4.0}, "original_max_position_embeddings": 40}),
+        ("gpt_oss", {"rope_scaling": None, "rope_parameters": {}}),
+        ("gpt_oss", {"rope_scaling": None, "rope_parameters": None}),
+        ("gpt_oss", {"rope_scaling": {}}),
     ],
     ids=str,
 )
