@@ -177,12 +177,16 @@ def decoder_config(hf: Mapping[str, Any]) -> DecoderConfig:
         raise ValueError(f"the model's family is {shown(family)}; supported are {', '.join(FAMILIES)}")
     config = FAMILIES[family](hf)
     check_attended(hf, config.windows)
-    for token in config.eos_token_ids:
-        if not 0 <= token < config.vocab_size:
-            raise ValueError(
-                f"the model's configuration has eos_token_id: {shown(token)}; its vocabulary goes from 0 to"
-                f" {config.vocab_size - 1}"
-            )
+    outside = [token for token in config.eos_token_ids if not 0 <= token < config.vocab_size]
+    if outside and hf.get("eos_token_id") is None:  # the family's own, which a smaller vocabulary lacks
+        return replace(
+            config, eos_token_ids=tuple(each for each in config.eos_token_ids if each not in outside)
+        )
+    if outside:
+        raise ValueError(
+            f"the model's configuration has eos_token_id: {shown(outside[0])}; its vocabulary goes from 0 to"
+            f" {config.vocab_size - 1}"
+        )
     return config
 
 

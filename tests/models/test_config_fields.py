@@ -132,3 +132,13 @@ def test_one_configuration_holds_for_all_layers(tmp_path: Path) -> None:
     hf = read(make(OF_FAMILY["llama"], tmp_path)[1])
     with pytest.raises(ValueError, match=r"per_layer_config: .*: remove it"):
         decoder_config(hf | {"per_layer_config": {"1": {"num_key_value_heads": 1}}})
+
+
+def test_a_familys_own_end_token_beyond_a_small_vocabulary_ends_nothing() -> None:
+    """As in transformers. A file that names such a token itself is refused."""
+    hf = {"model_type": "phi3", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1}
+    hf |= {"intermediate_size": 96, "num_key_value_heads": 2, "max_position_embeddings": 128}
+    assert decoder_config(hf | {"vocab_size": 331}).eos_token_ids == ()
+    assert decoder_config(hf | {"vocab_size": 32064}).eos_token_ids == (32000,)
+    with pytest.raises(ValueError, match="has eos_token_id: 32000; its vocabulary goes from 0 to 330"):
+        decoder_config(hf | {"vocab_size": 331, "eos_token_id": 32000})
