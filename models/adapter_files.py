@@ -134,7 +134,8 @@ def _pattern(folder: Path, config: dict[str, Any], name: str) -> dict[str, Any]:
 def _by_name(pattern: dict[str, Any], linear: str, default: Any) -> Any:
     """Return the value of the first name that fits, as peft chooses it; after `^`, it is the whole name."""
     for name, value in pattern.items():
-        if f"^{linear}" == name or f".{linear}".endswith(f".{name}"):
+        # As in peft a name is a regular expression, here of letters and of dots, which stand for any letter
+        if re.match(rf"(?:.*\.)?({name})$", linear):
             return value
     return default
 

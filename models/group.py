@@ -29,6 +29,7 @@ _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_
 HCCL_RANGES_S = {"HCCL_EXEC_TIMEOUT": (1, 17340), "HCCL_CONNECT_TIMEOUT": (120, 7200)}
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")  # of a machine, also in its containers
+_TOLD_HCCL = "CONTINUOUS_BATCHING_TOLD_HCCL"  # names those of its variables that no user has set
 HCCL_FIRST_S = 10.0  # torch_npu's watchdog lets HCCL say first, and in its log, what it waits for
 
 log = logging.getLogger(__name__)
@@ -259,13 +260,18 @@ def hccl_timeouts(timeout_s: float) -> dict[str, str]:
 
 def tell_hccl(timeout_s: float) -> float:
     """Tell HCCL how long to wait, where its user has not; return how long its collectives wait then."""
+    ours = os.environ.get(_TOLD_HCCL, "").split()  # by an earlier engine of this process, or its parent
     for name, seconds in hccl_timeouts(timeout_s).items():
-        said = os.environ.setdefault(name, seconds)
-        if said.isdecimal() and int(said) < int(seconds):
+        said = os.environ.get(name)
+        if said is None or name in ours:
+            os.environ[name] = seconds
+            ours = [*ours, name]
+        elif said.isdecimal() and 0 < int(said) < int(seconds):  # 0: without a limit
             log.warning(
                 "%s=%s stays: ranks that start further apart than that end, though parallel.start_timeout_s"
                 " allows %s s; unset it to let the recipe say",
                 *(name, said, seconds),
             )
+    os.environ[_TOLD_HCCL] = " ".join(sorted(set(ours)))
     said = os.environ["HCCL_EXEC_TIMEOUT"]
     return float(said) if said.isdecimal() else 0.0

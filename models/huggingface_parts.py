@@ -69,8 +69,9 @@ def latent_config(hf: Mapping[str, Any]) -> LatentConfig:
     """Latent attention, as DeepSeek's files describe it."""
     if boolean(hf, "attention_bias", False):
         raise refused("attention_bias", True, "latent attention is supported without it")
-    if not boolean(hf, "rope_interleave", True):
-        raise refused("rope_interleave", False, "pairs must lie side by side: it must be true")
+    interleaves = hf.get("rope_interleave", True)
+    if interleaves is None or not boolean(hf, "rope_interleave", True):  # transformers takes null for false
+        raise refused("rope_interleave", interleaves, "pairs must lie side by side: it must be true")
     nope_dim, rope_dim = integer(hf, "qk_nope_head_dim"), integer(hf, "qk_rope_head_dim")
     if rope_dim % 2:
         raise refused("qk_rope_head_dim", rope_dim, "the rotary embedding turns pairs: it must be even")

@@ -46,7 +46,7 @@ def windows_of_types(hf: Mapping[str, Any], window: int | None, fix: str) -> Win
     return tuple(window if kind == SLIDING else None for kind in types)
 
 
-def check_attended(hf: Mapping[str, Any], windows: Windows) -> None:
+def check_attended(hf: Mapping[str, Any], windows: Windows, max_positions: int) -> None:
     """Raise ValueError where config.json asks for other attention than causal attention over `windows`.
 
     transformers reads `is_causal` for every family, and takes null and 0 for false. A family whose windows do
@@ -65,3 +65,10 @@ def check_attended(hf: Mapping[str, Any], windows: Windows) -> None:
     if types is not None and types != computed:
         fix = f"this family's layers are {shown(computed)} by its other keys: remove it"
         raise refused("layer_types", types, fix)
+    # Without layer_types, transformers cuts its cache to such a window in families whose layers attend to all
+    # positions, so that its tokens differ from its own forward. Qwen's files have a window that is off.
+    has_switch = str(hf.get("model_type")).startswith("qwen")
+    for key in ("attention_chunk_size",) if has_switch else ("attention_chunk_size", "sliding_window"):
+        window = hf.get(key)
+        if types is None and not any(windows) and isinstance(window, int) and window < max_positions:
+            raise refused(key, window, "this family's layers attend to all earlier positions: remove it")

@@ -86,8 +86,8 @@ class Listeners:
     nothing for `limit_s`, or with which a step takes longer than that, is lost: `lose` is called once, from
     one of the threads, and each `write` raises RankLost from then on.
 
-    With a `start_limit_s` the engine is still starting, until `has_started` is set: all ranks together may
-    take that long, and may be silent for START_SILENCE_S. `doing` says what the leader does meanwhile, and
+    With a `start_limit_s` the engine is still starting, until `begin` is called: all ranks together may take
+    that long, and each may be silent for START_SILENCE_S. `doing` says what the leader does meanwhile, and
     `inside` in which collective it is.
     """
 
@@ -130,6 +130,13 @@ class Listeners:
         if (unsent := self._bytes_written - self._bytes_sent) > MOST_UNSENT_BYTES:
             self._end(f"a rank does not read: {unsent:,} bytes are to be sent; {self.report()}")
             self.check()
+
+    def begin(self) -> None:
+        """Watch steps from now on: the engine has started."""
+        now_s = time.monotonic()
+        for rank in self._ranks:  # a start allows longer silences than steps do
+            rank.heard_s = max(rank.heard_s, now_s - SLOW_S)
+        self.has_started = True
 
     def check(self) -> None:
         """Raise RankLost if a rank is lost."""

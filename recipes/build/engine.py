@@ -120,6 +120,7 @@ def assemble(
     draft = draft_decoder(recipe, config, memory, machine, group, share)
     decoder = _loaded(recipe, config, memory, machine, (group, share, stages))
     adapters = _adapters(recipe, decoder)
+    tell("")
     world.meet("the meeting after loading", wait_s)
     beside = None if draft is None else cache_of(draft, recipe, memory)
     cache = cache_of(decoder, recipe, memory, beside)
@@ -144,8 +145,17 @@ def assemble(
     engine = Engine(scheduler, runner, clock, overlap=recipe.scheduler.overlap)
     log.info("device: %s", machine.name)
     experts = ExpertCounts(decoder) if recipe.device.count_experts and world.rank == 0 else None
-    memory, largest_step_s = _measure(recipe, config, memory, engine, runner, machine, world, tell)
+    tell("compiling and running its first steps")
+    warm_up(runner, scheduler.max_batch_tokens)
+    if recipe.device.graphs:
+        tell("capturing graphs")
+    captured = capture(runner, *_captured(recipe)) if recipe.device.graphs else 0
+    tell("")
+    world.meet("the meeting after compiling", wait_s)  # so that the largest step is timed without a wait
+    tell("running its largest step")
+    memory, largest_step_s = _measure(recipe, config, memory, engine, runner, machine, world, captured)
     machine.settle(runner)
+    tell("")
     world.meet("the meeting before the first step", wait_s)
     if experts is not None:
         experts.restart()
@@ -249,31 +259,25 @@ def _measure(
     runner: ModelRunner,
     machine: Machine,
     world: Group,
-    tell: Callable[[str], None],
+    captured_bytes: int,
 ) -> tuple[MemoryPlan, float]:
-    """Capture graphs, run the largest step, and plan again if they take more memory than was estimated; how
-    long that step took, in seconds, besides.
+    """Run the largest step, and plan again if it and the captured graphs take more memory than was estimated;
+    return the plan, and how long that step took in seconds.
 
     A smaller figure does not change the plan: an earlier engine of this process may have left memory that is
     used again and does not show.
     """
     budget = engine.scheduler.max_batch_tokens
-    tell("compiling and running its first steps")
-    warm_up(runner, budget)
-    if recipe.device.graphs:
-        tell("capturing graphs")
-    captured = capture(runner, *_captured(recipe)) if recipe.device.graphs else 0
-    tell("measuring its largest step")
     start_s = time.perf_counter()
     measured = largest_step_bytes(runner, budget)
     step_s = time.perf_counter() - start_s
     memory = estimated
-    if measured is not None and measured + captured > estimated.activation_bytes:
+    if measured is not None and measured + captured_bytes > estimated.activation_bytes:
         memory = plan_memory(
             recipe,
             config,
             machine.memory_bytes(),
-            measured + captured,
+            measured + captured_bytes,
             num_host_pages=estimated.num_host_pages,  # they are allocated, and stay
             share=runner.decoder.share,
         )

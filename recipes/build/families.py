@@ -176,7 +176,7 @@ def decoder_config(hf: Mapping[str, Any]) -> DecoderConfig:
     if not isinstance(family, str) or family not in FAMILIES:
         raise ValueError(f"the model's family is {shown(family)}; supported are {', '.join(FAMILIES)}")
     config = FAMILIES[family](hf)
-    check_attended(hf, config.windows)
+    check_attended(hf, config.windows, config.max_positions)
     outside = [token for token in config.eos_token_ids if not 0 <= token < config.vocab_size]
     if outside and hf.get("eos_token_id") is None:  # the family's own, which a smaller vocabulary lacks
         return replace(

@@ -71,6 +71,12 @@ def _end_with_parent() -> None:
     os._exit(FAILED)  # a step may wait for ranks that have ended
 
 
+def _end_without_leader() -> None:
+    """End though this rank waits: a collective waits for ranks that have ended as long as for slow ones."""
+    log.error("the leader is gone")
+    os._exit(FAILED)
+
+
 def follow(recipe: Recipe, rank: int, leader: str, *, adopts: bool = False) -> None:
     """Join, build, and follow until the leader closes its recording; with its settings, if `adopts`."""
     host, _, port = leader.rpartition(":")
@@ -93,8 +99,7 @@ def follow(recipe: Recipe, rank: int, leader: str, *, adopts: bool = False) -> N
             connection.sendall(f"rank {rank}: {error}\n".encode())
             raise
         connection.sendall(f"{rank} process {os.getpid()} on {socket.gethostname()}\n".encode())
-        # A collective of a device waits for ranks that have ended as long as for slow ones
-        beats = Beats(connection, lose=lambda: os._exit(FAILED))
+        beats = Beats(connection, _end_without_leader)
 
         def tell(doing: str) -> None:
             beats.doing = doing

@@ -7,7 +7,7 @@ import os
 import socket
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch.distributed as dist
@@ -17,6 +17,8 @@ from recipes.build.machine import start
 from recipes.build.rank_process import VISIBLE
 from recipes.build.ranks import devices_of, recipe_of_a_rank
 from recipes.schema.recipe import Recipe
+
+_ENDED_S = 2.0  # from the end of a pipe to that of its process
 
 Body = Callable[..., Any]  # of the recipe of a rank, the group of all ranks, and what else it is given
 
@@ -52,14 +54,18 @@ def in_ranks(recipe: Recipe, body: Body, *rest: Any) -> list[Any]:
         process.start()
         ours.close()  # so that its end is seen
     try:
-        found = [pipe.recv() for pipe, _ in pipes]
+        found: list[Any] = [None] * ranks
+        waiting = {pipe: rank for rank, (pipe, _) in enumerate(pipes)}
+        while waiting:  # the others may wait for one that has ended, whatever its number
+            for pipe in wait(list(waiting)):
+                rank = waiting.pop(pipe)
+                try:
+                    found[rank] = pipe.recv()
+                except EOFError:
+                    processes[rank].join(_ENDED_S)
+                    raise OSError(f"a rank has ended: rank {rank} ({processes[rank].exitcode})") from None
         for process in processes:
             process.join()
-    except EOFError:
-        ended = [
-            f"rank {rank} ({each.exitcode})" for rank, each in enumerate(processes) if not each.is_alive()
-        ]
-        raise OSError(f"a rank has ended: {', '.join(ended) or 'see its log'}") from None
     finally:
         for process in processes:
             process.kill()

@@ -6,6 +6,7 @@ The libraries of a kind are imported only where a recipe asks for it.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import platform
 import sys
@@ -21,7 +22,7 @@ from attention.reference import Attention
 from devices.ascend_answers import answered, answers_file
 from devices.ascend_dispatch import buffer_mib
 from devices.ascend_limits import PRODUCTS, product
-from devices.compiled import CompileLimit, keep_results, missing_for_compiling
+from devices.compiled import LIMIT_S, CompileLimit, keep_results, missing_for_compiling
 from devices.cpu_threads import Threads
 from devices.openmp import barriers
 from devices.shapes import AttentionShape
@@ -88,10 +89,21 @@ class Cpu(Machine):
     def __init__(self, asked: DeviceSection) -> None:
         super().__init__(asked)
         self.threads = Threads(asked.threads, barriers())
+        self._compile_limit_s = LIMIT_S
+        self._others_compile = True
 
     @property
     def name(self) -> str:
         return platform.machine()
+
+    def join(self, group: Group) -> None:
+        """Compile on all ranks that share layers or on none of them, and on each to the end.
+
+        What every rank computes for itself, as a router's choice of experts, must come out alike.
+        """
+        if group.size > 1:
+            self._others_compile = bool(group.least(int(self.compiles()[0]), self.device))
+            self._compile_limit_s = math.inf
 
     def operators(self, shape: AttentionShape) -> tuple[Ops, Attention]:
         from attention.cpu.attention import CpuAttention
@@ -103,7 +115,7 @@ class Cpu(Machine):
         folder = keep_results() if compiles else None
         kept = f"; results are kept in {folder}" if folder else ""
         log.info("compile: %s, %s%s", "yes" if compiles else "no", why, kept)
-        limit = CompileLimit() if self.asked.compile == "auto" else None
+        limit = CompileLimit(self._compile_limit_s) if self.asked.compile == "auto" else None
         ops = CpuOps(compile=compiles, limit=limit)
         if shape.latent is not None:
             return ops, LatentAttention(shape)
@@ -132,6 +144,8 @@ class Cpu(Machine):
             return self.asked.compile, "as device.compile says"
         if self.asked.attention == "reference":
             return False, "device.attention is reference, the plain torch"
+        if not self._others_compile:
+            return False, "another rank does not"
         missing = missing_for_compiling()
         return missing is None, missing or "there is a C++ compiler"
 

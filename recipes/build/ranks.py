@@ -27,7 +27,7 @@ from continuous_batching.recording.listeners import Listeners, RankLost
 from kv_cache.pages import PageCopy
 from models.group import BACKENDS, join
 from recipes.build.cluster import HERE, Cluster, own_address
-from recipes.build.machine import Cpu, start
+from recipes.build.machine import start
 from recipes.build.rank_process import RECIPE, RECORDING, VISIBLE, WAIT_S, RankProcess, common
 from recipes.schema.recipe import Recipe
 from recipes.schema.recipe_error import RecipeError
@@ -149,7 +149,7 @@ class Ranks:
         """The same runner, of an engine that is now built: its steps have a limit, and tell who is lost."""
         if self._follows_steps:
             self._listeners.limit_s = max(self._limit_s, LARGEST_STEPS * largest_step_s)
-        self._listeners.has_started = True
+        self._listeners.begin()
         return WatchedRunner(runner, self._listeners)
 
     def _lost(self, _: str) -> None:
@@ -229,17 +229,11 @@ def stay_near(cluster: Cluster) -> None:
 
 
 def recipe_of_a_rank(recipe: Recipe, ranks_here: int) -> Recipe:
-    """The recipe with what one of so many ranks of a machine computes with: its threads, and whether it
-    compiles, which all ranks must decide alike and not each when its time is over.
-    """
-    device = recipe.device
-    if device.kind != "cpu":
+    """The recipe with the threads that one of so many ranks of a machine computes with."""
+    if recipe.device.kind != "cpu" or recipe.device.threads is not None:
         return recipe
-    if device.threads is None:
-        device = replace(device, threads=max(1, len(os.sched_getaffinity(0)) // ranks_here))
-    if device.compile == "auto":
-        device = replace(device, compile=Cpu(device).compiles()[0])
-    return replace(recipe, device=device)
+    threads = max(1, len(os.sched_getaffinity(0)) // ranks_here)
+    return replace(recipe, device=replace(recipe.device, threads=threads))
 
 
 class WatchedRunner:

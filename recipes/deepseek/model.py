@@ -45,7 +45,8 @@ def v2(hf: Mapping[str, Any]) -> DecoderConfig:
 
 def v3(hf: Mapping[str, Any]) -> DecoderConfig:
     """`hf` is a parsed config.json of a DeepSeek-V3, whose experts are scored each by itself."""
-    normalizes = boolean(hf, "norm_topk_prob", True)
+    # transformers takes null for false
+    normalizes = hf.get("norm_topk_prob", True) is not None and boolean(hf, "norm_topk_prob", True)
     more = {"scores": "sigmoid", "group_best": 2, "is_corrected": True, "normalizes": normalizes}
     return _decoder({**V3, **hf}, "deepseek_v3", first_dense=3, num_shared=1, **more)
 

@@ -46,6 +46,7 @@ def config(hf: Mapping[str, Any]) -> DecoderConfig:
     full, local = ropes_by_layer_type(hf, theta=1e6, local_theta=1e4)
     bias, windows = boolean(hf, "attention_bias", False), windows_by_layer_type(hf)
     hf |= {"rope_scaling": None, "rope_parameters": full}
+    hf.pop("original_max_position_embeddings", None)  # transformers reads the one of each rope alone
     plain = decoder_config(
         hf, "gemma3_text", windows=windows, attention_bias=bias, output_bias=bias, qk_norm=True, norms=NORMS
     )

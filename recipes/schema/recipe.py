@@ -88,7 +88,7 @@ class DeviceSection:
     )
     compile: Literal["auto", True, False] = key(
         "cpu: compile what gains by it, which needs a C++ compiler; auto: where there is one, for a minute at"
-        " the first start at most",
+        " the first start at most; ranks that share layers, without that limit",
         default="auto",
     )
     graphs: int = key(

@@ -21,6 +21,17 @@ OF_FAMILY = {each.family: each for each in reversed(VARIANTS)}  # the first of e
 PROMPT = np.random.default_rng(7).integers(0, VOCABULARY, 96).tolist()
 FACTORS = {"short_factor": [1.0, 1.1, 1.4, 2.0, 2.1, 2.3], "long_factor": [1.1, 2.9, 4.5, 7.5, 8.0, 9.0]}
 PHI3_ROPE = {"type": "yarn", **FACTORS}
+GEMMA_ROPES = {
+    FULL: {
+        "rope_type": "llama3",
+        "rope_theta": 9000.0,
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    SLIDING: {"rope_type": "default", "rope_theta": 9000.0},
+}
 
 
 def changed(variant: Variant, changes: dict[str, Any], root: Path) -> Path:
@@ -69,6 +80,18 @@ def theirs(path: Path) -> torch.Tensor:
         ("gpt_oss", {"rope_scaling": None, "rope_parameters": {}}),
         ("gpt_oss", {"rope_scaling": None, "rope_parameters": None}),
         ("gpt_oss", {"rope_scaling": {}}),
+        ("llama", {"sliding_window": 4096, "max_position_embeddings": 128}),
+        (
+            "qwen2",
+            {
+                "sliding_window": 16,
+                "use_sliding_window": False,
+                "max_window_layers": 1,
+                "layer_types": None,
+            },
+        ),
+        ("deepseek_v3", {"norm_topk_prob": None}),
+        ("gemma3_text", {"original_max_position_embeddings": 40, "rope_parameters": GEMMA_ROPES}),
     ],
     ids=str,
 )
@@ -132,6 +155,23 @@ def test_one_configuration_holds_for_all_layers(tmp_path: Path) -> None:
     hf = read(make(OF_FAMILY["llama"], tmp_path)[1])
     with pytest.raises(ValueError, match=r"per_layer_config: .*: remove it"):
         decoder_config(hf | {"per_layer_config": {"1": {"num_key_value_heads": 1}}})
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "named"),
+    [
+        ("llama", {"sliding_window": 16}, "sliding_window: 16"),
+        ("glm4", {"attention_chunk_size": 16}, "attention_chunk_size: 16"),
+        ("deepseek_v3", {"sliding_window": 16}, "sliding_window: 16"),
+        ("deepseek_v3", {"rope_interleave": None}, "rope_interleave: None"),
+    ],
+)
+def test_what_transformers_would_compute_otherwise_is_refused(
+    family: str, changes: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    path = changed(OF_FAMILY[family], changes, tmp_path)
+    with pytest.raises(ValueError, match=named):
+        decoder_config(read(path))
 
 
 def test_a_familys_own_end_token_beyond_a_small_vocabulary_ends_nothing() -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from models.checkpoint import SINGLE
 from models.decoder import Decoder
-from models.group import ALONE, Backend, hccl_timeouts, join, tell_hccl
+from models.group import _TOLD_HCCL, ALONE, Backend, hccl_timeouts, join, tell_hccl
 from models.ops.reference import Ops, Packed
 from recipes.schema.recipe import ROOT
 from tests.device_kinds import Way
@@ -211,14 +211,27 @@ def test_what_the_user_has_told_hccl_stays(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """torch's own limit, which the result is for, must not end a collective that HCCL still waits for."""
+    monkeypatch.setenv(_TOLD_HCCL, "")
     monkeypatch.setenv("HCCL_CONNECT_TIMEOUT", "300")
     monkeypatch.setenv("HCCL_EXEC_TIMEOUT", "3600")
     assert tell_hccl(1800.0) == 3600.0
     assert (os.environ["HCCL_CONNECT_TIMEOUT"], os.environ["HCCL_EXEC_TIMEOUT"]) == ("300", "3600")
     assert [line.partition(":")[0] for line in caplog.messages] == ["HCCL_CONNECT_TIMEOUT=300 stays"]
-    monkeypatch.delenv("HCCL_EXEC_TIMEOUT")
-    assert tell_hccl(1800.0) == 1800.0
+    monkeypatch.setenv("HCCL_EXEC_TIMEOUT", "0")  # without a limit
+    assert tell_hccl(1800.0) == 0.0
+    assert len(caplog.messages) == 2, "a variable without a limit was complained of"
+
+
+def test_what_one_engine_has_told_hccl_the_next_one_changes(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("HCCL_CONNECT_TIMEOUT", "HCCL_EXEC_TIMEOUT"):
+        monkeypatch.setenv(name, "1")  # so that what is set here is taken back
+        monkeypatch.delenv(name)
+    monkeypatch.setenv(_TOLD_HCCL, "")
+    assert [tell_hccl(limit_s) for limit_s in (100.0, 1800.0)] == [100.0, 1800.0]
     assert os.environ["HCCL_EXEC_TIMEOUT"] == "1800"
+    assert caplog.messages == []
 
 
 @pytest.mark.parametrize("name", [*MODELS, *SPREAD, FUSED])

@@ -101,6 +101,13 @@ RANK_FAULTS = (
         "a rank that loads longer than a step may take ends the engine",
     ),
     Fault(
+        "lost_at_once",
+        FOLLOWER,
+        "                if not self._has_ended.wait(_LAST_WORDS_S):\n",
+        "                if True:\n",
+        "a rank that ends in order after its leader is killed before it has cleaned up",
+    ),
+    Fault(
         "endless_start",
         LISTENERS,
         "        if took_s > self._start_limit_s:\n",

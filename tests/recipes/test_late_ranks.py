@@ -5,13 +5,17 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from recipes.schema.recipe import ROOT
+from models.group import Group
+from recipes.build.in_ranks import in_ranks
+from recipes.schema.reader import load
+from recipes.schema.recipe import ROOT, Recipe
 from tests.device_kinds import stand_in_alone
 from tests.serving.server import PATIENCE_S
 from tests.thorough import cases
@@ -81,3 +85,17 @@ def test_ranks_that_find_nothing_compiled_start(tmp_path: Path) -> None:
     done = generated("recipes/tiny/cpu.yaml", "device.compile=auto", environment=environment)
     assert (done.returncode, done.stdout.strip()) == (0, "19"), done.stderr
     assert list(tmp_path.glob("*/*/*.so")), "nothing was compiled"
+
+
+def waits_or_dies(recipe: Recipe, group: Group) -> None:
+    """What each rank of the next test does."""
+    if group.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    group.meet("a meeting that one does not reach", 10 * PATIENCE_S)
+
+
+@pytest.mark.slow
+def test_a_rank_that_ends_is_told_though_the_first_waits_for_it() -> None:
+    recipe = load("recipes/tiny/cpu.yaml", ["parallel.tensor=2"])
+    with pytest.raises(OSError, match=r"a rank has ended: rank 1 \(-9\)"):
+        in_ranks(recipe, waits_or_dies)
