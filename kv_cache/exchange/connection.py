@@ -2,6 +2,10 @@
 
 The engine's thread never waits for the other side: one thread of a connection sends what is queued, one
 receives. Whatever goes wrong with either ends the connection, once, with the reason.
+
+What the other side says is bounded here in bytes and in time, before anything is done with it: the length of
+a message, the memory that messages of all connections take until the engine has handled them, the time to
+the greeting, and the time from the first byte of a message to its last.
 """
 
 from __future__ import annotations
@@ -9,16 +13,36 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import select
 import socket
+import struct
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from kv_cache.exchange.messages import HEAD, Damaged, PagePart, Said, framed, lengths_of, unframed
+from kv_cache.exchange.messages import (
+    HEAD,
+    LONGEST_SHORT,
+    Damaged,
+    PagePart,
+    Said,
+    framed,
+    lengths_of,
+    unframed,
+)
 from kv_cache.exchange.transports import Bytes
+
+GREETING_S = 5.0  # from the connection to the first message of the other side
+MESSAGE_S = 5.0  # from the first byte of a message to its last, and a second more for each
+SLOWEST_BYTES_S = 2**20  # bytes
+UNREAD_S = 60.0  # for which the other side may take nothing of what is sent
+MOST_UNREAD = 2**16  # messages that are queued to be sent
+_CHUNK_BYTES = 2**16  # memory for a message is taken as its bytes come
+_MESSAGE_BYTES = 2**10  # what a message takes beside its bytes
 
 Job = Callable[[], tuple[Said, Bytes | None]]  # makes a message, and the bytes behind it, when it is its turn
 
@@ -39,21 +63,59 @@ class Wake:
             os.eventfd_read(self.fd)
 
 
+class Stalled(Damaged):
+    """A message was begun and did not come in time, or no greeting did."""
+
+
+class UnhandledBytes:
+    """The memory for messages that have come and were not handled yet, of all connections that share it."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._num_left = num_bytes
+        self._has_room = threading.Condition()
+
+    def take(self, count: int, is_open: Callable[[], bool]) -> None:
+        """Wait for so many bytes; raises ConnectionError when the connection that needs them has ended."""
+        with self._has_room:
+            while self._num_left < count:
+                if not is_open():
+                    raise ConnectionError("the connection has ended")
+                self._has_room.wait(1.0)  # nobody tells of a connection's end
+            self._num_left -= count
+
+    def give_back(self, count: int) -> None:
+        """So many bytes are free again."""
+        with self._has_room:
+            self._num_left += count
+            self._has_room.notify_all()
+
+
 class Connection:
     """A socket to another engine, with a thread for each way once it is started; what is said before waits.
 
     `take` gets each message, in the receiving thread; a ConnectionError or ValueError of it ends the
     connection. `lost` gets the reason of the end, once. Bytes that come behind a message about some part are
-    put into `window`.
+    put into `window`. A `take` that queues a message for the engine's thread calls `keep`, and the engine's
+    thread calls `handled`. Until `greeted` is called, messages are short and the time is limited.
     """
 
-    def __init__(self, take: Callable[[Said], None], lost: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        take: Callable[[Said], None],
+        lost: Callable[[str], None],
+        unhandled: UnhandledBytes | None = None,
+    ) -> None:
         self._socket: socket.socket | None = None
         self._take, self._lost = take, lost
+        self._unhandled = unhandled or UnhandledBytes(2 * _CHUNK_BYTES)
+        self._num_held = 0  # bytes, for the message that is being received or taken
+        self._longest_message = LONGEST_SHORT
+        self._is_greeted = False
         self.window: Bytes = np.empty(0, dtype=np.uint8)
         self._jobs = queue.SimpleQueue[Job | None]()
         self._lock = threading.Lock()
         self.is_open = True
+        self.error: Exception | None = None  # what the other side is to blame for, if that has ended it
 
     def start(self, sock: socket.socket) -> None:
         """Send and receive from now on, over this socket."""
@@ -65,17 +127,33 @@ class Connection:
             return
         sock.settimeout(None)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", int(UNREAD_S), 0))
         for work in (self._receive, self._send):
             job = partial(work, sock)
             threading.Thread(target=self._guarded, args=(job,), name="pages", daemon=True).start()
 
+    def greeted(self, longest_message: int = LONGEST_SHORT) -> None:
+        """The other side has said who it is: it may be silent between messages, of so many bytes each."""
+        self._is_greeted, self._longest_message = True, longest_message
+
     def say(self, message: Said) -> None:
         """Send a message after all that is queued."""
+        if self._jobs.qsize() >= MOST_UNREAD:
+            self.end("the other side does not read what it is told")
         self._jobs.put(lambda: (message, None))
 
     def do(self, job: Job) -> None:
         """Send what a job makes, in its turn; it runs in the sending thread, and may wait there."""
         self._jobs.put(job)
+
+    def keep(self) -> int:
+        """Keep the message that is being taken in memory; returns what is due to `handled`."""
+        held, self._num_held = self._num_held, 0
+        return held
+
+    def handled(self, num_held: int) -> None:
+        """A message that was kept is needed no more."""
+        self._unhandled.give_back(num_held)
 
     def end(self, why: str) -> None:
         """End it; the other side learns that, too. What is queued is not sent any more."""
@@ -91,10 +169,23 @@ class Connection:
         self._lost(why)
 
     def _guarded(self, work: Callable[[], Any]) -> None:
+        """Run a thread's work. What the other side is to blame for arrives here as an OSError or a ValueError
+        (Damaged and a shut socket among them), and ends this connection alone. Anything else is a defect of
+        ours: the connection ends as well, and the thread shows the traceback.
+        """
         try:
             work()
-        except (OSError, ValueError) as error:  # Damaged and a shut socket among them
-            self.end(str(error) or type(error).__name__)
+        except BlockingIOError:
+            self._fail(Stalled(f"the other side took nothing for {UNREAD_S:g} s"))
+        except (OSError, ValueError) as error:
+            self._fail(error)
+        finally:
+            self.end("a defect in this engine")
+
+    def _fail(self, error: Exception) -> None:
+        if self.is_open:
+            self.error = error
+        self.end(str(error) or type(error).__name__)
 
     def _send(self, sock: socket.socket) -> None:
         while (job := self._jobs.get()) is not None and self.is_open:
@@ -106,18 +197,30 @@ class Connection:
                 sock.sendall(behind.data)
 
     def _receive(self, sock: socket.socket) -> None:
+        incoming = _Incoming(sock)
         head = bytearray(HEAD.size)
         while True:
-            _fill(sock, memoryview(head))
-            length, num_bytes, check = lengths_of(bytes(head))
-            body = bytearray(length)
-            _fill(sock, memoryview(body))
-            message = unframed(bytes(body), num_bytes, check)
-            if num_bytes:
-                if not isinstance(message, PagePart) or num_bytes != message.num_bytes:
-                    raise Damaged("bytes came behind a message that tells of none")
-                _fill(sock, self.part(message).data)
-            self._take(message)
+            num_read = 0
+            if not self._is_greeted:
+                incoming.until_s = incoming.until_s or time.monotonic() + GREETING_S
+            else:
+                num_read = incoming.begin(memoryview(head))
+                incoming.until_s = time.monotonic() + MESSAGE_S
+            incoming.fill(memoryview(head)[num_read:])
+            length, num_bytes, check = lengths_of(bytes(head), self._longest_message)
+            self._unhandled.take(length + _MESSAGE_BYTES, lambda: self.is_open)
+            self._num_held = length + _MESSAGE_BYTES
+            try:
+                if self._is_greeted:
+                    incoming.until_s += (length + num_bytes) / SLOWEST_BYTES_S
+                message = unframed(incoming.read(length), num_bytes, check)
+                if num_bytes:
+                    if not isinstance(message, PagePart) or num_bytes != message.num_bytes:
+                        raise Damaged("bytes came behind a message that tells of none")
+                    incoming.fill(self.part(message).data)
+                self._take(message)
+            finally:
+                self._unhandled.give_back(self.keep())
 
     def part(self, part: PagePart) -> Bytes:
         """The bytes of the window that a message tells of; raises Damaged where it has not so many."""
@@ -127,10 +230,37 @@ class Connection:
         return self.window[start:stop]
 
 
-def _fill(sock: socket.socket, room: memoryview) -> None:
-    at = 0
-    while at < len(room):
-        count = sock.recv_into(room[at:])
+class _Incoming:
+    """Reads from a socket, up to `until_s`."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLIN)
+        self.until_s = 0.0
+
+    def begin(self, room: memoryview) -> int:
+        """Wait for the next bytes, however long it takes; how many came. Raises ConnectionError."""
+        count = self._sock.recv_into(room)
         if not count:
             raise ConnectionError("the other side has ended the connection")
-        at += count
+        return count
+
+    def fill(self, room: memoryview) -> None:
+        """Read as many bytes as there is room for; raises ConnectionError."""
+        at = 0
+        while at < len(room):
+            left_s = self.until_s - time.monotonic()
+            if left_s <= 0 or not self._poll.poll(1e3 * left_s):
+                raise Stalled("the other side has stalled: its message did not come in time")
+            at += self.begin(room[at:])
+
+    def read(self, count: int) -> bytes:
+        """So many bytes, for which memory is taken as they come."""
+        parts = []
+        while count:
+            part = bytearray(min(count, _CHUNK_BYTES))
+            self.fill(memoryview(part))
+            parts.append(part)
+            count -= len(part)
+        return b"".join(parts)

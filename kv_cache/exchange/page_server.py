@@ -6,19 +6,23 @@ queued for a thread of the connection, which waits for the device and for room i
 
 from __future__ import annotations
 
+import logging
 import queue
 import socket
 import threading
+import time
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from kv_cache.exchange.connection import Connection, Wake
+from kv_cache.exchange.connection import UNREAD_S, Connection, UnhandledBytes, Wake
 from kv_cache.exchange.identity import PageIdentity, address_of_pages
 from kv_cache.exchange.messages import (
+    LONGEST_SHORT,
     Damaged,
     Hello,
+    NotSent,
     PagePart,
     PagesWanted,
     PartTaken,
@@ -26,22 +30,33 @@ from kv_cache.exchange.messages import (
     Unfit,
     Unwanted,
     Welcome,
+    one_line,
 )
 from kv_cache.exchange.transports import TRANSPORTS, Bytes, Reach, Ring, Transport
 
-MOST_CONNECTIONS = 256
+MOST_CONNECTIONS = 256  # of engines that have said hello
+MOST_UNGREETED = 64  # connections without a hello, of which the oldest gives way to a new one
+MOST_UNHANDLED_BYTES = 2**27  # of messages from all engines
+_LOG_S = 1.0  # between two lines about faults of others, which each say how many there were
+_ACCEPT_AGAIN_S = 0.1  # after the system had no descriptor or thread for a connection
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class LinkAsked:
-    """What another engine said; None: it is gone."""
+    """What another engine said; None: it is gone. `num_held` is what `Connection.handled` is due."""
 
     link: PageLink
     message: PagesWanted | Unwanted | None
+    num_held: int = 0
 
 
 class PageServer:
-    """Listens for engines that answer. `most_part_bytes` is the most that is ever sent at once."""
+    """Listens for engines that answer. `most_part_bytes` is the most that is ever sent at once; a message may
+    hold twice the `most_tokens` of a request here, which is refused with a reason, and one of more ends its
+    connection.
+    """
 
     def __init__(
         self,
@@ -50,50 +65,98 @@ class PageServer:
         wake: Wake,
         *,
         most_part_bytes: int,
+        most_tokens: int = 2**18,
         transports: dict[str, Transport] = TRANSPORTS,
     ) -> None:
         self.identity, self.wake = identity, wake
+        self.longest_message = max(2**20, 2 * 4 * most_tokens) + LONGEST_SHORT
         self.most_part_bytes = most_part_bytes
         self.transports = transports
         self.asked = queue.SimpleQueue[LinkAsked]()
-        self.links = set[PageLink]()
+        self.unhandled = UnhandledBytes(MOST_UNHANDLED_BYTES)
+        self.num_faults = 0  # connections that ended by a fault of the other side
+        self._log_at_s = 0.0  # when the next is logged
+        self._lock = threading.Lock()
+        self._ungreeted: dict[PageLink, None] = {}  # the oldest first
+        self._greeted = set[PageLink]()
+        self._is_closed = False
         host, port = address_of_pages(endpoint)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, port), family=family)
         self.port = int(self._listener.getsockname()[1])
         threading.Thread(target=self._accept, name="pages-accept", daemon=True).start()
 
+    @property
+    def links(self) -> list[PageLink]:
+        """All that there are, with and without a hello."""
+        with self._lock:
+            return [*self._ungreeted, *self._greeted]
+
     def close(self) -> None:
         """Take no more, and end what there is."""
+        self._is_closed = True
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
-        for link in [*self.links]:
+        for link in self.links:
             link.connection.end("this engine ends")
 
+    def has_greeted(self, link: PageLink) -> bool:
+        """Give an engine that said hello a place of its own; False where all are taken."""
+        with self._lock:
+            if len(self._greeted) >= MOST_CONNECTIONS or self._ungreeted.pop(link, link) is not None:
+                return False
+            self._greeted.add(link)
+            return True
+
+    def has_ended(self, link: PageLink, why: str, *, is_fault: bool) -> None:
+        """A connection has ended."""
+        with self._lock:
+            self._ungreeted.pop(link, None)
+            self._greeted.discard(link)
+            self.num_faults += is_fault
+        if is_fault and time.monotonic() >= self._log_at_s:
+            self._log_at_s = time.monotonic() + _LOG_S
+            log.warning(
+                "the connection of %s is ended, the fault no. %d of other engines: %s",
+                link.peer,
+                self.num_faults,
+                one_line(why),
+            )
+
     def _accept(self) -> None:
-        with suppress(OSError):  # closed
-            while True:
-                sock, _ = self._listener.accept()
-                if len(self.links) >= MOST_CONNECTIONS:
-                    sock.close()
-                    continue
-                link = PageLink(self)
-                self.links.add(link)
+        while not self._is_closed:
+            try:
+                sock, address = self._listener.accept()
+            except OSError as error:
+                if not self._is_closed:
+                    log.warning("no connection for pages can be taken: %s", error)
+                    time.sleep(_ACCEPT_AGAIN_S)
+                continue
+            link = PageLink(self, f"{address[0]}:{address[1]}")
+            with self._lock:
+                self._ungreeted[link] = None
+                oldest = next(iter(self._ungreeted)) if len(self._ungreeted) > MOST_UNGREETED else None
+            if oldest is not None:
+                oldest.connection.end("it had not said hello when others came")
+            try:
                 link.connection.start(sock)
+            except (OSError, RuntimeError) as error:  # the other side is gone, or there is no thread for it
+                link.connection.end(str(error))
 
 
 class PageLink:
     """One engine that answers."""
 
-    def __init__(self, server: PageServer) -> None:
+    def __init__(self, server: PageServer, peer: str) -> None:
         self._server = server
+        self.peer = peer
         self._reach: Reach | None = None
         self._ring = Ring(0)
         self._has_room = threading.Condition()
         self._unsent_bytes = 0
         self._is_unfit = False
-        self.connection = Connection(self._take, self._lost)
+        self.connection = Connection(self._take, self._lost, server.unhandled)
 
     @property
     def unsent_bytes(self) -> int:
@@ -127,11 +190,13 @@ class PageLink:
         self.connection.do(job)
 
     def _room(self, num_bytes: int) -> int:
+        until_s = time.monotonic() + UNREAD_S
         with self._has_room:
             while (offset := self._ring.take(num_bytes)) is None:
                 if not self.connection.is_open:
                     raise ConnectionError("the other side is gone")
-                self._has_room.wait()
+                if not self._has_room.wait(until_s - time.monotonic()):
+                    raise Damaged(f"no part was taken out of its window for {UNREAD_S:g} s")
             return offset
 
     def _take(self, message: Said) -> None:
@@ -145,21 +210,38 @@ class PageLink:
             with self._has_room:
                 self._ring.give_back()
                 self._has_room.notify()
+        elif isinstance(message, PagesWanted) and (problem := self._problem(message)):
+            self.connection.say(NotSent(message.number, problem))
         elif isinstance(message, PagesWanted | Unwanted):
-            self._server.asked.put(LinkAsked(self, message))
+            self._server.asked.put(LinkAsked(self, message, self.connection.keep()))
             self._server.wake.ring()
         else:
             raise Damaged(f"an engine of answers said {type(message).__name__}")
+
+    def _problem(self, wanted: PagesWanted) -> str | None:
+        """Why no engine could send what is wanted; None where one can. Its token ids are still to be checked
+        by the engine, which knows the vocabulary.
+        """
+        page_bytes = 4 * self._server.identity.page_size
+        num_pages, num_left = divmod(len(wanted.tokens), page_bytes)
+        if num_left or not num_pages:
+            return f"{len(wanted.tokens)} bytes are no tokens of whole pages, each of {page_bytes} bytes"
+        if wanted.first_page >= num_pages:
+            return f"the first page that is wanted is {wanted.first_page}, and there are {num_pages}"
+        return None
 
     def _greet(self, hello: Hello) -> None:
         if self._reach is not None or self._is_unfit:
             raise Damaged("it said hello twice")
         problem = self._server.identity.difference(hello) or self._reached(hello)
+        if problem is None and not self._server.has_greeted(self):
+            problem = f"{MOST_CONNECTIONS} engines are connected here, which is the most"
         if problem is None:
+            self.connection.greeted(self._server.longest_message)
             self.connection.say(Welcome())
         else:
             self._is_unfit = True  # it ends the connection when it has read why
-            self.connection.say(Unfit(problem))
+            self.connection.say(Unfit(one_line(problem)))
 
     def _reached(self, hello: Hello) -> str | None:
         """Find its window; or why that cannot be."""
@@ -181,7 +263,8 @@ class PageLink:
         return None
 
     def _lost(self, why: str) -> None:
-        self._server.links.discard(self)
+        is_fault = isinstance(self.connection.error, Damaged | ValueError) and not self._is_unfit
+        self._server.has_ended(self, why, is_fault=is_fault)
         with self._has_room:
             self._has_room.notify()
         self._server.asked.put(LinkAsked(self, None))

@@ -14,7 +14,7 @@ import time
 import zlib
 from dataclasses import dataclass
 
-from kv_cache.exchange.connection import Connection, Wake
+from kv_cache.exchange.connection import Connection, Stalled, UnhandledBytes, Wake
 from kv_cache.exchange.identity import PageIdentity, address_of_pages
 from kv_cache.exchange.messages import (
     VERSION,
@@ -30,21 +30,27 @@ from kv_cache.exchange.messages import (
     Unwanted,
     Welcome,
     framed,
+    one_line,
 )
 from kv_cache.exchange.transports import TRANSPORTS, PageWindow, Transport
 
 CONNECT_S = 2.0
 LOST_S, UNFIT_S = 1.0, 30.0  # until a lost engine is dialled again, and one that does not fit
+STALLED_S = 30.0  # for which one is asked nothing that let a message hang, or a prompt wait for too long
+MOST_UNHANDLED_BYTES = 2**24  # of messages from one engine
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Came:
-    """What came over a connection; None: it has ended, and with it all its transfers."""
+    """What came over a connection; None: it has ended, and with it all its transfers. `num_held` is what
+    `Connection.handled` is due.
+    """
 
     connection: Connection
     message: PagePart | AllSent | NotSent | None
+    num_held: int = 0
 
 
 class PromptSource:
@@ -66,7 +72,9 @@ class PromptSource:
         self._name, self._transport, self._window_bytes = transport, transports[transport], window_bytes
         self.came = queue.SimpleQueue[Came]()
         self._life: _Life | None = None
+        self.unhandled = UnhandledBytes(MOST_UNHANDLED_BYTES)
         self._not_before_s = 0.0
+        self._arrived_s = 0.0  # when all pages of a prompt last had
         self._number = 0
 
     def want(
@@ -79,16 +87,32 @@ class PromptSource:
         tenant: str = "",
     ) -> tuple[Connection, int] | None:
         """Ask for pages; which transfer over which connection it is. None where the engine was lost a moment
-        ago.
+        ago, or let others wait in vain.
         """
+        if time.monotonic() < self._not_before_s:
+            return None
         if self._life is None or not self._life.connection.is_open:
-            if time.monotonic() < self._not_before_s:
-                return None
             self._life = _Life(self)
         self._number += 1
         connection = self._life.connection
         connection.say(PagesWanted(self._number, tokens, cache_salt, first_page, lease_s, priority, tenant))
         return connection, self._number
+
+    def was_late(self, since_s: float) -> None:
+        """A prompt was waited for in vain since then (by `time.monotonic`). Unless another came meanwhile,
+        the engine is asked nothing for some time: each request would wait as long. What it was asked before
+        may still come, and then it is asked again.
+        """
+        if self._arrived_s < since_s:
+            self._not_before_s = time.monotonic() + STALLED_S
+            log.warning(
+                "pages from %s: none came in time; it is left alone for %g s", self.endpoint, STALLED_S
+            )
+
+    def has_arrived(self) -> None:
+        """All pages of a prompt have come."""
+        self._arrived_s = time.monotonic()
+        self._not_before_s = 0.0
 
     def close(self) -> None:
         """End the connection, if there is one."""
@@ -111,7 +135,7 @@ class PromptSource:
 
     def _ended(self, connection: Connection, why: str, pause_s: float) -> None:
         self._not_before_s = time.monotonic() + pause_s
-        log.warning("pages from %s: %s", self.endpoint, why)
+        log.warning("pages from %s: %s", self.endpoint, one_line(why))
         self.came.put(Came(connection, None))
         self._wake.ring()
 
@@ -122,8 +146,9 @@ class _Life:
     def __init__(self, source: PromptSource) -> None:
         self._source = source
         self._pause_s = LOST_S
+        self._is_welcome = False
         self._window: PageWindow | None = None
-        self.connection = Connection(self._take, self._ended)
+        self.connection = Connection(self._take, self._ended, source.unhandled)
         threading.Thread(target=self._dial, name="pages-dial", daemon=True).start()
 
     def _dial(self) -> None:
@@ -141,6 +166,8 @@ class _Life:
     def _ended(self, why: str) -> None:
         if self._window is not None:
             self._window.reached()  # or never will be: its name must not stay
+        if isinstance(self.connection.error, Stalled):
+            self._pause_s = STALLED_S
         self._source._ended(self.connection, why, self._pause_s)
 
     def _take(self, message: Said) -> None:
@@ -148,13 +175,15 @@ class _Life:
             case Welcome():
                 assert self._window is not None, "the connection was started with a window"
                 self._window.reached()
+                self._is_welcome = True
+                self.connection.greeted()
             case Unfit(why):
                 self._pause_s = UNFIT_S
                 raise ValueError(why)
-            case PagePart() | AllSent() | NotSent():
+            case PagePart() | AllSent() | NotSent() if self._is_welcome:
                 if isinstance(message, PagePart):
                     self._check(message)
-                self._source.came.put(Came(self.connection, message))
+                self._source.came.put(Came(self.connection, message, self.connection.keep()))
                 self._source._wake.ring()
             case _:
                 raise Damaged(f"an engine of prompts said {type(message).__name__}")

@@ -143,7 +143,10 @@ class SharedMemory:
                 "its shared memory is not on this machine; set server.page_transport to tcp there"
             ) from None
         try:
-            if os.fstat(file).st_size != num_bytes:
+            found = os.fstat(file)
+            if found.st_uid != os.geteuid():  # who may shorten it could end this process by that
+                raise ValueError("its window is of another user; run both engines as one, or use tcp there")
+            if found.st_size != num_bytes:
                 raise ValueError(f"its window has not the {num_bytes} bytes that it says")
             return _SharedReach(mmap.mmap(file, num_bytes))
         finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from kv_cache.request_bounds import MOST_LEASE_S
 from recipes.schema.keys import key
 
 _DAY_S = 86_400
@@ -69,7 +70,7 @@ class ServerSection:
         " are they held there",
         default=10.0,
         least=0.001,
-        most=_DAY_S,
+        most=MOST_LEASE_S,
     )
     max_requests: int = key(
         "the most requests in the server at once, each sample counted; further ones are asked to try again"

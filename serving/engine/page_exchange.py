@@ -77,7 +77,10 @@ def exchange_of(recipe: Recipe, built: BuiltEngine) -> PageExchange | None:
     if asked.pages_at is not None:
         part_bytes = max(_MOST_PART_BYTES, *cache.layer_bytes)
         try:
-            server = PageServer(asked.pages_at, identity, wake, most_part_bytes=part_bytes)
+            most_tokens = built.engine.slots.max_tokens
+            server = PageServer(
+                asked.pages_at, identity, wake, most_part_bytes=part_bytes, most_tokens=most_tokens
+            )
         except OSError as error:
             raise RecipeError(
                 "server.pages_at", in_one_line(error), "choose another", value=asked.pages_at

@@ -10,6 +10,7 @@ Bytes are written to the pages between two steps, a few of them each time, for a
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from queue import Empty
@@ -17,11 +18,12 @@ from queue import Empty
 from continuous_batching.engine import Engine
 from continuous_batching.request import Request
 from kv_cache.exchange.connection import Connection, Wake
-from kv_cache.exchange.messages import AllSent, NotSent, PagePart
+from kv_cache.exchange.messages import AllSent, NotSent, PagePart, one_line
 from kv_cache.exchange.prompt_source import Came, PromptSource, taken, unwanted
 from kv_cache.storage import KVCache
 
 MOST_WRITTEN_BYTES = 2**24  # between two steps
+_HEARD_BYTES = 2**16  # that a message without pages counts as, so that there are few between two steps
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +34,8 @@ class Fetch:
 
     stream: int
     leader: Request
+    source: PromptSource
+    asked_s: float  # by time.monotonic
     connection: Connection
     number: int  # of the transfer, on the connection
     num_pages: int
@@ -98,7 +102,10 @@ class PageFetches:
             return False
         first = [arrival.num_found] * len(self._layer_bytes)
         until_s = engine.clock() + wait_s
-        self._fetches[asked] = Fetch(stream, leader, *asked, len(arrival.keys), first, until_s)
+        asked_s = time.monotonic()
+        self._fetches[asked] = Fetch(
+            stream, leader, source, asked_s, *asked, len(arrival.keys), first, until_s
+        )
         return True
 
     def end(self, stream: int, reason: str) -> bool:
@@ -124,13 +131,16 @@ class PageFetches:
                     came = source.came.get_nowait()
                 except Empty:
                     break
-                num_left -= self._hear(came)
+                came.connection.handled(came.num_held)
+                num_left -= max(_HEARD_BYTES, self._hear(came))
         if num_left <= 0:
             self._wake.ring()  # there may be more
         now_s = self._engine.clock()
         for fetch in [each for each in self._fetches.values() if now_s >= each.until_s]:
             unwanted(fetch.connection, fetch.number)
             self._miss(fetch, "it is late")
+            if time.monotonic() - fetch.asked_s >= self._most_wait_s:  # and not for its own short time limit
+                fetch.source.was_late(fetch.asked_s)
 
     def take_ready(self) -> list[Fetch]:
         """The requests that wait no longer, in the order in which that became so."""
@@ -156,18 +166,19 @@ class PageFetches:
             case AllSent(_, num_bytes):  # the last word: what is missing does not come any more
                 if min(fetch.next_page) == fetch.num_pages and num_bytes == fetch.num_bytes:
                     self._engine.pages_arrived(fetch.leader.id, is_whole=True)
+                    fetch.source.has_arrived()
                     self._settle(fetch)
                 else:
                     self._miss(fetch, f"{fetch.num_bytes} of {num_bytes} bytes came")
             case NotSent(_, why):
-                self._miss(fetch, why)
+                self._miss(fetch, one_line(why))
         return 0
 
     def _write(self, fetch: Fetch, part: PagePart) -> None:
         """Let the cache have what a part brings, if it is what comes next."""
         arrival = self._engine.arriving_pages(fetch.leader.id)
         is_next = (
-            part.layer < len(self._layer_bytes)
+            0 <= part.layer < len(self._layer_bytes)
             and part.first_page == fetch.next_page[part.layer]
             and 0 < part.num_pages <= fetch.num_pages - part.first_page
             and part.num_bytes == part.num_pages * self._layer_bytes[part.layer]

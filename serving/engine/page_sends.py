@@ -9,6 +9,7 @@ a lease, for as long as the other side waits.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from queue import Empty
@@ -21,13 +22,15 @@ from continuous_batching.engine import Engine, Step
 from continuous_batching.queueing.limits import QueueFull
 from continuous_batching.refusal import BadRequest
 from continuous_batching.request import Request, SamplingParams
-from kv_cache.exchange.messages import AllSent, NotSent, PagesWanted
+from kv_cache.exchange.messages import AllSent, NotSent, PagesWanted, one_line
 from kv_cache.exchange.page_server import PageLink, PageServer
 from kv_cache.pages import Index
 from kv_cache.storage import KVCache
 from models.decoder import Decoder
 
 MOST_UNSENT_BYTES = 2**26  # that are read for one other engine, and not sent
+MOST_SENDINGS = 1024  # prompts that are computed for one other engine
+MOST_HEARD = 256  # messages that are handled between two steps
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +68,7 @@ class PageSends:
         self._sendings: dict[str, Sending] = {}  # by the ids of their requests
         self._spans: list[tuple[Sending, Index, int]] = []  # of this step: pages, and how many will be full
         self._num_asked = 0
+        self._num_of = Counter[PageLink]()  # sendings
         decoder.after_layer = self._after_layer
 
     def __len__(self) -> int:
@@ -89,17 +93,20 @@ class PageSends:
 
     def take(self) -> None:
         """Do what others asked for, read what there is room for by now, and end what is over."""
-        while True:
+        for _ in range(MOST_HEARD):
             try:
                 asked = self._server.asked.get_nowait()
             except Empty:
                 break
+            asked.link.connection.handled(asked.num_held)
             if isinstance(asked.message, PagesWanted):
                 self._begin(asked.link, asked.message)
                 continue
             number = None if asked.message is None else asked.message.number
             for sending in self._of(asked.link, number):
                 self._end(sending)
+        else:
+            self._server.wake.ring()  # there may be more
         now_s = self._engine.clock()
         for sending in [*self._sendings.values()]:
             if now_s >= sending.until_s:
@@ -125,8 +132,11 @@ class PageSends:
         ]
 
     def _begin(self, link: PageLink, wanted: PagesWanted) -> None:
-        """Add a request for what is wanted."""
+        """Add a request for what is wanted; `PagesWanted` and `PageLink` have checked its fields."""
         engine, size = self._engine, self._engine.slots.page_size
+        if self._num_of[link] >= MOST_SENDINGS:
+            link.connection.say(NotSent(wanted.number, f"{MOST_SENDINGS} prompts of it wait here already"))
+            return
         tokens = np.frombuffer(wanted.tokens, dtype="<i4").astype(np.int32)
         num_pages, now_s = len(tokens) // size, engine.clock()
         self._num_asked += 1
@@ -141,16 +151,14 @@ class PageSends:
             timeout_s=wanted.lease_s,
             leases_pages=True,
         )
-        if len(tokens) % size or not 0 <= wanted.first_page < num_pages or not wanted.lease_s > 0:
-            link.connection.say(NotSent(wanted.number, "what was asked for is no list of whole pages"))
-            return
         try:
             engine.add(request)
         except (BadRequest, QueueFull) as refusal:
-            link.connection.say(NotSent(wanted.number, str(refusal)))
+            link.connection.say(NotSent(wanted.number, one_line(str(refusal))))
             return
         first = [wanted.first_page] * len(self._layer_bytes)
         until_s = now_s + wanted.lease_s
+        self._num_of[link] += 1
         self._sendings[request.id] = Sending(
             link, wanted.number, request, wanted.first_page, num_pages, first, until_s
         )
@@ -201,13 +209,16 @@ class PageSends:
             self._end(sending)
 
     def _fail(self, sending: Sending, why: str) -> None:
-        sending.link.connection.say(NotSent(sending.number, why))
+        sending.link.connection.say(NotSent(sending.number, one_line(why)))
         log.info("pages of a prompt of %d tokens are not sent: %s", len(sending.request.prompt), why)
         self._end(sending)
 
     def _end(self, sending: Sending) -> None:
         """Nothing of it is needed any more."""
         del self._sendings[sending.request.id]
+        self._num_of[sending.link] -= 1
+        if not self._num_of[sending.link]:
+            del self._num_of[sending.link]
         if sending.is_computed:
             self._engine.release_pages(sending.request.id)
         else:

@@ -12,11 +12,10 @@ from typing import Any
 
 from continuous_batching.refusal import BadRequest, shown
 from continuous_batching.request import packed_ids
+from kv_cache.request_bounds import LAST_ID, LONGEST_NAME
 from serving.text.vocabulary import check_unicode
 
 Reader = Callable[[str, Any], Any]
-LAST_ID = 2**31 - 1
-LONGEST_NAME = 1024  # characters
 MOST_ALLOWED = 2**18  # ids, more than any vocabulary has
 
 

@@ -1,0 +1,109 @@
+"""Peers of the exchange of pages that say what no engine of ours says, over real sockets."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import zlib
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+
+from kv_cache.exchange.messages import HEAD, Hello, PageMessage, PagesWanted, Welcome, framed, lengths_of
+from kv_cache.exchange.messages import unframed as decoded
+from tests.kv_cache import device
+from tests.serving.page_pair import Pair, cache_of
+
+Frame = bytes | PageMessage
+
+
+def as_frame(message: Frame) -> bytes:
+    """A message as bytes, whatever its fields are."""
+    return message if isinstance(message, bytes) else framed(message)  # type: ignore[arg-type]
+
+
+def framed_body(body: Any) -> bytes:
+    """What is no message, with a right head."""
+    data = body if isinstance(body, bytes) else msgspec.msgpack.encode(body)
+    lengths = HEAD.pack(len(data), 0, 0)[:8]
+    return lengths + zlib.crc32(data, zlib.crc32(lengths)).to_bytes(4, "little") + data
+
+
+class AnswersPeer:
+    """Dials the engine of prompts of a pair, as one that answers does."""
+
+    def __init__(self, pair: Pair, *, greets: bool = True, window_bytes: int = 1 << 14) -> None:
+        self.sock = socket.create_connection(("127.0.0.1", pair.server.port))
+        self.heard: list[Any] = []
+        self.is_closed = False
+        self._data = b""
+        if greets:
+            layout = cache_of(pair.prompts).layout
+            self.say(Hello(1, "the model", device.PAGE_SIZE, layout, "tcp", b"", window_bytes))
+
+    def say(self, message: Frame) -> None:
+        with suppress(ConnectionError):  # it has ended by then
+            self.sock.sendall(as_frame(message))
+
+    def listen(self) -> bool:
+        """Read what has come; whether there is an answer after Welcome, or the end."""
+        while not self.is_closed:
+            try:
+                data = self.sock.recv(1 << 16, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                break
+            except ConnectionError:
+                data = b""
+            self.is_closed = not data
+            self._data += data
+        while len(self._data) >= HEAD.size:
+            length, num_bytes, check = lengths_of(self._data[: HEAD.size])
+            if len(self._data) < HEAD.size + length + num_bytes:
+                break
+            self.heard.append(decoded(self._data[HEAD.size :][:length], num_bytes, check))
+            self._data = self._data[HEAD.size + length + num_bytes :]
+        return self.is_closed or any(not isinstance(each, Welcome) for each in self.heard)
+
+    def close(self) -> None:
+        self.sock.close()
+
+
+class PromptsPeer:
+    """Listens as an engine of prompts does, and answers each wish by what `lie` makes of it."""
+
+    def __init__(self, lie: Callable[[PagesWanted], Frame], *, greets: bool = True) -> None:
+        self._lie, self._greets = lie, greets
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._sockets = [self._listener]
+        self.num_asked = 0
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def __call__(self, port: int) -> int:
+        """The port that the engine of answers dials, in the place of the one of the pair."""
+        return int(self._listener.getsockname()[1])
+
+    def close(self) -> None:
+        for each in self._sockets:
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+            each.close()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                sock, _ = self._listener.accept()
+                self._sockets.append(sock)
+                threading.Thread(target=self._serve, args=(sock,), daemon=True).start()
+
+    def _serve(self, sock: socket.socket) -> None:
+        with suppress(OSError, ValueError), sock.makefile("rb") as file:
+            while len(head := file.read(HEAD.size)) == HEAD.size:
+                length, num_bytes, check = lengths_of(head)
+                message = decoded(file.read(length), num_bytes, check)
+                if isinstance(message, Hello) and self._greets:
+                    sock.sendall(framed(Welcome()))
+                elif isinstance(message, PagesWanted):
+                    self.num_asked += 1
+                    sock.sendall(as_frame(self._lie(message)))

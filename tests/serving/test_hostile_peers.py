@@ -1,0 +1,268 @@
+"""What another engine says ends at most its own connection, however it lies, floods or stalls."""
+
+from __future__ import annotations
+
+import logging
+import struct
+import zlib
+from typing import Any
+
+import pytest
+
+from kv_cache.exchange import connection, page_server, prompt_source
+from kv_cache.exchange.connection import UnhandledBytes
+from kv_cache.exchange.messages import (
+    HEAD,
+    LONGEST_SHORT,
+    AllSent,
+    Hello,
+    NotSent,
+    PagePart,
+    PagesWanted,
+    PartTaken,
+    Unwanted,
+    Welcome,
+    framed,
+    one_line,
+)
+from serving.engine import page_sends
+from serving.text import field_types
+from tests.kv_cache import device
+from tests.serving.hostile_peer import AnswersPeer, Frame, PromptsPeer, framed_body
+from tests.serving.page_pair import Pair, alone, prompts
+
+TOKENS = struct.pack("<16i", *range(5, 21))  # two pages
+WISH = {"number": 1, "tokens": TOKENS, "cache_salt": "", "first_page": 0, "lease_s": 5.0}
+BAD_WISHES: list[dict[str, Any]] = [
+    {"tokens": b"abc"}, {"tokens": b""}, {"tokens": TOKENS + b"\1\0\0\0"},
+    {"tokens": struct.pack("<16i", *[-1] * 16)}, {"tokens": struct.pack("<16i", *[2**31 - 1] * 16)},
+    {"tokens": TOKENS * 2**14},
+    {"priority": 2**64 - 1}, {"priority": 2**63 - 1}, {"priority": -(2**63)}, {"priority": 2**31},
+    {"lease_s": float("inf")}, {"lease_s": float("nan")}, {"lease_s": 1e308}, {"lease_s": -1.0},
+    {"lease_s": 0}, {"lease_s": 86_401}, {"lease_s": "5"},
+    {"number": -1}, {"number": 2**64 - 1}, {"number": None},
+    {"first_page": -1}, {"first_page": 2}, {"first_page": 2**31}, {"first_page": 2**64 - 1},
+    {"tenant": "x" * (field_types.LONGEST_NAME + 1)}, {"cache_salt": "x" * (field_types.LONGEST_NAME + 1)},
+    {"tenant": 3}, {"cache_salt": ["a"]},
+]  # fmt: skip
+NO_WISHES = [
+    framed_body(b"\x91" * 60_000), framed_body(b"\xc1"), framed_body([]), framed_body(["Unknown", 1]),
+    framed_body(b"\x92\xa8Unwanted\xa2\xff\xfe"), framed_body(["PagesWanted", 1, TOKENS, b"\xff", 0, 1.0]),
+    b"\xff" * 4096, framed(Unwanted(2**64 - 1)), framed(PartTaken()), framed(Welcome()),
+    framed(NotSent(1, "no")), framed(PagePart(1, 0, 0, 1, 0, 8, 0), 8) + b"x" * 8, HEAD.pack(2**26, 0, 0),
+    framed(Hello(1, "the model", device.PAGE_SIZE, [], "tcp", b"", 1)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("wish", [*BAD_WISHES, *NO_WISHES], ids=lambda each: repr(each)[:40])
+def test_a_wish_that_is_none_is_refused_and_the_engine_goes_on(wish: dict[str, Any] | bytes) -> None:
+    """By a reason, or by the end of its connection; another engine's prompts are computed as ever."""
+    pair, want = Pair(), alone(prompts(1))
+    peer = AnswersPeer(pair)
+    peer.say(wish if isinstance(wish, bytes) else PagesWanted(**(WISH | wish)))
+    pair.until(peer.listen)
+    assert peer.is_closed or isinstance(peer.heard[-1], NotSent), peer.heard
+    assert not any(isinstance(each, PagePart | AllSent) for each in peer.heard)
+    assert pair.serve(prompts(1)) == want
+    assert pair.answers.scheduler.counters.arrived_pages
+    peer.close()
+    pair.settle()
+    pair.close()
+
+
+def test_the_largest_wish_of_a_request_is_taken() -> None:
+    """The bounds of HTTP's fields are those of a peer: what a server lets in, it may have computed there."""
+    name, last = "x" * field_types.LONGEST_NAME, field_types.LAST_ID
+    pair = Pair()
+    for priority in (last, -last):
+        peer = AnswersPeer(pair)
+        largest = {"tenant": name, "cache_salt": name, "priority": priority, "lease_s": 86_400.0}
+        peer.say(PagesWanted(**(WISH | largest | {"number": 2**63 - 1})))
+        pair.until(peer.listen)
+        assert isinstance(peer.heard[1], PagePart)
+        peer.close()
+    pair.settle()
+    pair.close()
+
+
+def test_a_fault_is_counted_and_logged_in_one_bounded_line(caplog: pytest.LogCaptureFixture) -> None:
+    pair = Pair()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            peer = AnswersPeer(pair)
+            peer.say(framed_body(["a\nforged line" * 4000]))
+            pair.until(peer.listen)
+            peer.close()
+        pair.until(lambda: pair.server.num_faults == 3)
+    lines = [each.getMessage() for each in caplog.records if "fault no." in each.getMessage()]
+    assert 1 <= len(lines) <= 3
+    assert all("127.0.0.1:" in each and "\n" not in each and len(each) < 1200 for each in lines)
+    assert one_line("a\nb\x1b[0m" + "c" * 5000) == f"a b [0m{'c' * 990}..."
+    pair.close()
+
+
+def test_one_engine_has_so_many_prompts_computed_and_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_sends, "MOST_SENDINGS", 3)
+    monkeypatch.setattr(page_sends, "MOST_HEARD", 2)
+    pair = Pair()
+    pair.is_stopped = True
+    peer, other = AnswersPeer(pair), AnswersPeer(pair)
+    for number in range(5):
+        peer.say(PagesWanted(**(WISH | {"number": number, "cache_salt": str(number)})))
+    pair.until(lambda: pair.server.asked.qsize() == 5)
+    for num_left in (3, 1, 0):
+        pair.sending.take()
+        assert pair.server.asked.qsize() == num_left, "so many between two steps"
+    pair.is_stopped = False
+    pair.until(lambda: peer.listen() and isinstance(peer.heard[-1], NotSent))
+    other.say(PagesWanted(**WISH))
+    pair.until(lambda: other.listen() and isinstance(other.heard[-1], AllSent))
+    refused = {each.number for each in peer.heard if isinstance(each, NotSent)}
+    assert refused == {3, 4}
+    for each in (peer, other):
+        each.close()
+    pair.settle()
+    assert not pair.sends._num_of
+    pair.close()
+
+
+def test_nothing_long_is_received_before_a_hello_and_no_longer_message_than_a_prompt_after_it() -> None:
+    pair = Pair()
+    for greets, length in ((False, LONGEST_SHORT + 1), (True, pair.server.longest_message + 1)):
+        peer = AnswersPeer(pair, greets=greets)
+        peer.say(HEAD.pack(length, 0, 0))
+        pair.until(lambda peer=peer: peer.listen() and peer.is_closed)
+        peer.close()
+    pair.close()
+
+
+def test_who_says_no_hello_is_dropped_in_time_and_takes_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_server, "MOST_UNGREETED", 3)
+    monkeypatch.setattr(page_server, "MOST_CONNECTIONS", 2)
+    pair = Pair()
+    silent = [AnswersPeer(pair, greets=False) for _ in range(5)]
+    pair.until(lambda: silent[0].listen() and silent[1].listen())
+    assert not any(each.listen() for each in silent[2:]), "the oldest give way"
+    assert pair.serve(prompts(1)) == alone(prompts(1))
+    assert pair.answers.scheduler.counters.arrived_pages
+    second, third = AnswersPeer(pair), AnswersPeer(pair)
+    pair.until(lambda: second.listen() or bool(second.heard))
+    pair.until(third.listen)
+    assert {type(second.heard[0]).__name__, type(third.heard[0]).__name__} == {"Welcome", "Unfit"}
+    for each in (*silent, second, third):
+        each.close()
+    pair.close()
+    monkeypatch.setattr(connection, "GREETING_S", 0.1)
+    pair = Pair()
+    silent = [AnswersPeer(pair, greets=False) for _ in range(2)]
+    silent[1].say(framed(Hello(1, "the model", 1, [], "tcp", b"", 1))[:20])
+    pair.until(lambda: all(each.listen() for each in silent))
+    for each in silent:
+        each.close()
+    pair.close()
+
+
+def test_a_message_that_was_begun_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "MESSAGE_S", 0.1)
+    pair = Pair()
+    peer, patient = AnswersPeer(pair), AnswersPeer(pair)
+    pair.until(lambda: not peer.listen() and bool(peer.heard))
+    peer.say(framed(PagesWanted(**WISH))[:-1])
+    pair.until(peer.listen)
+    assert peer.is_closed
+    assert not patient.listen(), "between messages there is time"
+    for each in (peer, patient):
+        each.close()
+    pair.close()
+
+
+def test_messages_wait_for_the_memory_that_others_hold() -> None:
+    memory = UnhandledBytes(10)
+    memory.take(8, lambda: True)
+    with pytest.raises(ConnectionError):
+        memory.take(3, lambda: False)
+    memory.give_back(8)
+    memory.take(10, lambda: True)
+
+
+def part_of(wish: PagesWanted, **changes: Any) -> bytes:
+    """The first part of a layer as it should be, but for the changes."""
+    fields = {"number": wish.number, "layer": 0, "first_page": wish.first_page, "num_pages": 1, "offset": 0}
+    data = b"\0" * changes.pop("behind", device_layer_bytes())
+    fields |= {"num_bytes": len(data), "check": zlib.crc32(data)} | changes
+    return framed(PagePart(**fields), len(data)) + data
+
+
+def device_layer_bytes() -> int:
+    return int(device.make("fused").runner.cache.layer_bytes[0])
+
+
+HUGE = (-1, -5, -(2**40), -(2**63), 2**31, 2**63, 2**64 - 1)
+LIES = {
+    **{f"layer {each}": lambda wish, each=each: part_of(wish, layer=each) for each in (*HUGE, 2, 99)},
+    **{f"first {each}": lambda wish, each=each: part_of(wish, first_page=each) for each in (*HUGE, 1)},
+    **{f"pages {each}": lambda wish, each=each: part_of(wish, num_pages=each) for each in (*HUGE, 0, 2)},
+    **{f"offset {each}": lambda wish, each=each: part_of(wish, offset=each) for each in HUGE},
+    **{f"bytes {each}": lambda wish, each=each: part_of(wish, num_bytes=each) for each in (*HUGE, 0, 3)},
+    "no bytes": lambda wish: part_of(wish, behind=0),
+    "few bytes": lambda wish: part_of(wish, behind=8),
+    "check -1": lambda wish: part_of(wish, check=-1),
+    "check": lambda wish: part_of(wish, check=1),
+    "early end": lambda wish: framed(AllSent(wish.number, 0)),
+    **{f"end {each}": lambda wish, each=each: framed(AllSent(wish.number, each)) for each in HUGE},
+    "long reason": lambda wish: framed(NotSent(wish.number, "x\nforged " * 10**6)),
+    "reason": lambda wish: framed(NotSent(wish.number, "x\nforged")),
+    "deep": lambda wish: framed_body(b"\x91" * 60_000),
+    "long message": lambda wish: HEAD.pack(LONGEST_SHORT + 1, 0, 0),
+    "hello": lambda wish: framed(Hello(1, "x", 1, [], "tcp", b"", 1)),
+    "garbage": lambda wish: b"\xff" * 4096,
+}
+
+
+@pytest.mark.parametrize("lie", [*LIES])
+def test_a_lie_of_an_engine_of_prompts_is_a_miss(lie: str, caplog: pytest.LogCaptureFixture) -> None:
+    """At once, and not when the prompt is late."""
+    liar = PromptsPeer(LIES[lie])
+    pair = Pair(between=liar, most_wait_s=3600)
+    with caplog.at_level(logging.INFO):
+        assert pair.serve(prompts(1)) == alone(prompts(1))
+    assert pair.answers.scheduler.counters.missed_pages
+    assert not pair.answers.scheduler.counters.arrived_pages
+    assert not any("\n" in each.getMessage() or len(each.getMessage()) > 1200 for each in caplog.records)
+    pair.settle()
+    pair.close()
+    liar.close()
+
+
+def hangs(wish: PagesWanted) -> Frame:
+    """A part that is never ended."""
+    return part_of(wish)[:-1]
+
+
+@pytest.mark.parametrize("way", ["in a part", "before the welcome", "before any part"])
+def test_who_stalls_is_a_miss_once_and_then_left_alone(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first prompt waits for so long as the bound says, and the next ones do not wait at all."""
+    monkeypatch.setattr(connection, "MESSAGE_S", 0.1)
+    monkeypatch.setattr(connection, "GREETING_S", 0.1 if way == "before the welcome" else 60.0)
+    monkeypatch.setattr(prompt_source, "STALLED_S", 3600.0)
+    liar = PromptsPeer(hangs if way == "in a part" else lambda _: b"", greets=way != "before the welcome")
+    pair = Pair(between=liar, most_wait_s=0.1 if way == "before any part" else 3600)
+    first, *others = prompts(3)
+    assert pair.serve([first]) == alone([first])
+    assert pair.answers.scheduler.counters.missed_pages
+    assert pair.source.came.empty()
+    for each in others:
+        assert not pair.fetching.begin(1, each)
+    assert liar.num_asked == 1
+    monkeypatch.setattr(pair.source, "_not_before_s", 0.0)  # the pause is over
+    assert pair.fetching.begin(1, others[0])
+    pair.close()
+    liar.close()
+
+
+def test_who_was_late_once_and_answers_others_is_asked_on() -> None:
+    pair = Pair()
+    pair.source.has_arrived()
+    pair.source.was_late(since_s=0.0)
+    assert pair.fetching.begin(0, prompts(1)[0])
+    pair.close()
