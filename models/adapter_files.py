@@ -14,10 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from continuous_batching.refusal import shown
 from models.file_bounds import check_regular
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MOST_WEIGHTS_BYTES = 2**34
+MOST_ALPHA = 10**9  # far beyond any that was trained, and a number that every type of float holds
 # Forms of peft that change what is computed, and the values that change nothing
 _UNCHANGED: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
@@ -86,9 +88,10 @@ def look_at(folder: Path, most_rank: int) -> AdapterFiles:
         raise ValueError(f"{folder / CONFIG} {problem}")
     for name, harmless in _UNCHANGED.items():
         if config.get(name) not in harmless:
-            raise ValueError(
-                f"{folder}: adapters with {name}: {json.dumps(config[name])[:60]} are not computed"
-            )
+            raise ValueError(f"{folder}: adapters with {name}: {shown(config[name])} are not computed")
+    is_root_scaled = config.get("use_rslora")
+    if not isinstance(is_root_scaled, bool | None):
+        raise ValueError(f"{folder / CONFIG}: use_rslora is {shown(is_root_scaled)}; it must be true or false")
     _check_start(folder, config.get("init_lora_weights"))
     ranks, alphas = (_pattern(folder, config, name) for name in ("rank_pattern", "alpha_pattern"))
     of_ranks, of_alphas = (
@@ -101,16 +104,23 @@ def look_at(folder: Path, most_rank: int) -> AdapterFiles:
     with (folder / WEIGHTS).open("rb") as file:
         while data := file.read(2**20):
             hashed.update(data)
-    is_root_scaled = bool(config.get("use_rslora"))
-    return AdapterFiles(folder, rank, alpha, is_root_scaled, ranks, alphas, hashed.hexdigest())
+    return AdapterFiles(folder, rank, alpha, bool(is_root_scaled), ranks, alphas, hashed.hexdigest())
 
 
-def _check_numbers(folder: Path, rank: Any, alpha: Any, most_rank: int) -> None:
-    is_rank = isinstance(rank, int) and not isinstance(rank, bool)
-    if not is_rank or not isinstance(alpha, int | float) or not math.isfinite(alpha):
-        raise ValueError(f"{folder / CONFIG}: r is {rank!r} and lora_alpha {alpha!r}; both must be numbers")
+def _check_numbers(folder: Path, rank: object, alpha: object, most_rank: int) -> None:
+    """Raise ValueError for a rank or an alpha out of its bounds. Each is compared with them before it is
+    converted: JSON has integers that no float holds.
+    """
+    if not isinstance(rank, int) or isinstance(rank, bool):
+        raise ValueError(f"{folder / CONFIG}: r is {shown(rank)}; it must be a whole number")
     if not 1 <= rank <= most_rank:
-        raise ValueError(f"{folder} has rank {rank}, and adapters.rank leaves room for 1 to {most_rank}")
+        raise ValueError(
+            f"{folder} has rank {shown(rank)}, and adapters.rank leaves room for 1 to {most_rank}"
+        )
+    is_number = isinstance(alpha, int | float) and not isinstance(alpha, bool)
+    if not is_number or not abs(alpha) <= MOST_ALPHA:
+        limit = f"a number from {-MOST_ALPHA} to {MOST_ALPHA}"
+        raise ValueError(f"{folder / CONFIG}: lora_alpha is {shown(alpha)}; it must be {limit}")
 
 
 def _pattern(folder: Path, config: dict[str, Any], name: str) -> dict[str, Any]:

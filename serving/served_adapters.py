@@ -10,7 +10,7 @@ from pathlib import Path
 from continuous_batching.refusal import BadRequest
 from continuous_batching.request import Request
 from continuous_batching.system_error import in_one_line
-from models.adapter_files import look_at
+from models.adapter_files import CONFIG, WEIGHTS, look_at
 from recipes.schema.adapters_section import AdaptersSection
 from serving.adapters import KnownAdapters, NamedAdapter
 from serving.engine.messages import AdapterPut, PutAdapter
@@ -55,7 +55,8 @@ class ServedAdapters(KnownAdapters):
         try:
             files = await asyncio.to_thread(look_at, folder, self._rank)
         except (ValueError, OSError) as error:
-            raise BadRequest("lora_path", f"cannot be used: {in_one_line(error)}") from error
+            problem = self._without_root(in_one_line(error))
+            raise BadRequest("lora_path", f"cannot be used: {problem}") from error
         if name in self._by_name or any(each.number == free[0] for each in self.all):
             raise Unavailable("another adapter has taken the name or the place meanwhile", 0.0)
         self._by_name[name] = adapter = NamedAdapter(name, free[0], files, is_there=False)
@@ -93,7 +94,8 @@ class ServedAdapters(KnownAdapters):
             waiting = self._waiting.pop(each.name, None)
             if waiting is not None and not waiting.done():
                 if message.problem:
-                    waiting.set_exception(BadRequest("lora_path", f"cannot be used: {message.problem}"))
+                    problem = self._without_root(message.problem)
+                    waiting.set_exception(BadRequest("lora_path", f"cannot be used: {problem}"))
                 else:
                     waiting.set_result(None)
 
@@ -122,7 +124,27 @@ class ServedAdapters(KnownAdapters):
         try:
             folder = (self.root / path).resolve()
         except (OSError, ValueError, RuntimeError) as error:
-            raise BadRequest("lora_path", f"is no path: {error}") from error
+            raise BadRequest("lora_path", f"is no path: {self._without_root(str(error))}") from error
         if not folder.is_relative_to(self.root.resolve()):
             raise BadRequest("lora_path", "leads out of adapters.root", value=path)
+        for name in (CONFIG, WEIGHTS):  # what is there may be a link to any file
+            try:
+                file = (folder / name).resolve()
+            except (OSError, RuntimeError) as error:
+                problem = self._without_root(str(error))
+                raise BadRequest("lora_path", f"cannot be used: {problem}", value=path) from error
+            if not file.is_relative_to(self.root.resolve()):
+                raise BadRequest(
+                    "lora_path",
+                    f"holds {name}, a link that leads out of adapters.root",
+                    value=path,
+                    fix="put the file itself there",
+                )
         return folder
+
+    def _without_root(self, text: str) -> str:
+        """What a client may read: not where on this machine the adapters lie."""
+        assert self.root is not None, "there are paths below it alone"
+        for root in sorted({str(self.root.resolve()), str(self.root)}, key=len, reverse=True):
+            text = text.replace(f"{root}/", "").replace(root, "adapters.root")
+        return text

@@ -6,6 +6,7 @@ The judge is peft: adapters that it made and saved, merged into the weights of t
 from __future__ import annotations
 
 import json
+import math
 import re
 import warnings
 from collections.abc import Sequence
@@ -256,8 +257,15 @@ def test_a_place_holds_nothing_of_what_it_held() -> None:
         ({"init_lora_weights": "pissa_niter_4"}, "path_initial_model_for_weight_conversion=INITIAL"),
         ({"init_lora_weights": "loftq"}, "merge it with peft: model.merge_and_unload()"),
         ({"r": 9}, "has rank 9, and adapters.rank leaves room for 1 to 8"),
-        ({"r": True}, "both must be numbers"),
-        ({"lora_alpha": "8"}, "both must be numbers"),
+        ({"r": True}, "r is true; it must be a whole number"),
+        ({"r": 10**400}, "and adapters.rank leaves room for 1 to 8"),
+        ({"r": -(10**400)}, "and adapters.rank leaves room for 1 to 8"),
+        *(({"r": each}, "it must be a whole number") for each in (2.0, math.inf, "4", None, [4])),
+        *(
+            ({"lora_alpha": each}, "it must be a number from -1000000000 to 1000000000")
+            for each in (10**400, -(10**400), 10**4000, 1e300, math.inf, math.nan, True, "8", None, [8])
+        ),
+        ({"use_rslora": 10**400}, "use_rslora is 1000"),
         ({"r": 3}, "and this model needs"),
     ],
 )
@@ -266,8 +274,9 @@ def test_forms_that_are_not_computed_are_refused(change: dict[str, Any], why: st
     adapted(model, tmp_path / "adapter", seed=1)
     file = tmp_path / "adapter" / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
-    with pytest.raises(RecipeError, match=rf"adapters\.folders\.a1: .*{re.escape(why)}"):
+    with pytest.raises(RecipeError, match=rf"adapters\.folders\.a1: .*{re.escape(why)}") as refused:
         built(path, [tmp_path / "adapter"])
+    assert len(str(refused.value)) < 600
 
 
 @pytest.mark.parametrize("start", ["pissa", "pissa_niter_4", "olora"])

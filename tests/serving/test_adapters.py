@@ -6,6 +6,7 @@ What is right is said by transformers with peft's adapters merged into its weigh
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import shutil
 import signal
@@ -137,6 +138,16 @@ def test_what_cannot_be_loaded_is_refused_and_the_rest_goes_on(served: Server, f
     damaged = folders / "damaged"
     shutil.copytree(folders / "two", damaged)
     (damaged / "adapter_model.safetensors").write_bytes(b"nothing")
+    outside = folders.parent / "outside"
+    outside.mkdir()
+    for name, file in (("linked", "adapter_model.safetensors"), ("described", "adapter_config.json")):
+        shutil.copytree(folders / "two", folders / name)
+        (folders / name / file).replace(outside / file)
+        (folders / name / file).symlink_to(outside / file)
+    shutil.copytree(folders / "two", folders / "endless")
+    config = folders / "endless" / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"lora_alpha": 10**400}))
+    (folders / "loop").symlink_to(folders / "loop")
     for name, path, why in (
         ("tiny", "two", "is the name of the model"),
         ("one", "two", "is loaded already; unload it first"),
@@ -145,8 +156,15 @@ def test_what_cannot_be_loaded_is_refused_and_the_rest_goes_on(served: Server, f
         ("more", "../..", "leads out of adapters.root"),
         ("more", "/etc", "leads out of adapters.root"),
         ("more", "damaged", "cannot be read as safetensors"),
+        ("more", "linked", "holds adapter_model.safetensors, a link that leads out of adapters.root"),
+        ("more", "described", "holds adapter_config.json, a link that leads out of adapters.root"),
+        ("more", "endless", "it must be a number from -1000000000 to 1000000000"),
+        ("more", "loop", "lora_path "),
+        ("more", "one/adapter_config.json", "lora_path "),
     ):
-        assert why in refusal(served, "load", lora_name=name, lora_path=path), (name, path)
+        found = refusal(served, "load", lora_name=name, lora_path=path)
+        assert why in found, (name, path)
+        assert str(folders.parent) not in found, "a client learns where the adapters lie"
     assert 'must be "one"' in refusal(served, "unload", lora_name="more")
     assert "is one of the recipe's" in refusal(served, "unload", lora_name="one")
     check(served, "one")
