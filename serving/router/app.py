@@ -75,6 +75,7 @@ class FleetApplication:
             case "drain" | "resume":
                 replica.drain(order == "drain")
         told = {"drained": replica.is_drained, "leaves": replica.leaves, "open": replica.num_open}
+        told |= {"trouble": replica.trouble}
         return JSONResponse({"replica": url, "state": replica.state, **told})
 
     def _refusal(self, scope: Scope) -> Response | None:

@@ -13,6 +13,7 @@ import socket
 from collections.abc import Sequence
 
 from continuous_batching.routing import Routing
+from serving.router.fleet_model import FleetModel
 from serving.router.replicas import FleetReplica, Learned, address_of, replicas_of, untold
 from serving.router.upstream import HeaderLines, Upstream
 
@@ -29,7 +30,8 @@ class FleetMembers:
     def __init__(
         self, urls: Sequence[str], routing: Routing, headers: HeaderLines, learned: Learned = untold
     ) -> None:
-        self.replicas = replicas_of(urls, routing, headers, learned)
+        self.model = FleetModel()
+        self.replicas = replicas_of(urls, routing, headers, learned, self.model)
         self._routing = routing
         self._headers, self._learned = headers, learned
         self._named: dict[str, set[str]] = {}  # what each name led to
@@ -47,7 +49,7 @@ class FleetMembers:
             raise ValueError(f"there are {MOST_REPLICAS} replicas, the most that one router has")
         server = Upstream(*address_of(url))
         number = self._routing.join()
-        replica = FleetReplica(number, url, server, self._routing, self._headers, self._learned)
+        replica = FleetReplica(number, url, server, self._routing, self._headers, self._learned, self.model)
         self.replicas[number : number + 1] = [replica]
         log.info("%s has come", url)
         return replica

@@ -23,6 +23,7 @@ from kv_cache.vllm import AllBlocksCleared, BlockRemoved, BlockStored, decode
 log = logging.getLogger("route")
 
 _ASK_S = 2.0  # between two questions where nothing seems to be missing
+_MOST_MESSAGE_BYTES = 2**27  # of events; a larger one ends the connection
 _AGAIN_S = 0.1  # between two where something is
 
 
@@ -77,6 +78,8 @@ class PageReader:
     def _connect(self) -> None:
         """Sockets that have heard nothing yet."""
         self._live, self._again = self._context.socket(zmq.SUB), self._context.socket(zmq.DEALER)
+        for each in (self._live, self._again):
+            each.setsockopt(zmq.MAXMSGSIZE, _MOST_MESSAGE_BYTES)
         self._live.subscribe(b"")
         self._gone = self._live.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._live.connect(self._endpoint)
@@ -101,7 +104,13 @@ class PageReader:
                 # Who publishes next may be another engine, whose sequences say nothing of this one's
                 self._disconnect()
                 self._connect()
-        except (ValueError, msgspec.MsgspecError) as error:  # of another layout: nothing is known of it
+        # An OverflowError is of a number beyond 8 bytes, a RecursionError of what is nested too deeply
+        except (
+            ValueError,
+            OverflowError,
+            RecursionError,
+            msgspec.MsgspecError,
+        ) as error:  # of another layout: nothing is known of it
             log.warning("replica %d publishes what is no event of pages: %s", self._replica, error)
             self._forget()
 

@@ -117,7 +117,7 @@ class Proxy:
             finally:
                 replica.server.done(answer)
 
-        there = [each for each in self._replicas if each.state not in ("lost", "gone")]
+        there = [each for each in self._replicas if each.state not in ("lost", "refused", "gone")]
         asking = [asyncio.ensure_future(ask(each)) for each in there]
         said: tuple[int, HeaderLines, bytes] | None = None
         try:
@@ -316,9 +316,13 @@ def _kept(headers: HeaderLines) -> HeaderLines:
 
 
 async def _whole(answer: UpstreamAnswer) -> bytes:
-    parts = []
+    """The body of a short answer; raises Lost for one that is longer than any of its kind."""
+    parts, num_bytes = [], 0
     while part := await answer.next():
         parts.append(part)
+        num_bytes += len(part)
+        if num_bytes > _MOST_WHOLE_BYTES:
+            raise Lost(f"it answered with more than {_MOST_WHOLE_BYTES} bytes")
     return b"".join(parts)
 
 

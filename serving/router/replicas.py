@@ -12,45 +12,35 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Literal
 
-import msgspec
-
 from continuous_batching.routing import Routing
+from serving.router.fleet_model import FleetModel
 from serving.router.page_reader import PageReader, reached_at
+from serving.router.replica_answers import (
+    MOST_INFO_BYTES,
+    MOST_METRICS_BYTES,
+    MOST_STATUS_BYTES,
+    QUEUED,
+    RUNNING,
+    WAITING,
+    ServerInfo,
+    Unreadable,
+    ask,
+    figures_of,
+    info_of,
+    model_of,
+)
 from serving.router.upstream import HeaderLines, Lost, Upstream
 
 log = logging.getLogger("route")
 
-State = Literal["unknown", "ready", "not ready", "lost", "gone"]  # the last for good
+# "refused" serves another model than the router's; "gone" is for good
+State = Literal["unknown", "ready", "not ready", "refused", "lost", "gone"]
 POLL_S = 0.5
 _ANSWER_S = 2.0  # for an answer to a poll
 _LOST_AFTER = 2  # polls in a row without an answer, unless the connection is refused
 _BEAT_S = 0.5  # how old what a replica tells may be
-_QUEUED, _WAITING, _RUNNING = b"cb_prompt_tokens_queued", b"cb_requests_queued", b"cb_requests_running"
-
-
-class _ToldCache(msgspec.Struct):
-    events: str | None = None
-
-
-class _ToldServer(msgspec.Struct):
-    pages_at: str | None = None
-    prompt_replicas: tuple[str, ...] | None = None
-
-
-class _ToldRecipe(msgspec.Struct):
-    cache: _ToldCache = msgspec.field(default_factory=_ToldCache)
-    server: _ToldServer = msgspec.field(default_factory=_ToldServer)
-
-
-class _ServerInfo(msgspec.Struct):
-    """What of `/server_info` matters here."""
-
-    recipe: _ToldRecipe = msgspec.field(default_factory=_ToldRecipe)
-    page_size: int | None = None
-    num_slots: int | None = None
 
 
 Learned = Callable[[int, str, Sequence[str], int], None]  # as `Splitting.is_known`
@@ -71,6 +61,7 @@ class FleetReplica:
         routing: Routing,
         headers: HeaderLines,
         learned: Learned = untold,
+        model: FleetModel | None = None,
     ) -> None:
         self.number, self.url, self.server = number, url, server
         self.state: State = "unknown"
@@ -83,6 +74,7 @@ class FleetReplica:
         self.reader: PageReader | None = None
         self._routing = routing
         self._headers, self._learned = headers, learned
+        self._model = model or FleetModel()
         self._ready_path = "/ready"
         self._num_silent = 0
         self._is_asked = False  # where its pages are told, and for whom it computes prompts
@@ -95,10 +87,17 @@ class FleetReplica:
                 self._num_silent = 0
             except Lost as lost:
                 self._shut(str(lost))
+            except Unreadable as error:
+                self._keep_out("not ready", str(error))
             except asyncio.TimeoutError:
                 self._num_silent += 1
                 if self._num_silent >= _LOST_AFTER:
                     self.lose(f"no answer within {_ANSWER_S:g} s")
+            except Exception as error:  # what one replica says must end none of the others
+                trouble = f"a defect of the router in reading its answers: {type(error).__name__}"
+                if trouble != self.trouble:
+                    log.exception("%s: %s", self.url, trouble)
+                self._keep_out("not ready", trouble)
             await asyncio.sleep(POLL_S)
 
     def lose(self, why: str) -> None:
@@ -128,6 +127,7 @@ class FleetReplica:
         self.close()
         self._learned(self.number, "", (), 0)
         self._routing.leave(self.number)
+        self._model.forget(self.url)
         self.state = "gone"
 
     def close(self) -> None:
@@ -136,34 +136,43 @@ class FleetReplica:
         self.server.lose("the router ends")
 
     async def _poll(self, page_size: int) -> None:
-        status, _ = await self._get(self._ready_path)
+        status, _ = await self._get(self._ready_path, MOST_STATUS_BYTES)
         if status == 404 and self._ready_path == "/ready":
             self._ready_path = "/health"
-            status, _ = await self._get(self._ready_path)
+            status, _ = await self._get(self._ready_path, MOST_STATUS_BYTES)
         if status != 200:
-            self._become("not ready", f"{self._ready_path} says {status}")
-            self._stop_reading()
+            self._keep_out("not ready", f"{self._ready_path} says {status}")
             return
         since_s = time.monotonic()
         if not self._is_asked:
+            status, text = await self._get("/v1/models", MOST_INFO_BYTES)
+            refusal = self._model.refusal(self.url, model_of(text) if status == 200 else "")
+            if refusal:
+                self._keep_out("refused", refusal)
+                return
             await self._read_info(page_size)
             self._is_asked = True
+        status, text = await self._get("/metrics", MOST_METRICS_BYTES)
+        figures = figures_of(text) if status == 200 else {}
         self._become("ready", "")
-        status, text = await self._get("/metrics")
-        figures = _figures(text) if status == 200 else {}
-        if _QUEUED in figures:
-            requests = figures.get(_WAITING, 0) + figures.get(_RUNNING, 0)
-            self._routing.told(self.number, figures[_QUEUED], requests, since_s - _BEAT_S)
+        if QUEUED in figures:
+            requests = figures.get(WAITING, 0) + figures.get(RUNNING, 0)
+            self._routing.told(self.number, figures[QUEUED], requests, since_s - _BEAT_S)
+
+    def _keep_out(self, state: State, trouble: str) -> None:
+        """It gets no new requests, and what it says of itself is asked again."""
+        self._become(state, trouble)
+        self._stop_reading()
 
     async def _read_info(self, page_size: int) -> None:
         """Learn whether it computes prompts for others, who does so for it, and how many slots it has. Read
         the events of its pages, if it says where, and they are such as the router knows.
         """
-        status, text = await self._get("/server_info")
-        try:
-            said = msgspec.json.decode(text, type=_ServerInfo) if status == 200 else _ServerInfo()
-        except (msgspec.MsgspecError, UnicodeDecodeError):  # another kind of server
-            return
+        status, text = await self._get("/server_info", MOST_INFO_BYTES)
+        said = info_of(text) if status == 200 else ServerInfo()
+        if isinstance(said, str):  # another kind of server
+            log.warning("%s: /server_info is not understood, by text alone: %s", self.url, said)
+            said = ServerInfo()
         server, endpoint = said.recipe.server, said.recipe.cache.events
         pages_at = reached_at(server.pages_at or "", self.server.host)
         self._learned(self.number, pages_at, server.prompt_replicas or (), said.num_slots or 0)
@@ -185,18 +194,11 @@ class FleetReplica:
             self.reader.close()
             self.reader = None
 
-    async def _get(self, path: str) -> tuple[int, bytes]:
-        answer = await self.server.ask("GET", path, self._headers, b"")
-        try:
-            parts = []
-            while part := await answer.next():
-                parts.append(part)
-            return answer.status, b"".join(parts)
-        finally:
-            self.server.done(answer)
+    async def _get(self, path: str, most_bytes: int) -> tuple[int, bytes]:
+        return await ask(self.server, path, self._headers, most_bytes)
 
     def _become(self, state: State, trouble: str) -> None:
-        if state != self.state:
+        if (state, trouble) != (self.state, self.trouble):
             log.log(
                 logging.INFO if state == "ready" else logging.WARNING,
                 "%s is %s%s",
@@ -211,17 +213,6 @@ class FleetReplica:
         self._routing.is_open[self.number] = self.state == "ready" and not self.is_drained and not self.leaves
 
 
-def _figures(text: bytes) -> dict[bytes, int]:
-    """The few figures that matter, of Prometheus' text."""
-    found = {}
-    for line in text.splitlines():
-        name = line.partition(b"{")[0].partition(b" ")[0]
-        if name in (_QUEUED, _WAITING, _RUNNING):
-            with suppress(ValueError, OverflowError):  # it tells no number
-                found[name] = int(float(line.rpartition(b" ")[2]))
-    return found
-
-
 def address_of(url: str) -> tuple[str, int]:
     """Host and port of http://HOST:PORT; raises ValueError."""
     kind, _, rest = url.rstrip("/").partition("://")
@@ -232,12 +223,12 @@ def address_of(url: str) -> tuple[str, int]:
 
 
 def replicas_of(
-    urls: Sequence[str], routing: Routing, headers: HeaderLines, learned: Learned
+    urls: Sequence[str], routing: Routing, headers: HeaderLines, learned: Learned, model: FleetModel
 ) -> list[FleetReplica]:
     """The replicas at these addresses; raises ValueError for one that is none."""
     if len({*urls}) < len(urls):
         raise ValueError("an address stands twice among --replica; name each once")
     return [
-        FleetReplica(number, url, Upstream(*address_of(url)), routing, headers, learned)
+        FleetReplica(number, url, Upstream(*address_of(url)), routing, headers, learned, model)
         for number, url in enumerate(urls)
     ]

@@ -18,6 +18,7 @@ import httptools
 HeaderLines = list[tuple[bytes, bytes]]
 CONNECT_S = 2.0
 _UNHEARD_S = 4  # after which the connections of a machine end that is gone, or has started again
+_MOST_OVERHEAD = 2**16  # bytes of a head, or between two pieces of a body: sizes of chunks, trailers
 _MOST_UNREAD = 2**18  # bytes of an answer; then the sender waits
 _MOST_IDLE = 256  # connections that are kept for later
 
@@ -45,7 +46,7 @@ class UpstreamAnswer(asyncio.Protocol):
         self.status, self.headers = 0, HeaderLines()
         self._head: asyncio.Future[None] = self._loop.create_future()
         self._parts: deque[bytes] = deque()
-        self._num_unread = 0
+        self._num_unread = self._num_overhead = 0
         self._is_kept = False  # the connection, after the answer
         self._has_body = True
         self._news: asyncio.Future[None] | None = None
@@ -110,10 +111,15 @@ class UpstreamAnswer(asyncio.Protocol):
         self._wake()
 
     def data_received(self, data: bytes) -> None:
+        self._num_overhead += len(data)
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
             self.fail(f"it answered with what is no HTTP: {error}")
+        except httptools.HttpParserUpgrade:
+            self.fail("it answered with another protocol, for which it was not asked")
+        if self._num_overhead > _MOST_OVERHEAD:
+            self.fail(f"it answered with more than {_MOST_OVERHEAD} bytes that are no answer's")
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """A header."""
@@ -125,6 +131,7 @@ class UpstreamAnswer(asyncio.Protocol):
         if self.status < 200:
             self.headers.clear()
             return
+        self._num_overhead = 0
         self._is_kept = self._parser.should_keep_alive()
         names = {name for name, _ in self.headers}
         self._ends_with_connection = not names & {b"content-length", b"transfer-encoding"}
@@ -135,6 +142,7 @@ class UpstreamAnswer(asyncio.Protocol):
     def on_body(self, body: bytes) -> None:
         """Some bytes of the answer."""
         self._parts.append(body)
+        self._num_overhead = 0
         self._num_unread += len(body)
         if self._num_unread > _MOST_UNREAD and self.transport is not None:
             self.transport.pause_reading()
@@ -144,6 +152,7 @@ class UpstreamAnswer(asyncio.Protocol):
         """The answer is whole."""
         if self.status >= 200:
             self._is_whole = True
+            self._num_overhead = 0
             self._wake()
 
     def _wake(self) -> None:

@@ -51,7 +51,11 @@ def test_who_drains_behind_a_closed_door_ends_its_answers(monkeypatch: pytest.Mo
             (stub,), (replica,) = fleet.stubs, fleet.replicas
             assert stub is not None
             stub.script = by_path(
-                ready=answer(b""), metrics=answer(b""), server_info=answer(b"", 404), other=slow
+                ready=answer(b""),
+                metrics=answer(b""),
+                models=answer(b"", 404),
+                server_info=answer(b"", 404),
+                other=slow,
             )(stub)
             watching = asyncio.ensure_future(replica.watch(0))
             await until(lambda: replica.state == "ready")

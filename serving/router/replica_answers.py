@@ -1,0 +1,115 @@
+"""Read what a replica says of itself: `/server_info`, `/v1/models` and `/metrics`.
+
+A replica may be another kind of server, of which less is known, or one that is broken or lies. So each answer
+is read up to a bound of bytes and decoded into types with bounds, and what cannot be read raises Unreadable,
+whose text says which answer it was.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from kv_cache.request_bounds import LAST_ID, LONGEST_NAME
+from serving.router.upstream import HeaderLines, Upstream
+
+MOST_INFO_BYTES = 2**20  # of /server_info, which has the recipe, and of /v1/models
+MOST_METRICS_BYTES = 2**22
+MOST_STATUS_BYTES = 2**16  # of /ready and /health
+_MOST_FIGURE = 2**53
+QUEUED, WAITING, RUNNING = b"cb_prompt_tokens_queued", b"cb_requests_queued", b"cb_requests_running"
+
+Count = Annotated[int, Meta(ge=0, le=LAST_ID)]
+Address = Annotated[str, Meta(max_length=LONGEST_NAME, pattern=r"^[a-z]+://[!-~]+\Z")]  # goes into a header
+_Any = TypeVar("_Any")
+
+
+class Unreadable(Exception):
+    """A replica's answer is longer or deeper than any is."""
+
+
+class _ToldCache(msgspec.Struct):
+    events: Address | None = None
+
+
+class _ToldServer(msgspec.Struct):
+    pages_at: Address | None = None
+    prompt_replicas: tuple[Address, ...] | None = None
+
+
+class _ToldRecipe(msgspec.Struct):
+    cache: _ToldCache = msgspec.field(default_factory=_ToldCache)
+    server: _ToldServer = msgspec.field(default_factory=_ToldServer)
+
+
+class ServerInfo(msgspec.Struct):
+    """What of `/server_info` matters here."""
+
+    recipe: _ToldRecipe = msgspec.field(default_factory=_ToldRecipe)
+    page_size: Count | None = None
+    num_slots: Count | None = None
+
+
+class _Model(msgspec.Struct):
+    id: Annotated[str, Meta(min_length=1, max_length=LONGEST_NAME)]
+    parent: str | None = None  # of an adapter
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+async def ask(server: Upstream, path: str, headers: HeaderLines, most_bytes: int) -> tuple[int, bytes]:
+    """The status and the body of an answer; raises Lost, and Unreadable for one of more bytes."""
+    answer = await server.ask("GET", path, headers, b"")
+    try:
+        parts, num_bytes = [], 0
+        while part := await answer.next():
+            parts.append(part)
+            num_bytes += len(part)
+            if num_bytes > most_bytes:
+                raise Unreadable(f"{path} answers with more than {most_bytes} bytes")
+        return answer.status, b"".join(parts)
+    finally:
+        server.done(answer)
+
+
+def info_of(text: bytes) -> ServerInfo | str:
+    """What `/server_info` says, or why it is not understood; raises Unreadable."""
+    return _decoded("/server_info", text, ServerInfo)
+
+
+def model_of(text: bytes) -> str:
+    """The name that a server's model goes by, by `/v1/models`: the first that is no adapter's. "" where it
+    does not say; raises Unreadable.
+    """
+    found = _decoded("/v1/models", text, _Models)
+    if isinstance(found, str):
+        return ""
+    return next((each.id for each in found.data if each.parent is None), "")
+
+
+def figures_of(text: bytes) -> dict[bytes, int]:
+    """The few figures that matter, of Prometheus' text."""
+    found = {}
+    for line in text.splitlines():
+        name = line.partition(b"{")[0].partition(b" ")[0]
+        if name in (QUEUED, WAITING, RUNNING):
+            with suppress(ValueError, OverflowError):  # it tells no number
+                found[name] = min(max(0, int(float(line.rpartition(b" ")[2]))), _MOST_FIGURE)
+    return found
+
+
+def _decoded(path: str, text: bytes, kind: type[_Any]) -> _Any | str:
+    """The one place where what a replica says is decoded."""
+    decoded: Any = ""
+    try:
+        decoded = msgspec.json.decode(text, type=kind)
+    except RecursionError:
+        raise Unreadable(f"{path} answers with lists or objects that are nested too deeply") from None
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        return str(error)[:200] or type(error).__name__
+    return decoded

@@ -1,0 +1,257 @@
+"""What one replica answers ends at most what is sent to it: the router and its other replicas go on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from continuous_batching.routing import Routing
+from serving.router import proxy, replica_answers, upstream
+from serving.router import replicas as of_replicas
+from serving.router.membership import FleetMembers
+from serving.router.replica_answers import (
+    MOST_INFO_BYTES,
+    MOST_METRICS_BYTES,
+    MOST_STATUS_BYTES,
+    figures_of,
+    info_of,
+    model_of,
+)
+from tests.serving.router.test_lost_replicas import answer, by_path
+from tests.serving.router.test_proxy import Script, Stub, run
+from tests.serving.router.waiting import end, until
+
+DEEP = b'{"x":' + b"[" * 200_000 + b"]" * 200_000 + b"}"
+
+
+def models(*names: str, adapters: tuple[str, ...] = ()) -> Script:
+    parent = names[0] if names else ""
+    data = [{"id": each} for each in names] + [{"id": each, "parent": parent} for each in adapters]
+    return answer(json.dumps({"object": "list", "data": data}).encode())
+
+
+GOOD = {
+    "models": models("tiny"),
+    "server_info": answer(b"{}"),
+    "metrics": answer(b""),
+    "other": answer(b"{}"),
+}
+
+
+def endless(head: bytes, part: bytes) -> Script:
+    async def script(writer: asyncio.StreamWriter) -> None:
+        writer.write(head)
+        while True:
+            writer.write(part)
+            await writer.drain()
+
+    return script
+
+
+class Watched:
+    """The members of a router that are stubs, watched as the router does."""
+
+    def __init__(self, *scripts: dict[str, Script]) -> None:
+        self.scripts = scripts
+
+    async def __aenter__(self) -> Watched:
+        self.stubs = [Stub(answer(b"")) for _ in self.scripts]
+        for stub, scripts in zip(self.stubs, self.scripts):
+            stub.script = by_path(**GOOD | scripts)(stub)
+        urls = [f"http://127.0.0.1:{await each.start()}" for each in self.stubs]
+        self.routing = Routing(len(urls), tells=False)
+        self.routing.is_open[:] = False
+        self.members = FleetMembers(urls, self.routing, [])
+        self.replicas = self.members.replicas
+        self.watching = asyncio.ensure_future(self.members.watch(16))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert not self.watching.done(), self.watching.exception()
+        await end(self.watching)
+        for replica in self.replicas:
+            replica.close()
+        for stub in self.stubs:
+            stub.server.close()
+            for writer in stub.writers:
+                writer.transport.abort()
+        await asyncio.sleep(0.05)  # until both sides have closed
+
+    def says(self, number: int, **scripts: Script) -> None:
+        """Let a replica answer otherwise."""
+        self.stubs[number].script = by_path(**GOOD | scripts)(self.stubs[number])
+
+    def is_sent(self) -> list[bool]:
+        return [bool(each) for each in self.routing.is_open]
+
+
+HEAD = b"HTTP/1.1 200 OK\r\n"
+HEADER = b"a: " + b"x" * 1000 + b"\r\n"
+CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+LONG = b"10000\r\n" + b"x" * 2**16 + b"\r\n"
+LIES: dict[str, tuple[dict[str, Script], str]] = {
+    "deep info": ({"server_info": answer(DEEP)}, "/server_info answers with lists or objects"),
+    "deep models": ({"models": answer(DEEP)}, "/v1/models answers with lists or objects"),
+    "long info": ({"server_info": answer(b" " * (MOST_INFO_BYTES + 1))}, "/server_info answers with more"),
+    "long models": ({"models": endless(CHUNKED, LONG)}, f"models answers with more than {MOST_INFO_BYTES}"),
+    "long metrics": ({"metrics": endless(CHUNKED, LONG)}, f"answers with more than {MOST_METRICS_BYTES}"),
+    "long ready": ({"ready": endless(CHUNKED, LONG)}, f"ready answers with more than {MOST_STATUS_BYTES}"),
+    "endless head": ({"ready": endless(HEAD, HEADER)}, "no answer's"),
+    "endless name": ({"ready": endless(HEAD, b"x" * 4096)}, "answer"),
+    "endless going on": ({"ready": endless(b"", b"HTTP/1.1 100 Continue\r\n\r\n" * 100)}, "no answer's"),
+    "endless trailer": ({"ready": endless(CHUNKED + b"0\r\n", HEADER)}, "no answer's"),
+    "other protocol": ({"ready": answer(b"", 101)}, "answered"),
+    "no HTTP": ({"ready": endless(b"", b"\0" * 100)}, "no HTTP"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("lie", [*LIES])
+def test_a_replica_whose_answers_cannot_be_read_gets_no_requests(
+    lie: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its trouble names the answer; it gets some again once its answers can be read."""
+    monkeypatch.setattr(of_replicas, "POLL_S", 0.01)
+    monkeypatch.setattr(of_replicas, "_ANSWER_S", 60.0)
+    scripts, words = LIES[lie]
+
+    async def test() -> None:
+        async with Watched(scripts, {}) as fleet:
+            liar = fleet.replicas[0]
+            await until(lambda: fleet.is_sent() == [False, True] and bool(liar.trouble))
+            assert words in liar.trouble
+            assert liar.state in ("not ready", "lost")
+            fleet.says(0)
+            await until(lambda: fleet.is_sent() == [True, True])
+
+    run(test)
+
+
+def test_a_defect_in_reading_one_replica_is_logged_and_ends_no_other(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(of_replicas, "POLL_S", 0.01)
+
+    def figures(text: bytes) -> dict[bytes, int]:
+        return {} if text != b"bad" else {b"": 1 // 0}
+
+    monkeypatch.setattr(of_replicas, "figures_of", figures)
+
+    async def test() -> None:
+        async with Watched({"metrics": answer(b"bad")}, {}) as fleet:
+            await until(lambda: fleet.is_sent()[1] and "ZeroDivisionError" in fleet.replicas[0].trouble)
+            asked = len(fleet.stubs[0].heads)
+            await until(lambda: len(fleet.stubs[0].heads) > asked + 9)
+        lines = [each for each in caplog.records if each.exc_info]
+        assert len(lines) == 1, "once, with its traceback"
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    "info",
+    [
+        {"num_slots": -5}, {"num_slots": 10**30}, {"num_slots": 1.5}, {"page_size": -1}, {"page_size": 2**63},
+        {"recipe": {"cache": {"events": "tcp://127.0.0.1:5\0"}}}, {"recipe": {"cache": {"events": "hello"}}},
+        {"recipe": {"cache": {"events": "tcp://" + "x" * 2000}}},
+        {"recipe": {"server": {"pages_at": "tcp://x:1\r\nX-Evil: 1"}}},
+        {"recipe": {"server": {"pages_at": "tcp://x:1\n"}}},
+        {"recipe": {"server": {"prompt_replicas": ["tcp://x:1\r\nX-Evil: 1"]}}},
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_nothing_is_believed_of_what_is_out_of_bounds(info: dict[str, Any]) -> None:
+    assert isinstance(info_of(json.dumps(info).encode()), str)
+
+
+def test_figures_are_bounded() -> None:
+    for text, figure in (
+        (b"1e300", 2**53), (b"9" * 5000, None), (b"-5", 0), (b"NaN", None), (b"+Inf", None), (b"12", 12),
+    ):  # fmt: skip
+        found = figures_of(replica_answers.QUEUED + b'{a="b"} ' + text + b"\n")
+        assert found.get(replica_answers.QUEUED) == figure
+
+
+def test_the_name_of_a_model_is_the_first_that_is_no_adapter() -> None:
+    assert model_of(b'{"data": [{"id": "a", "parent": "tiny"}, {"id": "tiny"}, {"id": "alias"}]}') == "tiny"
+    assert model_of(b'{"data": [{"id": "m", "parent": null, "root": "/path", "x": [1]}]}') == "m"
+    for other in (b"{}", b"", b"<html>", b"\xff", b'{"data": [{"id": 3}]}', b'{"data": []}'):
+        assert model_of(other) == ""
+
+
+def test_a_replica_of_another_model_is_sent_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It may join when it serves the right one; aliases and adapters make no other model."""
+    monkeypatch.setattr(of_replicas, "POLL_S", 0.01)
+
+    async def test() -> None:
+        late = {"ready": answer(b"", 503)}
+        async with Watched(late | {"models": models("tiny")}, late, late, late) as fleet:
+            one, other, *_ = fleet.replicas
+            fleet.says(1, models=models("agent", "tiny"))  # the first that is ready decides
+            await until(lambda: other.state == "ready")
+            fleet.says(0)
+            await until(lambda: one.state == "refused")
+            assert fleet.is_sent() == [False, True, False, False]
+            line = (
+                f"it serves the model 'tiny', and this router's is 'agent', which {other.url} serves: start"
+                " it with that model, or give it a router of its own"
+            )
+            assert one.trouble == line
+            assert [each.getMessage() for each in caplog.records if line in each.getMessage()] == [
+                f"{one.url} is refused: {line}"
+            ], "told once"
+            fleet.says(0, models=models("agent", adapters=("tiny",)))
+            fleet.says(2, models=models("agent", "alias"))
+            fleet.says(3, models=answer(b"{}"))  # another kind of server, which does not say
+            await until(lambda: all(fleet.is_sent()))
+
+    run(test)
+
+
+def test_the_routers_model_changes_when_none_of_its_replicas_serves_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A rolling change of all replicas ends with the new model; a replica that is lost keeps its claim."""
+    monkeypatch.setattr(of_replicas, "POLL_S", 0.01)
+    new = {"models": models("new")}
+
+    async def restart(fleet: Watched, number: int, **scripts: Script) -> None:
+        fleet.says(number, ready=answer(b"", 503))
+        await until(lambda: fleet.replicas[number].state == "not ready")
+        fleet.says(number, **scripts)
+
+    async def test() -> None:
+        async with Watched({}, {"ready": answer(b"", 503)}) as fleet:
+            one, two = fleet.replicas
+            await until(lambda: one.state == "ready")
+            await restart(fleet, 1, **new)
+            await until(lambda: two.state == "refused")
+            fleet.says(0, ready=answer(b"", 503))
+            await until(lambda: one.state == "not ready")
+            asked = len(fleet.stubs[1].heads)
+            await until(lambda: len(fleet.stubs[1].heads) > asked + 9)
+            assert two.state == "refused", "the one that is away comes back"
+            fleet.says(0, **new)
+            await until(lambda: fleet.is_sent() == [True, True])
+            assert fleet.members.model.name == "new"
+            one.leave(True)
+            await until(lambda: one.state == "gone")
+            await restart(fleet, 1, models=models("newest"))
+            await until(lambda: two.state == "ready")
+
+    run(test)
+
+
+def test_the_answer_to_an_order_to_end_a_request_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`_whole` reads what a replica answers to an abort, or with a refusal."""
+
+    class Endless:
+        async def next(self) -> bytes:
+            return b"x" * 2**20
+
+    with pytest.raises(upstream.Lost, match="it answered with more than"):
+        asyncio.run(proxy._whole(Endless()))  # type: ignore[arg-type]
