@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from kv_cache.exchange.connection import UNREAD_S, Connection, UnhandledBytes, Wake
 from kv_cache.exchange.identity import PageIdentity, address_of_pages
 from kv_cache.exchange.messages import (
+    LONGEST_MESSAGE,
     LONGEST_SHORT,
     Damaged,
     Hello,
@@ -37,6 +38,7 @@ from kv_cache.exchange.transports import TRANSPORTS, Bytes, Reach, Ring, Transpo
 MOST_CONNECTIONS = 256  # of engines that have said hello
 MOST_UNGREETED = 64  # connections without a hello, of which the oldest gives way to a new one
 MOST_UNHANDLED_BYTES = 2**27  # of messages from all engines
+LONGEST_PROMPT = 2**20  # tokens, for which there is an answer however few a request may have here
 _LOG_S = 1.0  # between two lines about faults of others, which each say how many there were
 _ACCEPT_AGAIN_S = 0.1  # after the system had no descriptor or thread for a connection
 
@@ -53,8 +55,8 @@ class LinkAsked:
 
 
 class PageServer:
-    """Listens for engines that answer. `most_part_bytes` is the most that is ever sent at once; a message may
-    hold twice the `most_tokens` of a request here, which is refused with a reason, and one of more ends its
+    """Listens for engines that answer. `most_part_bytes` is the most that is ever sent at once. A message
+    may hold twice the `most_tokens` of a request here, which is refused with a reason; a longer one ends its
     connection.
     """
 
@@ -65,11 +67,12 @@ class PageServer:
         wake: Wake,
         *,
         most_part_bytes: int,
-        most_tokens: int = 2**18,
+        most_tokens: int = LONGEST_PROMPT,
         transports: dict[str, Transport] = TRANSPORTS,
     ) -> None:
         self.identity, self.wake = identity, wake
-        self.longest_message = max(2**20, 2 * 4 * most_tokens) + LONGEST_SHORT
+        longest = 4 * max(LONGEST_PROMPT, 2 * most_tokens) + LONGEST_SHORT
+        self.longest_message = min(longest, LONGEST_MESSAGE)
         self.most_part_bytes = most_part_bytes
         self.transports = transports
         self.asked = queue.SimpleQueue[LinkAsked]()

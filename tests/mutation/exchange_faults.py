@@ -10,14 +10,16 @@ SENDS, FETCHES = "serving/engine/page_sends.py", "serving/engine/page_fetches.py
 WORKER = "serving/engine/worker.py"
 SERVER, SOURCE = "kv_cache/exchange/page_server.py", "kv_cache/exchange/prompt_source.py"
 IDENTITY = "kv_cache/exchange/identity.py"
+MESSAGES, CONNECTION = "kv_cache/exchange/messages.py", "kv_cache/exchange/connection.py"
 TRANSPORTS = "kv_cache/exchange/transports.py"
-_EXCHANGE = ("tests/serving/test_page_exchange.py",)
+_EXCHANGE = ("tests/serving/test_page_exchange.py", "tests/serving/test_hostile_peers.py")
 EXCHANGE_TESTS_OF = {
     HELD: ("tests/continuous_batching/test_held_pages.py",),
     SPLITTING: ("tests/continuous_batching/test_splitting.py",),
     SENDS: _EXCHANGE,
     FETCHES: _EXCHANGE,
     WORKER: ("tests/serving/test_worker.py",),
+    **dict.fromkeys((MESSAGES, CONNECTION), ("tests/serving/test_hostile_peers.py",)),
     SERVER: _EXCHANGE,
     SOURCE: _EXCHANGE,
     IDENTITY: ("tests/kv_cache/test_exchange.py",),
@@ -182,5 +184,33 @@ EXCHANGE_FAULTS = (
         "        self._routing.begun(sent)  # nothing of it waits to be computed here\n",
         "",
         "replicas of answers seem to compute what others do",
+    ),
+    Fault(
+        "priority_of_a_peer_unbounded",
+        MESSAGES,
+        "    priority: Annotated[int, Meta(ge=-LAST_ID, le=LAST_ID)] = 0\n",
+        "    priority: int = 0\n",
+        "one message of another engine ends this one",
+    ),
+    Fault(
+        "begun_message_waited_for",
+        CONNECTION,
+        "incoming.until_s = time.monotonic() + MESSAGE_S\n",
+        "incoming.until_s = time.monotonic() + 3600\n",
+        "a part that is never ended holds up the request that it is for",
+    ),
+    Fault(
+        "stalled_asked_again",
+        SOURCE,
+        "            self._pause_s = STALLED_S\n",
+        "            pass\n",
+        "each request waits for an engine of prompts that stands still",
+    ),
+    Fault(
+        "silent_take_all_places",
+        SERVER,
+        "if len(self._ungreeted) > MOST_UNGREETED else None\n",
+        "if len(self._ungreeted) > 2**20 else None\n",
+        "connections that say nothing take memory and threads",
     ),
 )

@@ -10,6 +10,7 @@ HOLDERS = "continuous_batching/key_holders.py"
 EVENTS = "kv_cache/events.py"
 REPLICAS = "serving/router/replicas.py"
 UPSTREAM = "serving/router/upstream.py"
+MODEL, ANSWERS = "serving/router/fleet_model.py", "serving/router/replica_answers.py"
 PROXY = "serving/router/proxy.py"
 READER = "serving/router/page_reader.py"
 ROUTING_TESTS_OF = {
@@ -18,6 +19,7 @@ ROUTING_TESTS_OF = {
     HOLDERS: ("tests/continuous_batching/test_routing.py",),
     EVENTS: ("tests/kv_cache/test_events.py",),
     **dict.fromkeys((REPLICAS, UPSTREAM), ("tests/serving/router/test_lost_replicas.py",)),
+    **dict.fromkeys((MODEL, ANSWERS), ("tests/serving/router/test_hostile_replicas.py",)),
     PROXY: tuple(f"tests/serving/router/test_{name}.py" for name in ("lost_replicas", "proxy", "abort")),
     READER: ("tests/serving/router/test_page_reader.py",),
 }
@@ -155,5 +157,19 @@ ROUTING_FAULTS = (
         "                with suppress(Lost):  # with its requests",
         "                with suppress(ValueError):  # with its requests",
         "a request cannot be aborted while any replica is lost",
+    ),
+    Fault(
+        "any_model_behind_one_router",
+        MODEL,
+        '        if model in ("", self.name):\n',
+        "        if model is not None:\n",
+        "half of the requests are told that their model is not served",
+    ),
+    Fault(
+        "answer_of_any_length",
+        ANSWERS,
+        "            if num_bytes > most_bytes:\n",
+        "            if num_bytes < 0:\n",
+        "a replica whose metrics never end fills the router's memory",
     ),
 )

@@ -32,14 +32,16 @@ def framed_body(body: Any) -> bytes:
 
 
 class AnswersPeer:
-    """Dials the engine of prompts of a pair, as one that answers does."""
+    """Dials the engine of prompts of a pair, or another at some port, as one that answers does."""
 
-    def __init__(self, pair: Pair, *, greets: bool = True, window_bytes: int = 1 << 14) -> None:
-        self.sock = socket.create_connection(("127.0.0.1", pair.server.port))
+    def __init__(self, where: Pair | int, *, greets: bool = True, window_bytes: int = 1 << 14) -> None:
+        pair = where if isinstance(where, Pair) else None
+        port = where if isinstance(where, int) else where.server.port
+        self.sock = socket.create_connection(("127.0.0.1", port))
         self.heard: list[Any] = []
         self.is_closed = False
         self._data = b""
-        if greets:
+        if greets and pair is not None:
             layout = cache_of(pair.prompts).layout
             self.say(Hello(1, "the model", device.PAGE_SIZE, layout, "tcp", b"", window_bytes))
 

@@ -114,7 +114,7 @@ def test_one_engine_has_so_many_prompts_computed_and_is_told_so(monkeypatch: pyt
         pair.sending.take()
         assert pair.server.asked.qsize() == num_left, "so many between two steps"
     pair.is_stopped = False
-    pair.until(lambda: peer.listen() and isinstance(peer.heard[-1], NotSent))
+    pair.until(lambda: peer.listen() and sum(isinstance(each, NotSent) for each in peer.heard) == 2)
     other.say(PagesWanted(**WISH))
     pair.until(lambda: other.listen() and isinstance(other.heard[-1], AllSent))
     refused = {each.number for each in peer.heard if isinstance(each, NotSent)}
@@ -137,6 +137,7 @@ def test_nothing_long_is_received_before_a_hello_and_no_longer_message_than_a_pr
 
 
 def test_who_says_no_hello_is_dropped_in_time_and_takes_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "GREETING_S", 3600.0)
     monkeypatch.setattr(page_server, "MOST_UNGREETED", 3)
     monkeypatch.setattr(page_server, "MOST_CONNECTIONS", 2)
     pair = Pair()

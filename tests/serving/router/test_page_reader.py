@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import pytest
 import zmq
 
 from continuous_batching.routing import Routing
@@ -73,7 +74,10 @@ def test_an_engine_in_the_place_of_another_is_known_from_its_beginning(tmp_path:
     run(test)
 
 
-def test_who_publishes_something_else_is_judged_by_what_was_sent(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "batch", [b"no event", b"\x91" * 200_000, b"\x93\xcb" + b"\0" * 8 + b"\x91" * 200_000]
+)
+def test_who_publishes_something_else_is_judged_by_what_was_sent(batch: bytes, tmp_path: Path) -> None:
     async def test() -> None:
         context = zmq.Context()
         live = context.socket(zmq.PUB)
@@ -84,7 +88,7 @@ def test_who_publishes_something_else_is_judged_by_what_was_sent(tmp_path: Path)
         assert routing.tells[0]
 
         def gives_up() -> bool:
-            live.send_multipart([b"", b"\0" * 8, b"no event"])
+            live.send_multipart([b"", b"\0" * 8, batch])
             return not routing.tells[0]
 
         await until(gives_up)
