@@ -245,6 +245,7 @@ def test_who_stalls_is_a_miss_once_and_then_left_alone(way: str, monkeypatch: py
     """The first prompt waits for so long as the bound says, and the next ones do not wait at all."""
     monkeypatch.setattr(connection, "MESSAGE_S", 0.1)
     monkeypatch.setattr(connection, "GREETING_S", 0.1 if way == "before the welcome" else 60.0)
+    monkeypatch.setattr(prompt_source, "LOST_S", 0.0)
     monkeypatch.setattr(prompt_source, "STALLED_S", 3600.0)
     liar = PromptsPeer(hangs if way == "in a part" else lambda _: b"", greets=way != "before the welcome")
     pair = Pair(between=liar, most_wait_s=0.1 if way == "before any part" else 3600)
