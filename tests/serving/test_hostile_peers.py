@@ -20,6 +20,7 @@ from kv_cache.exchange.messages import (
     PagePart,
     PagesWanted,
     PartTaken,
+    Unfit,
     Unwanted,
     Welcome,
     framed,
@@ -146,10 +147,11 @@ def test_who_says_no_hello_is_dropped_in_time_and_takes_no_place(monkeypatch: py
     assert not any(each.listen() for each in silent[2:]), "the oldest give way"
     assert pair.serve(prompts(1)) == alone(prompts(1))
     assert pair.answers.scheduler.counters.arrived_pages
-    second, third = AnswersPeer(pair), AnswersPeer(pair)
+    second = AnswersPeer(pair)
     pair.until(lambda: second.listen() or bool(second.heard))
+    third = AnswersPeer(pair)
     pair.until(third.listen)
-    assert {type(second.heard[0]).__name__, type(third.heard[0]).__name__} == {"Welcome", "Unfit"}
+    assert [type(each.heard[0]) for each in (second, third)] == [Welcome, Unfit]
     for each in (*silent, second, third):
         each.close()
     pair.close()
