@@ -91,7 +91,9 @@ def look_at(folder: Path, most_rank: int) -> AdapterFiles:
             raise ValueError(f"{folder}: adapters with {name}: {shown(config[name])} are not computed")
     is_root_scaled = config.get("use_rslora")
     if not isinstance(is_root_scaled, bool | None):
-        raise ValueError(f"{folder / CONFIG}: use_rslora is {shown(is_root_scaled)}; it must be true or false")
+        raise ValueError(
+            f"{folder / CONFIG}: use_rslora is {shown(is_root_scaled)}; it must be true or false"
+        )
     _check_start(folder, config.get("init_lora_weights"))
     ranks, alphas = (_pattern(folder, config, name) for name in ("rank_pattern", "alpha_pattern"))
     of_ranks, of_alphas = (

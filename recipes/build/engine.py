@@ -124,13 +124,9 @@ def assemble(
     world.meet("the meeting after loading", wait_s)
     beside = None if draft is None else cache_of(draft, recipe, memory)
     cache = cache_of(decoder, recipe, memory, beside)
-    limits = SchedulerLimits.of(
-        config,
-        memory.num_pages,
-        memory.num_host_pages,
-        memory.longest_tokens,
-        None if draft is None else draft.config,
-    )
+    drafts = None if draft is None else draft.config
+    most = (memory.num_pages, memory.num_host_pages, memory.longest_tokens)
+    limits = SchedulerLimits.of(config, *most, drafts)
     depth = recipe.parallel.pipeline
     scheduler = scheduler_of(recipe.scheduler, recipe.cache, limits, recipe.speculation, depth)
     sampler: RowSampler = FollowerSampler()
@@ -145,15 +141,10 @@ def assemble(
     engine = Engine(scheduler, runner, clock, overlap=recipe.scheduler.overlap)
     log.info("device: %s", machine.name)
     experts = ExpertCounts(decoder) if recipe.device.count_experts and world.rank == 0 else None
-    tell("compiling and running its first steps")
-    warm_up(runner, scheduler.max_batch_tokens)
-    if recipe.device.graphs:
-        tell("capturing graphs")
-    captured = capture(runner, *_captured(recipe)) if recipe.device.graphs else 0
-    tell("")
+    captured_bytes = _first_steps(recipe, runner, scheduler.max_batch_tokens, tell)
     world.meet("the meeting after compiling", wait_s)  # so that the largest step is timed without a wait
     tell("running its largest step")
-    memory, largest_step_s = _measure(recipe, config, memory, engine, runner, machine, world, captured)
+    memory, largest_step_s = _measure(recipe, config, memory, engine, runner, machine, world, captured_bytes)
     machine.settle(runner)
     tell("")
     world.meet("the meeting before the first step", wait_s)
@@ -249,6 +240,18 @@ def _check_recording(path: Path) -> None:
     else:
         return
     raise RecipeError("scheduler.record", f"{path} {problem}", fix, value=path)
+
+
+def _first_steps(recipe: Recipe, runner: ModelRunner, budget: int, tell: Callable[[str], None]) -> int:
+    """Compile and capture what steps need; return the bytes of the device that captured graphs hold."""
+    tell("compiling and running its first steps")
+    warm_up(runner, budget)
+    captured_bytes = 0
+    if recipe.device.graphs:
+        tell("capturing graphs")
+        captured_bytes = capture(runner, *_captured(recipe))
+    tell("")
+    return captured_bytes
 
 
 def _measure(
