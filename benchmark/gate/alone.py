@@ -15,7 +15,7 @@ LIMIT = "a limit: one that was not reached may be any larger one"
 MODEL = "follows from the model's configuration, which is not in the file"
 _SETTINGS = (
     *("model.*", "device.*", "server", "server.*", "cache.compact_*", "cache.prefix_sharing"),
-    *("adapters.*", "cache.events*", "parallel.expert"),
+    *("adapters.*", "cache.events*", "parallel.expert", "parallel.*_timeout_s"),
     *("cache.reserve_gib", "scheduler.chunk", "scheduler.fair_tenants", "scheduler.outrank"),
     *("scheduler.overlap", "scheduler.queue", "scheduler.seed", "scheduler.victim", "scheduler.policy"),
 )

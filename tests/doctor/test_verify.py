@@ -277,8 +277,9 @@ def test_the_stand_in_passes_as_every_product(name: str, tmp_path: Path) -> None
     parts = {part["name"]: part["result"] for part in told["parts"]}
     assert parts["product"]["product"] == name
     named = product(name, "")
-    for each in parts["probes"]:  # a right device leaves the product as it is known
-        assert each["answer"] == getattr(named, each["name"]), each["said"]
+    for each in parts["probes"]:  # a right device leaves the product as it is known, or lets it do more
+        known = getattr(named, each["name"]) or each["name"] == "unmasks_decodes"
+        assert each["answer"] == known, each["said"]
     assert [each for each in parts["tokens"] if "left_out" in each] == parts["tokens"][1 + named.has_int8 :]
     assert f"({name})" in parts["benchmark"]["machine"]["device"]
     assert "VIRTUAL" in parts["benchmark"]["machine"]["device"]
