@@ -9,7 +9,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-arguments=(-n 2 --dist loadfile --no-loadscope-reorder)
+arguments=(-n 2 --dist loadfile --no-loadscope-reorder -p tests.progress --durations=5)
 case ${1:-} in
 --all) shift ;;
 --thorough)
@@ -28,9 +28,21 @@ fi
 # One thread: the tests' tensors are small, and results must not hang on how work is split
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} MKL_NUM_THREADS=${MKL_NUM_THREADS:-1}
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false MPLBACKEND=Agg
+# Hundreds of processes are started: where an environment forbids it, each would compile every module anew
+export PYTHONDONTWRITEBYTECODE=
 
 python=.venv/bin/python
-"$python" -m ruff check
-"$python" -m ruff format --check
-"$python" -m mypy
-exec "$python" -m pytest "${arguments[@]}" "$@"
+checked() { # a name, and a command that is silent if it finds nothing
+    local began=$SECONDS name=$1
+    shift
+    "$@" || exit
+    echo "$name: right, $((SECONDS - began)) s"
+}
+style() { "$python" -m ruff check --quiet && "$python" -m ruff format --check --quiet; }
+types() { "$python" -m mypy --no-error-summary; }
+checked style style
+checked types types
+began=$SECONDS status=0
+"$python" -m pytest "${arguments[@]}" "$@" || status=$?
+echo "tests: $([[ $status == 0 ]] && echo right || echo WRONG), $((SECONDS - began)) s"
+exit "$status"

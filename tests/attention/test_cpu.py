@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch._inductor.config
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -184,7 +183,8 @@ def test_a_dimension_that_the_code_would_fix_is_refused() -> None:
 
 
 def test_a_missing_compiler_is_told_with_its_mend() -> None:
-    config = torch._inductor.config  # type: ignore[attr-defined]
+    from torch._inductor import config  # here, since it imports torch's whole compiler
+
     with (
         config.patch({"cpp.cxx": ("no-such-compiler",), "force_disable_caches": True}),
         pytest.raises(ValueError, match=r"set device\.compile=false"),
