@@ -19,6 +19,7 @@ from models.ops.reference import Ops
 from tests.attention.test_attention import shape
 from tests.device_kinds import machine, on_each, operators
 from tests.interpreter import DEVICE
+from tests.pairs import pairs
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 NEAR = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -68,8 +69,9 @@ def near(ours: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(ours.double(), expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("num_rows", [1, 2, 7, 8, 9, 63, 64, 65, 130])
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    ("num_rows", "bias", "dtype"), pairs([1, 2, 7, 8, 9, 63, 64, 65, 130], [False, True], DTYPES)
+)
 def test_linear(ops: There, dtype: torch.dtype, num_rows: int, bias: bool) -> None:
     x, weight = drawn(num_rows, 24, dtype=dtype), drawn(40, 24, dtype=dtype, seed=1) / 5
     shift = drawn(40, dtype=dtype, seed=2) if bias else None
@@ -118,11 +120,10 @@ def test_rotary_turns_pairs_as_complex_numbers(
     before = heads.clone()
     ours = ops.rotary(query, key, cos, sin)
     for turned, x in zip(ours, before.split((num_heads, 2, 2), dim=1)):
-        pairs = (
-            torch.complex(*x.double().chunk(2, -1)) * torch.polar(torch.ones_like(angles), angles)[:, None]
-        )
+        complex_numbers = torch.complex(*x.double().chunk(2, -1))
+        expected = complex_numbers * torch.polar(torch.ones_like(angles), angles)[:, None]
         assert turned.shape == x.shape
-        near(turned, torch.cat((pairs.real, pairs.imag), -1))
+        near(turned, torch.cat((expected.real, expected.imag), -1))
 
 
 def test_swiglu(ops: There, dtype: torch.dtype) -> None:

@@ -22,6 +22,7 @@ from models.sampling import sampler as sampler_module
 from models.sampling import top_k_top_p
 from models.sampling.sampler import Sampler, uniforms
 from tests.device_kinds import Kind, Way, on_each, operators
+from tests.pairs import pairs
 
 V = 48
 EOS = 7
@@ -171,10 +172,10 @@ def test_equals_at_a_threshold_all_stay(monkeypatch: pytest.MonkeyPatch) -> None
         )
 
 
-@pytest.mark.parametrize("tile", [512, 4096])
-@pytest.mark.parametrize("scale", [0.0, 0.3, 2.0, 20.0])
-@pytest.mark.parametrize("top_p", [1e-6, 0.3, 0.8, 0.999, 1.0])
-@pytest.mark.parametrize("top_k", [1, 40, 4095, 4096])
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "scale", "tile"),
+    pairs([1, 40, 4095, 4096], [1e-6, 0.3, 0.8, 0.999, 1.0], [0.0, 0.3, 2.0, 20.0], [512, 4096]),
+)
 def test_one_sort_keeps_what_the_cpu_keeps(top_k: int, top_p: float, scale: float, tile: int) -> None:
     logits = torch.stack([some_logits(seed, 4096, scale) for seed in range(6)])
     logits[0, :4000] = -math.inf

@@ -11,6 +11,7 @@ from recipes.build.scheduler import changed
 from recipes.schema.reader import load, profiles, read
 from recipes.schema.recipe import ROOT
 from recipes.schema.recipe_error import RecipeError
+from tests.pairs import pairs
 from tests.recipes.conftest import GOOD, error
 
 POLICIES = ["stall_free", "split", "prefill_first", "orca", "static"]
@@ -53,9 +54,10 @@ def test_two_alternatives_in_one_place_are_refused(recipe):
     )
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("chunk", [None, "fixed", "dynamic", "adaptive"])
-@pytest.mark.parametrize("profile", [None, *profiles()])
+@pytest.mark.parametrize(
+    ("policy", "chunk", "profile"),
+    pairs(POLICIES, [None, "fixed", "dynamic", "adaptive"], [None, *profiles()]),
+)
 def test_every_policy_and_way_of_chunking_works_on_every_recipe_by_its_name(
     policy, chunk, profile, monkeypatch
 ):
