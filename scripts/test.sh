@@ -4,12 +4,13 @@
 #   bash scripts/test.sh [--all | --thorough] [PYTEST ARGUMENT ...]
 #
 # Without an option it leaves out the tests marked slow, and takes some minutes. --all has all tests and is what
-# CI runs; --thorough has all of them with every random case that docs/tests.md counts. Two tests run at a time,
-# of one file in their order: -n 8 where there are more cores, -n 0 to debug.
+# CI runs; --thorough has all of them with every random case that docs/tests.md counts. One more test runs at a
+# time than there are cores, since many wait for processes, and those of a file run in their order; -n 0 to debug.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-arguments=(-n 2 --dist loadfile --no-loadscope-reorder -p tests.progress --durations=5)
+cores=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
+arguments=(-n $((cores + 1)) --dist loadfile --no-loadscope-reorder -p tests.progress --durations=5)
 case ${1:-} in
 --all) shift ;;
 --thorough)

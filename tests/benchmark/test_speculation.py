@@ -66,6 +66,7 @@ EAGER = ["model.dtype=float32", "device.compile=false", "device.threads=1"]
 SIZES = ["--loads", "2", "--prompt", "8", "--answer", "12", "--runs", "1"]
 
 
+@pytest.mark.slow
 def test_a_draft_model_that_the_recipe_names_takes_part(capsys: pytest.CaptureFixture[str]) -> None:
     draft = ["speculation.kind=draft", "speculation.draft_path=recipes/tiny/draft"]
     kinds = ["--kinds", "draft, throughput", "draft, fixed"]
@@ -79,6 +80,7 @@ def test_a_draft_model_that_the_recipe_names_takes_part(capsys: pytest.CaptureFi
     assert any(row["accepted"] > 0 for row in drafted)
 
 
+@pytest.mark.slow
 def test_so_does_a_head(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, target = target_of(Variant("llama", "llama"), tmp_path)
     head = head_for(model, tmp_path / "head")
@@ -92,6 +94,7 @@ def test_so_does_a_head(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert any(row["accepted"] > 0 for row in drafted)
 
 
+@pytest.mark.slow
 def test_a_draft_model_that_is_not_named_is_left_out_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     main(["speculation", TINY, *EAGER, *SIZES, "--loads", "1", "--answer", "3"])
     said = capsys.readouterr().out.splitlines()

@@ -258,6 +258,7 @@ def test_a_machine_without_an_npu_has_no_questions(capsys: pytest.CaptureFixture
     assert json.loads(capsys.readouterr().out) == []
 
 
+@pytest.mark.slow
 @stand_in_alone
 @pytest.mark.parametrize(
     ("name", "asked"), [("910B", ["sums_products", "dispatches"]), ("910C", ["dispatches"])]

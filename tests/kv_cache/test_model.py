@@ -192,11 +192,13 @@ def test_requests_that_share_a_beginning_in_every_order() -> None:
     assert num_states > 1_000
 
 
+@pytest.mark.slow
 def test_samples_of_one_prompt_in_every_order() -> None:
     num_states, _ = explore(replace(FORKED, prompts=((1,), (1,), (7,)), num_host_pages=2))
     assert num_states > 300
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_bit_keys")
 def test_tenants_and_colliding_keys_in_every_order() -> None:
     prompts = ((1, 2, 3), (1, 2, 3), (4, 5))

@@ -91,7 +91,7 @@ def test_ranks_share_the_layer_and_say_what_one_says(name: str, parts: int, tmp_
 
 @pytest.mark.npu
 @stand_in_alone
-@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe"])
+@pytest.mark.parametrize("name", ["deepseek_v3", pytest.param("glm4_moe", marks=pytest.mark.slow)])
 def test_captured_steps_make_the_published_guesses(name: str, tmp_path: Path) -> None:
     model, path = target_of(name, tmp_path, is_wide=True)
     plain = tokens_of(serve(engine_of(path, "npu", **ROOMY)))
