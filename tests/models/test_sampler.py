@@ -26,6 +26,7 @@ from tests.pairs import pairs
 
 V = 48
 EOS = 7
+SORTS = pairs([1, 40, 4095, 4096], [1e-6, 0.3, 0.8, 0.999, 1.0], [0.0, 0.3, 2.0, 20.0], [512, 4096])
 
 
 @dataclass
@@ -172,10 +173,7 @@ def test_equals_at_a_threshold_all_stay(monkeypatch: pytest.MonkeyPatch) -> None
         )
 
 
-@pytest.mark.parametrize(
-    ("top_k", "top_p", "scale", "tile"),
-    pairs([1, 40, 4095, 4096], [1e-6, 0.3, 0.8, 0.999, 1.0], [0.0, 0.3, 2.0, 20.0], [512, 4096]),
-)
+@pytest.mark.parametrize(("top_k", "top_p", "scale", "tile"), SORTS)
 def test_one_sort_keeps_what_the_cpu_keeps(top_k: int, top_p: float, scale: float, tile: int) -> None:
     logits = torch.stack([some_logits(seed, 4096, scale) for seed in range(6)])
     logits[0, :4000] = -math.inf

@@ -67,51 +67,52 @@ from tests.mutation.tier_faults import TIER_FAULTS, TIER_TESTS_OF
 from tests.mutation.tool_faults import TOOL_FAULTS, TOOL_TESTS_OF
 
 ROOT = Path(__file__).resolve().parents[2]
-FAULTS = (
-    *CACHE_FAULTS,
-    *PREFIX_FAULTS,
-    *HOST_TIER_FAULTS,
-    *TIER_FAULTS,
-    *PAGING_FAULTS,
-    *SCHEDULE_FAULTS,
-    *DRAFT_FAULTS,
-    *DRAFT_MODEL_FAULTS,
-    *HEAD_FAULTS,
-    *SEARCH_FAULTS,
-    *FLIGHT_FAULTS,
-    *QUEUE_FAULTS,
-    *ROUTING_FAULTS,
-    *EXCHANGE_FAULTS,
-    *SPLIT_FAULTS,
-    *SCALING_FAULTS,
-    *ANSWER_FAULTS,
-    *PROMPT_FAULTS,
-    *NPU_FAULTS,
-    *ACLOP_FAULTS,
-    *GRAMMAR_FAULTS,
-    *TOOL_FAULTS,
-    *CHANNEL_FAULTS,
-    *RESPONSE_FAULTS,
-    *BATCH_FAULTS,
-    *PROCESSOR_FAULTS,
-    *ADAPTER_FAULTS,
-    *GRAPH_FAULTS,
-    *HCCL_FAULTS,
-    *MTP_FAULTS,
-    *INT8_FAULTS,
-    *SPECULATION_FAULTS,
-    *RANK_FAULTS,
-    *TENSOR_FAULTS,
-    *MIXTURE_FAULTS,
-    *LATENT_FAULTS,
-    *PACKING_FAULTS,
-    *INT4_FAULTS,
-    *SPREAD_FAULTS,
-    *DISPATCH_FAULTS,
-    *GEMMA3_FAULTS,
-    *SCORE_FAULTS,
-    *GPT_OSS_FAULTS,
+GROUPS = (
+    CACHE_FAULTS,
+    PREFIX_FAULTS,
+    HOST_TIER_FAULTS,
+    TIER_FAULTS,
+    PAGING_FAULTS,
+    SCHEDULE_FAULTS,
+    DRAFT_FAULTS,
+    DRAFT_MODEL_FAULTS,
+    HEAD_FAULTS,
+    SEARCH_FAULTS,
+    FLIGHT_FAULTS,
+    QUEUE_FAULTS,
+    ROUTING_FAULTS,
+    EXCHANGE_FAULTS,
+    SPLIT_FAULTS,
+    SCALING_FAULTS,
+    ANSWER_FAULTS,
+    PROMPT_FAULTS,
+    NPU_FAULTS,
+    ACLOP_FAULTS,
+    GRAMMAR_FAULTS,
+    TOOL_FAULTS,
+    CHANNEL_FAULTS,
+    RESPONSE_FAULTS,
+    BATCH_FAULTS,
+    PROCESSOR_FAULTS,
+    ADAPTER_FAULTS,
+    GRAPH_FAULTS,
+    HCCL_FAULTS,
+    MTP_FAULTS,
+    INT8_FAULTS,
+    SPECULATION_FAULTS,
+    RANK_FAULTS,
+    TENSOR_FAULTS,
+    MIXTURE_FAULTS,
+    LATENT_FAULTS,
+    PACKING_FAULTS,
+    INT4_FAULTS,
+    SPREAD_FAULTS,
+    DISPATCH_FAULTS,
+    GEMMA3_FAULTS,
+    SCORE_FAULTS,
+    GPT_OSS_FAULTS,
 )
+FAULTS = {name: fault for group in GROUPS for name, fault in group.items()}
 ROOMS = tuple(path.parent.name for path in sorted(ROOT.glob("*/__init__.py")))
 
 BATCHING, CACHE = "tests/continuous_batching/", "tests/kv_cache/"
@@ -223,17 +224,17 @@ class Outcome:
 
 def main(argv: list[str]) -> int:
     arguments = parser().parse_args(argv)
-    chosen = [fault for fault in FAULTS if not arguments.only or fault.name in arguments.only]
-    unknown = set(arguments.only or ()) - {fault.name for fault in FAULTS}
+    chosen = {name: FAULTS[name] for name in FAULTS if not arguments.only or name in arguments.only}
+    unknown = set(arguments.only or ()) - FAULTS.keys()
     if unknown:
         raise ValueError(f"there is no fault called {', '.join(sorted(unknown))}; --list names them")
     if arguments.list:
-        for fault in chosen:
-            print(f"{fault.name:36} {fault.file:36} {fault.why}")
+        for name, fault in chosen.items():
+            print(f"{name:36} {fault.place:60} {fault.why}")
         return 0
     bad = 0
-    for outcome in outcomes(chosen, arguments.jobs, arguments.timeout_s):
-        name = outcome.fault.name if outcome.fault else "(no fault)"
+    judged = outcomes([*chosen.values()], arguments.jobs, arguments.timeout_s)
+    for name, outcome in zip(("(no fault)", *chosen), judged):
         verdict = outcome.problem or (f"killed by {outcome.killer}" if outcome.killer else "survived")
         mark = " " if outcome.is_good else "!"
         print(f"{mark} {name:36} {outcome.seconds:6.1f} s  {verdict}", flush=True)

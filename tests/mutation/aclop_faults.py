@@ -20,117 +20,101 @@ ACLOP_TESTS_OF = {
     ANSWERS: ("tests/devices/test_ascend_answers.py",),
 }
 
-ACLOP_FAULTS = (
-    Fault(
-        "online_capture_passes",
-        ACLOP,
-        "and not torch.npu.is_jit_compile_false() and call.is_captured",
-        "and torch.npu.is_jit_compile_false() and call.is_captured",
+ACLOP_FAULTS = {
+    "online_capture_passes": Fault(
+        ACLOP + "::_online",
+        "not torch.npu.is_jit_compile_false()",
+        "torch.npu.is_jit_compile_false()",
         "a 310P captures what it compiles when it is called",
     ),
-    Fault(
-        "sum_of_tiles_passes",
-        ACLOP,
-        'if call.name == "addmm" and is_before_910b():',
-        'if call.name == "addmm" and not is_before_910b():',
+    "sum_of_tiles_passes": Fault(
+        ACLOP + "::_sum",
+        "is_before_910b()",
+        "not is_before_910b()",
         "a product with a bias goes to aclop on a 310P, and no one says so",
     ),
-    Fault(
-        "copy_by_index_passes",
+    "copy_by_index_passes": Fault(
         ACLOP,
-        '"index_copy_", "index_copy", ',
-        "",
+        '{"index_fill_", "index_fill", "index_copy_", "index_copy", "index_select", "index_put_"}',
+        '{"index_fill_", "index_fill", "index_select", "index_put_"}',
         "every page that is copied is read back by the host",
     ),
-    Fault(
-        "tiles_captured_by_anything",
-        ACLOP,
-        "if call.name not in PRODUCTS_OF_TILES and call.is_captured:",
-        "if call.name in PRODUCTS_OF_TILES and call.is_captured:",
+    "tiles_captured_by_anything": Fault(
+        ACLOP + "::_captured",
+        "call.name not in PRODUCTS_OF_TILES",
+        "call.name in PRODUCTS_OF_TILES",
         "operators that do not know the format are captured",
     ),
-    Fault(
-        "cast_that_forgets_the_format",
-        HOST_CALL,
-        "if self.name == FORMAT_CAST:",
-        "if not self.name:",
+    "cast_that_forgets_the_format": Fault(
+        HOST_CALL + "::HostCall.__call__",
+        "self.name == FORMAT_CAST",
+        "not self.name",
         "no tensor lies in tiles, so that no rule about them is ever asked",
     ),
-    Fault(
-        "compile_mode_as_it_was",
-        MACHINE,
-        "            use_compiled_kernels()\n",
+    "compile_mode_as_it_was": Fault(
+        MACHINE + "::Npu.__init__",
+        "use_compiled_kernels()",
         "",
         "the recipe with graphs for a 310P cannot start its capture",
     ),
-    Fault(
-        "bias_added_with_tiles",
-        FUSED,
-        "if bias is None or self.product.adds_to_tiles:",
-        "if bias is None or not self.product.adds_to_tiles:",
+    "bias_added_with_tiles": Fault(
+        FUSED + "::NpuOps.linear",
+        "self.product.adds_to_tiles",
+        "not self.product.adds_to_tiles",
         "addmm with a weight in tiles on a 310P",
     ),
-    Fault(
-        "swiglu_of_odd_halves",
-        ACTIVATION,
-        "is P310 and half_bytes % HALF_BYTES:",
-        "is P310 and x.shape[0] % HALF_BYTES:",
+    "swiglu_of_odd_halves": Fault(
+        ACTIVATION + "::_aligned",
+        "half_bytes % HALF_BYTES",
+        "x.shape[0] % HALF_BYTES",
         "halves that do not end at 64 bytes pass",
     ),
-    Fault(
-        "int8_on_the_950",
+    "int8_on_the_950": Fault(
         MATMUL,
-        "        products=(P310, A2, A3),\n        source=PRODUCT",
-        "        products=(P310, A2, A3, A5),\n        source=PRODUCT",
+        "(P310, A2, A3)",
+        "(P310, A2, A3, A5)",
         "npu_quant_matmul is called where its page does not list the product",
     ),
-    Fault(
-        "captured_prompts",
-        CAPTURED,
-        "if longest > MOST_CAPTURED_QUERIES:",
-        "if longest > 2 * MOST_CAPTURED_QUERIES:",
+    "captured_prompts": Fault(
+        CAPTURED + "::_many_queries",
+        "MOST_CAPTURED_QUERIES",
+        "2 * MOST_CAPTURED_QUERIES",
         "vllm-ascend asserts it: a captured step of decodes has 16 query tokens a sequence",
     ),
-    Fault(
-        "gaps_wider_than_a_page",
-        LIMITS,
-        "small = [size for size in sizes if size <= page_size]",
-        "small = [size for size in sizes if size <= 2 * page_size]",
+    "gaps_wider_than_a_page": Fault(
+        LIMITS + "::AscendProduct.graph_sizes",
+        "size <= page_size",
+        "size <= 2 * page_size",
         "padding rows beyond the null page write to somebody's page",
     ),
-    Fault(
-        "null_page_by_index",
-        STORAGE,
-        "            tensor[:1].zero_()\n",
-        "            tensor.index_fill_(0, _index(np.zeros(1, np.int64), tensor), 0)\n",
+    "null_page_by_index": Fault(
+        STORAGE + "::KVCache.clear_null_page",
+        "tensor[:1].zero_()",
+        "tensor.index_fill_(0, _index(np.zeros(1, np.int64), tensor), 0)",
         "op-plugin uploads two layer-sized tensors of the host for it",
     ),
-    Fault(
-        "answers_without_effect",
-        ANSWERS,
-        "return replace(product, **found)",
-        "return product",
+    "answers_without_effect": Fault(
+        ANSWERS + "::answered",
+        "replace(product, **found)",
+        "product",
         "the first day on hardware changes nothing",
     ),
-    Fault(
-        "float16_in_spite_of_the_answer",
-        LIMITS,
-        "and not self.packs_float16:",
-        "and self.packs_float16 is None:",
+    "float16_in_spite_of_the_answer": Fault(
+        LIMITS + "::AscendProduct.check",
+        "not self.packs_float16",
+        "self.packs_float16 is None",
         "attention that was found wrong in float16 is used in it",
     ),
-    Fault(
-        "nan_that_the_maximum_lost",
-        FUSED,
+    "nan_that_the_maximum_lost": Fault(
+        FUSED + "::PlainNpuOps.greedy",
         "is_finite & ~logits.isnan().any(-1)",
         "is_finite",
         "a row of NaN gives a token, where the device's maximum does not keep it",
     ),
-    Fault(
-        "tiles_of_every_weight",
-        FUSED,
-        "return in_tiles(weight) if self.product.tiles_weights else weight, bias",
-        "return in_tiles(weight), bias",
+    "tiles_of_every_weight": Fault(
+        FUSED + "::NpuOps.pack",
+        "in_tiles(weight) if self.product.tiles_weights else weight",
+        "in_tiles(weight)",
         "vllm-ascend #4960: bfloat16 in FRACTAL_NZ failed in captured steps",
     ),
-)
+}

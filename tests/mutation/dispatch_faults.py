@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.mutation.fault import Fault
+from tests.mutation.fault import Fault, TextFault
 from tests.mutation.hccl_faults import HCCL_TESTS_OF
 from tests.mutation.spread_faults import SPREAD_TESTS_OF
 
@@ -20,82 +20,68 @@ DISPATCH_TESTS_OF = {
 }
 assert COLLECTIVES in HCCL_TESTS_OF, "it is tried there"
 
-DISPATCH_FAULTS = (
-    Fault(
-        "sent_by_the_numbers_of_experts",
-        MIXTURE,
-        "places = self._places.index_select(0, chosen.flatten()).view_as(chosen)",
-        "places = chosen",
+DISPATCH_FAULTS = {
+    "sent_by_the_numbers_of_experts": Fault(
+        MIXTURE + "::Mixture.forward",
+        "self._places.index_select(0, chosen.flatten()).view_as(chosen)",
+        "chosen",
         "where experts were placed, tokens go to others than their router chose",
     ),
-    Fault(
-        "sent_beside_sums",
-        GROUP,
-        "        tokens = Group(in_parts(size)[rank // size])\n",
-        "        tokens = world\n",
+    "sent_beside_sums": Fault(
+        GROUP + "::divided",
+        "Group(in_parts(size)[rank // size])",
+        "world",
         "a communicator carries tokens and sums, which HCCL does not take",
     ),
-    Fault(
-        "first_ranks_tokens_are_sent_by_all",
-        SENT,
+    "first_ranks_tokens_are_sent_by_all": Fault(
+        SENT + "::Dispatch._own",
         "each[rank * count : (rank + 1) * count]",
         "each[:count]",
         "every rank sends the same tokens, and all others get what became of these",
     ),
-    Fault(
-        "last_tokens_stay_behind",
-        SENT,
-        "count = -(-total // size)",
-        "count = total // size",
+    "last_tokens_stay_behind": Fault(
+        SENT + "::Dispatch._own",
+        "-(-total // size)",
+        "total // size",
         "tokens that cannot be shared out evenly are lost",
     ),
-    Fault(
-        "int8_sent_in_16_bits",
-        SENT,
-        "quant_mode=2 if is_int8 else 0",
-        "quant_mode=0",
-        "products in int8 get rows that are none",
+    "int8_sent_in_16_bits": Fault(
+        SENT + "::Dispatch.mixture", "2 if is_int8 else 0", "0", "products in int8 get rows that are none"
     ),
-    Fault(
-        "both_buffers_taken_for_one",
-        LIMITS,
-        "room = buffer_mib * _MIB // 2",
-        "room = buffer_mib * _MIB",
+    "both_buffers_taken_for_one": Fault(
+        LIMITS + "::most_dispatched",
+        "buffer_mib * _MIB // 2",
+        "buffer_mib * _MIB",
         "more tokens are sent than the communicator's buffers hold",
     ),
-    Fault(
-        "sent_where_one_rank_has_no_buffers",
-        GROUP,
-        "        if least and self.is_on_one_machine:\n",
-        "        if buffer_mib and self.is_on_one_machine:\n",
+    "sent_where_one_rank_has_no_buffers": Fault(
+        GROUP + "::Group.open_for_tokens",
+        "least and self.is_on_one_machine",
+        "buffer_mib and self.is_on_one_machine",
         "ranks whose machines were asked and those of others wait for each other",
     ),
-    Fault(
-        "any_chosen_expert_is_here",
-        LIMITS,
-        "(ranks * min(held, num_chosen) * hidden * 2)",
-        "(ranks * hidden * 2)",
+    "any_chosen_expert_is_here": Fault(
+        LIMITS + "::most_dispatched",
+        "ranks * min(held, num_chosen)",
+        "ranks",
         "a token that chose several experts of one rank overruns its buffer",
     ),
-    Fault(
-        "tokens_and_sums_together",
+    "tokens_and_sums_together": TextFault(
         COLLECTIVES,
         "    if (c->carries_tokens && c->carries_sums)\n",
         "    if (false)\n",
         "the stand-in takes what hangs on hardware",
     ),
-    Fault(
-        "an_expert_twice",
-        CONTRACT,
-        "    elif (ids.sort(1).values.diff(dim=1) == 0).any():\n",
-        "    elif False:\n",
+    "an_expert_twice": Fault(
+        CONTRACT + "::_known",
+        "(ids.sort(1).values.diff(dim=1) == 0).any()",
+        "False",
         "more rows arrive than there is room for",
     ),
-    Fault(
-        "what_was_not_sent_is_judged",
-        PROBES,
-        "numbers = (chosen - own.start) % config.num_experts",
-        "numbers = chosen",
+    "what_was_not_sent_is_judged": Fault(
+        PROBES + "::dispatches",
+        "(chosen - own.start) % config.num_experts",
+        "chosen",
         "the probe compares with the first rank's experts on every rank, and never says yes",
     ),
-)
+}

@@ -26,191 +26,165 @@ EXCHANGE_TESTS_OF = {
     TRANSPORTS: ("tests/kv_cache/test_exchange.py", *_EXCHANGE),
 }
 
-EXCHANGE_FAULTS = (
-    Fault(
-        "fetching_requests_untold",
-        WORKER,
-        "len(compiling) + num_fetched,\n",
-        "len(compiling),\n",
+EXCHANGE_FAULTS = {
+    "fetching_requests_untold": Fault(
+        WORKER + "::Worker._usage",
+        "found.waiting_requests + len(compiling) + num_fetched",
+        "found.waiting_requests + len(compiling)",
         "a router forgets what waits for pages, and sends more there",
     ),
-    Fault(
-        "compiling_tokens_untold",
-        WORKER,
-        "tokens_not_found(scheduler, compiling) + fetched_tokens",
-        "fetched_tokens",
+    "compiling_tokens_untold": Fault(
+        WORKER + "::Worker._usage",
+        "found.queued_tokens + tokens_not_found(scheduler, compiling)",
+        "found.queued_tokens",
         "prompts whose grammars are compiled seem to cost nothing",
     ),
-    Fault(
-        "published_before_whole",
-        HELD,
-        "        if not is_whole:\n            self._counters",
-        "        if not len(pages):\n            self._counters",
+    "published_before_whole": Fault(
+        HELD + "::HeldPages.arrived",
+        "not is_whole",
+        "not len(pages)",
         "of a cut transfer, pages that never came are found",
     ),
-    Fault(
-        "found_pages_not_held",
-        HELD,
-        "        self._prefix.share(found)\n        if missing",
-        "        if missing",
+    "found_pages_not_held": Fault(
+        HELD + "::HeldPages.expect",
+        "self._prefix.share(found)",
+        "",
         "what the arriving pages continue is evicted before they come",
     ),
-    Fault(
-        "arrival_over_promised",
-        HELD,
-        "        if not missing or missing + num_idle > num_spare:\n",
-        "        if not missing or missing > self._tables.num_available - num_idle:\n",
+    "arrival_over_promised": Fault(
+        HELD + "::HeldPages.expect",
+        "missing + num_idle > num_spare",
+        "missing > self._tables.num_available - num_idle",
         "pages are taken that running requests were promised",
     ),
-    Fault(
-        "doubles_stay",
-        HELD,
-        "            self._prefix.share(standing[doubles])  # so that a chain is used as a whole\n"
-        "            self._prefix.release(arrival.filled[doubles])\n"
-        "            pages = np.concatenate([pages[: arrival.num_found], standing])\n",
+    "doubles_stay": Fault(
+        HELD + "::HeldPages.arrived",
+        (
+            "self._prefix.share(standing[doubles])\n"
+            "self._prefix.release(arrival.filled[doubles])\n"
+            "pages = np.concatenate([pages[: arrival.num_found], standing])"
+        ),
         "",
         "a page is evicted before the one that continues it",
     ),
-    Fault(
-        "arrived_pages_leak",
-        HELD,
-        "        self._prefix.release(pages)\n        self._pin()\n",
-        "        self._pin()\n",
+    "arrived_pages_leak": Fault(
+        HELD + "::HeldPages.arrived",
+        "self._prefix.release(pages)",
+        "",
         "each transfer takes its pages for ever",
     ),
-    Fault(
-        "lease_not_pinned",
-        HELD,
-        "        self._leased[name] = pages\n        self._pin()\n",
-        "        self._leased[name] = pages[:0]\n        self._pin()\n",
+    "lease_not_pinned": Fault(
+        HELD + "::HeldPages.lease",
+        "self._leased[name] = pages",
+        "self._leased[name] = pages[:0]",
         "pages are evicted or moved while they are being read",
     ),
-    Fault(
-        "holds_never_give_way",
-        HELD,
-        "        else:\n            return False\n        return True\n",
-        "        return False\n",
+    "holds_never_give_way": Fault(
+        HELD + "::HeldPages.give_way",
+        "if self._arriving: ...\nelif self._leased: ...\nelse:\n    return False\nreturn True",
+        "if self._arriving: ...\nelif self._leased: ...\nreturn False",
         "a request that fits waits for pages that nobody uses",
     ),
-    Fault(
-        "sent_before_it_is_full",
-        SENDS,
-        "stop // slots.page_size)\n",
-        "-(-stop // slots.page_size))\n",
+    "sent_before_it_is_full": Fault(
+        SENDS + "::PageSends._tapped",
+        "stop // slots.page_size",
+        "-(-stop // slots.page_size)",
         "a page is sent without its last tokens",
     ),
-    Fault(
-        "lease_outlives_the_transfer",
-        SENDS,
-        "        if sending.is_computed:\n            self._engine.release_pages(sending.request.id)\n"
-        "        else:\n",
-        "        if not sending.is_computed:\n",
+    "lease_outlives_the_transfer": Fault(
+        SENDS + "::PageSends._end",
+        "if sending.is_computed:\n    self._engine.release_pages(sending.request.id)\nelse: ...",
+        "if not sending.is_computed: ...",
         "each prompt for another engine holds its pages for ever",
     ),
-    Fault(
-        "lease_without_end",
-        SENDS,
-        "            if now_s >= sending.until_s:\n",
-        "            if now_s >= sending.until_s + 3600:\n",
+    "lease_without_end": Fault(
+        SENDS + "::PageSends.take",
+        "sending.until_s",
+        "sending.until_s + 3600",
         "who reads slowly holds another engine's pages",
     ),
-    Fault(
-        "gone_link_forgotten",
-        SENDS,
-        "            for sending in self._of(asked.link, number):\n                self._end(sending)\n",
-        "            if number is not None:\n                for sending in self._of(asked.link, number):\n"
-        "                    self._end(sending)\n",
+    "gone_link_forgotten": Fault(
+        SENDS + "::PageSends.take",
+        "for sending in self._of(asked.link, number): ...",
+        "if number is not None:\n    for sending in self._of(asked.link, number): ...",
         "prompts are computed for who is gone",
     ),
-    Fault(
-        "end_without_a_count",
-        FETCHES,
-        "                if min(fetch.next_page) == fetch.num_pages and num_bytes == fetch.num_bytes:\n",
-        "                if num_bytes:\n",
+    "end_without_a_count": Fault(
+        FETCHES + "::PageFetches._hear",
+        "min(fetch.next_page) == fetch.num_pages and num_bytes == fetch.num_bytes",
+        "num_bytes",
         "pages are found of which the last part was lost",
     ),
-    Fault(
-        "late_is_waited_for",
-        FETCHES,
-        "if now_s >= each.until_s]:\n",
-        "if now_s >= each.until_s + 3600]:\n",
+    "late_is_waited_for": Fault(
+        FETCHES + "::PageFetches.take",
+        "each.until_s",
+        "each.until_s + 3600",
         "an engine that stands still holds requests up",
     ),
-    Fault(
-        "lost_engine_waited_for",
-        FETCHES,
-        '                self._miss(lost, "the engine is lost")\n',
-        "                pass\n",
+    "lost_engine_waited_for": Fault(
+        FETCHES + "::PageFetches._hear",
+        'self._miss(lost, "the engine is lost")',
+        "pass",
         "requests wait for an engine that was killed until they are late",
     ),
-    Fault(
-        "bytes_believed",
-        SOURCE,
-        "        if zlib.crc32(self.connection.part(part).data) != part.check:\n",
-        "        if part.num_bytes != len(self.connection.part(part)):\n",
+    "bytes_believed": Fault(
+        SOURCE + "::_Life._check",
+        "zlib.crc32(self.connection.part(part).data) != part.check",
+        "part.num_bytes != len(self.connection.part(part))",
         "a write that did not arrive whole is read as pages",
     ),
-    Fault(
-        "model_not_compared",
-        IDENTITY,
-        '            "the model": (self.model, hello.model),\n',
+    "model_not_compared": Fault(
+        IDENTITY + "::PageIdentity.difference",
+        '"the model": (self.model, hello.model)',
         "",
         "pages of another model are found under the keys of the same tokens",
     ),
-    Fault(
-        "window_overrun",
-        TRANSPORTS,
-        "            if newest < oldest:\n                stop = oldest\n            elif",
-        "            if",
+    "window_overrun": Fault(
+        TRANSPORTS + "::Ring.take",
+        "stop = self.num_bytes\nif newest < oldest:\n    stop = oldest\nelif start + count > stop: ...",
+        "stop = self.num_bytes\nif start + count > stop: ...",
         "bytes are put over others that were not taken out yet",
     ),
-    Fault(
-        "own_send_counts_against_here",
-        SPLITTING,
-        "        before = int(routing.queued_tokens[sent.replica]) - sent.queued_tokens\n",
-        "        before = int(routing.queued_tokens[sent.replica]) * 3\n",
+    "own_send_counts_against_here": Fault(
+        SPLITTING + "::Splitting._cost_here",
+        "int(routing.queued_tokens[sent.replica]) - sent.queued_tokens",
+        "int(routing.queued_tokens[sent.replica]) * 3",
         "a prompt waits for itself, and goes elsewhere to an idle replica",
     ),
-    Fault(
-        "slots_of_others_unasked",
-        SPLITTING,
+    "slots_of_others_unasked": Fault(
+        SPLITTING + "::Splitting.not_for_answers",
         "any(self._has_slot(each) for each in others)",
         "others",
         "requests wait for a slot while engines of prompts have some",
     ),
-    Fault(
-        "split_counted_twice",
-        SPLITTING,
-        "        self._routing.begun(sent)  # nothing of it waits to be computed here\n",
+    "split_counted_twice": Fault(
+        SPLITTING + "::Splitting.choose",
+        "self._routing.begun(sent)",
         "",
         "replicas of answers seem to compute what others do",
     ),
-    Fault(
-        "priority_of_a_peer_unbounded",
-        MESSAGES,
-        "    priority: Annotated[int, Meta(ge=-LAST_ID, le=LAST_ID)] = 0\n",
-        "    priority: int = 0\n",
+    "priority_of_a_peer_unbounded": Fault(
+        MESSAGES + "::PagesWanted",
+        "Annotated[int, Meta(ge=-LAST_ID, le=LAST_ID)]",
+        "int",
         "one message of another engine ends this one",
     ),
-    Fault(
-        "begun_message_waited_for",
-        CONNECTION,
-        "incoming.until_s = time.monotonic() + MESSAGE_S\n",
-        "incoming.until_s = time.monotonic() + 3600\n",
+    "begun_message_waited_for": Fault(
+        CONNECTION + "::Connection._receive",
+        "time.monotonic() + MESSAGE_S",
+        "time.monotonic() + 3600",
         "a part that is never ended holds up the request that it is for",
     ),
-    Fault(
-        "stalled_asked_again",
-        SOURCE,
-        "            self._pause_s = STALLED_S\n",
-        "            pass\n",
+    "stalled_asked_again": Fault(
+        SOURCE + "::_Life._ended",
+        "self._pause_s = STALLED_S",
+        "pass",
         "each request waits for an engine of prompts that stands still",
     ),
-    Fault(
-        "silent_take_all_places",
-        SERVER,
-        "if len(self._ungreeted) > MOST_UNGREETED else None\n",
-        "if len(self._ungreeted) > 2**20 else None\n",
+    "silent_take_all_places": Fault(
+        SERVER + "::PageServer._accept",
+        "len(self._ungreeted) > MOST_UNGREETED",
+        "len(self._ungreeted) > 2**20",
         "connections that say nothing take memory and threads",
     ),
-)
+}

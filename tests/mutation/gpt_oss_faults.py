@@ -17,82 +17,60 @@ GPT_OSS_TESTS_OF = {
     ACTIVATION: (*ACLOP_TESTS_OF[ACTIVATION], "tests/virtual_npu/test_references.py"),
 }
 
-GPT_OSS_FAULTS = (
-    Fault(
-        "gate_and_up_as_halves",
-        STACKED,
+GPT_OSS_FAULTS = {
+    "gate_and_up_as_halves": Fault(
+        STACKED + "::Stack.take_expert",
         "rows[turn :: len(places)]",
         "rows.chunk(len(places))[turn]",
         "as all other checkpoints have them that join the two",
     ),
-    Fault(
-        "high_half_of_a_byte_first",
-        STACKED,
+    "high_half_of_a_byte_first": Fault(
+        STACKED + "::unpacked",
         "(blocks & 15, blocks >> 4)",
         "(blocks >> 4, blocks & 15)",
         "the low half is the first number",
     ),
-    Fault(
-        "negative_numbers_without_their_sign",
-        STACKED,
-        "(-each for each in E2M1)",
-        "E2M1",
-        "the highest bit of four is the sign",
+    "negative_numbers_without_their_sign": Fault(
+        STACKED + "::unpacked", "(-each for each in E2M1)", "E2M1", "the highest bit of four is the sign"
     ),
-    Fault(
-        "bias_of_a_float_in_scales",
-        STACKED,
-        "EXPONENT_BIAS = 127",
-        "EXPONENT_BIAS = 128",
-        "every expert is half as large",
+    "bias_of_a_float_in_scales": Fault(
+        STACKED, "EXPONENT_BIAS = 127", "EXPONENT_BIAS = 128", "every expert is half as large"
     ),
-    Fault(
-        "scales_of_another_file_read_first",
-        STACKED,
-        "blocks, scales = self.found.pop(BLOCKS), self.found.pop(SCALES)",
-        "blocks, scales = (self.found.pop(each) for each in list(self.found))",
+    "scales_of_another_file_read_first": Fault(
+        STACKED + "::PackedStack.take",
+        "self.found.pop(BLOCKS), self.found.pop(SCALES)",
+        "(self.found.pop(each) for each in list(self.found))",
         "where blocks come last, they are taken for scales",
     ),
-    Fault(
-        "gate_without_its_limit",
-        OPS,
-        "gate.clamp(max=limit), up.clamp",
-        "gate, up.clamp",
+    "gate_without_its_limit": Fault(
+        OPS + "::Ops.clamped_swiglu",
+        "gate.clamp(max=limit)",
+        "gate",
         "no published weight shows it in a short answer",
     ),
-    Fault(
-        "up_without_its_one",
-        OPS,
-        "return (up + 1) * (gate",
-        "return up * (gate",
-        "as in SwiGLU",
-    ),
-    Fault(
-        "halves_clipped_by_turns",
-        ON_NPU,
-        "npu_clipped_swiglu(gate_up.contiguous(), interleaved=False, **how)",
-        "npu_clipped_swiglu(gate_up.contiguous(), **how)",
+    "up_without_its_one": Fault(OPS + "::Ops.clamped_swiglu", "up + 1", "up", "as in SwiGLU"),
+    "halves_clipped_by_turns": Fault(
+        ON_NPU + "::NpuOps.clamped_swiglu",
+        "interleaved=False",
+        "",
         "the operator takes gate and up by turns, as a checkpoint has them, unless it is told",
     ),
-    Fault(
-        "stand_in_clips_both_sides_of_a_gate",
-        ACTIVATION,
-        'gate.clamp(max=call["limit"]), up',
-        'gate.clamp(-call["limit"], call["limit"]), up',
+    "stand_in_clips_both_sides_of_a_gate": Fault(
+        ACTIVATION + "::_clipped",
+        'gate.clamp(max=call["limit"])',
+        'gate.clamp(-call["limit"], call["limit"])',
         "a gate may be as low as it is",
     ),
-    Fault(
-        "router_without_its_bias",
-        OPS,
-        "scores = F.linear(x.float(), router, bias)",
-        "scores = F.linear(x.float(), router)",
+    "router_without_its_bias": Fault(
+        OPS + "::Ops.route",
+        "F.linear(x.float(), router, bias)",
+        "F.linear(x.float(), router)",
         "some tokens choose other experts",
     ),
-    Fault(
-        "window_on_the_other_layers",
-        GPT_OSS,
+    "window_on_the_other_layers": Fault(
+        GPT_OSS + "::config",
         '"full" if layer % 2 else "sliding"',
         '"sliding" if layer % 2 else "full"',
         "the first layer has a window",
     ),
-)
+}

@@ -24,145 +24,119 @@ GRAPH_TESTS_OF = {
     FETCH_RULES: RULE_TESTS,
 }
 
-GRAPH_FAULTS = (
-    Fault(
-        "tokens_chosen_outside_stay_there",
-        GRAPHS,
-        "if last.tokens is not self._held:",
-        "if self._held is None:",
+GRAPH_FAULTS = {
+    "tokens_chosen_outside_stay_there": Fault(
+        GRAPHS + "::DecodeGraphs.run",
+        "last.tokens is not self._held",
+        "self._held is None",
         "the step after a draw outside the graph reads the best tokens in place of the drawn",
     ),
-    Fault(
-        "drawn_tokens_left_out_of_the_table",
-        GRAPHS,
-        "        self._table[: len(tokens)].copy_(tokens)\n",
+    "drawn_tokens_left_out_of_the_table": Fault(
+        GRAPHS + "::DecodeGraphs._drawn",
+        "self._table[: len(tokens)].copy_(tokens)",
         "",
         "the step after a captured draw reads the best tokens in place of the drawn",
     ),
-    Fault(
-        "no_token_is_looked_up",
-        GRAPHS,
-        ".clamp_(min=0)",
-        "",
+    "no_token_is_looked_up": Fault(
+        GRAPHS + "::DecodeGraphs._step",
+        "self._table.index_select(0, source).clamp_(min=0)",
+        "self._table.index_select(0, source)",
         "the embedding is read before its first row",
     ),
-    Fault(
-        "drafts_read_one_place_on",
-        INPUTS,
+    "drafts_read_one_place_on": Fault(
+        INPUTS + "::GraphInputs.read_drafts",
         "ends[spans] - batch.stops[spans] + targets",
         "ends[spans] - batch.stops[spans] + targets - 1",
         "a step checks each draft in the place of the token before it",
     ),
-    Fault(
-        "draft_model_told_nothing_of_its_drafts",
-        DRAFTER,
-        "            self._last.keep(best.chosen, rows)\n",
+    "draft_model_told_nothing_of_its_drafts": Fault(
+        DRAFTER + "::Drafter.follow",
+        "self._last.keep(best.chosen, rows)",
         "",
         "every draft follows the first",
     ),
-    Fault(
-        "drafts_overwritten_by_the_next",
-        DRAFTER,
-        "return best.tokens.clone()",
-        "return best.tokens",
+    "drafts_overwritten_by_the_next": Fault(
+        DRAFTER + "::Drafter.follow",
+        "best.tokens.clone()",
+        "best.tokens",
         "all drafts of a row are the last one",
     ),
-    Fault(
-        "draft_model_s_graphs_outlive_its_cache",
-        RUNNER,
-        "graphs = [self.graphs, None if self.drafter is None else self.drafter.graphs]",
-        "graphs = [self.graphs]",
+    "draft_model_s_graphs_outlive_its_cache": Fault(
+        RUNNER + "::ModelRunner.resize",
+        "[self.graphs, None if self.drafter is None else self.drafter.graphs]",
+        "[self.graphs]",
         "after a resize, drafts follow from keys that nobody writes any more",
     ),
-    Fault(
-        "draft_model_reads_one_token_of_two",
-        DRAFTER,
-        "short = replace(piece, num_drafts=piece.num_tokens - piece.num_spans)",
-        "short = replace(piece, starts=piece.stops - 1)",
+    "draft_model_reads_one_token_of_two": Fault(
+        DRAFTER + "::Drafter._at_ends",
+        "num_drafts=piece.num_tokens - piece.num_spans",
+        "starts=piece.stops - 1",
         "the last draft, which was never fed, stays unread",
     ),
-    Fault(
-        "graphs_of_spans_not_counted_beside_a_draft_model_s",
-        GRAPHS,
-        "each.holds(sizes, beside + len(self.span_rows), joins=joins)",
-        "each.holds(sizes, beside, joins=joins)",
+    "graphs_of_spans_not_counted_beside_a_draft_model_s": Fault(
+        GRAPHS + "::DecodeGraphs.holds_beside",
+        "beside + len(self.span_rows)",
+        "beside",
         "a capture fails on a device that has no stream left",
     ),
-    Fault(
-        "draws_never_replayed",
-        GRAPHS,
+    "draws_never_replayed": Fault(
+        GRAPHS + "::DecodeGraphs.run",
         "step.draw.replay()",
         "pass",
         "every step gets the tokens of the capture",
     ),
-    Fault(
-        "drafts_read_to_the_end_of_their_span",
-        INPUTS,
-        "kv_lens = packed.positions + 1\n",
-        "kv_lens = np.repeat(batch.stops, lens)\n",
+    "drafts_read_to_the_end_of_their_span": Fault(
+        INPUTS + "::GraphInputs.fill",
+        "packed.positions + 1",
+        "np.repeat(batch.stops, lens)",
         "a token is chosen by what is guessed to follow it",
     ),
-    Fault(
-        "tokens_at_the_beginning_of_their_row",
-        INPUTS,
-        "places = ragged_ranges(ends - lens, ends)",
-        "places = ragged_ranges(ends - self.width, ends - self.width + lens)",
+    "tokens_at_the_beginning_of_their_row": Fault(
+        INPUTS + "::GraphInputs.fill",
+        "ragged_ranges(ends - lens, ends)",
+        "ragged_ranges(ends - self.width, ends - self.width + lens)",
         "the last token of a row does not see its last keys",
     ),
-    Fault(
-        "padding_among_what_is_drawn",
-        GRAPHS,
-        "            hidden = hidden.index_select(0, columns[PLACE])\n",
-        "            pass\n",
+    "padding_among_what_is_drawn": Fault(
+        GRAPHS + "::DecodeGraphs._step",
+        "hidden = hidden.index_select(0, columns[PLACE])",
+        "pass",
         "a request gets the token of the padding before it",
     ),
-    Fault(
-        "short_rows_in_wide_steps",
-        GRAPHS,
-        " <= width <= int(batch.stops.min())",
-        " <= width",
+    "short_rows_in_wide_steps": Fault(
+        GRAPHS + "::smallest",
+        "int((batch.stops - batch.starts).max()) <= width <= int(batch.stops.min())",
+        "int((batch.stops - batch.starts).max()) <= width",
         "padding before the first token of a request is a query without a key",
     ),
-    Fault(
-        "places_in_the_order_of_slots",
-        LAST,
-        "self._places[owners] = np.arange(len(owners))",
-        "self._places[owners] = owners",
-        "a row reads another one's token",
+    "places_in_the_order_of_slots": Fault(
+        LAST + "::LastTokens.keep", "np.arange(len(owners))", "owners", "a row reads another one's token"
     ),
-    Fault(
-        "greedy_rows_drawn",
-        COLUMNS,
-        'columns[-1] = arrays.get("drawn", 1)',
-        "columns[-1] = 1",
-        "a greedy row beside drawn ones is drawn",
+    "greedy_rows_drawn": Fault(
+        COLUMNS + "::packed", 'arrays.get("drawn", 1)', "1", "a greedy row beside drawn ones is drawn"
     ),
-    Fault(
-        "top_k_not_sent",
-        COLUMNS,
+    "top_k_not_sent": Fault(
+        COLUMNS + "::packed",
         'columns[-3:-1] = arrays["k_places"].reshape(2, num_rows)',
         "pass",
         "top-k drops nothing",
     ),
-    Fault(
-        "prefetch_that_nobody_awaits",
-        FUSED,
-        "            torch.npu.current_stream().wait_stream(self._prefetches)\n",
-        "            pass\n",
+    "prefetch_that_nobody_awaits": Fault(
+        FUSED + "::NpuOps.await_prefetch",
+        "torch.npu.current_stream().wait_stream(self._prefetches)",
+        "pass",
         "a capture ends while a stream of it is not joined",
     ),
-    Fault(
-        "prefetch_of_all_of_a_weight",
-        FUSED,
+    "prefetch_of_all_of_a_weight": Fault(
+        FUSED + "::prefetch",
         "min(weight.nbytes, PREFETCHED_BYTES)",
         "weight.nbytes",
         "it drives what attention reads out of the L2 cache",
     ),
-    Fault(
-        "prefetch_beyond_the_weight",
-        FETCH_RULES,
-        '<= call["offset"] < num_bytes',
-        '<= call["offset"] <= num_bytes',
+    "prefetch_beyond_the_weight": Fault(
+        FETCH_RULES + "::_offset",
+        '0 <= call["offset"] < num_bytes',
+        '0 <= call["offset"] <= num_bytes',
         "an offset at the weight's end passes",
     ),
-)
+}

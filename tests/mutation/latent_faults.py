@@ -38,362 +38,306 @@ LATENT_TESTS_OF = {
     **dict.fromkeys((NPU_OPS, LATENT_UP), (*JOINED, *MIXTURE_TESTS_OF[NPU_OPS], *TESTS)),
 }
 
-LATENT_FAULTS = (
-    Fault(
-        "long_factors_turn_short_requests",
-        ROPE,
+LATENT_FAULTS = {
+    "long_factors_turn_short_requests": Fault(
+        ROPE + "::needs_long_factors",
         "longest_tokens - 1 > config.original_max_positions",
         "longest_tokens > 0",
         "a model for 128k is worse at requests that all are short",
     ),
-    Fault(
-        "long_factors_never",
-        ROPE,
-        "long = _divided(self.config, self.config.long_factors)",
-        "long = _divided(self.config, self.config.short_factors)",
+    "long_factors_never": Fault(
+        ROPE + "::Rope.tabulate",
+        "self.config.long_factors",
+        "self.config.short_factors",
         "beyond the length that it was first trained on, a model talks nonsense",
     ),
-    Fault(
-        "pairs_side_by_side_as_halves",
-        ROPE,
+    "pairs_side_by_side_as_halves": Fault(
+        ROPE + "::head_order",
         "(turned[::2], turned[1::2]) if config.interleaved else turned.chunk(2)",
         "turned.chunk(2)",
         "GLM-4's heads are turned in other pairs than they were trained in",
     ),
-    Fault(
-        "what_is_not_turned_vanishes",
-        ROPE,
-        "fixed, value=1.0)",
-        "fixed)",
-        "the part of a head that is not turned becomes zero",
+    "what_is_not_turned_vanishes": Fault(
+        ROPE + "::Rope.__init__", "value=1.0", "", "the part of a head that is not turned becomes zero"
     ),
-    Fault(
-        "joined_rows_of_the_first_linear",
-        WEIGHTS,
+    "joined_rows_of_the_first_linear": Fault(
+        WEIGHTS + "::_joined_places",
         "slice(first + rows.start, first + rows.stop)",
         "slice(rows.start, rows.stop)",
         "keys and values are read from the rows of queries",
     ),
-    Fault(
-        "norms_of_heads_in_the_order_of_the_checkpoint",
-        LAYER_PARTS,
-        '            orders[f"{prefix}self_attn.{name}"] = attention.order(name)\n',
+    "norms_of_heads_in_the_order_of_the_checkpoint": Fault(
+        LAYER_PARTS + "::LayerParts.of",
+        'orders[f"{prefix}self_attn.{name}"] = attention.order(name)',
         "",
         "norms of queries and keys weigh other dimensions",
     ),
-    Fault(
-        "attention_not_normed_after",
-        DECODER,
-        "if self.attention_post_norm is not None:",
-        "if False:",
+    "attention_not_normed_after": Fault(
+        DECODER + "::DecoderLayer.forward",
+        "self.attention_post_norm is not None",
+        "False",
         "GLM-4 adds what it should norm first",
     ),
-    Fault(
-        "queries_without_positions",
-        ATTENTION,
-        "torch.cat((up.absorbed(nope[rows]), rope[rows]), -1)",
-        "torch.cat((up.absorbed(nope[rows]), 0 * rope[rows]), -1)",
+    "queries_without_positions": Fault(
+        ATTENTION + "::LatentAttention.attend_heads",
+        "rope[rows]",
+        "0 * rope[rows]",
         "a decode does not know where its tokens stand",
     ),
-    Fault(
-        "short_spans_expanded",
-        ATTENTION,
-        "return num_tokens * saved > width",
-        "return num_tokens * saved < width",
+    "short_spans_expanded": Fault(
+        ATTENTION + "::LatentAttention.expands",
+        "num_tokens * saved > width * (latent.nope_dim + latent.value_dim)",
+        "num_tokens * saved < width * (latent.nope_dim + latent.value_dim)",
         "every decode expands the latents of its whole request",
     ),
-    Fault(
-        "rows_of_short_spans_as_in_the_step",
-        ATTENTION,
-        "taken_rows = np.cumsum(lens[~is_long]) - lens[~is_long]",
-        "taken_rows = first_rows[~is_long]",
+    "rows_of_short_spans_as_in_the_step": Fault(
+        ATTENTION + "::LatentAttention.plan",
+        "np.cumsum(lens[~is_long]) - lens[~is_long]",
+        "(np.cumsum(lens) - lens)[~is_long]",
         "decodes beside a prompt read other rows",
     ),
-    Fault(
-        "queries_of_a_chunk_at_its_start",
-        ATTENTION,
-        "keys, values, span, None, output)\n        return output",
-        "keys, values, replace(span, first_row=0), None, output)\n        return output",
+    "queries_of_a_chunk_at_its_start": Fault(
+        ATTENTION + "::LatentAttention.attend_heads",
+        "self._attend_span(torch.cat((nope, rope), -1), keys, values, span, None, output)",
+        (
+            "self._attend_span(torch.cat((nope, rope), -1), keys, values, replace(span, first_row=0),"
+            " None, output)"
+        ),
         "a prompt's rows are written over the first ones",
     ),
-    Fault(
-        "pairs_of_queries_not_moved",
-        MODEL,
-        "torch.cat((rope[:, ::2], rope[:, 1::2]), 1).flatten()",
-        "rope.flatten()",
+    "pairs_of_queries_not_moved": Fault(
+        MODEL + "::LatentSelfAttention.order",
+        "torch.cat((rope[:, ::2], rope[:, 1::2]), 1)",
+        "rope",
         "queries are turned by the angles of other pairs than keys",
     ),
-    Fault(
-        "pairs_of_keys_not_moved",
-        MODEL,
+    "pairs_of_keys_not_moved": Fault(
+        MODEL + "::LatentSelfAttention._write",
         "torch.cat((pairs[:, ::2], pairs[:, 1::2]), -1)",
         "pairs",
         "keys are turned by the angles of other pairs than queries",
     ),
-    Fault(
-        "values_before_keys",
-        MODEL,
+    "values_before_keys": Fault(
+        MODEL + "::LatentSelfAttention.order",
         "[part.flatten() for part in rows.split(widths, 1)]",
         "[part.flatten() for part in rows.split(widths, 1)][::-1]",
         "keys are made of the weights of values",
     ),
-    Fault(
-        "compressed_queries_not_normed",
-        MODEL,
-        "self.query_up(self.ops.rms_norm(queries[0], self.query_norm, NORM_EPS))",
-        "self.query_up(queries[0])",
+    "compressed_queries_not_normed": Fault(
+        MODEL + "::LatentSelfAttention.write",
+        "self.ops.rms_norm(queries[0], self.query_norm, NORM_EPS)",
+        "queries[0]",
         "the checkpoint's q_a_layernorm is read and not used",
     ),
-    Fault(
-        "eps_of_latents_of_the_model",
-        CONFIG,
-        "NORM_EPS = 1e-6",
-        "NORM_EPS = 1e-1",
-        "norms of latents take the model's own eps",
+    "eps_of_latents_of_the_model": Fault(
+        CONFIG, "NORM_EPS = 1e-6", "NORM_EPS = 1e-1", "norms of latents take the model's own eps"
     ),
-    Fault(
-        "yarn_scales_scores_once",
-        FILE,
-        "math.log(rope.factor) + 1.0) ** 2",
-        "math.log(rope.factor) + 1.0)",
+    "yarn_scales_scores_once": Fault(
+        FILE + "::latent_config",
+        "(0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0) ** 2",
+        "0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0",
         "scores of long contexts are too small",
     ),
-    Fault(
-        "latents_planned_as_keys_and_values",
-        WHOLE,
-        "else self.latent.token_width",
-        "else 2 * self.latent.rank",
+    "latents_planned_as_keys_and_values": Fault(
+        WHOLE + "::DecoderConfig.kv_layer_bytes",
+        "self.latent.token_width",
+        "2 * self.latent.rank",
         "a third of the cache stays unused",
     ),
-    Fault(
-        "heads_of_queries_cut_by_latents",
-        SHARE,
-        "(_equal(config.num_heads * config.query_dim, rank, ranks),)",
-        "(_equal(config.num_heads * config.head_dim, rank, ranks),)",
-        "a rank reads rows of other heads",
+    "heads_of_queries_cut_by_latents": Fault(
+        SHARE + "::Share.slices", "config.query_dim", "config.head_dim", "a rank reads rows of other heads"
     ),
-    Fault(
-        "predicting_layers_surplus",
-        SHARE,
-        "range(config.num_layers + config.num_unread_layers)",
-        "range(config.num_layers)",
+    "predicting_layers_surplus": Fault(
+        SHARE + "::Share.is_elsewhere",
+        "config.num_layers + config.num_unread_layers",
+        "config.num_layers",
         "a published DeepSeek-V3 cannot be loaded",
     ),
-    Fault(
-        "rows_in_the_order_of_the_checkpoint",
-        PLACE,
-        "            tensor = tensor[self.order]\n",
-        "            pass\n",
-        "heads get the weights of others",
+    "rows_in_the_order_of_the_checkpoint": Fault(
+        PLACE + "::Place.fill", "tensor = tensor[self.order]", "pass", "heads get the weights of others"
     ),
-    Fault(
-        "scales_of_the_first_rows",
-        PARTS,
-        "form, (rows.start, columns.start)",
-        "form",
+    "scales_of_the_first_rows": Fault(
+        PARTS + "::_parts_of",
+        'scaled(found["weight"], found[f"weight{SUFFIX}"], form, (rows.start, columns.start))',
+        'scaled(found["weight"], found[f"weight{SUFFIX}"], form)',
         "the second rank's weights have the first one's scales",
     ),
-    Fault(
-        "columns_of_a_block_as_rows",
-        SCALES,
-        "// blocks.columns",
-        "// blocks.rows",
-        "weights have the scales of other blocks",
+    "columns_of_a_block_as_rows": Fault(
+        SCALES + "::scaled", "blocks.columns", "blocks.rows", "weights have the scales of other blocks"
     ),
-    Fault(
-        "up_projection_stored_in_int8",
-        INT8_FILE,
-        "        ignore.append(UP_PROJECTIONS)\n",
-        "        pass\n",
+    "up_projection_stored_in_int8": Fault(
+        INT8_FILE + "::quantize",
+        "ignore.append(UP_PROJECTIONS)",
+        "pass",
         "latents are expanded by rounded weights, for nothing",
     ),
-    Fault(
-        "correction_in_the_weights",
-        OPS,
-        "self._shares(scores.gather(-1, chosen), config)",
-        "self._shares(ranked.gather(-1, chosen), config)",
+    "correction_in_the_weights": Fault(
+        OPS + "::Ops.route",
+        "scores.gather(-1, chosen)",
+        "ranked.gather(-1, chosen)",
         "what balances the experts also weighs them",
     ),
-    Fault(
-        "hidden_groups_at_zero",
-        OPS,
-        "== 0, -torch.inf).flatten(-2)",
-        "== 0, 0.0).flatten(-2)",
+    "hidden_groups_at_zero": Fault(
+        OPS + "::Ops.route",
+        "-torch.inf",
+        "0.0",
         "experts of hidden groups are chosen where corrections are negative",
     ),
-    Fault(
-        "groups_by_their_best_alone",
-        OPS,
-        "groups.topk(config.group_best, dim=-1)",
-        "groups.topk(1, dim=-1)",
-        "V3 chooses other groups than it was trained with",
+    "groups_by_their_best_alone": Fault(
+        OPS + "::Ops.route", "config.group_best", "1", "V3 chooses other groups than it was trained with"
     ),
-    Fault(
-        "scores_by_softmax",
-        OPS,
+    "scores_by_softmax": Fault(
+        OPS + "::Ops.route",
         'scores.softmax(-1) if config.scores == "softmax" else scores.sigmoid()',
         "scores.softmax(-1)",
         "V3's experts compete where they should not",
     ),
-    Fault(
-        "routed_scale_forgotten",
-        OPS,
-        "return weights if config.scale == 1 else weights * config.scale",
-        "return weights",
+    "routed_scale_forgotten": Fault(
+        OPS + "::Ops._shares",
+        "weights if config.scale == 1 else weights * config.scale",
+        "weights",
         "experts count less than half of what they should",
     ),
-    Fault(
-        "shared_expert_forgotten",
-        MIXTURE,
-        "part = part + shared",
-        "part = part + 0 * shared",
+    "shared_expert_forgotten": Fault(
+        MIXTURE + "::Mixture.forward",
+        "part + shared",
+        "part + 0 * shared",
         "what every token needs is not added",
     ),
-    Fault(
-        "shared_gate_forgotten",
-        MIXTURE,
+    "shared_gate_forgotten": Fault(
+        MIXTURE + "::Mixture.forward",
         "F.linear(x, self.shared_gate).sigmoid() * shared",
         "shared",
         "the shared expert counts whole",
     ),
-    Fault(
-        "every_group_on_the_npu",
-        NPU_OPS,
-        "k_group=config.num_chosen_groups",
-        "k_group=config.num_groups",
+    "every_group_on_the_npu": Fault(
+        NPU_OPS + "::NpuOps.route",
+        "config.num_chosen_groups",
+        "config.num_groups",
         "an NPU chooses among all groups",
     ),
-    Fault(
-        "uncorrected_on_the_npu",
-        NPU_OPS,
-        "bias=correction",
-        "bias=None",
-        "an NPU chooses other experts than a CPU",
+    "uncorrected_on_the_npu": Fault(
+        NPU_OPS + "::NpuOps.route", "bias=correction", "bias=None", "an NPU chooses other experts than a CPU"
     ),
-    Fault(
-        "weights_divided_on_the_npu",
-        NPU_OPS,
-        "if divides == config.normalizes:",
-        "if True:",
+    "weights_divided_on_the_npu": Fault(
+        NPU_OPS + "::NpuOps.route",
+        "divides == config.normalizes",
+        "True",
         "an NPU weighs by sums where the model does not",
     ),
-    Fault(
-        "long_spans_in_the_space_of_latents",
-        ON_NPU,
-        "is_long = lens > MOST_LATENT_QUERIES",
-        "is_long = lens > 2 * MOST_LATENT_QUERIES",
+    "long_spans_in_the_space_of_latents": Fault(
+        ON_NPU + "::FusedLatentAttention.plan",
+        "lens > MOST_LATENT_QUERIES",
+        "lens > 2 * MOST_LATENT_QUERIES",
         "an operator is asked for spans that it does not take",
     ),
-    Fault(
-        "latents_of_other_requests",
-        ON_NPU,
-        "np.repeat(batch.slots[is_long], stops)",
-        "np.repeat(batch.slots[is_long][::-1], stops)",
+    "latents_of_other_requests": Fault(
+        ON_NPU + "::FusedLatentAttention.plan",
+        "batch.slots[is_long]",
+        "batch.slots[is_long][::-1]",
         "two prompts of one step read each other",
     ),
-    Fault(
-        "default_eps_of_the_cache_write",
-        ON_NPU,
-        "            epsilon=eps,\n",
+    "default_eps_of_the_cache_write": Fault(
+        ON_NPU + "::FusedLatentAttention.write_raw",
+        "epsilon=eps",
         "",
         "latents are normed with the operator's default",
     ),
-    Fault(
-        "wide_rows_in_one_launch",
-        LATENT_UP,
-        "if x.shape[1] * x.shape[2] > MOST_PRODUCT_ROW:",
-        "if False:",
+    "wide_rows_in_one_launch": Fault(
+        LATENT_UP + "::NpuLatentUp._by_heads",
+        "x.shape[1] * x.shape[2] > MOST_PRODUCT_ROW",
+        "False",
         "128 heads of latents are more than the product takes",
     ),
-    Fault(
-        "long_spans_joined",
-        ON_NPU,
-        "return metadata.long is None",
-        "return True",
+    "long_spans_joined": Fault(
+        ON_NPU + "::FusedLatentAttention.is_joined",
+        "metadata.long is None",
+        "True",
         "queries of long spans come absorbed, where keys and values of each head are made",
     ),
-    Fault(
-        "sines_where_cosines_belong",
-        ON_NPU,
-        "            sin,\n            cos,\n            layer_latents,",
-        "            cos,\n            sin,\n            layer_latents,",
+    "sines_where_cosines_belong": Fault(
+        ON_NPU + "::FusedLatentAttention.write_joined",
+        (
+            "torch_npu.npu_mla_prolog_v3(x.contiguous(), down, up, prolog.up.keys, latent_down,"
+            " prolog.query_norm, prolog.latent_norm, sin, cos, layer_latents, layer_rope_keys,"
+            " cache_index=metadata.write_index, rmsnorm_epsilon_cq=prolog.eps,"
+            ' rmsnorm_epsilon_ckv=prolog.eps, cache_mode="PA_BSND", **more)'
+        ),
+        (
+            "torch_npu.npu_mla_prolog_v3(x.contiguous(), down, up, prolog.up.keys, latent_down,"
+            " prolog.query_norm, prolog.latent_norm, cos, sin, layer_latents, layer_rope_keys,"
+            " cache_index=metadata.write_index, rmsnorm_epsilon_cq=prolog.eps,"
+            ' rmsnorm_epsilon_ckv=prolog.eps, cache_mode="PA_BSND", **more)'
+        ),
         "npu_mla_prolog_v3 takes sines first, all other operators cosines",
     ),
-    Fault(
-        "default_eps_of_joined_latents",
-        ON_NPU,
-        "            rmsnorm_epsilon_ckv=prolog.eps,\n",
+    "default_eps_of_joined_latents": Fault(
+        ON_NPU + "::FusedLatentAttention.write_joined",
+        "rmsnorm_epsilon_ckv=prolog.eps",
         "",
         "latents of decodes are normed with the operator's default, those of prompts are not",
     ),
-    Fault(
-        "scales_of_the_other_weights",
-        NPU_OPS,
-        "weights, scales, _ = zip(qkv[0], query_up[0], qkv[1])",
-        "weights, scales, _ = zip(qkv[0], qkv[1], query_up[0])",
+    "scales_of_the_other_weights": Fault(
+        NPU_OPS + "::NpuOps.join_latents",
+        "zip(qkv[0], query_up[0], qkv[1])",
+        "zip(qkv[0], qkv[1], query_up[0])",
         "an operator gets queries' weights where those of latents belong",
     ),
-    Fault(
-        "joined_weights_in_rows",
-        NPU_OPS,
-        "            parts[:] = [in_tiles(each) for each in parts]\n",
-        "            parts[:] = [each.clone() for each in parts]\n",
+    "joined_weights_in_rows": Fault(
+        NPU_OPS + "::NpuOps.join_latents",
+        "in_tiles(each)",
+        "each.clone()",
         "npu_mla_prolog_v3 reads tiles where there are rows",
     ),
-    Fault(
-        "heads_of_joined_queries_moved",
-        MODEL,
-        'if name in ("q_proj", "q_b_proj") and not self.joins:',
-        'if name in ("q_proj", "q_b_proj"):',
+    "heads_of_joined_queries_moved": Fault(
+        MODEL + "::LatentSelfAttention.order",
+        'name in ("q_proj", "q_b_proj") and not self.joins',
+        'name in ("q_proj", "q_b_proj")',
         "the operator takes the two parts of a head side by side",
     ),
-    Fault(
-        "prompts_of_joined_layers_unturned",
-        MODEL,
-        "nope.contiguous(), torch.cat((pairs[..., ::2], pairs[..., 1::2]), -1)",
-        "nope.contiguous(), pairs",
+    "prompts_of_joined_layers_unturned": Fault(
+        MODEL + "::LatentSelfAttention.write",
+        "torch.cat((pairs[..., ::2], pairs[..., 1::2]), -1)",
+        "pairs",
         "a prompt's queries are turned by the angles of other pairs than decodes'",
     ),
-    Fault(
-        "joins_before_it_was_found_right",
-        ON_NPU,
-        "return self.product.joins_latents and takes_prolog(",
-        "return takes_prolog(",
+    "joins_before_it_was_found_right": Fault(
+        ON_NPU + "::FusedLatentAttention.joins",
+        (
+            "self.product.joins_latents and takes_prolog(self.shape.dtype, hidden_size, query_rank,"
+            " takes_float32=wide)"
+        ),
+        "takes_prolog(self.shape.dtype, hidden_size, query_rank, takes_float32=wide)",
         "an operator that nobody has run is used",
     ),
-    Fault(
-        "any_hidden_size_is_joined",
-        LIMITS,
-        "return is_type and hidden_size in PROLOG_HIDDEN and query_rank in PROLOG_QUERIES",
-        "return is_type and query_rank is not None",
+    "any_hidden_size_is_joined": Fault(
+        LIMITS + "::takes_prolog",
+        "is_type and hidden_size in PROLOG_HIDDEN and query_rank in PROLOG_QUERIES",
+        "is_type and query_rank is not None",
         "the operator is asked for sizes that its page does not list",
     ),
-    Fault(
-        "stand_in_joins_without_norms",
-        PROLOG,
-        'rms_norm(latent, call["rmsnorm_gamma_ckv"], call["rmsnorm_epsilon_ckv"])[0],',
-        "latent,",
+    "stand_in_joins_without_norms": Fault(
+        PROLOG + "::_prolog",
+        'rms_norm(latent, call["rmsnorm_gamma_ckv"], call["rmsnorm_epsilon_ckv"])[0]',
+        "latent",
         "the stand-in writes latents that the device norms",
     ),
-    Fault(
-        "stand_in_turns_joined_halves",
-        PROLOG,
-        "halves = torch.cat((pairs[..., ::2], pairs[..., 1::2]), -1).float()",
-        "halves = pairs.float()",
+    "stand_in_turns_joined_halves": Fault(
+        PROLOG + "::turned",
+        "torch.cat((pairs[..., ::2], pairs[..., 1::2]), -1)",
+        "pairs",
         "the stand-in takes pairs from other places than the device",
     ),
-    Fault(
-        "stand_in_turns_halves",
-        OPERATORS,
-        "halves = torch.cat((pairs[:, ::2], pairs[:, 1::2]), -1).float()",
-        "halves = pairs.float()",
+    "stand_in_turns_halves": Fault(
+        OPERATORS + "::_write",
+        "torch.cat((pairs[:, ::2], pairs[:, 1::2]), -1)",
+        "pairs",
         "the stand-in takes pairs from other places than the device",
     ),
-    Fault(
-        "stand_in_weighs_by_corrections",
-        GATING,
-        "weights = scores.gather(1, experts)",
-        "weights = ranked.gather(1, experts)",
+    "stand_in_weighs_by_corrections": Fault(
+        GATING + "::_gated",
+        "scores.gather(1, experts)",
+        "ranked.gather(1, experts)",
         "the stand-in weighs as no device does",
     ),
-)
+}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.mutation.fault import Fault
+from tests.mutation.fault import Fault, TextFault
 
 NPU, ATB, ASCEND = (
     "attention/npu/fused_attention.py",
@@ -58,334 +58,273 @@ NPU_TESTS_OF = {
     FILTERS: ("tests/models/test_sampler.py",),
 }
 
-NPU_FAULTS = (
-    Fault(
-        "updates_behind_the_replay_that_waits",
-        NPU,
-        "while self.update_stream == current:",
-        "while False:",
+NPU_FAULTS = {
+    "updates_behind_the_replay_that_waits": Fault(
+        NPU + "::FusedAttention.replay",
+        "self.update_stream == current",
+        "False",
         "where the current stream is the one of the pool that updates are sent to, a replay waits for ever",
     ),
-    Fault(
-        "plain_operators_know_no_product",
-        MACHINE,
-        "PlainNpuOps(self.product) if has_none",
-        "Ops() if has_none",
+    "plain_operators_know_no_product": Fault(
+        MACHINE + "::Npu.operators",
+        "PlainNpuOps(self.product)",
+        "Ops()",
         "the first 910 computes W8A8, which its limits refuse, and follows no answer of a probe",
     ),
-    Fault(
-        "float16_is_probed_as_no_attention_calls_it",
-        QUESTIONS,
-        "cuts = machine.product.cuts(np.array([queries for queries, _ in spans]))",
-        "cuts = [(0, len(spans))]",
+    "float16_is_probed_as_no_attention_calls_it": Fault(
+        QUESTIONS + "::packs_float16",
+        "machine.product.cuts(np.array([queries for queries, _ in spans]))",
+        "[(0, len(spans))]",
         "the 950 refuses prompts and decodes in one call, so that float16 would be found wrong there",
     ),
-    Fault(
-        "masks_probed_in_one_replay",
-        MASKS,
-        "for replay in REPLAYS:",
-        "for replay in REPLAYS[:1]:",
+    "masks_probed_in_one_replay": Fault(
+        MASKS + "::Decodes.apart",
+        "REPLAYS",
+        "REPLAYS[:1]",
         "vllm-ascend #12605: without a mask graphs are wrong, which calls of the first lengths do not show",
     ),
-    Fault(
-        "decodes_without_a_mask_on_trust",
-        PRODUCTS,
+    "decodes_without_a_mask_on_trust": Fault(
+        PRODUCTS + "::AscendProduct",
         "unmasks_decodes: bool = False",
         "unmasks_decodes: bool = True",
         "no probe has said that they are right",
     ),
-    Fault(
-        "withdrawn_answer_counts_as_another",
-        ANSWERS,
+    "withdrawn_answer_counts_as_another": Fault(
+        ANSWERS + "::answered",
         "del found[name]",
         'found["unmasks_decodes"] = found.pop(name)',
         "a yes of one call outside of graphs turns the mask off in graphs",
     ),
-    Fault(
-        "mask_shows_what_it_should_hide",
-        NPU,
-        "dtype=torch.int8).triu(1)",
-        "dtype=torch.int8).tril()",
+    "mask_shows_what_it_should_hide": Fault(
+        NPU + "::FusedAttention.__init__",
+        "torch.ones(MASK_SIDE, MASK_SIDE, dtype=torch.int8).triu(1)",
+        "torch.ones(MASK_SIDE, MASK_SIDE, dtype=torch.int8).tril()",
         "op-plugin's third example of sparse_mode 3 passes the mask so: queries see the future",
     ),
-    Fault(
-        "prompts_without_a_mask",
-        NPU,
-        "        if part.is_decodes and",
-        "        if",
+    "prompts_without_a_mask": Fault(
+        NPU + "::FusedAttention._unsunk",
+        "part.is_decodes and self.product.unmasks_decodes",
+        "self.product.unmasks_decodes",
         "vllm-ascend #13699: with several queries a span this comes to the mean of the values",
     ),
-    Fault(
-        "decodes_of_a_window_without_a_mask",
-        NPU,
-        "        if window is not None:",
-        "        if window is not None and not part.is_decodes:",
+    "decodes_of_a_window_without_a_mask": Fault(
+        NPU + "::FusedAttention._unsunk",
+        "window is not None",
+        "window is not None and not part.is_decodes",
         "a decode sees what lies before its window",
     ),
-    Fault(
-        "mask_of_half_the_side",
-        ASCEND,
-        "MASK_SIDE = 2048",
-        "MASK_SIDE = 1024",
-        "the compressed modes read past its end",
+    "mask_of_half_the_side": Fault(
+        ASCEND, "MASK_SIDE = 2048", "MASK_SIDE = 1024", "the compressed modes read past its end"
     ),
-    Fault(
-        "query_lengths_one_by_one",
-        NPU,
-        "np.cumsum(lens[spans]).tolist()",
-        "lens[spans].tolist()",
+    "query_lengths_one_by_one": Fault(
+        NPU + "::FusedAttention.plan",
+        "np.cumsum(lens[spans])",
+        "lens[spans]",
         "TND wants them to add up: else error 561002",
     ),
-    Fault(
-        "keys_without_the_token_itself",
-        NPU,
-        "batch.stops[spans].tolist()",
-        "(batch.stops[spans] - 1).tolist()",
+    "keys_without_the_token_itself": Fault(
+        NPU + "::FusedAttention.plan",
+        "batch.stops[spans]",
+        "batch.stops[spans] - 1",
         "a decode does not see its own key",
     ),
-    Fault(
-        "window_one_too_long",
-        NPU,
+    "window_one_too_long": Fault(
+        NPU + "::FusedAttention._unsunk",
         '"pre_tokens": window - 1',
         '"pre_tokens": window',
         "the query itself is one of the window",
     ),
-    Fault(
-        "default_cache_mode",
-        NPU,
+    "default_cache_mode": Fault(
+        NPU + "::FusedAttention.write",
         'cache_mode="Norm"',
         'cache_mode="PA_NZ"',
         "the operator's own default is another order of the cache",
     ),
-    Fault(
-        "default_scale",
-        NPU,
-        '            "scale": self.shape.scale,\n',
-        "",
-        "the operator's own is 1.0",
+    "default_scale": Fault(
+        NPU + "::FusedAttention._unsunk", '"scale": self.shape.scale', "", "the operator's own is 1.0"
     ),
-    Fault(
-        "replay_of_old_lengths",
-        NPU,
+    "replay_of_old_lengths": Fault(
+        NPU + "::FusedAttention.replay",
         "call.arguments | {lengths: kv_lens}",
         "call.arguments",
         "vllm-ascend #4649: a replay attends to what was there when it was captured",
     ),
-    Fault(
-        "replayed_before_the_last_was_waited_for",
-        NPU,
-        "        self.update_stream.wait_stream(current)\n",
+    "replayed_before_the_last_was_waited_for": Fault(
+        NPU + "::FusedAttention.replay",
+        "self.update_stream.wait_stream(current)",
         "",
         "a step reads the lengths of the one after it",
     ),
-    Fault(
-        "rows_of_the_next_call",
-        ASCEND,
-        "slice(ends[first], ends[last])",
-        "slice(ends[first], ends[last - 1])",
+    "rows_of_the_next_call": Fault(
+        ASCEND + "::AscendAttention.cuts",
+        "ends[last]",
+        "ends[last - 1]",
         "a call is given fewer rows than its lengths say",
     ),
-    Fault(
-        "columns_within_places",
-        ATB,
+    "columns_within_places": Fault(
+        ATB + "::AtbAttention.new_pages",
         "(shape.num_kv_heads * shape.head_dim // COLUMN, shape.page_size, COLUMN)",
         "(shape.page_size, shape.num_kv_heads * shape.head_dim // COLUMN, COLUMN)",
         "the cache lies as on a 910B, whose operators it is not read by",
     ),
-    Fault(
-        "pages_in_rows",
-        ATB,
+    "pages_in_rows": Fault(
+        ATB + "::AtbAttention.new_pages",
         "acl_format=FRACTAL_NZ",
         "acl_format=2",
         "ATB takes the 310P's cache in its inner format alone",
     ),
-    Fault(
-        "decodes_among_prompts",
-        ATB,
-        "if (lens[spans] > 1).any() else None",
-        "if (lens[spans] > 1).all() else None",
+    "decodes_among_prompts": Fault(
+        ATB + "::AtbAttention.plan",
+        "(lens[spans] > 1).any()",
+        "(lens[spans] > 1).all()",
         "a mixed batch goes to the operator for one query a sequence",
     ),
-    Fault(
-        "lengths_of_queries_sent",
-        ATB,
+    "lengths_of_queries_sent": Fault(
+        ATB + "::AtbAttention.plan",
         "torch.from_numpy(lens[spans])",
         "to_device(lens[spans], self.device)",
         "ascend-transformer-boost reads them on the host: its hostData is null",
     ),
-    Fault(
-        "mask_that_rewards",
-        ATB,
-        "HIDDEN = -10000.0",
-        "HIDDEN = 10000.0",
-        "what is hidden outweighs all else",
+    "mask_that_rewards": Fault(ATB, "-10000.0", "10000.0", "what is hidden outweighs all else"),
+    "swiglu_of_any_width": Fault(
+        PRODUCTS, "swiglu_bytes=64", "", "npu_swiglu of the 310P takes halves of a multiple of 64 bytes"
     ),
-    Fault(
-        "swiglu_of_any_width",
-        PRODUCTS,
-        "        swiglu_bytes=64,\n",
-        "",
-        "npu_swiglu of the 310P takes halves of a multiple of 64 bytes",
-    ),
-    Fault(
-        "rotary_mul_forgotten",
-        FUSED,
-        "if not (turned or self.product.is_fused):",
-        "if not turned:",
+    "rotary_mul_forgotten": Fault(
+        FUSED + "::NpuOps.rotary",
+        "turned or self.product.is_fused",
+        "turned",
         "heads beyond the buffer are turned in plain torch on every product",
     ),
-    Fault(
-        "gate_and_up_exchanged",
-        FUSED,
-        "activation_scale=x.scale[:, None],\n            activate_left=True",
-        "activation_scale=x.scale[:, None],\n            activate_left=False",
+    "gate_and_up_exchanged": Fault(
+        FUSED + "::NpuOps.mlp_int8",
+        "activate_left=True",
+        "activate_left=False",
         "the operator's own default gates by the second half",
     ),
-    Fault(
-        "scale_of_the_other_output",
-        FUSED,
-        "rows, _, total, scale, _ =",
-        "rows, _, total, _, scale =",
+    "scale_of_the_other_output": Fault(
+        FUSED + "::NpuOps.add_rms_norm_int8",
+        (
+            "rows, _, total, scale, _ = torch_npu.npu_add_rms_norm_dynamic_quant(x, residual, weight,"
+            " epsilon=eps, output_mask=[True, False])"
+        ),
+        (
+            "rows, _, total, _, scale = torch_npu.npu_add_rms_norm_dynamic_quant(x, residual, weight,"
+            " epsilon=eps, output_mask=[True, False])"
+        ),
         "the second output is left out, and its scale is empty",
     ),
-    Fault(
-        "table_without_the_longest",
-        ROPE,
-        "torch.arange(num_positions + 1)",
-        "torch.arange(num_positions)",
+    "table_without_the_longest": Fault(
+        ROPE + "::Rope.tabulate",
+        "num_positions + 1",
+        "num_positions",
         "a request at its full length reads past the table of dynamic rope",
     ),
-    Fault(
-        "dropped_share_for_the_kept",
-        FILTERS,
+    "dropped_share_for_the_kept": Fault(
+        FILTERS + "::sort_parameters",
         '"excess": 1 - top_p',
         '"excess": top_p',
         "over rising weights the running sum is first of what top_p drops",
     ),
-    Fault(
-        "captured_calls_counted_twice",
-        KERNELS,
-        "if state != CAPTURED:  # what is captured",
-        "if True:  # what is captured",
-        "a capture launches nothing",
+    "captured_calls_counted_twice": Fault(
+        KERNELS + "::Kernels._kernel.run", "state != CAPTURED", "True", "a capture launches nothing"
     ),
-    Fault(
-        "sum_of_queries_unasked",
-        ARGUMENTS,
+    "sum_of_queries_unasked": Fault(
+        ARGUMENTS + "::_query_sum",
         'call["actual_seq_qlen"][-1] != tokens',
         'call["actual_seq_qlen"][-1] > tokens',
         "padding rows without a sequence of their own pass: error 561002 on the device",
     ),
-    Fault(
-        "falling_lengths_pass",
-        ARGUMENTS,
-        "elif lens[0] < 0 or any(after < before for before, after in pairwise(lens)):",
-        "elif lens[0] < 0:",
+    "falling_lengths_pass": Fault(
+        ARGUMENTS + "::_query_lens",
+        "lens[0] < 0 or any(after < before for before, after in pairwise(lens))",
+        "lens[0] < 0",
         "lengths one by one pass where their sum happens to fit",
     ),
-    Fault(
-        "pages_of_any_size",
-        ARGUMENTS,
-        "elif size % step or not least <= size <= most:",
-        "elif not least <= size <= most:",
+    "pages_of_any_size": Fault(
+        ARGUMENTS + "::_page_size",
+        "size % step or not least <= size <= most",
+        "not least <= size <= most",
         "pages that are no multiple of 16 pass",
     ),
-    Fault(
-        "wrong_type_passes",
-        SHAPES,
-        "call.conditions) or tensor.dtype != query:",
-        "call.conditions):",
+    "wrong_type_passes": Fault(
+        SHAPES + "::_dtype",
+        "not is_dtype(tensor, call.conditions.product.dtypes, call.conditions) or tensor.dtype != query",
+        "not is_dtype(tensor, call.conditions.product.dtypes, call.conditions)",
         "float16 queries over a bfloat16 cache pass",
     ),
-    Fault(
-        "page_beyond_the_last",
-        PAGING,
-        "(ids >= num_pages)",
-        "(ids > num_pages)",
-        "the first page that is none passes",
+    "page_beyond_the_last": Fault(
+        PAGING + "::outside", "ids >= num_pages", "ids > num_pages", "the first page that is none passes"
     ),
-    Fault(
-        "held_by_nobody",
-        PAGING,
-        "wrong = ids[~torch.isin(ids, held)]",
-        "wrong = ids[ids < 0]",
+    "held_by_nobody": Fault(
+        PAGING + "::not_held",
+        "~torch.isin(ids, held)",
+        "ids < 0",
         "a page that was released is read and no one says so",
     ),
-    Fault(
-        "causal_but_for_oneself",
-        SPANS,
-        "seen = places <= at + after",
-        "seen = places < at + after",
+    "causal_but_for_oneself": Fault(
+        SPANS + "::FusedAttentionCall._chunk",
+        "places <= at + after",
+        "places < at + after",
         "the reference hides each query's own key",
     ),
-    Fault(
-        "written_twice",
-        WRITES,
-        "places, counts = torch.unique(slots, return_counts=True)\n    if len(places) != len(slots):",
-        "places, counts = torch.unique(slots, return_counts=True)\n    if len(places) > len(slots):",
+    "written_twice": Fault(
+        WRITES + "::_unique",
+        "len(places) != len(slots)",
+        "len(places) > len(slots)",
         "two tokens in one place pass, of which the device keeps either",
     ),
-    Fault(
-        "lengths_lie_anywhere",
-        ATB_RULES,
+    "lengths_lie_anywhere": Fault(
+        ATB_RULES + "::_placed",
         "on_device(call[name]) != wanted",
         "on_device(call[name]) is None",
         "lengths that the device cannot find pass",
     ),
-    Fault(
-        "lengths_frozen_unseen",
-        ATB_RULES,
-        'if on_host and call.conditions.capture() != "group":',
-        'if on_host and call.conditions.capture() == "none":',
+    "lengths_frozen_unseen": Fault(
+        ATB_RULES + "::_frozen",
+        'call.conditions.capture() != "group"',
+        'call.conditions.capture() == "none"',
         "every replay reads as many keys as there were when it was captured",
     ),
-    Fault(
-        "lengths_read_when_replayed",
-        DEFERRED,
-        'if call.name != "aten::copy_":',
-        "if not call.mixed:",
+    "lengths_read_when_replayed": Fault(
+        DEFERRED + "::DeferredCalls.defer",
+        'if call.name != "aten::copy_": ...',
+        "if not call.mixed: ...",
         "what the host writes after the capture would reach the device, where it never does",
     ),
-    Fault(
-        "updated_while_it_runs",
+    "updated_while_it_runs": TextFault(
         CAPTURE,
         "if (!before(&group->ran, stream))",
         "if (group->ran.count < 0)",
         "a replay that nobody waited for may read the arguments of the next",
     ),
-    Fault(
-        "older_record_will_do",
+    "older_record_will_do": TextFault(
         EXECUTION,
         "    if (task->kind == WAIT) task->count = event->num_sent;\n",
         "",
         "a wait passes by an older record of its event",
     ),
-    Fault(
-        "failure_without_records",
+    "failure_without_records": TextFault(
         EXECUTION,
         "if (task.kind == RECORD || task.kind == WRITE || task.kind == RESET)",
         "if (task.kind == RESET)",
         "other streams wait forever for one that failed",
     ),
-    Fault(
-        "host_waits_for_nobody",
+    "host_waits_for_nobody": TextFault(
         EXECUTION,
         "while (stream->num_left < sent && (inside || others_run())) {",
         "while (stream->num_left < sent && inside) {",
         "a stream is called blocked while another thread is about to record its event",
     ),
-    Fault(
-        "update_that_writes_elsewhere",
-        DEFERRED,
-        "if old.writes != deferred.writes:",
-        "if not deferred.writes:",
+    "update_that_writes_elsewhere": Fault(
+        DEFERRED + "::DeferredCalls._updated",
+        "old.writes != deferred.writes",
+        "not deferred.writes",
         "what follows in the graph reads the old place",
     ),
-    Fault(
-        "what_is_captured_is_there",
-        DEFERRED,
-        "if state == CAPTURED:  # in a queue",
-        "if state == UPDATING:  # in a queue",
+    "what_is_captured_is_there": Fault(
+        DEFERRED + "::DeferredCalls.defer",
+        "if state == CAPTURED: ...",
+        "if state == UPDATING: ...",
         "a value read while a graph is captured looks like a result",
     ),
-)
+}

@@ -8,222 +8,195 @@ ROOM = "continuous_batching/"
 LIFECYCLE, MATCHING = ROOM + "paging/slot_lifecycle.py", ROOM + "paging/prefix_matching.py"
 TABLES, SWAP = ROOM + "paging/page_tables.py", ROOM + "paging/swap.py"
 
-PAGING_FAULTS = (
-    Fault(
-        "full_hit_computes_nothing",
-        ROOM + "request.py",
-        "else len(self.tokens) - 1",
-        "else len(self.tokens)",
+PAGING_FAULTS = {
+    "full_hit_computes_nothing": Fault(
+        ROOM + "request.py::Request.num_findable",
+        "len(self.tokens) - 1",
+        "len(self.tokens)",
         "a prompt that is cached whole leaves no token to sample from",
     ),
-    Fault(
-        "published_before_computed",
-        MATCHING,
-        "ripe = np.minimum(slots.num_computed[rows] // slots.page_size, slots.num_shareable[rows])",
-        "ripe = slots.num_shareable[rows]",
+    "published_before_computed": Fault(
+        MATCHING + "::PrefixMatching.publish_prompts",
+        "np.minimum(slots.num_computed[rows] // slots.page_size, slots.num_shareable[rows])",
+        "slots.num_shareable[rows]",
         "others read pages that the next chunk will write",
     ),
-    Fault(
-        "half_page_published",
-        MATCHING,
-        "self._publish(row, min(num_whole // slots.page_size, num_keys))",
-        "self._publish(row, min(-(-num_whole // slots.page_size), num_keys))",
+    "half_page_published": Fault(
+        MATCHING + "::PrefixMatching.publish_all",
+        "num_whole // slots.page_size",
+        "-(-num_whole // slots.page_size)",
         "an aborted request leaves a page that is found and half written",
     ),
-    Fault(
-        "failed_pages_stay",
-        MATCHING,
+    "failed_pages_stay": Fault(
+        MATCHING + "::PrefixMatching.forget",
         "self._prefix.forget(self._slots.pages(row)[: self._slots.num_published[row]])",
         "[]",
         "one request's NaN poisons all that share its prompt",
     ),
-    Fault(
-        "only_its_own_failed_pages_forgotten",
-        MATCHING,
-        "self._prefix.forget(self._slots.pages(row)[: self._slots.num_published[row]])",
-        "self._prefix.forget(self._slots.pages(row)[self._slots.num_shareable[row] :])",
+    "only_its_own_failed_pages_forgotten": Fault(
+        MATCHING + "::PrefixMatching.forget",
+        "self._slots.pages(row)[: self._slots.num_published[row]]",
+        "self._slots.pages(row)[self._slots.num_shareable[row] :]",
         "what it found, and may have failed by, is found again and fails the next",
     ),
-    Fault(
-        "failed_token_kept",
-        LIFECYCLE,
-        "            slots.num_tokens[row] -= 1\n            self.matching.forget",
-        "            self.matching.forget",
-        "an answer ends with token -1",
+    "failed_token_kept": Fault(
+        LIFECYCLE + "::SlotLifecycle.settle", "slots.num_tokens[row] -= 1", "", "an answer ends with token -1"
     ),
-    Fault(
-        "swap_drops_the_last_page",
-        LIFECYCLE,
-        "[first : -(-num_computed // slots.page_size)]",
-        "[first : num_computed // slots.page_size]",
+    "swap_drops_the_last_page": Fault(
+        LIFECYCLE + "::SlotLifecycle.swap_out",
+        "-(-num_computed // slots.page_size)",
+        "num_computed // slots.page_size",
         "the partly filled page of a victim is not swapped out",
     ),
-    Fault(
-        "swapped_in_after_any_beginning",
-        LIFECYCLE,
-        "if slots.num_pages[row] == swapped.first:",
-        "if slots.num_pages[row] <= swapped.first:",
+    "swapped_in_after_any_beginning": Fault(
+        LIFECYCLE + "::SlotLifecycle._swap_in",
+        "slots.num_pages[row] == swapped.first",
+        "slots.num_pages[row] <= swapped.first",
         "pages come back although the shared ones before them were evicted",
     ),
-    Fault(
-        "swapped_in_one_token_ahead",
-        LIFECYCLE,
-        "slots.num_computed[row] = swapped.num_computed",
-        "slots.num_computed[row] = swapped.num_computed - 1",
+    "swapped_in_one_token_ahead": Fault(
+        LIFECYCLE + "::SlotLifecycle._swap_in",
+        "swapped.num_computed",
+        "swapped.num_computed - 1",
         "a resumed request computes a token twice",
     ),
-    Fault(
-        "host_pages_kept_after_return",
-        LIFECYCLE,
-        "            self._counters.broken_swaps += 1\n        self.swap.forget(request)\n",
-        "            self._counters.broken_swaps += 1\n            self.swap.forget(request)\n",
+    "host_pages_kept_after_return": Fault(
+        LIFECYCLE + "::SlotLifecycle._swap_in",
+        (
+            "if slots.num_pages[row] == swapped.first: ...\n"
+            "else:\n"
+            "    self._counters.broken_swaps += 1\n"
+            "self.swap.forget(request)"
+        ),
+        (
+            "if slots.num_pages[row] == swapped.first: ...\n"
+            "else:\n"
+            "    self._counters.broken_swaps += 1\n"
+            "    self.swap.forget(request)"
+        ),
         "the host pool fills up with what came back long ago",
     ),
-    Fault(
-        "found_beyond_what_was_swapped",
-        LIFECYCLE,
-        "return pages if swapped is None else pages[: swapped.first]",
-        "return pages",
+    "found_beyond_what_was_swapped": Fault(
+        LIFECYCLE + "::SlotLifecycle.find",
+        "pages if swapped is None else pages[: swapped.first]",
+        "pages",
         "a request finds pages that it also left in the host pool",
     ),
-    Fault(
-        "nobody_waits_for_a_page",
-        MATCHING,
-        "if index >= len(keys):",
-        "if True:",
+    "nobody_waits_for_a_page": Fault(
+        MATCHING + "::PrefixMatching._is_in_progress",
+        "index >= len(keys)",
+        "True",
         "prompts that arrive together are all computed",
     ),
-    Fault(
-        "released_rows_still_wait",
-        MATCHING,
-        "        self._blocked.pop(row, None)\n",
+    "released_rows_still_wait": Fault(
+        MATCHING + "::PrefixMatching.leave",
+        "self._blocked.pop(row, None)",
         "",
         "a row's next request waits for a page that it does not need",
     ),
-    Fault(
-        "private_doubles_kept",
-        MATCHING,
-        "if len(doubles):",
-        "if False:",
+    "private_doubles_kept": Fault(
+        MATCHING + "::PrefixMatching._publish",
+        "len(doubles)",
+        "False",
         "a chain's pages have different holders, and parents go before leaves",
     ),
-    Fault(
-        "doubles_not_shared",
-        MATCHING,
-        "            self._prefix.share(standing[doubles])\n",
+    "doubles_not_shared": Fault(
+        MATCHING + "::PrefixMatching._publish",
+        "self._prefix.share(standing[doubles])",
         "",
         "a row lets go of a page that it never held",
     ),
-    Fault(
-        "promises_not_counted",
-        LIFECYCLE,
-        "promised = int(np.maximum(wanted - slots.num_pages[busy], 0).sum())",
-        "promised = 0 * int(np.maximum(wanted - slots.num_pages[busy], 0).sum())",
+    "promises_not_counted": Fault(
+        LIFECYCLE + "::SlotLifecycle.num_promised",
+        "int(np.maximum(wanted - slots.num_pages[busy], 0).sum())",
+        "0 * int(np.maximum(wanted - slots.num_pages[busy], 0).sum())",
         "admitted, preempted, admitted again: nothing gets on",
     ),
-    Fault(
-        "fork_marks_one_side",
-        TABLES,
-        "self.forked |= {source, row}",
-        "self.forked |= {row}",
+    "fork_marks_one_side": Fault(
+        TABLES + "::PageTables.fork",
+        "{source, row}",
+        "{row}",
         "the leader writes on into the page that its forks read",
     ),
-    Fault(
-        "copy_on_write_without_data",
-        TABLES,
-        "            self.copy(PageCopy(np.array(sources), np.array(targets)))\n",
+    "copy_on_write_without_data": Fault(
+        TABLES + "::PageTables._copy_on_write",
+        "self.copy(PageCopy(np.array(sources), np.array(targets)))",
         "",
         "a fork gets a page of its own, and somebody else's old keys in it",
     ),
-    Fault(
-        "no_copy_on_write",
-        TABLES,
-        "            if self.pool.holders[page] > 1:\n",
-        "            if False:\n",
+    "no_copy_on_write": Fault(
+        TABLES + "::PageTables._copy_on_write",
+        "self.pool.holders[page] > 1",
+        "False",
         "samples of one prompt overwrite each other",
     ),
-    Fault(
-        "copy_on_write_from_three",
-        TABLES,
-        "            if self.pool.holders[page] > 1:\n",
-        "            if self.pool.holders[page] > 2:\n",
+    "copy_on_write_from_three": Fault(
+        TABLES + "::PageTables._copy_on_write",
+        "self.pool.holders[page] > 1",
+        "self.pool.holders[page] > 2",
         "the last two sharers write into one page",
     ),
-    Fault(
-        "copies_need_no_pages",
-        TABLES,
-        "return sum(min(count, int(holders[page]) - 1) for page, count in Counter(pages).items())",
-        "return 0",
+    "copies_need_no_pages": Fault(
+        TABLES + "::PageTables.num_copies",
+        "sum(min(count, int(holders[page]) - 1) for page, count in Counter(pages).items())",
+        "0",
         "a copy on write finds no page when the pool is full",
     ),
-    Fault(
-        "compaction_moves_no_data",
-        TABLES,
-        "            self.copy(PageCopy(sources, targets))\n",
+    "compaction_moves_no_data": Fault(
+        TABLES + "::PageTables.compact",
+        "self.copy(PageCopy(sources, targets))",
         "",
         "pages are renamed, and their content stays behind",
     ),
-    Fault(
-        "compaction_forgets_the_index",
-        TABLES,
-        "            self.prefix.move(sources, targets)\n",
+    "compaction_forgets_the_index": Fault(
+        TABLES + "::PageTables.compact",
+        "self.prefix.move(sources, targets)",
         "",
         "the prefix cache finds the page that was moved away",
     ),
-    Fault(
-        "compaction_forgets_the_rows",
-        TABLES,
-        "            self.slots.rename_pages(sources, targets, self.pool.num_pages)\n",
+    "compaction_forgets_the_rows": Fault(
+        TABLES + "::PageTables.compact",
+        "self.slots.rename_pages(sources, targets, self.pool.num_pages)",
         "",
         "the page table still names the old pages",
     ),
-    Fault(
-        "replaced_pages_kept",
-        TABLES,
-        "        self.prefix.release(old)\n",
-        "",
-        "every copy on write leaks a holder",
+    "replaced_pages_kept": Fault(
+        TABLES + "::PageTables.replace", "self.prefix.release(old)", "", "every copy on write leaks a holder"
     ),
-    Fault(
-        "pages_leak_at_the_end",
-        TABLES,
-        "        self.prefix.release(self.slots.pages(row))\n",
+    "pages_leak_at_the_end": Fault(
+        TABLES + "::PageTables.clear",
+        "self.prefix.release(self.slots.pages(row))",
         "",
         "aborted requests keep their pages",
     ),
-    Fault(
-        "count_stays_after_the_end",
-        TABLES,
-        "        self.slots.num_pages[row] = 0\n",
+    "count_stays_after_the_end": Fault(
+        TABLES + "::PageTables.clear",
+        "self.slots.num_pages[row] = 0",
         "",
         "a row that is free seems to hold pages",
     ),
-    Fault(
-        "fork_mark_stays_after_the_end",
-        TABLES,
-        "        self.forked.discard(row)\n        self.prefix.release(self",
-        "        self.prefix.release(self",
+    "fork_mark_stays_after_the_end": Fault(
+        TABLES + "::PageTables.clear",
+        "self.forked.discard(row)",
+        "",
         "pages are promised to a copy that nobody makes",
     ),
-    Fault(
-        "evicted_one_short",
-        TABLES,
-        "- self.pool.num_free\n        if short > 0:",
-        "- self.pool.num_free - 1\n        if short > 0:",
+    "evicted_one_short": Fault(
+        TABLES + "::PageTables.grow",
+        "total + self.num_copies(rows) - self.pool.num_free",
+        "total + self.num_copies(rows) - self.pool.num_free - 1",
         "a page is taken that is not free",
     ),
-    Fault(
-        "host_pages_leak",
-        SWAP,
-        "            self.pool.release(swapped.pages)\n",
-        "            pass\n",
+    "host_pages_leak": Fault(
+        SWAP + "::SwapTier.forget",
+        "self.pool.release(swapped.pages)",
+        "pass",
         "what an aborted request left in the host pool stays for ever",
     ),
-    Fault(
-        "host_pool_overdrawn",
-        SWAP,
-        "if not self._prefix.yield_host(num_pages):",
-        "if False:",
+    "host_pool_overdrawn": Fault(
+        SWAP + "::SwapTier.leave",
+        "not self._prefix.yield_host(num_pages)",
+        "False",
         "samples of one prompt exhaust the host pool, and the engine stops",
     ),
-)
+}

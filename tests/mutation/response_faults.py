@@ -14,68 +14,56 @@ RESPONSE_TESTS_OF = {
     **dict.fromkeys((SCORES, QUESTIONS), ("tests/serving/test_scores.py",)),
 }
 
-RESPONSE_FAULTS = (
-    Fault(
-        "items_share_an_event",
-        ITEMS,
-        'yield from self._close("completed")\n        item =',
-        "item =",
+RESPONSE_FAULTS = {
+    "items_share_an_event": Fault(
+        ITEMS + "::OutputItems._begin",
+        'yield from self._close("completed")',
+        "",
         "an item is never done when another follows, and OpenAI's client waits for it",
     ),
-    Fault(
-        "cut_answer_is_complete",
-        OBJECT,
-        'return "completed" if delta.finish_reason == "stop" else "incomplete"',
-        'return "completed" if delta.finish_reason else "incomplete"',
+    "cut_answer_is_complete": Fault(
+        OBJECT + "::_status",
+        'delta.finish_reason == "stop"',
+        "delta.finish_reason",
         "a client takes half an answer for a whole one",
     ),
-    Fault(
-        "events_without_numbers_of_their_own",
-        OBJECT,
+    "events_without_numbers_of_their_own": Fault(
+        OBJECT + "::ResponseObject._event",
         "self._num_events += 1",
         "self._num_events = 1",
         "a client cannot tell which event it has seen",
     ),
-    Fault(
-        "calls_forget_their_thoughts",
-        INPUT,
-        "        if self._turn is None:\n",
-        "        if self._turn is None or True:\n",
+    "calls_forget_their_thoughts": Fault(
+        INPUT + "::_Turns._spoken",
+        "self._turn is None",
+        "self._turn is None or True",
         "thoughts, text and calls of one turn become messages of several",
     ),
-    Fault(
-        "all_tokens_are_thoughts",
-        SPOKEN,
-        "elif reasoning.has_ended and not had_ended:",
-        "elif reasoning.has_ended:",
+    "all_tokens_are_thoughts": Fault(
+        SPOKEN + "::Spoken._after_thoughts",
+        "reasoning.has_ended and not had_ended",
+        "reasoning.has_ended",
         "what the answer takes is counted as thoughts",
     ),
-    Fault(
-        "effort_nobody_is_told",
-        EFFORT,
-        'elif effort != "none" or thinks:',
-        'elif effort != "none" and thinks:',
+    "effort_nobody_is_told": Fault(
+        EFFORT + "::variables_for",
+        'effort != "none" or thinks',
+        'effort != "none" and thinks',
         "a model that always thinks is asked not to, and nobody says that it will",
     ),
-    Fault(
-        "worst_document_first",
-        SCORES,
-        "key=lambda at: -scores[at]",
-        "key=lambda at: scores[at]",
-        "a search shows what matches least",
+    "worst_document_first": Fault(
+        SCORES + "::Scores.whole", "-scores[at]", "scores[at]", "a search shows what matches least"
     ),
-    Fault(
-        "score_of_the_other_answer",
-        SCORES,
-        "np.exp(logprobs[:, 1] - logprobs[:, 0])",
-        "np.exp(logprobs[:, 0] - logprobs[:, 1])",
+    "score_of_the_other_answer": Fault(
+        SCORES + "::AskedJudge.scores",
+        "logprobs[:, 1] - logprobs[:, 0]",
+        "logprobs[:, 0] - logprobs[:, 1]",
         "what the model says no to scores high",
     ),
-    Fault(
-        "documents_may_hold_marks",
-        QUESTIONS,
-        "content = _MARK.sub(lambda mark: texts[mark[1]], self.question)",
-        'content = self.question.replace("{document}", document).replace("{query}", query)',
+    "documents_may_hold_marks": Fault(
+        QUESTIONS + "::Question.fields",
+        "_MARK.sub(lambda mark: texts[mark[1]], self.question)",
+        'self.question.replace("{document}", document).replace("{query}", query)',
         "a document that writes {query} gets the query's words",
     ),
-)
+}

@@ -24,152 +24,122 @@ ROUTING_TESTS_OF = {
     READER: ("tests/serving/router/test_page_reader.py",),
 }
 
-ROUTING_FAULTS = (
-    Fault(
-        "own_sends_forgotten",
-        ROUTING,
-        "        known.own_queued += sent.queued_tokens\n",
+ROUTING_FAULTS = {
+    "own_sends_forgotten": Fault(
+        ROUTING + "::Routing.send",
+        "known.own_queued += sent.queued_tokens",
         "",
         "a burst goes to the replica that was last said to be idle",
     ),
-    Fault(
-        "told_and_own_counted",
-        ROUTING,
-        "            known.own_told += first.queued_tokens\n            known.own_requests -= 1\n",
-        "            known.own_told += first.queued_tokens\n",
+    "told_and_own_counted": Fault(
+        ROUTING + "::Routing.told",
+        "known.own_requests -= 1",
+        "",
         "a request counts twice once its replica has told of it",
     ),
-    Fault(
-        "begun_takes_what_others_need",
-        ROUTING,
-        "                known.told_queued = max(told - sent.queued_tokens, min(told, known.own_told))\n",
-        "                known.told_queued = max(told - sent.queued_tokens, 0)\n",
+    "begun_takes_what_others_need": Fault(
+        ROUTING + "::Routing.begun",
+        "min(told, known.own_told)",
+        "0",
         "a replica whose queue is half computed seems idle, and gets what others have room for",
     ),
-    Fault(
-        "hits_over_gaps",
-        HOLDERS,
-        "            _put(found, there ^ still, number)\n",
-        "            _put(found, there ^ still, number + 1)\n",
+    "hits_over_gaps": Fault(
+        HOLDERS + "::num_first",
+        "_put(found, there ^ still, number)",
+        "_put(found, there ^ still, number + 1)",
         "a replica seems to hold a page more than it does",
     ),
-    Fault(
-        "ties_to_the_first",
-        ROUTING,
-        "            return later if costs[later] == costs[least] else least\n",
-        "            return least\n",
+    "ties_to_the_first": Fault(
+        ROUTING + "::Routing._least",
+        "later if costs[later] == costs[least] else least",
+        "least",
         "the first of equal replicas gets everything",
     ),
-    Fault(
-        "snapshot_upon_what_was",
-        EVENTS,
-        "            snapshot = KVEventBatch(time.time(), [AllBlocksCleared(), *self._pages.values()])\n",
-        "            snapshot = KVEventBatch(time.time(), [*self._pages.values()])\n",
+    "snapshot_upon_what_was": Fault(
+        EVENTS + "::PageEvents._answer",
+        "[AllBlocksCleared(), *self._pages.values()]",
+        "[*self._pages.values()]",
         "who missed that a page went believes in it for ever",
     ),
-    Fault(
-        "shared_as_dear_as_ones_own",
-        ROUTING,
-        "            costs -= np.maximum(hits, hits * weights.shared + second * (1 - weights.shared))\n",
-        "            costs -= hits\n",
+    "shared_as_dear_as_ones_own": Fault(
+        ROUTING + "::Routing._costs",
+        "np.maximum(hits, hits * weights.shared + second * (1 - weights.shared))",
+        "hits",
         "a system prompt stays where it is, however many more requests that replica gets",
     ),
-    Fault(
-        "shared_by_one",
-        HOLDERS,
-        "            second = number if there & (there - 1) else second\n",
-        "            second = number\n",
+    "shared_by_one": Fault(
+        HOLDERS + "::num_first",
+        "number if there & (there - 1) else second",
+        "number",
         "a conversation is parted from its pages for half of what they cost",
     ),
-    Fault(
-        "no_prompt_counts_as_one",
-        ROUTING,
-        "        if prompt.num_tokens:\n",
-        "        if True:\n",
+    "no_prompt_counts_as_one": Fault(
+        ROUTING + "::Routing._learn",
+        "if prompt.num_tokens: ...",
+        "if True: ...",
         "asking for the names of models makes even loads worth nothing",
     ),
-    Fault(
-        "door_shut_streams_cut",
-        REPLICAS,
-        "            except Lost as lost:\n                self._shut(str(lost))\n",
-        "            except Lost as lost:\n                self.lose(str(lost))\n",
+    "door_shut_streams_cut": Fault(
+        REPLICAS + "::FleetReplica.watch",
+        "self._shut(str(lost))",
+        "self.lose(str(lost))",
         "a server that drains behind a closed door has its answers cut",
     ),
-    Fault(
-        "lost_asked_again",
-        UPSTREAM,
-        "                if not answer.is_used or answer.is_given_up:\n",
-        "                if not answer.is_used:\n",
+    "lost_asked_again": Fault(
+        UPSTREAM + "::Upstream.ask",
+        "not answer.is_used or answer.is_given_up",
+        "not answer.is_used",
         "a request waits for ever at a server that stands still and is known to be lost",
     ),
-    Fault(
-        "posted_twice",
-        PROXY,
-        "                if is_once and lost.may_be_done:\n",
-        "                if False:\n",
-        "a batch is run at two replicas",
+    "posted_twice": Fault(
+        PROXY + "::Proxy._send_on", "is_once and lost.may_be_done", "False", "a batch is run at two replicas"
     ),
-    Fault(
-        "cancelled_once",
-        PROXY,
-        "        self._again = self._task.get_loop().call_later(AGAIN_S, self._gone)\n",
+    "cancelled_once": Fault(
+        PROXY + "::ClientWatch._gone",
+        "self._again = self._task.get_loop().call_later(AGAIN_S, self._gone)",
         "",
         "a replica computes for a client that is gone",
     ),
-    Fault(
-        "deaf_after_a_long_body",
-        PROTOCOL,
-        "            self.flow.resume_reading()  # after",
-        "            pass  # after",
+    "deaf_after_a_long_body": Fault(
+        PROTOCOL + "::Protocol.on_message_complete",
+        "self.flow.resume_reading()",
+        "pass",
         "a replica computes for a client that is gone, if it sent a long prompt",
     ),
-    Fault(
-        "last_bytes_said_twice",
-        PROXY,
-        '                unsent = b""\n',
-        "                pass\n",
-        "a stream that is cut off repeats its last event",
+    "last_bytes_said_twice": Fault(
+        PROXY + "::Proxy._forward", 'unsent = b""', "pass", "a stream that is cut off repeats its last event"
     ),
-    Fault(
-        "unknown_instead_of_refused",
-        PROXY,
-        "                    if said is None or said[0] == _UNKNOWN or answer[0] == _DONE:\n",
-        "                    if said is None or answer[0] == _DONE:\n",
+    "unknown_instead_of_refused": Fault(
+        PROXY + "::Proxy._abort",
+        "said is None or said[0] == _UNKNOWN or answer[0] == _DONE",
+        "said is None or answer[0] == _DONE",
         "who may not end a request is told that nobody has it",
     ),
-    Fault(
-        "old_engine_believed",
-        READER,
-        "            if self._gone in ready:\n                return\n",
-        "            if self._gone in ready:\n                await self._gone.recv_multipart()\n",
+    "old_engine_believed": Fault(
+        READER + "::PageReader._read_one",
+        "return",
+        "await self._gone.recv_multipart()",
         "pages of an engine that is gone draw prompts, and those of the new one none",
     ),
-    Fault(
-        "one_asked_to_abort",
-        PROXY,
-        "        asking = [asyncio.ensure_future(ask(each)) for each in there]\n",
-        "        asking = [asyncio.ensure_future(ask(each)) for each in there[:1]]\n",
-        "requests of other replicas go on for nobody",
+    "one_asked_to_abort": Fault(
+        PROXY + "::Proxy._abort", "there", "there[:1]", "requests of other replicas go on for nobody"
     ),
-    Fault(
-        "lost_while_aborting",
-        PROXY,
-        "                with suppress(Lost):  # with its requests",
-        "                with suppress(ValueError):  # with its requests",
+    "lost_while_aborting": Fault(
+        PROXY + "::Proxy._abort",
+        "suppress(Lost)",
+        "suppress(ValueError)",
         "a request cannot be aborted while any replica is lost",
     ),
-    Fault(
-        "any_model_behind_one_router",
-        MODEL,
-        '        if model in ("", self.name):\n',
-        "        if model is not None:\n",
+    "any_model_behind_one_router": Fault(
+        MODEL + "::FleetModel.refusal",
+        'model in ("", self.name)',
+        "model is not None",
         "half of the requests are told that their model is not served",
     ),
-    Fault(
-        "answer_of_any_length",
-        ANSWERS,
-        "            if num_bytes > most_bytes:\n",
-        "            if num_bytes < 0:\n",
+    "answer_of_any_length": Fault(
+        ANSWERS + "::ask",
+        "num_bytes > most_bytes",
+        "num_bytes < 0",
         "a replica whose metrics never end fills the router's memory",
     ),
-)
+}

@@ -16,68 +16,56 @@ SCORE_TESTS_OF = {
     KERNELS: ("tests/attention/test_cuda.py",),
 }
 
-SCORE_FAULTS = (
-    Fault(
-        "cap_not_multiplied",
-        REFERENCE,
+SCORE_FAULTS = {
+    "cap_not_multiplied": Fault(
+        REFERENCE + "::Attention._capped",
         "(scores / cap).tanh() * cap",
         "(scores / cap).tanh()",
         "scores lie between -1 and 1, whatever the cap",
     ),
-    Fault(
-        "logit_cap_not_multiplied",
-        "models/decoder.py",
+    "logit_cap_not_multiplied": Fault(
+        "models/decoder.py::Decoder.head_logits",
         "(logits / cap).tanh() * cap",
         "(logits / cap).tanh()",
         "greedy tokens stay, and chances do not",
     ),
-    Fault(
-        "kernel_cap_not_multiplied",
-        KERNELS,
-        "* (CAP * LOG2_E)",
-        "* LOG2_E",
-        "scores lie between -1 and 1, whatever the cap",
+    "kernel_cap_not_multiplied": Fault(
+        KERNELS + "::_read", "CAP * LOG2_E", "LOG2_E", "scores lie between -1 and 1, whatever the cap"
     ),
-    Fault(
-        "first_layer_of_two_sees_all",
-        GEMMA2,
+    "first_layer_of_two_sees_all": Fault(
+        GEMMA2 + "::config",
         '"full" if layer % 2 else "sliding"',
         '"sliding" if layer % 2 else "full"',
         "the first layer has a window",
     ),
-    Fault(
-        "sink_left_out_of_prompts",
-        LOOPS,
+    "sink_left_out_of_prompts": Fault(
+        LOOPS + "::CpuAttention._weigh",
         "weights.sum(-1) + sunk",
         "weights.sum(-1)",
         "the weights of keys add up to one",
     ),
-    Fault(
-        "sink_in_the_numerator",
-        REFERENCE,
-        "softmax(-1)[..., :length]",
-        "softmax(-1)[..., -length:]",
+    "sink_in_the_numerator": Fault(
+        REFERENCE + "::Attention._dense",
+        "scores.softmax(-1)[..., :length]",
+        "scores.softmax(-1)[..., -length:]",
         "the sink weighs the last value",
     ),
-    Fault(
-        "sinks_of_other_heads",
-        LOOPS,
+    "sinks_of_other_heads": Fault(
+        LOOPS + "::CpuAttention._weigh",
         "sinks.view(scores.shape[0], 1, -1)",
         "sinks.view(-1, 1, scores.shape[0]).transpose(0, 2)",
         "heads that share a key head lie beside each other",
     ),
-    Fault(
-        "kernel_sink_in_its_own_base",
-        KERNELS,
-        ".to(tl.float32) * LOG2_E - peak",
-        ".to(tl.float32) - peak",
+    "kernel_sink_in_its_own_base": Fault(
+        KERNELS + "::_sunk",
+        "tl.load(sinks).to(tl.float32) * LOG2_E",
+        "tl.load(sinks).to(tl.float32)",
         "scores are exponents of 2 there",
     ),
-    Fault(
-        "sink_of_each_part",
-        KERNELS,
-        "        if HAS_SINKS:\n            total += _sunk(sinks + of_head, peak)\n        at_head =",
-        "        at_head =",
+    "sink_of_each_part": Fault(
+        KERNELS + "::attend_tiles",
+        "if HAS_SINKS:\n    total += _sunk(sinks + of_head, peak)",
+        "",
         "tiles that are not shared out lose it",
     ),
-)
+}

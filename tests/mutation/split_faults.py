@@ -11,124 +11,107 @@ SPLIT_TESTS_OF = {
     SPLIT_FLEET: ("tests/simulation/test_disaggregated.py",),
 }
 
-SPLIT_FAULTS = (
-    Fault(
-        "answers_not_slowed",
-        SPLITTING,
-        "(1 + self._weights.answer * others)",
-        "(1 + self._weights.answer)",
+SPLIT_FAULTS = {
+    "answers_not_slowed": Fault(
+        SPLITTING + "::Splitting._cost_here",
+        "self._weights.answer * others",
+        "self._weights.answer",
         "long prompts are computed beside however many answers",
     ),
-    Fault(
-        "less_than_a_page_apart",
-        SPLITTING,
-        " or to_compute <= prompt.tokens_a_key:\n",
-        " or to_compute <= 0:\n",
+    "less_than_a_page_apart": Fault(
+        SPLITTING + "::Splitting.choose",
+        "prompt.tokens_a_key",
+        "0",
         "another engine is asked for pages of which there are none",
     ),
-    Fault(
-        "closed_prompts_chosen",
-        SPLITTING,
-        " if each in sources and is_open[at]]",
-        " if each in sources]",
+    "closed_prompts_chosen": Fault(
+        SPLITTING + "::Splitting._places",
+        "each in sources and is_open[at]",
+        "each in sources",
         "a prompt is to be computed by a replica that is lost",
     ),
-    Fault(
-        "hits_of_prompts_unseen",
-        SPLITTING,
-        "        return waits + prompt.num_tokens - hits + weights.transfer",
-        "        return waits + prompt.num_tokens + weights.transfer",
+    "hits_of_prompts_unseen": Fault(
+        SPLITTING + "::Splitting._cost_at",
+        "waits + prompt.num_tokens - hits",
+        "waits + prompt.num_tokens",
         "a prompt is computed anew beside the replica that has it",
     ),
-    Fault(
-        "pages_move_for_nothing",
-        SPLITTING,
-        " + weights.page_token * num_moved\n",
-        "\n",
+    "pages_move_for_nothing": Fault(
+        SPLITTING + "::Splitting._cost_at",
+        "waits + prompt.num_tokens - hits + weights.transfer + weights.page_token * num_moved",
+        "waits + prompt.num_tokens - hits + weights.transfer",
         "a long prompt leaves for a gain that its pages' way takes back",
     ),
-    Fault(
-        "nobody_left_to_answer",
-        SPLITTING,
-        "        if not others:\n            return []\n",
-        "        if not others:\n            return ours\n",
+    "nobody_left_to_answer": Fault(
+        SPLITTING + "::Splitting.not_for_answers",
+        "if not others:\n    return []",
+        "if not others:\n    return ours",
         "requests are refused while a replica of prompts could answer them",
     ),
-    Fault(
-        "prompt_waits_at_both",
-        SPLITTING,
-        "        self._routing.begun(sent)  # nothing of it waits to be computed here\n",
+    "prompt_waits_at_both": Fault(
+        SPLITTING + "::Splitting.choose",
+        "self._routing.begun(sent)",
         "",
         "a replica of answers seems busy with prompts that others compute",
     ),
-    Fault(
-        "nobody_s_source",
-        SPLITTING,
-        " if each in sources and is_open[at]]",
-        " if is_open[at]]",
+    "nobody_s_source": Fault(
+        SPLITTING + "::Splitting._places",
+        "each in sources and is_open[at]",
+        "is_open[at]",
         "a prompt goes to a replica whose pages cannot come back",
     ),
-    Fault(
-        "prompts_answered_there",
-        SPLITTING,
-        "            return ours\n        return [each",
-        "            return []\n        return [each",
+    "prompts_answered_there": Fault(
+        SPLITTING + "::Splitting.not_for_answers",
+        "return ours",
+        "return []",
         "replicas of prompts are as busy with answers as others",
     ),
-    Fault(
-        "begun_unseen_in_simulation",
-        FLEET,
-        "                self.routing.begun(each.sent)\n",
+    "begun_unseen_in_simulation": Fault(
+        FLEET + "::Fleet._see",
+        "self.routing.begun(each.sent)",
         "",
         "the simulated router believes that prompts wait which have been computed",
     ),
-    Fault(
-        "ended_unseen_in_simulation",
-        FLEET,
-        "                self.routing.ended(each.sent)\n            else:",
-        "                pass\n            else:",
+    "ended_unseen_in_simulation": Fault(
+        FLEET + "::Fleet._see",
+        "self.routing.ended(each.sent)",
+        "pass",
         "supposed pages and own counts stay for ever in the simulated router",
     ),
-    Fault(
-        "begun_before_it_has",
-        FLEET,
-        "(request.first_token_s is not None and request.first_token_s <= now_s)",
+    "begun_before_it_has": Fault(
+        FLEET + "::Fleet._see",
+        "request.first_token_s is not None and request.first_token_s <= now_s",
         "request.first_token_s is not None",
         "the simulated router sees what is still to come",
     ),
-    Fault(
-        "prompt_never_ends_in_simulation",
-        FLEET,
-        "                    self.routing.ended(each.prompt)\n",
-        "                    pass\n",
+    "prompt_never_ends_in_simulation": Fault(
+        FLEET + "::Fleet._see",
+        "self.routing.ended(each.prompt)",
+        "pass",
         "replicas of prompts seem fuller with each request, until nothing is split",
     ),
-    Fault(
-        "link_sends_all_at_once",
-        SPLIT_FLEET,
-        "            sent_s = max(begun_s + layer_s, self._free_s[moving.prompts]) + took_s\n",
-        "            sent_s = begun_s + layer_s + took_s\n",
+    "link_sends_all_at_once": Fault(
+        SPLIT_FLEET + "::DisaggregatedFleet._computed",
+        "max(begun_s + layer_s, self._free_s[moving.prompts])",
+        "begun_s + layer_s",
         "a link carries more than it can",
     ),
-    Fault(
-        "simulated_pages_lost",
-        SPLIT_FLEET,
-        "is_whole=moving.is_whole)\n            replica.add(",
-        "is_whole=False)\n            replica.add(",
+    "simulated_pages_lost": Fault(
+        SPLIT_FLEET + "::DisaggregatedFleet.advance",
+        "moving.is_whole",
+        "False",
         "each prompt is computed twice, and splitting seems to gain nothing",
     ),
-    Fault(
-        "told_of_what_is_to_come",
-        FLEET,
-        "if (each.request.first_token_s or 0.0) > now_s]",
-        "if False]",
+    "told_of_what_is_to_come": Fault(
+        FLEET + "::Fleet._tell",
+        "(each.request.first_token_s or 0.0) > now_s",
+        "False",
         "a prompt counts as computed twice, and its engine seems to wait for less than it does",
     ),
-    Fault(
-        "told_as_ended_before",
-        FLEET,
-        "        requests = replica.num_requests + ending + num_before\n",
-        "        requests = replica.num_requests + num_before\n",
+    "told_as_ended_before": Fault(
+        FLEET + "::Fleet._tell",
+        "replica.num_requests + ending",
+        "replica.num_requests",
         "a request that is about to end is taken from its engine's figures twice",
     ),
-)
+}
