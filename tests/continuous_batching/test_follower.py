@@ -331,13 +331,13 @@ def test_a_leader_that_is_gone_is_no_end_in_order(has_begun: bool) -> None:
         while following.beats.num_steps < 1:
             time.sleep(0.01)
     following.near.shutdown(socket.SHUT_RDWR)
+    if has_begun:
+        while listeners.lost is None:  # before the test closes the socket that a thread of theirs waits at
+            time.sleep(0.01)
+        engine.observer.close()
     error = following.end()
     assert isinstance(error, LeaderLost)
     assert ("without closing its recording" in str(error)) == has_begun
-    if has_begun:
-        while listeners.lost is None:  # heard by a thread; a close before that is no loss
-            time.sleep(0.01)
-        engine.observer.close()
 
 
 class Deaf(ChecksumRunner):
