@@ -4,13 +4,15 @@ The engine's thread never waits for the other side: one thread of a connection s
 receives. Whatever goes wrong with either ends the connection, once, with the reason.
 
 What the other side says is bounded here in bytes and in time, before anything is done with it: the length of
-a message, the memory that messages of all connections take until the engine has handled them, the time to
-the greeting, and the time from the first byte of a message to its last.
+a message, the memory that messages take until the engine has handled them, the time to the greeting, and the
+time from the first byte of a message to its last. Only time counts in which this side waited for the other's
+bytes: when it waits for its own memory, or is itself stopped, the other is not to blame.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import queue
 import select
@@ -24,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from kv_cache.exchange.message_memory import UnhandledBytes
 from kv_cache.exchange.messages import (
     HEAD,
     LONGEST_SHORT,
@@ -43,6 +46,9 @@ UNREAD_S = 60.0  # for which the other side may take nothing of what is sent
 MOST_UNREAD = 2**16  # messages that are queued to be sent
 _CHUNK_BYTES = 2**16  # memory for a message is taken as its bytes come
 _MESSAGE_BYTES = 2**10  # what a message takes beside its bytes
+SHORT_BYTES = 2**19  # of short messages of one connection that were not handled yet
+_POLL_S = 0.25  # a longer wait than this was longer by our own slowness
+UNHEARD_S = 60  # after which a host that does not acknowledge that it is there is lost
 
 Job = Callable[[], tuple[Said, Bytes | None]]  # makes a message, and the bytes behind it, when it is its turn
 
@@ -67,29 +73,6 @@ class Stalled(Damaged):
     """A message was begun and did not come in time, or no greeting did."""
 
 
-class UnhandledBytes:
-    """The memory for messages that have come and were not handled yet, of all connections that share it."""
-
-    def __init__(self, num_bytes: int) -> None:
-        self._num_left = num_bytes
-        self._has_room = threading.Condition()
-
-    def take(self, count: int, is_open: Callable[[], bool]) -> None:
-        """Wait for so many bytes; raises ConnectionError when the connection that needs them has ended."""
-        with self._has_room:
-            while self._num_left < count:
-                if not is_open():
-                    raise ConnectionError("the connection has ended")
-                self._has_room.wait(1.0)  # nobody tells of a connection's end
-            self._num_left -= count
-
-    def give_back(self, count: int) -> None:
-        """So many bytes are free again."""
-        with self._has_room:
-            self._num_left += count
-            self._has_room.notify_all()
-
-
 class Connection:
     """A socket to another engine, with a thread for each way once it is started; what is said before waits.
 
@@ -97,6 +80,8 @@ class Connection:
     connection. `lost` gets the reason of the end, once. Bytes that come behind a message about some part are
     put into `window`. A `take` that queues a message for the engine's thread calls `keep`, and the engine's
     thread calls `handled`. Until `greeted` is called, messages are short and the time is limited.
+
+    Short messages wait only for room in memory of this connection's own, longer ones for that in `unhandled`.
     """
 
     def __init__(
@@ -107,7 +92,7 @@ class Connection:
     ) -> None:
         self._socket: socket.socket | None = None
         self._take, self._lost = take, lost
-        self._unhandled = unhandled or UnhandledBytes(2 * _CHUNK_BYTES)
+        self._short, self._long = UnhandledBytes(SHORT_BYTES), unhandled or UnhandledBytes(0)
         self._num_held = 0  # bytes, for the message that is being received or taken
         self._longest_message = LONGEST_SHORT
         self._is_greeted = False
@@ -135,6 +120,8 @@ class Connection:
     def greeted(self, longest_message: int = LONGEST_SHORT) -> None:
         """The other side has said who it is: it may be silent between messages, of so many bytes each."""
         self._is_greeted, self._longest_message = True, longest_message
+        if self._socket is not None:
+            _notice_silence(self._socket)
 
     def say(self, message: Said) -> None:
         """Send a message after all that is queued."""
@@ -153,7 +140,8 @@ class Connection:
 
     def handled(self, num_held: int) -> None:
         """A message that was kept is needed no more."""
-        self._unhandled.give_back(num_held)
+        is_long = num_held > LONGEST_SHORT + _MESSAGE_BYTES
+        (self._long if is_long else self._short).give_back(self, num_held)
 
     def end(self, why: str) -> None:
         """End it; the other side learns that, too. What is queued is not sent any more."""
@@ -198,29 +186,45 @@ class Connection:
 
     def _receive(self, sock: socket.socket) -> None:
         incoming = _Incoming(sock)
+        incoming.left_s = GREETING_S
         head = bytearray(HEAD.size)
         while True:
             num_read = 0
-            if not self._is_greeted:
-                incoming.until_s = incoming.until_s or time.monotonic() + GREETING_S
-            else:
+            if self._is_greeted:
                 num_read = incoming.begin(memoryview(head))
-                incoming.until_s = time.monotonic() + MESSAGE_S
+                incoming.left_s = MESSAGE_S
             incoming.fill(memoryview(head)[num_read:])
             length, num_bytes, check = lengths_of(bytes(head), self._longest_message)
-            self._unhandled.take(length + _MESSAGE_BYTES, lambda: self.is_open)
-            self._num_held = length + _MESSAGE_BYTES
+            if self._is_greeted:
+                incoming.left_s += (length + num_bytes) / SLOWEST_BYTES_S
+            memory = self._long if length > LONGEST_SHORT else self._short
             try:
-                if self._is_greeted:
-                    incoming.until_s += (length + num_bytes) / SLOWEST_BYTES_S
-                message = unframed(incoming.read(length), num_bytes, check)
+                message = unframed(self._body(incoming, length, memory), num_bytes, check)
+                memory.complete(self)
                 if num_bytes:
                     if not isinstance(message, PagePart) or num_bytes != message.num_bytes:
                         raise Damaged("bytes came behind a message that tells of none")
                     incoming.fill(self.part(message).data)
                 self._take(message)
             finally:
-                self._unhandled.give_back(self.keep())
+                memory.complete(self)
+                memory.give_back(self, self.keep())
+
+    def _body(self, incoming: _Incoming, length: int, memory: UnhandledBytes) -> bytes:
+        """Read a message, for which memory is taken as its bytes come."""
+        parts = []
+        self._hold(memory, _MESSAGE_BYTES)
+        while length:
+            part = bytearray(min(length, _CHUNK_BYTES))
+            self._hold(memory, len(part))
+            incoming.fill(memoryview(part))
+            parts.append(part)
+            length -= len(part)
+        return b"".join(parts)
+
+    def _hold(self, memory: UnhandledBytes, count: int) -> None:
+        memory.take(self, count, lambda: self.is_open)
+        self._num_held += count
 
     def part(self, part: PagePart) -> Bytes:
         """The bytes of the window that a message tells of; raises Damaged where it has not so many."""
@@ -231,13 +235,13 @@ class Connection:
 
 
 class _Incoming:
-    """Reads from a socket, up to `until_s`."""
+    """Reads from a socket, and waits `left_s` for the bytes of the other side at most."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
-        self.until_s = 0.0
+        self.left_s = 0.0
 
     def begin(self, room: memoryview) -> int:
         """Wait for the next bytes, however long it takes; how many came. Raises ConnectionError."""
@@ -250,17 +254,22 @@ class _Incoming:
         """Read as many bytes as there is room for; raises ConnectionError."""
         at = 0
         while at < len(room):
-            left_s = self.until_s - time.monotonic()
-            if left_s <= 0 or not self._poll.poll(1e3 * left_s):
-                raise Stalled("the other side has stalled: its message did not come in time")
+            while not self._poll.poll(0):  # bytes that are there came in time, however late this side is
+                if self.left_s <= 0:
+                    raise Stalled("the other side has stalled: its message did not come in time")
+                self._wait()
             at += self.begin(room[at:])
 
-    def read(self, count: int) -> bytes:
-        """So many bytes, for which memory is taken as they come."""
-        parts = []
-        while count:
-            part = bytearray(min(count, _CHUNK_BYTES))
-            self.fill(memoryview(part))
-            parts.append(part)
-            count -= len(part)
-        return b"".join(parts)
+    def _wait(self) -> None:
+        """Wait a moment, and count it; what it took longer than that, this side was not running."""
+        start_s, most_s = time.monotonic(), min(_POLL_S, self.left_s)
+        self._poll.poll(math.ceil(1e3 * most_s))
+        self.left_s -= min(most_s, time.monotonic() - start_s)
+
+
+def _notice_silence(sock: socket.socket) -> None:
+    """Let the system end a connection when its host has vanished, for its place to be free again."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, UNHEARD_S // 2)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, UNHEARD_S // 4)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2)

@@ -16,11 +16,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from kv_cache.exchange.connection import UNREAD_S, Connection, UnhandledBytes, Wake
+from kv_cache.exchange.connection import UNREAD_S, Connection, Wake
 from kv_cache.exchange.identity import PageIdentity, address_of_pages
+from kv_cache.exchange.message_memory import UnhandledBytes
 from kv_cache.exchange.messages import (
     LONGEST_MESSAGE,
     LONGEST_SHORT,
+    AllSent,
     Damaged,
     Hello,
     NotSent,
@@ -37,7 +39,7 @@ from kv_cache.exchange.transports import TRANSPORTS, Bytes, Reach, Ring, Transpo
 
 MOST_CONNECTIONS = 256  # of engines that have said hello
 MOST_UNGREETED = 64  # connections without a hello, of which the oldest gives way to a new one
-MOST_UNHANDLED_BYTES = 2**27  # of messages from all engines
+MOST_UNHANDLED_BYTES = 2**27  # of messages longer than LONGEST_SHORT, from all engines
 LONGEST_PROMPT = 2**20  # tokens, for which there is an answer however few a request may have here
 _LOG_S = 1.0  # between two lines about faults of others, which each say how many there were
 _ACCEPT_AGAIN_S = 0.1  # after the system had no descriptor or thread for a connection
@@ -76,7 +78,8 @@ class PageServer:
         self.most_part_bytes = most_part_bytes
         self.transports = transports
         self.asked = queue.SimpleQueue[LinkAsked]()
-        self.unhandled = UnhandledBytes(MOST_UNHANDLED_BYTES)
+        share = max(MOST_UNHANDLED_BYTES // 8, self.longest_message + LONGEST_SHORT)
+        self.unhandled = UnhandledBytes(MOST_UNHANDLED_BYTES, share)
         self.num_faults = 0  # connections that ended by a fault of the other side
         self._log_at_s = 0.0  # when the next is logged
         self._lock = threading.Lock()
@@ -128,12 +131,15 @@ class PageServer:
             )
 
     def _accept(self) -> None:
+        log_at_s = 0.0
         while not self._is_closed:
             try:
                 sock, address = self._listener.accept()
             except OSError as error:
                 if not self._is_closed:
-                    log.warning("no connection for pages can be taken: %s", error)
+                    if time.monotonic() >= log_at_s:
+                        log_at_s = time.monotonic() + _LOG_S
+                        log.warning("no connection for pages can be taken: %s", error)
                     time.sleep(_ACCEPT_AGAIN_S)
                 continue
             link = PageLink(self, f"{address[0]}:{address[1]}")
@@ -159,12 +165,18 @@ class PageLink:
         self._has_room = threading.Condition()
         self._unsent_bytes = 0
         self._is_unfit = False
+        self._wanted = set[int]()  # numbers of transfers that are not over
         self.connection = Connection(self._take, self._lost, server.unhandled)
 
     @property
     def unsent_bytes(self) -> int:
         """Bytes of pages that were read and are not sent yet."""
         return self._unsent_bytes
+
+    def conclude(self, message: AllSent | NotSent) -> None:
+        """Say the last word about a transfer."""
+        self._wanted.discard(message.number)
+        self.connection.say(message)
 
     def part(
         self,
@@ -216,6 +228,12 @@ class PageLink:
         elif isinstance(message, PagesWanted) and (problem := self._problem(message)):
             self.connection.say(NotSent(message.number, problem))
         elif isinstance(message, PagesWanted | Unwanted):
+            if isinstance(message, PagesWanted):
+                self._wanted.add(message.number)
+            elif message.number in self._wanted:
+                self._wanted.discard(message.number)
+            else:
+                return  # that transfer is over
             self._server.asked.put(LinkAsked(self, message, self.connection.keep()))
             self._server.wake.ring()
         else:

@@ -14,7 +14,7 @@ import time
 import zlib
 from dataclasses import dataclass
 
-from kv_cache.exchange.connection import Connection, Stalled, UnhandledBytes, Wake
+from kv_cache.exchange.connection import Connection, Stalled, Wake
 from kv_cache.exchange.identity import PageIdentity, address_of_pages
 from kv_cache.exchange.messages import (
     VERSION,
@@ -37,7 +37,6 @@ from kv_cache.exchange.transports import TRANSPORTS, PageWindow, Transport
 CONNECT_S = 2.0
 LOST_S, UNFIT_S = 1.0, 30.0  # until a lost engine is dialled again, and one that does not fit
 STALLED_S = 30.0  # for which one is asked nothing that let a message hang, or a prompt wait for too long
-MOST_UNHANDLED_BYTES = 2**24  # of messages from one engine
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +71,6 @@ class PromptSource:
         self._name, self._transport, self._window_bytes = transport, transports[transport], window_bytes
         self.came = queue.SimpleQueue[Came]()
         self._life: _Life | None = None
-        self.unhandled = UnhandledBytes(MOST_UNHANDLED_BYTES)
         self._not_before_s = 0.0
         self._arrived_s = 0.0  # when all pages of a prompt last had
         self._number = 0
@@ -148,20 +146,24 @@ class _Life:
         self._pause_s = LOST_S
         self._is_welcome = False
         self._window: PageWindow | None = None
-        self.connection = Connection(self._take, self._ended, source.unhandled)
+        self.connection = Connection(self._take, self._ended)
         threading.Thread(target=self._dial, name="pages-dial", daemon=True).start()
 
     def _dial(self) -> None:
         source = self._source
         try:
             sock = socket.create_connection(source._address, CONNECT_S)
-            self._window = source._transport.expose(source._window_bytes)
-            sock.sendall(source._hello(self._window))
         except OSError as error:
             self.connection.end(str(error))
             return
-        self.connection.window = self._window.memory
-        self.connection.start(sock)
+        try:
+            self._window = source._transport.expose(source._window_bytes)
+            sock.sendall(source._hello(self._window))
+            self.connection.window = self._window.memory
+            self.connection.start(sock)
+        except (OSError, RuntimeError) as error:  # RuntimeError: the system has no thread for it
+            self.connection.end(str(error))
+            sock.close()
 
     def _ended(self, why: str) -> None:
         if self._window is not None:

@@ -135,7 +135,7 @@ class PageSends:
         """Add a request for what is wanted; `PagesWanted` and `PageLink` have checked its fields."""
         engine, size = self._engine, self._engine.slots.page_size
         if self._num_of[link] >= MOST_SENDINGS:
-            link.connection.say(NotSent(wanted.number, f"{MOST_SENDINGS} prompts of it wait here already"))
+            link.conclude(NotSent(wanted.number, f"{MOST_SENDINGS} prompts of it wait here already"))
             return
         tokens = np.frombuffer(wanted.tokens, dtype="<i4").astype(np.int32)
         num_pages, now_s = len(tokens) // size, engine.clock()
@@ -154,7 +154,7 @@ class PageSends:
         try:
             engine.add(request)
         except (BadRequest, QueueFull) as refusal:
-            link.connection.say(NotSent(wanted.number, one_line(str(refusal))))
+            link.conclude(NotSent(wanted.number, one_line(str(refusal))))
             return
         first = [wanted.first_page] * len(self._layer_bytes)
         until_s = now_s + wanted.lease_s
@@ -204,12 +204,12 @@ class PageSends:
             for layer in range(len(self._layer_bytes)):
                 self._read(sending, layer, pages, sending.num_pages)
         if sending.is_read:
-            sending.link.connection.say(AllSent(sending.number, sending.num_bytes))
+            sending.link.conclude(AllSent(sending.number, sending.num_bytes))
             self._engine.scheduler.counters.sent_pages += sending.num_pages - sending.first_page
             self._end(sending)
 
     def _fail(self, sending: Sending, why: str) -> None:
-        sending.link.connection.say(NotSent(sending.number, one_line(why)))
+        sending.link.conclude(NotSent(sending.number, one_line(why)))
         log.info("pages of a prompt of %d tokens are not sent: %s", len(sending.request.prompt), why)
         self._end(sending)
 

@@ -171,8 +171,8 @@ EXCHANGE_FAULTS = {
     ),
     "begun_message_waited_for": Fault(
         CONNECTION + "::Connection._receive",
-        "time.monotonic() + MESSAGE_S",
-        "time.monotonic() + 3600",
+        "incoming.left_s = MESSAGE_S",
+        "incoming.left_s = 3600.0",
         "a part that is never ended holds up the request that it is for",
     ),
     "stalled_asked_again": Fault(
