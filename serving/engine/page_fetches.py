@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from queue import Empty
@@ -58,6 +59,7 @@ class PageFetches:
     ) -> None:
         self._engine, self._cache = engine, cache
         self._sources = sources
+        self._turns = deque(sources.values())  # whose message is handled next
         self._most_wait_s, self._wake = most_wait_s, wake
         self._layer_bytes = cache.layer_bytes
         self._fetches: dict[tuple[Connection, int], Fetch] = {}
@@ -124,22 +126,27 @@ class PageFetches:
 
     def take(self) -> None:
         """Write what came to the pages that it is for, and give up what is late."""
-        num_left = MOST_WRITTEN_BYTES
-        for source in self._sources.values():
-            while num_left > 0:
-                try:
-                    came = source.came.get_nowait()
-                except Empty:
-                    break
-                came.connection.handled(came.num_held)
-                num_left -= max(_HEARD_BYTES, self._hear(came))
+        num_left, num_empty = MOST_WRITTEN_BYTES, 0
+        while num_left > 0 and num_empty < len(self._turns):  # a message of each in turn, for none to starve
+            source = self._turns[0]
+            self._turns.rotate(-1)
+            try:
+                came = source.came.get_nowait()
+            except Empty:
+                num_empty += 1
+                continue
+            num_empty = 0
+            came.connection.handled(came.num_held)
+            num_left -= max(_HEARD_BYTES, self._hear(came))
         if num_left <= 0:
             self._wake.ring()  # there may be more
         now_s = self._engine.clock()
         for fetch in [each for each in self._fetches.values() if now_s >= each.until_s]:
             unwanted(fetch.connection, fetch.number)
             self._miss(fetch, "it is late")
-            if time.monotonic() - fetch.asked_s >= self._most_wait_s:  # and not for its own short time limit
+            is_heard = fetch.source.came.empty()  # or its pages may lie here, unread by our own slowness
+            is_own_limit = time.monotonic() - fetch.asked_s < self._most_wait_s  # a short one of the request
+            if is_heard and not is_own_limit:
                 fetch.source.was_late(fetch.asked_s)
 
     def take_ready(self) -> list[Fetch]:
