@@ -29,6 +29,7 @@ from kv_cache.storage import KVCache
 from models.decoder import Decoder
 
 MOST_UNSENT_BYTES = 2**26  # that are read for one other engine, and not sent
+MOST_UNSENT_BYTES_OF_ALL = 2**29  # beyond which one part at a time is read for each
 MOST_SENDINGS = 1024  # prompts that are computed for one other engine
 MOST_HEARD = 256  # messages that are handled between two steps
 
@@ -186,13 +187,21 @@ class PageSends:
         each, link = self._layer_bytes[layer], sending.link
         most = max(1, self._most_part_bytes // each)
         stop, first = min(num_full, sending.num_pages), sending.next_page[layer]
-        while first < stop and link.unsent_bytes < MOST_UNSENT_BYTES:
+        while first < stop and self._may_read(link):
             count = min(most, stop - first)
             wait = self._cache.read_layer(layer, pages[first : first + count])
             link.part(sending.number, layer, first, count, count * each, wait)
             sending.num_bytes += count * each
             first += count
         sending.next_page[layer] = first
+
+    def _may_read(self, link: PageLink) -> bool:
+        """Whether there is memory for another part, which who takes nothing cannot use up for the others."""
+        own = link.unsent_bytes
+        return not own or (
+            own < MOST_UNSENT_BYTES
+            and sum(each.unsent_bytes for each in self._server.links) < MOST_UNSENT_BYTES_OF_ALL
+        )
 
     def _read_leased(self, sending: Sending) -> None:
         """Send what could not be sent before the request ended, and the end when that is all."""

@@ -16,8 +16,8 @@ _EXCHANGE = ("tests/serving/test_page_exchange.py", "tests/serving/test_hostile_
 EXCHANGE_TESTS_OF = {
     HELD: ("tests/continuous_batching/test_held_pages.py",),
     SPLITTING: ("tests/continuous_batching/test_splitting.py",),
-    SENDS: _EXCHANGE,
-    FETCHES: _EXCHANGE,
+    SENDS: (*_EXCHANGE, "tests/serving/test_hostile_sources.py"),
+    FETCHES: (*_EXCHANGE, "tests/serving/test_hostile_sources.py"),
     WORKER: ("tests/serving/test_worker.py",),
     **dict.fromkeys((MESSAGES, CONNECTION), ("tests/serving/test_hostile_peers.py",)),
     SERVER: _EXCHANGE,

@@ -1,17 +1,19 @@
-"""An engine of prompts that lies to an engine of answers does not keep the pages of another one from it."""
+"""An engine that lies or takes nothing does not use up what others need of a step or of memory."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from kv_cache.exchange.connection import Connection, Wake
 from kv_cache.exchange.identity import PageIdentity
-from kv_cache.exchange.messages import NotSent
+from kv_cache.exchange.messages import NotSent, PagesWanted
 from kv_cache.exchange.prompt_source import Came, PromptSource
-from serving.engine import page_fetches
+from serving.engine import page_fetches, page_sends
 from serving.engine.page_fetches import PageFetches
 from tests.kv_cache import device
-from tests.serving.page_pair import HERE, Pair, cache_of, prompts
+from tests.serving.hostile_peer import AnswersPeer
+from tests.serving.page_pair import HERE, Pair, alone, cache_of, prompts
 
 LIAR = "tcp://127.0.0.1:1"
 FLOOD = 4096
@@ -59,4 +61,28 @@ def test_who_answered_is_not_blamed_for_what_lies_unread_here(
     pair.fetches.take()
     assert [each.leader for each in pair.fetches.take_ready()] == [request]
     assert len(late) == 1 - num_unread
+    pair.close()
+
+
+def test_who_takes_nothing_uses_up_no_memory_for_unsent_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When all that may be unsent is, one part at a time is read for each, and so for an honest one, too."""
+    monkeypatch.setattr(page_sends, "MOST_UNSENT_BYTES_OF_ALL", 1)
+    pair = Pair()
+    most = pair.server.most_part_bytes
+    peers = [AnswersPeer(pair, window_bytes=most) for _ in range(2)]
+    tokens = (np.arange(8 * device.PAGE_SIZE, dtype="<i4") % device.VOCABULARY).tobytes()
+    for each in peers:
+        each.say(PagesWanted(1, tokens, "", 0, 600.0))
+
+    def are_computed() -> bool:
+        assert all(link.unsent_bytes <= most for link in pair.server.links)
+        sendings = [*pair.sends._sendings.values()]
+        return len(sendings) == len(peers) and all(each.is_computed for each in sendings)
+
+    pair.until(are_computed)
+    assert pair.serve(prompts(1)) == alone(prompts(1))
+    assert pair.answers.scheduler.counters.arrived_pages
+    for each in peers:
+        each.close()
+    pair.settle()
     pair.close()
