@@ -82,14 +82,14 @@ def info_of(text: bytes) -> ServerInfo | str:
     return _decoded("/server_info", text, ServerInfo)
 
 
-def model_of(text: bytes) -> str:
-    """The name that a server's model goes by, by `/v1/models`: the first that is no adapter's. "" where it
-    does not say; raises Unreadable.
+def names_of(text: bytes) -> tuple[str, ...]:
+    """Return the names that a server's model goes by, by `/v1/models`: those that are no adapter's. None
+    where it does not say; raises Unreadable.
     """
     found = _decoded("/v1/models", text, _Models)
     if isinstance(found, str):
-        return ""
-    return next((each.id for each in found.data if each.parent is None), "")
+        return ()
+    return tuple(each.id for each in found.data if each.parent is None)
 
 
 def figures_of(text: bytes) -> dict[bytes, int]:

@@ -29,7 +29,7 @@ from serving.router.replica_answers import (
     ask,
     figures_of,
     info_of,
-    model_of,
+    names_of,
 )
 from serving.router.upstream import HeaderLines, Lost, Upstream
 
@@ -78,6 +78,7 @@ class FleetReplica:
         self._ready_path = "/ready"
         self._num_silent = 0
         self._is_asked = False  # where its pages are told, and for whom it computes prompts
+        self._names: tuple[str, ...] = ()  # of its model, as it told them then
 
     async def watch(self, page_size: int) -> None:
         """Ask for ever; `page_size` is that of pages whose events are to be read, or 0."""
@@ -107,10 +108,10 @@ class FleetReplica:
 
     def _shut(self, why: str) -> None:
         """It takes nothing, and what it held is gone."""
+        self._stop_reading()  # it may have come back as another since it was lost, and been asked
         if self.state != "lost":
             self._become("lost", why)
             self._routing.lost(self.number)
-            self._stop_reading()
 
     def drain(self, is_drained: bool) -> None:
         """Send it no new requests, or again."""
@@ -146,14 +147,23 @@ class FleetReplica:
         since_s = time.monotonic()
         if not self._is_asked:
             status, text = await self._get("/v1/models", MOST_INFO_BYTES)
-            refusal = self._model.refusal(self.url, model_of(text) if status == 200 else "")
-            if refusal:
+            if status == 429 or status >= 500:
+                self._keep_out("not ready", f"/v1/models says {status}")
+                return
+            self._names = names_of(text) if status == 200 else ()
+            if refusal := self._model.refusal(self.url, self._names):
                 self._keep_out("refused", refusal)
                 return
+            if not self._names:
+                log.info("%s does not tell its model at /v1/models (%d): taken as it is", self.url, status)
             await self._read_info(page_size)
             self._is_asked = True
         status, text = await self._get("/metrics", MOST_METRICS_BYTES)
         figures = figures_of(text) if status == 200 else {}
+        if refusal := self._model.claim(self.url, self._names):  # another has become ready meanwhile
+            self._learned(self.number, "", (), 0)
+            self._keep_out("refused", refusal)
+            return
         self._become("ready", "")
         if QUEUED in figures:
             requests = figures.get(WAITING, 0) + figures.get(RUNNING, 0)

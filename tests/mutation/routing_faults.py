@@ -132,8 +132,8 @@ ROUTING_FAULTS = {
     ),
     "any_model_behind_one_router": Fault(
         MODEL + "::FleetModel.refusal",
-        'model in ("", self.name)',
-        "model is not None",
+        "self.name in names",
+        "self.name is not None",
         "half of the requests are told that their model is not served",
     ),
     "answer_of_any_length": Fault(

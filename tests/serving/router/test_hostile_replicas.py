@@ -18,7 +18,7 @@ from serving.router.replica_answers import (
     MOST_STATUS_BYTES,
     figures_of,
     info_of,
-    model_of,
+    names_of,
 )
 from tests.serving.router.test_lost_replicas import answer, by_path
 from tests.serving.router.test_proxy import Script, Stub, run
@@ -174,11 +174,12 @@ def test_figures_are_bounded() -> None:
         assert found.get(replica_answers.QUEUED) == figure
 
 
-def test_the_name_of_a_model_is_the_first_that_is_no_adapter() -> None:
-    assert model_of(b'{"data": [{"id": "a", "parent": "tiny"}, {"id": "tiny"}, {"id": "alias"}]}') == "tiny"
-    assert model_of(b'{"data": [{"id": "m", "parent": null, "root": "/path", "x": [1]}]}') == "m"
+def test_the_names_of_a_model_are_those_of_no_adapter() -> None:
+    listed = b'{"data": [{"id": "a", "parent": "tiny"}, {"id": "tiny"}, {"id": "alias"}]}'
+    assert names_of(listed) == ("tiny", "alias")
+    assert names_of(b'{"data": [{"id": "m", "parent": null, "root": "/path", "x": [1]}]}') == ("m",)
     for other in (b"{}", b"", b"<html>", b"\xff", b'{"data": [{"id": 3}]}', b'{"data": []}'):
-        assert model_of(other) == ""
+        assert names_of(other) == ()
 
 
 def test_a_replica_of_another_model_is_sent_nothing(
@@ -197,15 +198,16 @@ def test_a_replica_of_another_model_is_sent_nothing(
             await until(lambda: one.state == "refused")
             assert fleet.is_sent() == [False, True, False, False]
             line = (
-                f"it serves the model 'tiny', and this router's is 'agent', which {other.url} serves: start"
-                " it with that model, or give it a router of its own"
+                f"it serves the model 'tiny', and this router's is 'agent', which {other.url} last"
+                " served: start it with that model, give it a router of its own, or remove the other"
+                " (/fleet/remove)"
             )
             assert one.trouble == line
             assert [each.getMessage() for each in caplog.records if line in each.getMessage()] == [
                 f"{one.url} is refused: {line}"
             ], "told once"
             fleet.says(0, models=models("agent", adapters=("tiny",)))
-            fleet.says(2, models=models("agent", "alias"))
+            fleet.says(2, models=models("alias", "agent"))
             fleet.says(3, models=answer(b"{}"))  # another kind of server, which does not say
             await until(lambda: all(fleet.is_sent()))
 
@@ -242,6 +244,66 @@ def test_the_routers_model_changes_when_none_of_its_replicas_serves_it(
             await until(lambda: one.state == "gone")
             await restart(fleet, 1, models=models("newest"))
             await until(lambda: two.state == "ready")
+
+    run(test)
+
+
+def test_only_a_replica_that_becomes_ready_chooses_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(of_replicas, "POLL_S", 0.01)
+
+    async def test() -> None:
+        late = {"ready": answer(b"", 503)}
+        liar = {"models": models("agent"), "server_info": answer(DEEP)}
+        async with Watched(liar, late, late) as fleet:
+            await until(lambda: "/server_info answers" in fleet.replicas[0].trouble)
+            fleet.says(1)
+            fleet.says(2)
+            await until(lambda: fleet.is_sent() == [False, True, True])
+            assert fleet.members.model.name == "tiny"
+
+    run(test)
+
+
+def test_a_replica_that_is_lost_while_it_comes_back_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It came back once, was asked which model it serves, and was lost before it was ready."""
+    monkeypatch.setattr(of_replicas, "POLL_S", 0.01)
+
+    async def gone(writer: asyncio.StreamWriter) -> None:
+        writer.transport.abort()
+
+    async def test() -> None:
+        async with Watched({}, {"ready": gone}) as fleet:
+            one, two = fleet.replicas
+            await until(lambda: one.state == "ready" and two.state == "lost")
+            fleet.says(1, metrics=gone)
+            asked = len(fleet.stubs[1].heads)
+            await until(lambda: len(fleet.stubs[1].heads) > asked + 9)
+            fleet.says(1, ready=gone)
+            asked = len(fleet.stubs[1].heads)
+            await until(lambda: len(fleet.stubs[1].heads) > asked + 3)
+            fleet.says(1, models=models("agent"))
+            await until(lambda: two.state == "refused")
+            assert fleet.is_sent() == [True, False]
+
+    run(test)
+
+
+def test_a_replica_that_cannot_tell_its_model_now_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(of_replicas, "POLL_S", 0.01)
+
+    async def test() -> None:
+        async with Watched({}, {"ready": answer(b"", 503)}) as fleet:
+            one, two = fleet.replicas
+            await until(lambda: one.state == "ready")
+            fleet.says(0, ready=answer(b"", 503))
+            await until(lambda: one.state == "not ready")
+            fleet.says(0, models=answer(b"", 503))
+            await until(lambda: one.trouble == "/v1/models says 503")
+            fleet.says(1, models=models("agent"))
+            await until(lambda: two.state == "refused")
+            fleet.says(0, models=answer(b"", 401))
+            await until(lambda: one.state == "ready")
+            assert two.state == "refused"
 
     run(test)
 
