@@ -23,21 +23,28 @@ class KeyHolders:
     def __contains__(self, key: int) -> bool:
         return key in self.masks
 
-    def add(self, replica: int, keys: Iterable[int]) -> None:
-        """A replica has these keys."""
-        bit, masks = 1 << replica, self.masks
+    def add(self, replica: int, keys: Iterable[int]) -> int:
+        """A replica has these keys; return how many it did not have."""
+        bit, masks, num_new = 1 << replica, self.masks, 0
         for key in keys:
-            masks[key] = masks.get(key, 0) | bit
+            mask = masks.get(key, 0)
+            if not mask & bit:
+                masks[key] = mask | bit
+                num_new += 1
+        return num_new
 
-    def discard(self, replica: int, keys: Iterable[int]) -> None:
-        """A replica has none of these keys."""
-        bit, masks = 1 << replica, self.masks
+    def discard(self, replica: int, keys: Iterable[int]) -> int:
+        """A replica has none of these keys; return how many it had."""
+        bit, masks, num_gone = 1 << replica, self.masks, 0
         for key in keys:
-            left = masks.get(key, 0) & ~bit
-            if left:
-                masks[key] = left
-            else:
-                masks.pop(key, None)
+            mask = masks.get(key, 0)
+            if mask & bit:
+                num_gone += 1
+                if mask == bit:
+                    del masks[key]
+                else:
+                    masks[key] = mask ^ bit
+        return num_gone
 
     def clear(self, replica: int) -> None:
         """A replica has no key at all."""

@@ -211,13 +211,13 @@ class Routing:
             known.own_requests -= 1
         self._count(replica)
 
-    def stored(self, replica: int, keys: Iterable[int]) -> None:
-        """A replica tells that it holds these pages."""
-        self.held.add(replica, keys)
+    def stored(self, replica: int, keys: Iterable[int]) -> int:
+        """A replica tells that it holds these pages; return how many of them are new."""
+        return self.held.add(replica, keys)
 
-    def removed(self, replica: int, keys: Iterable[int]) -> None:
-        """A replica tells that it does not hold these pages any more."""
-        self.held.discard(replica, keys)
+    def removed(self, replica: int, keys: Iterable[int]) -> int:
+        """A replica tells that it does not hold these pages any more; return how many of them it held."""
+        return self.held.discard(replica, keys)
 
     def cleared(self, replica: int) -> None:
         """A replica holds no page: it is new, or all that follows is told anew."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -146,7 +147,8 @@ class ServedAdapters(KnownAdapters):
     def _without_root(self, text: str) -> str:
         """What a client may read: not where on this machine the adapters lie."""
         assert self.root is not None, "there are paths below it alone"
-        for root in sorted({str(self.root.resolve()), str(self.root.absolute())}, key=len, reverse=True):
-            text = re.sub(rf"(?<![\w./-]){re.escape(root.rstrip('/'))}/", "", text)
-            text = re.sub(rf"(?<![\w./-]){re.escape(root)}(?![\w./-])", "adapters.root", text)
+        for root in sorted({str(self.root.resolve()), os.path.abspath(self.root)}, key=len, reverse=True):
+            if root != os.sep:
+                path = rf"(?<![\w./~-]){re.escape(root)}(?:(/)|(?![\w~-]|\.\w))"  # no part of a longer name
+                text = re.sub(path, lambda found: "" if found[1] else "adapters.root", text)
         return text

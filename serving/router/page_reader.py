@@ -23,7 +23,9 @@ from kv_cache.vllm import AllBlocksCleared, BlockRemoved, BlockStored, decode
 log = logging.getLogger("route")
 
 _ASK_S = 2.0  # between two questions where nothing seems to be missing
-_MOST_MESSAGE_BYTES = 2**27  # of events; a larger one ends the connection
+_MOST_PART_BYTES = 2**26  # of a message; a larger one ends the connection
+_MOST_UNREAD = 4  # messages that wait for each socket; the publisher, which queues more, is made to wait
+_MOST_PAGES = 2**22  # of a replica; who tells of more is judged by what was sent there alone
 _AGAIN_S = 0.1  # between two where something is
 
 
@@ -56,6 +58,7 @@ class PageReader:
         self._context = zmq.asyncio.Context()
         self._asked_s = -1.0
         self.num_gaps = 0
+        self._num_pages = 0  # that it tells of
         self._task: asyncio.Task[None] | None = None
         try:
             self._connect()
@@ -79,7 +82,8 @@ class PageReader:
         """Sockets that have heard nothing yet."""
         self._live, self._again = self._context.socket(zmq.SUB), self._context.socket(zmq.DEALER)
         for each in (self._live, self._again):
-            each.setsockopt(zmq.MAXMSGSIZE, _MOST_MESSAGE_BYTES)
+            each.setsockopt(zmq.MAXMSGSIZE, _MOST_PART_BYTES)
+            each.setsockopt(zmq.RCVHWM, _MOST_UNREAD)
         self._live.subscribe(b"")
         self._gone = self._live.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._live.connect(self._endpoint)
@@ -92,14 +96,18 @@ class PageReader:
         for each in (self._live, self._again):
             each.close(linger=0)
 
-    def _forget(self) -> None:
+    def _clear(self) -> None:
         self._routing.cleared(self._replica)
+        self._num_pages = 0
+
+    def _forget(self) -> None:
+        self._clear()
         self._routing.tells[self._replica] = False
 
     async def _read(self) -> None:
         try:
             while True:
-                self._routing.cleared(self._replica)
+                self._clear()
                 await self._read_one()
                 # Who publishes next may be another engine, whose sequences say nothing of this one's
                 self._disconnect()
@@ -112,6 +120,7 @@ class PageReader:
             msgspec.MsgspecError,
         ) as error:  # of another layout: nothing is known of it
             log.warning("replica %d publishes what is no event of pages: %s", self._replica, error)
+            self._disconnect()
             self._forget()
 
     async def _read_one(self) -> None:
@@ -160,9 +169,12 @@ class PageReader:
         for event in found:
             match event:
                 case BlockStored(keys):
-                    self._routing.stored(self._replica, keys)
+                    if len(keys) <= _MOST_PAGES:
+                        self._num_pages += self._routing.stored(self._replica, keys)
+                    if max(len(keys), self._num_pages) > _MOST_PAGES:
+                        raise ValueError(f"it tells of more than {_MOST_PAGES} pages")
                 case BlockRemoved(keys):
-                    self._routing.removed(self._replica, keys)
+                    self._num_pages -= self._routing.removed(self._replica, keys)
                 case AllBlocksCleared():
-                    self._routing.cleared(self._replica)
+                    self._clear()
         self._next = number + 1

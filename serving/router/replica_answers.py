@@ -8,6 +8,7 @@ whose text says which answer it was.
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -20,6 +21,7 @@ MOST_INFO_BYTES = 2**20  # of /server_info, which has the recipe, and of /v1/mod
 MOST_METRICS_BYTES = 2**22
 MOST_STATUS_BYTES = 2**16  # of /ready and /health
 _MOST_FIGURE = 2**53
+_LONGEST_LINE = 200
 QUEUED, WAITING, RUNNING = b"cb_prompt_tokens_queued", b"cb_requests_queued", b"cb_requests_running"
 
 Count = Annotated[int, Meta(ge=0, le=LAST_ID)]
@@ -28,29 +30,32 @@ _Any = TypeVar("_Any")
 
 
 class Unreadable(Exception):
-    """A replica's answer is longer or deeper than any is."""
+    """A replica's answer is deeper than any is."""
 
 
-class _ToldCache(msgspec.Struct):
-    events: Address | None = None
+class TooLong(Unreadable):
+    """A replica's answer is longer than any is."""
 
 
-class _ToldServer(msgspec.Struct):
-    pages_at: Address | None = None
-    prompt_replicas: tuple[Address, ...] | None = None
+@dataclass
+class ServerInfo:
+    """What of `/server_info` matters here; None in place of what is not said, or not understood."""
+
+    events: str | None = None
+    pages_at: str | None = None
+    prompt_replicas: tuple[str, ...] | None = None
+    page_size: int | None = None
+    num_slots: int | None = None
+    not_understood: list[str] = field(default_factory=list)  # a line for each such field
 
 
-class _ToldRecipe(msgspec.Struct):
-    cache: _ToldCache = msgspec.field(default_factory=_ToldCache)
-    server: _ToldServer = msgspec.field(default_factory=_ToldServer)
-
-
-class ServerInfo(msgspec.Struct):
-    """What of `/server_info` matters here."""
-
-    recipe: _ToldRecipe = msgspec.field(default_factory=_ToldRecipe)
-    page_size: Count | None = None
-    num_slots: Count | None = None
+_INFO_FIELDS = (
+    ("recipe.cache.events", Address),
+    ("recipe.server.pages_at", Address),
+    ("recipe.server.prompt_replicas", tuple[Address, ...]),
+    ("page_size", Count),
+    ("num_slots", Count),
+)
 
 
 class _Model(msgspec.Struct):
@@ -63,7 +68,7 @@ class _Models(msgspec.Struct):
 
 
 async def ask(server: Upstream, path: str, headers: HeaderLines, most_bytes: int) -> tuple[int, bytes]:
-    """The status and the body of an answer; raises Lost, and Unreadable for one of more bytes."""
+    """The status and the body of an answer; raises Lost, and TooLong for one of more bytes."""
     answer = await server.ask("GET", path, headers, b"")
     try:
         parts, num_bytes = [], 0
@@ -71,25 +76,32 @@ async def ask(server: Upstream, path: str, headers: HeaderLines, most_bytes: int
             parts.append(part)
             num_bytes += len(part)
             if num_bytes > most_bytes:
-                raise Unreadable(f"{path} answers with more than {most_bytes} bytes")
+                raise TooLong(f"{path} answers with more than {most_bytes} bytes")
         return answer.status, b"".join(parts)
     finally:
         server.done(answer)
 
 
-def info_of(text: bytes) -> ServerInfo | str:
-    """What `/server_info` says, or why it is not understood; raises Unreadable."""
-    return _decoded("/server_info", text, ServerInfo)
+def info_of(text: bytes) -> ServerInfo:
+    """What `/server_info` says; a field that is not understood costs that field alone. Raises Unreadable."""
+    said, info = _decoded("/server_info", text, dict[str, Any]), ServerInfo()
+    if isinstance(said, str):
+        info.not_understood.append(said)
+        return info
+    for path, kind in _INFO_FIELDS:
+        try:
+            setattr(info, path.rpartition(".")[2], _field_of(said, path, kind))
+        except (msgspec.ValidationError, OverflowError) as error:
+            info.not_understood.append(f"{path}: {error}"[:_LONGEST_LINE])
+    return info
 
 
-def names_of(text: bytes) -> tuple[str, ...]:
-    """Return the names that a server's model goes by, by `/v1/models`: those that are no adapter's. None
-    where it does not say; raises Unreadable.
+def models_of(text: bytes) -> tuple[str, ...]:
+    """The names that a server's model goes by, by `/v1/models`: those that are no adapter's. Empty where it
+    does not say; raises Unreadable.
     """
     found = _decoded("/v1/models", text, _Models)
-    if isinstance(found, str):
-        return ()
-    return tuple(each.id for each in found.data if each.parent is None)
+    return () if isinstance(found, str) else tuple(each.id for each in found.data if each.parent is None)
 
 
 def figures_of(text: bytes) -> dict[bytes, int]:
@@ -103,6 +115,14 @@ def figures_of(text: bytes) -> dict[bytes, int]:
     return found
 
 
+def _field_of(said: dict[str, Any], path: str, kind: Any) -> Any:
+    """A field within objects, None where it is missing; raises msgspec.ValidationError."""
+    *outer, name = path.split(".")
+    for each in outer:
+        said = msgspec.convert(said.get(each), dict[str, Any] | None) or {}
+    return msgspec.convert(said.get(name), kind | None)
+
+
 def _decoded(path: str, text: bytes, kind: type[_Any]) -> _Any | str:
     """The one place where what a replica says is decoded."""
     decoded: Any = ""
@@ -111,5 +131,5 @@ def _decoded(path: str, text: bytes, kind: type[_Any]) -> _Any | str:
     except RecursionError:
         raise Unreadable(f"{path} answers with lists or objects that are nested too deeply") from None
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        return str(error)[:200] or type(error).__name__
+        return str(error)[:_LONGEST_LINE] or type(error).__name__
     return decoded

@@ -25,11 +25,12 @@ from serving.router.replica_answers import (
     RUNNING,
     WAITING,
     ServerInfo,
+    TooLong,
     Unreadable,
     ask,
     figures_of,
     info_of,
-    names_of,
+    models_of,
 )
 from serving.router.upstream import HeaderLines, Lost, Upstream
 
@@ -41,6 +42,7 @@ POLL_S = 0.5
 _ANSWER_S = 2.0  # for an answer to a poll
 _LOST_AFTER = 2  # polls in a row without an answer, unless the connection is refused
 _BEAT_S = 0.5  # how old what a replica tells may be
+_TELLS_NO_MODEL = (401, 403, 404)  # the statuses of a server that has no `/v1/models`, or not for this router
 
 
 Learned = Callable[[int, str, Sequence[str], int], None]  # as `Splitting.is_known`
@@ -78,7 +80,8 @@ class FleetReplica:
         self._ready_path = "/ready"
         self._num_silent = 0
         self._is_asked = False  # where its pages are told, and for whom it computes prompts
-        self._names: tuple[str, ...] = ()  # of its model, as it told them then
+        self._names: Sequence[str] = ()  # of the model that it serves
+        self._told_once: set[str] = set()  # paths whose answer was warned of, and has not been good since
 
     async def watch(self, page_size: int) -> None:
         """Ask for ever; `page_size` is that of pages whose events are to be read, or 0."""
@@ -92,6 +95,8 @@ class FleetReplica:
                 self._keep_out("not ready", str(error))
             except asyncio.TimeoutError:
                 self._num_silent += 1
+                if self.state != "ready":  # it may be another server by the time it answers
+                    self._stop_reading()
                 if self._num_silent >= _LOST_AFTER:
                     self.lose(f"no answer within {_ANSWER_S:g} s")
             except Exception as error:  # what one replica says must end none of the others
@@ -107,11 +112,12 @@ class FleetReplica:
         self.server.lose(f"the replica is lost: {why}")
 
     def _shut(self, why: str) -> None:
-        """It takes nothing, and what it held is gone."""
-        self._stop_reading()  # it may have come back as another since it was lost, and been asked
+        """It takes nothing, and what it held is gone; whoever answers there next is asked anew."""
+        self._stop_reading()
         if self.state != "lost":
             self._become("lost", why)
             self._routing.lost(self.number)
+        self.trouble = why
 
     def drain(self, is_drained: bool) -> None:
         """Send it no new requests, or again."""
@@ -146,22 +152,14 @@ class FleetReplica:
             return
         since_s = time.monotonic()
         if not self._is_asked:
-            status, text = await self._get("/v1/models", MOST_INFO_BYTES)
-            if status == 429 or status >= 500:
-                self._keep_out("not ready", f"/v1/models says {status}")
-                return
-            self._names = names_of(text) if status == 200 else ()
+            self._names = await self._ask_names()
             if refusal := self._model.refusal(self.url, self._names):
                 self._keep_out("refused", refusal)
                 return
-            if not self._names:
-                log.info("%s does not tell its model at /v1/models (%d): taken as it is", self.url, status)
             await self._read_info(page_size)
             self._is_asked = True
-        status, text = await self._get("/metrics", MOST_METRICS_BYTES)
-        figures = figures_of(text) if status == 200 else {}
-        if refusal := self._model.claim(self.url, self._names):  # another has become ready meanwhile
-            self._learned(self.number, "", (), 0)
+        figures = await self._ask_figures()
+        if refusal := self._model.claim(self.url, self._names):
             self._keep_out("refused", refusal)
             return
         self._become("ready", "")
@@ -174,18 +172,54 @@ class FleetReplica:
         self._become(state, trouble)
         self._stop_reading()
 
+    async def _ask_names(self) -> Sequence[str]:
+        """The names of the model that it serves, none where it does not say; raises Unreadable where that
+        may change with the next poll.
+        """
+        path, names, why = "/v1/models", tuple[str, ...](), "/v1/models names none"
+        try:
+            status, text = await self._get(path, MOST_INFO_BYTES)
+        except TooLong as error:
+            why = str(error)
+        else:
+            if status == 200:
+                names = models_of(text)
+            elif status in _TELLS_NO_MODEL:
+                why = f"{path} says {status}"
+            else:
+                raise Unreadable(f"{path} says {status}")
+        self._warn_once(path, "" if names else f"the model there is unknown, and taken as it is: {why}")
+        return names
+
+    async def _ask_figures(self) -> dict[bytes, int]:
+        path, why, figures = "/metrics", "", dict[bytes, int]()
+        try:
+            status, text = await self._get(path, MOST_METRICS_BYTES)
+        except TooLong as error:
+            why = f"its figures are ignored: {error}"
+        else:
+            figures = figures_of(text) if status == 200 else {}
+        self._warn_once(path, why)
+        return figures
+
+    def _warn_once(self, path: str, trouble: str) -> None:
+        """Log what is wrong with its answers there, until they have been good again (`trouble` is "")."""
+        if not trouble:
+            self._told_once.discard(path)
+        elif path not in self._told_once:
+            self._told_once.add(path)
+            log.warning("%s: %s", self.url, trouble)
+
     async def _read_info(self, page_size: int) -> None:
         """Learn whether it computes prompts for others, who does so for it, and how many slots it has. Read
         the events of its pages, if it says where, and they are such as the router knows.
         """
         status, text = await self._get("/server_info", MOST_INFO_BYTES)
         said = info_of(text) if status == 200 else ServerInfo()
-        if isinstance(said, str):  # another kind of server
-            log.warning("%s: /server_info is not understood, by text alone: %s", self.url, said)
-            said = ServerInfo()
-        server, endpoint = said.recipe.server, said.recipe.cache.events
-        pages_at = reached_at(server.pages_at or "", self.server.host)
-        self._learned(self.number, pages_at, server.prompt_replicas or (), said.num_slots or 0)
+        for trouble in said.not_understood:  # another kind of server
+            log.warning("%s: /server_info is not understood: %s", self.url, trouble)
+        endpoint, pages_at = said.events, reached_at(said.pages_at or "", self.server.host)
+        self._learned(self.number, pages_at, said.prompt_replicas or (), said.num_slots or 0)
         if not page_size or endpoint is None:
             return
         if said.page_size != page_size:

@@ -18,8 +18,12 @@ ROUTING_TESTS_OF = {
     PROTOCOL: ("tests/serving/router/test_gone_clients.py",),
     HOLDERS: ("tests/continuous_batching/test_routing.py",),
     EVENTS: ("tests/kv_cache/test_events.py",),
-    **dict.fromkeys((REPLICAS, UPSTREAM), ("tests/serving/router/test_lost_replicas.py",)),
-    **dict.fromkeys((MODEL, ANSWERS), ("tests/serving/router/test_hostile_replicas.py",)),
+    UPSTREAM: ("tests/serving/router/test_lost_replicas.py",),
+    REPLICAS: tuple(f"tests/serving/router/test_{name}.py" for name in ("lost_replicas", "fleet_model")),
+    **dict.fromkeys(
+        (MODEL, ANSWERS),
+        tuple(f"tests/serving/router/test_{name}.py" for name in ("fleet_model", "hostile_replicas")),
+    ),
     PROXY: tuple(f"tests/serving/router/test_{name}.py" for name in ("lost_replicas", "proxy", "abort")),
     READER: ("tests/serving/router/test_page_reader.py",),
 }
@@ -132,9 +136,27 @@ ROUTING_FAULTS = {
     ),
     "any_model_behind_one_router": Fault(
         MODEL + "::FleetModel.refusal",
-        "self.name in names",
-        "self.name is not None",
+        "not names or self.name in names",
+        "True",
         "half of the requests are told that their model is not served",
+    ),
+    "gone_and_still_decides": Fault(
+        MODEL + "::FleetModel._holder",
+        "each.ready_s >= since_s",
+        "True",
+        "a replica that is gone for good keeps out all that serve another model",
+    ),
+    "back_and_not_asked": Fault(
+        REPLICAS + "::FleetReplica._shut",
+        "self._stop_reading()",
+        "",
+        "a replica that went down twice comes back with another model, and is sent requests",
+    ),
+    "pages_without_end": Fault(
+        READER + "::PageReader._take",
+        "max(len(keys), self._num_pages) > _MOST_PAGES",
+        "False",
+        "a replica that tells of ever more pages fills the router's memory",
     ),
     "answer_of_any_length": Fault(
         ANSWERS + "::ask",

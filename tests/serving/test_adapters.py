@@ -181,6 +181,23 @@ def test_programs_name_the_adapters_of_the_recipe(folders: Path) -> None:
         llm.generate([{"prompt": "a", "adapter": "two"}], params, use_tqdm=False)
 
 
+def test_a_refusal_names_no_path_above_the_root_and_changes_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for root, at in ((".", tmp_path), ("a", tmp_path / "a"), (tmp_path / "a", tmp_path / "a")):
+        adapters = ServedAdapters(AdaptersSection(most=1, rank=8, root=Path(root)), print, lambda: ())
+        for text, told in (
+            (f"no 'adapter_config.json' at {at}/x.", "no 'adapter_config.json' at x."),
+            (f"{at}: 'a' is no folder, {at}.", "adapters.root: 'a' is no folder, adapters.root."),
+            (f"{at}-b/c, {at}.d and /e{at}", f"{at}-b/c, {at}.d and /e{at}"),
+        ):
+            assert adapters._without_root(text) == told
+    adapters = ServedAdapters(AdaptersSection(most=1, rank=8, root=Path("/")), print, lambda: ())
+    assert adapters._without_root("/a/b: it is gone") == "/a/b: it is gone"
+
+
 def test_an_adapter_is_not_asked_for_before_a_new_engine_has_it(folders: Path) -> None:
     sent: list[PutAdapter] = []
     adapters = ServedAdapters(AdaptersSection(most=1, rank=8, root=folders), sent.append, lambda: ())

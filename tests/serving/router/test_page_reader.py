@@ -10,6 +10,8 @@ import pytest
 import zmq
 
 from continuous_batching.routing import Routing
+from kv_cache.vllm import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch, encode
+from serving.router import page_reader
 from serving.router.fair_turns import FairTurns
 from serving.router.page_reader import PageReader
 from tests.kv_cache.test_events import Engine
@@ -92,6 +94,46 @@ def test_who_publishes_something_else_is_judged_by_what_was_sent(batch: bytes, t
             return not routing.tells[0]
 
         await until(gives_up)
+        reader.close()
+        context.destroy(linger=0)
+
+    run(test)
+
+
+def test_what_a_replica_tells_of_its_pages_is_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Keys that it tells again are no more, and removing those that it never had makes no room."""
+    monkeypatch.setattr(page_reader, "_MOST_PAGES", 8)
+
+    async def test() -> None:
+        routing = Routing(1, tells=False)
+        reader = PageReader(f"ipc://{tmp_path}/events", "127.0.0.1", 0, routing)
+        for each in (reader._live, reader._again):
+            assert int(each.getsockopt(zmq.RCVHWM)) * int(each.getsockopt(zmq.MAXMSGSIZE)) <= 2**28
+        batches: list[list[BlockStored | BlockRemoved | AllBlocksCleared]] = [
+            [BlockStored([*range(8)], None, [], 16), BlockStored([*range(8)], None, [], 16)],
+            [BlockRemoved([0, 1]), BlockStored([10, 11], None, [], 16)],
+            [AllBlocksCleared(), BlockStored([*range(8)], None, [], 16), BlockRemoved([*range(20, 30)])],
+        ]
+        for number, events in enumerate(batches):
+            reader._take(number, encode(KVEventBatch(0.0, events)))
+        assert len(routing.held) == 8
+        reader.close()
+        context = zmq.Context()
+        live = context.socket(zmq.PUB)
+        live.bind(f"ipc://{tmp_path}/events")
+        reader = PageReader(f"ipc://{tmp_path}/events", "127.0.0.1", 0, routing)
+        reader.start()
+        batch = encode(KVEventBatch(0.0, [BlockStored([*range(9)], None, [], 16)]))
+
+        def gives_up() -> bool:
+            live.send_multipart([b"", b"\0" * 8, batch])
+            return not routing.tells[0]
+
+        await until(gives_up)
+        assert not len(routing.held)
+        assert "it tells of more than 8 pages" in caplog.text
         reader.close()
         context.destroy(linger=0)
 
