@@ -8,7 +8,7 @@ columns each, its scales and its result lie in the unified buffer of 192 KiB tog
 from __future__ import annotations
 
 MOST_GATED = 10496  # columns of gate and up together
-GATED_STEP = 64  # of which a half is a multiple
+GATED_STEP = 64  # each of the two has a multiple of so many columns
 
 
 def fuses_gate(inner_size: int) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 
 import pytest
@@ -64,5 +63,4 @@ def pytest_configure(config: pytest.Config) -> None:
     """Add the plugin where this process prints, and not for `-v`, which names each test."""
     terminal = config.pluginmanager.get_plugin("terminalreporter")
     if terminal is not None and config.get_verbosity() <= 0 and not hasattr(config, "workerinput"):
-        sys.stdout.flush()
         config.pluginmanager.register(Progress(terminal), "progress")

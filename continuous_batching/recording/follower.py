@@ -40,7 +40,7 @@ class Beats:
     def __init__(self, connection: socket.socket, lose: Callable[[], None] = lambda: None) -> None:
         self.connection = connection
         self.num_steps = 0  # that were begun
-        self.doing = "joining the other ranks"  # what of the start; empty once this rank follows
+        self.doing = "joining the other ranks"  # this is empty once the rank follows
         self.inside: Callable[[], str] = lambda: ""  # the collective that this rank is in, if any
         self._lose = lose
         self._has_ended = threading.Event()
@@ -53,7 +53,7 @@ class Beats:
         self._thread.join()
         if not why:
             return
-        with contextlib.suppress(OSError):  # who reads the recording learns that the leader is gone
+        with contextlib.suppress(OSError):  # the reader of the recording learns that the leader is gone
             self.connection.sendall(LAST_WORDS + why.encode().replace(b"\n", b" ") + b"\n")
         # What the leader sends meanwhile is read: a connection that ends with unread records is reset, and
         # what was said last is lost
@@ -67,7 +67,7 @@ class Beats:
         while not self._has_ended.wait(BEAT_S):
             try:
                 self.connection.sendall(beat(self.num_steps, self.inside(), self.doing) + b"\n")
-            except OSError:  # who reads the recording learns it, too, and then this rank ends in order
+            except OSError:  # the reader of the recording learns it as well, and ends this rank in order
                 if not self._has_ended.wait(_LAST_WORDS_S):
                     self._lose()
                 return

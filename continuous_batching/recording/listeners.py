@@ -249,7 +249,7 @@ class Listeners:
             log.warning("%s", waits)
 
     def _check_start(self, now_s: float) -> None:
-        """Raise RankLost where the start takes too long, or a rank has ended without its connection."""
+        """Raise RankLost where the start takes too long, or a rank has been silent for too long."""
         took_s = now_s - self._began_s
         if took_s > self._start_limit_s:
             raise RankLost(

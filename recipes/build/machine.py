@@ -102,7 +102,7 @@ class Cpu(Machine):
         What every rank computes for itself, as a router's choice of experts, must come out alike.
         """
         if group.size > 1:
-            self._others_compile = bool(group.least(int(self.compiles()[0]), self.device))
+            self._others_compile = bool(group.least(int(self._compiles()[0]), self.device))
             self._compile_limit_s = math.inf
 
     def operators(self, shape: AttentionShape) -> tuple[Ops, Attention]:
@@ -111,7 +111,7 @@ class Cpu(Machine):
 
         keep_memory()
         self.threads.use(self.threads.patient)
-        compiles, why = self.compiles()
+        compiles, why = self._compiles()
         folder = keep_results() if compiles else None
         kept = f"; results are kept in {folder}" if folder else ""
         log.info("compile: %s, %s%s", "yes" if compiles else "no", why, kept)
@@ -129,7 +129,7 @@ class Cpu(Machine):
     def decided(self) -> Iterator[tuple[str, str]]:
         """What keys that leave it to the machine come to here, and why."""
         if self.asked.compile == "auto":
-            compiles, why = self.compiles()
+            compiles, why = self._compiles()
             yield "device.compile", f"{in_yaml(compiles)}, since {why}"
         candidates = [str(way) for way in self.threads.candidates]
         if len(candidates) > 1:
@@ -138,7 +138,7 @@ class Cpu(Machine):
     def memory_bytes(self) -> int:
         return host_memory_bytes()
 
-    def compiles(self) -> tuple[bool, str]:
+    def _compiles(self) -> tuple[bool, str]:
         """Return whether functions are compiled, and why."""
         if self.asked.compile != "auto":
             return self.asked.compile, "as device.compile says"

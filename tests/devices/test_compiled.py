@@ -106,9 +106,9 @@ def test_auto_compiles_where_there_is_a_compiler_and_attention_is_the_devices_ow
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("recipes.build.machine.missing_for_compiling", lambda: None)
-    assert Cpu(DeviceSection(kind="cpu")).compiles() == (True, "there is a C++ compiler")
-    assert not Cpu(DeviceSection(kind="cpu", attention="reference")).compiles()[0]
-    assert not Cpu(DeviceSection(kind="cpu", compile=False)).compiles()[0]
+    assert Cpu(DeviceSection(kind="cpu"))._compiles() == (True, "there is a C++ compiler")
+    assert not Cpu(DeviceSection(kind="cpu", attention="reference"))._compiles()[0]
+    assert not Cpu(DeviceSection(kind="cpu", compile=False))._compiles()[0]
     assert "device.compile" not in dict(decided(DeviceSection(kind="cpu", compile=True)))
     assert decided(DeviceSection(kind="npu")) == []
 

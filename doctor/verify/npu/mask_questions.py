@@ -25,7 +25,8 @@ from devices.shapes import AttentionShape, LatentShape
 from doctor.verify.npu.questions import NEAR, Found, Probe, fused, time_us
 from recipes.build.machine import Npu
 
-ROWS, PAGE, POOL, WIDTH = 12, 128, 24, 16  # of a step; tokens a page; pages of a cache, and of a request
+# The step has 12 rows. A page has 128 tokens, a cache 24 pages, and a request 16 of them at most
+ROWS, PAGE, POOL, WIDTH = 12, 128, 24, 16
 # The keys of each request, by replay: at the edges of pages and between, all longer or shorter than before.
 # Rows without a request are filler, as the engine has it: one key of the null page
 REPLAYS: tuple[tuple[int, ...], ...] = (
@@ -35,7 +36,7 @@ REPLAYS: tuple[tuple[int, ...], ...] = (
     (129, 700, 2048, 699, 513, 512, 511, 385, 384, 383, 257, 1999),
     (1, 2, 127, 128, 129, 300, 700, 64, 5, 256, 257, 31),
 )
-WINDOWS = (None, 200, None)  # of layers, so that calls with a mask and without are in one graph
+WINDOWS = (None, 200, None)  # one layer has a window, so that one graph has calls with a mask and without
 HEADS = ((8, 8), (32, 8), (28, 4), (8, 1))  # query heads over key and value heads; a stand-in has the last
 LATENT = LatentShape(rope_dim=LATENT_ROPE, nope_dim=128, value_dim=128)
 
