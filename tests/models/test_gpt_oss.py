@@ -12,7 +12,6 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from models.ops.reference import Ops
 from models.stacked_experts import unpacked
@@ -98,6 +97,8 @@ def drawn(*shape: int) -> tuple[Tensor, Tensor]:
 
 
 def test_every_byte_and_scale_stands_for_what_transformers_makes_of_it() -> None:
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors  # takes two seconds to import
+
     blocks = torch.arange(256, dtype=torch.uint8).view(1, 8, 2, 16)
     for exponent in (1, 100, 127, 250):
         scales = torch.full((1, 8, 2), exponent, dtype=torch.uint8)
