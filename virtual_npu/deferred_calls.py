@@ -55,7 +55,7 @@ class DeferredCalls:
         self.busy = ctypes.c_int.in_dll(device, "virtual_npu_busy")
         self._waiting: dict[int, DeferredCall] = {}
         self._numbers = itertools.count(1)
-        # Ctypes keeps no reference to a callback, so this object has to hold both.
+        # ctypes keeps no reference to a callback, so this object has to hold both.
         self._run = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64)(self._perform)
         self._forget = ctypes.CFUNCTYPE(None, ctypes.c_uint64)(self._drop)
         device.virtual_npu_run_with(self._run)

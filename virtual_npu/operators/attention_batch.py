@@ -92,7 +92,7 @@ def _mask_content(asked: FusedAttentionCall) -> Iterator[Breach]:
     if mask is None or asked.mode not in (2, 3, 4):
         return
     mask = mask.view(torch.int8).reshape(MASK_SIDE, MASK_SIDE)
-    # Compares eight elements at once where the alignment allows it.
+    # The comparison takes eight elements at once where the alignment allows it.
     wide = torch.int64 if mask.storage_offset() % 8 == 0 else torch.int8
     if not torch.equal(mask.view(wide), causal_mask().view(wide)):
         corner = f"its lower left corner is {int(mask[-1, 0])}, its upper right {int(mask[0, -1])}"

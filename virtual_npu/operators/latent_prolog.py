@@ -34,8 +34,7 @@ OTHERS = (
     *("kv_cache", "kr_cache"),
 )
 SCALES = ("dequant_scale_x", *(f"dequant_scale_{name.replace('weight', 'w')}" for name in WEIGHTS))
-# These features are not checked here: int8 caches, scales of queries and keys, and what the indexer of V3.2
-# reads.
+# Features that are not checked here: int8 caches, scales of queries and keys, and inputs of V3.2's indexer.
 LEFT_OUT = {
     **dict.fromkeys(("quant_scale_ckv", "quant_scale_ckr", "smooth_scales_cq", "actual_seq_len")),
     **dict.fromkeys(("k_nope_clip_alpha", "token_x_dtype", "weight_dq_dtype", "weight_uq_qr_dtype")),

@@ -216,9 +216,7 @@ class FusedAttentionCall:
         return tensor[sequence.number, : sequence.num_queries]
 
     def chunks(self, sequence: Sequence, rows: int) -> Iterator[tuple[slice, slice, Tensor | None]]:
-        """Yield query rows, the keys (from the reach on) that they may see, and a mask of these keys or None
-        for all.
-        """
+        """Yield query rows, the keys (from the reach on) that they may see, and a mask of these or None."""
         for start in range(0, sequence.num_queries, rows):
             stop = min(start + rows, sequence.num_queries)
             yield from self._chunk(sequence, start, stop)
