@@ -94,7 +94,7 @@ class MachineFacts:
     num_devices: int | None = None  # number of devices that torch_npu sees
 
     def is_visible(self, index: int) -> bool:
-        """Return whether the environment leaves this device visible; a list that is no list hides none."""
+        """Return whether the environment leaves this device visible; an invalid list hides none."""
         said = self.environment.get(VISIBLE, "").split(",")
         return not all(each.strip().isdecimal() for each in said) or index in map(int, said)
 

@@ -79,7 +79,7 @@ class Decodes:
         latent = self.shape.latent
         keys = self._drawn(*sizes, self.shape.head_dim)
         values = self._drawn(*sizes, self.shape.head_dim if latent is None else latent.rope_dim)
-        if self.shape.first_key:  # a key that does not count is zero at whichever page a request begins
+        if self.shape.first_key:  # any page may be a request's first, so each begins with the uncounted key
             keys[:, 0], values[:, 0] = 0, 0
         return keys, values
 

@@ -73,8 +73,7 @@ def packs_float16(machine: Npu) -> Found:
 
 
 def tiles_weights(machine: Npu) -> Found:
-    """Ask whether a tiled weight is right, in a graph too, and faster than rows at few and at many rows of x.
-    """
+    """Ask whether a tiled weight is right, also in graphs, and faster than rows at few and many rows of x."""
     import torch_npu
 
     dtype = machine.product.dtypes[0]
@@ -100,9 +99,7 @@ def tiles_weights(machine: Npu) -> Found:
 
 
 def slices_tiles(machine: Npu) -> Found:
-    """Ask whether slices of a cache in tiles can be zeroed and copied, on the device and to the host and
-    back.
-    """
+    """Ask whether slices of a tiled cache can be zeroed and copied, on the device and by way of the host."""
     import torch_npu
 
     numbers = torch.arange(1, 7).half()[:, None, None, None].expand(6, 8, PAGE, 16)
