@@ -65,8 +65,7 @@ def window(figures: Figures) -> str | None:
 
 
 def stall(figures: Figures) -> str | None:
-    """Check that a stall, which is one gap, raises the mean gap of n tokens by at most its length / (n - 1).
-    """
+    """Check that stalls raise the mean gap of an answer by at most their length over its number of gaps."""
     rise_ms = figures.number("stall.tpot_after_ms") - figures.number("stall.tpot_before_ms")
     num_gaps = figures.number("stall.output_tokens") - 1
     if num_gaps < 1:
