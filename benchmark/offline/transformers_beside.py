@@ -1,9 +1,9 @@
-"""How does transformers serve the same trace in the same run: by its own continuous batching, or in batches?
+"""Serve the same trace with transformers in the same run: by its continuous batching, or in static batches.
 
-Batches are static: so many requests in the order of the trace, padded to the longest prompt, run until the
-longest answer ends; what the others are answered beyond their length is not counted. Both get the same model
-in the same type, on the same device, and the same requests, which all come at once. Random weights differ;
-greedy tokens are then not compared, and nothing ends before its length.
+Static batches take requests in the order of the trace, pad them to the longest prompt, and run until the
+longest answer ends; tokens beyond a request's own length are not counted. Both engines get the same model in
+the same dtype, on the same device, and the same requests, which all come at once. Random weights differ
+between them; greedy tokens are then not compared, and no answer ends before its length.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from recipes.schema.recipe import Recipe
 from serving.offline import Job
 from serving.text.tokenizer import Text
 
-PATIENCE_S = 600.0  # for the next answer
+PATIENCE_S = 600.0  # most seconds to wait for the next answer
 
 
 def run(
@@ -39,7 +39,7 @@ def run(
     num_runs: int,
     static: int | None = None,
 ) -> dict[str, object]:
-    """Output tokens per second of both, and how many times theirs ours is; `static` requests in a batch."""
+    """Return output tokens a second of both, and the ratio ours / theirs; `static` is a batch's size."""
     recipe = read(recipe_path, overrides, profile).recipe
     ours = offline.run(recipe_path, overrides, profile, trace_path, num_runs)
     _give_back(recipe)
@@ -51,7 +51,7 @@ def run(
         _serve(model, jobs) if static is None else _serve_batches(model, jobs, static)
         for _ in range(1 + num_runs)
     ]
-    theirs = sorted(rates[1:])[num_runs // 2]  # less the first, which is cold
+    theirs = sorted(rates[1:])[num_runs // 2]  # the first is left out, because it is cold
     beside = {
         "transformers_batch_size": static,
         "transformers_output_tokens_per_s": round(theirs, 2),
@@ -61,14 +61,14 @@ def run(
 
 
 def _give_back(recipe: Recipe) -> None:
-    """Let the device's memory go: the engine has gone out of scope."""
+    """Release the device's memory, now that the engine has gone out of scope."""
     gc.collect()
     if recipe.device.kind != "cpu":
         torch.accelerator.empty_cache()
 
 
 def _model(recipe: Recipe) -> Any:
-    import transformers  # here: it takes seconds
+    import transformers  # imported here because it takes seconds
 
     place, dtype = start(recipe.device).device, TORCH_DTYPES[model_config(recipe).dtype]
     if recipe.model.path is not None and recipe.model.weights == "checkpoint":
@@ -85,7 +85,7 @@ def _model(recipe: Recipe) -> Any:
 
 
 def _serve(model: Any, jobs: Sequence[Job]) -> float:
-    """Output tokens per second from the first request to the last answer, greedy, each to its full length."""
+    """Return output tokens a second from first request to last answer, greedy and at full length."""
     import transformers
 
     longest = max(job.request.params.max_tokens for job in jobs)
@@ -112,7 +112,7 @@ def _serve(model: Any, jobs: Sequence[Job]) -> float:
 
 
 def _serve_batches(model: Any, jobs: Sequence[Job], size: int) -> float:
-    """As `_serve`, in static batches of `size` requests, whose prompts are padded on their left."""
+    """Serve in static batches of `size` requests, whose prompts are padded on their left."""
     began = time.perf_counter()
     for first in range(0, len(jobs), size):
         batch = [job.request for job in jobs[first : first + size]]
@@ -134,7 +134,7 @@ def _serve_batches(model: Any, jobs: Sequence[Job], size: int) -> float:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `beside`."""
+    """Add the options of `beside`."""
     offline.add_trace_arguments(parser)
     parser.add_argument(
         "--static",
