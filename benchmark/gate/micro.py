@@ -72,8 +72,7 @@ def within_the_run(figures: Figures, taken_s: float) -> str | None:
 
 
 def median_of_runs(times: NDArray[np.float64]) -> float:
-    """Return the median over the means of every `STEPS_OF_A_RUN` steps, or over steps where there are fewer.
-    """
+    """Return the median over means of `STEPS_OF_A_RUN` steps each, or over single steps if fewer exist."""
     runs = times[: len(times) // STEPS_OF_A_RUN * STEPS_OF_A_RUN].reshape(-1, STEPS_OF_A_RUN)
     return float(np.median(runs.mean(axis=1) if len(runs) else times))
 

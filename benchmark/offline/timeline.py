@@ -111,11 +111,11 @@ COLUMNS = (  # columns of a reading: clocks and states of the moment, then sums 
 
 
 def readings(timeline: Timeline, origin_s: float, num_pages: int) -> dict[str, object]:
-    """Return usage at the ends of at most MOST_READINGS steps and of the last, in the form of a server's
-    metrics.
+    """Return usage at the ends of the last step and of others, at most MOST_READINGS plus one in all.
 
-    Beside it are the clocks of the wall and of the processor, and what was counted up to there, so that each
-    figure of the run, and each time of a request, has a second source.
+    The form is that of a server's metrics. Beside usage are the clocks of the wall and of the processor, and
+    what was counted up to there, so that each figure of the run, and each time of a request, has a second
+    source.
     """
     steps, before = timeline.steps, timeline.before
     ends_s = np.array([step.end_s for step in steps])
