@@ -173,7 +173,7 @@ def main(argv: Sequence[str]) -> int:
     product = product or product_of(chip)
     if product is None:
         parser.error(f"the device calls itself {chip}, which is no product known here: give --product")
-    # Without it, a cast leaves pages and weights as they are.
+    # A cast without it leaves pages and weights as they are.
     torch_npu.npu.config.allow_internal_format = True
     results = [
         verify(name, on_device, "npu:0", options.calls, options.seed, product) for name in makers(product)

@@ -45,8 +45,8 @@ ALONE: dict[str, str] = {
     "server_said*": "what another server says of itself is on that page alone",
     "warm_up_runs": "a server may have served anybody before",
     "records.*.end_s": "when a connection closed, after its last token, only the number open at once tells",
-    "settings.scheduler.num_slots": LIMIT,  # in a run of batches; otherwise it equals `slots`
-    "settings.cache.num_pages": LIMIT,  # in a run of batches; otherwise it equals `num_pages`
+    "settings.scheduler.num_slots": LIMIT,  # equals `slots`, except in a run of batches
+    "settings.cache.num_pages": LIMIT,  # equals `num_pages`, except in a run of batches
 }
 
 

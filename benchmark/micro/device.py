@@ -163,7 +163,7 @@ def run(
     )  # measured before the cache takes the memory
     runner = build(recipe).runner
     for tensor in (*runner.cache.keys, *runner.cache.values):
-        tensor.normal_()  # over zeros a processor takes less power, and so runs faster
+        tensor.normal_()  # a processor takes less power over zeros, and so runs faster
     steps = [
         _against_floor(runner, load, measured, repeats) | _others(runner, load, repeats, others)
         for load in loads

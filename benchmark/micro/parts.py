@@ -47,7 +47,7 @@ class PartTimes:
     multiplied: Counter[str] = field(default_factory=Counter)  # operations of products
     _step: Counter[str] = field(default_factory=Counter)
     _step_multiplied: int = 0
-    # For each open call, the time of the calls within it.
+    # The time of the calls within each open call.
     _within_s: list[float] = field(default_factory=list)
     _kind: str = ""
 

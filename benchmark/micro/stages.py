@@ -40,7 +40,7 @@ from simulation.pipeline import Stages
 
 Costs = list[Fitted]  # costs of each stage
 ROUNDS = 5  # the median of the rounds counts
-KINDS = ("PB3", "PB2", "PB1")  # by how many of the two batches beside a wait have prompts
+KINDS = ("PB3", "PB2", "PB1")  # waits, by the number of neighbouring batches with prompts
 PROMPT_TOKENS, ANSWER_TOKENS = (16, 200), (8, 48)  # range of a request's lengths
 
 

@@ -130,7 +130,7 @@ def compare(
             "no request of this recording can be served again: none was answered, or all are searches"
         )
     columns = {"as recorded": summary(recorded)}
-    section = facts["scheduler"] | dict.fromkeys(BOUNDS)  # without bounds every request is served
+    section = facts["scheduler"] | dict.fromkeys(BOUNDS)  # every request is served without bounds
     scheduling = changed(section, {key: value for where, key, value in changes if where == "scheduler"})
     for name, asked, drafting in (
         ("modelled", section, facts["speculation"]),

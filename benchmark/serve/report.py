@@ -161,7 +161,7 @@ def facts_table(result: Result) -> str:
         shown = result.get(group)
         if group == "errors" and isinstance(
             shown, list
-        ):  # vLLM's: of each request, empty where there was none
+        ):  # vllm writes a text for each request, empty where there was no error
             shown = Counter(str(each) for each in shown if each)
         if isinstance(shown, Mapping):
             facts |= {f"{group}: {name}": value for name, value in shown.items()}
@@ -177,7 +177,7 @@ def _ratio(first: float | None, second: float | None, more_is_better: bool | Non
         return "-"
     times = second / first
     text = f"{times:.3g}"
-    if more_is_better is None or 0.98 < times < 1.02:  # within the noise of a second run
+    if more_is_better is None or 0.98 < times < 1.02:  # a second run differs as much by noise
         return text
     return html_page.marked(text, "better" if (times > 1) == more_is_better else "worse")
 

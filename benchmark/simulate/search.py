@@ -106,7 +106,7 @@ def tried(options: argparse.Namespace, setting: TriedSetting) -> Result:
 
 def search(options: argparse.Namespace) -> list[Result]:
     """Return each setting that was tried; those that meet the objectives come last, the best at the end."""
-    # What no setting changes is checked before any setting is tried.
+    # The parts that no setting changes are checked before any setting is tried.
     recipe = read(options.recipe, options.overrides, options.profile).recipe
     check_rereadable(Path(options.trace))
     device_name(recipe, options.device)
