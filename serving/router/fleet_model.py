@@ -49,8 +49,9 @@ class FleetModel:
         )
 
     def claim(self, url: str, names: Sequence[str]) -> str:
-        """Note that a replica is ready with these names, or with those it had before where it tells none;
-        return why it is refused after all, as `refusal` does.
+        """Note that a replica is ready with these names, or with those it had before where it reports none.
+
+        Returns why the replica is refused after all, as `refusal` does.
         """
         refusal = self.refusal(url, names)
         if refusal:
@@ -64,7 +65,7 @@ class FleetModel:
         return ""
 
     def forget(self, url: str) -> None:
-        """Drop what a replica claimed, which has left."""
+        """Drop the claim of a replica that has left."""
         self._claims.pop(url, None)
 
     def _holder(self) -> str:
