@@ -5,7 +5,7 @@ import sys
 
 # While `python -m` imports a command, which takes seconds, ctrl-C ends it at once: a KeyboardInterrupt inside
 # an import would be a traceback, or be swallowed by a library that continues without what it could not
-# import. `recipes.schema.verb.run` restores Python's handler. Where SIGINT is ignored, as under `nohup ...
-# &`, it stays so.
+# import. `recipes.schema.verb.run` restores Python's handler. SIGINT stays ignored where it was, as it is
+# under `nohup`.
 if sys.argv[:1] == ["-m"] and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -84,7 +84,7 @@ def main(argv: list[str]) -> None:
                 write_record(output, record | ({"device": "VIRTUAL"} if recipe.device.virtual else {}))
             elif "error" in record:
                 raise ValueError(record["error"])
-            else:  # without a tokenizer, the answer is token ids
+            else:  # the model may have no tokenizer; the answer is then token ids
                 print(record["token_ids"] if record["text"] is None else record["text"])
 
 

@@ -44,8 +44,10 @@ def main(argv: list[str]) -> None:
 
 
 def _tokens(path: Path, source: Path) -> list[list[int]]:
-    """Return the tokens of a text's lines; raises ValueError for what could not be scored after
-    quantising."""
+    """Return the tokens of a text's lines.
+
+    Raises ValueError for what could not be scored after quantising.
+    """
     try:
         lines = read_bounded(path, MOST_TEXT_BYTES).decode("utf-8").splitlines()
     except UnicodeDecodeError as error:

@@ -55,8 +55,10 @@ class KnownAdapters:
         return name in self._by_name
 
     def find(self, name: str) -> NamedAdapter:
-        """Return the adapter of this name; raises BadRequest if there is none, Unavailable while it is
-        loading."""
+        """Return the adapter of this name.
+
+        Raises BadRequest if there is none, and Unavailable while it is being loaded.
+        """
         found = self._by_name.get(name)
         if found is None:
             known = " or ".join(map(shown, self._by_name)) or "left out: there are no adapters"

@@ -121,8 +121,10 @@ class AsyncLLM:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def drain(self, drain_s: float) -> None:
-        """Accept no more requests, and abort those that still run after `drain_s`, or when this is
-        cancelled."""
+        """Accept no more requests, and abort those that still run after `drain_s`.
+
+        They are aborted at once when this is cancelled.
+        """
         self.engine.become("draining")
         try:
             if self.num_requests:

@@ -44,8 +44,10 @@ class ServerLimits:
         self.num_logprobs = 0  # number of reserved log-probabilities
 
     def check_room(self, num_requests: int, num_samples: int) -> None:
-        """Raise Overloaded if there is no room for `num_samples` more now, BadRequest if there never could
-        be."""
+        """Raise Overloaded if there is no room for `num_samples` more now.
+
+        Raises BadRequest if there could never be.
+        """
         limit = self._max_requests
         takes = f"the server takes {limit} (server.max_requests)"
         if num_samples > limit:
@@ -99,8 +101,10 @@ class ServerLimits:
         return [prompt + answer for prompt, answer in zip(of_prompts, of_answers)]
 
     def release(self, answer: AnswerStream) -> None:
-        """Release an answer's log-probabilities, which were sent or will never be; repeating it is
-        harmless."""
+        """Release an answer's log-probabilities, which were sent or will never be.
+
+        A second release does nothing.
+        """
         self.num_logprobs -= answer.num_reserved_logprobs
         answer.num_reserved_logprobs = 0
         assert self.num_logprobs >= 0, "more is released than was reserved"

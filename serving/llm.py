@@ -87,8 +87,10 @@ class LLM:
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation or several with the model's own chat template; otherwise like
-        `generate`."""
+        """Answer one conversation or several with the model's own chat template.
+
+        The arguments and the results are otherwise those of `generate`.
+        """
         one = bool(messages) and isinstance(messages[0], Mapping)
         given = [messages] if one else messages
         options = {

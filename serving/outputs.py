@@ -66,7 +66,7 @@ class Logprob:
     decoded_token: str | None
 
 
-Logprobs = dict[int, Logprob]  # by token id: the token at this position first, then the likeliest ones
+Logprobs = dict[int, Logprob]  # keyed by token id: the token at this position first, then the likeliest ones
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ class ServedAdapters(KnownAdapters):
         # adapters of the recipe, which each engine reads by itself, at the first numbers
         self._at_start = len(self._by_name)
         self._send, self._requests = send, requests
-        self._waiting: dict[str, asyncio.Future[None]] = {}  # by the adapter's name
+        self._waiting: dict[str, asyncio.Future[None]] = {}  # keyed by the adapter's name
 
     async def load(self, name: str, path: str) -> None:
         """Load the adapter of a folder below the root.
@@ -115,8 +115,7 @@ class ServedAdapters(KnownAdapters):
         self._waiting.clear()
 
     def check(self, request: Request) -> None:
-        """Raise Unavailable if a request's place no longer holds the adapter that the request was parsed
-        for."""
+        """Raise Unavailable if a request's place no longer holds the request's adapter."""
         held = {each.number: each for each in self.all if each.is_there}.get(request.adapter)
         is_same = held is not None and request.cache_salt.endswith(held.files.digest)
         if request.adapter and not is_same:

@@ -73,8 +73,10 @@ class ServerOptions:
 
 
 class SignalFreeServer(uvicorn.Server):
-    """A server that leaves signals to `_serve`, which first lets requests end and only then stops
-    listening."""
+    """A server that leaves signals to `_serve`.
+
+    `_serve` first lets requests end and only then stops listening.
+    """
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

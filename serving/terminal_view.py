@@ -45,8 +45,10 @@ class Scrape:
         return max(0.0, grown) / max(1e-9, self.at_s - before.at_s)
 
     def quantile(self, before: Scrape, name: str, part: float) -> float | None:
-        """Estimate a quantile of a histogram's values since another scrape, as Prometheus does; None without
-        values."""
+        """Estimate a quantile of a histogram's values since another scrape.
+
+        The estimate is Prometheus's; without values it is None.
+        """
         bounds = sorted((float(bound), bound) for bound in self.values.get(f"{name}_bucket", {}))
         counts = [self.get(f"{name}_bucket", each) - before.get(f"{name}_bucket", each) for _, each in bounds]
         if not counts or counts[-1] <= 0:

@@ -19,7 +19,7 @@ from recipes.schema.parallel_section import LEADER_PORT, ParallelSection
 from recipes.schema.recipe_error import RecipeError
 
 HERE = "127.0.0.1"
-RANK_TABLE = Path("/user/serverid/devindex/config/hccl.json")  # where the Ascend Operator mounts it
+RANK_TABLE = Path("/user/serverid/devindex/config/hccl.json")  # the Ascend Operator mounts it there
 _LOOKS_S = 1.0  # interval between checks whether the rank table is complete
 _PORTS_OF_JOBS = 1000  # this many SLURM jobs that share a node use different ports
 
@@ -28,14 +28,15 @@ Environment = Mapping[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """The machines of an engine, of which this one is `node`, counted from 0; each holds the same number of
-    ranks.
+    """The machines of an engine, of which this one is `node`, counted from 0.
+
+    Each machine holds the same number of ranks.
 
     The first machine leads: the others find it at `leader`, where its store listens on `port`. Port 0 is any
     free port, which the leader announces.
     """
 
-    source: str  # in words, where this was found
+    source: str  # description of the source of these values
     num_nodes: int = 1
     node: int = 0
     leader: str = HERE

@@ -56,9 +56,9 @@ class BuiltEngine:
     engine: Engine
     runner: ModelRunner
     config: DecoderConfig
-    memory: MemoryPlan  # as planned; a later resize changes only the engine's pools
+    memory: MemoryPlan  # the plan at the start; a later resize changes only the engine's pools
     device_name: str
-    largest_step_s: float  # as measured before serving
+    largest_step_s: float  # measured before serving
     facts: dict[str, Any]  # what its scheduler is made of, for recordings
     experts: ExpertCounts | None = None  # set where experts are counted
     ranks: Ranks | None = None  # set where there are several ranks
@@ -144,7 +144,7 @@ def assemble(
     log.info("device: %s", machine.name)
     experts = ExpertCounts(decoder) if recipe.device.count_experts and world.rank == 0 else None
     captured_bytes = _first_steps(recipe, runner, scheduler.max_batch_tokens, tell)
-    world.meet("the meeting after compiling", wait_s)  # so that the time of the largest step includes no wait
+    world.meet("the meeting after compiling", wait_s)  # then the time of the largest step includes no wait
     tell("running its largest step")
     memory, largest_step_s = _measure(recipe, config, memory, engine, runner, machine, world, captured_bytes)
     machine.settle(runner)
@@ -245,8 +245,10 @@ def _check_recording(path: Path) -> None:
 
 
 def _first_steps(recipe: Recipe, runner: ModelRunner, budget: int, tell: Callable[[str], None]) -> int:
-    """Compile and capture what steps need, and return the bytes of device memory that captured graphs
-    hold."""
+    """Compile and capture what steps need.
+
+    Returns the bytes of device memory that captured graphs hold.
+    """
     tell("compiling and running its first steps")
     warm_up(runner, budget)
     captured_bytes = 0

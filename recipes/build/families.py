@@ -193,8 +193,10 @@ def decoder_config(hf: Mapping[str, Any]) -> DecoderConfig:
 
 
 def config_in(path: Path) -> DecoderConfig:
-    """Return the decoder of a checkpoint directory; raises ValueError like `decoder_config`, with its
-    path."""
+    """Return the decoder of a checkpoint directory.
+
+    Raises ValueError like `decoder_config`, with the directory's path.
+    """
     hf = read(path)
     try:
         return decoder_config(hf)

@@ -88,8 +88,10 @@ def quantize(source: Path, target: Path) -> tuple[int, int]:
 def _quantized(
     file: Path, names: set[str], sizes: dict[str, int], config: DecoderConfig, files: list[Path]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a file as they are to be written; scales of 8-bit floats are applied and
-    dropped."""
+    """Yield the tensors of a file as they are to be written.
+
+    Scales of 8-bit floats are applied and dropped.
+    """
     with open_checkpoint(file) as opened:
         for name in names_in(opened):
             tensor = opened.get_tensor(name)

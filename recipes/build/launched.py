@@ -20,7 +20,7 @@ from recipes.schema.command_line import positionals
 from recipes.schema.reader import load
 from recipes.schema.recipe import Recipe
 
-VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}  # by the kind of device
+VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}  # keyed by the kind of device
 _CHANGE = re.compile(r"[a-z]+\.[a-z_.]+=")
 
 

@@ -66,8 +66,10 @@ class Machine(ABC):
 
     @abstractmethod
     def operators(self, shape: AttentionShape) -> tuple[Ops, Attention]:
-        """Return the device's operators and attention, the latter plain torch where the recipe asks for
-        it."""
+        """Return the device's operators and attention.
+
+        The attention is plain torch where the recipe asks for it.
+        """
 
     def join(self, group: Group) -> None:
         """Do what the ranks of an engine do together before its memory is measured."""
@@ -185,8 +187,8 @@ class Cuda(Accelerator):
         from attention.cuda.attention import CudaAttention
         from models.ops.cuda import CudaOps
 
-        # For other types and devices, torch's grouped product waits for the device to report where groups
-        # end.
+        # Where other types or devices compute, torch's grouped product waits for the device to report where
+        # groups end.
         is_grouped = shape.dtype == torch.bfloat16 and torch.cuda.get_device_capability(self.device) >= (9, 0)
         ops = CudaOps(
             batch_invariant=self.asked.batch_invariant,
@@ -322,8 +324,10 @@ def group_limits(names: str, root: Path, file: str) -> list[int]:
 
 
 def _text_of(path: Path) -> str:
-    """Return a file's text, or "" if the system lacks it or does not let us read it, so that no limit is
-    known."""
+    """Return a file's text, or "" if it is missing or must not be read.
+
+    No limit is known then.
+    """
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:

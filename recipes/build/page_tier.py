@@ -59,8 +59,10 @@ def attach_tier(recipe: Recipe, engine: Engine, runner: ModelRunner, memory: Mem
 
 
 def _facts(recipe: Recipe, runner: ModelRunner, longest_tokens: int, pages: PageBytes) -> dict[str, object]:
-    """Return all that a page's content depends on besides its tokens and its salt, which includes its
-    adapter."""
+    """Return all that a page's content depends on besides its tokens and its salt.
+
+    The salt includes the request's adapter.
+    """
     config = runner.config
     draft = draft_config(recipe, config)
     return {
@@ -82,8 +84,10 @@ def _weights(recipe: Recipe) -> object:
 
 
 def digests(path: Path | None) -> list[str] | None:
-    """Return the digests of all tensor files of a checkpoint, since a single changed number makes another
-    model."""
+    """Return the digests of all tensor files of a checkpoint.
+
+    A checkpoint in which a single number differs is another model.
+    """
     if path is None:
         return None
     with ThreadPoolExecutor(_READERS) as readers:

@@ -80,8 +80,7 @@ class Ranks:
         ranks, within_s = recipe.parallel.ranks, recipe.parallel.connect_timeout_s
         here = cluster.ranks_of(0, ranks)
         devices = devices_of(recipe, len(here))
-        # With several machines, others may know this one by an address that is not its own, such as a
-        # service's.
+        # Other machines may know this one by an address that is not its own, such as a service's.
         near = HERE if cluster.leader in (HERE, "localhost") else ""
         with bound(near, 0) as server, bound(near, cluster.port) as of_store:
             port = of_store.getsockname()[1]
@@ -225,8 +224,10 @@ def devices_of(recipe: Recipe, ranks: int) -> list[str | None]:
 
 
 def stay_near(cluster: Cluster) -> None:
-    """Let the ranks of one machine meet on its loopback, since its host name may resolve to another
-    address."""
+    """Let the ranks of one machine meet on its loopback.
+
+    Its host name may resolve to another address.
+    """
     if cluster.leader in (HERE, "localhost"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 

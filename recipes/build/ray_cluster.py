@@ -75,8 +75,10 @@ class LaunchActor:
 def started(
     arguments: Sequence[str], environment: Mapping[str, str], when_alone: signal.Signals
 ) -> subprocess.Popen[bytes]:
-    """Start scripts/launch.sh, which gets the signal when the thread that started it ends, however that
-    ends."""
+    """Start scripts/launch.sh with these arguments.
+
+    It gets the signal when the thread that started it ends, however that ends.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     return subprocess.Popen(
         ["bash", str(ROOT / "scripts" / "launch.sh"), *arguments],

@@ -34,7 +34,7 @@ def serve(fleet: RayFleet, say: Callable[[str], None]) -> int:
     # a list and no lock, since a handler may run between any two steps of this thread
     signals: list[int] = []
     with connected() as ray:
-        for number in (signal.SIGTERM, signal.SIGINT):  # after Ray, which sets handlers of its own
+        for number in (signal.SIGTERM, signal.SIGINT):  # set after Ray's own handlers
             signal.signal(number, lambda number, _: signals.append(number))
         replicas = ReplicaSet(
             lambda name: RayReplica(ray, fleet.job, name, say), router, fleet.bounds, fleet.drain_s, say

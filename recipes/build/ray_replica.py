@@ -81,8 +81,10 @@ class ReplicaAgent:
         return own_address(), Ports.free()
 
     def start(self, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Start the command; it is killed when this actor ends, so that its devices are free for the next
-        one."""
+        """Start the command.
+
+        It is killed when this actor ends, so that its devices are free for the next one.
+        """
         self._process = started(arguments, environment, signal.SIGKILL)
 
     def status(self) -> int | None:
@@ -97,8 +99,10 @@ class ReplicaAgent:
 
 
 class RayReplica:
-    """A replica that was requested from Ray, for a `ReplicaSet`, which only polls it; a thread waits for
-    Ray."""
+    """A replica that was requested from Ray, for a `ReplicaSet`.
+
+    The set only polls it; a thread waits for Ray.
+    """
 
     def __init__(self, ray: Any, job: ReplicaJob, name: str, say: Callable[[str], None]) -> None:
         self.url: str | None = None

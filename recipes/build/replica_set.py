@@ -126,8 +126,10 @@ class ReplicaSet:
         )
 
     def _adjust(self, told: ToldFleet | None, now_s: float) -> None:
-        """Start missing replicas, or let a surplus one leave: first one that is not ready, then the least
-        used."""
+        """Start missing replicas, or let a surplus one leave.
+
+        A replica that is not ready leaves first, then the one with the fewest requests.
+        """
         while len(self._staying) < self._scale.wanted and now_s >= self._not_before_s:
             self._num_placed += 1
             name = f"replica {self._num_placed}"

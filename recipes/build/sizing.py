@@ -41,8 +41,9 @@ def plan_memory(
     host_memory: int | None = None,
     num_host_pages: int | None = None,
 ) -> MemoryPlan:
-    """Return the plan of a recipe; raises RecipeError, with what is missing and the key to change, if it
-    cannot fit.
+    """Return the plan of a recipe.
+
+    Raises RecipeError if it cannot fit, with what is missing and the key to change.
 
     With `memory_bytes` None, the memory is that of the recipe's device; with `activation_bytes` None, it is
     estimated; with `host_memory` None, it is that of this machine; with `num_host_pages` None, it follows
@@ -107,8 +108,9 @@ def _with_pages(
 
 
 def estimate(recipe: Recipe, config: DecoderConfig, vocab_size: int | None = None) -> int:
-    """Return the bytes that the largest step takes beside weights and cache, for a plan without a loaded
-    model.
+    """Return the bytes that the largest step takes beside weights and cache.
+
+    The estimate serves plans that are made before a model is loaded.
 
     They consist of all that one layer holds at once, the scores of the longest span that the budget allows,
     what plain attention makes of the longest request, and the logits of all slots as the sampler works on
@@ -157,8 +159,10 @@ def _read_bytes(config: DecoderConfig, num_tokens: int, *, in_float32: bool) -> 
 
 
 def step_tokens(recipe: Recipe, config: DecoderConfig) -> int:
-    """Return the most tokens of a step; where the longest request sets it, the longest possible one is
-    assumed."""
+    """Return the most tokens of a step.
+
+    Where the longest request sets it, the longest possible request is assumed.
+    """
     num_tokens = completed(recipe.scheduler, _longest_cached(recipe, config)).section.max_batch_tokens
     assert num_tokens is not None, "only a policy of whole prompts can do without it"
     return num_tokens
@@ -173,8 +177,10 @@ def _longest_cached(recipe: Recipe, config: DecoderConfig) -> int:
 
 
 def max_positions(config: DecoderConfig) -> int:
-    """Return the positions that a model reaches with its rotary embedding scaled as its configuration
-    says."""
+    """Return the positions that a model reaches.
+
+    Its rotary embedding is scaled as its configuration says.
+    """
     rope = config.rope
     if rope.is_within:
         return config.max_positions
@@ -186,8 +192,9 @@ def max_positions(config: DecoderConfig) -> int:
 
 
 def _packed_bytes(recipe: Recipe, config: DecoderConfig) -> int:
-    """Return what linear layers take beyond their stored size, in the form in which the device multiplies
-    them.
+    """Return what linear layers take beyond their stored size.
+
+    The device may multiply them in another form.
 
     A CPU without bfloat16 keeps them in float32, and a tied head is kept apart from the embedding in its own
     order.
@@ -208,8 +215,10 @@ def _packed_bytes(recipe: Recipe, config: DecoderConfig) -> int:
 
 
 def _adapter_bytes(recipe: Recipe, part: DecoderConfig) -> int:
-    """Return the bytes of the places for adapters; raises RecipeError for a model that cannot have
-    adapters."""
+    """Return the bytes of the places for adapters.
+
+    Raises RecipeError for a model that cannot have adapters.
+    """
     asked = recipe.adapters
     if not asked.most:
         return 0
@@ -229,8 +238,10 @@ def _decoders(recipe: Recipe, config: DecoderConfig, share: Share) -> list[Decod
 
 
 def _estimate(recipe: Recipe, decoders: list[DecoderConfig], vocab_size: int) -> int:
-    """Estimate as `estimate` does for decoders that compute one after the other, with the features of a
-    head."""
+    """Estimate the largest step of decoders that compute one after the other.
+
+    The features that a head reads of the first decoder are included.
+    """
     tapped = sum(
         step_tokens(recipe, each) * (len(each.taps) + 1) * each.hidden_size * each.dtype_bytes
         for each in decoders
@@ -253,8 +264,10 @@ def _check_positions(recipe: Recipe, decoders: list[DecoderConfig], longest_toke
 
 
 def _slot_bytes(recipe: Recipe, configs: list[DecoderConfig], longest_tokens: int) -> int:
-    """Return the bytes of the token ids and page tables of all slots, and of the tables of rotary
-    embeddings."""
+    """Return the bytes of the slot table and of the tables of rotary embeddings.
+
+    The slot table has the token ids and the page table of each slot.
+    """
     rope_bytes = sum(
         longest_tokens * 2 * max(rope.dim, rope.width) * each.dtype_bytes
         for each in configs

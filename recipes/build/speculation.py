@@ -22,7 +22,7 @@ PROPOSERS: dict[str, Callable[[SlotPool], Proposer]] = {
     "eagle3": lambda slots: DraftModel(),
     "mtp": lambda slots: DraftModel(),
 }
-# For kinds whose drafts the device makes, this is what the device computes for them.
+# What the device computes for drafts, for the kinds whose drafts it makes.
 ON_DEVICE: dict[str, DraftSpans] = {"draft": model_spans, "eagle3": head_spans, "mtp": head_spans}
 WINDOW = 100  # default of speculation.window
 

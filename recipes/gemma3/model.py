@@ -32,8 +32,10 @@ NORMS = tuple(
 
 
 def config(hf: Mapping[str, Any]) -> DecoderConfig:
-    """Return the decoder of a parsed config.json; layers with a window have a rotary embedding of their
-    own."""
+    """Return the decoder of a parsed config.json.
+
+    Layers with a window have a rotary embedding of their own.
+    """
     hf = {**DEFAULTS, **hf}
     for key in UNUSED:
         if hf.get(key) is not None:

@@ -20,8 +20,10 @@ DEFAULTS = {
 
 
 def config(hf: Mapping[str, Any]) -> DecoderConfig:
-    """Return the decoder of a parsed config.json; half of each head is rotated, experts are as in
-    DeepSeek-V3."""
+    """Return the decoder of a parsed config.json.
+
+    Half of each head is rotated, and experts are chosen as in DeepSeek-V3.
+    """
     hf = {**DEFAULTS, **hf}
     return decoder_config(
         hf,

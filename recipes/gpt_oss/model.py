@@ -27,8 +27,10 @@ YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_po
 
 
 def config(hf: Mapping[str, Any]) -> DecoderConfig:
-    """Return the decoder of a parsed config.json; every other layer, from the first, has a window, all have
-    experts."""
+    """Return the decoder of a parsed config.json.
+
+    Every other layer has a window, starting with the first, and all layers have experts.
+    """
     hf = {**DEFAULTS, **hf}
     if not hf.get("rope_scaling") and hf.get("rope_parameters") is None:  # an empty mapping means no YaRN
         hf["rope_parameters"] = YARN

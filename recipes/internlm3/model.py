@@ -20,8 +20,10 @@ BIASES = (("attention_bias", "qkv_bias"), ("mlp_bias", "bias"))
 
 
 def config(hf: Mapping[str, Any]) -> DecoderConfig:
-    """Return the decoder of a parsed config.json: a Llama with biases in all linears but the head, or in
-    none."""
+    """Return the decoder of a parsed config.json.
+
+    It is a Llama with biases in all linears but the head, or in none.
+    """
     hf = {**DEFAULTS, **hf}
     of_attention, of_mlp = (boolean(hf, new, boolean(hf, old, False)) for new, old in BIASES)
     if of_attention != of_mlp:

@@ -16,7 +16,7 @@ from models.huggingface import boolean, integer
 from models.shown import shown
 from recipes.llama.model import config as llama
 
-LEAST_LAYERS = 7  # with fewer, the three layers that it reads would not be in ascending order
+LEAST_LAYERS = 7  # the three layers that it reads would otherwise not be in ascending order
 
 
 def config(

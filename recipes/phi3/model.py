@@ -17,8 +17,10 @@ DEFAULTS = {
 
 
 def config(hf: Mapping[str, Any]) -> DecoderConfig:
-    """Return the decoder of a parsed config.json: a Llama with joined linears, and one window for all
-    layers."""
+    """Return the decoder of a parsed config.json.
+
+    It is a Llama whose linears are stored joined, with one window for all layers.
+    """
     hf = {**DEFAULTS, **hf} | _renamed_ropes(hf)
     window = None if hf.get("sliding_window") is None else integer(hf, "sliding_window")
     windows = (window,) * integer(hf, "num_hidden_layers")

@@ -13,7 +13,9 @@ DEFAULTS = {"max_position_embeddings": 32768, "num_key_value_heads": 32}
 
 
 def config(hf: Mapping[str, Any]) -> DecoderConfig:
-    """Return the decoder of a parsed config.json; queries, keys and values have a bias, the output has
-    none."""
+    """Return the decoder of a parsed config.json.
+
+    Queries, keys and values have a bias, the output has none.
+    """
     hf = {**DEFAULTS, **hf}
     return decoder_config(hf, "qwen2", windows=windows_by_layer_type(hf), attention_bias=True)

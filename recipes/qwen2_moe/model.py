@@ -22,8 +22,10 @@ DEFAULTS = {
 
 
 def config(hf: Mapping[str, Any]) -> DecoderConfig:
-    """Return the decoder of a parsed config.json: a Qwen2 with experts, and a gated one that sees every
-    token."""
+    """Return the decoder of a parsed config.json.
+
+    It is a Qwen2 with experts, one of which computes every token, weighted by a gate.
+    """
     hf = {**DEFAULTS, **hf}
     num_experts, num_chosen = integer(hf, "num_experts"), integer(hf, "num_experts_per_tok")
     if num_chosen > num_experts:

@@ -13,8 +13,10 @@ DEFAULTS = {"max_position_embeddings": 32768, "num_key_value_heads": 32, "head_d
 
 
 def config(hf: Mapping[str, Any]) -> DecoderConfig:
-    """Return the decoder of a parsed config.json; queries and keys are normed per head before they are
-    rotated."""
+    """Return the decoder of a parsed config.json.
+
+    Queries and keys are normed head by head before they are rotated.
+    """
     hf = {**DEFAULTS, **hf}
     bias = boolean(hf, "attention_bias", False)
     return decoder_config(

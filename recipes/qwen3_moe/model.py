@@ -20,8 +20,9 @@ DEFAULTS = {
 
 
 def config(hf: Mapping[str, Any]) -> DecoderConfig:
-    """Return the decoder of a parsed config.json: a Qwen3 with experts in every `decoder_sparse_step`-th
-    layer.
+    """Return the decoder of a parsed config.json.
+
+    It is a Qwen3 with experts in every `decoder_sparse_step`-th layer.
 
     A sliding window, if it is enabled, applies to every layer.
     """

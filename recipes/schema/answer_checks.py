@@ -8,8 +8,10 @@ from recipes.schema.recipe_error import RecipeError
 
 
 def answer_contradictions(tool_format: str, reasoning: str) -> Iterator[RecipeError]:
-    """Yield what contradicts `server.tool_format` or `server.reasoning`, since channels hold reasoning and
-    calls."""
+    """Yield what contradicts `server.tool_format` or `server.reasoning`.
+
+    Channels hold both reasoning and calls.
+    """
     if (tool_format == "harmony") != (reasoning == "harmony"):
         yield RecipeError(
             ("server.tool_format", "server.reasoning"),

@@ -41,8 +41,10 @@ def add_recipe(parser: argparse.ArgumentParser) -> None:
 
 
 def positionals(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments that are neither options nor values of options, where the verb does not parse
-    them."""
+    """Return the arguments that are neither options nor values of options.
+
+    It serves callers that do not parse the verb's command line.
+    """
     found, rest = [], iter(arguments)
     for argument in rest:
         if argument == "--":

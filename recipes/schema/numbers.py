@@ -9,7 +9,7 @@ from collections.abc import Callable
 MOST_SEED = 2**32 - 1
 MOST_COUNT = 10**6  # most requests, runs or steps of one measurement, all of which are kept
 MOST_TOKENS = 2**20  # most tokens of an invented prompt, answer or chunk; the longest contexts have this size
-MOST_WAIT_S = 1e6  # about twelve days
+MOST_WAIT_S = 1e6  # twelve days, approximately
 RATES_PER_S = (1e-4, 1e9)  # one request in three hours, and more than any engine takes
 
 

@@ -10,7 +10,7 @@ from recipes.schema.keys import key
 from recipes.schema.recipe_error import RecipeError
 
 MOST_RANKS = 1024
-LEADER_PORT = 29_400  # where ranks of other nodes join, unless a launcher names another port
+LEADER_PORT = 29_400  # ranks of other nodes join at this port, unless a launcher names another
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -256,7 +256,9 @@ def _leaf(name: str) -> str:
 
 
 def _alike(leaf: str) -> list[str]:
-    """Return the keys that resemble this one without their sections, since a common section makes names
-    alike."""
+    """Return the keys that resemble this one when their sections are ignored.
+
+    An equal section would make any two names alike.
+    """
     near = difflib.get_close_matches(leaf, {_leaf(key) for key in KEYS}, n=len(KEYS))
     return [key for key in KEYS if _leaf(key) in near]

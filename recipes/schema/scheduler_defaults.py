@@ -70,7 +70,11 @@ def longest_request(asked: SchedulerSection, longest_tokens: int) -> int:
 
 
 def _prompt_share(asked: SchedulerSection) -> float | None:
-    """Return the smallest share of the budget for prompts that leaves exactly one decode for each slot."""
+    """Return a share of the budget for prompts that leaves one decode for each slot.
+
+    It is nudged upwards where rounding down would lose a prompt token. None means that no allowed share does
+    so.
+    """
     if asked.max_batch_tokens is None or asked.max_batch_tokens <= asked.num_slots:
         return None
     prompt_tokens = asked.max_batch_tokens - asked.num_slots

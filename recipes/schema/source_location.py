@@ -43,8 +43,10 @@ class _Problem(Exception):
 
 
 def parse(text: str, name: str, *, numbered: bool = True) -> Located:
-    """Return the single document of a text; raises RecipeError with `name` and, if numbered, the line as its
-    place."""
+    """Return the single document of a text.
+
+    Raises RecipeError with `name` and, if numbered, the line as its place.
+    """
     try:
         _check_events(text)
         node = yaml.compose(text, yaml.SafeLoader)

@@ -11,7 +11,8 @@ from recipes.schema.keys import key
 from recipes.schema.recipe_error import RecipeError
 
 DRAFTERS = {"draft": "draft model", "eagle3": "head"}  # what is at draft_path, by kind
-MOST_ON_NPU = 15  # with the token before them, a decode's 16 query tokens in npu_fused_infer_attention_score
+# npu_fused_infer_attention_score takes 16 query tokens a decode: these drafts and the token before them
+MOST_ON_NPU = 15
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

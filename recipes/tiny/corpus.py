@@ -28,8 +28,10 @@ Document = list[tuple[str, bool]]  # pieces of text; True: the model learns to w
 
 
 def held_out(a: int, b: int) -> bool:
-    """Return whether the sum of `a` and `b` is kept from training; symmetric, and true for one pair in
-    ten."""
+    """Return whether the sum of `a` and `b` is kept from training.
+
+    The rule is symmetric, and true for one pair in ten.
+    """
     low, high = sorted((a, b))
     digest = hashlib.sha256(f"{low}+{high}".encode()).digest()
     return int.from_bytes(digest[:8], "big") % 10 == 0
@@ -176,8 +178,10 @@ def chat(rng: random.Random, num_turns: int, prompted: float, carries: float) ->
 
 
 def documents(seed: int, *, long: bool) -> Iterator[Document]:
-    """Yield the corpus, without end; if `long`, chats have many turns, and most a system prompt, else one
-    turn."""
+    """Yield the corpus, without end.
+
+    If `long`, chats have many turns, and most a system prompt; otherwise they have one turn.
+    """
     rng = random.Random(seed)
     while True:
         kind = rng.random()

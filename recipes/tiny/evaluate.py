@@ -31,8 +31,10 @@ def answers(directory: Path, prompts: Sequence[Sequence[int]], max_new_tokens: i
 
 
 def accuracy(directory: Path, count: int, *, chat: bool, seed: int = 0) -> float:
-    """Return the fraction of `count` held-out sums answered right; if `chat`, asked under the system
-    prompt."""
+    """Return the fraction of `count` held-out sums that are answered right.
+
+    If `chat`, they are asked under the system prompt.
+    """
     tokenizer = AutoTokenizer.from_pretrained(directory)
     sums = held_out_sums(count, seed)
     if chat:
@@ -57,8 +59,9 @@ def report(directory: Path, count: int = 1000) -> str:
 
 
 def turns_right(directory: Path, count: int, *, long: bool, seed: int = 10**6) -> float:
-    """Return the fraction of `count` turns that the agent writes exactly as the corpus has them, reasoning
-    included.
+    """Return the fraction of `count` turns that the agent writes as the corpus has them.
+
+    The reasoning must be equal, too.
 
     Nearly all of their numbers occur in no document that it has read.
     """

@@ -90,8 +90,10 @@ AGENT = TrainingPlan(
 
 
 def train_tokenizer(target: Path, language: Language, *, seed: int = 0, num_documents: int = 20_000) -> None:
-    """Write `target`/tokenizer.model; any text survives a round trip, since rare characters are spelt as
-    bytes."""
+    """Write `target`/tokenizer.model.
+
+    Any text survives a round trip, since rare characters are spelt as bytes.
+    """
     pieces = (
         line
         for document in itertools.islice(language.documents(seed, long=True), num_documents)

@@ -103,8 +103,9 @@ class SampleAnswers:
     def push(
         self, index: int, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs], reason: str | None
     ) -> list[AnswerDelta]:
-        """Add tokens to a sample and return the new parts of answers; `reason` says why the last token ended
-        it.
+        """Add tokens to a sample and return the new parts of answers.
+
+        `reason` says why the last token ended the sample; None: it did not.
 
         A stop string in the text may also end the sample here: its `finish_reason` is then "stop" although no
         reason was given.
@@ -226,8 +227,10 @@ class AnswerStream(SampleAnswers):
         return not self.num_open and not self._unread and self.failure is None
 
     async def next(self) -> list[AnswerDelta]:
-        """Wait for new parts and return them; empty once everything is read. Raises the failure that ended
-        it."""
+        """Wait for new parts and return them; empty once everything is read.
+
+        Raises the failure that ended the answers.
+        """
         while not self._unread:
             if self.failure is not None:
                 raise self.failure

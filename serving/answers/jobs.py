@@ -105,7 +105,7 @@ class JobRun:
         self._sleep = sleep
         self._patient = patient
         self._pending = deque(sorted(jobs, key=lambda job: job.request.arrival_s))
-        # by a sample's id: its job, and its index among the job's samples
+        # keys are samples' ids, values the job and the sample's index in it
         self._running: dict[str, tuple[_Running, int]] = {}
         self._finished: deque[Request] = deque()  # requests that were ended in the engine by anyone
         self._reading: set[str] = set()  # ids of the samples that stop strings may end

@@ -18,7 +18,7 @@ from continuous_batching.system_error import in_one_line
 from models.file_bounds import MOST_JSON_BYTES, read_bounded
 from serving.text.field_types import LAST_ID
 
-GATEWAY = "*"  # as a key's tenant: the key may name the tenant of each request
+GATEWAY = "*"  # stands for a key's tenant where the key may name the tenant of each request
 _PRIORITY = "max_priority="
 
 
@@ -52,13 +52,14 @@ class Client:
 
     @property
     def may_operate(self) -> bool:
-        """Whether this client is an operator: the environment's key, a gateway, or anybody if there are no
-        keys."""
+        """Whether this client is an operator.
+
+        The environment's key and gateways are; without keys, anybody is.
+        """
         return self.max_priority is None
 
     def tenant_for(self, named: str | None, user: str | None) -> str:
-        """Return the tenant that a request counts against, given the tenant and the user that it names, if
-        any.
+        """Return the tenant of a request, given the tenant and the user that it names, if any.
 
         Raises BadRequest where the key may not name a tenant other than its own, which would evade its share.
         """

@@ -105,8 +105,10 @@ class Batches:
         return _LOOK_S
 
     async def _turn(self) -> bool:
-        """Begin and end batches, and begin as many lines as there is room for; returns whether a batch is
-        open."""
+        """Begin and end batches, and begin as many lines as there is room for.
+
+        Returns whether any batch is open.
+        """
         found = {each.id: each for each in await self.call(BatchStore.open_batches)}
         for each in self._active:
             if each.batch.id in found:

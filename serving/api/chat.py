@@ -81,8 +81,10 @@ class ChatFormat:
         return choice
 
     def event(self, delta: AnswerDelta, index: int) -> Json:
-        """Return an event of a choice; the role comes with the first token, because clients time the first
-        event."""
+        """Return an event of a choice.
+
+        The role comes with the first token, because clients time the first event.
+        """
         said = self._spoken.push(index, delta)
         content, calls = said.content, said.calls
         message: Json = _of_thoughts(said.thoughts)

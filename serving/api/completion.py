@@ -76,7 +76,7 @@ class CompletionFormat:
         self._body = body
         self._with_logprobs = body.logprobs is not None
         self._hides_answer = hides_answer(body)
-        self._offsets: dict[int, TextOffset] = {}  # by the index of each choice that has begun
+        self._offsets: dict[int, TextOffset] = {}  # keyed by the index of each choice that has begun
 
     def choice(self, delta: AnswerDelta, index: int) -> Json:
         """Return a whole choice."""

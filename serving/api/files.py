@@ -78,7 +78,7 @@ def files_router(batches: Batches, route: type[APIRoute]) -> APIRouter:
         response = StreamedResponse(pieces, lambda: None, asyncio.Event().wait, "application/jsonl")
         response.headers["content-length"] = str(
             file.num_bytes
-        )  # without a length, half of a file that is deleted meanwhile would look complete
+        )  # otherwise half of a file that is deleted meanwhile would look complete
         return response
 
     @routes.delete("/{file_id}")

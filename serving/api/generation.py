@@ -82,8 +82,10 @@ class Generation:
         self._turns = turns
 
     def fields(self, body: RequestBody, request: Request) -> dict[str, Any]:
-        """Return the fields that `parse_request` reads besides the prompt; raises NotFound for another
-        model."""
+        """Return the fields that `parse_request` reads besides the prompt.
+
+        Raises NotFound for another model.
+        """
         self._names.asked(body.model)
         fields = body.model_dump(exclude=_ONLY_HTTP | body.apart, exclude_none=True)
         client: Client = request.state.client
@@ -198,7 +200,7 @@ class _Writer:
                         await self._turns.next()
                         ready = next(pieces, b"")
                     if len(self._answers) == 1 and self._answers[0].is_read:
-                        break  # with several answers, one may be read and not yet written
+                        break  # one of several answers may be read and not yet written
                     if ready:
                         yield ready
                     ready = b""
@@ -259,8 +261,10 @@ class _Writer:
         return [each[index] for each in known for index in sorted(each)]
 
     async def _unless_gone(self, receive: Receive, work: Awaitable[Value]) -> Value:
-        """Return the result of `work`; if the client disconnects first, end the answers and raise
-        ClientGone."""
+        """Return the result of `work`.
+
+        If the client disconnects first, the answers are ended, and ClientGone is raised.
+        """
         tasks = [asyncio.ensure_future(work), asyncio.ensure_future(gone(receive))]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -49,7 +49,7 @@ class LivePage:
         self._seen: dict[str, Any] = {}
         # the owner who may see a slot, and its content
         self._slots: list[tuple[str | None, dict[str, Any]] | None] = []
-        self._asked: dict[int, dict[str, Any]] = {}  # by the number of each stream in a slot
+        self._asked: dict[int, dict[str, Any]] = {}  # keyed by the number of each stream in a slot
         self._events: dict[str, bytes] = {}  # events of the last query, by viewer's key
         self._news = asyncio.Event()
 
@@ -135,8 +135,10 @@ class LivePage:
         }
 
     def _asked_by(self, stream: int, answer: AnswerStream) -> dict[str, Any]:
-        """Return the form of its answer, the number of its tools, and its adapter; absent ones are left
-        out."""
+        """Return the form of an answer, the number of its tools, and its adapter.
+
+        What the request does not have is left out.
+        """
         if stream not in self._asked:
             grammar, number = answer.request.params.grammar, answer.request.adapter
             form = None if grammar is None else form_of(grammar)
@@ -156,8 +158,10 @@ def _raise_defect(looking: asyncio.Task[None]) -> None:
 
 
 def page_map(view: View) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Return the state of each page except the null page; a cell of several pages has their commonest
-    state."""
+    """Return the state of each page except the null page.
+
+    Where a cell stands for several pages, it has their most frequent state.
+    """
     holders = np.frombuffer(view.holders, dtype=np.uint8)[1:]
     cached = np.frombuffer(view.cached, dtype=np.uint8)[1:].astype(bool)
     users = holders.astype(np.int16) - cached

@@ -14,8 +14,10 @@ from serving.text.tokenizer import Text
 
 
 def token_name(text: Text | None, token: int) -> str:
-    """Return a token as text, or as its bytes in OpenAI's notation if they are not valid UTF-8 by
-    themselves."""
+    """Return a token as text.
+
+    If its bytes are not valid UTF-8 by themselves, they are written in OpenAI's notation.
+    """
     if text is None:
         return f"token_id:{token}"
     data = text.token_bytes(token, skip_special_tokens=False)
@@ -67,8 +69,10 @@ def _tops(text: Text | None, entry: TokenLogprobs) -> dict[str, float]:
 
 
 def by_token(text: Text | None, entries: Sequence[TokenLogprobs]) -> list[Any] | Items:
-    """Return a prompt's entries in vLLM's format: per position, values of its token and of the likeliest
-    ones."""
+    """Return a prompt's entries in vLLM's format.
+
+    Each position has values of its token and of the likeliest ones.
+    """
     first: Iterator[Json | None] = iter([None])  # the first token has no token before it
     return items(chain(first, (_values(text, entry) for entry in entries)), 1 + len(entries))
 

@@ -92,8 +92,10 @@ def router(llm: AsyncLLM, names: ModelNames) -> APIRouter:
 
 
 def metrics_router(llm: AsyncLLM, model: str) -> APIRouter:
-    """Return a router with the routes of figures, which need a key where others do; Prometheus can send
-    one."""
+    """Return a router with the routes of figures.
+
+    They need a key where other routes do; Prometheus can send one.
+    """
     routes = APIRouter()
     exposition = Exposition(llm.stats, model, lambda: llm.engine.pid)
 

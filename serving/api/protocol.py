@@ -26,7 +26,7 @@ MOST_WAITING = 64  # pipelined requests that may wait on one connection
 MOST_WAITING_BYTES = 2**20  # bytes of the bodies of waiting requests
 LINGER_S = 2.0  # time that a refused client has to read why, while what it still sends is discarded
 PROBE_S = 0.5  # interval between checks whether a client that has ended its sending still reads
-WHOLE_S = 60.0  # from a request's first byte, or from a connection's start, to the request's last byte
+WHOLE_S = 60.0  # time from a request's first byte, or a connection's start, to the request's last byte
 
 _TOO_MANY = (
     f"behind a request {MOST_WAITING} others and {MOST_WAITING_BYTES} bytes may wait on one connection; send"
@@ -43,8 +43,9 @@ def _nobody_asks() -> None:
 
 
 class ResponseTransport:
-    """A transport that delays the head of a response until the first piece of its body, for at most one turn
-    of the event loop.
+    """A transport that delays the head of a response until the first piece of its body.
+
+    The delay lasts one turn of the event loop at most.
 
     Sending the head on its own would wake the client for it, which costs more than the head itself. Where a
     client `still_sends`, `close` first ends only our sending direction for a while; otherwise the system
@@ -149,8 +150,10 @@ class Protocol(HttpToolsProtocol):
                 when_gone()
 
     def data_received(self, data: bytes) -> None:
-        """Parse bytes, and count those of an unfinished head or trailer, on which the parser reports
-        nothing."""
+        """Parse bytes, and count those of an unfinished head or trailer.
+
+        The parser reports nothing on them before they end.
+        """
         if self._is_refused or self._responses.is_lingering:
             return
         self._has_reported = False
@@ -169,8 +172,10 @@ class Protocol(HttpToolsProtocol):
             self._start_timer()  # only a line break between requests came, or the rest of a refused request
 
     def eof_received(self) -> bool:
-        """Handle the end of the client's sending; complete requests are answered, unless the client is
-        gone."""
+        """Handle the end of the client's sending.
+
+        Complete requests are answered, unless the client is gone.
+        """
         self._responses.flush()
         if self._in_request and not self._responses.is_closing():
             self._refuse(400, "the request ended before it was whole; send it again", lingers=False)
@@ -274,7 +279,8 @@ class Protocol(HttpToolsProtocol):
             lines = [method + b" " + self.url + b" HTTP/" + version]
             lines += [name + b": " + value for name, value in self.headers if name != b"upgrade"]
             self.parser = httptools.HttpRequestParser(self)
-            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own
+            # uvicorn's parser has this leniency too
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
             self.parser.feed_data(b"\r\n".join([*lines, b"", b""]))
 
     def _refuse(self, status: int, message: str, *, lingers: bool = True) -> None:

@@ -27,7 +27,7 @@ from serving.api.errors import whole
 from serving.api.ignored_fields import IGNORED, Ignored, problem_of
 from serving.text.field_types import LONGEST_NAME, MOST_ALLOWED
 
-_MOST_BIASES = 1024  # as in SamplingParams
+_MOST_BIASES = 1024  # SamplingParams has the same bound
 
 _TEXT = {"type": "string"}
 _IDS = {"type": "array", "items": {"type": "integer"}, "minItems": 1}

@@ -78,8 +78,10 @@ class Judge(Protocol):
 
 
 class AskedJudge:
-    """Asks the model about each pair; the score is the first answer's probability relative to both
-    answers."""
+    """Asks the model about each pair of texts.
+
+    The score is the probability of the first answer relative to both answers.
+    """
 
     def __init__(self, question: Question) -> None:
         self._question = question
@@ -170,8 +172,10 @@ class Scores:
         self._head = head
 
     def whole(self, deltas: Sequence[AnswerDelta]) -> Iterator[bytes]:
-        """Yield all scores: in the order of the pairs for `/score`, the best documents first for
-        `/rerank`."""
+        """Yield all scores.
+
+        They are in the order of the pairs for `/score`; `/rerank` puts the best documents first.
+        """
         scores, body = self._judge.scores(self._pairs, self._answers), self._body
         told: Json = {**self._head, "usage": usage_of(self._answers)}
         if isinstance(body, ScoreBody):

@@ -18,8 +18,10 @@ class Turns:
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     async def next(self) -> None:
-        """Return in a round of the loop that no other waiter has; the turn lasts until the caller's next
-        await."""
+        """Return in a round of the loop that no other waiter has.
+
+        The turn lasts until the caller's next await.
+        """
         loop = asyncio.get_running_loop()
         turn: asyncio.Future[None] = loop.create_future()
         self._waiting.append(turn)

@@ -47,7 +47,7 @@ OPEN = ("validating", "in_progress", "cancelling")  # the same statuses as in th
 _LAST = 2**63 - 1  # larger than every place
 _ALL_OPEN = "SELECT * FROM batches WHERE status IN ('validating', 'in_progress', 'cancelling') ORDER BY place"
 _OPEN_OF = "SELECT id FROM batches WHERE input = ? AND status IN ('validating', 'in_progress', 'cancelling')"
-_FILES = {  # by whether the oldest file comes first
+_FILES = {  # keyed by whether the oldest file comes first
     True: "SELECT * FROM files WHERE owner = ? AND place > ? AND purpose = coalesce(?, purpose)"
     " ORDER BY place LIMIT ?",
     False: "SELECT * FROM files WHERE owner = ? AND place < ? AND purpose = coalesce(?, purpose)"
@@ -297,8 +297,10 @@ class BatchStore:
         )
 
     def end(self, batch: StoredBatch, status: Ended, check: Check) -> None:
-        """End a batch that nobody works on; `check` answers the lines without an answer, or leaves them so
-        (None)."""
+        """End a batch that nobody works on.
+
+        `check` answers the lines without an answer; where it returns None, they stay without one.
+        """
         with self._transaction():
             query = f"SELECT number, text {_UNANSWERED}"
             rest = self._db.execute(query, (batch.input, 0, batch.id)).fetchall()

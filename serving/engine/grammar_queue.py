@@ -63,8 +63,10 @@ class GrammarQueue:
         return False
 
     def take_ready(self) -> Iterator[tuple[Compiling, BadRequest | QueueFull | None]]:
-        """Yield the requests that wait no longer, in order of arrival, each with its refusal if it has
-        one."""
+        """Yield the requests that wait no longer, in order of arrival.
+
+        Each comes with its refusal, if it has one.
+        """
         waiting, self._waiting = self._waiting, []
         for each in waiting:
             assert each.work is not None, "nobody compiles it"

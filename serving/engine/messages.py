@@ -196,8 +196,10 @@ class Begun(msgspec.Struct, frozen=True, array_like=True):
 
     @staticmethod
     def of(stream: int, request: Request, unsent: list[Request]) -> Begun:
-        """Return what is known of a request; its leader is in `unsent` until its log-probabilities are
-        sent."""
+        """Return what is known of a request.
+
+        Its leader is in `unsent` until the prompt's log-probabilities are sent.
+        """
         prompt_logprobs = unsent.pop().prompt_logprobs if unsent else []
         embedding = request.embedding
         data = b"" if embedding is None else embedding.tobytes()
@@ -236,7 +238,7 @@ class Stepped(Message):
 class ExpertTable(msgspec.Struct, frozen=True, array_like=True):
     """The number of tokens that chose each expert since the engine started."""
 
-    counts: list[list[int]]  # by layer and expert; an empty list for a dense layer
+    counts: list[list[int]]  # indexed by layer and expert; an empty list for a dense layer
     num_chosen: int  # experts that a token chooses
     steps: int
 

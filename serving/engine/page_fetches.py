@@ -37,11 +37,11 @@ class Fetch:
     stream: int
     leader: Request
     source: PromptSource
-    asked_s: float  # by time.monotonic
+    asked_s: float  # time.monotonic() at the request
     connection: Connection
     number: int  # the transfer's number on the connection
     num_pages: int
-    next_page: list[int]  # by layer, the next page to write
+    next_page: list[int]  # indexed by layer: the next page to write
     until_s: float
     num_bytes: int = 0
     ends: dict[int, str] = field(default_factory=dict)

@@ -45,7 +45,7 @@ class Sending:
     request: Request
     first_page: int
     num_pages: int
-    next_page: list[int]  # by layer, the first page that was not read
+    next_page: list[int]  # indexed by layer: the first page that was not read
     until_s: float  # end of the lease: the other side waits no longer
     is_computed: bool = False
     num_bytes: int = 0
@@ -66,8 +66,8 @@ class PageSends:
         self._runner, engine.runner = engine.runner, self
         self._layer_bytes = cache.layer_bytes
         self._most_part_bytes = most_part_bytes
-        self._sendings: dict[str, Sending] = {}  # by the ids of their requests
-        # of this step: the slot's pages, and how many of them will be full
+        self._sendings: dict[str, Sending] = {}  # keyed by the ids of their requests
+        # One entry for each span of this step: the slot's pages, and how many of them will be full.
         self._spans: list[tuple[Sending, Index, int]] = []
         self._num_asked = 0
         self._num_of = Counter[PageLink]()  # number of sendings of each link
@@ -184,8 +184,10 @@ class PageSends:
             self._read(sending, layer, pages, num_full)
 
     def _read(self, sending: Sending, layer: int, pages: Index, num_full: int) -> None:
-        """Send a layer's part of these pages up to the first page that is not full, as far as there is
-        room."""
+        """Send a layer's part of these pages up to the first page that is not full.
+
+        What there is no room for is sent later.
+        """
         each, link = self._layer_bytes[layer], sending.link
         most = max(1, self._most_part_bytes // each)
         stop, first = min(num_full, sending.num_pages), sending.next_page[layer]
@@ -198,8 +200,10 @@ class PageSends:
         sending.next_page[layer] = first
 
     def _may_read(self, link: PageLink) -> bool:
-        """Return whether another part may be read; a receiver that takes nothing cannot use up the memory of
-        all."""
+        """Return whether another part may be read.
+
+        A receiver that takes nothing cannot use up the memory for all others.
+        """
         own = link.unsent_bytes
         return not own or (
             own < MOST_UNSENT_BYTES

@@ -163,8 +163,10 @@ class EngineProcess:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     async def _killed(self) -> None:
-        """Kill the process if it has not ended; a driver that hangs may keep it even so, and is not waited
-        for."""
+        """Kill the process if it has not ended.
+
+        A driver that hangs may keep it even so; that is not waited for.
+        """
         assert self._process is not None, "not started"
         if self._process.returncode is None:
             self._process.kill()

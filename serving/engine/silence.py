@@ -29,8 +29,10 @@ class Silence:
     longest_s: float = 0.0  # the longest silence that ended; it decays with time
 
     def hear(self, now_s: float) -> None:
-        """Record a message; a silence beyond the limit is ignored, since then we were the ones not
-        listening."""
+        """Record a message.
+
+        A silence beyond the limit is ignored, since then this process was the one that did not listen.
+        """
         silent_s = now_s - self.heard_s
         faded_s = self.longest_s * 0.5 ** (silent_s / _HALF_LIFE_S)
         self.longest_s = faded_s if silent_s > self.limit_s else max(silent_s, faded_s)

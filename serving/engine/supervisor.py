@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 State = Literal["starting", "ready", "lost", "draining", "dead"]
 _CHECKS_S = 0.1  # interval between checks whether the engine still answers
 _LONGEST_PAUSE_S = 30.0  # longest pause between starts of engines that end before they have made a step
-_SPARE_AFTER_S = 5.0  # after this time of undisturbed service, a spare process is kept
+_SPARE_AFTER_S = 5.0  # undisturbed service after which a spare process is kept
 LONGEST_HINT_S = 60.0  # longest delay after which a client is told to ask again, however long a start takes
 
 
@@ -56,7 +56,7 @@ class Supervisor:
         self.trouble = ""  # why the last engine ended
         self.has_failed = False  # there will be no engine, although nobody asked for that
         self.start_s = 0.0  # how long the last start took
-        self._ready_s = math.inf  # since when this engine is ready
+        self._ready_s = math.inf  # when this engine became ready
         self._had_spare = False  # whether there was a spare process when this engine was started
         # how long the last start took, with a spare process and without
         self._starts_s: dict[bool, float] = {}
@@ -90,8 +90,10 @@ class Supervisor:
         self.become("dead")
 
     def send(self, message: ToEngine) -> None:
-        """Send a message to the engine, which reads it after its current step; without an engine, do
-        nothing."""
+        """Send a message to the engine, which reads it after its current step.
+
+        Without an engine, nothing is done.
+        """
         if self._engine is not None and self.facts is not None:
             self._engine.socket.send(encode(message), zmq.NOBLOCK)
 
@@ -122,8 +124,10 @@ class Supervisor:
 
     @property
     def ready_in_s(self) -> float:
-        """The estimated time until another engine is ready, from the duration of the last start; a hint for
-        clients."""
+        """The estimated time until another engine is ready, as a hint for clients.
+
+        It follows from the duration of the last start.
+        """
         if self.state != "lost":
             return UNKNOWN_S
         return min(max(0.0, self._due_s - time.monotonic()), LONGEST_HINT_S)
@@ -194,7 +198,7 @@ class Supervisor:
         self._lose(self.trouble)
 
     def _start_expected_s(self) -> float:
-        # With a spare process, a start takes no longer than without one, so that time serves as an estimate.
+        # A start with a spare process takes no longer than one without, so that time serves as an estimate.
         return self._starts_s.get(self._spare is not None, min([UNKNOWN_S, *self._starts_s.values()]))
 
     async def _attend(self, engine: EngineProcess, born_s: float) -> None:
@@ -272,7 +276,7 @@ class Supervisor:
             return
         await self.until(lambda: self.facts is not None)
         usual_s = time.monotonic() + _SPARE_AFTER_S
-        earliest_s = 0.0  # for a slow engine, which gets another spare process where one has ended
+        earliest_s = 0.0  # when a slow engine may get another spare process, if one has ended
         while True:
             now_s, spare, is_slow = time.monotonic(), self._spare, self.status == "slow"
             if spare is not None and spare.is_running:

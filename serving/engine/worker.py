@@ -91,7 +91,7 @@ class Worker:
         if pages is not None:
             self._poller.register(pages.wake.fd, zmq.POLLIN)
         self._processors = processors or KnownProcessors({}, scheduler.vocab_size)
-        self._requests: dict[int, Request] = {}  # by stream, until the stream's end is sent
+        self._requests: dict[int, Request] = {}  # keyed by stream, until the stream's end is sent
         self._stream_of: dict[str, int] = {}
         # streams without a token so far, each with its leader until the leader's prompt log-probabilities are
         # sent
@@ -196,8 +196,10 @@ class Worker:
         return self._put(first, leader)
 
     def _put(self, first: int, leader: Request) -> bool:
-        """Give the engine a request whose samples are the streams from `first` on; returns False if it is
-        refused."""
+        """Give the engine a request whose samples are the streams from `first` on.
+
+        Returns False if the request is refused.
+        """
         try:
             self._processors.give(leader)
             self._engine.add(leader)
@@ -300,8 +302,10 @@ class Worker:
             )
 
     def _usage(self) -> Usage:
-        """Return the engine's usage plus what waits before its queue, for a grammar or for another engine's
-        pages."""
+        """Return the engine's usage plus what waits before its queue.
+
+        Requests wait there for a grammar or for another engine's pages.
+        """
         scheduler, compiling = self._engine.scheduler, self._grammars.leaders
         found = usage(scheduler, self._facts.page_bytes)
         num_fetched, fetched_tokens = (0, 0) if self._pages is None else self._pages.waiting

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 _LIMITS = {"initial_lexer_fuel": 200_000, "step_lexer_fuel": 50_000, "max_items_in_row": 4000}
 # Otherwise, where the text must go on in one way, a mask would allow only the first of its usual tokens.
 _NO_FORCING = '%llguidance {"no_forcing": true}\n'
-# Between the parts of a JSON value stands nothing, a space, or a new line with its indentation. Without a
-# bound, a model may write spaces for ever.
+# The space between the parts of a JSON value is nothing, one space, or a new line with its indentation. If it
+# had no bound, a model might write spaces for ever.
 _WHITESPACE = r"(\x20|\n[\x20\t]{0,32})"
 JSON_OPTIONS = {
     "whitespace_pattern": _WHITESPACE,

@@ -68,8 +68,10 @@ def formed_answer(grammar: str | None) -> FormedAnswer | None:
 
 
 def form_of(grammar: str) -> tuple[str, str] | None:
-    """Return the field that asked for a form, and the form's kind; None if the grammar only bounds
-    reasoning."""
+    """Return the field that asked for a form, and the form's kind.
+
+    The result is None if the grammar only bounds reasoning.
+    """
     field, kind, asked = json.loads(grammar)
     if kind == CHANNELS and asked["form"] is not None:
         return form_of(asked["form"])

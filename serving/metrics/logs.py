@@ -51,8 +51,10 @@ FORMATS = {"text": TextLines, "json": JsonLines}
 
 
 class Lines(logging.Handler):
-    """A handler that writes to a file descriptor in a thread of its own, so that only that thread can
-    hang."""
+    """A handler that writes to a file descriptor in a thread of its own.
+
+    Only that thread can hang.
+    """
 
     def __init__(self, descriptor: int) -> None:
         super().__init__()

@@ -20,8 +20,8 @@ from continuous_batching.inspection import Usage
 from serving.answers.answers import AnswerStream
 from serving.engine.messages import Beat, EngineFacts, ExpertTable, SampleEnd, StepTimes
 
-# During a request, this holds the headers by which its client names the trace it belongs to (W3C Trace
-# Context).
+# The headers by which a request's client names the trace that it belongs to (W3C Trace Context), during that
+# request.
 TRACE_HEADERS: ContextVar[Mapping[str, str]] = ContextVar("TRACE_HEADERS", default=MappingProxyType({}))
 _MOST_INTERVALS = 1000
 NO_GAUGES = Usage(*[0] * 6, 0.0, *[0] * 3, 0.0, 0.0, {}, *[0] * 6)
@@ -123,7 +123,7 @@ class ServerStats:
         self.rejects: Counter[str] = Counter()
         self.aborts: Counter[str] = Counter()
         self.ends: Counter[str] = Counter()
-        self.responses: Counter[str] = Counter()  # by HTTP status
+        self.responses: Counter[str] = Counter()  # keyed by HTTP status
         self.held_back_s: Counter[str] = Counter()
         self.counters = CounterSums()
         self.lookups = CounterSums()
@@ -258,8 +258,10 @@ class ServerStats:
         self.num_open -= len(answer.samples)
 
     def aborted(self, answer: AnswerStream, reason: str) -> None:
-        """Record an aborted request, for one reason of ABORTS; sibling: another of its prompts was
-        refused."""
+        """Record an aborted request, for one reason of ABORTS.
+
+        The reason `sibling` means that another prompt of the same request was refused.
+        """
         self.aborts[reason] += 1
 
     def first_token(self, answer: AnswerStream, since_arrival_s: float) -> None:

@@ -31,13 +31,15 @@ class Traces(ServerStats):
         super().__init__()
         self._provider = provider
         self._tracer = provider.get_tracer("continuous-batching")
-        self._spans: dict[int, Span] = {}  # by the first of a request's streams
+        self._spans: dict[int, Span] = {}  # keyed by the first of a request's streams
         self._propagator = TraceContextTextMapPropagator()
 
     @staticmethod
     def to(url: str) -> Traces:
-        """Return traces that are sent to a collector by OTLP over HTTP; raises ValueError if `url` is not a
-        URL."""
+        """Return traces that are sent to a collector by OTLP over HTTP.
+
+        Raises ValueError if `url` is not a URL.
+        """
         if urlsplit(url).scheme not in ("http", "https"):
             raise ValueError(f"--otlp-endpoint {url!r} is no URL; it is such as http://127.0.0.1:4318")
         endpoint = url if urlsplit(url).path.strip("/") else f"{url.rstrip('/')}/v1/traces"

@@ -15,8 +15,10 @@ MOST_TENANTS = 4096  # most tenants that are remembered
 
 
 class FairTurns:
-    """Lets `most_open` requests through at once; further ones wait, in fair turns by prompt tokens per
-    tenant."""
+    """Lets `most_open` requests through at once.
+
+    Further requests wait, and tenants take turns by the prompt tokens that were let through.
+    """
 
     def __init__(self, most_open: Callable[[], int]) -> None:
         self._most_open = most_open

@@ -248,8 +248,10 @@ class Proxy:
     async def _forward_whole(
         self, scope: Scope, send: Send, answer: UpstreamAnswer, replica: FleetReplica
     ) -> None:
-        """Send on an answer that is no event stream, held back until it is complete unless it is very
-        long."""
+        """Send on an answer that is no event stream.
+
+        It is held back until it is complete, unless it is very long.
+        """
         parts, num_bytes = [], 0
         while num_bytes <= _MOST_WHOLE_BYTES and (part := await answer.next()):
             parts.append(part)

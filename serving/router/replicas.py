@@ -205,8 +205,10 @@ class FleetReplica:
         return figures
 
     def _warn_once(self, path: str, trouble: str) -> None:
-        """Log what is wrong with its answers at this path, once until they are good again (`trouble` is
-        "")."""
+        """Log what is wrong with its answers at this path.
+
+        That is done once until they are good again (`trouble` is "").
+        """
         if not trouble:
             self._told_once.discard(path)
         elif path not in self._told_once:

@@ -36,8 +36,10 @@ class Lost(Exception):
 
 
 class UpstreamAnswer(asyncio.Protocol):
-    """A connection and the answer that arrives on it; `status` and `headers` are set once its head is
-    complete."""
+    """A connection and the answer that arrives on it.
+
+    `status` and `headers` are set once the answer's head is complete.
+    """
 
     def __init__(self) -> None:
         self.transport: asyncio.Transport | None = None
@@ -189,8 +191,9 @@ class Upstream:
         *,
         is_once: bool = False,
     ) -> UpstreamAnswer:
-        """Send a request, and return its answer once there is a head; raises Lost. The caller later calls
-        `done`.
+        """Send a request, and return its answer once there is a head.
+
+        Raises Lost. The caller calls `done` when it has read the answer.
 
         A kept connection may just have been closed by the server; the request is then sent again, unless this
         side has ended the connection: a server that is lost is not asked a second time. A request that

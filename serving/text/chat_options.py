@@ -19,7 +19,7 @@ from serving.text.vocabulary import SPECIAL_KEYS
 MOST_KWARGS = 32
 LONGEST_KWARGS = 16 * 1024  # characters of JSON
 DEEPEST_KWARGS = 8
-_END = "\ue002 "  # in Unicode's private use area; the space shows whether the template strips a message
+_END = "\ue002 "  # a private-use character; the space shows whether the template strips a message
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
 _RESERVED = {  # the server's own names, arguments of transformers that are no variables, and Jinja's globals
     *("messages", "tools", "documents", "add_generation_prompt", "continue_final_message"),
@@ -36,7 +36,7 @@ class ChatOptions:
     add_generation_prompt: bool = True  # the prompt ends where the assistant's turn begins
     continue_final_message: bool = False  # the prompt ends within the last message, which is continued
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # variables of the template
-    tools: Sequence[Mapping[str, Any]] = ()  # in the form of the OpenAI API
+    tools: Sequence[Mapping[str, Any]] = ()  # the form is that of the OpenAI API
     reasoning_effort: str | None = None  # None: the template's default
 
     def __post_init__(self) -> None:

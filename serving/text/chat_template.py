@@ -68,8 +68,10 @@ class ChatTemplate:
         self._most_s = most_s
 
     def render(self, messages: Sequence[Message], options: ChatOptions = _AS_USUAL) -> str:
-        """Render a conversation, by default up to the assistant's next turn; BadRequest if the template
-        refuses."""
+        """Render a conversation, by default up to the assistant's next turn.
+
+        Raises BadRequest if the template refuses it.
+        """
         if options.continue_final_message:
             return up_to_mark(self._rendered(with_end_marked(messages), options))
         return self._rendered(messages, options)
@@ -114,8 +116,10 @@ def _tojson(
 
 
 def _with_time_limit(tree: nodes.Template) -> nodes.Template:
-    """Return the tree with a check of the time in every loop iteration, since the sandbox has no time
-    limit."""
+    """Return the tree with a check of the time in every loop iteration.
+
+    The sandbox itself has no time limit.
+    """
     for loop in [*tree.find_all(nodes.For)]:
         call = nodes.Call(nodes.Name(_CHECK_TIME, "load"), [], [], None, None)
         loop.body.insert(0, nodes.Output([call]).set_lineno(loop.lineno))
@@ -135,8 +139,10 @@ def _line(error: Exception) -> str:
 
 
 class _Generation(Extension):
-    """The tag `{% generation %} ... {% endgeneration %}`, which marks training targets; its content is
-    rendered."""
+    """The tag `{% generation %} ... {% endgeneration %}`, which marks training targets.
+
+    Only its content is rendered.
+    """
 
     tags = {"generation"}  # noqa: RUF012 - Jinja's own way to declare it
 

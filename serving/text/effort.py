@@ -22,8 +22,9 @@ def check_effort(effort: object) -> None:
 def variables_for(
     effort: str, variables: Collection[str], given: Mapping[str, Any], *, thinks: bool
 ) -> dict[str, Any]:
-    """Return the variables that tell a template the effort, besides those that the request has `given`
-    itself.
+    """Return the variables that tell a template the effort.
+
+    Variables that the request has `given` itself may not be set twice.
 
     A model that does not reason (`thinks` false) needs no variable for "none". Raises BadRequest where the
     template has no variable for the effort.

@@ -24,8 +24,10 @@ class Question:
 
     @staticmethod
     def of(recipe: Recipe, text: Text | None) -> Question | None:
-        """Return a recipe's question, or None without one; raises RecipeError for one that cannot be
-        asked."""
+        """Return a recipe's question, or None without one.
+
+        Raises RecipeError for a question that cannot be asked.
+        """
         asked, answers = recipe.server.score_question, recipe.server.score_answers
         if asked is None:
             return None

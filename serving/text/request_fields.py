@@ -255,8 +255,7 @@ def _samples(
 
 
 def _logprobs(values: dict[str, Any]) -> int | None:
-    """Read `logprobs: n` as completions have it, or `logprobs: true` with `top_logprobs: n` as chats have
-    it."""
+    """Read `logprobs: n` of completions, or `logprobs: true` with `top_logprobs: n` of chats."""
     logprobs, top = values.get("logprobs", False), values.get("top_logprobs")
     if logprobs is True:
         if top is not None and not 0 <= top <= MOST_LOGPROBS:

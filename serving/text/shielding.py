@@ -25,4 +25,4 @@ def shielded(values: list[Any], control: Iterable[str]) -> tuple[list[Any], dict
 
 
 def _mark(number: int) -> str:
-    return f"\ue000{number}\ue001"  # in Unicode's private use area
+    return f"\ue000{number}\ue001"  # private-use characters of Unicode

@@ -157,8 +157,9 @@ class Text:
         return {name: self._vocabulary.control[name] for name in names if name in self._vocabulary.control}
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the ids of a prompt; with `add_special_tokens` it begins as the tokenizer's configuration
-        says.
+        """Return the ids of a prompt.
+
+        With `add_special_tokens` it begins as the tokenizer's configuration says.
 
         Control tokens written in a prompt are encoded as control tokens, since its author writes all of it.
         """

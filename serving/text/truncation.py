@@ -11,8 +11,9 @@ from continuous_batching.request import Request, TokenIds
 
 
 def truncated(prompt: TokenIds, asked: int, limit: int | None, num_answer: int) -> TokenIds:
-    """Return the tokens that are kept beside an answer of `num_answer`; raises BadRequest for more than
-    `limit`.
+    """Return the tokens of a prompt that are kept beside an answer of `num_answer`.
+
+    Raises BadRequest if more than `limit` are asked for.
 
     Without a limit, -1 keeps all tokens (see `fit`). Where the answer leaves no room, one token is kept, and
     the scheduler refuses the request as too long.

@@ -38,8 +38,10 @@ class Vocabulary(Protocol):
     num_lead_spaces: int
 
     def encode(self, text: str, *, start: bool = True, add_special_tokens: bool = False) -> list[int]:
-        """Return the ids of a text, or of a continuation if not `start`; control tokens in it are
-        recognised."""
+        """Return the ids of a text, or of a continuation if not `start`.
+
+        Control tokens in the text are recognised.
+        """
         ...
 
     def encode_literally(self, text: str) -> list[int]:
@@ -171,8 +173,10 @@ class TokenizerFiles:
 
 
 def read_tokenizer_files(folder: Path) -> TokenizerFiles | None:
-    """Read the files of a Hugging Face directory: tokenizer.json, else tokenizer.model; None without
-    either."""
+    """Read the files of a Hugging Face directory: tokenizer.json, else tokenizer.model.
+
+    Returns None if there is neither.
+    """
     settings = read_settings(folder / "tokenizer_config.json")
     special = _special_names(settings)
     if is_there(folder / "tokenizer.json"):
@@ -190,8 +194,10 @@ def read_tokenizer_files(folder: Path) -> TokenizerFiles | None:
 
 
 def any_of(names: Iterable[str]) -> re.Pattern[str]:
-    """Return a pattern that matches, as one group, the longest of the names; without names it never
-    matches."""
+    """Return a pattern that matches, as one group, the longest of the names.
+
+    Without names it never matches.
+    """
     longest_first = sorted(names, key=len, reverse=True)
     return re.compile("(" + "|".join(map(re.escape, longest_first)) + ")" if longest_first else r"((?!))")
 
@@ -213,8 +219,11 @@ def _line(error: Exception) -> str:
 
 
 def _decoder_steps(tokenizer: Tokenizer, path: Path) -> tuple[bool, int, str]:
-    """Return whether pieces write bytes as characters, the leading spaces to strip, and the space's
-    character."""
+    """Return how the tokenizer's decoder turns pieces into text.
+
+    The values are whether pieces write bytes as characters, the leading spaces to strip, and the character
+    for a space.
+    """
     decoder: dict[str, Any] = json.loads(tokenizer.to_str())["decoder"] or {"type": "Fuse"}
     steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
     by_bytes, num_lead_spaces, space = False, 0, " "
@@ -270,8 +279,10 @@ def _special_names(settings: dict[str, Any]) -> set[str]:
 
 
 def _template_of(folder: Path, settings: dict[str, Any]) -> str | None:
-    """Return chat_template.jinja, else tokenizer_config.json's template; of several, the one named
-    default."""
+    """Return chat_template.jinja, else the template in tokenizer_config.json.
+
+    Of several templates in tokenizer_config.json, the one named default counts.
+    """
     separate = folder / "chat_template.jinja"
     if is_there(separate):
         check_regular(separate)

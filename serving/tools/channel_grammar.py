@@ -25,8 +25,7 @@ def channel_grammar(
     use: ToolUse | None = None,
     answer: str | None = None,
 ) -> str | None:
-    """Return the grammar in the form of `SamplingParams.grammar`, or None where nothing constrains the
-    answer.
+    """Return the grammar in the form of `SamplingParams.grammar`; None: the answer is free.
 
     `mark` has the token of each of the format's marks, and `prompt` is the prompt's text from its last
     `start` on. `answer` is the grammar of the answer's text, if it has one; `use` are the tools that the

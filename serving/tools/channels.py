@@ -24,7 +24,7 @@ class ChannelFormat:
     channel: str
     constrain: str  # precedes the type of a call's arguments
     message: str
-    ends: tuple[str, ...]  # after the first, the answer goes on; the others end it
+    ends: tuple[str, ...]  # the answer goes on after the first; the others end it
 
     role: str = "assistant"
     thoughts: str = "analysis"
@@ -54,8 +54,10 @@ class ChannelFormat:
         return self.channel + channel + self.message
 
     def call_heads(self, name: str) -> tuple[str, ...]:
-        """Return the possible heads of a call of this function: as models write it, and as chat templates
-        do."""
+        """Return the possible heads of a call of this function.
+
+        Models write some of them, and chat templates the others.
+        """
         to, end = self.recipient + name, self.type + self.message
         behind, before = self.channel + self.notes + to, to + self.channel + self.notes
         return tuple(

@@ -27,8 +27,8 @@ _ANY = {"type": "object"}
 class ToolUse:
     """The tools of one request."""
 
-    tools: tuple[Mapping[str, Any], ...]  # as they were sent, for the chat template
-    schemas: Mapping[str, Any]  # by the name of each callable tool, the schema of its arguments
+    tools: tuple[Mapping[str, Any], ...]  # the tools as they were sent, for the chat template
+    schemas: Mapping[str, Any]  # name of each callable tool -> schema of its arguments
     must_call: bool
     is_single: bool  # no answer may make two calls
     is_strict: bool  # arguments are held to their schema although no call is required

@@ -91,7 +91,7 @@ class ToolParser:
         self._place = self._in_content
         self._is_blank = True  # only white space has come since the start, or since the last call
         self._may_begin = True  # whether a call may begin
-        self._name = self._lead = ""  # of the call whose keywords are not complete
+        self._name = self._lead = ""  # the name and the head of a call whose keywords are not complete
         self._scan = _Scan()
 
     def push(self, text: str) -> Parsed:
@@ -299,8 +299,10 @@ def _after_space(text: str, at: int) -> int:
 
 
 def _as_json(keywords: str) -> str | None:
-    """Return Python keywords and their closing bracket as a JSON object, or None if the values are not
-    plain."""
+    """Return Python keywords and their closing bracket as a JSON object.
+
+    The result is None if the values are not plain.
+    """
     try:
         with warnings.catch_warnings(action="ignore"):  # Python warns of a backslash that it would keep
             call = ast.parse(f"call({keywords}", mode="eval").body
