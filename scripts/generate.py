@@ -5,8 +5,7 @@
 
 Each input line is a request: id, prompt | prompt_token_ids | messages, arrival_s, and the sampling fields of
 the OpenAI API; each output line is its answer, or {"id", "error"} where it was refused. `-` is standard input
-or output; without --output the answer is printed. --resume serves the requests that --output does not answer
-yet.
+or output; without --output the answer is printed. --resume serves only what --output lacks.
 """
 
 from __future__ import annotations
@@ -69,12 +68,10 @@ def main(argv: list[str]) -> None:
     logging.basicConfig(level=logging.INFO if options.log else logging.WARNING, format="%(message)s")
     recipe = read(options.recipe, options.overrides, options.profile).recipe
     text = Text.load(recipe.model.path) if recipe.model.path else None
-    # read before the model is built, so that a bad file fails at once
-    jobs = list(read_jobs(lines_of(options), text, recipe))
+    jobs = list(read_jobs(lines_of(options), text, recipe))  # a bad file fails before the build
     engine = build(recipe).engine
     jobs = unanswered(options.output, jobs) if options.resume else jobs
-    # opened after the engine is built, so that a failure leaves the file's content
-    with contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack:  # opened after the build, whose failure keeps the file's content
         output = stack.enter_context(opened(options.output, goes_on=options.resume))
         is_hidden = None if options.input is not None else True  # None: unless on a terminal
         progress = stack.enter_context(tqdm(total=len(jobs), unit="request", disable=is_hidden))

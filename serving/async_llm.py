@@ -76,7 +76,7 @@ class AsyncLLM:
         self.stats.silence_limit_s = lambda: self.engine.silence.limit_s
         self.adapters = ServedAdapters(self.recipe.adapters, self.engine.send, self._requests)
         self._threads = ThreadPoolExecutor(self.recipe.server.text_threads, "text")
-        # kept until the engine has sent a stream's end
+        # Kept until the engine has sent a stream's end.
         self._streams: dict[int, tuple[AnswerStream, int]] = {}
         self._num_parsing = 0
         self._next_stream = 0

@@ -154,7 +154,7 @@ class LLM:
 
     def _output(self, job: Job, prompt: str | None, answers: list[AnswerDelta]) -> RequestOutput:
         request = job.request
-        # show the prompt that the chat template made
+        # Show the prompt that the chat template made.
         if prompt is None and job.options.is_chat and self.text is not None:
             prompt = self.text.decode(request.prompt.tolist(), skip_special_tokens=False)
         return request_output(

@@ -190,6 +190,6 @@ def opened(path: str | None, *, goes_on: bool = False) -> Iterator[IO[str] | Non
 def write_record(output: IO[str], record: Record) -> None:
     """Write one line and flush it, so that a reader of a pipe sees it at once."""
     text = json.dumps(record, ensure_ascii=False)
-    # lone surrogates are escaped as JSON escapes them
+    # Lone surrogates are escaped as JSON escapes them.
     output.write(text.encode("utf-8", "backslashreplace").decode() + "\n")
     output.flush()

@@ -9,7 +9,7 @@ from continuous_batching.request import Request
 from kv_cache.page_keys import page_keys
 from serving.engine.messages import EngineFacts
 
-# a field beside those of `parse_request`, stored as `Request.prompt_replica`
+# A field beside those of `parse_request`, stored as `Request.prompt_replica`.
 PROMPT_REPLICA = "prompt_replica"
 
 

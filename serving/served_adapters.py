@@ -37,7 +37,7 @@ class ServedAdapters(KnownAdapters):
     ) -> None:
         super().__init__(section)
         self.root = section.root
-        # adapters of the recipe, which each engine reads by itself, at the first numbers
+        # Adapters of the recipe, which each engine reads by itself, at the first numbers.
         self._at_start = len(self._by_name)
         self._send, self._requests = send, requests
         self._waiting: dict[str, asyncio.Future[None]] = {}  # keyed by the adapter's name
@@ -154,7 +154,7 @@ class ServedAdapters(KnownAdapters):
         assert self.root is not None, "there are paths below it alone"
         for root in sorted({str(self.root.resolve()), os.path.abspath(self.root)}, key=len, reverse=True):
             if root != os.sep:
-                # the path must not be a part of a longer name
+                # The path must not be a part of a longer name.
                 path = rf"(?<![\w./~-]){re.escape(root)}(?:(/)|(?![\w~-]|\.\w))"
                 text = re.sub(path, lambda found: "" if found[1] else "adapters.root", text)
         return text

@@ -23,11 +23,11 @@ from models.packing import Packing
 from models.quantization import KEY, BlockScales, Quantization
 from recipes.build.families import config_in
 
-# these belong to latent attention, which multiplies with them in the model's type
+# These belong to latent attention, which multiplies with them in the model's type.
 UP_PROJECTIONS = r"re:.*\.kv_b_proj$"
-# readers of the checkpoint see them as linears, and they are too small to gain from int8
+# Readers of the checkpoint see them as linears, and they are too small to gain from int8.
 ROUTERS = r"re:.*\.gate$"
-# weight files of any format, which are not copied
+# Weight files of any format, which are not copied.
 LEFT_OUT = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 
 

@@ -33,7 +33,7 @@ from recipes.schema.recipe import Recipe
 from recipes.schema.recipe_error import RecipeError
 
 LOST = 70  # the status of a process that ends because a rank is lost
-# a rank's silence and a step may last this long, unless server.step_timeout_s says otherwise
+# A rank's silence and a step may last this long, unless server.step_timeout_s says otherwise.
 SHORTEST_LIMIT_S = 20.0
 LARGEST_STEPS = 5  # a step may take this multiple of the largest step that was measured
 _GRACE_S = 2.0  # time for a step to notice that a rank is lost, and for ranks to end by themselves

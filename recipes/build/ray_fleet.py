@@ -31,7 +31,7 @@ class RayFleet:
 def serve(fleet: RayFleet, say: Callable[[str], None]) -> int:
     """Serve until a signal, which lets replicas end with their requests; a second signal does not wait."""
     router = RouterClient(fleet.router, say)
-    # a list and no lock, since a handler may run between any two steps of this thread
+    # A list and no lock, since a handler may run between any two steps of this thread.
     signals: list[int] = []
     with connected() as ray:
         for number in (signal.SIGTERM, signal.SIGINT):  # set after Ray's own handlers

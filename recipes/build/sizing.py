@@ -24,7 +24,7 @@ from recipes.schema.recipe_error import RecipeError
 from recipes.schema.scheduler_defaults import completed, longest_request
 
 SCORED_ROWS = 256  # queries whose scores are in memory at once
-# bytes per logit beside the logits: float32 scores, weights, and what choosing from them takes
+# Bytes per logit beside the logits: float32 scores, weights, and what choosing from them takes.
 LOGIT_BYTES = 16
 STEP_BYTES = 16 * 2**20  # bytes that operators keep however small a step is
 

@@ -15,7 +15,7 @@ DEFAULTS = {
     "rms_norm_eps": 1e-5,
     "eos_token_id": 2,
 }
-# the names in transformers, and those in the files on the hub
+# The names in transformers, and those in the files on the hub.
 BIASES = (("attention_bias", "qkv_bias"), ("mlp_bias", "bias"))
 
 

@@ -15,7 +15,7 @@ import yaml
 from recipes.schema.recipe_error import RecipeError
 
 MOST_LEVELS = 32  # levels of nesting; a recipe has 2, and a config.json within it a few more
-# most characters of a value that is no text; a recipe's numbers are shorter, and long ones take long to read
+# Most characters of a value that is no text; a recipe's numbers are shorter, and long ones take long to read.
 MOST_DIGITS = 400
 
 

@@ -11,7 +11,7 @@ from recipes.schema.keys import key
 from recipes.schema.recipe_error import RecipeError
 
 DRAFTERS = {"draft": "draft model", "eagle3": "head"}  # what is at draft_path, by kind
-# npu_fused_infer_attention_score takes 16 query tokens a decode: these drafts and the token before them
+# npu_fused_infer_attention_score takes 16 query tokens a decode: these drafts and the token before them.
 MOST_ON_NPU = 15
 
 

@@ -11,14 +11,14 @@ from typing import NoReturn
 
 from continuous_batching.system_error import in_one_line
 
-# characters of an error, shortened in the middle, since both of its ends say what is wrong
+# Characters of an error, shortened in the middle, since both of its ends say what is wrong.
 _LONGEST_LINE = 2000
 UNUSABLE = 2  # the status for a recipe, file or option that cannot be used
 
 
 def run(main: Callable[[list[str]], int | None]) -> NoReturn:
     """Run a command on its arguments and exit; an unusable recipe, file or option is one line on stderr."""
-    # recipes/__init__.py has set this for the time of the imports
+    # recipes/__init__.py has set this for the time of the imports.
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     open_missing_streams()

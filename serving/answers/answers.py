@@ -200,13 +200,13 @@ class AnswerStream(SampleAnswers):
         self.arrival_s = time.monotonic()
         self.first_stream = -1
         self.last_token_s = [0.0] * len(self.samples)  # when the last token of each sample came
-        # what the engine said when each sample ended
+        # What the engine said when each sample ended.
         self.ends: list[SampleEnd | None] = [None] * len(self.samples)
         self.num_cached_tokens = 0  # prompt tokens found in the prefix cache, as far as is known
-        # entries of the prompt's tokens from the second on, if asked for
+        # Entries of the prompt's tokens from the second on, if asked for.
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.embedding: Vector | None = None  # the embedding of the prompt, if asked for
-        # entries reserved from the server's limit until the response has been sent
+        # Entries reserved from the server's limit until the response has been sent.
         self.num_reserved_logprobs = 0
         self.failure: Failure | BadRequest | None = None
         self.is_aborted = False  # the request was aborted, and the engine knows it

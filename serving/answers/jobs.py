@@ -63,7 +63,7 @@ class _Running:
     def __init__(self, job: Job, text: Text | None) -> None:
         self.job = job
         self.progress = SampleAnswers(job.request, text, job.options, job.num_answers)
-        # its text is decoded at every step, since stop strings may end it
+        # Its text is decoded at every step, since stop strings may end it.
         self.reads_along = bool(job.request.params.stop)
         assert text is not None or not self.reads_along, "stop strings without a tokenizer"
         self._growing: dict[int, AnswerDelta] = {}
@@ -105,7 +105,7 @@ class JobRun:
         self._sleep = sleep
         self._patient = patient
         self._pending = deque(sorted(jobs, key=lambda job: job.request.arrival_s))
-        # keys are samples' ids, values the job and the sample's index in it
+        # Keys are samples' ids, values the job and the sample's index in it.
         self._running: dict[str, tuple[_Running, int]] = {}
         self._finished: deque[Request] = deque()  # requests that were ended in the engine by anyone
         self._reading: set[str] = set()  # ids of the samples that stop strings may end

@@ -72,7 +72,7 @@ class AccessControl:
         name = state["request_id"] = given if _ID.fullmatch(given) else secrets.token_hex(16)
         traced = ("traceparent", "tracestate") if b"traceparent" in headers else ()
         TRACE_HEADERS.set({each: headers.get(each.encode(), "") for each in traced})
-        # the status stays 499 if the client closed the connection first
+        # The status stays 499 if the client closed the connection first.
         start_s, status = time.monotonic(), 499
 
         async def send_on(message: Message) -> None:
@@ -80,7 +80,7 @@ class AccessControl:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message["headers"] = [*message["headers"], (b"x-request-id", name.encode())]
-                # a body that the client holds back may never come
+                # A body that the client holds back may never come.
                 if refusal is not None and b"expect" in headers:
                     message["headers"].append((b"connection", b"close"))
             await send(message)

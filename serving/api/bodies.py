@@ -52,7 +52,7 @@ def check_size(body: bytes, most_values: int) -> None:
     values = containers + body.count(b",")
     if values <= min(most_values, MOST_CONTAINERS):
         return
-    # then each remaining quote begins or ends a string
+    # Then each remaining quote begins or ends a string.
     bare = body.replace(b"\\\\", b"").replace(b'\\"', b"")
     strings = bare.count(b'"') // 2
     if strings <= most_values:

@@ -40,7 +40,7 @@ class CompletionRoute:
         ids = [name] if len(prompts) == 1 else [f"{name}-{index}" for index in range(len(prompts))]
         names = {"prompt_token_ids": "prompt"}
         if body.prompt_logprobs is None:
-            # a prompt's log-probabilities come from `logprobs` of an echo
+            # A prompt's log-probabilities come from `logprobs` of an echo.
             names["prompt_logprobs"] = "logprobs"
         with fields_as_sent(names):
             answers = await generation.ask(

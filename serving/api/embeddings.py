@@ -51,7 +51,7 @@ class EmbeddingsRoute:
             generation.check_number(len(prompts), subject="input")
             requests = [{"id": f"{name}-{at}", **each, **asked} for at, each in enumerate(prompts)]
             facts = generation.llm.facts
-            # no facts means no engine, and the request will be refused
+            # No facts means no engine, and the request will be refused.
             if body.dimensions is not None and facts is not None:
                 check_dimensions(body.dimensions, facts.hidden_size)
             answers = await generation.ask(requests, name, request)

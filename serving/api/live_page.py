@@ -47,7 +47,7 @@ class LivePage:
         self._num_viewers = 0
         self._looking: asyncio.Task[None] | None = None
         self._seen: dict[str, Any] = {}
-        # the owner who may see a slot, and its content
+        # The owner who may see a slot, and its content.
         self._slots: list[tuple[str | None, dict[str, Any]] | None] = []
         self._asked: dict[int, dict[str, Any]] = {}  # keyed by the number of each stream in a slot
         self._events: dict[str, bytes] = {}  # events of the last query, by viewer's key

@@ -32,7 +32,7 @@ _TOO_MANY = (
     f"behind a request {MOST_WAITING} others and {MOST_WAITING_BYTES} bytes may wait on one connection; send"
     " them when it is answered, or on more connections"
 )
-# a client of HTTP/1.1 ignores it at any time before the response
+# A client of HTTP/1.1 ignores it at any time before the response.
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _TCP_CLOSE = 7  # TCP_CLOSE in Linux: the connection was reset
 _TOO_LARGE = f"path and headers may be {MOST_HEAD_BYTES} bytes and {MOST_HEADERS} headers; shorten them"
@@ -104,15 +104,15 @@ class Protocol(HttpToolsProtocol):
 
     _in_request = False
     _in_head = False
-    # whether the parser reported a request's beginning, or its body, in the current bytes
+    # Whether the parser reported a request's beginning, or its body, in the current bytes.
     _has_reported = False
     _is_refused = False
     _lingers = False  # the client may still send the rest of what was refused
     _num_head_bytes = 0
     _due: asyncio.TimerHandle | None = None
-    # the next check for a reader, after the client ended its sending
+    # The next check for a reader, after the client ended its sending.
     _probe: asyncio.TimerHandle | None = None
-    # the request that is being answered, or was last; other requests may wait behind it
+    # The request that is being answered, or was last; other requests may wait behind it.
     _answered: RequestResponseCycle | None = None
 
     def __init__(self, *arguments: Any, most_connections: int, **more: Any) -> None:
@@ -236,7 +236,7 @@ class Protocol(HttpToolsProtocol):
             self._refuse(*refused)
             return
         heads.take_host(self.headers, self.url)
-        # a client of HTTP/1.0 would take "100 Continue" for the response
+        # A client of HTTP/1.0 would take "100 Continue" for the response.
         self.expect_100_continue &= version == "1.1"
         super().on_headers_complete()
 
@@ -254,7 +254,7 @@ class Protocol(HttpToolsProtocol):
         self._stop_timer()
         if not self._is_refused:
             super().on_message_complete()
-            # reading pauses on a long body; without resuming it, a disconnect would go unnoticed
+            # Reading pauses on a long body; without resuming it, a disconnect would go unnoticed.
             self.flow.resume_reading()
 
     def _count(self, num_bytes: int) -> None:
@@ -279,7 +279,7 @@ class Protocol(HttpToolsProtocol):
             lines = [method + b" " + self.url + b" HTTP/" + version]
             lines += [name + b": " + value for name, value in self.headers if name != b"upgrade"]
             self.parser = httptools.HttpRequestParser(self)
-            # uvicorn's parser has this leniency too
+            # uvicorn's parser has this leniency too.
             self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
             self.parser.feed_data(b"\r\n".join([*lines, b"", b""]))
 
@@ -304,7 +304,7 @@ class Protocol(HttpToolsProtocol):
 
     def _refuse_in_turn(self, response: Response, lingers: bool) -> None:
         """Answer the last request with this refusal, once those before it are answered, and read no more."""
-        # the head of the last request is incomplete
+        # The head of the last request is incomplete.
         if not self.pipeline or not self.pipeline[0][0].more_body:
             self.cycle = self._nothing()
             self.pipeline.appendleft((self.cycle, response))

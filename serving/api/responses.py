@@ -36,7 +36,7 @@ _AS_SENT = {
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
 }
-# why a response is incomplete, by the `finish_reason` of its answer
+# Why a response is incomplete, by the `finish_reason` of its answer.
 _REASONS = {"length": "max_output_tokens"}
 
 

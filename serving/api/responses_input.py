@@ -14,7 +14,7 @@ from continuous_batching.refusal import BadRequest, shown
 from serving.api.pieces import Json
 from serving.text.vocabulary import check_unicode
 
-# fields of any item; items that this server made may be sent back unchanged
+# Fields of any item; items that this server made may be sent back unchanged.
 _EVERY = {"type", "id", "status"}
 _KNOWN = {
     "message": {"role", "content"},

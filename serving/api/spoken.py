@@ -41,7 +41,7 @@ class Spoken:
         self._tools: dict[int, ToolParser | ChannelParser] = {}
         self._opening = ""  # the opening, held by the prompt, of an answer's first message on channels
         self._end_marks: frozenset[int] = frozenset()
-        # number of tokens of each message of an answer
+        # Number of tokens of each message of an answer.
         self._sizes = defaultdict[int, list[int]](lambda: [0])
         if text is not None and self._channels is not None:
             self._opening = text.since_mark(request.prompt, self._channels.start)

@@ -57,7 +57,7 @@ _BATCHES = "SELECT * FROM batches WHERE owner = ? AND place < ? ORDER BY place D
 WINDOW_S = 24 * 3600
 
 Ended = Literal["completed", "expired", "cancelled"]
-# maps a line's number and text to its answer if it cannot be run, else to None
+# Maps a line's number and text to its answer if it cannot be run, else to None.
 Check = Callable[[int, bytes], bytes | None]
 
 
@@ -95,7 +95,7 @@ class StoredBatch:
     total: int
     completed: int
     failed: int
-    # ids of the files of its answers and of its errors, once it has ended and there are any
+    # Ids of the files of its answers and of its errors, once it has ended and there are any.
     output: str | None
     errors: str | None
 

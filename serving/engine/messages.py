@@ -30,7 +30,7 @@ class Add(Message):
     ids: list[str]  # ids of the samples
     prompt: bytes  # int32
     page_keys: bytes  # keys of the prompt's full pages, 32 bytes each; may be empty
-    # shared by all samples apart from their seeds; may name every token of the vocabulary
+    # Shared by all samples apart from their seeds; may name every token of the vocabulary.
     params: SamplingParams
     seeds: list[int | None]
     tenant: str
@@ -190,7 +190,7 @@ class Begun(msgspec.Struct, frozen=True, array_like=True):
 
     stream: int
     num_cached_tokens: int  # prompt tokens found in the prefix cache
-    # entries from the second token on, if asked for; sent with one of the samples
+    # Entries from the second token on, if asked for; sent with one of the samples.
     prompt_logprobs: list[TokenLogprobs]
     embedding: bytes = b""  # float32, empty unless asked for
 

@@ -128,7 +128,7 @@ class PageFetches:
     def take(self) -> None:
         """Write the bytes that have arrived to their pages, and give up transfers that are late."""
         num_left, num_empty = MOST_WRITTEN_BYTES, 0
-        # one message of each source in turn, so that none starves
+        # One message of each source in turn, so that none starves.
         while num_left > 0 and num_empty < len(self._turns):
             source = self._turns[0]
             self._turns.rotate(-1)
@@ -147,7 +147,7 @@ class PageFetches:
             unwanted(fetch.connection, fetch.number)
             self._miss(fetch, "it is late")
             is_heard = fetch.source.came.empty()  # otherwise its pages may lie in our own queue, unread
-            # the request's own timeout was shorter
+            # The request's own timeout was shorter.
             is_own_limit = time.monotonic() - fetch.asked_s < self._most_wait_s
             if is_heard and not is_own_limit:
                 fetch.source.was_late(fetch.asked_s)

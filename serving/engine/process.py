@@ -54,7 +54,7 @@ class EngineProcess:
         self._group: int | None = (
             None  # process group of this process and those that it starts, such as further ranks
         )
-        # the last warning or error of its log, and when it came
+        # The last warning or error of its log, and when it came.
         self._complaints: list[tuple[float, str]] = []
 
     @staticmethod
@@ -96,7 +96,7 @@ class EngineProcess:
             *self._arguments,
             cwd=ROOT,
             stdin=asyncio.subprocess.PIPE,  # the pipe closes when this process ends, however it ends
-            # a pipe, since the engine must not wait where our own log cannot be written
+            # A pipe, since the engine must not wait where our own log cannot be written.
             stderr=asyncio.subprocess.PIPE,
             start_new_session=True,  # a terminal's ctrl-C is for the server
         )

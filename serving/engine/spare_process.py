@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 LARGE = "recipes.build.engine"  # it imports torch
-# used only for compiling, so the import is never waited for
+# Used only for compiling, so the import is never waited for.
 LARGE_AND_RARE = "torch.fx.experimental.symbolic_shapes"
 LAST = 19  # the niceness of a process that runs only when no other wants to
 AUTOGROUP = Path("/proc/self/autogroup")
@@ -123,7 +123,7 @@ def _hurry(thread: threading.Thread) -> None:
     if sys.platform != "linux":
         return
     assert thread.native_id is not None, "not started"
-    # it has just ended, or CAP_SYS_NICE is missing: then its session's niceness may help
+    # It has just ended, or CAP_SYS_NICE is missing: then its session's niceness may help.
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, thread.native_id, os.getpriority(os.PRIO_PROCESS, 0))
 

@@ -58,7 +58,7 @@ class Supervisor:
         self.start_s = 0.0  # how long the last start took
         self._ready_s = math.inf  # when this engine became ready
         self._had_spare = False  # whether there was a spare process when this engine was started
-        # how long the last start took, with a spare process and without
+        # How long the last start took, with a spare process and without.
         self._starts_s: dict[bool, float] = {}
         self._pause_s = 0.0  # pause before the next start
         self._due_s = 0.0  # when the next engine should be ready
@@ -71,7 +71,7 @@ class Supervisor:
         self._has_worked = False  # this engine has made a step
         self._lives = itertools.count(1)
         self._life: asyncio.Task[None] | None = None
-        # silence of the engine, or of the next one
+        # Silence of the engine, or of the next one.
         self.silence = Silence(time.monotonic(), limits.start_timeout_s)
         self._changed = asyncio.Event()
 
@@ -186,7 +186,7 @@ class Supervisor:
         if self._spare is not None:
             self._spare.hurry()  # also where a pause is due first
         log.error("%s", self.trouble)
-        # it ran for long, even if without requests
+        # It ran for long, even if without requests.
         has_lasted = time.monotonic() - self._ready_s >= _LONGEST_PAUSE_S
         self._pause_s = (
             0.0 if self._has_worked or has_lasted else min(2 * self._pause_s + 1, _LONGEST_PAUSE_S)

@@ -93,8 +93,8 @@ class Worker:
         self._processors = processors or KnownProcessors({}, scheduler.vocab_size)
         self._requests: dict[int, Request] = {}  # keyed by stream, until the stream's end is sent
         self._stream_of: dict[str, int] = {}
-        # streams without a token so far, each with its leader until the leader's prompt log-probabilities are
-        # sent
+        # Streams without a token so far, each with its leader until the leader's prompt log-probabilities are
+        # sent.
         self._silent: dict[int, list[Request]] = {}
         self._beat_s = -np.inf
         self._last_recount = Recount(0, 0)
@@ -284,7 +284,7 @@ class Worker:
             scheduler = self._engine.scheduler
             gauges = self._usage()
             counted = self._recount(now_s)
-            # the recount may be older than the gauges
+            # The recount may be older than the gauges.
             num_shared = min(counted.shared_pages, gauges.held_pages)
             speculation = scheduler.speculation
             self._send(

@@ -153,7 +153,7 @@ class Grammars:
         if matcher.is_error():
             raise _refused(field, kind, matcher.get_error())
         tried = matcher.deep_copy()
-        # the first mask may cost the most, so it is computed before the engine needs it
+        # The first mask may cost the most, so it is computed before the engine needs it.
         first = tried.compute_bitmask()
         if tried.is_error() or not any(first):
             raise _refused(field, kind, tried.get_error() or "no token can begin an answer that follows it")

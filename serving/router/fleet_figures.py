@@ -32,7 +32,7 @@ class RouteChoice(NamedTuple):
     is_again: bool  # it was sent before, to a replica that was lost or refused it
     prompt_at: str | None  # address of another replica that computes the prompt
     cost_here: float | None  # cost of the prompt where it is answered, in prompt tokens
-    # cost where another replica would compute it; null if none can or it is too short to ask
+    # Cost where another replica would compute it; null if none can or it is too short to ask.
     cost_there: float | None
 
 
@@ -77,7 +77,7 @@ class FleetFigures:
             number = sent.replica
             queued = int(self._routing.queued_tokens[number]) - sent.queued_tokens
             there = int(self._routing.requests[number]) - 1
-            # a session's replica may be the only one considered
+            # A session's replica may be the only one considered.
             best = max(sent.best_hit_tokens, sent.hit_tokens)
             self._choices.append(
                 RouteChoice(

@@ -119,7 +119,7 @@ def _of_a_chat(body: RoutedResponse) -> dict[str, Any]:
 def _parts(text: bytes, model: str | None, salt: str) -> RoutedPrompt:
     key, keys = hash((model, salt)), []
     for at in range(0, min(len(text) // PART_BYTES, _MOST_PARTS) * PART_BYTES, PART_BYTES):
-        # the hash depends on this process's secret, so no client can construct a collision
+        # The hash depends on this process's secret, so no client can construct a collision.
         key = hash((key, text[at : at + PART_BYTES]))
         keys.append(key)
     return RoutedPrompt(-(-len(text) // BYTES_A_TOKEN), keys, PART_BYTES // BYTES_A_TOKEN)

@@ -286,7 +286,7 @@ class ClientWatch:
         self._state = state
         self._task = asyncio.current_task()
         self._again: asyncio.TimerHandle | None = None
-        # serving.api.protocol calls it; a task that waits for the disconnect would cost more
+        # serving.api.protocol calls it; a task that waits for the disconnect would cost more.
         state["when_gone"] = self._gone
 
     def end(self) -> None:

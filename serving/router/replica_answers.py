@@ -25,7 +25,7 @@ _LONGEST_LINE = 200
 QUEUED, WAITING, RUNNING = b"cb_prompt_tokens_queued", b"cb_requests_queued", b"cb_requests_running"
 
 Count = Annotated[int, Meta(ge=0, le=LAST_ID)]
-# the pattern makes it safe in a header
+# The pattern makes it safe in a header.
 Address = Annotated[str, Meta(max_length=LONGEST_NAME, pattern=r"^[a-z]+://[!-~]+\Z")]
 _Any = TypeVar("_Any")
 

@@ -109,7 +109,7 @@ class UpstreamAnswer(asyncio.Protocol):
         self._wake()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # uvloop's transport is no subclass of asyncio.Transport
+        # uvloop's transport is no subclass of asyncio.Transport.
         self.transport = cast(asyncio.Transport, transport)
 
     def connection_lost(self, exc: Exception | None) -> None:

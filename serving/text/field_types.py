@@ -113,7 +113,7 @@ def token_id_list(name: str, value: Any) -> tuple[int, ...]:
     if not isinstance(value, list):
         raise wrong(name, value, "a list of token ids")
     if value and ({*map(type, value)} != {int} or min(value) < 0 or max(value) > LAST_ID):
-        # the loop only finds the wrong one; long prompts are checked above
+        # The loop only finds the wrong one; long prompts are checked above.
         for index, token in enumerate(value):
             if integer(name, token, place=f"[{index}]") not in range(LAST_ID + 1):
                 raise wrong(name, token, "a token id", place=f"[{index}]")

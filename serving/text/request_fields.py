@@ -120,7 +120,7 @@ def text_options(fields: Mapping[str, Any], text: Text | None = None) -> TextOpt
         given.setdefault("skip_special_tokens", False)  # calls are found by their control tokens
     is_chat = fields.get("messages") is not None
     if is_chat and text is not None and text.channels is not None:
-        # channels are told apart by control tokens, none of which is shown
+        # Channels are told apart by control tokens, none of which is shown.
         given["skip_special_tokens"] = False
     is_turn = is_chat and not fields.get("continue_final_message")
     num_tools = 0 if fields.get("tool_choice") == "none" else len(fields.get("tools") or ())

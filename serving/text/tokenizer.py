@@ -63,7 +63,7 @@ class Text:
         self.tool_format = tool_format
         self.channels = channels  # used in place of a tool format and of reasoning marks
         marks = [vocabulary.find(each) if thinks else None for each in (BEGIN, END)]
-        # both marks, or fewer, which cannot be used
+        # Both marks, or fewer, which cannot be used.
         self.think_marks = tuple(each for each in marks if each is not None)
         self._vocabulary = vocabulary
         self._settings = settings

@@ -29,7 +29,7 @@ def lark_of(
     has_text = not must_call and answer is None
     as_json = answer is not None and form.is_whole and form.arguments == "json"
     is_plain = not form.is_whole and form.trigger not in mark  # text may contain what calls begin with
-    # a text before calls ends with the trigger, so the call's head omits it
+    # A text before calls ends with the trigger, so the call's head omits it.
     dropped = len(form.trigger) if is_plain and has_text else 0
     more = "" if is_single else f" ({literal(form.between, mark)} call)*"
     rules = [f"calls: first{more} {literal(form.closing, mark)}"]
