@@ -1,4 +1,4 @@
-"""Define why a client gets no answer although its request was right.
+"""Define the reasons why a client gets no answer although its request was right.
 
 Each failure says whether the client may send the request again: after a while (`Overloaded`, `Unavailable`,
 `ShutDown`) or at once (`CutOff`). A request that is itself wrong is a `BadRequest`, which is defined below

@@ -1,6 +1,6 @@
-"""Plan how a machine's memory is divided for a recipe, and report the plan.
+"""Define how a machine's memory is divided for a recipe, and report the division in words.
 
-sizing.py computes the numbers of a plan.
+sizing.py computes the numbers of a plan, and memory_errors.py explains why one does not fit.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Split a response into its items, and make the events that report them as they grow.
 
 Reasoning, a message and each call are separate items, in the order in which the model wrote them. The events
-are those that OpenAI documents, in the documented order.
+are those that OpenAI documents, in the documented order; responses.py numbers them.
 """
 
 from __future__ import annotations

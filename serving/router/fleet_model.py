@@ -2,8 +2,8 @@
 
 A router chooses a replica by load and pages, not by the `model` of a request: with replicas of two models, it
 would be chance whether a request arrives where its model is. So the router has one model, that of the first
-replica that became ready, and a replica of another one is sent nothing. The names decide that `/v1/models`
-tells: aliases and adapters may differ, and a server that tells no name is taken as it is.
+replica that became ready, and a replica of another model is sent nothing. The names in `/v1/models` decide:
+aliases and adapters may differ, and a server that reports no name is accepted as it is.
 """
 
 from __future__ import annotations

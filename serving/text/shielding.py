@@ -1,4 +1,4 @@
-"""Keep control tokens that a message spells out as text, apart from those of the chat template."""
+"""Keep control tokens that a message spells out as text, apart from the chat template's own."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Build the grammar of an answer on channels, whose final message or calls have a given form.
 
-The model may reason as long as it likes; then comes either the answer, whose form applies from the mark on
-behind which its text begins, or a call. A call ends the answer, since models stop at its end mark, so there
-is never a second call.
+The model may reason as long as it likes; then comes either the answer, whose form begins right after the mark
+that opens its text, or a call. A call ends the answer, since models stop at its end mark, so there is never a
+second call.
 """
 
 from __future__ import annotations
