@@ -212,8 +212,7 @@ class PrefixCache:
     def take_in(
         self, keys: Sequence[bytes], tokens: TokenIds, matched: Index, count: int, salt: str
     ) -> Index:
-        """Let up to `count` pages that continue `matched` rest in the host's pool, with content from
-        elsewhere.
+        """Let up to `count` pages that continue `matched` rest in the host's pool; their content comes later.
 
         `keys` and `tokens` are a request's from its start. Returns the host's pages taken for them, as many
         as fit beside the matched ones; they must be written before they are read.
