@@ -69,9 +69,7 @@ class Attention:
     def __init__(self, shape: AttentionShape, device: torch.device | str = "cpu") -> None:
         self.shape = shape
         self.device = torch.device(device)
-        self.sinks: dict[
-            int, Tensor
-        ] = {}  # sink weights [H] of the decoder by layer, if the shape has them
+        self.sinks: dict[int, Tensor] = {}  # sink weights [H] of the decoder by layer, if the shape has them
 
     def check(self) -> None:
         """Raise ValueError for a shape that cannot be served, with the value, the limit and the fix."""

@@ -212,10 +212,11 @@ class PrefixCache:
     def take_in(
         self, keys: Sequence[bytes], tokens: TokenIds, matched: Index, count: int, salt: str
     ) -> Index:
-        """Let up to `count` pages that continue `matched` rest in the host's pool; their content comes later.
+        """Let up to `count` pages that continue `matched` rest in the host's pool.
 
-        `keys` and `tokens` are a request's from its start. Returns the host's pages taken for them, as many
-        as fit beside the matched ones; they must be written before they are read.
+        `keys` and `tokens` are a request's from its start. Their content comes from elsewhere. Returns the
+        host's pages taken for them, as many as fit beside the matched ones; they must be written before they
+        are read.
         """
         assert self._host is not None, "there is no host pool"
         first, size = len(matched), self._page_size
