@@ -124,8 +124,10 @@ class Sampled:
     tokens: Index
     logprobs: dict[int, TokenLogprobs] = field(
         default_factory=dict
-    )  # for requests that asked, by index into tokens
-    candidates: dict[int, Candidates] = field(default_factory=dict)  # for beams, by index into tokens
+    )  # by index into tokens, only for requests that asked
+    candidates: dict[int, Candidates] = field(
+        default_factory=dict
+    )  # by index into tokens, only for beams
     # For each row that asked: an entry for every prompt token that follows a token of this batch, except
     # those computed by an earlier batch
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
@@ -153,7 +155,7 @@ class Booked:
     """The outcome of a committed batch; `sampled` is aligned with `owners`."""
 
     owners: Index  # [A] rows, each repeated once for every token that it received
-    sampled: Sampled  # without the tokens sampled behind a rejected draft
+    sampled: Sampled  # tokens sampled behind a rejected draft are left out
     finished: list[Request]  # requests that finished with this batch
     copies: tuple[PageCopy, ...] = ()  # page copies to make at once, because no later batch will carry them
 

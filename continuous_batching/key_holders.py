@@ -85,7 +85,7 @@ def num_first(
 
 def _put(counts: Counts, mask: int, value: int) -> None:
     """Set the count of each replica whose bit is set in `mask`."""
-    if mask.bit_count() <= _FEW:  # for few replicas a loop is faster
+    if mask.bit_count() <= _FEW:  # a loop is faster for few replicas
         while mask:
             number = mask.bit_length() - 1
             counts[number] = value

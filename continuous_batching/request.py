@@ -60,7 +60,7 @@ class SamplingParams:
     # 0: off; otherwise the answers come from a search with so many beams and are not sampled
     beam_width: int = 0
     length_penalty: float = 1.0  # a hypothesis scores its log-probability / tokens**length_penalty
-    early_stopping: bool | Literal["never"] = False  # as in transformers' generate
+    early_stopping: bool | Literal["never"] = False  # has the meaning of transformers' generate
     # drafts that one step verifies; None: the number in the recipe; 0: none
     max_draft_tokens: int | None = None
 

@@ -339,6 +339,6 @@ class Routing:
         self.supposed.discard(replica, keys)
 
 
-_FEWEST_SHARE = 2  # with two replicas, a prefix that both hold is missing nowhere
+_FEWEST_SHARE = 2  # a prefix that two of two replicas hold is missing nowhere
 _FEW_PROMPTS = 4  # mean prompts of recent work, below which the load of one replica says little
 _MANY_PROMPTS = 1000  # prompts over which the mean is taken

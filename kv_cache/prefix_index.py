@@ -59,8 +59,8 @@ class PrefixIndex:
         self._key_of: dict[int, bytes] = {}
         # only first pages of chains have a salt, and count in the two counters below
         self._salt_of: dict[int, str] = {}
-        self._num_firsts: Counter[tuple[str, int]] = Counter()  # by salt and first token
-        self._num_equal: Counter[bytes] = Counter()  # by their tokens
+        self._num_firsts: Counter[tuple[str, int]] = Counter()  # keyed by salt and first token
+        self._num_equal: Counter[bytes] = Counter()  # keyed by the page's tokens
         num_names = num_pages + num_host_pages
         self._tokens = np.zeros((num_names, page_size), dtype=np.int32)
         self._serial = np.zeros(num_names, dtype=np.int64)  # 0: the page is not in the index
@@ -147,7 +147,7 @@ class PrefixIndex:
         assert parent is not None, "a page that was found is here"
         wanted = tokens[at * size : (at + 1) * size]
         if parent == ROOT:
-            if self._num_equal[wanted.tobytes()]:  # under the same salt it would have been found
+            if self._num_equal[wanted.tobytes()]:  # it would have been found under the same salt
                 return "other_salt"
             begins_alike = self._num_firsts[salt, int(wanted[0])] > 0
         else:

@@ -29,7 +29,7 @@ _JOINED = {QKV: FUSED, GATE_UP: MLP_ROLES[:2]}
 
 
 Parts = dict[int, tuple[Tensor, Tensor]]  # A [r, in] and B [out, r] of a linear, by the number of its place
-NOTHING = torch.empty(0, 1), torch.empty(1, 0)  # for a linear that an adapter does not change
+NOTHING = torch.empty(0, 1), torch.empty(1, 0)  # stands for a linear that an adapter does not change
 
 
 @dataclass(frozen=True, slots=True)

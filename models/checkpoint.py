@@ -72,7 +72,7 @@ def check_finite(file: Path, name: str, tensor: Tensor, dtype: torch.dtype) -> N
         return
     least, most = (each.item() for each in tensor.aminmax())
     largest = torch.finfo(dtype).max if dtype.is_floating_point else math.inf
-    if not (math.isfinite(least) and math.isfinite(most)):  # with a NaN, both are NaN
+    if not (math.isfinite(least) and math.isfinite(most)):  # both are NaN if any number is
         raise ValueError(f"{file} is damaged: {name} holds NaN or infinity; download it again")
     if max(-least, most) > largest:
         kind = str(dtype).removeprefix("torch.")

@@ -23,7 +23,7 @@ SCALE_BYTES = 4
 
 ROUTER_BYTES = 4  # size of a router's weight, which is kept in float32
 FUSED = ("q_proj", "k_proj", "v_proj")
-NORMS = ("input_layernorm", "post_attention_layernorm")  # before attention and before the MLP
+NORMS = ("input_layernorm", "post_attention_layernorm")  # norms before attention and before the MLP
 QKV, GATE_UP = "qkv_proj", "gate_up_proj"  # names of linears that a checkpoint stores as one
 UP = ".kv_b_proj"  # a linear of latent attention, held in the model's type however it is stored
 

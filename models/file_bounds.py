@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
-MOST_JSON_BYTES = 2**24  # for a config.json, an index or a template: the largest published ones have 1 MiB
+MOST_JSON_BYTES = 2**24  # a config.json, an index or a template: the largest published ones have 1 MiB
 MOST_TOKENIZER_BYTES = 2**28  # the largest published ones have 35 MiB
-MOST_LINE_BYTES = 2**26  # for one request: a prompt of a million token ids has 8 MiB
-MOST_INPUT_BYTES = 2**36  # for all requests of a file, or a recording, which are not held in memory at once
+MOST_LINE_BYTES = 2**26  # one request: a prompt of a million token ids has 8 MiB
+MOST_INPUT_BYTES = 2**36  # all requests of a file, or a recording, which are not held in memory at once
 PIPE_WAIT_S = 60.0  # how long the writer of a pipe may take to begin or to go on
 
 

@@ -39,7 +39,7 @@ class GraphInputs:
         columns, pages = split(values, num_rows, width)
         self.columns: NDArray[np.int32] = columns.numpy()
         self._pages: NDArray[np.int32] = pages.numpy()
-        self._sources = first_token + np.arange(num_rows * width)  # where the sent token ids are read
+        self._sources = first_token + np.arange(num_rows * width)  # places of the token ids that are sent
         self._pad(0, 0)
         self.columns[SOURCE] = self._sources
 

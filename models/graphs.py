@@ -110,7 +110,7 @@ class CapturedStep:
     """One captured step."""
 
     graph: Any
-    inputs: list[GraphInputs]  # in pinned memory, filled by the host in turn
+    inputs: list[GraphInputs]  # buffers in pinned memory, filled by the host in turn
     sent: Tensor  # the same values on the device
     metadata: AttentionMetadata
     logits: Tensor  # [R * W, V], the tokens of the batch first
@@ -170,7 +170,7 @@ class DecodeGraphs:
                 ", ".join(map(str, self.sizes)),
             )
         self.device = torch.get_device_module(attention.device)
-        self.steps: dict[tuple[int, int], CapturedStep] = {}  # by rows, and tokens of each
+        self.steps: dict[tuple[int, int], CapturedStep] = {}  # keyed by rows, and tokens of each
         # A step's inputs may be written while those of the step before are still being copied, and while
         # those of all batches in flight wait for their stage
         self._num_inputs, self._turn = max(2, stages), 0

@@ -21,7 +21,7 @@ from torch import Tensor
 from models.share import Share
 
 Backend = Literal["gloo", "nccl", "hccl"]
-BACKENDS: dict[str, Backend] = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}  # by the kind of device
+BACKENDS: dict[str, Backend] = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}  # keyed by the kind of device
 # The first name is that of torch 2.13 and later; older releases, which older CANN needs, have the second
 _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 # The range, in seconds, of HCCL's variables. The first 910 waits for a multiple of 68 s, and never less

@@ -25,7 +25,7 @@ class Int4Weight:
 
     words: Tensor  # int32 [O, I / 8]
     scale: Tensor  # [O, G], in the model's type
-    offset: Tensor | None  # of the same shape and type as the scale
+    offset: Tensor | None  # same shape and type as the scale
     group_size: int  # inputs of a group; all of them if there is one group
 
     def numbers(self) -> Tensor:

@@ -41,7 +41,7 @@ class MLP(nn.Module):
         self.gated = gates[config.gate]
         self.gate_up = Linear(ops, hidden, 2 * inner, config.mlp_bias, dtype, device, form[0])
         self.down = SummedLinear(ops, inner, hidden, config.mlp_bias, dtype, device, form[1], group)
-        self.is_swiglu = config.gate == "silu"  # with int8, this is one operator
+        self.is_swiglu = config.gate == "silu"  # this is one operator in int8
 
     @property
     def joins_int8(self) -> bool:

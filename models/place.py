@@ -65,7 +65,7 @@ class Place:
         if self.order is not None:
             tensor = tensor[self.order]
         if self.added:
-            tensor = tensor.float() + self.added  # before it is rounded to the room's type
+            tensor = tensor.float() + self.added  # the sum is rounded to the room's type afterwards
         rooms = [self.room]
         if self.rounding is None:
             self.room[: len(tensor)].copy_(tensor)

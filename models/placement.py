@@ -21,7 +21,7 @@ MOST_BYTES = 2**24  # bytes of a file: a thousand layers of a thousand experts n
 # documentation of EPLB advises against it
 FEW_EXPERTS, FEW_TOKENS = 8, 128
 LEAST_GAIN = 1.05  # ratio of the slowest rank's loads; a smaller gain is within the noise of the measurement
-Layers = tuple[tuple[int, ...], ...]  # for each layer a number for each expert; empty for a dense layer
+Layers = tuple[tuple[int, ...], ...]  # one number for each expert of each layer; empty for a dense layer
 
 
 def balanced(counts: Sequence[int], parts: int) -> tuple[int, ...]:

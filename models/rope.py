@@ -23,7 +23,7 @@ class Rope:
 
     def __init__(self, config: RopeConfig, device: torch.device | str = "cpu") -> None:
         self.config, self.device = config, torch.device(device)
-        frequencies, attention_factor = _frequencies(config)  # for "longrope", those of short requests
+        frequencies, attention_factor = _frequencies(config)  # frequencies of short requests, for "longrope"
         fixed = (0, config.num_fixed // 2)  # pairs that are not rotated
         self.frequencies = F.pad(frequencies, fixed)  # [D / 2], radians per position
         self.factors = F.pad(torch.full_like(frequencies, attention_factor), fixed, value=1.0)  # [D / 2]

@@ -29,7 +29,16 @@ from models.stored_parts import PartPlace
 STACKS = {"gate_up_proj": (0, 1), "down_proj": (2,)}
 BLOCKS, SCALES = "_blocks", "_scales"
 BLOCK = 32  # inputs that share a scale
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by exponent and mantissa; the highest bit is the sign
+E2M1 = (
+    0.0,
+    0.5,
+    1.0,
+    1.5,
+    2.0,
+    3.0,
+    4.0,
+    6.0,
+)  # index: exponent and mantissa; the highest bit is the sign
 EXPONENT_BIAS = 127  # bias of a scale's exponent
 
 

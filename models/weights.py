@@ -116,7 +116,7 @@ def random(decoder: Decoder, seed: int) -> None:
     other stages are not drawn at all.
     """
     generator = torch.Generator(decoder.embedding.device)
-    parts: dict[int, list[Place]] = {}  # for each parameter, in the order of its rows
+    parts: dict[int, list[Place]] = {}  # places of each parameter, in the order of its rows
     for place in places_by_name(decoder).values():
         parts.setdefault(place.room.untyped_storage().data_ptr(), []).append(place)
     for name, parameter in decoder.named_parameters():  # a tied head appears once, as the embedding

@@ -24,7 +24,7 @@ class SimulatedDevice:
     name: str
     memory_gb_per_s: float
     memory_gib: float
-    tflop_per_s: dict[str, float]  # by dtype
+    tflop_per_s: dict[str, float]  # keyed by dtype
     tile: tuple[int, int]
     reads_ahead: bool
     link_gb_per_s: float

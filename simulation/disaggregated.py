@@ -77,7 +77,7 @@ class DisaggregatedFleet(Fleet):
             self._splitting.is_known(number, name, () if name else names, slots)
         self._transfer_s, self._num_layers = transfer_s, num_layers
         self._free_s = [0.0] * len(prompts)  # time by which each link has sent everything computed so far
-        self._moving: dict[str, Moving] = {}  # by the ids of requests whose prompts are being computed
+        self._moving: dict[str, Moving] = {}  # keyed by the ids of requests whose prompts are being computed
         self._coming: list[tuple[float, int, Moving]] = []
         self._num_come = self.num_split = 0
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Vector = NDArray[np.float64]
-FEWEST_STEPS = 300  # of fewer steps, p99 is one of the three slowest
+FEWEST_STEPS = 300  # p99 of fewer steps is one of the three slowest
 MOST_ERROR = 0.3  # median error: half of the steps are further from their modelled time
 # share of the variance between steps that must be explained, if many are far from their modelled times
 LEAST_EXPLAINED = 0.2

@@ -75,7 +75,7 @@ class Passing:
 
     request: Request
     sent: Sent
-    prompt: Sent | None = None  # where its prompt is computed, if elsewhere
+    prompt: Sent | None = None  # the place where its prompt is computed, if elsewhere
 
 
 class Fleet:

@@ -84,7 +84,7 @@ class RecordedRunner:
 class RecordedRun:
     """What a simulation takes from a recording."""
 
-    arrivals: list[tuple[float, Added | Ended]]  # with the time at which the engine received each
+    arrivals: list[tuple[float, Added | Ended]]  # each has the time at which the engine received it
     moments: deque[Scheduled | Looked | Committed]
 
 

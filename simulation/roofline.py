@@ -107,7 +107,7 @@ class Roofline:
             else:
                 near = np.minimum(stops, window + lens)
                 context += count * float(near.sum())
-                # for windows that are not full yet
+                # positions where a window is not full yet
                 first, last = np.minimum(starts, window), np.minimum(stops, window)
                 growing = (last * (last + 1) - first * (first + 1)) / 2
                 pairs += count * float((growing + window * (lens - (last - first))).sum())

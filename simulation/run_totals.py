@@ -55,11 +55,11 @@ class RunTotals:
 
     requests: int = 0
     completed: int = 0
-    prompt_tokens: int = 0  # of completed requests, like output_tokens
+    prompt_tokens: int = 0  # counts completed requests only, like output_tokens
     output_tokens: int = 0
     steps: int = 0
     spans: int = 0
-    busy_s: float = 0.0  # of all devices
+    busy_s: float = 0.0  # sum over all devices
     running_s: float = 0.0  # integral of the number of requests in slots over time
     waiting_s: float = 0.0
     held_share: float = 0.0  # share of the pool's pages that is held, summed over steps

@@ -18,7 +18,7 @@ class Swapped:
     first: int
     pages: Index  # host pages
     num_computed: int  # tokens computed in the shared and swapped pages together
-    draft_lag: int  # as in SlotPool
+    draft_lag: int  # copied from SlotPool.draft_lag
 
 
 class SwapTier:
@@ -31,7 +31,7 @@ class SwapTier:
         self.pool = pool
         self._prefix = prefix
         self._counters = counters
-        self._left: dict[int, Swapped] = {}  # by the request's arrival number
+        self._left: dict[int, Swapped] = {}  # keyed by the request's arrival number
 
     def leave(
         self, request: Request, first: int, num_pages: int, num_computed: int, draft_lag: int

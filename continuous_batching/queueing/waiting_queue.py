@@ -33,9 +33,9 @@ class WaitingQueue:
         self.num_removed = self.num_removed_tokens = 0  # totals since the start
         self._order = order
         self._long_tokens = long_tokens
-        # by tenant (if they take turns) and whether the requests are long
+        # keyed by tenant (if they take turns) and whether the requests are long
         self._heaps: dict[tuple[str, bool], _Heap] = {}
-        self._waiting: dict[str, Request] = {}  # by id; an entry of a heap that is not in here has left
+        self._waiting: dict[str, Request] = {}  # keyed by id; an entry of a heap that is not in here has left
 
     def __len__(self) -> int:
         return len(self._waiting)

@@ -69,8 +69,8 @@ class BeamSearches:
         self._slots = lifecycle.slots
         self._stop_conditions = stop_conditions
         self._counters = counters
-        self.by_number: dict[int, BeamSearch] = {}  # by arrival number of the search's request
-        self._search_of: dict[int, BeamSearch] = {}  # by row
+        self.by_number: dict[int, BeamSearch] = {}  # keyed by the arrival number of the search's request
+        self._search_of: dict[int, BeamSearch] = {}  # keyed by row
 
     def __contains__(self, row: int) -> bool:
         return row in self._search_of

@@ -19,7 +19,7 @@ class ParallelSamples:
     def __init__(self, lifecycle: SlotLifecycle, waiting: WaitingQueue) -> None:
         self._lifecycle = lifecycle
         self._waiting = waiting
-        self.leader_of: dict[str, Request] = {}  # by the id of the waiting sample
+        self.leader_of: dict[str, Request] = {}  # keyed by the id of the waiting sample
 
     @property
     def requests(self) -> list[Request]:

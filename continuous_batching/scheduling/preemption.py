@@ -71,7 +71,7 @@ class Preemption:
         can be preempted only by those that would have gone before it, and the number of these is bounded.
         """
         slots = self._lifecycle.slots
-        rows = self._others()[::-1]  # of equal rows the youngest is preempted
+        rows = self._others()[::-1]  # the youngest of equal rows is preempted
         lower = rows[slots.priority[rows] < request.priority]
         if not len(lower):
             return None

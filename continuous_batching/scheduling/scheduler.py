@@ -222,8 +222,7 @@ class Scheduler:
             self._beam_searches.start_beams()
         rows = self.lifecycle.runnable()
         if self.depth > 1 and not (self._beam_searches.by_number or self._parallel_samples.leader_of):
-            # A batch takes its share of all rows, and of those left for the batches still to be made, so that
-            # the first does not take them all
+            # No batch takes more than its share of the busy rows, nor of those left for later batches
             most = min(-(-len(slots.busy) // self.depth), -(-len(rows) // (self.depth - len(self.in_flight))))
             rows = rows[:most]
         if not len(rows):  # nothing was decided; pending copies wait for a batch that runs
@@ -248,14 +247,13 @@ class Scheduler:
                 stops, num_drafts = extend_by_drafts(self.lifecycle, rows, stops, left)
         if not self.tables.grow_to(rows, stops):
             rows, starts, stops = self.preemption.make_room(rows, starts, stops)
-            # drafts of the rows that were not preempted
-            num_drafts = int(np.maximum(stops - slots.num_tokens[rows], 0).sum())
+            num_drafts = int(np.maximum(stops - slots.num_tokens[rows], 0).sum())  # without preempted rows
         sampled = (stops >= slots.num_tokens[rows]).nonzero()[0]
         owners, involved = rows[sampled], rows
         if self._parallel_samples.leader_of:
             sampled, owners = self._parallel_samples.fork(rows, sampled)
             involved = np.union1d(rows, owners)
-        if not len(rows):  # for the same reason
+        if not len(rows):  # nothing was decided, as above
             return NO_BATCH
         targets = stops[sampled]
         if num_drafts:

@@ -33,7 +33,7 @@ class Acceptance:
         self._trials: Floats = np.zeros((2, slots.num_slots))
         self._all_right: Floats = np.full(2, _FIRST_RIGHT)
         self._all_trials: Floats = np.full(2, _FIRST_TRIALS)
-        self._away: dict[int, tuple[Floats, Floats]] = {}  # by number, for requests that lost their row
+        self._away: dict[int, tuple[Floats, Floats]] = {}  # keyed by number, for requests that lost their row
 
     def rates(self, rows: Index) -> Floats:
         """Return the acceptance rates of rows [N]: of the first draft, and of one behind an accepted draft.

@@ -85,7 +85,7 @@ class Throughput:
         is_known = seconds[0] > 0
         best = self._best(gains, seconds, num_rows) if is_known else len(ordered)
         drafts: Index = (chances > ordered[best - 1]).sum(axis=1) if best else np.zeros_like(offers.counts)
-        if best:  # of equal chances, the oldest rows go first
+        if best:  # the oldest of equally likely rows go first
             equal = (chances == ordered[best - 1]).sum(axis=1)
             left = best - int(drafts.sum())
             drafts = drafts + np.clip(left - (equal.cumsum() - equal), 0, equal)

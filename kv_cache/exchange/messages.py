@@ -69,7 +69,7 @@ class PagesWanted(PageMessage, frozen=True):
     tokens: bytes  # int32 ids of full pages
     cache_salt: Name
     first_page: Index
-    # After this time the pages are no longer wanted
+    # The pages are no longer wanted after this time
     lease_s: Annotated[float, Meta(gt=0, le=MOST_LEASE_S)]
     priority: Annotated[int, Meta(ge=-LAST_ID, le=LAST_ID)] = 0
     tenant: Name = ""

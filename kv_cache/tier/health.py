@@ -42,7 +42,7 @@ class StoreHealth:
         self._name, self._pause_s = name, pause_s
         self._lock = threading.Lock()
         self._until_s = 0.0
-        self.is_well = True  # as of the last call to the store
+        self.is_well = True  # state after the last call to the store
         self.num_failures = 0
 
     @property

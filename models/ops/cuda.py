@@ -21,9 +21,9 @@ from models.ops.reference import Ops, Packed
 from models.ops.triton_kernels import multiply_rows, norm_rows, turn_heads, weigh_by_gate
 
 GROUPED_STEP = 8  # 16-bit elements: rows of grouped products begin at multiples of 16 bytes
-HEADS, COLUMNS = 8, 1024  # of one program: heads that it rotates, columns that it gates
+HEADS, COLUMNS = 8, 1024  # heads that one program rotates, and columns that it gates
 TILE = (64, 64, 64)  # rows, columns and depth of a product's tile
-SMALL_TILE = (32, 32, 32)  # for float32, which no tensor core multiplies
+SMALL_TILE = (32, 32, 32)  # used for float32, which no tensor core multiplies
 
 
 class CudaOps(Ops):
