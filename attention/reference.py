@@ -218,8 +218,10 @@ class Attention:
         raise AssertionError("graph_sizes refuses an attention without plan_static")
 
     def replay(self, graph: Any, metadata: AttentionMetadata, kv_lens: list[int]) -> None:
-        """Run a captured step; `kv_lens` [R] equal those on the device, for operators that read them on the
-        host."""
+        """Run a captured step.
+
+        `kv_lens` [R] equal those on the device, for operators that read them on the host.
+        """
         graph.replay()
 
     def _numbers(self, stored: Tensor) -> Tensor:

@@ -54,8 +54,7 @@ class Batch:
 
     @property
     def yielding(self) -> Index:
-        """The index, among all tokens of the batch (span after span), of each position that yields a token.
-        [R]"""
+        """The index of each position that yields a token, among all tokens of the batch. [R]"""
         ends = np.cumsum(self.stops - self.starts)
         rows: Index = ends[self.sampled] - 1 + self.targets - self.stops[self.sampled]
         return rows
@@ -81,8 +80,10 @@ class Batch:
 
     @property
     def makes_drafts(self) -> bool:
-        """Whether the device proposes this batch's drafts within the step, so that the host does not know
-        them yet."""
+        """Whether the device proposes this batch's drafts within the step.
+
+        The host does not know them yet.
+        """
         return self.num_drafts > 0 and len(self.draft_starts) > 0
 
     @property
@@ -107,8 +108,10 @@ LATE = -3  # the mask of allowed tokens was not ready in time, so the row is com
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """The most likely continuations of one beam: at least `beam_width`, and one for each end token among
-    them."""
+    """The most likely continuations of one beam.
+
+    There are at least `beam_width` of them, and one more for each end token among them.
+    """
 
     tokens: Index  # [C]
     # [C] log-probabilities after the request's changes to the logits, in falling order
@@ -125,9 +128,7 @@ class Sampled:
     logprobs: dict[int, TokenLogprobs] = field(
         default_factory=dict
     )  # by index into tokens, only for requests that asked
-    candidates: dict[int, Candidates] = field(
-        default_factory=dict
-    )  # by index into tokens, only for beams
+    candidates: dict[int, Candidates] = field(default_factory=dict)  # by index into tokens, only for beams
     # For each row that asked: an entry for every prompt token that follows a token of this batch, except
     # those computed by an earlier batch
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)

@@ -33,13 +33,17 @@ class Matcher(Protocol):
         ...
 
     def mask(self) -> Mask | None:
-        """Return the tokens that may come next, or None if all may; end tokens are allowed where the answer
-        may end."""
+        """Return the tokens that may come next, or None if all may.
+
+        End tokens are allowed where the answer may end.
+        """
         ...
 
     def consume(self, token: int) -> bool:
-        """Advance by a token; return False, with the state unchanged, if it is not allowed or would end the
-        answer."""
+        """Advance by a token.
+
+        Returns False, with the state unchanged, if it is not allowed or would end the answer.
+        """
         ...
 
     def rollback(self, num_tokens: int) -> None:
@@ -47,8 +51,10 @@ class Matcher(Protocol):
         ...
 
     def num_possible(self, tokens: list[int]) -> int:
-        """Return how many of these tokens, from the first, are allowed in sequence from here; the state is
-        unchanged."""
+        """Return how many of these tokens, from the first, are allowed in sequence from here.
+
+        The state is unchanged.
+        """
         ...
 
     def forced(self) -> list[int]:
@@ -57,8 +63,10 @@ class Matcher(Protocol):
 
 
 class Constraint:
-    """The grammar of one request and the state of its answer in it; `start` makes a matcher at the
-    beginning."""
+    """The grammar of one request and the state of its answer in it.
+
+    `start` makes a matcher at the beginning.
+    """
 
     def __init__(self, start: Callable[[], Matcher]) -> None:
         self._start = start
@@ -77,8 +85,10 @@ class Constraint:
         return self.took_s > SLOW_S
 
     def leave(self) -> None:
-        """Drop the matcher and the memory that it takes; it is rebuilt from the answer when it is next
-        needed."""
+        """Drop the matcher and the memory that it takes.
+
+        It is rebuilt from the answer when it is next needed.
+        """
         self._matcher, self._num_consumed = None, 0
 
     def masks(self, answer: Index, drafts: Index) -> list[Mask | None]:
@@ -195,8 +205,10 @@ class Making:
             self.is_done = True
 
     def masks_for(self, drafts: Index) -> list[Mask | None]:
-        """Return the masks behind the answer and behind those of `drafts` that agree with the drafts it was
-        begun with."""
+        """Return the masks behind the answer and its leading drafts.
+
+        Drafts count as far as they agree with those that the masks were made for.
+        """
         if self.failed is not None:
             raise self.failed
         count = min(len(drafts), len(self.drafts))

@@ -33,8 +33,10 @@ class Runner(Protocol):
     """A device that computes batches."""
 
     def run(self, batch: Batch) -> Sampled:
-        """Run one forward pass; return a token for each of `batch.owners` at its position in
-        `batch.targets`."""
+        """Run one forward pass.
+
+        Returns a token for each of `batch.owners` at its position in `batch.targets`.
+        """
         ...
 
     def start(self, batch: Batch) -> Callable[[], Sampled]:
@@ -50,8 +52,10 @@ class Tier(Protocol):
     """A tier of pages below the host's pool. None of its methods blocks."""
 
     def look_up(self, keys: Sequence[bytes]) -> Lookup | None:
-        """Start a lookup of the pages of these chained keys; return None if the tier knows that it has
-        none."""
+        """Start a lookup of the pages of these chained keys.
+
+        Returns None if the tier knows that it has none.
+        """
         ...
 
     def is_over(self, lookup: Lookup) -> bool:
@@ -59,8 +63,7 @@ class Tier(Protocol):
         ...
 
     def hand_over(self, contents: Sequence[bytes]) -> None:
-        """Hand over the content of fetched pages, in the order of the `from_tier` copies that the scheduler
-        has asked for."""
+        """Hand over the content of fetched pages, in the order of their `from_tier` copies."""
         ...
 
     def make(self, copies: tuple[PageCopy, ...]) -> None:
@@ -73,8 +76,10 @@ class Tier(Protocol):
 
 
 class Observer:
-    """Receives every input and decision of an engine. This class ignores them; a `Recorder` writes them
-    down."""
+    """Receives every input and decision of an engine.
+
+    This class ignores them; a `Recorder` writes them down.
+    """
 
     def added(self, request: Request) -> None:
         """A request was accepted."""
@@ -89,8 +94,7 @@ class Observer:
         """Pages were allocated for another engine to fill."""
 
     def arrived(self, request_id: str, is_whole: bool) -> None:
-        """The expected pages arrived: all of them, so that they can be found, or not all, so that none
-        can."""
+        """The expected pages arrived; they can be found if all of them did, and otherwise none can."""
 
     def released(self, request_id: str) -> None:
         """The lease on the pages of an ended request is over."""
@@ -181,8 +185,10 @@ class Engine:
         return self.scheduler.has_work or bool(self._landed)
 
     def add(self, request: Request) -> None:
-        """Accept a request; raises ValueError if it can never be served and QueueFull if the queue is too
-        long."""
+        """Accept a request.
+
+        Raises ValueError if it can never be served and QueueFull if the queue is too long.
+        """
         self.scheduler.add(request)
         if self.tier is not None:
             self._look_up(self.tier, request)
@@ -222,14 +228,15 @@ class Engine:
         return self.scheduler.lifecycle.held.arriving(request_id)
 
     def pages_arrived(self, request_id: str, *, is_whole: bool) -> None:
-        """End an arrival: if all pages are whole they can be found from now on, otherwise none of them
-        can."""
+        """End an arrival: its pages can be found from now on if all of them are whole."""
         self.scheduler.lifecycle.held.arrived(request_id, is_whole=is_whole)
         self.observer.arrived(request_id, is_whole)
 
     def leased_pages(self, request_id: str) -> Index | None:
-        """Return the prompt pages held for an ended request (see `Request.leases_pages`), or None if they had
-        to give way."""
+        """Return the prompt pages held for an ended request, or None if they had to give way.
+
+        See `Request.leases_pages`.
+        """
         return self.scheduler.lifecycle.held.leased(request_id)
 
     def release_pages(self, request_id: str) -> None:
@@ -292,8 +299,10 @@ class Engine:
             self._started.append(started)
 
     def _look_up(self, tier: Tier, request: Request) -> None:
-        """Start a lookup in the tier for the pages that a new request lacks here; the request waits for
-        it."""
+        """Start a lookup in the tier for the pages that a new request lacks here.
+
+        The request waits for it.
+        """
         first, keys = self.scheduler.lifecycle.matching.lacking(request)
         lookup = tier.look_up(keys) if keys else None
         if lookup is not None:

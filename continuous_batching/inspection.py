@@ -76,8 +76,7 @@ def usage(scheduler: Scheduler, page_bytes: int) -> Usage:
 
 
 def queued_tokens(scheduler: Scheduler) -> int:
-    """Count the tokens of prompts and of preempted answers still to be computed, without those that would be
-    prefix hits."""
+    """Count the tokens of prompts and preempted answers still to be computed, without prefix hits."""
     slots, busy = scheduler.slots, scheduler.slots.busy
     running = int(np.maximum(slots.num_prompt[busy] - slots.num_computed[busy], 0).sum())
     return running + tokens_not_found(scheduler, scheduler.waiting)

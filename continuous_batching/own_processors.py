@@ -25,8 +25,10 @@ class OwnProcessors:
         self.error = ""  # why this request gets no logits any more
 
     def changed(self, prompt: Index, answer: Index, logits: Logits) -> Logits | None:
-        """Return the processed logits behind these tokens, or None if a processor fails; `error` then says
-        why."""
+        """Return the processed logits behind these tokens, or None if a processor fails.
+
+        `error` then says why.
+        """
         for name, change in self._named:
             try:
                 found = change(prompt, answer, logits.clone())

@@ -167,8 +167,10 @@ _NOT_DRAWN = "left out beside beam_width: beams are searched, not drawn"
 
 
 def packed_ids(ids: Iterable[int]) -> bytes:
-    """Encode token ids as SamplingParams holds them, sorted and unique, so that thousands cost a step
-    nothing."""
+    """Encode token ids as SamplingParams holds them, sorted and unique.
+
+    Thousands of them then cost a step nothing.
+    """
     return np.unique(np.fromiter(ids, dtype=np.int32)).tobytes()
 
 
@@ -285,8 +287,10 @@ class Request:
 
     @property
     def embedding(self) -> Vector | None:
-        """The mean of the pooled hidden states, or the log-probabilities of its labels; None until the prompt
-        is computed."""
+        """The mean of the pooled hidden states, or the log-probabilities of its labels.
+
+        It is None until the prompt is computed.
+        """
         if self.pooled is None or self.first_token_s is None:
             return None
         num_pooled = len(self.prompt) if self.params.pooling == "mean" else 1

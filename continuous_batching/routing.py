@@ -131,8 +131,10 @@ class Routing:
         return len(self.is_open)
 
     def _set_loads(self, loads: NDArray[np.float64]) -> None:
-        """Set the loads that make a replica cost more, as one array [3, count], so that all costs are one
-        product."""
+        """Set the loads that make a replica cost more, as one array [3, count].
+
+        All costs are then one product.
+        """
         self._loads = loads
         self._recent = loads[0]  # tokens given to each replica, decayed to `_recent_at_s`
         self.queued_tokens = loads[1]  # prompt tokens that wait in each replica, own sends included
@@ -194,8 +196,10 @@ class Routing:
             self._count(sent.replica)
 
     def ended(self, sent: Sent) -> None:
-        """Note that a request has ended, in whatever way; a replica that reports its pages has reported this
-        one's."""
+        """Note that a request has ended, in whatever way.
+
+        A replica that reports its pages has reported this one's.
+        """
         if sent.is_ended:
             return
         self.begun(sent)
@@ -320,8 +324,10 @@ class Routing:
             self._sessions.popitem(last=False)
 
     def _suppose(self, replica: int, keys: Sequence[int]) -> None:
-        """Assume the pages of a request to be on its replica; the first pages of a chain are forgotten
-        last."""
+        """Assume the pages of a request to be on its replica.
+
+        The first pages of a chain are forgotten last.
+        """
         known = self._known[replica].keys
         for key in reversed(keys):
             known[key] = None

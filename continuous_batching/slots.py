@@ -126,8 +126,10 @@ class SlotPool:
         self.num_drafts[:] = 0
 
     def take(self, request: Request, *, is_beam: bool = False) -> int:
-        """Put a request with all its known tokens into a free row; only the leader of beams is found by its
-        id."""
+        """Put a request with all its known tokens into a free row.
+
+        Only the leader of beams is found by its id.
+        """
         row = self._free.pop()
         params, count = request.params, len(request.tokens)
         self.requests[row] = request
@@ -194,8 +196,7 @@ class SlotPool:
         self._free.append(row)
 
     def add_logprobs(self, rows: Index, sampled: Sampled) -> None:
-        """Append log-probabilities of tokens and prompts, and pooled hidden states, to the requests that
-        asked."""
+        """Give requests the log-probabilities and pooled hidden states that they asked for."""
         for index, logprobs in sampled.logprobs.items():
             self.requests[rows[index]].logprobs.append(logprobs)
         # also of outrun rows, because other samples may share them

@@ -63,8 +63,7 @@ _NO_SPLIT = SplitChoice()
 
 
 class Splitting:
-    """Chooses among the replicas of a routing that compute prompts for others, which are those with an
-    endpoint."""
+    """Chooses among the replicas that compute prompts for others, which are those with an endpoint."""
 
     def __init__(self, routing: Routing, split: Split = "cost", weights: SplitWeights | None = None) -> None:
         self._routing = routing

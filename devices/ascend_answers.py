@@ -27,8 +27,10 @@ WITHDRAWN = {"bares_decodes": "it was asked outside of graphs alone, where wrong
 
 
 def answers_file(folder: Path, name: str, cann: str, *, virtual: bool) -> Path:
-    """Return the path of the answers for a product and a version of CANN; those of a stand-in are kept
-    apart."""
+    """Return the path of the answers for a product and a version of CANN.
+
+    Those of a stand-in are kept apart.
+    """
     return folder / f"{'virtual-' * virtual}{name}-cann-{cann or 'unknown'}.json"
 
 
@@ -40,8 +42,10 @@ def write_answers(path: Path, found: Mapping[str, bool]) -> None:
 
 
 def answered(product: AscendProduct, path: Path) -> AscendProduct:
-    """Return the product with the answers of the file, which are logged; unchanged if there is no such
-    file."""
+    """Return the product with the answers of the file, which are logged.
+
+    It is unchanged if there is no such file.
+    """
     if not path.is_file():
         return product
     try:

@@ -12,6 +12,5 @@ GATED_STEP = 64  # the columns of each are a multiple of this
 
 
 def fuses_gate(inner_size: int) -> bool:
-    """Whether one launch scales, gates and quantises the rows of experts, of `inner_size` columns on a
-    rank."""
+    """Whether one launch scales, gates and quantises the rows of experts of this width on a rank."""
     return 2 * inner_size <= MOST_GATED and inner_size % GATED_STEP == 0

@@ -38,7 +38,6 @@ def check_latent(shape: AttentionShape, plain: str) -> None:
 def takes_prolog(
     dtype: torch.dtype, hidden_size: int, query_rank: int | None, *, takes_float32: bool = False
 ) -> bool:
-    """Whether one operator computes everything that precedes attention, for a shape that passes
-    `check_latent`."""
+    """Whether one operator computes what precedes attention, for a shape that passes `check_latent`."""
     is_type = dtype == torch.bfloat16 or (takes_float32 and dtype == torch.float32)
     return is_type and hidden_size in PROLOG_HIDDEN and query_rank in PROLOG_QUERIES

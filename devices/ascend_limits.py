@@ -187,8 +187,7 @@ class AscendProduct:
             )
 
     def check_int8(self, dtype: torch.dtype) -> None:
-        """Raise ValueError if a model of this type cannot run in W8A8 (op-plugin, npu_quant_matmul:
-        products)."""
+        """Raise ValueError if a model of this type cannot run in W8A8 (op-plugin, npu_quant_matmul)."""
         if not self.has_int8:
             some = ", ".join(each.name for each in PRODUCTS if each.has_int8)
             raise ValueError(
@@ -265,8 +264,7 @@ class AscendProduct:
         return sorted({small[at] for at in chosen}) + large
 
     def cuts(self, lens: Index) -> Iterator[tuple[int, int]]:
-        """Yield the spans [first, last) of each call, given their lengths, with as few calls as the product
-        allows."""
+        """Yield the spans [first, last) of each call, in as few calls as the product allows."""
         edges = {0, len(lens), *range(0, len(lens), self.most_spans)}
         if not self.is_mixed:
             edges |= set((np.flatnonzero(np.diff(lens == 1)) + 1).tolist())

@@ -64,9 +64,7 @@ class PageEvents(PageListener):
         self._topic = topic.encode()
         # a list holds all pages, and replaces everything before it
         self._queue: deque[Event | list[BlockStored]] = deque()
-        self._pages: dict[
-            int, BlockStored
-        ] = {}  # published pages, each after the page that it continues
+        self._pages: dict[int, BlockStored] = {}  # published pages, each after the page that it continues
         self._kept: deque[tuple[int, bytes]] = deque()
         self._kept_bytes = 0
         self._next = 0

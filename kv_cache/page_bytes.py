@@ -30,8 +30,10 @@ class PageBytes:
         return sum(self._sizes)
 
     def read(self, pages: Index) -> Callable[[], list[bytes]]:
-        """Start to copy pages from the device, in order with its other work; the function returned waits for
-        the bytes."""
+        """Start to copy pages from the device, in order with its other work.
+
+        The function returned waits for the bytes.
+        """
         parts = [part for each in self._cache.all for part in each.copied_out(pages)]
         device = self._cache.keys[0].device
         if device.type == "cpu":

@@ -19,8 +19,10 @@ from kv_cache.prefix_index import EMPTY, Lookup, PrefixIndex
 
 
 class PageListener:
-    """Is told after each change which pages can be found. This class ignores it; a `PageEvents` publishes
-    it."""
+    """Is told after each change which pages can be found.
+
+    This class ignores it; a `PageEvents` publishes it.
+    """
 
     def stored(self, keys: Sequence[bytes], tokens: TokenIds, before: bytes | None, salt: str) -> None:
         """Pages of `tokens` [n, B] can be found; they continue each other and the page with key `before`."""
@@ -245,8 +247,10 @@ class PrefixCache:
         return pages
 
     def yield_host(self, count: int) -> bool:
-        """Drop resting pages until `count` host pages are free; return False, with none dropped, if
-        impossible."""
+        """Drop resting pages until `count` host pages are free.
+
+        Returns False, with none dropped, if impossible.
+        """
         assert self._host is not None, "there is no host pool"
         short = count - self._host.num_free
         if short > len(self._resting):

@@ -98,8 +98,7 @@ class PrefixIndex:
         return {page: page_of[at] for page, at in zip(pages.tolist(), self._parent[pages].tolist()) if at}
 
     def everything(self) -> list[tuple[bytes, bytes | None, list[int]]]:
-        """Return the key, the parent's key and the tokens of each page, parents before the pages that
-        continue them."""
+        """Return the key, the parent's key and the tokens of each page, parents first."""
         here, parents, key_of = self.names, self.parents(), self._key_of
         # a page gets its serial number after the page it continues
         order = here[np.argsort(self._serial[here])]

@@ -175,8 +175,10 @@ class KVCache:
                 _copy(pages, read, pages, written, indexed=self._indexed)
 
     def scratch(self, num_places: int) -> KVCache:
-        """Return a cache of at least `num_places` tokens for work without requests; all layers share its
-        pages."""
+        """Return a cache of at least `num_places` tokens for work without requests.
+
+        All layers share its pages.
+        """
         made, layers = copy.copy(self), len(self.keys)
         made.beside = None
         made.num_pages = -(-num_places // self.page_size)
@@ -277,8 +279,10 @@ def _release_memory(device: torch.device) -> None:
 
 
 def _flat(tensor: Tensor, *, stays: bool = True) -> Tensor:
-    """View a tensor with as few elements a page as possible, for copies within the CPU; otherwise return it
-    as is."""
+    """View a tensor with as few elements a page as possible, for copies within the CPU.
+
+    Otherwise return it as is.
+    """
     wide = stays and tensor.device.type == "cpu" and _page_bytes(tensor) % WIDE.itemsize == 0
     return tensor.flatten(1).view(WIDE) if wide else tensor
 
@@ -352,8 +356,7 @@ def _is_run(pages: Index) -> bool:
 
 
 def _runs(*lists: Index) -> list[tuple[int, int]]:
-    """Return start and stop of each run of numbers that are consecutive in all of these equally long
-    lists."""
+    """Return the bounds of each run of numbers that are consecutive in all of these lists."""
     jumps = np.any([np.diff(pages) != 1 for pages in lists], axis=0)
     breaks = np.flatnonzero(jumps) + 1
     return list(zip([0, *breaks.tolist()], [*breaks.tolist(), len(lists[0])]))

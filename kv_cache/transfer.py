@@ -55,8 +55,7 @@ def to_host(tensor: Tensor) -> Callable[[], NDArray[Any]]:
 
 
 def all_to_host(tensors: Tensors) -> Callable[[], Arrays]:
-    """Start to copy tensors of small integers (int64 on the host) and of float32 to the host in one
-    transfer."""
+    """Start to copy tensors to the host in one transfer: small integers (int64 there) and float32."""
     flat = [each.view(torch.int32) if each.is_floating_point() else each.int() for each in tensors.values()]
     arrival = to_host(torch.cat([each.flatten() for each in flat]))
     ends = np.cumsum([each.numel() for each in flat])

@@ -96,8 +96,7 @@ class Adapters:
         return tensor
 
     def _found(self, files: AdapterFiles, opened: Any) -> dict[int, tuple[str, str, str]]:
-        """Return, for each place that the adapter fills, the linear as it is stored and the names of both
-        tensors."""
+        """Return, for each place that the adapter fills, the stored linear and its two tensors' names."""
         known = {room.name: at for at, room in enumerate(self._rooms)}
         pairs: dict[str, dict[str, str]] = {}
         for name in names_in(opened):
@@ -133,8 +132,7 @@ class Adapters:
 def _linears(
     layer: Any, prefix: str, config: DecoderConfig, number: int
 ) -> Iterator[tuple[list[str], Linear, list[Tensor | None]]]:
-    """Yield the linears of a layer, with the checkpoint's linears that each joins and the order of their
-    outputs."""
+    """Yield a layer's linears, with the checkpoint's linears that each joins and their outputs' order."""
     attention, mlp = layer.attention, layer.mlp
     for roles, linear in attention.joined():
         names = [f"{prefix}self_attn.{role}" for role in roles]

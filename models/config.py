@@ -80,8 +80,10 @@ class DecoderConfig:
     num_unread_layers: int = 0
 
     def form(self, name: str) -> Form:
-        """Return how the linear with this checkpoint name is stored; a tied head is stored as the embedding
-        is."""
+        """Return how the linear with this checkpoint name is stored.
+
+        A tied head is stored as the embedding is.
+        """
         quantization = self.quantization
         is_tied = name == "lm_head" and self.tie_embeddings
         if self.kept_form is not None and self.kept_form.covers(name):
@@ -286,8 +288,10 @@ class DecoderConfig:
 
     @property
     def num_active_parameters(self) -> int:
-        """Number of weights that a token is multiplied with; of each mixture, only the chosen experts
-        count."""
+        """Number of weights that a token is multiplied with.
+
+        Of each mixture, only the chosen experts count.
+        """
         if self.mixture is None:
             return self.num_parameters
         return self.num_parameters - self.num_mixtures * self._num_idle * self._expert_parameters

@@ -99,8 +99,10 @@ class SelfAttention(nn.Module):
         step: StepInputs,
         is_absent: Tensor | None = None,
     ) -> Tensor:
-        """Write the step's keys and values to the cache, zeros for absent tokens [T]; return its queries [T,
-        H, D]."""
+        """Write the step's keys and values to the cache, zeros for absent tokens [T].
+
+        Returns its queries [T, H, D].
+        """
         query, key, value = (each.unflatten(-1, (-1, self.head_dim)) for each in self.qkv(x))
         if is_absent is not None:
             key, value = (each.masked_fill(is_absent[:, None, None], 0) for each in (key, value))
@@ -155,8 +157,10 @@ class DecoderLayer(nn.Module):
     def forward(
         self, x: Tensor, residual: Tensor | None, cos: Tensor, sin: Tensor, step: StepInputs
     ) -> tuple[Tensor, Tensor]:
-        """Return the output of the last block and the residual it will be added to; the first layer gets no
-        residual."""
+        """Return the output of the last block and the residual it will be added to.
+
+        The first layer gets no residual.
+        """
         if residual is None:
             x, residual = self.ops.rms_norm(x, self.input_norm, self.eps), x
         else:
@@ -297,8 +301,10 @@ class Decoder(nn.Module):
         return self.ops.rms_norm(hidden, self.norm, self.config.rms_eps)[:num_rows]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return logits [R, V] of hidden states [R, hidden], in the model's dtype; [R, 0] except in the last
-        stage."""
+        """Return logits [R, V] of hidden states [R, hidden], in the model's dtype.
+
+        They are [R, 0] except in the last stage.
+        """
         own = self.own_logits(hidden)
         return own if self.parts is None else self.parts.joined(own)
 
@@ -311,14 +317,15 @@ class Decoder(nn.Module):
         return self.head_logits(self.ops.rms_norm(hidden, self.norm, self.config.rms_eps), num_rows)
 
     def head_logits(self, normed: Tensor, num_rows: int) -> Tensor:
-        """Return the logits of this rank's shard for the first rows of a norm's output, padded as products
-        want it."""
+        """Return this rank's logits for the first rows of a norm's output, which has padding rows."""
         logits, cap = self.head(normed)[:num_rows], self.config.logit_cap
         return logits if cap is None else (logits / cap).tanh() * cap
 
     def embedded(self, token_ids: Tensor) -> Tensor:
-        """Return scaled rows [T, hidden] of the embedding; each row is on one rank, and the others add
-        zeros."""
+        """Return scaled rows [T, hidden] of the embedding.
+
+        Each row is on one rank, and the others add zeros.
+        """
         x = self._embedding_rows(token_ids)
         return x if self.embedding_scale == 1 else x * self.embedding_scale
 

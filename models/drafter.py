@@ -98,8 +98,10 @@ class Drafter:
         """Do nothing: a draft model has nothing to compute after the target model."""
 
     def _pieces(self, batch: Batch, stops: Index, yields: NDArray[np.bool_]) -> Iterator[Batch]:
-        """Yield the spans up to `stops` in batches of at most `most_tokens`; those in `yields` yield at their
-        ends."""
+        """Yield the spans up to `stops` in batches of at most `most_tokens`.
+
+        Those in `yields` yield at their ends.
+        """
         spans = np.flatnonzero(stops > batch.draft_starts)
         starts, ends = batch.draft_starts[spans], stops[spans]
         while len(spans):

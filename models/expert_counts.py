@@ -32,8 +32,10 @@ class ExpertCounts:
         self._totals = np.zeros(shape, np.int64)
 
     def read(self) -> list[list[int]]:
-        """Return, for each layer, how many tokens chose each expert; empty for a dense layer. Waits for the
-        device."""
+        """Return, for each layer, how many tokens chose each expert.
+
+        The list is empty for a dense layer. This waits for the device.
+        """
         now = self._rows.cpu().numpy().view(np.uint32)
         self._totals += now - self._last  # modulo 2**32
         self._last = now.copy()

@@ -29,8 +29,10 @@ class FeaturePages:
         return self._rows.index_select(0, self._places(index))
 
     def write(self, features: Tensor, index: Tensor) -> None:
-        """Store features [T, hidden] of places `index` [T], span after span; a page keeps those of its last
-        positions."""
+        """Store features [T, hidden] of places `index` [T], span after span.
+
+        A page keeps those of its last positions.
+        """
         places = self._places(index)
         is_over = torch.zeros_like(index, dtype=torch.bool)
         if self._kept < self._page_size and self._kept < len(index):

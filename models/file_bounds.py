@@ -47,8 +47,7 @@ def check_regular(path: Path, most_bytes: int = MOST_JSON_BYTES, fix: str = "dow
 
 
 def check_rereadable(path: Path) -> None:
-    """Raise ValueError for a file whose bytes can be read only once, if a command reads them more than
-    once."""
+    """Raise ValueError for a file that can be read only once, if a command reads it repeatedly."""
     check_regular(path, MOST_INPUT_BYTES, "this command reads it more than once: write it to a file")
 
 

@@ -21,8 +21,10 @@ class Filled:
 
 @dataclass(frozen=True, slots=True)
 class ExpertKind:
-    """What all experts of a mixture have in common, by which a device decides whether to pack them
-    together."""
+    """What all experts of a mixture have in common.
+
+    A device decides by it whether to pack them together.
+    """
 
     hidden: int
     inner: int  # inner size on this rank

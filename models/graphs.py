@@ -182,8 +182,7 @@ class DecodeGraphs:
         self._held: Tensor | None = None  # the tokens with which the table begins
 
     def holds_beside(self, attention: Attention, most: int) -> bool:
-        """Whether the device holds these graphs beside all steps of up to `most` tokens of another
-        decoder."""
+        """Whether the device can hold these graphs beside those of another decoder, up to `most` tokens."""
         others = ladder(most, self.slots.page_size)
         of_target = self.attention, self.sizes, len(others), self._joins
         return all(

@@ -234,8 +234,10 @@ def join(backend: Backend, store: dist.Store, rank: int, size: int, timeout_s: f
 
 
 def divided(world: Group, share: Share, timeout_s: float) -> tuple[Group, StageLinks]:
-    """Return the ranks of this rank's stage, and the links to the others. All ranks must call it at the same
-    time."""
+    """Return the ranks of this rank's stage, and the links to the others.
+
+    All ranks must call it at the same time.
+    """
     size, rank, few, tokens = share.tensors, world.rank, None, None
     wait = timedelta(seconds=timeout_s)
 

@@ -59,8 +59,10 @@ class Head(nn.Module, ABC):
                 module.pack()
 
     def forward(self, step: StepInputs) -> Tensor:
-        """Return the hidden states [T, hidden] of the step's tokens, which become features at the ends of
-        spans."""
+        """Return the hidden states [T, hidden] of the step's tokens.
+
+        Those at the ends of spans become features.
+        """
         assert step.before_index is not None, "a head reads what lies before"
         hidden = self.computed(step, self.features.read(step.before_index))
         self.features.write_ends(hidden, step.metadata.write_index, step.before_index)
@@ -77,8 +79,7 @@ class Head(nn.Module, ABC):
 
     @abstractmethod
     def fused(self, tapped: Tensor) -> Tensor:
-        """Return features [T, hidden] from what the target's layers read, [T, taps * hidden of the
-        target]."""
+        """Return features [T, hidden] of what the target's layers read, [T, taps * its hidden size]."""
 
     @abstractmethod
     def computed(self, step: StepInputs, features: Tensor) -> Tensor:

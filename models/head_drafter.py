@@ -46,8 +46,10 @@ class HeadDrafter(Drafter):
         self._left: _Left | None = None
 
     def run(self, batch: Batch) -> Tensor | None:
-        """Return the drafts of a batch, as `Drafter.run`; what rows without drafts lack is left to
-        `finish`."""
+        """Return the drafts of a batch, as `Drafter.run`.
+
+        What rows without drafts lack is left to `finish`.
+        """
         drafting = batch.drafts_by_span > 0
         self._left = self._lacking(batch, np.flatnonzero(~drafting))
         if not drafting.any():

@@ -129,8 +129,7 @@ def decoder_config(
 
 
 def _check_joined(hf: Mapping[str, Any], is_joined: bool, is_stacked: bool) -> None:
-    """Raise ValueError if joined linears or experts of a checkpoint are quantised in a form that is not
-    read."""
+    """Raise ValueError if a checkpoint's joined linears or experts are quantised in an unread form."""
     said = hf.get("quantization_config")
     if isinstance(said, Mapping) and said:
         method = said.get("quant_method")
@@ -308,8 +307,7 @@ def boolean(hf: Mapping[str, Any], key: str, default: bool) -> bool:
 
 
 def _dtype(hf: Mapping[str, Any]) -> DType:
-    """Return the type of the weights: dtype in newer files, torch_dtype in older ones, and float32 by
-    default."""
+    """Return the type of the weights: dtype, or torch_dtype in older files, or float32."""
     key = "dtype" if hf.get("dtype") is not None else "torch_dtype"
     value = hf.get(key)
     name = "float32" if value is None else str(value).removeprefix("torch.")

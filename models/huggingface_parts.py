@@ -40,8 +40,10 @@ def sparse_layers(hf: Mapping[str, Any]) -> tuple[bool, ...]:
 def grouped_experts(
     hf: Mapping[str, Any], *, first_dense: int, num_shared: int, **more: Any
 ) -> MixtureConfig:
-    """Return experts as DeepSeek's files describe them, in all layers but the first; `more` is of the
-    family."""
+    """Return experts as DeepSeek's files describe them, in all layers but the first.
+
+    `more` is of the family.
+    """
     num_layers, size = integer(hf, "num_hidden_layers"), integer(hf, "moe_intermediate_size")
     dense = integer(hf, "first_k_dense_replace", first_dense, least=0)
     num_experts, num_groups = integer(hf, "n_routed_experts"), integer(hf, "n_group", 1)

@@ -176,8 +176,10 @@ class SummedLinear(Linear):
         return self.group.all_reduce_max(largest)
 
     def forward(self, x: Tensor | Int8Rows) -> Tensor:
-        """Map [T, in] to [T, out], the same on every rank; in int8, each rank scales its own part of a
-        token."""
+        """Map [T, in] to [T, out], the same on every rank.
+
+        In int8, each rank scales its own part of a token.
+        """
         if self.form != "plain" or self.low_rank is not None:
             return self.group.all_reduce(self.part(x))
         assert self.packed is not None, "pack the decoder before its first step"

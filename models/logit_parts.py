@@ -34,8 +34,10 @@ class LogitParts:
         return torch.cat(parts, dim=-1)[:, : self._vocab_size].contiguous()
 
     def greedy(self, own: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what `Ops.greedy` returns for all logits, the same on every rank; ties go to the first
-        token."""
+        """Return what `Ops.greedy` returns for all logits, the same on every rank.
+
+        Ties go to the first token.
+        """
         logits, tokens = self._group.all_gather(self.own_best(own)).unbind(-1)  # [P, R] each
         best = logits.amax(0)
         return torch.where(logits == best, tokens, MOST_TOKENS).amin(0).long(), best.isfinite()

@@ -63,8 +63,7 @@ class LowRank(nn.Module):
         self._down, self._ups = ops.pack_low_rank(down), [ops.pack_low_rank(each) for each in ups]
 
     def put(self, number: int, index: int, a: Tensor, b: Tensor) -> None:
-        """Let the adapter with this number add b [out, n] times a [n, in] to a linear, where n is at most
-        r."""
+        """Let the adapter with this number add b [out, n] times a [n, in] to a linear; n is at most r."""
         rank, down, up = self.rooms.rank, *map(self.ops.plain_low_rank, (self._down, self._ups[index]))
         columns = slice((number - 1) * rank, number * rank)
         of_adapter = down.view(len(self.widths), -1, down.shape[1])[index, columns]

@@ -33,8 +33,7 @@ from models.step import StepInputs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MtpConfig(HeadConfig):
-    """The configuration of layer `number` of the target's checkpoint, behind those that the target
-    computes."""
+    """The configuration of layer `number` of the target's checkpoint, behind the target's own."""
 
     number: int
 

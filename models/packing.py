@@ -113,8 +113,10 @@ class Packing:
 
 
 def packing(hf: Mapping[str, Any]) -> Packing | None:
-    """Return how a parsed config.json says that its weights are packed; ValueError for a form that is not
-    read."""
+    """Return how a parsed config.json says that its weights are packed.
+
+    Raises ValueError for a form that is not read.
+    """
     said = hf.get(KEY)
     if not isinstance(said, Mapping):
         return None

@@ -98,8 +98,10 @@ def _not_read(key: str, value: object, limit: str) -> ValueError:
 
 
 def quantization(hf: Mapping[str, Any]) -> Quantization | None:
-    """Return how a parsed config.json says that its weights are quantised; ValueError for a form that is not
-    read."""
+    """Return how a parsed config.json says that its weights are quantised.
+
+    Raises ValueError for a form that is not read.
+    """
     if hf.get("compression_config"):
         raise _refused("compression_config", "an older layout")
     if not hf.get(KEY):

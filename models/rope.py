@@ -148,8 +148,7 @@ def _yarn(config: RopeConfig) -> Tensor:
     """Keep dimensions that turn often within the original length, and interpolate those that turn rarely."""
 
     def dimension(turns: float) -> float:
-        """Return the dimension that makes so many turns within the original length (inverse of equation
-        15)."""
+        """Return the dimension with so many turns in the original length (inverse of equation 15)."""
         length = config.original_max_positions / (turns * 2 * math.pi)
         return config.dim * math.log(length) / (2 * math.log(config.theta))
 

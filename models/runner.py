@@ -81,8 +81,10 @@ class ModelRunner:
             self.drafter.capture(self.graphs)
 
     def run(self, batch: Batch) -> Sampled:
-        """Make the batch's page copies, then compute its spans; return one token for each of
-        `batch.owners`."""
+        """Make the batch's page copies, then compute its spans.
+
+        Returns one token for each of `batch.owners`.
+        """
         return self._begin(batch).wait()
 
     @torch.inference_mode()
@@ -176,8 +178,7 @@ class ModelRunner:
         return Chosen(self._last.tokens[:0], lambda: Sampled(np.empty(0, np.int64)))
 
     def _sampled(self, batch: Batch, step: Tensor) -> Tensor:
-        """From a row for each token of the step [T, ...], select those that tokens are sampled from [R,
-        ...]."""
+        """Select the rows [R, ...] that tokens are sampled from, of those of all tokens [T, ...]."""
         if not len(batch.owners):
             return step[:0]
         return step if batch.yields_all else step[self._to_device(batch.yielding)]

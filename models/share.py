@@ -69,8 +69,7 @@ class Share:
         return self.is_first or (self.is_last and config.tie_embeddings)
 
     def is_elsewhere(self, name: str, config: DecoderConfig) -> bool:
-        """Whether the checkpoint's tensor `name` belongs only to other stages, or to experts of other
-        ranks."""
+        """Whether the checkpoint's tensor `name` belongs to other stages, or other ranks' experts."""
         if name.startswith("model.layers."):
             number = name.split(".")[2]
             known = range(config.num_layers + config.num_unread_layers)
@@ -97,8 +96,7 @@ class Share:
         return range(first, first + count)
 
     def whole_name(self, name: str, config: DecoderConfig) -> str:
-        """Return the name in the whole decoder of one of this part's linears, whose layers are counted from
-        0."""
+        """Return the name in the whole decoder of a linear of this part, where layers begin at 0."""
         parts = name.split(".")
         if parts[:2] == ["model", "layers"]:
             parts[2] = str(int(parts[2]) + self.layers(config).start)
@@ -238,8 +236,10 @@ def _equal(size: int, rank: int, ranks: int) -> slice:
 
 
 def _can_share(config: DecoderConfig, count: int, experts: int) -> bool:
-    """Whether each key-value head is only on ranks that have all of its query heads, and all sizes divide
-    evenly."""
+    """Whether all sizes divide evenly.
+
+    The ranks that hold a key-value head must also have exactly its query heads.
+    """
     *sizes, of_expert = _inner_sizes(config)
     if config.num_heads % count or any(size % count for size in sizes) or of_expert % (count // experts):
         return False
@@ -247,8 +247,10 @@ def _can_share(config: DecoderConfig, count: int, experts: int) -> bool:
 
 
 def _inner_sizes(config: DecoderConfig) -> list[int]:
-    """Return the inner sizes of dense MLPs and of experts, as far as there are any; chosen experts come
-    last."""
+    """Return the inner sizes of dense MLPs and of experts, as far as there are any.
+
+    Chosen experts come last.
+    """
     mixture, has_dense = config.mixture, config.num_mixtures < config.num_layers
     sizes = [config.intermediate_size] if has_dense else []
     if mixture is not None and config.num_mixtures:

@@ -107,8 +107,10 @@ def in_parts(places: dict[str, Place], form: BlockScales | Packing | None, path:
 def _parts_of(
     stem: str, places: dict[str, Place], form: BlockScales | Packing, names: set[str]
 ) -> dict[str, PartPlace]:
-    """Return the tensors of one linear's weight; other tensors of it with a place of their own are left
-    out."""
+    """Return the tensors of one linear's weight.
+
+    Other tensors of it with a place of their own are left out.
+    """
     place = places[f"{stem}.weight"]
     rows, columns = _cuts(place)
     if isinstance(form, Packing):

@@ -47,8 +47,7 @@ class Unpacking:
         return (self.layout.group, BIAS) if self.form.layout == "gptq" else (self.layout.group,)
 
     def parts(self, present: set[str]) -> dict[str, Part]:
-        """Return its tensors by the ends of their names: the required ones, and the optional ones in
-        `present`."""
+        """Return its tensors by the ends of their names: required ones, and those in `present`."""
         form, layout, (outputs, inputs) = self.form, self.layout, self.shape
         groups = form.num_groups(inputs)
         every = slice(0, groups)
@@ -102,8 +101,10 @@ class Unpacking:
         return torch.cat([made[rows] for rows in self.ranges]) if self.ranges else made
 
     def _apart(self, found: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return unsigned numbers uint8 [O, I], and scales and zeros [O, G]; zeros are None if in the
-        middle."""
+        """Return unsigned numbers uint8 [O, I], and scales and zeros [O, G].
+
+        Zeros are None if in the middle.
+        """
         form, layout = self.form, self.layout
         said = found[layout.shape].tolist() if layout.shape in found else list(self.shape)
         if said != list(self.shape):

@@ -96,8 +96,10 @@ def fill(
 def accounted(
     path: Path, places: Places, known: Places, is_unread: Callable[[str], bool]
 ) -> dict[Path, list[str]]:
-    """Return the tensors of the checkpoint directory `path` by file, from the files' headers; raises as
-    `fill`."""
+    """Return the tensors of the checkpoint directory `path` by file, from the files' headers.
+
+    Raises as `fill`.
+    """
     found, faults = _account(checkpoint_files(path), places, known, is_unread)
     if faults:
         raise ValueError(
@@ -154,8 +156,10 @@ def _scale_random(linear: nn.Module, inputs: int) -> None:
 
 
 def _seed_of(decoder: Decoder, name: str, seed: int) -> int:
-    """Return the seed of one of this part's parameters, the same in all parts: layers are counted in the
-    whole."""
+    """Return the seed of a parameter of this part.
+
+    It is the same in all parts, because layers are counted in the whole decoder.
+    """
     parts = name.split(".")
     if parts[0] == "layers":
         parts[1] = str(int(parts[1]) + decoder.share.layers(decoder.config).start)
@@ -183,8 +187,7 @@ def places_by_name(decoder: Decoder) -> dict[str, Place]:
 
 
 def placed(parts: LayerParts, config: DecoderConfig, held: dict[str, int], share: Share) -> dict[str, Place]:
-    """Return the destination of each tensor of these parts, by name, given a rank's outputs of each
-    linear."""
+    """Return the destination of each tensor of these parts, given a rank's outputs of each linear."""
     sizes = {name: (outputs, inputs) for name, inputs, outputs in config.linears()}
     orders, places = parts.orders, {}
     for name, tensor in parts.whole.items():
@@ -275,8 +278,10 @@ def rooms_of(linear: Linear | UpProjection, widths: list[int]) -> Iterator[tuple
 
 
 def _roundings(linear: Linear | UpProjection, widths: list[int]) -> list[Rounding]:
-    """Return how the rows of each of the checkpoint's linears are quantised at load; empty if they are
-    not."""
+    """Return how the rows of each of the checkpoint's linears are quantised at load.
+
+    The list is empty if they are not.
+    """
     if not isinstance(linear, Linear) or not linear.rounds or linear.weight_scale is None:
         return []
     return [Rounding(linear, scale) for scale in linear.weight_scale.data.split(widths)] if widths else []

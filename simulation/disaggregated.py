@@ -130,8 +130,10 @@ class DisaggregatedFleet(Fleet):
         return len(queued), sum(queued)
 
     def _ask(self, request: Request, answers: int, prompts: int) -> bool:
-        """Have a prompt computed elsewhere; return False if nothing is missing, or there is no room for
-        it."""
+        """Have a prompt computed elsewhere.
+
+        Returns False if nothing is missing, or there is no room for it.
+        """
         engine, computing = self.replicas[answers].engine, self.replicas[prompts]
         try:
             engine.scheduler.check(request)

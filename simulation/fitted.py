@@ -186,16 +186,17 @@ def _check(fields: dict[str, Any]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """One step of a recording: its features, and the seconds from one answer to the next, the host's
-    included."""
+    """One step of a recording: its features, and the seconds between answers, the host's included."""
 
     features: Vector
     taken_s: float
 
 
 def timed(events: Iterable[Event], scheduler: Scheduler) -> list[Timed]:
-    """Return the steps of a replay on `scheduler`; a step that found the engine idle counts from its own
-    start."""
+    """Return the steps of a replay on `scheduler`.
+
+    A step that found the engine idle counts from its own start.
+    """
     steps: list[Timed] = []
     idle_s = -np.inf
     busy = False

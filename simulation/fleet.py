@@ -46,8 +46,7 @@ class Routed:
         self.tokens[sent.replica] += sent.queued_tokens + request.params.max_tokens
 
     def figures(self) -> dict[str, float]:
-        """Return the share of the best hits that was kept, and the highest load of an engine over the
-        mean."""
+        """Return the share of the best hits that was kept, and the highest over the mean load."""
         tokens = self.tokens or [0]
         return {
             "routed_hits_of_best": round(self.hit_tokens / max(1, self.best_hit_tokens), 4),
@@ -154,8 +153,10 @@ class Fleet:
                 self._is_behind[number] = False
 
     def _see(self, number: int, now_s: float) -> None:
-        """Tell the router which of an engine's answers have begun or ended by now, as the proxy of
-        `serving.router` does."""
+        """Tell the router which of an engine's answers have begun or ended by now.
+
+        This corresponds to the proxy of `serving.router`.
+        """
         still = []
         for each in self._passing[number]:
             request = each.request

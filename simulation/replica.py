@@ -54,8 +54,10 @@ class Replica:
         return len(scheduler.waiting) + len(scheduler.slots.busy)
 
     def add(self, request: Request) -> None:
-        """Accept a request at the clock's time, which is its arrival or later; a refused request is only
-        counted as failed."""
+        """Accept a request at the clock's time, which is its arrival or later.
+
+        A refused request is only counted as failed.
+        """
         self.totals.came(request)
         try:
             self.engine.add(request)

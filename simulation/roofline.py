@@ -50,8 +50,7 @@ class ModelPart:
 
 @dataclass(frozen=True, slots=True)
 class _Size:
-    """The parts of a step's time that depend only on its numbers of tokens, spans and samples, not on
-    attention."""
+    """The parts of a step's time that depend on its numbers of tokens, spans and samples alone."""
 
     share: float  # share of the model's layers
     products_s: float
@@ -92,8 +91,7 @@ class Roofline:
         return taken_s + self._copies_s(batch, slots) if batch.copies else taken_s
 
     def seen(self, batch: Batch, num_tokens: int) -> tuple[float, float]:
-        """Return, over all layers, the tokens whose keys are read, and the pairs of query and key that are
-        scored."""
+        """Return the tokens whose keys are read and the scored pairs, summed over all layers."""
         starts, stops = batch.starts, batch.stops
         total = int(stops.sum())
         if self._windows == [(None, self.config.num_layers)] and num_tokens == batch.num_spans:
@@ -132,8 +130,10 @@ class Roofline:
         return host_s + (busy_s + size.launch_s if size.is_graph else max(busy_s, size.launch_s))
 
     def _copies_s(self, batch: Batch, slots: SlotPool) -> float:
-        """Return the seconds of page copies: each byte is read and written; copies to the host count the
-        same."""
+        """Return the seconds of page copies: each byte is read and written.
+
+        Copies to the host count the same.
+        """
         share = self.stage.num_layers / self.config.num_layers if self.stage else 1.0
         held_bytes = self.config.kv_bytes_per_token(self.tensor) * share
         num_bytes = batch.num_copied_pages * slots.page_size * held_bytes

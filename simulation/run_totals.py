@@ -22,8 +22,10 @@ DIGITS = 4  # least number of significant digits of a rate
 
 
 def rounded(rate: float, decimals: int) -> float:
-    """Round a rate, keeping DIGITS of a small one, because times a long duration it must still give the
-    count."""
+    """Round a rate, keeping DIGITS of a small one.
+
+    Multiplied by a long duration it must still give the count.
+    """
     leading = math.floor(math.log10(rate)) + 1 if rate > 0 else DIGITS
     return round(rate, max(decimals, DIGITS - leading))
 

@@ -229,8 +229,7 @@ class CpuAttention(Attention):
         self._scatter(output, sums.view(rows.shape), totals, chunk.tokens)
 
     def _product(self, left: Tensor, right: Tensor) -> Tensor:
-        """Return torch.bmm of two tensors of one type, computed in the type that this processor multiplies
-        fastest."""
+        """Multiply two tensors of one type by torch.bmm, in the type that is fastest on this processor."""
         return torch.bmm(left.to(self._product_dtype), right.to(self._product_dtype)).to(left.dtype)
 
     def _rows(self, query: Tensor, tokens: Tensor) -> Tensor:

@@ -108,8 +108,7 @@ class PromptSpan:
         window: int | None,
         first_key: int = 0,
     ) -> PromptSpan:
-        """Plan a request's positions [start, stop), whose queries begin at `first_row` of the packed
-        query."""
+        """Plan a request's positions [start, stop), whose first query is row `first_row` of the step."""
         reach = window or stop
         if start:
             base = max(start - reach + 1, 0) // tile * tile

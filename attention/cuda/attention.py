@@ -38,8 +38,7 @@ ALIGNED = 4  # int32 elements: a kernel is recompiled for an address that is not
 
 @dataclass(frozen=True, slots=True)
 class KernelSizes:
-    """What the kernels of a dtype are compiled for: rows of a prompt's tile, bytes of keys per read,
-    warps."""
+    """Compile-time sizes of a dtype's kernels: rows of a prompt's tile, bytes of keys per read, warps."""
 
     num_rows: int
     step_bytes: int
@@ -197,8 +196,10 @@ class CudaAttention(Attention):
 
     @property
     def num_tiles(self) -> int:
-        """The approximate number of tiles that keeps the device busy; a tile is one program for every kv
-        head."""
+        """The approximate number of tiles that keeps the device busy.
+
+        A tile is one program for every kv head.
+        """
         return -(-PROGRAMS_PER_PROCESSOR * self.num_processors // self.shape.num_kv_heads)
 
     def _planned(self, starts: Index, stops: Index, num_rows: int) -> list[QueryTiles]:

@@ -83,8 +83,10 @@ class QueryTiles:
 
 
 def _shares(low: Index, high: Index, sizes: TileSizes) -> tuple[int, Index]:
-    """Return the positions of a share (shares begin at multiples of it), and the number of shares of each
-    tile."""
+    """Return the positions of a share, and the number of shares of each tile.
+
+    Shares begin at multiples of their size.
+    """
     if not sizes.chunk:
         wanted = -(-int((high - low).sum()) // sizes.num_tiles)
         share = max(sizes.least, -(-wanted // sizes.step) * sizes.step)

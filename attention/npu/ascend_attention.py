@@ -63,6 +63,5 @@ class AscendAttention(Attention):
         return to_device(page_table[batch.slots, :width], self.device)
 
     def places(self, write_index: NDArray[np.int64]) -> Tensor:
-        """Return the cache places of the step's tokens on the device, as int32, which the operators take.
-        [T]"""
+        """Return the cache places [T] of the step's tokens on the device, in the operators' int32."""
         return to_device(write_index.astype(np.int32), self.device)

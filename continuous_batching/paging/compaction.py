@@ -10,8 +10,7 @@ from continuous_batching.paging.page_tables import PageTables
 
 
 class Compaction:
-    """Starts a compaction every `every_steps` steps and moves at most `pages_per_step` pages a step (0:
-    all)."""
+    """Compacts every `every_steps` steps, and moves at most `pages_per_step` pages a step (0: all)."""
 
     def __init__(self, tables: PageTables, every_steps: int, pages_per_step: int) -> None:
         self._tables = tables

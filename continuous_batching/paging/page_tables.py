@@ -50,8 +50,7 @@ class PageTables:
         return lacking
 
     def num_copies(self, rows: Index) -> int:
-        """Return the number of pages needed for copy on write, because these rows share the page they write
-        with a fork."""
+        """Return the number of pages that these rows need for copy on write after a fork."""
         if not self.forked:
             return 0
         pages = [self._written_page(row) for row in rows.tolist() if row in self.forked]
@@ -59,8 +58,10 @@ class PageTables:
         return sum(min(count, int(holders[page]) - 1) for page, count in Counter(pages).items())
 
     def grow_to(self, rows: Index, stops: Index) -> bool:
-        """Give each row the pages for its first `stops` tokens; return False, with nothing changed, if there
-        are too few."""
+        """Give each row the pages for its first `stops` tokens.
+
+        Returns False, with nothing changed, if there are too few.
+        """
         missing = self.missing(rows, stops)
         total = int(missing.sum())
         if total + self.num_copies(rows) > self.num_available:
@@ -103,8 +104,7 @@ class PageTables:
         slots.num_pages[row] = count
 
     def bring_back(self, row: int, names: Index) -> None:
-        """Append these resting pages (see `PrefixCache.find`) to a row, each copied to a newly allocated
-        page."""
+        """Append these resting pages (see `PrefixCache.find`) to a row, each copied to a new page."""
         held, count = self.slots.num_pages[row], len(names)
         self.prefix.keep(names)
         self.grow(np.array([row]), np.array([count]))
@@ -136,8 +136,10 @@ class PageTables:
             self.forked |= {source, row}
 
     def replace(self, row: int, indexes: Index, pages: Index) -> None:
-        """Replace the pages at `indexes` by `pages`, which the row holds already, and release the old
-        ones."""
+        """Replace the pages at `indexes` by `pages`, which the row holds already.
+
+        The old pages are released.
+        """
         old = self.slots.page_table[row, indexes].astype(np.int64)
         self.slots.page_table[row, indexes] = pages
         self.prefix.release(old)
@@ -149,8 +151,10 @@ class PageTables:
         self.slots.num_pages[row] = 0
 
     def compact(self, max_pages: int) -> int:
-        """Move at most `max_pages` held pages towards the low end; return how many moved (see
-        compaction.py)."""
+        """Move at most `max_pages` held pages towards the low end.
+
+        Returns how many moved (see compaction.py).
+        """
         sources, targets = self.pool.scattered(max_pages)
         if len(self.pinned):
             may_move = ~np.isin(sources, self.pinned)
@@ -182,8 +186,10 @@ class PageTables:
         return int(self.slots.page_table[row, self.slots.num_computed[row] // self.slots.page_size])
 
     def _copy_on_write(self, rows: list[int]) -> None:
-        """Give each row that is about to write to a shared page a copy of it; the last holder keeps the
-        original."""
+        """Give each row that is about to write to a shared page a copy of it.
+
+        The last holder keeps the original.
+        """
         sources, targets = [], []
         for row in rows:
             page = self._written_page(row)

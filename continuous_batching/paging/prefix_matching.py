@@ -132,8 +132,10 @@ class PrefixMatching:
         return list(self._blocked)
 
     def unblock(self, row: int) -> None:
-        """Share the pages published since the last lookup; the row becomes runnable once nobody computes its
-        next page."""
+        """Share the pages published since the last lookup.
+
+        The row becomes runnable once nobody computes its next page.
+        """
         slots = self._slots
         request: Request = slots.requests[row]
         if self._blocked.pop(row) != self._prefix.version:
@@ -210,8 +212,7 @@ class PrefixMatching:
             self._tables.replace(row, doubles + first, standing[doubles])
 
     def _save(self, request: Request, standing: Index, pages: Index, first: int) -> None:
-        """Have the tier save the pages that a row has just published, but not equal ones that stood
-        before."""
+        """Have the tier save the pages that a row has just published, unless an equal one stood before."""
         new = np.flatnonzero((standing == pages[first:]) & self._prefix.is_cached(standing))
         if len(new):
             keys = tuple(request.page_keys[first + index] for index in new.tolist())

@@ -66,8 +66,7 @@ class SlotLifecycle:
         return promised - sum(self.waiting_beams.values())
 
     def expect(self, name: str, tokens: TokenIds, cache_salt: str, known: list[bytes]) -> Arrival | None:
-        """Allocate pages for another engine to fill, from those that no row will need (see
-        `HeldPages.expect`)."""
+        """Allocate pages that no row will need for another engine to fill (see `HeldPages.expect`)."""
         num_spare = self.tables.num_available - self.num_promised()
         return self.held.expect(name, tokens, cache_salt, num_spare, known)
 

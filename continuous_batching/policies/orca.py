@@ -27,8 +27,10 @@ class Orca(Policy):
         return Room(left, waiting.num_requests, whole=True) if left > 0 else NO_ROOM
 
     def reserve(self, request: Request) -> int:
-        """Reserve the whole prompt and the longest answer, so that no admitted request is preempted for
-        pages."""
+        """Reserve the whole prompt and the longest answer.
+
+        So no admitted request is preempted for pages.
+        """
         return request.num_prompt_tokens + request.params.max_tokens - 1
 
     def share(self, busy: Busy, budget: int) -> Index:

@@ -57,8 +57,7 @@ class Policy(Protocol):
         ...
 
     def reserve(self, request: Request) -> int:
-        """Return for how many tokens a new request must find pages, free and not promised, when it is
-        admitted."""
+        """Return for how many tokens there must be free and unpromised pages to admit a request."""
         ...
 
     def share(self, busy: Busy, budget: int) -> Index:

@@ -21,8 +21,10 @@ _UNKNOWN_S = 1.0  # the hint before any request was admitted
 
 
 class QueueFull(ValueError):
-    """A request was refused because the queue is too long; it may be retried in about `retry_after_s`
-    seconds."""
+    """A request was refused because the queue is too long.
+
+    It may be retried in about `retry_after_s` seconds.
+    """
 
     def __init__(self, text: str, retry_after_s: float) -> None:
         super().__init__(text)
@@ -51,8 +53,10 @@ class QueueGate:
         self._pace: deque[tuple[float, int, int]] = deque(maxlen=_WINDOW)
 
     def check(self, request: Request, num_following: int) -> None:
-        """Raise QueueFull if a request and its samples are too many; `num_following` samples wait for other
-        prompts."""
+        """Raise QueueFull if a request and its samples are too many.
+
+        `num_following` samples wait for other prompts.
+        """
         waiting, limits = self._waiting, self._limits
         if not len(waiting):
             return  # an empty queue is never too long, however large the request
@@ -97,8 +101,10 @@ class QueueGate:
             self._pace.append(totals)
 
     def _seconds_for(self, excess: int, column: int) -> float:
-        """Estimate the time until so many requests (column 1) or tokens (2) have left the queue, at the
-        recent pace."""
+        """Estimate the time until so many requests (column 1) or tokens (2) have left the queue.
+
+        The recent pace is assumed.
+        """
         if not self._pace or self._pace[-1][0] <= self._pace[0][0]:
             return _UNKNOWN_S
         first, last = self._pace[0], self._pace[-1]

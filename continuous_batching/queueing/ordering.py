@@ -16,8 +16,10 @@ QueueOrder = Callable[[Request], float]  # the smallest goes first; ties go by a
 
 
 def shortest_first(request: Request) -> float:
-    """Order by prompt and longest answer together. The key does not age: a long request waits while short
-    ones come."""
+    """Order by prompt and longest answer together.
+
+    The key does not age: a long request waits while short ones come.
+    """
     return float(request.num_prompt_tokens + request.params.max_tokens)
 
 
@@ -43,8 +45,10 @@ class Aged:
 
 @dataclass(frozen=True, slots=True)
 class EarliestDeadline:
-    """An order by the time at which a request times out, or `deadline_s` after its arrival if it never
-    does."""
+    """An order by the time at which a request times out.
+
+    It is `deadline_s` after the arrival if the request has no timeout.
+    """
 
     deadline_s: float
 

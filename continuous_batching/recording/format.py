@@ -140,8 +140,7 @@ class Offer(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Looked(msgspec.Struct, tag="L", array_like=True, frozen=True):
-    """With a batch in flight, nothing more was to be computed yet, although a request may have been given a
-    row."""
+    """Nothing more was to be computed with a batch in flight; a request may have been given a row."""
 
     now_s: float
 

@@ -146,8 +146,7 @@ class Listeners:
             raise RankLost(self.lost)
 
     def close(self, last: bytes = b"") -> None:
-        """Send what is queued and the last record as far as the ranks still read, then end the
-        connections."""
+        """Send what is queued and the last record, as far as ranks still read, and end the connections."""
         with self._ending:
             if self._is_closed:
                 return

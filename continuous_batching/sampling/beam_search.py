@@ -126,8 +126,7 @@ class BeamSearches:
                     self._lifecycle.start_beam(leader, row)
 
     def keep_together(self, rows: Index, starts: Index, stops: Index) -> tuple[Index, Index, Index]:
-        """Hold back the last tokens of beams whose search does not reach all of its last tokens in this
-        step."""
+        """Hold back the last tokens of beams whose search cannot compute all of them in this step."""
         ready = set(rows[stops == self._slots.num_tokens[rows]].tolist())
         early: set[int] = set()
         for search in self._running():
@@ -166,8 +165,10 @@ class BeamSearches:
         return np.flatnonzero(~np.isin(rows, list(self._search_of))), ends
 
     def suspend(self, row: int) -> Request:
-        """Free all rows of a search; the pages that its beams computed can be found until they are
-        evicted."""
+        """Free all rows of a search.
+
+        The pages that its beams computed can be found until they are evicted.
+        """
         search, slots = self._search_of[row], self._slots
         if search.has_begun:
             search.beams = [slots.requests[each] for each in search.rows]

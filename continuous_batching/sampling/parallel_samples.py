@@ -58,8 +58,10 @@ class ParallelSamples:
         return np.array(spans, dtype=np.int64), np.array(owners, dtype=np.int64)
 
     def part(self, leader: Request) -> None:
-        """Let the samples that still follow an ended request go on without it; the first becomes their
-        leader."""
+        """Let the samples that still follow an ended request go on without it.
+
+        The first becomes their leader.
+        """
         followers = self._release(leader)
         if followers:
             first = followers[0]

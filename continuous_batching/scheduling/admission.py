@@ -147,8 +147,10 @@ class Admission:
         return wanted
 
     def _match(self, request: Request) -> Index:
-        """Return the cached pages that the head of the queue can share; looked up again only if the cache has
-        changed."""
+        """Return the cached pages that the head of the queue can share.
+
+        They are looked up again only if the cache has changed.
+        """
         number, version, matched = self._head
         if number != request.number or version != self._lifecycle.prefix.version:
             matched = self._lifecycle.find(request)

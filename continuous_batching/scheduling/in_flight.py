@@ -139,8 +139,7 @@ class InFlight:
         self.outrun[row] = failed
 
     def take_landed(self) -> dict[int, bool]:
-        """Remove and return the outrun rows that are no longer in flight, with whether their requests
-        failed."""
+        """Remove and return the outrun rows that are no longer in flight, with whether they failed."""
         landed = {row: failed for row, failed in self.outrun.items() if not self.holds(row)}
         for row in landed:
             del self.outrun[row]

@@ -79,8 +79,10 @@ class Preemption:
         return row if self._waiting.place(request) < self._waiting.place(slots.requests[row]) else None
 
     def free_pages(self, num_pages: int) -> None:
-        """Preempt until at most `num_pages` pages are held, all of them by rows; the oldest row is preempted
-        last."""
+        """Preempt until at most `num_pages` pages are held, all of them by rows.
+
+        The oldest row is preempted last.
+        """
         pool, prefix, slots = self._lifecycle.tables.pool, self._lifecycle.prefix, self._lifecycle.slots
         while self._lifecycle.held.give_way():
             pass

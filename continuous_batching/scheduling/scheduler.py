@@ -147,8 +147,10 @@ class Scheduler:
         self.waiting.push(request)
 
     def page_keys(self, request: Request) -> list[bytes]:
-        """Return the keys of the shareable pages of a request's prompt; `add` hashes nothing if the request
-        has them."""
+        """Return the keys of the shareable pages of a request's prompt.
+
+        `add` hashes nothing if the request has them.
+        """
         return self.lifecycle.matching.keys(request)
 
     def check(self, request: Request) -> None:

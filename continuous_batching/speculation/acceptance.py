@@ -36,8 +36,7 @@ class Acceptance:
         self._away: dict[int, tuple[Floats, Floats]] = {}  # keyed by number, for requests that lost their row
 
     def rates(self, rows: Index) -> Floats:
-        """Return the acceptance rates of rows [N]: of the first draft, and of one behind an accepted draft.
-        [2, N]"""
+        """Return acceptance rates of rows [N]: the first draft's, and that behind an accepted one. [2, N]"""
         self._follow(rows)
         prior = (self._all_right / self._all_trials)[:, None] * _PRIOR_WEIGHT
         rates: Floats = (self._right[:, rows] + prior) / (self._trials[:, rows] + _PRIOR_WEIGHT)

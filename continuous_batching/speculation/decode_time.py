@@ -100,8 +100,7 @@ class DecodeTime:
         self._unfitted.clear()
 
     def _fitted(self) -> Floats:
-        """Solve least squares without negative weights, by dropping the most negative one until there is
-        none."""
+        """Solve least squares without negative weights, dropping the most negative one repeatedly."""
         # The features are in 1/s, and trust is scaled with them so that it means the same on any machine.
         trust = _TRUST * max(float(self._products[0, 0]), 1e-12)
         products = self._products + trust * np.eye(4)

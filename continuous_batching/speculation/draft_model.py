@@ -24,8 +24,10 @@ class DraftSpans(Protocol):
     def __call__(
         self, slots: SlotPool, rows: Index, starts: Index, stops: Index, most: int
     ) -> tuple[Index, Index]:
-        """Return `Batch.draft_starts` and `Batch.draft_stops`; nothing is computed for a span where they are
-        equal."""
+        """Return `Batch.draft_starts` and `Batch.draft_stops`.
+
+        Nothing is computed for a span where they are equal.
+        """
         ...
 
 
@@ -38,8 +40,10 @@ class DraftModel:
 
 
 def model_spans(slots: SlotPool, rows: Index, starts: Index, stops: Index, most: int) -> tuple[Index, Index]:
-    """Return the spans of a draft model, which is never fed the last of its drafts, because nothing follows
-    it."""
+    """Return the spans of a draft model.
+
+    It is never fed the last of its drafts, because nothing follows it.
+    """
     known = slots.num_tokens[rows]
     has_drafts = stops > known
     first = starts - slots.draft_lag[rows]

@@ -87,8 +87,7 @@ class NGram:
         self._source[rows] = 0
 
     def _followed(self, rows: Index, known: Index, source: Index) -> Index:
-        """Return the sources advanced by as many tokens as their rows, or 0 if the row continued
-        differently."""
+        """Return the sources advanced as far as their rows, or 0 if a row continued differently."""
         moved = source + known - self._known[rows]
         return np.where(self._is_same(rows, moved, known), moved, 0)
 

@@ -105,8 +105,7 @@ class Speculation:
         return bool(drafts.any())
 
     def _led_by_grammars(self, rows: Index, guesses: Guesses) -> Guesses:
-        """Cut proposals for rows [N] at the first token that a row's grammar refuses, or replace them by
-        forced text."""
+        """Cut proposals for rows [N] where a row's grammar refuses them, or replace them by forced text."""
         slots, tokens, counts = self._slots, guesses.tokens.copy(), guesses.counts.copy()
         for at in np.flatnonzero(slots.constrained[rows]).tolist():
             row = rows[at]

@@ -114,14 +114,12 @@ class Suffix:
         return number
 
     def _followed(self, rows: Index, known: Index, source: Index) -> Index:
-        """Return the sources advanced by as many tokens as their rows, or 0 if the row continued
-        differently."""
+        """Return the sources advanced as far as their rows, or 0 if a row continued differently."""
         moved = source + known - self._known[rows]
         return np.where(self._is_same(rows, moved, known, _SHORTEST), moved, 0)
 
     def _store(self, rows: Index, known: Index) -> None:
-        """Store the tokens of rows that came since the last call, and enter their suffixes into the
-        tables."""
+        """Store the new tokens of rows, and enter their suffixes into the tables."""
         pending = known - self._stored[rows]
         for at in np.flatnonzero(pending > _BLOCK).tolist():
             self._store_all(int(rows[at]), int(known[at]))
@@ -260,7 +258,9 @@ class Suffix:
 
 
 def _runs(tokens: NDArray[np.int32], length: int) -> NDArray[np.int32]:
-    """Return a view of every `length` consecutive tokens, by their first place, so that each is copied as
-    one."""
+    """Return a view of every `length` consecutive tokens, by their first place.
+
+    Each can then be copied as one.
+    """
     size = tokens.itemsize
     return np.ndarray((len(tokens) + 1 - length, length), np.int32, tokens, strides=(size, size))

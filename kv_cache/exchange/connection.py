@@ -122,8 +122,10 @@ class Connection:
             threading.Thread(target=self._guarded, args=(job,), name="pages", daemon=True).start()
 
     def greeted(self, longest_message: int = LONGEST_SHORT) -> None:
-        """Note that the peer has identified itself: it may be silent between messages of at most
-        `longest_message` bytes."""
+        """Note that the peer has identified itself.
+
+        It may be silent between messages, which have at most `longest_message` bytes.
+        """
         self._is_greeted, self._longest_message = True, longest_message
         if self._socket is not None:
             _notice_silence(self._socket)
@@ -234,8 +236,10 @@ class Connection:
         self._num_held += count
 
     def part(self, part: PagePart) -> Bytes:
-        """Return the bytes of the window that a message refers to; raises Damaged if the window is too
-        small."""
+        """Return the bytes of the window that a message refers to.
+
+        Raises Damaged if the window is too small.
+        """
         start, stop = part.offset, part.offset + part.num_bytes
         if not 0 <= start <= stop <= len(self.window):
             raise Damaged(f"bytes {start} to {stop} of a window of {len(self.window)} were told of")
@@ -270,8 +274,10 @@ class _Incoming:
             at += self.begin(room[at:])
 
     def _wait(self) -> None:
-        """Wait for a moment and count it; time beyond it was not the peer's, because this process did not
-        run."""
+        """Wait for a moment and count it.
+
+        Time beyond it was not the peer's, because this process did not run.
+        """
         start_s, most_s = time.monotonic(), min(_POLL_S, self.left_s)
         self._poll.poll(math.ceil(1e3 * most_s))
         self.left_s -= min(most_s, time.monotonic() - start_s)

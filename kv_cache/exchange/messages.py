@@ -56,8 +56,10 @@ class Welcome(PageMessage, frozen=True):
 
 
 class Unfit(PageMessage, frozen=True):
-    """Refuses a hello, because the engines cannot exchange pages; the reason names the difference and both
-    values."""
+    """Refuses a hello, because the engines cannot exchange pages.
+
+    The reason names the difference and both values.
+    """
 
     why: Reason
 

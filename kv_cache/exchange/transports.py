@@ -93,8 +93,10 @@ class Tcp:
 
 
 class _SharedWindow:
-    """A file in memory, whose name is removed once the peer has opened it, so that no crash leaves it
-    behind."""
+    """A file in memory, whose name is removed once the peer has opened it.
+
+    So no crash leaves it behind.
+    """
 
     def __init__(self, num_bytes: int) -> None:
         self._path = _FOLDER / f"pages-{secrets.token_hex(16)}"

@@ -122,8 +122,10 @@ class DiskStore:
         os.pwrite(self._lock, num_bytes.to_bytes(_COUNT_BYTES, "little"), 0)
 
     def _make_room(self, size: int) -> int:
-        """Delete the least recently used files until `size` fits with a reserve; return the bytes that
-        remain."""
+        """Delete the least recently used files until `size` fits with a reserve.
+
+        Returns the bytes that remain.
+        """
         files = sorted(self._files())
         used = sum(each.st_size for _, each, _ in files)
         target = self._most_bytes - size

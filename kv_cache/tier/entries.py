@@ -24,8 +24,7 @@ class WrongEntry(ValueError):
 
 
 def identity_of(facts: Mapping[str, object]) -> bytes:
-    """Return 32 bytes that identify everything that a page's content depends on, except its tokens and its
-    salt."""
+    """Return a digest of everything that a page's content depends on, except its tokens and salt."""
     return hashlib.sha256(msgspec.json.encode(facts, order="deterministic")).digest()
 
 

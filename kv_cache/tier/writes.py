@@ -110,8 +110,10 @@ class PageWrites:
         return is_new
 
     def _take_off(self, keys: Sequence[bytes]) -> None:
-        """Remove entries, even if the store is failing: a wrong page must not be found when it works
-        again."""
+        """Remove entries, even if the store is failing.
+
+        A wrong page must not be found when the store works again.
+        """
         try:
             self._store.remove(keys)
         except StoreFailed as error:

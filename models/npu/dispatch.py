@@ -23,8 +23,10 @@ from models.npu.grouped import JoinedLinear, of_experts
 
 @dataclass(frozen=True, slots=True)
 class Dispatch:
-    """The exchange between a group's tokens and its experts, equally many on each rank in the order of the
-    ranks."""
+    """The exchange between a group's tokens and its experts.
+
+    The ranks hold equally many experts, in the order of the ranks.
+    """
 
     group: Group
     tokens: Group  # the same ranks, with a communicator of their own
@@ -45,8 +47,10 @@ class Dispatch:
         packed: tuple[JoinedLinear, JoinedLinear],
         gated: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        """Compute all experts: [T, hidden] to [T, hidden]; `places` int32 [T, C] are their places over all
-        ranks."""
+        """Compute all experts: [T, hidden] to [T, hidden].
+
+        `places` int32 [T, C] are their places over all ranks.
+        """
         x_own, weights_own, places_own = self._own(x, weights.float(), places)
         group, (gate_up, down) = self._of_group(), packed
         is_int8 = gate_up.scale is not None
@@ -61,8 +65,7 @@ class Dispatch:
         return self.group.all_gather(summed).flatten(0, 1)[: len(x)]
 
     def _own(self, *parts: Tensor) -> list[Tensor]:
-        """Return this rank's rows of each tensor, repeating the last row if they cannot be divided
-        equally."""
+        """Return this rank's rows of each tensor; the last row is repeated to divide them equally."""
         total, (size, rank) = len(parts[0]), (self.group.size, self.group.rank)
         count = -(-total // size)
         if count * size == total:

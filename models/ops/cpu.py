@@ -103,8 +103,10 @@ class CpuOps(Ops):
         return total.to(x.dtype)
 
     def padded(self, num_tokens: int) -> int:
-        """Return the rows to compute, because oneDNN compiles its code (2 ms a layer) for each new number of
-        rows."""
+        """Return the rounded number of rows to compute.
+
+        oneDNN compiles its code (2 ms a layer) for each new number.
+        """
         if num_tokens <= _FEW_ROWS:
             return max(2, 1 << (num_tokens - 1).bit_length())
         step = _FEW_ROWS if num_tokens <= _MANY_ROWS else _MANY_ROWS

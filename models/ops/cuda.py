@@ -59,8 +59,7 @@ class CudaOps(Ops):
         return self.linear(x, (weight, None))
 
     def joins_experts(self, kind: ExpertKind) -> bool:
-        """Whether these are experts in the model's type without biases, whose rows a grouped product
-        takes."""
+        """Whether experts of this kind are in the model's type, without biases, and aligned."""
         are_aligned = kind.hidden % GROUPED_STEP == kind.inner % GROUPED_STEP == 0
         takes = kind.form == "plain" and kind.is_swiglu and not kind.has_bias
         return self.groups_products and are_aligned and takes and not self.batch_invariant
@@ -103,8 +102,10 @@ class CudaOps(Ops):
         return (parts * weights[..., None]).sum(1).to(x.dtype)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Normalise over the last dimension, in float32; `weight` [x.shape[-1]]. Up to two leading
-        dimensions."""
+        """Normalise over the last dimension, in float32.
+
+        `weight` [x.shape[-1]]. Up to two leading dimensions.
+        """
         return self._norm(x, None, weight, eps)[0]
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -150,8 +150,10 @@ class NpuOps(Int4Ops, PlainNpuOps):
         return [self.pack_int8(*part) for part in zip(weight.split(widths), scale.split(widths), biases)]
 
     def linear_int8_split(self, x: Tensor | Int8Rows, packed: Packed, widths: Widths) -> tuple[Tensor, ...]:
-        """Return a product for each width, because npu_grouped_matmul gives bfloat16 only with scales in
-        bfloat16."""
+        """Return a product for each width.
+
+        npu_grouped_matmul gives bfloat16 only with scales in bfloat16.
+        """
         x = self.quantized(x)
         return tuple(self.linear_int8(x, part) for part in packed)
 
@@ -254,8 +256,10 @@ class NpuOps(Int4Ops, PlainNpuOps):
         return self.product.has_mixtures and (kind.form != "int8" or (kind.is_swiglu and not kind.has_bias))
 
     def pack_experts(self, gate_ups: Sequence[Filled], downs: Sequence[Filled]) -> Packed:
-        """Pack both linears; in int8, scales of the second have the type that it needs for results in
-        bfloat16."""
+        """Pack both linears.
+
+        In int8, scales of the second have the type that it needs for results in bfloat16.
+        """
         gate_up, down = (
             joined(some, self.pack, self.pack_int4, self._no_offsets) for some in (gate_ups, downs)
         )
@@ -275,8 +279,10 @@ class NpuOps(Int4Ops, PlainNpuOps):
         return mixture(x, weights, chosen, gate_up, down, num_experts, gated)
 
     def dispatch_of(self, hidden: int, config: MixtureConfig, group: Group) -> Dispatch | None:
-        """Return the dispatch if tokens have a communicator (see Machine.join) and the operators take the
-        model."""
+        """Return the dispatch, if tokens have a communicator and the operators take the model.
+
+        Machine.join creates the communicator.
+        """
         if group.tokens is None or not group.tokens.buffer_mib:
             return None
         sizes, product = (group.size, config.num_experts, config.num_chosen, hidden), self.product

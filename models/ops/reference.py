@@ -37,8 +37,7 @@ class Ops:
     captures_draws = False  # whether captured steps may end in a draw by top-k and top-p
 
     def padded(self, num_rows: int) -> int:
-        """Return how many rows to compute for `num_rows`: never fewer, and more if the device is then
-        faster."""
+        """Return how many rows to compute for `num_rows`; more are computed if that is faster."""
         return num_rows
 
     def pack(self, weight: Tensor, bias: Tensor | None) -> Packed:

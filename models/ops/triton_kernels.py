@@ -92,8 +92,7 @@ def multiply_rows(
     INNER: tl.constexpr, OUTER: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
     OPERAND: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Multiply one tile of x [T, inner] by weight [outer, inner], transposed, always summed in the same
-    order."""
+    """Multiply one tile of x [T, inner] by weight [outer, inner], transposed, in a fixed order of sums."""
     num_columns = (OUTER + COLUMNS - 1) // COLUMNS
     program = tl.program_id(0)
     row = program // num_columns * ROWS + tl.arange(0, ROWS)

@@ -49,8 +49,7 @@ def read_top_logprobs(up: Arrays, asked: list[tuple[int, int]]) -> dict[int, Tok
 
 
 def token_logprobs(tokens: Index, up: Arrays, num_tops: Index) -> list[TokenLogprobs]:
-    """Read the results of `top_logprobs` for tokens [L], each with its number `num_tops` of most likely
-    tokens."""
+    """Read the results of `top_logprobs` for tokens [L], with `num_tops` most likely tokens each."""
     ids, values = up["top_ids"], up["top_values"][:, 1:]
     order = np.lexsort((ids, -values), axis=-1)
     ids, values = np.take_along_axis(ids, order, 1).tolist(), np.take_along_axis(values, order, 1).tolist()

@@ -32,8 +32,10 @@ def wanted_of(batch: Batch, slots: SlotPool) -> PromptWants | None:
 
 
 def find(wanted: PromptWants, hidden: Tensor, decoder: Decoder) -> Callable[[Sampled], Sampled]:
-    """Start to find it from the hidden states [T, hidden] of a step; the function returned waits and adds
-    it."""
+    """Start to find it from the hidden states [T, hidden] of a step.
+
+    The function returned waits and adds it.
+    """
     scored = None if wanted.logprobs is None else prompt_logprobs.score(wanted.logprobs, hidden, decoder)
     pooled = None if wanted.pooled is None else pooling.pool(wanted.pooled, hidden, decoder)
 

@@ -52,8 +52,10 @@ def pooled_of(batch: Batch, slots: SlotPool) -> Pooled | None:
 
 
 def pool(pooled: Pooled, hidden: Tensor, decoder: Decoder) -> Callable[[], dict[int, Vector]]:
-    """Start to sum the hidden states [T, hidden] of a step, in float32 and by row; the function returned
-    waits."""
+    """Start to sum the hidden states [T, hidden] of a step, in float32 and by row.
+
+    The function returned waits.
+    """
     states = decoder.normed(hidden[to_device(pooled.at, hidden.device)]).float()
     if len(states) > len(pooled.rows):
         states = torch.stack([each.sum(0) for each in states.split(pooled.counts.tolist())])

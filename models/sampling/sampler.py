@@ -123,8 +123,7 @@ class Sampler:
         self._masks.begin(rows, targets, slots)
 
     def run(self, logits: Tensor, rows: Index, targets: Index, slots: SlotPool) -> Sampled:
-        """Return tokens for logits [R, V] of the slot rows [R], each for position `targets` [R] of its
-        row."""
+        """Return tokens for logits [R, V] of the slot rows [R], for their positions `targets` [R]."""
         return self.start(logits, rows, targets, slots).wait()
 
     def best(self, logits: Tensor, parts: LogitParts | None = None) -> Best:
@@ -150,8 +149,10 @@ class Sampler:
     def start(
         self, logits: Tensor, rows: Index, targets: Index, slots: SlotPool, best: Best | None = None
     ) -> Chosen:
-        """Start to choose, without waiting for the device; `Chosen.wait` does. `best` is of the same
-        logits."""
+        """Start to choose, without waiting for the device.
+
+        `Chosen.wait` does. `best` is of the same logits.
+        """
         assert logits.shape == (len(rows), self._vocab_size), f"logits are {tuple(logits.shape)}"
         drawn = _is_drawn(rows, slots)
         plain = bool(slots.plain[rows].all())
@@ -234,8 +235,7 @@ class Sampler:
     def _choose(
         self, logits: Tensor, best_of: Best, host: Arrays, sent: Tensors, own: Sequence[OwnChange] = ()
     ) -> Tensor:
-        """Return tokens [R] of logits [R, V]: the best of each row, chosen anew if the row is changed or
-        drawn."""
+        """Return tokens [R] of logits [R, V]: the best ones, or new ones for changed and drawn rows."""
         work, given = sent.get("work"), (logits, best_of.tokens, best_of.chosen)
         scores, best, chosen = given if work is None else (each[work] for each in given)
         scores = scores.contiguous().float()

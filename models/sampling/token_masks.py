@@ -66,8 +66,10 @@ def banned_tokens(bad_words: tuple[TokenSequence, ...], answer: Index) -> list[i
 
 
 def apply_masks(scores: Tensor, masks: Tensors) -> None:
-    """Forbid the tokens that these masks leave out in scores [R, V], in place; the masks are on the
-    device."""
+    """Forbid the tokens that these masks leave out in scores [R, V], in place.
+
+    The masks are on the device.
+    """
     rows = masks["allowed_row"]
     if len(rows):
         is_allowed = torch.zeros(len(rows), scores.shape[1], dtype=torch.bool, device=scores.device)
@@ -86,8 +88,10 @@ def apply_masks(scores: Tensor, masks: Tensors) -> None:
 
 
 def unpacked(words: Tensor, place: Tensor, vocab_size: int) -> Tensor:
-    """Unpack words [G, any], whose bits are at `place` [32], to bool [G, V]; tokens beyond them are
-    forbidden."""
+    """Unpack words [G, any], whose bits are at `place` [32], to bool [G, V].
+
+    Tokens beyond them are forbidden.
+    """
     is_possible = ((words[:, :, None] & place) != 0).flatten(1)[:, :vocab_size]
     missing = vocab_size - is_possible.shape[1]
     return torch.nn.functional.pad(is_possible, (0, missing)) if missing > 0 else is_possible

@@ -74,8 +74,10 @@ def thresholds_by_sorting(weights: Tensor, sent: Tensors, tile: int) -> Tensor:
 
 
 def _running_sum(weights: Tensor, tile: int) -> Tensor:
-    """Return the running sums [R, V], tile by tile, because torch splits one long sum among threads only if R
-    is 1."""
+    """Return the running sums [R, V], tile by tile.
+
+    Torch would split one long sum among threads, but only if R is 1.
+    """
     if tile == weights.shape[1]:
         return weights.cumsum(-1)
     tiles = weights.view(weights.shape[0], -1, tile)
