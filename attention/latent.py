@@ -117,7 +117,7 @@ class LatentAttention(Attention):
         whole = super().plan(batch, page_table, write_index)
         lens = batch.stops - batch.starts
         is_long = np.array([self.expands(each) for each in lens.tolist()], dtype=bool)
-        # first row of each short span among the rows of all short spans
+        # First row of each short span among the rows of all short spans
         taken_rows = np.cumsum(lens[~is_long]) - lens[~is_long]
         short = [span for span, long in zip(whole.spans, is_long) if not long]
         return LatentMetadata(

@@ -22,7 +22,7 @@ from continuous_batching.batch import Batch
 from devices.shapes import AttentionShape
 from kv_cache.transfer import to_device
 
-# query positions computed at a time, because the scores of a long prompt grow with its square
+# Query positions computed at a time, because the scores of a long prompt grow with its square
 QUERY_ROWS = 256
 
 
@@ -185,7 +185,7 @@ class Attention:
         """Write the span's rows of the output, given keys and values of its request from the first on."""
         for start in range(span.start, span.stop, QUERY_ROWS):
             stop = min(start + QUERY_ROWS, span.stop)
-            # the padding of a captured step lies before the first key
+            # The padding of a captured step lies before the first key
             seen = min(self.shape.first_key, start)
             if window is not None:
                 seen = max(seen, start - window + 1)

@@ -101,7 +101,7 @@ NO_BATCH = Batch(_NONE, _NONE, _NONE, _NONE, _NONE, _NONE)
 
 
 NOT_FINITE = -1  # stands in the place of a token id where the logits were not finite
-# no token was allowed by the request's masks
+# No token was allowed by the request's masks
 NONE_LEFT = -2
 LATE = -3  # the mask of allowed tokens was not ready in time, so the row is computed once more
 

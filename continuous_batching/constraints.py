@@ -20,7 +20,7 @@ from kv_cache.pages import Index
 # [words] one bit for each token, the lowest bit of a word first; a set bit allows the token
 Mask = NDArray[np.int32]
 NOTHING: Mask = np.zeros(1, dtype=np.int32)
-# limit of CPU time for the masks, or for the drafts, of one step; above it a constraint counts as slow
+# Limit of CPU time for the masks, or for the drafts, of one step; above it a constraint counts as slow
 SLOW_S = 0.01
 
 
@@ -115,7 +115,7 @@ class Constraint:
                 masks[-1] = NOTHING
                 break
         if matcher.error:
-            # a draft led the matcher into the failure; the answer itself may continue in another way
+            # A draft led the matcher into the failure; the answer itself may continue in another way
             self.leave()
         elif len(masks) > 1:
             matcher.rollback(len(masks) - 1)

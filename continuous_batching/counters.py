@@ -29,7 +29,7 @@ class Counters:
     swapped_out_pages: int = 0
     swapped_in_pages: int = 0
     refused_swaps: int = 0  # swaps for which the host pool had no room; the request is recomputed
-    # swaps whose shared pages before the swapped ones are gone; the request is recomputed
+    # Swaps whose shared pages before the swapped ones are gone; the request is recomputed
     broken_swaps: int = 0
     drafts: int = 0  # spans that held drafts
     draft_tokens: int = 0

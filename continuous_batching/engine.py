@@ -169,7 +169,7 @@ class Engine:
         self.overlap = overlap
         self.observer = Observer()
         self.tier: Tier | None = None
-        # requests waiting for a lookup, and the page from which it looks
+        # Requests waiting for a lookup, and the page from which it looks
         self._awaited: list[tuple[Request, int, Lookup]] = []
         self.on_finish: Callable[[Request], None] = _ignore
         self._started = deque[Started]()
@@ -248,7 +248,7 @@ class Engine:
         """Change the number of pages while serving (see `Scheduler.resize`), once the device is idle."""
         self.drain()
         self.scheduler.resize(num_pages, give_up)
-        # the observer hears it first, because ranks wait for each other within the runner's resize
+        # The observer hears it first, because ranks wait for each other within the runner's resize
         self.observer.resized(num_pages, give_up)
         self.runner.resize(num_pages, self.scheduler.tables.take_copies())
 
@@ -315,7 +315,7 @@ class Engine:
         for request, first, lookup in awaited:
             if not tier.is_over(lookup):
                 self._awaited.append((request, first, lookup))
-            # the request has not been aborted meanwhile
+            # The request has not been aborted meanwhile
             elif self.scheduler.waiting.find(request.id) is request:
                 count = len(lookup.contents)
                 taken = self.scheduler.lifecycle.matching.arrive(request, first, count)

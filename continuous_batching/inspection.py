@@ -26,7 +26,7 @@ class Usage:
 
     running_requests: int
     waiting_requests: int
-    # tokens still to be computed for waiting requests and running prefills, after their prefix hits
+    # Tokens still to be computed for waiting requests and running prefills, after their prefix hits
     queued_tokens: int
     held_pages: int  # pages in use by rows
     idle_pages: int  # cached pages that no row uses

@@ -19,7 +19,7 @@ class KeyHolders:
     """The replicas that hold each key, as one bit for each replica."""
 
     def __init__(self) -> None:
-        # replicas that hold the key, as bits; a key that no replica holds has no entry
+        # Replicas that hold the key, as bits; a key that no replica holds has no entry
         self.masks: dict[int, int] = {}
 
     def __len__(self) -> int:

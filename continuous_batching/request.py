@@ -45,14 +45,14 @@ class SamplingParams:
     bad_words: tuple[TokenSequence, ...] = ()  # sequences of token ids that the answer never contains
     # (name, arguments as JSON) of the operator's logits processors
     processors: tuple[tuple[str, str], ...] = ()
-    # the grammar that the answer follows, encoded by serving/grammars; None: none
+    # The grammar that the answer follows, encoded by serving/grammars; None: none
     grammar: str | None = None
     # None: off; n: log-probabilities of the chosen token and of the n best
     logprobs: int | None = None
     prompt_logprobs: int | None = None  # the same for each prompt token but the first
-    # return an embedding of the prompt, from its last token or the mean of all; None: off
+    # Return an embedding of the prompt, from its last token or the mean of all; None: off
     pooling: Literal["last", "mean"] | None = None
-    # instead of the embedding, return how likely each of these tokens comes next
+    # Instead of the embedding, return how likely each of these tokens comes next
     label_token_ids: TokenSequence = ()
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -61,7 +61,7 @@ class SamplingParams:
     beam_width: int = 0
     length_penalty: float = 1.0  # a hypothesis scores its log-probability / tokens**length_penalty
     early_stopping: bool | Literal["never"] = False  # has the meaning of transformers' generate
-    # drafts that one step verifies; None: the number in the recipe; 0: none
+    # Drafts that one step verifies; None: the number in the recipe; 0: none
     max_draft_tokens: int | None = None
 
     def __post_init__(self) -> None:
@@ -193,7 +193,7 @@ class Hypothesis:
     """One answer found by a beam search."""
 
     tokens: TokenIds  # tokens of the answer, including the one that ended it
-    # sum over the tokens' log-probabilities, after the request's changes
+    # Sum over the tokens' log-probabilities, after the request's changes
     cumulative_logprob: float
     score: float  # cumulative_logprob / len(tokens)**length_penalty
     finish_reason: str  # "stop" or "length"
@@ -217,42 +217,42 @@ class Request:
     tenant: str = ""
     cache_salt: str = ""
     priority: int = 0  # larger goes first
-    # number of its LoRA adapter on the device, from 1; `cache_salt` keeps its cached pages apart
+    # Number of its LoRA adapter on the device, from 1; `cache_salt` keeps its cached pages apart
     adapter: int = 0
     arrival_s: float = 0.0
-    # time after its arrival at which it ends wherever it is; None: never
+    # Time after its arrival at which it ends wherever it is; None: never
     timeout_s: float | None = None
     prompt_replica: str = ""  # address of an engine that may compute its prompt, if any
-    # the pages of its prompt stay held when it ends, until `Engine.release_pages`
+    # The pages of its prompt stay held when it ends, until `Engine.release_pages`
     leases_pages: bool = False
 
-    # set if params.processors names any; each sample has its own
+    # Set if params.processors names any; each sample has its own
     processors: OwnProcessors | None = None
-    # set if params.grammar is set; each sample has its own
+    # Set if params.grammar is set; each sample has its own
     constraint: Constraint | None = None
 
     # Requests for the same prompt, which fork from this one when the prompt is computed
     followers: list[Request] = field(default_factory=list)
 
     number: int = -1  # order of arrival, assigned by the scheduler
-    # seed of its sampling: params.seed, or one drawn by the scheduler
+    # Seed of its sampling: params.seed, or one drawn by the scheduler
     seed: int | None = None
     tokens: TokenIds = field(init=False)  # the prompt, then the answer so far
     page_keys: list[bytes] = field(default_factory=list)  # keys of its full pages in the prefix cache
     num_cached_tokens: int = 0  # prompt tokens found in the cache when it was first admitted
     num_preemptions: int = 0
     awaits_pages: bool = False  # it waits for a lookup in the tier below
-    # number of its drafts that had been verified when it last left its slot
+    # Number of its drafts that had been verified when it last left its slot
     num_drafted: int = 0
     num_accepted: int = 0  # number of these drafts that were accepted
-    # one entry for each prompt token but the first, if asked for
+    # One entry for each prompt token but the first, if asked for
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    # number of prompt positions scored or pooled when it last left its slot
+    # Number of prompt positions scored or pooled when it last left its slot
     num_scored: int = 0
-    # sum of its prompt's hidden states so far, or the log-probabilities of its labels
+    # Sum of its prompt's hidden states so far, or the log-probabilities of its labels
     pooled: Vector | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    # results of a finished beam search, best first; `tokens` holds the best
+    # Results of a finished beam search, best first; `tokens` holds the best
     hypotheses: tuple[Hypothesis, ...] = ()
     admitted_s: float | None = None  # time of its first admission
     first_token_s: float | None = None

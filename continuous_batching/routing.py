@@ -88,7 +88,7 @@ class _Known:
 
     told_queued: int = 0
     told_requests: int = 0
-    # prompt tokens sent there that its figures include and whose answers have not begun
+    # Prompt tokens sent there that its figures include and whose answers have not begun
     own_told: int = 0
     own_queued: int = 0
     own_requests: int = 0
@@ -117,7 +117,7 @@ class Routing:
         self.tells: NDArray[np.bool_] = np.full(count, route == "prefix" if tells is None else tells)
         self.held = KeyHolders()  # keys that replicas reported
         self.supposed = KeyHolders()
-        # kept as plain numbers, because changing an element of an array is slow
+        # Kept as plain numbers, because changing an element of an array is slow
         self._known = [_Known() for _ in range(count)]
         self._set_loads(np.zeros((3, count)))
         self._recent_sum, self._recent_at_s = 0.0, 0.0

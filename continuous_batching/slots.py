@@ -47,10 +47,10 @@ class SlotPool:
         self.num_drafts = self._integers()  # drafts that follow the known tokens in token_ids
         self.num_drafted = self._integers()  # drafts that were verified
         self.num_accepted = self._integers()  # verified drafts that were accepted
-        # number of last cached tokens that a draft model or head has not computed yet
+        # Number of last cached tokens that a draft model or head has not computed yet
         self.draft_lag = self._integers()
         self.num_pages = self._integers()  # entries of page_table in use
-        # pages in use that were published in the prefix cache, or found there
+        # Pages in use that were published in the prefix cache, or found there
         self.num_published = self._integers()
         self.num_shareable = self._integers()  # full pages of the prompt, which are published when computed
         self.limit = self._integers()  # num_tokens at which the request ends
@@ -199,7 +199,7 @@ class SlotPool:
         """Give requests the log-probabilities and pooled hidden states that they asked for."""
         for index, logprobs in sampled.logprobs.items():
             self.requests[rows[index]].logprobs.append(logprobs)
-        # also of outrun rows, because other samples may share them
+        # Also of outrun rows, because other samples may share them
         for row, found in sampled.prompt_logprobs.items():
             self.requests[row].prompt_logprobs += found
         for row, part in sampled.pooled.items():

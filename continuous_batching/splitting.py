@@ -17,7 +17,7 @@ import numpy as np
 from continuous_batching.routing import RoutedPrompt, Routing, Sent
 
 Split = Literal["cost", "always", "never"]
-# request header with the endpoint of the engine that computes the prompt
+# Request header with the endpoint of the engine that computes the prompt
 PROMPT_REPLICA_HEADER = "x-prompt-replica"
 SPLITS: tuple[Split, ...] = ("cost", "always", "never")
 
@@ -32,9 +32,9 @@ class SplitWeights:
     """
 
     transfer: float = 32.0  # cost of beginning and ending a transfer
-    # cost of moving the pages of one token, as far as it is not hidden behind computation
+    # Cost of moving the pages of one token, as far as it is not hidden behind computation
     page_token: float = 0.1
-    # what each prompt token costs the answer of each other request on the replica
+    # What each prompt token costs the answer of each other request on the replica
     answer: float = 0.05
 
 

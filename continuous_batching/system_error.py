@@ -36,7 +36,7 @@ def in_one_line(error: ValueError | OSError) -> str:
         return str(error)
     what = error.filename if error.filename is not None else "reading or writing"
     what = what if what != "" else "an empty path"
-    # the number of a failed host name look-up, for example, is none of errno's
+    # The number of a failed host name look-up, for example, is none of errno's
     wrong = os.strerror(error.errno) if error.errno in errno.errorcode else str(error.strerror)
     said = f"{os.fsdecode(what) if isinstance(what, bytes) else what}: {wrong.lower()}"
     fix = _FIX_OF.get(error.errno)

@@ -29,7 +29,7 @@ ATB_DIM_STEP, ATB_MOST_DIM = 16, 256
 ATB_MOST_PAGE = 128 * 128  # tokens x head dim
 # npu_weight_quant_batchmatmul: the step of a group's size, and the most inputs or outputs
 INT4_GROUP, MOST_INT4_SIDE = 32, 65535
-# streams of captured graphs, one for each layer and one more for each graph: vllm-ascend's bound
+# Streams of captured graphs, one for each layer and one more for each graph: vllm-ascend's bound
 MOST_STREAMS = 1800
 
 
@@ -66,7 +66,7 @@ class AscendProduct:
     prefetches: bool = (
         False  # fetching a weight while attention runs is faster (off by default in vllm-ascend too)
     )
-    # one launch of a prompt's product and the ranks' sum of it is faster
+    # One launch of a prompt's product and the ranks' sum of it is faster
     sums_products: bool = False
     joins_latents: bool = False  # one launch of everything before latent attention is right, and faster
     dispatches: bool = False  # sending tokens to the ranks of their experts is faster

@@ -252,7 +252,7 @@ class Compiled:
         return call or _of_tensors(self._plain, args)
 
     def _compile(self, args: tuple[Any, ...]) -> Callable[..., Any]:
-        # imported here, because it imports sympy, a fifth of the start of an engine that compiles nothing
+        # Imported here, because it imports sympy, a fifth of the start of an engine that compiles nothing
         from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
         mode = FakeTensorMode(shape_env=ShapeEnv(duck_shape=False))

@@ -25,16 +25,16 @@ log = logging.getLogger(__name__)
 # torch's own number, which follows OMP_NUM_THREADS, before any engine of this process changes it
 USUAL_THREADS = torch.get_num_threads()
 
-# rounds of each alternative, least time of a round, and approximate time of the whole measurement
+# Rounds of each alternative, least time of a round, and approximate time of the whole measurement
 ROUNDS, ROUND_S, LIMIT_S = 3, 0.06, 4.0
 CLEARLY_FASTER = 0.9  # ratio to the usual alternative's time; a smaller gain may be chance
 SLOW = 3.0  # ratio to the best time above which an alternative is not measured again
 WINDOW_S = 0.5  # computing time over which processor time is watched
-# share of the processor time measured at start-up; less means that other processes use these cores
+# Share of the processor time measured at start-up; less means that other processes use these cores
 STARVED = 0.7
-# share of their cores; spinning threads that get less share them from the start
+# Share of their cores; spinning threads that get less share them from the start
 CROWDED = 0.8
-# ratio to the best time that is acceptable for a step that waits for no other thread
+# Ratio to the best time that is acceptable for a step that waits for no other thread
 PATIENT = 1.6
 
 
@@ -111,7 +111,7 @@ def measure(
             if done and (clock() - begin_s > LIMIT_S or done[-1].step_s > SLOW * best_s):
                 continue
             use(way)
-            # operators prepare their code for a number of threads in the first step
+            # Operators prepare their code for a number of threads in the first step
             for _ in range(1 if number else 2):
                 step()
             start_s, used_s, count = clock(), processor_clock(), 0

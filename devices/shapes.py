@@ -34,12 +34,12 @@ class AttentionShape:
     scale: float
     dtype: torch.dtype
     windows: tuple[int | None, ...]
-    # keys and values are int8, with a scale for each token and head; otherwise `dtype`
+    # Keys and values are int8, with a scale for each token and head; otherwise `dtype`
     int8_pages: bool = False
     first_key: int = 0
     score_cap: float | None = None  # scores are cap * tanh(score / cap)
     has_sinks: bool = (
-        # whether each query head has one more score, which belongs to no key and takes its share of the
+        # Whether each query head has one more score, which belongs to no key and takes its share of the
         # weights
         False
     )

@@ -62,7 +62,7 @@ class PageEvents(PageListener):
         self._index = index
         self._page_size = page_size
         self._topic = topic.encode()
-        # a list holds all pages, and replaces everything before it
+        # A list holds all pages, and replaces everything before it
         self._queue: deque[Event | list[BlockStored]] = deque()
         self._pages: dict[int, BlockStored] = {}  # published pages, each after the page that it continues
         self._kept: deque[tuple[int, bytes]] = deque()

@@ -54,7 +54,7 @@ class PrefixCache:
         self.version = 0  # changes whenever what can be found changes
         self.listener = PageListener()
         self.lookups: Counter[Lookup] = Counter()  # outcomes of the lookups of new requests
-        # keys that were evicted recently, the oldest first
+        # Keys that were evicted recently, the oldest first
         self._evicted: OrderedDict[bytes, None] = OrderedDict()
         self._most_evicted = pool.num_pages + num_host_pages
 
@@ -236,7 +236,7 @@ class PrefixCache:
         pages = self._host.take(len(new))
         content = tokens[first * size : (first + len(new)) * size].reshape(len(new), size)
         self.index.insert(new, content, -pages, parent, salt)
-        # the last of the chain is dropped first,
+        # The last of the chain is dropped first,
         self._resting.update(dict.fromkeys((-pages[::-1]).tolist()))
         for name in resting[::-1].tolist():  # and all of them before the pages that they continue
             self._resting.move_to_end(name)

@@ -57,7 +57,7 @@ class PrefixIndex:
         self._page_size = page_size
         self._page_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
-        # only first pages of chains have a salt, and count in the two counters below
+        # Only first pages of chains have a salt, and count in the two counters below
         self._salt_of: dict[int, str] = {}
         self._num_firsts: Counter[tuple[str, int]] = Counter()  # keyed by salt and first token
         self._num_equal: Counter[bytes] = Counter()  # keyed by the page's tokens
@@ -100,7 +100,7 @@ class PrefixIndex:
     def everything(self) -> list[tuple[bytes, bytes | None, list[int]]]:
         """Return the key, the parent's key and the tokens of each page, parents first."""
         here, parents, key_of = self.names, self.parents(), self._key_of
-        # a page gets its serial number after the page it continues
+        # A page gets its serial number after the page it continues
         order = here[np.argsort(self._serial[here])]
         tokens = self._tokens[order].tolist()
         return [
@@ -193,7 +193,7 @@ class PrefixIndex:
         if not wrong:
             return []
         here = self.names
-        # a page gets its serial number after the page it continues
+        # A page gets its serial number after the page it continues
         order = here[np.argsort(self._serial[here])]
         lost = []
         for page, serial, parent in zip(

@@ -310,7 +310,7 @@ def _copy(source: Tensor, read: Index, target: Tensor, written: Index, *, indexe
     reads_run, writes_run = _is_run(read), _is_run(written)
     if reads_run and writes_run:
         target[first:last].copy_(source[low:high])
-    # an operator must not write to memory that it may still read
+    # An operator must not write to memory that it may still read
     elif source is target and low < last and first < high:
         target.index_copy_(0, _index(written, target), source.index_select(0, _index(read, source)))
     elif writes_run:

@@ -148,7 +148,7 @@ def _pattern(folder: Path, config: dict[str, Any], name: str) -> dict[str, Any]:
 def _by_name(pattern: dict[str, Any], linear: str, default: Any) -> Any:
     """Return the value of the first name that fits, as peft chooses it; after `^`, it is the whole name."""
     for name, value in pattern.items():
-        # peft's names are regular expressions; here only letters and dots are allowed, which match any letter
+        # Peft's names are regular expressions; here only letters and dots are allowed, which match any letter
         if re.match(rf"(?:.*\.)?({name})$", linear):
             return value
     return default

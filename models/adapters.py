@@ -24,7 +24,7 @@ from models.mixture_config import MLP_ROLES
 from models.mlp import MLP
 
 _TENSOR = re.compile(r"base_model\.model\.(model\.layers\.\d+\.[\w.]+)\.lora_([AB])\.weight")
-# linears that a checkpoint, and so an adapter, may store as one
+# Linears that a checkpoint, and so an adapter, may store as one
 _JOINED = {QKV: FUSED, GATE_UP: MLP_ROLES[:2]}
 
 

@@ -14,11 +14,11 @@ from models.rope_config import RopeConfig
 
 DType = Literal["float32", "bfloat16", "float16"]
 Gate = Literal["silu", "gelu_tanh", "clamped"]
-# how a linear is stored; with "quantize", in the model's type, and in int8 from loading on
+# How a linear is stored; with "quantize", in the model's type, and in int8 from loading on
 Form = Literal["plain", "int8", "quantize"] | Int4
 
 DTYPE_BYTES: dict[DType, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
-# size of a float32 scale: one for each int8 output channel, and for each head in an int8 cache
+# Size of a float32 scale: one for each int8 output channel, and for each head in an int8 cache
 SCALE_BYTES = 4
 
 ROUTER_BYTES = 4  # size of a router's weight, which is kept in float32
@@ -59,11 +59,11 @@ class DecoderConfig:
     int8_cache: bool = False  # keys and values are int8, with a float32 scale for each token and head
     mixture: MixtureConfig | None = None
     latent: LatentConfig | None = None
-    # form of stored weights that are converted to the model's type when they are read
+    # Form of stored weights that are converted to the model's type when they are read
     stored_form: BlockScales | Packing | None = None
     kept_form: Packing | None = None  # form of linears that stay in 4 bits
     stored_joined: tuple[str, ...] = ()  # QKV, GATE_UP: linears that the checkpoint stores as one
-    # names of a layer's norms in a checkpoint; a third and a fourth are applied to the outputs of attention
+    # Names of a layer's norms in a checkpoint; a third and a fourth are applied to the outputs of attention
     # and MLP
     norms: tuple[str, ...] = NORMS
     norms_add_one: bool = False  # 1 is added to the norm weights of the checkpoint
@@ -76,7 +76,7 @@ class DecoderConfig:
     has_sinks: bool = False  # each query head has an attention score that belongs to no key
     own_scale: float | None = None  # scale of attention scores; None: head_dim**-0.5
     window_rope: RopeConfig | None = None  # rotary embedding of layers with a window, if it differs
-    # layers that a checkpoint may have behind its own, to predict further tokens; they are not read here
+    # Layers that a checkpoint may have behind its own, to predict further tokens; they are not read here
     num_unread_layers: int = 0
 
     def form(self, name: str) -> Form:

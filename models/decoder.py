@@ -231,9 +231,9 @@ class Decoder(nn.Module):
                 self.head.weight = self.embedding
         ropes = [config.rope] if config.window_rope is None else [config.rope, config.window_rope]
         self.ropes = [Rope(each, device) for each in ropes]  # the last one serves layers with a window
-        # rounded to the model's type
+        # Rounded to the model's type
         self.embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
-        # called when a layer's keys and values have been written
+        # Called when a layer's keys and values have been written
         self.after_layer: Callable[[int], None] | None = None
         self._taps: tuple[int, ...] = ()
         self._take: Callable[[Tensor, StepInputs], None] | None = None

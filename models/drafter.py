@@ -75,7 +75,7 @@ class Drafter:
     def run(self, batch: Batch) -> Tensor | None:
         """Compute what a batch asks of the draft model; return the drafts, int64 [D], span after span."""
         counts = batch.drafts_by_span
-        # end of the tokens that the host knows
+        # End of the tokens that the host knows
         stops = np.where(counts > 0, batch.stops - counts, batch.draft_stops)
         drafting = np.flatnonzero(counts)
         ends = [self._at_ends(piece) for piece in self._pieces(batch, stops, counts > 0)]

@@ -201,7 +201,7 @@ class DecodeGraphs:
         # Before a capture, its step runs once with padding only, in more rows than the null page may have
         # places
         scratch = self.cache.scratch(self.sizes[-1])
-        # a capture that cannot begin leaves its own stream
+        # A capture that cannot begin leaves its own stream
         with self.device.stream(self.device.current_stream()):
             for step in sorted(self._all(), key=math.prod, reverse=True):
                 self.steps[step] = self._captured(*step, pool, scratch)
@@ -336,5 +336,5 @@ def _before_index(positions: Tensor, page_table: Tensor, page_size: int) -> Tens
 
 
 def _first_line(error: RuntimeError) -> str:
-    # the device's message, without where it happened
+    # The device's message, without where it happened
     return str(error).strip().partition("\n")[0]

@@ -29,7 +29,7 @@ _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_
 HCCL_RANGES_S = {"HCCL_EXEC_TIMEOUT": (1, 17340), "HCCL_CONNECT_TIMEOUT": (120, 7200)}
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")  # the same for a machine and its containers
-# names the HCCL variables that were set here and not by the user
+# Names the HCCL variables that were set here and not by the user
 _TOLD_HCCL = "CONTINUOUS_BATCHING_TOLD_HCCL"
 HCCL_FIRST_S = 10.0  # margin in which HCCL reports what it waits for before torch_npu's watchdog does
 
@@ -267,7 +267,7 @@ def hccl_timeouts(timeout_s: float) -> dict[str, str]:
 
 def tell_hccl(timeout_s: float) -> float:
     """Set HCCL's time limits unless the user has; return how long its collectives wait then."""
-    # set by an earlier engine of this process, or by its parent
+    # Set by an earlier engine of this process, or by its parent
     ours = os.environ.get(_TOLD_HCCL, "").split()
     for name, seconds in hccl_timeouts(timeout_s).items():
         said = os.environ.get(name)

@@ -33,7 +33,7 @@ class _Left:
 
     step: StepInputs
     known: Tensor  # features that the pages held before the step
-    # index of each entry's feature, in `known` followed by the step's features; None: in `known` alone
+    # Index of each entry's feature, in `known` followed by the step's features; None: in `known` alone
     places: Tensor | None
 
 

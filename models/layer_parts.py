@@ -20,7 +20,7 @@ class LayerParts:
     """What is filled of one layer or several, by names in a checkpoint."""
 
     whole: dict[str, Tensor | None]  # held whole by every rank, except sinks, which are cut by heads
-    # linears of a checkpoint that a linear joins
+    # Linears of a checkpoint that a linear joins
     joined: list[tuple[str, tuple[str, ...], Linear | UpProjection]]
     orders: dict[str, Tensor | None]  # orders of rows, as in `Place.order`
 

@@ -60,7 +60,7 @@ class Mixture(nn.Module):
             expert.down.scale_dtype = torch.bfloat16  # the type in published checkpoints of this form
         self._parts = [expert.part for expert in self.experts.values()]
         self._gated = next(iter(self.experts.values())).gated
-        # number of each expert in an order that begins with this rank's own
+        # Number of each expert in an order that begins with this rank's own
         self._numbers: Tensor | None = None
         self._dispatch: Any = None  # sends tokens to the ranks of their experts, if they are sent
         self._by_place, self._places = mixture.places(layer), torch.empty(0)

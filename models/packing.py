@@ -162,7 +162,7 @@ def _gptq(said: Mapping[str, Any]) -> Packing:
         raise _refused("desc_act", desc_act, "it must be true or false")
     size = _group_size(said.get("group_size", 128))
     ignore = ignored([f"re:{str(name)[2:]}" for name in changed], "dynamic")
-    # a single group has no order
+    # A single group has no order
     has_order = desc_act and size is not None
     return Packing(
         "gptq", int(said["bits"]), size, less_one=kind == "gptq", has_order=has_order, ignore=ignore

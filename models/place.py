@@ -33,7 +33,7 @@ class Place:
     shape: tuple[int, ...]  # shape of the tensor in the checkpoint
     slices: Slices  # what this rank reads of it
     order: Tensor | None = None  # order of the rows read, as they are stored in `room`; None: unchanged
-    # rows that this rank reads one range after the other, in place of `slices`
+    # Rows that this rank reads one range after the other, in place of `slices`
     ranges: tuple[slice, ...] = ()
     added: float = 0.0  # added to what was read
     rounding: Rounding | None = None  # quantises to the int8 of `room`; None: numbers are stored as they are

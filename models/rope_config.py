@@ -29,12 +29,12 @@ class RopeConfig:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
-    # factor of each pair, if no request is longer than the original length
+    # Factor of each pair, if no request is longer than the original length
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()  # factor of each pair, if one may be
     width: int = 0  # width of a head, of which `dim` dimensions are rotated
     is_within: bool = False  # whether `max_positions` is the whole reach, however the embedding is stretched
-    # whether rotated pairs lie side by side in a checkpoint, and not halves apart
+    # Whether rotated pairs lie side by side in a checkpoint, and not halves apart
     interleaved: bool = False
 
     @property

@@ -109,7 +109,7 @@ class ModelRunner:
         drafts = None
         if self.drafter is not None and len(batch.draft_starts):
             drafts = self.drafter.run(batch)
-        # use those of the first rank, because another's could differ by the last bit of a logit
+        # Use those of the first rank, because another's could differ by the last bit of a logit
         if drafts is not None:
             self.decoder.group.broadcast(drafts)
         wanted = of_prompts.wanted_of(batch, self.slots)

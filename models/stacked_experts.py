@@ -25,7 +25,7 @@ from models.place import FLOATS, Place
 from models.share import Slices
 from models.stored_parts import PartPlace
 
-# which of gate, up and down are interleaved in each tensor
+# Which of gate, up and down are interleaved in each tensor
 STACKS = {"gate_up_proj": (0, 1), "down_proj": (2,)}
 BLOCKS, SCALES = "_blocks", "_scales"
 BLOCK = 32  # inputs that share a scale
@@ -155,7 +155,7 @@ def _stacked(
     rows, *columns = (
         slice(*cut.indices(size)) for cut, size in zip((*one.slices, slice(None), slice(None)), one.shape)
     )
-    # a rank's rows of gate and up are interleaved, and so contiguous
+    # A rank's rows of gate and up are interleaved, and so contiguous
     rows = slice(rows.start * turns, rows.stop * turns)
     outputs, experts = one.shape[0] * turns, slice(min(places), max(places) + 1)
     if not columns or not is_packed:

@@ -23,7 +23,7 @@ from models.quantization import BlockScales
 from models.share import Slices
 from models.unpacking import Unpacking
 
-# tensors of a weight that stays in 4 bits, as a linear has them
+# Tensors of a weight that stays in 4 bits, as a linear has them
 INT4_ENDS = "weight", "weight_scale", "weight_offset"
 Found = Mapping[str, Tensor]  # what was read of a weight's tensors, by the ends of their names
 
@@ -32,10 +32,10 @@ Found = Mapping[str, Tensor]  # what was read of a weight's tensors, by the ends
 class Gathering:
     """The tensors of one weight, until all of them are there."""
 
-    # destination of the weight and, if it stays in 4 bits, those of its scales and offsets
+    # Destination of the weight and, if it stays in 4 bits, those of its scales and offsets
     places: tuple[Place, ...]
     name: str  # name of the weight
-    # computes, for each place, the part of the weight that the rank reads
+    # Computes, for each place, the part of the weight that the rank reads
     made: Callable[[Found], tuple[Tensor, ...]]
     found: dict[str, Tensor] = field(default_factory=dict)
 

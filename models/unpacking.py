@@ -21,7 +21,7 @@ from models.share import Slices
 BIAS = "bias"  # GPTQ's first packages wrote one for every linear
 ROWS_AT_ONCE = 512  # outputs that are in float32 at once
 
-# shape, the part that is read, and its types in a file
+# Shape, the part that is read, and its types in a file
 Part = tuple[tuple[int, ...], Slices, tuple[str, ...]]
 
 
@@ -33,7 +33,7 @@ class Unpacking:
     shape: tuple[int, int]
     rows: slice
     columns: slice
-    # those of the rows read that are kept; empty: all
+    # Those of the rows read that are kept; empty: all
     ranges: tuple[slice, ...]
     dtype: torch.dtype  # type of the model
 

@@ -33,7 +33,7 @@ from models.stacked_experts import AnyPlace, PackedStack, Places, in_stacks
 from models.stored_parts import PartPlace, in_parts
 
 HEAD, EMBEDDING, BODY = "lm_head.weight", "model.embed_tokens.weight", "embed_tokens.weight"
-# bytes after which a file is mapped again, because pages read from a mapping count as the process's memory
+# Bytes after which a file is mapped again, because pages read from a mapping count as the process's memory
 MAPPED_BYTES = 2**27
 # Buffers that older checkpoints contain although they follow from config.json
 HARMLESS = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
@@ -56,7 +56,7 @@ def load(decoder: Decoder, path: str | Path) -> int:
             {name.removeprefix(prefix): at for name, at in some.items()} for some in (places, known)
         )
     found, num_bytes = fill(path, places, known, lambda name: share.is_elsewhere(prefix + name, config))
-    # a tied checkpoint may contain its head as well; if the two differ it is not tied
+    # A tied checkpoint may contain its head as well; if the two differ it is not tied
     heads = (file for file, names in found.items() if HEAD in names and HEAD not in places)
     for file in heads if has_twin else ():
         head = _read(open_checkpoint(file), HEAD, own[EMBEDDING])
@@ -295,7 +295,7 @@ def _tensors(file: Path, places: Places) -> Iterator[tuple[str, Tensor]]:
     mapped, num_bytes = open_checkpoint(file), 0
     for name, place in places.items():
         tensor = _read(mapped, name, place)
-        # a cut across rows brings the pages of all rows into memory
+        # A cut across rows brings the pages of all rows into memory
         num_bytes += tensor.untyped_storage().nbytes()
         yield name, tensor
         del tensor

@@ -95,7 +95,7 @@ class DisaggregatedFleet(Fleet):
         there = None if place is None else place.sent
         self._passing[sent.replica].append(Passing(request, sent, there))
         if there is None or not self._ask(request, sent.replica, there.replica):
-            # this engine of prompts answers as well, because no other has a slot
+            # This engine of prompts answers as well, because no other has a slot
             if sent.replica < self._num_prompts:
                 self._totals.came(request)
             self.replicas[sent.replica].add(request)
@@ -121,7 +121,7 @@ class DisaggregatedFleet(Fleet):
         totals.busy_s, totals.held_share = totals.busy_s + own.busy_s, totals.held_share + own.held_share
         totals.preemptions += own.preemptions
         totals.copied_pages += own.copied_pages
-        # gaps of the requests that they answered; a prompt for another engine has none
+        # Gaps of the requests that they answered; a prompt for another engine has none
         totals.itl.merge(own.itl)
 
     def _waiting_before(self, number: int) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 Vector = NDArray[np.float64]
 FEWEST_STEPS = 300  # p99 of fewer steps is one of the three slowest
 MOST_ERROR = 0.3  # median error: half of the steps are further from their modelled time
-# share of the variance between steps that must be explained, if many are far from their modelled times
+# Share of the variance between steps that must be explained, if many are far from their modelled times
 LEAST_EXPLAINED = 0.2
 SMALL_ERROR = 0.1  # median error below which no explanation of the variance is needed
 MOST_DRIFT = 0.1  # drift between the halves of the recording, or of a fifth against the whole
@@ -70,7 +70,7 @@ def trust(taken_s: Vector, modelled_s: Vector) -> FitTrust:
     middle = float(np.median(ratios))
     spread, left = np.log(taken_s), np.log(ratios)
     half = len(ratios) // 2
-    # a single stall is no load
+    # A single stall is no load
     bounded_s = np.clip(taken_s, modelled_s * middle / 3, modelled_s * middle * 3)
     whole = bounded_s.sum() / modelled_s.sum()
     fifths = [

@@ -18,7 +18,7 @@ from simulation.device import SimulatedDevice
 from simulation.fitted import non_negative
 from simulation.roofline import Roofline
 
-# factors by which rates are changed in turn, in falling order
+# Factors by which rates are changed in turn, in falling order
 FACTORS = (4.0, 2.0, 1.4, 1.2, 1.1, 1.05, 1.02)
 MOST_TURNS = 50  # most turns with one factor
 Rates = tuple[float, float, float]  # TFLOP/s, and the host's microseconds for a step and for a row

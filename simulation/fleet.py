@@ -32,7 +32,7 @@ class Routed:
     hit_tokens: int = 0  # hit tokens expected where the requests were sent
     best_hit_tokens: int = 0  # hit tokens expected where most would have been found
     requests: list[int] | None = None  # number of requests sent to each engine
-    # tokens that each engine computes for them: prompts after hits, and answers
+    # Tokens that each engine computes for them: prompts after hits, and answers
     tokens: list[int] | None = None
 
     def count(self, request: Request, sent: Sent, num_replicas: int) -> None:
@@ -89,7 +89,7 @@ class Fleet:
         for number in routing.tells.nonzero()[0].tolist():
             replicas[number].engine.scheduler.prefix.listener = _Told(routing, number)
         self._told_s = np.full(len(replicas), -math.inf)
-        # clocks of the engines with work, if the router needs loads
+        # Clocks of the engines with work, if the router needs loads
         self._behind: list[tuple[float, int]] = []
         self._is_behind = np.zeros(len(replicas), dtype=np.bool_)
         self._passing: list[list[Passing]] = [[] for _ in replicas]

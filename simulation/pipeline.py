@@ -50,7 +50,7 @@ class Stages:
         for stage, costs in enumerate(self.costs):
             since_s = self._free_s[stage]
             begin_s = max(at_s, since_s)
-            # the first stage waits for a batch to return, the others for the stage before them
+            # The first stage waits for a batch to return, the others for the stage before them
             waited_s = min(begin_s, last_s) - since_s if stage == 0 else begin_s - max(since_s, now_s)
             if waited_s > 0:
                 both = has_prompt + self._had_prompt[stage]

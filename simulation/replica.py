@@ -11,7 +11,7 @@ from simulation.clock import Clock
 from simulation.run_totals import RunTotals, StepCounter
 from simulation.runner import CostModel, SimulatedRunner, Speaker
 
-# pause between two looks while a policy waits for a fuller batch, as in `serving.offline`
+# Pause between two looks while a policy waits for a fuller batch, as in `serving.offline`
 REST_S = 1e-3
 Observe = Callable[[Engine, Step], None]
 MakeRunner = Callable[[Clock], Runner]

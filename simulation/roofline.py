@@ -19,9 +19,9 @@ from continuous_batching.slots import SlotPool
 from models.config import ROUTER_BYTES, DecoderConfig
 from simulation.device import SimulatedDevice
 
-# operators of a layer if fused: norms, products, rotary, write, attention, gate, residuals
+# Operators of a layer if fused: norms, products, rotary, write, attention, gate, residuals
 OPERATORS = 10
-# further operators of a layer with experts: the router, its choice, and the shared expert
+# Further operators of a layer with experts: the router, its choice, and the shared expert
 MIXTURE_OPERATORS = 10
 MOST_SIZES = 2**16  # step sizes whose times are kept
 ACTIVATIONS = 12  # times that a layer's hidden states are read or written between its products
@@ -76,7 +76,7 @@ class Roofline:
     hides_host: bool = False
     stage: ModelPart | None = None
     _sizes: dict[tuple[int, int, int], _Size] = field(default_factory=dict)
-    # window, and the number of layers that have it
+    # Window, and the number of layers that have it
     _windows: list[tuple[int | None, int]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -105,7 +105,7 @@ class Roofline:
             else:
                 near = np.minimum(stops, window + lens)
                 context += count * float(near.sum())
-                # positions where a window is not full yet
+                # Positions where a window is not full yet
                 first, last = np.minimum(starts, window), np.minimum(stops, window)
                 growing = (last * (last + 1) - first * (first + 1)) / 2
                 pairs += count * float((growing + window * (lens - (last - first))).sum())

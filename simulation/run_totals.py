@@ -69,7 +69,7 @@ class RunTotals:
     hit_tokens: int = 0
     preemptions: int = 0
     copied_pages: int = 0
-    # requests that failed after their first token; their gaps are counted in `itl`
+    # Requests that failed after their first token; their gaps are counted in `itl`
     cut_short: int = 0
     first_arrival_s: float = math.inf
     last_arrival_s: float = -math.inf
@@ -194,7 +194,7 @@ class StepCounter:
         self.totals = totals
         num_slots = engine.slots.num_slots
         self._last_s = np.zeros(num_slots)
-        # number of the request that `_last_s` belongs to
+        # Number of the request that `_last_s` belongs to
         self._owner = np.full(num_slots, -1, dtype=np.int64)
         self._parked: dict[int, float] = {}  # time of the last token of preempted requests, by number
         self._even: Index | None = None  # the busy rows, if all of them got their last tokens together
@@ -297,7 +297,7 @@ class StepCounter:
 
     def since_s(self, number: int) -> float:
         """Return when a request that is new to its row got its last token; NaN if it had none."""
-        # it may be the row from which the request was preempted
+        # It may be the row from which the request was preempted
         for row in np.flatnonzero(self._owner == number).tolist():
             self._owner[row] = -1
             return float(self._last_s[row])

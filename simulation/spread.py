@@ -31,9 +31,9 @@ class Spread:
 
     up_to_s: Vector  # rising modelled times that separate one size from the next
     ratios: tuple[Vector, ...]  # rising ratios of each size
-    # rank of each recorded step among the steps of its size, from 0 to 1, in recorded order
+    # Rank of each recorded step among the steps of its size, from 0 to 1, in recorded order
     ranks: Vector
-    # how much longer all work took around each recorded step, in recorded order
+    # How much longer all work took around each recorded step, in recorded order
     loads: Vector
 
     def ratio(self, modelled_s: float, at: int) -> float:

@@ -31,7 +31,7 @@ from devices.shapes import AttentionShape
 SHORT = 4  # spans of up to so many tokens are read as decodes, one row for each token
 TILE = 64  # tokens; smaller tiles cost more to combine, larger ones waste half a tile a row
 LANES = 32  # two vectors of float32 in AVX-512: enough parallel sums to hide a multiply-add's latency
-# tiles computed at a time without the compiler, whose float32 copies fit into the processor's cache
+# Tiles computed at a time without the compiler, whose float32 copies fit into the processor's cache
 SLAB = 64
 
 

@@ -89,7 +89,7 @@ class QueryChunk:
 class PromptSpan:
     """A longer span, as the layers with one window read it."""
 
-    # the step's tokens that form the span, if each of them sees all of it up to itself
+    # The step's tokens that form the span, if each of them sees all of it up to itself
     whole: slice | None
     # int64 [padded keys]: the step's tokens that are its keys, if all keys are in this step
     fresh: Tensor | None

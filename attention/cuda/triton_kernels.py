@@ -121,7 +121,7 @@ def _read(
     for start in range(low // STEP * STEP, high, STEP):
         position = start + offset
         exists = (position >= low) & (position < high)
-        # first positions of the runs, each of which lies in one page
+        # First positions of the runs, each of which lies in one page
         run = start + tl.arange(0, STEP // RUN) * RUN
         page = tl.load(table + run // PAGE, mask=run < high, other=0).to(tl.int64)
         page = tl.reshape(tl.broadcast_to(page[:, None], [STEP // RUN, RUN]), [STEP])
@@ -135,7 +135,7 @@ def _read(
             seen = seen & (position[None, :] > last[:, None] - WINDOW)
         scores = tl.dot(rows, key.to(OPERAND), input_precision="ieee") * scale
         if CAP > 0:
-            # this is CAP times the tanh of the score
+            # This is CAP times the tanh of the score
             scores = (1 - 2 / (tl.exp(2 * scores) + 1)) * (CAP * LOG2_E)
         scores = tl.where(seen, scores, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(scores, 1))

@@ -65,7 +65,7 @@ class FusedMetadata(AttentionMetadata):
 
     parts: tuple[FusedSpans, ...] = ()
     captured: list[CapturedCall] = field(default_factory=list)  # calls of a captured step, one for each layer
-    # workspaces of captured calls, by pre_tokens
+    # Workspaces of captured calls, by pre_tokens
     workspaces: dict[int | None, Tensor] = field(default_factory=dict)
 
 

@@ -68,7 +68,7 @@ class HeldPages:
         found = self._prefix.find(keys, tokens, cache_salt)
         found = found[found > 0]
         missing = len(keys) - len(found)
-        # idle cached pages count as spare too, and stop being so once they are held
+        # Idle cached pages count as spare too, and stop being so once they are held
         num_idle = int((pool.holders[found] == 1).sum())
         if not missing or missing + num_idle > num_spare:
             return None
@@ -98,7 +98,7 @@ class HeldPages:
                 arrival.keys, arrival.tokens, pages, arrival.num_found, arrival.cache_salt
             )
             doubles = standing != arrival.filled
-            # hold the pages that stand in the cache, so that a chain is used as a whole
+            # Hold the pages that stand in the cache, so that a chain is used as a whole
             self._prefix.share(standing[doubles])
             self._prefix.release(arrival.filled[doubles])
             pages = np.concatenate([pages[: arrival.num_found], standing])

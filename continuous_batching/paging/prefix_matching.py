@@ -206,7 +206,7 @@ class PrefixMatching:
         if self._has_tier:
             self._save(request, standing, pages, first)
         doubles = np.flatnonzero(standing != pages[first:])
-        # hold the equal pages of the cache instead, so that all pages of a chain have the same holders
+        # Hold the equal pages of the cache instead, so that all pages of a chain have the same holders
         if len(doubles):
             self._prefix.share(standing[doubles])
             self._tables.replace(row, doubles + first, standing[doubles])

@@ -54,7 +54,7 @@ class SlotLifecycle:
             has_tier=has_tier,
         )
         self._counters = counters
-        # row of a beam that waits for its leader -> number of pages to share
+        # Row of a beam that waits for its leader -> number of pages to share
         self.waiting_beams: dict[int, int] = {}
         self.withheld = EMPTY  # rows that end, or may end, with a batch in flight
 

@@ -14,7 +14,7 @@ from kv_cache.prefix_cache import PrefixCache
 class Swapped:
     """The pages that one request left in the host pool."""
 
-    # index of its first swapped page; pages before it are shared and looked up again
+    # Index of its first swapped page; pages before it are shared and looked up again
     first: int
     pages: Index  # host pages
     num_computed: int  # tokens computed in the shared and swapped pages together

@@ -38,7 +38,7 @@ class Room(NamedTuple):
 
     tokens: int
     requests: int
-    # each prompt must fit; otherwise the prompt of the last request may exceed the tokens and is chunked
+    # Each prompt must fit; otherwise the prompt of the last request may exceed the tokens and is chunked
     whole: bool = False
     chunk: int = ALL  # most tokens that one new request takes
     long_requests: int = ALL  # how many of the new requests may be long

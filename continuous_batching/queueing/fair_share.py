@@ -31,11 +31,11 @@ class FairShare:
         self._served: NDArray[np.float64] = np.zeros(0)  # tokens served, divided by the weight
         self._weight: NDArray[np.float64] = np.zeros(0)
         self._num_waiting: Index = np.zeros((0, 2), dtype=np.int64)  # short and long requests
-        # arrival number of the request with which a tenant's present wait began
+        # Arrival number of the request with which a tenant's present wait began
         self._joined: Index = np.zeros(0, dtype=np.int64)
         self._floor = 0.0  # counter with which a tenant starts; it never falls
         self._last = ""  # tenant of the request that left the queue last
-        # arrival number of the row's request when its tenant was looked up: a cache of `_row_tenant`
+        # Arrival number of the row's request when its tenant was looked up: a cache of `_row_tenant`
         self._row_number: Index = np.full(slots.num_slots, -1, dtype=np.int64)
         self._row_tenant: Index = np.zeros(slots.num_slots, dtype=np.int64)
 

@@ -33,7 +33,7 @@ class WaitingQueue:
         self.num_removed = self.num_removed_tokens = 0  # totals since the start
         self._order = order
         self._long_tokens = long_tokens
-        # keyed by tenant (if they take turns) and whether the requests are long
+        # Keyed by tenant (if they take turns) and whether the requests are long
         self._heaps: dict[tuple[str, bool], _Heap] = {}
         self._waiting: dict[str, Request] = {}  # keyed by id; an entry of a heap that is not in here has left
 
@@ -76,7 +76,7 @@ class WaitingQueue:
         heap = self._heaps[line]
         if heap[0][2] is request:  # it may be pushed again, and no request may be in the heap twice
             heapq.heappop(heap)
-        # most entries have left: rebuild the heap rather than let it grow
+        # Most entries have left: rebuild the heap rather than let it grow
         if len(heap) > 2 * len(self._waiting) + 16:
             heap[:] = [(*self.place(r), r) for r in self._waiting.values() if self._line(r) == line]
             heapq.heapify(heap)

@@ -199,7 +199,7 @@ class Listeners:
             for each in self._ranks:
                 try:
                     each.connection.sendall(record)
-                # the receiving thread still reads the rank's last line, and then ends the rest
+                # The receiving thread still reads the rank's last line, and then ends the rest
                 except OSError:
                     return
             self._bytes_sent += len(record)
@@ -232,7 +232,7 @@ class Listeners:
             return
         now_s = time.monotonic()
         late_s = now_s - began_s - BEAT_S
-        # this process did not run, perhaps like the whole machine, so the ranks were not silent
+        # This process did not run, perhaps like the whole machine, so the ranks were not silent
         if late_s > BEAT_S:
             for rank in self._ranks:
                 rank.heard_s = min(now_s, rank.heard_s + late_s)

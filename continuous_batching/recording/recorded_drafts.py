@@ -47,7 +47,7 @@ class RecordedDrafts:
         tokens, counts = np.zeros((len(rows), most), dtype=np.int32), np.zeros(len(rows), dtype=np.int64)
         entry = self._upcoming()
         if not isinstance(entry, Scheduled) or entry.spans is None or entry.samples is None:
-            # a span with drafts neither continues by one token nor yields one token
+            # A span with drafts neither continues by one token nor yields one token
             return Guesses(tokens, counts)
         stops = unpacked(entry.spans[2])
         sampled, owners, targets = map(unpacked, entry.samples)

@@ -90,7 +90,7 @@ class Replayed:
     finished: list[Request]
 
 
-# a request was added or ended from outside, the pool was resized, or a step completed
+# A request was added or ended from outside, the pool was resized, or a step completed
 Event = Request | Ended | Resized | Replayed
 
 

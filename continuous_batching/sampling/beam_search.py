@@ -37,7 +37,7 @@ class BeamSearch:
     all_rows: list[int] = field(default_factory=list)  # the leader's row first; empty while the search waits
     rows: list[int] = field(default_factory=list)  # rows of the living beams, best first
     scores: Floats = field(default_factory=lambda: np.zeros(1))  # scores of the living beams
-    # log-probabilities of the living beams, if asked for
+    # Log-probabilities of the living beams, if asked for
     trails: list[Trail] = field(default_factory=lambda: [None])
     hypotheses: list[Hypothesis] = field(default_factory=list)  # best first
     is_over: bool = False

@@ -139,7 +139,7 @@ class Admission:
     def _pages(self, request: Request, matched: Index, reserved: int) -> int:
         """Return how many of the available pages a new request takes for so many tokens."""
         shared = matched[matched > 0]  # resting pages need a device page each, as computed ones do
-        # these counted as available until they are shared
+        # These counted as available until they are shared
         idle = int((self._lifecycle.tables.pool.holders[shared] == 1).sum())
         wanted = -(-reserved // self._lifecycle.slots.page_size) - len(shared) + idle
         if request.params.beam_width:

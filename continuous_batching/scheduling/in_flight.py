@@ -77,7 +77,7 @@ class InFlight:
         rows = batch.owners[~np.isin(batch.owners, list(self.outrun))] if self.outrun else batch.owners
         slots.num_computed[batch.slots] = batch.stops
         self._book_draft_model(batch)
-        # any legal token will do, because the device has the real one
+        # Any legal token will do, because the device has the real one
         slots.token_ids[rows, slots.num_tokens[rows]] = 0
         slots.num_tokens[rows] += 1
         self._unknown = rows

@@ -27,7 +27,7 @@ class Acceptance:
 
     def __init__(self, slots: SlotPool) -> None:
         self._slots = slots
-        # number of the request whose estimates a row holds
+        # Number of the request whose estimates a row holds
         self._number = np.full(slots.num_slots, -1, dtype=np.int64)
         self._right: Floats = np.zeros((2, slots.num_slots))
         self._trials: Floats = np.zeros((2, slots.num_slots))

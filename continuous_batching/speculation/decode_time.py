@@ -19,10 +19,10 @@ from kv_cache.pages import Index
 Floats = NDArray[np.float64]
 _SCALES = 1.0, 1.0, 1e2, 1e4  # scales that bring the features to similar magnitudes
 _KEPT = 0.99  # share of the statistics that is kept at each entry
-# ridge weight of the last fit, which decides where no kept entry does; in squared errors
+# Ridge weight of the last fit, which decides where no kept entry does; in squared errors
 _TRUST = 1e-3
 _PLAIN_STEPS = 8  # steps without drafts of one size, whose median is one entry
-# limit of measured to predicted time; what exceeds it is a disturbance of the machine
+# Limit of measured to predicted time; what exceeds it is a disturbance of the machine
 _MOST_RATIO = 2.0
 _ENOUGH = 4  # entries before which no ratio is limited
 _MOST_UNFITTED = 32  # entries that the weights may lack if no prediction is asked for
@@ -36,16 +36,16 @@ class DecodeTime:
     """
 
     def __init__(self) -> None:
-        # mean time per token of steps that also compute prompts, a bound for one more token
+        # Mean time per token of steps that also compute prompts, a bound for one more token
         self.prompt_token_s = 0.0
         self._weights: Floats = np.zeros(4)
         self._products: Floats = np.zeros((4, 4))
         self._sums: Floats = np.zeros(4)
         self._num_entries = 0
-        # features of entries since the last fit, divided by their times
+        # Features of entries since the last fit, divided by their times
         self._unfitted: list[tuple[float, ...]] = []
         self._plain_s: list[float] = []
-        # starts of the latest plain steps' last batch; holding the batch itself would slow the next ones
+        # Starts of the latest plain steps' last batch; holding the batch itself would slow the next ones
         self._starts: Index | None = None
 
     def predict(self, num_tokens: int, context: int) -> tuple[float, float, float]:

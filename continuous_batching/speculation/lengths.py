@@ -17,7 +17,7 @@ class Offers:
     counts: Index  # [N] drafts of each row
     starts: Index  # [S] tokens in the cache, for all spans of the step without drafts
     stops: Index  # [S]
-    # left of the step's budget; drafts of the youngest rows beyond it are dropped
+    # Left of the step's budget; drafts of the youngest rows beyond it are dropped
     spare_tokens: int
 
 

@@ -14,7 +14,7 @@ from continuous_batching.speculation.proposer import Guesses
 from kv_cache.pages import Index
 
 LENGTH = 3  # tokens that must be equal
-# entries of all tables together, 4 bytes each, unless each row's minimum needs more
+# Entries of all tables together, 4 bytes each, unless each row's minimum needs more
 _MOST_ENTRIES = 2**22
 _LEAST_BITS, _MOST_BITS = 8, 15  # bounds of the table size of a row
 _BLOCK = 64  # new tokens that are indexed for many rows at once; more are indexed row by row
@@ -38,10 +38,10 @@ class NGram:
         fitting = (_MOST_ENTRIES // slots.num_slots).bit_length() - 1
         useful = slots.max_tokens.bit_length()
         self._bits = max(_LEAST_BITS, min(fitting, useful, _MOST_BITS))
-        # position behind each hash; 0: none
+        # Position behind each hash; 0: none
         self._tables = np.zeros(slots.num_slots << self._bits, dtype=np.int32)
         self._number = np.full(slots.num_slots, -1, dtype=np.int64)  # number of the request that is indexed
-        # the next position to be entered into the table
+        # The next position to be entered into the table
         self._indexed = np.zeros(slots.num_slots, dtype=np.int64)
         # The draft for position `known` is the token at `source`; 0: there is none
         self._known = np.zeros(slots.num_slots, dtype=np.int64)
@@ -108,7 +108,7 @@ class NGram:
             np.maximum(positions, 0, out=positions)
         entries = self._hashed(self._flat.take(positions[:-1] + rows * self._slots.max_tokens))
         entries += rows << self._bits  # [width + 1, N]
-        # the tables' own type, for which numpy needs no buffer
+        # The tables' own type, for which numpy needs no buffer
         self._tables[entries[:-1]] = positions[LENGTH:-1].astype(np.int32)
         self._indexed[rows] = known
         found: Index = self._tables.take(entries[-1]).astype(np.int64)

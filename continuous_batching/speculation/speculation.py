@@ -47,7 +47,7 @@ class Speculation:
         self.lengths = lengths
         self.most = most
         self.spans = spans
-        # number of accepted drafts that were the first, second, ... of their span
+        # Number of accepted drafts that were the first, second, ... of their span
         self.accepted_by_position = [0] * most
         self._slots, self._proposer, self._rows_per_pause = slots, proposer, rows_per_pause
         self._pause = 0  # steps until the proposer is asked again
@@ -145,7 +145,7 @@ class Speculation:
             is_right[at] = self._slots.token_ids[rows[at], positions[at]] == tokens[at]
         else:
             is_right[at] = self._tokens[rows[at], ahead[at]] == tokens[at]
-        # a token behind a wrong draft is not committed, so right ones come first
+        # A token behind a wrong draft is not committed, so right ones come first
         right: Index = np.add.reduceat(is_right, first)
         self._count(counters, owners, num_drafts, right)
         learnt = np.flatnonzero(compared)

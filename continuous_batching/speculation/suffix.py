@@ -12,14 +12,14 @@ from continuous_batching.slots import SlotPool
 from continuous_batching.speculation.proposer import Guesses
 from kv_cache.pages import Index
 
-# lengths of the suffixes that are looked up, the longest first; each is twice the next
+# Lengths of the suffixes that are looked up, the longest first; each is twice the next
 LENGTHS = (8, 4)
 _LONGEST, _SHORTEST = LENGTHS[0], LENGTHS[-1]
 _CHUNK = 256  # tokens of one request that are stored together
 _BLOCK = 192  # new tokens that are stored for many rows at once; more are stored row by row
 _ROWS_PER_LOOK = 32  # a lookup costs the host much the same for one row as for so many
 _ROWS_PER_VAIN_LOOK = 64
-# calls between two lookups, so that the tokens between them fit a block
+# Calls between two lookups, so that the tokens between them fit a block
 _MOST_ASKED, _MOST_ASKED_IN_VAIN = 64, 4
 _FACTOR = np.uint32(0x9E3779B1)
 CAPACITY_TOKENS = 2**20
@@ -132,7 +132,7 @@ class Suffix:
             is_open = (self._chunk[rows] > 0) & (self._filled[self._chunk[rows]] + width <= _CHUNK)
             if is_open.all():
                 break
-            # this may take the chunk of another row, but of none of these twice
+            # This may take the chunk of another of these rows, so all are checked again
             self._open_chunks(rows[~is_open])
         chunks, stored = self._chunk[rows], self._stored[rows]
         filled = self._filled[chunks]

@@ -20,9 +20,9 @@ from kv_cache.pages import Index
 _LEAST_GAIN = 1.04  # least gain in tokens a second over a step without drafts
 _PROBE_COST = 0.005  # share of the time spent on drafts that do not seem to pay
 _LEAST_PROBE_STEPS = 64  # steps between two such probes
-# share of the tokens given up for steps without drafts, so that the time of these stays known
+# Share of the tokens given up for steps without drafts, so that the time of these stays known
 _PLAIN_COST = 0.005
-# steps with drafts between two steps without; fewer while few plain steps are known
+# Steps with drafts between two steps without; fewer while few plain steps are known
 _LEAST_DRAFTED, _MOST_DRAFTED = 8, 64
 _PLAIN_KEPT = 0.99  # share of the count of plain steps that is kept at each step
 _MOST_LOOK_STEPS = 128
@@ -51,7 +51,7 @@ class Throughput:
         self._known_plain = 0.0  # decaying count of steps without drafts
         self._could_pay = True  # whether drafts would pay if all were accepted
         self._pays = True  # whether the last choice pays, if there was one
-        # whether the last proposals were likely right; None: there were none
+        # Whether the last proposals were likely right; None: there were none
         self._is_likely: bool | None = None
         self._look_steps = 1
         self._until_look = 0
@@ -101,7 +101,7 @@ class Throughput:
         if self._pays:
             gain = rates[best] / plain - 1
             steps = np.clip(gain / (1 + gain) / _PLAIN_COST, _LEAST_DRAFTED, _MOST_DRAFTED)
-            # the smaller a gain, the more easily it is only noise
+            # The smaller a gain, the more easily it is only noise
             known = 1 + 10 * gain * self._known_plain
             return best if self._num_drafted < min(steps, known) else 0
         likeliest = int(rates[1:].argmax()) + 1

@@ -16,7 +16,7 @@ _LEAST_TIMES = 0.98  # ratio of rates that suffices while it is learnt which pro
 _LEAST_STEPS, _MOST_STEPS = 128, 2048  # steps between two trials
 _KEPT = 0.97  # share of the statistics that is kept at each step
 _SAME_LOAD = 4 / 3  # a load of more rows than this ratio, or fewer, is another load
-# limit of a step's time to the mean of its kind; what exceeds it is a disturbance of the machine
+# Limit of a step's time to the mean of its kind; what exceeds it is a disturbance of the machine
 _MOST_RATIO = 3.0
 
 

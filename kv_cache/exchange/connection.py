@@ -46,12 +46,12 @@ UNREAD_S = 60.0  # time for which the peer may read nothing of what is sent
 MOST_UNREAD = 2**16  # messages that are queued to be sent
 _CHUNK_BYTES = 2**16  # memory for a message is taken as its bytes arrive
 _MESSAGE_BYTES = 2**10  # memory that a message takes beside its bytes
-# memory for short messages of one connection that have not been handled
+# Memory for short messages of one connection that have not been handled
 SHORT_BYTES = 2**19
 _POLL_S = 0.25  # what a wait takes beyond this is due to this process being slow
 UNHEARD_S = 60  # time after which a host that does not answer keep-alives is lost
 
-# makes a message, and the bytes behind it, in the sending thread
+# Makes a message, and the bytes behind it, in the sending thread
 Job = Callable[[], tuple[Said, Bytes | None]]
 
 
@@ -266,7 +266,7 @@ class _Incoming:
         """Read as many bytes as fit into `room`; raises ConnectionError."""
         at = 0
         while at < len(room):
-            # bytes that have arrived count as in time, however late this side reads them
+            # Bytes that have arrived count as in time, however late this side reads them
             while not self._poll.poll(0):
                 if self.left_s <= 0:
                     raise Stalled("the other side has stalled: its message did not come in time")

@@ -59,5 +59,5 @@ class UnhandledBytes:
             return False
         if self._num_left >= count or self._overdrawn_by is holder:
             return True
-        # an overdraft must be paid back before the next
+        # An overdraft must be paid back before the next
         return self._overdrawn_by is None and self._num_left >= 0

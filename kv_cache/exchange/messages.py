@@ -25,7 +25,7 @@ VERSION = 1
 HEAD = struct.Struct("<III")
 _LENGTHS = struct.Struct("<II")
 LONGEST_MESSAGE = 2**26  # enough for a prompt of 16 M tokens
-# bound of every message but a request for a prompt's pages, and so of all that an engine of prompts sends
+# Bound of every message but a request for a prompt's pages, and so of all that an engine of prompts sends
 LONGEST_SHORT = 2**16
 LONGEST_REASON = 1000  # characters
 

@@ -38,10 +38,10 @@ from kv_cache.exchange.messages import (
 from kv_cache.exchange.transports import TRANSPORTS, Bytes, Reach, Ring, Transport
 
 MOST_CONNECTIONS = 256  # connections that have said hello
-# connections without a hello; the oldest gives way to a new one
+# Connections without a hello; the oldest gives way to a new one
 MOST_UNGREETED = 64
 MOST_UNHANDLED_BYTES = 2**27  # memory for messages longer than LONGEST_SHORT, from all peers
-# tokens of a prompt that gets an answer, even if requests may have fewer here
+# Tokens of a prompt that gets an answer, even if requests may have fewer here
 LONGEST_PROMPT = 2**20
 _LOG_S = 1.0  # interval between two log lines about faults of peers, each with their number
 _ACCEPT_AGAIN_S = 0.1  # pause after the system had no descriptor or thread for a connection

@@ -35,9 +35,9 @@ from kv_cache.exchange.messages import (
 from kv_cache.exchange.transports import TRANSPORTS, PageWindow, Transport
 
 CONNECT_S = 2.0
-# pause before a lost engine is dialled again, and before one that does not fit is
+# Pause before a lost engine is dialled again, and before one that does not fit is
 LOST_S, UNFIT_S = 1.0, 30.0
-# pause after the engine left a message unfinished or a prompt waiting for too long
+# Pause after the engine left a message unfinished or a prompt waiting for too long
 STALLED_S = 30.0
 
 log = logging.getLogger(__name__)

@@ -103,7 +103,7 @@ class _SharedWindow:
         self.description = self._path.name.encode()
         file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            # allocate now rather than by a page fault when it is written
+            # Allocate now rather than by a page fault when it is written
             os.posix_fallocate(file, 0, num_bytes)
             self.memory: Bytes = np.frombuffer(mmap.mmap(file, num_bytes), dtype=np.uint8)
         except OSError:

@@ -23,7 +23,7 @@ from pathlib import Path
 from kv_cache.tier.store import StoreFailed
 
 LOCK, INCOMING = "lock", "incoming"
-# share of the bound that is freed at once when there is no room, because scanning all files takes a while
+# Share of the bound that is freed at once when there is no room, because scanning all files takes a while
 _ROOM = 0.1
 _COUNT_BYTES = 8
 _ENTRY = re.compile(r"[0-9a-f]{16}/[0-9a-f]{2}/[0-9a-f]{64}")  # any other file in the folder is left alone

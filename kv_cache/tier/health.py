@@ -23,9 +23,9 @@ class TierCounters:
     refused: int = 0  # found and not used, because they are damaged or of another model
     hits: int = 0  # lookups that found something
     misses: int = 0
-    # lookups that exceeded their time; what they had found by then was used
+    # Lookups that exceeded their time; what they had found by then was used
     late: int = 0
-    # lookups that were not started, because the store fails or too many are queued
+    # Lookups that were not started, because the store fails or too many are queued
     skipped: int = 0
     read_failures: int = 0
     write_failures: int = 0

@@ -53,7 +53,7 @@ class PageReads:
         self._identity, self._page_bytes = identity, page_bytes
         self._wait_s, self._take_off = wait_s, take_off
         self._queue = deque[Lookup]()
-        # start of the call that the store has not answered yet, on the monotonic clock
+        # Start of the call that the store has not answered yet, on the monotonic clock
         self._asked_s: float | None = None
         self._changed = threading.Condition()
         self._is_closing = False
@@ -105,7 +105,7 @@ class PageReads:
             counters.misses += not is_late and not lookup.contents
 
     def _run(self) -> None:
-        # connect now, so that no request waits for a connection and a failure is logged at the start
+        # Connect now, so that no request waits for a connection and a failure is logged at the start
         self._read([NO_KEY])
         while True:
             with self._changed:

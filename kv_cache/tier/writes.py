@@ -38,7 +38,7 @@ class PageWrites:
         self._identity = identity
         self._most_queued = max(1, most_queued_bytes // page_bytes)
         self._num_queued = 0  # queued pages, including those being written
-        # entries without contents are removals
+        # Entries without contents are removals
         self._queue = deque[tuple[Sequence[bytes], Contents | None]]()
         self._changed = threading.Condition()
         self._is_closing = False

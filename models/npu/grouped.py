@@ -28,7 +28,7 @@ class JoinedLinear:
     weight: Tensor  # [E, in, out], or int32 [E, in, out / 8] in 4 bits
     scale: Tensor | None = None  # [E, out], in int8
     keeps_int32: bool = False  # its products are scaled by the operator after it
-    # further tensors that the operator takes with it
+    # Further tensors that the operator takes with it
     beside: dict[str, list[Tensor]] = field(default_factory=dict)
 
     def product(self, rows: Tensor, counts: Tensor, **more: Any) -> Tensor:

@@ -30,7 +30,7 @@ from models.ops.int8 import Int8Rows
 from models.ops.reference import Ops, Packed, Widths
 
 FUSED_ROTARY_DIMS = (64, 128)  # head dims that npu_apply_rotary_pos_emb takes
-# most bytes of a weight to prefetch, as in vllm-ascend's weight_prefetch: more would evict other data from
+# Most bytes of a weight to prefetch, as in vllm-ascend's weight_prefetch: more would evict other data from
 # the cache
 PREFETCHED_BYTES = 18 * 2**20
 # npu_mm_all_reduce_base is documented for prompts, not for decodes, on the fully linked devices of a machine
@@ -231,7 +231,7 @@ class NpuOps(Int4Ops, PlainNpuOps):
                 scores, k=config.num_chosen, renorm=int(config.normalizes)
             )
             return weights if config.scale == 1 else weights * config.scale, chosen
-        # the operator divides by the sum of the weights for these scores, and only then
+        # The operator divides by the sum of the weights for these scores, and only then
         divides = config.scores == "sigmoid"
         weights, chosen, _ = torch_npu.npu_moe_gating_top_k(
             scores,

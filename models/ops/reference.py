@@ -296,7 +296,7 @@ class Ops:
             is_chosen = chosen == number
             weight = weights.where(is_chosen, 0).sum(-1, keepdim=True)
             part = expert(x).float() * weight
-            # its results for other tokens may be infinite
+            # Its results for other tokens may be infinite
             total += part.where(is_chosen.any(-1, keepdim=True), 0)
         return total.to(x.dtype)
 

@@ -67,7 +67,7 @@ def thresholds_by_sorting(weights: Tensor, sent: Tensors, tile: int) -> Tensor:
         return rising.gather(1, _reach(rising, sent["excess"][:, None], tile))
     first, last_dropped = sent["k_places"].view(2, -1, 1)
     mass = _running_sum(rising, tile)
-    # zero if top_p is 1, so that top_k decides alone
+    # Zero if top_p is 1, so that top_k decides alone
     target = mass.gather(1, last_dropped) * sent["k_share"][:, None] + mass[:, -1:] * sent["excess"][:, None]
     kept_from = torch.searchsorted(mass, target, right=True).clamp(max=weights.shape[1] - 1)
     return rising.gather(1, torch.maximum(kept_from, first))
