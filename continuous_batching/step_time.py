@@ -1,6 +1,7 @@
 """Predict the time of a step.
 
-The scheduler's adaptive prefill budget uses the prediction to size the chunks of prompts.
+The adaptive prefill budget uses the prediction to size the chunks of prompts. Steps that only decode are
+predicted more precisely by `speculation.decode_time`.
 """
 
 from __future__ import annotations

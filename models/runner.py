@@ -1,4 +1,4 @@
-"""Run one step on the device: inputs from the slot table, drafts, the forward pass and sampling.
+"""Run one step on the device: page copies, drafts, inputs from the slot table, forward pass, sampling.
 
 Here the host side, which decides a batch, meets the device side, which computes it.
 

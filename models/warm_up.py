@@ -1,4 +1,8 @@
-"""Run steps once before serving, so that no request waits for a compiler or finds the memory full."""
+"""Run steps once before serving, so that no request waits for a compiler or finds the memory full.
+
+The steps run on the null page of an idle engine. The caller times them, captures graphs and measures memory
+with the functions here; sizes are planned elsewhere.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Simulate how an engine serves a trace on a device that is not present.
 
-  run = serve(trace, scheduler, costs)
-  run.figures()["ttft_ms"]["p50"]
+    run = serve(trace, scheduler, costs)
+    run.figures()["ttft_ms"]["p50"]
 
 Everything is decided by the real `Engine` and `Scheduler`; only time and tokens are simulated.
 """

@@ -1,4 +1,7 @@
-"""Keep the pages of preempted requests in the host's memory until they resume."""
+"""Keep the pages of preempted requests in the host's memory until they resume.
+
+Only pages that no other request shares are kept here; shared ones are found again in the prefix cache.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Define the interface of a batching policy.
+"""Define the interface of a batching policy, and the data it may use.
 
 A policy decides how many tokens each busy slot gets in a step, how much new requests may bring, and for how
 many tokens a new request must find pages. It neither sees nor changes pages, queues or drafts.

@@ -1,4 +1,8 @@
-"""Decide which rows end with the token that they get, and why."""
+"""Decide which rows end with the token that they get, and why.
+
+A row ends at an end token of the model or a stop token of its request, at its longest length, or if it got no
+token. Stop strings are found where text is made from tokens, outside this package.
+"""
 
 from __future__ import annotations
 

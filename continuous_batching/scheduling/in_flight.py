@@ -1,4 +1,8 @@
-"""Track the batches in flight on the device, whose tokens the host does not know yet."""
+"""Track the batches in flight on the device, whose tokens the host does not know yet.
+
+The scheduler asks here which rows it may schedule ahead of the device, and which last tokens are only known
+there; a request that ends while its row is in flight is kept until its last batch is committed.
+"""
 
 from __future__ import annotations
 

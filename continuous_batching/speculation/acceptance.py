@@ -1,4 +1,7 @@
-"""Estimate how likely a row's drafts are to be accepted."""
+"""Estimate how likely a row's drafts are to be accepted.
+
+The estimates are decaying averages of each request, with the average over all requests as their prior.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Define the interface of a proposer, which drafts the next tokens of rows."""
+"""Define the interface of a proposer, which drafts the next tokens of rows.
+
+Implementations are `ngram`, `suffix` and, for drafts that the device makes, `draft_model`.
+"""
 
 from __future__ import annotations
 
