@@ -1,6 +1,6 @@
 """Define the interface by which the number of drafts to verify is chosen, and its simplest form.
 
-`throughput` chooses by measured times and acceptance rates, `source` by a formula; `Fixed` verifies all drafts.
+`throughput` chooses by measured times and acceptance rates, `source` by a formula; `Fixed` verifies all.
 """
 
 from __future__ import annotations
