@@ -263,10 +263,11 @@ def _joined_places(
         first, held = first + outputs, held + len(own)
     (rounding,) = _roundings(linear, [held]) or [None]
     whole, cut = torch.cat(order), tuple(ranges)
-    return {
-        f"{stored}.{kind}": Place(room, _shape(kind, first, inputs, linear.form), (), whole, cut, rounding)
-        for kind, (room,) in rooms_of(linear, [held])
-    }
+    places = {}
+    for kind, (room,) in rooms_of(linear, [held]):
+        shape = _shape(kind, first, inputs, linear.form)
+        places[f"{stored}.{kind}"] = Place(room, shape, (), whole, cut, rounding=rounding)
+    return places
 
 
 def rooms_of(linear: Linear | UpProjection, widths: list[int]) -> Iterator[tuple[str, tuple[Tensor, ...]]]:
