@@ -13,7 +13,7 @@ import socket
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -103,27 +103,30 @@ class Ranks:
         found: dict[int, tuple[str, socket.socket]] = {}
         end_s = time.monotonic() + within_s
         server.settimeout(0.1)
-        while len(found) < ranks - 1:
-            missing = [rank for rank in range(1, ranks) if rank not in found]
-            for process in self._processes:
-                if process.ended is not None:
-                    raise RankLost(f"rank {process.rank} has ended {process.ended} before it joined")
-            if time.monotonic() > end_s:
-                who = ", ".join(map(str, missing))
-                raise RankLost(
-                    f"of {ranks} ranks, {who} has not joined within {within_s:g} s; see its log, or raise"
-                    " parallel.connect_timeout_s"
-                )
-            try:
-                connection, _ = server.accept()
-            except socket.timeout:  # noqa: UP041, which Python 3.10 knows apart from TimeoutError
-                continue
-            rank, name = introduced(connection, _TOLD_S)
-            if rank not in missing:
-                raise RankLost(
-                    f"{name} joins, and of {ranks} ranks only {missing} are missing: is one twice?"
-                )
-            found[rank] = name, connection
+        with ExitStack() as opened:  # closed where the ranks do not come together
+            while len(found) < ranks - 1:
+                missing = [rank for rank in range(1, ranks) if rank not in found]
+                for process in self._processes:
+                    if process.ended is not None:
+                        raise RankLost(f"rank {process.rank} has ended {process.ended} before it joined")
+                if time.monotonic() > end_s:
+                    who = ", ".join(map(str, missing))
+                    raise RankLost(
+                        f"of {ranks} ranks, {who} has not joined within {within_s:g} s; see its log, or raise"
+                        " parallel.connect_timeout_s"
+                    )
+                try:
+                    connection, _ = server.accept()
+                except socket.timeout:  # noqa: UP041, which Python 3.10 knows apart from TimeoutError
+                    continue
+                opened.enter_context(connection)
+                rank, name = introduced(connection, _TOLD_S)
+                if rank not in missing:
+                    raise RankLost(
+                        f"{name} joins, and of {ranks} ranks only {missing} are missing: is one twice?"
+                    )
+                found[rank] = name, connection
+            opened.pop_all()
         return dict(found[rank] for rank in sorted(found))
 
     def close(self, last: bytes = b"") -> None:
