@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -18,6 +20,7 @@ from recipes.__main__ import show
 from recipes.build.engine import BuiltEngine, assemble, build
 from recipes.build.rank_process import restored
 from recipes.schema.reader import load
+from recipes.schema.recipe import ROOT
 from recipes.schema.recipe_error import RecipeError
 from tests.recipes.published import QWEN3_30B_A3B
 from tests.serving.server import TINY
@@ -159,6 +162,36 @@ def test_several_ranks_give_the_tokens_of_one(
     assert counters.preemptions > 0 or together.engine.scheduler.depth > 1  # which spreads what is wanted
     assert counters.hit_tokens > 0
     assert counters.compacted_pages > 0
+
+
+ASKED = [
+    {"prompt": "12+7=", "max_tokens": 12, "temperature": 0},
+    {"prompt": "Once there was", "max_tokens": 30, "temperature": 0.9, "seed": 3, "logprobs": 2},
+    {"prompt": "Once there was a", "max_tokens": 25, "temperature": 0},
+    {"prompt": "345+678=", "max_tokens": 12, "temperature": 1.2, "top_p": 0.9, "seed": 5},
+]
+
+
+def generated(folder: Path, *changes: str) -> list[tuple[str, list[int]]]:
+    """Return the tokens of each answer of `scripts.generate` on the virtual NPU, in float32."""
+    asked, answers = folder / "asked.jsonl", folder / "answers.jsonl"
+    lines = [each | {"id": str(number), "ignore_eos": True} for number, each in enumerate(ASKED)]
+    asked.write_text("".join(json.dumps(each) + "\n" for each in lines))
+    virtual = ("device.virtual=true", "device.virtual_fp32=true", "model.dtype=float32")
+    command = [sys.executable, "-m", "scripts.generate", "recipes/tiny/npu.yaml", *virtual, *changes]
+    done = subprocess.run(
+        [*command, "--input", str(asked), "--output", str(answers)], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(line) for line in answers.read_text().splitlines()]
+    answers.unlink()
+    return sorted((each["id"], each["token_ids"]) for each in found)
+
+
+@pytest.mark.npu
+@pytest.mark.slow
+def test_two_npus_draw_the_tokens_of_one(tmp_path: Path) -> None:
+    assert generated(tmp_path, TENSOR, "scheduler.overlap=true") == generated(tmp_path)
 
 
 @pytest.mark.parametrize(
