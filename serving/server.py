@@ -82,6 +82,7 @@ class SignalFreeServer(uvicorn.Server):
 
 def run_server(options: ServerOptions) -> int:
     """Serve until a signal; 1 where no engine could be started. Raises ValueError or OSError in one line."""
+    gc.freeze()  # What is imported stays: no collection visits it
     lines = logs.install(options.log_format)
     try:
         return _run(options, lines)
@@ -112,7 +113,7 @@ def _run(options: ServerOptions, lines: logs.Lines) -> int:
         app = application(llm, model, keys, options.cors_origins, is_local=is_local, batches=batches)
         server = SignalFreeServer(configuration(app, most))
         gc.collect()
-        gc.freeze()  # a collection while clients wait does not visit what is imported
+        gc.freeze()  # a collection while clients wait does not visit what stays
         uvloop.run(_serve(llm, server, listener, batches))
     return 1 if llm.engine.has_failed else 0
 
