@@ -82,6 +82,7 @@ class Server:
     def ready(self) -> Server:
         """Once it takes requests."""
         try:
+            self.wait_for(r"ready .*process \d+")  # of its first engine
             self.wait_until("/ready", 200)
         except (AssertionError, httpx.HTTPError):
             self.process.kill()
