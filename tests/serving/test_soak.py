@@ -20,7 +20,8 @@ from tests.serving.server import TINY, Server, started
 NUM_REQUESTS = int(os.environ.get("SOAK_REQUESTS", "6000"))
 NUM_AT_ONCE = 64
 NUM_ROUNDS = 40  # after each of which memory is read
-NUM_WARM = min(6000, NUM_REQUESTS // 2)  # requests: pools of memory and the prefix cache fill, the heap meets the largest batches
+# Requests: pools of memory and the prefix cache fill, the heap meets the largest batches
+NUM_WARM = min(6000, NUM_REQUESTS // 2)
 # oneDNN keeps a kernel for each shape of batch, up to 1,024: a bound that batches reach at random times
 NO_KERNELS_KEPT = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "0")
 MOST_BYTES = 64  # a request
