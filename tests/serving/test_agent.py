@@ -94,7 +94,7 @@ class StreamedLoop(Loop):
             return stream.get_final_completion().choices[0].message
 
 
-@pytest.mark.parametrize("kind", [Loop, StreamedLoop])
+@pytest.mark.parametrize("kind", cases((StreamedLoop,), (Loop, StreamedLoop)))
 def test_it_plans_calls_and_answers(client: openai.OpenAI, kind: type[Loop]) -> None:
     loop = kind(client, {"lamp": 348, "clock": 275})
     assert loop.ask("What do the lamp and the clock cost together?") == (
@@ -115,7 +115,7 @@ def test_one_call_at_a_time(client: openai.OpenAI) -> None:
 def test_most_loops_end_with_the_right_answer(client: openai.OpenAI) -> None:
     draw = random.Random(3)
     num_right = 0
-    for _ in range(cases(10, 200)):
+    for _ in range(cases(3, 200)):
         one, other = draw.sample(ITEMS, 2)
         prices = {one: draw.randrange(1000), other: draw.randrange(1000)}
         try:
@@ -123,7 +123,7 @@ def test_most_loops_end_with_the_right_answer(client: openai.OpenAI) -> None:
         except (KeyError, AssertionError):
             continue
         num_right += answer == json.dumps({"total": sum(prices.values())})
-    assert num_right >= cases(8, 170)
+    assert num_right >= cases(2, 170)
 
 
 def test_it_says_where_it_needs_no_tool_or_has_none(client: openai.OpenAI) -> None:
@@ -165,8 +165,7 @@ def test_its_last_answer_can_be_held_to_a_schema(client: openai.OpenAI) -> None:
     assert json.loads(message.content) == {"sum": 42}
 
 
-@pytest.mark.parametrize("kind", [Loop, StreamedLoop])
-@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize(("kind", "strict"), cases([(Loop, True)], [(Loop, True), (StreamedLoop, False)]))
 def test_a_form_of_the_last_answer_leaves_room_for_calls(
     client: openai.OpenAI, kind: type[Loop], strict: bool
 ) -> None:

@@ -24,7 +24,7 @@ from tests.serving.test_fuzz import STALL_S
 
 MOST = 300_000  # values, as by default
 LISTS = b'{"prompt":[' + b",".join([b"[]"] * 690_000) + b"]}"
-LONG: dict[str, object] = {"prompt": "One day", "max_tokens": 300, "ignore_eos": True}
+LONG: dict[str, object] = {"prompt": "One day", "max_tokens": 60, "ignore_eos": True}
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
 BODY = b"content-length: 2\r\n\r\n{}"
 

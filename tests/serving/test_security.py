@@ -369,7 +369,7 @@ def test_logs_hold_no_text(server: Server) -> None:
 
 
 def test_who_opens_the_server_without_keys_is_warned(tmp_path: Path) -> None:
-    server = started([TINY, "--host", "0.0.0.0"])
+    server = Server(TINY, "--host", "0.0.0.0")
     try:
         assert any("everybody who reaches 0.0.0.0 may ask" in line for line in server.log)
         port = urlsplit(server.url).port

@@ -95,7 +95,7 @@ def test_answers_are_those_of_a_plain_server_also_when_prompts_are_killed(
         told = fleet(router.url)
         assert (told["split"], told["choices"][0]["prompt_at"]) == (1, None), "a short prompt stays"
 
-        prompts = texts(transport, 16)
+        prompts = texts(transport, 10)
 
         def kill() -> None:
             wait(lambda: fleet(router.url)["split"] > 1)  # beside the first
@@ -132,7 +132,7 @@ def test_a_router_says_which_were_split_and_why(servers: dict[str, Server]) -> N
         assert choice["cost_here"] == choice["prompt_tokens"] < choice["cost_there"]
         assert said == ask(plain, alone)
 
-        prompts = texts("together", 20)
+        prompts = texts("together", 12)
         with ThreadPoolExecutor(len(prompts)) as threads:
             answers = [*threads.map(lambda each: ask(router.url, each), prompts)]
         told = fleet(router.url)
