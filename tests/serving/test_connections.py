@@ -70,14 +70,6 @@ def test_who_sends_a_line_between_requests_is_not_kept_for_ever(served: Served) 
         assert client.recv(1 << 16) == b"", "closed, and nothing said"
 
 
-def test_who_asks_and_sends_no_more_is_answered(served: Served) -> None:
-    with served.five_checks(neighbours=0), connected(served) as client:
-        client.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
-        client.shutdown(socket.SHUT_WR)
-        answer = b"".join(iter(lambda: client.recv(4096), b""))
-        assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
-
-
 LONG: dict[str, object] = {"prompt": "One day", "max_tokens": 1500, "ignore_eos": True}
 GET = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
 LARGE = request({"prompt": "a" * 3 * 2**19})

@@ -134,18 +134,6 @@ def test_a_request_that_is_cut_short_behind_another_is_told_so(
     assert "ended before it was whole" in said
 
 
-def test_no_answer_is_left_out_when_the_garbage_comes_later(served: Served) -> None:
-    with connected(served) as client:
-        client.sendall(asked(b',"stream":true'))
-        answer = client.recv(1 << 16)
-        client.sendall(b"no HTTP\r\n\r\n")
-        answer += b"".join(iter(lambda: client.recv(1 << 16), b""))
-    first, _, rest = answer.partition(b"data: [DONE]")
-    assert first.startswith(b"HTTP/1.1 200 ")
-    assert b"HTTP/1.1" not in first[9:]
-    assert rest.strip(b"\r\n0").startswith(b"HTTP/1.1 400 ")
-
-
 @pytest.mark.parametrize(
     ("name", "first", "second"),
     [

@@ -121,10 +121,6 @@ def labels(server: Server) -> dict[str, Labels]:
     return found
 
 
-def test_a_key_is_needed_as_elsewhere(server: Server) -> None:
-    assert httpx.get(f"{server.url}/metrics", timeout=PATIENCE_S).status_code == 401
-
-
 def test_every_name_is_there_with_its_labels_and_buckets(labels: dict[str, Labels]) -> None:
     bases = {re.sub(r"_(bucket|count|sum)$", "", name) for name in labels}
     assert not {f"cb_{name}" for name in SOURCES.split()} - bases

@@ -28,18 +28,6 @@ def server() -> Iterator[Server]:
     assert server.close() == 0
 
 
-def test_a_completion_is_what_the_model_says(server: Server) -> None:
-    answer = httpx.post(f"{server.url}/v1/completions", json=SUM, timeout=PATIENCE_S).json()
-    assert answer["choices"][0]["text"] == "623"
-    assert answer["choices"][0]["finish_reason"] == "stop"
-    assert answer["usage"] == {
-        "prompt_tokens": 9,
-        "completion_tokens": 4,
-        "total_tokens": 13,
-        "prompt_tokens_details": {"cached_tokens": answer["usage"]["prompt_tokens_details"]["cached_tokens"]},
-    }
-
-
 def test_a_lost_engine_is_told_and_followed_by_another(server: Server) -> None:
     with httpx.stream(
         "POST",
