@@ -149,7 +149,8 @@ def certificates_are_read_once() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def shared() -> Iterator[Server]:
     """A server for all tests that leave it as it is: the tiny model, called tiny."""
-    server = started((TINY, "server.max_requests=64", "--cors-origin", "https://page.example"))
+    origin = ("--cors-origin", "https://page.example")
+    server = started((TINY, "server.max_requests=64", "--log-requests", *origin))
     yield server
     assert server.close() == 0
 

@@ -124,6 +124,12 @@ class Server:
             self.process.stderr.close()
 
 
+def defects(server: Server, since: int) -> list[str]:
+    """The lines of its log, from `since` on, that tell of a fault of its own."""
+    signs = ("Traceback", "a defect", "ended by")
+    return [line for line in server.log[since:] if any(each in line for each in signs)]
+
+
 def started(arguments: Sequence[str] = (TINY,)) -> Server:
     """A server that takes requests."""
     return Server(*arguments).ready()

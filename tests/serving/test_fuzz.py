@@ -22,7 +22,7 @@ import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis.specs.openapi.schemas import OpenApiSchema
 
-from tests.serving.server import PATIENCE_S, Server, started
+from tests.serving.server import PATIENCE_S, Server, defects
 from tests.thorough import cases
 
 NUM_INPUTS = int(os.environ.get("FUZZ_INPUTS", cases("300", "2000")))
@@ -70,16 +70,13 @@ class Watch:
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    server = started()
-    with Watch(server.url) as watch:
-        yield server
-    assert httpx.post(f"{server.url}/v1/completions", json={"prompt": "348+275="}, timeout=PATIENCE_S).json()[
-        "usage"
-    ]
-    assert server.close() == 0
-    defects = [line for line in server.log if "Traceback" in line or "a defect" in line or "ended by" in line]
-    assert not defects
+def server(shared: Server) -> Iterator[Server]:
+    since = len(shared.log)
+    with Watch(shared.url) as watch:
+        yield shared
+    body = {"prompt": "348+275="}
+    assert httpx.post(f"{shared.url}/v1/completions", json=body, timeout=PATIENCE_S).json()["usage"]
+    assert not defects(shared, since)
     print(f"longest wait for /health: {watch.longest_s:.3f} s")
     assert watch.longest_s <= STALL_S
 
