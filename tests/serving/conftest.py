@@ -156,6 +156,31 @@ def shared() -> Iterator[Server]:
 
 
 @pytest.fixture(scope="session")
+def thinker() -> Iterator[Server]:
+    """A server of the tiny model that may call tools and think."""
+    server = started((TINY, "server.tool_format=hermes", "server.reasoning=think"))
+    yield server
+    assert server.close() == 0
+
+
+@pytest.fixture(scope="session")
+def pooled() -> Iterator[Server]:
+    """A server of the tiny model that gives embeddings, of which none fits into a step."""
+    few = ("scheduler.max_batch_tokens=16", "scheduler.num_slots=4")
+    server = started((TINY, "model.pooling=mean", *few))
+    yield server
+    assert server.close() == 0
+
+
+@pytest.fixture(scope="session")
+def agent() -> Iterator[Server]:
+    """A server of the model that was trained to call tools."""
+    server = started(("recipes/tiny/agent.yaml", "server.drain_s=0"))
+    yield server
+    assert server.close() == 0
+
+
+@pytest.fixture(scope="session")
 def http(shared: Server) -> Iterator[httpx.Client]:
     """Sees what the server really sends."""
     with httpx.Client(base_url=shared.url, timeout=PATIENCE_S) as client:

@@ -20,7 +20,6 @@ from tests.serving.server import PATIENCE_S, Server
 from tests.test_imports import ROOT
 from tests.thorough import cases
 
-AGENT = "recipes/tiny/agent.yaml"
 NUMBER = {"type": "integer"}
 
 
@@ -38,16 +37,9 @@ TOOLS = [tool("add", a=NUMBER, b=NUMBER), tool("price", item={"type": "string", 
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[Server]:
-    server = Server(AGENT).ready()
-    yield server
-    assert server.close() == 0
-
-
-@pytest.fixture(scope="module")
-def client(served: Server) -> Iterator[openai.OpenAI]:
+def client(agent: Server) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(
-        base_url=f"{served.url}/v1", api_key="any", max_retries=0, timeout=PATIENCE_S
+        base_url=f"{agent.url}/v1", api_key="any", max_retries=0, timeout=PATIENCE_S
     ) as client:
         yield client
 
@@ -194,12 +186,12 @@ def test_a_message_may_come_back_with_what_litellm_keeps_in_it(client: openai.Op
     assert json.loads(call.function.arguments) == {"a": 12, "b": 30}
 
 
-def test_the_page_s_loop_runs_as_it_stands_there(served: Server, tmp_path: Path) -> None:
+def test_the_page_s_loop_runs_as_it_stands_there(agent: Server, tmp_path: Path) -> None:
     page = (ROOT / "docs/tools.md").read_text(encoding="utf-8")
     found = re.search(r"then runs this loop:\n\n(.*?)\nIt prints:\n\n(.*?)\n(?=\S)", page, re.DOTALL)
     assert found is not None
     program, printed = map(textwrap.dedent, found.groups())
-    (tmp_path / "loop.py").write_text(program.replace("http://127.0.0.1:8471", served.url))
+    (tmp_path / "loop.py").write_text(program.replace("http://127.0.0.1:8471", agent.url))
     done = subprocess.run(
         [sys.executable, "loop.py"], cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S
     )

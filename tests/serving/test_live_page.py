@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import shutil
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -18,7 +17,7 @@ from recipes.schema.recipe import ROOT
 from serving.api.live_page import CACHED, FREE, HELD, SHARED, page_map
 from serving.engine.messages import View
 from serving.text.tokenizer import Text
-from tests.serving.server import PATIENCE_S, Server, started
+from tests.serving.server import PATIENCE_S, Server
 
 FORM = {
     "type": "object",
@@ -29,13 +28,6 @@ TOOL, OTHER = (
     {"type": "function", "function": {"name": name, "parameters": FORM}} for name in ("secret", "other")
 )
 LONG = {"prompt": "One day", "max_tokens": 1500, "ignore_eos": True, "stream": True}
-
-
-@pytest.fixture(scope="module")
-def agent() -> Iterator[Server]:
-    server = started(["recipes/tiny/agent.yaml", "server.drain_s=0"])
-    yield server
-    assert server.close() == 0
 
 
 def agent_ends() -> tuple[int, ...]:

@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.serving.server import PATIENCE_S, TINY, Server
+from tests.serving.server import PATIENCE_S, Server
 
 QUESTION: list[Any] = [{"role": "user", "content": "What is 12+30?"}]
 ADD: dict[str, Any] = {
@@ -29,17 +29,10 @@ CLOCK: dict[str, Any] = {"type": "function", "function": {"name": "clock"}}
 NAMED: Any = {"type": "function", "function": {"name": "add"}}
 
 
-@pytest.fixture(scope="module")
-def served() -> Iterator[Server]:
-    server = Server(TINY, "server.tool_format=hermes", "server.reasoning=think").ready()
-    yield server
-    assert server.close() == 0
-
-
 @pytest.fixture
-def client(served: Server) -> Iterator[openai.OpenAI]:
+def client(thinker: Server) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(
-        base_url=f"{served.url}/v1", api_key="any", max_retries=0, timeout=PATIENCE_S
+        base_url=f"{thinker.url}/v1", api_key="any", max_retries=0, timeout=PATIENCE_S
     ) as client:
         yield client
 
