@@ -89,6 +89,7 @@ def run_server(options: ServerOptions) -> int:
 
     Raises ValueError or OSError whose message is one line.
     """
+    gc.freeze()  # What is imported stays: no collection visits it
     lines = logs.install(options.log_format)
     try:
         return _run(options, lines)

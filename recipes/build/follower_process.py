@@ -139,6 +139,7 @@ def main(argv: list[str]) -> int:
     options.add_argument("--rank", type=whole(1, MOST_RANKS), required=True)
     options.add_argument("--adopt", action="store_true", help="take the settings from the leader")
     asked = options.parse_args(argv)
+    gc.freeze()  # What is imported stays: the collection before the first step need not visit it
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, signal.SIG_IGN)  # these signals are for the leader, whose end ends this process
     logging.basicConfig(

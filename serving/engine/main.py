@@ -16,21 +16,15 @@ import signal
 import sys
 import threading
 from functools import partial
+from typing import TYPE_CHECKING
 
 import zmq
 
-from continuous_batching.engine import Engine
-from continuous_batching.recording.listeners import RankLost
-from continuous_batching.system_error import in_one_line
 from recipes.schema import verb
 from recipes.schema.command_line import add_recipe
-from serving.engine.expert_readings import ExpertReadings
-from serving.engine.facts import facts_of, tier_reading
-from serving.engine.messages import HURRY
-from serving.engine.page_exchange import exchange_of
-from serving.engine.worker import Worker
-from serving.own_processors import KnownProcessors
-from serving.text.tokenizer import Text
+
+if TYPE_CHECKING:
+    from continuous_batching.engine import Engine
 
 log = logging.getLogger(__name__)
 
@@ -61,11 +55,21 @@ def main(argv: list[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # these signals are for the server, which ends this process
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s engine: %(message)s", stream=sys.stderr)
-    gc.disable()  # the objects of the imports stay, so collecting during them is wasted
+    gc.disable()  # What is imported stays: a collection would visit 300,000 objects and find no garbage
+    from continuous_batching.recording.listeners import RankLost
+    from continuous_batching.system_error import in_one_line
     from recipes.build.engine import build
     from recipes.build.ranks import LOST
     from recipes.schema.reader import load
+    from serving.engine.expert_readings import ExpertReadings
+    from serving.engine.facts import facts_of, tier_reading
+    from serving.engine.messages import HURRY
+    from serving.engine.page_exchange import exchange_of
+    from serving.engine.worker import Worker
+    from serving.own_processors import KnownProcessors
+    from serving.text.tokenizer import Text
 
+    gc.freeze()
     gc.enable()
 
     while (word := os.read(0, 1)) == HURRY:  # a spare process waits here, with all imports done
