@@ -10,7 +10,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def _collections_of_the_test_alone() -> Iterator[None]:
-    """A benchmark collects garbage before each run that it times, which takes a second of a whole test run."""
+    """A benchmark collects garbage before each run that it times, a second each in a whole run."""
     gc.freeze()
     yield
     gc.unfreeze()
