@@ -262,8 +262,9 @@ def test_a_cpu_is_no_product() -> None:
 @pytest.mark.slow
 @pytest.mark.npu
 @stand_in_alone
-@pytest.mark.parametrize("name", cases(["910B", "310P"], [each.name for each in PRODUCTS]))
+@pytest.mark.parametrize("name", cases(["310P"], [each.name for each in PRODUCTS]))
 def test_the_stand_in_passes_as_every_product(name: str, tmp_path: Path) -> None:
+    """The 310P needs another type than the recipe says, and has no W8A8, which the report says."""
     done = subprocess.run(
         ["bash", "scripts/verify_npu.sh", "--virtual", f"device.product={name}", "--calls", "2",
          "--output", str(tmp_path)],
