@@ -1,5 +1,6 @@
 """What holds for all tests?"""
 
+import gc
 import logging
 import os
 import sys
@@ -38,6 +39,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with slow tests come first: of two workers, none is left alone with a long one at the end."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
+
+
+def pytest_collection_finish() -> None:
+    """What has been imported stays: each collection of garbage would visit it, for up to a second."""
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Let the interpreter end as it would have, with all modules in view of its collector."""
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,7 @@
-"""A hundred requests at once, two hundred with --thorough, get the tokens of each alone, however pages move, go and are shared."""
+"""A hundred requests at once, or with --thorough two hundred, get the tokens of each alone.
+
+Pages move, go and are shared meanwhile.
+"""
 
 from __future__ import annotations
 
