@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 
 import numpy as np
@@ -21,27 +20,14 @@ from kv_cache.pages import PagePool
 from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner, alone
 from tests.continuous_batching.recount import recount
 from tests.continuous_batching.test_schedules import Arrival, arrivals, check_answers, schedulers, serve
+from tests.kv_cache.short_keys import shorten_keys
 from tests.thorough import cases
-
-
-class FourBits:
-    """Stands in for hashlib: nearly every key has been seen before, with other tokens."""
-
-    def __init__(self, data: bytes = b"") -> None:
-        self._data = data
-
-    def digest(self) -> bytes:
-        return bytes([hashlib.md5(self._data).digest()[0] & 15])
-
-    @classmethod
-    def sha256(cls, data: bytes) -> FourBits:
-        return cls(data)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def weak_keys() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(page_keys, "hashlib", FourBits)
+        shorten_keys(patch, bits=4)
         assert len(set(page_keys.page_keys(np.arange(400, dtype=np.int32), 4, ""))) <= 16
         yield
 

@@ -1,44 +1,22 @@
 """A hundred requests at once, or with --thorough two hundred, get the tokens of each alone.
 
-Pages move, go and are shared meanwhile.
+Pages move, go and are shared meanwhile. `test_poison.py` shows each of these ways by itself.
 """
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
 
 from continuous_batching.engine import Engine
-from kv_cache import page_keys
 from tests.kv_cache import device
+from tests.kv_cache.short_keys import shorten_keys
 from tests.thorough import cases
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 COUNT = cases(100, 200)
-PLAIN = {
-    "swap": {"num_pages": 20, "num_host_pages": 200},
-    "rest in a host that is full": {"num_pages": 14, "num_host_pages": 24},
-    "recompute": {"num_pages": 20},
-    "compaction every step": {"num_pages": 40, "compact_every_steps": 1},
-    "no sharing": {"num_pages": 40, "prefix_sharing": False},
-}
-
-
-class FourBits:
-    """Stands in for hashlib."""
-
-    def __init__(self, data: bytes = b"") -> None:
-        self._data = data
-
-    def digest(self) -> bytes:
-        return bytes([hashlib.md5(self._data).digest()[0] & 15])
-
-    @classmethod
-    def sha256(cls, data: bytes) -> FourBits:
-        return cls(data)
 
 
 @dataclass
@@ -78,27 +56,10 @@ def of_the_host(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     return str(request.param)
 
 
-@pytest.mark.parametrize("way", PLAIN)
-def test_every_way_gives_the_tokens_of_each_alone(of_the_host: str, way: str) -> None:
-    engine = device.make(of_the_host, **PLAIN[way])
+def test_pages_that_rest_in_a_full_host_give_the_tokens_of_each_alone(of_the_host: str) -> None:
+    engine = device.make(of_the_host, num_pages=14, num_host_pages=24)
     check(engine, of_the_host)
-    counters = engine.scheduler.counters
-    print(way, counters)
-    assert counters.preemptions >= COUNT // 10 or "recompute" not in way
-    assert counters.swapped_in_pages >= COUNT // 10 or "swap" not in way
-    assert counters.promoted_pages >= COUNT // 10 or "rest" not in way
-    assert counters.compacted_pages >= COUNT // 10 or "compaction" not in way
-
-
-def test_a_pool_that_shrinks_and_grows_gives_the_tokens_of_each_alone(of_the_host: str) -> None:
-    check(device.make(of_the_host, num_pages=40, num_host_pages=30), of_the_host, meddle=device.resize)
-
-
-def test_forks_give_the_tokens_of_each_alone(of_the_host: str) -> None:
-    engine = device.make(of_the_host, num_slots=24, num_pages=50, num_host_pages=30)
-    check(engine, of_the_host, num_samples=4, at_once=1)
-    print(engine.scheduler.counters)
-    assert engine.scheduler.counters.copied_pages >= COUNT // 4
+    assert engine.scheduler.counters.promoted_pages >= COUNT // 10
 
 
 def test_prompts_that_arrive_together_give_the_tokens_of_each_alone(of_the_host: str) -> None:
@@ -110,7 +71,7 @@ def test_prompts_that_arrive_together_give_the_tokens_of_each_alone(of_the_host:
 def test_keys_of_four_bits_give_the_tokens_of_each_alone(
     of_the_host: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(page_keys, "hashlib", FourBits)
+    shorten_keys(monkeypatch, bits=4)
     check(device.make(of_the_host, num_pages=60), of_the_host)
     engine = device.make(of_the_host, num_pages=14, num_host_pages=60, poisoned=True)
     check(engine, of_the_host)
@@ -128,7 +89,7 @@ def test_aborts_at_every_step_leave_the_others_the_tokens_of_each_alone(
 
 
 def test_all_at_once_gives_the_tokens_of_each_alone(attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page_keys, "hashlib", FourBits)
+    shorten_keys(monkeypatch, bits=4)
     aborts = Aborts([each.id for each in device.requests(COUNT, 4)])
 
     def meddle(engine: Engine, step: int) -> None:
