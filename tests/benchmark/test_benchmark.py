@@ -11,24 +11,16 @@ import torch
 
 from benchmark.gate.gate import audit
 from benchmark.micro import device, host, kv, queues, simulation
-from benchmark.offline import offline
+from benchmark.offline import offline, transformers_beside
 from benchmark.offline.accounts import means_over_time
 from benchmark.offline.timeline import StepRecord, percentiles
 from recipes.build.families import model_config
 from recipes.schema.reader import read
 from scripts.benchmark import main
+from serving.offline import Job
 
 RECIPE = "recipes/tiny/cpu.yaml"
 QUICK = ["device.compile=false", "device.threads=1"]
-
-
-def test_the_host_benchmark_measures_decodes_and_chunks(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["host", "--slots", "2,5", "--page-sizes", "16", "--chunk", "32", "--steps", "40", "--json"])
-    rows = json.loads(capsys.readouterr().out)["host"]
-    assert [row["slots"] for row in rows] == [2, 5]
-    for row in rows:
-        for figures in (row["decode"], row["decode_and_32_token_chunk"]):
-            assert 0 < figures["p50_us"] <= figures["p99_us"]
 
 
 def test_the_host_benchmark_runs_what_it_says() -> None:
@@ -310,6 +302,17 @@ def test_the_same_trace_is_served_beside_transformers(
     assert result["times_transformers"] == pytest.approx(
         result["output_tokens_per_s"] / result["transformers_output_tokens_per_s"], rel=0.01
     )
+
+
+def test_transformers_does_not_fill_the_memory_of_a_cpu(tmp_path: Path) -> None:
+    """Its steps are as large as the recipe's, and each slot has room for the longest request."""
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(json.dumps({"id": "a", "prompt_token_ids": [7] * 250, "max_tokens": 7}) + "\n")
+    jobs = [each for each in offline.load_trace(str(trace), None) if isinstance(each, Job)]
+    bounds = transformers_beside._bounds(read(RECIPE).recipe, jobs)
+    assert (bounds.max_batch_tokens, bounds.max_requests_per_batch, bounds.num_blocks) == (256, 32, 2 * 32)
+    free = transformers_beside._bounds(read("recipes/bench/qwen3_8b_cuda.yaml").recipe, jobs)
+    assert (free.max_batch_tokens, free.num_blocks) == (None, None)
 
 
 def test_the_stall_benchmark_serves_the_same_in_two_ways(capsys: pytest.CaptureFixture[str]) -> None:

@@ -129,6 +129,7 @@ def test_a_stand_in_is_named_and_its_environment_forgiven() -> None:
     assert [part.name for part in whole if not part.counts] == ["environment"]
     assert "--virtual" in whole[1].command
     assert all("device.virtual=true" in whole[index].command for index in (2, 3, 5))
+    assert whole[5].command[-2:] == ("--runs", "1"), "its speed means nothing"
     assert whole[2].command[-2:] == ("--answers", "/x"), "those of a stand-in are for the report"
     real = reporting.parts(Path("/x"), asked[:1], virtual=False, num_calls=7)
     assert all(part.counts and "--virtual" not in part.command for part in real)
