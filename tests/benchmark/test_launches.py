@@ -75,6 +75,7 @@ MODELS = {
     "Mixtral-8x7B over two, W8A8": ("mixtral/mixtral_8x7b_910b_tp2", MIXTRAL),
     "Mixtral-8x7B over four, W8A8": ("mixtral/mixtral_8x7b_910b_tp4", MIXTRAL),
     "DeepSeek-V2-Lite, bfloat16": ("deepseek/deepseek_v2_lite_910b", DEEPSEEK_V2_LITE),
+    "DeepSeek-V3, bfloat16": ("deepseek/deepseek_v3_910b_tp16", DEEPSEEK_V3),
     "DeepSeek-V3, W8A8": ("deepseek/deepseek_v3_910b_tp16", DEEPSEEK_V3),
 }
 # Launches a layer, in the graph, in the graph that draws by top-k and top-p, and outside of both: greedy,
@@ -90,6 +91,7 @@ EXPECTED = {
     "Mixtral-8x7B over two, W8A8": (20, 655, 29, 0, 0, 0, 13),
     "Mixtral-8x7B over four, W8A8": (19, 623, 29, 0, 0, 0, 13),
     "DeepSeek-V2-Lite, bfloat16": (22, 599, 29, 0, 0, 0, 13),
+    "DeepSeek-V3, bfloat16": (24, 1449, 29, 0, 0, 0, 13),
     "DeepSeek-V3, W8A8": (29, 1754, 29, 0, 0, 0, 13),
 }
 # DeepSeek-V3's launches a layer and in the graph with all before latent attention in one of them
