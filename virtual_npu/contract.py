@@ -118,6 +118,27 @@ class Operator:
         """The schema as torch parses it."""
         return torch._C.parse_schema(self.schema)
 
+    # torch reads the schema anew whenever one of its fields is asked for, so each call would be slow
+
+    @cached_property
+    def _kinds(self) -> dict[str, tuple[str, bool]]:
+        """The kind of each argument, and whether it may be None."""
+        kinds = {each.name: str(each.type) for each in self.parsed.arguments}
+        return {
+            name: (kind.removeprefix("Optional[").removesuffix("]"), True)
+            if kind.startswith("Optional")
+            else (kind, False)
+            for name, kind in kinds.items()
+        }
+
+    @cached_property
+    def _positional(self) -> list[str]:
+        return [each.name for each in self.parsed.arguments if not each.kwarg_only]
+
+    @cached_property
+    def _defaults(self) -> dict[str, Any]:
+        return {each.name: each.default_value for each in self.parsed.arguments if each.has_default_value()}
+
     @cached_property
     def qualified(self) -> str:
         """Namespace, name and overload, as `torch.library` expects them."""
@@ -135,12 +156,7 @@ class Operator:
 
     def bind(self, conditions: Conditions, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
         """Return the call with its arguments by name. Raises ContractError where the schema has others."""
-        given = _by_position(self.parsed.arguments, args) | dict(kwargs)
-        given |= {
-            each.name: each.default_value
-            for each in self.parsed.arguments
-            if each.name not in given and each.has_default_value()
-        }
+        given = self._defaults | _by_position(self._positional, args) | dict(kwargs)
         call = Call(self.name, given, conditions, self.names)
         self._check(self._binding, call)
         return call
@@ -194,18 +210,16 @@ class Operator:
         )
 
     def _fits_schema(self, call: Call) -> Iterator[Breach]:
-        known = {each.name for each in self.parsed.arguments}
-        yield from ((name, "no argument of it") for name in call.arguments if name not in known)
-        yield from ((name, "missing") for name in sorted(known - set(call.arguments)))
+        known, given = self._kinds.keys(), call.arguments.keys()
+        if known != given:
+            yield from ((name, "no argument of it") for name in given if name not in known)
+            yield from ((name, "missing") for name in sorted(known - given))
 
     def _has_types(self, call: Call) -> Iterator[Breach]:
-        for each in self.parsed.arguments:
-            kind, value = str(each.type), call.arguments[each.name]
-            if value is None and kind.startswith("Optional"):
-                continue
-            inner = kind.removeprefix("Optional[").removesuffix("]") if kind.startswith("Optional") else kind
-            if not _is(inner, value):
-                yield each.name, f"a {type(value).__name__} where the schema has {inner}"
+        for name, (kind, may_be_none) in self._kinds.items():
+            value = call.arguments[name]
+            if not (value is None and may_be_none) and not _is(kind, value):
+                yield name, f"a {type(value).__name__} where the schema has {kind}"
 
     def _on_product(self, call: Call) -> Iterator[Breach]:
         if call.conditions.product not in self.products:
@@ -224,8 +238,7 @@ def shape(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
 
 
-def _by_position(arguments: list[Any], args: tuple[Any, ...]) -> dict[str, Any]:
-    positional = [each.name for each in arguments if not each.kwarg_only]
+def _by_position(positional: list[str], args: tuple[Any, ...]) -> dict[str, Any]:
     extra = {f"position {at}": value for at, value in enumerate(args[len(positional) :], len(positional))}
     return dict(zip(positional, args)) | extra
 

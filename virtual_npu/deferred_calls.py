@@ -136,7 +136,7 @@ class DeferredCalls:
             ),
             state,
         )
-        return result if call.operator._schema.returns else None
+        return result if call.num_returns else None
 
     def _submit(self, deferred: DeferredCall, state: int) -> None:
         if state == UPDATING:
@@ -194,8 +194,11 @@ class DeferredCalls:
 
 
 def stream() -> int:
-    """Return the current stream's handle."""
-    return torch.npu.current_stream().npu_stream
+    """Return the current stream's handle, without the objects that torch.npu makes of it in 30 us."""
+    import torch_npu  # here, since it brings CANN
+
+    handle: int = torch_npu._C._npu_getCurrentRawStream(torch_npu._C._npu_getDevice())
+    return handle
 
 
 def poison(view: Tensor) -> None:
@@ -214,6 +217,12 @@ def _outputs(call: HostCall, on_host: list[Any], named: dict[str, Any], original
     given = call.returned(on_host, named)
     if given is not None and (call.resized or not call.is_aten):
         return call.to_device(given, originals)
+    # A capture calls the same operators on the same shapes for each layer, and a meta kernel takes as long as
+    # the operator itself
+    kind = _kind((on_host, *named.items()))
+    if kind in call.made:
+        made = call.made[kind]
+        return call.to_device(given if made is None else made, originals)
     metas = {key: _meta(view) for key, (view, _) in originals.items()}
     meta = torch.device("meta")
     placed = [meta if isinstance(each, torch.device) else each for each in swapped(on_host, metas)]
@@ -237,9 +246,24 @@ def _outputs(call: HostCall, on_host: list[Any], named: dict[str, Any], original
         arguments = {each.name: value for each, value in zip(call.operator._schema.arguments, placed)} | named
         dtype = arguments[OF_TYPE[call.name]].dtype
         result = tuple(each.to(dtype) if each.dtype == torch.bfloat16 else each for each in result)
+    arguments_of = {id(each): key for key, each in metas.items()}
+    sources = [arguments_of.get(id(each)) for each in tensors(result)]
+    if not any(sources):
+        call.made[kind] = result
+    elif given is not None and sources == [id(each) for each in tensors(given)]:
+        call.made[kind] = None
     return call.to_device(
         result, {id(metas[key]): (metas[key], each) for key, (_, each) in originals.items()}
     )
+
+
+def _kind(value: Any) -> Any:
+    """All of an argument that a meta kernel can see, which knows no elements."""
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_kind, value))
+    return type(value), value  # of 1, 1.0 and True, which are equal, each has its own results
 
 
 def _meta(view: Tensor) -> Tensor:

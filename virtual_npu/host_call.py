@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -55,6 +56,8 @@ class HostCall:
         self.resized = {each.name for each in schema.arguments if each.is_out} if space == "aten" else set()
         self._needs_host = bool(NEEDS_HOST & set(operator.tags))
         self._indexes = self.name == "aten::index.Tensor"
+        # What the meta kernel made of arguments of a kind, see `deferred_calls`; None: these arguments
+        self.made: dict[Any, Any] = {}
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         originals: Originals = {}
@@ -120,18 +123,38 @@ class HostCall:
 
     def returned(self, on_host: list[Any], named: dict[str, Any]) -> Any:
         """Return the arguments that the operator returns; None where it makes new tensors."""
-        schema = self.operator._schema
         if "out" in named or self.resized:  # the schema of torch_npu's `Tensor[] out` states no alias
             outs = [each for name, each in named.items() if name == "out" or name in self.resized]
-            return tuple(tensors(outs)) if len(schema.returns) > 1 else next(tensors(outs))
+            return tuple(tensors(outs)) if self.num_returns > 1 else next(tensors(outs))
+        if self._returned_names is None:
+            return None
+        by_name = dict(zip(self._argument_names, on_host)) | named
+        found = tuple(by_name[name] for name in self._returned_names)
+        return found[0] if len(found) == 1 else found
+
+    # torch reads a schema anew whenever it is asked for: once for each operator that is called
+
+    @cached_property
+    def num_returns(self) -> int:
+        """How many results the operator has."""
+        return len(self.operator._schema.returns)
+
+    @cached_property
+    def _argument_names(self) -> list[str]:
+        return [each.name for each in self.operator._schema.arguments]
+
+    @cached_property
+    def _returned_names(self) -> list[str] | None:
+        """The arguments that are returned, in order; None where a result is new."""
+        schema = self.operator._schema
         if any(each.alias_info is None for each in schema.returns):
             return None
-        by_name = {each.name: value for each, value in zip(schema.arguments, on_host)} | named
         by_alias = {
-            frozenset(e.alias_info.before_set): e.name for e in schema.arguments if e.alias_info is not None
+            frozenset(each.alias_info.before_set): each.name
+            for each in schema.arguments
+            if each.alias_info is not None
         }
-        found = tuple(by_name[by_alias[frozenset(each.alias_info.before_set)]] for each in schema.returns)
-        return found[0] if len(found) == 1 else found
+        return [by_alias[frozenset(each.alias_info.before_set)] for each in schema.returns]
 
     def on_host(self, tensor: Tensor) -> Tensor:
         """Return the tensor itself, or a CPU view of its bytes where it is on npu:0."""

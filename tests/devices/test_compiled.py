@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import fcntl
-import itertools
 import logging
 import os
 import pwd
 import shutil
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -28,6 +28,7 @@ from devices.compiled import (
 )
 from recipes.build.machine import Cpu, decided
 from recipes.schema.recipe import ROOT, DeviceSection
+from tests.thorough import THOROUGH
 
 X = torch.ones(4, 8)
 GCC = shutil.which("g++")
@@ -182,6 +183,9 @@ for seed in range(40):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(
+    not THOROUGH, reason="THOROUGH=1 asks for it; each kind of processor has a folder of its own"
+)
 @pytest.mark.skipif(GCC is None, reason="there is no C++ compiler")
 def test_a_change_of_vectors_between_starts_changes_no_result(tmp_path: Path) -> None:
     """As on two nodes of a cluster with one home folder. A processor without them passes as well."""
@@ -191,94 +195,66 @@ def test_a_change_of_vectors_between_starts_changes_no_result(tmp_path: Path) ->
         subprocess.run([sys.executable, "-c", SMALLEST], cwd=ROOT, env=asked, check=True)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(GCC is None, reason="there is no C++ compiler")
-def test_the_second_start_calls_no_compiler(tmp_path: Path) -> None:
-    """The compiler in the PATH writes down what it is asked to make, but for headers that are only read."""
-    made = tmp_path / "made"
-    compiler = tmp_path / "g++"
-    noted = f'case "$*" in *" -E "*) ;; *" -o "*) echo "$*" >>{made};; esac'
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A user's folder for what is compiled, and a compiler in the PATH that writes down what it makes."""
+
+    folder: Path
+
+    def start(self, count: int = 1) -> subprocess.CompletedProcess[str]:
+        """Let so many processes compile the same function at once."""
+        own = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}
+        own |= {
+            "XDG_CACHE_HOME": str(self.folder),
+            "PATH": f"{self.folder}{os.pathsep}{os.environ['PATH']}",
+            "TORCHINDUCTOR_VEC_ISA_OK": "1",  # else torch compiles as much again to see if it could
+        }
+        command = [sys.executable, "-m", "tests.devices.compiling_starts", str(count)]
+        return subprocess.run(command, cwd=ROOT, env=own, check=True, capture_output=True, text=True)
+
+    def num_made(self) -> int:
+        """How often the compiler was called, but for headers that are only read."""
+        return len((self.folder / "made").read_text().splitlines())
+
+    @property
+    def libraries(self) -> list[Path]:
+        """The smallest first."""
+        found = self.folder.glob("continuous_batching/compiled/*/*/*.so")
+        return sorted(found, key=lambda each: each.stat().st_size)
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    made = Machine(tmp_path)
+    compiler = made.folder / "g++"
+    noted = f'case "$*" in *" -E "*) ;; *" -o "*) echo "$*" >>{made.folder}/made;; esac'
     compiler.write_text(f'#!/bin/sh\n{noted}\nexec {GCC} "$@"\n')
     compiler.chmod(0o755)
-    code = (
-        "import torch; from devices.compiled import Compiled, keep_results; keep_results();"
-        "assert Compiled(lambda x: x * 2 + 1, ((0,),))(torch.ones(4, 8)).sum() == 96"
-    )
-    environment = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}
-    environment |= {"XDG_CACHE_HOME": str(tmp_path), "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
-
-    def num_made() -> int:
-        subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, check=True)
-        return len(made.read_text().splitlines())
-
-    first = num_made()
-    assert first > 0
-    assert num_made() == first
+    return made
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(GCC is None, reason="there is no C++ compiler")
 @pytest.mark.skipif(sys.platform != "linux", reason="the form of libraries is another one there")
-def test_what_a_killed_process_left_half_written_is_compiled_again(tmp_path: Path) -> None:
-    code = (
-        "import torch; from devices.compiled import Compiled, keep_results; keep_results();"
-        "assert Compiled(lambda x: x * 2 + 1, ((0,),))(torch.ones(4, 8)).sum() == 96"
-    )
-    environment = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}
-    environment |= {"XDG_CACHE_HOME": str(tmp_path)}
+def test_what_was_compiled_serves_the_starts_after_it_unless_it_is_torn(machine: Machine) -> None:
+    """Of two ranks one compiles; the next start does only what a killed process left half written."""
+    assert sorted(machine.start(count=2).stdout.splitlines()) == ["0 1", "1 0"]
+    assert machine.libraries
+    first = machine.num_made()
+    assert first > 0
 
-    def said() -> str:
-        command = [sys.executable, "-c", code]
-        return subprocess.run(
-            command, cwd=ROOT, env=environment, check=True, stderr=subprocess.PIPE, text=True
-        ).stderr
-
-    said()
-    libraries = sorted(tmp_path.glob("continuous_batching/compiled/*/*/*.so"))
-    assert libraries
-    for size, library in zip(itertools.cycle((0, 40, 3000)), libraries):
+    # The function's own, and two by which torch tried the processor
+    torn = [machine.libraries[at] for at in (-1, 0, 1)]
+    for size, library in zip((40, 0, 3000), torn):
         os.truncate(library, size)
-    assert said().count("was left half written, and is compiled again") == len(libraries)
-    assert "half written" not in said()
+    assert machine.start().stderr.count("was left half written, and is compiled again") == len(torn)
+    mended = machine.num_made()
+    assert mended > first
 
-
-COUNTED = """
-import sys, torch
-from devices.compiled import Compiled, keep_results
-keep_results()  # before the import that settles where torch looks
-import torch._inductor.compile_fx
-from torch._dynamo.utils import counters
-print("begins", flush=True)
-sys.stdin.readline()
-assert Compiled(lambda x: x * 2 + 1, ((0,),))(torch.ones(4, 8)).sum() == 96
-print(counters["inductor"]["fxgraph_cache_miss"], counters["inductor"]["fxgraph_cache_hit"])
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(GCC is None, reason="there is no C++ compiler")
-def test_of_the_ranks_of_a_machine_one_compiles(tmp_path: Path) -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}
-    environment |= {"XDG_CACHE_HOME": str(tmp_path)}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", COUNTED],
-            cwd=ROOT,
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for _ in range(2)
-    ]
-    for rank in ranks:
-        assert rank.stdout is not None
-        assert rank.stdout.readline() == "begins\n"
-    for rank in ranks:
-        assert rank.stdin is not None
-        rank.stdin.write("go\n")
-        rank.stdin.flush()
-    assert sorted(rank.communicate()[0].strip() for rank in ranks) == ["0 1", "1 0"]
+    after = machine.start()
+    assert after.stdout == "0 1\n"
+    assert "half written" not in after.stderr
+    assert machine.num_made() == mended
 
 
 def test_who_waits_too_long_for_another_process_compiles_itself(

@@ -166,6 +166,7 @@ def outcome_of(product: str, run: Run) -> Outcome:
 if __name__ == "__main__":
     keep_memory()  # as the CPU's operators do, which compute for the stand-in
     asked_of, outcomes = json.load(sys.stdin), []
+    gc.freeze()  # what is imported stays, and need not be looked at after each run
     for each in asked_of["runs"]:
         outcomes.append(outcome_of(asked_of["product"], each))
         gc.collect()  # a 950 has no room for the graphs of an engine beside those of the last

@@ -1,14 +1,19 @@
-"""One tensor rank of a test: `python -m tests.models.tensor_rank BACKEND RANK SIZE FOLDER`.
+"""The tensor ranks of a test: `python -m tests.models.tensor_rank BACKEND SIZE FOLDER`.
 
-It runs every case of FOLDER/cases.json, and leaves what it computed and what it holds in FOLDER/CASE.RANK.pt:
-over gloo in plain torch, over hccl with an NPU's operators.
+Each rank is a process, forked from one that has imported torch. It runs every case of FOLDER/cases.json, and
+leaves what it computed and what it holds in FOLDER/CASE.RANK.pt: over gloo in plain torch, over hccl with an
+NPU's operators. What ranks print is in FOLDER/printed.RANK.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
+import signal
 import sys
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -296,16 +301,17 @@ def main(backend: Backend, rank: int, size: int, folder: Path) -> None:
     group = join(backend, store, rank, size, PATIENCE_S)
     torch.save(collectives(group, device), folder / f"collectives.{rank}.pt")
     for name, case in json.loads((folder / "cases.json").read_text()).items():
-        graphs, joins = case.pop("graphs", False), case.pop("joins", False)
+        graphs, joins, chooses = (case.pop(name, False) for name in ("graphs", "joins", "chooses"))
         divided(group, Share(rank, size, experts=case.get("experts", 1)), PATIENCE_S)
         group.open_for_tokens(BUFFER_MIB if case.get("dispatches") else 0, device)
         decoder, num_bytes = built(Path(case.pop("path")), group, kind, **case)
         found: dict[str, Any] = {"bytes": num_bytes}
         if joins:
             found["joined"] = joined_sums(decoder)
-        found["greedy"], found["gathered"] = greedy_of(decoder, graphs=graphs)
         found["logits"] = logits_of(decoder, graphs=graphs)
-        found["tokens"] = tokens_of(decoder, graphs=graphs)
+        if chooses:
+            found["greedy"], found["gathered"] = greedy_of(decoder, graphs=graphs)
+            found["tokens"] = tokens_of(decoder, graphs=graphs)
         if case.get("dispatches"):
             found["launches"] = launches(decoder, graphs=graphs)
         if kind == "cpu" and decoder.config.quantization is not None:
@@ -317,5 +323,41 @@ def main(backend: Backend, rank: int, size: int, folder: Path) -> None:
         store.wait([f"ended {each}" for each in range(size)])
 
 
+def forked(backend: Backend, rank: int, size: int, folder: Path) -> int:
+    """The process of a rank, which prints into a file of its own."""
+    process = os.fork()
+    if process:
+        return process
+    with (folder / f"printed.{rank}").open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    status = 1
+    try:
+        main(backend, rank, size, folder)
+        status = 0
+    except BaseException:  # noqa: BLE001 - it must not go on as the process that it was forked from
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def run(backend: Backend, size: int, folder: Path) -> int:
+    """Run all ranks; the first one that fails ends the others, and its status is returned."""
+    if backend == "hccl":  # parts of torch that torch_npu imports, and that start nothing
+        importlib.import_module("torch.distributed.tensor")
+    ranks = {forked(backend, rank, size, folder) for rank in range(size)}
+    status = 0
+    while ranks:
+        process, code = os.wait()
+        ranks.remove(process)
+        if code and not status:
+            status = 1
+            for rank in ranks:
+                os.kill(rank, signal.SIGKILL)
+    return status
+
+
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))  # type: ignore[arg-type]
+    sys.exit(run(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])))  # type: ignore[arg-type]

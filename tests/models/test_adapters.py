@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 import warnings
 from collections.abc import Sequence
 from copy import deepcopy
@@ -30,8 +31,9 @@ from recipes.schema.recipe import ROOT
 from recipes.schema.recipe_error import RecipeError
 from tests.device_kinds import settings
 from tests.models.families import VARIANTS, VOCABULARY, generated, make, wide
+from tests.thorough import cases
 
-NUM_NEW = 24
+NUM_NEW = cases(12, 24)
 # Fused and split linears, rotary heads in another order, extra norms, biases, experts beside attention
 NAMES = ("llama_biased", "qwen2_yarn", "phi3_part", "glm4", "gemma3_layer_types", "qwen3_moe")
 # Ways to begin that change the base weights, in peft 0.21, and any that a later peft may add
@@ -127,6 +129,21 @@ def llama(folder: Path) -> tuple[Any, Path]:
     return make(next(each for each in VARIANTS if each.name == "llama_biased"), folder)
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint, and an adapter of it in a folder that tests copy before they change it."""
+    folder = tmp_path_factory.mktemp("saved")
+    model, path = llama(folder)
+    adapted(model, folder / "adapter", seed=1)
+    return path
+
+
+@pytest.fixture
+def adapter(saved: Path, tmp_path: Path) -> Path:
+    """An adapter for the checkpoint `saved`."""
+    return Path(shutil.copytree(saved.parent / "adapter", tmp_path / "adapter"))
+
+
 def test_beams_scores_and_guesses_are_those_of_merged_weights(tmp_path: Path) -> None:
     model, path = llama(tmp_path)
     merged = adapted(model, tmp_path / "adapter", seed=1)
@@ -151,7 +168,7 @@ def test_beams_scores_and_guesses_are_those_of_merged_weights(tmp_path: Path) ->
     assert ours.scheduler.counters.accepted_tokens, "no guess was right"
 
 
-@pytest.mark.parametrize("graphs", [0, 6])
+@pytest.mark.parametrize("graphs", cases([6], [0, 6]))  # steps with prompts are eager in both
 def test_so_they_are_on_a_virtual_npu(graphs: int, tmp_path: Path) -> None:
     model, path = make(wide(next(each for each in VARIANTS if each.name == "qwen2_yarn")), tmp_path)
     folders = [tmp_path / f"adapter{number}" for number in range(2)]
@@ -164,7 +181,7 @@ def test_so_they_are_on_a_virtual_npu(graphs: int, tmp_path: Path) -> None:
         )
 
 
-@pytest.mark.parametrize("name", ["llama_biased", "phi3_part"])
+@pytest.mark.parametrize("name", cases(["phi3_part"], ["phi3_part", "llama_biased"]))
 def test_ranks_hold_their_parts_of_an_adapter(name: str, tmp_path: Path) -> None:
     model, path = make(next(each for each in VARIANTS if each.name == name), tmp_path)
     merged = adapted(model, tmp_path / "adapter", 3, target_modules=JOINED.get(name, ALL))
@@ -270,13 +287,13 @@ def test_a_place_holds_nothing_of_what_it_held() -> None:
         ({"r": 3}, "and this model needs"),
     ],
 )
-def test_forms_that_are_not_computed_are_refused(change: dict[str, Any], why: str, tmp_path: Path) -> None:
-    model, path = llama(tmp_path)
-    adapted(model, tmp_path / "adapter", seed=1)
-    file = tmp_path / "adapter" / "adapter_config.json"
+def test_forms_that_are_not_computed_are_refused(
+    change: dict[str, Any], why: str, saved: Path, adapter: Path
+) -> None:
+    file = adapter / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
     with pytest.raises(RecipeError, match=rf"adapters\.folders\.a1: .*{re.escape(why)}") as refused:
-        built(path, [tmp_path / "adapter"])
+        built(saved, [adapter])
     assert len(str(refused.value)) < 600
 
 
@@ -312,23 +329,20 @@ def test_an_adapter_that_changed_the_base_is_read_once_peft_has_converted_it(
 
 
 @pytest.mark.parametrize("start", [False, "gaussian", "eva", "orthogonal", "mica", None])
-def test_a_start_that_leaves_the_base_alone_is_taken(start: Any, tmp_path: Path) -> None:
-    adapted(llama(tmp_path)[0], tmp_path / "adapter", seed=1)
-    file = tmp_path / "adapter" / "adapter_config.json"
+def test_a_start_that_leaves_the_base_alone_is_taken(start: Any, adapter: Path) -> None:
+    file = adapter / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"init_lora_weights": start}))
-    assert look_at(tmp_path / "adapter", 8).rank == 4
+    assert look_at(adapter, 8).rank == 4
 
 
-def test_a_form_without_a_name_is_refused(tmp_path: Path) -> None:
-    model, path = llama(tmp_path)
-    adapted(model, tmp_path / "adapter", seed=1)
-    file = tmp_path / "adapter" / "adapter_config.json"
+def test_a_form_without_a_name_is_refused(saved: Path, adapter: Path) -> None:
+    file = adapter / "adapter_config.json"
     config = json.loads(file.read_text())
     del config["peft_type"]
     file.write_text(json.dumps(config))
     why = r"adapter_config\.json does not say of which kind it is; peft writes peft_type: save the adapter"
     with pytest.raises(RecipeError, match=rf"adapters\.folders\.a1: .*{why}"):
-        built(path, [tmp_path / "adapter"])
+        built(saved, [adapter])
 
 
 @pytest.mark.parametrize(("name", "modules"), [("llama_biased", ["lm_head"]), ("qwen2_moe", ALL)])
@@ -339,15 +353,13 @@ def test_adapters_of_other_linears_are_refused(name: str, modules: list[str], tm
         built(path, [tmp_path / "adapter"])
 
 
-def test_numbers_that_are_none_are_refused(tmp_path: Path) -> None:
-    model, path = llama(tmp_path)
-    adapted(model, tmp_path / "adapter", seed=1)
-    file = tmp_path / "adapter" / "adapter_model.safetensors"
+def test_numbers_that_are_none_are_refused(saved: Path, adapter: Path) -> None:
+    file = adapter / "adapter_model.safetensors"
     tensors = load_file(file)
     tensors[next(name for name in tensors if "lora_B" in name)][0, 0] = torch.nan
     save_file(tensors, file)
     with pytest.raises(RecipeError, match="holds NaN or infinity"):
-        built(path, [tmp_path / "adapter"])
+        built(saved, [adapter])
 
 
 def test_a_recipe_says_what_adapters_take_and_where_they_cannot_be(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from recipes.build.engine import build
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from tests.models.families import VARIANTS, VOCABULARY, expected_logprobs, fresh_rope, make
+from tests.thorough import THOROUGH
 
 TINY = ROOT / "recipes/tiny/weights"
 Answer = tuple[list[int], float]
@@ -127,15 +128,15 @@ class Case:
     model: Any
 
 
-FAST = ("llama", "mistral_window", "qwen3")
+# A search sees of a family no more than its logits and what its pages hold: keys and values, those of ropes
+# that change with the length, those of a window, and latents
+FEW = ("llama_dynamic", "mistral_window", "gemma2", "deepseek_v3")
 
 
 @pytest.fixture(
     scope="module",
-    params=[
-        pytest.param(each, marks=() if each.name in FAST else pytest.mark.slow, id=each.name)
-        for each in VARIANTS
-    ],
+    params=[each for each in VARIANTS if THOROUGH or each.name in FEW],
+    ids=lambda each: each.name,
 )
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     model, path = make(request.param, tmp_path_factory.mktemp("checkpoint"))

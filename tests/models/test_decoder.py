@@ -165,7 +165,8 @@ def test_bfloat16_is_as_near_to_transformers_as_its_own_float32(pair: Pair, chec
 
 
 @pytest.mark.slow
-def test_bfloat16_is_within_two_hundredths_of_the_exact_on_every_device(
+@pytest.mark.parametrize("pair", on_each("reference", "fused")[2:])  # a CPU's is held more closely above
+def test_bfloat16_is_within_two_hundredths_of_the_exact_on_other_devices(
     pair: Pair, checkpoints: Path
 ) -> None:
     for variant in (each for each in SOME if is_taken(each, pair)):

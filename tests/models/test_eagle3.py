@@ -6,6 +6,7 @@ compaction and a pool that changes its size.
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from tests.models.eagle3_heads import Published, check_head_drafts, head_for, ta
 from tests.models.families import Variant
 from tests.models.test_draft_model import Watched, serve, settings_of, tokens_of
 from tests.models.variants import LLAMA3
+from tests.thorough import cases
 
 LLAMA = Variant("llama_target", "llama", {"num_key_value_heads": 2}, LLAMA3)
 QWEN3 = Variant("qwen3_target", "qwen3", {"head_dim": 16})
@@ -91,8 +93,9 @@ class Pausing(Fixed):
         self._num_steps += 1
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("most", [1, 3])
+@pytest.mark.parametrize(
+    ("most", "overlap"), cases([(1, False), (3, True)], [*product((1, 3), (False, True))])
+)
 def test_a_head_catches_up_while_there_are_no_drafts(most: int, overlap: bool, tmp_path: Path) -> None:
     model, path = target_of(LLAMA, tmp_path)
     head = head_for(model, tmp_path / "head")

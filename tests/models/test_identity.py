@@ -6,9 +6,11 @@ the model in float32.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -22,11 +24,14 @@ from recipes.schema.recipe import ROOT
 from tests.device_kinds import Kind, Way, on_each, settings
 from tests.models.families import VARIANTS, VOCABULARY, Variant, expected_logprobs, generated, make, wide
 from tests.models.latent_variants import LATENT_VARIANTS
-from tests.thorough import cases
+from tests.thorough import THOROUGH, cases
 
 Pair = tuple[Kind, Way]
 
-NUM_REQUESTS, NUM_NEW, LONGEST = 32, 48, 300
+NUM_REQUESTS, NUM_NEW, LONGEST = cases((14, 32, 150), (32, 48, 300))
+PAGE_SIZE, NUM_PAGES, NUM_SLOTS, BATCH_TOKENS = cases((8, 48, 14, 32), (16, 70, 12, 96))
+NUM_OPENINGS = cases(1, 3)
+NUM_LONG = 4 * (NUM_REQUESTS - 2) // 5  # the others are short, and open alike
 NUM_GENERATED = cases(4, NUM_REQUESTS)  # by transformers itself, a token at a time
 BY_LENGTH = ("dynamic", "longrope")  # ropes that turn the same token otherwise once a request is longer
 FAST = ("llama_dynamic", "mistral_window", "qwen2_yarn", "qwen2_window_from", "qwen3", "qwen3_layer_types")
@@ -40,6 +45,7 @@ FAST += (
     "deepseek_v3",
     "glm4_moe",
 )
+ALL = {each.name: each for each in [*VARIANTS, *LATENT_VARIANTS]}
 ELSEWHERE = ("llama_dynamic", "mistral_window", "qwen2_yarn", "qwen3_layer_types")  # for other devices
 
 
@@ -51,11 +57,11 @@ def make_engine(path: Path, pair: Pair, graphs: int = 0) -> Engine:
         "device.attention": attention,
         "device.compile": "false" if kind == "cpu" else "auto",
         "device.graphs": graphs,
-        "cache.page_size": 16,
-        "cache.num_pages": 70,
+        "cache.page_size": PAGE_SIZE,
+        "cache.num_pages": NUM_PAGES,
         "cache.memory_gib": "null",
-        "scheduler.num_slots": 12,
-        "scheduler.max_batch_tokens": 96,
+        "scheduler.num_slots": NUM_SLOTS,
+        "scheduler.max_batch_tokens": BATCH_TOKENS,
         "scheduler.max_request_tokens": LONGEST + NUM_NEW,
     }
     texts = [*settings(kind), *(f"{key}={value}" for key, value in overrides.items())]
@@ -63,14 +69,16 @@ def make_engine(path: Path, pair: Pair, graphs: int = 0) -> Engine:
 
 
 def make_prompts(seed: int) -> list[list[int]]:
-    """1 to 300 tokens; every other prompt opens like one of three, the last ones are short and open alike."""
+    """1 to LONGEST tokens; every other prompt opens like one of a few, and the last ones are short."""
     rng = np.random.default_rng(seed)
-    openings = rng.integers(0, VOCABULARY, (3, 200)).tolist()
-    lengths = [1, LONGEST, *rng.integers(1, LONGEST + 1, 24).tolist(), *rng.integers(40, 61, 6).tolist()]
+    openings = rng.integers(0, VOCABULARY, (NUM_OPENINGS, 200)).tolist()
+    num_short = NUM_REQUESTS - 2 - NUM_LONG
+    lengths = [1, LONGEST, *rng.integers(1, LONGEST + 1, NUM_LONG).tolist()]
+    lengths += rng.integers(40, 61, num_short).tolist()
     prompts = [rng.integers(0, VOCABULARY, length).tolist() for length in lengths]
     for index in [*range(0, NUM_REQUESTS, 2), NUM_REQUESTS - 3]:
-        shared = int(rng.integers(0, 201)) if index < 26 else 35
-        prompts[index] = (openings[index % 3][:shared] + prompts[index])[: lengths[index]]
+        shared = int(rng.integers(0, 201)) if index < 2 + NUM_LONG else 35
+        prompts[index] = (openings[index % NUM_OPENINGS][:shared] + prompts[index])[: lengths[index]]
     return prompts
 
 
@@ -127,19 +135,16 @@ class Case:
 def case_of(variant: Variant, folder: Path) -> Case:
     model, path = make(variant, folder)
     by_length = any(kind in repr(variant.rope) for kind in BY_LENGTH)
-    prompts = make_prompts(seed=len(variant.name))
+    # One crowd that is crowded enough for all; the larger ones are for each seed
+    prompts = make_prompts(seed=cases(4, len(variant.name)))
     return Case(path, model, prompts, NUM_REQUESTS if by_length else NUM_GENERATED)
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(each, marks=() if each.name in FAST else pytest.mark.slow, id=each.name)
-        for each in [*VARIANTS, *LATENT_VARIANTS]
-    ],
-)
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    return case_of(request.param, tmp_path_factory.mktemp("checkpoint"))
+@pytest.fixture(scope="module")
+def case_named(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
+    """The case of a checkpoint's name, the same one for both ways of attention."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    return cache(lambda name: case_of(ALL[name], folder))
 
 
 @pytest.fixture(
@@ -149,8 +154,18 @@ def wide_case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return case_of(wide(request.param), tmp_path_factory.mktemp("checkpoint"))
 
 
-@pytest.mark.parametrize("attention", ["reference", "fused"])
-def test_greedy_tokens_are_those_of_transformers(case: Case, attention: Way) -> None:
+@pytest.mark.parametrize(
+    ("name", "attention"),
+    [
+        pytest.param(name, way, marks=() if name in FAST else pytest.mark.slow)
+        for name in ALL
+        for way in (get_args(Way) if name in FAST or THOROUGH else ("fused",))
+    ],
+)
+def test_greedy_tokens_are_those_of_transformers(
+    name: str, attention: Way, case_named: Callable[[str], Case]
+) -> None:
+    case = case_named(name)
     check(make_engine(case.path, ("cpu", attention)), case)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -16,13 +17,11 @@ from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from tests.continuous_batching.recount import recount
 from tests.device_kinds import Kind, Way, on_each, settings
+from tests.thorough import cases
 
 Pair = tuple[Kind, Way]
 
 PAGE_SIZE, MOST_PAGES = 8, 48
-WAYS = [
-    (gib, victim) for gib in (0.001, 0.01, 0) for victim in ("youngest", "fewest_lost", "lowest_priority")
-]
 
 
 def built(*overrides: str, kind: Kind = "cpu") -> tuple[Engine, ModelRunner]:
@@ -69,15 +68,20 @@ def undisturbed() -> list[list[int]]:
     return [request.answer.tolist() for request in served]
 
 
-@pytest.mark.parametrize("victim", ["youngest", "fewest_lost", "lowest_priority"])
-@pytest.mark.parametrize("host_gib", [0.001, 0.01, 0])
+@pytest.mark.parametrize(
+    ("host_gib", "victim"),
+    cases(
+        [(0.001, "youngest"), (0.01, "fewest_lost"), (0, "lowest_priority")],
+        [*product((0.001, 0.01, 0), ("youngest", "fewest_lost", "lowest_priority"))],
+    ),
+)
 def test_resizes_compactions_and_swaps_change_no_token(
     undisturbed: list[list[int]], host_gib: float, victim: str
 ) -> None:
     disturbed("cpu", PAGE_SIZE, undisturbed, host_gib, victim)
 
 
-@pytest.mark.parametrize("graphs", [0, *(pytest.param(rows, marks=pytest.mark.slow) for rows in (3, 8))])
+@pytest.mark.parametrize("graphs", [0, pytest.param(3, marks=pytest.mark.slow)])  # of six rows
 @pytest.mark.parametrize("pair", on_each("fused")[1:])
 def test_nor_do_they_on_another_device(undisturbed: list[list[int]], pair: Pair, graphs: int) -> None:
     disturbed(pair[0], 2 * PAGE_SIZE, undisturbed, 0.01, "youngest", f"device.graphs={graphs}")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,8 @@ from models.group import ALONE
 from tests.device_kinds import stand_in_alone
 from tests.models.families import VARIANTS, make, wide
 from tests.models.tensor_rank import NUM_DRAWN, built, logits_of
-from tests.models.test_tensor_parallel import Cases, alone_of, check_collectives, run_ranks
-from tests.thorough import THOROUGH
+from tests.models.test_tensor_parallel import SIZES, Cases, alone_of, check_collectives, each_of, run_ranks
+from tests.thorough import THOROUGH, cases
 from tests.virtual_npu.test_hccl import left_behind
 
 pytestmark = [pytest.mark.npu, stand_in_alone]
@@ -31,99 +33,110 @@ SENT = ("qwen3_moe_sent",)  # whole experts on every rank, to which tokens are s
 INT8 = {"int8": "llama_biased", "int8_spread": "qwen3_moe_spread", "int8_sent": "qwen3_moe_sent"}
 
 
+ALL = (*MODELS, *SPREAD, *SENT)
+# Decodes of these are also computed without a capture, which sends the same calls
+EAGER = cases(("deepseek_v3_spread", "qwen3_moe_sent"), ALL)
+EAGER_INT8 = cases(("int8_sent",), tuple(INT8))
 # What four ranks do as two do not: fewer key heads, or tokens, than ranks, and experts that two divide
-AMONG_FOUR = ("qwen3_layer_types", "deepseek_v3_spread_captured", "qwen3_moe_sent", "int8_sent_captured")
-
-
-def of(found: dict[str, Any], name: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """A case and what each rank computed, where these ranks have it."""
-    if name not in found:
-        pytest.skip("four ranks compute it with --thorough")
-    case, ranks = found[name]
-    return case, ranks
+AMONG_FOUR = (
+    *("qwen3_layer_types_captured", "deepseek_v3_spread_captured", "qwen3_moe_sent"),
+    "int8_sent_captured",
+)
+# Whose tokens are chosen, too, which hangs on the head and on where steps are captured
+CHOOSE = (*AMONG_FOUR, "llama_biased_captured", "deepseek_v3_spread", "apart", "joined")
+Results = dict[str, tuple[dict[str, Any], list[dict[str, Any]]]]
 
 
 def checkpoints(folder: Path, size: int) -> Cases:
     """In float32, which the stand-in takes; captured; and in int8, which is multiplied beside bfloat16."""
-    cases: Cases = {}
+    plain: Cases = {}
     for variant in VARIANTS:
         if variant.name in MODELS:
             options = variant.options | MODELS[variant.name] | {"hidden_size": 64, "intermediate_size": 128}
             changed = wide(replace(variant, options=options, saved_as=torch.float32, shard_size="5GB"))
-            cases[variant.name] = {"path": str(make(changed, folder)[1])}
-    cases |= {name: cases[name.removesuffix("_spread")] | {"experts": 2} for name in SPREAD}
+            plain[variant.name] = {"path": str(make(changed, folder)[1])}
+    plain |= {name: plain[name.removesuffix("_spread")] | {"experts": 2} for name in SPREAD}
     dispatches = {"experts": size, "dispatches": True}
-    cases |= {name: cases[name.removesuffix("_sent")] | dispatches for name in SENT}
-    captured = {f"{name}_captured": case | {"graphs": True} for name, case in cases.items()}
-    apart, int8 = cases["qwen3_layer_types"] | {"dtype": "bfloat16"}, {}
+    plain |= {name: plain[name.removesuffix("_sent")] | dispatches for name in SENT}
+    captured = {f"{name}_captured": case | {"graphs": True} for name, case in plain.items()}
+    apart, int8 = plain["qwen3_layer_types"] | {"dtype": "bfloat16"}, {}
     sums = {
         "apart": apart,
         "joined": apart | {"joins": True},
-        "biased": cases["llama_biased"] | {"dtype": "bfloat16", "joins": True},
+        "biased": plain["llama_biased"] | {"dtype": "bfloat16", "joins": True},
     }
     for name, of in INT8.items():
-        int8[name] = cases[of] | {"int8_at_load": True, "dtype": "bfloat16"}
-        int8[f"{name}_captured"] = int8[name] | {"graphs": True}
-    return cases | captured | sums | int8
+        case = plain[of] | {"int8_at_load": True, "dtype": "bfloat16"}
+        int8 |= {name: case} if name in EAGER_INT8 else {}
+        int8[f"{name}_captured"] = case | {"graphs": True}
+    eager = {name: plain[name] for name in EAGER}
+    return {
+        name: case | {"chooses": THOROUGH or name in CHOOSE}
+        for name, case in (eager | captured | sums | int8).items()
+    }
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
-def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """By case, its settings and what each rank computed."""
-    folder, before = tmp_path_factory.mktemp("checkpoints"), left_behind()
-    cases = checkpoints(folder, request.param)
-    if request.param == 4 and not THOROUGH:
-        cases = {name: cases[name] for name in AMONG_FOUR}
-    ranks = run_ranks("hccl", request.param, tmp_path_factory.mktemp("ranks"), cases)
-    assert left_behind() <= before
-    check_collectives(ranks["collectives"])
-    return {name: (case, ranks[name]) for name, case in cases.items()}
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Results]:
+    """By case, its settings and what each of so many ranks computed."""
+
+    @cache
+    def of(size: int) -> Results:
+        folder, before = tmp_path_factory.mktemp("checkpoints"), left_behind()
+        asked = checkpoints(folder, size)
+        if size == 4 and not THOROUGH:
+            asked = {name: asked[name] for name in AMONG_FOUR}
+        ranks = run_ranks("hccl", size, tmp_path_factory.mktemp("ranks"), asked)
+        assert left_behind() <= before
+        check_collectives(ranks["collectives"])
+        return {name: (case, ranks[name]) for name, case in asked.items()}
+
+    return of
 
 
-@pytest.mark.parametrize(
-    "name", [each + kind for each in (*MODELS, *SPREAD, *SENT) for kind in ("", "_captured")]
-)
-def test_ranks_on_npus_compute_what_one_processor_computes(name: str, found: dict[str, Any]) -> None:
-    case, ranks = of(found, name)
-    expected, tokens, _ = alone_of(case["path"])
+@each_of([*EAGER, *(f"{name}_captured" for name in ALL)], AMONG_FOUR)
+def test_ranks_on_npus_compute_what_one_processor_computes(
+    size: int, name: str, found: Callable[[int], Results]
+) -> None:
+    case, ranks = found(size)[name]
+    expected, tokens, best = alone_of(case["path"])
     first, *others = (rank["logits"] for rank in ranks)
     torch.testing.assert_close(first, expected, rtol=0, atol=1e-4)
     assert torch.equal(first.argmax(-1), expected.argmax(-1))
     assert all(torch.equal(first, other) for other in others)
-    assert [rank["tokens"].tolist() for rank in ranks] == [
-        tokens.tolist(),
-        *([[]] * NUM_DRAWN for _ in others),
-    ]
+    if case["chooses"]:
+        assert [rank["tokens"].tolist() for rank in ranks] == [
+            tokens.tolist(),
+            *([[]] * NUM_DRAWN for _ in others),
+        ]
+        assert [rank["greedy"].tolist() for rank in ranks] == [best.tolist()] * size
+        assert {rank["gathered"] for rank in ranks} == {0}, "logits were joined for the best tokens"
 
 
-@pytest.mark.parametrize(
-    "name", [each + kind for each in (*MODELS, *SPREAD, *SENT) for kind in ("", "_captured")]
-)
-def test_ranks_on_npus_choose_the_best_tokens_without_joining_logits(
-    name: str, found: dict[str, Any]
+@pytest.mark.parametrize("size", SIZES)
+def test_tokens_are_sent_to_experts_where_there_is_one_for_each_rank(
+    size: int, found: Callable[[int], Results]
 ) -> None:
-    case, ranks = of(found, name)
-    _, _, expected = alone_of(case["path"])
-    assert [rank["greedy"].tolist() for rank in ranks] == [expected.tolist()] * len(ranks)
-    assert {rank["gathered"] for rank in ranks} == {0}
-
-
-def test_tokens_are_sent_to_experts_where_there_is_one_for_each_rank(found: dict[str, Any]) -> None:
     num_mixtures, num_steps, num_decodes = 2, 10, 8  # decodes are of two rows
-    for name in {"qwen3_moe_sent", "int8_sent"} & set(found):
-        _, ranks = found[name]
-        num_sent = num_mixtures * (num_steps if len(ranks) == 2 else num_steps - num_decodes)
+    for name in {"qwen3_moe_sent", "int8_sent"} & found(size).keys():
+        _, ranks = found(size)[name]
+        num_sent = num_mixtures * (num_steps if size == 2 else num_steps - num_decodes)
         for rank in ranks:
             assert rank["launches"]["npu_moe_distribute_dispatch_v2"] == num_sent
             assert rank["launches"]["npu_moe_distribute_combine_v2"] == num_sent
             assert rank["launches"]["npu_moe_init_routing_v2"] == num_mixtures * num_steps - num_sent
-    (_, eager), (_, captured) = of(found, "qwen3_moe_sent"), of(found, "qwen3_moe_sent_captured")
+
+
+def test_captured_steps_send_tokens_as_others_do(found: Callable[[int], Results]) -> None:
+    (_, eager), (_, captured) = (found(2)[name] for name in ("qwen3_moe_sent", "qwen3_moe_sent_captured"))
     for one, other in zip(eager, captured):
         assert torch.equal(one["logits"], other["logits"])
 
 
-def test_products_are_added_up_in_one_launch_where_the_operator_takes_them(found: dict[str, Any]) -> None:
-    (_, apart), (_, joined), (_, biased) = (of(found, name) for name in ("apart", "joined", "biased"))
+def test_products_are_added_up_in_one_launch_where_the_operator_takes_them(
+    found: Callable[[int], Results],
+) -> None:
+    (_, apart), (_, joined), (_, biased) = (found(2)[name] for name in ("apart", "joined", "biased"))
     num_layers, num_steps = 3, 10
     # Down alone: the output projection has a bias here, and where one would be added is not said
     assert {rank["joined"] for rank in joined} == {num_layers * num_steps}
@@ -133,15 +146,17 @@ def test_products_are_added_up_in_one_launch_where_the_operator_takes_them(found
         assert torch.equal(one["tokens"], other["tokens"])
 
 
-@pytest.mark.parametrize("name", [each + kind for each in INT8 for kind in ("", "_captured")])
-def test_ranks_on_npus_are_as_near_in_int8_as_one_is(name: str, found: dict[str, Any]) -> None:
-    case, ranks = of(found, name)
+@each_of([*EAGER_INT8, *(f"{name}_captured" for name in INT8)], AMONG_FOUR)
+def test_ranks_on_npus_are_as_near_in_int8_as_one_is(
+    size: int, name: str, found: Callable[[int], Results]
+) -> None:
+    case, ranks = found(size)[name]
     path = Path(case["path"])
     exact = logits_of(built(path, ALONE)[0])
     alone = logits_of(built(path, ALONE, "npu", int8_at_load=True, dtype="bfloat16")[0])
     first, *others = (rank["logits"] for rank in ranks)
     assert (first - exact).norm() <= 1.5 * (alone - exact).norm()
     assert all(torch.equal(first, other) for other in others)
-    if name.removesuffix("_captured") in found:
-        eager = found[name.removesuffix("_captured")][1][0]["logits"]
+    if name.removesuffix("_captured") in found(size):
+        eager = found(size)[name.removesuffix("_captured")][1][0]["logits"]
         assert torch.equal(first, eager), "captured steps compute what eager ones do"
