@@ -124,13 +124,14 @@ class HostCall:
         if "out" in named or self.resized:  # the schema of torch_npu's `Tensor[] out` states no alias
             outs = [each for name, each in named.items() if name == "out" or name in self.resized]
             return tuple(tensors(outs)) if len(schema.returns) > 1 else next(tensors(outs))
-        if any(each.alias_info is None for each in schema.returns):
+        aliases = [each.alias_info for each in schema.returns if each.alias_info is not None]
+        if len(aliases) < len(schema.returns):
             return None
         by_name = {each.name: value for each, value in zip(schema.arguments, on_host)} | named
         by_alias = {
             frozenset(e.alias_info.before_set): e.name for e in schema.arguments if e.alias_info is not None
         }
-        found = tuple(by_name[by_alias[frozenset(each.alias_info.before_set)]] for each in schema.returns)
+        found = tuple(by_name[by_alias[frozenset(alias.before_set)]] for alias in aliases)
         return found[0] if len(found) == 1 else found
 
     def on_host(self, tensor: Tensor) -> Tensor:
