@@ -44,7 +44,7 @@ from simulation.device import SimulatedDevice
 from simulation.fitted_device import StepSize, fitted_device, predicted_s, with_links
 from simulation.roofline import Roofline
 
-ROUNDS = 5  # the median of the rounds counts; one more before them warms up
+ROUNDS = 5  # the median of the rounds counts; one more before them warms up; --rounds takes another number
 SUMMED_TOKENS = (1, 8, 64, 256)  # numbers of tokens whose hidden states are summed
 REPEATS = 10  # repetitions in a round
 READ_SIDE, READ_WEIGHTS = 4096, 4  # sizes of products with one row: more than caches hold
@@ -80,7 +80,9 @@ class TimedSteps:
         raise AssertionError("nothing is resized here")
 
 
-def body(recipe: Recipe, world: Group, num_requests: int) -> tuple[list[tuple[Steps, Steps]], Any, float]:
+def body(
+    recipe: Recipe, world: Group, num_requests: int, num_rounds: int
+) -> tuple[list[tuple[Steps, Steps]], Any, float]:
     """Return, for each round, the steps of one rank and of all; the times of sums; and GB/s of a product.
 
     The product has one row, so its time is that of reading its weight.
@@ -90,16 +92,18 @@ def body(recipe: Recipe, world: Group, num_requests: int) -> tuple[list[tuple[St
     if world.rank == 0:
         alone = assemble(replace(recipe, parallel=ParallelSection()), clock=lambda: 0.0)
     rounds = []
-    for number in range(1 + ROUNDS):
+    for number in range(1 + num_rounds):
         one = [] if alone is None else timed(alone, ALONE, number, num_requests)
         world.least(0, torch.device("cpu"))  # the other ranks wait for the first
         rounds.append((one, timed(shared, world, number, num_requests)))
     hidden, dtype = shared.config.hidden_size, TORCH_DTYPES[shared.config.dtype]
-    sums, read_gb_per_s = beside_products(world, dtype, hidden)
+    sums, read_gb_per_s = beside_products(world, dtype, hidden, num_rounds)
     return rounds[1:], sums, read_gb_per_s
 
 
-def beside_products(group: Group, dtype: torch.dtype, hidden: int) -> tuple[list[tuple[int, float]], float]:
+def beside_products(
+    group: Group, dtype: torch.dtype, hidden: int, num_rounds: int
+) -> tuple[list[tuple[int, float]], float]:
     """Time sums that each follow a product, as in a step, and the products alone.
 
     Ranks that finish a product at different times wait for each other in the sum. Returns (bytes, seconds)
@@ -118,7 +122,7 @@ def beside_products(group: Group, dtype: torch.dtype, hidden: int) -> tuple[list
         return (time.perf_counter() - start_s) / REPEATS
 
     summed = [torch.zeros(tokens, hidden, dtype=dtype) for tokens in SUMMED_TOKENS]
-    taken_s = [[seconds(x) for x in (None, *summed)] for _ in range(1 + ROUNDS)][1:]
+    taken_s = [[seconds(x) for x in (None, *summed)] for _ in range(1 + num_rounds)][1:]
     alone_s, *with_sums_s = (statistics.median(column) for column in zip(*taken_s))
     sums = [
         (x.nbytes, max(each_s - alone_s, LEAST_SUM_S) / READ_WEIGHTS)
@@ -136,7 +140,7 @@ def timed(built: BuiltEngine, group: Group, seed: int, num_requests: int) -> Ste
     return runner.steps
 
 
-def measure(recipe: Recipe, num_requests: int) -> dict[str, Any]:
+def measure(recipe: Recipe, num_requests: int, num_rounds: int) -> dict[str, Any]:
     """Return the measured and the simulated times, and the device that was fitted."""
     ranks = recipe.parallel.tensor
     if ranks < 2 or recipe.parallel.pipeline > 1:
@@ -151,7 +155,7 @@ def measure(recipe: Recipe, num_requests: int) -> dict[str, Any]:
             "device.kind", "only a CPU computes while the host waits for it", "set it to cpu",
             value=recipe.device.kind,
         )  # fmt: skip
-    (rounds, sums, read_gb_per_s), *_ = in_ranks(recipe, body, num_requests)
+    (rounds, sums, read_gb_per_s), *_ = in_ranks(recipe, body, num_requests, num_rounds)
     config = model_config(recipe)
     base = SimulatedDevice.load(device_name(recipe, None))
     device = fitted_device(base, config, [each for one, _ in rounds for each in one], read_gb_per_s)
@@ -207,11 +211,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--requests", type=whole(1, MOST_COUNT), default=32, metavar="N", help="of a round (default: 32)"
     )
+    parser.add_argument(
+        "--rounds",
+        type=whole(1, MOST_COUNT),
+        default=ROUNDS,
+        metavar="N",
+        help=f"of which the median counts, after one that warms up (default: {ROUNDS})",
+    )
     add_json(parser)
 
 
 def main(options: argparse.Namespace) -> None:
     recipe, clock = load(options.recipe, options.overrides, options.profile), RunClock()
-    found = measure(recipe, options.requests)
+    found = measure(recipe, options.requests, options.rounds)
     described = {"benchmark": "ranks", "machine": versions.describe(), "clock": clock.read()}
     show({**described, "ranks": found}, options, print_table)

@@ -29,6 +29,7 @@ from serving.answers.jobs import Job
 from serving.text.tokenizer import Text
 
 PATIENCE_S = 600.0  # most seconds to wait for the next answer
+_PAGE_TOKENS = 256  # tokens in a page of transformers' cache, which is its own default
 
 
 def run(
@@ -48,7 +49,7 @@ def run(
     model = _model(recipe)
     model.config.eos_token_id = model.generation_config.eos_token_id = None
     rates = [
-        _serve(model, jobs) if static is None else _serve_batches(model, jobs, static)
+        _serve(model, jobs, recipe) if static is None else _serve_batches(model, jobs, static)
         for _ in range(1 + num_runs)
     ]
     theirs = sorted(rates[1:])[num_runs // 2]  # the first is left out, because it is cold
@@ -84,7 +85,7 @@ def _model(recipe: Recipe) -> Any:
         return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
-def _serve(model: Any, jobs: Sequence[Job]) -> float:
+def _serve(model: Any, jobs: Sequence[Job], recipe: Recipe) -> float:
     """Return output tokens a second from first request to last answer, greedy and at full length."""
     import transformers
 
@@ -92,7 +93,9 @@ def _serve(model: Any, jobs: Sequence[Job]) -> float:
     settings = transformers.GenerationConfig(
         max_new_tokens=longest, do_sample=False, eos_token_id=-1, pad_token_id=0
     )
-    with model.continuous_batching_context_manager(generation_config=settings) as manager:
+    with model.continuous_batching_context_manager(
+        generation_config=settings, continuous_batching_config=_bounds(recipe, jobs)
+    ) as manager:
         began, num_tokens = time.perf_counter(), 0
         for job in jobs:
             request = job.request
@@ -109,6 +112,26 @@ def _serve(model: Any, jobs: Sequence[Job]) -> float:
     if num_tokens != wanted:
         raise ValueError(f"transformers gave {num_tokens} tokens where {wanted} were asked for")
     return num_tokens / taken
+
+
+def _bounds(recipe: Recipe, jobs: Sequence[Job]) -> Any:
+    """Return the sizes of a step and of the cache. On an accelerator transformers chooses them.
+
+    On a CPU transformers would take nine tenths of the machine's memory, and write all of it before the first
+    step. There its steps are as large as the recipe's, and its cache holds the longest request in each slot.
+    """
+    import transformers
+
+    if recipe.device.kind != "cpu":
+        return transformers.ContinuousBatchingConfig()
+    requests, scheduler = [job.request for job in jobs], recipe.scheduler
+    longest = max(len(request.tokens) + request.params.max_tokens for request in requests)
+    return transformers.ContinuousBatchingConfig(
+        page_size=_PAGE_TOKENS,
+        num_blocks=scheduler.num_slots * -(-longest // _PAGE_TOKENS),
+        max_batch_tokens=scheduler.max_batch_tokens,
+        max_requests_per_batch=scheduler.num_slots,
+    )
 
 
 def _serve_batches(model: Any, jobs: Sequence[Job], size: int) -> float:

@@ -9,7 +9,6 @@ from typing import Any
 
 from benchmark.gate.sources import PATH, Row, rows
 from benchmark.reproduce.case_runs import KEYS, OBJECTIVES, RECIPE, Result, Results
-from benchmark.reproduce.charts import save
 from benchmark.reproduce.experiment import Experiment, figure
 from continuous_batching.whole_file import whole_file
 
@@ -36,6 +35,9 @@ requests; {num_passed} of {num_results} pass. A claim's row carries the laws tha
 
 def write(folder: Path, command: str, experiments: Sequence[tuple[Experiment, Results]]) -> Path:
     """Write the report and its pictures; returns the report's path."""
+    # The import is here because it brings matplotlib: each process that runs cases imports this module too
+    from benchmark.reproduce.charts import save
+
     pictures = folder / NAME
     pictures.mkdir(parents=True, exist_ok=True)
     path = folder / f"{NAME}.md"

@@ -55,6 +55,7 @@ async def serve(
     }
     limit = asyncio.Semaphore(load.max_concurrency or len(load.asks))
     gc.collect()
+    was_frozen = gc.get_freeze_count() > 0
     gc.freeze()  # a pause of the collector would be counted as the server's
     clock = RunClock()
     run.start_s = time.perf_counter()
@@ -83,7 +84,8 @@ async def serve(
             await _open(load.asks, run.start_s, one)
     finally:
         lag.cancel()
-        gc.unfreeze()
+        if not was_frozen:  # what the caller has frozen stays so
+            gc.unfreeze()
     run.passed = clock.read()
     return run
 
