@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import gc
 import random
+from typing import Any
 
 from benchmark.offline.offline import serve
 from benchmark.offline.timeline import Timeline, summarise
 from recipes.build.engine import build
 from recipes.schema.reader import read
 from recipes.tiny.corpus import demo_requests
-from serving.offline import Job, Record
+from serving.answers.jobs import Job
+from serving.offline import Record
 from serving.text.request_fields import parse_request, text_options
 from serving.text.tokenizer import Text
 
@@ -57,7 +59,7 @@ def trace(num_requests: int, rate_per_s: float, text: Text) -> list[Job]:
 
 def run(
     overrides: list[str], num_requests: int, rate_per_s: float
-) -> tuple[dict, Timeline, list[Record], float]:
+) -> tuple[dict[str, Any], Timeline, list[Record], float]:
     """Run one way of batching; returns figures, timeline, answers, and when the first request came."""
     recipe = read(RECIPE, [f"scheduler.num_slots={NUM_SLOTS}", *overrides]).recipe
     text = Text.load(recipe.model.path) if recipe.model.path else None
@@ -72,7 +74,7 @@ def run(
     return summarise(engine, requests, timeline), timeline, records, min(r.arrival_s for r in requests)
 
 
-def figure(summary: dict, name: str) -> float:
+def figure(summary: dict[str, Any], name: str) -> float:
     """Return a figure by its dotted name."""
     group, _, key = name.partition(".")
     return float(summary[group][key] if key else summary[group])

@@ -24,7 +24,7 @@ import zmq
 from kv_cache.page_keys import TokenIds, short_key
 from kv_cache.prefix_cache import PageListener
 from kv_cache.prefix_index import PrefixIndex
-from kv_cache.vllm import AllBlocksCleared, BlockRemoved, BlockStored, Event, KVEventBatch, encode
+from kv_cache.vllm import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch, encode
 
 END = (-1).to_bytes(8, "big", signed=True)
 SEQUENCE_BYTES = 8
@@ -63,7 +63,7 @@ class PageEvents(PageListener):
         self._page_size = page_size
         self._topic = topic.encode()
         # A list holds all pages, and replaces everything before it
-        self._queue: deque[Event | list[BlockStored]] = deque()
+        self._queue: deque[BlockStored | BlockRemoved | list[BlockStored]] = deque()
         self._pages: dict[int, BlockStored] = {}  # published pages, each after the page that it continues
         self._kept: deque[tuple[int, bytes]] = deque()
         self._kept_bytes = 0
@@ -89,7 +89,7 @@ class PageEvents(PageListener):
         self._is_closing = True
         self._thread.join(_CLOSE_S)
 
-    def _put(self, event: Event) -> None:
+    def _put(self, event: BlockStored | BlockRemoved) -> None:
         if len(self._queue) < MOST_QUEUED:
             self._queue.append(event)
             return

@@ -258,7 +258,8 @@ def _queued(device: torch.device) -> Callable[[], None]:
         return lambda: None
     event = torch.get_device_module(device).Event()
     event.record()
-    return event.synchronize  # type: ignore[no-any-return]
+    wait: Callable[[], None] = event.synchronize
+    return wait
 
 
 def _bytes_of(pages: Tensor) -> Bytes:

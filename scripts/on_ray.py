@@ -66,8 +66,10 @@ def fleet(options: argparse.Namespace) -> RayFleet:
     replica = ReplicaJob(
         tuple(arguments), asked.num_nodes, asked.devices, served.host, recipe.cache.events is not None
     )
+    least, most = options.replicas
     scaling = ScalingBounds(
-        *options.replicas,
+        least,
+        most,
         queued_tokens=options.queued_tokens,
         more_after_s=options.more_after_s,
         fewer_after_s=options.fewer_after_s,

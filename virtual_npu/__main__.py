@@ -15,6 +15,9 @@ from virtual_npu import libraries
 
 def main(arguments: list[str]) -> int:
     """Start the virtual NPU and print what it consists of; returns the exit status."""
+    if len(arguments) > 1:
+        print(f"{len(arguments)} chips are named; write python -m virtual_npu [CHIP]", file=sys.stderr)
+        return 2
     start_s = time.perf_counter()
     try:
         site = libraries.wheel()
@@ -24,12 +27,12 @@ def main(arguments: list[str]) -> int:
 
         import virtual_npu
 
-        device = virtual_npu.start(*arguments)
+        device = virtual_npu.start(arguments[0]) if arguments else virtual_npu.start()
         import torch_npu
     except (OSError, RuntimeError, TypeError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
-    free, total = torch.npu.mem_get_info()
+    free, total = torch_npu.npu.mem_get_info()
     names, symbols = libraries.survey(site)
     lines = {
         "device": f"npu:0, VIRTUAL {device.chip}",

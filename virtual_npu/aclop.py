@@ -36,7 +36,7 @@ class AtenCall:
 
     @property
     def is_captured(self) -> bool:
-        return torch.npu.is_current_stream_capturing()
+        return bool(torch.get_device_module("npu").is_current_stream_capturing())
 
     def in_tiles(self) -> Iterator[Tensor]:
         """Return the arguments that have the tiled format."""
@@ -53,7 +53,7 @@ def is_tiled(tensor: Tensor) -> bool:
 @cache
 def is_before_910b() -> bool:
     """Return whether this process's product is the 310P or the first 910."""
-    return int(torch.npu.utils.get_soc_version()) < ASCEND_910B1
+    return int(torch.get_device_module("npu").utils.get_soc_version()) < ASCEND_910B1
 
 
 def check(name: str, tensors: Sequence[Tensor]) -> None:
@@ -65,7 +65,8 @@ def check(name: str, tensors: Sequence[Tensor]) -> None:
 
 
 def _online(call: AtenCall) -> Iterator[Breach]:
-    if is_before_910b() and not torch.npu.is_jit_compile_false() and call.is_captured:
+    npu = torch.get_device_module("npu")
+    if is_before_910b() and not npu.is_jit_compile_false() and call.is_captured:
         yield "the compile mode", "online, while a stream is captured"
 
 

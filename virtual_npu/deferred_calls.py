@@ -63,7 +63,7 @@ class DeferredCalls:
 
     def state(self) -> int:
         """Return the state of the current stream; 0 means that an operator runs at once."""
-        return self.device.virtual_npu_state(stream())
+        return int(self.device.virtual_npu_state(stream()))
 
     def in_group(self) -> bool:
         """Return whether a task group is open in the capture of the current stream."""
@@ -225,7 +225,7 @@ def _outputs(call: HostCall, on_host: list[Any], named: dict[str, Any], original
         return call.to_device(given if made is None else made, originals)
     metas = {key: _meta(view) for key, (view, _) in originals.items()}
     meta = torch.device("meta")
-    placed = [meta if isinstance(each, torch.device) else each for each in swapped(on_host, metas)]
+    placed: list[Any] = [meta if isinstance(each, torch.device) else each for each in swapped(on_host, metas)]
     named = {
         name: meta if isinstance(each, torch.device) else each for name, each in swapped(named, metas).items()
     }

@@ -156,7 +156,7 @@ def _boot(chip: str, memory_bytes: int | None) -> VirtualDevice:
     sys.path.append(site)
     try:
         with redirect_stdout(StringIO()) as said:
-            import torch_npu  # noqa: F401 - its import is its start
+            import torch_npu  # its import is its start
     finally:
         sys.path.remove(
             site
@@ -164,5 +164,5 @@ def _boot(chip: str, memory_bytes: int | None) -> VirtualDevice:
     for line in said.getvalue().splitlines():
         if "ASCEND_HOME_PATH" not in line:  # torch_npu reports that CANN is missing, which is intended here
             log.warning("torch_npu: %s", line)
-    torch.npu.set_device(0)
+    torch_npu.npu.set_device(0)
     return VirtualDevice(chip, memory_bytes, library)

@@ -136,7 +136,7 @@ class HostCall:
 
     @cached_property
     def num_returns(self) -> int:
-        """How many results the operator has."""
+        """The number of results of the operator."""
         return len(self.operator._schema.returns)
 
     @cached_property
@@ -147,14 +147,15 @@ class HostCall:
     def _returned_names(self) -> list[str] | None:
         """The arguments that are returned, in order; None where a result is new."""
         schema = self.operator._schema
-        if any(each.alias_info is None for each in schema.returns):
+        aliases = [each.alias_info for each in schema.returns if each.alias_info is not None]
+        if len(aliases) < len(schema.returns):
             return None
         by_alias = {
             frozenset(each.alias_info.before_set): each.name
             for each in schema.arguments
             if each.alias_info is not None
         }
-        return [by_alias[frozenset(each.alias_info.before_set)] for each in schema.returns]
+        return [by_alias[frozenset(alias.before_set)] for alias in aliases]
 
     def on_host(self, tensor: Tensor) -> Tensor:
         """Return the tensor itself, or a CPU view of its bytes where it is on npu:0."""

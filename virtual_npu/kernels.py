@@ -49,7 +49,7 @@ class Kernels:
 
     def register(self) -> int:
         """Register a kernel for each aten operator of the CPU that does not decompose; returns how many."""
-        special = {"_to_copy": _to_copy, "contiguous": _contiguous, "copy_": self._copy()}
+        special: dict[str, Kernel] = {"_to_copy": _to_copy, "contiguous": _contiguous, "copy_": self._copy()}
         has = torch._C._dispatch_has_kernel_for_dispatch_key
         count = 0
         for name in torch._C._dispatch_get_all_op_names():
@@ -125,7 +125,8 @@ class Kernels:
             elif deferred_calls.busy.value and (state := deferred_calls.state()):
                 if state != CAPTURED:
                     log.note(kind, call.name)
-                return deferred_calls.defer(call, (target, source), {}, state)
+                deferred: Tensor = deferred_calls.defer(call, (target, source), {}, state)
+                return deferred
             log.note(kind, call.name)
             call.on_host(target).copy_(call.on_host(source))
             return target
@@ -175,4 +176,5 @@ def _contiguous(tensor: Tensor, *, memory_format: torch.memory_format = torch.co
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    return torch.ops.aten._scaled_dot_product_attention_math(query, key, value, *args, **kwargs)[0]
+    output: Tensor = torch.ops.aten._scaled_dot_product_attention_math(query, key, value, *args, **kwargs)[0]
+    return output

@@ -54,7 +54,8 @@ class LaunchLog:
     def reading(self) -> Iterator[list[Asked]]:
         """Yield a list that is filled while the context is open, with the device's own counts at the end."""
         assert self._asked is None, "one reads at a time"
-        self._asked = asked = []
+        asked: list[Asked] = []
+        self._asked = asked
         before = list(self._counts)
         try:
             yield asked

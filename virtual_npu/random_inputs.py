@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from virtual_npu.simulated_products import Product
+
+T = TypeVar("T")
 
 
 class RandomInputs:
@@ -21,7 +23,7 @@ class RandomInputs:
         """Draw an integer from least to most, both included."""
         return int(torch.randint(least, most + 1, (), generator=self.generator))
 
-    def one(self, *values: Any) -> Any:
+    def one(self, *values: T) -> T:
         """Choose one of the values."""
         return values[self.number(0, len(values) - 1)]
 

@@ -21,7 +21,7 @@ def seeded(function: Callable[..., Any], names: set[str]) -> Callable[..., Any]:
         given = kwargs.get("generator")
         place = next((i for i, each in enumerate(args) if isinstance(each, torch.Generator)), None)
         given = given if place is None else args[place]
-        source = given if given is not None else torch.npu.default_generators[0]
+        source = given if given is not None else torch.get_device_module("npu").default_generators[0]
         if source.device.type == "cpu":
             raise RuntimeError("Expected a 'npu' device type for generator but found 'cpu'")
         seed, offset = source.initial_seed(), source.get_offset()

@@ -38,8 +38,8 @@ def when_due(figures: Figures) -> str | None:
         due_s, what = value(record, "due_s"), f"arrival_s of request {record.get('id')}"
         sent = "due_s + late_ms + held_ms, in s,"
         wrongs.append(differs(what, value(record, "arrival_s"), sent, due_s + late_s, SENT_S))
-    due_s = column(records, "due_s")
-    spread_s, offered = float(due_s.max() - due_s.min()), figures.given("offered_per_s")
+    times_s = column(records, "due_s")
+    spread_s, offered = float(times_s.max() - times_s.min()), figures.given("offered_per_s")
     if offered is None and spread_s > SENT_S:
         wrongs.append(f"offered_per_s is null, but the requests were due over {spread_s:g} s")
     if offered is not None and spread_s > 0:

@@ -26,7 +26,8 @@ def one_machine(figures: Figures) -> str | None:
     machine = figures.raw("machine")
     if not isinstance(machine, dict) or figures.raw("SIMULATED") is not None:
         raise NotCheckable("no machine is named, or it was simulated")
-    device, wrongs = str(machine.get("device") or "a CPU"), []
+    wrongs: list[str | None] = []
+    device = str(machine.get("device") or "a CPU")
     kind = kind_of(device)
     virtual = figures.raw("computed_on.virtual") or figures.raw("settings.device.virtual")
     if kind == "npu" and "torch_npu" not in machine and not virtual:

@@ -61,10 +61,10 @@ def words(figures: Figures) -> str | None:
         for each in listed
         if each.get("object") != "model"
     ]
-    names = [each.get("id") for each in listed]
+    ids = [each.get("id") for each in listed]
     for name, stated in (("model_id", figures.raw("model_id")), ("server.model", server.get("model"))):
-        if stated is not None and stated not in names:
-            wrongs.append(f"{name} is {stated!r}, but /v1/models has {names}")
+        if stated is not None and stated not in ids:
+            wrongs.append(f"{name} is {stated!r}, but /v1/models has {ids}")
     kind, device = (recipe.get("device") or {}).get("kind"), server["device"]
     if kind != kind_of(str(device)) and not recipe["device"].get("virtual"):
         wrongs.append(f"server.device is {device!r}, but server.recipe is for a {kind}")
@@ -126,7 +126,7 @@ def _ours(figures: Figures, grown: Mapping[str, float]) -> list[str | None]:
     except NotCheckable:
         return []
     completed = figures.number("completed")
-    cached = [record.get("cached_tokens") for record in figures.records()]
+    cached: list[Any] = [record.get("cached_tokens") for record in figures.records()]
     expected = {
         "itl_count": figures.number("output_tokens") - completed,
         "prefix_queries": figures.number("prompt_tokens"),
@@ -148,7 +148,7 @@ def readings(figures: Figures) -> str | None:
     columns = figures.raw("metrics.columns")
     if not isinstance(columns, list) or columns != [name for name in COLUMNS if name in columns]:
         return f"metrics.columns is {columns!r}; it must be of {', '.join(COLUMNS)}, in this order"
-    wrongs = [
+    wrongs: list[str | None] = [
         f"metrics.{name} is absent"
         for name in ("before", "after", "readings")
         if figures.raw(f"metrics.{name}") is None

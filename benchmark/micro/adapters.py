@@ -91,7 +91,7 @@ def serve(
     params = SamplingParams(max_tokens=output_tokens, temperature=0.0, ignore_eos=True)
     for index in range(num_requests):
         prompt, number = (
-            random.integers(0, built.config.vocab_size, prompt_tokens),
+            random.integers(0, built.config.vocab_size, prompt_tokens).astype(np.int32),
             numbers[index % len(numbers)],
         )
         request = Request(f"{random.integers(2**62)}", prompt, params, adapter=number, cache_salt=str(number))

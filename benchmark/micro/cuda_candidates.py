@@ -52,7 +52,7 @@ def varlen_attn(spans: Spans) -> Attend:
 
     def attend(keys: Tensor, values: Tensor, layer: int) -> Tensor:
         window = shape.windows[layer]
-        return varlen_attn(
+        output = varlen_attn(
             spans.query,
             keys,
             values,
@@ -65,6 +65,8 @@ def varlen_attn(spans: Spans) -> Attend:
             seqused_k=lens,
             block_table=spans.page_table,
         )
+        assert isinstance(output, Tensor), "no auxiliary output is asked for"
+        return output
 
     return attend
 
@@ -96,7 +98,8 @@ def flashinfer(spans: Spans) -> Attend:
         )
 
     def attend(keys: Tensor, values: Tensor, layer: int) -> Tensor:
-        return planned[shape.windows[layer]].run(spans.query, (keys, values))
+        output: Tensor = planned[shape.windows[layer]].run(spans.query, (keys, values))
+        return output
 
     return attend
 

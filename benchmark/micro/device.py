@@ -111,7 +111,7 @@ def attention_s(runner: ModelRunner, load: StepLoad, repeats: int, candidate: st
     def own(keys: Tensor, values: Tensor, layer: int) -> Tensor:
         return attention.attend(query, keys, values, metadata, layer)
 
-    attend = own
+    attend: candidates.Attend = own
     if candidate is not None:
         attend = candidates.made(candidate, query, batch, runner.slots.page_table, attention)
         attention.write(key, value, cache.keys[0], cache.values[0], metadata)
@@ -155,7 +155,7 @@ def run(
     try:
         device = start(recipe.device)
     except RecipeError as error:
-        nothing = [{"load": str(load), "not_measured": str(error)} for load in loads]
+        nothing: list[dict[str, object]] = [{"load": str(load), "not_measured": str(error)} for load in loads]
         nothing += [{"load": str(load), "is_mixed": True, "not_measured": str(error)} for load in mixed]
         return result | {"machine": versions.describe(), "rates": {}, "steps": nothing}
     measured = rates(

@@ -85,7 +85,9 @@ def decoding(num_slots: int, num_steps: int, observer: Recorder) -> Engine:
     random = np.random.default_rng(0)
     params = SamplingParams(max_tokens=num_steps + 4, temperature=0.0, ignore_eos=True)
     for number in range(num_slots):
-        engine.add(Request(str(number), random.integers(0, VOCAB_SIZE, PROMPT_TOKENS), params))
+        engine.add(
+            Request(str(number), random.integers(0, VOCAB_SIZE, PROMPT_TOKENS).astype(np.int32), params)
+        )
     engine.step()
     return engine
 

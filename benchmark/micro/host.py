@@ -67,7 +67,7 @@ def full_scheduler(
         scheduler.speculation = Speculation(slots, PROPOSERS[proposer](slots), Throughput(slots), MOST_DRAFTS)
     params = SamplingParams(max_tokens=num_steps + 8, temperature=0.0)
     for number in range(num_busy):
-        prompt = random.integers(0, VOCAB_SIZE, int(random.integers(*CONTEXT_TOKENS)))
+        prompt = random.integers(0, VOCAB_SIZE, int(random.integers(*CONTEXT_TOKENS))).astype(np.int32)
         scheduler.add(Request(str(number), prompt, params))
     step_us(scheduler, random)
     assert len(scheduler.slots.busy) == num_busy, "not every slot decodes"
@@ -99,7 +99,7 @@ def measure(
     times_us = []
     for number in range(num_steps):
         if chunk_tokens and len(scheduler.slots.busy) < num_slots:
-            prompt = random.integers(0, VOCAB_SIZE, chunk_tokens * CHUNKS_PER_PROMPT)
+            prompt = random.integers(0, VOCAB_SIZE, chunk_tokens * CHUNKS_PER_PROMPT).astype(np.int32)
             scheduler.add(Request(f"chunk {number}", prompt, SamplingParams(max_tokens=1)))
         times_us.append(step_us(scheduler, random))
     times_us = [round(each, 1) for each in times_us]

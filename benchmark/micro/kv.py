@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -65,7 +66,7 @@ def prefix(page_size: int, repeats: int) -> dict[str, float]:
     for _ in range(repeats):
         published_s.append(seconds(publish))
         again = page_keys(tokens, page_size, "")  # a second request has key objects of its own
-        looked_up_s.append(seconds(lambda again=again: cache.find(again, tokens, "")))  # type: ignore[misc]
+        looked_up_s.append(seconds(partial(cache.find, again, tokens, "")))
         assert len(cache.find(again, tokens, "")) == count, "not all pages were found"
         cache.release(pages)
         evicted_s.append(seconds(lambda: cache.evict(count)))

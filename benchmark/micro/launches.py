@@ -125,10 +125,15 @@ def _narrow(recipe: Recipe) -> Recipe:
     scheduler = replace(
         recipe.scheduler, num_slots=ROWS, max_batch_tokens=64, max_request_tokens=None, record=None
     )
-    parts = {"model": model, "device": device, "cache": cache, "scheduler": scheduler}
-    # Collectives are not counted.
-    alone = {"speculation": SpeculationSection(), "parallel": ParallelSection()}
-    return replace(recipe, **parts, **alone)
+    return replace(
+        recipe,
+        model=model,
+        device=device,
+        cache=cache,
+        scheduler=scheduler,
+        speculation=SpeculationSection(),
+        parallel=ParallelSection(),  # collectives are not counted
+    )
 
 
 def _fuses_gate(config: DecoderConfig, parallel: ParallelSection) -> bool:
@@ -160,7 +165,7 @@ def _name_layers(layers: Iterable[Module], name: Callable[[str], None]) -> None:
 def _settle(engine: Engine, params: SamplingParams) -> None:
     """Run steps until the next one, like those before and after it, has decodes only."""
     for row in range(ROWS):
-        engine.add(Request(str(row), np.arange(3, 8), params))
+        engine.add(Request(str(row), np.arange(3, 8, dtype=np.int32), params))
     for _ in range(SETTLED):
         engine.step()
 

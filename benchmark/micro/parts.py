@@ -37,15 +37,20 @@ OPS = ("rms_norm", "add_rms_norm", "rotary", "swiglu")
 DECODES, PROMPTS = "steps of decodes only", "steps with prompts"
 
 
+def no_times() -> dict[str, float]:
+    """Return the seconds of parts that have none yet."""
+    return defaultdict(float)
+
+
 @dataclass(slots=True)
 class PartTimes:
     """Processor time by part, for steps of each kind; a call within a call is not counted twice."""
 
     clock: Callable[[], float] = time.process_time
     steps: Counter[str] = field(default_factory=Counter)
-    spent_s: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    spent_s: dict[str, dict[str, float]] = field(default_factory=lambda: defaultdict(no_times))
     multiplied: Counter[str] = field(default_factory=Counter)  # operations of products
-    _step: Counter[str] = field(default_factory=Counter)
+    _step: dict[str, float] = field(default_factory=no_times)
     _step_multiplied: int = 0
     # The time of the calls within each open call.
     _within_s: list[float] = field(default_factory=list)
@@ -87,7 +92,9 @@ class PartTimes:
         """Book a step that has ended; it had no batch where only requests ended."""
         if self._kind:
             self.steps[self._kind] += 1
-            self.spent_s[self._kind].update(self._step)
+            spent_s = self.spent_s[self._kind]
+            for part, took_s in self._step.items():
+                spent_s[part] += took_s
             self.multiplied[self._kind] += self._step_multiplied
         self._kind, self._step_multiplied = "", 0
         self._step.clear()

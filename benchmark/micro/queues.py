@@ -75,7 +75,7 @@ class Bench:
         while len(self.scheduler.waiting) < self._num_waiting:
             self._number += 1
             params = SamplingParams(max_tokens=int(random.integers(*self._answer)), temperature=0.0)
-            prompt = random.integers(0, VOCAB_SIZE, int(random.integers(*PROMPT_TOKENS)))
+            prompt = random.integers(0, VOCAB_SIZE, int(random.integers(*PROMPT_TOKENS))).astype(np.int32)
             request = Request(
                 str(self._number),
                 prompt,

@@ -148,7 +148,7 @@ def body(recipe: Recipe, world: Group, num_requests: int) -> list[dict[str, Any]
 def serve(engine: Engine, random: np.random.Generator, num_requests: int, vocab_size: int) -> None:
     """Serve requests of all lengths, which all come at once."""
     for number in range(num_requests):
-        prompt = random.integers(0, vocab_size, int(random.integers(*PROMPT_TOKENS)))
+        prompt = random.integers(0, vocab_size, int(random.integers(*PROMPT_TOKENS))).astype(np.int32)
         params = SamplingParams(
             max_tokens=int(random.integers(*ANSWER_TOKENS)), temperature=0.0, ignore_eos=True
         )

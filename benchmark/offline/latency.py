@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -25,7 +26,7 @@ from recipes.build.engine import build
 from recipes.schema.command_line import add_recipe
 from recipes.schema.numbers import MOST_COUNT, MOST_SEED, MOST_TOKENS, whole
 from recipes.schema.reader import read
-from serving.offline import Job
+from serving.answers.jobs import Job
 
 PERCENTILES = (10, 25, 50, 75, 90, 99)
 
@@ -53,7 +54,7 @@ def main(options: argparse.Namespace) -> None:
     recipe = read(options.recipe, options.overrides, options.profile).recipe
     built = build(recipe)
     engine = built.engine
-    runs: list[dict] = []
+    runs: list[dict[str, Any]] = []
     clock = RunClock()
     for number in range(options.num_iters_warmup + options.num_iters):
         size = (options.batch_size, options.input_len, options.output_len)
@@ -100,17 +101,17 @@ def by_the_wall(requests: Sequence[Request], timeline: Timeline) -> dict[str, fl
     }
 
 
-def batches(runs: list[dict]) -> dict[str, object]:
+def batches(runs: list[dict[str, Any]]) -> dict[str, object]:
     """Return one reading for each batch, against which the figures of all batches are checked."""
 
-    def cell(run: dict, name: str) -> object:
+    def cell(run: dict[str, Any], name: str) -> object:
         found = run["duration_s"] if name == "latency_s" else run[name]
         return found.get("mean") if isinstance(found, dict) else found
 
     return {"columns": list(COLUMNS), "readings": [[cell(run, name) for name in COLUMNS] for run in runs]}
 
 
-def figures(runs: list[dict]) -> dict[str, object]:
+def figures(runs: list[dict[str, Any]]) -> dict[str, object]:
     """Return the latencies of the batches, and their summary."""
     latencies = [run["duration_s"] for run in runs]
     counts = {name: sum(run[name] for run in runs) for name in ("requests", "completed", "failed")}

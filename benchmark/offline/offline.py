@@ -23,7 +23,8 @@ from recipes.schema.command_line import add_recipe
 from recipes.schema.numbers import MOST_COUNT, whole
 from recipes.schema.reader import read
 from recipes.schema.recipe import Recipe
-from serving.offline import Job, Record, lines_in, read_jobs, run_jobs
+from serving.answers.jobs import Job
+from serving.offline import Record, lines_in, read_jobs, run_jobs
 from serving.text.tokenizer import Text
 
 
@@ -68,7 +69,7 @@ def run(
     recipe = read(recipe_path, overrides, profile).recipe
     text = Text.load(recipe.model.path) if recipe.model.path else None
     load_trace(trace_path, text)  # read before the model is built, so that a bad file fails at once
-    described = {"recipe": recipe_path, "overrides": list(overrides), "profile": profile}
+    described: dict[str, object] = {"recipe": recipe_path, "overrides": list(overrides), "profile": profile}
     described["trace"] = Path(trace_path).name
     return measure(described, recipe, text, lambda _: load_trace(trace_path, text), num_runs, plot)
 

@@ -112,7 +112,7 @@ def run(
         prompts = _prompts(built.engine, text, ROUNDS * max(loads), load, built.config.vocab_size)
         for num in loads:
             rows += _rows(built.engine, text, prompts[: ROUNDS * num], kinds, load)
-    result = {
+    result: dict[str, object] = {
         "benchmark": "speculation",
         "recipe": recipe_path,
         "overrides": list(overrides),

@@ -26,7 +26,7 @@ from recipes.build.machine import start
 from recipes.schema.command_line import add_recipe
 from recipes.schema.numbers import MOST_COUNT, MOST_TOKENS, real, whole
 from recipes.schema.reader import read
-from serving.offline import Job
+from serving.answers.jobs import Job
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +48,9 @@ class StallLoad:
     def _requests(self, random: np.random.Generator, vocab_size: int) -> Iterator[Request]:
         for number in range(self.num_answers):
             params = SamplingParams(max_tokens=self.answer_tokens, temperature=0.0, ignore_eos=True)
-            yield Request(f"answer {number}", random.integers(0, vocab_size, 16), params)
+            yield Request(f"answer {number}", random.integers(0, vocab_size, 16).astype(np.int32), params)
         for number in range(1, self.num_prompts + 1):
-            prompt = random.integers(0, vocab_size, self.prompt_tokens)
+            prompt = random.integers(0, vocab_size, self.prompt_tokens).astype(np.int32)
             params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
             yield Request(f"prompt {number}", prompt, params, arrival_s=number * self.every_s)
 

@@ -17,7 +17,8 @@ from recipes.build.engine import BuiltEngine
 from recipes.schema.command_line import add_recipe
 from recipes.schema.numbers import MOST_COUNT, MOST_SEED, MOST_TOKENS, whole
 from recipes.schema.reader import read
-from serving.offline import Job, Record
+from serving.answers.jobs import Job
+from serving.offline import Record
 from serving.text.request_fields import parse_request
 from serving.text.tokenizer import Text
 

@@ -25,7 +25,7 @@ from recipes.build.machine import start
 from recipes.schema.numbers import MOST_COUNT, whole
 from recipes.schema.reader import read
 from recipes.schema.recipe import Recipe
-from serving.offline import Job
+from serving.answers.jobs import Job
 from serving.text.tokenizer import Text
 
 PATIENCE_S = 600.0  # most seconds to wait for the next answer
@@ -73,7 +73,7 @@ def _model(recipe: Recipe) -> Any:
 
     place, dtype = start(recipe.device).device, TORCH_DTYPES[model_config(recipe).dtype]
     if recipe.model.path is not None and recipe.model.weights == "checkpoint":
-        model = transformers.AutoModelForCausalLM.from_pretrained(recipe.model.path, dtype=dtype)
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(recipe.model.path, dtype=dtype)
         return model.to(place).eval()
     if recipe.model.path is not None:
         config = transformers.AutoConfig.from_pretrained(recipe.model.path)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmark.workloads.lengths import lengths
+from benchmark.workloads.lengths import Draw, lengths
 from benchmark.workloads.synthetic import SyntheticLoad, draw_requests
 from continuous_batching.request import Request, SamplingParams
 
@@ -72,7 +72,7 @@ class Offered:
         return drawn
 
 
-def _drawn(mean: int, most: int):
+def _drawn(mean: int, most: int) -> Draw:
     draw = lengths(f"lognormal:{mean}:{SIGMA}")
     return lambda random, count: np.clip(draw(random, count), 2, most)
 

@@ -72,7 +72,7 @@ def ttft_ms(record: Result) -> float:
 
 def tpot_ms(record: Result) -> float:
     """Return the mean gap of an answer."""
-    gaps = max(1, record["output_tokens"] - 1)
+    gaps: int = max(1, record["output_tokens"] - 1)
     return 1e3 * float(record["finish_s"] - record["first_token_s"]) / gaps
 
 

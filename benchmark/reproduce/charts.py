@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import matplotlib as mpl
 
@@ -14,8 +15,16 @@ from matplotlib.axes import Axes
 from benchmark.reproduce.case_runs import Results
 from benchmark.reproduce.experiment import Chart, Column, Experiment, figure
 
+if TYPE_CHECKING:  # matplotlib 3.10, the last for Python 3.10, does not have it
+    from matplotlib.typing import RcKeyType
+
 WIDTH, HEIGHT = 3.6, 3.2  # inches of one pair of axes
-STYLE = {"axes.grid": True, "axes.spines.right": False, "axes.spines.top": False, "font.size": 8}
+STYLE: dict[RcKeyType, Any] = {
+    "axes.grid": True,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "font.size": 8,
+}
 
 
 def save(path: Path, experiment: Experiment, results: Results) -> None:

@@ -6,7 +6,7 @@ import io
 import re
 from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import matplotlib as mpl
 
@@ -20,12 +20,15 @@ from matplotlib.ticker import LogFormatter
 
 from benchmark.serve.html_page import KINDS
 
+if TYPE_CHECKING:  # matplotlib 3.10, the last for Python 3.10, does not have it
+    from matplotlib.typing import RcKeyType
+
 INK, LINE, WAIT = "#0a0a01", "#0a0a02", "#0a0a03"
 COLOURS = tuple(f"#0a0a{number:02}" for number in range(4, 4 + len(KINDS)))  # colours of the sides, in order
 # The page's CSS variable that replaces a colour.
 VARIABLES = {INK: "--ink", LINE: "--line", WAIT: "--wait"}
 VARIABLES |= {colour: f"--{kind}" for colour, kind in zip(COLOURS, KINDS)}
-STYLE = {
+STYLE: dict[RcKeyType, Any] = {
     "axes.edgecolor": LINE,
     "axes.facecolor": "none",
     "axes.grid": True,
@@ -169,7 +172,8 @@ def over_time(axes: Axes, runs: Named, column: str, label: str) -> None:
 
 def columns(result: Result) -> list[str]:
     """Return the columns of a result's readings: times and gauges."""
-    return (result.get("metrics") or {}).get("columns", [])
+    found: list[str] = (result.get("metrics") or {}).get("columns", [])
+    return found
 
 
 def _label(name: str) -> str:

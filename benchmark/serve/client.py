@@ -88,7 +88,8 @@ class StreamingClient:
                 if response.content_type != "text/event-stream":
                     answer.error = f"the server sent {response.content_type}, no stream of events"
                     return None
-                return await _read(answer, response)
+                await _read(answer, response)
+                return None
             again = response.headers.get("Retry-After")
             answer.error = f"HTTP {response.status}: {message(await response.read())}"
             answer.unready = response.status == 503

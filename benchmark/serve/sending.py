@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -90,7 +90,11 @@ async def serve(
     return run
 
 
-async def _open(asks: Sequence[TraceRequest], start_s: float, one: Callable) -> None:
+async def _open(
+    asks: Sequence[TraceRequest],
+    start_s: float,
+    one: Callable[[TraceRequest, float], Coroutine[Any, Any, None]],
+) -> None:
     """Send each request when it is due, whether or not earlier ones have ended."""
     tasks = []
     for ask in asks:

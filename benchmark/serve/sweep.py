@@ -78,7 +78,8 @@ def legs(options: argparse.Namespace) -> list[Leg]:
     if bool(options.tries) != bool(options.recipe):
         raise ValueError("--recipe and --try KEY=V1,V2 go together: one server is started for each value")
     if not options.recipe:
-        return [Leg("", options.result_dir, partial(nullcontext, settings.ForeignServer(options.base_url)))]
+        there = settings.ForeignServer(options.base_url)
+        return [Leg("", options.result_dir, lambda: nullcontext(there))]
     recipe, *overrides = options.recipe
     found = []
     for each in settings.product(recipe, overrides, options.tries):
@@ -117,7 +118,8 @@ def main(options: argparse.Namespace) -> None:
     width = max(len(leg.name) for leg in gone_over)
     head = f"{'offered/s':>10}{'served/s':>10}{'good/s':>10}{'TTFT p99':>12}{'ITL p99':>12}  verdict"
     print(f"{'setting' if width else '':{width}}{head}")
-    page, bears = options.result_dir / "report.html", {}
+    page = options.result_dir / "report.html"
+    bears: dict[str, float] = {}
     for leg in gone_over:
         for rate, result in results(leg, plan, options, page):
             print(f"{leg.name:{width}}{row(rate, result)}", flush=True)

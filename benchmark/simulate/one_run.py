@@ -14,6 +14,8 @@ from benchmark.simulate.placement import place
 from benchmark.simulate.trace_events import TraceEventFile
 from benchmark.simulate.trace_loading import requests_of
 from continuous_batching.request import Request
+from continuous_batching.routing import Route
+from continuous_batching.splitting import Split
 from continuous_batching.whole_file import whole_file
 from models.file_bounds import MOST_JSON_BYTES, read_bounded
 from recipes.schema.command_line import keep_apart
@@ -41,7 +43,8 @@ def deployment_of(options: argparse.Namespace) -> Deployment:
     if options.costs is not None:
         fitted = Fitted.from_json(read_bounded(options.costs, MOST_JSON_BYTES), options.costs)
     planned = place(recipe, options.device, options.tp, options.pp, fitted)
-    route, split_by = options.route or "least_loaded", options.split_by or "cost"
+    route: Route = options.route or "least_loaded"
+    split_by: Split = options.split_by or "cost"
     return Deployment(planned, options.dp, route, options.split, split_by)
 
 

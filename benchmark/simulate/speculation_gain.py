@@ -51,7 +51,7 @@ def table(
     """Return a row for each number of rows and context: with all drafts, and with the best number of them."""
     graphs = max(options.rows) * (1 + options.drafts)
     target = Roofline(config, device, graphs=graphs, hides_host=True)
-    drafter = draft_config and Roofline(draft_config, device, graphs=graphs, hides_host=True)
+    drafter = None if draft_config is None else Roofline(draft_config, device, graphs=graphs, hides_host=True)
     found = []
     for rows in options.rows:
         for context in options.contexts:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import matplotlib as mpl
 
@@ -12,7 +12,15 @@ mpl.use("Agg")  # draws files, without a display
 
 from matplotlib import pyplot as plt
 
-STYLE = {"axes.grid": True, "axes.spines.right": False, "axes.spines.top": False, "font.size": 8}
+if TYPE_CHECKING:  # matplotlib 3.10, the last for Python 3.10, does not have it
+    from matplotlib.typing import RcKeyType
+
+STYLE: dict[RcKeyType, Any] = {
+    "axes.grid": True,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "font.size": 8,
+}
 PANELS = (
     ("prefix_hit_rate", "prompt tokens found", "{:.2f}"),
     ("routed_most_of_mean", "most loaded engine / mean", "{:.2f}"),

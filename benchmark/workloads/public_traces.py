@@ -13,6 +13,7 @@ import csv
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
@@ -89,7 +90,7 @@ def mooncake(path: Path, load: SyntheticLoad) -> Iterator[Item]:
 
     for number, line in enumerate(lines_of(path), 1):
         if line.strip():
-            yield f"line {number}", lambda number=number, line=line: read(number, line)
+            yield f"line {number}", partial(read, number, line)
 
 
 def burstgpt(path: Path, load: SyntheticLoad) -> Iterator[Item]:
@@ -111,7 +112,7 @@ def burstgpt(path: Path, load: SyntheticLoad) -> Iterator[Item]:
         raise ValueError(f"{path} has no column {', '.join(sorted(missing))}; is it BurstGPT's?")
     for number, line in enumerate(lines, 2):
         if line.strip():
-            yield f"line {number}", lambda number=number, line=line: read(number, names, line)
+            yield f"line {number}", partial(read, number, names, line)
 
 
 def _cells(line: bytes) -> list[str]:
@@ -146,7 +147,7 @@ def conversations(path: Path) -> Iterator[Item]:
     if not isinstance(entries, list):
         raise ValueError(f"{path} is no list of conversations")
     for number, entry in enumerate(entries, 1):
-        yield f"conversation {number}", lambda entry=entry: read(entry)
+        yield f"conversation {number}", partial(read, entry)
 
 
 def _pairs(messages: list[Line]) -> Iterator[tuple[list[Line], str]]:

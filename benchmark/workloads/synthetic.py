@@ -101,7 +101,8 @@ def _drawn(load: SyntheticLoad, count: int) -> Iterator[Line]:
 
 def bounded(lines: Iterable[Line]) -> list[Line]:
     """Return all lines; raises ValueError once their prompts hold more than MOST_TRACE_TOKENS."""
-    found, num_tokens = [], 0
+    found: list[Line] = []
+    num_tokens = 0
     for line in lines:
         num_tokens += len(line["prompt_token_ids"])
         if num_tokens > MOST_TRACE_TOKENS:

@@ -10,6 +10,7 @@ turn comes.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import redis
 from redis.backoff import NoBackoff
@@ -77,7 +78,8 @@ class RedisStore:
         """See `PageStore.read`; entries that are found count as used."""
         names = [self._name(key) for key in keys]
         try:
-            entries: list[bytes | None] = self._client.mget(names)
+            # A client that does not decode answers with bytes; its stub knows only the union of both modes.
+            entries = cast(list[bytes | None], self._client.mget(names))
             found = [name for name, entry in zip(names, entries) if entry is not None]
             if found:
                 self._touch([USED, SIZES, SUM, *found])

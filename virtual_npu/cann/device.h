@@ -140,7 +140,7 @@ int settle_event(struct event *event);
 bool complete(const struct event *event);
 bool abandon(struct stream *stream); /* drops its queue and its open update; returns whether there was any */
 
-/* streams.c, events.c, graphs.c and groups.c have only functions that torch_npu and Python call. */
+/* streams.c, events.c, graphs.c, groups.c: functions that torch_npu and Python call, and nothing here calls */
 
 #define LOCKED(expression)                                                                                   \
     do {                                                                                                     \

@@ -32,7 +32,7 @@ def _clipped(call: Call) -> Tensor:
     rows = x.float().flatten(dim).reshape(-1, x.shape[dim:].numel())
     gate, up = (rows[:, ::2], rows[:, 1::2]) if call["interleaved"] else rows.chunk(2, 1)
     gate, up = gate.clamp(max=call["limit"]), up.clamp(-call["limit"], call["limit"])
-    made = gate * torch.sigmoid(call["alpha"] * gate) * (up + call["bias"])
+    made: Tensor = gate * torch.sigmoid(call["alpha"] * gate) * (up + call["bias"])
     return made.to(x.dtype).reshape(*x.shape[:dim], x.shape[dim] // 2, *x.shape[dim + 1 :])
 
 

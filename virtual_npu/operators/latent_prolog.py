@@ -84,9 +84,11 @@ def turned(pairs: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def _product(call: Call, x: Tensor, row_scale: Tensor | None, name: str, dtype: torch.dtype) -> Tensor:
     """Multiply by one of the weights; the sum of int8 products is exact."""
     if row_scale is None:
-        return (x.float() @ call[name].float()).to(dtype)
+        plain: Tensor = x.float() @ call[name].float()
+        return plain.to(dtype)
     total = (x.double() @ call[name].double()).float()
-    return (total * row_scale * call[f"dequant_scale_{name.replace('weight', 'w')}"]).to(dtype)
+    scaled: Tensor = total * row_scale * call[f"dequant_scale_{name.replace('weight', 'w')}"]
+    return scaled.to(dtype)
 
 
 def _mode(call: Call) -> Iterator[Breach]:

@@ -122,7 +122,8 @@ def joins_latents(machine: Npu) -> Found:
 
     It is compared with the launches that it replaces, and in a graph with itself outside of one.
     """
-    said, is_yes = [], True
+    said: list[str] = []
+    is_yes = True
     hidden = PROLOG_HIDDEN[0] if machine.asked.virtual else DEEPSEEK["hidden_size"]
     plain = decoder_config(DEEPSEEK | {"hidden_size": hidden})
     for name, quantization in (("bfloat16", None), ("int8", Quantization(ignore=()))):
@@ -148,13 +149,14 @@ def _asked(machine: Npu, config: DecoderConfig) -> Found:
 
 def _is_same_in_a_graph(way: OneLayer) -> bool:
     x, cos, sin, step = way.inputs()
-    prolog, graph = way.layer.prolog, torch.npu.NPUGraph()
+    npu = torch.get_device_module("npu")
+    prolog, graph = way.layer.prolog, npu.NPUGraph()
     assert prolog is not None, "it joins"
     rows, scale = way.layer.rows(x)
     pages = way.cache.keys[0], way.cache.values[0]
     call = partial(way.attention.write_joined, rows, scale, prolog, cos, sin, *pages, step.metadata)
     wanted = call()
-    with torch.npu.graph(graph):
+    with npu.graph(graph):
         found = call()
     graph.replay()
     return all(torch.equal(one, other) for one, other in zip(found, wanted))

@@ -120,8 +120,9 @@ class Decodes:
 
     def captured(self, attention: Any) -> tuple[Any, Any, Tensor]:
         """Capture a step; returns its graph, its metadata and its output."""
-        graph, metadata = torch.npu.NPUGraph(), self.planned(attention)
-        with torch.npu.graph(graph):
+        npu = torch.get_device_module("npu")
+        graph, metadata = npu.NPUGraph(), self.planned(attention)
+        with npu.graph(graph):
             output = self.attend(attention, metadata)
         return graph, metadata, output
 

@@ -76,14 +76,14 @@ def tiles_weights(machine: Npu) -> Found:
     """Ask whether a tiled weight is right, also in graphs, and faster than rows at few and many rows of x."""
     import torch_npu
 
-    dtype = machine.product.dtypes[0]
+    npu, dtype = torch_npu.npu, machine.product.dtypes[0]
     weight = torch.randn(SIDE, SIDE).to(dtype).to(machine.device) / math.sqrt(SIDE)
     tiles = torch_npu.npu_format_cast(weight, FRACTAL_NZ)
     times = []
     for rows in ROWS:
         x = torch.randn(rows, SIDE).to(dtype).to(machine.device)
-        wanted, graph = F.linear(x, weight), torch.npu.NPUGraph()
-        with torch.npu.graph(graph):
+        wanted, graph = F.linear(x, weight), npu.NPUGraph()
+        with npu.graph(graph):
             found = F.linear(x, tiles)
         graph.replay()
         apart = float((found.float() - wanted.float()).abs().max())
@@ -111,7 +111,7 @@ def slices_tiles(machine: Npu) -> Found:
     cache[:1].zero_()
     cache[1:3].copy_(cache[3:5])
     host.copy_(cache[4:6], non_blocking=True)
-    torch.npu.synchronize()
+    torch_npu.npu.synchronize()
     cache[3:5].copy_(host, non_blocking=True)
     found, wanted = cache.cpu(), torch.tensor([0, 4, 5, 5, 6, 6]).half()
     is_right = torch.equal(found, wanted[:, None, None, None].expand_as(found))
@@ -133,7 +133,7 @@ def captures_draws(machine: Npu) -> Found:
     """Ask whether a graph draws, by top-k and top-p, the tokens that the same calls draw outside of it."""
     from models.ops.npu import NpuOps
 
-    generator = torch.Generator().manual_seed(5)
+    npu, generator = torch.get_device_module("npu"), torch.Generator().manual_seed(5)
     sampler = Sampler((), VOCABULARY, NpuOps(replace(machine.product, captures_draws=True)))
     slots = SlotPool(len(DRAWN), 2, 1)
     rows = np.arange(len(DRAWN))
@@ -142,10 +142,10 @@ def captures_draws(machine: Npu) -> Found:
     assert columns is not None, "some of them are drawn by top-k and top-p"
     sent = torch.from_numpy(columns).to(machine.device)
     logits = torch.randn(len(DRAWN), VOCABULARY, generator=generator).to(machine.product.dtypes[0])
-    given, graph = logits.to(machine.device), torch.npu.NPUGraph()
+    given, graph = logits.to(machine.device), npu.NPUGraph()
     best = sampler.best(given)
     wanted = sampler.draw(given, best, sent).tolist()
-    with torch.npu.graph(graph):
+    with npu.graph(graph):
         found = sampler.draw(given, best, sent)
     graph.replay()
     return found.tolist() == wanted, f"{found.tolist()} in a graph, {wanted} outside"
@@ -159,12 +159,13 @@ def prefetches(machine: Npu) -> Found:
     """
     from models.ops.npu import NpuOps, prefetch
 
-    dtype, side = machine.product.dtypes[0], torch.npu.Stream()
+    npu = torch.get_device_module("npu")
+    dtype, side = machine.product.dtypes[0], npu.Stream()
     ops = NpuOps(replace(machine.product, prefetches=True))
     count = 1 if machine.asked.virtual else WEIGHTS
     weights = [torch.randn(SIDE, SIDE).to(dtype).to(machine.device) for _ in range(count)]
     attend, _ = _attention(machine, dtype, [(1, 2000)] * 16, 2)
-    x, graph = torch.randn(16, SIDE).to(dtype).to(machine.device), torch.npu.NPUGraph()
+    x, graph = torch.randn(16, SIDE).to(dtype).to(machine.device), npu.NPUGraph()
 
     def step(fetches: bool) -> None:
         for weight in weights:
@@ -172,11 +173,11 @@ def prefetches(machine: Npu) -> Found:
                 prefetch(weight, x, side)
             attend()
             if fetches:
-                torch.npu.current_stream().wait_stream(side)
+                npu.current_stream().wait_stream(side)
             F.linear(x, weight)
 
     wanted = F.linear(x, weights[0])
-    with torch.npu.graph(graph):
+    with npu.graph(graph):
         ops.prefetch((weights[0], None), x)
         ops.await_prefetch()
         found = F.linear(x, weights[0])
@@ -277,10 +278,11 @@ def _attention(
 def time_us(machine: Npu, call: Callable[[], object]) -> float:
     """Return the microseconds of one of CALLS consecutive calls; a stand-in makes a single call."""
     num_calls = 1 if machine.asked.virtual else CALLS
+    npu = torch.get_device_module("npu")
     call()
-    torch.npu.synchronize()
+    npu.synchronize()
     start_s = time.perf_counter()
     for _ in range(num_calls):
         call()
-    torch.npu.synchronize()
+    npu.synchronize()
     return (time.perf_counter() - start_s) / num_calls * 1e6

@@ -106,8 +106,9 @@ def dispatches(recipe: Recipe, group: Group) -> Found:
 def _captured(call: Callable[[], Tensor]) -> Callable[[], Tensor]:
     """Call once outside of a graph, capture the call, and return its replay."""
     call()
-    graph = torch.npu.NPUGraph()
-    with torch.npu.graph(graph):
+    npu = torch.get_device_module("npu")
+    graph = npu.NPUGraph()
+    with npu.graph(graph):
         result = call()
 
     def replay() -> Tensor:
