@@ -12,7 +12,10 @@ import os
 
 from recipes.schema import verb
 from tests.mutation.every import FAULTS
+from tests.mutation.fault import Fault
 from tests.mutation.trees import Outcome, outcomes
+
+SOUND = "(no fault)"
 
 
 def main(argv: list[str]) -> int:
@@ -25,29 +28,26 @@ def main(argv: list[str]) -> int:
         for name, fault in chosen.items():
             print(f"{name:36} {fault.place:60} {fault.why}")
         return 0
-    judged = outcomes([*chosen.values()], arguments.jobs, arguments.timeout_s)
-    sound = next(judged)
-    print_outcome("(no fault)", sound, is_good=not (sound.killers or sound.problem), killed_by="")
-    left = []
-    for (name, fault), outcome in zip(chosen.items(), judged, strict=True):
-        is_killed = bool(outcome.killers) and not outcome.problem
-        print_outcome(name, outcome, is_good=is_killed, killed_by=fault.killed_by)
-        left += [] if is_killed else [name]
-    print(
-        f"{len(chosen) - len(left)} of {len(chosen)} faults killed" + "".join(f"\n! {name}" for name in left)
-    )
-    return 1 if left or sound.killers or sound.problem else 0
+    bad = []
+    for name, outcome in outcomes(chosen, arguments.jobs, arguments.timeout_s):
+        is_good, verdict = judged(outcome, chosen[name] if name else None)
+        print(f"{' ' if is_good else '!'} {name or SOUND:36} {outcome.seconds:6.1f} s  {verdict}", flush=True)
+        bad += [] if is_good else [name or SOUND]
+    print(f"{len(chosen) - len({*bad} - {SOUND})} of {len(chosen)} faults killed")
+    print("".join(f"! {name}\n" for name in bad), end="")
+    return 1 if bad else 0
 
 
-def print_outcome(name: str, outcome: Outcome, *, is_good: bool, killed_by: str) -> None:
-    """Print one line: of the sound tree if no test is to kill it, else of a fault."""
+def judged(outcome: Outcome, fault: Fault | None) -> tuple[bool, str]:
+    """Return whether a test killed the fault, or the sound tree passed, and what to say of it."""
     if outcome.problem:
-        verdict = outcome.problem
-    elif not killed_by:
-        verdict = f"fails without a fault: {', '.join(outcome.killers)}" if outcome.killers else "passes"
-    else:
-        verdict = f"killed by {outcome.killers[0]}" if outcome.killers else f"NOT KILLED by {killed_by}"
-    print(f"{' ' if is_good else '!'} {name:36} {outcome.seconds:6.1f} s  {verdict}", flush=True)
+        return False, outcome.problem
+    if fault is None:
+        failed = ", ".join(outcome.killers)
+        return not failed, f"fails without a fault: {failed}" if failed else "passes"
+    if outcome.killers:
+        return True, f"killed by {outcome.killers[0]}"
+    return False, f"NOT KILLED by {fault.killed_by}"
 
 
 def parser() -> argparse.ArgumentParser:

@@ -75,12 +75,19 @@ FAULTS = {
         "a request that comes back counts as read by the draft model where it is not",
         "tests/continuous_batching/test_draft_model.py::test_rows_lack_tokens_while_they_have_no_drafts_and_catch_up",
     ),
-    "published_before_the_draft_model_computed_it": Fault(
-        "continuous_batching/paging/prefix_matching.py::PrefixMatching.publish_all",
-        "slots.num_computed[row] - slots.draft_lag[row]",
-        "slots.num_computed[row]",
-        "a later request finds pages without the draft model's keys",
-        "tests/continuous_batching/test_draft_model.py::test_rows_lack_tokens_while_they_have_no_drafts_and_catch_up",
+    "draft_fed_at_the_place_behind": Fault(
+        "models/drafter.py::Drafter.run",
+        "known + ahead - 1",
+        "known + ahead",
+        "a draft is turned by the position of the next, whose keys it leaves out",
+        "tests/models/test_draft_model.py::test_a_draft_model_changes_no_token",
+    ),
+    "drafts_of_rows_that_dropped_out": Fault(
+        "models/drafter.py::Drafter.follow",
+        "tokens[to_device(places, self._device)]",
+        "tokens[: len(places)]",
+        "rows are fed what was drafted for others",
+        "tests/models/test_draft_model.py::test_a_draft_model_changes_no_token",
     ),
     "estimate_stays_with_the_row": Fault(
         "continuous_batching/speculation/acceptance.py::Acceptance._follow",

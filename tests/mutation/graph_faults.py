@@ -19,6 +19,13 @@ FAULTS = {
         "the embedding is read before its first row",
         "tests/models/test_captured_draws.py::test_what_is_no_token_is_not_looked_up_by_the_step_after_it",
     ),
+    "drafts_overwritten_by_the_next": Fault(
+        "models/drafter.py::Drafter.follow",
+        "best.tokens.clone()",
+        "best.tokens",
+        "all drafts of a row are the last one",
+        "tests/models/test_captured_drafts.py::test_a_step_of_the_draft_model_costs_a_replay_and_not_its_launches",
+    ),
     "draft_model_s_graphs_outlive_its_cache": Fault(
         "models/runner.py::ModelRunner.resize",
         "[self.graphs, None if self.drafter is None else self.drafter.graphs]",
@@ -26,12 +33,12 @@ FAULTS = {
         "after a resize, drafts follow from keys that nobody writes any more",
         "tests/models/test_captured_drafts.py::test_drafts_are_made_and_checked_in_captured_steps",
     ),
-    "draws_never_replayed": Fault(
-        "models/graphs.py::DecodeGraphs.run",
-        "step.draw.replay()",
-        "pass",
-        "every step gets the tokens of the capture",
-        "tests/models/test_captured_draws.py::test_tokens_are_those_of_steps_that_are_not_captured",
+    "drafts_read_to_the_end_of_their_span": Fault(
+        "models/graph_inputs.py::GraphInputs.fill",
+        "packed.positions + 1",
+        "np.repeat(batch.stops, lens)",
+        "a token is chosen by what is guessed to follow it",
+        "tests/models/test_graphs.py::test_each_draft_takes_a_row_of_a_step_of_one_token_each",
     ),
     "padding_among_what_is_drawn": Fault(
         "models/graphs.py::DecodeGraphs._step",

@@ -5,12 +5,12 @@ from __future__ import annotations
 from tests.mutation.fault import Fault
 
 FAULTS = {
-    "feature_of_the_token_itself": Fault(
-        "models/inputs.py::step_inputs",
-        "np.maximum(packed.positions - 1, 0)",
-        "packed.positions",
-        "an entry reads the feature at its own position, which is not there yet",
-        "tests/models/test_eagle3.py::test_a_head_changes_no_token_and_says_what_the_published_one_does",
+    "a_features_place_in_a_graph_is_its_own": Fault(
+        "models/graphs.py::_before_index",
+        "(positions.long() - 1).clamp(min=0)",
+        "positions.long()",
+        "the same in a captured step",
+        "tests/models/test_captured_heads.py::test_captured_steps_make_the_published_drafts",
     ),
     "head_reads_no_prompt": Fault(
         "models/head_drafter.py::HeadDrafter.run",
@@ -39,6 +39,27 @@ FAULTS = {
         "beside=None if isinstance(config, HeadConfig) else beside",
         "a page that is copied, swapped or moved leaves its features",
         "tests/recipes/test_heads.py::test_requests_may_be_longer_than_the_heads_positions",
+    ),
+    "draft_tokens_taken_for_the_targets": Fault(
+        "models/drafter.py::Greedy.best",
+        "tokens = tokens + self._offsets[tokens]",
+        "pass",
+        "a draft of a smaller vocabulary is another token",
+        "tests/models/test_eagle3.py::test_a_head_changes_no_token_and_says_what_the_published_one_does",
+    ),
+    "layers_read_one_late": Fault(
+        "models/decoder.py::Decoder.forward",
+        "number in self._taps",
+        "number - 1 in self._taps",
+        "features are of the layers after those that the head was trained on",
+        "tests/models/test_eagle3.py::test_a_head_changes_no_token_and_says_what_the_published_one_does",
+    ),
+    "a_key_left_out_on_no_npu": Fault(
+        "attention/npu/fused_attention.py::FusedAttention._seen",
+        "not self.leaves_first_out",
+        "True",
+        "a place of zeros takes its share of the weights",
+        "tests/attention/test_attention.py::test_no_query_sees_what_lies_before_the_first_key",
     ),
     "feature_before_the_embedding": Fault(
         "models/mtp.py::Mtp._inputs",

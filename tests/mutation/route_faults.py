@@ -47,13 +47,6 @@ FAULTS = {
         "a batch is run at two replicas",
         "tests/serving/router/test_lost_replicas.py::test_a_file_is_not_posted_twice",
     ),
-    "cancelled_once": Fault(
-        "serving/router/proxy.py::ClientWatch._gone",
-        "self._again = self._task.get_loop().call_later(AGAIN_S, self._gone)",
-        "",
-        "a replica computes for a client that is gone",
-        "tests/serving/router/test_lost_replicas.py::test_work_for_a_client_that_is_gone_is_cancelled_until_it_ends",
-    ),
     "pages_without_end": Fault(
         "serving/router/page_reader.py::PageReader._take",
         "max(len(keys), self._num_pages) > _MOST_PAGES",

@@ -19,13 +19,6 @@ FAULTS = {
         "the pages evicted for a lookup take the place of those that it found",
         "tests/kv_cache/test_host_tier.py::test_pages_that_are_about_to_come_back_give_way_to_nobody",
     ),
-    "host_place_kept_after_waking": Fault(
-        "kv_cache/prefix_cache.py::PrefixCache._wake",
-        "self._host.release(-names)",
-        "",
-        "the host's pool fills up with pages that went back to the device",
-        "tests/kv_cache/test_host_tier.py::test_pages_that_are_about_to_come_back_give_way_to_nobody",
-    ),
     "parents_rest_before_leaves": Fault(
         "kv_cache/prefix_cache.py::PrefixCache._rest",
         "(-targets).tolist()",
@@ -102,13 +95,6 @@ FAULTS = {
         "if content is None:\n    continue",
         "a page stands for the one before it, which was not there",
         "tests/kv_cache/test_page_tier.py::test_what_is_kept_is_found_up_to_the_first_page_that_is_not_there",
-    ),
-    "wrong_entry_stays": Fault(
-        "kv_cache/tier/reads.py::PageReads._checked",
-        "self._take_off([key])",
-        "",
-        "a damaged page is read again by each who asks, and never replaced",
-        "tests/kv_cache/test_page_tier.py::test_a_wrong_entry_is_never_used_and_taken_off",
     ),
     "dead_store_is_asked": Fault(
         "kv_cache/tier/reads.py::PageReads.begin",

@@ -9,8 +9,8 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,8 +95,8 @@ class WarmTree:
         return Outcome(report.failed, report.problem, time.monotonic() - start_s)
 
 
-def outcomes(faults: Sequence[Fault], jobs: int, limit_s: float) -> Iterator[Outcome]:
-    """Yield what becomes of the sound tree in all these tests, and then of each fault in its own."""
+def outcomes(faults: Mapping[str, Fault], jobs: int, limit_s: float) -> Iterator[tuple[str | None, Outcome]]:
+    """Yield what becomes of each fault in its test, and under None of the sound tree in all, as they end."""
     with TemporaryDirectory(prefix="mutants") as folder, ExitStack() as open_trees:
         idle: SimpleQueue[WarmTree] = SimpleQueue()
         for tree in copies(Path(folder), jobs):
@@ -109,9 +109,11 @@ def outcomes(faults: Sequence[Fault], jobs: int, limit_s: float) -> Iterator[Out
             finally:
                 idle.put(tree)
 
-        every = sorted({fault.killed_by for fault in faults})
+        every = sorted({fault.killed_by for fault in faults.values()})
         with ThreadPoolExecutor(jobs) as threads:
-            yield from threads.map(judge, (None, *faults))
+            of_sound = {threads.submit(judge, None): None}  # it takes longest, so that it begins first
+            names = of_sound | {threads.submit(judge, fault): name for name, fault in faults.items()}
+            yield from ((names[each], each.result()) for each in as_completed(names))
 
 
 def copies(folder: Path, count: int) -> Iterator[Path]:
