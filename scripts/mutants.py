@@ -1,4 +1,4 @@
-"""Would a test notice if this were wrong? Plants faults, one at a time, and runs the tests that should fail.
+"""Would a test notice if this were wrong? Plants faults, one at a time, and runs the test that each names.
 
 The faults stand with the tests (tests/mutation), which run in a process of their own.
 """
