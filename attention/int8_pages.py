@@ -1,10 +1,10 @@
-"""How do keys and values lie in pages of int8?
+"""Store keys and values in pages of int8.
 
-Each head of a token is its D numbers and, behind them, the four bytes of the float32 scale that they share.
-A scale for each token and head needs no calibration, and depends on nothing but that token's own keys, so
-that every schedule stores the same bytes. And it lies in the page, so that whatever copies, moves, swaps or
-resizes pages takes it along. A scale for each channel (Liu et al., "KIVI", 2024) follows channels that are
-large in every token more closely, but it has to be known before the first token is written.
+Each head of a token is its D numbers followed by the four bytes of the float32 scale that they share. A scale
+for each token and head needs no calibration, and depends on nothing but that token's own keys, so that every
+schedule stores the same bytes. It lies in the page, so that whatever copies, moves, swaps or resizes pages
+includes it. A scale for each channel (Liu et al., "KIVI", 2024) follows channels that are large in every
+token more closely, but it has to be known before the first token is written.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ SCALE = torch.float32
 
 
 def row_bytes(head_dim: int) -> int:
-    """Bytes of the keys, or of the values, of one head of a token."""
+    """Return the bytes of the keys, or of the values, of one head of a token."""
     return head_dim + SCALE.itemsize
 
 
 def packed(x: Tensor) -> Tensor:
-    """[..., D] -> int8 [..., D + 4]."""
+    """Quantise [..., D] to int8 [..., D + 4]."""
     numbers, scale = quantize_rows(x)
     return torch.cat((numbers, scale.view(torch.int8)), -1)
 
 
 def unpacked(rows: Tensor) -> Tensor:
-    """int8 [..., D + 4] -> float32 [..., D]."""
+    """Dequantise int8 [..., D + 4] to float32 [..., D]."""
     numbers, scale = rows.split((rows.shape[-1] - SCALE.itemsize, SCALE.itemsize), dim=-1)
-    # Cloned, because the bytes of a scale need not lie where a float32 may
+    # Cloned, because the bytes of a scale may not be aligned for a float32
     return numbers.float() * scale.clone(memory_format=torch.contiguous_format).view(SCALE)

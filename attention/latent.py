@@ -1,13 +1,13 @@
-"""What must attention compute where all heads read one latent of each token?
+"""Define multi-head latent attention (DeepSeek-V2, arXiv 2405.04434), in plain torch for every device.
 
-Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434). A layer's keys are latents [P, B, 1, L], of which
-its values come, too; where other attention has values it has the rope keys [P, B, 1, R], the part of a key
-that carries the position. Short spans bring their queries into the space of latents ("absorbed"), so that a
-latent is read once for all heads. Long ones expand the latents to keys and values of each head once, which
-then takes a fraction of the products. Plain torch, the same on every device.
+All heads read one latent of each token. A layer's keys are latents [P, B, 1, L], from which its values are
+computed too; in the place of values it has the rope keys [P, B, 1, R], the part of a key that carries the
+position. Short spans project their queries into the space of latents ("absorbed"), so that a latent is read
+once for all heads. Long ones expand the latents to keys and values of each head once, which then takes a
+fraction of the products.
 
 Legend: T tokens of the step, H heads, L latent, R rope, N the other part of a query (nope), V value of a
-head, n tokens of a request, P pages, B tokens a page.
+  head, n tokens of a request, P pages, B tokens a page.
 """
 
 from __future__ import annotations
@@ -34,65 +34,70 @@ class LatentUp:
     values: Tensor
 
     def absorbed(self, query: Tensor) -> Tensor:
-        """Queries [T, H, N] of expanded keys -> of latents [T, H, L]."""
+        """Project queries [T, H, N] of expanded keys to queries of latents [T, H, L]."""
         return torch.bmm(query.transpose(0, 1), self.keys).transpose(0, 1)
 
     def raised(self, x: Tensor) -> Tensor:
-        """Weighted sums of latents [T, H, L] -> of values [T, H, V]."""
+        """Project weighted sums of latents [T, H, L] to those of values [T, H, V]."""
         return torch.bmm(x.transpose(0, 1), self.values).transpose(0, 1)
 
     def expanded(self, latents: Tensor) -> tuple[Tensor, Tensor]:
-        """Latents [n, L] -> the keys [n, H, N] and the values [n, H, V] of each head."""
+        """Project latents [n, L] to the keys [n, H, N] and the values [n, H, V] of each head."""
         keys = F.linear(latents, self.keys.flatten(0, 1)).unflatten(1, (len(self.keys), -1))
         return keys, torch.matmul(latents, self.values).transpose(0, 1)
 
 
 @dataclass(frozen=True, slots=True)
 class LatentLinears:
-    """The three linears before attention, [in, out], in the form of a device that joins them: hidden states
-    to compressed queries, these to queries, whose heads have both parts side by side, and hidden states to
-    latents and rope keys. Pairs that are turned are neighbours.
+    """The three linears before attention, [in, out], in the form of a device that fuses them.
+
+    They project hidden states to compressed queries, these to queries, whose heads have both parts side by
+    side, and hidden states to latents and rope keys. The two numbers that rope rotates together are
+    neighbours.
     """
 
     weights: tuple[Tensor, Tensor, Tensor]
-    scales: tuple[Tensor, Tensor, Tensor] | None  # float32 [out], of weights in int8
+    scales: tuple[Tensor, Tensor, Tensor] | None  # float32 [out], the scales of int8 weights
 
 
 @dataclass(frozen=True, slots=True)
 class LatentProlog:
-    """All that makes a step's queries, latents and rope keys of its hidden states."""
+    """The weights that turn hidden states into a step's queries, latents and rope keys."""
 
     linears: LatentLinears
     query_norm: Tensor
     latent_norm: Tensor
-    eps: float  # of both norms
+    eps: float  # eps of both norms
     up: LatentUp
 
 
 @dataclass(frozen=True)
 class LatentMetadata(AttentionMetadata):
-    """What all layers of one step share; `spans` are the short ones, whose rows are taken out of the step."""
+    """What all layers of one step share.
 
-    short_rows: Tensor  # int64 [rows of short spans], of the packed query
+    `spans` are the short ones, numbered within the rows that are taken out of the step for them.
+    """
+
+    short_rows: Tensor  # int64 [rows of short spans], rows of the packed query
     long_spans: tuple[Span, ...]
 
 
 class LatentAttention(Attention):
-    """Causal latent attention over the paged cache: as `Attention`, of queries in the space of latents.
+    """Causal latent attention over the paged cache, as `Attention` for queries in the space of latents.
 
-    `attend` takes and returns what lies there, [T, H, L + R] -> [T, H, L].
+    `attend` maps queries [T, H, L + R] to weighted sums of latents [T, H, L].
     """
 
-    normalizes = False  # whether `write_raw` does what comes before `write`
+    normalizes = False  # whether `write_raw` includes the norm and the rotation that precede `write`
 
     @property
     def latent(self) -> LatentShape:
-        """What the shape says of it."""
+        """The part of the shape that describes latents."""
         assert self.shape.latent is not None, "other attention reads keys and values of heads"
         return self.shape.latent
 
     def new_value_pages(self, count: int) -> Tensor:
-        """`count` pages of zeros for the rope keys of a layer."""
+        """Return `count` pages of zeros for the rope keys of a layer."""
         return self._pages(count, self.latent.rope_dim)
 
     def expands(self, num_tokens: int) -> bool:
@@ -108,11 +113,12 @@ class LatentAttention(Attention):
     def plan(
         self, batch: Batch, page_table: NDArray[np.int32], write_index: NDArray[np.int64]
     ) -> AttentionMetadata:
-        """Make what all layers of this step need; see Attention.plan."""
+        """Compute what all layers of this step share; see Attention.plan."""
         whole = super().plan(batch, page_table, write_index)
         lens = batch.stops - batch.starts
         is_long = np.array([self.expands(each) for each in lens.tolist()], dtype=bool)
-        taken_rows = np.cumsum(lens[~is_long]) - lens[~is_long]  # of each short span, among these rows
+        # First row of each short span among the rows of all short spans
+        taken_rows = np.cumsum(lens[~is_long]) - lens[~is_long]
         short = [span for span, long in zip(whole.spans, is_long) if not long]
         return LatentMetadata(
             whole.write_index,
@@ -122,7 +128,7 @@ class LatentAttention(Attention):
         )
 
     def _rows(self, lens: NDArray[np.int64], chosen: NDArray[np.bool_]) -> Tensor:
-        """The rows of the packed query that chosen spans of these lengths have, int64."""
+        """Return the int64 rows of the packed query that belong to the chosen spans of these lengths."""
         first_rows = np.cumsum(lens) - lens
         return to_device(ragged_ranges(first_rows[chosen], (first_rows + lens)[chosen]), self.device)
 
@@ -137,17 +143,19 @@ class LatentAttention(Attention):
         layer_rope_keys: Tensor,
         metadata: AttentionMetadata,
     ) -> None:
-        """As `write`, of latents that are to be normalized and rope keys that are to be turned, in pairs of
-        neighbours, [T, L + R], in one launch where the device `normalizes`.
+        """Normalise, rotate and write latents and rope keys [T, L + R] in one launch.
+
+        Only a device that `normalizes` has this. The rotation is of pairs of neighbours; otherwise as
+        `write`.
         """
         raise NotImplementedError
 
     def joins(self, hidden_size: int, query_rank: int | None) -> bool:
-        """Whether `write_joined` computes all that comes before attention, of inputs so wide."""
+        """Whether `write_joined` computes everything that precedes attention, for inputs of this width."""
         return False
 
     def is_joined(self, metadata: AttentionMetadata) -> bool:
-        """Whether it does so of this step, where the device `joins`."""
+        """Whether `write_joined` applies to this step, if the device `joins`."""
         raise NotImplementedError
 
     def write_joined(
@@ -161,8 +169,10 @@ class LatentAttention(Attention):
         layer_rope_keys: Tensor,
         metadata: AttentionMetadata,
     ) -> tuple[Tensor, Tensor]:
-        """As `write`, of hidden states [T, hidden], in int8 with scales [T], in one launch; returns the
-        queries in the space of latents [T, H, L] and their turned parts [T, H, R].
+        """Compute queries, latents and rope keys from hidden states in one launch, and write the latter two.
+
+        The hidden states [T, hidden] may be int8 with scales [T]. Returns the queries in the space of latents
+        [T, H, L] and their rotated parts [T, H, R].
         """
         raise NotImplementedError
 
@@ -175,7 +185,7 @@ class LatentAttention(Attention):
         layer_rope_keys: Tensor,
         metadata: AttentionMetadata,
     ) -> Tensor:
-        """As `attend_heads`, of what `write_joined` returned."""
+        """Attend from the queries that `write_joined` returned; otherwise as `attend_heads`."""
         raise NotImplementedError
 
     def attend(
@@ -186,8 +196,9 @@ class LatentAttention(Attention):
         metadata: AttentionMetadata,
         layer: int,
     ) -> Tensor:
-        """Each query [T, H, L + R] attends to its request's latents and rope keys; weighted sums of the
-        latents [T, H, L].
+        """Let each query [T, H, L + R] attend to its request's latents and rope keys.
+
+        Returns weighted sums of the latents [T, H, L].
         """
         output = query.new_empty(*query.shape[:2], self.shape.head_dim)
         for span in metadata.spans:
@@ -205,8 +216,9 @@ class LatentAttention(Attention):
         metadata: AttentionMetadata,
         layer: int,
     ) -> Tensor:
-        """Each query, of parts [T, H, N] and [T, H, R], attends to its request's positions up to its own;
-        returns [T, H, V].
+        """Let each query, of parts [T, H, N] and [T, H, R], attend to its request's positions up to its own.
+
+        Returns [T, H, V].
         """
         assert isinstance(metadata, LatentMetadata)
         output = nope.new_empty(*nope.shape[:2], self.latent.value_dim)
@@ -223,7 +235,7 @@ class LatentAttention(Attention):
         return output
 
     def _of_span(self, layer_latents: Tensor, layer_rope_keys: Tensor, span: Span) -> tuple[Tensor, Tensor]:
-        """The latents [n, 1, L] and rope keys [n, 1, R] of a span's pages."""
+        """Return the latents [n, 1, L] and rope keys [n, 1, R] of a span's pages."""
         latents, rope_keys = (
             self._numbers(pages[span.pages].flatten(0, 1)) for pages in (layer_latents, layer_rope_keys)
         )

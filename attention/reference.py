@@ -1,10 +1,10 @@
-"""What must attention over the paged cache compute?
+"""Define attention over the paged cache, in plain torch.
 
-Plain torch, the same on every device, one span after the other: the definition that every faster
-implementation is tested against.
+It is the same on every device and computes one span after the other: the definition against which every
+faster implementation is tested.
 
 Legend: T tokens of the step, S spans, H query heads, K kv heads, D head dim, P pages, B tokens a
-page, N slots.
+  page, N slots.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from continuous_batching.batch import Batch
 from devices.shapes import AttentionShape
 from kv_cache.transfer import to_device
 
-QUERY_ROWS = 256  # query positions computed at a time: the scores of a long prompt grow with its square
+# Query positions computed at a time, because the scores of a long prompt grow with its square
+QUERY_ROWS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +46,10 @@ class AttentionMetadata:
 
 @dataclass(frozen=True, slots=True)
 class StaticDecodes:
-    """What a captured step reads, of R rows of W tokens each, at addresses that do not change.
+    """What a captured step reads, for R rows of W tokens each, at addresses that do not change.
 
     The last token of a row sees all of its keys. A padding row is the first token of the null page W times,
-    and writes into that page. W is 1 but where attention captures spans.
+    and writes into that page. W is 1 unless attention captures spans.
     """
 
     write_index: Tensor  # int32 [R * W]
@@ -68,12 +69,10 @@ class Attention:
     def __init__(self, shape: AttentionShape, device: torch.device | str = "cpu") -> None:
         self.shape = shape
         self.device = torch.device(device)
-        self.sinks: dict[
-            int, Tensor
-        ] = {}  # by layer [H], where the shape has them: the decoder's own weights
+        self.sinks: dict[int, Tensor] = {}  # sink weights [H] of the decoder by layer, if the shape has them
 
     def check(self) -> None:
-        """Raise ValueError for a shape that cannot be served, with the value, the limit and how to fix it."""
+        """Raise ValueError for a shape that cannot be served, with the value, the limit and the fix."""
         shape = self.shape
         if shape.num_heads % shape.num_kv_heads:
             raise ValueError(
@@ -90,18 +89,18 @@ class Attention:
                 )
 
     def check_longest(self, num_tokens: int) -> None:
-        """Raise ValueError where requests of `num_tokens` tokens are too long; here no length is."""
+        """Raise ValueError if requests of `num_tokens` tokens are too long; here any length is allowed."""
 
     def new_pages(self, count: int) -> Tensor:
-        """`count` pages of zeros for the keys or the values of a layer: [P, B, K, D], or [P, B, K, D + 4] in
-        int8 (`int8_pages`).
+        """Return `count` pages of zeros for the keys or the values of a layer.
 
-        A subclass may arrange the numbers within a page in its own order.
+        They are [P, B, K, D], or [P, B, K, D + 4] in int8 (`int8_pages`). A subclass may arrange the numbers
+        within a page in its own order.
         """
         return self._pages(count, self.shape.head_dim)
 
     def new_value_pages(self, count: int) -> Tensor:
-        """As `new_pages`, for the values alone."""
+        """Return pages as `new_pages` does, for the values alone."""
         return self.new_pages(count)
 
     def _pages(self, count: int, width: int) -> Tensor:
@@ -114,9 +113,9 @@ class Attention:
     def plan(
         self, batch: Batch, page_table: NDArray[np.int32], write_index: NDArray[np.int64]
     ) -> AttentionMetadata:
-        """Make what all layers of this step need.
+        """Compute what all layers of this step share.
 
-        `page_table` [N, max_pages] and `write_index` [T], the cache place of every token, are the host's.
+        `page_table` [N, max_pages] and `write_index` [T], the cache place of every token, are on the host.
         """
         num_pages = -(-batch.stops // self.shape.page_size)
         first_rows = np.cumsum(batch.stops - batch.starts) - (batch.stops - batch.starts)
@@ -149,7 +148,7 @@ class Attention:
             pages.flatten(0, 1)[metadata.write_index] = packed(new) if self.shape.int8_pages else new
 
     def read(self, layer_keys: Tensor, layer_values: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values [n, K, D] at cache places `index` [n].
+        """Return the keys and values [n, K, D] at cache places `index` [n].
 
         A subclass with its own order within a page overrides this.
         """
@@ -159,11 +158,11 @@ class Attention:
     def attend(
         self, query: Tensor, layer_keys: Tensor, layer_values: Tensor, metadata: AttentionMetadata, layer: int
     ) -> Tensor:
-        """Each query [T, H, D] attends to its request's positions up to its own; returns the same shape.
+        """Let each query [T, H, D] attend to its request's positions up to its own; returns the same shape.
 
         With the layer's window w, the query at position p sees positions p-w+1 to p. A layer's sink is one
-        more score of each row, whose share of the weights goes to no value (arXiv 2309.17453). Only
-        places that the request has written are read: other places of the cache may hold NaN.
+        more score of each row, whose share of the weights goes to no value (arXiv 2309.17453). Only places
+        that the request has written are read: other places of the cache may hold NaN.
         """
         window, sinks = self.shape.windows[layer], self.sinks.get(layer)
         output = torch.empty_like(query)
@@ -186,7 +185,8 @@ class Attention:
         """Write the span's rows of the output, given keys and values of its request from the first on."""
         for start in range(span.start, span.stop, QUERY_ROWS):
             stop = min(start + QUERY_ROWS, span.stop)
-            seen = min(self.shape.first_key, start)  # a captured step's padding stands before it
+            # The padding of a captured step lies before the first key
+            seen = min(self.shape.first_key, start)
             if window is not None:
                 seen = max(seen, start - window + 1)
             rows = slice(span.first_row + start - span.start, span.first_row + stop - span.start)
@@ -195,11 +195,11 @@ class Attention:
     def graph_sizes(
         self, sizes: list[int], beside: int = 0, most_layers: int = 0, *, joins: bool = False
     ) -> list[int]:
-        """Which of these numbers of decodes are captured as graphs, the largest always among them, where so
-        many more graphs are held beside them, and another stage may have as many as `most_layers`. `joins`:
-        each has a second graph, which joins the logits of several ranks.
+        """Return which of these numbers of decodes are captured as graphs, the largest always among them.
 
-        Raises ValueError where none can be.
+        `beside` further graphs are held on the device, and another stage may have as many as `most_layers`
+        layers. With `joins`, each size has a second graph, which joins the logits of several ranks. Raises
+        ValueError if none can be captured.
         """
         raise ValueError(
             f"device.graphs: {type(self).__name__} needs the host at each span and cannot be captured: set it"
@@ -207,33 +207,36 @@ class Attention:
         )
 
     def holds(self, sizes: list[int], beside: int, *, joins: bool = False) -> bool:
-        """Whether the device holds graphs of all these sizes, and so many more."""
+        """Whether the device can hold graphs of all these sizes, beside so many others."""
         try:
             return self.graph_sizes(sizes, beside, joins=joins) == sizes
         except ValueError:
             return False
 
     def plan_static(self, decodes: StaticDecodes) -> AttentionMetadata:
-        """As `plan`, for a step that is captured: a replay computes with what `decodes` then holds."""
+        """Plan a step that is captured: a replay computes with what `decodes` then holds."""
         raise AssertionError("graph_sizes refuses an attention without plan_static")
 
     def replay(self, graph: Any, metadata: AttentionMetadata, kv_lens: list[int]) -> None:
-        """Run a captured step; `kv_lens` [R] equal those on the device, for operators that read them here."""
+        """Run a captured step.
+
+        `kv_lens` [R] equal those on the device, for operators that read them on the host.
+        """
         graph.replay()
 
     def _numbers(self, stored: Tensor) -> Tensor:
-        """What places of the cache stand for: [n, K, D]."""
+        """Return the numbers [n, K, D] that stored places of the cache represent."""
         return unpacked(stored) if self.shape.int8_pages else stored
 
     def _capped(self, scores: Tensor) -> Tensor:
-        """Scores of any shape, within the cap if there is one (arXiv 2408.00118)."""
+        """Return scores of any shape within the cap, if there is one (arXiv 2408.00118)."""
         cap = self.shape.score_cap
         return scores if cap is None else (scores / cap).tanh() * cap
 
     def _dense(
         self, query: Tensor, keys: Tensor, values: Tensor, window: int | None, sinks: Tensor | None
     ) -> Tensor:
-        """Queries [t, H, D] at the last t of the L positions of `keys` and `values` [L, K, D]."""
+        """Attend from queries [t, H, D] at the last t of the L positions of `keys` and `values` [L, K, D]."""
         num_rows, length = len(query), len(keys)
         grouped = query.float().unflatten(1, (keys.shape[1], -1))
         scores = self._capped(torch.einsum("tkgd,lkd->kgtl", grouped, keys.float()) * self.shape.scale)

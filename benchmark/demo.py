@@ -1,4 +1,4 @@
-"""How does the tiny model serve one trace in static and in continuous batches?"""
+"""Serve one trace by the tiny model in static and in continuous batches."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RUNS = {
     ],
     "continuous batching": ["scheduler.policy=stall_free"],
 }
-ROWS = {  # of the table: a figure of `summarise`, its name and its unit
+ROWS = {  # rows of the table: a figure of `summarise`, with its label and unit
     "requests_per_s": "requests/s",
     "output_tokens_per_s": "output tokens/s",
     "ttft_ms.p50": "time to first token, p50, ms",
@@ -39,7 +39,7 @@ ROWS = {  # of the table: a figure of `summarise`, its name and its unit
 
 
 def trace(num_requests: int, rate_per_s: float, text: Text) -> list[Job]:
-    """Chats that arrive by a Poisson process; the same ones in every call."""
+    """Return chats that arrive by a Poisson process, the same ones at every call."""
     arrivals, at_s = random.Random(7), 0.0
     jobs = []
     for number, messages in enumerate(demo_requests(num_requests, seed=7)):
@@ -58,7 +58,7 @@ def trace(num_requests: int, rate_per_s: float, text: Text) -> list[Job]:
 def run(
     overrides: list[str], num_requests: int, rate_per_s: float
 ) -> tuple[dict, Timeline, list[Record], float]:
-    """One way of batching: figures, timeline, answers, and when the first request came."""
+    """Run one way of batching; returns figures, timeline, answers, and when the first request came."""
     recipe = read(RECIPE, [f"scheduler.num_slots={NUM_SLOTS}", *overrides]).recipe
     text = Text.load(recipe.model.path) if recipe.model.path else None
     assert text is not None, f"{RECIPE} names a model with a tokenizer"
@@ -73,13 +73,13 @@ def run(
 
 
 def figure(summary: dict, name: str) -> float:
-    """A figure by its dotted name."""
+    """Return a figure by its dotted name."""
     group, _, key = name.partition(".")
     return float(summary[group][key] if key else summary[group])
 
 
 def print_answers(num_requests: int, records: list[Record], count: int) -> None:
-    """The first few questions with what the model said."""
+    """Print the first few questions with the model's answers."""
     answers = {record["id"]: record for record in records}
     for number, messages in enumerate(demo_requests(num_requests, seed=7)[:count]):
         print(f"  {messages[-1]['content']}\n    -> {answers[str(number)]['text'].strip()}")

@@ -1,4 +1,4 @@
-"""Can be written what a command will have to write? Looked at first, so that no run is lost for a folder."""
+"""Check that a command can write its outputs before it runs, so that no run is lost for a missing folder."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PICTURES = (".png", ".svg", ".pdf")
 
 
 def file(text: str | Path) -> Path:
-    """Where a file can be written; raises OSError where none can."""
+    """Return a path at which a file can be written; raises OSError for another."""
     path = Path(text)
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a folder; name a file in it")
@@ -20,7 +20,7 @@ def file(text: str | Path) -> Path:
 
 
 def picture(text: str) -> Path:
-    """Where a picture can be written; raises ValueError for a name that says no kind of picture."""
+    """Return a path for a picture; raises ArgumentTypeError for a name that names no kind of picture."""
     path = file(text)
     if path.suffix not in PICTURES:
         kinds = ", ".join(PICTURES)
@@ -29,7 +29,7 @@ def picture(text: str) -> Path:
 
 
 def folder(text: str) -> Path:
-    """A folder in which files can be written, once it and those above it are made; raises OSError."""
+    """Return a folder in which files can be written, once it and its parents are made; raises OSError."""
     path = Path(text)
     there = next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
     if not there.is_dir():

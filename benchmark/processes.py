@@ -1,4 +1,4 @@
-"""How is work spread over processes that end with the command, however it ends?"""
+"""Spread work over processes that end with the command, however it ends."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from concurrent.futures import ProcessPoolExecutor
 
 @contextlib.contextmanager
 def process_pool(num_processes: int) -> Iterator[ProcessPoolExecutor]:
-    """A pool of fresh processes; an error or ctrl-C ends them at once, not after their work."""
+    """Yield a pool of fresh processes; an error or ctrl-C ends them at once, not after their work."""
     with ProcessPoolExecutor(num_processes, multiprocessing.get_context("spawn")) as pool:
         before = set(multiprocessing.active_children())
         try:

@@ -1,7 +1,7 @@
-"""When did a run begin and end, and what did it take by clocks that do not know of one another?
+"""Record when a run began and ended, and its duration on independent clocks.
 
-The figures are read from a monotonic clock. The wall's clock and the processor's are read beside it, so that
-a gate can hold durations to something that they were not computed from.
+The figures are read from a monotonic clock. The clocks of the wall and of the processor are read beside it,
+so that a gate can compare durations with something that they were not computed from.
 """
 
 from __future__ import annotations
@@ -10,13 +10,15 @@ import time
 from collections.abc import Callable
 from datetime import datetime, timezone
 
-NEAR_S = 5e-5  # between two readings of one moment, unless something else ran in between
+NEAR_S = 5e-5  # seconds between two readings of one moment, unless something else ran in between
 TRIES = 20
 
 
 def with_wall(clock: Callable[[], float]) -> tuple[float, float]:
-    """What the wall's clock and another say at one moment: on a busy machine this process may be made to wait
-    between both, and then they are read again."""
+    """Return the wall clock's and another clock's readings of one moment.
+
+    On a busy machine this process may have to wait between both; they are then read again.
+    """
     nearest, found = float("inf"), (0.0, 0.0)
     for _ in range(TRIES):
         before_s, wall_s, after_s = clock(), time.time(), clock()
@@ -28,7 +30,7 @@ def with_wall(clock: Callable[[], float]) -> tuple[float, float]:
 
 
 class RunClock:
-    """Begins when it is made."""
+    """A clock that starts when it is made."""
 
     __slots__ = ("_cpu_s", "_monotonic_s", "_wall_s")
 
@@ -37,8 +39,10 @@ class RunClock:
         self._wall_s, self._monotonic_s = with_wall(time.monotonic)
 
     def read(self) -> dict[str, object]:
-        """What has passed since, as a result carries it: `monotonic_s` and `cpu_s` in seconds, of the
-        processor those of all threads of this process."""
+        """Return what has passed since, in the form of a result: `monotonic_s` and `cpu_s` in seconds.
+
+        The processor time is of all threads of this process.
+        """
         wall_s, monotonic_s = with_wall(time.monotonic)
         return {
             "started_at": _iso(self._wall_s),

@@ -1,4 +1,8 @@
-"""What does one step compute, and what came of it?"""
+"""Define the batch of one step, and the records of what the device answered for it.
+
+A batch is a set of spans, at most one for each row of the slot table. The scheduler makes it, the runner
+computes it, and the scheduler commits what was sampled.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +17,13 @@ from kv_cache.pages import Index, PageCopy
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """This step's spans: for span i, positions `starts[i] .. stops[i]-1` of row `slots[i]`.
+    """The spans of one step: span i covers positions `starts[i]` to `stops[i]` - 1 of row `slots[i]`.
 
-    A span is never empty, and a row has at most one. A decode is a span of one token, a prompt's
-    chunk a longer one; nothing below the scheduler asks which it is.
+    A span is never empty, and a row has at most one. A decode is a span of one token and a chunk of a prompt
+    is a longer one; nothing below the scheduler distinguishes them.
 
-    A span may yield tokens at several of its last positions: then its last tokens are drafts, and what the
-    model chooses at each of these places says whether the draft that follows is what it would have said.
+    A span that holds drafts yields tokens at several of its last positions: the token that the model samples
+    at each of these positions decides whether the draft that follows is accepted.
     """
 
     slots: Index  # [S] rows of the slot table
@@ -28,16 +32,18 @@ class Batch:
     sampled: Index  # [R] spans (indices into the above) that yield tokens, one entry for each token
     owners: Index  # [R] the row that each token is for: its span's own, or one that forks from it
     targets: Index  # [R] the position that each token is for: one past the position that yields it
-    copies: tuple[PageCopy, ...] = ()  # to be made before the forward pass, one after the other
-    # [U] spans whose last token is the one that the device chose last for this row: the host does not know it
+    copies: tuple[PageCopy, ...] = ()  # page copies to make before the forward pass, one after the other
+    # [U] spans whose last token was sampled by the step in flight: the device has it, and the host does not
+    # yet
     unknown: Index = field(default_factory=lambda: np.empty(0, dtype=np.int64))
-    num_drafts: int = 0  # tokens at the ends of spans that are guesses
-    # [S] positions `draft_starts` to `draft_stops` - 1 of each row that the draft model computes first: what
-    # it lacks of the known tokens, then the drafts of the span but for the last, which it makes; of a head,
-    # whose keys of drafts do not last, the known tokens alone; empty without either
+    num_drafts: int = 0  # number of draft tokens in all spans
+    # [S] The draft model computes positions `draft_starts` to `draft_stops` - 1 of each row first. A draft
+    # model computes the known tokens that it lacks, then the drafts of the span except the last, each of
+    # which it proposes itself. A head computes the known tokens alone, because its keys of drafts do not
+    # last. Both arrays are empty without a draft model or head.
     draft_starts: Index = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     draft_stops: Index = field(default_factory=lambda: np.empty(0, dtype=np.int64))
-    num_tokens: int = field(init=False)  # of all spans; asked for often, so summed once
+    num_tokens: int = field(init=False)  # total over all spans, summed once because it is read often
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "num_tokens", int((self.stops - self.starts).sum()))
@@ -48,33 +54,36 @@ class Batch:
 
     @property
     def yielding(self) -> Index:
-        """Where the positions that yield tokens stand among all tokens of the batch, span after span. [R]"""
+        """The index of each position that yields a token, among all tokens of the batch. [R]"""
         ends = np.cumsum(self.stops - self.starts)
         rows: Index = ends[self.sampled] - 1 + self.targets - self.stops[self.sampled]
         return rows
 
     @property
     def yields_all(self) -> bool:
-        """Whether each token of the batch yields one token, in their order."""
+        """Whether every token of the batch yields exactly one token, in the order of the batch."""
         return len(self.owners) == self.num_tokens and bool(
             (self.yielding == np.arange(self.num_tokens)).all()
         )
 
     @property
     def is_draft(self) -> NDArray[np.bool_]:
-        """Which positions `targets` hold a guess. [R]"""
+        """Whether the position in `targets` holds a draft. [R]"""
         guessed: NDArray[np.bool_] = self.targets < self.stops[self.sampled]
         return guessed
 
     @property
     def drafts_by_span(self) -> Index:
-        """How many tokens at the end of each span are guesses. [S]"""
+        """Number of drafts at the end of each span. [S]"""
         counts: Index = np.bincount(self.sampled[self.is_draft], minlength=self.num_spans)
         return counts
 
     @property
     def makes_drafts(self) -> bool:
-        """Whether the guesses are made on the device, in this step: the host does not know them yet."""
+        """Whether the device proposes this batch's drafts within the step.
+
+        The host does not know them yet.
+        """
         return self.num_drafts > 0 and len(self.draft_starts) > 0
 
     @property
@@ -91,39 +100,45 @@ _NONE: Index = np.empty(0, dtype=np.int64)
 NO_BATCH = Batch(_NONE, _NONE, _NONE, _NONE, _NONE, _NONE)
 
 
-NOT_FINITE = -1  # in place of a token
+NOT_FINITE = -1  # stands in the place of a token id where the logits were not finite
+# No token was allowed by the request's masks
 NONE_LEFT = -2
-LATE = -3  # which tokens may come was not known in time: the row is computed once more
+LATE = -3  # the mask of allowed tokens was not ready in time, so the row is computed once more
 
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """The likeliest continuations of one beam: at least `beam_width` and one for each token that ends it."""
+    """The most likely continuations of one beam.
+
+    There are at least `beam_width` of them, and one more for each end token among them.
+    """
 
     tokens: Index  # [C]
-    scores: NDArray[np.float32]  # [C] log-probabilities after the request's changes, falling
-    logprobs: NDArray[np.float32]  # [C] before them
+    # [C] log-probabilities after the request's changes to the logits, in falling order
+    scores: NDArray[np.float32]
+    logprobs: NDArray[np.float32]  # [C] log-probabilities before these changes
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """What the device answers for one batch, aligned with `batch.sampled`."""
+    """The device's answer to one batch, aligned with `batch.sampled`."""
 
-    # [R] token ids; NOT_FINITE where the logits were not, NONE_LEFT where all are forbidden, or LATE
+    # [R] token ids, or NOT_FINITE, NONE_LEFT or LATE in their place
     tokens: Index
     logprobs: dict[int, TokenLogprobs] = field(
         default_factory=dict
-    )  # for those that asked, by index into tokens
-    candidates: dict[int, Candidates] = field(default_factory=dict)  # for beams, by index into tokens
-    # By row, of those that asked: each prompt token that follows one of the batch, but those known before
+    )  # by index into tokens, only for requests that asked
+    candidates: dict[int, Candidates] = field(default_factory=dict)  # by index into tokens, only for beams
+    # For each row that asked: an entry for every prompt token that follows a token of this batch, except
+    # those computed by an earlier batch
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
-    # By row, of those that pool: the sum over those of the batch's tokens that count
+    # For each row that pools: the sum of the hidden states of those tokens of this batch that count
     pooled: dict[int, Vector] = field(default_factory=dict)
-    # The guesses of a batch that makes its own, in the order of `Batch.is_draft`
+    # Drafts that the device proposed within this step, in the order of `Batch.is_draft`
     drafts: Index = field(default_factory=lambda: np.empty(0, dtype=np.int64))
 
     def take(self, at: Index) -> Sampled:
-        """The part for tokens `at`, which rise."""
+        """Return the part of the answer for the tokens at the ascending indices `at`."""
         index_of = (
             {old: new for new, old in enumerate(at.tolist())} if self.logprobs or self.candidates else {}
         )
@@ -138,12 +153,12 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class Booked:
-    """What a committed batch brought; `sampled` is aligned with `owners`."""
+    """The outcome of a committed batch; `sampled` is aligned with `owners`."""
 
-    owners: Index  # [A] rows, each as often as it got tokens
-    sampled: Sampled  # without the tokens that follow wrong drafts
-    finished: list[Request]  # requests that ended with it
-    copies: tuple[PageCopy, ...] = ()  # to be made now, because nothing is left that another batch would run
+    owners: Index  # [A] rows, each repeated once for every token that it received
+    sampled: Sampled  # tokens sampled behind a rejected draft are left out
+    finished: list[Request]  # requests that finished with this batch
+    copies: tuple[PageCopy, ...] = ()  # page copies to make at once, because no later batch will carry them
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,12 +166,13 @@ class PackedTokens:
     """The tokens of a batch, span after span."""
 
     token_ids: NDArray[np.int32]  # [T]
-    positions: Index  # [T] in their request
-    write_index: Index  # [T] place of each token's key and value in the cache: page * page_size + offset
+    positions: Index  # [T] position of each token in its request
+    # [T] cache address of each token's key and value: page * page_size + offset
+    write_index: Index
 
 
 def ragged_ranges(starts: Index, stops: Index) -> Index:
-    """The integers of every range [starts[i], stops[i]), one range after the other."""
+    """Concatenate the integers of all ranges [starts[i], stops[i])."""
     lens = stops - starts
     ends = np.cumsum(lens)
     total = int(ends[-1]) if len(ends) else 0

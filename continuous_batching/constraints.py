@@ -1,8 +1,8 @@
-"""Which tokens may come next, where an answer must follow a grammar?
+"""Constrain an answer to a grammar by masks of the tokens that may come next.
 
-The answer is a function of the tokens of the answer alone: no step advances anything but by the tokens that
-were committed. So a request that comes back after a preemption, or whose drafts turned out wrong, has
-nothing to restore.
+The masks are a function of the tokens of the answer alone: a matcher advances only by committed tokens. So a
+request that resumes after preemption, or whose drafts were rejected, has no grammar state to restore. The
+grammar itself is an implementation of `Matcher`, which lies outside this package.
 """
 
 from __future__ import annotations
@@ -17,66 +17,86 @@ from numpy.typing import NDArray
 
 from kv_cache.pages import Index
 
-Mask = NDArray[np.int32]  # [words] a bit for each token, the lowest of a word first: whether it may come
+# [words] one bit for each token, the lowest bit of a word first; a set bit allows the token
+Mask = NDArray[np.int32]
 NOTHING: Mask = np.zeros(1, dtype=np.int32)
-SLOW_S = 0.01  # of a core, for the masks of one step, or for its guesses
+# Limit of CPU time for the masks, or for the drafts, of one step; above it a constraint counts as slow
+SLOW_S = 0.01
 
 
 class Matcher(Protocol):
-    """Where in its grammar an answer is. What fails is told by `error`, and nothing is raised."""
+    """The state of one answer in its grammar. A failure is reported by `error`; no method raises."""
 
     @property
     def error(self) -> str:
-        """Why it can say nothing more, such as a grammar that grew too complex; empty while it can."""
+        """Why the matcher cannot go on, such as a grammar that grew too complex; empty while it can."""
         ...
 
     def mask(self) -> Mask | None:
-        """The tokens that may come now, None for all; the model's end tokens where the answer may end."""
+        """Return the tokens that may come next, or None if all may.
+
+        End tokens are allowed where the answer may end.
+        """
         ...
 
     def consume(self, token: int) -> bool:
-        """Go on by a token; False, with nothing changed, where it may not come or would end the answer."""
+        """Advance by a token.
+
+        Returns False, with the state unchanged, if it is not allowed or would end the answer.
+        """
         ...
 
     def rollback(self, num_tokens: int) -> None:
-        """Take back the last tokens."""
+        """Undo the last `num_tokens` tokens."""
         ...
 
     def num_possible(self, tokens: list[int]) -> int:
-        """How many of these tokens, from the first, may follow one another from here; nothing changes."""
+        """Return how many of these tokens, from the first, are allowed in sequence from here.
+
+        The state is unchanged.
+        """
         ...
 
     def forced(self) -> list[int]:
-        """Tokens that spell what must come now, as a text would usually be cut into them."""
+        """Return tokens that spell the text that must come next, cut as a tokenizer would usually cut it."""
         ...
 
 
 class Constraint:
-    """The grammar of one request, and where its answer is in it. `start` makes a matcher at the beginning."""
+    """The grammar of one request and the state of its answer in it.
+
+    `start` makes a matcher at the beginning.
+    """
 
     def __init__(self, start: Callable[[], Matcher]) -> None:
         self._start = start
         self._matcher: Matcher | None = None
         self._num_consumed = 0
-        self.error = ""  # why there is no mask any more
-        self.making: Making | None = None  # masks that a thread makes, or has made
-        self.took_s = 0.0  # of a core, for the masks of its last step
-        self._guesses_were_slow = False  # once: they are made in the engine's thread, which all wait for
+        self.error = ""  # why no mask can be made any more
+        self.making: Making | None = None  # the masks that a thread is making, or has made
+        self.took_s = 0.0  # CPU time of the masks of its last step
+        # Proposing drafts was slow once. They are proposed in the engine's thread, for which every request
+        # waits.
+        self._guesses_were_slow = False
 
     @property
     def is_slow(self) -> bool:
-        """Whether others should not wait for its masks."""
+        """Whether its masks are slow enough that other requests should not wait for them."""
         return self.took_s > SLOW_S
 
     def leave(self) -> None:
-        """Forget where the answer is, and the memory that this takes, until it is asked for again."""
+        """Drop the matcher and the memory that it takes.
+
+        It is rebuilt from the answer when it is next needed.
+        """
         self._matcher, self._num_consumed = None, 0
 
     def masks(self, answer: Index, drafts: Index) -> list[Mask | None]:
-        """The tokens that may follow `answer`, then those that may follow each of `drafts`, too.
+        """Return the mask behind `answer`, then the mask behind each of `drafts`.
 
-        None where all may: behind a draft that is impossible or ends the answer, where nothing counts any
-        more. Where the grammar fails nothing may come, and `error` says why if that is behind the answer.
+        A mask is None where every token is allowed, and behind a draft that is impossible or ends the answer,
+        where the sampled token is discarded anyway. If the grammar fails, no token is allowed there, and
+        `error` says why if it failed within the answer.
         """
         matcher = self._at(answer)
         num_places = 1 + len(drafts)
@@ -95,15 +115,17 @@ class Constraint:
                 masks[-1] = NOTHING
                 break
         if matcher.error:
-            self.leave()  # a guess led it there: the answer may go on elsewhere
+            # A draft led the matcher into the failure; the answer itself may continue in another way
+            self.leave()
         elif len(masks) > 1:
             matcher.rollback(len(masks) - 1)
         return masks + [None] * (num_places - len(masks))
 
     def num_possible(self, answer: Index, drafts: list[int]) -> int:
-        """How many of these drafts, from the first, the grammar lets follow the answer.
+        """Return how many of these drafts, from the first, the grammar allows behind the answer.
 
-        None where it is slow, or its guesses were, or a thread is at it.
+        Returns 0 if the constraint is slow, if proposing drafts was slow before, or if a thread is making its
+        masks.
         """
         if self._is_out_of_reach:
             return 0
@@ -114,9 +136,10 @@ class Constraint:
         return count
 
     def forced(self, answer: Index) -> list[int]:
-        """Tokens that spell what must follow the answer; they may be cut otherwise than the model would.
+        """Return tokens that spell what must follow the answer; the model might cut it in another way.
 
-        None where it is slow, or its guesses were, or a thread is at it.
+        Returns none if the constraint is slow, if proposing drafts was slow before, or if a thread is making
+        its masks.
         """
         if self._is_out_of_reach:
             return []
@@ -138,7 +161,7 @@ class Constraint:
             self.leave()
 
     def _at(self, answer: Index) -> Matcher | None:
-        """The matcher behind these tokens; None where there is none any more."""
+        """Return the matcher advanced to the end of `answer`, or None if the grammar has failed."""
         if self.error:
             return None
         if self._matcher is None or len(answer) < self._num_consumed:
@@ -158,19 +181,19 @@ class Constraint:
 
 @dataclass(slots=True)
 class Making:
-    """The masks behind an answer and each of its drafts, which a thread is to make."""
+    """A task for a thread: the masks behind an answer and behind each of its drafts."""
 
     constraint: Constraint
     answer: Index
     drafts: Index
     is_begun: bool = False
-    is_late: bool = False  # a step has gone on without them
+    is_late: bool = False  # a step has gone on without these masks
     is_done: bool = False
-    failed: Exception | None = None  # a defect, which is raised where the masks are asked for
+    failed: Exception | None = None  # a programming error, raised again where the masks are asked for
     _masks: list[Mask | None] = field(default_factory=list)
 
     def make(self) -> None:
-        """Make them."""
+        """Compute the masks, and measure the CPU time that they take."""
         began_s = time.thread_time()
         try:
             self._masks = self.constraint.masks(self.answer, self.drafts)
@@ -182,7 +205,10 @@ class Making:
             self.is_done = True
 
     def masks_for(self, drafts: Index) -> list[Mask | None]:
-        """The masks behind the answer and those of these drafts that it was begun with."""
+        """Return the masks behind the answer and its leading drafts.
+
+        Drafts count as far as they agree with those that the masks were made for.
+        """
         if self.failed is not None:
             raise self.failed
         count = min(len(drafts), len(self.drafts))

@@ -1,4 +1,9 @@
-"""How do requests become tokens, step by step?"""
+"""Run the engine's loop: schedule a batch, run it on the device, commit its tokens.
+
+The scheduler decides what a batch holds and the runner computes it; this module joins the two, overlaps
+scheduling with the device where asked, and reports every input and decision to an observer. It also defines
+the protocols of the runner and of the tier below the host's pool.
+"""
 
 from __future__ import annotations
 
@@ -25,91 +30,100 @@ NO_TOKENS = Sampled(_NONE)
 
 
 class Runner(Protocol):
-    """Computes a batch on a device."""
+    """A device that computes batches."""
 
     def run(self, batch: Batch) -> Sampled:
-        """One forward pass; one token for each of `batch.owners`, at its position `batch.targets`."""
+        """Run one forward pass.
+
+        Returns a token for each of `batch.owners` at its position in `batch.targets`.
+        """
         ...
 
     def start(self, batch: Batch) -> Callable[[], Sampled]:
-        """Begin a forward pass, and do not wait for it; what is returned does."""
+        """Start a forward pass without waiting for it; the function returned waits and gives the answer."""
         ...
 
     def resize(self, num_pages: int, copies: tuple[PageCopy, ...]) -> None:
-        """Make the copies, then change the number of pages, keeping what the low ones hold."""
+        """Make the copies, then change the number of pages; the pages that remain keep their content."""
         ...
 
 
 class Tier(Protocol):
-    """A tier of pages below the host's pool; no call waits for it."""
+    """A tier of pages below the host's pool. None of its methods blocks."""
 
     def look_up(self, keys: Sequence[bytes]) -> Lookup | None:
-        """Begin to look for the pages of these keys, which continue each other; None: it would be in vain."""
+        """Start a lookup of the pages of these chained keys.
+
+        Returns None if the tier knows that it has none.
+        """
         ...
 
     def is_over(self, lookup: Lookup) -> bool:
-        """Whether a lookup has ended, or has taken as long as it may."""
+        """Whether a lookup has ended or reached its time limit."""
         ...
 
     def hand_over(self, contents: Sequence[bytes]) -> None:
-        """What pages hold that the scheduler was told of, in the order of their copies `from_tier`."""
+        """Hand over the content of fetched pages, in the order of their `from_tier` copies."""
         ...
 
     def make(self, copies: tuple[PageCopy, ...]) -> None:
-        """Make copies that no batch will."""
+        """Make copies that no batch will carry."""
         ...
 
     def close(self) -> None:
-        """Keep what was to be kept, as far as there is a moment for it."""
+        """Write out pages that are still to be saved, within a short time limit."""
         ...
 
 
 class Observer:
-    """Is called with every input and decision of an engine; this one ignores them, a `Recorder` does not."""
+    """Receives every input and decision of an engine.
+
+    This class ignores them; a `Recorder` writes them down.
+    """
 
     def added(self, request: Request) -> None:
         """A request was accepted."""
 
     def fetched(self, request_id: str, first: int, count: int) -> None:
-        """A lookup in the tier has found `count` pages of a waiting request, from its page `first` on."""
+        """A lookup in the tier found `count` pages of a waiting request, from its page `first` on."""
 
     def ended(self, request_id: str, reason: str, now_s: float) -> None:
-        """A request was ended from outside, or by the clock."""
+        """A request was ended by its client, by the server or by its timeout."""
 
     def expected(self, request_id: str, arrival: Arrival) -> None:
-        """Pages were taken that another engine is to fill."""
+        """Pages were allocated for another engine to fill."""
 
     def arrived(self, request_id: str, is_whole: bool) -> None:
-        """All of them came, and can be found; or not all, and none can."""
+        """The expected pages arrived; they can be found if all of them did, and otherwise none can."""
 
     def released(self, request_id: str) -> None:
-        """The pages of a request that has ended are held no longer."""
+        """The lease on the pages of an ended request is over."""
 
     def resized(self, num_pages: int, give_up: GiveUp) -> None:
-        """The pool got another number of pages, and the device is about to."""
+        """The page pool was resized, and the device is about to follow."""
 
     def forgotten(self) -> None:
-        """No page is findable any more."""
+        """The prefix cache was emptied."""
 
     def scheduled(self, batch: Batch, slots: SlotPool, now_s: float, held_back: HeldBack | None) -> None:
-        """A batch with at least one span was made from the slot table; `held_back` as in `Scheduler`."""
+        """A batch with at least one span was made from the slot table; `held_back` is as in `Scheduler`."""
 
     def looked_ahead(self, now_s: float) -> None:
-        """With a batch in flight, no other was made; a request may have got its row all the same."""
+        """With a batch in flight no further batch was made, although a request may have been given a row."""
 
     def committed(self, sampled: Sampled, now_s: float) -> None:
-        """The device answered, and what it answered was booked."""
+        """The device's answer was committed."""
 
     def close(self) -> None:
-        """The engine makes no more steps."""
+        """The engine makes no further steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one step did. Its batch is empty where requests ended by the clock and nothing was computed.
+    """The outcome of one step; its batch is empty if requests timed out and nothing was computed.
 
-    `sampled` holds the tokens that were booked, for the rows `owners` [A]. Until the next step,
-    `engine.slots.requests[step.owners[i]]` is the request of token i, also when it ended.
+    `sampled` holds the tokens that were committed, for the rows `owners` [A]. Until the next step,
+    `engine.slots.requests[step.owners[i]]` is the request of token i, even if it has finished.
     """
 
     batch: Batch
@@ -122,7 +136,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A step that the device is at."""
+    """A step that is in flight on the device."""
 
     batch: Batch
     wait: Callable[[], Sampled]
@@ -130,14 +144,15 @@ class Started:
 
 
 class Engine:
-    """The loop: schedule, run, commit. `clock` gives seconds and never runs back.
+    """The loop of schedule, run and commit. `clock` gives seconds and never runs back.
 
-    With `overlap`, the next step is scheduled while the device runs this one, wherever it does not depend on
-    it; a token that a request turns out not to need is then dropped. So are as many steps, of different
-    requests, as the scheduler's `depth` says, for a device of several stages. Answers are the same.
+    With `overlap` the next step is scheduled while the device runs this one, wherever it does not depend on
+    this one's tokens; a token that a request turns out not to need is dropped. A device of several pipeline
+    stages has as many steps in flight, of different requests, as the scheduler's `depth` says. Answers are
+    the same in all cases.
 
-    An `observer`, and a `tier` if the scheduler has one, must be there before the first request. `on_finish`
-    gets each request that `finish` or `abort` has ended: such a one is in no step's `finished`.
+    An `observer`, and a `tier` if the scheduler has one, must be set before the first request. `on_finish`
+    receives each request that `finish` or `abort` has ended, which appears in no step's `finished`.
     """
 
     def __init__(
@@ -154,10 +169,11 @@ class Engine:
         self.overlap = overlap
         self.observer = Observer()
         self.tier: Tier | None = None
-        self._awaited: list[tuple[Request, int, Lookup]] = []  # who waits for pages, from which on
+        # Requests waiting for a lookup, and the page from which it looks
+        self._awaited: list[tuple[Request, int, Lookup]] = []
         self.on_finish: Callable[[Request], None] = _ignore
         self._started = deque[Started]()
-        self._landed: list[Step] = []  # done, and not yet given out
+        self._landed: list[Step] = []  # steps that have completed and are still to be returned
 
     @property
     def slots(self) -> SlotPool:
@@ -165,18 +181,21 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is waiting or running, or a step is to be given out."""
+        """Whether a request waits or runs, or a completed step is still to be returned."""
         return self.scheduler.has_work or bool(self._landed)
 
     def add(self, request: Request) -> None:
-        """Take a request; raises ValueError if it could never be served, QueueFull if too much waits."""
+        """Accept a request.
+
+        Raises ValueError if it can never be served and QueueFull if the queue is too long.
+        """
         self.scheduler.add(request)
         if self.tier is not None:
             self._look_up(self.tier, request)
         self.observer.added(request)
 
     def finish(self, request_id: str, reason: str = "stop") -> Request | None:
-        """End a request whose text is complete; None if it has ended already."""
+        """Finish a request whose text is complete; return None if it has already ended."""
         request = self.scheduler.end(request_id, reason)
         if request is not None:
             request.finish_s = self.clock()
@@ -185,16 +204,15 @@ class Engine:
         return request
 
     def abort(self, request_id: str) -> Request | None:
-        """End a request that nobody waits for any more; None if it has ended already."""
+        """End a request whose client has gone; return None if it has already ended."""
         return self.finish(request_id, "abort")
 
     def expect_pages(self, request: Request) -> tuple[Arrival, tuple[PageCopy, ...]] | None:
-        """Take pages for what another engine computes of a request that is still to be added: what is to be
-        filled, and the copies that the device must make before. None where nothing could be spared by it,
-        or no pages can be.
+        """Allocate pages for the part of a prompt that another engine computes, before the request is added.
 
-        Only who calls this writes to these pages, until `pages_arrived`; before each write it asks
-        `arriving_pages` whether they had to give way.
+        Returns the pages to fill and the copies that the device must make first, or None if nothing would be
+        saved or no pages can be spared. Only the caller writes to these pages, until `pages_arrived`; before
+        each write it asks `arriving_pages` whether they had to give way.
         """
         scheduler = self.scheduler
         keys = scheduler.page_keys(request)[: request.num_findable // self.slots.page_size]
@@ -206,51 +224,53 @@ class Engine:
         return arrival, scheduler.tables.take_copies()
 
     def arriving_pages(self, request_id: str) -> Arrival | None:
-        """What is being filled for a request; None where it had to give way."""
+        """Return the pages being filled for a request, or None if they had to give way."""
         return self.scheduler.lifecycle.held.arriving(request_id)
 
     def pages_arrived(self, request_id: str, *, is_whole: bool) -> None:
-        """All pages have come, which can be found from now on, or else none can."""
+        """End an arrival: its pages can be found from now on if all of them are whole."""
         self.scheduler.lifecycle.held.arrived(request_id, is_whole=is_whole)
         self.observer.arrived(request_id, is_whole)
 
     def leased_pages(self, request_id: str) -> Index | None:
-        """The pages of an ended request's prompt (see `Request.leases_pages`); None where they had to give
-        way.
+        """Return the prompt pages held for an ended request, or None if they had to give way.
+
+        See `Request.leases_pages`.
         """
         return self.scheduler.lifecycle.held.leased(request_id)
 
     def release_pages(self, request_id: str) -> None:
-        """Nobody reads them any more."""
+        """End the lease on a request's pages, which nobody reads any more."""
         self.scheduler.lifecycle.held.release(request_id)
         self.observer.released(request_id)
 
     def resize(self, num_pages: int, give_up: GiveUp = "nothing") -> None:
-        """Change the size of the cache while serving (see `Scheduler.resize`), when the device is done."""
+        """Change the number of pages while serving (see `Scheduler.resize`), once the device is idle."""
         self.drain()
         self.scheduler.resize(num_pages, give_up)
-        self.observer.resized(num_pages, give_up)  # before ranks wait for each other within it
+        # The observer hears it first, because ranks wait for each other within the runner's resize
+        self.observer.resized(num_pages, give_up)
         self.runner.resize(num_pages, self.scheduler.tables.take_copies())
 
     def forget_prefixes(self) -> None:
-        """Let no request find what was computed before, but in the tier below; what runs keeps its pages."""
+        """Empty the prefix cache, but not the tier below; running requests keep their pages."""
         self.drain()
         self.scheduler.prefix.forget_all()
         self.observer.forgotten()
 
     def close(self) -> None:
-        """The engine makes no more steps."""
+        """Close the observer and the tier; no step may follow."""
         self.observer.close()
         if self.tier is not None:
             self.tier.close()
 
     def drain(self) -> None:
-        """Wait until the device is idle; what it was at is given out by the next `step`."""
+        """Wait until the device is idle; the next calls of `step` return the steps that it completed."""
         while self._started:
             self._landed.append(self._land(self._started.popleft()))
 
     def step(self) -> Step | None:
-        """Compute one batch; None when there is nothing to compute now."""
+        """Complete one step and return it, or None if there is nothing to compute now."""
         if self._landed:
             return self._landed.pop(0)
         now_s = self.clock()
@@ -266,7 +286,7 @@ class Engine:
         return replace(step, finished=expired + step.finished) if expired else step
 
     def _fill(self, now_s: float) -> None:
-        """Start what the device can begin, or have waiting for it, before its next answer is known."""
+        """Start as many steps as the device may have in flight before its next answer is known."""
         most = max(self.scheduler.depth, 1 + self.overlap)
         while len(self._started) < most:
             if self._started:
@@ -279,7 +299,10 @@ class Engine:
             self._started.append(started)
 
     def _look_up(self, tier: Tier, request: Request) -> None:
-        """Look for the pages of a newcomer that are not found here; it waits for them."""
+        """Start a lookup in the tier for the pages that a new request lacks here.
+
+        The request waits for it.
+        """
         first, keys = self.scheduler.lifecycle.matching.lacking(request)
         lookup = tier.look_up(keys) if keys else None
         if lookup is not None:
@@ -287,12 +310,13 @@ class Engine:
             self._awaited.append((request, first, lookup))
 
     def _take_in(self, tier: Tier) -> None:
-        """Let those go on whose pages have been looked up."""
+        """Release the requests whose lookup has ended."""
         awaited, self._awaited = self._awaited, []
         for request, first, lookup in awaited:
             if not tier.is_over(lookup):
                 self._awaited.append((request, first, lookup))
-            elif self.scheduler.waiting.find(request.id) is request:  # it has not been given up meanwhile
+            # The request has not been aborted meanwhile
+            elif self.scheduler.waiting.find(request.id) is request:
                 count = len(lookup.contents)
                 taken = self.scheduler.lifecycle.matching.arrive(request, first, count)
                 self.observer.fetched(request.id, first, count)
@@ -321,4 +345,4 @@ class Engine:
 
 
 def _ignore(request: Request) -> None:
-    """Nobody follows the requests that end."""
+    """Ignore a finished request."""

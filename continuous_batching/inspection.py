@@ -1,4 +1,4 @@
-"""How full are the pools now, what was moved to keep them so, and do the holders of pages agree?"""
+"""Measure the use of the page pools and verify the holder counts of all pages."""
 
 from __future__ import annotations
 
@@ -15,26 +15,28 @@ from kv_cache.prefix_index import Lookup
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """One reading. The first pages of both pools, which stay empty, are not counted.
+    """One reading of the pools and the queue. The null page of each pool is not counted.
 
-    `fragmentation` is the share of the free pages that lie below the highest page in use: so many of them
-    a smaller pool could not give back without compaction, and a paged operator does not mind. `lookups`
-    counts what newcomers found of the prefix that they could use, as "whole", or by the reason why no more;
-    those that wait for a page which another computes are not among them. Bytes are sums since the start.
+    `fragmentation` is the share of the free pages that lie below the highest page in use: a smaller pool
+    could not give back that many without compaction, while a paged operator is not affected. `lookups` counts
+    how new requests fared in the prefix cache: "whole", or the reason why they found no more of their usable
+    prefix; requests that wait for a page which another row computes are not counted. Bytes are totals since
+    the start.
     """
 
     running_requests: int
     waiting_requests: int
-    queued_tokens: int  # known of those that wait or are being prefilled, to be computed after their hits
-    held_pages: int  # in use by rows
-    idle_pages: int  # cached, and in use by nobody
+    # Tokens still to be computed for waiting requests and running prefills, after their prefix hits
+    queued_tokens: int
+    held_pages: int  # pages in use by rows
+    idle_pages: int  # cached pages that no row uses
     free_pages: int
     fragmentation: float
-    swapped_host_pages: int  # of waiting requests that were preempted
-    resting_host_pages: int  # evicted, and found there
+    swapped_host_pages: int  # host pages of preempted requests that wait
+    resting_host_pages: int  # evicted pages that can still be found in the host pool
     free_host_pages: int
-    hit_rate: float  # of prompt tokens, found in the prefix cache
-    host_hit_rate: float  # of prompt tokens, found at rest
+    hit_rate: float  # share of prompt tokens found in the prefix cache
+    host_hit_rate: float  # share of prompt tokens found in the host pool
     lookups: dict[Lookup, int]
     copied_on_write_bytes: int
     compacted_bytes: int
@@ -45,7 +47,7 @@ class Usage:
 
 
 def usage(scheduler: Scheduler, page_bytes: int) -> Usage:
-    """Read it between steps; `page_bytes` is what a page takes in all layers."""
+    """Read the usage between steps; `page_bytes` is the size of a page over all layers."""
     pool, prefix, host = scheduler.pool, scheduler.prefix, scheduler.host_pool
     counters = scheduler.counters
     holes = pool.highest_held - pool.num_held
@@ -74,34 +76,34 @@ def usage(scheduler: Scheduler, page_bytes: int) -> Usage:
 
 
 def queued_tokens(scheduler: Scheduler) -> int:
-    """Tokens of prompts, and of preempted answers, to be computed: all but what would be found."""
+    """Count the tokens of prompts and preempted answers still to be computed, without prefix hits."""
     slots, busy = scheduler.slots, scheduler.slots.busy
     running = int(np.maximum(slots.num_prompt[busy] - slots.num_computed[busy], 0).sum())
     return running + tokens_not_found(scheduler, scheduler.waiting)
 
 
 def tokens_not_found(scheduler: Scheduler, requests: Iterable[Request]) -> int:
-    """The tokens of requests that would not be found, if these began now."""
+    """Count the tokens of these requests that would not be prefix hits if the requests started now."""
     index, page_size = scheduler.prefix.index, scheduler.slots.page_size
     return sum(len(each.tokens) - index.num_known(each.page_keys) * page_size for each in requests)
 
 
 @dataclass(frozen=True, slots=True)
 class Recount:
-    """What a recount found.
+    """The result of a recount of all holders.
 
-    A wrong page is both free and held, or neither, or has other holders than the slots, the cache and what is
-    held for other engines.
+    A page is wrong if it is both free and held, or neither, or if its holders are not the rows, the prefix
+    cache and the holds for other engines.
     """
 
-    shared_pages: int  # in use by more than one row
+    shared_pages: int  # pages in use by more than one row
     wrong_pages: int
 
 
 def recount(scheduler: Scheduler) -> Recount:
-    """Count the holders of all pages again, between steps; it looks at every page in use once.
+    """Recount the holders of all pages, between steps; the cost is one look at every page in use.
 
-    A server asks for it now and then, and tests after each step.
+    A server runs this from time to time, and tests run it after each step.
     """
     slots, pool = scheduler.slots, scheduler.pool
     counts = slots.num_pages[slots.busy]

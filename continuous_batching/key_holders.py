@@ -1,4 +1,8 @@
-"""Which replicas have the keys of which pages, or of which parts of texts?"""
+"""Record which replicas hold which keys, as bit masks.
+
+A key names a page of the KV cache, or a part of a text where only texts are known. The router looks up how
+long a prefix of a request each replica holds; this module does not decide where the request goes.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +16,11 @@ _FEW = 8
 
 
 class KeyHolders:
-    """Which replicas have which keys: of each key, one bit a replica."""
+    """The replicas that hold each key, as one bit for each replica."""
 
     def __init__(self) -> None:
-        self.masks: dict[int, int] = {}  # the replicas that have a key, as bits; of a key that one has
+        # Replicas that hold the key, as bits; a key that no replica holds has no entry
+        self.masks: dict[int, int] = {}
 
     def __len__(self) -> int:
         return len(self.masks)
@@ -24,7 +29,7 @@ class KeyHolders:
         return key in self.masks
 
     def add(self, replica: int, keys: Iterable[int]) -> int:
-        """A replica has these keys; return how many it did not have."""
+        """Add keys to a replica; return how many of them are new to it."""
         bit, masks, num_new = 1 << replica, self.masks, 0
         for key in keys:
             mask = masks.get(key, 0)
@@ -34,7 +39,7 @@ class KeyHolders:
         return num_new
 
     def discard(self, replica: int, keys: Iterable[int]) -> int:
-        """A replica has none of these keys; return how many it had."""
+        """Remove keys from a replica; return how many of them it had."""
         bit, masks, num_gone = 1 << replica, self.masks, 0
         for key in keys:
             mask = masks.get(key, 0)
@@ -47,7 +52,7 @@ class KeyHolders:
         return num_gone
 
     def clear(self, replica: int) -> None:
-        """A replica has no key at all."""
+        """Remove all keys of a replica."""
         bit = 1 << replica
         self.discard(replica, [key for key, mask in self.masks.items() if mask & bit])
 
@@ -55,8 +60,11 @@ class KeyHolders:
 def num_first(
     keys: Sequence[int], count: int, held: KeyHolders, supposed: KeyHolders
 ) -> tuple[Counts | None, int]:
-    """How many of these keys, from the first on without a gap, each of `count` replicas has in one or the
-    other, None where nobody has any; and how many the second has of those that have most.
+    """Return how many leading keys each of `count` replicas holds, and the runner-up's number.
+
+    A key counts if it is in `held` or in `supposed`; there must be no gap. The counts are None if no replica
+    holds the first key. The second value is the largest number of leading keys that at least two replicas
+    hold.
     """
     one, other = held.masks.get, supposed.masks.get
     there = one(keys[0], 0) | other(keys[0], 0) if len(keys) else 0
@@ -76,8 +84,8 @@ def num_first(
 
 
 def _put(counts: Counts, mask: int, value: int) -> None:
-    """Set the counts of the replicas whose bits a mask has."""
-    if mask.bit_count() <= _FEW:  # one by one is faster
+    """Set the count of each replica whose bit is set in `mask`."""
+    if mask.bit_count() <= _FEW:  # a loop is faster for few replicas
         while mask:
             number = mask.bit_length() - 1
             counts[number] = value

@@ -1,7 +1,7 @@
-"""How do the operator's own logits processors change the logits of a request?
+"""Apply the operator's own logits processors to the logits of a request.
 
-A processor is a function of the prompt, the answer and the logits, and of nothing that it remembers: it is
-called for each place of a step, drafts included, and again after a preemption.
+A processor is a pure function of the prompt, the answer and the logits: it is called for every sampled
+position of a step, drafts included, and again after a preemption.
 """
 
 from __future__ import annotations
@@ -11,21 +11,24 @@ from typing import Any, TypeAlias
 
 from kv_cache.pages import Index
 
-Logits: TypeAlias = Any  # a tensor of the device wing, float32 [vocabulary]
+Logits: TypeAlias = Any  # a float32 tensor [vocabulary] on the device side; this package imports no torch
 Processor = Callable[
     [Index, Index, Logits], Logits
-]  # tokens of prompt and answer; may change logits in place
+]  # prompt tokens, answer tokens, logits; may change the logits in place
 
 
 class OwnProcessors:
-    """Those of one request, by their names, in the order in which they act."""
+    """The processors of one request with their names, in the order in which they apply."""
 
     def __init__(self, named: Sequence[tuple[str, Processor]]) -> None:
         self._named = named
-        self.error = ""  # why there are no logits any more
+        self.error = ""  # why this request gets no logits any more
 
     def changed(self, prompt: Index, answer: Index, logits: Logits) -> Logits | None:
-        """The logits behind these tokens; None where one of them fails, of which `error` tells."""
+        """Return the processed logits behind these tokens, or None if a processor fails.
+
+        `error` then says why.
+        """
         for name, change in self._named:
             try:
                 found = change(prompt, answer, logits.clone())

@@ -1,4 +1,7 @@
-"""What does somebody learn whose request cannot be served as it is?"""
+"""Define the refusal of a request that cannot be served as it is.
+
+The refusal is data (field, value, limit, fix), which each API turns into its own answer.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,13 @@ _LONGEST_VALUE = 60  # characters of a value in a message
 
 
 class BadRequest(ValueError):
-    """A request that cannot be served as it is, as data from which each border makes its own answer.
+    """A request that cannot be served as it is, as data from which each API makes its own answer.
 
-    `field` is the request's field at fault, or None where no single one is; `place` is where in it
-    ("[3]", "[0].role"). `value` is what was given, `limit` what is allowed, and `fix` what to do.
-    `str()` is one line: the field (or `subject`), what is wrong with it (`problem`, by default that its
-    value must be within the limit), and the fix. Whoever reads it may be a client, who knows neither the
-    engine's ids nor the recipe: it names what was sent. `code` is for programs, where OpenAI's API has one.
+    `field` is the request's field at fault, or None if no single one is; `place` is the position within it
+    ("[3]", "[0].role"). `value` is what was given, `limit` what is allowed, and `fix` what to do. `str()` is
+    one line: the field (or `subject`), what is wrong with it (`problem`, by default that its value must be
+    within the limit), and the fix. Its reader may be a client, who knows neither the engine's ids nor the
+    recipe, so it names what was sent. `code` is for programs, where OpenAI's API defines one.
     """
 
     def __init__(
@@ -50,7 +53,7 @@ class BadRequest(ValueError):
         return f"BadRequest({str(self)!r}, field={self.field!r})"
 
     def of_field(self, field: str) -> BadRequest:
-        """The same refusal, by the name that the sender knows the field by."""
+        """Return the same refusal for the name by which the sender knows the field."""
         return BadRequest(
             field,
             self.problem,
@@ -64,7 +67,7 @@ class BadRequest(ValueError):
 
 
 def shown(value: object) -> str:
-    """A value as JSON, cut to a readable length; of a long one, no more is written than can be shown."""
+    """Format a value as JSON, shortened for an error message; a long value is not encoded as a whole."""
     if isinstance(value, (str, list, tuple)):
         value = value[:_LONGEST_VALUE]
     elif isinstance(value, dict):

@@ -1,4 +1,8 @@
-"""What does a user ask for, and what is known of it so far?"""
+"""Define a request, its sampling parameters and its results.
+
+`SamplingParams` checks every value against its range. `Request` carries the prompt, the tokens known so far
+and the state that outlives a slot, so that a request can leave its slot and resume.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +20,12 @@ from continuous_batching.refusal import BadRequest
 TokenIds = NDArray[np.int32]
 TokenSequence = tuple[int, ...]
 Vector = NDArray[np.float32]
-MOST_LOGPROBS = 20  # of the likeliest tokens at a place
+MOST_LOGPROBS = 20  # most alternatives whose log-probabilities are reported at a position
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to choose a request's tokens and when to end, by the names of the OpenAI API.
+    """How the tokens of a request are chosen and when it ends, by the names of the OpenAI API.
 
     Raises BadRequest for a value out of its range.
     """
@@ -37,21 +41,28 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     seed: int | None = None  # None: the engine draws one
     logit_bias: dict[int, float] = field(default_factory=dict)
-    allowed_token_ids: bytes | None = None  # int32, as `packed_ids` makes them; None: all
-    bad_words: tuple[TokenSequence, ...] = ()  # token ids that the answer never holds in this order
-    processors: tuple[tuple[str, str], ...] = ()  # of the operator's own: names, and arguments as JSON
-    grammar: str | None = None  # that the answer follows, as serving/grammars writes it; None: none
-    logprobs: int | None = None  # None: off; n: the chosen token's and the n best
-    prompt_logprobs: int | None = None  # the same of each prompt token but the first
-    pooling: Literal["last", "mean"] | None = None  # the prompt's embedding, of which tokens; None: off
-    label_token_ids: TokenSequence = ()  # in place of that, how likely each of these comes next
+    allowed_token_ids: bytes | None = None  # int32 ids, encoded by `packed_ids`; None allows all
+    bad_words: tuple[TokenSequence, ...] = ()  # sequences of token ids that the answer never contains
+    # (name, arguments as JSON) of the operator's logits processors
+    processors: tuple[tuple[str, str], ...] = ()
+    # The grammar that the answer follows, encoded by serving/grammars; None: none
+    grammar: str | None = None
+    # None: off; n: log-probabilities of the chosen token and of the n best
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None  # the same for each prompt token but the first
+    # Return an embedding of the prompt, from its last token or the mean of all; None: off
+    pooling: Literal["last", "mean"] | None = None
+    # Instead of the embedding, return how likely each of these tokens comes next
+    label_token_ids: TokenSequence = ()
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
-    beam_width: int = 0  # 0: off; else the answers are searched for by so many beams, not drawn
+    # 0: off; otherwise the answers come from a search with so many beams and are not sampled
+    beam_width: int = 0
     length_penalty: float = 1.0  # a hypothesis scores its log-probability / tokens**length_penalty
-    early_stopping: bool | Literal["never"] = False  # as in transformers' generate
-    max_draft_tokens: int | None = None  # guesses that one step checks; None: as the recipe says; 0: none
+    early_stopping: bool | Literal["never"] = False  # has the meaning of transformers' generate
+    # Drafts that one step verifies; None: the number in the recipe; 0: none
+    max_draft_tokens: int | None = None
 
     def __post_init__(self) -> None:
         _check("max_tokens", self.max_tokens, 1 <= self.max_tokens <= _MOST, f"from 1 to {_MOST}")
@@ -98,7 +109,7 @@ class SamplingParams:
 
     @property
     def masks_tokens(self) -> bool:
-        """Whether some tokens may not come, now or ever."""
+        """Whether some tokens are forbidden, at this position or always."""
         return self.allowed_token_ids is not None or bool(self.bad_words) or self.grammar is not None
 
     def _check_masks(self) -> None:
@@ -144,9 +155,9 @@ class SamplingParams:
             _check("beam_width", self.beam_width, not self.beam_width, "left out beside pooling")
 
 
-_MOST = 2**31 - 1  # of numbers that become columns and tensors
-_MOST_TOKENS = 1024  # that a request may name: each of its samples carries them
-_LONGEST_STOP = 1024  # an answer's text is held back by as much
+_MOST = 2**31 - 1  # limit of numbers that become columns and tensors
+_MOST_TOKENS = 1024  # tokens that a request may name, because each of its samples carries them
+_LONGEST_STOP = 1024  # characters of a stop string, because as much of the answer's text is held back
 _MOST_LABELS = 128
 _MOST_BAD_WORDS = 256  # each is compared with the end of the answer in every step
 _MOST_BAD_TOKENS = 4096
@@ -156,7 +167,10 @@ _NOT_DRAWN = "left out beside beam_width: beams are searched, not drawn"
 
 
 def packed_ids(ids: Iterable[int]) -> bytes:
-    """Token ids as SamplingParams holds them: rising, each once; thousands cost a step nothing."""
+    """Encode token ids as SamplingParams holds them, sorted and unique.
+
+    Thousands of them then cost a step nothing.
+    """
     return np.unique(np.fromiter(ids, dtype=np.int32)).tobytes()
 
 
@@ -167,7 +181,7 @@ def _check(name: str, value: object, holds: bool, allowed: str, *, place: str = 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probabilities at one position, of the distribution before temperature and filters."""
+    """Log-probabilities at one position, from the distribution before temperature and filters."""
 
     token: int
     logprob: float
@@ -176,23 +190,24 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Hypothesis:
-    """One answer that a beam search found."""
+    """One answer found by a beam search."""
 
-    tokens: TokenIds  # with the one that ended it
-    cumulative_logprob: float  # of its tokens, after the request's changes of log-probabilities
+    tokens: TokenIds  # tokens of the answer, including the one that ended it
+    # Sum over the tokens' log-probabilities, after the request's changes
+    cumulative_logprob: float
     score: float  # cumulative_logprob / len(tokens)**length_penalty
-    finish_reason: str  # stop, length
-    logprobs: tuple[TokenLogprobs, ...]  # of each token, if asked for
+    finish_reason: str  # "stop" or "length"
+    logprobs: tuple[TokenLogprobs, ...]  # one entry for each token, if asked for
 
 
 @dataclass(eq=False, slots=True)
 class Request:
     """One request from its arrival to its end.
 
-    While it occupies a slot, the slot's row is the truth for its tokens; `tokens` is brought up to
-    date when it leaves the slot (finished, preempted, aborted).
+    While it occupies a slot, the slot's row holds the current tokens; `tokens` is brought up to date when it
+    leaves the slot (finished, preempted, aborted).
 
-    `prompt` is any sequence of token ids; `cache_salt` parts the prefix cache between tenants;
+    `prompt` is any sequence of token ids; requests with different `cache_salt` share no cached prefix;
     `arrival_s`, `admitted_s`, `first_token_s` and `finish_s` are on the engine's clock.
     """
 
@@ -202,38 +217,49 @@ class Request:
     tenant: str = ""
     cache_salt: str = ""
     priority: int = 0  # larger goes first
-    adapter: int = 0  # the place of its adapter on the device, from 1; `cache_salt` parts what it makes
+    # Number of its LoRA adapter on the device, from 1; `cache_salt` keeps its cached pages apart
+    adapter: int = 0
     arrival_s: float = 0.0
-    timeout_s: float | None = None  # after its arrival it ends where it stands; None: never
-    prompt_replica: str = ""  # the address of an engine that may compute its prompt, if one should
-    leases_pages: bool = False  # those of its prompt stay held when it ends, until `Engine.release_pages`
+    # Time after its arrival at which it ends wherever it is; None: never
+    timeout_s: float | None = None
+    prompt_replica: str = ""  # address of an engine that may compute its prompt, if any
+    # The pages of its prompt stay held when it ends, until `Engine.release_pages`
+    leases_pages: bool = False
 
-    processors: OwnProcessors | None = None  # where params.processors names any; each sample has its own
-    constraint: Constraint | None = None  # where params.grammar is one; each sample has its own
+    # Set if params.processors names any; each sample has its own
+    processors: OwnProcessors | None = None
+    # Set if params.grammar is set; each sample has its own
+    constraint: Constraint | None = None
 
-    # Requests of the same prompt that fork from this one when the prompt is computed
+    # Requests for the same prompt, which fork from this one when the prompt is computed
     followers: list[Request] = field(default_factory=list)
 
-    number: int = -1  # order of arrival, given by the scheduler
-    seed: int | None = None  # of its samples; params.seed or one drawn by the scheduler
-    tokens: TokenIds = field(init=False)  # prompt, then answer
-    page_keys: list[bytes] = field(default_factory=list)  # of its full pages, for the prefix cache
-    num_cached_tokens: int = 0  # prompt tokens found computed when it was first admitted
+    number: int = -1  # order of arrival, assigned by the scheduler
+    # Seed of its sampling: params.seed, or one drawn by the scheduler
+    seed: int | None = None
+    tokens: TokenIds = field(init=False)  # the prompt, then the answer so far
+    page_keys: list[bytes] = field(default_factory=list)  # keys of its full pages in the prefix cache
+    num_cached_tokens: int = 0  # prompt tokens found in the cache when it was first admitted
     num_preemptions: int = 0
-    awaits_pages: bool = False  # it waits until a lookup in the tier below has ended
-    num_drafted: int = 0  # guesses of its tokens that were checked, when it last left its slot
-    num_accepted: int = 0  # of these, what the model said too
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # from its second token on, if asked
-    num_scored: int = 0  # how many of these were there when it last left its slot
-    pooled: Vector | None = None  # the sum of its prompt's hidden states, as far as known; or of its labels
+    awaits_pages: bool = False  # it waits for a lookup in the tier below
+    # Number of its drafts that had been verified when it last left its slot
+    num_drafted: int = 0
+    num_accepted: int = 0  # number of these drafts that were accepted
+    # One entry for each prompt token but the first, if asked for
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    # Number of prompt positions scored or pooled when it last left its slot
+    num_scored: int = 0
+    # Sum of its prompt's hidden states so far, or the log-probabilities of its labels
+    pooled: Vector | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    hypotheses: tuple[Hypothesis, ...] = ()  # of a beam search that ended, best first; `tokens` has the best
-    admitted_s: float | None = None  # for the first time
+    # Results of a finished beam search, best first; `tokens` holds the best
+    hypotheses: tuple[Hypothesis, ...] = ()
+    admitted_s: float | None = None  # time of its first admission
     first_token_s: float | None = None
     finish_s: float | None = None
     finish_reason: str | None = None  # stop, length, abort, timeout, error
-    error: str | None = None  # says why, when finish_reason is "error"
-    is_at_fault: bool = False  # it failed by what it asked for, not by the model
+    error: str | None = None  # the reason, if finish_reason is "error"
+    is_at_fault: bool = False  # the error is due to what it asked for, not to the model
 
     def __post_init__(self) -> None:
         self.prompt = np.asarray(self.prompt, dtype=np.int32)
@@ -245,24 +271,25 @@ class Request:
 
     @property
     def answer(self) -> TokenIds:
-        """The tokens produced so far, as of the last time it left its slot."""
+        """The tokens of the answer, as of the last time that the request left its slot."""
         return self.tokens[len(self.prompt) :]
 
     @property
     def is_scoring(self) -> bool:
-        """Whether something of each token of its prompt was still to come when it last left its slot."""
+        """Whether prompt tokens were still to be scored or pooled when the request last left its slot."""
         asks = self.params.prompt_logprobs is not None or self.params.pooling == "mean"
         return asks and self.num_scored < len(self.prompt) - 1
 
     @property
     def first_pooled(self) -> int:
-        """The first position of its prompt that its embedding still lacks, as of then."""
+        """The first prompt position that its embedding still lacked when it last left its slot."""
         return self.num_scored if self.params.pooling == "mean" else len(self.prompt) - 1
 
     @property
     def embedding(self) -> Vector | None:
-        """The mean of the states that were pooled, or its labels' log-probabilities, when its prompt is
-        computed.
+        """The mean of the pooled hidden states, or the log-probabilities of its labels.
+
+        It is None until the prompt is computed.
         """
         if self.pooled is None or self.first_token_s is None:
             return None
@@ -271,11 +298,11 @@ class Request:
 
     @property
     def num_findable(self) -> int:
-        """How many of its tokens, from the first, need not be computed if they are found in the cache."""
+        """How many of its leading tokens need not be computed if they are found in the cache."""
         return self.num_scored if self.is_scoring else len(self.tokens) - 1
 
     def come_back(self, tokens: TokenIds, num_computed: int) -> None:
-        """Know what its row knew, which it leaves."""
+        """Take over the tokens of the row that the request leaves."""
         self.tokens = tokens
         del self.logprobs[len(self.answer) :]
         self.num_scored = max(self.num_scored, min(num_computed, len(self.prompt) - 1))

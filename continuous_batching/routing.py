@@ -1,14 +1,14 @@
-"""Which of several replicas should take a request?
+"""Choose the replica that should take a request.
 
-The one where it costs least: the tokens of its prompt to be computed there after its hits, the prompt tokens
-that wait there already, and a price for each request that is there. What several replicas have, as a system
-prompt, costs less than what one alone has, as a conversation: it is asked for again, wherever it is. This is
-asked for every request by itself; nothing switches it off for all of them. Of equal replicas each goes in
-turn. A router's own sends count until the replica has told of them.
+The request goes where it costs least: the tokens of its prompt to be computed there after its prefix hits,
+the prompt tokens that already wait there, and a price for each request that runs there. A hit in a prefix
+that several replicas hold, such as a system prompt, counts less than in a prefix that only one holds, such as
+a conversation, because the shared prefix is found elsewhere too. Each request is weighed on its own; equal
+replicas take turns. What the router has sent to a replica counts until the replica's own figures include it.
 
-Where the pages of replicas are told, hits are those of the pages that they hold. Where not, what was sent
-somewhere is taken to be found there. In both cases a page on its way counts as found, so that requests which
-begin alike do not part before the first of them is computed.
+If replicas report their pages, hits are counted in the pages that they hold. If they do not, whatever was
+sent to a replica is assumed to be found there. In both cases a page that is being computed counts as found,
+so that requests with a common prefix are not separated before the first of them is computed.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ from continuous_batching.key_holders import Counts, KeyHolders, num_first
 
 Route = Literal["round_robin", "least_loaded", "text_prefix", "prefix"]
 ROUTES: tuple[Route, ...] = ("round_robin", "least_loaded", "text_prefix", "prefix")
-MOST_SESSIONS = 2**16  # whose replica is remembered
-RECENT_S = 30.0  # within which a third of what was given to a replica is still lately
-MOST_SUPPOSED = 2**16  # keys a replica that are only taken to be there
+MOST_SESSIONS = 2**16  # sessions whose replica is remembered
+RECENT_S = 30.0  # time after which the tokens given to a replica count as 1/e of what they did
+MOST_SUPPOSED = 2**16  # keys per replica that are only assumed to be there
 
 
 @dataclass(frozen=True, slots=True)
 class RoutedPrompt:
-    """What a router knows of a prompt: its length, and keys of its first parts, each of so many tokens.
+    """What the router knows of a prompt: its length, and the keys of its leading parts.
 
-    A request without one, such as for the names of models, has a length of 0.
+    Each key stands for `tokens_a_key` tokens. A request without a prompt, such as one for the names of
+    models, has a length of 0.
     """
 
     num_tokens: int
@@ -43,31 +44,36 @@ class RoutedPrompt:
     tokens_a_key: int = 1
 
     def hit_tokens(self, num_keys: Counts) -> Counts:
-        """Of so many first keys that are found; the last token is always computed."""
+        """Return the hit tokens of so many leading keys; the last token of a prompt is always computed."""
         return np.minimum(num_keys * self.tokens_a_key, max(0, self.num_tokens - 1))
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """What counts beside the tokens of a prompt that are to be computed; `request` and `recent` in mean
-    prompts, so that they suit prompts of every length.
+    """The weights of the costs besides the prompt tokens to be computed.
+
+    `request` and `recent` are in units of the mean prompt, so that they suit prompts of every length.
     """
 
-    queued: float = 0.5  # each prompt token that waits there; not 1: a hit spares those that come later, too
-    shared: float = 0.5  # each token to be computed that two or more others have: the next one finds it
-    request: float = 0.01  # each request there: it takes a slot, and time of every step
-    recent: float = 2.5  # having been given twice as much as others of late: idle ones get their share
+    # Each prompt token that waits there. It is below 1 because a hit also spares the requests that come
+    # later.
+    queued: float = 0.5
+    # Each token to be computed that two or more other replicas hold, because the next request finds it there.
+    shared: float = 0.5
+    request: float = 0.01  # Each request there, which takes a slot and time of every step.
+    # Having recently been given twice as much as the others, so that idle replicas get their share.
+    recent: float = 2.5
 
 
 @dataclass(slots=True)
 class Sent:
-    """A request that was given to a replica."""
+    """A request that was sent to a replica."""
 
     replica: int
-    hit_tokens: int  # that were expected there
-    best_hit_tokens: int  # at the replica that has most of it
-    queued_tokens: int  # to be computed; 0 once it has begun to answer
-    keys: Sequence[int]  # that it will leave there
+    hit_tokens: int  # hit tokens expected there
+    best_hit_tokens: int  # hit tokens at the replica that holds most of its prompt
+    queued_tokens: int  # prompt tokens to be computed; 0 once the answer has begun
+    keys: Sequence[int]  # keys that the request will leave there
     at_s: float
     is_told: bool = False  # the replica's own figures include it
     is_ended: bool = False
@@ -75,13 +81,15 @@ class Sent:
 
 @dataclass(slots=True)
 class _Known:
-    """Of one replica: what it told, what was sent there since, and the keys that it is taken to hold, the
-    least recently sent first.
+    """What is known of one replica: its figures, what was sent since, and the keys assumed to be there.
+
+    The keys are ordered by the time they were last sent for, the oldest first.
     """
 
     told_queued: int = 0
     told_requests: int = 0
-    own_told: int = 0  # prompt tokens of what was sent there, is told of, and has not begun to answer
+    # Prompt tokens sent there that its figures include and whose answers have not begun
+    own_told: int = 0
     own_queued: int = 0
     own_requests: int = 0
     untold: OrderedDict[int, Sent] = field(default_factory=OrderedDict)
@@ -89,10 +97,10 @@ class _Known:
 
 
 class Routing:
-    """Chooses among `count` replicas, by number. Times are the caller's, and never go back.
+    """Chooses among `count` replicas, by number. Times come from the caller and never go back.
 
-    A replica that `tells` its pages is believed; see the module for the others. Whoever sends a request
-    elsewhere calls `ended` and routes it again.
+    A replica that `tells` its pages is believed; the module's docstring says how the others are treated. A
+    caller that sends a request elsewhere calls `ended` and routes it again.
     """
 
     def __init__(
@@ -105,33 +113,37 @@ class Routing:
     ) -> None:
         self.route = route
         self.weights = weights or Weights()
-        self.is_open: NDArray[np.bool_] = np.ones(count, dtype=np.bool_)  # requests may be sent there
+        self.is_open: NDArray[np.bool_] = np.ones(count, dtype=np.bool_)  # replicas that may be sent requests
         self.tells: NDArray[np.bool_] = np.full(count, route == "prefix" if tells is None else tells)
-        self.held = KeyHolders()  # as replicas told
+        self.held = KeyHolders()  # keys that replicas reported
         self.supposed = KeyHolders()
-        self._known = [_Known() for _ in range(count)]  # plain numbers: one of an array is dear to change
+        # Kept as plain numbers, because changing an element of an array is slow
+        self._known = [_Known() for _ in range(count)]
         self._set_loads(np.zeros((3, count)))
         self._recent_sum, self._recent_at_s = 0.0, 0.0
         self._mean_prompt, self._num_prompts = 0.0, 0
         self._sessions: OrderedDict[str, int] = OrderedDict()
         self._last = count - 1
-        self._free: list[int] = []  # numbers of replicas that have left
+        self._free: list[int] = []  # numbers of replicas that have left, for reuse
 
     @property
     def count(self) -> int:
         return len(self.is_open)
 
     def _set_loads(self, loads: NDArray[np.float64]) -> None:
-        """One array of what makes a replica cost more, [3, count], so that all costs are one product."""
+        """Set the loads that make a replica cost more, as one array [3, count].
+
+        All costs are then one product.
+        """
         self._loads = loads
-        self._recent = loads[0]  # tokens that it was given, fading, as of `_recent_at_s`
-        self.queued_tokens = loads[1]  # of prompts, that wait in each replica, own sends included
-        self.requests = loads[2]  # in each replica, own sends included
+        self._recent = loads[0]  # tokens given to each replica, decayed to `_recent_at_s`
+        self.queued_tokens = loads[1]  # prompt tokens that wait in each replica, own sends included
+        self.requests = loads[2]  # requests in each replica, own sends included
 
     def send(
         self, prompt: RoutedPrompt, now_s: float, session: str = "", but: Iterable[int] = ()
     ) -> Sent | None:
-        """Choose a replica and count the request there; None where none is open but those in `but`.
+        """Choose a replica and count the request there; return None if none is open except those in `but`.
 
         A session stays with its replica as long as that is open.
         """
@@ -167,10 +179,10 @@ class Routing:
         return sent
 
     def begun(self, sent: Sent) -> None:
-        """A request has begun to answer: nothing of its prompt waits any more.
+        """Note that a request has begun to answer, so that none of its prompt waits any more.
 
-        Of what its replica told, some of it may have been computed, or found, by then. What others that were
-        told of still need is left, so far as so much was told.
+        Some of its tokens may have left the replica's reported figure already. The figure is therefore
+        reduced no further than to what the other requests that it includes still need.
         """
         if sent.queued_tokens:
             known = self._known[sent.replica]
@@ -184,7 +196,10 @@ class Routing:
             self._count(sent.replica)
 
     def ended(self, sent: Sent) -> None:
-        """A request has ended, in whatever way. What it left in a replica that tells is told by now."""
+        """Note that a request has ended, in whatever way.
+
+        A replica that reports its pages has reported this one's.
+        """
         if sent.is_ended:
             return
         self.begun(sent)
@@ -200,7 +215,7 @@ class Routing:
             self._unsuppose(sent.replica, sent.keys)
 
     def told(self, replica: int, queued_tokens: int, requests: int, as_of_s: float) -> None:
-        """What a replica says waits and is there; it had by then what was sent before `as_of_s`."""
+        """Take a replica's own figures, which include what was sent to it before `as_of_s`."""
         known = self._known[replica]
         known.told_queued, known.told_requests = queued_tokens, requests
         while known.untold and (first := next(iter(known.untold.values()))).at_s <= as_of_s:
@@ -212,19 +227,19 @@ class Routing:
         self._count(replica)
 
     def stored(self, replica: int, keys: Iterable[int]) -> int:
-        """A replica tells that it holds these pages; return how many of them are new."""
+        """Add pages that a replica reports to hold; return how many of them are new."""
         return self.held.add(replica, keys)
 
     def removed(self, replica: int, keys: Iterable[int]) -> int:
-        """A replica tells that it does not hold these pages any more; return how many of them it held."""
+        """Remove pages that a replica reports to have dropped; return how many of them it held."""
         return self.held.discard(replica, keys)
 
     def cleared(self, replica: int) -> None:
-        """A replica holds no page: it is new, or all that follows is told anew."""
+        """Remove all reported pages of a replica: it is new, or a full report follows."""
         self.held.clear(replica)
 
     def lost(self, replica: int) -> None:
-        """A replica is gone with all that it held and was at."""
+        """Drop everything known of a replica that has failed."""
         self.cleared(replica)
         known = self._known[replica]
         self._unsuppose(replica, [*known.keys])
@@ -236,7 +251,7 @@ class Routing:
             del self._sessions[session]
 
     def join(self) -> int:
-        """A replica more, closed at first; its number, which one that has left may have had."""
+        """Add a replica, closed at first; return its number, which may be that of one that has left."""
         if self._free:
             return self._free.pop()
         self.is_open, self.tells = np.append(self.is_open, False), np.append(self.tells, False)
@@ -245,7 +260,7 @@ class Routing:
         return self.count - 1
 
     def leave(self, replica: int) -> None:
-        """A replica that nothing is at any more is gone for good: its number may become another's."""
+        """Remove an idle replica for good; its number may be given to another."""
         self.lost(replica)
         self.is_open[replica] = self.tells[replica] = False
         self._recent_sum -= self._recent[replica]
@@ -253,19 +268,21 @@ class Routing:
         self._free.append(replica)
 
     def num_found(self, keys: Sequence[int]) -> Counts:
-        """How many of these keys, from the first on without a gap, each replica has."""
+        """Return how many of these leading keys each replica holds."""
         found, _ = num_first(keys, self.count, self.held, self.supposed)
         return np.zeros(self.count, dtype=np.int64) if found is None else found
 
     def _count(self, replica: int) -> None:
-        """What a replica told, or what was sent there, has changed."""
+        """Recompute a replica's loads after its figures or own sends have changed."""
         known = self._known[replica]
         self.queued_tokens[replica] = known.told_queued + known.own_queued
         self.requests[replica] = known.told_requests + known.own_requests
 
     def _costs(self, hits: Counts | None, second: int) -> NDArray[np.float64]:
-        """What a request costs in each replica beyond its own tokens, in prompt tokens; by counts alone, in
-        requests. `second` of its tokens are found in two replicas or more.
+        """Return the cost of a request in each replica, less its hit tokens, in prompt tokens.
+
+        For the routes that only count, the cost is in requests. `second` of its tokens are found in two
+        replicas or more.
         """
         if self.route == "round_robin":
             return np.zeros(self.count)
@@ -282,7 +299,7 @@ class Routing:
         return costs
 
     def _learn(self, prompt: RoutedPrompt, now_s: float) -> None:
-        """A prompt came: how long they are in the mean, and what is not of late any more."""
+        """Update the mean prompt length, and decay the recent loads to `now_s`."""
         if prompt.num_tokens:
             self._num_prompts = min(self._num_prompts + 1, _MANY_PROMPTS)
             self._mean_prompt += (prompt.num_tokens - self._mean_prompt) / self._num_prompts
@@ -292,7 +309,7 @@ class Routing:
         self._recent_at_s = now_s
 
     def _least(self, costs: NDArray[np.float64], is_open: NDArray[np.bool_]) -> int:
-        """The open replica of the least cost; of several the next after the last one that was chosen."""
+        """Return the open replica of the least cost; of equal ones, the next after the last one chosen."""
         costs = np.where(is_open, costs, np.inf)
         least, after = int(costs.argmin()), self._last + 1
         if least < after < len(costs):
@@ -307,7 +324,10 @@ class Routing:
             self._sessions.popitem(last=False)
 
     def _suppose(self, replica: int, keys: Sequence[int]) -> None:
-        """Pages that were sent for are on their way, and the first of a chain are forgotten last."""
+        """Assume the pages of a request to be on its replica.
+
+        The first pages of a chain are forgotten last.
+        """
         known = self._known[replica].keys
         for key in reversed(keys):
             known[key] = None
@@ -325,6 +345,6 @@ class Routing:
         self.supposed.discard(replica, keys)
 
 
-_FEWEST_SHARE = 2  # of two replicas, what both have is missed nowhere
-_FEW_PROMPTS = 4  # of recent work tell nothing yet of who has too much
-_MANY_PROMPTS = 1000  # over which the mean goes
+_FEWEST_SHARE = 2  # a prefix that two of two replicas hold is missing nowhere
+_FEW_PROMPTS = 4  # mean prompts of recent work, below which the load of one replica says little
+_MANY_PROMPTS = 1000  # prompts over which the mean is taken

@@ -1,9 +1,9 @@
-"""How many replicas should there be?
+"""Decide how many replicas there should be.
 
-One more where prompt tokens have waited for a while, more than so many for each replica that is there; one
-fewer where the others would long have had room for all. Between the two nothing changes, so that a load that
-stays the same never makes replicas come and go. Who asks keeps what `decide` returns, and gives it back with
-the next demand: nothing is kept here.
+A replica is added when more prompt tokens than a limit for each replica have waited for a while. One is
+removed when the others would long have had room for all requests. Between the two nothing changes, so that a
+constant load never makes replicas come and go. The state is the caller's: it keeps what `decide` returns, and
+passes it in with the next demand.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MOST_REPLICAS = 1024
-ROOM = 0.5  # of the slots that the other replicas have; one that goes must leave as much free
+ROOM = 0.5  # share of the other replicas' slots that may be in use when one is removed
 
 
 @dataclass(frozen=True, slots=True)
 class ScalingBounds:
-    """Between how many replicas, and when one is asked for or let go."""
+    """The range of the number of replicas, and when one is added or removed."""
 
     least: int
     most: int
-    queued_tokens: int = 4096  # of prompts, for each replica
-    more_after_s: float = 5.0  # of more than that
-    fewer_after_s: float = 120.0  # of room enough without one
+    queued_tokens: int = 4096  # waiting prompt tokens for each replica, above which one is added
+    more_after_s: float = 5.0  # how long more than that must have waited
+    fewer_after_s: float = 120.0  # how long the others must have had room enough
     slots: int = 1  # requests that a replica runs at once
 
     def __post_init__(self) -> None:
@@ -35,7 +35,7 @@ class ScalingBounds:
 
 @dataclass(frozen=True, slots=True)
 class FleetDemand:
-    """What is there now: replicas that take requests, prompt tokens that wait, and all requests."""
+    """The present demand: replicas that take requests, prompt tokens that wait, and all requests."""
 
     num_ready: int
     queued_tokens: int
@@ -44,7 +44,7 @@ class FleetDemand:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How many replicas are wanted, and since when another number seems better."""
+    """The wanted number of replicas, and since when another number seems better."""
 
     wanted: int
     crowded_since_s: float | None = None
@@ -52,10 +52,10 @@ class Scale:
 
 
 def decide(bounds: ScalingBounds, scale: Scale, demand: FleetDemand | None, now_s: float) -> Scale:
-    """What is wanted now; None as the demand: nobody knows it, so that nothing changes and time begins anew.
+    """Return the wanted scale; if the demand is unknown (None), nothing changes and the timers restart.
 
-    Replicas come and go one at a time. While one is being started, or is lost and started anew, no other is
-    asked for: what waits may be what it is for.
+    Replicas come and go one at a time. While one is being started, or is lost and restarted, no other is
+    asked for, because the waiting tokens may be what it is for.
     """
     wanted = min(max(scale.wanted, bounds.least), bounds.most)
     if demand is None:

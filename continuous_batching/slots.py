@@ -1,4 +1,8 @@
-"""What does each row of the batch table hold?"""
+"""Hold the batch table: one row for each running request, as numpy columns.
+
+A row has the request's tokens, counts, page table and sampling parameters. The scheduler changes it; the
+model runner reads it.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +17,11 @@ from kv_cache.pages import NULL_PAGE, Index
 
 
 class SlotPool:
-    """The batch table. A slot is a row; while a request occupies it, the row is the truth.
+    """The batch table. A slot is a row; while a request occupies it, the row holds its current state.
 
-    Columns are numpy arrays over all `num_slots` rows, so that a step over decodes touches whole
-    columns and its host cost hardly grows with their number. `busy` lists the occupied rows, oldest
-    request first; it is replaced, never changed in place, because a batch may still refer to it.
+    Columns are numpy arrays over all `num_slots` rows, so that a step over decodes touches whole columns and
+    its host cost hardly grows with their number. `busy` lists the occupied rows, oldest request first; it is
+    replaced, never changed in place, because a batch may still refer to it.
     """
 
     def __init__(self, num_slots: int, max_tokens: int, page_size: int) -> None:
@@ -30,23 +34,25 @@ class SlotPool:
         self.page_size = page_size
         self.max_pages = -(-max_tokens // page_size)
 
-        # 32-bit where the device reads it or it is large; 64-bit where numpy indexes with it
+        # Columns are 32-bit if the device reads them or they are large, and 64-bit if numpy indexes with them
         self.token_ids = np.zeros((num_slots, max_tokens), dtype=np.int32)
         self.page_table = np.zeros((num_slots, self.max_pages), dtype=np.int32)
         self.number = self._integers()  # order of arrival
         self.priority = self._integers()
-        self.adapter = np.zeros(num_slots, dtype=np.int32)  # its place on the device; 0: none
+        self.adapter = np.zeros(num_slots, dtype=np.int32)  # number of its adapter on the device; 0: none
         self.num_prompt = self._integers()
-        self.num_tokens = self._integers()  # known: prompt and answer so far
-        self.num_computed = self._integers()  # of these, how many are in the cache
-        self.most_drafts = self._integers()  # that the request allows a step
-        self.num_drafts = self._integers()  # guesses that follow the known tokens in token_ids
-        self.num_drafted = self._integers()  # guesses that were checked
-        self.num_accepted = self._integers()  # of these, what the model said too
-        self.draft_lag = self._integers()  # the last tokens in the cache that a draft model or head lacks
+        self.num_tokens = self._integers()  # known tokens: prompt and answer so far
+        self.num_computed = self._integers()  # known tokens that are in the cache
+        self.most_drafts = self._integers()  # drafts that the request allows in a step
+        self.num_drafts = self._integers()  # drafts that follow the known tokens in token_ids
+        self.num_drafted = self._integers()  # drafts that were verified
+        self.num_accepted = self._integers()  # verified drafts that were accepted
+        # Number of last cached tokens that a draft model or head has not computed yet
+        self.draft_lag = self._integers()
         self.num_pages = self._integers()  # entries of page_table in use
-        self.num_published = self._integers()  # of these, known to the prefix cache
-        self.num_shareable = self._integers()  # full pages of the prompt, to be published when computed
+        # Pages in use that were published in the prefix cache, or found there
+        self.num_published = self._integers()
+        self.num_shareable = self._integers()  # full pages of the prompt, which are published when computed
         self.limit = self._integers()  # num_tokens at which the request ends
         self.reserved = self._integers()  # tokens that were promised pages at admission
 
@@ -59,18 +65,18 @@ class SlotPool:
         self.frequency_penalty = np.zeros(num_slots, dtype=np.float32)
         self.seed = np.zeros(num_slots, dtype=np.uint64)
         self.beam_width = self._integers()  # 0: the row is no beam
-        self.min_total = self._integers()  # no stop token while num_tokens is below
+        self.min_total = self._integers()  # stop tokens are forbidden while num_tokens is below this
         self.ignore_eos = np.zeros(num_slots, dtype=np.bool_)
         self.own_stops = np.zeros(num_slots, dtype=np.bool_)  # the request has stop_token_ids
         self.constrained = np.zeros(num_slots, dtype=np.bool_)  # the answer follows a grammar
         self.plain = np.ones(
             num_slots, dtype=np.bool_
-        )  # no penalty, bias, mask, logprobs, min_tokens or beams
+        )  # no penalty, bias, mask, processor, logprobs, min_tokens or beams
 
         self.scoring = np.zeros(num_slots, dtype=np.bool_)  # log-probabilities of the prompt are wanted
-        self.pooling = np.zeros(num_slots, dtype=np.bool_)  # its embedding is
+        self.pooling = np.zeros(num_slots, dtype=np.bool_)  # an embedding of the prompt is wanted
 
-        # The last request of each row: it stays readable after its end, until the row is taken again
+        # The last request of each row, which stays readable after its end until the row is taken again
         self.requests: NDArray[np.object_] = np.full(num_slots, None, dtype=object)
         self.busy: Index = np.empty(0, dtype=np.int64)
         self._free = list(range(num_slots - 1, -1, -1))
@@ -85,23 +91,24 @@ class SlotPool:
 
     @property
     def running_ids(self) -> KeysView[str]:
-        """The requests that are found in rows."""
+        """The ids of the requests that are in rows."""
         return self._row_of.keys()
 
     def find(self, request_id: str) -> int | None:
-        """The row of a request, from the time it takes one until its tokens are handed back."""
+        """Return the row of a request, from the time it takes one until its tokens are handed back."""
         return self._row_of.get(request_id)
 
     def decoding(self, rows: Index, computed: Index, known: Index) -> NDArray[np.bool_]:
-        """Which of these rows have computed their prompt, and all they know but their last token.
+        """Whether each row decodes: its prompt and all known tokens but the last are computed.
 
-        `computed` are their tokens in the cache, `known` all of them. Each step gives such a row a token.
+        `computed` is the number of its tokens in the cache, `known` that of all its tokens. A decoding row
+        gets a token in every step.
         """
         is_decoding: NDArray[np.bool_] = (known - computed == 1) & (known > self.num_prompt[rows])
         return is_decoding
 
     def set_drafts(self, rows: Index, tokens: NDArray[np.int32], counts: Index) -> None:
-        """Let guesses follow the known tokens of rows [N] that decode and are no beams, for the next batch.
+        """Place drafts behind the known tokens of rows [N] that decode and are no beams, for the next batch.
 
         Row i gets the first `counts[i]` of `tokens[i]` [N, most].
         """
@@ -115,11 +122,14 @@ class SlotPool:
         self.num_drafts[rows] = counts
 
     def drop_drafts(self) -> None:
-        """Forget the guesses of all rows."""
+        """Drop the drafts of all rows."""
         self.num_drafts[:] = 0
 
     def take(self, request: Request, *, is_beam: bool = False) -> int:
-        """Put a request with all its known tokens into a free row; a beam is found by its leader's alone."""
+        """Put a request with all its known tokens into a free row.
+
+        Only the leader of beams is found by its id.
+        """
         row = self._free.pop()
         params, count = request.params, len(request.tokens)
         self.requests[row] = request
@@ -172,7 +182,7 @@ class SlotPool:
         return row
 
     def hand_back(self, row: int) -> Request:
-        """Give a row's tokens back to its request, which is no longer found here; the row stays taken."""
+        """Hand a row's tokens back to its request, which is no longer found here; the row stays taken."""
         request: Request = self.requests[row]
         request.come_back(self.token_ids[row, : self.num_tokens[row]].copy(), int(self.num_computed[row]))
         request.num_drafted, request.num_accepted = int(self.num_drafted[row]), int(self.num_accepted[row])
@@ -186,23 +196,22 @@ class SlotPool:
         self._free.append(row)
 
     def add_logprobs(self, rows: Index, sampled: Sampled) -> None:
-        """Give requests what they asked for besides tokens: log-probabilities, also of prompts, and their
-        embeddings.
-        """
+        """Give requests the log-probabilities and pooled hidden states that they asked for."""
         for index, logprobs in sampled.logprobs.items():
             self.requests[rows[index]].logprobs.append(logprobs)
-        for row, found in sampled.prompt_logprobs.items():  # outrun or not: others may share them
+        # Also of outrun rows, because other samples may share them
+        for row, found in sampled.prompt_logprobs.items():
             self.requests[row].prompt_logprobs += found
         for row, part in sampled.pooled.items():
             known = self.requests[row].pooled
             self.requests[row].pooled = part.copy() if known is None else known + part
 
     def pages(self, row: int) -> Index:
-        """A copy of the pages of a row, in the order of its tokens."""
+        """Return a copy of a row's pages, in the order of its tokens."""
         return self.page_table[row, : self.num_pages[row]].astype(np.int64)
 
     def rename_pages(self, sources: Index, targets: Index, num_pages: int) -> None:
-        """Follow pages that moved. `num_pages` is the pool's; only columns that a busy row uses are read."""
+        """Rename pages that were moved, in busy rows only. `num_pages` is the size of the pool."""
         busy = self.busy
         if not len(busy):
             return
@@ -215,8 +224,8 @@ class SlotPool:
         self.page_table[busy[at], indexes] = renamed[at, indexes]
 
     def inputs(self, batch: Batch) -> PackedTokens:
-        """What the forward pass of this batch reads and where its keys and values go."""
-        if batch.is_one_token_each:  # these arrays are only read
+        """Return what the forward pass of this batch reads, and where its keys and values go."""
+        if batch.is_one_token_each:  # the arrays are not copied, because they are only read
             positions, rows = batch.starts, batch.slots
         else:
             positions = ragged_ranges(batch.starts, batch.stops)

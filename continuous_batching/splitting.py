@@ -1,9 +1,9 @@
-"""Should another replica compute a request's prompt, and which?
+"""Decide whether another replica should compute a request's prompt, and which.
 
-Where that is predicted to cost less, in prompt tokens: there, what waits before it, what is to be computed
-after its hits, and the way of the pages; here, the same without a way, but every answer that runs beside a
-prompt is slowed by it. So short prompts stay, and those that are found where they are answered, and all where
-nothing else runs.
+It should if its predicted cost, in prompt tokens, is lower. The cost there is what waits before the prompt,
+what is to be computed after its hits, and the transfer of the pages. The cost here has no transfer, but every
+answer that runs beside a prompt is slowed by it. So short prompts stay, as do those whose pages are found
+where they are answered, and all of them where nothing else runs.
 """
 
 from __future__ import annotations
@@ -17,27 +17,30 @@ import numpy as np
 from continuous_batching.routing import RoutedPrompt, Routing, Sent
 
 Split = Literal["cost", "always", "never"]
-PROMPT_REPLICA_HEADER = "x-prompt-replica"  # of a request: the endpoint of who computes its prompt
+# Request header with the endpoint of the engine that computes the prompt
+PROMPT_REPLICA_HEADER = "x-prompt-replica"
 SPLITS: tuple[Split, ...] = ("cost", "always", "never")
 
 
 @dataclass(frozen=True, slots=True)
 class SplitWeights:
-    """What a split costs and spares, in prompt tokens that are computed in the time of it.
+    """The costs and savings of a split, in prompt tokens that could be computed in the same time.
 
-    They are guesses, fitted to no machine: times of steps give what an answer loses beside a prompt, and not
-    how much of that a sooner first token is worth. docs/fleet.md has those of a simulated device, and what
-    other weights change there.
+    The values are guesses that were fitted to no machine: the times of steps give what an answer loses beside
+    a prompt, but not what a sooner first token is worth. docs/fleet.md has the values of a simulated device,
+    and the effect of other weights there.
     """
 
-    transfer: float = 32.0  # the beginning and the end of a transfer
-    page_token: float = 0.1  # the way of the pages of a token, as far as it is not hidden behind computing
-    answer: float = 0.05  # of each prompt token, for each request that is there: what its answer loses
+    transfer: float = 32.0  # cost of beginning and ending a transfer
+    # Cost of moving the pages of one token, as far as it is not hidden behind computation
+    page_token: float = 0.1
+    # What each prompt token costs the answer of each other request on the replica
+    answer: float = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class PromptPlace:
-    """Where a prompt is computed, and how the engine that answers reaches it."""
+    """The replica that computes a prompt, and its endpoint for the engine that answers."""
 
     sent: Sent
     endpoint: str
@@ -45,8 +48,10 @@ class PromptPlace:
 
 @dataclass(frozen=True, slots=True)
 class SplitChoice:
-    """Where a prompt is computed, None: where it is answered; and the costs that were compared, in prompt
-    tokens, None where nobody else could compute it or it was not asked what it costs.
+    """The decision about one prompt: its place (None: where it is answered), and the costs compared.
+
+    Costs are in prompt tokens; they are None if no other replica could compute the prompt or no comparison
+    was made.
     """
 
     place: PromptPlace | None = None
@@ -58,7 +63,7 @@ _NO_SPLIT = SplitChoice()
 
 
 class Splitting:
-    """Chooses among the replicas of a routing that compute prompts for others: those with an endpoint."""
+    """Chooses among the replicas that compute prompts for others, which are those with an endpoint."""
 
     def __init__(self, routing: Routing, split: Split = "cost", weights: SplitWeights | None = None) -> None:
         self._routing = routing
@@ -69,9 +74,7 @@ class Splitting:
         self._slots_of: dict[int, int] = {}
 
     def is_known(self, replica: int, endpoint: str, sources: Iterable[str], slots: int) -> None:
-        """Where a replica computes prompts for others ("": nowhere), who computes some for it, and how many
-        requests it runs at once (0: nobody knows).
-        """
+        """Note a replica's endpoint for prompts ("": none), its prompt sources and its slots (0: unknown)."""
         if endpoint:
             self._endpoint_of[replica] = endpoint
         else:
@@ -81,8 +84,10 @@ class Splitting:
 
     @property
     def not_for_answers(self) -> list[int]:
-        """Replicas that get no whole request now: those that compute prompts for others, where another is
-        open that has a slot. Where none has, those that have none either; "always" keeps them all apart.
+        """Replicas that get no whole request now, because they compute prompts for others.
+
+        This holds while another open replica has a free slot; if none has, only those without a free slot are
+        excluded. With "always" they are all kept apart.
         """
         if not self._endpoint_of or self._split == "never":
             return []
@@ -97,9 +102,7 @@ class Splitting:
         return [each for each in ours if not self._has_slot(each)]
 
     def choose(self, prompt: RoutedPrompt, sent: Sent, now_s: float) -> SplitChoice:
-        """Who computes the prompt of a request that was sent to a replica, and is counted there from now
-        on.
-        """
+        """Choose where the prompt of a request is computed, and count it there from now on."""
         if not self._endpoint_of:
             return _NO_SPLIT
         places = self._places(sent.replica)
@@ -113,7 +116,7 @@ class Splitting:
         others = np.flatnonzero(np.arange(self._routing.count) != place).tolist()
         there = self._routing.send(prompt, now_s, but=others)
         assert there is not None, "an open replica was chosen"
-        self._routing.begun(sent)  # nothing of it waits to be computed here
+        self._routing.begun(sent)  # none of its prompt is to be computed here
         return SplitChoice(PromptPlace(there, self._endpoint_of[place]), cost_here, cost_there)
 
     def _has_slot(self, replica: int) -> bool:

@@ -1,4 +1,8 @@
-"""How long will a step take?"""
+"""Predict the time of a step.
+
+The adaptive prefill budget uses the prediction to size the chunks of prompts. Steps that only decode are
+predicted more precisely by `speculation.decode_time`.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +12,18 @@ from numpy.typing import NDArray
 from continuous_batching.batch import Batch
 
 Floats = NDArray[np.float64]
-_SCALES = np.array([1.0, 1e2, 1e4, 1e6])  # bring the features near each other
-_FORGETTING = 0.998  # of what was learnt, kept at each step
+_SCALES = np.array([1.0, 1e2, 1e4, 1e6])  # scales that bring the features to similar magnitudes
+_FORGETTING = 0.998  # share of the statistics that is kept at each step
 _WINDOW = 256  # steps whose errors are remembered
-_EARLY_MARGIN = 1.5  # before there are enough of them
+_EARLY_MARGIN = 1.5  # margin before there are enough of them
 _ENOUGH = 32
 
 
 class StepTime:
-    """`a + b·tokens + c·Σcontext + d·Σ chunk·context`, fitted as the steps go by, times a margin.
+    """`a + b·tokens + c·Σcontext + d·Σ chunk·context`, fitted online, times a margin.
 
-    Recursive least squares of the relative error, with exponential forgetting. The margin is the `quantile`
-    of measured over predicted times, of the last steps that computed a prompt.
+    The fit is a recursive least squares of the relative error, with exponential forgetting. The margin is the
+    `quantile` of measured over predicted times, over the last steps that computed a prompt.
     """
 
     def __init__(self, quantile: float) -> None:
@@ -31,7 +35,7 @@ class StepTime:
         self.margin = _EARLY_MARGIN
 
     def predict(self, tokens: Floats, context: Floats, chunk_context: Floats) -> Floats:
-        """Seconds that a step of so many tokens, read tokens and chunk-token pairs stays below."""
+        """Return a bound, in seconds, of steps of so many tokens, context tokens and chunk-token pairs."""
         features = np.stack([np.ones_like(tokens), tokens, context, chunk_context], axis=-1) / _SCALES
         seconds: Floats = features @ np.maximum(self._weights, 0) * self.margin
         return seconds
@@ -42,7 +46,7 @@ class StepTime:
             return
         lens, starts = batch.stops - batch.starts, batch.starts
         chunks = lens > 1
-        if batch.num_drafts:  # a decode with drafts is none
+        if batch.num_drafts:  # a decode with drafts is no chunk
             chunks &= lens > np.bincount(batch.sampled, minlength=len(lens))
         reads = (lens[chunks] * (starts[chunks] + lens[chunks] / 2)).sum()
         row = np.array([1.0, lens.sum(), starts.sum(), reads]) / _SCALES

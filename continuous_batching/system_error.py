@@ -1,4 +1,4 @@
-"""What did the operating system refuse, in a line that says of what, what is wrong and how to fix it?"""
+"""Describe an error of the operating system in one line: the object, the cause and the fix."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ _FIX_OF = {
 
 
 def in_one_line(error: ValueError | OSError) -> str:
-    """The text of an error; one of the operating system in words: of what, what is wrong, how to fix it."""
+    """Return the text of an error; for one of the operating system, its object, its cause and its fix."""
     if not isinstance(error, OSError) or error.errno is None:
         return str(error)
     what = error.filename if error.filename is not None else "reading or writing"
     what = what if what != "" else "an empty path"
-    # of a failed look-up of a host's name, say, the number is none of errno's
+    # The number of a failed host name look-up, for example, is none of errno's
     wrong = os.strerror(error.errno) if error.errno in errno.errorcode else str(error.strerror)
     said = f"{os.fsdecode(what) if isinstance(what, bytes) else what}: {wrong.lower()}"
     fix = _FIX_OF.get(error.errno)
@@ -45,7 +45,7 @@ def in_one_line(error: ValueError | OSError) -> str:
 
 @contextlib.contextmanager
 def naming(path: str | Path) -> Iterator[None]:
-    """Give a file's name to what the system refuses while it is written: a full disk, or a limit."""
+    """Attach a file's name to a full disk or an exceeded limit while the file is written."""
     try:
         yield
     except OSError as error:

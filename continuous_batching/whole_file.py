@@ -1,4 +1,4 @@
-"""How is a file written whole, or not at all?"""
+"""Write a file as a whole or not at all."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from continuous_batching.system_error import naming
 
 @contextlib.contextmanager
 def whole_file(path: str | Path) -> Iterator[IO[str]]:
-    """A text file that takes the place of what was there once all is written; after an error it does not.
+    """Yield a text file that replaces `path` once it is written; after an error `path` is unchanged.
 
-    A pipe or a device is written to directly. A full disk, or a file too large, is said of `path`.
+    A pipe or a device is written to directly. The error of a full disk, or of a file that is too large, names
+    `path`.
     """
     target = Path(path).resolve()
     if target.exists() and not target.is_file():

@@ -1,7 +1,7 @@
-"""What did verify_npu.sh find where no source says what a product does?
+"""Apply what verify_npu.sh found out about an Ascend product to its limits.
 
-Its probes write their answers to a file for each product and version of CANN, which the product's limits
-follow from then on.
+Where no source says what a product does, probes of that script test it and write the answers to a file for
+each product and version of CANN; the product's limits follow the file from then on.
 """
 
 from __future__ import annotations
@@ -22,24 +22,30 @@ PROBED = (
     *("exact_angles", "unmasks_decodes", "joins_latents", "sums_products", "dispatches"),
 )
 assert {each.name for each in fields(AscendProduct)} >= set(PROBED), "the answers are facts of a product"
-# Answers that files of earlier versions hold and that no longer count, each with the reason
+# Answers in files of earlier versions that no longer count, each with the reason
 WITHDRAWN = {"bares_decodes": "it was asked outside of graphs alone, where wrong answers were not seen"}
 
 
 def answers_file(folder: Path, name: str, cann: str, *, virtual: bool) -> Path:
-    """Where the answers of a product with this version of CANN lie; those of a stand-in lie apart."""
+    """Return the path of the answers for a product and a version of CANN.
+
+    Those of a stand-in are kept apart.
+    """
     return folder / f"{'virtual-' * virtual}{name}-cann-{cann or 'unknown'}.json"
 
 
 def write_answers(path: Path, found: Mapping[str, bool]) -> None:
-    """Write what the probes found."""
+    """Write the answers of the probes."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path) as file:
         file.write(json.dumps(dict(found), indent=2) + "\n")
 
 
 def answered(product: AscendProduct, path: Path) -> AscendProduct:
-    """The product as the file says that it is, which is logged; as it was where there is no such file."""
+    """Return the product with the answers of the file, which are logged.
+
+    It is unchanged if there is no such file.
+    """
     if not path.is_file():
         return product
     try:

@@ -1,4 +1,4 @@
-"""How many tokens may ranks send to one another's experts by Ascend's operators?
+"""Bound the tokens that ranks may send to one another's experts by Ascend's operators.
 
 Sources: op-plugin, npu_moe_distribute_dispatch_v2 and npu_moe_distribute_combine_v2; CANN, HCCL_BUFFSIZE, the
 size of each of a communicator's two buffers.
@@ -12,8 +12,8 @@ import math
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
-BUFFER_NAME, BUFFER_MIB = "HCCL_BUFFSIZE", 200  # an environment variable, and what it is where it is not set
-MOST_TOKENS = 64  # of each rank: the probe times so many, and the operators take 256
+BUFFER_NAME, BUFFER_MIB = "HCCL_BUFFSIZE", 200  # an environment variable, and its default
+MOST_TOKENS = 64  # tokens of each rank; the probe times so many, and the operators take 256
 HIDDEN_STEP = 32
 _MIB = 2**20
 
@@ -31,16 +31,16 @@ _LIMITS: Mapping[str, _Limits] = {
     "910B": _Limits({*range(2, 9), 16, 32, 64, 128, 256}, range(32, 7168 + 1, HIDDEN_STEP), 16, 512, 24),
     "910C": _Limits(set(range(2, 768 + 1)), range(1024, 8192 + 1, HIDDEN_STEP), 12, 1024, 1024),
 }
-DISPATCHING = tuple(_LIMITS)  # products
+DISPATCHING = tuple(_LIMITS)  # names of products
 
 
 def most_dispatched(
     product: str, ranks: int, num_experts: int, num_chosen: int, hidden: int, buffer_mib: int
 ) -> int:
-    """Tokens that each of `ranks` may send in one launch; 0 where the operators do not take the model.
+    """Return the tokens that each rank may send in one launch; 0 if the operators do not take the model.
 
-    `num_experts` of all ranks, of which a token chooses `num_chosen`. The communicator's buffers hold the
-    worst case: all tokens of all ranks on one of them, in 16 bits, also where int8 is sent.
+    `num_experts` counts the experts of all ranks, of which a token chooses `num_chosen`. The communicator's
+    buffers hold the worst case: all tokens of all ranks on one of them, in 16 bits even if int8 is sent.
     """
     limits, (held, rest) = _LIMITS.get(product), divmod(num_experts, ranks)
     if limits is None or ranks not in limits.ranks or rest:
@@ -59,7 +59,7 @@ def most_dispatched(
 
 
 def buffer_mib(environment: Mapping[str, str]) -> int:
-    """What HCCL takes for a buffer. Raises ValueError where that is no number of MiB."""
+    """Return HCCL's buffer size in MiB. Raises ValueError if the variable is no number of MiB."""
     said = environment.get(BUFFER_NAME, str(BUFFER_MIB))
     if not said.isdecimal() or int(said) < 1:
         raise ValueError(

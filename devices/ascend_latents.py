@@ -1,4 +1,4 @@
-"""Which latent attention do Ascend's operators take?
+"""State which latent attention Ascend's operators take.
 
 Sources: op-plugin, npu_kv_rmsnorm_rope_cache and npu_mla_prolog_v3; vllm-ascend, mla_v1.py.
 """
@@ -11,14 +11,14 @@ from devices.shapes import AttentionShape
 
 LATENT, LATENT_ROPE, LATENT_HEAD = 512, 64, 128
 MOST_LATENT_HEADS = 128
-MOST_LATENT_QUERIES = 16  # of a span in the space of latents
+MOST_LATENT_QUERIES = 16  # most tokens of a span in the space of latents
 # npu_mla_prolog_v3: the hidden sizes and the widths of compressed queries
 PROLOG_HIDDEN = (1024, 2048, 3072, 4096, 5120, 6144, 7168, 7680, 8192)
 PROLOG_QUERIES = (1536, 2048)
 
 
 def check_latent(shape: AttentionShape, plain: str) -> None:
-    """Raise ValueError for latents or heads that the operators do not take; `plain` is how to mend it."""
+    """Raise ValueError for latents or heads that the operators do not take; `plain` is the fix."""
     latent, heads = shape.latent, shape.num_heads
     assert latent is not None, "other attention has other limits"
     sizes = shape.head_dim, latent.rope_dim, latent.nope_dim, latent.value_dim
@@ -38,8 +38,6 @@ def check_latent(shape: AttentionShape, plain: str) -> None:
 def takes_prolog(
     dtype: torch.dtype, hidden_size: int, query_rank: int | None, *, takes_float32: bool = False
 ) -> bool:
-    """Whether one operator computes what comes before attention, of a shape that `check_latent` lets
-    through.
-    """
+    """Whether one operator computes what precedes attention, for a shape that passes `check_latent`."""
     is_type = dtype == torch.bfloat16 or (takes_float32 and dtype == torch.float32)
     return is_type and hidden_size in PROLOG_HIDDEN and query_rank in PROLOG_QUERIES

@@ -1,4 +1,4 @@
-"""Which Ascend products are there, and what are the limits of each one's attention, int8 products and graphs?
+"""Describe the Ascend products and the limits of their attention, int8 products and graphs.
 
 Sources: op-plugin, torch_npu.npu_fused_infer_attention_score and its v2; vllm-ascend, attention_v1.py and
 _310p/attention; CANN, PagedAttentionOperation; CANN's error messages where these say nothing.
@@ -18,17 +18,19 @@ from devices.ascend_latents import check_latent
 from devices.shapes import AttentionShape
 from kv_cache.pages import Index
 
-FRACTAL_NZ = 29  # a format, which the matrix unit reads: tiles of 16 x 16, columns of tiles first
-MOST_SPANS = 4096  # in one call of a packed batch
+FRACTAL_NZ = 29  # the format that the matrix unit reads: tiles of 16 x 16, columns of tiles first
+MOST_SPANS = 4096  # spans in one call of a packed batch
 MOST_HEADS, MOST_GROUP = 256, 64
 PAGE_STEP, MOST_PAGE = 16, 1024
 MOST_ROW = 65535  # kv heads x head dim
-MOST_KEYS = 262144  # that one query may read
+MOST_KEYS = 262144  # keys that one query may read
 ATB_PAGES = (128, 64)  # the first that fits is the best
 ATB_DIM_STEP, ATB_MOST_DIM = 16, 256
 ATB_MOST_PAGE = 128 * 128  # tokens x head dim
-INT4_GROUP, MOST_INT4_SIDE = 32, 65535  # npu_weight_quant_batchmatmul: a group's step, inputs or outputs
-MOST_STREAMS = 1800  # of captured graphs, one for each layer and one more of each: vllm-ascend's bound
+# npu_weight_quant_batchmatmul: the step of a group's size, and the most inputs or outputs
+INT4_GROUP, MOST_INT4_SIDE = 32, 65535
+# Streams of captured graphs, one for each layer and one more for each graph: vllm-ascend's bound
+MOST_STREAMS = 1800
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,36 +38,38 @@ class AscendProduct:
     """One line of Ascend products, by its name in a recipe."""
 
     name: str
-    chip: str  # the device name of one of them
-    chips: str  # a pattern for the device names of all of them
+    chip: str  # device name of one of its chips
+    chips: str  # pattern of the device names of all its chips
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
     head_dims: tuple[int, ...] = (64, 128)
-    is_fused: bool = True  # has npu_fused_infer_attention_score
-    is_atb: bool = False  # has ATB's paged attention instead
-    swiglu_bytes: int = 1  # of which half a row of swiglu is a multiple (CANN, aclnnSwiGlu)
-    clips_swiglu: bool = False  # has npu_clipped_swiglu
+    is_fused: bool = True  # it has npu_fused_infer_attention_score
+    is_atb: bool = False  # it has ATB's paged attention instead
+    swiglu_bytes: int = 1  # half a row of swiglu is a multiple of this (CANN, aclnnSwiGlu)
+    clips_swiglu: bool = False  # it has npu_clipped_swiglu
     adds_to_tiles: bool = True  # addmm takes a weight in FRACTAL_NZ (op-plugin, AddmmKernelNpuOpApi.cpp)
-    most_spans: int = MOST_SPANS  # in one call
+    most_spans: int = MOST_SPANS  # most spans in one call
     is_mixed: bool = True  # one call takes single tokens and longer spans together
-    has_int8: bool = True  # multiplies int8 with a scale for each token
-    has_int4: bool = False  # multiplies weights of 4 bits by groups (npu_weight_quant_batchmatmul)
+    has_int8: bool = True  # it multiplies int8 with a scale for each token
+    has_int4: bool = False  # it multiplies weights of 4 bits by groups (npu_weight_quant_batchmatmul)
     has_latents: bool = False  # fused attention takes latents, and one operator writes them
-    has_mixtures: bool = True  # routes tokens to experts and multiplies each expert's rows in one launch
-    tiles_weights: bool = False  # of 16 bits, in FRACTAL_NZ (vllm-ascend #4960: graphs failed with them)
-    # What no source says: the probes of verify_npu.sh answer it (devices/ascend_answers.py)
+    has_mixtures: bool = True  # it routes tokens to experts and multiplies each expert's rows in one launch
+    # 16-bit weights are kept in FRACTAL_NZ (vllm-ascend #4960: graphs failed with them)
+    tiles_weights: bool = False
+    # No source states the following; the probes of verify_npu.sh answer them (devices/ascend_answers.py)
     keeps_nan: bool = True  # the maximum of a row with a NaN is NaN
     packs_float16: bool = True  # fused attention takes float16 in TND; vllm-ascend's mla_v1.py casts it
-    # Fused attention of decodes is right without a mask, in captured steps too. vllm-ascend #12605 went back
-    # to the mask, since graphs of a model on a 910B gave wrong answers without it
+    # Fused attention of decodes is right without a mask, in captured steps too. vllm-ascend #12605 restored
+    # the mask, because graphs of a model on a 910B gave wrong answers without it
     unmasks_decodes: bool = False
     slices_tiles: bool = True  # slices of a cache in FRACTAL_NZ are views (vllm-ascend _310p/kv_block_zeroer)
-    captures_draws: bool = False  # graphs take what a draw by top-k and top-p is made of
+    captures_draws: bool = False  # graphs capture the operators of a draw by top-k and top-p
     prefetches: bool = (
-        False  # fetching a weight while attention runs gains (off by default in vllm-ascend too)
+        False  # fetching a weight while attention runs is faster (off by default in vllm-ascend too)
     )
-    sums_products: bool = False  # the product of a prompt's rows and the ranks' sum of it gain in one launch
-    joins_latents: bool = False  # one launch of all before latent attention is right, and gains
-    dispatches: bool = False  # sending tokens to the ranks of their experts gains
+    # One launch of a prompt's product and the ranks' sum of it is faster
+    sums_products: bool = False
+    joins_latents: bool = False  # one launch of everything before latent attention is right, and faster
+    dispatches: bool = False  # sending tokens to the ranks of their experts is faster
     exact_angles: bool = True  # cosines of angles of 100,000 radians are right
     most_graphs: int | None = None  # sizes that may be captured; None: as many as its streams allow
 
@@ -108,7 +112,7 @@ class AscendProduct:
             self._check_fused(shape, plain)
 
     def check_dtype(self, dtype: torch.dtype) -> None:
-        """Raise ValueError for a type in which this product does not compute, with any attention."""
+        """Raise ValueError for a type in which this product cannot compute, whatever the attention."""
         if dtype not in (*self.dtypes, torch.float32):
             names = [_name(each) for each in self.dtypes]
             raise ValueError(
@@ -183,7 +187,7 @@ class AscendProduct:
             )
 
     def check_int8(self, dtype: torch.dtype) -> None:
-        """Raise ValueError for a model of this type in W8A8 (op-plugin, npu_quant_matmul: products)."""
+        """Raise ValueError if a model of this type cannot run in W8A8 (op-plugin, npu_quant_matmul)."""
         if not self.has_int8:
             some = ", ".join(each.name for each in PRODUCTS if each.has_int8)
             raise ValueError(
@@ -199,9 +203,10 @@ class AscendProduct:
     def check_int4(
         self, dtype: torch.dtype, group_size: int | None, largest: int, of_experts: Sequence[int] = ()
     ) -> None:
-        """Raise ValueError for a model of this type in W4A16, whose linears have at most so many inputs and
-        outputs (op-plugin, npu_weight_quant_batchmatmul), those of experts these inputs (npu_grouped_matmul:
-        groups divide them).
+        """Raise ValueError if a model of this type cannot run in W4A16.
+
+        Its linears have at most `largest` inputs or outputs (op-plugin, npu_weight_quant_batchmatmul), and
+        those of experts have the inputs `of_experts`, which groups must divide (npu_grouped_matmul).
         """
         mend = "leave model.quantization out, and the weights are read into the model's type"
         if not self.has_int4:
@@ -235,12 +240,12 @@ class AscendProduct:
     def graph_sizes(
         self, sizes: Sequence[int], num_layers: int, page_size: int, beside: int = 0, *, joins: bool = False
     ) -> list[int]:
-        """Which of these numbers of rows are captured, where a device may hold fewer graphs: every layer of
-        every graph takes a stream, and so does each of the graphs that are held beside them, and that which
-        `joins` the logits of several ranks.
+        """Return which of these numbers of rows are captured, if the device may hold fewer graphs.
 
-        As vllm-ascend's update_aclgraph_sizes takes an even sample, but of those up to a page alone: beyond,
-        all are needed, since a step is padded by a page at most. Raises ValueError where these are too many.
+        Every layer of every graph takes a stream, and so does each of the graphs that are held `beside` them,
+        and the one that `joins` the logits of several ranks. As vllm-ascend's update_aclgraph_sizes does,
+        this takes an even sample, but only of the sizes up to a page: larger ones are all needed, since a
+        step is padded by at most a page. Raises ValueError if these are too many.
         """
         most = MOST_STREAMS // (num_layers + 1 + self.captures_draws + self.prefetches + joins)
         if self.most_graphs is not None:
@@ -259,7 +264,7 @@ class AscendProduct:
         return sorted({small[at] for at in chosen}) + large
 
     def cuts(self, lens: Index) -> Iterator[tuple[int, int]]:
-        """The spans [first, last) of each call, given their lengths: as few calls as the product allows."""
+        """Yield the spans [first, last) of each call, in as few calls as the product allows."""
         edges = {0, len(lens), *range(0, len(lens), self.most_spans)}
         if not self.is_mixed:
             edges |= set((np.flatnonzero(np.diff(lens == 1)) + 1).tolist())
@@ -322,7 +327,7 @@ PRODUCTS = (
 
 
 def product(name: str | None, chip: str) -> AscendProduct:
-    """The product that a recipe names, or otherwise the one of this chip."""
+    """Return the product that a recipe names, or otherwise the one of this chip."""
     for each in PRODUCTS:
         if each.name == name or (name is None and re.match(each.chips, chip)):
             return each

@@ -1,7 +1,7 @@
 """Compile a function once for all sizes of a batch, and call it at little cost.
 
-torch.compile finds out at each call whether its code still fits, which takes 19 us; here the caller says
-beforehand what may vary, and a call takes 5. A decoder makes some 70 calls a step.
+torch.compile checks at each call whether its code still fits, which takes 19 us; here the caller declares in
+advance what may vary, and a call takes 5. A decoder makes some 70 calls a step.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 log = logging.getLogger(__name__)
 
-# Per function, never process-wide: other users of torch's compiler keep their own settings.
+# Set for each function and never process-wide, so that other users of torch's compiler keep their settings.
 OPTIONS: dict[str, Any] = {
-    "assert_indirect_indexing": False,  # the scheduler owns the addresses
+    "assert_indirect_indexing": False,  # the scheduler guarantees valid addresses
     "cpp.enable_floating_point_contract_flag": "fast",  # multiply and add in one instruction
     "size_asserts": False,
     "alignment_asserts": False,
     "compile_threads": 1,  # no pool of compiling processes, each with a torch of its own
 }
-# What ends a compilation where there is no compiler, or no Python headers
+# Errors that end a compilation if there is no compiler, or no Python headers
 NO_COMPILER = ("InvalidCxxCompiler", "CppCompileError")
 
-LIMIT_S = 60.0  # what all functions of an engine may take to compile where nobody asked for it
-_LOOKS_S = 0.02  # between two looks at whether another process has compiled a function
+LIMIT_S = 60.0  # time that all functions of an engine may take to compile, if compilation was not requested
+_LOOKS_S = 0.02  # interval at which the results of another process's compilation are checked for
 
 Dimensions = tuple[int, ...] | None
 
 
 def missing_for_compiling() -> str | None:
-    """What a compilation needs and this machine lacks; None where it has a compiler and Python's headers."""
+    """Describe what this machine lacks for compiling; None if it has a compiler and Python's headers."""
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None:
         return f"there is no C++ compiler {compiler}"
@@ -56,10 +56,10 @@ def missing_for_compiling() -> str | None:
 
 
 def processor() -> str:
-    """A name of what this processor can do, and torch does with it: another one's compilations differ.
+    """Return a name for this processor's abilities, as torch uses them, to keep compilations apart.
 
-    torch finds what it compiled by the function alone. Loops that were made for vectors of 512 bits, compiled
-    for those of 256, leave out half of what they should write.
+    torch finds its results by the function alone. Loops compiled for vectors of 512 bits leave out half of
+    what they should write if they are used with those of 256.
     """
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8", errors="replace").splitlines() if info.is_file() else []
@@ -69,19 +69,19 @@ def processor() -> str:
 
 
 def keep_results() -> Path | None:
-    """Let compilations be kept for the next start, and say where; None: in torch's own temporary folder.
+    """Keep compilation results for the next start; return their folder, or None for torch's temporary folder.
 
-    A folder of the user that survives a restart of the machine, unless TORCHINDUCTOR_CACHE_DIR names another;
-    in it, one for each kind of processor, since machines may share it.
+    The folder is the user's and survives a restart of the machine, unless TORCHINDUCTOR_CACHE_DIR names
+    another; it has a subfolder for each kind of processor, since machines may share it.
     """
     said = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    # ~ stays for a user without a home, as in a container that knows no such user
+    # ~ remains for a user without a home, as in a container that knows no such user
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     folder = Path(said) if said else Path(cache) / "continuous_batching/compiled"
     if folder.parts[0] == "~":
         log.info("compile: there is no home folder, so results are kept in torch's temporary folder")
         return None
-    if folder.name != processor():  # else a process that started this one has said so
+    if folder.name != processor():  # otherwise the process that started this one has set it
         folder /= processor()
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -97,9 +97,9 @@ def keep_results() -> Path | None:
 
 
 def drop_torn(folder: Path) -> None:
-    """Delete the libraries that a process left half written when it was killed: torch would load them.
+    """Delete libraries that a killed process left half written, because torch would load them.
 
-    A compilation holds the lock of its library's name, so one that goes on is left alone.
+    A compilation holds the lock of its library's name, so one that is in progress is left alone.
     """
     for library in folder.glob("*/*.so") if sys.platform == "linux" else ():
         if _is_whole(library):
@@ -117,11 +117,11 @@ def drop_torn(folder: Path) -> None:
 
 
 def _is_whole(library: Path) -> bool:
-    """Whether a library of 64 bits has all that its head names; the table of its sections is written last."""
+    """Whether a 64-bit library is complete by its head; its section table is written last."""
     try:
         with library.open("rb") as file:
             head, size = file.read(64), os.fstat(file.fileno()).st_size
-    except FileNotFoundError:  # another process was faster
+    except FileNotFoundError:  # another process has deleted it already
         return True
     if len(head) < 64 or not head.startswith(b"\x7fELF"):
         return False
@@ -135,8 +135,8 @@ def compiling_once(name: str, patience_s: float = LIMIT_S) -> Iterator[None]:
     """Hold the lock of this function's name among all processes that keep their results in one folder.
 
     The ranks of an engine compile the same functions at the same moment: one does it, and the others then
-    read its results. Whoever has waited for `patience_s` goes on without the lock, since its holder may have
-    been stopped.
+    read its results. A process that has waited for `patience_s` goes on without the lock, since its holder
+    may have been stopped.
     """
     folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     if folder is None or not os.access(folder, os.W_OK):
@@ -159,9 +159,9 @@ def compiling_once(name: str, patience_s: float = LIMIT_S) -> Iterator[None]:
 
 
 class CompileLimit:
-    """Until when functions are compiled: until they took `limit_s` in all, or until one cannot be compiled.
+    """Limits compilation to `limit_s` in total, and ends it when a function cannot be compiled.
 
-    It is looked at before each function, so the last one may take longer than what was left.
+    The limit is checked before each function, so the last one may exceed it.
     """
 
     def __init__(self, limit_s: float = LIMIT_S, clock: Callable[[], float] = time.monotonic) -> None:
@@ -170,7 +170,7 @@ class CompileLimit:
         self.is_over = False
 
     def attempt(self, compiling: Callable[[], Callable[..., Any]], name: str) -> Callable[..., Any] | None:
-        """What `compiling` gives; None where it fails for want of a compiler, or the time is over."""
+        """Return what `compiling` returns, or None if there is no working compiler or the time is used up."""
         if self.is_over:
             return None
         if self.spent_s >= self.limit_s:
@@ -196,17 +196,17 @@ class NoCompiler(ValueError):
 
 
 class Compiled:
-    """`function` of tensors, compiled when it is first called.
+    """A `function` of tensors that is compiled at its first call.
 
-    `dynamic` says for each argument which dimensions may vary; None is for one that is no tensor, whose
-    every value is compiled for. All other dimensions are constants, because with every dimension symbolic
-    the code is half as fast. A new dtype, constant dimension or stride compiles anew.
+    `dynamic` says for each argument which dimensions may vary; None stands for an argument that is no tensor,
+    for whose every value the function is compiled. All other dimensions are constants, because with every
+    dimension symbolic the code is half as fast. A new dtype, constant dimension or stride compiles anew.
 
-    Dimensions that vary must be at least 2, for the code may take a 1 as a constant; where the first
-    argument's first such dimension is 1, the function itself is called.
+    Dimensions that vary must be at least 2, because the code may take a 1 as a constant; if the first such
+    dimension of the first argument is 1, the function itself is called.
 
-    With a `limit`, what cannot be compiled within it is done by `plain`, or else by the function itself;
-    without one, a missing compiler is an error.
+    With a `limit`, a function that cannot be compiled within it is replaced by `plain`, or else called as it
+    is; without one, a missing compiler is an error.
     """
 
     def __init__(
@@ -225,7 +225,7 @@ class Compiled:
 
     @property
     def num_graphs(self) -> int:
-        """How many variants have been compiled."""
+        """Number of variants that have been compiled."""
         return len(self._calls)
 
     def __call__(self, *args: Any) -> Any:
@@ -245,14 +245,14 @@ class Compiled:
         return call(*[each for each in args if isinstance(each, Tensor)])
 
     def _made(self, args: tuple[Any, ...]) -> Callable[..., Any]:
-        """A function of the tensors among `args`, compiled if it may be."""
+        """Return a function of the tensors among `args`, compiled if the limit allows."""
         if self._limit is None:
             return self._compile(args)
         call = self._limit.attempt(lambda: self._compile(args), self._function.__name__)
         return call or _of_tensors(self._plain, args)
 
     def _compile(self, args: tuple[Any, ...]) -> Callable[..., Any]:
-        # Here: it imports sympy, a fifth of the start of an engine that compiles nothing
+        # Imported here, because it imports sympy, a fifth of the start of an engine that compiles nothing
         from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
         mode = FakeTensorMode(shape_env=ShapeEnv(duck_shape=False))
@@ -266,8 +266,8 @@ class Compiled:
             graph = make_fx(_of_tensors(self._function, args))(*tensors)
         try:
             with compiling_once(self._function.__name__), warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)  # torch's, of parts of its own
-                from torch._inductor.compile_fx import compile_fx  # here: it takes seconds
+                warnings.simplefilter("ignore", DeprecationWarning)  # torch's warnings about parts of its own
+                from torch._inductor.compile_fx import compile_fx  # imported here, because it takes seconds
 
                 call = compile_fx(graph, tensors, config_patches=OPTIONS)
         except Exception as error:
@@ -284,7 +284,7 @@ class Compiled:
 
 
 def _of_tensors(function: Callable[..., Any], args: tuple[Any, ...]) -> Callable[..., Any]:
-    """`function` of the tensors alone, every other argument being as in `args`."""
+    """Return `function` as a function of the tensors alone, with every other argument as in `args`."""
     others = [None if isinstance(each, Tensor) else each for each in args]
     is_tensor = [isinstance(each, Tensor) for each in args]
 

@@ -1,8 +1,9 @@
-"""How many threads compute on a CPU, and how do they wait for each other?
+"""Choose how many threads compute on a CPU, and how they wait for each other.
 
 Every operator ends at a barrier. Threads that spin there are fastest while each has a core of its own; beside
-other busy processes they spin for a thread that the system has taken away. So the ways are measured on the
-model's own step at start-up, and spinning is given up when threads get much less processor time than then.
+other busy processes they spin for a thread that the system has descheduled. So the alternatives are measured
+on the model's own step at start-up, and spinning is given up when the threads later get much less processor
+time.
 """
 
 from __future__ import annotations
@@ -21,16 +22,20 @@ from devices.openmp import Barriers
 
 log = logging.getLogger(__name__)
 
-# torch's own number, which heeds OMP_NUM_THREADS, before any engine of this process sets another
+# torch's own number, which follows OMP_NUM_THREADS, before any engine of this process changes it
 USUAL_THREADS = torch.get_num_threads()
 
-ROUNDS, ROUND_S, LIMIT_S = 3, 0.06, 4.0  # of the measurement: rounds of each way, at least; all, about
-CLEARLY_FASTER = 0.9  # of the usual way's time: a smaller gain may be chance
-SLOW = 3.0  # times the best: such a way is not measured again
-WINDOW_S = 0.5  # of computing, over which processor time is watched
-STARVED = 0.7  # of the processor time that was measured: less says that others use these cores
-CROWDED = 0.8  # of their cores: spinning threads that get less share them from the start
-PATIENT = 1.6  # times the best: what a step may take more where it waits for no other thread
+# Rounds of each alternative, least time of a round, and approximate time of the whole measurement
+ROUNDS, ROUND_S, LIMIT_S = 3, 0.06, 4.0
+CLEARLY_FASTER = 0.9  # ratio to the usual alternative's time; a smaller gain may be chance
+SLOW = 3.0  # ratio to the best time above which an alternative is not measured again
+WINDOW_S = 0.5  # computing time over which processor time is watched
+# Share of the processor time measured at start-up; less means that other processes use these cores
+STARVED = 0.7
+# Share of their cores; spinning threads that get less share them from the start
+CROWDED = 0.8
+# Ratio to the best time that is acceptable for a step that waits for no other thread
+PATIENT = 1.6
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +53,7 @@ class Way:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A step in one way: how long it takes, and the share of `threads` cores that it gets meanwhile."""
+    """A measured alternative: the time of a step, and the share of `threads` cores that it got meanwhile."""
 
     way: Way
     step_s: float
@@ -59,7 +64,7 @@ class Measured:
 
 
 def ways(threads: int, *, may_be_fewer: bool, may_sleep: bool) -> list[Way]:
-    """What may be chosen from; the usual way is the first."""
+    """Return the alternatives to choose from, the usual one first."""
     found = [Way(threads)]
     if threads > 1 and may_sleep:
         found.append(Way(threads, sleeps=True))
@@ -69,7 +74,7 @@ def ways(threads: int, *, may_be_fewer: bool, may_sleep: bool) -> list[Way]:
 
 
 def choose(measured: Sequence[Measured]) -> Measured:
-    """The usual way, which is the first, unless another is clearly faster, or others use its cores."""
+    """Choose the usual alternative unless another is clearly faster, or other processes use its cores."""
     usual, best = measured[0], min(measured, key=lambda each: each.step_s)
     if usual.share < CROWDED and len(measured) > 1:
         return beside_others(measured)
@@ -77,10 +82,10 @@ def choose(measured: Sequence[Measured]) -> Measured:
 
 
 def beside_others(measured: Sequence[Measured]) -> Measured:
-    """The way to compute beside other processes: the one of the fewest threads, if it is not much slower.
+    """Choose for computing beside other processes: the fewest threads, if they are not much slower.
 
-    A barrier there may wait for as long as the system runs another process, which so short a measurement
-    meets or does not: two threads took 5 ms a step when they were measured, and 50 to 500 ms later.
+    A barrier may then wait for as long as the system runs another process, which so short a measurement may
+    or may not meet: two threads took 5 ms a step when they were measured, and 50 to 500 ms later.
     """
     best_s = min(each.step_s for each in measured)
     fewest = min(measured[1:], key=lambda each: each.way.threads)
@@ -94,9 +99,9 @@ def measure(
     clock: Callable[[], float] = time.perf_counter,
     processor_clock: Callable[[], float] = time.process_time,
 ) -> list[Measured]:
-    """The mean time of a step in each way, in rounds side by side, of which the median counts.
+    """Measure the mean time of a step for each alternative, in interleaved rounds, and take the median round.
 
-    The mean, because a step that waits for a thread takes a hundred times longer than the others.
+    The mean counts, because a step that waits for a thread takes a hundred times longer than the others.
     """
     begin_s = clock()
     rounds: dict[Way, list[Measured]] = {way: [] for way in candidates}
@@ -106,7 +111,8 @@ def measure(
             if done and (clock() - begin_s > LIMIT_S or done[-1].step_s > SLOW * best_s):
                 continue
             use(way)
-            for _ in range(1 if number else 2):  # operators prepare their code for a number of threads
+            # Operators prepare their code for a number of threads in the first step
+            for _ in range(1 if number else 2):
                 step()
             start_s, used_s, count = clock(), processor_clock(), 0
             while count == 0 or clock() - start_s < ROUND_S:
@@ -124,7 +130,7 @@ def measure(
 class Threads:
     """The threads of this process: chosen by a measurement, and changed once if others take their cores.
 
-    The number is `asked`, or OMP_NUM_THREADS; where neither is said, one thread may be chosen in its place.
+    The number is `asked`, or OMP_NUM_THREADS; if neither is given, one thread may be chosen instead.
     """
 
     def __init__(self, asked: int | None, barriers: Barriers) -> None:
@@ -138,16 +144,16 @@ class Threads:
 
     @property
     def patient(self) -> Way:
-        """The way of the least harm beside others, for what is computed before any is measured."""
+        """The alternative that disturbs other processes least, used before any is measured."""
         return next((way for way in self.candidates if way.sleeps), self.candidates[0])
 
     def use(self, way: Way) -> None:
-        """Compute in this way from now on."""
+        """Switch to this alternative."""
         torch.set_num_threads(way.threads)
         self.barriers.sleep(way.sleeps)
 
     def settle(self, step: Callable[[], object], decoder: nn.Module) -> None:
-        """Choose by the time of `step`, say so, and watch the decoder if its threads spin."""
+        """Choose by the time of `step`, log the choice, and watch the decoder if its threads spin."""
         if len(self.candidates) == 1:
             return
         measured = measure(self.candidates, step, self.use)
@@ -159,10 +165,10 @@ class Threads:
 
 
 class Watch:
-    """Sees when spinning threads lose their cores to others, and then goes over to the fallback, once.
+    """Detects that spinning threads lose their cores to other processes, and switches to the fallback, once.
 
-    It compares processor time instead of the time of steps, which depends on what is in a batch: threads that
-    spin use all of their cores while they have them.
+    It compares processor time and not the time of steps, which depends on the batch: threads that spin use
+    all of their cores while they have them.
     """
 
     def __init__(
@@ -180,18 +186,18 @@ class Watch:
         self._took_s = self._used_s = 0.0
 
     def attach(self, decoder: nn.Module) -> None:
-        """Look at every pass through the decoder until the fallback is in use."""
+        """Measure every pass through the decoder until the fallback is in use."""
         self._hooks = [
             decoder.register_forward_pre_hook(lambda *_: self.begin()),
             decoder.register_forward_hook(lambda *_: self.end()),
         ]
 
     def begin(self) -> None:
-        """A pass begins."""
+        """Note the start of a pass."""
         self._begin_s, self._begin_used_s = self.clock(), self.processor_clock()
 
     def end(self) -> None:
-        """A pass has ended."""
+        """Note the end of a pass, and switch if the threads were starved."""
         self._took_s += self.clock() - self._begin_s
         self._used_s += self.processor_clock() - self._begin_used_s
         if self._took_s < WINDOW_S:

@@ -1,4 +1,4 @@
-"""In which type does this processor multiply matrices fastest?"""
+"""Choose the type in which this processor multiplies matrices fastest."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import torch
 
 
 def product_dtype(dtype: torch.dtype) -> torch.dtype:
-    """`dtype` where oneDNN supports it (bfloat16 needs AVX-512), otherwise float32, in which the same product
-    then takes a thirtieth of the time.
+    """Return `dtype` if oneDNN supports it (bfloat16 needs AVX-512), and otherwise float32.
+
+    In float32 the same product then takes a thirtieth of the time.
     """
     if dtype not in (torch.bfloat16, torch.float16):
         return dtype

@@ -1,4 +1,4 @@
-"""How do the threads of the loaded OpenMP library wait at barriers, and can that be changed while they run?
+"""Change how the threads of the loaded OpenMP library wait at barriers, while they run.
 
 GNU's library (libgomp) reads its policy once, when it is loaded. But it spins only briefly while it manages
 more threads than there are cores, so a team of idle threads that is kept aside makes all others sleep
@@ -16,20 +16,21 @@ from pathlib import Path
 
 log = logging.getLogger(__name__)
 
-SAID_BY = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBRARY")  # who sets one has chosen
+# A user who sets one of these has chosen
+SAID_BY = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBRARY")
 
 
 class Barriers:
-    """How threads wait at barriers; this one leaves it as it is."""
+    """The wait policy of an OpenMP library; this class leaves it unchanged."""
 
     may_sleep = False
 
     def sleep(self, sleeps: bool) -> None:
-        """From now on, sleep there, or spin as before."""
+        """Sleep at barriers from now on, or spin as before."""
 
 
 class IntelBarriers(Barriers):
-    """Those of libiomp5 and libomp, of teams that the calling thread starts."""
+    """The policy of libiomp5 and libomp, for teams that the calling thread starts."""
 
     may_sleep = True
 
@@ -42,7 +43,7 @@ class IntelBarriers(Barriers):
 
 
 class GnuBarriers(Barriers):
-    """Those of libgomp, of all teams of this process; `path` is the file that torch has loaded."""
+    """The policy of libgomp, for all teams of this process; `path` is the file that torch has loaded."""
 
     may_sleep = True
 
@@ -50,7 +51,7 @@ class GnuBarriers(Barriers):
         self._library = ctypes.CDLL(path)
 
     def sleep(self, sleeps: bool) -> None:
-        # The team is found among the process's threads, because an engine that has gone may have left it
+        # The team is looked up among the process's threads, because an earlier engine may have left it
         teams = [each for each in threading.enumerate() if isinstance(each, IdleTeam)]
         if sleeps and not teams:
             team = IdleTeam(self._library)
@@ -63,7 +64,7 @@ class GnuBarriers(Barriers):
 
 
 class IdleTeam(threading.Thread):
-    """Holds one more OpenMP thread than there are cores, which do nothing, until `release` is set."""
+    """Holds one more idle OpenMP thread than there are cores, until `release` is set."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         super().__init__(name="idle-openmp-team", daemon=True)
@@ -80,22 +81,25 @@ class IdleTeam(threading.Thread):
 
 
 def barriers() -> Barriers:
-    """Those of this process; where the environment says how to wait, or the library is unknown, unchanged."""
+    """Return the policy of this process's library.
+
+    It cannot be changed if the environment sets it or the library is unknown.
+    """
     if any(os.environ.get(name) for name in SAID_BY):
         return Barriers()
     everything = ctypes.CDLL(None)
-    if hasattr(everything, "kmp_set_blocktime"):  # preloaded, and so the one that torch uses
+    if hasattr(everything, "kmp_set_blocktime"):  # it is preloaded, and so is the one that torch uses
         return IntelBarriers(everything)
     try:
         path = _loaded("libgomp")
         return GnuBarriers(path) if path else Barriers()
-    except OSError as error:  # of /proc, or a file that is gone, or lies elsewhere than /proc says
+    except OSError as error:  # /proc is missing, or the file is gone or not where /proc says
         log.info("threads: the OpenMP library is not found, and waits as it does: %s", error)
         return Barriers()
 
 
 def _loaded(name: str) -> str | None:
-    """The file of a library that this process has loaded."""
+    """Return the file of a library that this process has loaded, or None."""
     maps = os.fsdecode(Path("/proc/self/maps").read_bytes())
     paths = (line.split(maxsplit=5)[5] for line in maps.splitlines() if "/" in line)
     return next((path for path in paths if Path(path).name.startswith(name)), None)

@@ -1,4 +1,4 @@
-"""In which types do Triton kernels multiply and store, on a GPU and in Triton's interpreter?"""
+"""Choose the types in which Triton kernels multiply and store, on a GPU and in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import torch
 import triton
 import triton.language as tl
 
-# In Triton's interpreter kernels run on a CPU. It multiplies bfloat16 as if it were integers and truncates it
-# where a GPU rounds, so there the callers let kernels multiply and store float32.
+# In Triton's interpreter, kernels run on a CPU. It multiplies bfloat16 as if it were integers and truncates
+# where a GPU rounds, so the callers let kernels multiply and store float32 there.
 INTERPRETED: bool = triton.knobs.runtime.interpret
 
 
 def stored_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The type in which a kernel stores its results, before they are brought to `dtype`."""
+    """Return the type in which a kernel stores its results, before they are converted to `dtype`."""
     return torch.float32 if INTERPRETED else dtype
 
 
 def kernel_dtype(dtype: torch.dtype) -> tl.dtype:
-    """The type in which a kernel multiplies matrices of `dtype`."""
+    """Return the type in which a kernel multiplies matrices of `dtype`."""
     return getattr(tl, str(stored_dtype(dtype)).removeprefix("torch."))

@@ -1,4 +1,4 @@
-"""Is there a device, and may this user compute on it?"""
+"""Check that a machine has an NPU on which this user may compute."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from doctor.finding import Check, Finding
 Device = TypeVar("Device", Node, Chip)
 
 GROUP = "HwHiAiUser"
-CAPTURING_DRIVER = (25, 5)  # 25.5.1, of which the first two numbers are compared, then the third
+CAPTURING_DRIVER = (25, 5)  # 25.5.1: the first two numbers are compared, then the third
 FREE_SHARE = 0.8
 DOCKER = (
     "start the container with --device /dev/davinci0 --device /dev/davinci_manager --device /dev/devmm_svm"
@@ -182,12 +182,12 @@ def _old_driver_for_graphs(facts: MachineFacts) -> Finding | None:
 
 
 def _visible(facts: MachineFacts, devices: Sequence[Device]) -> dict[int, Device]:
-    """The devices, by index, that the shell leaves to be computed on; the first is npu:0."""
+    """Return the devices that the environment leaves visible, by index; the first is npu:0."""
     return {index: device for index, device in enumerate(devices) if facts.is_visible(index)}
 
 
 def _three(version: str) -> tuple[int, int, int]:
-    """25.5.1 -> (25, 5, 1); what is no number, such as RC1, counts as 0."""
+    """Parse 25.5.1 as (25, 5, 1); a part that is not a number, such as RC1, counts as 0."""
     first, second = numbers(version) or (0, 0)
     rest = version.split(".")[2:]
     return first, second, int(rest[0]) if rest and rest[0].isdecimal() else 0

@@ -1,4 +1,4 @@
-"""What is wrong with a machine, in words for a person and as data for a program?"""
+"""Run all checks on the facts of a machine, and format the findings for a person or a program."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ CHECKS: tuple[Check, ...] = device.CHECKS + software.CHECKS + loading.CHECKS + s
 
 
 def diagnose(facts: MachineFacts) -> dict[str, Finding]:
-    """The findings by the name of their check, fatal ones first."""
+    """Return the findings by the name of their check, fatal ones first."""
     found = {name_of(check): finding for check in CHECKS if (finding := check(facts)) is not None}
     return dict(sorted(found.items(), key=lambda item: not item[1].is_fatal))
 
 
 def name_of(check: Check) -> str:
-    """A check's name as people read it."""
+    """Return a check's name without its leading underscore."""
     return check.__name__.strip("_")
 
 
 def summary(facts: MachineFacts) -> list[tuple[str, str]]:
-    """What was found on the machine, whether it is a fault or not."""
+    """Return what was found on the machine, faulty or not, as labelled lines."""
     chips = ", ".join(
         f"{chip.name} {chip.total_mib - chip.used_mib:,} of {chip.total_mib:,} MiB free"
         for chip in facts.chips
@@ -51,7 +51,7 @@ def summary(facts: MachineFacts) -> list[tuple[str, str]]:
 
 
 def in_words(facts: MachineFacts, findings: dict[str, Finding]) -> str:
-    """The whole diagnosis for a person."""
+    """Format the whole diagnosis for a person."""
     lines = [f"{label:14}{text}" for label, text in summary(facts)]
     for finding in findings.values():
         lines += ["", ("PROBLEM  " if finding.is_fatal else "advice   ") + finding.problem]
@@ -63,7 +63,10 @@ def in_words(facts: MachineFacts, findings: dict[str, Finding]) -> str:
 
 
 def in_json(facts: MachineFacts, findings: dict[str, Finding]) -> dict[str, object]:
-    """The same for programs, with only the variables that matter here, since a report is sent to others."""
+    """Return the diagnosis as data for a program.
+
+    Only the environment variables that matter here are kept, since a report is sent to others.
+    """
     kept = {
         name: value
         for name, value in sorted(facts.environment.items())

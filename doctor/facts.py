@@ -1,4 +1,7 @@
-"""What does this machine have of an Ascend environment? It is read, never changed, and may lack any part."""
+"""Gather what this machine has of an Ascend environment.
+
+The machine is only read, never changed, and any part may be missing.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ CANN_PLACES = (
     "~/Ascend/ascend-toolkit/latest",
     "~/Ascend/cann",
 )
-# What CANN compiles operators with in Python, torch_npu, and what it sits on
+# The packages are those with which CANN compiles operators in Python, torch, and torch_npu.
 PACKAGES = (
     "torch", "torch_npu", "numpy", "attrs", "cffi", "decorator", "protobuf", "psutil", "pyyaml", "scipy",
     "sympy",
@@ -57,7 +60,7 @@ class Chip:
 
 @dataclass(frozen=True, slots=True)
 class MachineFacts:
-    """An environment. Versions are as they are written; None: not found, or not asked for."""
+    """The facts of an environment. Versions are text as found; None: not found, or not looked for."""
 
     system: str
     architecture: str
@@ -73,7 +76,7 @@ class MachineFacts:
     environment: Mapping[str, str]
     driver_version: str | None
     has_npu_smi: bool
-    npu_smi_refusal: str | None  # of the system to run it
+    npu_smi_refusal: str | None  # why the system refuses to run it
     npu_smi_error: str | None
     chips: tuple[Chip, ...]
     nodes: tuple[Node, ...]
@@ -84,20 +87,23 @@ class MachineFacts:
     has_hccl: bool
     nnal_home: str | None
     packages: Mapping[str, str] = field(default_factory=dict)
-    torch_cuda: str | None = None  # of CUDA, where torch is built for it
-    wheel_glibc: tuple[int, int] | None = None  # that torch_npu's wheel asks for
-    torch_error: str | None = None  # of `import torch`
-    npu_error: str | None = None  # of `import torch_npu`
-    num_devices: int | None = None  # that torch_npu sees
+    torch_cuda: str | None = None  # version of CUDA, where torch is built for it
+    wheel_glibc: tuple[int, int] | None = None  # the least version that torch_npu's wheel requires
+    torch_error: str | None = None  # error of `import torch`
+    npu_error: str | None = None  # error of `import torch_npu`
+    num_devices: int | None = None  # number of devices that torch_npu sees
 
     def is_visible(self, index: int) -> bool:
-        """Whether the shell leaves this device to be computed on; a list that cannot be read hides none."""
+        """Return whether the environment leaves this device visible; an invalid list hides none."""
         said = self.environment.get(VISIBLE, "").split(",")
         return not all(each.strip().isdecimal() for each in said) or index in map(int, said)
 
 
 def gather() -> MachineFacts:
-    """Look at this machine; takes some seconds, since torch is imported in processes of their own."""
+    """Gather the facts of this machine.
+
+    This takes some seconds, since torch is imported in separate processes.
+    """
     environment = dict(os.environ)
     home = _cann_home(environment)
     nodes = sorted(Path("/dev").glob("davinci[0-9]*"), key=lambda node: (len(node.name), node.name))
@@ -143,7 +149,7 @@ def gather() -> MachineFacts:
 
 
 def chips_of(printed: str) -> tuple[Chip, ...]:
-    """The chips in what `npu-smi info` prints: two lines each, of name and health, then of memory."""
+    """Parse the output of `npu-smi info`: two lines for each chip, one of name and health, one of memory."""
     found, name = [], None
     for line in printed.splitlines():
         cells = [cell.split() for cell in line.strip().strip("|").split("|")]
@@ -158,13 +164,13 @@ def chips_of(printed: str) -> tuple[Chip, ...]:
 
 
 def numbers(version: str | None) -> tuple[int, int] | None:
-    """The first two numbers of a version: 8.3.RC1 is (8, 3)."""
+    """Return the first two numbers of a version: 8.3.RC1 is (8, 3)."""
     parts = re.match(r"\D*(\d+)\.(\d+)", version or "")
     return (int(parts[1]), int(parts[2])) if parts else None
 
 
 def _npu_smi() -> tuple[str | None, str | None, tuple[Chip, ...]]:
-    """Why npu-smi cannot be run, what is wrong where it can, and the chips that it shows."""
+    """Return why npu-smi cannot be run, the error of a run that fails, and the chips that it shows."""
     if shutil.which("npu-smi") is None:
         return None, None, ()
     try:
@@ -178,7 +184,7 @@ def _npu_smi() -> tuple[str | None, str | None, tuple[Chip, ...]]:
 
 
 def _error_of(code: str) -> tuple[str | None, str]:
-    """The last line of a program's error, None where it runs; and what it prints."""
+    """Return the last line of a program's error, or None if it succeeds, and the last line it prints."""
     try:
         status, printed, errors = _run(sys.executable, "-c", code)
     except subprocess.TimeoutExpired:
@@ -191,7 +197,7 @@ def _error_of(code: str) -> tuple[str | None, str]:
 
 
 def _run(*command: str) -> tuple[int, str, str]:
-    """Status, output and errors; a byte that is no text here, as of messages in GBK, becomes a mark."""
+    """Return status, output and errors; bytes that cannot be decoded, as of messages in GBK, are replaced."""
     done = subprocess.run(
         command, capture_output=True, text=True, errors="replace", timeout=PROBE_S, check=False
     )
@@ -199,7 +205,7 @@ def _run(*command: str) -> tuple[int, str, str]:
 
 
 def _reason(text: str) -> str:
-    """The line of a traceback that gives the reason: some libraries write more after it."""
+    """Return the line of a traceback that gives the reason; some libraries write more after it."""
     raised = [line for line in text.splitlines() if re.match(r"\w*(Error|Exception)\b", line)]
     return (raised[-1] if raised else _last_line(text))[:500]
 
@@ -218,7 +224,7 @@ def _driver_version() -> str | None:
 
 
 def _field(path: Path, name: str) -> str | None:
-    """The value in a file of NAME=VALUE lines, by its name in whatever case."""
+    """Return the value of a name, in any case, from a file of NAME=VALUE lines."""
     if not path.is_file() or not os.access(path, os.R_OK):
         return None
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -251,7 +257,7 @@ def _version(name: str) -> str | None:
 
 
 def _torch_cuda() -> str | None:
-    """From torch's own file, since importing it may be what fails."""
+    """Read the version of CUDA from torch's own file, since importing torch may be what fails."""
     if _version("torch") is None:
         return None
     file = Path(str(distribution("torch").locate_file("torch/version.py")))

@@ -1,4 +1,4 @@
-"""What is said of a fault in an environment?"""
+"""Define what a check reports about a fault in an environment."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from doctor.facts import MachineFacts
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A fault, its cause, how to fix it, and which document says so; one that is not fatal is advice."""
+    """A fault, its cause, its fix, and the document that says so; one that is not fatal is advice."""
 
     problem: str
     cause: str
@@ -19,4 +19,4 @@ class Finding:
     is_fatal: bool = True
 
 
-Check = Callable[[MachineFacts], Finding | None]  # None: nothing is wrong here
+Check = Callable[[MachineFacts], Finding | None]  # None: the check found no fault

@@ -1,4 +1,4 @@
-"""Do torch and torch_npu load, and if not, what do they lack?"""
+"""Check that torch and torch_npu can be imported, and say what they lack where they cannot."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _sees_none(facts: MachineFacts) -> Finding | None:
 
 
 def _is_autoloaded(facts: MachineFacts) -> bool:
-    """Whether `import torch` imports torch_npu too."""
+    """Return whether `import torch` also imports torch_npu."""
     return "torch_npu" in facts.packages and facts.environment.get("TORCH_DEVICE_BACKEND_AUTOLOAD") != "0"
 
 

@@ -1,4 +1,4 @@
-"""Does the shell or the system hold a setting that breaks or slows a run?"""
+"""Check the settings of shell and system that break or slow a run."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from doctor.finding import Check, Finding
 ALLOCATOR = "PYTORCH_NPU_ALLOC_CONF"
 LEAST_SHM = 2**30
 LEAST_FILES = 4096
-LEAST_TIMEOUT_S = 120  # what HCCL waits by itself
-YEAR = 2025  # no CANN that fits is older
+LEAST_TIMEOUT_S = 120  # HCCL's default
+YEAR = 2025  # no supported CANN is older
 EXPANSION_MODES = ("AIV", "AI_CPU", "HOST", "HOST_TS")
 AFFINITY = "CPU_AFFINITY_CONF"
 VARIABLES = "Ascend Extension for PyTorch, environment variables"
@@ -77,7 +77,7 @@ def _expansion_mode(facts: MachineFacts) -> Finding | None:
 
 
 def _unbound_threads(facts: MachineFacts) -> Finding | None:
-    """On machines with several sockets; those with aarch64 are."""
+    """Advise on machines with several sockets, which those with aarch64 have."""
     said = facts.environment.get(AFFINITY, "0")
     if facts.architecture != "aarch64" or not facts.chips or said.removeprefix("mode:")[:1] != "0":
         return None

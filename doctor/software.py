@@ -1,4 +1,4 @@
-"""Are CANN, torch and torch_npu there, and do they fit each other?"""
+"""Check that CANN, torch and torch_npu are installed in versions that fit each other."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from doctor.finding import Check, Finding
 
 PYTHONS = ((3, 10), (3, 12))
 MATCHING = "Ascend/pytorch, COMPATIBILITY.md"
-# The CANN that a release of torch_npu was made with, from that page; a newer release has at least the newest
+# The CANN with which each release of torch_npu was made, from that page; a newer release needs at least the
+# newest of these.
 CANN_OF = {
     "2.12.0": (9, 1), "2.12.0.post2": (9, 1), "2.11.0": (9, 1), "2.11.0.post2": (9, 1),
     "2.10.0": (9, 0), "2.10.0.post4": (9, 1), "2.10.0.post6": (9, 1),
@@ -80,7 +81,7 @@ def _not_sourced(facts: MachineFacts) -> Finding | None:
 def _wrong_home(facts: MachineFacts) -> Finding | None:
     names = ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH")
     said = {name: place for name in names if (place := facts.environment.get(name))}
-    found = facts.cann_home and realpath(facts.cann_home)  # `latest` and 8.5.0 may be one folder
+    found = facts.cann_home and realpath(facts.cann_home)  # `latest` and 8.5.0 may be the same folder
     wrong = [name for name, place in said.items() if realpath(place) != found]
     if not wrong:
         return None
@@ -204,7 +205,7 @@ def _cann_packages(facts: MachineFacts) -> Finding | None:
 
 
 def _base(version: str) -> str:
-    """2.9.0.post2+git -> 2.9.0."""
+    """Return the base version: 2.9.0.post2+git -> 2.9.0."""
     return ".".join(version.partition("+")[0].split(".")[:3]).partition("rc")[0]
 
 

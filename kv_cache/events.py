@@ -1,14 +1,15 @@
-"""How do others learn which pages an engine holds, while it computes?
+"""Publish which pages an engine holds, while it computes.
 
-By the events that vLLM publishes over ZeroMQ, so that whoever reads those reads these: `BlockStored`,
-`BlockRemoved` and `AllBlocksCleared` in MessagePack, on a PUB socket as [topic, sequence, batch], sequences
-counted from 0 in 8 bytes. Who connects late, or finds a sequence missing, asks the ROUTER socket beside it
-for all from some sequence on, and gets [topic, sequence, batch] for each, then the sequence -1. Beyond what
-vLLM's does, a batch that is not kept any more is answered by a snapshot: one batch, `AllBlocksCleared` and
-all pages, under the last sequence.
+The events are those that vLLM publishes over ZeroMQ, so that its subscribers can read them: `BlockStored`,
+`BlockRemoved` and `AllBlocksCleared` in MessagePack, on a PUB socket as [topic, sequence, batch], with
+sequence numbers of 8 bytes that start at 0. A subscriber that connects late or misses a number asks the
+ROUTER socket beside it for all batches from some number on; it gets [topic, sequence, batch] for each, then
+the sequence -1. Beyond vLLM's protocol, a batch that is no longer kept is answered by a snapshot: one batch
+of `AllBlocksCleared` and all pages, under the last sequence number.
 
-The engine's thread only appends to a queue: a thread of its own encodes and sends. Where it falls behind, the
-queue is replaced by all pages as they are then; a subscriber that falls behind loses batches, and can tell.
+The engine's thread only appends to a queue, and a thread of its own encodes and sends. If that thread falls
+behind, the queue is replaced by all pages present at that moment; a subscriber that falls behind loses
+batches, which it sees from the numbers.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ END = (-1).to_bytes(8, "big", signed=True)
 SEQUENCE_BYTES = 8
 MOST_QUEUED = 10_000  # events between the engine and the thread
 MOST_BATCHED = 1_000  # events in a batch
-MOST_BATCHES, MOST_BATCH_BYTES = 10_000, 2**26  # that are kept, to be sent again
-_MOST_UNREAD = 100_000  # batches for each subscriber
-_PAUSE_MS = 10  # between two batches
+MOST_BATCHES, MOST_BATCH_BYTES = 10_000, 2**26  # batches that are kept, to be sent again
+_MOST_UNREAD = 100_000  # batches queued for each subscriber
+_PAUSE_MS = 10  # pause between two batches
 _CLOSE_S = 1.0
 
 
 def replay_endpoint(endpoint: str) -> str:
-    """Where batches are asked for again: at the next port, or in a file of the same name and `.replay`.
+    """Return the replay endpoint: the next port, or a file of the same name with `.replay` appended.
 
-    Raises ValueError for what is neither `tcp://HOST:PORT` nor `ipc://PATH`.
+    Raises ValueError for anything but `tcp://HOST:PORT` and `ipc://PATH`.
     """
     kind, _, rest = endpoint.partition("://")
     host, _, port = rest.rpartition(":")
@@ -50,9 +51,10 @@ def replay_endpoint(endpoint: str) -> str:
 
 
 class PageEvents(PageListener):
-    """Publishes what a cache tells, from a thread; raises ValueError or OSError for an unusable endpoint.
+    """Publishes the changes of a prefix cache, from a thread of its own.
 
-    It holds a key, a parent's key and the tokens of each page a second time.
+    Raises ValueError or OSError for an unusable endpoint. It keeps a second copy of each page's key, parent
+    key and tokens.
     """
 
     def __init__(self, index: PrefixIndex, page_size: int, endpoint: str, topic: str = "kv-events") -> None:
@@ -60,8 +62,9 @@ class PageEvents(PageListener):
         self._index = index
         self._page_size = page_size
         self._topic = topic.encode()
-        self._queue: deque[Event | list[BlockStored]] = deque()  # a list: all there is, in place of before
-        self._pages: dict[int, BlockStored] = {}  # as published; a page comes after the one it follows
+        # A list holds all pages, and replaces everything before it
+        self._queue: deque[Event | list[BlockStored]] = deque()
+        self._pages: dict[int, BlockStored] = {}  # published pages, each after the page that it continues
         self._kept: deque[tuple[int, bytes]] = deque()
         self._kept_bytes = 0
         self._next = 0
@@ -73,16 +76,16 @@ class PageEvents(PageListener):
         self._thread.start()
 
     def stored(self, keys: Sequence[bytes], tokens: TokenIds, before: bytes | None, salt: str) -> None:
-        """Pages can be found."""
+        """Queue an event for pages that can be found from now on."""
         parent = None if before is None else short_key(before)
         self._put(BlockStored([*map(short_key, keys)], parent, tokens.ravel().tolist(), self._page_size))
 
     def removed(self, keys: Sequence[bytes]) -> None:
-        """Pages cannot be found any more."""
+        """Queue an event for pages that can no longer be found."""
         self._put(BlockRemoved([*map(short_key, keys)]))
 
     def close(self) -> None:
-        """Send what is queued, and end."""
+        """Send what is queued, and end the thread."""
         self._is_closing = True
         self._thread.join(_CLOSE_S)
 
@@ -124,7 +127,7 @@ class PageEvents(PageListener):
         self._context.destroy()
 
     def _taken(self) -> list[BlockStored | BlockRemoved | AllBlocksCleared]:
-        """The next events of the queue, which are booked."""
+        """Take the next events from the queue, and apply them to the published pages."""
         taken: list[BlockStored | BlockRemoved | AllBlocksCleared] = []
         while self._queue and len(taken) < MOST_BATCHED:
             match self._queue.popleft():
@@ -158,7 +161,7 @@ class PageEvents(PageListener):
         self._next += 1
 
     def _answer(self, frames: list[bytes]) -> None:
-        """Send again from the sequence that is asked for, or all there is; what is no such question, drop."""
+        """Send the batches again from the requested number on, or a snapshot; drop any other message."""
         who, asked = frames[0], frames[-1]
         if len(frames) != 3 or len(asked) != SEQUENCE_BYTES:
             return

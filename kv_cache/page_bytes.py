@@ -1,6 +1,7 @@
-"""What are the pages of a cache as bytes?
+"""Convert pages of a cache to bytes and back.
 
-All tensors of a page, one after the other: keys and values of each layer, then those of the caches beside it.
+The bytes of a page are all its tensors one after the other: keys and values of each layer, then those of the
+caches beside it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from kv_cache.storage import KVCache
 
 
 class PageBytes:
-    """Reads pages of a cache on the device, and writes pages of its pool in the host's memory."""
+    """Reads pages of a cache on the device, and writes pages of its host pool."""
 
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache
@@ -29,7 +30,10 @@ class PageBytes:
         return sum(self._sizes)
 
     def read(self, pages: Index) -> Callable[[], list[bytes]]:
-        """Begin to copy pages from the device, after what it was asked for before; what is returned waits."""
+        """Start to copy pages from the device, in order with its other work.
+
+        The function returned waits for the bytes.
+        """
         parts = [part for each in self._cache.all for part in each.copied_out(pages)]
         device = self._cache.keys[0].device
         if device.type == "cpu":
@@ -44,7 +48,7 @@ class PageBytes:
         return wait
 
     def write_host(self, pages: Index, contents: Sequence[bytes]) -> None:
-        """Let pages of the host's pool hold these, when copies that were asked for before are done."""
+        """Write contents to pages of the host pool, once earlier copies to or from it are done."""
         tensors = [tensor for each in self._cache.all for tensor in each.host_tensors]
         for each in self._cache.all:
             each.wait_for_swaps()
@@ -61,5 +65,5 @@ class PageBytes:
 
 
 def _as_bytes(pages: Tensor) -> np.ndarray:
-    """Pages [n, ...] of the host's memory as their bytes [n, size]."""
+    """View pages [n, ...] in the host's memory as their bytes [n, size]."""
     return pages.flatten(1).view(torch.uint8).numpy()

@@ -1,4 +1,4 @@
-"""What names a page by its content?"""
+"""Name a page by its content: a hash chained over the tokens of its prefix."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ KEY_BYTES = 32
 
 
 def page_keys(tokens: TokenIds, page_size: int, salt: str, known: Sequence[bytes] = ()) -> list[bytes]:
-    """The key of every full page of `tokens`, `known` being those of its first pages.
+    """Return the key of every full page of `tokens`; `known` are the keys of its first pages.
 
-    A key is the sha256 of the previous key and the page's tokens; the first is chained to the salt,
-    so equal keys mean equal prefixes under equal salts.
+    A key is the sha256 of the previous key and the page's tokens; the first is chained to the salt, so equal
+    keys mean equal prefixes under equal salts.
     """
     keys = list(known)
     previous = keys[-1] if keys else hashlib.sha256(salt.encode()).digest()
@@ -31,5 +31,5 @@ def page_keys(tokens: TokenIds, page_size: int, salt: str, known: Sequence[bytes
 
 
 def short_key(key: bytes) -> int:
-    """A page's key as 64 bits: what routers and events of pages use."""
+    """Return the first 64 bits of a page's key, which routers and page events use."""
     return int.from_bytes(key[:8], "big")

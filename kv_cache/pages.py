@@ -1,4 +1,8 @@
-"""Who still needs this page?"""
+"""Count the holders of each page, and hand out the pages that nobody holds.
+
+A page has no owner: rows of the slot table and the prefix cache hold it together, and it is free when the
+last of them releases it. The content of pages is in `storage`.
+"""
 
 from __future__ import annotations
 
@@ -10,29 +14,29 @@ from numpy.typing import NDArray
 
 Index = NDArray[np.int64]
 
-NULL_PAGE = 0  # never handed out: a legal page number for padding and for rows that are not used
+NULL_PAGE = 0  # never handed out: a legal page number for padding and for unused rows
 
 
 @dataclass(frozen=True, slots=True)
 class PageCopy:
-    """Whole pages to copy, all layers: page sources[i] to targets[i]; within the device they never meet.
+    """Whole pages to copy in all layers, sources[i] to targets[i]; within the device these are disjoint.
 
-    With a tier below, pages of the device are copied `to_tier`, under `keys`; `from_tier`, what was found
-    there goes to pages of the host; what turned out wrong is taken `off_tier`, and then there are no pages.
+    With a tier below, `to_tier` copies pages of the device there, under `keys`; `from_tier` writes what was
+    found there to pages of the host; `off_tier` removes pages that turned out wrong, and lists only their
+    keys.
     """
 
     sources: Index
     targets: Index
     way: Literal["within", "to_host", "from_host", "to_tier", "from_tier", "off_tier"] = "within"
-    keys: tuple[bytes, ...] = ()  # of pages on the way to the tier, or off it
+    keys: tuple[bytes, ...] = ()  # keys of pages that go to the tier or are removed from it
 
 
 class PagePool:
-    """Counts the holders of every page, and keeps a stack of the pages that nobody holds.
+    """Counts the holders of every page, and keeps a stack of the free pages.
 
-    A holder is a slot or the prefix cache; the pool does not know which. `holders[page]` is the
-    count; a page with none is free. Pages given to one call are distinct: a slot never holds a
-    page twice.
+    A holder is a slot or the prefix cache; the pool does not know which. `holders[page]` is the count; a page
+    with none is free. The pages given to one call are distinct, because a slot never holds a page twice.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -43,7 +47,7 @@ class PagePool:
         self.num_pages = num_pages
         self.holders = np.zeros(num_pages, dtype=np.int32)
         self.holders[NULL_PAGE] = 1
-        self._free = np.arange(num_pages - 1, 0, -1, dtype=np.int64)  # the low pages are handed out first
+        self._free = np.arange(num_pages - 1, 0, -1, dtype=np.int64)  # low pages are handed out first
         self._num_free = num_pages - 1
 
     @property
@@ -52,11 +56,11 @@ class PagePool:
 
     @property
     def free_pages(self) -> Index:
-        """A copy of the free pages, in no order that matters."""
+        """A copy of the free pages, in no particular order."""
         return self._free[: self._num_free].copy()
 
     def take(self, count: int) -> Index:
-        """Hand out `count` free pages, each with one holder: the caller."""
+        """Hand out `count` free pages, each held once, by the caller."""
         assert 0 <= count <= self._num_free, f"asked for {count} pages, {self._num_free} are free"
         rest = self._num_free - count
         pages = self._free[rest : self._num_free][::-1].copy()
@@ -71,7 +75,7 @@ class PagePool:
         self.holders[pages] = held + 1
 
     def release(self, pages: Index) -> None:
-        """Take one holder from each of these pages; those that lose their last become free."""
+        """Remove one holder from each of these pages; those without any become free."""
         left = self.holders[pages] - 1
         wrong = (left < 0) | (pages == NULL_PAGE)
         assert not wrong.any(), f"released pages that nobody holds: {pages[wrong].tolist()}"
@@ -82,7 +86,7 @@ class PagePool:
 
     @property
     def num_held(self) -> int:
-        """Pages with a holder, the null page not among them."""
+        """Number of held pages, without the null page."""
         return self.num_pages - 1 - self._num_free
 
     @property
@@ -91,10 +95,10 @@ class PagePool:
         return int(np.flatnonzero(self.holders)[-1])
 
     def scattered(self, count: int) -> tuple[Index, Index]:
-        """Held pages to move, and free pages to move them to, so that held pages come to the low end.
+        """Return held pages and free pages to move them to, so that held pages become dense at the low end.
 
-        At most `count` moves; every source lies above `num_held`, every target at or below, so the two
-        never meet and all copies may be made at once.
+        There are at most `count` moves. Every source lies above `num_held` and every target at or below it,
+        so the two sets are disjoint and all copies may be made at once.
         """
         dense = self.num_held
         sources = np.flatnonzero(self.holders[dense + 1 :]) + dense + 1
@@ -103,7 +107,7 @@ class PagePool:
         return sources[len(sources) - count :], targets
 
     def move(self, sources: Index, targets: Index) -> None:
-        """Give the holders of each source page its target page, which was free."""
+        """Transfer the holders of each source page to its target page, which was free."""
         assert (self.holders[sources] > 0).all(), "moved a page that nobody holds"
         assert not self.holders[targets].any(), "moved a page onto one that is held"
         self.holders[targets] = self.holders[sources]
@@ -111,7 +115,7 @@ class PagePool:
         self._recount_free()
 
     def resize(self, num_pages: int) -> None:
-        """Add free pages at the high end, or take pages away there that nobody holds."""
+        """Add free pages at the high end, or remove pages there that nobody holds."""
         assert num_pages > self.highest_held, (
             f"page {self.highest_held} is held; {num_pages} pages end before it"
         )

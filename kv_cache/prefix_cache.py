@@ -1,4 +1,8 @@
-"""Which pages are kept to be found again, and which go?"""
+"""Keep computed pages so that later requests with the same prefix find them, and evict the others.
+
+The cache is one more holder of its pages. Evicted pages may rest in the host's memory and be copied back.
+Which page holds which tokens is the task of `prefix_index`; the copies are made by `storage`.
+"""
 
 from __future__ import annotations
 
@@ -15,25 +19,28 @@ from kv_cache.prefix_index import EMPTY, Lookup, PrefixIndex
 
 
 class PageListener:
-    """Is told which pages can be found, after each change; this one ignores it, a `PageEvents` does not."""
+    """Is told after each change which pages can be found.
+
+    This class ignores it; a `PageEvents` publishes it.
+    """
 
     def stored(self, keys: Sequence[bytes], tokens: TokenIds, before: bytes | None, salt: str) -> None:
-        """Pages of `tokens` [n, B] can be found, which continue each other and the page of key `before`."""
+        """Pages of `tokens` [n, B] can be found; they continue each other and the page with key `before`."""
 
     def removed(self, keys: Sequence[bytes]) -> None:
-        """Pages cannot be found any more."""
+        """Pages can no longer be found."""
 
 
 class PrefixCache:
-    """Full pages that are found again by the tokens they hold and all tokens before them (see `PrefixIndex`).
+    """Full pages that are found again by their tokens and all tokens before them (see `PrefixIndex`).
 
-    The cache is a holder of its pages like any slot. A page whose only holder is the cache is idle:
-    it is found and shared again, or evicted, least recently used first, when pages run short.
+    The cache is a holder of its pages like any slot. A page whose only holder is the cache is idle: it is
+    found and shared again, or evicted, least recently used first, when pages run short.
 
-    With a pool of the `host`, evicted pages come to rest there: they are found as before, and copied back
-    for who needs them, which pays as far as copying a page is cheaper than computing it. Whatever else
-    takes pages of that pool has right of way. A page is in one place at a time: one that came back is
-    copied out again if it is evicted again, and nobody has to keep two copies alike.
+    With a pool of the `host`, evicted pages come to rest there: they are found as before, and copied back for
+    a request that needs them, which pays as far as copying a page is cheaper than computing it. Any other use
+    of that pool takes precedence. A page is in one place at a time: one that was brought back is copied out
+    again if it is evicted again, so that no two copies have to be kept equal.
     """
 
     def __init__(self, pool: PagePool, page_size: int, host: PagePool | None = None) -> None:
@@ -43,11 +50,12 @@ class PrefixCache:
         num_host_pages = 0 if host is None else host.num_pages
         self.index = PrefixIndex(pool.num_pages, num_host_pages, page_size)
         self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
-        self._resting: OrderedDict[int, None] = OrderedDict()  # names in `index`, the same way
-        self.version = 0  # changes with what can be found
+        self._resting: OrderedDict[int, None] = OrderedDict()  # names in `index`, in the same order
+        self.version = 0  # changes whenever what can be found changes
         self.listener = PageListener()
-        self.lookups: Counter[Lookup] = Counter()  # what newcomers found of the prefix that they could use
-        self._evicted: OrderedDict[bytes, None] = OrderedDict()  # keys of late, the oldest first
+        self.lookups: Counter[Lookup] = Counter()  # outcomes of the lookups of new requests
+        # Keys that were evicted recently, the oldest first
+        self._evicted: OrderedDict[bytes, None] = OrderedDict()
         self._most_evicted = pool.num_pages + num_host_pages
 
     @property
@@ -56,12 +64,12 @@ class PrefixCache:
 
     @property
     def num_host_pages(self) -> int:
-        """Pages that the host's pool has to give."""
+        """Number of usable pages of the host's pool."""
         return 0 if self._host is None else self._host.num_pages - 1
 
     @property
     def num_resting(self) -> int:
-        """Pages of the host's pool that the cache holds."""
+        """Number of pages of the host's pool that the cache holds."""
         return len(self._resting)
 
     @property
@@ -77,7 +85,7 @@ class PrefixCache:
 
     @property
     def resting_pages(self) -> Index:
-        """Pages of the host's pool that the cache holds, the next to go first."""
+        """Pages of the host's pool that the cache holds, the next to be dropped first."""
         return -np.fromiter(self._resting, dtype=np.int64, count=len(self._resting))
 
     def is_cached(self, pages: Index) -> NDArray[np.bool_]:
@@ -85,17 +93,18 @@ class PrefixCache:
         return self.index.has(pages)
 
     def find(self, keys: Sequence[bytes], tokens: TokenIds, salt: str, held: Index = EMPTY) -> Index:
-        """The cached pages that continue the pages `held`, as far as `tokens` go without a gap.
+        """Return the cached pages that continue the pages `held`, as far as `tokens` match without a gap.
 
-        `keys` and `tokens` are a request's from its start. Pages of the device come first; -h after them is
-        page h of the host, to be shared once it is brought back. Neither holds the pages nor renews them.
+        `keys` and `tokens` are a request's from its start. Pages of the device come first; a value -h after
+        them stands for page h of the host, to be shared once it is brought back. The call neither holds the
+        pages nor renews them.
         """
         return self.index.find(keys, tokens, salt, held)
 
     def count_lookup(self, keys: Sequence[bytes], tokens: TokenIds, salt: str, matched: Index) -> None:
         """Count a lookup as "whole" if it found a page for every key, or by the reason why it ended earlier.
 
-        `keys` are those of the pages that the request could use, `matched` what was found of them.
+        `keys` are those of the pages that the request could use, `matched` the pages that were found.
         """
         at = len(matched)
         if at == len(keys):
@@ -114,10 +123,10 @@ class PrefixCache:
         self._pool.share(pages)
 
     def release(self, pages: Index) -> None:
-        """Take a slot's hold from its pages, given in the order of its tokens.
+        """Remove a slot's hold from its pages, given in the order of its tokens.
 
-        Pages left with the cache as only holder become idle, the last of the chain as the first to
-        be evicted, so that no page outlives the page it depends on.
+        Pages that only the cache still holds become idle. The last of a chain is the first to be evicted, so
+        that no page outlives the page it depends on.
         """
         pages = pages[::-1]
         self._pool.release(pages)
@@ -126,12 +135,12 @@ class PrefixCache:
             self._idle[page] = None
 
     def publish(self, keys: Sequence[bytes], tokens: TokenIds, pages: Index, first: int, salt: str) -> Index:
-        """Make pages `first` and up of a request findable; returns the pages that now stand for them.
+        """Make pages `first` and up of a request findable; return the pages that now stand for them.
 
         `keys`, `tokens` and `pages` are the request's from its start, `pages` ending with the last to
-        publish; their keys and values are computed. Where an equal page is cached already, that one is
-        returned in its place; the caller should hold it instead of its own. Nothing is published after
-        a page that was forgotten.
+        publish; their keys and values have been computed. If an equal page is cached already, that one is
+        returned in its place, and the caller should hold it instead of its own. Nothing is published after a
+        page that was forgotten.
         """
         index, size, count = self.index, self._page_size, len(pages)
         parent = index.tail(pages[:first])
@@ -148,11 +157,11 @@ class PrefixCache:
             own = new_pages[[at]]
             equal = self._equal(key, content[at], parent, salt)
             if index.tail(previous) != parent:
-                break  # the page that gave up this key was one before it in the same chain
+                break  # the page that gave up this key preceded it in the same chain
             if equal is None:
                 self._insert([key], content[[at]], own, parent, salt)
                 self.listener.stored([key], content[[at]], _last(keys[: first + at]), salt)
-            elif equal < 0:  # computed again while it rested
+            elif equal < 0:  # it was computed again while it rested
                 self._wake(np.array([equal]), own)
             else:
                 standing[at] = equal
@@ -162,9 +171,9 @@ class PrefixCache:
         return standing
 
     def forget(self, pages: Index) -> list[bytes]:
-        """Make pages unfindable that turned out wrong, and all that continue them; returns their keys.
+        """Remove wrong pages, and all pages that continue them, from the cache; return their keys.
 
-        Those that are not cached are passed over.
+        Pages that are not cached are ignored.
         """
         lost = self.index.with_what_follows(pages)
         keys = [*map(self.index.key, lost)]
@@ -173,14 +182,14 @@ class PrefixCache:
         return keys
 
     def forget_all(self) -> None:
-        """Make every page unfindable, of this pool and of the host's."""
+        """Remove all pages from the cache, in this pool and in the host's."""
         self.forget(self.index.names)
 
     def evict(self, count: int) -> PageCopy | None:
-        """Free the `count` idle pages that were used longest ago.
+        """Free the `count` least recently used idle pages.
 
-        As many of them as find room in the host's pool, those used last, come to rest there: the copy that
-        takes them out is returned, to be made before anything else is written to them.
+        As many of them as fit into the host's pool, the most recently used ones, come to rest there. The copy
+        that takes them out is returned, and must be made before anything else is written to them.
         """
         assert count <= len(self._idle), f"asked to evict {count} pages, {len(self._idle)} are idle"
         room = 0 if self._host is None else min(count, self._host.num_free + len(self._resting))
@@ -190,14 +199,14 @@ class PrefixCache:
         return self._rest(pages[count - room :]) if room else None
 
     def keep(self, names: Index) -> None:
-        """Do not let these resting pages go: they are about to be brought back."""
+        """Protect these resting pages, which are about to be brought back."""
         for name in names.tolist():
             del self._resting[name]
 
     def bring_back(self, names: Index, pages: Index) -> PageCopy:
-        """Let these pages of the device, which the caller holds, stand for resting ones that were kept.
+        """Replace kept resting pages by these device pages, which the caller holds.
 
-        Returns the copy that brings their content back, to be made before anybody reads it.
+        Returns the copy that brings their content back, which must be made before the pages are read.
         """
         self._wake(names, pages)
         return PageCopy(-names, pages, "from_host")
@@ -205,30 +214,31 @@ class PrefixCache:
     def take_in(
         self, keys: Sequence[bytes], tokens: TokenIds, matched: Index, count: int, salt: str
     ) -> Index:
-        """Let up to `count` pages rest that continue the pages `matched`; their content comes from elsewhere.
+        """Let up to `count` pages that continue `matched` rest in the host's pool.
 
-        `keys` and `tokens` are a request's from its start. Returns the host's pages that were taken for
-        them, as many as there is room for beside what was matched; they are to be written before anybody
-        reads them.
+        `keys` and `tokens` are a request's from its start. Their content comes from elsewhere. Returns the
+        host's pages taken for them, as many as fit beside the matched ones; they must be written before they
+        are read.
         """
         assert self._host is not None, "there is no host pool"
         first, size = len(matched), self._page_size
         parent, resting = self.index.tail(matched), matched[matched < 0]
         room = self._host.num_free + len(self._resting) - len(resting)
         new = list(keys[first : first + min(count, room)])
-        while self.index.uses(new):  # another content has the key of one of them
+        while self.index.uses(new):  # a page with other content has the key of one of them
             del new[-1]
         if parent is None or not new:
             return EMPTY
-        for name in resting[::-1].tolist():  # none of them gives way
+        for name in resting[::-1].tolist():  # none of the matched pages is dropped for them
             self._resting.move_to_end(name)
         has_room = self.yield_host(len(new))
         assert has_room, f"{len(new)} pages find no room in the host's pool"
         pages = self._host.take(len(new))
         content = tokens[first * size : (first + len(new)) * size].reshape(len(new), size)
         self.index.insert(new, content, -pages, parent, salt)
-        self._resting.update(dict.fromkeys((-pages[::-1]).tolist()))  # the last of the chain goes first,
-        for name in resting[::-1].tolist():  # and all of them before what they continue
+        # The last of the chain is dropped first,
+        self._resting.update(dict.fromkeys((-pages[::-1]).tolist()))
+        for name in resting[::-1].tolist():  # and all of them before the pages that they continue
             self._resting.move_to_end(name)
         for key in new:
             self._evicted.pop(key, None)
@@ -237,7 +247,10 @@ class PrefixCache:
         return pages
 
     def yield_host(self, count: int) -> bool:
-        """Let resting pages go until `count` of the host's pages are free; False, and none gone, if never."""
+        """Drop resting pages until `count` host pages are free.
+
+        Returns False, with none dropped, if impossible.
+        """
         assert self._host is not None, "there is no host pool"
         short = count - self._host.num_free
         if short > len(self._resting):
@@ -247,7 +260,7 @@ class PrefixCache:
         return True
 
     def move(self, sources: Index, targets: Index) -> None:
-        """Follow pages that moved: what was found in a source page is found in its target."""
+        """Follow pages that were moved from `sources` to `targets`."""
         cached = self.is_cached(sources)
         sources, targets = sources[cached], targets[cached]
         self.index.rename(sources, targets)
@@ -257,16 +270,16 @@ class PrefixCache:
         self.version += 1
 
     def resize(self, num_pages: int) -> None:
-        """Follow the pool to another number of pages; pages that go are not cached."""
+        """Follow the pool to another number of pages; no page that is removed may be cached."""
         self.index.resize(num_pages)
         self._most_evicted = num_pages + (0 if self._host is None else self._host.num_pages)
 
     def _equal(self, key: bytes, tokens: TokenIds, parent: int, salt: str) -> int | None:
-        """The cached page of this key and content; one of another content gives up the key."""
+        """Return the cached page with this key and content; a page with other content loses the key."""
         page = self.index.page_of(key)
         if page is None or self.index.is_same(page, tokens, parent, salt):
             return page
-        self.forget(np.array([page]))  # two prefixes of one key: the later takes the place
+        self.forget(np.array([page]))  # two prefixes have the same key: the later one replaces the other
         return None
 
     def _insert(
@@ -277,7 +290,7 @@ class PrefixCache:
         parent: int,
         salt: str,
     ) -> None:
-        """Hold pages [n] of `tokens` [n, B] that continue each other, under keys that are not in use."""
+        """Hold pages [n] of `tokens` [n, B] that continue each other, under unused keys."""
         self.index.insert(keys, tokens, pages, parent, salt)
         self._pool.share(pages)
         if not self._evicted.keys().isdisjoint(keys):
@@ -300,7 +313,7 @@ class PrefixCache:
         return PageCopy(sources, targets, "to_host")
 
     def _wake(self, names: Index, pages: Index) -> None:
-        """Let held pages of the device stand for resting ones, whose host pages are then free."""
+        """Replace resting pages by held pages of the device, and free their host pages."""
         assert self._host is not None, "there is no host pool"
         for name in names.tolist():
             self._resting.pop(name, None)
@@ -310,14 +323,14 @@ class PrefixCache:
         self.version += 1
 
     def _drop(self, names: list[int]) -> None:
-        """Let cached pages go because room is needed."""
+        """Remove cached pages for lack of room."""
         self._evicted.update(dict.fromkeys(map(self.index.key, names)))
         for _ in range(len(self._evicted) - self._most_evicted):
             self._evicted.popitem(last=False)
         self._remove(names)
 
     def _remove(self, names: list[int]) -> None:
-        """Let go of cached pages."""
+        """Remove cached pages and release them."""
         gone, keys = np.array(names, dtype=np.int64), [*map(self.index.key, names)]
         self.index.remove(names)
         for name in names:

@@ -1,4 +1,8 @@
-"""Which pages hold these tokens?"""
+"""Index full pages by their tokens and all tokens before them.
+
+The index answers which pages hold a request's prefix, and why a lookup ended; holders and eviction are the
+task of `prefix_cache`.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +18,12 @@ from kv_cache.page_keys import TokenIds
 from kv_cache.pages import Index
 
 Lookup = Literal["whole", "too_short", "other_salt", "evicted", "unaligned", "unseen"]
-ROOT = 0  # serial of the chain before a request's first page
+ROOT = 0  # serial number before a request's first page
 EMPTY: Index = np.empty(0, dtype=np.int64)
 
 
 def _resized(column: NDArray[Any], num_pages: int, num_host_pages: int) -> NDArray[Any]:
-    """A column over pages by name (see `PrefixIndex`), for another number of pages on the device."""
+    """Return a column over page names (see `PrefixIndex`) resized to another number of device pages."""
     new = np.zeros((num_pages + num_host_pages, *column.shape[1:]), dtype=column.dtype)
     old_pages = len(column) - num_host_pages
     kept = min(num_pages, old_pages)
@@ -37,15 +41,15 @@ def _less(counts: Counter[Counted], what: Counted) -> None:
 
 
 class PrefixIndex:
-    """Full pages by the tokens that they hold and all tokens before them; knows nothing of holders.
+    """Full pages by the tokens that they hold and all tokens before them; it knows nothing of holders.
 
-    A page is known by a name: a page of the device by its number, page h of the host's pool by -h. Both
-    index the same columns, where numpy counts negative numbers from the end, so that a lookup need not
-    tell them apart, and a page that changes places keeps all that is known of it.
+    A page is known by a name: a page of the device by its number, page h of the host's pool by -h. Both index
+    the same columns, because numpy counts negative numbers from the end; so a lookup need not distinguish
+    them, and a page that changes places keeps all that is known of it.
 
-    Equal keys are not believed: a hit also compares the page's tokens, its salt and its parent. Each
-    page here carries a serial number that is never used twice, and the serial of the page before it, so
-    that a chain is right from its root or it ends.
+    Equal keys are not trusted: a hit also compares the page's tokens, its salt and its parent. Each page here
+    carries a serial number that is never used twice, and the serial number of the page before it, so that a
+    chain is either valid from its root or ends.
     """
 
     def __init__(self, num_pages: int, num_host_pages: int, page_size: int) -> None:
@@ -53,12 +57,13 @@ class PrefixIndex:
         self._page_size = page_size
         self._page_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
-        self._salt_of: dict[int, str] = {}  # of the first pages of chains only, as the two counts of these
-        self._num_firsts: Counter[tuple[str, int]] = Counter()  # by salt and first token
-        self._num_equal: Counter[bytes] = Counter()  # by their tokens
+        # Only first pages of chains have a salt, and count in the two counters below
+        self._salt_of: dict[int, str] = {}
+        self._num_firsts: Counter[tuple[str, int]] = Counter()  # keyed by salt and first token
+        self._num_equal: Counter[bytes] = Counter()  # keyed by the page's tokens
         num_names = num_pages + num_host_pages
         self._tokens = np.zeros((num_names, page_size), dtype=np.int32)
-        self._serial = np.zeros(num_names, dtype=np.int64)  # 0: the page is not here
+        self._serial = np.zeros(num_names, dtype=np.int64)  # 0: the page is not in the index
         self._parent = np.zeros(num_names, dtype=np.int64)
         self._next_serial = ROOT + 1
 
@@ -67,35 +72,36 @@ class PrefixIndex:
 
     @property
     def names(self) -> Index:
-        """All pages that are here."""
+        """All pages in the index."""
         return np.fromiter(self._key_of, dtype=np.int64, count=len(self._key_of))
 
     def has(self, pages: Index) -> NDArray[np.bool_]:
-        """Which of these pages are here."""
+        """Which of these pages are in the index."""
         here: NDArray[np.bool_] = self._serial[pages] > 0
         return here
 
     def key(self, page: int) -> bytes:
-        """The key that finds a page."""
+        """The key of a page."""
         return self._key_of[page]
 
     def prefix(self, page: int) -> tuple[str, list[int]]:
-        """What a page stands for: the salt of its chain, and all tokens up to its end."""
+        """Return what a page stands for: the salt of its chain, and all tokens up to its end."""
         pages, parents = [page], self.parents()
         while pages[-1] in parents:
             pages.append(parents[pages[-1]])
         return self._salt_of[pages[-1]], self._tokens[pages[::-1]].ravel().tolist()
 
     def parents(self) -> dict[int, int]:
-        """For each page but the first of a chain, the page that it continues."""
+        """For each page but the first of a chain, return the page that it continues."""
         pages = self.names
         page_of = dict(zip(self._serial[pages].tolist(), pages.tolist()))
         return {page: page_of[at] for page, at in zip(pages.tolist(), self._parent[pages].tolist()) if at}
 
     def everything(self) -> list[tuple[bytes, bytes | None, list[int]]]:
-        """Of each page its key, the key of the page it continues, and its tokens; none before that page."""
+        """Return the key, the parent's key and the tokens of each page, parents first."""
         here, parents, key_of = self.names, self.parents(), self._key_of
-        order = here[np.argsort(self._serial[here])]  # a page gets its serial after the one it continues
+        # A page gets its serial number after the page it continues
+        order = here[np.argsort(self._serial[here])]
         tokens = self._tokens[order].tolist()
         return [
             (key_of[page], key_of[parents[page]] if page in parents else None, each)
@@ -103,13 +109,13 @@ class PrefixIndex:
         ]
 
     def tail(self, pages: Index) -> int | None:
-        """The serial that the page after these continues; None if the last was forgotten."""
+        """Return the serial number that the next page continues, or None if the last page was removed."""
         if not len(pages):
             return ROOT
         return int(self._serial[pages[-1]]) or None
 
     def find(self, keys: Sequence[bytes], tokens: TokenIds, salt: str, held: Index = EMPTY) -> Index:
-        """The pages that continue the pages `held`, as far as `tokens` go without a gap.
+        """Return the pages that continue the pages `held`, as far as `tokens` match without a gap.
 
         `keys` and `tokens` are a request's from its start.
         """
@@ -135,12 +141,12 @@ class PrefixIndex:
         return pages if right.all() else pages[: int(right.argmin())]
 
     def why_missed(self, tokens: TokenIds, salt: str, matched: Index) -> Lookup:
-        """Why nothing of these tokens, a request's from its start, was found after `matched`."""
+        """Return why no page of these tokens, a request's from its start, was found after `matched`."""
         at, size, parent = len(matched), self._page_size, self.tail(matched)
         assert parent is not None, "a page that was found is here"
         wanted = tokens[at * size : (at + 1) * size]
         if parent == ROOT:
-            if self._num_equal[wanted.tobytes()]:  # of the same salt it would have been found
+            if self._num_equal[wanted.tobytes()]:  # it would have been found under the same salt
                 return "other_salt"
             begins_alike = self._num_firsts[salt, int(wanted[0])] > 0
         else:
@@ -149,15 +155,15 @@ class PrefixIndex:
         return "unaligned" if begins_alike else "unseen"
 
     def uses(self, keys: Sequence[bytes]) -> bool:
-        """Whether any of these keys, or two of them, would find one page."""
+        """Whether any of these keys is in use, or two of them are equal."""
         return len(set(keys)) < len(keys) or not self._page_of.keys().isdisjoint(keys)
 
     def num_known(self, keys: Sequence[bytes]) -> int:
-        """About how many of a request's keys would be found, by a search that looks at a few of them."""
+        """Estimate how many of a request's keys are in the index, by a binary search over a few of them."""
         return bisect_left(keys, True, key=lambda each: each not in self._page_of)
 
     def page_of(self, key: bytes) -> int | None:
-        """The page of this key, whatever it holds."""
+        """Return the page with this key, whatever it holds."""
         return self._page_of.get(key)
 
     def is_same(self, page: int, tokens: TokenIds, parent: int, salt: str) -> bool:
@@ -166,7 +172,7 @@ class PrefixIndex:
         return same and (parent != ROOT or self._salt_of[page] == salt)
 
     def insert(self, keys: Sequence[bytes], tokens: TokenIds, pages: Index, parent: int, salt: str) -> None:
-        """Take in pages [n] of `tokens` [n, B] that continue each other, under keys that are not in use."""
+        """Insert pages [n] of `tokens` [n, B] that continue each other, under unused keys."""
         page_list = pages.tolist()
         self._page_of.update(zip(keys, page_list))
         self._key_of.update(zip(page_list, keys))
@@ -182,12 +188,13 @@ class PrefixIndex:
         self._parent[pages[0]] = parent
 
     def with_what_follows(self, pages: Index) -> list[int]:
-        """Those of these pages that are here, and all that continue them."""
+        """Return those of these pages that are in the index, and all pages that continue them."""
         wrong = set(self._serial[pages[self._serial[pages] > 0]].tolist())
         if not wrong:
             return []
         here = self.names
-        order = here[np.argsort(self._serial[here])]  # a page gets its serial after the one it continues
+        # A page gets its serial number after the page it continues
+        order = here[np.argsort(self._serial[here])]
         lost = []
         for page, serial, parent in zip(
             order.tolist(), self._serial[order].tolist(), self._parent[order].tolist()
@@ -198,7 +205,7 @@ class PrefixIndex:
         return lost
 
     def remove(self, pages: Sequence[int]) -> None:
-        """Take pages out."""
+        """Remove pages."""
         for page in pages:
             del self._page_of[self._key_of.pop(page)]
             if page in self._salt_of:
@@ -208,7 +215,7 @@ class PrefixIndex:
         self._serial[np.array(pages, dtype=np.int64)] = 0
 
     def rename(self, sources: Index, targets: Index) -> None:
-        """What was found in a source page is found in its target from now on."""
+        """Move the entries of source pages to target pages."""
         for column in (self._tokens, self._serial, self._parent):
             column[targets] = column[sources]
         self._serial[sources] = 0
@@ -220,7 +227,7 @@ class PrefixIndex:
                 self._salt_of[target] = self._salt_of.pop(source)
 
     def resize(self, num_pages: int) -> None:
-        """Follow the pool to another number of pages; pages that go are not here."""
+        """Follow the pool to another number of pages; no page that is removed may be in the index."""
         num_host = self._num_host_pages
         gone = self._serial[num_pages : len(self._serial) - num_host]
         assert not gone.any(), "a page that goes is cached"

@@ -1,4 +1,6 @@
-"""Where do keys and values live on the device?
+"""Store keys and values in the device's memory, and copy pages within it and to and from the host.
+
+The scheduler decides which pages are copied; the cache makes the copies, in order, in all layers.
 
 Legend: P pages, B tokens a page, K kv heads, D head dim.
 """
@@ -20,22 +22,23 @@ from kv_cache.tier.page_tier import PageTier
 from kv_cache.transfer import to_device
 
 Bytes = NDArray[np.uint8]
-CHUNK_BYTES = 4 * 2**20  # copied at a time, so that what is written comes from the processor's cache
-WIDE = torch.complex128  # the type as which a CPU copies pages, because it has the most bytes
+CHUNK_BYTES = 4 * 2**20  # bytes copied at a time, so that what is written is still in the processor's cache
+WIDE = torch.complex128  # the widest type, as which a CPU copies pages
 
 
 class KVCache:
     """Keys and values of all layers, allocated once; `keys[layer]` and `values[layer]` are [P, B, K, D].
 
-    `allocate` makes such a tensor of a given number of pages, at zero, for attention that has its own order
-    within a page, or its own type: only the first axis matters here, and whatever a page holds, such as
-    scales, goes with it; `allocate_values` does so where values differ from keys. Where it is not `indexed`,
-    pages are reached by slices only (torch_npu converts all of a tensor in FRACTAL_NZ for an index, which it
-    reads on the host). Page 0 is the null page: no request owns it, so it serves as padding for operators. A
-    page that is used again still holds what its last owner wrote. `num_host_pages` more pages lie in the
-    host's memory, where no operator reads them. A cache `beside` it has pages of the same numbers, of other
-    layers: whatever happens to pages here happens to them there. With `keys_only` it has no values, for other
-    numbers of a token that lie in pages. A `tier` makes the copies to a tier below, of all these together.
+    `allocate` makes such a tensor of a given number of pages, filled with zeros, for attention that uses its
+    own order within a page or its own type: only the first axis matters here, and whatever a page holds, such
+    as scales, is copied with it; `allocate_values` does so if values differ from keys. If the cache is not
+    `indexed`, pages are reached by slices only (torch_npu converts a whole tensor in FRACTAL_NZ for an index,
+    which it reads on the host). Page 0 is the null page: no request owns it, so it serves as padding for
+    operators. A page that is reused still holds what its last owner wrote. `num_host_pages` further pages lie
+    in the host's memory, where no operator reads them. A cache `beside` it has pages of the same numbers, for
+    other layers: whatever happens to pages here happens to them there. With `keys_only` it has no values, for
+    other per-token data that lies in pages. A `tier` makes the copies to a tier below, for all these caches
+    together.
     """
 
     def __init__(
@@ -61,7 +64,7 @@ class KVCache:
             return torch.zeros(count, page_size, num_kv_heads, head_dim, dtype=dtype, device=device)
 
         def on_host(pages: Tensor) -> Tensor:
-            pinned = device.type != "cpu"  # so that the device copies without the host
+            pinned = device.type != "cpu"  # so that the device copies without involving the host
             return torch.zeros(num_host_pages, *pages.shape[1:], dtype=pages.dtype, pin_memory=pinned)
 
         self.num_pages = num_pages
@@ -79,12 +82,12 @@ class KVCache:
     def page_bytes(
         num_layers: int, page_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
     ) -> int:
-        """Bytes of one page: its keys and its values, over all layers."""
+        """Return the bytes of one page: its keys and its values, over all layers."""
         return 2 * num_layers * page_size * num_kv_heads * head_dim * dtype.itemsize
 
     @property
     def layout(self) -> list[str]:
-        """What a page is in each layer; caches of the same layout may exchange bytes of pages."""
+        """The layout of a page in each layer; caches with the same layout may exchange page bytes."""
         return [
             " and ".join(f"{each.dtype} {[*each.shape[1:]]}".removeprefix("torch.") for each in tensors)
             for tensors in map(self._of_layer, range(len(self.keys)))
@@ -92,12 +95,13 @@ class KVCache:
 
     @property
     def layer_bytes(self) -> list[int]:
-        """Bytes of a page in each layer, its keys and its values."""
+        """Bytes of a page in each layer, keys and values together."""
         return [sum(map(_page_bytes, self._of_layer(layer))) for layer in range(len(self.keys))]
 
     def read_layer(self, layer: int, pages: Index) -> Callable[[], Bytes]:
-        """Begin to copy what a layer has of some pages to the host; what is returned waits for the bytes:
-        the keys of all these pages, then the values.
+        """Start to copy some pages of a layer to the host; the function returned waits for the bytes.
+
+        The bytes are the keys of all these pages, then the values.
         """
         parts = self._copied(self._of_layer(layer), pages)
         done = _queued(self.keys[layer].device)
@@ -109,8 +113,9 @@ class KVCache:
         return wait
 
     def write_layer(self, layer: int, pages: Index, data: Bytes) -> None:
-        """Let a layer have these bytes, as `read_layer` gives them, in some pages. They are free to change
-        afterwards; a device is not waited for.
+        """Write bytes, as `read_layer` returns them, to some pages of a layer.
+
+        The bytes may change afterwards, and a device is not waited for.
         """
         at = 0
         for tensor in self._of_layer(layer):
@@ -140,16 +145,16 @@ class KVCache:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Its own pages, of all layers."""
+        """The tensors of its own pages, in all layers."""
         return [*self.keys, *self.values]
 
     @property
     def host_tensors(self) -> list[Tensor]:
-        """Its own pages in the host's memory, in the order of `tensors`."""
+        """The tensors of its own pages in the host's memory, in the order of `tensors`."""
         return [*self._host_keys, *self._host_values]
 
     def copied_out(self, pages: Index) -> list[Tensor]:
-        """Copies of its own pages in the host's memory; off the CPU they are only queued."""
+        """Copy its own pages to the host's memory; off the CPU the copies are only queued."""
         return self._copied(self.tensors, pages)
 
     def _copied(self, tensors: Sequence[Tensor], pages: Index) -> list[Tensor]:
@@ -159,7 +164,7 @@ class KVCache:
         return copies
 
     def wait_for_swaps(self) -> None:
-        """Wait until the copies that were asked for have read from the host's memory, or written to it."""
+        """Wait until the requested copies to and from the host's memory are done."""
         self._swapped()
 
     def copy(self, sources: Index, targets: Index) -> None:
@@ -170,7 +175,10 @@ class KVCache:
                 _copy(pages, read, pages, written, indexed=self._indexed)
 
     def scratch(self, num_places: int) -> KVCache:
-        """A cache of at least `num_places` tokens for work without requests; all layers share its pages."""
+        """Return a cache of at least `num_places` tokens for work without requests.
+
+        All layers share its pages.
+        """
         made, layers = copy.copy(self), len(self.keys)
         made.beside = None
         made.num_pages = -(-num_places // self.page_size)
@@ -180,14 +188,14 @@ class KVCache:
         return made
 
     def clear_null_page(self) -> None:
-        """Set page 0 back to zero after work without requests has written to it."""
+        """Reset page 0 to zero after work without requests has written to it."""
         for tensor in (*self.keys, *self.values):
             tensor[:1].zero_()
         if self.beside is not None:
             self.beside.clear_null_page()
 
     def resize(self, num_pages: int) -> None:
-        """Change the number of pages; pages that remain keep their contents.
+        """Change the number of pages; pages that remain keep their content.
 
         Tensors are copied one by one, and memory that is no longer needed is returned to the system.
         """
@@ -217,7 +225,7 @@ class KVCache:
 
     def _swap(self, copy: PageCopy) -> None:
         to_host = copy.way == "to_host"
-        order = np.argsort(copy.targets if to_host else copy.sources)  # host pages in runs
+        order = np.argsort(copy.targets if to_host else copy.sources)  # host pages are then in runs
         sources, targets = copy.sources[order], copy.targets[order]
         device, host = self.tensors, self.host_tensors
         for source, target in zip(*((device, host) if to_host else (host, device))):
@@ -225,14 +233,14 @@ class KVCache:
 
 
 def _host_pages(like: Tensor, count: int) -> Tensor:
-    """So many pages in the host's memory, not set to anything, that a device copies to without the host."""
+    """Allocate uninitialised pages in the host's memory, pinned if a device copies to them."""
     return torch.empty(count, *like.shape[1:], dtype=like.dtype, pin_memory=like.device.type != "cpu")
 
 
 def _exchange(
     source: Tensor, sources: Index, target: Tensor, targets: Index, *, to_host: bool, indexed: bool
 ) -> None:
-    """Copy pages between a device and the host, which may be one."""
+    """Copy pages between a device and the host, which may be the same."""
     stays = source.device == target.device
     source, target = _flat(source, stays=stays), _flat(target, stays=stays)
     for read, written in _chunks(source, sources, targets):
@@ -245,7 +253,7 @@ def _exchange(
 
 
 def _queued(device: torch.device) -> Callable[[], None]:
-    """What is returned waits until all is done that was asked of the device until now."""
+    """Return a function that waits for all work queued on the device so far."""
     if device.type == "cpu":
         return lambda: None
     event = torch.get_device_module(device).Event()
@@ -254,24 +262,27 @@ def _queued(device: torch.device) -> Callable[[], None]:
 
 
 def _bytes_of(pages: Tensor) -> Bytes:
-    """Pages of the host as bytes, which are the same memory."""
+    """View pages of the host as bytes, without a copy."""
     return pages.view(-1).view(torch.uint8).numpy()
 
 
 def _nothing() -> None:
-    """There is no copy to wait for."""
+    """Wait for nothing: there is no copy."""
 
 
 def _release_memory(device: torch.device) -> None:
     """Make the allocator return the memory that it keeps for later use."""
     if device.type != "cpu":
         torch.accelerator.empty_cache()
-    elif hasattr(libc := ctypes.CDLL(None), "malloc_trim"):  # of glibc
+    elif hasattr(libc := ctypes.CDLL(None), "malloc_trim"):  # a function of glibc
         libc.malloc_trim(0)
 
 
 def _flat(tensor: Tensor, *, stays: bool = True) -> Tensor:
-    """A view with as few elements a page as possible, for copies within the CPU; otherwise the tensor."""
+    """View a tensor with as few elements a page as possible, for copies within the CPU.
+
+    Otherwise return it as is.
+    """
     wide = stays and tensor.device.type == "cpu" and _page_bytes(tensor) % WIDE.itemsize == 0
     return tensor.flatten(1).view(WIDE) if wide else tensor
 
@@ -289,8 +300,8 @@ def _chunks(pages: Tensor, sources: Index, targets: Index) -> Iterator[tuple[Ind
 def _copy(source: Tensor, read: Index, target: Tensor, written: Index, *, indexed: bool) -> None:
     """Copy pages within one device.
 
-    It takes one pass where one side is a run of pages, otherwise a temporary copy, or, where pages cannot be
-    `indexed`, a pass for each run.
+    This takes one pass if one side is a run of pages; otherwise it needs a temporary copy or, if pages cannot
+    be `indexed`, a pass for each run.
     """
     if not indexed:
         _copy_slices(source, read, target, written)
@@ -299,7 +310,8 @@ def _copy(source: Tensor, read: Index, target: Tensor, written: Index, *, indexe
     reads_run, writes_run = _is_run(read), _is_run(written)
     if reads_run and writes_run:
         target[first:last].copy_(source[low:high])
-    elif source is target and low < last and first < high:  # an operator must not write what it may read
+    # An operator must not write to memory that it may still read
+    elif source is target and low < last and first < high:
         target.index_copy_(0, _index(written, target), source.index_select(0, _index(read, source)))
     elif writes_run:
         torch.index_select(source[low:high], 0, _index(read - low, source), out=target[first:last])
@@ -310,7 +322,7 @@ def _copy(source: Tensor, read: Index, target: Tensor, written: Index, *, indexe
 
 
 def _copy_slices(source: Tensor, read: Index, target: Tensor, written: Index) -> None:
-    """Copy pages without an index, also between host and device, without waiting for the device."""
+    """Copy pages by slices, also between host and device, without waiting for the device."""
     for start, stop in _runs(read, written):
         pages = source[read[start] : read[stop - 1] + 1]
         target[written[start] : written[stop - 1] + 1].copy_(pages, non_blocking=True)
@@ -344,7 +356,7 @@ def _is_run(pages: Index) -> bool:
 
 
 def _runs(*lists: Index) -> list[tuple[int, int]]:
-    """Where each run of numbers that are consecutive in all of these equally long lists starts and stops."""
+    """Return the bounds of each run of numbers that are consecutive in all of these lists."""
     jumps = np.any([np.diff(pages) != 1 for pages in lists], axis=0)
     breaks = np.flatnonzero(jumps) + 1
     return list(zip([0, *breaks.tolist()], [*breaks.tolist(), len(lists[0])]))

@@ -1,7 +1,6 @@
-"""How do small arrays travel between the host and a device while both go on?
+"""Move small arrays between the host and a device without blocking either.
 
-A copy is only asked for. Off the CPU it goes through pinned memory, and whoever needs the result waits for
-it.
+A copy is only queued. Off the CPU it goes through pinned memory, and the user of the result waits for it.
 """
 
 from __future__ import annotations
@@ -19,17 +18,17 @@ Tensors = dict[str, Tensor]
 
 
 def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
-    """The array on the device; on the CPU it is the array itself.
+    """Return the array on the device; on the CPU this is the array itself.
 
-    The allocator of pinned memory waits for the copy before it gives the memory to others. The array's own
-    memory may be gone by then: torch_npu asks for copies in a thread of its own.
+    The allocator of pinned memory waits for the copy before it reuses the memory. The array's own memory may
+    be gone by then, because torch_npu issues copies in a thread of its own.
     """
     tensor = torch.from_numpy(array)
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def all_to_device(arrays: Arrays, device: torch.device) -> Tensors:
-    """Arrays of small integers (int64 on the device) and of float32, in one copy."""
+    """Copy arrays of small integers (int64 on the device) and of float32 to the device in one transfer."""
     parts = [a.view(np.int32) if a.dtype == np.float32 else a.astype(np.int32) for a in arrays.values()]
     whole = to_device(np.concatenate(parts), device)
     pieces = torch.split_with_sizes(whole, [len(part) for part in parts])
@@ -40,7 +39,7 @@ def all_to_device(arrays: Arrays, device: torch.device) -> Tensors:
 
 
 def to_host(tensor: Tensor) -> Callable[[], NDArray[Any]]:
-    """Begin to copy a tensor to the host; the function that is returned waits for the copy."""
+    """Start to copy a tensor to the host; the function returned waits for the copy."""
     if tensor.device.type == "cpu":
         return tensor.numpy
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -56,7 +55,7 @@ def to_host(tensor: Tensor) -> Callable[[], NDArray[Any]]:
 
 
 def all_to_host(tensors: Tensors) -> Callable[[], Arrays]:
-    """The same for tensors of small integers (int64 on the host) and of float32, in one copy."""
+    """Start to copy tensors to the host in one transfer: small integers (int64 there) and float32."""
     flat = [each.view(torch.int32) if each.is_floating_point() else each.int() for each in tensors.values()]
     arrival = to_host(torch.cat([each.flatten() for each in flat]))
     ends = np.cumsum([each.numel() for each in flat])

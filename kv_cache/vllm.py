@@ -1,4 +1,4 @@
-"""Which events of pages does vLLM publish? Its names and its layout, in MessagePack."""
+"""Define the page events of vLLM, with its names and its MessagePack layout."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import msgspec
 
 
 class Event(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
-    """The base of all events."""
+    """Base class of all events."""
 
 
 class BlockStored(Event):
-    """Pages can be found, which follow each other and the page `parent_block_hash`."""
+    """Pages can be found; they continue each other and the page `parent_block_hash`."""
 
     block_hashes: list[int]
     parent_block_hash: int | None
@@ -22,18 +22,18 @@ class BlockStored(Event):
 
 
 class BlockRemoved(Event):
-    """Pages cannot be found any more."""
+    """Pages can no longer be found."""
 
     block_hashes: list[int]
     medium: str | None = "GPU"
 
 
 class AllBlocksCleared(Event):
-    """No page can be found."""
+    """No page can be found any more."""
 
 
 class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """Events in their order; `ts` is the time of day in seconds."""
+    """Events in order; `ts` is the time of day in seconds."""
 
     ts: float
     events: list[BlockStored | BlockRemoved | AllBlocksCleared]

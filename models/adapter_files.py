@@ -1,7 +1,7 @@
-"""What do the files of an adapter (LoRA) say?
+"""Read and check the files of a LoRA adapter.
 
-A folder as peft saves it: adapter_config.json and adapter_model.safetensors. What of peft's forms is not
-computed here is refused by its name.
+An adapter is a folder as peft saves it: adapter_config.json and adapter_model.safetensors. Forms of peft that
+are not implemented here are refused by name. Where its weights go in a decoder is the task of `adapters`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from models.file_bounds import check_regular
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MOST_WEIGHTS_BYTES = 2**34
-MOST_ALPHA = 10**9  # far beyond any that was trained, and a number that every type of float holds
-# Forms of peft that change what is computed, and the values that change nothing
+MOST_ALPHA = 10**9  # far beyond any trained value, and a number that every float type holds
+# Options of peft that change what is computed, with the values that change nothing
 _UNCHANGED: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "use_dora": (None, False),
@@ -39,8 +39,8 @@ _UNCHANGED: dict[str, tuple[Any, ...]] = {
     "kasa_config": (None,),
     "monteclora_config": (None,),
 }
-# Ways of peft to begin training that leave the base weights as they are. The others take a part out of them
-# first, so that what was trained belongs to weights which the checkpoint does not have.
+# Initialisations of peft that leave the base weights unchanged. The others first subtract a part from them,
+# so that the trained adapter belongs to weights which the checkpoint does not have.
 _PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
 _CONVERT = (
     "convert it with peft: model.save_pretrained(FOLDER, path_initial_model_for_weight_conversion=INITIAL),"
@@ -51,18 +51,18 @@ _MERGE = "merge it with peft: model.merge_and_unload(), and serve the checkpoint
 
 @dataclass(frozen=True, slots=True)
 class AdapterFiles:
-    """An adapter that has been looked at, and not yet read."""
+    """An adapter whose configuration has been read, but not its weights."""
 
     folder: Path
     rank: int
     alpha: float
-    is_root_scaled: bool  # whether what it adds is scaled by alpha / sqrt(rank), not alpha / rank
-    ranks: dict[str, int]  # of linears whose rank is another, by the ends of their names
+    is_root_scaled: bool  # whether its contribution is scaled by alpha / sqrt(rank) and not alpha / rank
+    ranks: dict[str, int]  # ranks of the linears that have another rank, by the ends of their names
     alphas: dict[str, float]
-    digest: str  # of its files: of equal ones, what it makes of a prompt is equal
+    digest: str  # digest of its files: equal adapters compute the same for a prompt
 
     def rank_of(self, linear: str) -> int:
-        """Return the rank of a linear, whose name is that of a checkpoint."""
+        """Return the rank of a linear, named as in a checkpoint."""
         return _by_name(self.ranks, linear, self.rank)
 
     def scale_of(self, linear: str) -> float:
@@ -72,8 +72,9 @@ class AdapterFiles:
 
 
 def look_at(folder: Path, most_rank: int) -> AdapterFiles:
-    """What the files of an adapter say; raises ValueError in one line where it cannot be used, OSError where
-    a file is not there.
+    """Read what the files of an adapter say.
+
+    Raises ValueError in one line if it cannot be used, OSError if a file is missing.
     """
     check_regular(folder / CONFIG, fix="save the adapter again")
     check_regular(folder / WEIGHTS, MOST_WEIGHTS_BYTES, fix="save the adapter again")
@@ -110,8 +111,9 @@ def look_at(folder: Path, most_rank: int) -> AdapterFiles:
 
 
 def _check_numbers(folder: Path, rank: object, alpha: object, most_rank: int) -> None:
-    """Raise ValueError for a rank or an alpha out of its bounds. Each is compared with them before it is
-    converted: JSON has integers that no float holds.
+    """Raise ValueError for a rank or an alpha out of its bounds.
+
+    Each is compared with them before it is converted, because JSON has integers that no float holds.
     """
     if not isinstance(rank, int) or isinstance(rank, bool):
         raise ValueError(f"{folder / CONFIG}: r is {shown(rank)}; it must be a whole number")
@@ -128,8 +130,8 @@ def _check_numbers(folder: Path, rank: object, alpha: object, most_rank: int) ->
 def _pattern(folder: Path, config: dict[str, Any], name: str) -> dict[str, Any]:
     """Return what `rank_pattern` or `alpha_pattern` says of linears, by the ends of their names.
 
-    peft takes the names for regular expressions. Those that are more than a name are refused: an expression
-    from a file that a server was handed may take it hours.
+    peft takes the names as regular expressions. Those that are more than a name are refused, because
+    evaluating an expression from an untrusted file may take hours.
     """
     pattern = config.get(name) or {}
     if not isinstance(pattern, dict):
@@ -146,7 +148,7 @@ def _pattern(folder: Path, config: dict[str, Any], name: str) -> dict[str, Any]:
 def _by_name(pattern: dict[str, Any], linear: str, default: Any) -> Any:
     """Return the value of the first name that fits, as peft chooses it; after `^`, it is the whole name."""
     for name, value in pattern.items():
-        # As in peft a name is a regular expression, here of letters and of dots, which stand for any letter
+        # Peft's names are regular expressions; here only letters and dots are allowed, which match any letter
         if re.match(rf"(?:.*\.)?({name})$", linear):
             return value
     return default

@@ -1,4 +1,7 @@
-"""Where in a decoder does an adapter (LoRA) go, and what of it does a rank hold?"""
+"""Place LoRA adapters in a decoder's linears, and read the part that a rank holds.
+
+The low-rank products themselves are in `low_rank`, the checks of the files in `adapter_files`.
+"""
 
 from __future__ import annotations
 
@@ -21,23 +24,24 @@ from models.mixture_config import MLP_ROLES
 from models.mlp import MLP
 
 _TENSOR = re.compile(r"base_model\.model\.(model\.layers\.\d+\.[\w.]+)\.lora_([AB])\.weight")
-_JOINED = {QKV: FUSED, GATE_UP: MLP_ROLES[:2]}  # what a checkpoint may store as one, and so an adapter
+# Linears that a checkpoint, and so an adapter, may store as one
+_JOINED = {QKV: FUSED, GATE_UP: MLP_ROLES[:2]}
 
 
-Parts = dict[int, tuple[Tensor, Tensor]]  # A [r, in] and B [out, r] of a linear, by the number of its room
-NOTHING = torch.empty(0, 1), torch.empty(1, 0)  # of a linear that an adapter does not change
+Parts = dict[int, tuple[Tensor, Tensor]]  # A [r, in] and B [out, r] of a linear, by the number of its place
+NOTHING = torch.empty(0, 1), torch.empty(1, 0)  # stands for a linear that an adapter does not change
 
 
 @dataclass(frozen=True, slots=True)
 class _Room:
-    """Where the two tensors of a linear go."""
+    """The place of the two tensors of a linear."""
 
-    name: str  # as a checkpoint calls the linear
+    name: str  # name of the linear in a checkpoint
     low_rank: LowRank
-    index: int  # among the linears that it serves
-    outputs: slice  # of the linear, that this rank computes
-    inputs: slice  # that it has
-    order: Tensor | None  # of its outputs
+    index: int  # index among the linears that `low_rank` serves
+    outputs: slice  # outputs of the linear that this rank computes
+    inputs: slice  # inputs of the linear on this rank
+    order: Tensor | None  # order of its outputs on this rank
 
 
 class Adapters:
@@ -65,14 +69,15 @@ class Adapters:
                     yield _Room(name, linear.low_rank, index, rows, columns, order)
 
     def read(self, files: AdapterFiles) -> Parts:
-        """What this rank holds of an adapter, in the host's memory; raises ValueError where it is not of this
-        model. It may be called beside steps, from another thread.
+        """Read what this rank holds of an adapter into the host's memory.
+
+        Raises ValueError if the adapter is not for this model. It may run beside steps, in another thread.
         """
         opened = open_checkpoint(files.folder / WEIGHTS)
         parts = {}
         for at, (stored, down, up) in self._found(files, opened).items():
             room = self._rooms[at]
-            names = self._parts(stored)  # of which a joined linear has the rows in this order
+            names = self._parts(stored)  # a joined linear has their rows in this order
             first = sum(self._sizes[name][1] for name in names[: names.index(room.name)])
             a, b = (self._read(files, opened, each, files.scale_of(stored)) for each in (down, up))
             b = b[first : first + self._sizes[room.name][1]][room.outputs]
@@ -81,7 +86,7 @@ class Adapters:
         return parts
 
     def put(self, number: int, parts: Parts) -> None:
-        """Let the place `number`, from 1, hold what was read, and nothing else."""
+        """Write an adapter that was read to the place `number`, counted from 1, replacing what was there."""
         for at, room in enumerate(self._rooms):
             room.low_rank.put(number, room.index, *parts.get(at, NOTHING))
 
@@ -91,7 +96,7 @@ class Adapters:
         return tensor
 
     def _found(self, files: AdapterFiles, opened: Any) -> dict[int, tuple[str, str, str]]:
-        """Of each room that the adapter fills: the linear as it is stored, and the names of both tensors."""
+        """Return, for each place that the adapter fills, the stored linear and its two tensors' names."""
         known = {room.name: at for at, room in enumerate(self._rooms)}
         pairs: dict[str, dict[str, str]] = {}
         for name in names_in(opened):
@@ -118,7 +123,7 @@ class Adapters:
         return found
 
     def _parts(self, stored: str) -> list[str]:
-        """The linears that an adapter calls so; none that this model has not."""
+        """Return the linears that an adapter calls by this name; none if the model has no such linears."""
         block, _, role = stored.rpartition(".")
         names = [f"{block}.{each}" for each in _JOINED.get(role, (role,))]
         return names if all(name in self._sizes for name in names) else []
@@ -127,7 +132,7 @@ class Adapters:
 def _linears(
     layer: Any, prefix: str, config: DecoderConfig, number: int
 ) -> Iterator[tuple[list[str], Linear, list[Tensor | None]]]:
-    """The linears of a layer: what of a checkpoint each joins, and in which order it has their outputs."""
+    """Yield a layer's linears, with the checkpoint's linears that each joins and their outputs' order."""
     attention, mlp = layer.attention, layer.mlp
     for roles, linear in attention.joined():
         names = [f"{prefix}self_attn.{role}" for role in roles]
@@ -139,7 +144,7 @@ def _linears(
 
 
 def bytes_of_adapters(config: DecoderConfig, most: int, rank: int) -> int:
-    """What their places take of a decoder, or of a rank's part of one."""
+    """Return the bytes of the adapters' places of a decoder, or of a rank's part of one."""
     numbers = 0
     for layer in range(config.num_layers):
         sizes = [(inputs, outputs) for _, inputs, outputs in config.attention_linears()]

@@ -14,11 +14,14 @@ from torch import Tensor
 from models.quantization import BlockScales
 
 SUFFIX = "_scale_inv"
-STORED = "F8_E4M3"  # as safetensors names the type
+STORED = "F8_E4M3"  # name of the type in safetensors
 
 
 def scaled(weight: Tensor, scales: Tensor, blocks: BlockScales, first: tuple[int, int] = (0, 0)) -> Tensor:
-    """A part of a weight [out, in] in float32, `first` its row and column; `scales` of all blocks."""
+    """Return a part of a weight [out, in] in float32.
+
+    `first` is its row and column; `scales` are those of all blocks.
+    """
     of_rows = (first[0] + torch.arange(weight.shape[0])) // blocks.rows
     of_columns = (first[1] + torch.arange(weight.shape[1])) // blocks.columns
     return weight.float() * scales.float()[of_rows][:, of_columns]

@@ -1,6 +1,7 @@
-"""Which files does a checkpoint directory have, and which tensors are in them?
+"""List the safetensors files of a checkpoint directory, open them, and check their tensors.
 
-Checkpoints are Hugging Face directories of safetensors, one file or an index over shards.
+Checkpoints are Hugging Face directories of safetensors, one file or an index over shards. Where the tensors
+go is the task of `weights`.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from torch import Tensor
 from models.file_bounds import check_regular, is_there
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-MOST_NAMES = 20  # that one message lists
+MOST_NAMES = 20  # names that one message lists
 
 
 def checkpoint_files(path: Path) -> list[Path]:
-    """The safetensors files of a checkpoint directory; raises ValueError where some are absent."""
+    """Return the safetensors files of a checkpoint directory; raises ValueError if some are absent."""
     if (path / SINGLE).is_file():
         return [path / SINGLE]
     if not is_there(path / INDEX):
@@ -32,7 +33,7 @@ def checkpoint_files(path: Path) -> list[Path]:
     check_regular(path / INDEX)
     try:
         files = set(json.loads((path / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
-        names = sorted(Path(file).name for file in files)  # all in this folder
+        names = sorted(Path(file).name for file in files)  # all in this folder, whatever the index says
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise ValueError(f"{path / INDEX} is no index of safetensors files; download it again") from error
     absent = [name for name in names if not (path / name).is_file()]
@@ -42,18 +43,18 @@ def checkpoint_files(path: Path) -> list[Path]:
 
 
 def tensor_names(path: Path) -> set[str]:
-    """Of all tensors of a checkpoint directory; raises ValueError where files are absent or damaged."""
+    """Return the names of all tensors of a checkpoint; raises ValueError if files are absent or damaged."""
     return {name for file in checkpoint_files(path) for name in names_in(open_checkpoint(file))}
 
 
 def _first(names: list[str]) -> str:
-    """Some of many names, so that a message stays one that can be read."""
+    """List the first of many names, so that a message stays readable."""
     more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
     return ", ".join(name[:100] for name in names[:MOST_NAMES]) + more
 
 
 def open_checkpoint(file: Path) -> Any:
-    """A safetensors file, mapped; raises ValueError where it is damaged or something else."""
+    """Map a safetensors file; raises ValueError if it is damaged or something else."""
     try:
         return safe_open(str(file), framework="pt", device="cpu")
     except SafetensorError as error:
@@ -61,7 +62,7 @@ def open_checkpoint(file: Path) -> Any:
 
 
 def names_in(opened: Any) -> list[str]:
-    """Of the tensors of a file that `open_checkpoint` opened, which is no mapping."""
+    """Return the tensor names of a file from `open_checkpoint`, which is no mapping."""
     return list(opened.keys())
 
 
@@ -71,7 +72,7 @@ def check_finite(file: Path, name: str, tensor: Tensor, dtype: torch.dtype) -> N
         return
     least, most = (each.item() for each in tensor.aminmax())
     largest = torch.finfo(dtype).max if dtype.is_floating_point else math.inf
-    if not (math.isfinite(least) and math.isfinite(most)):  # NaN is both the least and the most
+    if not (math.isfinite(least) and math.isfinite(most)):  # both are NaN if any number is
         raise ValueError(f"{file} is damaged: {name} holds NaN or infinity; download it again")
     if max(-least, most) > largest:
         kind = str(dtype).removeprefix("torch.")

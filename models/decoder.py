@@ -1,4 +1,7 @@
-"""How does a decoder turn tokens into logits?
+"""Define the decoder: from tokens to hidden states and logits.
+
+The stack of layers reads as the papers do; products, norms and rotations are those of `ops`, attention over
+the paged cache is that of `attention`, and the part that a rank holds is its `share`.
 
 Legend: T tokens of the step, R sampled rows, V vocabulary, H query heads, K kv heads, D head dim.
 """
@@ -30,7 +33,7 @@ from models.step import StepInputs
 
 
 class SelfAttention(nn.Module):
-    """Grouped-query attention with one product for queries, keys and values, of inputs `width` wide."""
+    """Grouped-query attention with one product for queries, keys and values, for inputs of `width`."""
 
     def __init__(
         self,
@@ -65,22 +68,22 @@ class SelfAttention(nn.Module):
             self.sinks = attention.sinks[layer] = parameter(config.num_heads, dtype=dtype, device=device)
 
     def norms(self) -> dict[str, nn.Parameter | None]:
-        """Of what a checkpoint calls so."""
+        """Return its norms by their checkpoint names."""
         return {"q_norm": self.query_norm, "k_norm": self.key_norm}
 
     def joined(self) -> list[tuple[tuple[str, ...], Linear]]:
-        """Its linears, and what of a checkpoint each of them joins."""
+        """Return its linears with the checkpoint's linears that each of them joins."""
         return [(FUSED, self.qkv), (("o_proj",), self.output)]
 
     def order(self, name: str) -> Tensor | None:
-        """In which order the rows of a checkpoint's linear, or norm, are held; None for its own."""
+        """Return the order in which rows of a checkpoint's linear or norm are held; None for its own."""
         if self.head_order is None or name not in ("q_proj", "k_proj", "q_norm", "k_norm"):
             return None
         num_heads = {"q_proj": self.num_heads, "k_proj": self.num_kv_heads}.get(name, 1)
         return torch.cat([head * self.head_dim + self.head_order for head in range(num_heads)])
 
     def forward(self, x: Tensor | Int8Rows, cos: Tensor, sin: Tensor, step: StepInputs) -> Tensor:
-        """[T, hidden] -> [T, hidden]; first writes the step's keys and values to the cache."""
+        """Map [T, hidden] to [T, hidden], after writing the step's keys and values to the cache."""
         query = self.write(x, cos, sin, step)
         self.ops.prefetch(self.output.packed, query)
         keys, values = step.cache.keys[self.layer], step.cache.values[self.layer]
@@ -96,8 +99,9 @@ class SelfAttention(nn.Module):
         step: StepInputs,
         is_absent: Tensor | None = None,
     ) -> Tensor:
-        """Write the step's keys and values to the cache, zeros for tokens that are absent [T]; returns its
-        queries [T, H, D].
+        """Write the step's keys and values to the cache, zeros for absent tokens [T].
+
+        Returns its queries [T, H, D].
         """
         query, key, value = (each.unflatten(-1, (-1, self.head_dim)) for each in self.qkv(x))
         if is_absent is not None:
@@ -112,10 +116,10 @@ class SelfAttention(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Norm, attention, norm, MLP. Each norm also adds the residual before it: a device fuses the two.
+    """One layer: norm, attention, norm, MLP. Each norm also adds the residual, because devices fuse the two.
 
-    It is layer `layer` of those that this rank holds, and called `name` in a checkpoint; `sharing` ranks of
-    the group divide each expert.
+    It is layer `layer` of those that this rank holds, and has the prefix `name` in a checkpoint; `sharing`
+    ranks of the group divide each expert.
     """
 
     def __init__(
@@ -153,7 +157,10 @@ class DecoderLayer(nn.Module):
     def forward(
         self, x: Tensor, residual: Tensor | None, cos: Tensor, sin: Tensor, step: StepInputs
     ) -> tuple[Tensor, Tensor]:
-        """The last block's output and the residual that it will be added to; the first layer has none."""
+        """Return the output of the last block and the residual it will be added to.
+
+        The first layer gets no residual.
+        """
         if residual is None:
             x, residual = self.ops.rms_norm(x, self.input_norm, self.eps), x
         else:
@@ -162,7 +169,7 @@ class DecoderLayer(nn.Module):
         if self.attention_post_norm is not None:
             x = self.ops.rms_norm(x, self.attention_post_norm, self.eps)
         x, residual = self._add_norm(x, residual, self.mlp_norm, self.mlp.gate_up)
-        if isinstance(self.mlp, Mixture):  # no expert computes the rows that were added to fill up the step
+        if isinstance(self.mlp, Mixture):  # no expert computes the padding rows
             num_tokens, num_rows = len(step.token_ids), len(residual)
             return pad_rows(self.mlp(x[:num_tokens], step.is_asked), num_rows), residual
         x = self.mlp(x)
@@ -173,7 +180,7 @@ class DecoderLayer(nn.Module):
     def _add_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, reader: Linear | None
     ) -> tuple[Tensor | Int8Rows, Tensor]:
-        """The norm of the sum, as the linear that reads it takes it, and the sum."""
+        """Return the norm of the sum, in the form that the linear `reader` takes, and the sum."""
         norm = (
             self.ops.add_rms_norm_int8 if reader is not None and reader.takes_int8 else self.ops.add_rms_norm
         )
@@ -184,9 +191,9 @@ class Decoder(nn.Module):
     """A decoder over packed spans. Fill its weights (models/weights.py), then `pack` it once.
 
     Of the decoder that `config` describes, it holds the `part` of this rank, which is its `share`: the ranks
-    of `group` share its layers, and `stages` leads to those that hold others. Every rank of a group gets the
-    same hidden states. In the last stage each has the logits of its own tokens; `parts` brings them together,
-    and is None where that is not to be done.
+    of `group` share its layers, and `stages` leads to the ranks that hold other layers. Every rank of a group
+    gets the same hidden states. In the last stage each rank has the logits of its own tokens; `parts` joins
+    them, and is None if no joining is needed.
     """
 
     def __init__(
@@ -206,8 +213,8 @@ class Decoder(nn.Module):
         dtype, device = TORCH_DTYPES[config.dtype], attention.device
         self.ops, self.attention = ops, attention
         sharing = self.share.of_an_expert[1]
-        self.counts_experts = False  # see models/expert_counts.py
-        self.adapters: AdapterRooms | None = None  # see models/adapters.py
+        self.counts_experts = False  # whether experts count their tokens, see models/expert_counts.py
+        self.adapters: AdapterRooms | None = None  # places for adapters, see models/adapters.py
         num_embedded = vocab if self.share.holds_embedding(config) else 0
         self.embedding = parameter(num_embedded, hidden, dtype=dtype, device=device)
         self.layers = nn.ModuleList(
@@ -223,32 +230,37 @@ class Decoder(nn.Module):
             if config.tie_embeddings:
                 self.head.weight = self.embedding
         ropes = [config.rope] if config.window_rope is None else [config.rope, config.window_rope]
-        self.ropes = [Rope(each, device) for each in ropes]  # the last one of layers with a window
-        self.embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()  # as it is rounded
-        self.after_layer: Callable[[int], None] | None = None  # a layer's keys and values are written
+        self.ropes = [Rope(each, device) for each in ropes]  # the last one serves layers with a window
+        # Rounded to the model's type
+        self.embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
+        # Called when a layer's keys and values have been written
+        self.after_layer: Callable[[int], None] | None = None
         self._taps: tuple[int, ...] = ()
         self._take: Callable[[Tensor, StepInputs], None] | None = None
 
     def pack(self) -> None:
-        """Convert every linear to the device's form, one by one, so that at most one is held twice: or the
-        experts of one layer, where the device joins them.
+        """Convert every linear to the device's form, one by one.
+
+        So at most one linear, or the experts of one layer if the device joins them, is held twice.
         """
         pack(self)
 
     def tabulate(self, num_positions: int) -> None:
-        """Prepare the rotary embedding for positions below this; called once, before the first step."""
+        """Prepare the rotary embedding for positions below `num_positions`, once before the first step."""
         for rope in self.ropes:
             rope.tabulate(num_positions, self.embedding.dtype)
 
     def tap(self, layers: tuple[int, ...], take: Callable[[Tensor, StepInputs], None]) -> None:
-        """In each step, let a head `take` what these layers read, [T, layers * hidden], in rising order; one
-        more than there are stands for what the last one makes.
+        """In each step, pass the inputs of these layers, [T, layers * hidden] in rising order, to `take`.
+
+        A number one past the last layer stands for its output.
         """
         self._taps, self._take = layers, take
 
     def forward(self, step: StepInputs) -> Tensor:
-        """Hidden states [T, hidden] of the step's tokens, before the last norm; in a stage that is not the
-        last, which sends them on, they have not been added to the residual.
+        """Return the hidden states [T, hidden] of the step's tokens, before the last norm.
+
+        In a stage that is not the last, which sends them on, they have not been added to the residual.
         """
         num_tokens = len(step.token_ids)
         num_rows = self.ops.padded(num_tokens)
@@ -283,18 +295,21 @@ class Decoder(nn.Module):
         return x
 
     def normed(self, hidden: Tensor) -> Tensor:
-        """Hidden states [R, hidden] behind the last norm, in the last stage."""
+        """Return hidden states [R, hidden] after the last norm, in the last stage."""
         num_rows = len(hidden)
         hidden = pad_rows(hidden, self.ops.padded(num_rows))
         return self.ops.rms_norm(hidden, self.norm, self.config.rms_eps)[:num_rows]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Hidden states [R, hidden] -> logits [R, V], in the model's dtype; [R, 0] but in the last stage."""
+        """Return logits [R, V] of hidden states [R, hidden], in the model's dtype.
+
+        They are [R, 0] except in the last stage.
+        """
         own = self.own_logits(hidden)
         return own if self.parts is None else self.parts.joined(own)
 
     def own_logits(self, hidden: Tensor) -> Tensor:
-        """The same of this rank's tokens."""
+        """Return the logits of the vocabulary shard that this rank holds."""
         if not self.share.is_last:
             return hidden[:, :0]
         num_rows = len(hidden)
@@ -302,12 +317,15 @@ class Decoder(nn.Module):
         return self.head_logits(self.ops.rms_norm(hidden, self.norm, self.config.rms_eps), num_rows)
 
     def head_logits(self, normed: Tensor, num_rows: int) -> Tensor:
-        """The same of the first rows of what a norm has made, padded as products want it."""
+        """Return this rank's logits for the first rows of a norm's output, which has padding rows."""
         logits, cap = self.head(normed)[:num_rows], self.config.logit_cap
         return logits if cap is None else (logits / cap).tanh() * cap
 
     def embedded(self, token_ids: Tensor) -> Tensor:
-        """Rows [T, hidden] of the embedding, scaled; each is on one rank: the others bring zeros."""
+        """Return scaled rows [T, hidden] of the embedding.
+
+        Each row is on one rank, and the others add zeros.
+        """
         x = self._embedding_rows(token_ids)
         return x if self.embedding_scale == 1 else x * self.embedding_scale
 
@@ -321,8 +339,9 @@ class Decoder(nn.Module):
 
 
 def pack(whole: nn.Module) -> None:
-    """Pack what is multiplied with: mixtures first, since they may join the linears of their experts, and
-    latent attention last, which may join its own as they are packed.
+    """Pack all linears: mixtures first, since they may join the linears of their experts.
+
+    Latent attention comes last, because it may join its own linears once they are packed.
     """
     for kinds in ((Mixture,), (Linear, UpProjection), (LatentSelfAttention,)):
         for module in [each for each in whole.modules() if isinstance(each, kinds)]:
@@ -330,6 +349,6 @@ def pack(whole: nn.Module) -> None:
 
 
 def pad_rows(x: Tensor, num_rows: int) -> Tensor:
-    """Zeros after the last row, up to `num_rows`."""
+    """Append zeros after the last row, up to `num_rows`."""
     missing = num_rows - len(x)
     return F.pad(x, (0, 0) * (x.ndim - 1) + (0, missing)) if missing else x

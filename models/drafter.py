@@ -33,14 +33,14 @@ from models.sampling.sampler import Best
 
 log = logging.getLogger(__name__)
 
-_MOST_LAG = 2  # tokens of a row that a captured step reads first: the last draft was never fed
+_MOST_LAG = 2  # tokens of a row that a captured step reads first, because the last draft was never fed
 
 
 class Drafter:
-    """A second decoder, which says its best tokens one after the other.
+    """A second decoder, which proposes its best tokens one after the other.
 
-    `most_tokens` are computed at once, so that rows that lack much need no more memory than a step. A
-    captured step reads up to `most_lag` tokens of a row.
+    At most `most_tokens` are computed at once, so that rows that lack many tokens need no more memory than a
+    step. A captured step reads up to `most_lag` tokens of a row.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Drafter:
         decoder.tabulate(slots.max_tokens)
 
     def capture(self, target: DecodeGraphs) -> None:
-        """Capture graphs, which from now on run the steps that make drafts, if the device holds them, too."""
+        """Capture graphs for the steps that make drafts, if the device can hold these too."""
         self.graphs = None
         most = self._most_lag * min(target.sizes[-1], self._slots.num_slots)
         if not target.holds_beside(self.decoder.attention, most):
@@ -73,15 +73,16 @@ class Drafter:
         self.graphs.capture()
 
     def run(self, batch: Batch) -> Tensor | None:
-        """Compute what a batch asks of the draft model; returns the drafts, int64 [D], span after span."""
+        """Compute what a batch asks of the draft model; return the drafts, int64 [D], span after span."""
         counts = batch.drafts_by_span
-        stops = np.where(counts > 0, batch.stops - counts, batch.draft_stops)  # of what the host knows
+        # End of the tokens that the host knows
+        stops = np.where(counts > 0, batch.stops - counts, batch.draft_stops)
         drafting = np.flatnonzero(counts)
         ends = [self._at_ends(piece) for piece in self._pieces(batch, stops, counts > 0)]
         if not len(drafting):
             return None
         counts, rows, known = counts[drafting], batch.slots[drafting], stops[drafting]
-        first = counts.cumsum() - counts  # of each row's drafts among all
+        first = counts.cumsum() - counts  # index of each row's first draft among all drafts
         made, places = [torch.cat(ends)], [first]
         self.begin(made[0], rows)
         for ahead in range(1, int(counts.max())):
@@ -94,10 +95,13 @@ class Drafter:
         return torch.cat(made)[to_device(order, self._device)]
 
     def finish(self) -> None:
-        """What is left to compute of the batch once the target model has computed it: nothing."""
+        """Do nothing: a draft model has nothing to compute after the target model."""
 
     def _pieces(self, batch: Batch, stops: Index, yields: NDArray[np.bool_]) -> Iterator[Batch]:
-        """The spans up to `stops`, in batches of at most `most_tokens`; some of them yield at their ends."""
+        """Yield the spans up to `stops` in batches of at most `most_tokens`.
+
+        Those in `yields` yield at their ends.
+        """
         spans = np.flatnonzero(stops > batch.draft_starts)
         starts, ends = batch.draft_starts[spans], stops[spans]
         while len(spans):
@@ -115,7 +119,7 @@ class Drafter:
             spans, starts, ends = spans[kept], starts[kept], ends[kept]
 
     def _at_ends(self, piece: Batch) -> Tensor:
-        """The best tokens after the spans that yield."""
+        """Return the best tokens after the spans that yield."""
         if self.graphs is not None and int((piece.stops - piece.starts).max()) <= self._most_lag:
             short = replace(piece, num_drafts=piece.num_tokens - piece.num_spans)  # a row for each token
             if self.graphs.takes(short):
@@ -127,17 +131,17 @@ class Drafter:
         return self._best(hidden[to_device(piece.yielding, self._device)])
 
     def begin(self, tokens: Tensor, rows: Index) -> None:
-        """These tokens [N] are the first drafts of rows [N]."""
+        """Take these tokens [N] as the first drafts of rows [N]."""
         self._last.keep(tokens, rows)
 
     def follow(self, rows: Index, positions: Index) -> Tensor:
-        """The next drafts of rows [N]: their last ones stand at these positions."""
+        """Return the next drafts of rows [N], whose latest drafts stand at these positions."""
         each = np.arange(len(rows))
         step = Batch(rows, positions, positions + 1, each, rows, positions + 1, unknown=each)
         if self.graphs is not None and self.graphs.takes(step):
             best = self.graphs.run(self.graphs.filled(step), self._last).best
             self._last.keep(best.chosen, rows)
-            return best.tokens.clone()  # the next replay writes to the same place
+            return best.tokens.clone()  # the next replay overwrites them
         tokens, places = self._last.tokens, self._last.places(step)
         if len(places) < len(tokens):
             tokens = tokens[to_device(places, self._device)]
@@ -151,7 +155,7 @@ class Drafter:
 
 
 class Greedy:
-    """Chooses the best tokens, and draws none; `offsets` lead from those of a smaller vocabulary."""
+    """Chooses the best tokens; `offsets` map tokens of a smaller vocabulary to the target's."""
 
     captures_draws = reads_logits = False
 
@@ -159,15 +163,15 @@ class Greedy:
         self._ops, self._offsets = ops, offsets
 
     def best(self, logits: Tensor, parts: LogitParts | None = None) -> Best:
-        """The best tokens of logits [R, V]."""
+        """Return the best tokens of logits [R, V]."""
         tokens, _ = self._ops.greedy(logits) if parts is None else parts.greedy(logits)
         if self._offsets is not None:
             tokens = tokens + self._offsets[tokens]
         return Best(tokens, tokens)
 
     def draw_columns(self, rows: Index, targets: Index, slots: SlotPool) -> None:
-        """Nothing is drawn."""
+        """Return nothing: no token is drawn."""
 
     def draw(self, logits: Tensor, best: Best, columns: Tensor) -> Tensor:
-        """Never called."""
+        """Fail: this is never called."""
         raise AssertionError("drafts are the best tokens")

@@ -1,4 +1,4 @@
-"""Which type of torch does a configuration mean by its name? The configuration itself is free of torch."""
+"""Map the type names of a configuration, which is free of torch, to torch's types."""
 
 from __future__ import annotations
 

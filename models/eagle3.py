@@ -33,14 +33,14 @@ LAYER = "midlayer."
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Eagle3Config(HeadConfig):
-    """The layer of an EAGLE-3 head."""
+    """The configuration of the layer of an EAGLE-3 head."""
 
     draft_vocab_size: int
     owns_embedding: bool
-    norm_before_residual: bool  # whether it adds to the normed feature
+    norm_before_residual: bool  # whether the layer adds to the normed feature
 
     def linears(self) -> list[tuple[str, int, int]]:
-        """Name in a checkpoint, inputs and outputs of every linear."""
+        """Return the checkpoint name, inputs and outputs of every linear."""
         hidden, inner = self.hidden_size, self.intermediate_size
         heads, kv_heads = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         return [
@@ -57,7 +57,7 @@ class Eagle3Config(HeadConfig):
 
     @property
     def num_parameters(self) -> int:
-        """Weights of the head, without what it reads of the target."""
+        """Number of weights of the head, without those that it shares with the target."""
         norms = 4 * self.hidden_size
         embedding = self.owns_embedding * self.vocab_size * self.hidden_size
         return norms + embedding + sum(inputs * outputs for _, inputs, outputs in self.linears())
@@ -86,12 +86,12 @@ class Eagle3(Head):
             self.offsets = torch.zeros(config.draft_vocab_size, dtype=torch.int64, device=device)
 
     def fused(self, tapped: Tensor) -> Tensor:
-        """[T, 3 * hidden] -> [T, hidden]."""
+        """Map three hidden states [T, 3 * hidden] to a feature [T, hidden]."""
         num_tokens = len(tapped)
         return self.fc(pad_rows(tapped, self.ops.padded(num_tokens)))[:num_tokens]
 
     def computed(self, step: StepInputs, features: Tensor) -> Tensor:
-        """The layer's output [T, hidden], which is the next feature."""
+        """Return the layer's output [T, hidden], which is the next feature."""
         x, residual, cos, sin = self._inputs(step, features)
         x = self.self_attention(x, cos, sin, step)
         x, residual = self.ops.add_rms_norm(x, residual, self.mlp_norm, self.eps)
@@ -103,13 +103,13 @@ class Eagle3(Head):
         self.self_attention.write(x, cos, sin, step, pad_rows(step.positions, len(x)) < FIRST_KEY)
 
     def own_logits(self, hidden: Tensor) -> Tensor:
-        """Hidden states [R, hidden] -> logits [R, V]."""
+        """Return logits [R, V] of hidden states [R, hidden]."""
         num_rows = len(hidden)
         hidden = pad_rows(hidden, self.ops.padded(num_rows))
         return self.head(self.ops.rms_norm(hidden, self.norm, self.eps))[:num_rows]
 
     def _inputs(self, step: StepInputs, features: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What attention reads, [T, 2 * hidden], what the layer adds to, and the rotary embedding."""
+        """Return what attention reads [T, 2 * hidden], what the layer adds to, and the rotary embedding."""
         num_rows = self.ops.padded(len(features))
         token_ids, positions = pad_rows(step.token_ids, num_rows), pad_rows(step.positions, num_rows)
         features = pad_rows(features, num_rows)

@@ -1,6 +1,7 @@
-"""How many tokens chose each expert?
+"""Count the tokens that chose each expert.
 
-Counted on the device, in captured steps too, and read now and then: a step never waits for it.
+The counts are made on the device, in captured steps too, and read from time to time; a step never waits for
+them.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from models.mixture import Mixture
 
 
 class ExpertCounts:
-    """The counts of all mixtures of a decoder, which counts from now on; steps are captured after that.
+    """The counts of all mixtures of a decoder, which starts counting; steps must be captured afterwards.
 
-    The device has 32 bits for each, of which a reading takes what was added since the one before: they may
-    begin again from 0, but not twice between two readings, which are 4e9 tokens.
+    The device has 32 bits for each count, and a reading takes the difference to the one before: the counters
+    may overflow, but not twice between two readings, which takes 4e9 tokens.
     """
 
     def __init__(self, decoder: Decoder) -> None:
@@ -31,7 +32,10 @@ class ExpertCounts:
         self._totals = np.zeros(shape, np.int64)
 
     def read(self) -> list[list[int]]:
-        """Of each layer, how many tokens chose each expert; none for a dense layer. Waits for the device."""
+        """Return, for each layer, how many tokens chose each expert.
+
+        The list is empty for a dense layer. This waits for the device.
+        """
         now = self._rows.cpu().numpy().view(np.uint32)
         self._totals += now - self._last  # modulo 2**32
         self._last = now.copy()
@@ -39,6 +43,6 @@ class ExpertCounts:
         return [next(rows) if isinstance(each, Mixture) else [] for each in self._layers]
 
     def restart(self) -> None:
-        """Forget what was counted before, as of steps that only warmed up."""
+        """Reset the counts, for example after warm-up steps."""
         self.read()
         self._totals[:] = 0

@@ -19,17 +19,20 @@ from kv_cache.storage import KVCache
 
 
 class FeaturePages:
-    """Features in a cache whose pages of [P, C, 1, hidden] have the numbers of those with the keys."""
+    """Features in a cache with pages of [P, C, 1, hidden], which have the numbers of those with the keys."""
 
     def __init__(self, cache: KVCache, page_size: int) -> None:
         self._cache, self._page_size = cache, page_size
 
     def read(self, index: Tensor) -> Tensor:
-        """Features [T, hidden] of the cache places `index` [T], page * B + offset."""
+        """Return the features [T, hidden] at cache places `index` [T], page * B + offset."""
         return self._rows.index_select(0, self._places(index))
 
     def write(self, features: Tensor, index: Tensor) -> None:
-        """Keep features [T, hidden] of places `index` [T], span after span: of a page, those of the last."""
+        """Store features [T, hidden] of places `index` [T], span after span.
+
+        A page keeps those of its last positions.
+        """
         places = self._places(index)
         is_over = torch.zeros_like(index, dtype=torch.bool)
         if self._kept < self._page_size and self._kept < len(index):
@@ -39,7 +42,7 @@ class FeaturePages:
         self._rows.index_copy_(0, places.masked_fill(is_over, 0), features)
 
     def write_ends(self, features: Tensor, index: Tensor, before_index: Tensor) -> None:
-        """Keep the features of those tokens of a step that are not followed by the next one of their row."""
+        """Store the features of those tokens of a step that no further token of their row follows."""
         is_followed = F.pad(before_index[1:] == index[:-1], (0, 1))
         self._rows.index_copy_(0, self._places(index).masked_fill(is_followed, 0), features)
 
@@ -49,7 +52,7 @@ class FeaturePages:
 
     @property
     def _rows(self) -> Tensor:
-        """[P * C, hidden]; asked for anew, since a resize replaces the tensor."""
+        """[P * C, hidden]; derived anew each time, since a resize replaces the tensor."""
         return self._cache.keys[0].flatten(0, 2)
 
     def _places(self, index: Tensor) -> Tensor:

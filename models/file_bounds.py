@@ -1,8 +1,8 @@
-"""Can a file that a user named be read without waiting for ever and without filling the memory?
+"""Read files that a user named, without waiting for ever and without filling the memory.
 
-A checkpoint's files are plain ones (`check_regular`). What a command line names may be a pipe too, as in
-`--trace <(zcat trace.gz)`: it is read as a whole (`read_bounded`) or line by line (`lines_of`), never beyond
-a bound, and is not waited for without end. Folders, sockets and devices are no input.
+A checkpoint's files must be plain ones (`check_regular`). A file named on a command line may be a pipe too,
+as in `--trace <(zcat trace.gz)`: it is read as a whole (`read_bounded`) or line by line (`lines_of`), never
+beyond a bound, and the wait for its writer is bounded. Folders, sockets and devices are refused.
 """
 
 from __future__ import annotations
@@ -19,18 +19,17 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
-MOST_JSON_BYTES = 2**24  # of a config.json, an index or a template: the largest published ones have 1 MiB
+MOST_JSON_BYTES = 2**24  # a config.json, an index or a template: the largest published ones have 1 MiB
 MOST_TOKENIZER_BYTES = 2**28  # the largest published ones have 35 MiB
-MOST_LINE_BYTES = 2**26  # of one request: a prompt of a million token ids has 8 MiB
-MOST_INPUT_BYTES = 2**36  # of all requests of a file, or of a recording, which are not held at once
-PIPE_WAIT_S = 60.0  # for whoever writes to a pipe, to begin and to go on
+MOST_LINE_BYTES = 2**26  # one request: a prompt of a million token ids has 8 MiB
+MOST_INPUT_BYTES = 2**36  # all requests of a file, or a recording, which are not held in memory at once
+PIPE_WAIT_S = 60.0  # how long the writer of a pipe may take to begin or to go on
 
 
 def is_there(path: Path) -> bool:
     """Whether a folder has an entry of this name, even one that cannot be read.
 
-    A link that leads nowhere counts, as it is left where a download cache was cleared: such a file is
-    damaged, not absent.
+    A dangling link counts, as it is left by a cleared download cache: such a file is damaged, not absent.
     """
     return os.path.lexists(path)
 
@@ -38,7 +37,7 @@ def is_there(path: Path) -> bool:
 def check_regular(path: Path, most_bytes: int = MOST_JSON_BYTES, fix: str = "download it again") -> None:
     """Raise ValueError unless `path` is a plain file of at most so many bytes; OSError if it cannot be found.
 
-    A pipe would be waited for, and a device may have no end.
+    A pipe would have to be waited for, and a device may have no end.
     """
     found = path.stat()
     if not stat.S_ISREG(found.st_mode):
@@ -48,15 +47,15 @@ def check_regular(path: Path, most_bytes: int = MOST_JSON_BYTES, fix: str = "dow
 
 
 def check_rereadable(path: Path) -> None:
-    """Raise ValueError for what gives its bytes only once, where a command reads them more than once."""
+    """Raise ValueError for a file that can be read only once, if a command reads it repeatedly."""
     check_regular(path, MOST_INPUT_BYTES, "this command reads it more than once: write it to a file")
 
 
 def opened(path: str | Path, most_bytes: int = MOST_INPUT_BYTES) -> io.BufferedReader:
-    """A plain file, a pipe or a terminal, to be read in parts.
+    """Open a plain file, a pipe or a terminal, to be read in parts.
 
-    Raises OSError for what is none of them. Reading raises ValueError for more than `most_bytes`, and where
-    nobody writes to a pipe for PIPE_WAIT_S.
+    Raises OSError or ValueError for anything else. Reading raises ValueError for more than `most_bytes`, and
+    if nobody writes to a pipe for PIPE_WAIT_S.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe may have no writer yet
     try:
@@ -73,20 +72,20 @@ def opened(path: str | Path, most_bytes: int = MOST_INPUT_BYTES) -> io.BufferedR
 
 
 def read_bounded(path: Path, most_bytes: int) -> bytes:
-    """The bytes of a file, which may be a pipe; raises ValueError for more than `most_bytes`."""
+    """Return the bytes of a file, which may be a pipe; raises ValueError for more than `most_bytes`."""
     with opened(path, most_bytes) as file:
         parts = iter(lambda: file.read(2**20), b"")
         return b"".join(parts)
 
 
 def lines_of(path: str | Path) -> Iterator[bytes]:
-    """The lines of a file, which may be a pipe; raises ValueError for one of more than MOST_LINE_BYTES."""
+    """Yield the lines of a file, which may be a pipe; raises ValueError for a line above MOST_LINE_BYTES."""
     with opened(path) as file:
         yield from bounded_lines(file, str(path))
 
 
 def bounded_lines(file: io.BufferedIOBase, name: str) -> Iterator[bytes]:
-    """The lines of an open file, likewise; `name` is what an error calls it."""
+    """Yield the lines of an open file with the same bound; `name` is what an error calls it."""
     number = 0
     while line := file.readline(MOST_LINE_BYTES + 1):
         number += 1
@@ -99,7 +98,7 @@ def bounded_lines(file: io.BufferedIOBase, name: str) -> Iterator[bytes]:
 
 
 class _Bounded(io.FileIO):
-    """A descriptor that gives at most so many bytes, and is waited for at most so long."""
+    """A descriptor that returns at most `most_bytes`, and whose reads wait for a bounded time."""
 
     def __init__(self, descriptor: int, path: str | Path, most_bytes: int) -> None:
         super().__init__(descriptor, "rb")
@@ -112,7 +111,7 @@ class _Bounded(io.FileIO):
 
     def readinto(self, buffer: WriteableBuffer) -> int:
         count = None
-        while count is None:  # another reader of the pipe may have been faster
+        while count is None:  # another reader of the pipe may have taken the bytes
             if self._waits and not self._poll.poll(1e3 * PIPE_WAIT_S):
                 raise ValueError(
                     f"{self._path}: nothing came for {PIPE_WAIT_S:g} s; write to this pipe, or name a file"

@@ -15,16 +15,19 @@ class Filled:
     """What a linear was filled with, before a device packs it."""
 
     weight: Tensor | Int4Weight  # [out, in]
-    scale: Tensor | None = None  # [out], in int8
+    scale: Tensor | None = None  # [out], if the weight is int8
     bias: Tensor | None = None  # [out]
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertKind:
-    """What all experts of a mixture have alike, by which a device says whether it packs them together."""
+    """What all experts of a mixture have in common.
+
+    A device decides by it whether to pack them together.
+    """
 
     hidden: int
-    inner: int  # on this rank
+    inner: int  # inner size on this rank
     form: Literal["plain", "int8", "int4"] = "plain"
-    is_swiglu: bool = True  # else it has another gate
+    is_swiglu: bool = True  # otherwise it has another gate
     has_bias: bool = False

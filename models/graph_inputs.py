@@ -1,7 +1,7 @@
-"""What does the host send to a captured step?
+"""Lay out what the host sends to a captured step.
 
-Columns of each token, and the pages of each row. A row has W tokens; those that a batch brings stand at its
-end, so that the last of them sees all keys of the row, and before them is padding.
+There are columns for each token, and the pages of each row. A row has W tokens; the tokens of a batch stand
+at its end, so that the last of them sees all keys of the row, and padding precedes them.
 
 Legend: R rows, W tokens of each.
 """
@@ -17,9 +17,9 @@ from continuous_batching.slots import SlotPool
 from kv_cache.pages import Index
 from models.sampling import draw_columns
 
-# Columns of a token: token id, position, place to write, kv length, length that sets dynamic rope, where its
-# token is read, and its adapter; then of the tokens of the batch, in its order: how each is drawn, and where
-# it stands
+# Columns of a token: token id, position, cache address to write, kv length, length that sets dynamic rope,
+# where its token is read, and its adapter. The next columns are in the order of the batch's tokens: how each
+# is drawn, and where it stands
 SOURCE, ADAPTER = 5, 6
 DRAW = slice(7, 7 + draw_columns.COLUMNS)
 PLACE = DRAW.stop
@@ -29,8 +29,8 @@ COLUMNS = PLACE + 1
 class GraphInputs:
     """Views of `values`, int32 on the host: [COLUMNS, R * W], then [max_pages, R].
 
-    Padding is the first token of the null page, and its keys are written there. A row of nothing else has W
-    keys, so that no query is left without one.
+    Padding is the first token of the null page, and its keys are written there. A row of nothing but padding
+    has W keys, so that no query is left without one.
     """
 
     def __init__(self, values: Tensor, num_rows: int, width: int, slots: SlotPool, first_token: int) -> None:
@@ -39,12 +39,12 @@ class GraphInputs:
         columns, pages = split(values, num_rows, width)
         self.columns: NDArray[np.int32] = columns.numpy()
         self._pages: NDArray[np.int32] = pages.numpy()
-        self._sources = first_token + np.arange(num_rows * width)  # the token ids that are sent
+        self._sources = first_token + np.arange(num_rows * width)  # places of the token ids that are sent
         self._pad(0, 0)
         self.columns[SOURCE] = self._sources
 
     def fill(self, batch: Batch) -> None:
-        """Enter a batch; where a row has one token, each of its tokens takes a row."""
+        """Enter a batch; if the step has rows of one token, each token of the batch takes a row."""
         slots, columns = self._slots, self.columns
         packed, lens = slots.inputs(batch), batch.stops - batch.starts
         count, owners = batch.num_tokens, batch.slots
@@ -76,32 +76,32 @@ class GraphInputs:
         self.columns[SOURCE, last] = sources
 
     def read_drafts(self, batch: Batch, first: int) -> None:
-        """Let the drafts of a batch be read from places that begin with `first`."""
+        """Let the drafts of a batch be read from consecutive places starting at `first`."""
         lens, guessed = batch.stops - batch.starts, batch.is_draft
         spans, targets = batch.sampled[guessed], batch.targets[guessed]
         ends = lens.cumsum() if self.width == 1 else self.width * np.arange(1, batch.num_spans + 1)
         self.columns[SOURCE, ends[spans] - batch.stops[spans] + targets] = first + np.arange(len(spans))
 
     def kv_lens(self) -> list[int]:
-        """The keys of each row."""
+        """Return the number of keys of each row."""
         lens: list[int] = self.columns[3, self.width - 1 :: self.width].tolist()
         return lens
 
     def _pad(self, first: int, first_row: int) -> None:
-        """Make padding of all from this token and this row on."""
+        """Make padding of everything from this token and this row on."""
         columns = self.columns[:, first:]
         columns[:] = 0
-        columns[2] = np.arange(columns.shape[1]) % self._slots.page_size  # of the null page
+        columns[2] = np.arange(columns.shape[1]) % self._slots.page_size  # places in the null page
         columns[3:5] = self.width
         self._pages[:, first_row:] = 0
 
 
 def num_values(num_rows: int, width: int, max_pages: int) -> int:
-    """Of a captured step's inputs."""
+    """Return the number of values in a captured step's inputs."""
     return num_rows * (width * COLUMNS + max_pages)
 
 
 def split(values: Tensor, num_rows: int, width: int) -> tuple[Tensor, Tensor]:
-    """The columns and the pages of a captured step's inputs."""
+    """Return the columns and the pages of a captured step's inputs."""
     num_tokens = num_rows * width
     return values[: COLUMNS * num_tokens].view(COLUMNS, -1), values[COLUMNS * num_tokens :].view(-1, num_rows)

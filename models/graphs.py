@@ -1,14 +1,13 @@
-"""How does a step of decodes run without the host launching each operator?
+"""Capture steps of decodes as graphs, which run without the host launching each operator.
 
 Steps are captured for a ladder of row counts, of one token each. A span that ends in drafts takes a row for
 each of its tokens: all are written before any is read, so each may see those before it. But its keys are then
-read once a token; where attention captures spans, steps of `width` tokens a row are captured too, and taken
-while no more than half of their tokens are padding.
+read once a token; if attention captures spans, steps of `width` tokens a row are captured too, and used while
+at most half of their tokens are padding.
 
 A captured step reads its inputs at fixed addresses, to which they are sent in one copy; rows beyond the batch
-are padding on the null page. It ends with the best token of each row, and a second graph draws tokens where a
-row asks for that. Tokens are left where the next step finds them, so that nothing has to be launched in
-between.
+are padding on the null page. It ends with the best token of each row, and a second graph draws tokens if a
+row asks for that. Tokens stay where the next step finds them, so that nothing has to be launched in between.
 
 Legend: R rows of a captured step, W tokens of each, T tokens of the batch, N slots, V vocabulary.
 """
@@ -40,31 +39,31 @@ from models.step import StepInputs
 
 log = logging.getLogger(__name__)
 
-GRAPHS = {"cuda": "CUDAGraph", "npu": "NPUGraph"}  # the class of each device's module
-ALIGNED = 128  # of int32: where allocations begin, so copies of what is sent do too
+GRAPHS = {"cuda": "CUDAGraph", "npu": "NPUGraph"}  # the graph class of each device's module
+ALIGNED = 128  # int32 elements: allocations begin at multiples of this, so copies of what is sent do too
 
 
 class CapturedSampler(Protocol):
-    """What of models/sampling/sampler.py a captured step ends with."""
+    """The part of models/sampling/sampler.py with which a captured step ends."""
 
     captures_draws: bool
-    reads_logits: bool  # or `best` is all that is asked of it
+    reads_logits: bool  # whether logits are read; otherwise only `best` is called
 
     def best(self, logits: Tensor, parts: LogitParts | None = None) -> Best:
-        """The best tokens of logits [R, V], or of all ranks' `parts` of them."""
+        """Return the best tokens of logits [R, V], or of all ranks' `parts` of them."""
         ...
 
     def draw_columns(self, rows: Index, targets: Index, slots: SlotPool) -> NDArray[np.int32] | None:
-        """What `draw` reads of all rows of a step; None where it cannot choose their tokens."""
+        """Return what `draw` reads for all rows of a step; None if it cannot choose their tokens."""
         ...
 
     def draw(self, logits: Tensor, best: Best, columns: Tensor) -> Tensor:
-        """Tokens [R] of logits [R, V]."""
+        """Return tokens [R] of logits [R, V]."""
         ...
 
 
 def ladder(most: int, page_size: int) -> list[int]:
-    """Numbers of rows to capture: doubling up to a page, then growing by a page, up to `most`.
+    """Return the numbers of rows to capture: doubling up to a page, then growing by a page, up to `most`.
 
     So there is at most a page of padding, and every padding row writes to its own place in the null page.
     """
@@ -75,7 +74,7 @@ def ladder(most: int, page_size: int) -> list[int]:
 
 
 def doubling(most: int) -> list[int]:
-    """1, 2, 4, ... up to `most`, which is the last."""
+    """Return 1, 2, 4, ... up to `most`, which is the last."""
     sizes = [1 << power for power in range(most.bit_length())]
     return [*sizes, most] if sizes[-1:] != [most] and most else sizes
 
@@ -83,10 +82,10 @@ def doubling(most: int) -> list[int]:
 def captured_sizes(
     attention: Attention, most: int, width: int, most_layers: int = 0, *, joins: bool = False
 ) -> tuple[list[int], list[int]]:
-    """Numbers of rows to capture for steps of up to `most` tokens: of one token each, and of `width`. They
-    are the same in all stages, of which none has more than `most_layers`.
+    """Return the numbers of rows to capture for steps of up to `most` tokens: of one token, and of `width`.
 
-    Raises ValueError where the device holds too few graphs.
+    They are the same in all stages, none of which has more than `most_layers`. Raises ValueError if the
+    device holds too few graphs.
     """
     spans = doubling(most // width) if width > 1 and attention.captures_spans else []
     wanted = ladder(most, attention.shape.page_size)
@@ -94,9 +93,9 @@ def captured_sizes(
 
 
 def smallest(batch: Batch, sizes: list[int], span_rows: list[int], width: int) -> tuple[int, int]:
-    """The captured step that a batch takes: its rows, and the tokens of each.
+    """Return the captured step that a batch uses: its rows, and the tokens of each.
 
-    A row of spans has as many keys as tokens, so that padding before its first token sees one.
+    A row of a span has at least as many keys as tokens, so that padding before its first token sees a key.
     """
     if batch.num_drafts and span_rows and batch.num_spans <= span_rows[-1]:
         rows = next(size for size in span_rows if size >= batch.num_spans)
@@ -111,40 +110,40 @@ class CapturedStep:
     """One captured step."""
 
     graph: Any
-    inputs: list[GraphInputs]  # in pinned memory, which the host fills by turns
-    sent: Tensor  # the same on the device
+    inputs: list[GraphInputs]  # buffers in pinned memory, filled by the host in turn
+    sent: Tensor  # the same values on the device
     metadata: AttentionMetadata
     logits: Tensor  # [R * W, V], the tokens of the batch first
     best: Best
-    joins: Any  # the graph that joins these logits of the ranks' parts; None where one rank has them
-    draw: Any  # the graph that draws tokens; None where the device does not capture that
+    joins: Any  # the graph that joins the ranks' parts of these logits; None if one rank has them all
+    draw: Any  # the graph that draws tokens; None if the device does not capture that
     drawn: Tensor | None  # int64 [R * W]
 
 
 @dataclass(frozen=True, slots=True)
 class FilledStep:
-    """A captured step with the inputs of a batch, which no device has read yet."""
+    """A captured step with the inputs of a batch, which the device has not read yet."""
 
     batch: Batch
     step: CapturedStep
     inputs: GraphInputs
-    is_drawn: bool  # by the step itself
-    reads_none: bool  # of the logits, which ranks then need not join
+    is_drawn: bool  # whether the step itself draws tokens
+    reads_none: bool  # whether no logits are read, so that ranks need not join them
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutputs:
-    """What a captured step found, valid until the next run."""
+    """The results of a captured step, valid until the next run."""
 
-    logits: Tensor | None  # [T, V]; None where only the best tokens were asked for, and ranks have parts
+    logits: Tensor | None  # [T, V]; None if only the best tokens are needed and ranks have parts
     best: Best  # [T]
-    drawn: Tensor | None  # int64 [T]: the tokens, where the step drew them
+    drawn: Tensor | None  # int64 [T]: the tokens, if the step drew them
 
 
 class DecodeGraphs:
-    """Captured steps of decodes only, of up to `most` tokens; of spans, of up to `width` tokens each.
+    """Captured steps of decodes only, of up to `most` tokens; of spans, with up to `width` tokens each.
 
-    Of `stages` of layers, none has more than `most_layers`; as many batches are in flight.
+    None of the `stages` of layers has more than `most_layers`; as many batches as stages are in flight.
     """
 
     def __init__(
@@ -171,18 +170,19 @@ class DecodeGraphs:
                 ", ".join(map(str, self.sizes)),
             )
         self.device = torch.get_device_module(attention.device)
-        self.steps: dict[tuple[int, int], CapturedStep] = {}  # by rows, and tokens of each
+        self.steps: dict[tuple[int, int], CapturedStep] = {}  # keyed by rows, and tokens of each
         # A step's inputs may be written while those of the step before are still being copied, and while
         # those of all batches in flight wait for their stage
         self._num_inputs, self._turn = max(2, stages), 0
-        # The tokens that the step before chose [N], then what this step is sent: one gather reads either
+        # The tokens that the step before chose [N], then what this step is sent, so that one gather reads
+        # either
         self._first_sent = -(-max(slots.num_slots, self.sizes[-1]) // ALIGNED) * ALIGNED
         sent = max(num_values(*step, slots.max_pages) for step in self._all())
         self._table = torch.zeros(self._first_sent + sent, dtype=torch.int32, device=attention.device)
-        self._held: Tensor | None = None  # the tokens that the table begins with
+        self._held: Tensor | None = None  # the tokens with which the table begins
 
     def holds_beside(self, attention: Attention, most: int) -> bool:
-        """Whether the device holds these, and all steps of up to `most` tokens of another decoder beside."""
+        """Whether the device can hold these graphs beside those of another decoder, up to `most` tokens."""
         others = ladder(most, self.slots.page_size)
         of_target = self.attention, self.sizes, len(others), self._joins
         return all(
@@ -191,17 +191,18 @@ class DecodeGraphs:
         )
 
     def takes(self, batch: Batch) -> bool:
-        """Whether a batch is decodes only, with drafts or without, and not too many."""
+        """Whether a batch consists of decodes only, with or without drafts, and is not too large."""
         return batch.num_tokens == batch.num_spans + batch.num_drafts and batch.num_tokens <= self.sizes[-1]
 
     @torch.inference_mode()
     def capture(self) -> None:
         """Capture all sizes, the largest first, since the others share its memory."""
         pool = self.device.graph_pool_handle()
-        # Before a capture its step runs once with padding only, in more rows than the null page may have
+        # Before a capture, its step runs once with padding only, in more rows than the null page may have
         # places
         scratch = self.cache.scratch(self.sizes[-1])
-        with self.device.stream(self.device.current_stream()):  # a capture that cannot begin leaves its own
+        # A capture that cannot begin leaves its own stream
+        with self.device.stream(self.device.current_stream()):
             for step in sorted(self._all(), key=math.prod, reverse=True):
                 self.steps[step] = self._captured(*step, pool, scratch)
         log.info("graphs: decodes of up to %s rows, captured in %s sizes", self.sizes[-1], len(self.sizes))
@@ -217,13 +218,13 @@ class DecodeGraphs:
         return [(size, 1) for size in self.sizes] + [(rows, self.width) for rows in self.span_rows]
 
     def drop(self) -> None:
-        """Drop all captured steps, as must be done before the tensors that they read are replaced."""
+        """Drop all captured steps; this must precede any replacement of the tensors that they read."""
         self.device.synchronize()
         self.steps.clear()
         self._held = None
 
     def filled(self, batch: Batch) -> FilledStep:
-        """The step of a batch that `takes` allows, with its inputs as the slots are now."""
+        """Return the step for a batch that `takes` allows, with its inputs as the slots are now."""
         step = self.steps[smallest(batch, self.sizes, self.span_rows, self.width)]
         self._turn = (self._turn + 1) % self._num_inputs
         inputs = step.inputs[self._turn]
@@ -237,9 +238,9 @@ class DecodeGraphs:
         return FilledStep(batch, step, inputs, columns is not None, reads_none)
 
     def run(self, filled: FilledStep, last: LastTokens, drafts: Tensor | None = None) -> StepOutputs:
-        """What comes of a step, where `last` has the tokens of the step before.
+        """Run a step, where `last` has the tokens of the step before, and return its outputs.
 
-        `drafts` [D] are those of the batch, where the device made them.
+        `drafts` [D] are those of the batch, if the device made them.
         """
         batch, step, inputs = filled.batch, filled.step, filled.inputs
         count = batch.num_tokens
@@ -247,7 +248,7 @@ class DecodeGraphs:
             inputs.read_from(batch, last.places(batch))
             if last.tokens is not self._held:  # they were chosen outside of a captured step
                 self._table[: len(last.tokens)].copy_(last.tokens)
-        if drafts is not None:  # a batch with drafts is not made ahead: nothing else stands there
+        if drafts is not None:  # a batch with drafts is not made ahead, so nothing else stands there
             inputs.read_drafts(batch, 0)
             self._table[: len(drafts)].copy_(drafts)
         step.sent.copy_(inputs.values, non_blocking=True)
@@ -271,7 +272,7 @@ class DecodeGraphs:
         sent = self._table[self._first_sent :][:size]
         sent.copy_(pinned[0])
         columns, pages = split(sent, rows, width)
-        # Operators compile and allocate, which no capture may
+        # Operators compile and allocate in their first run, which is not allowed in a capture
         logits, best, _ = self._step(columns, pages, scratch)
         parts = self.decoder.parts if self._joins else None
         if parts is not None:
@@ -301,7 +302,7 @@ class DecodeGraphs:
 
     def _step(self, columns: Tensor, pages: Tensor, cache: KVCache) -> tuple[Tensor, Best, AttentionMetadata]:
         _, positions, write_index, kv_lens, rope_lens, source, adapters = columns[: DRAW.start]
-        # A row that failed has no token: its request ends, and this step of it counts no more
+        # A row that failed has no token: its request ends, and this step's result for it is dropped
         token_ids = self._table.index_select(0, source).clamp_(min=0)
         page_table = pages.t().contiguous()
         metadata = self.attention.plan_static(StaticDecodes(write_index, page_table, kv_lens))
@@ -328,12 +329,12 @@ class DecodeGraphs:
 
 
 def _before_index(positions: Tensor, page_table: Tensor, page_size: int) -> Tensor:
-    """The cache place of the position before each row's [R]; of padding, a place of the null page."""
+    """Return the cache place of the position before each row's [R]; for padding, a place of the null page."""
     before = (positions.long() - 1).clamp(min=0)
     pages = page_table.gather(1, before[:, None] // page_size)[:, 0]
     return pages * page_size + before % page_size
 
 
 def _first_line(error: RuntimeError) -> str:
-    # What a device says, without where it happened
+    # The device's message, without where it happened
     return str(error).strip().partition("\n")[0]

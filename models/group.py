@@ -1,7 +1,7 @@
-"""Add up, over all ranks that compute one model together, what each of them computed.
+"""Run collectives over the ranks that compute one model together.
 
-This goes over torch.distributed: gloo between processors, NCCL between GPUs, HCCL between NPUs. All ranks
-must call the same methods in the same order with tensors of the same shape.
+They go over torch.distributed: gloo between processors, NCCL between GPUs, HCCL between NPUs. All ranks must
+call the same methods in the same order with tensors of the same shape.
 """
 
 from __future__ import annotations
@@ -21,34 +21,35 @@ from torch import Tensor
 from models.share import Share
 
 Backend = Literal["gloo", "nccl", "hccl"]
-BACKENDS: dict[str, Backend] = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}  # by the kind of device
-# As releases of torch before 2.13 call it, which older CANN needs, and as later ones do
+BACKENDS: dict[str, Backend] = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}  # keyed by the kind of device
+# The first name is that of torch 2.13 and later; older releases, which older CANN needs, have the second
 _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-# Seconds that HCCL takes for its variables. The first 910 waits for a multiple of 68 s, and never less
+# The range, in seconds, of HCCL's variables. The first 910 waits for a multiple of 68 s, and never less
 # (https://www.hiascend.com/document/detail/en/canncommercial/850/maintenref/envvar/envref_07_0078.html)
 HCCL_RANGES_S = {"HCCL_EXEC_TIMEOUT": (1, 17340), "HCCL_CONNECT_TIMEOUT": (120, 7200)}
 
-_BOOT = Path("/proc/sys/kernel/random/boot_id")  # of a machine, also in its containers
-_TOLD_HCCL = "CONTINUOUS_BATCHING_TOLD_HCCL"  # names those of its variables that no user has set
-HCCL_FIRST_S = 10.0  # torch_npu's watchdog lets HCCL say first, and in its log, what it waits for
+_BOOT = Path("/proc/sys/kernel/random/boot_id")  # the same for a machine and its containers
+# Names the HCCL variables that were set here and not by the user
+_TOLD_HCCL = "CONTINUOUS_BATCHING_TOLD_HCCL"
+HCCL_FIRST_S = 10.0  # margin in which HCCL reports what it waits for before torch_npu's watchdog does
 
 log = logging.getLogger(__name__)
 
 
 class Group:
-    """The ranks of a process group, of which this process is `rank`, counted from 0.
+    """The ranks of a process group, in which this process is `rank`, counted from 0.
 
-    `inside` names the method that the host is in: where a rank hangs, the others wait for it there. `few` are
-    those of its ranks that divide the same experts, where neither all nor one of them does. `tokens` are all
-    of them where each has experts of its own, over HCCL: nothing else goes through that communicator, each of
-    whose buffers has `buffer_mib` MiB once tokens may go through it.
+    `inside` names the method that the host is in, so that a hanging rank can be located. `few` are those of
+    its ranks that divide the same experts, if that is neither all nor one of them. `tokens` are all ranks if
+    each has experts of its own, over HCCL: nothing else goes through that communicator, each of whose buffers
+    has `buffer_mib` MiB once it is open for tokens.
     """
 
     inside = ""
     few: Group | None = None
     tokens: Group | None = None
     buffer_mib = 0
-    store: dist.Store | None = None  # through which the ranks have joined
+    store: dist.Store | None = None  # the store through which the ranks have joined
 
     def __init__(
         self, ranks: dist.ProcessGroup, few: Group | None = None, tokens: Group | None = None
@@ -60,7 +61,7 @@ class Group:
         self._num_met = 0
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of all ranks' `x`, on each of them, in place where `x` is contiguous."""
+        """Return the sum of `x` over all ranks, in place if `x` is contiguous."""
         x = x.contiguous()
         self.inside = "all_reduce"
         dist.all_reduce(x, group=self._ranks)
@@ -68,7 +69,7 @@ class Group:
         return x
 
     def all_reduce_max(self, x: Tensor) -> Tensor:
-        """The largest of all ranks' elements, likewise."""
+        """Return the elementwise maximum of `x` over all ranks, in place if `x` is contiguous."""
         x = x.contiguous()
         self.inside = "all_reduce_max"
         dist.all_reduce(x, dist.ReduceOp.MAX, group=self._ranks)
@@ -76,26 +77,26 @@ class Group:
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """[...] of each rank -> [ranks, ...] on each of them."""
+        """Gather [...] of each rank into [ranks, ...] on all of them."""
         gathered = x.new_empty(self.size, *x.shape)
         self.inside = "all_gather"
-        # Not into a list: for that torch_npu calls operators of another kind
+        # A list would make torch_npu call other operators
         _gather_into(gathered.flatten(0, 1), x.contiguous(), group=self._ranks)
         self.inside = ""
         return gathered
 
     def broadcast(self, x: Tensor, root: int = 0) -> Tensor:
-        """`x` as rank `root` has it, in place; `x` is contiguous."""
+        """Return rank `root`'s `x`, in place; `x` is contiguous."""
         self.inside = "broadcast"
         dist.broadcast(x, group_src=root, group=self._ranks)
         self.inside = ""
         return x
 
     def meet(self, name: str, timeout_s: float) -> None:
-        """Wait on the host until all ranks have come here; `name` says in messages what for.
+        """Wait on the host until all ranks have reached this point; `name` is its name in messages.
 
-        HCCL has limits of its own for what a device waits for; ranks that load their weights at different
-        speeds do not come near these, since they wait here.
+        HCCL limits how long a device waits; ranks that load their weights at different speeds do not reach
+        that limit, because they wait here.
         """
         assert self.store is not None, "these ranks have joined through a store"
         self._num_met += 1
@@ -107,8 +108,10 @@ class Group:
 
     @property
     def hccl_name(self) -> str:
-        """What HCCL calls these ranks, for operators that communicate themselves. All must ask for the first
-        time together, since that makes the communicator, and not while a graph is captured.
+        """HCCL's name for these ranks, for operators that communicate themselves.
+
+        All ranks must read it for the first time together, since that creates the communicator, and not while
+        a graph is captured.
         """
         if self._hccl_name is None:
             backend = self._ranks._get_backend(torch.device("npu"))
@@ -117,16 +120,16 @@ class Group:
 
     @property
     def is_on_one_machine(self) -> bool:
-        """Whether all ranks are; they must ask for the first time together, likewise."""
+        """Whether all ranks are on one machine; they must read it for the first time together."""
         if self._is_near is None:
             device, here = torch.device("npu"), zlib.crc32(_BOOT.read_bytes()) >> 1
             self._is_near = self.least(here, device) == -self.least(-here, device)
         return self._is_near
 
     def open_for_tokens(self, buffer_mib: int, device: torch.device) -> None:
-        """Make the communicator of tokens, where all ranks are on one machine and each has buffers.
+        """Create the communicator of tokens, if all ranks are on one machine and each has buffers.
 
-        All must call it together, before memory is measured, for the device gives it the buffers.
+        All ranks must call it together, before memory is measured, because the buffers are device memory.
         """
         if self.tokens is None:
             return
@@ -136,12 +139,12 @@ class Group:
             _ = self.tokens.hccl_name
 
     def least(self, value: int, device: torch.device) -> int:
-        """The least of all ranks' values of at most 31 bits, on the host of each of them."""
+        """Return the smallest of all ranks' values of at most 31 bits, on the host of each of them."""
         return -int(self.all_reduce_max(torch.tensor([-value], dtype=torch.int32, device=device)))
 
 
 class Alone(Group):
-    """One rank, which holds everything: nothing is called and nothing is copied."""
+    """A group of one rank that holds everything: nothing is communicated or copied."""
 
     def __init__(self) -> None:
         self.rank, self.size = 0, 1
@@ -169,7 +172,7 @@ ALONE = Alone()
 
 
 def sharing_experts(group: Group, size: int) -> Group:
-    """The ranks, `size` of a group, that divide the same experts."""
+    """Return the ranks that divide the same experts, which are `size` of a group."""
     if size in (1, group.size):
         return ALONE if size == 1 else group
     assert group.few is not None, "a group is divided before a decoder is made"
@@ -178,9 +181,9 @@ def sharing_experts(group: Group, size: int) -> Group:
 
 
 class StageLinks:
-    """The way of activations from stage to stage: this rank's neighbours among all ranks, if it has any.
+    """The links of activations between pipeline stages: this rank's neighbours among all ranks, if any.
 
-    `inside` is as a group's.
+    `inside` is as in a group.
     """
 
     inside = ""
@@ -190,16 +193,16 @@ class StageLinks:
         self._sending: list[tuple[dist.Work, Tensor]] = []
 
     def receive(self, x: Tensor) -> Tensor:
-        """What the stage before has sent, in `x`."""
+        """Receive into `x` what the stage before has sent."""
         self.inside = "receive"
         dist.recv(x, self._before)
         self.inside = ""
         return x
 
     def send(self, x: Tensor) -> None:
-        """Begin to send `x` to the stage after, and do not wait for it; what was sent before has arrived."""
+        """Start to send `x` to the next stage without waiting, once the previous send has completed."""
         self.inside = "send"
-        if x.device.type != "cpu":  # its stream waits, not the host, and a captured step has no other way
+        if x.device.type != "cpu":  # the stream waits and not the host, and a captured step has no other way
             dist.send(x, self._after)
         else:
             for work, _ in self._sending:
@@ -213,10 +216,11 @@ NO_LINKS = StageLinks()
 
 
 def join(backend: Backend, store: dist.Store, rank: int, size: int, timeout_s: float) -> Group:
-    """The group of `size` processes, once all of them have joined through one store.
+    """Return the group of `size` processes, once all of them have joined through one store.
 
     A collective that some rank does not call within `timeout_s` is an error on the others. `dist` allows one
-    such group a process; `dist.destroy_process_group` leaves it. What the user has told HCCL stays.
+    such group in a process; `dist.destroy_process_group` leaves it. HCCL variables that the user has set are
+    kept.
     """
     if backend == "hccl":
         timeout_s = max(timeout_s, tell_hccl(timeout_s)) + HCCL_FIRST_S
@@ -230,7 +234,10 @@ def join(backend: Backend, store: dist.Store, rank: int, size: int, timeout_s: f
 
 
 def divided(world: Group, share: Share, timeout_s: float) -> tuple[Group, StageLinks]:
-    """The ranks of this rank's stage, and the way to the others. All ranks must call it at the same time."""
+    """Return the ranks of this rank's stage, and the links to the others.
+
+    All ranks must call it at the same time.
+    """
     size, rank, few, tokens = share.tensors, world.rank, None, None
     wait = timedelta(seconds=timeout_s)
 
@@ -253,20 +260,21 @@ def divided(world: Group, share: Share, timeout_s: float) -> tuple[Group, StageL
 
 
 def hccl_timeouts(timeout_s: float) -> dict[str, str]:
-    """The variables by which HCCL is told how long to wait, as near to `timeout_s` as it allows."""
+    """Return the variables that set HCCL's time limits, as near to `timeout_s` as it allows."""
     ranges = HCCL_RANGES_S.items()
     return {name: str(min(max(least, math.ceil(timeout_s)), most)) for name, (least, most) in ranges}
 
 
 def tell_hccl(timeout_s: float) -> float:
-    """Tell HCCL how long to wait, where its user has not; return how long its collectives wait then."""
-    ours = os.environ.get(_TOLD_HCCL, "").split()  # by an earlier engine of this process, or its parent
+    """Set HCCL's time limits unless the user has; return how long its collectives wait then."""
+    # Set by an earlier engine of this process, or by its parent
+    ours = os.environ.get(_TOLD_HCCL, "").split()
     for name, seconds in hccl_timeouts(timeout_s).items():
         said = os.environ.get(name)
         if said is None or name in ours:
             os.environ[name] = seconds
             ours = [*ours, name]
-        elif said.isdecimal() and 0 < int(said) < int(seconds):  # 0: without a limit
+        elif said.isdecimal() and 0 < int(said) < int(seconds):  # 0 means no limit
             log.warning(
                 "%s=%s stays: ranks that start further apart than that end, though parallel.start_timeout_s"
                 " allows %s s; unset it to let the recipe say",

@@ -35,8 +35,8 @@ class Head(nn.Module, ABC):
     """A head over packed spans, which computes as a `Decoder` does; `attach` it before its first step."""
 
     taps: tuple[int, ...]  # the target's layers whose inputs it reads, in rising order
-    offsets: Tensor | None = None  # int64 [V]: what is added to a draft token for the target's token
-    parts: LogitParts | None = None  # as a decoder's
+    offsets: Tensor | None = None  # int64 [V]: offset from a draft token to the target's token
+    parts: LogitParts | None = None  # same meaning as a decoder's
 
     def __init__(self, config: DecoderConfig, ops: Ops, attention: Attention) -> None:
         super().__init__()
@@ -47,40 +47,43 @@ class Head(nn.Module, ABC):
         self.fresh = torch.empty(0)  # features [T, hidden] of the target's last step that was not captured
 
     def attach(self, target: Decoder, features: FeaturePages) -> None:
-        """From now on, take what the target's layers read into `features`, and read its embedding."""
+        """From now on, store what the target's layers read in `features`, and use its embedding."""
         self.features = features
         self._embedded = target.embedded
         target.tap(self.taps, self._take)
 
     def pack(self) -> None:
-        """As `Decoder.pack`."""
+        """Pack its linears, as `Decoder.pack` does."""
         for module in self.modules():
             if isinstance(module, Linear):
                 module.pack()
 
     def forward(self, step: StepInputs) -> Tensor:
-        """Hidden states [T, hidden] of the step's tokens, which at ends of spans become features."""
+        """Return the hidden states [T, hidden] of the step's tokens.
+
+        Those at the ends of spans become features.
+        """
         assert step.before_index is not None, "a head reads what lies before"
         hidden = self.computed(step, self.features.read(step.before_index))
         self.features.write_ends(hidden, step.metadata.write_index, step.before_index)
         return hidden
 
     def _take(self, tapped: Tensor, step: StepInputs) -> None:
-        """What the target's layers read in a step, [T, taps * hidden of the target]."""
+        """Store the features of a target step, from what its layers read [T, taps * hidden of the target]."""
         self.fresh = self.fused(tapped)
         self.features.write(self.fresh, step.metadata.write_index)
 
     def tabulate(self, num_positions: int) -> None:
-        """As `Decoder.tabulate`."""
+        """Prepare the rotary embedding, as `Decoder.tabulate` does."""
         self.rope.tabulate(num_positions, self.dtype)
 
     @abstractmethod
     def fused(self, tapped: Tensor) -> Tensor:
-        """[T, taps * hidden of the target] -> features [T, hidden]."""
+        """Return features [T, hidden] of what the target's layers read, [T, taps * its hidden size]."""
 
     @abstractmethod
     def computed(self, step: StepInputs, features: Tensor) -> Tensor:
-        """Hidden states [T, hidden] from the step's tokens and the features before them."""
+        """Return hidden states [T, hidden] from the step's tokens and the features before them."""
 
     @abstractmethod
     def fill(self, step: StepInputs, features: Tensor) -> None:
@@ -88,4 +91,4 @@ class Head(nn.Module, ABC):
 
     @abstractmethod
     def own_logits(self, hidden: Tensor) -> Tensor:
-        """Hidden states [R, hidden] -> logits [R, V], those of this rank's tokens."""
+        """Return the logits [R, V] of hidden states [R, hidden], for this rank's vocabulary shard."""

@@ -11,8 +11,8 @@ from models.config import DecoderConfig
 class HeadConfig(DecoderConfig):
     """The layers of a head. `vocab_size` is the target's; a page keeps `num_kept` features.
 
-    `taps` are the layers of the target whose inputs it reads, in rising order; one more than there are stands
-    for what the last layer makes.
+    `taps` are the layers of the target whose inputs it reads, in rising order; a number one past the last
+    layer stands for its output.
     """
 
     taps: tuple[int, ...]
@@ -20,5 +20,5 @@ class HeadConfig(DecoderConfig):
 
     @property
     def feature_bytes(self) -> int:
-        """Of the features that one page holds."""
+        """Bytes of the features that one page holds."""
         return self.num_kept * self.hidden_size * self.dtype_bytes

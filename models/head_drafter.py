@@ -33,11 +33,12 @@ class _Left:
 
     step: StepInputs
     known: Tensor  # features that the pages held before the step
-    places: Tensor | None  # of each entry's feature, in these and then the step's; None: these alone
+    # Index of each entry's feature, in `known` followed by the step's features; None: in `known` alone
+    places: Tensor | None
 
 
 class HeadDrafter(Drafter):
-    """Drafts of a head of the target's own checkpoint, at most `most` a row and step."""
+    """A drafter for a head of the target's own checkpoint, with at most `most` drafts a row and step."""
 
     def __init__(self, head: Head, cache: KVCache, slots: SlotPool, most_tokens: int, most: int) -> None:
         super().__init__(head, cache, slots, most_tokens, most + 1)
@@ -45,7 +46,10 @@ class HeadDrafter(Drafter):
         self._left: _Left | None = None
 
     def run(self, batch: Batch) -> Tensor | None:
-        """The drafts of a batch, as `Drafter.run`; what rows without drafts lack follows in `finish`."""
+        """Return the drafts of a batch, as `Drafter.run`.
+
+        What rows without drafts lack is left to `finish`.
+        """
         drafting = batch.drafts_by_span > 0
         self._left = self._lacking(batch, np.flatnonzero(~drafting))
         if not drafting.any():
@@ -55,7 +59,7 @@ class HeadDrafter(Drafter):
         )
 
     def finish(self) -> None:
-        """Compute what rows without drafts lack: their features are known now."""
+        """Compute the entries that rows without drafts lack, whose features are known now."""
         left, self._left = self._left, None
         if left is None:
             return
@@ -65,7 +69,7 @@ class HeadDrafter(Drafter):
         self._head.fill(left.step, features)
 
     def _lacking(self, batch: Batch, spans: Index) -> _Left | None:
-        """The entries of these spans, and where the features are that they read."""
+        """Return the entries of these spans, and where the features are that they read."""
         starts, stops = batch.draft_starts[spans], batch.draft_stops[spans]
         spans, starts, stops = (each[stops > starts] for each in (spans, starts, stops))
         if not len(spans):
@@ -77,7 +81,7 @@ class HeadDrafter(Drafter):
         assert step.before_index is not None, "a head reads what lies before"
         positions = ragged_ranges(starts, stops)
         lens, first = stops - starts, batch.starts[spans]
-        ahead = positions - 1 - np.repeat(first, lens)  # negative: found in an earlier step
+        ahead = positions - 1 - np.repeat(first, lens)  # negative for features of an earlier step
         is_known = ahead < 0
         known = self._head.features.read(step.before_index[to_device(np.flatnonzero(is_known), self._device)])
         if is_known.all():
@@ -89,7 +93,7 @@ class HeadDrafter(Drafter):
         return _Left(step, known, to_device(places, self._device))
 
     def _pieces(self, batch: Batch, stops: Index, yields: NDArray[np.bool_]) -> Iterator[Batch]:
-        """Whole spans: the feature at the end of a part would take the place of the target's."""
+        """Yield whole spans, because the feature at the end of a part would overwrite the target's."""
         spans = np.flatnonzero(stops > batch.draft_starts)
         lens = stops[spans] - batch.draft_starts[spans]
         while len(spans):

@@ -29,7 +29,7 @@ Windows = tuple[int | None, ...]
 UNQUANTISED = "linears that are stored joined are read unquantised or packed: use the original checkpoint"
 STACKED = "mxfp4 is of experts in one tensor (gpt_oss), which no other form is read of"
 
-# Far above every published model, and low enough that what is derived from them can be computed and planned
+# Far above every published model, and low enough that values derived from them can be computed and planned
 MOST = {
     "num_hidden_layers": 2**12,
     "max_window_layers": 2**31,
@@ -64,7 +64,7 @@ MOST = {
     "rope_theta": 1e18,
     "rope_local_base_freq": 1e18,
 }
-MOST_NUMBER = 2.0**24  # of the other numbers, which are factors
+MOST_NUMBER = 2.0**24  # limit of the other numbers, which are factors
 
 
 def decoder_config(
@@ -83,9 +83,9 @@ def decoder_config(
     norms: tuple[str, ...] = NORMS,
     stored_joined: tuple[str, ...] = (),
 ) -> DecoderConfig:
-    """The decoder of `hf`, a parsed config.json; the keywords are where families differ.
+    """Return the decoder of `hf`, a parsed config.json; the keywords are where families differ.
 
-    `turned` is how much of a head is where the file does not say, in families that turn a part of it.
+    `turned` is the default share of a head that is rotated, in families that rotate a part of it.
     """
     packed = packing(hf)
     _check_joined(hf, bool(stored_joined) and packed is None, mixture is not None and mixture.is_stacked)
@@ -129,7 +129,7 @@ def decoder_config(
 
 
 def _check_joined(hf: Mapping[str, Any], is_joined: bool, is_stacked: bool) -> None:
-    """Raise ValueError where linears, or experts, that a checkpoint joins are quantised as none are read."""
+    """Raise ValueError if a checkpoint's joined linears or experts are quantised in an unread form."""
     said = hf.get("quantization_config")
     if isinstance(said, Mapping) and said:
         method = said.get("quant_method")
@@ -140,7 +140,7 @@ def _check_joined(hf: Mapping[str, Any], is_joined: bool, is_stacked: bool) -> N
 
 
 def _heads(hf: Mapping[str, Any], latent: LatentConfig | None) -> tuple[int, int, int]:
-    """Query heads, key-value heads and the dimensions of each, as the cache has them."""
+    """Return the query heads, key-value heads and the width of each, as the cache has them."""
     hidden_size = integer(hf, "hidden_size")
     num_heads = integer(hf, "num_attention_heads")
     if latent is not None:
@@ -163,7 +163,7 @@ def _heads(hf: Mapping[str, Any], latent: LatentConfig | None) -> tuple[int, int
 def rope_config(
     hf: Mapping[str, Any], head_dim: int, max_positions: int, turned: float | None = None
 ) -> RopeConfig:
-    """From `rope_scaling` beside `rope_theta`, or else from `rope_parameters`."""
+    """Return the rotary embedding of `rope_scaling` beside `rope_theta`, or else of `rope_parameters`."""
     key = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
     rope = hf.get(key) or {}
     if not isinstance(rope, Mapping):
@@ -172,7 +172,7 @@ def rope_config(
         raise refused(key, rope, "one rotary embedding for all layer types is supported, not one for each")
     rope = {name: value for name, value in rope.items() if value is not None}
     kind = rope.get("rope_type", rope.get("type", "default"))
-    kind = "longrope" if kind == "su" else kind  # as older files call it
+    kind = "longrope" if kind == "su" else kind  # the name in older files
     if kind not in ROPE_KINDS:
         raise refused(f"{key}.rope_type", kind, f"supported are {', '.join(ROPE_KINDS)}")
     dim = _turned_dim(hf, rope, head_dim, turned)
@@ -220,7 +220,7 @@ def rope_config(
 
 
 def _factors(rope: Mapping[str, Any], key: str, dim: int) -> tuple[float, ...]:
-    """A factor of each pair of dimensions."""
+    """Return a factor for each pair of dimensions."""
     values: Any = rope.get(key)
     is_right = isinstance(values, list) and len(values) == dim // 2
     if not is_right or not all(type(each) in (int, float) and 0 < each <= MOST_NUMBER for each in values):
@@ -231,7 +231,7 @@ def _factors(rope: Mapping[str, Any], key: str, dim: int) -> tuple[float, ...]:
 
 
 def _turned_dim(hf: Mapping[str, Any], rope: Mapping[str, Any], head_dim: int, turned: float | None) -> int:
-    """How many dimensions of a head are turned."""
+    """Return how many dimensions of a head are rotated."""
     place = rope if rope.get("partial_rotary_factor") is not None else hf
     share = number(place, "partial_rotary_factor", turned or 1.0)
     dim = int(head_dim * share)
@@ -245,8 +245,10 @@ def _turned_dim(hf: Mapping[str, Any], rope: Mapping[str, Any], head_dim: int, t
 def ropes_by_layer_type(
     hf: Mapping[str, Any], *, theta: float, local_theta: float
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Rotary embeddings as `rope_parameters`, of layers that see all and of those with a window; older files
-    give each a base of its own, and `rope_scaling` of the first alone.
+    """Return the rotary embeddings of layers that see all positions and of those with a window.
+
+    Both are given in the form of `rope_parameters`; older files give each a base of its own, and
+    `rope_scaling` for the first alone.
     """
     said, scaling = (hf.get(key) or {} for key in ("rope_parameters", "rope_scaling"))
     kinds = ("full_attention", "sliding_attention")
@@ -273,7 +275,7 @@ def ropes_by_layer_type(
 
 
 def integer(hf: Mapping[str, Any], key: str, default: int | None = None, least: int = 1) -> int:
-    """`hf[key]`, an integer from `least` to MOST; the default stands for a missing or null key."""
+    """Return `hf[key]`, an integer from `least` to MOST; the default replaces a missing or null key."""
     value = hf.get(key)
     value = default if value is None else value
     if value is None:
@@ -284,7 +286,7 @@ def integer(hf: Mapping[str, Any], key: str, default: int | None = None, least: 
 
 
 def number(hf: Mapping[str, Any], key: str, default: float | None = None) -> float:
-    """`hf[key]`, a number from 0 to MOST; the default stands for a missing or null key."""
+    """Return `hf[key]`, a number from 0 to MOST; the default replaces a missing or null key."""
     value = hf.get(key)
     value = default if value is None else value
     if value is None:
@@ -296,7 +298,7 @@ def number(hf: Mapping[str, Any], key: str, default: float | None = None) -> flo
 
 
 def boolean(hf: Mapping[str, Any], key: str, default: bool) -> bool:
-    """`hf[key]`, true or false; the default stands for a missing or null key."""
+    """Return `hf[key]`, true or false; the default replaces a missing or null key."""
     value = hf.get(key)
     value = default if value is None else value
     if not isinstance(value, bool):
@@ -305,7 +307,7 @@ def boolean(hf: Mapping[str, Any], key: str, default: bool) -> bool:
 
 
 def _dtype(hf: Mapping[str, Any]) -> DType:
-    """Newer files say dtype, older ones torch_dtype; a file that says neither means float32."""
+    """Return the type of the weights: dtype, or torch_dtype in older files, or float32."""
     key = "dtype" if hf.get("dtype") is not None else "torch_dtype"
     value = hf.get(key)
     name = "float32" if value is None else str(value).removeprefix("torch.")
@@ -324,7 +326,7 @@ def _token_ids(hf: Mapping[str, Any], key: str) -> tuple[int, ...]:
 
 
 def refused(key: str, value: object, mend: str) -> ValueError:
-    """What to raise for a value that the decoder cannot honour, and what to do."""
+    """Return the error for a value that the decoder cannot honour, with the fix."""
     return ValueError(f"the model's configuration has {key}: {shown(value)}; {mend}")
 
 

@@ -13,7 +13,7 @@ from models.shown import shown
 
 
 def experts(hf: Mapping[str, Any]) -> tuple[int, int]:
-    """How many experts a mixture has, and how many of them a token chooses.
+    """Return how many experts a mixture has, and how many of them a token chooses.
 
     Hub files of Qwen3 say num_experts, those of Mixtral and all that transformers 5 writes num_local_experts.
     """
@@ -29,7 +29,7 @@ def experts(hf: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def sparse_layers(hf: Mapping[str, Any]) -> tuple[bool, ...]:
-    """Which layers have experts: each `decoder_sparse_step`-th, but for those in `mlp_only_layers`."""
+    """Return which layers have experts: each `decoder_sparse_step`-th, except those in `mlp_only_layers`."""
     step, dense = integer(hf, "decoder_sparse_step", 1), hf.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(type(each) is int for each in dense):
         raise refused("mlp_only_layers", dense, "it must be a list of layers")
@@ -40,7 +40,10 @@ def sparse_layers(hf: Mapping[str, Any]) -> tuple[bool, ...]:
 def grouped_experts(
     hf: Mapping[str, Any], *, first_dense: int, num_shared: int, **more: Any
 ) -> MixtureConfig:
-    """Experts as DeepSeek's files describe them, in all layers but the first; `more` is of the family."""
+    """Return experts as DeepSeek's files describe them, in all layers but the first.
+
+    `more` is of the family.
+    """
     num_layers, size = integer(hf, "num_hidden_layers"), integer(hf, "moe_intermediate_size")
     dense = integer(hf, "first_k_dense_replace", first_dense, least=0)
     num_experts, num_groups = integer(hf, "n_routed_experts"), integer(hf, "n_group", 1)
@@ -66,7 +69,7 @@ def grouped_experts(
 
 
 def latent_config(hf: Mapping[str, Any]) -> LatentConfig:
-    """Latent attention, as DeepSeek's files describe it."""
+    """Return latent attention as DeepSeek's files describe it."""
     if boolean(hf, "attention_bias", False):
         raise refused("attention_bias", True, "latent attention is supported without it")
     interleaves = hf.get("rope_interleave", True)

@@ -20,7 +20,7 @@ _CAUSAL = (
 
 
 def switched_window(hf: Mapping[str, Any]) -> int | None:
-    """Return Qwen's window: `sliding_window` where `use_sliding_window` is true, and otherwise None."""
+    """Return Qwen's window: `sliding_window` if `use_sliding_window` is true, and otherwise None."""
     if not boolean(hf, "use_sliding_window", False) or hf.get("sliding_window", 4096) is None:
         return None
     return integer(hf, "sliding_window", 4096)
@@ -66,7 +66,8 @@ def check_attended(hf: Mapping[str, Any], windows: Windows, max_positions: int) 
         fix = f"this family's layers are {shown(computed)} by its other keys: remove it"
         raise refused("layer_types", types, fix)
     # Without layer_types, transformers cuts its cache to such a window in families whose layers attend to all
-    # positions, so that its tokens differ from its own forward. Qwen's files have a window that is off.
+    # positions, so that its generated tokens differ from its own forward pass. Qwen's files have a window
+    # that is switched off.
     has_switch = str(hf.get("model_type")).startswith("qwen")
     for key in ("attention_chunk_size",) if has_switch else ("attention_chunk_size", "sliding_window"):
         window = hf.get(key)

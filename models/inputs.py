@@ -14,7 +14,7 @@ from models.step import StepInputs
 
 
 def step_inputs(batch: Batch, slots: SlotPool, decoder: Decoder | Head, cache: KVCache) -> StepInputs:
-    """All tokens of a batch, as far as the host knows them, sent to the device."""
+    """Send all tokens of a batch, as far as the host knows them, to the device."""
     attention = decoder.attention
     packed = slots.inputs(batch)
     rope_lens = None

@@ -1,6 +1,6 @@
-"""Which linears stay in the 4 bits in which a checkpoint packs them, and what must hold for it?
+"""Keep linears in the 4 bits in which a checkpoint packs them (W4A16), and check what that requires.
 
-W4A16: they are multiplied as `Int4` has them, with inputs in the model's type.
+They are multiplied in the form `Int4`, with inputs in the model's type.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from models.packing import IN_A_WORD, Int4, Packing
 
 
 def kept_int4(config: DecoderConfig) -> DecoderConfig:
-    """The decoder whose linears stay packed; raises ValueError for one whose cannot."""
+    """Return the decoder with its linears kept packed; raises ValueError if that is impossible."""
     form = config.stored_form
     if not isinstance(form, Packing) or form.bits != 4:
         stored = "the checkpoint's are not packed" if form is None else f"the checkpoint's are {form}"
@@ -32,8 +32,9 @@ def kept_int4(config: DecoderConfig) -> DecoderConfig:
 
 
 def check_groups(config: DecoderConfig, tensors: int, experts: int = 1) -> None:
-    """Raise ValueError where tensor ranks would divide the inputs of a group among them; experts are spread
-    over so many parts of the ranks.
+    """Raise ValueError if tensor ranks would split the inputs of a group among them.
+
+    Experts are spread over `experts` parts of the ranks.
     """
     if config.kept_form is None:
         return
@@ -53,14 +54,14 @@ def check_groups(config: DecoderConfig, tensors: int, experts: int = 1) -> None:
 
 
 def largest_side(config: DecoderConfig) -> int:
-    """The longest side of a product in 4 bits; gate and up are one. A head is mostly not in 4 bits."""
+    """Return the longest side of a 4-bit product; gate and up are one. A head is mostly not in 4 bits."""
     sides = [side for name, *pair in config.linears() if isinstance(config.form(name), Int4) for side in pair]
     inner = [2 * config.inner_size(layer) for layer in range(config.num_layers)]
     return max(*sides, *inner, 2 * config.shared_size)
 
 
 def inputs_of_experts(config: DecoderConfig) -> tuple[int, ...]:
-    """The inputs of a rank's experts, where their products are in 4 bits; none else."""
+    """Return the input widths of a rank's experts if their products are in 4 bits; otherwise none."""
     mixture = config.mixture
     if mixture is None:
         return ()

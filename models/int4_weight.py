@@ -13,50 +13,50 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-MIDDLE = 8  # what a file adds to a number, so that it has no sign
+MIDDLE = 8  # added to a number in a file, so that it has no sign
 
 
 @dataclass(frozen=True, slots=True)
 class Int4Weight:
-    """Eight numbers of a row lie in a word, the first lowest; a file's, from which 8 is taken.
+    """A weight in 4 bits: eight numbers of a row in a word, the first in the lowest bits, each stored plus 8.
 
-    No `offset` is 0. The last group may have fewer inputs than the others.
+    A missing `offset` means 0. The last group may have fewer inputs than the others.
     """
 
     words: Tensor  # int32 [O, I / 8]
     scale: Tensor  # [O, G], in the model's type
-    offset: Tensor | None  # as the scale
-    group_size: int  # inputs; all of them where there is one group
+    offset: Tensor | None  # same shape and type as the scale
+    group_size: int  # inputs of a group; all of them if there is one group
 
     def numbers(self) -> Tensor:
-        """int8 [O, I]."""
+        """Return the numbers as int8 [O, I]."""
         octets = self.words.contiguous().view(torch.uint8)
         return torch.stack((octets & 15, octets >> 4), -1).flatten(-2).to(torch.int8) - MIDDLE
 
     def rows(self, first: int, stop: int) -> Int4Weight:
-        """Some of its outputs."""
+        """Return some of its outputs."""
         at = slice(first, stop)
         offset = None if self.offset is None else self.offset[at]
         return Int4Weight(self.words[at], self.scale[at], offset, self.group_size)
 
     def split(self, widths: tuple[int, ...]) -> list[Int4Weight]:
-        """So many outputs each."""
+        """Split it into parts of so many outputs each."""
         stops = torch.tensor(widths).cumsum(0).tolist()
         return [self.rows(stop - width, stop) for stop, width in zip(stops, widths)]
 
     def weight(self) -> Tensor:
-        """[O, I] in the model's type, rounded once."""
+        """Return the weight [O, I] in the model's type, rounded once."""
         made = self.numbers().float()
         if self.offset is not None:
             made += self._by_input(self.offset)
         return (made * self._by_input(self.scale)).to(self.scale.dtype)
 
     def _by_input(self, groups: Tensor) -> Tensor:
-        """[O, G] -> float32 [O, I]."""
+        """Expand [O, G] to float32 [O, I]."""
         num_inputs = 8 * self.words.shape[1]
         return groups.float().repeat_interleave(self.group_size, 1)[:, :num_inputs]
 
 
 def in_words(values: Tensor) -> Tensor:
-    """uint8 [O, I] from 0 to 15 -> int32 [O, I / 8]."""
+    """Pack uint8 [O, I] from 0 to 15 into int32 [O, I / 8]."""
     return (values[:, ::2] | values[:, 1::2] << 4).contiguous().view(torch.int32)

@@ -14,18 +14,18 @@ from kv_cache.pages import Index
 
 
 class LastTokens:
-    """The tokens of the step before, and where among them each row's stands."""
+    """The tokens of the step before, and the place of each row's token among them."""
 
     def __init__(self, num_rows: int, device: torch.device) -> None:
-        self.tokens = torch.zeros(0, dtype=torch.int64, device=device)  # [R]; negative where there is none
+        self.tokens = torch.zeros(0, dtype=torch.int64, device=device)  # [R]; negative if there is none
         self._places = np.zeros(num_rows, dtype=np.int64)  # [N]
 
     def keep(self, tokens: Tensor, owners: Index) -> None:
-        """A step chose tokens [R] for the rows `owners` [R]."""
+        """Store the tokens [R] that a step chose for the rows `owners` [R]."""
         self.tokens = tokens
         self._places[owners] = np.arange(len(owners))
 
     def places(self, batch: Batch) -> Index:
-        """Where in `tokens` the last tokens of the spans `batch.unknown` are. [U]"""
+        """Return where in `tokens` the last tokens of the spans `batch.unknown` are. [U]"""
         places: Index = self._places[batch.slots[batch.unknown]]
         return places

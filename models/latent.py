@@ -1,11 +1,11 @@
-"""How does a decoder layer attend by latents?
+"""Define a decoder layer's multi-head latent attention (DeepSeek-V2, arXiv 2405.04434).
 
-Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): the cache holds one latent and one rope key of a
-token, from which every head makes its own keys and values. Of tensor ranks, each has its heads, and holds the
-latents of all tokens.
+The cache holds one latent and one rope key of a token, from which every head computes its own keys and
+values. Each tensor rank has its share of the heads, and holds the latents of all tokens. Attention over the
+cached latents is `attention.latent`.
 
 Legend: T tokens of the step, H heads, L latent, R rope, N the other part of a query (nope), V value of a
-head.
+  head.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from models.step import StepInputs
 
 
 class UpProjection(nn.Module):
-    """The linear from latents to keys and values of heads, which is taken apart instead of multiplied with.
+    """The linear from latents to keys and values of heads, which is split up instead of multiplied with.
 
-    Its rows are filled as the keys of all heads and, behind them, the values of all heads.
+    Its rows are filled with the keys of all heads and, after them, the values of all heads.
     """
 
-    bias, rounds = None, False  # a linear's
+    bias, rounds = None, False  # attributes of a linear
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class UpProjection(nn.Module):
         self.packed: LatentUp | None = None
 
     def pack(self) -> None:
-        """Called once, when the weight is filled; from int8 it goes back to the model's type."""
+        """Pack the filled weight, once; int8 is converted back to the model's type."""
         assert self.weight is not None, "it is packed once"
         weight = self.weight.data
         if self.weight_scale is not None:
@@ -64,7 +64,7 @@ class UpProjection(nn.Module):
 
 
 class LatentSelfAttention(nn.Module):
-    """Latent attention of the layer `layer` of this rank, called `name` in a checkpoint."""
+    """Latent attention of the layer `layer` of this rank, with the prefix `name` in a checkpoint."""
 
     def __init__(
         self,
@@ -93,8 +93,8 @@ class LatentSelfAttention(nn.Module):
         )
         self.query_norm: nn.Parameter | None = None
         self.query_up: SplitLinear | None = None
-        self.joins = False  # steps of short spans compute in one launch all that comes before attention
-        self.prolog: LatentProlog | None = None  # what that takes, once it is packed
+        self.joins = False  # steps of short spans compute everything before attention in one launch
+        self.prolog: LatentProlog | None = None  # what that launch takes, once it is packed
         if latent.query_rank is not None:
             forms = form(latent.first()[0]), form("q_b_proj")
             are_alike = len({each == "plain" for each in forms}) == 1
@@ -113,11 +113,11 @@ class LatentSelfAttention(nn.Module):
         )
 
     def norms(self) -> dict[str, nn.Parameter | None]:
-        """Of what a checkpoint calls so."""
+        """Return its norms by their checkpoint names."""
         return {"q_a_layernorm": self.query_norm, "kv_a_layernorm": self.latent_norm}
 
     def joined(self) -> list[tuple[tuple[str, ...], Linear | UpProjection]]:
-        """Its linears, and what of a checkpoint each of them joins."""
+        """Return its linears with the checkpoint's linears that each of them joins."""
         up = [] if self.query_up is None else [(("q_b_proj",), self.query_up)]
         return [
             (self.latent.first(), self.qkv),
@@ -127,10 +127,10 @@ class LatentSelfAttention(nn.Module):
         ]
 
     def order(self, name: str) -> Tensor | None:
-        """In which order the rows of a checkpoint's linear are held; None for its own.
+        """Return the order in which rows of a checkpoint's linear are held; None for its own.
 
-        A checkpoint has the two parts of each head side by side, and the pairs of the rotary embedding, too.
-        What joins the linears wants queries so.
+        A checkpoint has the two parts of each head side by side, and the pairs of the rotary embedding too.
+        Fused linears take queries in that form.
         """
         latent = self.latent
         if name in ("q_proj", "q_b_proj") and not self.joins:
@@ -144,7 +144,7 @@ class LatentSelfAttention(nn.Module):
         return None
 
     def pack(self) -> None:
-        """Called once, when its linears are packed."""
+        """Join its packed linears, once, if the device fuses them."""
         if not self.joins:
             return
         query_up, query_norm, up = self.query_up, self.query_norm, self.up.packed
@@ -155,7 +155,7 @@ class LatentSelfAttention(nn.Module):
         self.prolog = LatentProlog(linears, query_norm.data, self.latent_norm.data, NORM_EPS, up)
 
     def forward(self, x: Tensor | Int8Rows, cos: Tensor, sin: Tensor, step: StepInputs) -> Tensor:
-        """[T, hidden] -> [T, hidden]; first writes the step's latents and rope keys to the cache."""
+        """Map [T, hidden] to [T, hidden], after writing the step's latents and rope keys to the cache."""
         pages, up = (step.cache.keys[self.layer], step.cache.values[self.layer]), self.up.packed
         assert up is not None, "pack the decoder before its first step"
         if self.prolog is not None and self.attention.is_joined(step.metadata):
@@ -170,7 +170,7 @@ class LatentSelfAttention(nn.Module):
         return self.output(attended.flatten(1))
 
     def rows(self, x: Tensor | Int8Rows) -> tuple[Tensor, Tensor | None]:
-        """What the linears multiply of x, and its scales [T] where that is in int8."""
+        """Return the rows that the linears multiply, and their scales [T] if these are in int8."""
         if not self.qkv.is_int8:
             assert isinstance(x, Tensor), "linears that are not in int8 read no rows in int8"
             return x, None
@@ -185,8 +185,9 @@ class LatentSelfAttention(nn.Module):
         step: StepInputs,
         is_absent: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Write the step's latents and rope keys to the cache, zeros for tokens that are absent [T]; returns
-        its queries [T, H, N] and [T, H, R].
+        """Write the step's latents and rope keys to the cache, zeros for absent tokens [T].
+
+        Returns its queries [T, H, N] and [T, H, R].
         """
         *queries, kv = self.qkv(x)
         if is_absent is not None:
@@ -212,10 +213,10 @@ class LatentSelfAttention(nn.Module):
         rope_keys: Tensor,
         step: StepInputs,
     ) -> Tensor:
-        """Write the step's latents and rope keys, of kv [T, L + R]; returns the turned queries [T, H, R].
+        """Write the step's latents and rope keys, of kv [T, L + R]; return the rotated queries [T, H, R].
 
-        The pairs that are turned lie side by side in keys; in queries, whose rows are moved at load, they are
-        halves apart, as the operators for other attention have them.
+        The pairs that are rotated lie side by side in keys; in queries, whose rows are reordered at load,
+        they are halves apart, as the operators for other attention have them.
         """
         if self.attention.normalizes:
             self.attention.write_raw(

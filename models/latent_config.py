@@ -5,23 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-NORM_EPS = 1e-6  # of the norms of compressed queries and of latents, whatever the model's own is
+NORM_EPS = 1e-6  # eps of the norms of compressed queries and of latents, whatever the model's own is
 
 
 @dataclass(frozen=True, slots=True)
 class LatentConfig:
-    """Latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values of all heads come of one latent."""
+    """Latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values of all heads come from one latent."""
 
-    query_rank: int | None  # queries come of something so narrow; None: of the hidden state
-    rank: int  # of a latent
-    nope_dim: int  # of the part of a head's query that does not carry the position
-    rope_dim: int  # of the part that does
-    value_dim: int  # of a head
-    scale: float  # of the scores
+    query_rank: int | None  # width of compressed queries; None: queries come from the hidden state
+    rank: int  # width of a latent
+    nope_dim: int  # width of the part of a head's query that does not carry the position
+    rope_dim: int  # width of the part that does
+    value_dim: int  # width of a head's value
+    scale: float  # scale of the scores
 
     @property
     def query_dim(self) -> int:
-        """Of a head, both parts."""
+        """Width of a head's query, both parts together."""
         return self.nope_dim + self.rope_dim
 
     @property
@@ -30,11 +30,11 @@ class LatentConfig:
         return self.rank + self.rope_dim
 
     def first(self) -> tuple[str, str]:
-        """The linears that read the hidden state, which are multiplied as one."""
+        """Return the linears that read the hidden state, which are multiplied as one."""
         return ("q_proj" if self.query_rank is None else "q_a_proj", "kv_a_proj_with_mqa")
 
     def linears(self, hidden_size: int, num_heads: int) -> Iterator[tuple[str, int, int]]:
-        """Name in a checkpoint, inputs and outputs of every linear of a layer's attention."""
+        """Yield the checkpoint name, inputs and outputs of every linear of a layer's attention."""
         queries = num_heads * self.query_dim
         if self.query_rank is None:
             yield "q_proj", hidden_size, queries
@@ -47,5 +47,5 @@ class LatentConfig:
 
     @property
     def norm_width(self) -> int:
-        """Weights of its norms."""
+        """Number of weights of its norms."""
         return self.rank + (self.query_rank or 0)

@@ -1,4 +1,4 @@
-"""What of a layer is filled from a checkpoint, and how is it called there?"""
+"""List the tensors of a layer that are filled from a checkpoint, by their names there."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from models.latent import UpProjection
 from models.linear import Linear
 from models.mixture import Mixture
 
-SINKS = "sinks"  # of attention, one number for each query head
+SINKS = "sinks"  # attention sinks, one number for each query head
 
 
 @dataclass(frozen=True, slots=True)
 class LayerParts:
-    """What is filled of a layer, or of several: by names in a checkpoint."""
+    """What is filled of one layer or several, by names in a checkpoint."""
 
-    whole: dict[str, Tensor | None]  # held by every rank, but for sinks, which are cut by heads
-    joined: list[tuple[str, tuple[str, ...], Linear | UpProjection]]  # linears that a linear joins
-    orders: dict[str, Tensor | None]  # of rows, as `Place.order`
+    whole: dict[str, Tensor | None]  # held whole by every rank, except sinks, which are cut by heads
+    # Linears of a checkpoint that a linear joins
+    joined: list[tuple[str, tuple[str, ...], Linear | UpProjection]]
+    orders: dict[str, Tensor | None]  # orders of rows, as in `Place.order`
 
     @staticmethod
     def of(layer: DecoderLayer, prefix: str, config: DecoderConfig, number: int = 0) -> LayerParts:
-        """Of layer `number` of the config, whose names begin so."""
+        """List the parts of layer `number` of the config, whose checkpoint names begin with `prefix`."""
         attention, mlp = layer.attention, layer.mlp
         parts = LayerParts({}, [], {})
         whole, joined, orders = parts.whole, parts.joined, parts.orders

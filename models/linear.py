@@ -1,4 +1,7 @@
-"""How does a linear hold its weight, and multiply with it?
+"""Define linears: how they hold their weight and multiply with it.
+
+A linear is filled in the checkpoint's form, packed once for the device, and then multiplies by the device's
+`ops`. Variants split their outputs or sum over tensor ranks.
 
 Legend: T tokens of the step.
 """
@@ -18,19 +21,19 @@ from models.ops.int8 import Int8Rows
 from models.ops.reference import Ops, Widths
 from models.packing import IN_A_WORD, Int4
 
-ROUNDED_ROWS = 512  # that are quantized at once: several copies of them are in float32
+ROUNDED_ROWS = 512  # rows that are quantised at once, because several copies of them are in float32
 
 
 def parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
-    """A weight that is allocated and not yet filled."""
+    """Allocate a weight without filling it."""
     return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
 
 
 class Linear(nn.Module):
     """A linear whose weight is filled as [out, in], then packed for the device.
 
-    `form` says whether the weight is kept in the model's type ("plain"), comes in int8 beside a scale
-    ("int8"), comes in the model's type and is quantized as it comes ("quantize"), or in 4 bits (`Int4`).
+    `form` says whether the weight is kept in the model's type ("plain"), read in int8 beside a scale
+    ("int8"), read in the model's type and quantised at once ("quantize"), or in 4 bits (`Int4`).
     """
 
     def __init__(
@@ -46,7 +49,7 @@ class Linear(nn.Module):
     ) -> None:
         super().__init__()
         self.ops, self.form, self.widths, self.dtype = ops, form, widths, dtype
-        self.scale_dtype = torch.float32  # to which scales are rounded, where an operator takes another
+        self.scale_dtype = torch.float32  # type to which scales are rounded, if an operator takes another one
         stored, width = torch.int8 if self.is_int8 else dtype, in_features
         self.weight_scale: nn.Parameter | None = None
         self.weight_offset: nn.Parameter | None = None
@@ -63,7 +66,7 @@ class Linear(nn.Module):
         self.low_rank: LowRank | None = None  # what the adapters of requests add
 
     def pack(self) -> None:
-        """Called once, when the weight is filled; drops the unpacked weight."""
+        """Pack the filled weight for the device, once, and drop the unpacked one."""
         filled, ops = self.filled(), self.ops
         weight, scale, bias = filled.weight, filled.scale, filled.bias
         if isinstance(weight, Int4Weight):
@@ -89,7 +92,7 @@ class Linear(nn.Module):
         )
 
     def filled(self) -> Filled:
-        """The weight as it is multiplied, and what goes with it."""
+        """Return the weight as it is multiplied, with its scale and bias."""
         bias = None if self.bias is None else self.bias.data
         if isinstance(self.form, Int4):
             return Filled(self._int4_weight(self.form), None, bias)
@@ -99,11 +102,11 @@ class Linear(nn.Module):
 
     @property
     def rounds(self) -> bool:
-        """Whether it is filled by numbers that `round_to` quantizes."""
+        """Whether it is filled by numbers that `round_to` quantises."""
         return self.form == "quantize"
 
     def round_to(self, rows: Tensor, scale: Tensor, numbers: Tensor) -> None:
-        """Quantize numbers [n, in] in the model's type to int8 rows [n, in] and float32 scales [n, 1]."""
+        """Quantise numbers [n, in] in the model's type to int8 rows [n, in] and float32 scales [n, 1]."""
         parts = numbers.split(ROUNDED_ROWS)
         largest = self.largest(torch.cat([part.abs().amax(-1, keepdim=True).float() for part in parts]))
         rooms = (each.split(ROUNDED_ROWS) for each in (rows, scale, largest))
@@ -113,7 +116,7 @@ class Linear(nn.Module):
             some_scale.copy_(found)
 
     def largest(self, largest: Tensor) -> Tensor:
-        """The greatest magnitudes [n, 1] of whole rows, from those of the rows that are here."""
+        """Return the greatest magnitudes [n, 1] of whole rows, given those of the part on this rank."""
         return largest
 
     @property
@@ -127,7 +130,7 @@ class Linear(nn.Module):
         return self.is_int8 and self.low_rank is None
 
     def forward(self, x: Tensor | Int8Rows) -> Tensor:
-        """[T, in] -> [T, out]; rows in int8 are taken by a linear that `takes_int8`."""
+        """Map [T, in] to [T, out]; rows in int8 require a linear that `takes_int8`."""
         assert self.packed is not None, "pack the decoder before its first step"
         linear = self.ops.linear_int8 if self.is_int8 else self.ops.linear
         linear = self.ops.linear_int4 if isinstance(self.form, Int4) else linear
@@ -138,10 +141,10 @@ class Linear(nn.Module):
 
 
 class SplitLinear(Linear):
-    """A linear whose outputs are read apart, the first widths[0] of them, and so on."""
+    """A linear whose outputs are returned in parts, the first of width widths[0], and so on."""
 
     def forward(self, x: Tensor | Int8Rows) -> tuple[Tensor, ...]:
-        """[T, in] -> a tensor [T, width] for each width."""
+        """Map [T, in] to a tensor [T, width] for each width."""
         assert self.packed is not None, "pack the decoder before its first step"
         linear = self.ops.linear_int8_split if self.is_int8 else self.ops.linear_split
         linear = self.ops.linear_int4_split if isinstance(self.form, Int4) else linear
@@ -152,7 +155,7 @@ class SplitLinear(Linear):
 
 
 class SummedLinear(Linear):
-    """A linear of whose inputs each rank of a group has its part, so that their products add up to it."""
+    """A linear whose inputs are divided among the ranks of a group, so that the ranks' products add up."""
 
     def __init__(
         self,
@@ -169,16 +172,19 @@ class SummedLinear(Linear):
         self.group = group
 
     def largest(self, largest: Tensor) -> Tensor:
-        """Of the rows of all ranks: then int8 weights do not depend on the number of ranks."""
+        """Return the maxima over all ranks, so that int8 weights do not depend on the number of ranks."""
         return self.group.all_reduce_max(largest)
 
     def forward(self, x: Tensor | Int8Rows) -> Tensor:
-        """[T, in] -> [T, out], the same on every rank; in int8, each rank scales its own part of a token."""
+        """Map [T, in] to [T, out], the same on every rank.
+
+        In int8, each rank scales its own part of a token.
+        """
         if self.form != "plain" or self.low_rank is not None:
             return self.group.all_reduce(self.part(x))
         assert self.packed is not None, "pack the decoder before its first step"
         return self.ops.linear_summed(x, self.packed, self.group)
 
     def part(self, x: Tensor | Int8Rows) -> Tensor:
-        """What this rank adds to it."""
+        """Return this rank's summand."""
         return super().forward(x)

@@ -1,14 +1,14 @@
-"""How do the adapters of requests (LoRA) change a linear, each that of its own tokens alone?
+"""Add the LoRA adapters of requests to a linear, for each token that of its own request.
 
-An adapter adds `B (A x)` to a linear's `W x`, where A has few rows. Those that the device holds lie side by
-side: one product with all A, zeros in place of what a token's own adapter did not make, and one product with
+An adapter adds `B (A x)` to a linear's `W x`, where A has few rows. The adapters on the device lie side by
+side: one product with all A, zeros in place of the results for tokens of other adapters, and one product with
 all B. So the shapes of a step are fixed whatever it holds, nothing is gathered or sorted, the host waits for
 nothing, and captured steps need no form of their own.
 
 Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (2021).
 
 Legend: T tokens of the step, P places for adapters, r the rank that each has room for, L linears that have
-their inputs in common.
+  their inputs in common.
 """
 
 from __future__ import annotations
@@ -23,17 +23,19 @@ from models.ops.reference import Ops
 
 
 class AdapterRooms:
-    """The places of a decoder's adapters, numbered from 1, and which of them the tokens of this step have."""
+    """The places of a decoder's adapters, numbered from 1, and the adapters of this step's tokens."""
 
     def __init__(self, most: int, rank: int, device: torch.device) -> None:
         self.most, self.rank = most, rank
-        self.is_other: Tensor | None = None  # [T, 1, P * r], what is made for other tokens; None: for all
+        # [T, 1, P * r]: results that belong to other tokens; None if no token has an adapter
+        self.is_other: Tensor | None = None
         numbers = torch.arange(1, most + 1, dtype=torch.int32, device=device)
         self._number_of = numbers.repeat_interleave(rank)
 
     def choose(self, numbers: Tensor | None, num_rows: int) -> None:
-        """For the step that comes now: the adapter of each token [T], 0 for none; None: no token has one. It
-        has `num_rows` rows with those that only fill it up.
+        """Set the adapter of each token [T] of the next step, 0 for none; None if no token has one.
+
+        The step has `num_rows` rows, including padding.
         """
         self.is_other = None
         if numbers is not None:
@@ -42,7 +44,7 @@ class AdapterRooms:
 
 
 class LowRank(nn.Module):
-    """What adapters add to a linear, or to L that have their inputs in common, of so many outputs each."""
+    """What adapters add to a linear, or to L linears with common inputs, whose outputs have these widths."""
 
     def __init__(
         self,
@@ -61,7 +63,7 @@ class LowRank(nn.Module):
         self._down, self._ups = ops.pack_low_rank(down), [ops.pack_low_rank(each) for each in ups]
 
     def put(self, number: int, index: int, a: Tensor, b: Tensor) -> None:
-        """Let the adapter of this number add b [out, n] times a [n, in] to a linear, where n is up to r."""
+        """Let the adapter with this number add b [out, n] times a [n, in] to a linear; n is at most r."""
         rank, down, up = self.rooms.rank, *map(self.ops.plain_low_rank, (self._down, self._ups[index]))
         columns = slice((number - 1) * rank, number * rank)
         of_adapter = down.view(len(self.widths), -1, down.shape[1])[index, columns]
@@ -71,7 +73,7 @@ class LowRank(nn.Module):
         self._down, self._ups[index] = self.ops.pack_low_rank(down), self.ops.pack_low_rank(up)
 
     def add(self, outputs: Sequence[Tensor], x: Tensor) -> None:
-        """Add to the outputs [T, width] of inputs [T, in] what the step's adapters make of these."""
+        """Add to the outputs [T, width] what the step's adapters compute of the inputs [T, in]."""
         if (is_other := self.rooms.is_other) is None:
             return
         low = self.ops.linear(x, (self._down, None)).view(len(x), len(self.widths), -1)

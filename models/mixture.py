@@ -1,8 +1,8 @@
-"""What does a mixture of experts make of a token?
+"""Define mixtures of experts.
 
-A router scores the experts, the best of them compute the token, and the router's weights add up what they
-made: arXiv 2401.04088 (Mixtral), 2505.09388 (Qwen3). A shared expert may compute every token beside them:
-arXiv 2401.06066 (DeepSeekMoE), 2412.19437 (DeepSeek-V3).
+A router scores the experts, the best of them compute the token, and their results are summed with the
+router's weights: arXiv 2401.04088 (Mixtral), 2505.09388 (Qwen3). A shared expert may compute every token
+beside them: arXiv 2401.06066 (DeepSeekMoE), 2412.19437 (DeepSeek-V3).
 
 Legend: T tokens of the step, E experts, C experts that a token chooses.
 """
@@ -26,13 +26,13 @@ from models.packing import Int4
 
 
 class Mixture(nn.Module):
-    """The mixture of the layer that a checkpoint calls `name`: a router, its experts and a shared one.
+    """The mixture of the layer with the checkpoint prefix `name`: a router, its experts and a shared one.
 
-    Every rank of a group holds the router whole, and so chooses the same experts. `sharing` ranks divide each
-    expert, and other ranks hold others: what they make of a token's rows adds up in the sum over the group.
+    Every rank of a group holds the whole router, and so chooses the same experts. `sharing` ranks divide each
+    expert, and other ranks hold other experts: their results for a token add up in the sum over the group.
     """
 
-    gate_up = None  # no linear reads what comes in: the router reads it too, which is never in int8
+    gate_up = None  # no linear alone reads the input: the router reads it too, and is never in int8
 
     def __init__(
         self,
@@ -57,11 +57,12 @@ class Mixture(nn.Module):
             }
         )
         for expert in self.experts.values() if config.dtype == "bfloat16" else ():
-            expert.down.scale_dtype = torch.bfloat16  # as checkpoints have it that are published so
+            expert.down.scale_dtype = torch.bfloat16  # the type in published checkpoints of this form
         self._parts = [expert.part for expert in self.experts.values()]
         self._gated = next(iter(self.experts.values())).gated
-        self._numbers: Tensor | None = None  # of each expert where its own come first: those that are here
-        self._dispatch: Any = None  # how tokens are sent to the ranks of their experts, if they are
+        # Number of each expert in an order that begins with this rank's own
+        self._numbers: Tensor | None = None
+        self._dispatch: Any = None  # sends tokens to the ranks of their experts, if they are sent
         self._by_place, self._places = mixture.places(layer), torch.empty(0)
         if list(held) != list(range(mixture.num_experts)):
             others = [each for each in range(mixture.num_experts) if str(each) not in self.experts]
@@ -80,10 +81,10 @@ class Mixture(nn.Module):
             dtype = TORCH_DTYPES[config.dtype]
             self.shared_gate = parameter(1, config.hidden_size, dtype=dtype, device=device)
         self._joined: Packed | None = None
-        self.counts: Tensor | None = None  # int32 [E], of tokens that chose each expert, if they are counted
+        self.counts: Tensor | None = None  # int32 [E]: tokens that chose each expert, if they are counted
 
     def pack(self) -> None:
-        """Called once, when the weights are filled, before those of linears: may join the experts."""
+        """Pack the filled experts, once, before linears are packed; this may join them."""
         experts = self.experts.values()
         linears = [linear for expert in experts for linear in (expert.gate_up, expert.down)]
         forms, one = {_form(linear) for linear in linears}, next(iter(experts))
@@ -92,13 +93,13 @@ class Mixture(nn.Module):
             filled = [linear.filled() for linear in linears]
             self._joined = self.ops.pack_experts(filled[::2], filled[1::2])
             self.experts, self._parts = nn.ModuleDict(), []
-            if self.shared is None:  # else what the ranks made of it had to be added up beside
+            if self.shared is None:  # otherwise the ranks' shared parts would have to be summed separately
                 self._dispatch = self.ops.dispatch_of(sizes[0], self.config, self.group)
                 order = torch.tensor(list(self._by_place), device=self.router.device)
-                self._places = order.argsort().int()  # of each expert
+                self._places = order.argsort().int()  # place of each expert
 
     def forward(self, x: Tensor, is_asked: Tensor | None = None) -> Tensor:
-        """[T, hidden] -> [T, hidden]; `is_asked` says which tokens count, as `StepInputs`."""
+        """Map [T, hidden] to [T, hidden]; `is_asked` says which tokens count, as in `StepInputs`."""
         weights, chosen = self.ops.route(x, self.router, self.correction, self.config, self.router_bias)
         if self.counts is not None:
             one = self.counts.new_ones(len(x)) if is_asked is None else is_asked

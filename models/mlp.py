@@ -1,4 +1,4 @@
-"""What does the MLP of a layer, or of an expert, make of a token?
+"""Define the MLP of a layer, or of an expert.
 
 Legend: T tokens of the step.
 """
@@ -33,7 +33,7 @@ class MLP(nn.Module):
     ) -> None:
         super().__init__()
         hidden, dtype = config.hidden_size, TORCH_DTYPES[config.dtype]
-        form = [config.form(name) for name in names[::2]]  # of gate and down
+        form = [config.form(name) for name in names[::2]]  # forms of gate and down
         self.ops, self.group = ops, group
         clamped = partial(ops.clamped_swiglu, slope=config.gate_slope, limit=config.gate_limit)
         gates: dict[Gate, Callable[[Tensor], Tensor]]
@@ -41,7 +41,7 @@ class MLP(nn.Module):
         self.gated = gates[config.gate]
         self.gate_up = Linear(ops, hidden, 2 * inner, config.mlp_bias, dtype, device, form[0])
         self.down = SummedLinear(ops, inner, hidden, config.mlp_bias, dtype, device, form[1], group)
-        self.is_swiglu = config.gate == "silu"  # which is one operator with int8
+        self.is_swiglu = config.gate == "silu"  # this is one operator in int8
 
     @property
     def joins_int8(self) -> bool:
@@ -49,13 +49,13 @@ class MLP(nn.Module):
         return self.is_swiglu and self.gate_up.takes_int8 and self.down.takes_int8
 
     def forward(self, x: Tensor | Int8Rows) -> Tensor:
-        """[T, hidden] -> [T, hidden]; `x` as for a linear."""
+        """Map [T, hidden] to [T, hidden]; `x` as for a linear."""
         if self.joins_int8:
             return self.group.all_reduce(self.part(x))
         return self.down(self.gated(self.gate_up(x)))
 
     def part(self, x: Tensor | Int8Rows) -> Tensor:
-        """What this rank of the group adds to it."""
+        """Return this rank's summand of the output."""
         if self.joins_int8:
             return self.ops.mlp_int8(x, self.gate_up.packed, self.down.packed)
         return self.down.part(self.gated(self.gate_up(x)))

@@ -33,7 +33,7 @@ from models.step import StepInputs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MtpConfig(HeadConfig):
-    """Layer `number` of the target's checkpoint, behind those that it computes."""
+    """The configuration of layer `number` of the target's checkpoint, behind the target's own."""
 
     number: int
 
@@ -48,20 +48,20 @@ class MtpConfig(HeadConfig):
         return f"{self.prefix}eh_proj"
 
     def linears(self) -> Iterator[tuple[str, int, int]]:
-        """Name in a checkpoint, inputs and outputs of every linear; the head is the target's."""
+        """Yield the checkpoint name, inputs and outputs of every linear; the head is the target's."""
         for name, inputs, outputs in DecoderConfig.linears(self):
             yield name.replace("model.layers.0.", self.prefix), inputs, outputs
         yield self.joining, 2 * self.hidden_size, self.hidden_size
 
     @property
     def num_parameters(self) -> int:
-        """Weights of the layer, without what it reads of the target."""
+        """Number of weights of the layer, without those that it shares with the target."""
         layer: int = DecoderConfig.num_parameters.fget(self)  # type: ignore[attr-defined]
         return layer + 2 * self.hidden_size * (1 + self.hidden_size) - self.vocab_size * self.hidden_size
 
 
 def mtp_config(target: DecoderConfig, num_kept: int) -> MtpConfig:
-    """Of the first of these layers behind those of `target`; raises ValueError where it has none."""
+    """Return the configuration of the first of these layers of `target`; raises ValueError if it has none."""
     if not target.num_unread_layers:
         raise ValueError(
             "the model's configuration has num_nextn_predict_layers: 0, so its checkpoint has no layer that"
@@ -75,7 +75,7 @@ def mtp_config(target: DecoderConfig, num_kept: int) -> MtpConfig:
 
 
 class Mtp(Head):
-    """That layer. Fill its weights (models/mtp_weights.py), then `pack` it once.
+    """The layer that predicts further tokens. Fill its weights (models/mtp_weights.py), then `pack` it once.
 
     The ranks of `group` share it as they share the target's layers.
     """
@@ -93,38 +93,38 @@ class Mtp(Head):
         self.norm = parameter(hidden, dtype=dtype, device=device)
 
     def pack(self) -> None:
-        """As `Decoder.pack`."""
+        """Pack it, as `Decoder.pack` does."""
         pack(self)
 
     def attach(self, target: Decoder, features: FeaturePages) -> None:
-        """From now on, take what the target makes into `features`, and read its embedding, norm and head."""
+        """From now on, store the target's features in `features`, and use its embedding, norm and head."""
         super().attach(target, features)
         self._target_norm: Tensor = target.norm
         self._head_logits: Callable[[Tensor, int], Tensor] = target.head_logits
         self.parts = target.parts
 
     def fused(self, tapped: Tensor) -> Tensor:
-        """[T, hidden] -> [T, hidden]: the target's last norm."""
+        """Apply the target's last norm: [T, hidden] to [T, hidden]."""
         return self.ops.rms_norm(tapped, self._target_norm, self.eps)
 
     def computed(self, step: StepInputs, features: Tensor) -> Tensor:
-        """What the layer made [T, hidden], after its norm, which is the next feature."""
+        """Return the layer's output [T, hidden], after its norm, which is the next feature."""
         x, cos, sin = self._inputs(step, features)
         x, residual = self.layer(x, None, cos, sin, step)
         return self.ops.rms_norm(x + residual, self.norm, self.eps)[: len(features)]
 
     def fill(self, step: StepInputs, features: Tensor) -> None:
-        """Write what the layer's attention keeps, zeros at a position that has none."""
+        """Write what the layer's attention caches, zeros at a position that has none."""
         x, cos, sin = self._inputs(step, features)
         normed = self.ops.rms_norm(x, self.layer.input_norm, self.eps)
         self.layer.attention.write(normed, cos, sin, step, pad_rows(step.positions, len(x)) < FIRST_KEY)
 
     def own_logits(self, hidden: Tensor) -> Tensor:
-        """What the layer made [R, hidden] -> logits [R, V], those of this rank's tokens."""
+        """Return the logits [R, V] of the layer's output [R, hidden], for this rank's vocabulary shard."""
         return self._head_logits(pad_rows(hidden, self.ops.padded(len(hidden))), len(hidden))
 
     def _inputs(self, step: StepInputs, features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What the layer reads [T, hidden], and the rotary embedding."""
+        """Return what the layer reads [T, hidden], and the rotary embedding."""
         num_rows = self.ops.padded(len(features))
         token_ids, positions = pad_rows(step.token_ids, num_rows), pad_rows(step.positions, num_rows)
         embedded = self.ops.rms_norm(self._embedded(token_ids), self.embedding_norm, self.eps)

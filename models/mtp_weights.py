@@ -12,11 +12,11 @@ from models.mtp import Mtp, MtpConfig
 from models.stored_parts import in_parts
 from models.weights import fill, placed
 
-SHARED = ("embed_tokens.", "shared_head.head.")  # with the target
+SHARED = ("embed_tokens.", "shared_head.head.")  # shared with the target
 
 
 def load(head: Mtp, path: str | Path) -> int:
-    """Fill the layer from the target's checkpoint directory `path`, and pack it; the bytes that it read.
+    """Fill the layer from the target's checkpoint directory `path`, and pack it; return the bytes read.
 
     Raises ValueError as models/weights.py does.
     """

@@ -1,14 +1,16 @@
-"""Which weights does a checkpoint hold as small integers, several in a word, and how does it say so?
+"""Describe weights that a checkpoint packs as small integers, several in a word, and read its configuration.
 
-Three forms lie on the hub, of weights [out, in] whose inputs share scales by groups:
-- AWQ (arXiv 2306.00978; AutoAWQ, version gemm): `qweight` [in, out / 8] whose words hold outputs in the order
-  0, 2, 4, 6, 1, 3, 5, 7, `qzeros` [groups, out / 8] in the same order, `scales` [groups, out].
-- GPTQ (arXiv 2210.17323; AutoGPTQ, GPTQModel): `qweight` [in / 8, out], `qzeros` [groups, out / 8], less one
-  but in checkpoint_format gptq_v2, `scales` [groups, out], and `g_idx` [in], the group of each input.
-- compressed-tensors, format pack-quantized: `weight_packed` [out, in / 8], `weight_scale` [out, groups],
-  `weight_shape`, and where they are not symmetric `weight_zero_point` [out / 8, groups], where inputs were
-  reordered `weight_g_idx`.
-With 8 bits a word holds 4 in place of 8.
+The hub has three forms, for weights [out, in] whose inputs share scales by groups:
+
+  - AWQ (arXiv 2306.00978; AutoAWQ, version gemm): `qweight` [in, out / 8] whose words hold outputs in the
+    order 0, 2, 4, 6, 1, 3, 5, 7, `qzeros` [groups, out / 8] in the same order, `scales` [groups, out].
+  - GPTQ (arXiv 2210.17323; AutoGPTQ, GPTQModel): `qweight` [in / 8, out], `qzeros` [groups, out / 8], less
+    one except in checkpoint_format gptq_v2, `scales` [groups, out], and `g_idx` [in], each input's group.
+  - compressed-tensors, format pack-quantized: `weight_packed` [out, in / 8], `weight_scale` [out, groups],
+    `weight_shape`; `weight_zero_point` [out / 8, groups] if they are not symmetric, and `weight_g_idx` if
+    inputs were reordered.
+
+With 8 bits a word holds 4 numbers in place of 8.
 """
 
 from __future__ import annotations
@@ -22,21 +24,21 @@ from models.shown import shown
 
 WORD_BITS = 32
 MOST_GROUP = 2**24
-IN_A_WORD = 8  # numbers of 4 bits
-ORDERS = ("group", "weight", "static", "dynamic", None)  # of compressed-tensors' actorder
-# What awq leaves as it is, as transformers' should_convert_module reads it: a pattern of how a name begins,
-# up to a dot or its end; or the end of a name. So "gate" is the router of an MLP, and not its gate_proj
+IN_A_WORD = 8  # numbers of 4 bits in a word
+ORDERS = ("group", "weight", "static", "dynamic", None)  # values of compressed-tensors' actorder
+# What awq leaves unpacked, as transformers' should_convert_module reads it: a pattern for the beginning of a
+# name, up to a dot or its end; or the end of a name. So "gate" is the router of an MLP, and not its gate_proj
 BOUNDARY = r"(?:(?<=\.)|(?=\.|$))"
 MEND = "use another checkpoint of the model"
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How the tensors that stand for a weight are called and cut.
+    """How the tensors that represent a weight are named and laid out.
 
-    `is_turned`: their axes are inputs (or groups) and outputs, not outputs and inputs. Weights are packed
-    along outputs or inputs, zeros always along outputs. `order` has the place in a word of each of its
-    values, counted from the lowest bits; empty: as they come.
+    `is_turned` means that their axes are inputs (or groups) and outputs, not outputs and inputs. Weights are
+    packed along outputs or inputs, zeros always along outputs. `order` is the place in a word of each of its
+    values, counted from the lowest bits; empty if they are in order.
     """
 
     weight: str
@@ -60,43 +62,43 @@ LAYOUTS = {
 
 @dataclass(frozen=True, slots=True)
 class Int4:
-    """How a linear is held that is multiplied in 4 bits: so many inputs share a scale, None for all."""
+    """How a linear in 4 bits is held: `group_size` inputs share a scale, or all of them if it is None."""
 
     group_size: int | None
     has_zeros: bool
 
     def num_groups(self, inputs: int) -> int:
-        """Of a weight with so many inputs."""
+        """Return the number of groups of a weight with so many inputs."""
         return 1 if self.group_size is None else -(-inputs // self.group_size)
 
     def row_bytes(self, inputs: int, scale_bytes: int) -> int:
-        """Of one output: numbers, and a scale for each group, with what its zero is."""
+        """Return the bytes of one output: its numbers, and for each group a scale and possibly a zero."""
         return inputs // 2 + self.num_groups(inputs) * scale_bytes * (1 + self.has_zeros)
 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Weights of `bits` each in words of int32, as one of LAYOUTS has it; each group of inputs has scales."""
+    """Weights of `bits` each in words of int32, in one of LAYOUTS; each group of inputs has scales."""
 
     layout: str
     bits: int
-    group_size: int | None  # inputs; None: all of them are one group
-    has_zeros: bool = True  # else all are in the middle of the range
+    group_size: int | None  # inputs of a group; None: all of them are one group
+    has_zeros: bool = True  # otherwise all zeros are in the middle of the range
     less_one: bool = False  # whether zeros are stored less one
-    has_order: bool = False  # whether it must say of each input which group is its own
-    ignore: tuple[str, ...] = ()  # linears that are not packed, as those of Quantization
-    ignored_ends: tuple[str, ...] = ()  # of names of linears that are not packed either
+    has_order: bool = False  # whether the checkpoint must give the group of each input
+    ignore: tuple[str, ...] = ()  # linears that are not packed, as in Quantization
+    ignored_ends: tuple[str, ...] = ()  # ends of names of linears that are not packed either
 
     @property
     def per_word(self) -> int:
         return WORD_BITS // self.bits
 
     def num_groups(self, inputs: int) -> int:
-        """Of a weight with so many inputs."""
+        """Return the number of groups of a weight with so many inputs."""
         return 1 if self.group_size is None else -(-inputs // self.group_size)
 
     def weight_bytes(self, scale_bytes: int) -> float:
-        """Of one weight of many that stays packed, with its part of what a group has."""
+        """Return the mean bytes of a weight that stays packed, including its share of scales and zeros."""
         of_a_group = 0.0 if self.group_size is None else scale_bytes * (1 + self.has_zeros) / self.group_size
         return self.bits / 8 + of_a_group
 
@@ -111,7 +113,10 @@ class Packing:
 
 
 def packing(hf: Mapping[str, Any]) -> Packing | None:
-    """How a parsed config.json says that its weights are packed; ValueError for a form that is not read."""
+    """Return how a parsed config.json says that its weights are packed.
+
+    Raises ValueError for a form that is not read.
+    """
     said = hf.get(KEY)
     if not isinstance(said, Mapping):
         return None

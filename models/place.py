@@ -1,4 +1,4 @@
-"""Where does a tensor of a checkpoint go, and what of it does a rank read?"""
+"""Describe where a tensor of a checkpoint goes, and which part of it a rank reads."""
 
 from __future__ import annotations
 
@@ -19,36 +19,37 @@ INTEGERS = {torch.int8: ("I8",), torch.int32: ("I32",), torch.int64: ("I64",)}
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """Numbers become int8 as they come, so that no more than one tensor is there in the model's type."""
+    """Quantisation while loading, so that only one tensor at a time exists in the model's type."""
 
-    linear: Linear  # which says how
-    scale: Tensor  # [rows, 1], the room of the rows' scales
+    linear: Linear  # the linear that quantises
+    scale: Tensor  # [rows, 1], where the rows' scales go
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a tensor of a checkpoint goes."""
+    """The destination of a tensor of a checkpoint."""
 
-    room: Tensor  # the view of the decoder's parameters; rows beyond what is read are zero
-    shape: tuple[int, ...]  # of the tensor
+    room: Tensor  # the view of the decoder's parameters; rows beyond what is read become zero
+    shape: tuple[int, ...]  # shape of the tensor in the checkpoint
     slices: Slices  # what this rank reads of it
-    order: Tensor | None = None  # of the rows that were read, as the room has them; None: as they are
-    ranges: tuple[slice, ...] = ()  # of rows that this rank reads one after the other, in place of `slices`
-    added: float = 0.0  # to what was read
-    rounding: Rounding | None = None  # to the int8 of the room; None: as they are
+    order: Tensor | None = None  # order of the rows read, as they are stored in `room`; None: unchanged
+    # Rows that this rank reads one range after the other, in place of `slices`
+    ranges: tuple[slice, ...] = ()
+    added: float = 0.0  # added to what was read
+    rounding: Rounding | None = None  # quantises to the int8 of `room`; None: numbers are stored as they are
 
     @property
     def dtype(self) -> torch.dtype:
-        """In which a tensor is held, or rounded from."""
+        """The type in which the tensor is held, or from which it is quantised."""
         return self.room.dtype if self.rounding is None else self.rounding.linear.dtype
 
     @property
     def stored(self) -> tuple[str, ...]:
-        """Its types in a file, as safetensors names them."""
+        """The allowed types in a file, as safetensors names them."""
         return INTEGERS.get(self.dtype, FLOATS)
 
     def part(self, whole: Any) -> Tensor:
-        """What this rank reads of a tensor, or of the header of one in a file."""
+        """Return this rank's part of a tensor, or of the header of one in a file."""
         if self.ranges:
             return torch.cat([whole[rows] for rows in self.ranges])
         found: Tensor = whole[self.slices]
@@ -60,11 +61,11 @@ class Place:
         self.fill(tensor)
 
     def fill(self, tensor: Tensor) -> None:
-        """With what was read."""
+        """Fill the room with what was read."""
         if self.order is not None:
             tensor = tensor[self.order]
         if self.added:
-            tensor = tensor.float() + self.added  # before it is rounded to the room's type
+            tensor = tensor.float() + self.added  # the sum is rounded to the room's type afterwards
         rooms = [self.room]
         if self.rounding is None:
             self.room[: len(tensor)].copy_(tensor)

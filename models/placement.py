@@ -1,9 +1,9 @@
-"""On which rank should each expert lie, so that all ranks have as much to do?
+"""Place experts on ranks so that all ranks have equal work.
 
-By how many tokens chose each expert, layer by layer: the most chosen first, each to the rank with the least
-load that still has room, as all ranks hold equally many (Graham's longest processing time first, with a
-bound on the number; https://doi.org/10.1137/0117039). A file names the experts of each layer in the order of
-their ranks.
+The placement follows the number of tokens that chose each expert, layer by layer: the most chosen first, each
+to the rank with the least load that still has room, as all ranks hold equally many (Graham's longest
+processing time first, with a bound on the number; https://doi.org/10.1137/0117039). A file names the experts
+of each layer in the order of their ranks.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from typing import Any
 from models.config import DecoderConfig
 from models.file_bounds import read_bounded
 
-MOST_BYTES = 2**24  # of a file: a thousand layers of a thousand experts have a third of it
-# At or below so many experts a rank, or below so many tokens a rank, vllm-ascend's documentation of EPLB
-# advises against it
+MOST_BYTES = 2**24  # bytes of a file: a thousand layers of a thousand experts need a third of it
+# At or below this number of experts a rank, or below this number of tokens a rank, vllm-ascend's
+# documentation of EPLB advises against it
 FEW_EXPERTS, FEW_TOKENS = 8, 128
-LEAST_GAIN = 1.05  # of the slowest rank's load; less is in the noise of what was measured
-Layers = tuple[tuple[int, ...], ...]  # of each layer, a number for each expert; none for a dense layer
+LEAST_GAIN = 1.05  # ratio of the slowest rank's loads; a smaller gain is within the noise of the measurement
+Layers = tuple[tuple[int, ...], ...]  # one number for each expert of each layer; empty for a dense layer
 
 
 def balanced(counts: Sequence[int], parts: int) -> tuple[int, ...]:
-    """The experts of a layer, those of the first part first; in rising order within a part."""
+    """Return the experts of a layer, those of the first part first, in rising order within a part."""
     room = len(counts) // parts
     assert room * parts == len(counts), f"{len(counts)} experts over {parts} parts"
     held: list[list[int]] = [[] for _ in range(parts)]
@@ -38,14 +38,14 @@ def balanced(counts: Sequence[int], parts: int) -> tuple[int, ...]:
 
 
 def imbalance(counts: Sequence[int], order: Sequence[int], parts: int) -> float:
-    """The load of the most loaded part, in means of all parts; 1 where nothing was counted."""
+    """Return the load of the most loaded part over the mean of all parts; 1 if nothing was counted."""
     room = len(order) // parts
     loads = [sum(counts[each] for each in order[part * room :][:room]) for part in range(parts)]
     return max(loads) * parts / sum(loads) if any(loads) else 1.0
 
 
 def of_layers(path: Path, name: str) -> tuple[Layers, dict[str, Any]]:
-    """The numbers under `name` in a JSON object of a file, one list a layer, and the whole object.
+    """Read the numbers under `name` in a file's JSON object, one list a layer; return them and the object.
 
     Raises ValueError, which names the file.
     """
@@ -64,7 +64,7 @@ def _is_numbers(value: object) -> bool:
 
 
 def read(path: Path, config: DecoderConfig) -> Layers:
-    """The placement in a file; raises ValueError for one that is not of this model."""
+    """Read the placement in a file; raises ValueError if it is not for this model."""
     layers, _ = of_layers(path, "placement")
     assert config.mixture is not None, "a dense model has nothing to place"
     count = config.mixture.num_experts
@@ -78,9 +78,9 @@ def read(path: Path, config: DecoderConfig) -> Layers:
 
 
 def proposed(path: Path, parts: int) -> tuple[Layers, list[str]]:
-    """The placement that follows from the counts in a file, and in words what it changes and whether it pays.
+    """Return the placement that follows from the counts in a file, and its effect in words.
 
-    Raises ValueError for what does not count, or cannot be spread over so many parts.
+    Raises ValueError for a file without counts, or experts that cannot be spread over so many parts.
     """
     counts, said = of_layers(path, "counts")
     _check(path, counts, parts)
@@ -109,7 +109,7 @@ def _check(path: Path, counts: Layers, parts: int) -> None:
 
 
 def _warnings(counts: Layers, parts: int, said: dict[str, Any], gain: float) -> list[str]:
-    """Why a placement by what was counted may cost more than it brings."""
+    """Return the reasons why a placement by these counts may cost more than it brings."""
     held, found = max(map(len, counts)) // parts, []
     if held <= FEW_EXPERTS:
         found.append(f"a rank holds {held} experts; vllm-ascend advises against it up to {FEW_EXPERTS}")

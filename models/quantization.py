@@ -1,8 +1,8 @@
-"""Which linears are multiplied in 8 bits, and how does a checkpoint say so?
+"""Describe which linears are multiplied in 8 bits, and read how a checkpoint says so.
 
-W8A8: int8 weights with a scale for each output channel, activations quantised token by token as they come,
-both symmetric. In a checkpoint it is laid out as compressed-tensors does, format int-quantized:
-`X.weight` int8 [out, in] and `X.weight_scale` [out, 1] in place of `X.weight`.
+W8A8 means int8 weights with a scale for each output channel and activations quantised token by token at run
+time, both symmetric. A checkpoint has the layout of compressed-tensors, format int-quantized: `X.weight` int8
+[out, in] and `X.weight_scale` [out, 1] in place of `X.weight`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ PACKED, PACKED_FORMAT = (
 MOST_BLOCK = 2**16
 WEIGHTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
 ACTIVATIONS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
-MOST_IGNORED = 2**14  # names or patterns of linears that are left as they are
-# A pattern comes with a download. Repeated groups take exponential time on names that they do not match, and
-# each further repeat another power of the name's length
+MOST_IGNORED = 2**14  # names or patterns of linears that are left unquantised
+# A pattern comes from a downloaded file. Repeated groups take exponential time on names that they do not
+# match, and each further repeat adds another power of the name's length
 REPEATED_GROUP, REPEAT, MOST_REPEATS, MOST_PATTERN = re.compile(r"\)[*+{]"), re.compile(r"[*+{]"), 4, 256
 MEND = (
     "use the original checkpoint with model.quantization: w8a8, or quantise it by python -m scripts.quantize"
@@ -34,17 +34,17 @@ MEND = (
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """W8A8 of all linears but those that `ignore` names: whole names, or `re:` and how a name begins."""
+    """W8A8 for all linears except those that `ignore` names: whole names, or `re:` and how a name begins."""
 
     ignore: tuple[str, ...] = ("lm_head",)
-    is_stored: bool = True  # by the checkpoint; else what it holds is quantised when it is loaded
+    is_stored: bool = True  # quantised by the checkpoint; otherwise quantised when it is loaded
 
     def covers(self, name: str) -> bool:
-        """`name` is that of a checkpoint's linear, such as `model.layers.0.mlp.down_proj`."""
+        """Whether a checkpoint's linear, such as `model.layers.0.mlp.down_proj`, is quantised."""
         return covers(name, self.ignore)
 
     def in_json(self) -> dict[str, Any]:
-        """What config.json says of a checkpoint quantised so."""
+        """Return what config.json says of a checkpoint in this form."""
         group = {"targets": ["Linear"], "weights": WEIGHTS, "input_activations": ACTIVATIONS}
         return {
             "quant_method": "compressed-tensors",
@@ -58,7 +58,7 @@ class Quantization:
 
 @dataclass(frozen=True, slots=True)
 class BlockScales:
-    """The rows and columns of a weight that share a scale, where a checkpoint stores it in 8-bit floats."""
+    """The rows and columns of a weight that share a scale, if a checkpoint stores it in 8-bit floats."""
 
     rows: int
     columns: int
@@ -67,14 +67,15 @@ class BlockScales:
         return f"8-bit floats by blocks of {self.rows} x {self.columns}"
 
     def shape(self, weight: tuple[int, ...]) -> tuple[int, int]:
-        """Of the scales of a weight [out, in]."""
+        """Return the shape of the scales of a weight [out, in]."""
         outputs, inputs = weight
         return -(-outputs // self.rows), -(-inputs // self.columns)
 
 
 def block_scales(hf: Mapping[str, Any]) -> BlockScales | None:
-    """How a parsed config.json says that its weights are stored in 8-bit floats; ValueError for a form that
-    is not read.
+    """Return how a parsed config.json says that its weights are stored in 8-bit floats, or None.
+
+    Raises ValueError for a form that is not read.
     """
     said = hf.get(KEY)
     if not isinstance(said, Mapping) or said.get("quant_method") != FLOATS:
@@ -97,7 +98,10 @@ def _not_read(key: str, value: object, limit: str) -> ValueError:
 
 
 def quantization(hf: Mapping[str, Any]) -> Quantization | None:
-    """How a parsed config.json says that its weights are quantised; ValueError for a way not read."""
+    """Return how a parsed config.json says that its weights are quantised.
+
+    Raises ValueError for a form that is not read.
+    """
     if hf.get("compression_config"):
         raise _refused("compression_config", "an older layout")
     if not hf.get(KEY):
@@ -134,13 +138,14 @@ def quantization(hf: Mapping[str, Any]) -> Quantization | None:
 
 
 def covers(name: str, ignore: tuple[str, ...]) -> bool:
-    """Whether a checkpoint's linear of this name is none of those that are left as they are."""
+    """Whether a checkpoint's linear of this name is none of those in `ignore`."""
     return not any(re.match(each[3:], name) if each.startswith("re:") else each == name for each in ignore)
 
 
 def ignored(said: Any, key: str) -> tuple[str, ...]:
-    """What a file says under this key of linears that are left as they are; ValueError for what is no list of
-    names and patterns, or takes long.
+    """Return the names and patterns of linears that a file leaves unquantised, under this key.
+
+    Raises ValueError for anything else, and for patterns that may take long to match.
     """
     ignore, key = said or [], f"{KEY}.{key}"
     if not isinstance(ignore, list) or not all(isinstance(each, str) for each in ignore):

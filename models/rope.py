@@ -1,4 +1,4 @@
-"""By which angles are a token's query and key rotated?
+"""Compute the angles by which queries and keys are rotated.
 
 Rotary position embedding (arXiv 2104.09864) and its extensions to longer contexts: linear interpolation
 (2306.15595), dynamic NTK, YaRN (2309.00071), LongRoPE (2402.13753) and Llama 3.1's, with the same numbers as
@@ -23,9 +23,9 @@ class Rope:
 
     def __init__(self, config: RopeConfig, device: torch.device | str = "cpu") -> None:
         self.config, self.device = config, torch.device(device)
-        frequencies, attention_factor = _frequencies(config)  # of "longrope" those for short requests
-        fixed = (0, config.num_fixed // 2)  # pairs that are not turned
-        self.frequencies = F.pad(frequencies, fixed)  # [D / 2], radians a position
+        frequencies, attention_factor = _frequencies(config)  # frequencies of short requests, for "longrope"
+        fixed = (0, config.num_fixed // 2)  # pairs that are not rotated
+        self.frequencies = F.pad(frequencies, fixed)  # [D / 2], radians per position
         self.factors = F.pad(torch.full_like(frequencies, attention_factor), fixed, value=1.0)  # [D / 2]
         self._cos_sin: tuple[Tensor, Tensor] | None = None  # [positions, D]
         self._stretched: Tensor | None = None  # [lengths, D / 2], for "dynamic"
@@ -33,9 +33,10 @@ class Rope:
     def tabulate(self, num_positions: int, dtype: torch.dtype) -> None:
         """Make `cos_sin` look up positions below this, and for "dynamic" the base of lengths up to it.
 
-        The host computes what a device would compute in every step anew, perhaps less exactly: angles reach
-        as many radians as there are positions. For "longrope" the longest request says which factors all
-        requests are turned by, as in vLLM: keys that are kept, and shared, have been turned once and for all.
+        The table is computed on the host, once: a device would compute it in every step, and perhaps less
+        exactly, since angles reach as many radians as there are positions. For "longrope" the longest request
+        decides which factors rotate all requests, as in vLLM, because keys that are cached and shared have
+        been rotated once and for all.
         """
         if self.config.kind == "dynamic":
             self._stretched = self.stretched(torch.arange(num_positions + 1)).to(self.device)
@@ -47,10 +48,11 @@ class Rope:
         self._cos_sin = cos.to(self.device), sin.to(self.device)
 
     def cos_sin(self, positions: Tensor, lens: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [T, D] with two equal halves. `lens` [T], for "dynamic" only, sets the base.
+        """Return cosines and sines [T, D] with two equal halves.
 
-        For a token at position p of a request with a prompt of L tokens it is max(L, p + 1), as when a
-        request runs alone, its prompt in one step and its answer token by token.
+        `lens` [T], for "dynamic" only, sets the base. For a token at position p of a request with a prompt of
+        L tokens it is max(L, p + 1), as when a request runs alone, its prompt in one step and its answer
+        token by token.
         """
         if self.config.kind == "dynamic":
             assert lens is not None, "dynamic rope needs every token's length"
@@ -70,8 +72,10 @@ class Rope:
         return cos.to(dtype), sin.to(dtype)
 
     def stretched(self, lens: Tensor) -> Tensor:
-        """Dynamic NTK of lengths [T] as [T, D / 2]: the base grows once a length exceeds the original
-        positions."""
+        """Return dynamic NTK frequencies of lengths [T] as [T, D / 2].
+
+        The base grows once a length exceeds the original positions.
+        """
         factor, original, dim = self.config.factor, self.config.original_max_positions, self.config.dim
         growth = (factor * lens.clamp_min(original) / original) - (factor - 1)
         # In float32 the power is off by 3e-7, which becomes visible at positions of some hundreds
@@ -81,15 +85,18 @@ class Rope:
 
 
 def needs_long_factors(config: RopeConfig, longest_tokens: int) -> bool:
-    """Whether requests may have more tokens than the short factors are for; the last token of a request is
-    never computed.
+    """Whether requests may have more tokens than the short factors allow.
+
+    The last token of a request is never computed.
     """
     return config.kind == "longrope" and longest_tokens - 1 > config.original_max_positions
 
 
 def head_order(config: RopeConfig) -> Tensor | None:
-    """Where the dimensions of a head [D] lie in a checkpoint, so that pairs that are turned are halves apart,
-    and what is not turned lies behind the first and the second of them; None for as they are.
+    """Return the order of a head's dimensions [D] in a checkpoint by which rotated pairs lie halves apart.
+
+    Dimensions that are not rotated lie behind the first and the second elements of the pairs; None means that
+    the order is unchanged.
     """
     turned, fixed = torch.arange(config.dim), config.dim + torch.arange(config.num_fixed)
     pairs = (turned[::2], turned[1::2]) if config.interleaved else turned.chunk(2)
@@ -102,7 +109,7 @@ def _exponents(config: RopeConfig) -> Tensor:
 
 
 def _frequencies(config: RopeConfig) -> tuple[Tensor, float]:
-    """Radians a position [D / 2], and the factor of cosines and sines."""
+    """Return the radians per position [D / 2], and the factor of cosines and sines."""
     plain = 1.0 / config.theta ** _exponents(config)
     if config.kind == "linear":
         return plain / config.factor, 1.0
@@ -116,7 +123,7 @@ def _frequencies(config: RopeConfig) -> tuple[Tensor, float]:
 
 
 def _divided(config: RopeConfig, factors: tuple[float, ...]) -> Tensor:
-    """LongRoPE: each pair has a factor of its own."""
+    """Return LongRoPE's frequencies, where each pair has a factor of its own."""
     return 1.0 / (torch.tensor(factors, dtype=torch.float32) * config.theta ** _exponents(config))
 
 
@@ -127,7 +134,7 @@ def _longrope_attention_factor(config: RopeConfig) -> float:
 
 
 def _llama3(config: RopeConfig, plain: Tensor) -> Tensor:
-    """Low frequencies are divided by the factor, high ones kept, those between interpolated."""
+    """Divide low frequencies by the factor, keep high ones, and interpolate those between."""
     original, low, high = config.original_max_positions, config.low_freq_factor, config.high_freq_factor
     wavelength = 2 * math.pi / plain
     scaled = torch.where(wavelength > original / low, plain / config.factor, plain)
@@ -138,10 +145,10 @@ def _llama3(config: RopeConfig, plain: Tensor) -> Tensor:
 
 
 def _yarn(config: RopeConfig) -> Tensor:
-    """Dimensions that turn often within the original length are kept, those that turn rarely interpolated."""
+    """Keep dimensions that turn often within the original length, and interpolate those that turn rarely."""
 
     def dimension(turns: float) -> float:
-        """The dimension that makes so many turns within the original length (the inverse of equation 15)."""
+        """Return the dimension with so many turns in the original length (inverse of equation 15)."""
         length = config.original_max_positions / (turns * 2 * math.pi)
         return config.dim * math.log(length) / (2 * math.log(config.theta))
 
@@ -150,7 +157,7 @@ def _yarn(config: RopeConfig) -> Tensor:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, config.dim - 1)
     if low == high:
-        high += 0.001  # a ramp of no width would divide by zero
+        high += 0.001  # avoids a division by zero for a ramp of no width
     ramp = ((torch.arange(config.dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
     kept = 1 - ramp
     waves = config.theta ** _exponents(config)

@@ -11,8 +11,8 @@ ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 class RopeConfig:
     """A rotary position embedding; which fields count depends on `kind`, one of ROPE_KINDS.
 
-    `max_positions` is what the checkpoint says it reaches, `original_max_positions` what it was first
-    trained on; `attention_factor` None means that yarn derives it.
+    `max_positions` is the reach that the checkpoint claims, `original_max_positions` the length that it was
+    first trained on; `attention_factor` None means that yarn derives it.
     """
 
     kind: str
@@ -29,13 +29,15 @@ class RopeConfig:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
-    short_factors: tuple[float, ...] = ()  # of each pair, where no request is longer than it was trained on
-    long_factors: tuple[float, ...] = ()  # and where one may be
-    width: int = 0  # of a head, of which `dim` are turned
-    is_within: bool = False  # whether `max_positions` are all that it reaches, however it is stretched
-    interleaved: bool = False  # whether a checkpoint has pairs that are turned side by side, not halves apart
+    # Factor of each pair, if no request is longer than the original length
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()  # factor of each pair, if one may be
+    width: int = 0  # width of a head, of which `dim` dimensions are rotated
+    is_within: bool = False  # whether `max_positions` is the whole reach, however the embedding is stretched
+    # Whether rotated pairs lie side by side in a checkpoint, and not halves apart
+    interleaved: bool = False
 
     @property
     def num_fixed(self) -> int:
-        """Dimensions of a head that are not turned."""
+        """Number of dimensions of a head that are not rotated."""
         return max(0, self.width - self.dim)

@@ -1,4 +1,6 @@
-"""What happens on the device in one step?
+"""Run one step on the device: page copies, drafts, inputs from the slot table, forward pass, sampling.
+
+Here the host side, which decides a batch, meets the device side, which computes it.
 
 Legend: R sampled rows, V vocabulary.
 """
@@ -34,15 +36,15 @@ class RowSampler(CapturedSampler, Protocol):
     """Chooses one token for each row, as models/sampling/sampler.py does."""
 
     def prepare(self, rows: Index, targets: Index, slots: SlotPool) -> None:
-        """Begin what the host has to do to choose tokens for these positions, before there are logits."""
+        """Start the host's work for choosing tokens at these positions, before there are logits."""
         ...
 
     def start(
         self, logits: Tensor, rows: Index, targets: Index, slots: SlotPool, best: Best | None = None
     ) -> Chosen:
-        """From logits [R, V] of slot rows [R], begin to choose tokens for their positions `targets` [R].
+        """Start to choose tokens for positions `targets` [R] from logits [R, V] of slot rows [R].
 
-        It does not wait for the device. `best` are the best tokens of these logits, where they are known.
+        It does not wait for the device. `best` are the best tokens of these logits, if they are known.
         """
         ...
 
@@ -70,9 +72,7 @@ class ModelRunner:
         self._last = LastTokens(slots.num_slots, attention.device)
 
     def capture(self, most: int, width: int = 1) -> None:
-        """Capture graphs, which from now on run steps of decodes of at most `most` tokens, with drafts up to
-        `width` a row.
-        """
+        """Capture graphs for steps of decodes of at most `most` tokens, with drafts up to `width` a row."""
         parts = self.decoder, self.cache, self.attention, self.sampler, self.slots
         share = self.decoder.share
         self.graphs = DecodeGraphs(*parts, most, width, share.stages, share.most_layers(self.config))
@@ -81,14 +81,18 @@ class ModelRunner:
             self.drafter.capture(self.graphs)
 
     def run(self, batch: Batch) -> Sampled:
-        """Make the batch's page copies, then compute its spans; one token for each of `batch.owners`."""
+        """Make the batch's page copies, then compute its spans.
+
+        Returns one token for each of `batch.owners`.
+        """
         return self._begin(batch).wait()
 
     @torch.inference_mode()
     def start(self, batch: Batch) -> Callable[[], Sampled]:
-        """The same without waiting for the device; the returned function waits.
+        """Run a batch without waiting for the device; the function returned waits.
 
-        The next batch can already use the tokens on the device: those of the first rank, on every rank.
+        The next batch can already use the tokens on the device, which on every rank are those of the first
+        rank.
         """
         chosen = self._begin(batch)
         if len(chosen.tokens):
@@ -105,7 +109,8 @@ class ModelRunner:
         drafts = None
         if self.drafter is not None and len(batch.draft_starts):
             drafts = self.drafter.run(batch)
-        if drafts is not None:  # those of the first rank: another's could differ by the last bit of a logit
+        # Use those of the first rank, because another's could differ by the last bit of a logit
+        if drafts is not None:
             self.decoder.group.broadcast(drafts)
         wanted = of_prompts.wanted_of(batch, self.slots)
         if self.graphs is not None and wanted is None and self.graphs.takes(batch):
@@ -122,7 +127,7 @@ class ModelRunner:
         wanted: of_prompts.PromptWants | None,
         drafts: Tensor | None = None,
     ) -> Chosen:
-        """What follows from the hidden states [T, hidden] of a batch."""
+        """Sample from the hidden states [T, hidden] of a batch."""
         arrived = None if drafts is None else self._arriving(batch, drafts)
         found = None if wanted is None else of_prompts.find(wanted, hidden, self.decoder)
         chosen = self._chosen(batch, self._sampled(batch, hidden))
@@ -133,7 +138,7 @@ class ModelRunner:
         return Chosen(chosen.tokens, lambda: found(chosen.wait()))
 
     def _arriving(self, batch: Batch, drafts: Tensor) -> Callable[[], Index]:
-        """Drafts on their way to the host. Where logits depend on the tokens before them, the host waits."""
+        """Start to copy drafts to the host; the host waits if logits depend on the tokens before them."""
         arrived = to_host(drafts)
         if not self.slots.plain[batch.owners].all():
             guessed = batch.is_draft
@@ -149,7 +154,7 @@ class ModelRunner:
         return chosen if arrived is None else _with_drafts(chosen, arrived)
 
     def _chosen(self, batch: Batch, hidden: Tensor) -> Chosen:
-        """Tokens for hidden states [R, hidden], or for none."""
+        """Choose tokens for hidden states [R, hidden], which may be empty."""
         if not len(hidden):
             return self._none()
         logits, parts = self.decoder.own_logits(hidden), self.decoder.parts
@@ -160,7 +165,7 @@ class ModelRunner:
         return self.sampler.start(logits, batch.owners, batch.targets, self.slots)
 
     def _chosen_of(self, batch: Batch, step: StepOutputs) -> Chosen:
-        """Tokens for what a captured step found."""
+        """Choose tokens from the results of a captured step."""
         if not len(batch.owners):
             return self._none()
         if step.logits is None:
@@ -173,17 +178,17 @@ class ModelRunner:
         return Chosen(self._last.tokens[:0], lambda: Sampled(np.empty(0, np.int64)))
 
     def _sampled(self, batch: Batch, step: Tensor) -> Tensor:
-        """From a row for each token of the step [T, ...], those that tokens are sampled from [R, ...]."""
+        """Select the rows [R, ...] that tokens are sampled from, of those of all tokens [T, ...]."""
         if not len(batch.owners):
             return step[:0]
         return step if batch.yields_all else step[self._to_device(batch.yielding)]
 
     def _inputs(self, batch: Batch, drafts: Tensor | None) -> StepInputs:
-        """All tokens of the batch, those that only the device knows among them."""
+        """Return the inputs for all tokens of the batch, including those that only the device knows."""
         inputs = step_inputs(batch, self.slots, self.decoder, self.cache)
         token_ids, ends = inputs.token_ids, np.cumsum(batch.stops - batch.starts)
         if len(batch.unknown):
-            # A row that failed has no token: its request ends, and this step of it counts no more
+            # A row that failed has no token: its request ends, and this step's result for it is dropped
             unknown = self._last.tokens[self._to_device(self._last.places(batch))].clamp_(min=0)
             token_ids[self._to_device(ends[batch.unknown] - 1)] = unknown.to(token_ids.dtype)
         if drafts is not None:
@@ -193,7 +198,7 @@ class ModelRunner:
         return inputs
 
     def resize(self, num_pages: int, copies: tuple[PageCopy, ...]) -> None:
-        """Make the copies, then change the number of pages; pages that remain keep their contents."""
+        """Make the copies, then change the number of pages; pages that remain keep their content."""
         self.cache.apply(copies)
         graphs = [self.graphs, None if self.drafter is None else self.drafter.graphs]
         captured = [each for each in graphs if each is not None]
@@ -208,5 +213,5 @@ class ModelRunner:
 
 
 def _with_drafts(chosen: Chosen, arrived: Callable[[], Index]) -> Chosen:
-    """What was chosen, and the drafts that were checked."""
+    """Return the choice with the drafts that were verified."""
     return Chosen(chosen.tokens, lambda: replace(chosen.wait(), drafts=arrived()))

@@ -1,10 +1,10 @@
-"""What does one of several ranks hold of a decoder that all of them compute together?
+"""Divide a decoder among ranks: which layers, heads, vocabulary and experts each of them holds.
 
 Tensor parallelism (arXiv 1909.08053): queries, keys, values, gate and up are cut by their outputs, the output
-projection and down by their inputs, so that what a rank computes of a block is a summand of it. With latent
-attention each rank makes the latents of all, and its own heads' queries, keys and values of them. Embedding
-and head are cut by the vocabulary. Each rank holds the norms and the routers whole. Experts are cut as a
-dense MLP is, or spread: then every rank computes its own experts' part of all tokens.
+projection and down by their inputs, so that a rank's result for a block is a summand of it. With latent
+attention each rank computes all latents, and from them the queries, keys and values of its own heads.
+Embedding and head are cut by the vocabulary. Each rank holds whole norms and routers. Experts are cut as a
+dense MLP is, or spread: then every rank computes its own experts for all tokens.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from models.config import DecoderConfig
 from models.mixture_config import MLP_ROLES, MixtureConfig
 
-Slices = tuple[slice, ...]  # of a tensor's first dimensions; those after them are whole
+Slices = tuple[slice, ...]  # slices of a tensor's first dimensions; later dimensions are whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +22,8 @@ class Share:
     """The share of rank `tensor` of `tensors` in stage `stage` of `stages`, counted from 0.
 
     The stages hold consecutive layers; the first has the embedding, the last the norm and the head. The
-    experts of each layer are spread over `experts` parts of the tensor ranks, neighbours in equal numbers;
-    the neighbours of a part divide each of its experts.
+    experts of each layer are spread over `experts` parts of the tensor ranks, which are neighbours in equal
+    numbers; the neighbours of a part divide each of its experts.
     """
 
     tensor: int = 0
@@ -38,12 +38,12 @@ class Share:
 
     @staticmethod
     def of_rank(rank: int, tensors: int, stages: int, experts: int = 1) -> Share:
-        """The share of a rank among all. The last stage, which samples, has the first ranks."""
+        """Return the share of a rank among all. The last stage, which samples, has the first ranks."""
         return Share(rank % tensors, tensors, stages - 1 - rank // tensors, stages, experts)
 
     @property
     def of_an_expert(self) -> tuple[int, int]:
-        """Which rank this is of those that divide its experts, and how many they are."""
+        """The index of this rank among those that divide its experts, and their number."""
         count = self.tensors // self.experts
         return self.tensor % count, count
 
@@ -56,20 +56,20 @@ class Share:
         return self.stage == self.stages - 1
 
     def layers(self, config: DecoderConfig) -> range:
-        """Which layers this stage holds: all stages equally many, but for one."""
+        """Return the layers that this stage holds; all stages hold equally many, or one more than others."""
         first, stop = (each * config.num_layers // self.stages for each in (self.stage, self.stage + 1))
         return range(first, stop)
 
     def most_layers(self, config: DecoderConfig) -> int:
-        """Of any stage: what all stages must do alike depends on no other."""
+        """Return the largest number of layers of any stage, which all stages must know alike."""
         return -(-config.num_layers // self.stages)
 
     def holds_embedding(self, config: DecoderConfig) -> bool:
-        """Whether this stage looks up tokens, or has a head that is tied to what does."""
+        """Whether this stage looks up tokens, or has a head that is tied to the embedding."""
         return self.is_first or (self.is_last and config.tie_embeddings)
 
     def is_elsewhere(self, name: str, config: DecoderConfig) -> bool:
-        """Whether the checkpoint's tensor `name` belongs to another stage alone."""
+        """Whether the checkpoint's tensor `name` belongs to other stages, or other ranks' experts."""
         if name.startswith("model.layers."):
             number = name.split(".")[2]
             known = range(config.num_layers + config.num_unread_layers)
@@ -81,7 +81,7 @@ class Share:
         return name.startswith("lm_head.") and not self.is_last
 
     def is_others_expert(self, name: str, config: DecoderConfig, layer: int, prefix: str) -> bool:
-        """Whether `name` is of an expert of this layer, whose names begin so, that only other ranks hold."""
+        """Whether `name` belongs to an expert of this layer, with this prefix, that only other ranks hold."""
         mixture = config.mixture_of(layer)
         if mixture is None or self.experts == 1:
             return False
@@ -90,20 +90,20 @@ class Share:
         return is_known and mixture.places(layer).index(int(number)) not in self.places(mixture)
 
     def places(self, mixture: MixtureConfig) -> range:
-        """Where the experts of a layer lie that are on this rank."""
+        """Return the places of the experts on this rank."""
         count = mixture.num_experts // self.experts
         first = self.tensor // self.of_an_expert[1] * count
         return range(first, first + count)
 
     def whole_name(self, name: str, config: DecoderConfig) -> str:
-        """The name in the whole decoder of one of this part's linears, whose layers are counted from 0."""
+        """Return the name in the whole decoder of a linear of this part, where layers begin at 0."""
         parts = name.split(".")
         if parts[:2] == ["model", "layers"]:
             parts[2] = str(int(parts[2]) + self.layers(config).start)
         return ".".join(parts)
 
     def part(self, config: DecoderConfig) -> DecoderConfig:
-        """The decoder that this rank computes; raises ValueError where the ranks cannot share `config`.
+        """Return the decoder that this rank computes; raises ValueError if the ranks cannot share `config`.
 
         With fewer key-value heads than ranks, several ranks hold the same head. The vocabulary is rounded up,
         so that all ranks hold equally many rows: the rows after the last token are zero.
@@ -133,15 +133,15 @@ class Share:
         )
 
     def tokens(self, config: DecoderConfig) -> range:
-        """The token ids whose rows of embedding and head this rank holds; none where others hold all."""
+        """Return the token ids whose rows of embedding and head this rank holds; none if others hold all."""
         size = -(-config.vocab_size // self.tensors)
         first, stop = (min(rank * size, config.vocab_size) for rank in (self.tensor, self.tensor + 1))
         return range(first, stop)
 
     def slices(self, name: str, config: DecoderConfig) -> Slices:
-        """Which part of the checkpoint's tensor `name` this rank reads; nothing is cut where there is one.
+        """Return which part of the checkpoint's tensor `name` this rank reads; with one rank, nothing is cut.
 
-        A bias that is added to a sum of all ranks is read by the first alone, and is zero on the others.
+        A bias that is added to a sum over all ranks is read by the first alone, and is zero on the others.
         """
         if self.tensors == 1:
             return ()
@@ -182,18 +182,18 @@ class Share:
         return ()
 
     def heads(self, config: DecoderConfig) -> Slices:
-        """The query heads that this rank has, of a tensor with a number for each."""
+        """Return the slice of this rank's query heads, for a tensor with a number for each head."""
         return () if self.tensors == 1 else (_equal(config.num_heads, self.tensor, self.tensors),)
 
     def _kv_heads(self, config: DecoderConfig) -> slice:
-        """The rows of the key-value heads that this rank's query heads read."""
+        """Return the rows of the key-value heads that this rank's query heads read."""
         first = self.tensor * config.num_kv_heads // self.tensors
         stop = first + max(1, config.num_kv_heads // self.tensors)
         return slice(first * config.head_dim, stop * config.head_dim)
 
 
 def check_ranks(config: DecoderConfig, count: int, experts: int = 1) -> None:
-    """Raise ValueError unless so many ranks can share each layer evenly, experts in so many parts."""
+    """Raise ValueError unless `count` ranks can share each layer evenly, with experts in `experts` parts."""
     if count >= 1 and _can_share(config, count, experts):
         return
     all_counts = range(experts, config.num_heads + 1, experts)
@@ -208,7 +208,7 @@ def check_ranks(config: DecoderConfig, count: int, experts: int = 1) -> None:
 
 
 def check_experts(config: DecoderConfig, tensors: int, count: int) -> None:
-    """Raise ValueError unless whole experts can be spread over so many parts of the tensor ranks."""
+    """Raise ValueError unless whole experts can be spread over `count` parts of the tensor ranks."""
     if count == 1:
         return
     if config.mixture is None or not config.num_mixtures:
@@ -223,7 +223,7 @@ def check_experts(config: DecoderConfig, tensors: int, count: int) -> None:
 
 
 def check_stages(config: DecoderConfig, count: int) -> None:
-    """Raise ValueError unless each of so many stages has a layer."""
+    """Raise ValueError unless each of `count` stages has a layer."""
     if count > config.num_layers:
         raise ValueError(
             f"{count} stages have {config.num_layers} layers; choose a number from 1 to {config.num_layers}"
@@ -236,7 +236,10 @@ def _equal(size: int, rank: int, ranks: int) -> slice:
 
 
 def _can_share(config: DecoderConfig, count: int, experts: int) -> bool:
-    """All query heads of a key-value head are on ranks that hold it, and on these alone."""
+    """Whether all sizes divide evenly.
+
+    The ranks that hold a key-value head must also have exactly its query heads.
+    """
     *sizes, of_expert = _inner_sizes(config)
     if config.num_heads % count or any(size % count for size in sizes) or of_expert % (count // experts):
         return False
@@ -244,7 +247,10 @@ def _can_share(config: DecoderConfig, count: int, experts: int) -> bool:
 
 
 def _inner_sizes(config: DecoderConfig) -> list[int]:
-    """Of dense MLPs and of experts, those that the decoder has; that of chosen experts is the last."""
+    """Return the inner sizes of dense MLPs and of experts, as far as there are any.
+
+    Chosen experts come last.
+    """
     mixture, has_dense = config.mixture, config.num_mixtures < config.num_layers
     sizes = [config.intermediate_size] if has_dense else []
     if mixture is not None and config.num_mixtures:

@@ -1,4 +1,4 @@
-"""How does a message show a value that stood in a file, however long or deep it is?"""
+"""Shorten a value for an error message."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ MOST_CHARACTERS = 60
 
 
 def shown(value: object) -> str:
-    """A value as Python writes it, cut to MOST_CHARACTERS."""
+    """Return a value as Python writes it, cut to MOST_CHARACTERS."""
     if isinstance(value, int) and value.bit_length() > 4 * MOST_CHARACTERS:
         return f"a number of {value.bit_length()} bits"
     text = f"{value!r:.{MOST_CHARACTERS}}"

@@ -1,10 +1,10 @@
-"""How are experts read that a checkpoint has in one tensor a layer, as gpt-oss does?
+"""Read experts that a checkpoint stores in one tensor a layer, as gpt-oss does.
 
-`experts.gate_up_proj` [E, in, 2 * inner] has the outputs of gate and up by turns, `experts.down_proj`
-[E, inner, out]; biases beside them are [E, outputs]. As MXFP4 (OCP Microscaling Formats 1.0) a weight stands
-in two tensors of bytes: `_blocks` [E, outputs, G, 16], two numbers of E2M1 in a byte, the low half first, and
-`_scales` [E, outputs, G], an exponent of 2 for each block of 32 inputs. Each expert by itself is brought into
-the model's type, and goes where the same linears would go by themselves.
+`experts.gate_up_proj` [E, in, 2 * inner] has the outputs of gate and up interleaved, `experts.down_proj` is
+[E, inner, out]; biases beside them are [E, outputs]. In MXFP4 (OCP Microscaling Formats 1.0) a weight is two
+tensors of bytes: `_blocks` [E, outputs, G, 16], two numbers of E2M1 in a byte, the low half first, and
+`_scales` [E, outputs, G], an exponent of 2 for each block of 32 inputs. Each expert is converted to the
+model's type by itself, and goes where separately stored linears would go.
 
 Legend: E experts, G blocks of 32 inputs.
 """
@@ -25,36 +25,46 @@ from models.place import FLOATS, Place
 from models.share import Slices
 from models.stored_parts import PartPlace
 
-STACKS = {"gate_up_proj": (0, 1), "down_proj": (2,)}  # of gate, up and down, those that lie by turns
+# Which of gate, up and down are interleaved in each tensor
+STACKS = {"gate_up_proj": (0, 1), "down_proj": (2,)}
 BLOCKS, SCALES = "_blocks", "_scales"
 BLOCK = 32  # inputs that share a scale
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by exponent and mantissa; the highest bit is the sign
-EXPONENT_BIAS = 127  # of a scale
+E2M1 = (
+    0.0,
+    0.5,
+    1.0,
+    1.5,
+    2.0,
+    3.0,
+    4.0,
+    6.0,
+)  # index: exponent and mantissa; the highest bit is the sign
+EXPONENT_BIAS = 127  # bias of a scale's exponent
 
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """Where a tensor goes that holds weights, or biases, of all experts of a layer."""
+    """The destination of a tensor that holds the weights, or the biases, of all experts of a layer."""
 
-    shape: tuple[int, ...]  # of the tensor
-    slices: Slices  # what this rank reads of it, of experts first
-    places: dict[int, list[Place]]  # of the experts that are here, by turns
+    shape: tuple[int, ...]  # shape of the tensor
+    slices: Slices  # what this rank reads of it, the experts first
+    places: dict[int, list[Place]]  # destinations of the experts on this rank, in interleaved order
     is_turned: bool = False  # whether inputs come before outputs
     stored: tuple[str, ...] = FLOATS
     ranges: tuple[slice, ...] = ()
 
     def part(self, whole: Any) -> Tensor:
-        """As Place.part."""
+        """See Place.part."""
         found: Tensor = whole[self.slices]
         return found
 
     def take(self, file: Path, name: str, tensor: Tensor) -> None:
-        """As Place.take."""
+        """See Place.take."""
         for number, rows in enumerate(tensor, self.slices[0].start):
             self.take_expert(file, name, number, rows.t() if self.is_turned else rows)
 
     def take_expert(self, file: Path, name: str, number: int, rows: Tensor) -> None:
-        """The outputs of one expert: [outputs, in], or its bias."""
+        """Store the outputs of one expert: [outputs, in], or its bias."""
         places = self.places.get(number, [])
         for turn, place in enumerate(places):
             place.take(file, name, rows[turn :: len(places)])
@@ -62,33 +72,33 @@ class Stack:
 
 @dataclass(frozen=True, slots=True)
 class PackedStack:
-    """Where the blocks, or the scales, of a stack in MXFP4 go: to the others."""
+    """The destination of the blocks, or the scales, of a stack in MXFP4, which are combined."""
 
     stack: Stack
-    columns: slice  # of the weights, which this rank has
-    end: str  # of its name
+    columns: slice  # columns of the weights that this rank has
+    end: str  # end of the tensor's name
     shape: tuple[int, ...]
-    found: dict[str, Tensor]  # what was read of the two, till both are there
+    found: dict[str, Tensor]  # what was read of the two tensors, until both are there
     stored: tuple[str, ...] = ("U8",)
     ranges: tuple[slice, ...] = ()
 
     @property
     def slices(self) -> Slices:
-        """As those of a stack."""
+        """The slices of the stack."""
         return self.stack.slices
 
     def part(self, whole: Any) -> Tensor:
-        """As Place.part."""
+        """See Place.part."""
         return self.stack.part(whole)
 
     def is_far(self, name: str, files: Mapping[str, Path]) -> bool:
-        """As PartPlace.is_far: whether these are blocks whose scales lie in another file."""
+        """Whether these are blocks whose scales are in another file; see PartPlace.is_far."""
         return self.end == BLOCKS and files[name] != files[name.removesuffix(BLOCKS) + SCALES]
 
     def take(self, file: Path, name: str, tensor: Tensor) -> None:
-        """As Place.take, where it is the last of the two."""
+        """Keep the first of the two tensors, and fill the stack with the second; see Place.take."""
         if not self.found:
-            self.found[self.end] = tensor.clone()  # what is mapped is let go
+            self.found[self.end] = tensor.clone()  # the clone releases the mapping
             return
         self.found[self.end] = tensor
         blocks, scales = self.found.pop(BLOCKS), self.found.pop(SCALES)
@@ -103,14 +113,14 @@ Places = Mapping[str, AnyPlace]
 
 
 def unpacked(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Bytes [outputs, G, 16] and exponents [outputs, G] -> float32 [outputs, G * 32]."""
+    """Decode bytes [outputs, G, 16] and exponents [outputs, G] to float32 [outputs, G * 32]."""
     values = torch.tensor([*E2M1, *(-each for each in E2M1)])
     numbers = values[torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2).int()]
     return torch.ldexp(numbers, scales.int()[..., None] - EXPONENT_BIAS).flatten(-2)
 
 
 def in_stacks(places: Mapping[str, Place | PartPlace], config: DecoderConfig, path: Path) -> Places:
-    """The places of a checkpoint's tensors, where it stacks the experts of a layer."""
+    """Return the destinations of a checkpoint's tensors, if it stacks the experts of a layer."""
     more: dict[str, AnyPlace] = dict(places)
     mixture = config.mixture
     if mixture is None or not mixture.is_stacked:
@@ -139,13 +149,14 @@ def _own(places: dict[str, AnyPlace], name: str) -> Place:
 def _stacked(
     name: str, suffix: str, num_experts: int, places: dict[int, list[Place]], *, is_packed: bool
 ) -> dict[str, AnyPlace]:
-    """The tensors of all weights, or of all biases, of some linears of a layer's experts."""
+    """Return the destinations of all weights, or all biases, of some linears of a layer's experts."""
     members = next(iter(places.values()))
     one, turns = members[0], len(members)
     rows, *columns = (
         slice(*cut.indices(size)) for cut, size in zip((*one.slices, slice(None), slice(None)), one.shape)
     )
-    rows = slice(rows.start * turns, rows.stop * turns)  # of a rank, those of gate and up lie together
+    # A rank's rows of gate and up are interleaved, and so contiguous
+    rows = slice(rows.start * turns, rows.stop * turns)
     outputs, experts = one.shape[0] * turns, slice(min(places), max(places) + 1)
     if not columns or not is_packed:
         shape = num_experts, *one.shape[1:], outputs

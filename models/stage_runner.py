@@ -1,4 +1,4 @@
-"""What happens on the device in one step, where this rank holds only some of the layers?"""
+"""Run one step on the device of a pipeline stage, which holds only some of the layers."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from models.sampling.sampler import Chosen
 
 
 class StageRunner(ModelRunner):
-    """One step of a stage: what the stage before has sent, own layers, and what the stage after is sent.
+    """One step of a stage: receive from the stage before, compute its layers, send to the next stage.
 
-    The leader, who is in the last stage, computes a batch when its result is asked for: then the batch after
-    it has been made already, and the stages before compute that one meanwhile.
+    The leader, which is in the last stage, computes a batch when its result is asked for: by then the next
+    batch has been made, and the earlier stages compute that one meanwhile.
     """
 
     def run(self, batch: Batch) -> Sampled:
-        """As `ModelRunner.run`; a stage that is not the last chooses nothing."""
+        """Run a batch as `ModelRunner.run` does; a stage that is not the last chooses nothing."""
         return self.start(batch)()
 
     @torch.inference_mode()
     def start(self, batch: Batch) -> Callable[[], Sampled]:
-        """Begin a step, or make what the leader will begin it with: by then the slots may have changed."""
+        """Start a step, or, on the leader, only prepare it, because the slots may change before it runs."""
         compute = self._prepared(batch)
         share = self.decoder.share
         if share.is_last and share.tensor == 0:
@@ -33,8 +33,10 @@ class StageRunner(ModelRunner):
         return compute().wait
 
     def _prepared(self, batch: Batch) -> Callable[[], Chosen]:
-        """What computes a batch. Whether that is a captured step, all stages decide alike: how many rows they
-        send each other depends on it.
+        """Return a function that computes a batch.
+
+        All stages decide alike whether it is a captured step, because the number of rows that they send each
+        other depends on it.
         """
         wanted, graphs = of_prompts.wanted_of(batch, self.slots), self.graphs
         if graphs is not None and wanted is None and graphs.takes(batch):

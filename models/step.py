@@ -1,4 +1,4 @@
-"""What does the forward pass of one step read?
+"""Define the inputs of one step's forward pass.
 
 Legend: T tokens of the step.
 """
@@ -15,13 +15,15 @@ from kv_cache.storage import KVCache
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """What the forward pass of one step reads, all of it on the device."""
+    """The inputs of one step's forward pass, all of them on the device."""
 
     token_ids: Tensor  # [T]
-    positions: Tensor  # [T] of each token in its request
+    positions: Tensor  # [T] position of each token in its request
     metadata: AttentionMetadata  # where each token's key and value go, and what each query sees
     cache: KVCache
     rope_lens: Tensor | None = None  # [T] lengths that set the base of dynamic rope (see Rope.cos_sin)
     before_index: Tensor | None = None  # [T] cache place of the position before each token, for heads
-    is_asked: Tensor | None = None  # int32 [T], 0 for padding of a captured step, else 1; None: all are
-    adapters: Tensor | None = None  # int32 [T], the place of each token's, 0 for none; None: no token has one
+    # int32 [T], 0 for padding of a captured step and 1 otherwise; None if there is no padding
+    is_asked: Tensor | None = None
+    # int32 [T], the place of each token's adapter, 0 for none; None if no token has one
+    adapters: Tensor | None = None

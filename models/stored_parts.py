@@ -1,8 +1,9 @@
-"""How is a weight read that stands in several tensors of a checkpoint: small numbers, and their scales?
+"""Read weights that a checkpoint stores in several tensors: small numbers and their scales.
 
-They are gathered as they come, from whichever file, and when the last of them is there, the weight is made in
-the model's type and goes to its place. In a file, those of a weight are read one after the other; where some
-of them lie in another file, the greatest is read last, so that scales alone are kept till then.
+The tensors of a weight are collected as they are read, from whichever file, and when the last of them is
+there, the weight is computed in the model's type and stored. Within a file, the tensors of a weight are read
+one after the other; if some of them are in another file, the largest is read last, so that only scales are
+kept until then.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from models.quantization import BlockScales
 from models.share import Slices
 from models.unpacking import Unpacking
 
-INT4_ENDS = "weight", "weight_scale", "weight_offset"  # of a weight that stays in 4 bits, as a linear has it
+# Tensors of a weight that stays in 4 bits, as a linear has them
+INT4_ENDS = "weight", "weight_scale", "weight_offset"
 Found = Mapping[str, Tensor]  # what was read of a weight's tensors, by the ends of their names
 
 
@@ -30,15 +32,17 @@ Found = Mapping[str, Tensor]  # what was read of a weight's tensors, by the ends
 class Gathering:
     """The tensors of one weight, until all of them are there."""
 
-    places: tuple[Place, ...]  # of the weight, and where it stays in 4 bits of its scales and offsets
-    name: str  # of the weight
-    made: Callable[[Found], tuple[Tensor, ...]]  # the part of the weight that the rank reads, for each place
+    # Destination of the weight and, if it stays in 4 bits, those of its scales and offsets
+    places: tuple[Place, ...]
+    name: str  # name of the weight
+    # Computes, for each place, the part of the weight that the rank reads
+    made: Callable[[Found], tuple[Tensor, ...]]
     found: dict[str, Tensor] = field(default_factory=dict)
 
     def take(self, file: Path, end: str, tensor: Tensor, count: int) -> None:
-        """One of `count` tensors; with the last of them, fill the weight's place."""
+        """Take one of `count` tensors; with the last of them, fill the weight's places."""
         if len(self.found) + 1 < count:
-            self.found[end] = tensor.clone()  # what is mapped is let go
+            self.found[end] = tensor.clone()  # the clone releases the mapping
             return
         try:
             made = self.made({**self.found, end: tensor})
@@ -52,28 +56,28 @@ class Gathering:
 
 @dataclass(frozen=True, slots=True)
 class PartPlace:
-    """Where one of a weight's tensors goes: to the others."""
+    """The destination of one of a weight's tensors, which is combined with the others."""
 
     gathering: Gathering
-    end: str  # of its name
+    end: str  # end of the tensor's name
     shape: tuple[int, ...]
     slices: Slices
     stored: tuple[str, ...]
-    ends: tuple[str, ...]  # of all, the greatest first
+    ends: tuple[str, ...]  # ends of all their names, that of the largest tensor first
     ranges: tuple[slice, ...] = ()
 
     def is_far(self, name: str, files: Mapping[str, Path]) -> bool:
-        """Whether it is the greatest of the tensors, and others lie in other files."""
+        """Whether it is the largest of the tensors, and others are in other files."""
         stem, _, end = name.rpartition(".")
         return end == self.ends[0] and any(files[f"{stem}.{each}"] != files[name] for each in self.ends)
 
     def part(self, whole: Any) -> Tensor:
-        """As Place.part."""
+        """See Place.part."""
         found: Tensor = whole[self.slices]
         return found
 
     def take(self, file: Path, name: str, tensor: Tensor) -> None:
-        """As Place.take, where it is the last."""
+        """Add the tensor to the others, and fill the weight with the last; see Place.take."""
         self.gathering.take(file, self.end, tensor, len(self.ends))
 
 
@@ -81,7 +85,7 @@ Places = dict[str, Place | PartPlace]
 
 
 def in_parts(places: dict[str, Place], form: BlockScales | Packing | None, path: Path) -> Places:
-    """The places of a checkpoint's tensors, where it stores some weights in this form."""
+    """Return the destinations of a checkpoint's tensors, if it stores some weights in this form."""
     more: Places = dict(places)
     if form is None:
         return more
@@ -103,13 +107,16 @@ def in_parts(places: dict[str, Place], form: BlockScales | Packing | None, path:
 def _parts_of(
     stem: str, places: dict[str, Place], form: BlockScales | Packing, names: set[str]
 ) -> dict[str, PartPlace]:
-    """Of the weight of one linear; other tensors of it that have a place are no part of it."""
+    """Return the tensors of one linear's weight.
+
+    Other tensors of it with a place of their own are left out.
+    """
     place = places[f"{stem}.weight"]
     rows, columns = _cuts(place)
     if isinstance(form, Packing):
         kept = tuple(places[f"{stem}.{end}"] for end in INT4_ENDS if f"{stem}.{end}" in places)
         shape = (place.shape[0], place.shape[1])
-        if len(kept) > 1:  # of words
+        if len(kept) > 1:  # the shape is that of words
             shape = (place.shape[0], IN_A_WORD * place.shape[1])
             columns = slice(IN_A_WORD * columns.start, IN_A_WORD * columns.stop)
         unpacking = Unpacking(form, shape, rows, columns, place.ranges, place.dtype)
@@ -134,7 +141,7 @@ def _parts_of(
 
 
 def _cuts(place: Place) -> tuple[slice, slice]:
-    """The rows and columns of the weight that this rank reads, or all where it reads several ranges."""
+    """Return the rows and columns of the weight that this rank reads, or all if it reads several ranges."""
     cuts = [*place.slices, slice(None), slice(None)]
     rows, columns = (slice(*cut.indices(size)) for cut, size in zip(cuts, place.shape))
     return rows, columns

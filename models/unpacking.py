@@ -21,19 +21,21 @@ from models.share import Slices
 BIAS = "bias"  # GPTQ's first packages wrote one for every linear
 ROWS_AT_ONCE = 512  # outputs that are in float32 at once
 
-Part = tuple[tuple[int, ...], Slices, tuple[str, ...]]  # the shape, what is read of it, its types in a file
+# Shape, the part that is read, and its types in a file
+Part = tuple[tuple[int, ...], Slices, tuple[str, ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class Unpacking:
-    """Of one weight [out, in] of which a rank reads some rows and columns."""
+    """Unpacks one weight [out, in], of which a rank reads some rows and columns."""
 
     form: Packing
     shape: tuple[int, int]
     rows: slice
     columns: slice
-    ranges: tuple[slice, ...]  # of the rows that were read, those that are kept; none: all
-    dtype: torch.dtype  # of the model
+    # Those of the rows read that are kept; empty: all
+    ranges: tuple[slice, ...]
+    dtype: torch.dtype  # type of the model
 
     @property
     def layout(self) -> Layout:
@@ -41,11 +43,11 @@ class Unpacking:
 
     @property
     def optional(self) -> tuple[str, ...]:
-        """The ends of names of tensors that may be there."""
+        """The ends of names of tensors that may be present."""
         return (self.layout.group, BIAS) if self.form.layout == "gptq" else (self.layout.group,)
 
     def parts(self, present: set[str]) -> dict[str, Part]:
-        """Its tensors by the ends of their names: those that it needs, and what is `present` besides."""
+        """Return its tensors by the ends of their names: required ones, and those in `present`."""
         form, layout, (outputs, inputs) = self.form, self.layout, self.shape
         groups = form.num_groups(inputs)
         every = slice(0, groups)
@@ -70,7 +72,7 @@ class Unpacking:
         return {end: part for end, part in parts.items() if end in wanted | present}
 
     def weight(self, found: Mapping[str, Tensor]) -> tuple[Tensor]:
-        """The part [O, I] in the model's type; ValueError for tensors that do not belong together."""
+        """Return the part [O, I] in the model's type; ValueError for tensors that do not belong together."""
         numbers, scales, zeros = self._apart(found)
         if zeros is None:
             zeros = torch.full_like(scales, 2 ** (self.form.bits - 1))
@@ -82,7 +84,10 @@ class Unpacking:
         return (self._kept_rows(made),)
 
     def int4(self, found: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        """The part as `Int4Weight` has it: words, scales, and offsets if there are zeros; as `weight`."""
+        """Return the part as words, scales, and offsets if there are zeros, as `Int4Weight` holds it.
+
+        Raises ValueError as `weight` does.
+        """
         numbers, scales, zeros = self._apart(found)
         size = self.form.group_size or self.shape[1]
         groups = slice(self.columns.start // size, -(-self.columns.stop // size))
@@ -96,7 +101,10 @@ class Unpacking:
         return torch.cat([made[rows] for rows in self.ranges]) if self.ranges else made
 
     def _apart(self, found: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Numbers uint8 [O, I] without a sign, and by groups [O, G] scales and zeros; None: the middle."""
+        """Return unsigned numbers uint8 [O, I], and scales and zeros [O, G].
+
+        Zeros are None if in the middle.
+        """
         form, layout = self.form, self.layout
         said = found[layout.shape].tolist() if layout.shape in found else list(self.shape)
         if said != list(self.shape):
@@ -110,12 +118,13 @@ class Unpacking:
         if not form.has_zeros:
             return numbers, scales, None
         words = tensors[layout.zero]
-        if form.less_one:  # in every value, with what that borrowed from the one above it
+        # 1 is added to every value, and with it what the stored word borrowed from the value above
+        if form.less_one:
             words = words + sum(1 << shift for shift in range(0, 32, form.bits))
         return numbers, scales, self._values(words, 0, self.rows).float()
 
     def _groups(self, found: Mapping[str, Tensor]) -> Tensor:
-        """The group of each input [I]."""
+        """Return the group of each input [I]."""
         most = self.form.num_groups(self.shape[1])
         if self.layout.group not in found:
             size = self.form.group_size or self.shape[1]
@@ -127,12 +136,12 @@ class Unpacking:
         return groups
 
     def _words(self, size: int, cut: slice) -> tuple[int, slice]:
-        """How many words hold so many values, and which of them those of the cut."""
+        """Return how many words hold `size` values, and which of them hold those of the cut."""
         count = self.form.per_word
         return -(-size // count), slice(cut.start // count, -(-cut.stop // count))
 
     def _values(self, words: Tensor, axis: int, cut: slice) -> Tensor:
-        """int32 words of two axes -> the values uint8 of the cut, unpacked along one of them."""
+        """Unpack int32 words of two axes along one of them to the uint8 values of the cut."""
         count = self.form.per_word
         octets = words.movedim(axis, -1).clone(memory_format=torch.contiguous_format).view(torch.uint8)
         values = octets if self.form.bits == 8 else torch.stack((octets & 15, octets >> 4), -1).flatten(-2)

@@ -1,4 +1,8 @@
-"""What runs once before serving, so that no request waits for a compiler or finds the memory full?"""
+"""Run steps once before serving, so that no request waits for a compiler or finds the memory full.
+
+The steps run on the null page of an idle engine. The caller times them, captures graphs and measures memory
+with the functions here; sizes are planned elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +16,14 @@ import torch
 from continuous_batching.batch import Batch, Index
 from models.runner import ModelRunner
 
-DECODES = 16  # of a step that is timed
-PROMPT = 40  # tokens: longer than what any device computes as a decode
+DECODES = 16  # decodes of a step that is timed
+PROMPT = 40  # tokens; longer than what any device computes as a decode
 
 
 def warm_up(runner: ModelRunner, max_batch_tokens: int) -> None:
     """Run prompts, chunks and decodes once, on the null page, so that nothing is compiled while serving.
 
-    All slots must be free, so that their page tables name the null page only.
+    All slots must be free, so that their page tables name only the null page.
     """
     slots = runner.slots
     assert not len(slots.busy), "warm up before the first request"
@@ -35,7 +39,7 @@ def warm_up(runner: ModelRunner, max_batch_tokens: int) -> None:
 
 
 def decode_step(runner: ModelRunner) -> Callable[[], object]:
-    """A step of some decodes, to be timed. The slots must be free.
+    """Return a step of some decodes, to be timed. The slots must be free.
 
     It writes into the null page, which the caller clears after the last step.
     """
@@ -46,7 +50,7 @@ def decode_step(runner: ModelRunner) -> Callable[[], object]:
 
 
 def capture(runner: ModelRunner, most: int, width: int) -> int:
-    """Capture steps as `ModelRunner.capture` does; returns the bytes of device memory that they hold."""
+    """Capture steps as `ModelRunner.capture` does; return the bytes of device memory that they hold."""
     device = runner.attention.device
     memory = torch.get_device_module(device)
     memory.empty_cache()
@@ -56,11 +60,11 @@ def capture(runner: ModelRunner, most: int, width: int) -> int:
 
 
 def largest_step_bytes(runner: ModelRunner, max_batch_tokens: int) -> int | None:
-    """The most memory that a step of the whole budget needs beyond what was held before; None if unknown.
+    """Return the most memory that a step of the whole budget needs beyond what was held; None if unknown.
 
     The spans are as long as possible, on the null page, and every slot samples with top-p. On a CPU it is the
-    growth of the process, so memory that an earlier step has used does not count; elsewhere what is
-    allocated.
+    growth of the process, so memory that an earlier step has used does not count; on other devices it is the
+    allocated memory.
     """
     device = runner.attention.device
     slots = runner.slots
@@ -78,7 +82,7 @@ def largest_step_bytes(runner: ModelRunner, max_batch_tokens: int) -> int | None
 
 
 def _held_bytes(device: torch.device) -> int | None:
-    """What is in use now; the peak is counted from here on."""
+    """Return the memory in use now, and count the peak from here on."""
     if device.type == "cpu":
         return _process_bytes("VmRSS", reset_peak=True)
     memory = torch.get_device_module(device)
@@ -93,7 +97,7 @@ def _peak_bytes(device: torch.device) -> int | None:
 
 
 def _process_bytes(name: str, *, reset_peak: bool = False) -> int | None:
-    """A memory figure of this process; None where the system has none, or does not let its peak be reset."""
+    """Return a memory figure of this process; None if the system has none, or its peak cannot be reset."""
     try:
         if reset_peak:
             Path("/proc/self/clear_refs").write_text("5")

@@ -1,7 +1,8 @@
-"""Which tensor of a checkpoint goes where?
+"""Load a checkpoint's tensors into a decoder, or fill it with random weights.
 
-Each tensor is memory-mapped and copied directly to its place in the decoder's joined parameters; of several
-ranks, each reads the part that it holds.
+Each tensor is memory-mapped and copied directly to its place in the decoder's joined parameters; each of
+several ranks reads the part that it holds. Every tensor that is missing, surplus, misshapen or wrongly typed
+is reported in one error.
 """
 
 from __future__ import annotations
@@ -32,13 +33,14 @@ from models.stacked_experts import AnyPlace, PackedStack, Places, in_stacks
 from models.stored_parts import PartPlace, in_parts
 
 HEAD, EMBEDDING, BODY = "lm_head.weight", "model.embed_tokens.weight", "embed_tokens.weight"
-MAPPED_BYTES = 2**27  # then a file is mapped again: pages read from a mapping count as the process's memory
+# Bytes after which a file is mapped again, because pages read from a mapping count as the process's memory
+MAPPED_BYTES = 2**27
 # Buffers that older checkpoints contain although they follow from config.json
 HARMLESS = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 
 
 def load(decoder: Decoder, path: str | Path) -> int:
-    """Fill the decoder from the checkpoint directory `path`, and pack it; the bytes that it read of tensors.
+    """Fill the decoder from the checkpoint directory `path`, and pack it; return the bytes of tensors read.
 
     Raises one ValueError that names every tensor that is missing, surplus, misshapen or wrongly typed.
     """
@@ -71,9 +73,9 @@ def load(decoder: Decoder, path: str | Path) -> int:
 def fill(
     path: Path, places: Places, known: Places, is_unread: Callable[[str], bool]
 ) -> tuple[dict[Path, list[str]], int]:
-    """Fill all places from the checkpoint directory `path`; its tensors by file, and the bytes read of them.
+    """Fill all places from the checkpoint directory `path`; return its tensors by file, and the bytes read.
 
-    Tensors that are `known` beside the places may be there, and so may those that are not read. Raises as
+    Tensors that are `known` beside the places may be present, and so may those that are not read. Raises as
     `load` does.
     """
     found = accounted(path, places, known, is_unread)
@@ -94,7 +96,10 @@ def fill(
 def accounted(
     path: Path, places: Places, known: Places, is_unread: Callable[[str], bool]
 ) -> dict[Path, list[str]]:
-    """The tensors of the checkpoint directory `path` by file, from what its files say; raises as `fill`."""
+    """Return the tensors of the checkpoint directory `path` by file, from the files' headers.
+
+    Raises as `fill`.
+    """
     found, faults = _account(checkpoint_files(path), places, known, is_unread)
     if faults:
         raise ValueError(
@@ -108,12 +113,12 @@ def accounted(
 def random(decoder: Decoder, seed: int) -> None:
     """Fill the decoder with seeded random weights of a scale that keeps logits near one, and pack it.
 
-    Each parameter has a seed of its own, which follows from its name. Each of several ranks draws whole
-    parameters, one by one, and keeps its part: then they are those that one rank draws, and what other stages
-    hold is not drawn at all.
+    Each parameter has a seed of its own, which follows from its name. With several ranks, each draws whole
+    parameters, one by one, and keeps its part, so that they equal those that one rank draws; parameters of
+    other stages are not drawn at all.
     """
     generator = torch.Generator(decoder.embedding.device)
-    parts: dict[int, list[Place]] = {}  # of each parameter, in the order of its rows
+    parts: dict[int, list[Place]] = {}  # places of each parameter, in the order of its rows
     for place in places_by_name(decoder).values():
         parts.setdefault(place.room.untyped_storage().data_ptr(), []).append(place)
     for name, parameter in decoder.named_parameters():  # a tied head appears once, as the embedding
@@ -142,7 +147,7 @@ def random(decoder: Decoder, seed: int) -> None:
 
 
 def _scale_random(linear: nn.Module, inputs: int) -> None:
-    """Scales of a linear with so many inputs that is drawn in 4 bits; its numbers are from -8 to 7."""
+    """Set the scales of a linear with so many inputs that is drawn in 4 bits, with numbers from -8 to 7."""
     assert isinstance(linear, Linear), "words are those of a linear"
     assert linear.weight_scale is not None, "a weight in 4 bits has scales"
     linear.weight_scale.data.fill_(math.sqrt(3.0 / inputs) / MIDDLE)
@@ -151,16 +156,19 @@ def _scale_random(linear: nn.Module, inputs: int) -> None:
 
 
 def _seed_of(decoder: Decoder, name: str, seed: int) -> int:
-    """The seed of one of this part's parameters, in all parts the same: layers are counted in the whole."""
+    """Return the seed of a parameter of this part.
+
+    It is the same in all parts, because layers are counted in the whole decoder.
+    """
     parts = name.split(".")
     if parts[0] == "layers":
         parts[1] = str(int(parts[1]) + decoder.share.layers(decoder.config).start)
     digest = sha256(f"{seed} {'.'.join(parts)}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1  # 63 bits, as a generator takes it
+    return int.from_bytes(digest[:8], "big") >> 1  # 63 bits, which a generator accepts
 
 
 def places_by_name(decoder: Decoder) -> dict[str, Place]:
-    """Where each tensor of a checkpoint goes, by its name."""
+    """Return the destination of each tensor of a checkpoint, by its name."""
     config, share = decoder.config, decoder.share
     all_parts = LayerParts({"model.norm.weight": decoder.norm}, [], {})
     if share.is_last and not config.tie_embeddings:
@@ -179,7 +187,7 @@ def places_by_name(decoder: Decoder) -> dict[str, Place]:
 
 
 def placed(parts: LayerParts, config: DecoderConfig, held: dict[str, int], share: Share) -> dict[str, Place]:
-    """Where each tensor of these parts goes, by its name, where a rank holds so many outputs of linears."""
+    """Return the destination of each tensor of these parts, given a rank's outputs of each linear."""
     sizes = {name: (outputs, inputs) for name, inputs, outputs in config.linears()}
     orders, places = parts.orders, {}
     for name, tensor in parts.whole.items():
@@ -212,14 +220,14 @@ def placed(parts: LayerParts, config: DecoderConfig, held: dict[str, int], share
 
 
 def _stored_as(names: tuple[str, ...], config: DecoderConfig) -> str | None:
-    """How the checkpoint calls these linears where it stores them as one."""
+    """Return the checkpoint's name for these linears if it stores them as one."""
     block, _, role = names[0].rpartition(".")
     joined = {FUSED[0]: QKV, MLP_ROLES[0]: GATE_UP}.get(role)
     return f"{block}.{joined}" if len(names) > 1 and joined in config.stored_joined else None
 
 
 def _shape(kind: str, outputs: int, inputs: int, form: Form) -> tuple[int, ...]:
-    """Of a tensor of a linear in a checkpoint, or as it is held in 4 bits."""
+    """Return the shape of a linear's tensor in a checkpoint, or as it is held in 4 bits."""
     width, count = inputs, 1
     if isinstance(form, Int4):
         width, count = inputs // IN_A_WORD, form.num_groups(inputs)
@@ -229,7 +237,7 @@ def _shape(kind: str, outputs: int, inputs: int, form: Form) -> tuple[int, ...]:
 
 
 def _of_words(slices: Slices) -> Slices:
-    """Of rows as they are, and of inputs, if they are cut, in words of 8."""
+    """Convert slices of inputs, if they are cut, to words of 8; rows are unchanged."""
     rows, inputs = slices[:1], slices[1:]
     return (*rows, *(slice(each.start // IN_A_WORD, each.stop // IN_A_WORD) for each in inputs))
 
@@ -243,7 +251,7 @@ def _joined_places(
     orders: dict[str, Tensor | None],
     config: DecoderConfig,
 ) -> dict[str, Place]:
-    """Where the tensors go that join these linears: a rank reads its rows of each of them."""
+    """Return the destinations of tensors that join these linears; a rank reads its rows of each of them."""
     ranges, order, first, held = [], [], 0, 0
     for name in names:
         outputs, inputs = sizes[name]
@@ -255,14 +263,15 @@ def _joined_places(
         first, held = first + outputs, held + len(own)
     (rounding,) = _roundings(linear, [held]) or [None]
     whole, cut = torch.cat(order), tuple(ranges)
-    return {
-        f"{stored}.{kind}": Place(room, _shape(kind, first, inputs, linear.form), (), whole, cut, rounding)
-        for kind, (room,) in rooms_of(linear, [held])
-    }
+    places = {}
+    for kind, (room,) in rooms_of(linear, [held]):
+        shape = _shape(kind, first, inputs, linear.form)
+        places[f"{stored}.{kind}"] = Place(room, shape, (), whole, cut, rounding=rounding)
+    return places
 
 
 def rooms_of(linear: Linear | UpProjection, widths: list[int]) -> Iterator[tuple[str, tuple[Tensor, ...]]]:
-    """The rows of a joined linear's parameters that belong to each of the checkpoint's linears."""
+    """Yield the rows of a joined linear's parameters that belong to each of the checkpoint's linears."""
     for kind in ("weight", "weight_scale", "weight_offset", "bias"):
         joined = getattr(linear, kind, None)
         if joined is not None and not (linear.rounds and kind == "weight_scale"):  # which is computed
@@ -270,20 +279,25 @@ def rooms_of(linear: Linear | UpProjection, widths: list[int]) -> Iterator[tuple
 
 
 def _roundings(linear: Linear | UpProjection, widths: list[int]) -> list[Rounding]:
-    """How the rows of each of the checkpoint's linears are quantized as they come; none if they are not."""
+    """Return how the rows of each of the checkpoint's linears are quantised at load.
+
+    The list is empty if they are not.
+    """
     if not isinstance(linear, Linear) or not linear.rounds or linear.weight_scale is None:
         return []
     return [Rounding(linear, scale) for scale in linear.weight_scale.data.split(widths)] if widths else []
 
 
 def _tensors(file: Path, places: Places) -> Iterator[tuple[str, Tensor]]:
-    """What this rank reads of a file's tensors, mapped one after the other; each is valid until the next is
-    asked for.
+    """Yield this rank's parts of a file's tensors, mapped one after the other.
+
+    Each is valid until the next is asked for.
     """
     mapped, num_bytes = open_checkpoint(file), 0
     for name, place in places.items():
         tensor = _read(mapped, name, place)
-        num_bytes += tensor.untyped_storage().nbytes()  # a cut across rows brings the pages of all rows
+        # A cut across rows brings the pages of all rows into memory
+        num_bytes += tensor.untyped_storage().nbytes()
         yield name, tensor
         del tensor
         if num_bytes > MAPPED_BYTES:
@@ -291,7 +305,7 @@ def _tensors(file: Path, places: Places) -> Iterator[tuple[str, Tensor]]:
 
 
 def _read(mapped: Any, name: str, place: AnyPlace) -> Tensor:
-    """What this rank reads of a tensor of a mapped file."""
+    """Return this rank's part of a tensor of a mapped file."""
     if not (place.slices or place.ranges):
         return mapped.get_tensor(name)
     return place.part(mapped.get_slice(name))
@@ -300,7 +314,7 @@ def _read(mapped: Any, name: str, place: AnyPlace) -> Tensor:
 def _account(
     files: list[Path], places: Places, known: Places, is_unread: Callable[[str], bool]
 ) -> tuple[dict[Path, list[str]], list[str]]:
-    """The tensors to be read from each file, and everything that is wrong with them."""
+    """Return the tensors to read from each file, and everything that is wrong with them."""
     found: dict[Path, list[str]] = {}
     faults: list[str] = []
     absent = {name: list(place.shape) for name, place in places.items()}

@@ -1,4 +1,4 @@
-"""What does this recipe say, and does it fit?
+"""Show what a recipe says, and whether it fits into memory.
 
 python -m recipes show RECIPE [key=value ...] [--profile NAME]   its keys, their origins, the memory it takes
 python -m recipes keys                                           every key that there is, as a Markdown table
@@ -38,10 +38,10 @@ def main(given: list[str]) -> None:
 
 
 def show(path: str, overrides: Sequence[str], profile: str | None = None) -> None:
-    """Prints the keys of a recipe, their origins and the memory that it takes; raises ValueError."""
+    """Print the keys of a recipe, their origins and the memory that it takes; raises ValueError."""
     loaded = read(path, overrides, profile)
 
-    # here, because they bring torch, which takes a second
+    # These are imported here because they import torch, which takes a second.
     from recipes.build import machine, memory_plan, sizing
     from recipes.build.families import share_of
 
@@ -60,7 +60,7 @@ def show(path: str, overrides: Sequence[str], profile: str | None = None) -> Non
 
 
 def _rows(loaded: LoadedRecipe, longest_tokens: int | None) -> Iterator[tuple[str, str, str]]:
-    """Name, value and origin of every key; what a policy takes for a key that is left out, too."""
+    """Yield name, value and origin of every key, including a policy's values for keys that are left out."""
     section, sources = completed(loaded.recipe.scheduler, longest_tokens)
     recipe = replace(loaded.recipe, scheduler=section)
     for each in keys_of(Recipe):

@@ -1,10 +1,10 @@
-"""May a benchmark's result be believed?
+"""Check whether a benchmark's result is possible.
 
     python -m scripts.audit FILE [--json]       FILE is what a benchmark printed with --json
-    python -m scripts.audit --sources           the sources' own tables, row by row
-    python -m scripts.audit --laws              what is held against what
+    python -m scripts.audit --sources           audits the sources' own tables, row by row
+    python -m scripts.audit --laws              lists each law and its statement
 
-Ends with 0 where a result passes, 1 where a law refuses it, 2 where the file cannot be used.
+The exit status is 0 where a result passes, 1 where a law refuses it, 2 where the file cannot be used.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from recipes.schema import verb
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     top = argparse.ArgumentParser(
         prog="python -m scripts.audit", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

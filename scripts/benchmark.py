@@ -1,4 +1,4 @@
-"""How fast is it? `python -m scripts.benchmark VERB ...`; each verb has its own --help."""
+"""Measure speed: `python -m scripts.benchmark VERB ...`; each verb has its own --help."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from importlib import import_module
 
 from recipes.schema import verb
 
-VERBS = {  # their modules are loaded when they run: some bring torch, and some do without
+VERBS = {  # a verb's module is imported only when it runs, since some import torch and some do not
     "serve": ("serve.command", "what clients see of a server, ours or another's"),
     "sweep": ("serve.sweep", "the same at one rate, and one setting, after the other, with a page"),
     "fleet": ("serve.fleet", "what a router that knows pages brings, with real servers behind it"),

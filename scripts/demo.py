@@ -1,10 +1,10 @@
-"""What does continuous batching change? The tiny model serves one trace in both ways.
+"""Compare continuous batching with static batching: the tiny model serves one trace in both ways.
 
     python -m scripts.demo [--requests 64] [--rate 200] [--output demo.png]
 
 Requests arrive by a Poisson process and share a system prompt. Static batching waits for a full batch and
 runs it to its longest answer; continuous batching lets requests join and leave at every step. Engine, recipe,
-trace and slots are the same.
+trace and number of slots are the same.
 """
 
 from __future__ import annotations

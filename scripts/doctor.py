@@ -1,9 +1,10 @@
-"""Why does it not run on this Ascend machine?
+"""Diagnose why an engine does not run on this Ascend machine.
 
     python -m scripts.doctor [--json]
 
-Looks at driver, devices, CANN, torch, torch_npu, the shell and the system, changes nothing, and prints each
-fault with its cause, its fix and the document that says so. Status 0: fit to compute on an NPU; 1: not.
+The command inspects driver, devices, CANN, torch, torch_npu, the shell and the system, changes nothing, and
+prints each fault with its cause, its fix and the document that says so. Exit status 0: fit to compute on an
+NPU; 1: not.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from recipes.schema import verb
 
 
 def main(argv: list[str]) -> int:
-    """Print the diagnosis; 0 where nothing keeps an NPU from computing."""
+    """Print the diagnosis; returns 0 where nothing keeps an NPU from computing."""
     parser = argparse.ArgumentParser(
         prog="python -m scripts.doctor", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

@@ -1,10 +1,10 @@
-"""How does a further machine hold its ranks of an engine?
+"""Hold a further machine's ranks of an engine.
 
     python -m scripts.follow RECIPE [key=value ...] [--in-turn]
 
-It is started on every machine but the first, where a verb such as scripts.serve leads; scripts/launch.sh
-starts the right one of the two. Which machine this is comes from `parallel.nodes`, or from the launcher:
-see docs/cluster.md.
+The command is started on every machine but the first, where a verb such as scripts.serve leads;
+scripts/launch.sh starts the right one of the two. Which machine this is comes from `parallel.nodes`, or from
+the launcher: see docs/cluster.md.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from recipes.schema.recipe_error import RecipeError
 
 
 def main(argv: list[str]) -> int:
-    """Hold the ranks until the leader closes its engine; its status is 0 then."""
+    """Hold the ranks until the leader closes its engine, and return 0 then."""
     parser = argparse.ArgumentParser(
         prog="python -m scripts.follow", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
             f"this machine is the first of {cluster.num_nodes} ({cluster.source}), which leads",
             "start a verb here, such as scripts.serve, and scripts.follow on the others",
         )
-    from recipes.build.node import hold  # here, because it brings torch, which takes a second
+    from recipes.build.node import hold  # imported here because it imports torch, which takes a second
 
     return hold(recipe, cluster, in_turn=asked.in_turn)
 

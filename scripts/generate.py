@@ -1,11 +1,11 @@
-"""How do requests in a file become answers in a file?
+"""Answer the requests of a file, and write the answers to a file.
 
     python -m scripts.generate RECIPE [key=value ...] --prompt TEXT | --chat TEXT
     python -m scripts.generate RECIPE [key=value ...] --input FILE.jsonl --output FILE.jsonl [--resume]
 
 Each input line is a request: id, prompt | prompt_token_ids | messages, arrival_s, and the sampling fields of
 the OpenAI API; each output line is its answer, or {"id", "error"} where it was refused. `-` is standard input
-or output; without --output the answer is printed. --resume serves what --output does not answer yet.
+or output; without --output the answer is printed. --resume serves only what --output lacks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from serving.text.tokenizer import Text
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     raw = argparse.RawTextHelpFormatter
     top = argparse.ArgumentParser(prog="python -m scripts.generate", description=__doc__, formatter_class=raw)
     add_recipe(top)
@@ -47,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def lines_of(options: argparse.Namespace) -> Iterable[str]:
-    """The request lines, from --prompt, --chat or --input."""
+    """Return the request lines, from --prompt, --chat or --input."""
     if options.input is not None:
         return lines_in(options.input)
     messages = [{"role": "user", "content": options.chat}]
@@ -68,10 +68,10 @@ def main(argv: list[str]) -> None:
     logging.basicConfig(level=logging.INFO if options.log else logging.WARNING, format="%(message)s")
     recipe = read(options.recipe, options.overrides, options.profile).recipe
     text = Text.load(recipe.model.path) if recipe.model.path else None
-    jobs = list(read_jobs(lines_of(options), text, recipe))  # before the model: a bad file fails at once
+    jobs = list(read_jobs(lines_of(options), text, recipe))  # a bad file fails before the build
     engine = build(recipe).engine
     jobs = unanswered(options.output, jobs) if options.resume else jobs
-    with contextlib.ExitStack() as stack:  # what stood in the file is kept where no engine could be built
+    with contextlib.ExitStack() as stack:  # opened after the build, whose failure keeps the file's content
         output = stack.enter_context(opened(options.output, goes_on=options.resume))
         is_hidden = None if options.input is not None else True  # None: unless on a terminal
         progress = stack.enter_context(tqdm(total=len(jobs), unit="request", disable=is_hidden))
@@ -81,7 +81,7 @@ def main(argv: list[str]) -> None:
                 write_record(output, record | ({"device": "VIRTUAL"} if recipe.device.virtual else {}))
             elif "error" in record:
                 raise ValueError(record["error"])
-            else:  # without a tokenizer the answer is token ids
+            else:  # the model may have no tokenizer; the answer is then token ids
                 print(record["token_ids"] if record["text"] is None else record["text"])
 
 

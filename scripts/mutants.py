@@ -1,6 +1,6 @@
-"""Would a test notice if this were wrong? Plants faults, one at a time, and runs the test that each names.
+"""Check the tests by mutation: plant faults, one at a time, and run the test that each names.
 
-The faults stand with the tests (tests/mutation), which run in a process of their own.
+The faults are defined with the tests (tests/mutation), which run in a process of their own.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from recipes.schema import verb
 
 
 def main(argv: list[str]) -> int:
-    """Run that process; its status is ours."""
+    """Run that process, and return its exit status."""
     return subprocess.run([sys.executable, "-m", "tests.mutation", *argv], check=False).returncode
 
 

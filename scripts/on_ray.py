@@ -1,11 +1,11 @@
-"""How does a Ray cluster start an engine that spans several of its nodes, or replicas of a server?
+"""Run an engine that spans several nodes of a Ray cluster, or replicas of a server.
 
     python -m scripts.on_ray --nodes 2 serve RECIPE parallel.tensor=16
     python -m scripts.on_ray --replicas 2:4 --router http://127.0.0.1:8080 serve RECIPE
 
 The first runs scripts/launch.sh with these arguments on as many nodes of the cluster that this machine
 belongs to, each with its share of the ranks' devices, and prints what they print. The second keeps from 2 to
-4 such servers, by the prompt tokens that wait, and tells a scripts.route of them. Every node needs this
+4 such servers, by the prompt tokens that wait, and announces them to a scripts.route. Every node needs this
 directory under the same path. See docs/cluster.md and docs/fleet.md.
 """
 
@@ -26,7 +26,7 @@ from scripts import serve
 
 
 def main(argv: list[str]) -> int:
-    """The status of the verb on the node that leads, or 0 where replicas have ended in order."""
+    """Return the status of the verb on the leading node, or 0 where replicas have ended in order."""
     options = parser().parse_args(argv)
     if options.replicas is not None:
         return ray_fleet.serve(fleet(options), _say)
@@ -38,7 +38,7 @@ def _say(line: str) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     top = argparse.ArgumentParser(
         prog="python -m scripts.on_ray", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -55,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def fleet(options: argparse.Namespace) -> RayFleet:
-    """What is to run; raises ValueError for what cannot be."""
+    """Return the fleet to run; raises ValueError for one that cannot run."""
     verb_, *arguments = options.arguments or [""]
     if verb_ != "serve":
         raise ValueError(f"--replicas are servers, and the verb is {verb_!r}; say serve RECIPE")

@@ -1,12 +1,12 @@
-"""On which rank should each expert lie, by what was measured?
+"""Propose on which rank each expert should lie, by measured counts.
 
     curl -s localhost:8000/experts > COUNTS
     python -m scripts.place COUNTS --ranks N --output PLACEMENT
     python -m scripts.serve RECIPE parallel.tensor=N parallel.expert=N parallel.placement=PLACEMENT
 
-COUNTS is what a server says that counts them (device.count_experts): how many tokens chose each expert. N is
-parallel.expert. Prints the load of the most loaded rank, in means of all ranks, before and after, and says
-where placing does not pay.
+COUNTS comes from a server that counts (device.count_experts): how many tokens chose each expert. N is
+parallel.expert. The command prints the load of the most loaded rank divided by the mean of all ranks, before
+and after, and says where placing does not pay.
 """
 
 from __future__ import annotations

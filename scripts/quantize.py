@@ -1,4 +1,4 @@
-"""How does a checkpoint become one of int8 weights, and what does that change?
+"""Quantise a checkpoint to int8 weights, and measure what that changes.
 
     python -m scripts.quantize MODEL_DIR OUT_DIR [--evaluate TEXT_FILE]
 
@@ -18,11 +18,11 @@ from recipes.build.scoring import check, comparison, score
 from recipes.schema import verb
 from serving.text.tokenizer import Text
 
-MOST_TEXT_BYTES = 2**26  # of a text to score: a book has 1 MiB
+MOST_TEXT_BYTES = 2**26  # most bytes of a text to score; a book has 1 MiB
 
 
 def main(argv: list[str]) -> None:
-    """Quantise, and score both where that is asked for; raises ValueError or OSError."""
+    """Quantise, and score both models where asked to; raises ValueError or OSError."""
     parser = argparse.ArgumentParser(
         prog="python -m scripts.quantize", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -44,7 +44,10 @@ def main(argv: list[str]) -> None:
 
 
 def _tokens(path: Path, source: Path) -> list[list[int]]:
-    """The tokens of a text's lines; raises ValueError for what could not be scored after quantising."""
+    """Return the tokens of a text's lines.
+
+    Raises ValueError for what could not be scored after quantising.
+    """
     try:
         lines = read_bounded(path, MOST_TEXT_BYTES).decode("utf-8").splitlines()
     except UnicodeDecodeError as error:

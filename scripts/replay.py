@@ -1,4 +1,4 @@
-"""Does a recording come out the same again, and what happened in it?
+"""Replay a recording, check that every decision is the same, and explain what happened in it.
 
     python -m scripts.replay FILE                       decide every step again; the first difference, if any
     python -m scripts.replay FILE --explain REQUEST_ID  one request's story
@@ -6,7 +6,7 @@
     python -m scripts.replay FILE --policy NAME [scheduler.KEY=VALUE ...]
                                                         what if another policy had served these requests
 
-A recording is made with `scheduler.record=FILE` in the recipe. Exit 1: a decision came out otherwise; 2: the
+A recording is made with `scheduler.record=FILE` in the recipe. Exit status 1: a decision differs; 2: the
 recording is damaged; 3: its end is missing. What comes before the damage is replayed all the same, and a time
 line has a mark there.
 """
@@ -30,7 +30,7 @@ from recipes.schema.command_line import keep_apart
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     top = argparse.ArgumentParser(
         prog="python -m scripts.replay", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -67,7 +67,7 @@ def main(argv: list[str]) -> int:
 def act(
     options: argparse.Namespace, recording: Recording, scheduler: Scheduler, events: Iterator[Event]
 ) -> None:
-    """What the options ask for."""
+    """Do what the options ask for."""
     if options.explain is not None:
         story = Story(options.explain, scheduler)
         story.follow(events)

@@ -1,8 +1,8 @@
-"""What do the sources' experiments give where every figure must pass the gate? Nothing of it is measured.
+"""Reproduce the sources' experiments in simulation; every figure must pass the gate, and none is measured.
 
     python -m scripts.reproduce --output DIR [--only NAME ...] [--quick] [--jobs N] [--json FILE]
 
-Writes DIR/reproduced.md and its pictures. Ends with 1 if the gate refuses a result.
+The command writes DIR/reproduced.md and its pictures. Its exit status is 1 if the gate refuses a result.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from recipes.schema.numbers import whole
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     top = argparse.ArgumentParser(
         prog="python -m scripts.reproduce",
         description=__doc__,

@@ -1,12 +1,13 @@
-"""How are several servers one? A router in front of them, which knows what each has computed already.
+"""Serve several servers as one, through a router that knows which pages each has computed.
 
     python -m scripts.route --replica http://127.0.0.1:8001 --replica http://127.0.0.1:8002 \\
         [--recipe recipes/tiny/cpu.yaml] [--port 8080]
 
-Speaks OpenAI's API at /v1, as the servers behind it do. With the replicas' --recipe it hashes prompts as
-they do and, where they publish their pages (`cache.events`), knows what each holds; other servers are judged
-by the text that was sent to them. /fleet, and the page at /, show where requests went and why. Replicas come
-and go by POST /fleet/add?http://HOST:PORT and /fleet/remove?..., or as a name says (--discover).
+The router speaks OpenAI's API at /v1, as the servers behind it do. With the replicas' --recipe it hashes
+prompts as they do and, where they publish their pages (`cache.events`), knows which pages each holds; other
+servers are judged by the text that was sent to them. /fleet, and the page at /, show where requests went and
+why. Replicas are added and removed by POST /fleet/add?http://HOST:PORT and /fleet/remove?..., or found as the
+addresses of a name (--discover).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from serving.router.server import RouterOptions, run_router
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     top = argparse.ArgumentParser(
         prog="python -m scripts.route", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

@@ -1,10 +1,10 @@
-"""How is a recipe served to many, over HTTP?
+"""Serve a recipe's model to many clients over HTTP.
 
     python -m scripts.serve RECIPE [key=value ...] [--host 127.0.0.1] [--port 8000]
 
-Speaks OpenAI's API at /v1. SIGTERM, or ctrl-C, lets running requests come to their end (`server.drain_s`); a
-second one does not wait. The server listens on this machine alone unless --host says otherwise; give keys
-where others can reach it: --api-keys FILE, or the environment's API_KEY.
+The server speaks OpenAI's API at /v1. SIGTERM, or ctrl-C, lets running requests come to their end
+(`server.drain_s`); a second one does not wait. The server listens on this machine alone unless --host says
+otherwise; give keys where others can reach it: --api-keys FILE, or the environment's API_KEY.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from serving.server import ServerOptions, run_server
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     top = argparse.ArgumentParser(
         prog="python -m scripts.serve", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -53,7 +53,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> int:
-    """Serve until a signal; 1 where no engine could be started."""
+    """Serve until a signal; returns 1 where no engine could be started."""
     return run_server(ServerOptions(**vars(parser().parse_intermixed_args(argv))))
 
 

@@ -1,4 +1,4 @@
-"""What would a recipe serve on a machine that is not here? Nothing of it is measured.
+"""Simulate a recipe on a machine that is not here; nothing of it is measured.
 
     python -m scripts.simulate RECIPE [key=value] --trace FILE --device ascend910b --tp 8
     python -m scripts.simulate search RECIPE [key=value] --trace FILE --ttft-ms 500 --itl-ms 50
@@ -8,8 +8,8 @@
     python -m scripts.simulate held-out RECIPE [key=value] --train FILE [--held FILE] [--runs N]
     python -m scripts.simulate fit RECORDING --output COSTS.json     what --costs takes
 
-The scheduler is the real one; the time of a step is what a model of the device says (`simulation/profiles`),
-or what was fitted to a recorded run (`scheduler.record` in its recipe).
+The scheduler is the real one; the time of a step comes from a model of the device (`simulation/profiles`), or
+was fitted to a recorded run (`scheduler.record` in its recipe).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from recipes.schema import verb
 
 
 def show(options: argparse.Namespace, result: Result) -> None:
-    """Print it as was asked."""
+    """Print the result as JSON or as a table."""
     if options.json:
         print(json.dumps(result, indent=2))
     else:
@@ -46,7 +46,7 @@ def show(options: argparse.Namespace, result: Result) -> None:
 
 
 def main(argv: list[str]) -> None:
-    """Simulate, search or fit; raises ValueError or OSError for what cannot be read or cannot be."""
+    """Simulate, search or fit; raises ValueError or OSError for what cannot be read or is impossible."""
     if argv[:1] == ["fit"]:
         fit_main(fit_parser().parse_args(argv[1:]))
     elif argv[:1] == ["held-out"]:

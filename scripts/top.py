@@ -1,9 +1,10 @@
-"""What is a server doing right now?
+"""Show what a server is doing now.
 
     python -m scripts.top URL [--every SECONDS] [--once]
 
-Slots, pages, queue and rates, from the server's /metrics, until ctrl-C; the URL is http://HOST:PORT. A server
-that needs a key gets the environment's API_KEY. --once prints one frame, of two readings, and ends.
+The view has slots, pages, queue and rates, from the server's /metrics, until ctrl-C; the URL is
+http://HOST:PORT. A server that needs a key gets the environment's API_KEY. --once prints one frame, made from
+two readings, and ends.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from recipes.schema import verb
 from recipes.schema.numbers import real
 from serving.terminal_view import LONGEST_INTERVAL_S, frame, read, watch
 
-LEAST_INTERVAL_S = 0.01  # a server has more to do than to be looked at
+LEAST_INTERVAL_S = 0.01  # a shorter interval would burden the server
 
 
 def main(argv: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""What load does a benchmark serve? Requests of drawn lengths at drawn times, or those of a public trace.
+"""Write the requests of a benchmark's load: drawn lengths at drawn times, or those of a public trace.
 
     python -m scripts.trace --requests 64 --rate inf --prompt-tokens uniform:70:210 \\
         --output-tokens uniform:32:96 --vocab-size 32000 --seed 0 --output FILE.jsonl
@@ -7,14 +7,14 @@
 
 The lines are what `python -m scripts.generate` reads: prompts of token ids, so that any model serves them,
 and answers of exactly the drawn length. Requests arrive by a Poisson process, or all at once at rate `inf`;
-in bursts, the gaps drawn from a gamma distribution; or at a rate that goes evenly from --rate to a last one.
-LENGTHS are `N`, `uniform:LEAST:MOST`, `lognormal:MEAN:SIGMA` (sigma of the logarithm) or `file:PATH` (one a
-line). The same seed draws the same lengths and prompts at every rate. What is not given of requests, lengths
-and vocabulary has a default (see below), which the summary names.
+in bursts, the gaps drawn from a gamma distribution; or at a rate that changes linearly from --rate to a last
+one. LENGTHS are `N`, `uniform:LEAST:MOST`, `lognormal:MEAN:SIGMA` (sigma of the logarithm) or `file:PATH`
+(one a line). The same seed draws the same lengths and prompts at every rate. Requests, lengths and vocabulary
+have defaults (see below), and the summary names those that were used.
 
-A session's turns have ids `SESSION/TURN`, each prompt going on from the one before and a stand-in for its
+A session's turns have ids `SESSION/TURN`, each prompt continuing the one before and a stand-in for its
 answer. A closed loop has ids `CLIENT/NUMBER` and no times: a client sends a request when the one before has
-ended. `generate` knows no clients, and takes such a file as requests that all come at once.
+ended. `generate` knows no clients, and takes such a file as requests that all arrive at once.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""Does everything work on this machine's NPU, and how fast? One report to send back.
+"""Verify everything on this machine's NPU, measure its speed, and write one report to send back.
 
     bash scripts/verify_npu.sh [--virtual] [--output DIR] [--calls 50]
     python -m scripts.verify recipes/tiny/npu.yaml [key=value ...] [--output DIR] [--calls 50]
 
-Product, environment, operators against their contract, tokens of the tiny model against the CPU's, a short
-benchmark: each in a process of its own, so that a crash of one is a line of the report. The parts are given
-what the product needs the recipe to say otherwise, such as float16. Status 0: all is right.
+The parts are the product, the environment, operators against their contract, tokens of the tiny model against
+the CPU's, and a short benchmark. Each runs in a process of its own, so that a crash of one is a line of the
+report. The parts override the recipe where the product needs it, such as float16. Exit status 0: all is
+right.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from recipes.schema.recipe import ROOT
 
 
 def main(argv: list[str]) -> int:
-    """Run all parts, print the verdict, write the report; 0 where all that counts is right."""
+    """Run all parts, print the verdict, write the report; returns 0 where all that counts is right."""
     parser = argparse.ArgumentParser(
         prog="python -m scripts.verify", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -49,7 +50,7 @@ def main(argv: list[str]) -> int:
     asked, outcomes = [*options.overrides, *chosen], []
     if device.kind == "npu":
         outcomes.append(_announced_run(product_part([options.recipe, *asked])))
-        asked = [*needed_overrides(outcomes[0]), *asked]  # what the user says otherwise holds
+        asked = [*needed_overrides(outcomes[0]), *asked]  # the user's overrides come last, so they hold
     recipe = [options.recipe, *asked]
     others = parts(folder, recipe, virtual=device.virtual, num_calls=options.calls, product=device.product)
     outcomes += [_announced_run(part) for part in others]

@@ -1,7 +1,7 @@
-"""Which adapters (LoRA) may requests ask for, and by which name?
+"""Keep the LoRA adapters that requests may ask for, by name.
 
-Pages that an adapter's requests computed are kept apart from all others by the digest of its files: an
-adapter that is loaded again under its old name, but with other files, finds none of them.
+The prefix-cache pages of an adapter's requests are salted with the digest of the adapter's files, so an
+adapter that is loaded again under its old name from other files matches none of them.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from serving.failures import Unavailable
 
 @dataclass(slots=True)
 class NamedAdapter:
-    """An adapter by its name, and the number of its place on the device."""
+    """An adapter: its name, and the number of the place that it has on the device."""
 
     name: str
     number: int
     files: AdapterFiles
-    is_there: bool = True  # the place holds it
+    is_there: bool = True  # the adapter is loaded into its place
 
     def salted(self, salt: str) -> str:
-        """What parts the pages of its requests with this salt from all others."""
+        """Return the page salt of this adapter's requests, which keeps their pages apart from all others."""
         return f"{salt}:adapter:{self.files.digest}"
 
 
 class KnownAdapters:
-    """Those that a recipe names; raises RecipeError for one that cannot be used."""
+    """The adapters that a recipe names; raises RecipeError for one that cannot be used."""
 
     def __init__(self, section: AdaptersSection) -> None:
         self._by_name: dict[str, NamedAdapter] = {}
@@ -51,11 +51,14 @@ class KnownAdapters:
         return tuple(self._by_name.values())
 
     def knows(self, name: str) -> bool:
-        """Whether there is one of this name."""
+        """Return whether there is an adapter of this name."""
         return name in self._by_name
 
     def find(self, name: str) -> NamedAdapter:
-        """The adapter of this name; raises BadRequest where there is none, Unavailable while it is loaded."""
+        """Return the adapter of this name.
+
+        Raises BadRequest if there is none, and Unavailable while it is being loaded.
+        """
         found = self._by_name.get(name)
         if found is None:
             known = " or ".join(map(shown, self._by_name)) or "left out: there are no adapters"

@@ -1,7 +1,8 @@
-"""How do many callers in an event loop share one engine?
+"""Let many callers in one event loop share one engine.
 
-The engine runs in a process of its own. If that ends or hangs, everybody who waits for it gets an error, and
-another is started. Long prompts become tokens in threads; tokens become text in the event loop.
+The engine runs in a process of its own. If that process ends or hangs, every caller who waits for it gets an
+error, and another engine is started. Long prompts are tokenized in threads; tokens are decoded to text in the
+event loop.
 """
 
 from __future__ import annotations
@@ -47,14 +48,14 @@ from serving.text.tokenizer import Text
 log = logging.getLogger(__name__)
 
 Value = TypeVar("Value")
-Fields = Mapping[str, Any]  # those of `parse_request`, and PROMPT_REPLICA
+Fields = Mapping[str, Any]  # fields that `parse_request` reads, and PROMPT_REPLICA
 
 
 class AsyncLLM:
-    """A model that answers many requests at once. Raises ValueError for a recipe that cannot be used.
+    """A model that answers many requests at once; raises ValueError for a recipe that cannot be used.
 
-    `overrides` are as on the command line: "cache.page_size=32". `start` and `close` it within the same event
-    loop.
+    `overrides` are written as on the command line: "cache.page_size=32". Call `start` and `close` within the
+    same event loop.
     """
 
     def __init__(
@@ -75,37 +76,38 @@ class AsyncLLM:
         self.stats.silence_limit_s = lambda: self.engine.silence.limit_s
         self.adapters = ServedAdapters(self.recipe.adapters, self.engine.send, self._requests)
         self._threads = ThreadPoolExecutor(self.recipe.server.text_threads, "text")
-        self._streams: dict[int, tuple[AnswerStream, int]] = {}  # until the engine has sent their end
+        # Kept until the engine has sent a stream's end.
+        self._streams: dict[int, tuple[AnswerStream, int]] = {}
         self._num_parsing = 0
         self._next_stream = 0
         self._looks: list[asyncio.Future[View]] = []
 
     def _arguments_of(self, life: int) -> list[str]:
-        """The worker's arguments; each life of the engine has a recording of its own."""
+        """Return the worker's arguments; each life of the engine has a recording of its own."""
         record = self.recipe.scheduler.record
         other = [] if record is None or life == 1 else [f"scheduler.record={record}.{life}"]
         return [*self._arguments, *other]
 
     @property
     def state(self) -> State:
-        """Of the engine: see Supervisor."""
+        """The engine's state (see Supervisor)."""
         return self.engine.state
 
     @property
     def facts(self) -> EngineFacts | None:
-        """Of the engine, while there is one that is ready."""
+        """The engine's facts, while an engine is ready."""
         return self.engine.facts
 
     @property
     def num_requests(self) -> int:
-        """Samples in the engine, and requests on their way to it."""
+        """The number of samples in the engine and of requests on their way to it."""
         return len(self._streams) + self._num_parsing
 
     def _requests(self) -> Iterator[Request]:
         return (answer.request for answer, _ in self._streams.values())
 
     def start(self) -> None:
-        """Start the engine, which is ready later."""
+        """Start the engine; `ready` waits for it."""
         self.engine.start()
 
     async def ready(self) -> None:
@@ -119,7 +121,10 @@ class AsyncLLM:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def drain(self, drain_s: float) -> None:
-        """Take no more requests; those that go on after the time, or when this is cancelled, are cut off."""
+        """Accept no more requests, and abort those that still run after `drain_s`.
+
+        They are aborted at once when this is cancelled.
+        """
         self.engine.become("draining")
         try:
             if self.num_requests:
@@ -131,7 +136,7 @@ class AsyncLLM:
                 self.abort(answer, ShutDown())
 
     def check_ready(self) -> None:
-        """Raise Unavailable unless requests are taken."""
+        """Raise Unavailable unless requests are accepted."""
         if self.state != "ready":
             self.stats.rejected(self.state)
             raise Unavailable(self.engine.why_not, self.engine.ready_in_s)
@@ -141,9 +146,9 @@ class AsyncLLM:
     ) -> list[AnswerStream]:
         """Send requests to the engine, all or none; raises a Failure or BadRequest.
 
-        But for their prompts, all have the same fields. With `fill`, an answer may be as long as model and
-        cache allow. Clients know them by their `group`, and `owner` alone may find them. Who has read an
-        answer, or stops to, calls `limits.release`.
+        Apart from their prompts, all have the same fields. With `fill`, an answer may be as long as model and
+        cache allow. Clients know the requests by their `group`, and only `owner` may find them. A caller that
+        has read an answer, or stops reading it, calls `limits.release`.
         """
         self.check_ready()
         facts, alone = self.facts, len(requests) == 1
@@ -183,7 +188,7 @@ class AsyncLLM:
         return answer
 
     def _parse(self, fields: Fields, facts: EngineFacts, *, fill: bool) -> Request:
-        """The request, with what the engine hears of its pages."""
+        """Return the request, with what the engine is told of its pages."""
         most, (asked, prompt_replica) = facts.max_tokens, parted(fields)
         check_length(fields, most, self.text)
         longest, adapters = most if fill else None, self.adapters
@@ -193,7 +198,7 @@ class AsyncLLM:
     async def generate(
         self, prompt: Prompt, sampling_params: VllmSamplingParams, request_id: str
     ) -> AsyncIterator[RequestOutput]:
-        """The answers so far, each time that there is more; a reader that stops ends the request.
+        """Yield the answers so far whenever they grow; a reader that stops early aborts the request.
 
         Raises a Failure, and BadRequest for a request that cannot be served.
         """
@@ -220,7 +225,7 @@ class AsyncLLM:
                 self.abort(answer)
 
     async def apart(self, work: Callable[[], Value], *, at_once: bool = False) -> Value:
-        """The result of work in a thread, unless `at_once`; raises Overloaded or BadRequest."""
+        """Return the result of work in a thread, or here if `at_once`; raises Overloaded or BadRequest."""
         self.limits.check_room(self.num_requests, 1)
         self._num_parsing += 1
         try:
@@ -235,7 +240,7 @@ class AsyncLLM:
             self._notify_if_empty()
 
     def abort(self, answer: AnswerStream, failure: Failure | None = None) -> None:
-        """Nobody waits for the rest of it."""
+        """End an answer whose rest nobody waits for."""
         answer.fail(failure or CutOff("the request was aborted", "disconnect"))
         if not answer.is_aborted:
             answer.is_aborted = True
@@ -246,17 +251,17 @@ class AsyncLLM:
                     self.engine.send(Finish(stream, "abort"))
 
     def find(self, group: str, owner: str = "") -> list[AnswerStream]:
-        """The open answers to a request of this owner, by the id that its client knows."""
+        """Return this owner's open answers to the request whose id the client knows as `group`."""
         answers = {id(answer): answer for answer, _ in self._streams.values() if answer.is_open}.values()
         return [each for each in answers if (each.group, each.owner) == (group, owner)]
 
     def answer_of(self, stream: int) -> AnswerStream | None:
-        """The answer that a stream belongs to, while the engine works on it."""
+        """Return the answer that a stream belongs to, while the engine works on it."""
         found = self._streams.get(stream)
         return None if found is None else found[0]
 
     async def look(self) -> View:
-        """The engine's slots and pages now; raises Unavailable without an engine."""
+        """Return the present state of the engine's slots and pages; raises Unavailable without an engine."""
         if self.facts is None:
             raise Unavailable(self.engine.why_not, self.engine.ready_in_s)
         future: asyncio.Future[View] = asyncio.get_running_loop().create_future()
@@ -294,7 +299,7 @@ class AsyncLLM:
         for at, (stream, token, entry) in enumerate(zip(message.streams, message.tokens, logprobs)):
             answer, index = self._streams[stream]
             if answer.samples[index].finish_reason is not None:
-                continue  # computed before it was known that a stop string had ended it
+                continue  # the token was computed before a stop string was found to have ended the sample
             if answer.samples[index].num_tokens:
                 self.stats.next_token(now_s - answer.last_token_s[index])
             else:
@@ -312,12 +317,12 @@ class AsyncLLM:
         answer, index = self._streams.pop(end.stream)
         answer.finish(index, end)
         self.stats.ended(answer, index, end, now_s - answer.arrival_s)
-        if answer.failure is not None:  # its other samples are of no use
+        if answer.failure is not None:  # the answer's other samples are of no use
             self.abort(answer)
         self._notify_if_empty()
 
     def _refuse(self, stream: int, reason: str, failure: Failure | BadRequest) -> None:
-        """The engine does not accept a request."""
+        """Handle the engine's refusal of a request."""
         answer, _ = self._streams[stream]
         for index in range(len(answer.samples)):
             del self._streams[stream + index]
@@ -334,7 +339,7 @@ class AsyncLLM:
         self._lose(reason, "engine_lost")
 
     def _lose(self, reason: str, cause: str) -> None:
-        """No engine works on the open requests any more."""
+        """End all open requests, since no engine works on them any more."""
         failure = Unavailable(f"{reason}; send the request again", self.engine.ready_in_s)
         for answer, _ in self._streams.values():
             if answer.is_open:

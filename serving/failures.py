@@ -1,20 +1,20 @@
-"""Why does a client not get its answer, although its request was right?
+"""Define the reasons why a client gets no answer although its request was right.
 
 Each failure says whether the client may send the request again: after a while (`Overloaded`, `Unavailable`,
-`ShutDown`) or at once (`CutOff`). A request that is wrong itself is a `BadRequest`, which lies below all
-rooms that check requests.
+`ShutDown`) or at once (`CutOff`). A request that is itself wrong is a `BadRequest`, which is defined below
+all packages that check requests.
 """
 
 from __future__ import annotations
 
-UNKNOWN_S = 5.0  # after which a client may ask again, where nothing was measured
+UNKNOWN_S = 5.0  # delay after which a client may ask again, where nothing was measured
 
 
 class Failure(Exception):
-    """A reason in one line that a client may read; `status` is HTTP's."""
+    """A reason in one line that a client may read; `status` is the HTTP status."""
 
     status = 500
-    code: str | None = None  # for programs, where the status does not say it all
+    code: str | None = None  # a code for programs, where the status alone is ambiguous
     retry_after_s: float | None = None
 
 
@@ -39,9 +39,10 @@ class Unavailable(Failure):
 
 
 class CutOff(Failure):
-    """The answer ended before its time, because of who asked for it: a client that sends it again by itself,
-    as OpenAI's do after 408, 409, 429 and every 5xx, would undo that. `cause` is the label in the metrics:
-    see `ServerStats.aborted`.
+    """The answer was ended early because of the client itself, by an abort, a disconnect or slow reading.
+
+    The status keeps clients from sending the request again automatically, as OpenAI's do after 408, 409, 429
+    and every 5xx. `cause` is the label in the metrics (see `ServerStats.aborted`).
     """
 
     status = 499
@@ -64,7 +65,7 @@ class ShutDown(CutOff):
 
 
 class ClientGone(CutOff):
-    """The client went away before the answer began: only the log shows this."""
+    """The client disconnected before the answer began; only the log shows this."""
 
 
 class RequestFailed(Failure):

@@ -1,8 +1,8 @@
-"""Did two answers come from the same model, served in the same way?
+"""Identify the model and its configuration by a digest, so that answers can be compared.
 
 `system_fingerprint` is a digest of what the tokens of an answer may depend on: the recipe without its paths
-and without how clients are served, the model's files, and the versions that compute. It is the same on every
-start and on every machine with the same of these, and nothing can be read from it.
+and without how clients are served, the model's files, and the versions of the software that computes. It is
+the same on every start and on every machine with the same inputs, and reveals none of them.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from recipes.schema.recipe import Recipe
 
 _FILES = ("*.json", "*.model", "*.safetensors")
 _PIECE_BYTES = 2**16
-_MOST_PIECES = 64  # of a file, evenly spaced: weights are too large to be read twice
+_MOST_PIECES = 64  # pieces of a file, evenly spaced; weights are too large to be read twice
 
 
 def of(recipe: Recipe, server_version: str) -> str:
-    """The fingerprint of a server."""
+    """Return the fingerprint of a server."""
     keys = {
         each.name: recipe.value(each.name)
         for each in keys_of(Recipe)
@@ -34,8 +34,9 @@ def of(recipe: Recipe, server_version: str) -> str:
 
 
 def of_pages(recipe: Recipe) -> str:
-    """The fingerprint of what a page of keys and values depends on, beside its tokens and its layout: engines
-    that have it in common may exchange pages.
+    """Return the fingerprint of what a page of keys and values depends on, besides its tokens and its layout.
+
+    Engines with the same fingerprint may exchange pages.
     """
     keys = {
         each.name: recipe.value(each.name)
@@ -49,7 +50,7 @@ def of_pages(recipe: Recipe) -> str:
 
 def _add_files(digest: hashlib._Hash, recipe: Recipe) -> None:
     folder = recipe.model.path
-    if folder is None:  # the model stands in the recipe, with random weights
+    if folder is None:  # the recipe defines the model itself, with random weights
         return
     for file in sorted({file for pattern in _FILES for file in folder.glob(pattern) if file.is_file()}):
         digest.update(f"\n{file.name} {file.stat().st_size}\n".encode())
@@ -58,7 +59,7 @@ def _add_files(digest: hashlib._Hash, recipe: Recipe) -> None:
 
 
 def _pieces(file: Path) -> Iterator[bytes]:
-    """The beginning of a file, its end, and pieces between; all of a small one."""
+    """Yield the beginning of a file, its end, and pieces between; a small file is yielded whole."""
     size = file.stat().st_size
     last = max(0, size - _PIECE_BYTES)
     step = max(_PIECE_BYTES, -(-last // (_MOST_PIECES - 1)))

@@ -1,8 +1,8 @@
-"""How much may be in the server at once: requests, and the log-probabilities that they ask for?
+"""Bound the requests in the server, and the log-probabilities that they ask for.
 
 A log-probability costs about 130 bytes in the engine and as many in the server until its response has been
-sent, so a body of a megabyte could ask for gigabytes: `logprobs: 20` of thousands of prompts. What a request
-may come to is counted before the engine hears of it, and stays counted until its response has been sent.
+sent, so a body of a megabyte could ask for gigabytes: `logprobs: 20` for thousands of prompts. The most that
+a request may ask for is reserved before the engine receives it, and released when its response has been sent.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from recipes.schema.server_section import ServerSection
 from serving.answers.answers import AnswerStream
 from serving.failures import Overloaded
 
-RETRY_S = 1.0  # the hint where nothing better is known
+RETRY_S = 1.0  # the hint to clients where nothing better is known
 
 
 def prompt_entries(request: Request, num_answers: int) -> int:
-    """How many log-probabilities of the prompt its response has: each answer shows them."""
+    """Return the number of prompt log-probabilities in a response, which each answer repeats."""
     asked = request.params.prompt_logprobs
     return 0 if asked is None else request.num_prompt_tokens * (asked + 1) * num_answers
 
 
 def answer_entries(request: Request, longest: int) -> int:
-    """How many log-probabilities the answers to a request come to at most; no sequence exceeds `longest`."""
+    """Return the most log-probabilities of a request's answers; no sequence is longer than `longest`."""
     params, num_samples = request.params, 1 + len(request.followers)
     if params.logprobs is None:
         return 0
@@ -34,18 +34,19 @@ def answer_entries(request: Request, longest: int) -> int:
 
 
 class ServerLimits:
-    """What is in the server, against what may be; `on_refusal` gets the reason for the metrics."""
+    """Counts what is in the server against its limits; `on_refusal` gets the reason for the metrics."""
 
     def __init__(self, section: ServerSection, on_refusal: Callable[[str], None]) -> None:
         self._on_refusal = on_refusal
         self._max_requests = section.max_requests
         self._most_in_flight = section.max_logprobs_in_flight
         self._most_of_one = min(section.max_logprobs_per_request, section.max_logprobs_in_flight)
-        self.num_logprobs = 0  # reserved
+        self.num_logprobs = 0  # number of reserved log-probabilities
 
     def check_room(self, num_requests: int, num_samples: int) -> None:
-        """Raise Overloaded if so many more cannot come in beside those requests, BadRequest if they never
-        could.
+        """Raise Overloaded if there is no room for `num_samples` more now.
+
+        Raises BadRequest if there could never be.
         """
         limit = self._max_requests
         takes = f"the server takes {limit} (server.max_requests)"
@@ -68,10 +69,10 @@ class ServerLimits:
             )
 
     def reserve(self, requests: Sequence[Request], fields: Mapping[str, Any], longest: int) -> list[int]:
-        """Count the log-probabilities of the requests of one response, which have these fields in common.
+        """Reserve the log-probabilities of the requests of one response, and return the number for each.
 
-        The result are those of each. `longest` is how many tokens prompt and answer may have. Raises
-        BadRequest for too many in one response, Overloaded for too many beside those in flight.
+        The requests share the given fields. `longest` is the most tokens of prompt and answer. Raises
+        BadRequest for too many in one response, and Overloaded for too many beside those already reserved.
         """
         num_answers = fields.get("n") or 1
         of_prompts = [prompt_entries(each, num_answers) for each in requests]
@@ -100,12 +101,15 @@ class ServerLimits:
         return [prompt + answer for prompt, answer in zip(of_prompts, of_answers)]
 
     def release(self, answer: AnswerStream) -> None:
-        """Its log-probabilities have been sent, or will not be; again is harmless."""
+        """Release an answer's log-probabilities, which were sent or will never be.
+
+        A second release does nothing.
+        """
         self.num_logprobs -= answer.num_reserved_logprobs
         answer.num_reserved_logprobs = 0
         assert self.num_logprobs >= 0, "more is released than was reserved"
 
 
 def _name_of(fields: Mapping[str, Any]) -> str:
-    """The field that asks for the log-probabilities of answers, or for that many of them."""
+    """Return the field that asks for the log-probabilities of answers."""
     return "top_logprobs" if fields.get("top_logprobs") is not None else "logprobs"

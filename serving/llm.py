@@ -1,4 +1,4 @@
-"""How does a Python program use a model?
+"""Run a model inside a Python program.
 
     llm = LLM("recipes/tiny/cpu.yaml")
     for output in llm.generate(["348+275="], SamplingParams(temperature=0)):
@@ -41,7 +41,7 @@ from serving.text.tokenizer import Text
 
 SamplingParams = VllmSamplingParams  # the name that programs written for vLLM import
 Messages = Sequence[Mapping[str, Any]]
-Progress = bool | Callable[..., Any]  # whether to show it, or what to use in place of tqdm
+Progress = bool | Callable[..., Any]  # whether to show progress, or what to use in place of tqdm
 
 __all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams"]
 
@@ -49,8 +49,8 @@ __all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParam
 class LLM:
     """A model that is ready to answer; raises ValueError for a recipe that cannot be used.
 
-    `overrides` are as on the command line: "cache.page_size=32". After an exception within a step of the
-    engine, such as KeyboardInterrupt, it cannot be used any more: make another.
+    `overrides` are written as on the command line: "cache.page_size=32". After an exception within a step of
+    the engine, such as KeyboardInterrupt, the object cannot be used any more: make another.
     """
 
     def __init__(self, recipe: str | Path, *overrides: str, profile: str | None = None) -> None:
@@ -70,7 +70,7 @@ class LLM:
         *,
         use_tqdm: Progress = True,
     ) -> list[RequestOutput]:
-        """Continue each prompt; the outputs are in their order.
+        """Continue each prompt, and return the outputs in the order of the prompts.
 
         Raises ValueError, before anything runs, that names the first prompt that cannot be served.
         """
@@ -87,7 +87,10 @@ class LLM:
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation or several, with the model's own chat template; else as `generate`."""
+        """Answer one conversation or several with the model's own chat template.
+
+        The arguments and the results are otherwise those of `generate`.
+        """
         one = bool(messages) and isinstance(messages[0], Mapping)
         given = [messages] if one else messages
         options = {
@@ -133,7 +136,7 @@ class LLM:
         return Job(request, text_options(given), params.n, params.logprobs is not None)
 
     def _run(self, jobs: list[Job], use_tqdm: Progress) -> dict[str, list[AnswerDelta]]:
-        """The answers to each job, by its id."""
+        """Run jobs to their end, and return the answers to each by its request's id."""
         answers: dict[str, list[AnswerDelta]] = {job.request.id: [] for job in jobs}
         run = JobRun(self.engine, self.text, jobs, patient=True)
         bar = use_tqdm if callable(use_tqdm) else tqdm
@@ -146,12 +149,13 @@ class LLM:
                     answers[found.job.request.id].append(found.answer)
                     shown.update(found.is_last)
             finally:
-                run.abort()  # nothing of an interrupted call goes on in the next
+                run.abort()  # nothing of an interrupted call may go on in the next one
         return answers
 
     def _output(self, job: Job, prompt: str | None, answers: list[AnswerDelta]) -> RequestOutput:
         request = job.request
-        if prompt is None and job.options.is_chat and self.text is not None:  # what the chat template made
+        # Show the prompt that the chat template made.
+        if prompt is None and job.options.is_chat and self.text is not None:
             prompt = self.text.decode(request.prompt.tolist(), skip_special_tokens=False)
         return request_output(
             request,

@@ -1,7 +1,7 @@
-"""How does a file of requests become a file of answers?
+"""Answer a file of requests, and write a file of answers.
 
 Requests join the engine at their `arrival_s`, as those of clients would, and each answer is written when it
-ends. A request that is refused yields its reason, and the others still run.
+ends. For a refused request the reason is written instead, and the others still run.
 """
 
 from __future__ import annotations
@@ -35,16 +35,15 @@ from serving.text.truncation import fit
 log = logging.getLogger(__name__)
 
 Record = dict[str, Any]
-MOST_REQUESTS = 10**6  # of a file, all of which are in memory while they are served
+MOST_REQUESTS = 10**6  # most requests of a file, which are all in memory while they are served
 
 
 def read_jobs(
     lines: Iterable[str], text: Text | None, recipe: Recipe | None = None
 ) -> Iterator[Job | Record]:
-    """For each line of JSON its job, or {"id", "error"}; blank lines are skipped. `recipe` says which
-    adapters they may name.
+    """Yield the job of each line of JSON, or {"id", "error"}; blank lines are skipped.
 
-    Raises ValueError for more than MOST_REQUESTS lines.
+    `recipe` defines the adapters that requests may name. Raises ValueError for more than MOST_REQUESTS lines.
     """
     adapters = NO_ADAPTERS if recipe is None else KnownAdapters(recipe.adapters)
     line_of: dict[str, int] = {}
@@ -101,10 +100,10 @@ def run_jobs(
     sleep: Callable[[float], None] = time.sleep,
     recipe: Recipe | None = None,
 ) -> Iterator[Record]:
-    """The records of all jobs, each when it ends; refusals among the jobs pass through.
+    """Yield the records of all jobs, each when it ends; refusals among the jobs pass through.
 
-    All jobs are read before the first step. The records' times count from then, in seconds. `observe` is as
-    in `JobRun.answers`; `recipe` says which logits processors jobs may name.
+    All jobs are read before the first step, and the records' times count from then, in seconds. `observe` is
+    that of `JobRun.answers`; `recipe` defines the logits processors that jobs may name.
     """
     pending: list[Job] = []
     grammars = Grammars(lambda: text, engine.scheduler.vocab_size, engine.scheduler.eos_token_ids)
@@ -131,7 +130,7 @@ def run_jobs(
 
 
 def _record(finished: JobAnswer, origin_s: float, *, has_text: bool) -> Record:
-    """One answer to a request, or one hypothesis of its beam search."""
+    """Return the record of one answer to a request, or of one hypothesis of its beam search."""
     job, request, answer = finished.job, finished.request, finished.answer
     index = {"index": answer.index} if job.num_answers > 1 else {}
     if answer.finish_reason == "error":
@@ -170,15 +169,15 @@ def _logprobs(entry: TokenLogprobs) -> Record:
 
 
 def lines_in(path: str) -> Iterator[str]:
-    """The lines of a file; `-` is standard input."""
+    """Yield the lines of a file; `-` is standard input."""
     lines = bounded_lines(sys.stdin.buffer, "standard input") if path == "-" else lines_of(path)
-    # Bytes that are not UTF-8 become halves of surrogate pairs: only their line is refused
+    # Bytes that are not UTF-8 become lone surrogates, so that only their line is refused.
     return (line.decode("utf-8", "surrogateescape") for line in lines)
 
 
 @contextlib.contextmanager
 def opened(path: str | None, *, goes_on: bool = False) -> Iterator[IO[str] | None]:
-    """A file to write to, from its start or, where it goes on, from its end; `-` is standard output."""
+    """Open a file for writing, from its start or, with `goes_on`, from its end; `-` is standard output."""
     if path is None or path == "-":
         yield None if path is None else sys.stdout
         return
@@ -189,7 +188,8 @@ def opened(path: str | None, *, goes_on: bool = False) -> Iterator[IO[str] | Non
 
 
 def write_record(output: IO[str], record: Record) -> None:
-    """One line, at once, so that a reader of a pipe sees it."""
+    """Write one line and flush it, so that a reader of a pipe sees it at once."""
     text = json.dumps(record, ensure_ascii=False)
-    output.write(text.encode("utf-8", "backslashreplace").decode() + "\n")  # halves escaped, as JSON does
+    # Lone surrogates are escaped as JSON escapes them.
+    output.write(text.encode("utf-8", "backslashreplace").decode() + "\n")
     output.flush()

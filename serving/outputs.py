@@ -1,4 +1,4 @@
-"""What does a Python program send, and what does it receive? The names are those of vLLM."""
+"""Define what a Python program sends and receives, under the names of vLLM."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from continuous_batching.request import Request, TokenLogprobs
 from serving.answers.answers import AnswerDelta
 from serving.text.tokenizer import Text
 
-Prompt = str | Mapping[str, Any]  # {"prompt": ...} or {"prompt_token_ids": ...}, "cache_salt", "adapter"
+# {"prompt": ...} or {"prompt_token_ids": ...}, and optionally "cache_salt", "adapter"
+Prompt = str | Mapping[str, Any]
 
 
 @dataclass(slots=True)
@@ -48,29 +49,29 @@ class VllmSamplingParams:
     beam_width: int = 0
     length_penalty: float = 1.0
     early_stopping: bool | Literal["never"] = False
-    structured_outputs: Mapping[str, Any] | None = None  # {"json": ...}, or regex, choice, grammar
-    max_draft_tokens: int | None = None  # of a step; None: as the recipe says; 0: no speculation
+    structured_outputs: Mapping[str, Any] | None = None  # {"json": ...}, or a key regex, choice or grammar
+    max_draft_tokens: int | None = None  # most drafts in a step; None: the recipe's number; 0: no speculation
 
     def asked(self) -> dict[str, Any]:
-        """The fields of a request with these values."""
+        """Return the fields of a request with these values."""
         return {each.name: getattr(self, each.name) for each in fields(self)}
 
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """One token's log-probability. `rank` 1 is the likeliest token; None: not among those asked for."""
+    """One token's log-probability; rank 1 is the likeliest token, None is a token outside those asked for."""
 
     logprob: float
     rank: int | None
     decoded_token: str | None
 
 
-Logprobs = dict[int, Logprob]  # by token id: of the token at this position, then of the likeliest
+Logprobs = dict[int, Logprob]  # keyed by token id: the token at this position first, then the likeliest ones
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
-    """One answer. `finish_reason` is stop, length, timeout or, if the model's logits were not finite, error.
+    """One answer; `finish_reason` is stop, length, timeout, or error if the logits were not finite.
 
     `token_ids` end with the token that ended the answer; `stop_reason` is the stop string or stop token.
     """
@@ -86,7 +87,7 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """The answers to one prompt so far. `prompt_logprobs` has None for the first token."""
+    """The answers to one prompt so far; `prompt_logprobs` has None for the first token."""
 
     request_id: str
     prompt: str | None  # None where token ids were given
@@ -108,7 +109,7 @@ def request_output(
     finished: bool,
     num_cached_tokens: int,
 ) -> RequestOutput:
-    """What is known of the answers to a request; `with_logprobs`: they were asked for."""
+    """Return what is known of the answers to a request; `with_logprobs` says that they were asked for."""
     is_asked = request.params.prompt_logprobs is not None
     return RequestOutput(
         request_id=request.id,
@@ -135,7 +136,7 @@ def _completion(answer: AnswerDelta, text: Text | None, with_logprobs: bool) -> 
 
 
 def _logprobs_of(entry: TokenLogprobs, text: Text | None) -> Logprobs:
-    """The log-probabilities at one position, by token id."""
+    """Return the log-probabilities at one position, by token id."""
     ranks = {token: rank for rank, (token, _) in enumerate(entry.top, 1)}
     values = {entry.token: entry.logprob} | dict(entry.top)
     return {token: Logprob(value, ranks.get(token), _piece(token, text)) for token, value in values.items()}
@@ -149,7 +150,7 @@ _OF_PROMPTS = {"prompt", "prompt_token_ids", "cache_salt", "adapter"}
 
 
 def fields_of(prompt: object) -> dict[str, Any]:
-    """The fields of a request with a prompt; raises BadRequest for anything else."""
+    """Return the fields of a request with a prompt; raises BadRequest for anything else."""
     if isinstance(prompt, str):
         return {"prompt": prompt}
     if isinstance(prompt, Mapping) and set(prompt) <= _OF_PROMPTS:

@@ -1,7 +1,7 @@
-"""Which logits processors of the operator's may a request name, and how does it get them?
+"""Let requests use logits processors that the operator provides.
 
-`server.logits_processors` of the recipe names classes, as MODULE:CLASS, which are imported where the engine
-starts. A request names them by their classes alone, so that it can never import anything.
+`server.logits_processors` of the recipe names classes, as MODULE:CLASS, which are imported when the engine
+starts. A request names them by class alone, so it can never cause an import.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from continuous_batching.refusal import BadRequest, shown
 from continuous_batching.request import Request
 from recipes.schema.recipe import Recipe
 
-MOST_PROCESSORS = 8  # of a request
-LONGEST_ARGUMENTS = 4096  # characters of the JSON of one's
+MOST_PROCESSORS = 8  # most processors of a request
+LONGEST_ARGUMENTS = 4096  # most characters of the JSON of a processor's arguments
 _KEY = "server.logits_processors"
 
 
 class KnownProcessors:
-    """The classes by their names, called with the size of the vocabulary and with what a request gives."""
+    """The processor classes by name; each is called with the vocabulary size and a request's arguments."""
 
     def __init__(self, classes: Mapping[str, Callable[..., Processor]], vocab_size: int) -> None:
         self._classes = classes
@@ -30,8 +30,9 @@ class KnownProcessors:
 
     @staticmethod
     def of(recipe: Recipe | None, vocab_size: int) -> KnownProcessors:
-        """Those that a recipe names, if there is one; raises ValueError for one that cannot be imported, or
-        has the name of another.
+        """Import the classes that a recipe names.
+
+        Raises ValueError for one that cannot be imported, or whose name is taken by another.
         """
         names = () if recipe is None else recipe.server.logits_processors
         if names and recipe is not None and recipe.parallel.ranks > 1:
@@ -45,12 +46,12 @@ class KnownProcessors:
                 raise ValueError(f"{_KEY} names {name} twice; requests could not tell them apart")
             try:
                 classes[name] = getattr(importlib.import_module(module), name)
-            except Exception as error:  # whatever a module does when it is imported
+            except Exception as error:  # a module may raise anything when it is imported
                 raise ValueError(f"{_KEY}: {path}: {type(error).__name__}: {error}") from error
         return KnownProcessors(classes, vocab_size)
 
     def give(self, request: Request) -> None:
-        """Give a request, and its further samples, the processors that it names; raises BadRequest."""
+        """Give a request and its further samples the processors that it names; raises BadRequest."""
         if not request.params.processors:
             return
         named = [self._made(index, *each) for index, each in enumerate(request.params.processors)]
@@ -64,13 +65,13 @@ class KnownProcessors:
             raise BadRequest("logits_processors", value=name, limit=limit, place=f"{place}.name")
         try:
             return name, self._classes[name](self._vocab_size, **json.loads(arguments))
-        except Exception as error:  # of the operator's code, about what a client gave
+        except Exception as error:  # the operator's code may raise anything about what a client sent
             problem = f"of {name}: {type(error).__name__}: {error}"
             raise BadRequest("logits_processors", problem, place=f"{place}.args") from error
 
 
 def read_processors(name: str, value: Any) -> tuple[tuple[str, str], ...]:
-    """The field of a request: names, and arguments as JSON; raises BadRequest."""
+    """Read the field of a request: names, with arguments as JSON; raises BadRequest."""
     if not isinstance(value, Sequence) or isinstance(value, str) or len(value) > MOST_PROCESSORS:
         raise BadRequest(name, f"must be a list of at most {MOST_PROCESSORS} processors")
     return tuple(_read(name, f"[{index}]", each) for index, each in enumerate(value))

@@ -1,4 +1,4 @@
-"""What does an engine hear of a prompt's pages, beside its tokens?"""
+"""Attach to a request what the engine is told of its prompt's pages."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from continuous_batching.request import Request
 from kv_cache.page_keys import page_keys
 from serving.engine.messages import EngineFacts
 
-PROMPT_REPLICA = "prompt_replica"  # a field beside those of `parse_request`; as `Request.prompt_replica`
+# A field beside those of `parse_request`, stored as `Request.prompt_replica`.
+PROMPT_REPLICA = "prompt_replica"
 
 
 def parted(fields: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """The fields of `parse_request`, and who may compute the prompt."""
+    """Split off the replica that may compute the prompt from the fields of `parse_request`."""
     known = {name: value for name, value in fields.items() if name != PROMPT_REPLICA}
     return known, fields.get(PROMPT_REPLICA, "")
 
 
 def with_pages(request: Request, facts: EngineFacts, prompt_replica: str) -> Request:
-    """The same request, with the keys of its pages: hashing them in the engine would delay a step."""
+    """Set the keys of the request's pages; hashing them in the engine would delay a step."""
     shared = facts.max_shared_tokens
     if facts.prefix_sharing and (shared is None or request.num_prompt_tokens <= shared):
         request.page_keys = page_keys(request.prompt, facts.page_size, request.cache_salt)

@@ -1,4 +1,4 @@
-"""Which requests of a file were answered before the run that served them ended too early?"""
+"""Find the requests of a file that an interrupted run has not answered."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ Record = dict[str, Any]
 
 
 def unanswered(path: str, jobs: Iterable[Job | Record]) -> list[Job | Record]:
-    """Those of the jobs that a file of answers lacks; it is written anew with the answers to the others.
+    """Return the jobs that a file of answers lacks, and rewrite that file with the answers to the others.
 
-    A job counts as answered when each of its answers is there. Lines that are cut off, errors, and answers of
-    jobs that lack one are left out: they will come again. A file that is not there has no answers. Raises
-    ValueError for an answer to another prompt than the job's, or to no job: the file is of another run.
+    A job counts as answered when each of its answers is in the file. Cut-off lines, errors, and answers of
+    jobs that lack one are left out of the rewritten file, since they will come again. A file that does not
+    exist has no answers. Raises ValueError for an answer to another prompt than the job's, or to no job: the
+    file belongs to another run.
     """
     jobs = list(jobs)
     asked = {job.request.id: job for job in jobs if isinstance(job, Job)}
-    found: dict[str, dict[int, str]] = defaultdict(dict)  # id -> number of the answer -> line
+    found: dict[str, dict[int, str]] = defaultdict(dict)  # request id -> index of the answer -> line
     for number, line in enumerate(lines_of(path) if os.path.exists(path) else (), 1):
         record = _answer(line)
         if record is None:
@@ -49,7 +50,7 @@ def unanswered(path: str, jobs: Iterable[Job | Record]) -> list[Job | Record]:
 
 
 def _answer(line: bytes) -> Record | None:
-    """The record of a line; None for an error, and for one that is cut off."""
+    """Return the record of a line, or None for an error or a line that is cut off."""
     try:
         found = json.loads(line)
     except ValueError:

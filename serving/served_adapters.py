@@ -1,4 +1,4 @@
-"""How do adapters (LoRA) come and go while a server runs, and how does each of its engines get them?"""
+"""Load and unload LoRA adapters while a server runs, and restore them in each new engine."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ LONGEST_NAME = 256  # characters
 
 
 class ServedAdapters(KnownAdapters):
-    """The same while a server runs, where others can be loaded and each engine needs them again.
+    """The adapters of a running server, where more can be loaded and each new engine needs them again.
 
-    `send` leads to the engine, `requests` tells those that it has.
+    `send` sends to the engine, and `requests` yields the requests that it has.
     """
 
     def __init__(
@@ -37,13 +37,15 @@ class ServedAdapters(KnownAdapters):
     ) -> None:
         super().__init__(section)
         self.root = section.root
-        self._at_start = len(self._by_name)  # which each engine reads by itself, at the first numbers
+        # Adapters of the recipe, which each engine reads by itself, at the first numbers.
+        self._at_start = len(self._by_name)
         self._send, self._requests = send, requests
-        self._waiting: dict[str, asyncio.Future[None]] = {}  # by name
+        self._waiting: dict[str, asyncio.Future[None]] = {}  # keyed by the adapter's name
 
     async def load(self, name: str, path: str) -> None:
-        """Load the adapter of a folder below the root; raises BadRequest, or Unavailable where the engine
-        ends.
+        """Load the adapter of a folder below the root.
+
+        Raises BadRequest, or Unavailable where the engine ends meanwhile.
         """
         folder = self._folder(path)
         if not name or len(name) > LONGEST_NAME or name in self._by_name:
@@ -67,7 +69,10 @@ class ServedAdapters(KnownAdapters):
         await self._waiting[name]
 
     def unload(self, name: str) -> None:
-        """Take no more requests for it; raises BadRequest. Its place is free when those that it has ended."""
+        """Accept no more requests for an adapter; its place is free when its requests have ended.
+
+        Raises BadRequest.
+        """
         try:
             found = self.find(name)
         except BadRequest as error:
@@ -78,14 +83,14 @@ class ServedAdapters(KnownAdapters):
         del self._by_name[name]
 
     def begin(self) -> None:
-        """An engine is ready, which holds those of the recipe alone: let it have the others again."""
+        """Load the adapters again into a new engine, which holds only those of the recipe."""
         for each in self.all:
             if each.number > self._at_start:
                 each.is_there = False
                 self._tell(each)
 
     def hear(self, message: AdapterPut) -> None:
-        """What became of one."""
+        """Handle the engine's report about an adapter."""
         for each in self.all:
             if (each.number, each.files.digest) != (message.number, message.digest):
                 continue
@@ -102,7 +107,7 @@ class ServedAdapters(KnownAdapters):
                     waiting.set_result(None)
 
     def lose(self, failure: Unavailable) -> None:
-        """The engine has ended: nobody will hear what became of those that it was reading."""
+        """Fail the loads that an engine did not complete before it ended."""
         for name, waiting in self._waiting.items():
             del self._by_name[name]
             if not waiting.done():
@@ -110,7 +115,7 @@ class ServedAdapters(KnownAdapters):
         self._waiting.clear()
 
     def check(self, request: Request) -> None:
-        """Raise Unavailable where a request's place no longer holds what it held when that was read."""
+        """Raise Unavailable if a request's place no longer holds the request's adapter."""
         held = {each.number: each for each in self.all if each.is_there}.get(request.adapter)
         is_same = held is not None and request.cache_salt.endswith(held.files.digest)
         if request.adapter and not is_same:
@@ -120,7 +125,7 @@ class ServedAdapters(KnownAdapters):
         self._send(PutAdapter(adapter.number, str(adapter.files.folder), adapter.files.digest))
 
     def _folder(self, path: str) -> Path:
-        """The folder of a path below the root; raises BadRequest for one that leads elsewhere."""
+        """Return the folder of a path below the root; raises BadRequest for a path that leads elsewhere."""
         if self.root is None:
             raise BadRequest(None, "adapters cannot be loaded here: the recipe has no adapters.root")
         try:
@@ -129,7 +134,7 @@ class ServedAdapters(KnownAdapters):
             raise BadRequest("lora_path", f"is no path: {self._without_root(str(error))}") from error
         if not folder.is_relative_to(self.root.resolve()):
             raise BadRequest("lora_path", "leads out of adapters.root", value=path)
-        for name in (CONFIG, WEIGHTS):  # what is there may be a link to any file
+        for name in (CONFIG, WEIGHTS):  # the file there may be a link to any other file
             try:
                 file = (folder / name).resolve()
             except (OSError, RuntimeError) as error:
@@ -145,10 +150,11 @@ class ServedAdapters(KnownAdapters):
         return folder
 
     def _without_root(self, text: str) -> str:
-        """What a client may read: not where on this machine the adapters lie."""
+        """Return a text that a client may read, without the folder of the adapters on this machine."""
         assert self.root is not None, "there are paths below it alone"
         for root in sorted({str(self.root.resolve()), os.path.abspath(self.root)}, key=len, reverse=True):
             if root != os.sep:
-                path = rf"(?<![\w./~-]){re.escape(root)}(?:(/)|(?![\w~-]|\.\w))"  # no part of a longer name
+                # The path must not be a part of a longer name.
+                path = rf"(?<![\w./~-]){re.escape(root)}(?:(/)|(?![\w~-]|\.\w))"
                 text = re.sub(path, lambda found: "" if found[1] else "adapters.root", text)
         return text

@@ -1,4 +1,4 @@
-"""How does a recipe become a server that listens, drains and ends?"""
+"""Run a server for a recipe: listen, drain and end."""
 
 from __future__ import annotations
 
@@ -29,15 +29,16 @@ from serving.metrics.activity_log import report
 from serving.metrics.server_stats import ServerStats
 
 log = logging.getLogger("serve")
-# How long a client may send no request: longer than proxies keep a connection, which is 60 s with most of
-# them. The sender of requests must close first, or a request may meet a connection that is just being closed.
+# IDLE_S is how long a client may send no request. It is longer than proxies keep a connection, 60 s with most
+# of them: the sender of requests must close first, or a request may meet a connection that is just being
+# closed.
 IDLE_S = 75
-_LOG_EVERY_S = 10.0  # between lines about the server's work
+_LOG_EVERY_S = 10.0  # interval between log lines about the server's work
 _BACKLOG = 2048  # connections that may wait to be accepted
 _LAST_PORT = 2**16 - 1
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
-_UNHEARD_S = 60  # a peer may acknowledge nothing, or have no room for data, for so long
-_SENT_BYTES = 2**18  # that the system holds for a reader; more waits in the server, where it is counted
+_UNHEARD_S = 60  # time that a peer may acknowledge nothing, or have no room for data
+_SENT_BYTES = 2**18  # bytes that the system holds for a reader; more waits in the server, where it is counted
 _MOST_DESCRIPTORS = 2**16
 _RESERVE = 64  # descriptors that are left for files, and for another engine
 _LEAST_DESCRIPTORS = 2 * _RESERVE
@@ -45,7 +46,7 @@ _LEAST_DESCRIPTORS = 2 * _RESERVE
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """What the command line of scripts.serve says."""
+    """The options of the command line of scripts.serve."""
 
     recipe: str
     overrides: Sequence[str] = ()
@@ -61,7 +62,7 @@ class ServerOptions:
     batches: str | None = None  # a folder
 
     def rights_of(self) -> dict[str, Rights]:
-        """The keys and their rights; raises ValueError for a key that no client could send.
+        """Return the keys and their rights; raises ValueError for a key that no client could send.
 
         The environment's key is the operator's, and may ask for any priority.
         """
@@ -72,16 +73,23 @@ class ServerOptions:
 
 
 class SignalFreeServer(uvicorn.Server):
-    """Leaves signals to `_serve`: the first one lets requests end, and only then stops listening."""
+    """A server that leaves signals to `_serve`.
+
+    `_serve` first lets requests end and only then stops listening.
+    """
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leave them alone."""
+        """Install no handlers."""
         yield
 
 
 def run_server(options: ServerOptions) -> int:
-    """Serve until a signal; 1 where no engine could be started. Raises ValueError or OSError in one line."""
+    """Serve until a signal; returns 1 where no engine could be started.
+
+    Raises ValueError or OSError whose message is one line.
+    """
+    gc.freeze()  # What is imported stays: no collection visits it
     lines = logs.install(options.log_format)
     try:
         return _run(options, lines)
@@ -112,7 +120,7 @@ def _run(options: ServerOptions, lines: logs.Lines) -> int:
         app = application(llm, model, keys, options.cors_origins, is_local=is_local, batches=batches)
         server = SignalFreeServer(configuration(app, most))
         gc.collect()
-        gc.freeze()  # a collection while clients wait does not visit what is imported
+        gc.freeze()  # later collections then skip what is imported, and delay clients less
         uvloop.run(_serve(llm, server, listener, batches))
     return 1 if llm.engine.has_failed else 0
 
@@ -120,7 +128,7 @@ def _run(options: ServerOptions, lines: logs.Lines) -> int:
 async def _serve(
     llm: AsyncLLM, server: uvicorn.Server, listener: socket.socket, batches: Batches | None
 ) -> None:
-    """Until a signal, or until there can be no engine; a second signal does not wait for requests."""
+    """Serve until a signal, or until there can be no engine; a second signal does not wait for requests."""
     loop = asyncio.get_running_loop()
     first, second = asyncio.Event(), asyncio.Event()
 
@@ -130,7 +138,7 @@ async def _serve(
             second.set()
         first.set()
 
-    # A terminal that is closed must leave no engine and no folder behind; under nohup it says nothing
+    # A closed terminal must leave no engine and no folder behind; under nohup its signal is ignored.
     hang_up = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
     for number in (signal.SIGTERM, signal.SIGINT, *hang_up):
         loop.add_signal_handler(number, on_signal)
@@ -156,10 +164,10 @@ async def _serve(
 
 
 def listener_at(host: str, port: int) -> socket.socket:
-    """A socket that listens; raises OSError or ValueError in one line."""
+    """Return a socket that listens; raises OSError or ValueError whose message is one line."""
     if not 0 <= port <= _LAST_PORT:
         raise ValueError(f"--port is {port}; it must be from 0 (any that is free) to {_LAST_PORT}")
-    if not host:  # which the system would take for every address
+    if not host:  # the system would take an empty host for every address
         raise ValueError("--host is empty; name an address, such as 127.0.0.1 (0.0.0.0 is every one)")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
@@ -167,7 +175,7 @@ def listener_at(host: str, port: int) -> socket.socket:
     try:
         _drop_lost_clients(listener)
         listener.bind((host, port))
-        listener.listen(_BACKLOG)  # whoever has read in the log that the server listens can connect
+        listener.listen(_BACKLOG)  # clients can connect from the moment that the log says so
     except OSError as error:
         listener.close()
         option = "--host" if isinstance(error, socket.gaierror) else "--port"
@@ -176,7 +184,7 @@ def listener_at(host: str, port: int) -> socket.socket:
 
 
 def _drop_lost_clients(listener: socket.socket) -> None:
-    """Let the system close connections whose clients are gone; accepted connections inherit this."""
+    """Let the system close connections whose clients are gone; accepted connections inherit the options."""
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SENT_BYTES)
     for name, value in {
@@ -190,9 +198,9 @@ def _drop_lost_clients(listener: socket.socket) -> None:
 
 
 def most_connections() -> int:
-    """How many connections there may be: this process raises its limit of descriptors as far as it may.
+    """Return the largest number of connections, after raising this process's limit of descriptors.
 
-    Raises ValueError where it is too low to serve anyone.
+    Raises ValueError where the limit is too low to serve anyone.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
@@ -206,7 +214,7 @@ def most_connections() -> int:
 
 
 def configuration(app: ASGIApp, most_connections: int) -> uvicorn.Config:
-    """uvicorn's configuration."""
+    """Return uvicorn's configuration."""
     return uvicorn.Config(
         app,
         http=partial(Protocol, most_connections=most_connections),
@@ -222,7 +230,7 @@ def configuration(app: ASGIApp, most_connections: int) -> uvicorn.Config:
 
 
 def _stats(otlp_endpoint: str | None) -> tuple[ServerStats, Callable[[], None]]:
-    """What counts the server's work, and what ends it."""
+    """Return the server's statistics, and the function that closes them."""
     if otlp_endpoint is None:
         return ServerStats(), lambda: None
     try:
@@ -234,7 +242,7 @@ def _stats(otlp_endpoint: str | None) -> tuple[ServerStats, Callable[[], None]]:
 
 
 def _sendable(model: str) -> str:
-    """The model's name, which every answer holds; raises ValueError for one that is empty or not UTF-8."""
+    """Return the model's name, which every answer holds; raises ValueError for an unusable one."""
     if not model.strip() or not model.isprintable():
         raise ValueError(
             f"the model's name is {model!r}; it must be printable text in UTF-8:"

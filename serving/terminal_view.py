@@ -1,4 +1,4 @@
-"""What does a terminal show of a running server: slots, pages, queue and rates, from its /metrics?"""
+"""Show a running server in a terminal: slots, pages, queue and rates, read from its /metrics."""
 
 from __future__ import annotations
 
@@ -36,16 +36,19 @@ class Scrape:
     model: str
 
     def get(self, name: str, label: str = "") -> float:
-        """A number; 0 if there is none."""
+        """Return a number; 0 if there is none."""
         return self.values.get(name, {}).get(label, 0.0)
 
     def per_s(self, before: Scrape, name: str, label: str = "") -> float:
-        """Its rate of growth since another scrape; after a restart of the server it counts from 0."""
+        """Return a number's rate of growth since another scrape; after a restart the server counts from 0."""
         grown = self.get(name, label) - before.get(name, label)
         return max(0.0, grown) / max(1e-9, self.at_s - before.at_s)
 
     def quantile(self, before: Scrape, name: str, part: float) -> float | None:
-        """Of a histogram's values since another scrape, as Prometheus estimates it; None without values."""
+        """Estimate a quantile of a histogram's values since another scrape.
+
+        The estimate is Prometheus's; without values it is None.
+        """
         bounds = sorted((float(bound), bound) for bound in self.values.get(f"{name}_bucket", {}))
         counts = [self.get(f"{name}_bucket", each) - before.get(f"{name}_bucket", each) for _, each in bounds]
         if not counts or counts[-1] <= 0:
@@ -58,7 +61,7 @@ class Scrape:
 
 
 def parse(text: str, at_s: float) -> Scrape:
-    """The numbers in the text of /metrics; raises ValueError if it is not such a text."""
+    """Return the numbers in the text of /metrics; raises ValueError if it is not such a text."""
     values: dict[str, dict[str, float]] = defaultdict(dict)
     model = ""
     for family in text_string_to_metric_families(text):
@@ -70,7 +73,7 @@ def parse(text: str, at_s: float) -> Scrape:
 
 
 def read(url: str) -> Scrape:
-    """The present numbers of a server; raises OSError or ValueError in one line."""
+    """Return the present numbers of a server; raises OSError or ValueError whose message is one line."""
     request = urllib.request.Request(f"{url.rstrip('/')}/metrics")
     if key := key_of_environment():
         request.add_header("Authorization", f"Bearer {key}")
@@ -94,7 +97,7 @@ def read(url: str) -> Scrape:
 
 
 def bar(parts: list[float]) -> Text:
-    """A line of coloured parts, as long as the numbers are large."""
+    """Return a line of coloured parts whose lengths are proportional to the numbers."""
     whole, line, end = max(1.0, sum(parts)), Text(), 0.0
     for part, colour, sign in zip(parts, _COLOURS, "█▓▒·"):
         start, end = end, end + part
@@ -103,7 +106,7 @@ def bar(parts: list[float]) -> Text:
 
 
 def frame(now: Scrape, before: Scrape) -> Panel:
-    """The whole view."""
+    """Return the whole view."""
     running, slots = now.get("cb_requests_running"), now.get("cb_slots")
     shared = now.get("cb_kv_pages_shared")
     pages = [now.get("cb_kv_pages_used") - shared, shared]
@@ -122,7 +125,7 @@ def frame(now: Scrape, before: Scrape) -> Panel:
 
 
 def _state(now: Scrape) -> str:
-    """Of the engine, and how long it has been silent where that matters."""
+    """Return the engine's state, and how long it has been silent where that matters."""
     silent = f"silent {now.get('cb_engine_step_age_seconds'):.1f} s"
     if not now.get("cb_engine_up"):
         return f"[red]down, {silent}[/red]"

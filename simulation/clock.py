@@ -1,4 +1,4 @@
-"""What time is it in a simulation, where only modelled work takes time?"""
+"""Provide a virtual clock, on which only modelled work takes time."""
 
 from __future__ import annotations
 

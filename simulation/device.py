@@ -1,4 +1,4 @@
-"""What does a step cost a device, part by part?"""
+"""Describe a simulated device by the costs of a step's parts: products, memory, links and the host."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from simulation.device_profile import FOLDER, load
 class SimulatedDevice:
     """One device, from the `step` of a file of `simulation/profiles`.
 
-    What a step reaches is a rate times its efficiency; `basis` says how these are known. A matrix product
-    computes whole tiles of [rows, columns]; where not `reads_ahead`, as on the cores of a CPU, it reads its
-    weights before it multiplies. `link_gb_per_s` is of one device, one way; `link_us` is what a message takes
-    however short it is. `launch_us` is what the host takes to launch one operator, `graph_us` a captured
-    graph, `kernel_us` what an operator takes on the device however small it is, and `host_us` what the host
-    does between steps, with `row_us` more for each row that is sampled.
+    The speed of a step is a rate times its efficiency; `basis` says how these are known. A matrix product
+    computes whole tiles of [rows, columns]; without `reads_ahead`, as on the cores of a CPU, it reads its
+    weights before it multiplies. `link_gb_per_s` is the rate of one device in one direction; `link_us` is the
+    least time of a message. `launch_us` is the host's time to launch one operator, `graph_us` that of a
+    captured graph, `kernel_us` the least time of an operator on the device, and `host_us` the host's time
+    between steps, with `row_us` more for each row that is sampled.
     """
 
     name: str
     memory_gb_per_s: float
     memory_gib: float
-    tflop_per_s: dict[str, float]  # by dtype
+    tflop_per_s: dict[str, float]  # keyed by dtype
     tile: tuple[int, int]
     reads_ahead: bool
     link_gb_per_s: float
@@ -49,7 +49,7 @@ class SimulatedDevice:
         return cls(name=name, memory_gb_per_s=profile.memory_gb_per_s, tile=tile, **facts)
 
     def flop_per_s(self, dtype: str) -> float:
-        """The rate of matrix products in a dtype; raises ValueError for a dtype without a rate."""
+        """Return the rate of matrix products in a dtype; raises ValueError for a dtype without a rate."""
         if dtype not in self.tflop_per_s:
             raise ValueError(
                 f"{self.name} has no rate for {dtype}, but for {', '.join(self.tflop_per_s)}; set model.dtype"
@@ -61,16 +61,16 @@ class SimulatedDevice:
         return self.memory_gb_per_s * 1e9 * self.memory_efficiency
 
     def operator_s(self, operations: float, dtype: str, num_bytes: float) -> float:
-        """Seconds of an operator that multiplies and adds so often, and reads and writes so many bytes."""
+        """Return the seconds of an operator with so many operations, which reads and writes so many bytes."""
         computing_s, moving_s = operations / self.flop_per_s(dtype), num_bytes / self.bytes_per_s
         return max(computing_s, moving_s) if self.reads_ahead else computing_s + moving_s
 
     def send_s(self, num_bytes: float) -> float:
-        """Seconds for a message to reach another device."""
+        """Return the seconds for a message to reach another device."""
         return self.link_us * 1e-6 + num_bytes / (self.link_gb_per_s * 1e9 * self.link_efficiency)
 
     def all_reduce_s(self, num_bytes: float, num_devices: int) -> float:
-        """Seconds of a sum over devices: a ring's traffic, and a tree's number of hops."""
+        """Return the seconds of a sum over devices, with a ring's traffic and a tree's number of hops."""
         if num_devices == 1:
             return 0.0
         moved = 2 * (num_devices - 1) / num_devices * num_bytes

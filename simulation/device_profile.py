@@ -1,4 +1,4 @@
-"""How fast can a device read its memory at best?"""
+"""Load device profiles, and compute the least time in which a device reads its memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Profile:
 
     `efficiency` is the share of the bandwidth that a step can reach, and `basis` says how it is known.
     `cache_mib` may stay on the chip from one step to the next, so a step need not read it from memory.
-    `matches`: part of the name by which the device reports itself.
+    `matches` holds parts of the names by which the device reports itself.
     """
 
     name: str
@@ -28,7 +28,7 @@ class Profile:
     source: str
 
     def read_ms(self, num_bytes: float, num_devices: float) -> float:
-        """The least time in which that many devices together read so many bytes."""
+        """Return the least time in which `num_devices` devices together read so many bytes."""
         from_memory = max(0.0, num_bytes - num_devices * self.cache_mib * 2**20)
         return from_memory / (num_devices * self.memory_gb_per_s * 1e9 * self.efficiency) * 1e3
 
@@ -40,12 +40,12 @@ def load(name: str) -> Profile:
         names = ", ".join(each.stem for each in sorted(FOLDER.glob("*.json")))
         raise ValueError(f"{name!r} is no device profile; there are {names}")
     facts = json.loads(path.read_text(encoding="utf-8"))
-    del facts["step"]  # `simulation.device` reads this part
+    del facts["step"]  # this part is read by `simulation.device`
     return Profile(name=name, **facts)
 
 
 def named(device: str) -> str | None:
-    """The profile that matches the name a device reports, or None; the longest match counts."""
+    """Return the profile that matches a device's reported name, or None; the longest match counts."""
     profiles = [load(path.stem) for path in sorted(FOLDER.glob("*.json"))]
     found = [(len(part), each.name) for each in profiles for part in each.matches if part in device]
     return max(found)[1] if found else None

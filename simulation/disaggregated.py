@@ -23,7 +23,7 @@ from simulation.replica import Replica
 from simulation.run_totals import DONE, RunTotals
 from simulation.runner import CostModel
 
-TransferS = Callable[[int], float]  # seconds for the keys and values of so many tokens
+TransferS = Callable[[int], float]  # seconds to transfer the keys and values of so many tokens
 
 
 @dataclass(slots=True)
@@ -31,20 +31,20 @@ class Moving:
     """A request whose prompt another engine computes, with the pages that come from there."""
 
     request: Request
-    answers: int  # the engine that answers
-    prompts: int  # the engine that computes the prompt
-    num_tokens: int  # whose pages come over the link
-    queued_tokens: int  # to be computed where it is answered, when they have come
-    begun_s: float | None = None  # when the first step began that computed some of it
+    answers: int  # number of the engine that answers
+    prompts: int  # number of the engine that computes the prompt
+    num_tokens: int  # tokens whose pages come over the link
+    queued_tokens: int  # tokens to be computed by the answering engine once the pages have come
+    begun_s: float | None = None  # start of the first step that computed a part of the prompt
     is_whole: bool = False
 
 
 class DisaggregatedFleet(Fleet):
-    """Engines that compute prompts, the first ones, and engines that answer; what they do goes to one
-    RunTotals. Each prompts' engine has a link of its own, which sends one prompt after the other.
+    """Engines that compute prompts, which come first, and engines that answer, with one RunTotals.
 
-    All engines tell their pages, and `num_layers` are sent one by one. `split` is "cost" or "always": where
-    no prompt is computed elsewhere, all engines are alike, and a `Fleet` has them.
+    Each engine of prompts has a link of its own, which sends one prompt after the other. All engines report
+    their pages, and the `num_layers` layers are sent one by one. `split` is "cost" or "always": if no prompt
+    is computed elsewhere all engines are alike, and a `Fleet` models them.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class DisaggregatedFleet(Fleet):
         overlap: bool = False,
     ) -> None:
         assert split != "never", "then prompts' engines answer, too"
-        self._totals, self._own = totals, RunTotals()  # `_own` of prompts' engines: nobody reads their tokens
+        self._totals, self._own = totals, RunTotals()  # totals of prompts' engines, whose tokens nobody reads
         computing = [
             Replica(each, costs, self._own, overlap=overlap, observe=self._computed) for each in prompts
         ]
@@ -76,13 +76,13 @@ class DisaggregatedFleet(Fleet):
             slots = self.replicas[number].engine.slots.num_slots
             self._splitting.is_known(number, name, () if name else names, slots)
         self._transfer_s, self._num_layers = transfer_s, num_layers
-        self._free_s = [0.0] * len(prompts)  # when each link has sent all that was computed so far
-        self._moving: dict[str, Moving] = {}  # by the ids of requests whose prompts are being computed
+        self._free_s = [0.0] * len(prompts)  # time by which each link has sent everything computed so far
+        self._moving: dict[str, Moving] = {}  # keyed by the ids of requests whose prompts are being computed
         self._coming: list[tuple[float, int, Moving]] = []
         self._num_come = self.num_split = 0
 
     def add(self, request: Request, at_s: float) -> None:
-        """Send a request to an engine, and its prompt perhaps to another."""
+        """Route a request to an engine, and its prompt possibly to another."""
         self.advance(at_s)
         for number in range(len(self.replicas)):
             self._see(number, at_s)
@@ -95,12 +95,13 @@ class DisaggregatedFleet(Fleet):
         there = None if place is None else place.sent
         self._passing[sent.replica].append(Passing(request, sent, there))
         if there is None or not self._ask(request, sent.replica, there.replica):
-            if sent.replica < self._num_prompts:  # it answers, too: no other has a slot
+            # This engine of prompts answers as well, because no other has a slot
+            if sent.replica < self._num_prompts:
                 self._totals.came(request)
             self.replicas[sent.replica].add(request)
 
     def advance(self, until_s: float) -> None:
-        """Bring all engines to this time; what prompts' engines have sent by then has come."""
+        """Advance all engines to this time, delivering the pages that have been sent by then."""
         for replica in self.replicas[: self._num_prompts]:
             replica.advance(until_s)
         while self._coming and self._coming[0][0] <= until_s:
@@ -113,14 +114,15 @@ class DisaggregatedFleet(Fleet):
             replica.advance(until_s)
 
     def close(self) -> None:
-        """Serve all requests to their end, and count what the prompts' engines did for them."""
+        """Serve all requests to their end, and add up what the prompts' engines did for them."""
         super().close()
         own, totals = self._own, self._totals
         totals.steps, totals.spans = totals.steps + own.steps, totals.spans + own.spans
         totals.busy_s, totals.held_share = totals.busy_s + own.busy_s, totals.held_share + own.held_share
         totals.preemptions += own.preemptions
         totals.copied_pages += own.copied_pages
-        totals.itl.merge(own.itl)  # of what they answered: a prompt for another engine has no gap
+        # Gaps of the requests that they answered; a prompt for another engine has none
+        totals.itl.merge(own.itl)
 
     def _waiting_before(self, number: int) -> tuple[int, int]:
         there = (*self._moving.values(), *(each for _, _, each in self._coming))
@@ -128,12 +130,15 @@ class DisaggregatedFleet(Fleet):
         return len(queued), sum(queued)
 
     def _ask(self, request: Request, answers: int, prompts: int) -> bool:
-        """Have a prompt computed elsewhere; False where nothing is missing, or there is no room for it."""
+        """Have a prompt computed elsewhere.
+
+        Returns False if nothing is missing, or there is no room for it.
+        """
         engine, computing = self.replicas[answers].engine, self.replicas[prompts]
         try:
             engine.scheduler.check(request)
         except ValueError:
-            return False  # the engine that answers refuses it
+            return False  # the answering engine refuses it
         expected = engine.expect_pages(request)
         if expected is None:
             return False
@@ -152,12 +157,12 @@ class DisaggregatedFleet(Fleet):
         queued = request.num_prompt_tokens - len(arrival.keys) * engine.slots.page_size
         self._moving[request.id] = Moving(request, answers, prompts, num_tokens, queued)
         computing.add(asked)
-        if asked.finish_reason is not None:  # refused
+        if asked.finish_reason is not None:  # the request was refused
             self._send(self._moving.pop(request.id), computing.clock.now_s)
         return True
 
     def _computed(self, engine: Engine, step: Step) -> None:
-        """A step of a prompts' engine."""
+        """Process a step of a prompts' engine."""
         for request in engine.slots.requests[step.batch.slots]:
             moving = None if request is None else self._moving.get(request.id)
             if moving is not None and moving.begun_s is None:
@@ -169,14 +174,14 @@ class DisaggregatedFleet(Fleet):
                 continue
             begun_s = step.start_s if moving.begun_s is None else moving.begun_s
             moving.is_whole = request.finish_reason in DONE
-            # Layers follow as they are computed, and the last one when it is
+            # Layers are sent as they are computed, the last one when the step ends
             layer_s, took_s = (step.end_s - begun_s) / self._num_layers, self._transfer_s(moving.num_tokens)
             sent_s = max(begun_s + layer_s, self._free_s[moving.prompts]) + took_s
             self._free_s[moving.prompts] = max(sent_s, step.end_s + took_s / self._num_layers)
             self._send(moving, self._free_s[moving.prompts])
 
     def _answered(self, request: Request) -> None:
-        """A prompts' engine has answered a whole request."""
+        """Count a whole request that a prompts' engine has answered."""
         totals = self._totals
         totals.ended(request)
         totals.running_s += (request.finish_s or request.arrival_s) - request.arrival_s

@@ -1,4 +1,4 @@
-"""May a fit be trusted, and for which steps?"""
+"""Judge whether a fitted cost model can be trusted, and for which steps."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 Vector = NDArray[np.float64]
-FEWEST_STEPS = 300  # of fewer, p99 is one of the three slowest
-MOST_ERROR = 0.3  # median: half of the steps are further from their modelled time
-LEAST_EXPLAINED = 0.2  # of the variance between steps, where many are far from their modelled times
-SMALL_ERROR = 0.1  # median: steps so near their modelled time need no explanation
-MOST_DRIFT = 0.1  # of the second half of the recording against the first, or of a fifth against all
-MOST_TAIL_DRIFT = 0.25  # the same of p99, of which a recording has fewer cases
-MOST_BEYOND = 0.05  # share of simulated steps that are larger than any that was recorded
+FEWEST_STEPS = 300  # p99 of fewer steps is one of the three slowest
+MOST_ERROR = 0.3  # median error: half of the steps are further from their modelled time
+# Share of the variance between steps that must be explained, if many are far from their modelled times
+LEAST_EXPLAINED = 0.2
+SMALL_ERROR = 0.1  # median error below which no explanation of the variance is needed
+MOST_DRIFT = 0.1  # drift between the halves of the recording, or of a fifth against the whole
+MOST_TAIL_DRIFT = 0.25  # the same for p99, of which a recording has fewer cases
+MOST_BEYOND = 0.05  # share of simulated steps that are larger than any recorded one
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,19 +24,22 @@ class FitTrust:
     """How well the modelled times of a recording's own steps agree with the real ones."""
 
     steps: int
-    median_error: float  # of a step, as a share of its modelled time
-    explained: float  # share of the variance of the logarithm of times
+    median_error: float  # error of a step, as a share of its modelled time
+    explained: float  # share of the variance of log times
     drift: float  # how much longer the same work took in the second half of the recording, as a share
-    tail_drift: float  # the same of the 99th percentile of steps
-    unsteady: float  # the same of that fifth of the recording which differs most from all of it
+    tail_drift: float  # the same for the 99th percentile of steps
+    unsteady: float  # the same for that fifth of the recording which differs most from the whole
 
     def describe(self, beyond: float | None = None) -> dict[str, Any]:
-        """As JSON holds it, with the doubts in words; `beyond`: share of simulated steps that are larger."""
+        """Return this as JSON data, with the doubts in words.
+
+        `beyond` is the share of simulated steps that are larger than any recorded one.
+        """
         said = {} if beyond is None else {"larger_than_recorded": round(beyond, 4)}
         return {**asdict(self), **said, "doubts": self.doubts(beyond or 0.0)}
 
     def doubts(self, beyond: float = 0.0) -> list[str]:
-        """Why predictions may be wrong; empty for a fit that can be trusted."""
+        """Return the reasons why predictions may be wrong; empty for a fit that can be trusted."""
         found = []
         if self.steps < FEWEST_STEPS:
             found.append(f"{self.steps} steps are few; record at least {FEWEST_STEPS}")
@@ -61,12 +65,13 @@ class FitTrust:
 
 
 def trust(taken_s: Vector, modelled_s: Vector) -> FitTrust:
-    """Of a recording's steps, in their order."""
+    """Judge the modelled times of a recording's steps, in their order."""
     ratios = taken_s / modelled_s
     middle = float(np.median(ratios))
     spread, left = np.log(taken_s), np.log(ratios)
     half = len(ratios) // 2
-    bounded_s = np.clip(taken_s, modelled_s * middle / 3, modelled_s * middle * 3)  # one stall is no load
+    # A single stall is no load
+    bounded_s = np.clip(taken_s, modelled_s * middle / 3, modelled_s * middle * 3)
     whole = bounded_s.sum() / modelled_s.sum()
     fifths = [
         bounded_s[part].sum() / modelled_s[part].sum() / whole - 1
@@ -84,7 +89,7 @@ def trust(taken_s: Vector, modelled_s: Vector) -> FitTrust:
 
 
 def in_words(trust: dict[str, Any]) -> str:
-    """One line."""
+    """Summarise a judgement in one line."""
     doubts = "; ".join(trust["doubts"])
     fits = (
         f"{trust['steps']} steps, {trust['explained']:.0%} of the variance explained,"

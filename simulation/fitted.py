@@ -1,4 +1,9 @@
-"""How long would a step take, judging by the steps of a recorded run?"""
+"""Fit the time of a step to the steps of a recorded run, and predict it.
+
+The model is linear in the features of a batch (tokens, spans, context, pairs) with costs that are not
+negative, times ratios drawn from the recording (`spread`). Whether it can be trusted is judged in
+`fit_trust`.
+"""
 
 from __future__ import annotations
 
@@ -23,22 +28,22 @@ Vector = NDArray[np.float64]
 NAMES = (
     "step",
     "tokens",
-    "tokens up to 8",  # a product of few rows reads weights, whatever their number
+    "tokens up to 8",  # a product of few rows reads the weights, whatever their number
     "tokens up to 64",
-    "padded tokens",  # to 8, from 64 on to 64
+    "padded tokens",  # padded to a multiple of 8, or of 64 above 64
     "spans",
     "prompt spans",
     "sampled",
     "context of decodes",
     "context of prompts",
-    "pairs of prompts",  # query and key
+    "pairs of prompts",  # pairs of query and key
 )
-MOST_KEPT = 10_000  # steps whose ratios between real and modelled times are kept
-BEYOND = 1.1  # times what was recorded
+MOST_KEPT = 10_000  # steps whose ratios of real to modelled time are kept
+BEYOND = 1.1  # ratio to the largest recorded feature above which a step is an extrapolation
 
 
 def features(batch: Batch) -> Vector:
-    """What a step's time may depend on, in the order of NAMES."""
+    """Return what the time of a step may depend on, in the order of NAMES."""
     starts, stops = batch.starts, batch.stops
     lens = stops - starts
     total, spans, context = int(lens.sum()), len(lens), float(stops.sum())
@@ -69,14 +74,14 @@ def features(batch: Batch) -> Vector:
 
 @dataclass(slots=True)
 class Fitted:
-    """A cost model: so many seconds for a unit of each feature, none negative.
+    """A cost model with a non-negative number of seconds for a unit of each feature.
 
-    With a `spread`, each step goes as the next of the recorded steps went, from one that `seed` draws and
-    round and round.
+    Each simulated step follows the next of the recorded steps in `spread`, cyclically from one that `seed`
+    draws.
     """
 
     costs_s: Vector
-    largest: Vector  # of each feature, among the recorded steps: what lies beyond is a guess
+    largest: Vector  # largest recorded value of each feature; predictions beyond it are extrapolations
     spread: Spread
     trust: FitTrust
     seed: int = 0
@@ -88,16 +93,16 @@ class Fitted:
         self._at = int(np.random.default_rng(self.seed).integers(len(self.spread.ranks)))
 
     def rewound(self) -> Fitted:
-        """The same, from the first of the recorded steps on.
+        """Rewind to the first recorded step.
 
-        Several of them that were recorded together, and are simulated so, are slow together as they were: a
-        step of one goes as that of the others went at the time.
+        Engines that were recorded together, and are simulated together, are then slow together as they were:
+        a step of one follows the steps of the others at the same time.
         """
         self._at = -1
         return self
 
     def step_s(self, batch: Batch, slots: SlotPool) -> float:
-        """Seconds of a step."""
+        """Return the seconds of a step."""
         of_step = features(batch)
         mean_s = float(of_step @ self.costs_s)
         self._num_steps += 1
@@ -106,11 +111,11 @@ class Fitted:
         return mean_s * self.spread.ratio(mean_s, self._at)
 
     def describe(self) -> dict[str, Any]:
-        """May what was simulated so far be trusted? As JSON holds it, with the doubts in words."""
+        """Describe whether the simulation so far can be trusted, as JSON data with the doubts in words."""
         return self.trust.describe(self._num_beyond / max(1, self._num_steps))
 
     def in_json(self) -> str:
-        """It as a file holds it."""
+        """Return the model as the text of a file."""
         fields = {
             "costs_s": dict(zip(NAMES, self.costs_s.tolist())),
             "largest": dict(zip(NAMES, self.largest.tolist())),
@@ -126,9 +131,9 @@ class Fitted:
 
     @classmethod
     def from_json(cls, data: bytes, name: object) -> Fitted:
-        """It from the bytes of a file, which an error calls `name`.
+        """Read the model from the bytes of a file, which an error calls `name`.
 
-        Raises ValueError for a file that holds no costs, or others than were written.
+        Raises ValueError for a file that holds no costs, or that was changed after it was written.
         """
         try:
             fields = json.loads(data.decode("utf-8"))
@@ -167,7 +172,7 @@ class Fitted:
 
 
 def _vector(values: Any) -> Vector:
-    """Numbers of a file, none negative; raises ValueError for anything else."""
+    """Return numbers of a file as a vector; raises ValueError unless all are finite and not negative."""
     found = np.array(values, dtype=np.float64)
     if found.ndim != 1 or not np.isfinite(found).all() or (found < 0).any():
         raise ValueError("a list is not all of finite numbers that are not negative")
@@ -175,20 +180,23 @@ def _vector(values: Any) -> Vector:
 
 
 def _check(fields: dict[str, Any]) -> int:
-    """A checksum of what a file says, however it is laid out."""
+    """Return a checksum of a file's content that does not depend on its layout."""
     return zlib.crc32(json.dumps(fields, sort_keys=True).encode())
 
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """One step of a recording: its features, and the seconds from one answer to the next, host and all."""
+    """One step of a recording: its features, and the seconds between answers, the host's included."""
 
     features: Vector
     taken_s: float
 
 
 def timed(events: Iterable[Event], scheduler: Scheduler) -> list[Timed]:
-    """The steps of a replay on `scheduler`; a step that found the engine idle counts from its own start."""
+    """Return the steps of a replay on `scheduler`.
+
+    A step that found the engine idle counts from its own start.
+    """
     steps: list[Timed] = []
     idle_s = -np.inf
     busy = False
@@ -201,13 +209,15 @@ def timed(events: Iterable[Event], scheduler: Scheduler) -> list[Timed]:
 
 
 def learn(entries: Iterable[Entry], scheduler: Scheduler) -> Fitted:
-    """The costs of a recording; raises ValueError if it has no step."""
+    """Fit the costs of a recording; raises ValueError if it has no step."""
     return fit(timed(replay(entries, scheduler), scheduler))
 
 
 def fit(steps: Sequence[Timed]) -> Fitted:
-    """By least squares of relative errors, so that short steps count as long ones do; the spread makes up for
-    what they leave. Raises ValueError for no steps, and for one that took no time.
+    """Fit costs by least squares of relative errors, so that short steps count as much as long ones.
+
+    The spread holds what the fit leaves unexplained. Raises ValueError for no steps, and for a step that took
+    no time.
     """
     if not steps:
         raise ValueError("nothing was computed in this recording, so that nothing can be learnt from it")
@@ -219,8 +229,9 @@ def fit(steps: Sequence[Timed]) -> Fitted:
     seen = np.array([each.features for each in steps])
     modelled_s, load = taken_s, np.ones(len(taken_s))
     for _ in range(8):
-        # by the modelled time: by the real one, short times would count for more than long ones. Steps that
-        # stalled (a page fault, another process, a compilation) count as if they had stalled less
+        # Weighting by the real time would make short times count more than long ones, so the modelled time is
+        # used. Steps that stalled (a page fault, another process, a compilation) count as if they had stalled
+        # less
         weights = 1 / modelled_s
         bounded_s = np.clip(taken_s / load, modelled_s / 3, modelled_s * 3)
         costs_s = non_negative(seen * weights[:, None], bounded_s * weights)
@@ -231,7 +242,7 @@ def fit(steps: Sequence[Timed]) -> Fitted:
 
 
 def non_negative(left: Vector, right: Vector) -> Vector:
-    """The x >= 0 of the least |left @ x - right|, by the active sets of Lawson and Hanson (1974)."""
+    """Minimise |left @ x - right| over x >= 0, by the active sets of Lawson and Hanson (1974)."""
     scale = np.maximum(np.abs(left).max(axis=0), 1e-300)
     matrix = left / scale
     found = np.zeros(matrix.shape[1])

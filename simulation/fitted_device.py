@@ -1,8 +1,8 @@
-"""Which device would take as long as one did: its rates, what its host does, and its links?
+"""Fit a simulated device's rates, host times and links to measurements.
 
-A roofline (simulation/roofline.py) says how the parts of a step scale with its size and with the devices that
-share it. With rates fitted to the steps of one device and to messages between several, it predicts steps that
-several share.
+A roofline (simulation/roofline.py) states how the parts of a step scale with its size and with the devices
+that share it. With rates fitted to the steps of one device and to messages between several, it predicts steps
+that several devices share.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from simulation.device import SimulatedDevice
 from simulation.fitted import non_negative
 from simulation.roofline import Roofline
 
-FACTORS = (4.0, 2.0, 1.4, 1.2, 1.1, 1.05, 1.02)  # by which rates are changed in turn, ever less
-MOST_TURNS = 50  # with one factor
-Rates = tuple[float, float, float]  # TFLOP/s, and microseconds of the host a step and a row
+# Factors by which rates are changed in turn, in falling order
+FACTORS = (4.0, 2.0, 1.4, 1.2, 1.1, 1.05, 1.02)
+MOST_TURNS = 50  # most turns with one factor
+Rates = tuple[float, float, float]  # TFLOP/s, and the host's microseconds for a step and for a row
 
 
 @dataclass(frozen=True, slots=True)
 class StepSize:
-    """What a roofline reads of a step (see `Roofline.time_s`), whatever the number of devices."""
+    """The arguments of `Roofline.time_s` for one step, whatever the number of devices."""
 
     num_tokens: int
     captured: int
@@ -35,7 +36,7 @@ class StepSize:
 
 
 def predicted_s(roofline: Roofline, size: StepSize) -> float:
-    """Seconds of a step of this size."""
+    """Return the predicted seconds of a step of this size."""
     return roofline.time_s(size.num_tokens, size.captured, size.num_sampled, size.context, size.pairs)
 
 
@@ -45,13 +46,13 @@ def fitted_device(
     steps: Sequence[tuple[StepSize, float]],
     memory_gb_per_s: float,
 ) -> SimulatedDevice:
-    """The device that reads so fast, and whose rate of products and host (a step, and a row that is sampled)
-    come nearest to steps that took so many seconds on one: the mean of |log(predicted / measured)| is least,
-    so that stalls count little.
+    """Return the device whose product rate and host times come nearest to measured steps of one device.
 
-    How fast it reads is measured apart: steps of few rows all read the same weights, which looks as what the
-    host takes does, and devices that share a step do not share that. Operators take no time of their own: on
-    a CPU the host is the device. In each turn all are tried a factor away from the best, and factors fall.
+    The mean of |log(predicted / measured)| is minimised, so that stalls count little. The memory rate is
+    measured separately: steps of few rows all read the same weights, which cannot be told from host time, and
+    devices that share a step do not share that time. Operators take no time of their own, because on a CPU
+    the host is the device. In each turn all three rates are tried one factor away from the best, and the
+    factors fall.
     """
     device = replace(
         device,
@@ -76,7 +77,7 @@ def fitted_device(
         said = np.log([predicted_s(roofline, size) for size, _ in steps])
         return float(np.abs(said - taken_s).mean())
 
-    best = (0.1, 500.0, 100.0)  # as one core has them
+    best = (0.1, 500.0, 100.0)  # the order of magnitude of one core
     least = error(best)
     for factor in FACTORS:
         for _ in range(MOST_TURNS):
@@ -95,8 +96,9 @@ def fitted_device(
 def with_links(
     device: SimulatedDevice, num_devices: int, sums: Sequence[tuple[int, float]]
 ) -> SimulatedDevice:
-    """The device with the links by which sums of so many bytes over these devices took so many seconds, by
-    least squares of relative errors (see `SimulatedDevice.all_reduce_s`).
+    """Return the device with links fitted to the seconds of sums over `num_devices` devices.
+
+    The fit is a least squares of relative errors (see `SimulatedDevice.all_reduce_s`).
     """
     hops = 2 * (num_devices - 1).bit_length()
     moved = [2 * (num_devices - 1) / num_devices * num_bytes for num_bytes, _ in sums]

@@ -21,18 +21,19 @@ from kv_cache.prefix_cache import PageListener
 from simulation.replica import Replica
 from simulation.serve import in_order
 
-BEAT_S = 0.25  # between two times that a replica tells its load, as `serving.engine.worker`
+BEAT_S = 0.25  # interval at which a replica reports its load, as in `serving.engine.worker`
 
 
 @dataclass(slots=True)
 class Routed:
-    """What the router expected, summed over requests, and how the load came out."""
+    """The router's expectations, summed over requests, and the resulting load of each engine."""
 
     prompt_tokens: int = 0
-    hit_tokens: int = 0  # expected where it sent them
-    best_hit_tokens: int = 0  # expected where most would have been found
-    requests: list[int] | None = None  # that each engine was sent
-    tokens: list[int] | None = None  # that each has to compute for them, prompts after hits and answers
+    hit_tokens: int = 0  # hit tokens expected where the requests were sent
+    best_hit_tokens: int = 0  # hit tokens expected where most would have been found
+    requests: list[int] | None = None  # number of requests sent to each engine
+    # Tokens that each engine computes for them: prompts after hits, and answers
+    tokens: list[int] | None = None
 
     def count(self, request: Request, sent: Sent, num_replicas: int) -> None:
         """Count a request that was sent."""
@@ -45,7 +46,7 @@ class Routed:
         self.tokens[sent.replica] += sent.queued_tokens + request.params.max_tokens
 
     def figures(self) -> dict[str, float]:
-        """The share of the best hits that was kept, and the most loaded engine's load over the mean."""
+        """Return the share of the best hits that was kept, and the highest over the mean load."""
         tokens = self.tokens or [0]
         return {
             "routed_hits_of_best": round(self.hit_tokens / max(1, self.best_hit_tokens), 4),
@@ -54,7 +55,7 @@ class Routed:
 
 
 class _Told(PageListener):
-    """Tells a router of the pages of one engine."""
+    """Reports the pages of one engine to a router."""
 
     def __init__(self, routing: Routing, number: int) -> None:
         self._routing = routing
@@ -69,11 +70,11 @@ class _Told(PageListener):
 
 @dataclass(frozen=True, slots=True)
 class Passing:
-    """A request that the router has sent on, and whose answer has not wholly passed through it."""
+    """A request that the router has sent on, and whose answer has not entirely passed through it."""
 
     request: Request
     sent: Sent
-    prompt: Sent | None = None  # where its prompt is computed, if elsewhere
+    prompt: Sent | None = None  # the place where its prompt is computed, if elsewhere
 
 
 class Fleet:
@@ -83,17 +84,18 @@ class Fleet:
         self.replicas = replicas
         self.routing = routing
         self.routed = Routed()
-        self._looks = routing.route != "round_robin"  # needs to know the engines' loads
+        self._looks = routing.route != "round_robin"  # whether the router needs the engines' loads
         self._has_keys = routing.route == "text_prefix" or bool(routing.tells.any())
         for number in routing.tells.nonzero()[0].tolist():
             replicas[number].engine.scheduler.prefix.listener = _Told(routing, number)
         self._told_s = np.full(len(replicas), -math.inf)
-        self._behind: list[tuple[float, int]] = []  # clocks of those with work, if the router looks
+        # Clocks of the engines with work, if the router needs loads
+        self._behind: list[tuple[float, int]] = []
         self._is_behind = np.zeros(len(replicas), dtype=np.bool_)
         self._passing: list[list[Passing]] = [[] for _ in replicas]
 
     def add(self, request: Request, at_s: float) -> None:
-        """Send a request to an engine, at a time not before that of the last request."""
+        """Route a request to an engine, at a time not before that of the last request."""
         if self._looks:
             self._catch_up(at_s)
         sent = self.routing.send(self._prompt(request), at_s)
@@ -104,7 +106,7 @@ class Fleet:
         replica.advance(at_s)
         replica.add(request)
         if not self._looks:
-            self.routing.ended(sent)  # whoever takes turns counts nothing, and keeps nothing
+            self.routing.ended(sent)  # round robin counts and keeps nothing
             return
         self._passing[number].append(Passing(request, sent))
         if not self._is_behind[number]:
@@ -112,7 +114,7 @@ class Fleet:
             heapq.heappush(self._behind, (replica.clock.now_s, number))
 
     def advance(self, until_s: float) -> None:
-        """Bring all engines to this time."""
+        """Advance all engines to this time."""
         for replica in self.replicas:
             replica.advance(until_s)
 
@@ -144,15 +146,16 @@ class Fleet:
             replica.advance(until_s)
             self._see(number, until_s)
             self._tell(number, until_s)
-            if replica.engine.has_work or self._passing[number]:  # whose last step may end later
+            if replica.engine.has_work or self._passing[number]:  # its last step may end later
                 heapq.heapreplace(self._behind, (replica.clock.now_s, number))
             else:
                 heapq.heappop(self._behind)
                 self._is_behind[number] = False
 
     def _see(self, number: int, now_s: float) -> None:
-        """What of an engine's answers has passed through the router by now, which counts it as the proxy of
-        `serving.router` does.
+        """Tell the router which of an engine's answers have begun or ended by now.
+
+        This corresponds to the proxy of `serving.router`.
         """
         still = []
         for each in self._passing[number]:
@@ -169,9 +172,9 @@ class Fleet:
         self._passing[number] = still
 
     def _tell(self, number: int, now_s: float) -> None:
-        """Tell the router the load of an engine that has work as often as a beat; of one without, at once.
+        """Report an engine's load to the router, once a beat while it has work and at once when it has none.
 
-        What the engine's last step did is not done before that step ends, which may be later than now.
+        The work of the engine's last step counts as undone until that step ends, which may be later than now.
         """
         replica, passing = self.replicas[number], self._passing[number]
         if replica.engine.has_work and now_s < self._told_s[number] + BEAT_S:
@@ -185,7 +188,7 @@ class Fleet:
         self.routing.told(number, tokens + tokens_before, requests, now_s)
 
     def _waiting_before(self, number: int) -> tuple[int, int]:
-        """The requests that wait before an engine's queue, and what is to be computed there of them."""
+        """Return how many requests wait before an engine's queue, and their tokens to be computed there."""
         return 0, 0
 
 

@@ -1,7 +1,7 @@
-"""How do stages of layers, each on its own devices, work on several batches in flight?
+"""Simulate pipeline parallelism: stages of layers that work on several batches in flight.
 
 As many schedulers as stages take turns, each with its part of the slots and of the pages, so that their
-batches are disjoint. A stage that waits for the one before it stands in a bubble, of one of three kinds
+batches are disjoint. A stage that waits for the one before it stands in a bubble of one of three kinds
 (Sarathi, 2023): PB1 between prompts of different lengths, PB2 between a prompt and decodes, PB3 of decodes.
 """
 
@@ -24,15 +24,15 @@ from simulation.run_totals import RunTotals
 from simulation.runner import CostModel
 from simulation.serve import in_order
 
-ObserveStage = Callable[[int, int, Batch, float, float], None]  # stage, scheduler, its batch, from and until
+ObserveStage = Callable[[int, int, Batch, float, float], None]  # stage, scheduler, its batch, start and end
 
 
 @dataclass(slots=True)
 class Stages:
-    """Which stage is free when, and how long each stood in bubbles of each kind."""
+    """When each stage is free, and how long the stages stood in bubbles of each kind."""
 
-    costs: Sequence[CostModel]  # of each stage
-    send_s: Callable[[int], float]  # for the hidden states of so many tokens to reach the next stage
+    costs: Sequence[CostModel]  # cost model of each stage
+    send_s: Callable[[int], float]  # seconds for the hidden states of so many tokens to reach the next stage
     observe: ObserveStage | None = None
     busy_s: float = 0.0
     bubbles_s: dict[str, float] = field(default_factory=lambda: {"PB1": 0.0, "PB2": 0.0, "PB3": 0.0})
@@ -44,13 +44,13 @@ class Stages:
         self._had_prompt = [False] * len(self.costs)
 
     def pass_through(self, batch: Batch, slots: SlotPool, now_s: float, number: int) -> float:
-        """When a batch that this scheduler launches now has passed all stages."""
+        """Return when a batch that this scheduler launches now has passed all stages."""
         has_prompt = bool((batch.starts < slots.num_prompt[batch.slots]).any())
         at_s, last_s = now_s, self._free_s[-1]
         for stage, costs in enumerate(self.costs):
             since_s = self._free_s[stage]
             begin_s = max(at_s, since_s)
-            # the first stage waits for a batch to come back; the others for the stage before them
+            # The first stage waits for a batch to return, the others for the stage before them
             waited_s = min(begin_s, last_s) - since_s if stage == 0 else begin_s - max(since_s, now_s)
             if waited_s > 0:
                 both = has_prompt + self._had_prompt[stage]
@@ -91,7 +91,7 @@ class _StageRunner:
 
 
 class Pipeline:
-    """Schedulers that take turns at the stages; what they do goes to one RunTotals."""
+    """Schedulers that take turns at the stages, with one RunTotals."""
 
     def __init__(self, schedulers: Sequence[Scheduler], stages: Stages, totals: RunTotals) -> None:
         self.totals = totals
@@ -116,7 +116,7 @@ class Pipeline:
         return Replica(scheduler, self.stages.costs[0], self.totals, runner=runner)
 
     def _advance(self, until_s: float) -> None:
-        """In the order of their clocks, because the batch that is launched first passes first."""
+        """Advance the engines in the order of their clocks, because the batch launched first passes first."""
         while True:
             late = [each for each in self._replicas if each.engine.has_work and each.clock.now_s < until_s]
             if not late:

@@ -1,4 +1,4 @@
-"""What are the percentiles of millions of durations that are not kept?"""
+"""Estimate percentiles of millions of durations without keeping them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ LEAST_S, MOST_S, WIDTH = 1e-7, 1e7, 1.002  # least, most, and the ratio between 
 
 
 class Sketch:
-    """A histogram over a logarithmic scale: a percentile is within 0.1 %, in the same 130 KB for any number.
+    """A histogram over a logarithmic scale: percentiles are within 0.1 %, in 130 KB for any number of values.
 
-    Mean, least and most are exact. Two sketches add up to that of all their values.
+    Mean, least and most are exact. Merging two sketches gives the sketch of all their values.
     """
 
     __slots__ = ("_counts", "count", "least_s", "most_s", "total_s")
@@ -28,7 +28,7 @@ class Sketch:
         self.most_s = -math.inf
 
     def add(self, value_s: float, times: int = 1) -> None:
-        """Add a duration, so many times."""
+        """Add a duration `times` times."""
         self._counts[_place(value_s)] += times
         self.count += times
         self.total_s += value_s * times
@@ -57,18 +57,18 @@ class Sketch:
         self.most_s = max(self.most_s, other.most_s)
 
     def share_within(self, limit_s: float) -> float:
-        """The share of durations that are at most so long; 1 if there are none."""
+        """Return the share of durations that are at most `limit_s`; 1 if there are none."""
         return float(self._counts[: _place(limit_s) + 1].sum()) / self.count if self.count else 1.0
 
     def quantile_s(self, share: float) -> float:
-        """As numpy's percentile, between the two values that are nearest in rank."""
+        """Return a quantile, interpolated between the two values nearest in rank as numpy's percentile is."""
         at = share * (self.count - 1)
         ends = np.cumsum(self._counts)
         low, high = (self._value_s(int(np.searchsorted(ends, rank, side="right"))) for rank in _around(at))
         return low + (high - low) * (at - math.floor(at))
 
     def milliseconds(self) -> Figures:
-        """Mean and percentiles; empty if there are no durations."""
+        """Return mean and percentiles in milliseconds; empty if there are no durations."""
         if not self.count:
             return {}
         parts = {"p50": 0.5, "p90": 0.9, "p99": 0.99}

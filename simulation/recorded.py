@@ -1,8 +1,7 @@
-"""Does a simulation decide as the engine did, when its steps take as long?
+"""Check a simulation against a recorded run: given the same step times, it must decide the same.
 
-A recording gives the simulation when requests came, what they were answered, how long each step took and
-which drafts it checked; it is not shown a single batch. Its own batches must then come to the recording's
-digests.
+A recording gives the simulation the arrivals of requests, the sampled tokens, the time of each step and the
+drafts, but not a single batch. The simulation's own batches must then have the recording's digests.
 """
 
 from __future__ import annotations
@@ -36,10 +35,10 @@ from simulation.clock import Clock
 
 
 class RecordedRunner:
-    """A device that answers when, and what, the recorded one did.
+    """A device that gives the recorded answers at the recorded times.
 
-    `moments` are the entries of a recording that have a time of the engine's own: a batch was made, or looked
-    for in vain, or answered.
+    `moments` are the entries of a recording with a time of the engine's own: a batch was made, looked for in
+    vain, or answered.
     """
 
     def __init__(
@@ -55,17 +54,17 @@ class RecordedRunner:
         self.num_steps = 0
 
     def run(self, batch: Batch) -> Sampled:
-        """The recorded answer, at its recorded time."""
+        """Return the recorded answer, at its recorded time."""
         return self.start(batch)()
 
     def start(self, batch: Batch) -> Callable[[], Sampled]:
-        """Raises Divergence for a batch that was not made in the recording."""
+        """Start a batch; raises Divergence if it was not made in the recording."""
         self.num_steps += 1
         entry, digest = self._moments.popleft(), self._chain.add(batch, self._slots)
         if not isinstance(entry, Scheduled) or entry.digest != digest:
             raise Divergence(f"step {self.num_steps}: the simulation decided otherwise")
         if self._moments and not isinstance(self._moments[0], Committed):
-            self._clock.reach(self._moments[0].now_s)  # when the host looked for the next batch
+            self._clock.reach(self._moments[0].now_s)  # time at which the host looked for the next batch
         return self._land
 
     def _land(self) -> Sampled:
@@ -78,20 +77,22 @@ class RecordedRunner:
         return answered(entry)
 
     def resize(self, num_pages: int, copies: tuple[PageCopy, ...]) -> None:
-        """This device holds no pages."""
+        """Do nothing: this device holds no pages."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedRun:
     """What a simulation takes from a recording."""
 
-    arrivals: list[tuple[float, Added | Ended]]  # with the time at which the engine heard of it
+    arrivals: list[tuple[float, Added | Ended]]  # each has the time at which the engine received it
     moments: deque[Scheduled | Looked | Committed]
 
 
 def recorded_run(entries: Iterable[Entry]) -> RecordedRun:
-    """What a simulation takes. Raises ValueError for a recording whose pool changed its size, or whose pages
-    were another engine's.
+    """Extract what a simulation needs from a recording.
+
+    Raises ValueError for a recording in which the pool was resized, or pages were exchanged with another
+    engine.
     """
     arrivals: list[tuple[float, Added | Ended]] = []
     moments = deque[Scheduled | Looked | Committed]()
@@ -112,8 +113,9 @@ def recorded_run(entries: Iterable[Entry]) -> RecordedRun:
 
 
 def follow(recorded: RecordedRun, scheduler: Scheduler, *, overlap: bool = False) -> int:
-    """Simulate it on a new scheduler of the same facts: every digest is the recording's, or Divergence is
-    raised at the first that is not. Returns the number of steps.
+    """Simulate a recorded run on a new scheduler built from the same facts; return the number of steps.
+
+    Raises Divergence at the first digest that differs from the recording's.
     """
     clock, arrivals, moments = Clock(), deque(recorded.arrivals), recorded.moments
     if scheduler.speculation is not None:

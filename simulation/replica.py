@@ -1,4 +1,4 @@
-"""How does one simulated engine advance, step by step?"""
+"""Advance one simulated engine step by step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from simulation.clock import Clock
 from simulation.run_totals import RunTotals, StepCounter
 from simulation.runner import CostModel, SimulatedRunner, Speaker
 
-REST_S = 1e-3  # between two looks while a policy waits for a fuller batch; the same as in `serving.offline`
+# Pause between two looks while a policy waits for a fuller batch, as in `serving.offline`
+REST_S = 1e-3
 Observe = Callable[[Engine, Step], None]
 MakeRunner = Callable[[Clock], Runner]
 
@@ -19,7 +20,8 @@ MakeRunner = Callable[[Clock], Runner]
 class Replica:
     """The real engine and scheduler, on a virtual clock and a device that a cost model stands for.
 
-    `observe` sees every step until the next is made. What it counts goes to `totals`, which many may share.
+    `observe` receives every step before the next is made. Counts go to `totals`, which several replicas may
+    share.
     """
 
     def __init__(
@@ -47,13 +49,14 @@ class Replica:
 
     @property
     def num_requests(self) -> int:
-        """Requests that wait or run."""
+        """Number of requests that wait or run."""
         scheduler = self.engine.scheduler
         return len(scheduler.waiting) + len(scheduler.slots.busy)
 
     def add(self, request: Request) -> None:
-        """Take a request at the clock's time, which is its arrival or later. A refused request has failed
-        and is only counted.
+        """Accept a request at the clock's time, which is its arrival or later.
+
+        A refused request is only counted as failed.
         """
         self.totals.came(request)
         try:
@@ -64,8 +67,10 @@ class Replica:
             self.counter.added(request)
 
     def advance(self, until_s: float) -> None:
-        """Make steps until the clock is there; the last one may end later. Without work time just goes by,
-        but for the end of all times: then the clock stays."""
+        """Make steps until the clock reaches `until_s`; the last one may end later.
+
+        Without work the clock moves there at once, but it stays if `until_s` is infinite.
+        """
         engine, clock = self.engine, self.clock
         while clock.now_s < until_s:
             if not engine.has_work:
@@ -90,7 +95,7 @@ class Replica:
         return step
 
     def _stop(self, step: Step) -> None:
-        """End requests that have their whole recorded answer: a stop string is not known here."""
+        """End requests that have their whole recorded answer, because stop strings are not known here."""
         assert self._speaker is not None, "nobody knows the answers"
         for request in self.engine.slots.requests[step.owners]:
             if self._speaker.hears(request) and request.finish_reason is None:

@@ -1,9 +1,9 @@
-"""How long would a step take, by what it multiplies, reads, sends and launches?
+"""Model the time of a step by what it multiplies, reads, sends and launches.
 
-Each product takes the longer of its multiplications, in whole tiles, and of reading its weights, or both
-after one another on a device that does not read ahead; attention the same of its scores and of the keys and
-values that it sees; what lies between them reads and writes the activations. Operators follow one another:
-nothing overlaps but the host's launches with the device's work.
+Each product takes the longer of its multiplications, in whole tiles, and of reading its weights, or the sum
+of both on a device that does not read ahead; attention takes the same of its scores and of the keys and
+values that it reads; the operators between them read and write the activations. Operators run one after the
+other: only the host's launches overlap with the device's work.
 """
 
 from __future__ import annotations
@@ -19,16 +19,20 @@ from continuous_batching.slots import SlotPool
 from models.config import ROUTER_BYTES, DecoderConfig
 from simulation.device import SimulatedDevice
 
-OPERATORS = 10  # of a layer: norms, products, rotary, write, attention, gate, residuals, where they are fused
-MIXTURE_OPERATORS = 10  # more of a layer with experts: the router, its choice, and their shared one
-MOST_SIZES = 2**16  # of steps whose times are kept
-ACTIVATIONS = 12  # times a layer's hidden states are read or written between its products
+# Operators of a layer if fused: norms, products, rotary, write, attention, gate, residuals
+OPERATORS = 10
+# Further operators of a layer with experts: the router, its choice, and the shared expert
+MIXTURE_OPERATORS = 10
+MOST_SIZES = 2**16  # step sizes whose times are kept
+ACTIVATIONS = 12  # times that a layer's hidden states are read or written between its products
 
 
 @dataclass(frozen=True, slots=True)
 class LayerProduct:
-    """A matrix product of a layer. Devices that share the layer cut its outputs, or its inputs, after which a
-    sum over them follows; or each computes it whole.
+    """A matrix product of a layer.
+
+    Devices that share the layer cut its outputs, or its inputs, after which a sum over them follows; or each
+    of them computes it whole.
     """
 
     inputs: int
@@ -38,7 +42,7 @@ class LayerProduct:
 
 @dataclass(frozen=True, slots=True)
 class ModelPart:
-    """The part of a model on one group of devices; the last group also has the head."""
+    """The part of a model on one group of devices; the last group also has the LM head."""
 
     num_layers: int
     has_head: bool
@@ -46,9 +50,9 @@ class ModelPart:
 
 @dataclass(frozen=True, slots=True)
 class _Size:
-    """What a step takes by the number of its tokens, spans and samples alone, before attention."""
+    """The parts of a step's time that depend on its numbers of tokens, spans and samples alone."""
 
-    share: float  # of the model's layers
+    share: float  # share of the model's layers
     products_s: float
     activations_s: float
     all_reduce_s: float
@@ -59,7 +63,7 @@ class _Size:
 
 @dataclass(slots=True)
 class Roofline:
-    """A cost model for `tensor` devices that share each layer; `stage` None: the whole model is theirs.
+    """A cost model for `tensor` devices that share each layer; with `stage` None they hold the whole model.
 
     Steps of decodes alone run as captured graphs up to `graphs` rows, others operator by operator. With
     `hides_host` the host does its work between steps while the device computes.
@@ -72,21 +76,22 @@ class Roofline:
     hides_host: bool = False
     stage: ModelPart | None = None
     _sizes: dict[tuple[int, int, int], _Size] = field(default_factory=dict)
-    _windows: list[tuple[int | None, int]] = field(init=False)  # of layers, and of how many
+    # Window, and the number of layers that have it
+    _windows: list[tuple[int | None, int]] = field(init=False)
 
     def __post_init__(self) -> None:
         self._windows = list(Counter(self.config.windows).items())
 
     def step_s(self, batch: Batch, slots: SlotPool) -> float:
-        """Seconds of the whole step, and of the pages that are copied before it."""
+        """Return the seconds of the whole step, including the pages that are copied before it."""
         num_tokens = batch.num_tokens
         seen = self.seen(batch, num_tokens)
-        captured = batch.num_spans + batch.num_drafts  # tokens, of a step that computes no prompt
+        captured = batch.num_spans + batch.num_drafts  # number of tokens of a step without prompts
         taken_s = self.time_s(num_tokens, captured, len(batch.owners), *seen)
         return taken_s + self._copies_s(batch, slots) if batch.copies else taken_s
 
     def seen(self, batch: Batch, num_tokens: int) -> tuple[float, float]:
-        """Over all layers: tokens whose keys are read, and pairs of query and key that are scored."""
+        """Return the tokens whose keys are read and the scored pairs, summed over all layers."""
         starts, stops = batch.starts, batch.stops
         total = int(stops.sum())
         if self._windows == [(None, self.config.num_layers)] and num_tokens == batch.num_spans:
@@ -100,14 +105,16 @@ class Roofline:
             else:
                 near = np.minimum(stops, window + lens)
                 context += count * float(near.sum())
-                first, last = np.minimum(starts, window), np.minimum(stops, window)  # windows not yet full
+                # Positions where a window is not full yet
+                first, last = np.minimum(starts, window), np.minimum(stops, window)
                 growing = (last * (last + 1) - first * (first + 1)) / 2
                 pairs += count * float((growing + window * (lens - (last - first))).sum())
         return context, pairs
 
     def time_s(self, num_tokens: int, captured: int, num_sampled: int, context: float, pairs: float) -> float:
-        """Seconds of a step of these sizes, which is a graph where all tokens are `captured` ones; `context`
-        and `pairs` as `seen` returns them.
+        """Return the seconds of a step of these sizes, which is a graph if all tokens are `captured` ones.
+
+        `context` and `pairs` are as `seen` returns them.
         """
         key = num_tokens, captured, num_sampled
         size = self._sizes.get(key)
@@ -123,7 +130,10 @@ class Roofline:
         return host_s + (busy_s + size.launch_s if size.is_graph else max(busy_s, size.launch_s))
 
     def _copies_s(self, batch: Batch, slots: SlotPool) -> float:
-        """Seconds of page copies: each byte is read and written; copies to the host count the same."""
+        """Return the seconds of page copies: each byte is read and written.
+
+        Copies to the host count the same.
+        """
         share = self.stage.num_layers / self.config.num_layers if self.stage else 1.0
         held_bytes = self.config.kv_bytes_per_token(self.tensor) * share
         num_bytes = batch.num_copied_pages * slots.page_size * held_bytes
@@ -151,7 +161,7 @@ class Roofline:
         config, whole = self.config, self.config.num_layers
         own = config.dtype, config.dtype_bytes
         stored: tuple[str, float] = own if config.quantization is None else ("int8", 1)
-        if config.kept_form is not None:  # widened as they are multiplied
+        if config.kept_form is not None:  # weights are dequantised as they are multiplied
             stored = config.dtype, config.kept_form.weight_bytes(config.dtype_bytes)
         each_s = sum(self._cut_product_s(num_tokens, each, *stored) for each in attention_products(config))
         num_mixtures = config.num_mixtures
@@ -169,8 +179,10 @@ class Roofline:
         )
 
     def _mixture_s(self, num_tokens: int, dtype: str, weight_bytes: float) -> float:
-        """Of one layer: the router, those experts that some token chooses, where all are chosen alike, and
-        the shared one.
+        """Return the seconds of one layer's experts.
+
+        They comprise the router, the experts that some token chooses if all are equally likely, and the
+        shared expert.
         """
         mixture, hidden = self.config.mixture, self.config.hidden_size
         assert mixture is not None, "the model has experts"
@@ -209,8 +221,9 @@ class Roofline:
 
 
 def attention_products(config: DecoderConfig) -> tuple[LayerProduct, ...]:
-    """Of a layer's attention. Those that read the hidden state are one, but for what every device computes
-    whole.
+    """Return the products of a layer's attention.
+
+    Products that read the hidden state are joined into one, except those that every device computes whole.
     """
     if config.latent is None:
         heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -226,13 +239,15 @@ def attention_products(config: DecoderConfig) -> tuple[LayerProduct, ...]:
 
 
 def mlp_products(hidden: int, inner: int) -> tuple[LayerProduct, ...]:
-    """Of a SwiGLU so wide."""
+    """Return the products of a SwiGLU of this width."""
     return LayerProduct(hidden, 2 * inner, "outputs"), LayerProduct(inner, hidden, "inputs")
 
 
 def attention_operations(config: DecoderConfig, context: float, pairs: float) -> float:
-    """What one head multiplies and adds; of latents the less of both ways, without bringing the step's own
-    tokens into their space or out of it.
+    """Return the operations of one head's attention.
+
+    For latents this is the cheaper of both forms, without projecting the step's own tokens into their space
+    or out of it.
     """
     latent = config.latent
     if latent is None:

@@ -1,6 +1,6 @@
-"""What came of a run? The figures that a benchmark reports, counted as it runs.
+"""Count the figures of a run that a benchmark reports, while it runs.
 
-Nothing is kept for each request, unless records are asked for: then six numbers and its name.
+Nothing is kept for each request, unless records are requested: then these are six numbers and its id.
 """
 
 from __future__ import annotations
@@ -18,18 +18,21 @@ from simulation.quantile_sketch import Sketch
 
 Record = dict[str, Any]
 DONE = ("stop", "length")
-DIGITS = 4  # of a rate, at least
+DIGITS = 4  # least number of significant digits of a rate
 
 
 def rounded(rate: float, decimals: int) -> float:
-    """Round a rate, keeping DIGITS of a small one: times a long duration it must still give the count."""
+    """Round a rate, keeping DIGITS of a small one.
+
+    Multiplied by a long duration it must still give the count.
+    """
     leading = math.floor(math.log10(rate)) + 1 if rate > 0 else DIGITS
     return round(rate, max(decimals, DIGITS - leading))
 
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """What became of one request."""
+    """The times and lengths of one answered request."""
 
     id: str
     arrival_s: float
@@ -41,7 +44,7 @@ class Answered:
     finish_reason: str
 
     def record(self, origin_s: float) -> Record:
-        """As the gate recounts it; times count from `origin_s`."""
+        """Return the record that the gate recounts; times count from `origin_s`."""
         record = asdict(self)
         for name in ("arrival_s", "first_token_s", "finish_s"):
             record[name] = round(record[name] - origin_s, 6)
@@ -50,23 +53,24 @@ class Answered:
 
 @dataclass(slots=True)
 class RunTotals:
-    """Sums over all engines of a run; two of them add up. Times are seconds of the virtual clock."""
+    """Totals over all engines of a run, which can be merged. Times are seconds of the virtual clock."""
 
     requests: int = 0
     completed: int = 0
-    prompt_tokens: int = 0  # of completed requests, as output_tokens
+    prompt_tokens: int = 0  # counts completed requests only, like output_tokens
     output_tokens: int = 0
     steps: int = 0
     spans: int = 0
-    busy_s: float = 0.0  # of all devices
-    running_s: float = 0.0  # requests in slots, times seconds
+    busy_s: float = 0.0  # sum over all devices
+    running_s: float = 0.0  # integral of the number of requests in slots over time
     waiting_s: float = 0.0
-    held_share: float = 0.0  # of the pool's pages, summed over steps
-    admitted_tokens: int = 0  # of prompts
+    held_share: float = 0.0  # share of the pool's pages that is held, summed over steps
+    admitted_tokens: int = 0  # prompt tokens of admitted requests
     hit_tokens: int = 0
     preemptions: int = 0
     copied_pages: int = 0
-    cut_short: int = 0  # requests that failed after their first token: their gaps are in `itl`
+    # Requests that failed after their first token; their gaps are counted in `itl`
+    cut_short: int = 0
     first_arrival_s: float = math.inf
     last_arrival_s: float = -math.inf
     last_finish_s: float = -math.inf
@@ -76,10 +80,10 @@ class RunTotals:
     tpot: Sketch = field(default_factory=Sketch)
     itl: Sketch = field(default_factory=Sketch)
     e2e: Sketch = field(default_factory=Sketch)
-    records: list[Record] | None = None  # of each request that ended, if they are to be kept
+    records: list[Record] | None = None  # one for each request that ended, if they are to be kept
 
     def merge(self, other: RunTotals) -> None:
-        """Add what another one counted."""
+        """Add the counts of another RunTotals."""
         for each in fields(self):
             mine, theirs = getattr(self, each.name), getattr(other, each.name)
             if isinstance(mine, Sketch):
@@ -94,10 +98,10 @@ class RunTotals:
                 setattr(self, each.name, mine + theirs)
 
     def figures(self) -> dict[str, Any]:
-        """By the names of the offline benchmark, and what the gate asks for beside them.
+        """Return the figures by the names of the offline benchmark, and what the gate needs beside them.
 
-        Where some failed there are no means over time: these know all requests, rates and latencies do not.
-        Nor is there a mean gap where some of the gaps are theirs.
+        If some requests failed, there are no means over time, because these cover all requests while rates
+        and latencies do not. Nor is there a mean gap if some of the gaps are those of failed requests.
         """
         duration_s = self.last_finish_s - self.first_arrival_s if self.completed else 0.0
         spread_s = self.last_arrival_s - self.first_arrival_s if self.requests else 0.0
@@ -190,10 +194,11 @@ class StepCounter:
         self.totals = totals
         num_slots = engine.slots.num_slots
         self._last_s = np.zeros(num_slots)
-        self._owner = np.full(num_slots, -1, dtype=np.int64)  # number of the request that this is of
-        self._parked: dict[int, float] = {}  # of preempted requests, by number
+        # Number of the request that `_last_s` belongs to
+        self._owner = np.full(num_slots, -1, dtype=np.int64)
+        self._parked: dict[int, float] = {}  # time of the last token of preempted requests, by number
         self._even: Index | None = None  # the busy rows, if all of them got their last tokens together
-        self._even_s = 0.0  # when that was
+        self._even_s = 0.0  # time of these tokens
         self._before_s, self._left = 0.0, 0
         self._seen = (0, 0, 0)
 
@@ -234,7 +239,7 @@ class StepCounter:
         self.totals.ended(request)
 
     def rest(self, start_s: float, end_s: float) -> None:
-        """Count a time in which nothing was computed, and requests waited all the same."""
+        """Count a time in which nothing was computed while requests waited."""
         num_waiting, num_running = len(self.engine.scheduler.waiting), len(self.engine.slots.busy)
         taken_s = end_s - (self._before_s if self._left else start_s)
         self.totals.running_s += num_running * taken_s
@@ -242,7 +247,7 @@ class StepCounter:
         self._before_s, self._left = end_s, num_running + num_waiting
 
     def close(self) -> None:
-        """Count what the scheduler itself counted since this was last asked for."""
+        """Add what the scheduler has counted since the last call."""
         counters, seen = self.engine.scheduler.counters, self._seen
         now = counters.prompt_tokens, counters.hit_tokens, counters.preemptions
         self.totals.admitted_tokens += now[0] - seen[0]
@@ -251,12 +256,12 @@ class StepCounter:
         self._seen = now
 
     def gaps(self, step: Step) -> None:
-        """Count the time since each row's last token; a row may hold another request by now."""
+        """Count the time since each row's last token; a row may hold another request than before."""
         rows, end_s, busy = step.owners, step.end_s, self.engine.slots.busy
         has_drafts = step.batch.num_drafts > 0  # a row may have several tokens, which come together
         if (
             busy is self._even and len(rows) == len(busy) and not has_drafts
-        ):  # decode after decode of the same rows
+        ):  # the usual case: decode after decode of the same rows
             self.totals.itl.add(end_s - self._even_s, len(rows))
             self._even_s = end_s
             return
@@ -285,14 +290,15 @@ class StepCounter:
             self._even, self._even_s = busy, end_s
 
     def _settle(self) -> None:
-        """Store the time of each row that got its token together with the others: they may differ now."""
+        """Store the common time of the rows that got their tokens together, which may differ from now on."""
         if self._even is not None:
             self._last_s[self._even] = self._even_s
             self._even = None
 
     def since_s(self, number: int) -> float:
-        """When a request that is new to its row got its last token; not a number if it had none."""
-        for row in np.flatnonzero(self._owner == number).tolist():  # in the row from which it was preempted
+        """Return when a request that is new to its row got its last token; NaN if it had none."""
+        # It may be the row from which the request was preempted
+        for row in np.flatnonzero(self._owner == number).tolist():
             self._owner[row] = -1
             return float(self._last_s[row])
         return self._parked.pop(number, math.nan)

@@ -1,4 +1,4 @@
-"""What does a simulated device answer, and when?"""
+"""Define the cost model of a simulated device, and the runner that answers by it."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from simulation.clock import Clock
 
 
 class CostModel(Protocol):
-    """How long a device takes for a step."""
+    """A model of the time that a device takes for a step."""
 
     def step_s(self, batch: Batch, slots: SlotPool) -> float:
-        """Seconds from the batch to its tokens; the rows stand as they were when it was made."""
+        """Return the seconds from the batch to its tokens; rows are as they were when the batch was made."""
         ...
 
 
 class Speaker:
-    """Gives each request its known answer; -1, as of a failed step, after its end."""
+    """Gives each request its known answer; behind its end the token is -1, as of a failed step."""
 
     def __init__(self, slots: SlotPool, answers: Mapping[str, TokenIds]) -> None:
         self._slots = slots
@@ -31,26 +31,27 @@ class Speaker:
         self._heard: dict[str, int] = {}
 
     def say(self, batch: Batch) -> Sampled:
-        """The token of each place that a batch asks for."""
+        """Return the token for each position that a batch samples."""
         tokens = []
         for row, target in zip(batch.owners.tolist(), batch.targets.tolist()):
             request = self._slots.requests[row]
             answer, at = self._answers[request.id], target - request.num_prompt_tokens
-            beyond = -1 if at == self._heard.get(request.id, 0) else 0  # 0: a draft ran over the end
+            # 0: a draft goes beyond the end of the answer
+            beyond = -1 if at == self._heard.get(request.id, 0) else 0
             tokens.append(int(answer[at]) if at < len(answer) else beyond)
         return Sampled(np.array(tokens, dtype=np.int64))
 
     def hears(self, request: Request) -> bool:
-        """Count a token that a request got; whether it has its whole answer now."""
+        """Count a token that a request got; return whether it has its whole answer."""
         self._heard[request.id] = heard = self._heard.get(request.id, 0) + 1
         return heard >= len(self._answers[request.id])
 
 
 class SimulatedRunner:
-    """Answers every batch when the cost model says: by the speaker, or with token 0 for all that ask.
+    """Answers every batch at the time of the cost model, by the speaker, or with token 0 for every position.
 
-    Without a speaker answers are as long as requests ask: give them `ignore_eos`, and no stop token 0. It is
-    one device, which does one step after the other.
+    Without a speaker answers are as long as requests ask for: give them `ignore_eos`, and no stop token 0. It
+    is one device, which does one step after the other.
     """
 
     def __init__(
@@ -60,10 +61,10 @@ class SimulatedRunner:
         self._costs = costs
         self._slots = slots
         self._speaker = speaker
-        self._free_s = 0.0  # when the device has finished every step that was started
+        self._free_s = 0.0  # time at which the device has finished every step that was started
 
     def run(self, batch: Batch) -> Sampled:
-        """The answer, at the time when it is there."""
+        """Return the answer, after moving the clock to its time."""
         return self.start(batch)()
 
     def start(self, batch: Batch) -> Callable[[], Sampled]:
@@ -78,10 +79,10 @@ class SimulatedRunner:
         return wait
 
     def answer(self, batch: Batch) -> Sampled:
-        """The tokens of a batch."""
+        """Return the tokens of a batch."""
         if self._speaker is not None:
             return self._speaker.say(batch)
         return Sampled(np.zeros(len(batch.owners), dtype=np.int64))
 
     def resize(self, num_pages: int, copies: tuple[PageCopy, ...]) -> None:
-        """This device holds no pages."""
+        """Do nothing: this device holds no pages."""

@@ -1,9 +1,9 @@
-"""How would an engine serve a trace on a device that is not here?
+"""Simulate how an engine serves a trace on a device that is not present.
 
     run = serve(trace, scheduler, costs)
     run.figures()["ttft_ms"]["p50"]
 
-Everything is decided by the real `Engine` and `Scheduler`; only time and tokens are made up.
+Everything is decided by the real `Engine` and `Scheduler`; only time and tokens are simulated.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ def serve(
     keep_records: bool = False,
     observe: Observe | None = None,
 ) -> RunTotals:
-    """Serve requests, which come in order of arrival, to the end; raises ValueError if they do not.
+    """Serve requests, in order of arrival, to the end; raises ValueError if they are not in order.
 
     Each answer has `max_tokens` tokens if the request says `ignore_eos`. The trace is read as it is served
-    and nothing is kept of a request that ended, so memory does not grow with the trace; with `keep_records`,
-    it does: `totals.records` has what became of each.
+    and nothing is kept of a request that ended, so memory does not grow with the trace; with `keep_records`
+    it does, and `totals.records` has the figures of each request.
     """
     totals = RunTotals(records=[] if keep_records else None)
     replica = Replica(scheduler, costs, totals, overlap=overlap, observe=observe)
@@ -44,7 +44,7 @@ def serve(
 
 
 def in_order(trace: Iterable[Request]) -> Iterable[Request]:
-    """The same requests; raises ValueError at one that arrives before the one in front of it."""
+    """Yield the same requests; raises ValueError at one that arrives before its predecessor."""
     before_s = -math.inf
     for request in trace:
         if request.arrival_s < before_s:

@@ -1,7 +1,8 @@
-"""Which requests does a file hold, read one at a time?
+"""Read the requests of a trace file one at a time.
 
-The lines are those that `generate` reads. Sampling does not matter here: it has `max_tokens`
-tokens. A prompt is token ids, or `num_prompt_tokens` alone, which stands for tokens that no other prompt has.
+The lines are those that `generate` reads. Sampling parameters are ignored, except for `max_tokens`, which is
+the length of the answer. A prompt is given as token ids, or by `num_prompt_tokens` alone, which stands for
+tokens that no other prompt has.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def read(
     parse: Parse | None = None,
     bad: Tell | None = None,
 ) -> Iterator[Request]:
-    """The requests, in the order of the file; blank lines are passed over.
+    """Yield the requests in the order of the file, without blank lines.
 
     `parse` makes a request of a line whose prompt is text, or which asks for more than one answer. Raises
     BadLine for a line that is no request, unless `bad` takes its reason instead.
@@ -68,7 +69,7 @@ def read(
 
 
 def full_length(request: Request) -> Request:
-    """The request, whose answer ends at `max_tokens` and nowhere before."""
+    """Let a request's answer end at `max_tokens` and nowhere before."""
     for each in (request, *request.followers):
         each.params = _params(each.params.max_tokens)
     return request

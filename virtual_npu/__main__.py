@@ -1,8 +1,8 @@
-"""What is the virtual NPU of this machine?
+"""Start the virtual NPU of this machine and describe it.
 
     python -m virtual_npu [CHIP]
 
-Starts it and prints versions, libraries, device and memory.
+The command prints versions, libraries, device and memory.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from virtual_npu import libraries
 
 
 def main(arguments: list[str]) -> int:
-    """Print what a start brings; returns the exit status."""
+    """Start the virtual NPU and print what it consists of; returns the exit status."""
     start_s = time.perf_counter()
     try:
         site = libraries.wheel()

@@ -1,10 +1,11 @@
-"""Which calls of torch does torch_npu send by way of aclop, and when does a device refuse that?
+"""Refuse the operators of torch that torch_npu sends through aclop where a device refuses them.
 
 Most operators of torch have two implementations in torch_npu: one of precompiled kernels, aclnn, and an older
-one, aclop, which compiles on the host when it is called. The older one runs where online compile is on, which
-is the default of products before the 910B, and where an argument lies in tiles (FRACTAL_NZ), which only
-matrix products take as it is. A capture refuses it. Two more are refused outside a capture: those that read
-an index on the host, element by element.
+one, aclop, which compiles on the host when it is called. The older one runs where online compilation is on,
+which is the default of products before the 910B, and where an argument has the tiled format (FRACTAL_NZ),
+which only matrix products accept. A capture refuses aclop. Two kinds of calls are refused outside a capture
+as well, where an argument is tiled: a product with a sum before the 910B, and an operator that reads an index
+on the host, element by element.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor
 from virtual_npu.contract import Breach, ContractError, Rule, shape
 
 FRACTAL_NZ = 29
-ASCEND_910B1 = 220  # torch_npu's number of the product: what is before it compiles online
+ASCEND_910B1 = 220  # torch_npu's number of the first product that does not compile online
 PRODUCTS_OF_TILES = {"matmul", "mm", "bmm", "addmm"}
 BY_INDEX = {"index_fill_", "index_fill", "index_copy_", "index_copy", "index_select", "index_put_"}
 
@@ -28,7 +29,7 @@ CAPTURE = "torch_npu core/npu/NPUGraphsUtils.h: assertNotCapturingAclop"
 
 @dataclass(frozen=True, slots=True)
 class AtenCall:
-    """One call of an operator of torch: its name without namespace and overload, and its device's tensors."""
+    """One call of an operator of torch: its bare name, and its tensors on the device."""
 
     name: str
     tensors: Sequence[Tensor]
@@ -38,20 +39,20 @@ class AtenCall:
         return torch.npu.is_current_stream_capturing()
 
     def in_tiles(self) -> Iterator[Tensor]:
-        """The arguments that lie in tiles."""
+        """Return the arguments that have the tiled format."""
         yield from (each for each in self.tensors if is_tiled(each))
 
 
 def is_tiled(tensor: Tensor) -> bool:
-    """Whether a tensor of the device lies in tiles."""
-    import torch_npu  # here, since it brings CANN
+    """Return whether a tensor of the device has the tiled format."""
+    import torch_npu  # imported here because the import loads CANN
 
     return int(torch_npu.get_npu_format(tensor)) == FRACTAL_NZ
 
 
 @cache
 def is_before_910b() -> bool:
-    """Whether this process's product is the 310P or the first 910."""
+    """Return whether this process's product is the 310P or the first 910."""
     return int(torch.npu.utils.get_soc_version()) < ASCEND_910B1
 
 

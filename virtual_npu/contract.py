@@ -1,4 +1,4 @@
-"""When is a call of an operator right?
+"""Define what makes a call of an operator valid, and how a violation is reported.
 
 An operator has the schema that the wheel registers, the rules of a correct call, and a reference that
 computes it on a CPU. A rule says what it demands, its source and how to fix a violation. Rules are checked in
@@ -18,7 +18,7 @@ from torch import Tensor
 from virtual_npu.simulated_products import A2, PRODUCTS, Product
 
 Capture = Literal["none", "stream", "group"]  # "group": a stream is captured and a task group is open
-Summing = Literal["mm_all_reduce", "dispatch", "combine"]  # operators that add up what ranks bring
+Summing = Literal["mm_all_reduce", "dispatch", "combine"]  # operators that add up the ranks' tensors
 Breach = tuple[str, object]  # the argument and the value that violate a rule
 
 
@@ -35,30 +35,30 @@ class ContractError(ValueError):
 
 
 class Communicators(Protocol):
-    """The communicators of this process, by their names."""
+    """The communicators of this process, by name."""
 
     def size(self, name: str) -> int:
-        """How many ranks it has; 0 where there is none of that name."""
+        """Return the number of its ranks; 0 where no communicator has that name."""
         ...
 
     def rank(self, name: str) -> int:
-        """Which of its ranks this process is."""
+        """Return the rank of this process in it."""
         ...
 
     def add_up(self, name: str, tensor: Tensor, operation: Summing) -> Tensor:
-        """The sum of its ranks' tensors; waits for all of them."""
+        """Return the sum of its ranks' tensors, after waiting for all of them."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conditions:
-    """What a call depends on beside its arguments.
+    """The state of device and process that the validity of a call depends on beside its arguments.
 
-    `held` returns the pages that requests hold, `on_device` whether a tensor lies in the device's memory
-    (where they are None nothing is known, and the rules that need them are skipped); without `communicators`
+    `held` returns the pages that requests hold, and `on_device` whether a tensor lies in the device's memory;
+    where either is None, nothing is known, and the rules that need it are skipped. Without `communicators`,
     this process is the only rank. `fp32` admits float32 in the rules on dtype, and changes nothing else. With
-    `faithful` calls that the hardware is known to compute wrongly are computed as wrongly, where they are
-    otherwise refused.
+    `faithful`, calls that the hardware is known to compute wrongly are computed as wrongly; otherwise they
+    are refused.
     """
 
     product: Product = A2
@@ -72,7 +72,7 @@ class Conditions:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """The arguments of one call by the schema's names, with defaults; `names` maps rules' names to these."""
+    """The arguments of one call by the schema's names, with defaults; `names` maps rules' names to them."""
 
     operator: str
     arguments: Mapping[str, Any]
@@ -85,7 +85,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What one rule demands of a call; `check` yields the violations that it finds first."""
+    """One demand on a call; `check` yields the violations that it finds first."""
 
     name: str
     demands: str
@@ -96,11 +96,11 @@ class Rule:
 
 @dataclass(frozen=True)
 class Operator:
-    """One schema of the wheel, its rules, and what it computes.
+    """One schema of the wheel, its rules, and its reference.
 
     `read` turns a call that passes the rules in `first` into the object that `rules` and `reference` take.
-    While a call is captured, `captured` is checked instead of `rules`, which read tensors. `names` maps the
-    names that shared rules use to this schema's own.
+    While a call is captured, `captured` is checked in place of `rules`, which read the values of tensors.
+    `names` maps the names that shared rules use to this schema's own.
     """
 
     schema: str
@@ -115,12 +115,12 @@ class Operator:
 
     @cached_property
     def parsed(self) -> torch._C.FunctionSchema:
-        """The schema as torch reads it."""
+        """The schema as torch parses it."""
         return torch._C.parse_schema(self.schema)
 
     @cached_property
     def qualified(self) -> str:
-        """Namespace, name and overload, as `torch.library` wants them."""
+        """Namespace, name and overload, as `torch.library` expects them."""
         overload = self.parsed.overload_name
         return self.parsed.name + (f".{overload}" if overload else "")
 
@@ -134,7 +134,7 @@ class Operator:
         return (*self._binding, *self.first, *self.rules, *self.captured)
 
     def bind(self, conditions: Conditions, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
-        """The arguments by name. Raises ContractError where they do not fit the schema."""
+        """Return the call with its arguments by name. Raises ContractError where the schema has others."""
         given = _by_position(self.parsed.arguments, args) | dict(kwargs)
         given |= {
             each.name: each.default_value
@@ -146,7 +146,7 @@ class Operator:
         return call
 
     def __call__(self, conditions: Conditions, *args: Any, **kwargs: Any) -> Any:
-        """Check the call, then compute it. Raises ContractError."""
+        """Check the call, then compute it. Raises ContractError on a violation."""
         call = self.bind(conditions, args, kwargs)
         self._check(self.first, call)
         read = self.read(call)
@@ -213,14 +213,14 @@ class Operator:
 
 
 def is_dtype(tensor: Tensor, dtypes: Collection[torch.dtype], conditions: Conditions) -> bool:
-    """Whether a rule on dtype lets a tensor through, given what the product takes and `fp32`."""
+    """Return whether a rule on dtype admits a tensor, given what the product supports and `fp32`."""
     if tensor.dtype == torch.float32 and torch.float32 not in dtypes:
         return conditions.fp32
     return tensor.dtype in dtypes
 
 
 def shape(tensor: Tensor) -> str:
-    """A tensor's shape and dtype, as messages show it."""
+    """Format a tensor's shape and dtype for a message."""
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
 
 

@@ -1,8 +1,8 @@
-"""What happens to an operator that cannot run immediately?
+"""Defer the operators that cannot run when they are called.
 
-A stream may be captured, or update a task group, or wait for an event. Then the operator's outputs are
-allocated, and filled with NaN in a capture, and its work is kept until the device runs it, on the same
-addresses.
+A stream may be captured, may update a task group, or may wait for an event. In these states an operator's
+outputs are allocated, and filled with NaN in a capture; its work is kept until the device runs it, on the
+same addresses.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from virtual_npu.host_call import HostCall, Originals, swapped, tensors
 from virtual_npu.launch_log import LaunchLog, call_kind
 
-CAPTURED, WAITING, UPDATING = 1, 2, 3  # as virtual_npu_state answers
-IN_POOL = 2  # as virtual_npu_holds answers
+CAPTURED, WAITING, UPDATING = 1, 2, 3  # states, as virtual_npu_state returns them
+IN_POOL = 2  # a kind of memory, as virtual_npu_holds returns it
 EXECUTION_FAILED = 507011  # ACL_ERROR_RT_MODEL_EXECUTE
 
 
 @dataclass(frozen=True, slots=True)
 class DeferredCall:
-    """One operator of a graph or a queue, and the addresses it writes.
+    """One operator of a graph or a queue, and the addresses that it writes.
 
-    `outside` are the storages that it uses and no graph's pool holds, so that the caller has to keep them.
+    `outside` are the storages that it uses and that no graph's pool holds: the caller has to keep them alive.
     """
 
     name: str
@@ -37,36 +37,36 @@ class DeferredCall:
     writes: tuple[int, ...]
     outside: tuple[StorageWeakRef, ...]
     once: bool
-    place: str  # of the launch log, when it was called
+    place: str  # the launch log's place when the operator was called
 
 
-# Arguments that are the first results of an operator, though its schema does not say so (op-plugin,
-# KvRmsNormRopeCacheKernelNpuOpApi.cpp)
+# The schemas of these operators do not say that they return these arguments as their first results
+# (op-plugin, KvRmsNormRopeCacheKernelNpuOpApi.cpp).
 RETURNED = {"npu::npu_kv_rmsnorm_rope_cache": ("k_cache", "ckv_cache")}
-# Whose results have the type of this argument, where the meta kernel says bfloat16 of every call
+# The results of these operators have the dtype of this argument; their meta kernels always report bfloat16.
 OF_TYPE = {"npu::npu_mla_prolog_v3": "weight_uk"}
 
 
 class DeferredCalls:
-    """The operators that wait, by the numbers that the device has for them."""
+    """The deferred operators, by the numbers under which the device knows them."""
 
     def __init__(self, device: ctypes.CDLL, log: LaunchLog) -> None:
         self.device, self.log = device, log
         self.busy = ctypes.c_int.in_dll(device, "virtual_npu_busy")
         self._waiting: dict[int, DeferredCall] = {}
         self._numbers = itertools.count(1)
-        # ctypes keeps no reference to a callback: these live as long as the deferred_calls
+        # ctypes keeps no reference to a callback, so this object has to hold both.
         self._run = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64)(self._perform)
         self._forget = ctypes.CFUNCTYPE(None, ctypes.c_uint64)(self._drop)
         device.virtual_npu_run_with(self._run)
         device.virtual_npu_forget_with(self._forget)
 
     def state(self) -> int:
-        """What happens to an operator on the current stream: 0 means that it runs."""
+        """Return the state of the current stream; 0 means that an operator runs at once."""
         return self.device.virtual_npu_state(stream())
 
     def in_group(self) -> bool:
-        """Whether a task group is open in the capture of the current stream."""
+        """Return whether a task group is open in the capture of the current stream."""
         return bool(self.device.virtual_npu_in_group(stream()))
 
     def check(self, code: int) -> None:
@@ -85,7 +85,7 @@ class DeferredCalls:
     def defer(self, call: HostCall, args: tuple[Any, ...], kwargs: dict[str, Any], state: int) -> Any:
         """Keep an operator for later, and return its outputs, which are not computed yet.
 
-        Raises RuntimeError for a call that a device could not keep.
+        Raises RuntimeError for a call that a device could not defer.
         """
         originals: Originals = {}
         on_host, named = call.to_host(args, kwargs, originals)
@@ -93,7 +93,8 @@ class DeferredCalls:
             raise RuntimeError(
                 f"virtual NPU: {call.name} reads a tensor of the host, and cannot wait its turn with it"
             )
-        if call.name != "aten::copy_":  # else what lies on the host is read when the call is made, not run
+        # A deferred copy reads its host side when it runs; other operators read it when they are called.
+        if call.name != "aten::copy_":
             frozen = {key: view.clone() for key, (view, each) in originals.items() if each is view}
             on_host, named = swapped(on_host, frozen), swapped(named, frozen)
         if call.captured is not None and state == CAPTURED:
@@ -101,7 +102,8 @@ class DeferredCalls:
         result = _outputs(call, on_host, named, originals)
         ours = {id(each) for _, each in originals.values()}
         places = [call.memory.view(each) for each in tensors(result) if id(each) not in ours]
-        if state == CAPTURED:  # in a queue, tasks before this one may still read the memory that it was given
+        # Tasks that a queue runs before this one may still read the memory allocated here.
+        if state == CAPTURED:
             for each in places:
                 poison(each)
 
@@ -113,10 +115,11 @@ class DeferredCalls:
             for place, each in zip(places, fresh):
                 place.copy_(each)
 
-        # Only views are kept: a graph knows addresses and keeps no tensor alive
+        # Only views are kept: a graph knows addresses and keeps no tensor alive.
         originals_of_run: Originals = {key: (view, view) for key, (view, _) in originals.items()}
         written = [each for each in tensors(result) if not each.is_cpu]
-        # The allocator gives memory on in the order of the stream: a queue may use what its caller has freed
+        # The allocator reuses memory in stream order, so a queued task may use memory that its caller has
+        # freed.
         outside = tuple(
             self._outside(each)
             for _, each in originals.values()
@@ -143,7 +146,7 @@ class DeferredCalls:
         self.check(self.device.virtual_npu_submit(stream(), number))
 
     def _updated(self, deferred: DeferredCall) -> DeferredCall:
-        """The captured call that this one takes the place of. Raises RuntimeError where it may not."""
+        """Return the captured call that this update replaces. Raises RuntimeError where it may not."""
         old = self._waiting.get(self.device.virtual_npu_replaced(stream()))
         if old is None:
             raise RuntimeError(
@@ -191,12 +194,12 @@ class DeferredCalls:
 
 
 def stream() -> int:
-    """The current stream's handle."""
+    """Return the current stream's handle."""
     return torch.npu.current_stream().npu_stream
 
 
 def poison(view: Tensor) -> None:
-    """Fill an output that is not computed yet with values that cannot be taken for a result."""
+    """Fill an output that is not computed yet with values that cannot be mistaken for a result."""
     if view.is_floating_point() or view.is_complex():
         view.fill_(float("nan"))
     elif view.dtype != torch.bool:
@@ -204,7 +207,7 @@ def poison(view: Tensor) -> None:
 
 
 def _outputs(call: HostCall, on_host: list[Any], named: dict[str, Any], originals: Originals) -> Any:
-    """What the operator will return: arguments that it writes, and new tensors as its meta kernel says.
+    """Return the results to be: arguments that are written, and new tensors as the meta kernel says.
 
     The meta kernel also refuses arguments that do not fit together, as the operator itself would.
     """

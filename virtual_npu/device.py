@@ -1,4 +1,4 @@
-"""How does the virtual NPU start, and what does it refuse to start beside?"""
+"""Start the virtual NPU of a process; refuse to start beside a real NPU or another accelerator."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class VirtualDevice:
         self.kernels.implement(name, function, captured)
 
     def capture(self) -> Capture:
-        """Whether the current stream is captured, and whether a task group of the capture is open."""
+        """Return whether the current stream is captured, and whether a task group of the capture is open."""
         if not self.deferred_calls.busy.value or self.deferred_calls.state() != CAPTURED:
             return "none"
         return "group" if self.deferred_calls.in_group() else "stream"
@@ -59,7 +59,7 @@ class VirtualDevice:
     def abandon(self) -> int:
         """Drop work that waits for an event, and open updates; returns how many streams had any.
 
-        A test that fails between a replay and its updates would otherwise let all tests after it fail.
+        Without this, a test that fails between a replay and its updates would make every later test fail.
         """
         return int(self.library.virtual_npu_abandon())
 
@@ -84,10 +84,10 @@ def start(
 ) -> VirtualDevice:
     """Give this process one virtual NPU; torch then has `npu:0`, whose memory is the host's.
 
-    `chip` is the device's name; `memory_bytes` its memory, None for the host's. `fp32` and `held` are
-    conditions of the operators' contract, and another start may change them. Raises ValueError for an unknown
-    chip or a second, different device; OSError where wheel or C compiler are missing; RuntimeError beside a
-    real NPU, CANN, another accelerator, or a torch_npu that was imported without this.
+    `chip` is the device's name; `memory_bytes` is its memory, None for as much as the host has. `fp32` and
+    `held` are conditions of the operators' contract, and a later start may change them. Raises ValueError for
+    an unknown chip or a second, different device; OSError where the wheel or a C compiler is missing;
+    RuntimeError beside a real NPU, CANN, another accelerator, or a torch_npu that was imported before.
     """
     if chip not in CHIPS:
         raise ValueError(f"chip {chip!r} is not known; choose one of {', '.join(CHIPS)}")
@@ -151,7 +151,7 @@ def _boot(chip: str, memory_bytes: int | None) -> VirtualDevice:
     library.virtual_npu_product(chip.encode(), product.compiles_online, product.captured_sizes or 0)
     if library.virtual_npu_memory(memory_bytes or 0):
         raise MemoryError(library.aclGetRecentErrMsg().decode())
-    os.environ["TASK_QUEUE_ENABLE"] = "0"  # calls reach the device in the thread that makes them, in order
+    os.environ["TASK_QUEUE_ENABLE"] = "0"  # calls reach the device in the calling thread, in order
     site = str(libraries.wheel())
     sys.path.append(site)
     try:
@@ -160,9 +160,9 @@ def _boot(chip: str, memory_bytes: int | None) -> VirtualDevice:
     finally:
         sys.path.remove(
             site
-        )  # a child process that is given this path would load torch_npu without the stand-ins
+        )  # a child process that inherited this path would load torch_npu without the stand-ins
     for line in said.getvalue().splitlines():
-        if "ASCEND_HOME_PATH" not in line:  # there is no CANN, which is the point
+        if "ASCEND_HOME_PATH" not in line:  # torch_npu reports that CANN is missing, which is intended here
             log.warning("torch_npu: %s", line)
     torch.npu.set_device(0)
     return VirtualDevice(chip, memory_bytes, library)

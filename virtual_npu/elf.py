@@ -1,4 +1,4 @@
-"""What does a shared library need, and what does it define?"""
+"""Read which libraries and symbols a shared library needs, and which symbols it defines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WEAK = 2  # binding of a symbol
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """The dynamic side of an ELF file: libraries by soname, symbols by name."""
+    """The dynamic section of an ELF file: libraries by soname, symbols by name."""
 
     needed: frozenset[str]
     undefined: frozenset[str]
@@ -21,9 +21,9 @@ class Library:
 
 
 def read(path: Path) -> Library:
-    """Read a 64-bit little-endian ELF file; symbols that may stay unresolved (weak) are left out.
+    """Read a 64-bit little-endian ELF file; weak symbols, which may stay unresolved, are left out.
 
-    Layout: the ELF-64 Object File Format, version 1.5.
+    The layout is that of the ELF-64 Object File Format, version 1.5. Raises ValueError for any other file.
     """
     with path.open("rb") as file:
         head = file.read(64)

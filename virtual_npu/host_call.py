@@ -1,4 +1,4 @@
-"""How is an operator on tensors of npu:0 computed on the CPU, on the same bytes?"""
+"""Compute an operator on tensors of npu:0 by a CPU function over the same bytes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from virtual_npu import aclop
 from virtual_npu.memory import Memory
 
-# Operators of torch that may read a tensor of the host beside one of the device
+# Operators of torch that accept a tensor of the host beside one of the device.
 MIXED = {
     "copy_",
     "_copy_from",
@@ -28,7 +28,7 @@ NEEDS_HOST = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 Originals = dict[
     int, tuple[Tensor, Tensor]
-]  # by the id of a view: the view (held, so that its id stays its own), and its tensor
+]  # id of a view -> the view, held so that its id is not reused, and the tensor that it views
 
 
 class HostCall:
@@ -51,7 +51,7 @@ class HostCall:
         self.name = operator.name()
         self.is_aten = space == "aten"
         self.mixed = space != "aten" or short in MIXED
-        # torch resizes such a tensor where it does not fit; operators of torch_npu write into it as it is
+        # torch resizes an output that does not fit; operators of torch_npu write into it as it is.
         self.resized = {each.name for each in schema.arguments if each.is_out} if space == "aten" else set()
         self._needs_host = bool(NEEDS_HOST & set(operator.tags))
         self._indexes = self.name == "aten::index.Tensor"
@@ -65,13 +65,13 @@ class HostCall:
         return result if kwargs.get("device") == CPU else self.to_device(result, originals)
 
     def needs_host(self, args: tuple[Any, ...]) -> bool:
-        """Whether the result, or its shape, depends on values that the host must read."""
-        if self._indexes:  # integers say the shape themselves
+        """Return whether the result, or its shape, depends on values that the host must read."""
+        if self._indexes:  # the shape of an integer index suffices; that of a mask depends on its values
             return any(each.dtype in (torch.bool, torch.uint8) for each in tensors(args[1]))
         return self._needs_host
 
     def perform(self, on_host: list[Any], named: dict[str, Any], originals: Originals) -> Any:
-        """HostCall `function`; a view, an argument of torch's `out=`, may turn out to have another shape."""
+        """Run `function`, and resize the views given to torch's `out=` where the result's shape differs."""
         if not self.resized:
             return self.function(*on_host, **named)
         outs = [(name, named[name]) for name in named if name in self.resized]
@@ -89,7 +89,7 @@ class HostCall:
     def to_host(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], originals: Originals
     ) -> tuple[list[Any], dict[str, Any]]:
-        """The arguments as CPU tensors; fills `originals`, which says which view stands for which tensor.
+        """Return the arguments as CPU tensors; fills `originals`, which maps each view to its tensor.
 
         Raises RuntimeError, as torch does, where a tensor of the host is among them.
         """
@@ -115,13 +115,13 @@ class HostCall:
         return CPU if isinstance(value, torch.device) else value
 
     def of_host(self, originals: Originals) -> bool:
-        """Whether a tensor of the host is among the arguments; a scalar may be."""
+        """Return whether a tensor of the host is among the arguments; scalars do not count."""
         return any(view is each and each.dim() for view, each in originals.values())
 
     def returned(self, on_host: list[Any], named: dict[str, Any]) -> Any:
-        """The arguments that the operator returns; None where it makes new tensors."""
+        """Return the arguments that the operator returns; None where it makes new tensors."""
         schema = self.operator._schema
-        if "out" in named or self.resized:  # torch_npu's `Tensor[] out` says nothing of aliases
+        if "out" in named or self.resized:  # the schema of torch_npu's `Tensor[] out` states no alias
             outs = [each for name, each in named.items() if name == "out" or name in self.resized]
             return tuple(tensors(outs)) if len(schema.returns) > 1 else next(tensors(outs))
         if any(each.alias_info is None for each in schema.returns):
@@ -134,12 +134,12 @@ class HostCall:
         return found[0] if len(found) == 1 else found
 
     def on_host(self, tensor: Tensor) -> Tensor:
-        """The tensor itself, or its bytes where it is on npu:0."""
+        """Return the tensor itself, or a CPU view of its bytes where it is on npu:0."""
         return tensor if tensor.is_cpu else self.memory.view(tensor)
 
     def _in_format(self, result: Tensor, acl_format: int) -> Tensor:
-        """A tensor of the device whose description says that it lies so; its bytes stay in rows."""
-        import torch_npu  # here, since it brings CANN
+        """Return a copy on the device whose description names the format; its bytes stay in rows."""
+        import torch_npu  # imported here because the import loads CANN
 
         new: Tensor = torch_npu.empty_with_format(
             result.shape, dtype=result.dtype, device="npu:0", acl_format=acl_format
@@ -148,7 +148,7 @@ class HostCall:
         return new
 
     def to_device(self, result: Any, originals: Originals) -> Any:
-        """A result with its tensors on npu:0; an argument that is returned is the caller's tensor."""
+        """Return a result with its tensors on npu:0; a returned argument is the caller's own tensor."""
         if isinstance(result, Tensor):
             if id(result) in originals:
                 return originals[id(result)][1]
@@ -158,13 +158,13 @@ class HostCall:
             return new
         if isinstance(result, list):
             return [self.to_device(each, originals) for each in result]
-        if isinstance(result, tuple):  # named or plain: torch unpacks it by position
+        if isinstance(result, tuple):  # torch unpacks a named or plain tuple by position
             return tuple(self.to_device(each, originals) for each in result)
         return result
 
 
 def tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors in nested arguments or results."""
+    """Yield the tensors in nested arguments or results."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
@@ -173,7 +173,7 @@ def tensors(value: Any) -> Iterator[Tensor]:
 
 
 def swapped(value: Any, tensors_by_id: dict[int, Tensor]) -> Any:
-    """Nested arguments with some of their tensors replaced."""
+    """Return nested arguments with some of their tensors replaced."""
     if isinstance(value, Tensor):
         return tensors_by_id.get(id(value), value)
     if isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""Which calls does a weight of 4 bits make, at which sizes? See sample_calls."""
+"""Draw sample calls of products with 4-bit weights; see `sample_calls`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from virtual_npu.random_inputs import RandomInputs
 
 
 def product(draw: RandomInputs) -> dict[str, Any]:
-    """By groups or by columns; the weight as numbers, which the device packs."""
+    """Draw scales by group or by column; the weight is drawn as numbers, which the device packs."""
     tokens, inputs, outputs = draw.number(1, 200), draw.one(64, 512, 4000), draw.one(32, 256)
     size = draw.one(0, 32, 128) if inputs > 128 else 0
     scale = draw.scale(-(-inputs // size) if size else 1, outputs).to(draw.dtype)

@@ -1,4 +1,4 @@
-"""How does an operator reach the communicators of this process, which torch_npu has made?"""
+"""Connect the operators of the contract to the communicators that torch_npu has made in this process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from virtual_npu.contract import Summing
 
-# As cann/communicator.h numbers them
+# These are the numbers of cann/communicator.h.
 TYPES = {torch.float16: 3, torch.float32: 4, torch.bfloat16: 11}
 OPERATIONS: dict[Summing, int] = {"mm_all_reduce": 11, "dispatch": 12, "combine": 13}
 
@@ -22,16 +22,17 @@ class JoinedRanks:
     library: ctypes.CDLL
 
     def size(self, name: str) -> int:
-        """How many ranks it has; 0 where there is none of that name."""
+        """Return the number of its ranks; 0 where no communicator has that name."""
         return int(self.library.virtual_npu_ranks(name.encode()))
 
     def rank(self, name: str) -> int:
-        """Which of its ranks this process is; -1 where there is none of that name."""
+        """Return the rank of this process in it; -1 where no communicator has that name."""
         return int(self.library.virtual_npu_rank(name.encode()))
 
     def add_up(self, name: str, tensor: Tensor, operation: Summing) -> Tensor:
-        """The sum of its ranks' tensors; waits for all of them. Raises RuntimeError where one is lost, or
-        calls something else.
+        """Return the sum of its ranks' tensors, after waiting for all of them.
+
+        Raises RuntimeError where a rank is lost or calls another operator.
         """
         summed = tensor.contiguous()
         place, count = ctypes.c_void_p(summed.data_ptr()), ctypes.c_uint64(summed.numel())

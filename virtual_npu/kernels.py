@@ -1,7 +1,8 @@
-"""What runs when an operator is called on a tensor of npu:0?
+"""Register the kernels that run when an operator is called on a tensor of npu:0.
 
-The CPU kernel of the same operator, on the same bytes; for torch_npu's own operators, a Python function given
-to `implement`. On a stream that captures, waits or updates, `DeferredCalls` takes the call instead.
+An operator of torch runs as the CPU kernel of the same operator on the same bytes; an operator of torch_npu
+runs as a Python function given to `implement`. On a stream that captures, waits or updates, `DeferredCalls`
+takes the call instead.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ Kernel = Callable[..., Any]
 ITEM = "aten::_local_scalar_dense"
 WAITS = "a copy that is not both pinned and non_blocking"
 
-# torch_npu's own kernels are used: they make, view or describe tensors and do not touch elements
+# torch_npu's own kernels stay in use here: they make, view or describe tensors and touch no elements.
 KEEP = {
     *(
         "empty.memory_format",
@@ -47,9 +48,7 @@ class Kernels:
         self._libraries: dict[str, torch.library.Library] = {}
 
     def register(self) -> int:
-        """Register a kernel for each aten operator that the CPU has and that does not decompose; returns
-        how many.
-        """
+        """Register a kernel for each aten operator of the CPU that does not decompose; returns how many."""
         special = {"_to_copy": _to_copy, "contiguous": _contiguous, "copy_": self._copy()}
         has = torch._C._dispatch_has_kernel_for_dispatch_key
         count = 0
@@ -62,22 +61,23 @@ class Kernels:
             )
             if has(name, "PrivateUse1") or (has(name, "CPU") and not decomposes):
                 operator = find(name)
-                if operator is not None:  # torch_npu has some that torch does not know by a schema
+                if operator is not None:  # torch_npu registers some kernels for which torch has no schema
                     self._impl(
                         name, special.get(short) or self._kernel(HostCall(operator, operator, self.memory))
                     )
                     count += 1
-        # torch_npu's own goes to one of its fused operators before the device is asked
+        # torch_npu's own kernel would choose one of its fused operators before the device is asked.
         self._impl("aten::scaled_dot_product_attention", _attention, "AutogradPrivateUse1")
         return count
 
     def implement(self, name: str, function: Kernel, captured: Kernel | None = None) -> None:
         """Implement an operator, such as `npu::npu_rms_norm`, by a Python function of CPU tensors.
 
-        It is called with the schema's arguments (without defaults), and with CPU views of the same bytes for
-        tensors of npu:0, into which it may write. What it returns is copied to the device, or is the caller's
-        own tensor where it returns an argument. `captured` is called instead while a graph captures the
-        operator, when shapes and lists are known but values are not.
+        The function is called with the schema's arguments (without defaults), and with CPU views of the same
+        bytes for tensors of npu:0, into which it may write. Its result is copied to the device, or is the
+        caller's own tensor where it returns an argument. `captured` is called instead while a graph captures
+        the operator, when shapes and lists are known but values are not. Raises ValueError for a name that
+        torch does not know.
         """
         operator = find(name)
         if operator is None:
@@ -85,12 +85,12 @@ class Kernels:
         self._impl(name, self._kernel(HostCall(operator, function, self.memory, captured)))
 
     def _kernel(self, call: HostCall) -> Kernel:
-        """What torch calls for an operator."""
+        """Return the function that torch calls for an operator."""
         if torch.Tag.nondeterministic_seeded in call.operator.tags:
             call.function = seeded(call.function, {each.name for each in call.operator._schema.arguments})
         deferred_calls, busy, log = self.deferred_calls, self.deferred_calls.busy, self.log
         kind = call_kind(call.name)
-        answers_host = call.name.endswith("_get_max_workspace")  # it sends nothing to the device
+        answers_host = call.name.endswith("_get_max_workspace")  # such a call sends nothing to the device
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if answers_host:
@@ -100,7 +100,7 @@ class Kernels:
                 if busy.value:
                     deferred_calls.host_waits(call.name)
             elif busy.value and (state := deferred_calls.state()):
-                if state != CAPTURED:  # what is captured counts when it is replayed
+                if state != CAPTURED:  # a captured call is counted when it is replayed
                     log.note("update" if state == UPDATING else kind, call.name)
                 return deferred_calls.defer(call, args, kwargs, state)
             log.note(*("to host", call.name) if call.name == ITEM else (kind, call.name))
@@ -109,7 +109,7 @@ class Kernels:
         return run
 
     def _copy(self) -> Kernel:
-        """copy_, which is not an operator of the device alone: one side may be the host's."""
+        """Return the kernel of copy_, one side of which may lie on the host."""
         call = HostCall(torch.ops.aten.copy_.default, torch.ops.aten.copy_.default, self.memory)
         deferred_calls, log = self.deferred_calls, self.log
 
@@ -140,7 +140,7 @@ class Kernels:
 
 
 def find(name: str) -> torch._ops.OpOverload | None:
-    """The operator of that name, as in `aten::add.Tensor`; None where torch has no such schema."""
+    """Return the operator of that name, as in `aten::add.Tensor`; None where torch has no such schema."""
     space, _, short = name.partition("::")
     packet, _, overload = short.partition(".")
     return getattr(getattr(getattr(torch.ops, space), packet, None), overload or "default", None)
@@ -161,7 +161,8 @@ def _to_copy(
         source,
         dtype=source.dtype if dtype is None else dtype,
         device=device,
-        pin_memory=device.type == "cpu" and non_blocking,  # as torch does, so that the host need not wait
+        # Pinned as torch does it, so that the host need not wait.
+        pin_memory=device.type == "cpu" and non_blocking,
         memory_format=torch.preserve_format if memory_format is None else memory_format,
     )
     return target.copy_(source, non_blocking)

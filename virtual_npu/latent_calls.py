@@ -1,4 +1,4 @@
-"""Which calls does latent attention make, at which sizes? See sample_calls."""
+"""Draw sample calls of the operators of latent attention; see `sample_calls`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LATENT, ROPE, HEAD = 512, 64, 128
 
 
 def attention(draw: RandomInputs) -> dict[str, Any]:
-    """Short spans in the space of latents over shuffled pages, or long ones with keys of each head."""
+    """Draw short spans on latents over shuffled pages, or long spans with separate keys for each head."""
     return draw.one(_absorbed, _expanded)(draw)
 
 
@@ -33,7 +33,8 @@ def _absorbed(draw: RandomInputs) -> dict[str, Any]:
         "block_table": draw.page_table(counts),
         "num_key_value_heads": 1,
         "block_size": page_size,
-        "scale": (HEAD + ROPE) ** -0.5 / 4,  # latents of 512 random numbers have larger scores
+        # Scores of 512 random numbers would be too large without the factor.
+        "scale": (HEAD + ROPE) ** -0.5 / 4,
     }
 
 
@@ -66,7 +67,7 @@ def _shared(
 
 
 def write(draw: RandomInputs) -> dict[str, Any]:
-    """Latents to be normed and rope keys to be turned, for places of any order."""
+    """Draw latents to be normed and rope keys to be rotated, for cache places in any order."""
     tokens, page_size = draw.number(1, 300), draw.one(16, 128)
     num_pages = 2 + tokens // page_size
     angles = 10 * torch.rand(tokens, ROPE // 2, generator=draw.generator)
@@ -85,7 +86,7 @@ def write(draw: RandomInputs) -> dict[str, Any]:
 
 
 def product(draw: RandomInputs) -> dict[str, Any]:
-    """Queries into the space of latents, or results out of it."""
+    """Draw a product that maps queries into the latent space, or results out of it."""
     heads, (inputs, outputs) = draw.one(1, 4, 16, 64), draw.one((HEAD, LATENT), (LATENT, HEAD))
     return {
         "input": draw.tensor(draw.number(1, 200), heads, inputs),
@@ -96,7 +97,7 @@ def product(draw: RandomInputs) -> dict[str, Any]:
 
 
 def prolog(draw: RandomInputs) -> dict[str, Any]:
-    """What comes before attention of the heads of one device, in bfloat16 alone, also with int8 weights."""
+    """Draw the fused prolog of one device's heads, in bfloat16 only, with bfloat16 or int8 weights."""
     draw.dtype = torch.bfloat16
     tokens, heads, page_size = draw.number(1, 40), draw.one(1, 4, 8), draw.one(16, 128)
     hidden, compressed, in_int8 = draw.one(1024, 2048), 1536, draw.one(False, True)

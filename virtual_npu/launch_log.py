@@ -1,6 +1,7 @@
-"""What does a piece of work ask of the device: which launches, copies, replays, and waits of the host?
+"""Record what a piece of work asks of the device: launches, copies, replays, updates, and waits of the host.
 
-A launch is one operator of torch or torch_npu that computes on the device; views and empty tensors are none.
+A launch is one operator of torch or torch_npu that computes on the device; views and empty tensors are not
+launches.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Literal
 
 Kind = Literal["launch", "prefetch", "to device", "to host", "wait", "replay", "update"]
 
-# Counted by the device itself, in the order of `enum counted` in cann/device.h
+# The device counts these itself, in the order of `enum counted` in cann/device.h.
 COUNTED: tuple[tuple[Kind, str], ...] = (
     ("wait", "stream"),
     ("wait", "event"),
@@ -23,7 +24,7 @@ COUNTED: tuple[tuple[Kind, str], ...] = (
 
 
 def call_kind(name: str) -> Kind:
-    """What a call of this operator counts as: a prefetch computes nothing."""
+    """Return the kind under which a call of this operator is recorded; a prefetch computes nothing."""
     return "prefetch" if name == "npu::npu_prefetch" else "launch"
 
 
@@ -31,7 +32,8 @@ def call_kind(name: str) -> Kind:
 class Asked:
     """One thing that the device or the host was asked to do.
 
-    `place` is what `LaunchLog.place` was when it was asked or captured; `in_graph` says that a replay did it.
+    `place` is the value of `LaunchLog.place` when it was asked or captured; `in_graph` says that a replay did
+    it.
     """
 
     kind: Kind
@@ -41,7 +43,7 @@ class Asked:
 
 
 class LaunchLog:
-    """What was asked while it was read; whoever runs a part of the work may name it by `place`."""
+    """The record of what was asked while a reader was open; `place` names the part of the work that asks."""
 
     def __init__(self, device: ctypes.CDLL) -> None:
         self.place = ""
@@ -50,7 +52,7 @@ class LaunchLog:
 
     @contextmanager
     def reading(self) -> Iterator[list[Asked]]:
-        """The list is filled while the context is open, with what the device counts itself at its end."""
+        """Yield a list that is filled while the context is open, with the device's own counts at the end."""
         assert self._asked is None, "one reads at a time"
         self._asked = asked = []
         before = list(self._counts)
@@ -62,6 +64,6 @@ class LaunchLog:
                 asked += [Asked(kind, name)] * (last - first)
 
     def note(self, kind: Kind, name: str, place: str | None = None, *, in_graph: bool = False) -> None:
-        """Remember one thing, where someone reads."""
+        """Record one thing, if a reader is open."""
         if self._asked is not None:
             self._asked.append(Asked(kind, name, self.place if place is None else place, in_graph))

@@ -1,4 +1,4 @@
-"""How are the CANN libraries made that the torch_npu wheel asks for?"""
+"""Build stand-ins for the CANN libraries that the torch_npu wheel needs."""
 
 from __future__ import annotations
 
@@ -21,14 +21,16 @@ log = logging.getLogger(__name__)
 
 MEND = "`bash scripts/setup.sh npu` installs it"
 SOURCES = sorted((Path(__file__).parent / "cann").glob("*.[ch]"))
-MAIN = "libascendcl.so"  # holds everything; the others are names for it
-OPENED = ("libopapi.so", "libhcomm.so")  # torch_npu opens them by name: operators, groups of collectives
+MAIN = "libascendcl.so"  # holds every symbol; the other libraries are names that lead to it
+# torch_npu opens them by name, for operators and for groups of collectives.
+OPENED = ("libopapi.so", "libhcomm.so")
 STALE_S = 86400
 SYSTEM = [
     *("libc.so.6", "libm.so.6", "libdl.so.2", "librt.so.1", "libpthread.so.0", "libgcc_s.so.1"),
     *("libstdc++.so.6", "ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"),
 ]
-# What answers "nothing" or "done" on a device without graph engine, dump, profiler and operator library
+# Functions that may report "nothing" or "done" on a device without graph engine, dump, profiler and operator
+# library.
 NOTHING = re.compile(
     r"Msprof|aclAppLog|HcclSetConfig|aclmdl\w*Dump|aclop(Create|Destroy|SetAttr|StopDump)|acl(Create|Destroy)"
     r"|acltdt(Create|Destroy|Get)|aclGetTensorDescNumDims"
@@ -36,7 +38,7 @@ NOTHING = re.compile(
 
 
 def wheel() -> Path:
-    """The folder that holds the torch_npu package: beside `.venv`'s own packages, or among them."""
+    """Return the folder that holds the torch_npu package: beside `.venv`'s own packages, or among them."""
     beside = Path(sys.prefix) / "virtual_npu"
     if (beside / "torch_npu").is_dir():
         return beside
@@ -47,30 +49,30 @@ def wheel() -> Path:
 
 
 def build() -> Path:
-    """The folder of the stand-in libraries; made where wheel, torch, sources or machine are new."""
+    """Return the stand-in libraries' folder, built anew where wheel, torch, sources or machine changed."""
     site = wheel()
     folder = site / f"cann-{_fingerprint(site)}"
     if folder.is_dir():
         return folder
     log.info("compiling the virtual NPU's libraries: %s", folder)
     for old in site.glob("cann-*"):
-        if time.time() - old.stat().st_mtime > STALE_S:  # not one that a checkout beside this one uses
+        if time.time() - old.stat().st_mtime > STALE_S:  # a recent folder may be in use by another checkout
             shutil.rmtree(old, ignore_errors=True)
     with tempfile.TemporaryDirectory(dir=site) as made:
         _compile(site, Path(made))
         Path(made).chmod(0o755)
         try:
             Path(made).rename(folder)
-        except OSError:  # another process was quicker
+        except OSError:  # another process has built it meanwhile
             if not folder.is_dir():
                 raise
         else:
-            Path(made).mkdir()  # for the context manager to remove
+            Path(made).mkdir()  # the context manager expects a folder to remove
     return folder
 
 
 def survey(site: Path) -> tuple[list[str], list[str]]:
-    """The libraries that torch_npu needs and this machine lacks, and the symbols it expects of them."""
+    """Return the libraries that torch_npu needs and this machine lacks, and the symbols expected of them."""
     own = sorted((site / "torch_npu").rglob("*.so"))
     others = [*(_torch() / "lib").glob("*.so*"), *_system()]
     read_own, read_others = [read(path) for path in own], [read(path) for path in others]
@@ -104,11 +106,11 @@ def _torch() -> Path:
 
 
 def _system() -> list[Path]:
-    """The system's libraries as this process maps them."""
+    """Return the paths of the system's libraries as this process maps them."""
     for name in SYSTEM:
         try:
             ctypes.CDLL(name)
-        except OSError:  # of the other architecture
+        except OSError:  # the name belongs to another architecture
             continue
     stems = (*(name.split(".so")[0] for name in SYSTEM), "libpython")
     maps = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
@@ -117,7 +119,7 @@ def _system() -> list[Path]:
 
 
 def _stub(symbol: str) -> str:
-    if symbol.startswith("_Z"):  # C++ of the graph engine and of ATB, which no kernel of ours calls
+    if symbol.startswith("_Z"):  # C++ of the graph engine and of ATB, which no kernel here calls
         return f'void {symbol}(void) {{ virtual_npu_missing("{symbol}"); abort(); }}'
     if NOTHING.match(symbol):
         return f"long {symbol}(void) {{ return 0; }}"

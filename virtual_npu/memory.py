@@ -1,4 +1,4 @@
-"""How does the host read and write the memory of the virtual device?"""
+"""Give the host access to the memory of the virtual device."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ DTYPES = [
 
 
 class Memory:
-    """All of the device's addresses as one CPU tensor for each dtype; a tensor of npu:0 is a view of it.
+    """All of the device's addresses as one CPU tensor for each dtype, from which views are cut.
 
-    The storage of such a view is not the tensor's: it neither keeps the tensor alive nor may it be resized.
+    The storage of such a view is not the tensor's own: it does not keep the tensor alive, and it may not be
+    resized.
     """
 
     def __init__(self, base: int, num_bytes: int) -> None:
@@ -28,13 +29,13 @@ class Memory:
         self.all = {dtype: raw.view(dtype) for dtype in DTYPES}
 
     def holds(self, view: Tensor) -> bool:
-        """Whether a CPU tensor is a view of the device's memory."""
+        """Return whether a CPU tensor is a view of the device's memory."""
         return self.base <= view.data_ptr() < self.stop
 
     def view(self, tensor: Tensor) -> Tensor:
-        """The same bytes, shape and strides on the CPU."""
+        """Return a CPU tensor of the same bytes, shape and strides."""
         address = tensor.data_ptr()
-        if address == 0:  # no element
+        if address == 0:  # a tensor without elements has no address
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
         assert self.base <= address < self.stop, f"{address:#x} is no address of the virtual NPU"
         place = (address - self.base) // tensor.element_size()

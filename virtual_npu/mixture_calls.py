@@ -1,4 +1,4 @@
-"""Which calls does a mixture of experts make, at which sizes? See sample_calls."""
+"""Draw sample calls of the operators of a mixture of experts; see `sample_calls`."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from virtual_npu.simulated_products import A5
 
 
 def gating(draw: RandomInputs) -> dict[str, Any]:
-    """Scores that are far from each other, so that no rounding changes their order."""
+    """Draw scores so far apart that rounding does not change their order."""
     tokens, experts = draw.number(1, 200), draw.one(8, 64, 128)
     scores = torch.stack([draw.order(experts) for _ in range(tokens)]).float() / 4
     return {"x": scores, "k": draw.one(1, 2, 8), "renorm": draw.one(0, 1)}
 
 
 def gating_in_groups(draw: RandomInputs) -> dict[str, Any]:
-    """DeepSeek-V3's choice, or V2's; scores so far from each other that no rounding changes it."""
+    """Draw gating in groups, as of DeepSeek-V3 or V2, with scores too far apart for rounding to matter."""
     tokens, groups, size = draw.number(1, 200), draw.one(1, 8), draw.one(16, 32)
     experts = groups * size
     scores = torch.stack([draw.order(experts) for _ in range(tokens)]).float() * (12.0 / experts) - 6
@@ -35,7 +35,7 @@ def gating_in_groups(draw: RandomInputs) -> dict[str, Any]:
 
 
 def routing(draw: RandomInputs) -> dict[str, Any]:
-    """Tokens that each choose several of many experts."""
+    """Draw tokens that each choose several of many experts."""
     tokens, chosen, experts = draw.number(1, 200), draw.one(1, 2, 8), draw.one(8, 64, 128)
     return {
         "x": draw.tensor(tokens, draw.one(64, 2048)),
@@ -50,7 +50,7 @@ def routing(draw: RandomInputs) -> dict[str, Any]:
 
 
 def combining(draw: RandomInputs) -> dict[str, Any]:
-    """Rows in any order, a weight for each."""
+    """Draw rows in any order, with a weight for each."""
     tokens, chosen = draw.number(1, 200), draw.one(1, 2, 8)
     return {
         "permuted_tokens": draw.tensor(tokens * chosen, draw.one(64, 2048)),
@@ -60,14 +60,14 @@ def combining(draw: RandomInputs) -> dict[str, Any]:
 
 
 def products(draw: RandomInputs) -> dict[str, Any]:
-    """Rows of experts, some of which have none; with biases or without, some with weights of 4 bits."""
+    """Draw rows of experts, some of which have none; some draws have biases, some have 4-bit weights."""
     counts = torch.tensor([draw.one(0, draw.number(1, 40)) for _ in range(draw.one(8, 64))] + [1])
     inputs, width = draw.one(64, 512), draw.one(64, 256)
     weight, more = draw.tensor(len(counts), inputs, width), {}
     if draw.one(True, False):
         bias = draw.tensor(len(counts), width)
         more["bias"] = [bias if draw.dtype == torch.float16 else bias.float()]
-    if draw.one(True, False) and draw.product is not A5:  # for which nothing packs them here
+    if draw.one(True, False) and draw.product is not A5:  # no operator here packs 4-bit weights on the 950
         groups = draw.one((), (inputs // 32,))
         weight = draw.int4(len(counts), inputs, width)
         more["antiquant_scale"] = [draw.scale(len(counts), *groups, width).to(draw.dtype)]

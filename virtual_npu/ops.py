@@ -1,8 +1,8 @@
-"""Which operators does the virtual NPU check, by which rules, from which sources?
+"""List the operators that the virtual NPU checks, with their rules and the rules' sources.
 
-python -m virtual_npu.ops                            a line an operator
-python -m virtual_npu.ops npu_rms_norm               one operator, rule by rule
-python -m virtual_npu.ops --json                     all of it, to be read by a program
+python -m virtual_npu.ops                            one line for each operator python -m virtual_npu.ops
+npu_rms_norm               one operator, rule by rule python -m virtual_npu.ops --json                     all
+of it as JSON
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from virtual_npu.simulated_products import PRODUCTS
 
 
 def described(each: Operator) -> dict[str, Any]:
-    """An operator as plain data."""
+    """Return an operator as plain data."""
     return {
         "name": each.qualified,
         "schema": each.schema,
@@ -32,7 +32,7 @@ def described(each: Operator) -> dict[str, Any]:
 
 
 def table() -> str:
-    """A line an operator: its name, how many rules, and a column a product."""
+    """Format one line for each operator: its name, its number of rules, and a column for each product."""
     width = max(len(each.qualified) for each in OPERATORS)
     head = f"{'operator':{width}}  rules  {'  '.join(PRODUCTS)}"
     lines = [
@@ -46,7 +46,7 @@ def table() -> str:
 
 
 def page(each: Operator) -> str:
-    """One operator in full."""
+    """Format one operator with all of its rules."""
     lines = [each.schema, f"products: {', '.join(product.name for product in each.products)}"]
     lines.append(f"source: {each.source}")
     for rule in each.all_rules:

@@ -1,7 +1,7 @@
-"""Which numbers does a random operator draw on the virtual device?
+"""Give random operators on the virtual device reproducible numbers.
 
-Those of a CPU generator that is seeded from the seed and the offset of npu:0's generator, so that restoring
-its state repeats them, as on the device. A real device draws other numbers.
+They are drawn from a CPU generator that is seeded from the seed and the offset of npu:0's generator, so that
+restoring its state repeats them, as on the device. A real device draws other numbers.
 """
 
 from __future__ import annotations
@@ -11,13 +11,11 @@ from typing import Any
 
 import torch
 
-STEP = 4  # by which an operator moves its generator's offset; Philox gives four numbers at a time
+STEP = 4  # how far an operator moves its generator's offset; Philox gives four numbers at a time
 
 
 def seeded(function: Callable[..., Any], names: set[str]) -> Callable[..., Any]:
-    """`function`, an operator of these arguments, drawing from the generator it is given or from npu:0's
-    own.
-    """
+    """Let `function`, an operator with these arguments, draw from its generator or from npu:0's own."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         given = kwargs.get("generator")

@@ -1,7 +1,7 @@
-"""Which calls does an engine make, at which sizes?
+"""Draw the calls that an engine makes, for comparison with a device.
 
-Samples to run on a device, drawn from a seed: the operator, its arguments on the CPU, and how close its
-results must be to the contract's.
+A sample has the operator, its arguments on the CPU, and how close its results must be to the contract's. It
+is drawn from a seed.
 
 Legend: T tokens, S sequences, H query heads, K kv heads, D head dim, P pages, B tokens a page,
 C = K * D / 16.
@@ -20,9 +20,9 @@ from virtual_npu.operators import operator as contract_of
 from virtual_npu.random_inputs import RandomInputs
 from virtual_npu.simulated_products import A2, Product
 
-MASK = torch.ones(2048, 2048, dtype=torch.int8).triu(1)  # which sparse_mode 3 and 4 take
+MASK = torch.ones(2048, 2048, dtype=torch.int8).triu(1)  # the mask of sparse_mode 3 and 4
 LATENT_PRODUCTS = contract_of("npu_kv_rmsnorm_rope_cache").products
-ATB_MASK = MASK.half() * -10000  # which splitfuse adds to scores
+ATB_MASK = MASK.half() * -10000  # splitfuse adds it to the scores
 FRACTAL_NZ = 29  # the format in which the matrix unit reads a weight
 NEAR = {torch.float16: 4e-3, torch.bfloat16: 3e-2, torch.float32: 1e-3, torch.int8: 1.0}
 SAME = {torch.int32: 0.0, torch.int64: 0.0, torch.bool: 0.0}
@@ -30,19 +30,19 @@ SAME = {torch.int32: 0.0, torch.int64: 0.0, torch.bool: 0.0}
 
 @dataclass(frozen=True, slots=True)
 class SampleCall:
-    """A call that the contract lets through on a product."""
+    """A call that the contract admits on a product."""
 
-    operator: str  # as torch_npu has it
+    operator: str  # the name in torch_npu
     product: Product
     arguments: Mapping[str, Any]
-    results: tuple[int, ...] | None  # those that an engine looks at; None: all
-    written: tuple[str, ...]  # arguments that it fills
-    tiled: tuple[str, ...]  # arguments that lie in FRACTAL_NZ on the device
-    packed: tuple[str, ...]  # arguments that the device packs to 4 bits, in an order that no page names
-    may_move: bool  # results may differ in their last bits; else they are bits that are only copied
+    results: tuple[int, ...] | None  # results that an engine uses; None: all
+    written: tuple[str, ...]  # arguments that the operator fills
+    tiled: tuple[str, ...]  # arguments that have the FRACTAL_NZ format on the device
+    packed: tuple[str, ...]  # arguments that the device packs to 4 bits, in an order that no document states
+    may_move: bool  # results may differ in their last bits; otherwise they are bits that are only copied
 
     def near(self, dtype: torch.dtype) -> float:
-        """How far a result of this type may be from the reference, absolutely and relative to it."""
+        """Return how far a result of this dtype may be from the reference, absolutely and relative to it."""
         return (NEAR | SAME)[dtype] if self.may_move else 0.0
 
 
@@ -52,7 +52,7 @@ def _attention(draw: RandomInputs) -> dict[str, Any]:
 
 
 def _by_heads(draw: RandomInputs) -> dict[str, Any]:
-    """A packed batch of decodes, chunks and prompts over shuffled pages."""
+    """Draw a packed batch of decodes, chunks and prompts over shuffled pages."""
     num_kv_heads, dim, page_size = draw.one(1, 2, 4), draw.one(64, 128), draw.one(16, 64, 128)
     num_heads = num_kv_heads * draw.one(1, 2, 4)
     lens = []
@@ -87,12 +87,12 @@ def _by_heads(draw: RandomInputs) -> dict[str, Any]:
 
 
 def _atb_decodes(draw: RandomInputs) -> dict[str, Any]:
-    """One query of each sequence over shuffled pages, each in columns of 16."""
+    """Draw one query for each sequence over shuffled pages, each page in columns of 16."""
     return _atb(draw, [1] * draw.number(1, 6))
 
 
 def _atb_spans(draw: RandomInputs) -> dict[str, Any]:
-    """Decodes, chunks and prompts over such pages."""
+    """Draw decodes, chunks and prompts over pages in columns of 16."""
     lens = [draw.one(1, draw.number(1, 200)) for _ in range(draw.number(1, 6))]
     return _atb(draw, lens) | {"seq_len": torch.tensor(lens, dtype=torch.int32), "mask": ATB_MASK}
 
@@ -118,7 +118,7 @@ def _atb(draw: RandomInputs, lens: list[int]) -> dict[str, Any]:
 
 
 def _atb_write(draw: RandomInputs) -> dict[str, Any]:
-    """As `_write`, into pages [P, C, B, 16]."""
+    """Draw the call of `_write` for pages [P, C, B, 16]."""
     made = _write(draw)
     del made["cache_mode"]
     for name in ("key_cache", "value_cache"):
@@ -193,7 +193,8 @@ def _swiglu(draw: RandomInputs) -> dict[str, Any]:
 
 
 def _clipped_swiglu(draw: RandomInputs) -> dict[str, Any]:
-    gate_up = draw.tensor(draw.number(1, 200), 2 * draw.one(96, 512, 2880)) * 8  # half of them in the limit
+    # The factor takes many of the values beyond the limit.
+    gate_up = draw.tensor(draw.number(1, 200), 2 * draw.one(96, 512, 2880)) * 8
     return {"x": gate_up, "interleaved": False, "alpha": 1.702, "limit": 7.0, "bias": 1.0}
 
 
@@ -283,7 +284,7 @@ MAKERS: Mapping[str, Maker] = {
     "npu_format_cast": _format_cast,
     "npu_prefetch": _prefetch,
 }
-# In place of fused attention and the write beside it; a first 910 has no operator that an engine calls
+# ATB's operators replace fused attention and its cache write; a first 910 has none of these operators.
 ATB_MAKERS: Mapping[str, Maker] = {
     "_npu_paged_attention": _atb_decodes,
     "_npu_paged_attention_splitfuse_v2": _atb_spans,
@@ -313,7 +314,7 @@ WRITTEN = {
     "npu_scatter_nd_update_": ("input",),
     "npu_kv_rmsnorm_rope_cache": ("k_cache", "ckv_cache"),
     "npu_mla_prolog_v3": ("kv_cache", "kr_cache"),
-    "npu_prefetch": ("input",),  # which stays as it is
+    "npu_prefetch": ("input",),  # the weight must stay as it is
     "_npu_paged_attention": ("out",),
     "_npu_paged_attention_splitfuse_v2": ("out",),
 }
@@ -326,13 +327,13 @@ COPIES = (
 
 
 def makers(product: Product) -> Mapping[str, Maker]:
-    """The functions that draw calls of each operator that an engine uses on a product."""
+    """Return the functions that draw calls of each operator that an engine uses on a product."""
     chosen = MAKERS if product.fused_attention else ATB_MAKERS
     return {name: maker for name, maker in chosen.items() if product in contract_of(name).products}
 
 
 def sample_call(operator: str, seed: int, product: Product = A2) -> SampleCall:
-    """The call of this operator for a seed; seeds take the product's types by turns."""
+    """Draw the call of this operator for a seed; successive seeds take the product's dtypes in turn."""
     return SampleCall(
         operator,
         product,

@@ -1,7 +1,7 @@
-"""Which Ascend products are there, and what does each support?
+"""List the Ascend products and what each supports.
 
-Every fact has its source beside it: a document of Ascend/op-plugin, named by its operator, or of CANN; or a
-file of vllm-project/vllm-ascend, which runs on the product and does no more than it takes.
+Every fact has its source beside it: a document of Ascend/op-plugin, named by its operator, a document of
+CANN, or a file of vllm-project/vllm-ascend, which runs on the product and does no more than it supports.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from types import MappingProxyType
 import torch
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)  # one of each
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)  # each product exists once
 class Product:
-    """One Ascend product: what its operators take. `sources` names every field that states a fact."""
+    """One Ascend product and what its operators support; `sources` has an entry for every stated fact."""
 
     name: str
     chips: tuple[str, ...]
-    dtypes: tuple[torch.dtype, ...]  # of activations in the fused operators
-    fused_attention: bool  # npu_fused_infer_attention_score is there
+    dtypes: tuple[torch.dtype, ...]  # dtypes of activations in the fused operators
+    fused_attention: bool  # npu_fused_infer_attention_score exists
     mixed_spans: bool  # one attention call may hold single tokens and longer spans
     paged_attention: bool  # the ATB operator for decodes is in use
-    split_heads: bool  # the cache lies as [pages, heads * dim / 16, page, 16], each page in 16-wide columns
-    page_sizes: tuple[int, ...]  # a page's tokens; () is whatever the operator takes
-    captured_sizes: int | None  # so many sizes of a graph at most
+    split_heads: bool  # the cache is [pages, heads * dim / 16, page, 16], each page in columns of 16
+    page_sizes: tuple[int, ...]  # tokens in a page; () admits whatever the operator supports
+    captured_sizes: int | None  # most sizes for which graphs may be captured; None: no limit
     unified_buffer_bytes: int
-    compiles_online: bool  # operators of torch, unless the compile mode is set
+    compiles_online: bool  # operators of torch are compiled online, unless the compile mode is set
     sources: Mapping[str, str]
 
 
@@ -143,7 +143,7 @@ PRODUCTS: Mapping[str, Product] = MappingProxyType({each.name: each for each in 
 
 
 def product(name: str) -> Product:
-    """The product of that name. Raises ValueError for a name that is none."""
+    """Return the product of that name. Raises ValueError for an unknown name."""
     if name not in PRODUCTS:
         raise ValueError(f"product {name!r} is not known; the products are {', '.join(PRODUCTS)}: choose one")
     return PRODUCTS[name]

@@ -1,10 +1,10 @@
-"""Does the device at hand compute what the contract says?
+"""Check that the device at hand computes what the contract says.
 
     python -m virtual_npu.verify [--calls 50] [--seed 0] [--product 310P] [--virtual] [--json]
 
-Draws calls of every operator as the engine makes them on the product, runs them on npu:0, and compares the
-results that the engine uses, or the arguments that are filled, with the reference on the CPU. The exit status
-is 0 where all are close enough, otherwise 1.
+The command draws calls of every operator as the engine makes them on the product, runs them on npu:0, and
+compares the results that the engine uses, or the arguments that are filled, with the reference on the CPU.
+The exit status is 0 where all are close enough, otherwise 1.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from virtual_npu.sample_calls import FRACTAL_NZ, SampleCall, makers, sample_call
 from virtual_npu.simulated_products import A2, PRODUCTS, Product
 
 PACKER = "npu_convert_weight_to_int4pack"
-READ_ON_HOST = "seq_len"  # ATB's, of queries
-Runs = Callable[[str, Mapping[str, Any]], Any]  # an operator by name, on arguments
+READ_ON_HOST = "seq_len"  # ATB reads the lengths of queries on the host
+Runs = Callable[[str, Mapping[str, Any]], Any]  # runs an operator by name on arguments
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class OperatorResult:
     num_calls: int
     num_right: int
     worst: float
-    first_fault: str | None  # with the seed that draws the same call
+    first_fault: str | None  # includes the seed that draws the same call
 
     @property
     def is_right(self) -> bool:
@@ -66,14 +66,14 @@ def verify(
 
 
 def on_device(operator: str, arguments: Mapping[str, Any]) -> Any:
-    """The operator as torch_npu runs it; outputs lie on the arguments' device."""
-    import torch_npu  # here, since it brings CANN
+    """Run an operator of torch_npu; its outputs lie on the arguments' device."""
+    import torch_npu  # imported here because the import loads CANN
 
     return getattr(torch_npu, operator)(**arguments)
 
 
 def _distance(call: SampleCall, runs: Runs, device: torch.device | str) -> float:
-    """The largest distance of any result, relative to what is allowed; above 1 is a fault."""
+    """Return the largest distance of any result, relative to what is allowed; above 1 is a fault."""
     reference = partial(contract_of(call.operator), Conditions(product=call.product))
     expected_arguments = _sent(call, "cpu")
     arguments = _sent(call, device)
@@ -104,7 +104,7 @@ def _looked_at(call: SampleCall, result: Any, arguments: Mapping[str, Any]) -> l
 
 
 def _sent(call: SampleCall, device: torch.device | str) -> dict[str, Any]:
-    """The call's arguments with its tensors copied to a device, except those that are read on the host."""
+    """Return the call's arguments, copied to a device except those that are read on the host."""
     arguments = dict(call.arguments)
     for name, value in arguments.items():
         if isinstance(value, Tensor) and name != READ_ON_HOST:
@@ -117,13 +117,13 @@ def _sent(call: SampleCall, device: torch.device | str) -> dict[str, Any]:
         elif isinstance(value, list) and isinstance(value[0], Tensor):
             arguments[name] = [each.clone().to(device) for each in value]
             if name == "weight" and value[0].dtype == torch.int32:
-                numbers = arguments[name][0]  # of experts, in 4 bits
+                numbers = arguments[name][0]  # weights of experts, in 4 bits
                 arguments[name] = [torch.stack([_packed(each, call.product) for each in numbers])]
     return arguments
 
 
 def _packed(numbers: Tensor, product: Product) -> Tensor:
-    """By the device that they lie on, which multiplies with them."""
+    """Pack 4-bit numbers by the device that holds them, which also multiplies with them."""
     if numbers.device.type == "cpu":
         made: Tensor = contract_of(PACKER)(Conditions(product=product), numbers)
         return made
@@ -132,12 +132,12 @@ def _packed(numbers: Tensor, product: Product) -> Tensor:
 
 
 def product_of(chip: str) -> Product | None:
-    """The product whose chips begin as this device calls itself, as in Ascend910B4-1."""
+    """Return the product one of whose chips begins the device's name, as in Ascend910B4-1, or None."""
     return next((each for each in PRODUCTS.values() if chip.startswith(each.chips)), None)
 
 
 def in_words(results: Sequence[OperatorResult]) -> str:
-    """One line an operator."""
+    """Format one line for each operator."""
     lines = [f"{'operator':36}{'calls':>6}{'right':>6}{'worst':>8}"]
     for each in results:
         lines.append(f"{each.operator:36}{each.num_calls:>6}{each.num_right:>6}{each.worst:>8.2f}")
@@ -146,7 +146,7 @@ def in_words(results: Sequence[OperatorResult]) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Verify every operator; 0 where all are right."""
+    """Verify every operator; returns 0 where all are right."""
     parser = argparse.ArgumentParser(
         prog="python -m virtual_npu.verify",
         description=__doc__,
@@ -167,13 +167,14 @@ def main(argv: Sequence[str]) -> int:
 
         product = product or A2
         start(product.chips[0])
-    import torch_npu  # here, since it brings CANN
+    import torch_npu  # imported here because the import loads CANN
 
     chip = torch_npu.npu.get_device_name(0)
     product = product or product_of(chip)
     if product is None:
         parser.error(f"the device calls itself {chip}, which is no product known here: give --product")
-    torch_npu.npu.config.allow_internal_format = True  # else a cast leaves pages and weights as they are
+    # A cast without it leaves pages and weights as they are.
+    torch_npu.npu.config.allow_internal_format = True
     results = [
         verify(name, on_device, "npu:0", options.calls, options.seed, product) for name in makers(product)
     ]

@@ -1,9 +1,9 @@
-"""Which releases of torch_npu have the operators that this project calls, with the arguments that it gives?
+"""Compare the operators of torch_npu releases with those that this project calls, argument by argument.
 
     python -m virtual_npu.wheels torch_npu-2.10.0.post4-cp311-cp311-manylinux_2_28_x86_64.whl ...
 
-Reads the schemas out of each wheel's libraries, and imports nothing of it. A release that registers
-an operator without a schema in text (2.13 does so for ATB's) is only known once it is imported.
+The schemas are read out of each wheel's libraries, and nothing of it is imported. A release that registers an
+operator without a schema in text (2.13 does so for ATB's) can only be checked by importing it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SCHEMA = re.compile(rb"(?:\w+::)?(\w+(?:\.\w+)?)\([^\0]*\) -> [^\0]+")
 
 
 def schemas(wheel: Path) -> dict[str, list[str]]:
-    """The schemas in a wheel's libraries, by the operator's name with its overload."""
+    """Return the schemas in a wheel's libraries, by the operator's name with its overload."""
     found: dict[str, list[str]] = {}
     with zipfile.ZipFile(wheel) as archive:
         for member in archive.namelist():
@@ -34,7 +34,7 @@ def schemas(wheel: Path) -> dict[str, list[str]]:
 
 
 def differences(wheel: Path) -> Iterator[str]:
-    """A line for each operator that is called here and is not as it is here."""
+    """Yield a line for each operator called here that the wheel lacks or has with another schema."""
     there = schemas(wheel)
     for each in OPERATORS:
         ours = _parts(each.parsed)
@@ -48,7 +48,7 @@ def differences(wheel: Path) -> Iterator[str]:
 
 
 def _parts(schema: torch._C.FunctionSchema) -> dict[str, str]:
-    """Type and default of each argument, in one spelling; and the results' types."""
+    """Return the type and default of each argument in one spelling, and the results' types."""
     told = {
         each.name: f"{each.type} = {each.default_value}" if each.has_default_value() else str(each.type)
         for each in schema.arguments
@@ -57,7 +57,7 @@ def _parts(schema: torch._C.FunctionSchema) -> dict[str, str]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print what differs in each wheel; 1 where something does."""
+    """Print the differences of each wheel; returns 1 where there are any, 2 where one cannot be read."""
     if not arguments:
         print(__doc__, file=sys.stderr)
         return 2

@@ -1,12 +1,13 @@
-"""How does a CPU read the paged cache fastest?
+"""Implement attention over the paged cache for CPUs.
 
 Decodes are limited by memory bandwidth, so this class arranges a page in its own order, in which a decode
-reads every byte once, in sequence, into whole vectors. A page is B/W tiles; in a tile keys lie as
-[K, W/S, D, S] and values as [K, D/E, W, E]. For all other code a page is only a unit to copy, move and count.
+reads every byte once, in sequence, into whole vectors. A page is B/W tiles; in a tile, keys lie as [K, W/S,
+D, S] and values as [K, D/E, W, E]. For all other code a page is only a unit to copy, move and count. Longer
+spans are computed by matrix products, tile addresses are planned in `tiles`.
 
 Legend: T tokens of the step, H/K query/kv heads, G = H/K, D head dim, P pages, B tokens a page, N slots,
-W tokens in a tile, S of them in a vector, E dimensions in a vector, R decoding rows, J tiles of all rows,
-M tiles of the longest row.
+  W tokens in a tile, S of them in a vector, E dimensions in a vector, R decoding rows, J tiles of all rows,
+  M tiles of the longest row.
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ from devices.compiled import Compiled, CompileLimit
 from devices.onednn import product_dtype
 from devices.shapes import AttentionShape
 
-SHORT = 4  # spans of up to so many tokens are read as decodes, one row a token
-TILE = 64  # tokens: smaller tiles cost more to combine, larger ones waste half a tile a row
-LANES = 32  # two vectors of float32 in AVX-512: enough sums in parallel to hide a multiply-add's latency
-SLAB = 64  # tiles at a time without the compiler: their float32 copies fit into the processor's cache
+SHORT = 4  # spans of up to so many tokens are read as decodes, one row for each token
+TILE = 64  # tokens; smaller tiles cost more to combine, larger ones waste half a tile a row
+LANES = 32  # two vectors of float32 in AVX-512: enough parallel sums to hide a multiply-add's latency
+# Tiles computed at a time without the compiler, whose float32 copies fit into the processor's cache
+SLAB = 64
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class CpuMetadata(AttentionMetadata):
     """What all layers of one step share, for each window in use."""
 
     place: Tensor  # int64 [4, T]: tile, vector in the tile, lane and offset in the tile of every token
-    decodes: slice | Tensor  # rows of the query that are decodes: the first ones, or int64 [R]
+    decodes: slice | Tensor  # rows of the query that are decodes: a slice of the first ones, or int64 [R]
     num_decodes: int
     tiles: dict[int | None, DecodeTiles]
     prompts: dict[int | None, tuple[PromptSpan, ...]]
@@ -46,9 +48,9 @@ class CpuMetadata(AttentionMetadata):
 
 
 class CpuAttention(Attention):
-    """Attention on a CPU; with `compile` a C++ compiler makes its loops, within the `limit` of time.
+    """Attention on a CPU; with `compile`, its loops are compiled by a C++ compiler within the time `limit`.
 
-    Without it decodes are slow.
+    Decodes are slow without it.
     """
 
     def __init__(
@@ -86,7 +88,7 @@ class CpuAttention(Attention):
     def plan(
         self, batch: Batch, page_table: NDArray[np.int32], write_index: NDArray[np.int64]
     ) -> CpuMetadata:
-        """Make what all layers of this step need; see Attention.plan."""
+        """Compute what all layers of this step share; see Attention.plan."""
         shape, tile = self.shape, self.tile
         address, offset = np.divmod(write_index, tile)
         place = np.stack((address, *np.divmod(offset, self.key_view[-1]), offset))
@@ -102,7 +104,7 @@ class CpuAttention(Attention):
         if num_decodes:
             slots = np.repeat(batch.slots[is_short], counts)
             ends = ragged_ranges(starts + 1, starts + counts + 1)
-            if num_decodes == 1:  # twice: Compiled wants at least two
+            if num_decodes == 1:  # duplicated, because Compiled requires at least two
                 slots, ends = np.repeat(slots, 2), np.repeat(ends, 2)
             sizes = page_table, shape.page_size, tile
             tiles = {w: DecodeTiles.of(slots, ends, *sizes, w, shape.first_key) for w in windows}
@@ -141,7 +143,7 @@ class CpuAttention(Attention):
         self._store(key[:num_tokens], value[:num_tokens], layer_keys, layer_values, metadata.place)
 
     def read(self, layer_keys: Tensor, layer_values: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values [n, K, D] at cache places `index` [n], page * B + offset."""
+        """Return the keys and values [n, K, D] at cache places `index` [n], page * B + offset."""
         address, offset = index // self.tile, index % self.tile
         lanes = self.key_view[-1]
         keys = layer_keys.view(self.key_view)[address, :, offset // lanes, :, offset % lanes]
@@ -151,14 +153,14 @@ class CpuAttention(Attention):
     def attend(
         self, query: Tensor, layer_keys: Tensor, layer_values: Tensor, metadata: CpuMetadata, layer: int
     ) -> Tensor:
-        """Each query [T, H, D] attends to its request's positions up to its own; see Attention.attend."""
+        """Let each query [T, H, D] attend to its request's positions up to its own; see Attention.attend."""
         window, sinks = self.shape.windows[layer], self._no_sinks
         if self.shape.has_sinks:
             sinks = self.sinks[layer].float()
         decoded = None
         if metadata.num_decodes:
             chosen = query[metadata.decodes].float()
-            if metadata.num_decodes == 1:  # twice, as planned
+            if metadata.num_decodes == 1:  # duplicated, as planned
                 chosen = chosen.expand(2, -1, -1).contiguous()
             tiles = metadata.tiles[window]
             decoded = self._decode(
@@ -188,10 +190,10 @@ class CpuAttention(Attention):
         return output
 
     def _attend_whole(self, query: Tensor, key: Tensor, value: Tensor, tokens: slice) -> Tensor:
-        """A prompt whose queries [T, H, D] see all of its keys and values [T, K, D] up to their own position.
+        """Attend within a prompt whose queries [T, H, D] see all keys and values [T, K, D] up to their own.
 
-        torch's flash attention reads them in place and skips what none of a block sees: 0.6 times the chunks'
-        time in float32. In bfloat16 it takes up to 2.3 times as long as they do.
+        torch's flash attention reads them in place and skips blocks that no query sees: it takes 0.6 times
+        the chunks' time in float32. In bfloat16 it takes up to 2.3 times as long as they do.
         """
         heads = (each[tokens].float().transpose(0, 1)[None] for each in (query, key, value))
         attended = F.scaled_dot_product_attention(
@@ -202,11 +204,11 @@ class CpuAttention(Attention):
     def _matrices(
         self, prompt: PromptSpan, layer_keys: Tensor, layer_values: Tensor, metadata: CpuMetadata
     ) -> tuple[Tensor, Tensor]:
-        """A span's keys [K, D, tokens] and values [K, tokens, D].
+        """Return a span's keys [K, D, tokens] and values [K, tokens, D].
 
         A mask hides scores but not values, since 0 x NaN is NaN: values past the span's end are set to zero.
         """
-        if prompt.fresh is not None:  # all keys are of this step: nothing to gather from the cache
+        if prompt.fresh is not None:  # all keys belong to this step, so nothing is gathered from the cache
             keys, values = self._columns(*metadata.fresh, prompt.fresh)
             return keys.transpose(1, 2), values
         heads, dim = self.shape.num_kv_heads, self.shape.head_dim
@@ -219,7 +221,7 @@ class CpuAttention(Attention):
     def _attend_chunk(
         self, query: Tensor, keys: Tensor, values: Tensor, chunk: QueryChunk, sinks: Tensor, output: Tensor
     ) -> None:
-        """Two products for each kv head, with all query heads that share it as rows of one matrix."""
+        """Compute a chunk by two products for each kv head, whose query heads are the rows of one matrix."""
         rows = self._rows(query, chunk.rows)
         scores = self._product(rows.flatten(1, 2), keys[:, :, chunk.keys])
         weights, totals = self._weigh(scores.view(*rows.shape[:3], -1), chunk.first, chunk.last, sinks)
@@ -227,23 +229,23 @@ class CpuAttention(Attention):
         self._scatter(output, sums.view(rows.shape), totals, chunk.tokens)
 
     def _product(self, left: Tensor, right: Tensor) -> Tensor:
-        """torch.bmm of two of one type, computed in the type that this processor multiplies fastest."""
+        """Multiply two tensors of one type by torch.bmm, in the type that is fastest on this processor."""
         return torch.bmm(left.to(self._product_dtype), right.to(self._product_dtype)).to(left.dtype)
 
     def _rows(self, query: Tensor, tokens: Tensor) -> Tensor:
-        """Some of the queries [T, H, D] as [K, tokens, G, D]."""
+        """Return some of the queries [T, H, D] as [K, tokens, G, D]."""
         grouped = query.unflatten(1, (self.shape.num_kv_heads, -1))
         return grouped[tokens].transpose(0, 1).contiguous()
 
     def _columns(self, key: Tensor, value: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Some of the keys and values [T, K, D], each as [K, tokens, D]."""
+        """Return some of the keys and values [T, K, D], each as [K, tokens, D]."""
         return key[tokens].transpose(0, 1).contiguous(), value[tokens].transpose(0, 1).contiguous()
 
     def _weigh(self, scores: Tensor, first: Tensor, last: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-        """exp(score - peak) of scores [K, rows, G, keys] from `first` to `last` of each row, and the sums, in
-        which sinks [H] count.
+        """Return exp(score - peak) of scores [K, rows, G, keys] from `first` to `last` of each row, and sums.
 
-        The result is divided by the sums instead of the larger scores: two passes over these instead of four.
+        The sinks [H] count in the sums. The result is divided by the sums later, in place of the larger
+        scores, which saves two of four passes over these.
         """
         key = torch.arange(scores.shape[-1], dtype=torch.int32)
         seen = (key >= first[:, None]) & (key <= last[:, None])
@@ -254,7 +256,8 @@ class CpuAttention(Attention):
         return weights.to(self.shape.dtype), weights.sum(-1) + sunk
 
     def _scatter(self, output: Tensor, sums: Tensor, totals: Tensor, tokens: Tensor) -> None:
-        """Write sums [K, rows, G, D] / totals [K, rows, G] to rows `tokens` of [T, H, D], without padding."""
+        """Write sums [K, rows, G, D] / totals [K, rows, G] to rows `tokens` of [T, H, D], without the
+        padding."""
         result = (sums.float() / totals[..., None])[:, : tokens.shape[0]]
         output[tokens] = result.transpose(0, 1).flatten(1, 2).to(output.dtype)
 
@@ -277,7 +280,7 @@ class CpuAttention(Attention):
         of_row: Tensor,
         is_tile: Tensor,
     ) -> Tensor:
-        """Queries [R, H, D] over their tiles, `SLAB` tiles at a time: [R, H, D]."""
+        """Attend from queries [R, H, D] over their tiles, `SLAB` tiles at a time; returns [R, H, D]."""
         keys, values = keys.view(self.key_view), values.view(self.value_view)
         query = query.unflatten(1, (self.shape.num_kv_heads, -1)) * self.shape.scale
         place = torch.arange(self.tile, dtype=torch.int32)
@@ -309,7 +312,7 @@ class CpuAttention(Attention):
         of_row: Tensor,
         is_tile: Tensor,
     ) -> Tensor:
-        """The same for the compiler, which reads the tiles in place, and each vector of them once.
+        """Compute `_decode` in a form for the compiler, which reads the tiles in place and each vector once.
 
         The sums of all query heads of a group become one loop that shares its loads.
         """

@@ -1,9 +1,9 @@
-"""Which tokens of the cache does a CPU read in one step, and in which order?
+"""Plan which tokens of the cache a CPU reads in one step, and in which order.
 
 A tile is W neighbouring tokens of one page. Decodes are read tile by tile, prompts as matrices.
 
 Legend: B tokens a page, N slots, W tokens in a tile, R decoding rows, J tiles of all rows, M tiles of the
-longest row.
+  longest row.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from torch import Tensor
 from attention.reference import QUERY_ROWS
 from continuous_batching.batch import Index, ragged_ranges
 
-STEP = 32  # prompts are padded to multiples: oneDNN compiles its code (0.6 ms) for each new shape
+STEP = 32  # prompts are padded to multiples, because oneDNN compiles its code (0.6 ms) for each new shape
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeTiles:
-    """What decodes read: the tiles of all rows, in the order of their addresses.
+    """The tiles that decodes read, for all rows, in the order of their addresses.
 
     Reading neighbours in memory one after the other takes half the time of a random order.
     """
 
     address: Tensor  # int64 [J]
-    row: Tensor  # int64 [J]: the row that reads it
+    row: Tensor  # int64 [J]: the row that reads the tile
     low: Tensor  # int32 [J]: the first of its tokens that is seen
     high: Tensor  # int32 [J]: one past the last
     of_row: Tensor  # int64 [R, M]: each row's tiles, padded with its first
@@ -45,8 +45,9 @@ class DecodeTiles:
         window: int | None,
         first_key: int = 0,
     ) -> DecodeTiles:
-        """For rows `slots` [R] of the page table that see the last `window` of their first `lens` tokens, but
-        those before `first_key`.
+        """Return the tiles that rows `slots` [R] of the page table read.
+
+        Each row sees the last `window` of its first `lens` tokens. Tokens before `first_key` are left out.
         """
         lows = np.minimum(first_key, lens - 1)
         if window:
@@ -59,7 +60,7 @@ class DecodeTiles:
         rank = np.empty_like(order)
         rank[order] = np.arange(len(order))
 
-        column = np.arange(max(2, counts.max()))  # Compiled wants at least two
+        column = np.arange(max(2, counts.max()))  # Compiled requires at least two
         is_tile = column < counts[:, None]
         begin = (np.cumsum(counts) - counts)[:, None]
         arrays = (
@@ -77,19 +78,21 @@ class DecodeTiles:
 class QueryChunk:
     """Query positions of one span that are computed together."""
 
-    tokens: Tensor  # int64 [rows]: where its queries are in the step
+    tokens: Tensor  # int64 [rows]: rows of its queries in the step
     rows: Tensor  # int64 [padded rows]: the same, padded with the last
-    keys: slice  # of the span's keys
+    keys: slice  # slice of the span's keys
     first: Tensor  # int32 [padded rows]: the first of these keys that each query sees
-    last: Tensor  # int32 [padded rows]: the last
+    last: Tensor  # int32 [padded rows]: the last of them
 
 
 @dataclass(frozen=True, slots=True)
 class PromptSpan:
     """A longer span, as the layers with one window read it."""
 
-    whole: slice | None  # the step's tokens that it is, if each of them sees all of it up to itself
-    fresh: Tensor | None  # int64 [padded keys]: the step's tokens that are its keys, if all are in this step
+    # The step's tokens that form the span, if each of them sees all of it up to itself
+    whole: slice | None
+    # int64 [padded keys]: the step's tokens that are its keys, if all keys are in this step
+    fresh: Tensor | None
     tiles: Tensor | None  # int64: otherwise, the tiles of the cache that hold its keys
     known: int  # keys that exist; the rest are padding
     chunks: tuple[QueryChunk, ...]
@@ -105,7 +108,7 @@ class PromptSpan:
         window: int | None,
         first_key: int = 0,
     ) -> PromptSpan:
-        """For a request's positions [start, stop), whose queries begin at `first_row` of the packed query."""
+        """Plan a request's positions [start, stop), whose first query is row `first_row` of the step."""
         reach = window or stop
         if start:
             base = max(start - reach + 1, 0) // tile * tile
@@ -133,7 +136,7 @@ class PromptSpan:
 
 
 def _padded(start: int, count: int) -> Tensor:
-    """Consecutive tokens, padded with the last of them to a multiple of STEP."""
+    """Return consecutive tokens, padded with the last of them to a multiple of STEP."""
     tokens = torch.arange(start, start + _round_up(count, STEP))
     return tokens.clamp_max_(start + count - 1)
 
@@ -141,7 +144,7 @@ def _padded(start: int, count: int) -> Tensor:
 def tile_address(
     page_table: NDArray[np.int32], slots: Index, places: Index, page_size: int, tile: int
 ) -> Index:
-    """The tile of the cache that holds each of these tokens of a row."""
+    """Return the tile of the cache that holds each of these tokens of a row."""
     page, offset = np.divmod(places, page_size)
     return page_table[slots, page].astype(np.int64) * (page_size // tile) + offset // tile
 

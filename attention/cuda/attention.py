@@ -1,7 +1,7 @@
-"""How does a CUDA device read the paged cache fastest?
+"""Implement attention over the paged cache for CUDA devices.
 
-One launch a layer for the whole mixed batch, with Triton kernels (triton_kernels.py), and a small second one
-that combines partial results. What they read is planned on the host and sent in one copy a step.
+A mixed batch takes one launch a layer, by Triton kernels (triton_kernels.py), and a small second one that
+combines partial results. The tables that they read are planned on the host and sent in one copy a step.
 
 Legend: T tokens of the step, H/K query/kv heads, G = H/K, D head dim, P pages, B tokens a page, N slots.
 """
@@ -28,17 +28,17 @@ from devices.triton_types import kernel_dtype, stored_dtype
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MOST_DIM, MOST_GROUP = 256, 128
-FEW_ROWS = 16  # of a tile: the fewest that a tensor core takes
-PROGRAMS_PER_PROCESSOR = 4  # enough loads in flight, few partial results to combine
+FEW_ROWS = 16  # the fewest rows of a tile that a tensor core takes
+PROGRAMS_PER_PROCESSOR = 4  # enough loads in flight, and few partial results to combine
 WRITTEN = 4096  # numbers that one program writes into the cache
-LEAST_SHARE = 128  # positions; combining costs more than smaller shares save
+LEAST_SHARE = 128  # positions; smaller shares save less than combining them costs
 CHUNK = 512  # positions that batch-invariant attention sums separately
-ALIGNED = 4  # int32: a kernel is recompiled for an address that is not a multiple of 16 bytes
+ALIGNED = 4  # int32 elements: a kernel is recompiled for an address that is not a multiple of 16 bytes
 
 
 @dataclass(frozen=True, slots=True)
 class KernelSizes:
-    """What a dtype's kernels are compiled for: rows of a prompt's tile, bytes of keys per read, warps."""
+    """Compile-time sizes of a dtype's kernels: rows of a prompt's tile, bytes of keys per read, warps."""
 
     num_rows: int
     step_bytes: int
@@ -46,7 +46,7 @@ class KernelSizes:
 
 
 HALF = KernelSizes(64, 16 * 2**10, 4)
-# No tensor core multiplies float32: larger tiles would not fit into registers
+# No tensor core multiplies float32, and larger tiles would not fit into registers
 SINGLE = KernelSizes(32, 8 * 2**10, 8)
 
 
@@ -63,18 +63,18 @@ class LaunchTables:
 class CudaMetadata(AttentionMetadata):
     """What all layers of one step share, with the tables of each window in use."""
 
-    page_table: Tensor  # int32 [S, pages], of the step's spans
-    num_rows: int  # of a tile
-    tables: Tensor  # int32: what the launches' tables are views of
+    page_table: Tensor  # int32 [S, pages], one row for each span
+    num_rows: int  # rows of a tile
+    tables: Tensor  # int32: the memory of which the launches' tables are views
     launches: dict[int | None, LaunchTables]
 
 
 class CudaAttention(Attention):
     """Attention by Triton kernels.
 
-    `batch_invariant`: the result of a query depends, to the bit, on its request's tokens and its position
-    alone, not on other requests, nor on how its prompt was chunked. Tiles then have one size, positions are
-    summed in chunks of `CHUNK`, and chunks are combined in order, wherever they were computed.
+    With `batch_invariant`, the result of a query depends, to the bit, on its request's tokens and its
+    position alone, and not on other requests or on how its prompt was chunked. Tiles then have one size,
+    positions are summed in chunks of `CHUNK`, and chunks are combined in order, wherever they were computed.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class CudaAttention(Attention):
             self.num_processors = torch.cuda.get_device_properties(self.device).multi_processor_count
 
     def check(self) -> None:
-        """Raise ValueError for a shape that cannot be served, with the value, the limit and how to fix it."""
+        """Raise ValueError for a shape that cannot be served, with the value, the limit and the fix."""
         super().check()
         shape = self.shape
         fix = "set device.attention to reference"
@@ -116,7 +116,7 @@ class CudaAttention(Attention):
     def plan(
         self, batch: Batch, page_table: NDArray[np.int32], write_index: NDArray[np.int64]
     ) -> CudaMetadata:
-        """Make what all layers of this step need; see Attention.plan."""
+        """Compute what all layers of this step share; see Attention.plan."""
         starts, stops = batch.starts, batch.stops
         num_rows = self._num_rows(int((stops - starts).max()))
         planned = self._planned(starts, stops, num_rows)
@@ -133,17 +133,17 @@ class CudaAttention(Attention):
     def graph_sizes(
         self, sizes: list[int], beside: int = 0, most_layers: int = 0, *, joins: bool = False
     ) -> list[int]:
-        """All of them."""
+        """Return all of these sizes, each of which can be captured."""
         return sizes
 
     def plan_static(self, decodes: StaticDecodes) -> CudaMetadata:
-        """As `plan`, for a step that is captured: space for the tables, which `replay` fills."""
+        """Plan a step that is captured: allocate the tables, which `replay` fills."""
         num_spans = len(decodes.kv_lens)
-        num_tiles = 2 * num_spans + self.num_tiles  # a span has up to two more, one at each end
+        num_tiles = 2 * num_spans + self.num_tiles  # a span has up to two further tiles, one at each end
         sizes = [num_tiles * TILE_FIELDS, num_spans * JOIN_FIELDS] * len(self.windows)
         tables = torch.empty(sum(sizes), dtype=torch.int32, device=self.device)
         if self.device.type == "cpu" or not torch.cuda.is_current_stream_capturing():
-            tables.zero_()  # all padding; within a capture it would be done again at each replay
+            tables.zero_()  # all entries are padding; within a capture this would be repeated at each replay
         launches = self._launches(tables.split(sizes), [num_tiles] * len(self.windows))
         return CudaMetadata(decodes.write_index, (), decodes.page_table, self._num_rows(1), tables, launches)
 
@@ -170,7 +170,7 @@ class CudaAttention(Attention):
     def attend(
         self, query: Tensor, layer_keys: Tensor, layer_values: Tensor, metadata: CudaMetadata, layer: int
     ) -> Tensor:
-        """Each query [T, H, D] attends to its request's positions up to its own; see Attention.attend."""
+        """Let each query [T, H, D] attend to its request's positions up to its own; see Attention.attend."""
         shape, window = self.shape, self.shape.windows[layer]
         launch = metadata.launches[window]
         parts = self._parts(launch.num_parts)
@@ -196,11 +196,14 @@ class CudaAttention(Attention):
 
     @property
     def num_tiles(self) -> int:
-        """About how many tiles keep the device busy; a tile is one program for every kv head."""
+        """The approximate number of tiles that keeps the device busy.
+
+        A tile is one program for every kv head.
+        """
         return -(-PROGRAMS_PER_PROCESSOR * self.num_processors // self.shape.num_kv_heads)
 
     def _planned(self, starts: Index, stops: Index, num_rows: int) -> list[QueryTiles]:
-        """The tables of packed spans, for each window in use."""
+        """Return the tables of packed spans, for each window in use."""
         least = -(-LEAST_SHARE // self.step) * self.step
         chunk = CHUNK if self.batch_invariant else 0
         sizes = TileSizes(
@@ -209,13 +212,13 @@ class CudaAttention(Attention):
         return [QueryTiles.of(starts, stops, window, sizes) for window in self.windows]
 
     def _launches(self, tables: Sequence[Tensor], num_parts: list[int]) -> dict[int | None, LaunchTables]:
-        """From the tiles and joins of one window after the other."""
+        """Pair the tiles and joins of each window, given one window after the other."""
         tiles = [each.view(-1, TILE_FIELDS) for each in tables[::2]]
         joins = [each.view(-1, JOIN_FIELDS) for each in tables[1::2]]
         return {window: LaunchTables(*each) for window, *each in zip(self.windows, tiles, joins, num_parts)}
 
     def _num_rows(self, longest: int) -> int:
-        """Rows of a tile: as few as hold the longest span, if they are few."""
+        """Return the rows of a tile: the fewest that hold the longest span, if it is short."""
         group = _power_of_two(self.group)
         few, many = max(FEW_ROWS, group), max(self.tiling.num_rows, group)
         return few if longest <= few // self.group and not self.batch_invariant else many
@@ -227,9 +230,9 @@ class CudaAttention(Attention):
         return sums, peaks, totals
 
     def _pinned(self, arrays: Sequence[NDArray[Any]], sizes: Sequence[int]) -> Tensor:
-        """Arrays of int32 or int64 one after the other, each in so many int32, where a device can fetch them.
+        """Concatenate arrays of int32 or int64 in pinned memory, each padded to its number of int32.
 
-        Torch does not give the memory to others before a copy that was asked for has been made.
+        Torch does not reuse the memory before a queued copy from it has been made.
         """
         host = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=self.device.type == "cuda")
         for piece, array in zip(host.split(sizes), arrays):
@@ -242,11 +245,11 @@ def _tables(planned: Sequence[QueryTiles]) -> list[NDArray[Any]]:
 
 
 def _power_of_two(number: int) -> int:
-    """The smallest power of two that is not smaller."""
+    """Return the smallest power of two that is not smaller than `number`."""
     return triton.next_power_of_2(number)
 
 
 def _strides(tensor: Tensor) -> tuple[int, int]:
-    """Strides of rows and heads; the numbers of one head are contiguous."""
+    """Return the strides of rows and heads; the numbers of one head are contiguous."""
     assert tensor.stride(2) == 1, "heads must be contiguous"
     return tensor.stride(0), tensor.stride(1)

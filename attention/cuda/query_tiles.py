@@ -1,7 +1,7 @@
-"""How is a step's attention split into programs of similar size?
+"""Split a step's attention into programs of similar size.
 
-The queries of a span are split into tiles. Where there are too few tiles to keep the device busy, the
-positions that a tile reads are split into shares as well. All this is arithmetic on the host, once a step and
+The queries of a span are split into tiles. If there are too few tiles to keep the device busy, the positions
+that a tile reads are split into shares as well. All this is arithmetic on the host, once for each step and
 window.
 """
 
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from continuous_batching.batch import Index, ragged_ranges
 
-TILE_FIELDS, JOIN_FIELDS = 8, 4  # columns, powers of two
+TILE_FIELDS, JOIN_FIELDS = 8, 4  # numbers of columns, powers of two
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +22,8 @@ class TileSizes:
     """How large tiles and shares of positions may be.
 
     A tile has at most `num_queries`. Positions are split into shares that are multiples of `step` and not
-    smaller than `least`, so that there are about `num_tiles` in all; or, where `chunk` is set, into chunks of
-    that many positions, one share each. Positions before `first_key` are not read.
+    smaller than `least`, so that there are about `num_tiles` in all; or, with `chunk`, into chunks of that
+    many positions, one share each. Positions before `first_key` are not read.
     """
 
     num_queries: int
@@ -38,12 +38,13 @@ class TileSizes:
 class QueryTiles:
     """The tables that the kernels read, and how many rows of partial results (parts) they need.
 
-    A tile: first row of the packed query, number of queries, position of the first, the positions that it
-    reads (first, one past the last), span, first row of its parts or -1, 0. A join: row of the packed query,
-    first row of its parts, rows between two of its parts, number of parts.
+    The columns of a tile are: first row of the packed query, number of queries, position of the first, the
+    positions that it reads (first, one past the last), span, first row of its parts or -1, 0. The columns of
+    a join are: row of the packed query, first row of its parts, rows between two of its parts, number of
+    parts.
     """
 
-    tiles: NDArray[np.int32]  # [n, 8], those that read most first
+    tiles: NDArray[np.int32]  # [n, 8], the tiles that read most first
     joins: NDArray[np.int32]  # [m, 4]
     num_parts: int
 
@@ -82,14 +83,17 @@ class QueryTiles:
 
 
 def _shares(low: Index, high: Index, sizes: TileSizes) -> tuple[int, Index]:
-    """How many positions a share has (shares begin at multiples of it), and how many shares each tile has."""
+    """Return the positions of a share, and the number of shares of each tile.
+
+    Shares begin at multiples of their size.
+    """
     if not sizes.chunk:
         wanted = -(-int((high - low).sum()) // sizes.num_tiles)
         share = max(sizes.least, -(-wanted // sizes.step) * sizes.step)
         return share, -(-high // share) - low // share
     num_shares = -(-high // sizes.chunk) - low // sizes.chunk
-    # Chunks are combined alike within a program and after it: the longest tiles are split, as far as room
-    # allows
+    # Chunks are combined in the same way within a program and after it, so only the longest tiles are split,
+    # as far as there is room
     order = np.argsort(-num_shares, kind="stable")
     added = np.cumsum(num_shares[order] - 1)
     num_shares[order[added > sizes.num_tiles]] = 1
@@ -97,7 +101,7 @@ def _shares(low: Index, high: Index, sizes: TileSizes) -> tuple[int, Index]:
 
 
 def _joins(row: Index, count: Index, first_part: Index, num_shares: Index) -> NDArray[np.int32]:
-    """A join for each query of the tiles that have parts."""
+    """Return a join for each query of the tiles that have parts."""
     of_tile = np.repeat(np.arange(len(row)), count)
     number = ragged_ranges(np.zeros_like(count), count)
     columns = (row[of_tile] + number, first_part[of_tile] + number, count[of_tile], num_shares[of_tile])

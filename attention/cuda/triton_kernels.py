@@ -1,13 +1,13 @@
-"""How does one launch of a Triton kernel read the paged cache for a whole mixed batch?
+"""Define the Triton kernels that read the paged cache for a whole mixed batch in one launch.
 
 A program computes one tile of queries (query_tiles.py) for one kv head. The query heads that share the kv
 head are rows of one matrix, row = query * G + head, so that keys and values are read once for all of them.
-The softmax runs over the positions in order (Dao, "FlashAttention-2", 2023); where several programs share a
+The softmax runs over the positions in order (Dao, "FlashAttention-2", 2023); if several programs share a
 tile's positions, a second kernel combines their partial results, the parts ("Flash-Decoding", Dao et al.,
 2023).
 
 Legend: T tokens of the step, H/K query/kv heads, G = H/K, D head dim, P pages, B tokens a page, Q rows of
-a tile, N positions read at a time, X rows of parts.
+  a tile, N positions read at a time, X rows of parts.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ def attend_tiles(
     PAGE: tl.constexpr, RUN: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, WINDOW: tl.constexpr,
     CAP: tl.constexpr, CHUNK: tl.constexpr, OPERAND: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Attend from one tile of queries and one kv head; writes `output` [T, H, D], or parts [X, H, D].
+    """Attend from one tile of queries and one kv head; write `output` [T, H, D], or parts [X, H, D].
 
-    `scale` is for powers of two, or makes parts of CAP, which bounds scores unless it is 0. `sinks` [H]
-    count in the sums of weights. WINDOW 0: all positions. CHUNK 0: positions in one run; otherwise each CHUNK
-    of them separately, and the results are combined in order. RUN divides PAGE and STEP. OPERAND is the type
-    in which matrices are multiplied.
+    `scale` converts scores to powers of two, or to fractions of CAP, which bounds scores unless it is 0.
+    `sinks` [H] count in the sums of weights. WINDOW 0 means all positions. CHUNK 0 reads the positions in one
+    run; otherwise each CHUNK of them is summed separately, and the results are combined in order. RUN divides
+    PAGE and STEP. OPERAND is the type in which matrices are multiplied.
     """
     program = tl.program_id(0)
     head = program % NUM_KV
@@ -68,7 +68,7 @@ def attend_tiles(
     mask = (index < num_queries)[:, None] & (dim < HEAD_DIM)[None, :]
     at = (first_row + index)[:, None] * query_row + of_head[:, None] * query_head + dim[None, :]
     rows = tl.load(query + at, mask=mask, other=0.0).to(OPERAND)
-    last = first_position + tl.minimum(index, num_queries - 1)  # a padding row sees something too
+    last = first_position + tl.minimum(index, num_queries - 1)  # a padding row must see something too
 
     if CHUNK == 0:
         peak, total, sums = _read(
@@ -107,10 +107,10 @@ def _read(
     RUN: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
     OPERAND: tl.constexpr,
 ):  # fmt: skip
-    """Rows [Q, D] over positions low to high - 1, each row up to its `last` [Q].
+    """Attend from rows [Q, D] over positions low to high - 1, each row up to its `last` [Q].
 
     Returns the largest score [Q], the sum of 2^(score - largest) [Q] and the sum of values weighted by it [Q,
-    D]. Steps begin at multiples of N, and a step in which a row sees nothing leaves its numbers as they are:
+    D]. Steps begin at multiples of N, and a step in which a row sees nothing leaves its numbers unchanged:
     the result of a row does not depend on the other rows of its tile.
     """
     dim, offset = tl.arange(0, PADDED_DIM), tl.arange(0, STEP)
@@ -121,7 +121,8 @@ def _read(
     for start in range(low // STEP * STEP, high, STEP):
         position = start + offset
         exists = (position >= low) & (position < high)
-        run = start + tl.arange(0, STEP // RUN) * RUN  # where runs of positions of one page begin
+        # First positions of the runs, each of which lies in one page
+        run = start + tl.arange(0, STEP // RUN) * RUN
         page = tl.load(table + run // PAGE, mask=run < high, other=0).to(tl.int64)
         page = tl.reshape(tl.broadcast_to(page[:, None], [STEP // RUN, RUN]), [STEP])
         at = ((page * PAGE + position % PAGE) * NUM_KV + head) * HEAD_DIM
@@ -134,10 +135,11 @@ def _read(
             seen = seen & (position[None, :] > last[:, None] - WINDOW)
         scores = tl.dot(rows, key.to(OPERAND), input_precision="ieee") * scale
         if CAP > 0:
-            scores = (1 - 2 / (tl.exp(2 * scores) + 1)) * (CAP * LOG2_E)  # the tanh of it
+            # This is CAP times the tanh of the score
+            scores = (1 - 2 / (tl.exp(2 * scores) + 1)) * (CAP * LOG2_E)
         scores = tl.where(seen, scores, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(scores, 1))
-        base = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # nothing has been seen yet
+        base = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # -inf means that nothing has been seen yet
         old, weights = tl.exp2(peak - base), tl.exp2(scores - base[:, None])
         total = total * old + tl.sum(weights, 1)
         peak, sums = new_peak, sums * old[:, None]
@@ -147,13 +149,13 @@ def _read(
 
 @triton.jit
 def _sunk(sinks, peak):
-    """The weights of sinks, relative to the largest scores of their rows."""
+    """Return the weights of sinks, relative to the largest scores of their rows."""
     return tl.exp2(tl.load(sinks).to(tl.float32) * LOG2_E - peak)
 
 
 @triton.jit
 def _weights(peak, other):
-    """The larger of two peaks, and the factors that bring sums relative to either peak to the larger one.
+    """Return the larger of two peaks, and the factors that bring sums relative to either peak to it.
 
     A side that has seen nothing (-inf) has the factor 0 and leaves the bits of the other unchanged.
     """

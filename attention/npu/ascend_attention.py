@@ -1,4 +1,6 @@
-"""What is common to attention on all Ascend products?
+"""Share what attention on all Ascend products has in common.
+
+This covers the limits of a product, the division of a step into calls, and the tables on the device.
 
 Legend: T tokens of the step, S spans, N slots.
 """
@@ -18,7 +20,7 @@ from devices.ascend_limits import AscendProduct
 from devices.shapes import AttentionShape
 from kv_cache.transfer import to_device
 
-MASK_SIDE = 2048  # of the mask that the operators take for sequences of any length
+MASK_SIDE = 2048  # side of the mask that the operators take for sequences of any length
 
 
 class AscendAttention(Attention):
@@ -49,17 +51,17 @@ class AscendAttention(Attention):
         return self.product.graph_sizes(sizes, num_layers, self.shape.page_size, beside, joins=joins)
 
     def cuts(self, batch: Batch) -> Iterator[tuple[slice, slice]]:
-        """For each call, its spans and their rows of the packed query."""
+        """Yield the spans of each call, and their rows of the packed query."""
         lens = batch.stops - batch.starts
         ends = np.append(0, np.cumsum(lens)).tolist()
         for first, last in self.product.cuts(lens):
             yield slice(first, last), slice(ends[first], ends[last])
 
     def page_table(self, batch: Batch, page_table: NDArray[np.int32]) -> Tensor:
-        """The spans' rows of the page table, up to the longest span's last page. int32 [S, pages]"""
+        """Return the spans' rows of the page table, up to the longest span's last page. int32 [S, pages]"""
         width = -(-int(batch.stops.max()) // self.shape.page_size)
         return to_device(page_table[batch.slots, :width], self.device)
 
     def places(self, write_index: NDArray[np.int64]) -> Tensor:
-        """The cache places of the step's tokens on the device, int32 as the operators take them. [T]"""
+        """Return the cache places [T] of the step's tokens on the device, in the operators' int32."""
         return to_device(write_index.astype(np.int32), self.device)

@@ -1,4 +1,4 @@
-"""Which of ATB's operators write and read the paged cache of a 310P?
+"""Implement attention over the paged cache for the 310P, by operators of ATB.
 
 A 310P has no npu_fused_infer_attention_score but CANN's PagedAttentionOperation, in one form for decodes and
 in one for spans of any length together with decodes. It reads the lengths of queries on the host and those of
@@ -6,7 +6,7 @@ keys on the device (ascend-transformer-boost, PagedAttentionOpsRunner910A), so a
 update.
 
 Legend: T tokens of the step, S spans, H query heads, K kv heads, D head dim, P pages, B tokens a page,
-C = K * D / 16, N slots, R rows of a captured step.
+  C = K * D / 16, N slots, R rows of a captured step.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ HIDDEN = -10000.0  # added by the mask to a hidden score (vllm-ascend, _310p/att
 class AtbSpans:
     """The spans of one call of ATB."""
 
-    rows: slice  # of the packed query
-    query_lens: Tensor | None  # int32 [S] on the host; None: all are decodes
+    rows: slice  # rows of the packed query
+    query_lens: Tensor | None  # int32 [S] on the host; None if all are decodes
     kv_lens: Tensor  # int32 [S] on the device
     page_table: Tensor  # int32 [S, pages]
 
@@ -77,10 +77,10 @@ class AtbAttention(AscendAttention):
             )
 
     def new_pages(self, count: int) -> Tensor:
-        """`count` pages of zeros for the keys or the values of a layer: [P, C, B, 16]."""
+        """Return `count` pages of zeros for the keys or the values of a layer: [P, C, B, 16]."""
         shape = self.shape
         page = (shape.num_kv_heads * shape.head_dim // COLUMN, shape.page_size, COLUMN)
-        torch.npu.config.allow_internal_format = True  # otherwise the format is ignored
+        torch.npu.config.allow_internal_format = True  # the format is ignored without this setting
         pages = torch_npu.empty_with_format(
             (count, *page), dtype=shape.dtype, device=self.device, acl_format=FRACTAL_NZ
         )
@@ -89,7 +89,7 @@ class AtbAttention(AscendAttention):
     def plan(
         self, batch: Batch, page_table: NDArray[np.int32], write_index: NDArray[np.int64]
     ) -> AtbMetadata:
-        """Make what all layers of this step need; see Attention.plan."""
+        """Compute what all layers of this step share; see Attention.plan."""
         table, lens = self.page_table(batch, page_table), (batch.stops - batch.starts).astype(np.int32)
         kv_lens = to_device(batch.stops.astype(np.int32), self.device)
         parts = tuple(
@@ -104,7 +104,7 @@ class AtbAttention(AscendAttention):
         return AtbMetadata(self.places(write_index), (), parts)
 
     def plan_static(self, decodes: StaticDecodes) -> AtbMetadata:
-        """As `plan`, for a captured step of one decode a row."""
+        """Plan a captured step with one decode for each row."""
         part = AtbSpans(slice(0, len(decodes.kv_lens)), None, decodes.kv_lens, decodes.page_table)
         return AtbMetadata(decodes.write_index, (), (part,))
 
@@ -117,7 +117,7 @@ class AtbAttention(AscendAttention):
         )
 
     def read(self, layer_keys: Tensor, layer_values: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values [n, K, D] at cache places `index` [n], page * B + offset."""
+        """Return the keys and values [n, K, D] at cache places `index` [n], page * B + offset."""
         page, offset = index // self.shape.page_size, index % self.shape.page_size
         heads = (self.shape.num_kv_heads, self.shape.head_dim)
         keys, values = (
@@ -128,7 +128,7 @@ class AtbAttention(AscendAttention):
     def attend(
         self, query: Tensor, layer_keys: Tensor, layer_values: Tensor, metadata: AtbMetadata, layer: int
     ) -> Tensor:
-        """Each query [T, H, D] attends to its request's positions up to its own; see Attention.attend."""
+        """Let each query [T, H, D] attend to its request's positions up to its own; see Attention.attend."""
         output = torch.empty_like(query)
         for part in metadata.parts:
             call = {

@@ -1,10 +1,10 @@
-"""Which of Ascend's fused operators write and read the paged cache?
+"""Implement attention over the paged cache by Ascend's fused operators.
 
 One call of npu_fused_infer_attention_score (op-plugin, docs/zh/custom_APIs/torch_npu) takes prompts, chunks
 and decodes together. Lengths are lists on the host, because they fix the operator's tiling when it is called.
 
 Legend: T tokens of the step, S spans, H query heads, K kv heads, D head dim, P pages, B tokens a page,
-N slots.
+  N slots.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from continuous_batching.batch import Batch
 from devices.ascend_limits import AscendProduct
 from devices.shapes import AttentionShape
 
-# sparse_mode: all keys, those up to a query's own, or the last pre_tokens + 1 of these
+# Values of sparse_mode: all keys, those up to a query's own, or the last pre_tokens + 1 of these
 ALL, CAUSAL, BAND = 0, 3, 4
-# What the operator's second version, which alone takes sinks, calls arguments of the first
+# Names of the first version's arguments in the operator's second version, which alone takes sinks
 SECOND_NAMES = {
     "actual_seq_lengths": "actual_seq_qlen",
     "actual_seq_lengths_kv": "actual_seq_kvlen",
@@ -39,9 +39,9 @@ SECOND_NAMES = {
 class FusedSpans:
     """The spans of one call."""
 
-    rows: slice  # of the packed query
-    query_ends: list[int]  # running sum of lengths, from the first of `rows`
-    kv_lens: list[int]  # of each span
+    rows: slice  # rows of the packed query
+    query_ends: list[int]  # running sum of lengths, counted from the first of `rows`
+    kv_lens: list[int]  # number of keys of each span
     page_table: Tensor  # int32 [S, pages]
 
     @property
@@ -52,10 +52,10 @@ class FusedSpans:
 
 @dataclass(frozen=True, slots=True)
 class CapturedCall:
-    """A captured call, which gets the lengths of each replay."""
+    """A captured call, which is given new lengths at each replay."""
 
-    event: Any  # recorded when the lengths are updated; the replay waits for it
-    handle: Any  # of its task group
+    event: Any  # recorded when the lengths have been updated; the replay waits for it
+    handle: Any  # handle of its task group
     arguments: dict[str, Any]
 
 
@@ -64,8 +64,9 @@ class FusedMetadata(AttentionMetadata):
     """What all layers of one step share."""
 
     parts: tuple[FusedSpans, ...] = ()
-    captured: list[CapturedCall] = field(default_factory=list)  # of a captured step, one a layer
-    workspaces: dict[int | None, Tensor] = field(default_factory=dict)  # of captured calls, by pre_tokens
+    captured: list[CapturedCall] = field(default_factory=list)  # calls of a captured step, one for each layer
+    # Workspaces of captured calls, by pre_tokens
+    workspaces: dict[int | None, Tensor] = field(default_factory=dict)
 
 
 class FusedAttention(AscendAttention):
@@ -87,7 +88,7 @@ class FusedAttention(AscendAttention):
     def plan(
         self, batch: Batch, page_table: NDArray[np.int32], write_index: NDArray[np.int64]
     ) -> FusedMetadata:
-        """Make what all layers of this step need; see Attention.plan."""
+        """Compute what all layers of this step share; see Attention.plan."""
         table, lens = self.page_table(batch, page_table), batch.stops - batch.starts
         parts = tuple(
             FusedSpans(rows, np.cumsum(lens[spans]).tolist(), batch.stops[spans].tolist(), table[spans])
@@ -112,7 +113,7 @@ class FusedAttention(AscendAttention):
     def attend(
         self, query: Tensor, layer_keys: Tensor, layer_values: Tensor, metadata: FusedMetadata, layer: int
     ) -> Tensor:
-        """Each query [T, H, D] attends to its request's positions up to its own; see Attention.attend."""
+        """Let each query [T, H, D] attend to its request's positions up to its own; see Attention.attend."""
         calls = [self._arguments(query, layer_keys, layer_values, part, layer) for part in metadata.parts]
         if torch.npu.is_current_stream_capturing():
             return self._capture(calls[0], metadata.captured, metadata.workspaces)
@@ -127,17 +128,18 @@ class FusedAttention(AscendAttention):
 
     @property
     def leaves_first_out(self) -> bool:
-        """Whether there is a position before the first key, and it does not count."""
+        """Whether positions before the first key exist and must not count."""
         return self.shape.first_key > 0
 
     def _seen(self, output: Tensor, lse: Tensor) -> Tensor:
-        """The output [T, H, D] without the position before the first key, whose weights add up to exp(lse).
+        """Remove the position before the first key from the output [T, H, D], with weights of sum exp(lse).
 
-        The operator reads all positions. One of zeros has the score 0, so the weight 1, and adds nothing.
+        The operator reads all positions. A position of zeros has the score 0, and so the weight 1, and adds
+        nothing to the sum of values.
         """
         if not self.leaves_first_out:
             return output
-        seen = -torch.expm1(-lse.view(*output.shape[:2], 1))  # the share of the other weights
+        seen = -torch.expm1(-lse.view(*output.shape[:2], 1))  # share of the other weights
         return (output / seen.clamp_min(torch.finfo(torch.float32).tiny)).to(output.dtype)
 
     def _arguments(
@@ -146,7 +148,7 @@ class FusedAttention(AscendAttention):
         arguments = self._unsunk(query, keys, values, part, self.shape.windows[layer])
         if not self.shape.has_sinks:
             return arguments
-        sinks = self.sinks[layer].to(torch.bfloat16)  # the type that the operator takes
+        sinks = self.sinks[layer].to(torch.bfloat16)  # the only type that the operator takes
         return {SECOND_NAMES.get(name, name): each for name, each in arguments.items()} | {
             "learnable_sink": sinks
         }
@@ -154,7 +156,7 @@ class FusedAttention(AscendAttention):
     def _unsunk(
         self, query: Tensor, keys: Tensor, values: Tensor, part: FusedSpans, window: int | None
     ) -> dict[str, Any]:
-        """The arguments of the first version, which takes no sinks."""
+        """Return the arguments of the operator's first version, which takes no sinks."""
         arguments = {
             "query": query[part.rows],
             "key": keys.flatten(2),  # [P, B, K * D]
@@ -178,7 +180,7 @@ class FusedAttention(AscendAttention):
         return arguments | {"sparse_mode": CAUSAL, "atten_mask": self.mask}
 
     def plan_static(self, decodes: StaticDecodes) -> FusedMetadata:
-        """As `plan`, for a captured step; `replay` gives the lengths on the host."""
+        """Plan a captured step; `replay` gives the lengths on the host."""
         num_tokens, num_rows = len(decodes.write_index), len(decodes.page_table)
         width = num_tokens // num_rows
         ends = list(range(width, num_tokens + 1, width))
@@ -210,10 +212,12 @@ class FusedAttention(AscendAttention):
     def replay(self, graph: Any, metadata: FusedMetadata, kv_lens: list[int]) -> None:
         """Run a captured step, and update its calls with the lengths of this step."""
         current = torch.npu.current_stream()
-        while self.update_stream == current:  # torch gives out a pool's streams by turns; updates would wait
-            self.update_stream = torch.npu.Stream(self.device)  # behind the replay that waits for them
-        # No call may be running while it is updated. The device waits, so that the host goes on, and it waits
-        # before the replay, which itself waits for the updates
+        # Torch hands out the streams of a pool in turn. On the current stream, updates would wait behind the
+        # replay that waits for them.
+        while self.update_stream == current:
+            self.update_stream = torch.npu.Stream(self.device)
+        # No call may be running while it is updated. The device waits, so that the host can go on, and it
+        # waits before the replay, which itself waits for the updates
         self.update_stream.wait_stream(current)
         graph.replay()
         lengths = "actual_seq_kvlen" if self.shape.has_sinks else "actual_seq_lengths_kv"

@@ -1,12 +1,12 @@
-"""Which of Ascend's fused operators attend by latents?
+"""Implement latent attention by Ascend's fused operators.
 
-As vllm-ascend's attention/mla_v1.py: npu_fused_infer_attention_score with the rope parts of queries and keys
-apart. Short spans are absorbed and read the pages; for long ones the latents of their requests are gathered
-and expanded, and one call takes all of them. npu_kv_rmsnorm_rope_cache writes what it norms and turns. Where
-all spans are short, npu_mla_prolog_v3 does that and makes the absorbed queries, too.
+As vllm-ascend's attention/mla_v1.py, it calls npu_fused_infer_attention_score with the rope parts of queries
+and keys apart. Short spans are absorbed and read the pages; for long ones the latents of their requests are
+gathered and expanded, and one call takes all of them. npu_kv_rmsnorm_rope_cache normalises, rotates and
+writes latents. If all spans are short, npu_mla_prolog_v3 does that and computes the absorbed queries, too.
 
 Legend: T tokens of the step, H heads, L latent, R rope, N the other part of a query (nope), V value of a
-head, S spans, n tokens of the requests of long spans.
+  head, S spans, n tokens of the requests of long spans.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from continuous_batching.batch import Batch, ragged_ranges
 from devices.ascend_latents import MOST_LATENT_QUERIES, takes_prolog
 from kv_cache.transfer import to_device
 
-INT8_WEIGHTS = 2  # weight_quant_mode of npu_mla_prolog_v3
+INT8_WEIGHTS = 2  # value of weight_quant_mode of npu_mla_prolog_v3
 SCALES_OF_WEIGHTS = ("dequant_scale_w_dq", "dequant_scale_w_uq_qr", "dequant_scale_w_dkv_kr")
 
 
@@ -35,7 +35,7 @@ SCALES_OF_WEIGHTS = ("dequant_scale_w_dq", "dequant_scale_w_uq_qr", "dequant_sca
 class LongSpans:
     """The spans whose requests' latents are expanded."""
 
-    rows: Tensor  # int64, of the packed query
+    rows: Tensor  # int64, rows of the packed query
     query_ends: list[int]  # running sum of lengths
     places: Tensor  # int64 [n]: cache places of all tokens of their requests, one request after the other
     kv_ends: list[int]  # running sum of tokens
@@ -43,9 +43,9 @@ class LongSpans:
 
 @dataclass(frozen=True)
 class FusedLatentMetadata(FusedMetadata):
-    """What all layers of one step share; `parts` is the call of short spans, if there are any."""
+    """What all layers of one step share; `parts` holds the call of the short spans, if there are any."""
 
-    short_rows: Tensor | None = None  # int64, of the packed query; None for all
+    short_rows: Tensor | None = None  # int64, rows of the packed query; None for all
     long: LongSpans | None = None
 
 
@@ -53,14 +53,14 @@ class FusedLatentAttention(LatentAttention, FusedAttention):
     """Latent attention on an NPU whose fused attention takes latents."""
 
     normalizes = True
-    # A head's zeros before its first key are seen, with a score of 0: of latents, the operator gives no sums
-    # of weights, by which they could be taken out again. Guesses may differ by that, and no token does
+    # The zeros before a head's first key are seen, with a score of 0: for latents, the operator returns no
+    # sums of weights by which they could be removed. Drafts may differ because of that, but no token does
     leaves_first_out = False
 
     def plan(
         self, batch: Batch, page_table: NDArray[np.int32], write_index: NDArray[np.int64]
     ) -> FusedLatentMetadata:
-        """Make what all layers of this step need; see Attention.plan."""
+        """Compute what all layers of this step share; see Attention.plan."""
         index = to_device(write_index, self.device)
         table, lens = self.page_table(batch, page_table), batch.stops - batch.starts
         is_long = lens > MOST_LATENT_QUERIES
@@ -83,7 +83,7 @@ class FusedLatentAttention(LatentAttention, FusedAttention):
         return FusedLatentMetadata(index, (), parts, short_rows=short_rows, long=long)
 
     def plan_static(self, decodes: StaticDecodes) -> FusedLatentMetadata:
-        """As `plan`, for a captured step; `replay` gives the lengths on the host."""
+        """Plan a captured step; `replay` gives the lengths on the host."""
         made = super().plan_static(decodes)
         return FusedLatentMetadata(made.write_index.long(), (), made.parts)
 
@@ -98,7 +98,7 @@ class FusedLatentAttention(LatentAttention, FusedAttention):
         layer_rope_keys: Tensor,
         metadata: AttentionMetadata,
     ) -> None:
-        """Norm, turn and write the step's latents and rope keys [T, L + R] in one launch."""
+        """Normalise, rotate and write the step's latents and rope keys [T, L + R] in one launch."""
         torch_npu.npu_kv_rmsnorm_rope_cache(
             kv[:, None, None],
             norm,
@@ -112,7 +112,7 @@ class FusedLatentAttention(LatentAttention, FusedAttention):
         )
 
     def joins(self, hidden_size: int, query_rank: int | None) -> bool:
-        """Whether npu_mla_prolog_v3 takes them, and gains."""
+        """Whether npu_mla_prolog_v3 takes inputs of this width and is faster."""
         wide = self.takes_float32
         return self.product.joins_latents and takes_prolog(
             self.shape.dtype, hidden_size, query_rank, takes_float32=wide
@@ -187,8 +187,9 @@ class FusedLatentAttention(LatentAttention, FusedAttention):
         metadata: AttentionMetadata,
         layer: int,
     ) -> Tensor:
-        """Each query, of parts [T, H, N] and [T, H, R], attends to its request's positions up to its own;
-        returns [T, H, V].
+        """Let each query, of parts [T, H, N] and [T, H, R], attend to its request's positions up to its own.
+
+        Returns [T, H, V].
         """
         assert isinstance(metadata, FusedLatentMetadata)
         pages = layer_latents, layer_rope_keys
@@ -212,7 +213,7 @@ class FusedLatentAttention(LatentAttention, FusedAttention):
         layer_rope_keys: Tensor,
         metadata: FusedLatentMetadata,
     ) -> Tensor:
-        """Of all spans of `metadata.parts`, whose queries [T, H, L] are in the space of latents."""
+        """Attend from all spans of `metadata.parts`, whose queries [T, H, L] are in the space of latents."""
         (part,) = metadata.parts
         latents = layer_latents.flatten(2)  # [P, B, L]
         call = self._shared(part.query_ends, part.kv_lens) | {
@@ -241,7 +242,7 @@ class FusedLatentAttention(LatentAttention, FusedAttention):
         layer_rope_keys: Tensor,
         long: LongSpans,
     ) -> Tensor:
-        """Of long spans, with the keys and values of each head."""
+        """Attend from long spans, with the keys and values of each head."""
         latents, rope_keys = (
             pages.flatten(0, 1).index_select(0, long.places) for pages in (layer_latents, layer_rope_keys)
         )

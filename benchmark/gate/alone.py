@@ -1,7 +1,7 @@
-"""Which fields does a result hold only once, so that no law can tell a changed one from a true one?
+"""List the fields that a result holds only once, so that no law can tell a changed one from a true one.
 
-Digests keep them (`benchmark.gate.facts`) from whoever changes a file and not its digests. Each pattern is of
-dotted names, with the reason.
+Digests (`benchmark.gate.facts`) protect them from a change of the file that leaves its digests alone. Each
+pattern is of dotted names, and has a reason.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ ALONE: dict[str, str] = {
     "server_said*": "what another server says of itself is on that page alone",
     "warm_up_runs": "a server may have served anybody before",
     "records.*.end_s": "when a connection closed, after its last token, only the number open at once tells",
-    "settings.scheduler.num_slots": LIMIT,  # of a run in batches; else it is `slots`
-    "settings.cache.num_pages": LIMIT,  # of a run in batches; else it is `num_pages`
+    "settings.scheduler.num_slots": LIMIT,  # equals `slots`, except in a run of batches
+    "settings.cache.num_pages": LIMIT,  # equals `num_pages`, except in a run of batches
 }
 
 
 def is_alone(name: str, fields: frozenset[str] = frozenset()) -> bool:
-    """Whether no law can hold a field, by its dotted name; `fields` are those of the result it is in."""
+    """Return whether no law can check a field, by its dotted name; `fields` are those of its result."""
     if name in ("settings.scheduler.num_slots", "settings.cache.num_pages") and "slots" in fields:
         return False
     return any(fnmatchcase(name, pattern) for pattern in ALONE)

@@ -1,4 +1,4 @@
-"""What must be true of batches that were served one after the other, as `vllm bench latency` does?
+"""Define the laws of batches that were served one after the other, as `vllm bench latency` does.
 
 `latencies` holds the seconds of each batch; `avg_latency` and `percentiles` are computed from them.
 """
@@ -13,17 +13,17 @@ from benchmark.gate.law import Figures, Law, NotCheckable, differs, exceeds, fin
 from benchmark.gate.summary import SLACK
 
 LEAST_BATCHES = 10
-ROUNDING_S = 2e-6  # of latencies given in microseconds
-ROUNDING_MS = 0.15  # of latencies given in tenths of milliseconds
+ROUNDING_S = 2e-6  # rounding of latencies in microseconds
+ROUNDING_MS = 0.15  # rounding of latencies in tenths of milliseconds
 COUNTED = ("completed", "prompt_tokens", "output_tokens")
-COLUMNS = (  # of one batch
+COLUMNS = (  # columns of one batch
     *("latency_s", "first_step_s", "wall_s", "ttft_ms", "tpot_ms", "e2e_ms"),
     *("steps", "mean_batch", "prompt_tokens", "output_tokens", "completed"),
 )
 
 
 def batches_of(figures: Figures) -> NDArray[np.float64]:
-    """Seconds of each; raises ValueError unless they are numbers above 0."""
+    """Return the seconds of each batch; raises ValueError unless they are numbers above 0."""
     stated = figures.raw("latencies")
     if not isinstance(stated, list) or not stated:
         raise ValueError(f"latencies is {stated!r}; it must be a list of seconds, one for each batch")
@@ -35,13 +35,13 @@ def batches_of(figures: Figures) -> NDArray[np.float64]:
 
 
 def enough(figures: Figures) -> str | None:
-    """A percentile of few batches says nothing."""
+    """Require enough batches: a percentile of few says nothing."""
     count = len(batches_of(figures))
     return None if count >= LEAST_BATCHES else f"{count} batches were served; {LEAST_BATCHES} are the least"
 
 
 def recount(figures: Figures) -> str | None:
-    """Mean, percentiles and duration, computed again."""
+    """Recompute mean, percentiles and duration from the latencies."""
     found_s = batches_of(figures)
     expected = {"avg_latency": float(found_s.mean()), "duration_s": float(found_s.sum())}
     for part in figures.raw("percentiles") or {}:
@@ -57,7 +57,7 @@ def recount(figures: Figures) -> str | None:
 
 
 def whole_batches(figures: Figures) -> str | None:
-    """Each batch has all its requests, each with its whole answer, whose tokens come one after the other."""
+    """Require that each batch has all its requests with whole answers, whose tokens follow one another."""
     found_s = batches_of(figures)
     size, length = figures.number("batch_size"), figures.number("output_len")
     per_token_ms = figures.given("tpot_ms.mean") or 0.0
@@ -81,10 +81,10 @@ def whole_batches(figures: Figures) -> str | None:
 
 
 def one_by_one(figures: Figures) -> str | None:
-    """Each batch had its requests, tokens and steps, and took as long as its parts, by two clocks."""
+    """Check each batch's requests, tokens and steps, and its time by two clocks against its parts."""
     if (columns := figures.raw("batches.columns")) != list(COLUMNS):
         return f"batches.columns is {columns!r}; it must be {', '.join(COLUMNS)}"
-    names = [name for name in COLUMNS if name != "tpot_ms"]  # of one token there is none
+    names = [name for name in COLUMNS if name != "tpot_ms"]  # an answer of one token has no TPOT
     found = {name: figures.column(name, "batches") for name in names}
     latency_s, first_s, count = found["latency_s"], found["first_step_s"], len(found["latency_s"])
     size, length = figures.number("batch_size"), figures.number("output_len")

@@ -1,6 +1,6 @@
-"""What must be true of figures that are stated in passing: sizes, shares, costs, speed-ups?
+"""Define the laws of figures that are stated in passing: sizes, shares, costs, speed-ups.
 
-Each law reads an object of its own in the result, so that a benchmark's figures do not meet it.
+Each law reads an object of its own in the result, so that a benchmark's figures are not subject to it.
 """
 
 from __future__ import annotations
@@ -9,17 +9,20 @@ import math
 
 from benchmark.gate.law import Figures, Law, NotCheckable, differs, exceeds
 
-TOLD = 0.05  # of figures that an author rounded
+TOLD = 0.05  # relative tolerance of figures that an author rounded
 
 
 def speed_up(figures: Figures) -> str | None:
-    """The speed-up over one request at a time; latencies that include the wait for a slot give none."""
+    """Bound a speed-up over one request at a time by the number of slots.
+
+    It holds for throughput; latencies that include the wait for a slot have no such bound.
+    """
     most = figures.number("speed_up.slots")
     return exceeds("the speed-up", figures.number("speed_up.times"), "the slots", most, 0)
 
 
 def kv_bytes(figures: Figures) -> str | None:
-    """The bytes of keys and values, over all layers."""
+    """Recompute the bytes of keys and values over all layers."""
     shape = ("tokens", "num_layers", "num_kv_heads", "head_dim", "dtype_bytes")
     product = 2 * math.prod(figures.number(f"kv.{name}") for name in shape)
     return differs(
@@ -28,13 +31,13 @@ def kv_bytes(figures: Figures) -> str | None:
 
 
 def share(figures: Figures) -> str | None:
-    """A cost stated as a share of the time, or of the whole, that it comes from."""
+    """Check a cost that is stated as a share of the time, or of the whole, that it comes from."""
     part = figures.number("share.of") and figures.number("share.part") / figures.number("share.of")
     return differs("share.told", figures.number("share.told"), "part / whole", part, TOLD * part)
 
 
 def pages(figures: Figures) -> str | None:
-    """The pages of a request, and whether a request may be so long."""
+    """Check the pages of a request, or that a request may be so long."""
     size, stated = figures.positive("pages.size_tokens"), figures.number("pages.told")
     if (most := figures.given("pages.most_tokens")) is not None:
         return exceeds("pages.told x size_tokens", stated * size, "the longest request", most, 0)
@@ -43,26 +46,26 @@ def pages(figures: Figures) -> str | None:
 
 
 def pool(figures: Figures) -> str | None:
-    """Requests hold no more pages than there are."""
+    """Require that requests hold no more pages than exist."""
     held, there = figures.number("pool.held"), figures.number("pool.there")
     return exceeds("the pages held", held, "the pages there are", there, 0)
 
 
 def whole(figures: Figures) -> str | None:
-    """Work that is done in parts costs no less than the whole."""
+    """Require that work done in parts costs no less than the whole."""
     cost_ms = figures.number("whole.ms")
     parts_ms = figures.number("whole.parts") * figures.number("whole.part_ms")
     return exceeds("the whole, in ms,", cost_ms, "its parts together", parts_ms, TOLD * parts_ms)
 
 
 def window(figures: Figures) -> str | None:
-    """A pause that is to hold a step is at least as long as one."""
+    """Require that a pause which has to cover a step is at least as long as one."""
     step_ms, window_ms = figures.number("window.step_ms"), figures.number("window.ms")
     return exceeds("one step, in ms,", step_ms, "the window for it", window_ms, 0)
 
 
 def stall(figures: Figures) -> str | None:
-    """A stall is one gap: it raises the mean gap of n tokens by its n - 1st part."""
+    """Check that stalls raise the mean gap of an answer by at most their length over its number of gaps."""
     rise_ms = figures.number("stall.tpot_after_ms") - figures.number("stall.tpot_before_ms")
     num_gaps = figures.number("stall.output_tokens") - 1
     if num_gaps < 1:
@@ -72,19 +75,19 @@ def stall(figures: Figures) -> str | None:
 
 
 def copy(figures: Figures) -> str | None:
-    """A copy reads and writes each byte."""
+    """Require that a copy has time to read and to write each byte."""
     least_ms = 2 * figures.number("copy.bytes") / (figures.positive("copy.memory_gb_per_s") * 1e9) * 1e3
     return exceeds("2 x bytes / bandwidth, in ms,", least_ms, "copy.ms", figures.number("copy.ms"), 0)
 
 
 def budget(figures: Figures) -> str | None:
-    """Requests that are in a batch together share its tokens."""
+    """Require that the requests of one batch fit its tokens together."""
     least = figures.number("budget.slots") * figures.number("budget.request_tokens")
     return exceeds("slots x request_tokens", least, "the budget", figures.number("budget.tokens"), 0)
 
 
 def stages(figures: Figures) -> str | None:
-    """Chunk sizes in equal steps from high to low, rounded to a multiple (halves to even) or exact."""
+    """Check chunk sizes in equal steps from high to low, rounded to a multiple (halves to even) or exact."""
     stated = figures.raw("stages.told")
     if stated is None:
         raise NotCheckable("stages.told is absent")

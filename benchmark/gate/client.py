@@ -1,4 +1,4 @@
-"""Did a client send what it says, when it says, and does it give all that follows from its records?"""
+"""Define the laws of a client: it sent when it says, and it states all that follows from its records."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from benchmark.gate.served import objectives_of
 BACKENDS = ("openai", "openai-chat")
 CLOSED = re.compile(r"closed, (\d+) clients")
 LATENCIES = ("ttft", "tpot", "itl", "e2el")
-PARTS = ("mean", "median", "std", "p50", "p90", "p99")  # of each latency; a run may ask for more
-SENT_S = 5e-6  # of a sum of three times, each rounded to microseconds
-CPU_SHARE = 1e-4  # of a share with four decimals
-COUNTED = 1e-4  # of a rate with four decimals, relative
+PARTS = ("mean", "median", "std", "p50", "p90", "p99")  # parts of each latency; a run may ask for more
+SENT_S = 5e-6  # tolerance of a sum of three times, each rounded to microseconds
+CPU_SHARE = 1e-4  # tolerance of a share with four decimals
+COUNTED = 1e-4  # relative tolerance of a rate with four decimals
 
 
 def of_client(figures: Figures) -> None:
@@ -25,7 +25,7 @@ def of_client(figures: Figures) -> None:
 
 
 def when_due(figures: Figures) -> str | None:
-    """A request is sent when it is due, later by what is said of it; all are due at the stated rate."""
+    """Check that a request is sent when due, plus its stated delays, and that all are due at the rate."""
     records = figures.records()
     timed = [record for record in records if record.get("due_s") is not None]
     if not timed:
@@ -50,7 +50,7 @@ def when_due(figures: Figures) -> str | None:
 
 
 def of_itself(figures: Figures) -> str | None:
-    """What a client says of its own work: its share of the processor, its lags, how it was to send."""
+    """Check what a client states of itself: its share of the processor, its lags, and its mode of sending."""
     of_client(figures)
     wrongs = [_words(figures), _rate(figures)]
     share, cpu_s = figures.given("client.cpu_share"), figures.given("clock.cpu_s")
@@ -76,7 +76,7 @@ def of_itself(figures: Figures) -> str | None:
 
 
 def _words(figures: Figures) -> str | None:
-    """How requests were sent, in one of the few words that there are for it."""
+    """Check that the words for how requests were sent are among those that exist."""
     wrongs: list[str | None] = []
     if (backend := figures.raw("backend")) is not None and backend not in BACKENDS:
         wrongs.append(f"backend is {backend!r}; it must be one of {', '.join(BACKENDS)}")
@@ -96,7 +96,7 @@ def _words(figures: Figures) -> str | None:
 
 
 def _rate(figures: Figures) -> str | None:
-    """The requests of a drawn process come at no other rate than it has, but for chance."""
+    """Check that the requests of a random process come at its rate, but for chance."""
     asked, offered = figures.raw("request_rate"), figures.given("offered_per_s")
     if asked is None:
         return None
@@ -104,7 +104,8 @@ def _rate(figures: Figures) -> str | None:
         return None if offered is None else f"request_rate is inf, but offered_per_s is {offered:g}"
     if isinstance(asked, str):
         return f"request_rate is {asked!r}; it must be a number, 'inf' or null"
-    most = 5 / max(1.0, figures.number("requests") - 1) ** 0.5  # standard deviations of a Poisson process
+    # Five standard deviations of a Poisson process.
+    most = 5 / max(1.0, figures.number("requests") - 1) ** 0.5
     rate = figures.positive("request_rate")
     if offered is None:
         return f"request_rate is {rate:g}, but offered_per_s is null"
@@ -112,7 +113,7 @@ def _rate(figures: Figures) -> str | None:
 
 
 def pieces(figures: Figures) -> str | None:
-    """A server that says how many tokens are in each piece says so of every answer; else each has one."""
+    """Check pieces: a server states their tokens for every answer, or each piece has one token."""
     completed = done(figures)
     if not any(record.get("piece_tokens") is not None for record in completed):
         raise NotCheckable("no record says how many tokens a piece has")
@@ -128,7 +129,7 @@ def pieces(figures: Figures) -> str | None:
 
 
 def whole(figures: Figures) -> str | None:
-    """Every figure that follows from the records of a run is given."""
+    """Require every figure that follows from the records of a run."""
     of_client(figures)
     completed = done(figures)
     absent = [name for name in _due_from(figures, completed) if figures.stated.get(name) is None]

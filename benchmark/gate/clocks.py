@@ -1,7 +1,7 @@
-"""Do durations agree with clocks that they were not computed from?
+"""Check durations against clocks that they were not computed from.
 
-Figures come from a monotonic clock. The wall's clock was read beside it, at the start, at the end and at each
-reading; the processor's says how much was computed. A server has its own.
+Figures come from a monotonic clock. The wall clock was read beside it, at the start, at the end and at each
+reading; the processor's clock says how much was computed. A server has its own clocks.
 """
 
 from __future__ import annotations
@@ -13,15 +13,17 @@ import numpy as np
 from benchmark.gate.law import Figures, Law, NotCheckable, differs, exceeds, first
 from benchmark.gate.records import ends_of
 
-DRIFT = 0.002  # of a duration, between two clocks of one machine; a clock that is set by NTP may drift 0.0005
-READ_S = 0.001  # between reading one clock and the other, unless something else ran in between:
-MOST_OFF = 0.05  # of the readings may be further off, so of a few none
-IDLE_S, IDLE = 0.25, 0.02  # and of the run: from the last end until a busy machine reads the clock
-TICK_S = 0.02  # of the processor's clock
+# Relative drift of a duration between two clocks of one machine; NTP may slew a clock by 0.0005.
+DRIFT = 0.002
+READ_S = 0.001  # time between reading one clock and the other, unless something else ran in between
+MOST_OFF = 0.05  # share of the readings that may be further apart; of few readings, none
+# Time from the last end until a busy machine reads the clock: absolute, and relative to the run.
+IDLE_S, IDLE = 0.25, 0.02
+TICK_S = 0.02  # resolution of the processor's clock
 
 
 def moment_s(figures: Figures, name: str) -> float:
-    """A date with its zone, in seconds; raises ValueError for what is none."""
+    """Parse a date with its zone into seconds; raises ValueError for anything else."""
     stated = figures.raw(name)
     if stated is None:
         raise NotCheckable(f"{name} is absent")
@@ -35,7 +37,10 @@ def moment_s(figures: Figures, name: str) -> float:
 
 
 def whole_run(figures: Figures) -> str | None:
-    """The run lies within its beginning and end on the wall's clock, as on the monotonic one."""
+    """Check that the run took as long on the wall clock as on the monotonic one.
+
+    Its processor time, its duration and its date have to fit that span as well.
+    """
     began_s, ended_s = moment_s(figures, "clock.started_at"), moment_s(figures, "clock.ended_at")
     taken_s = figures.number("clock.monotonic_s")
     cores = figures.number("machine.cores")
@@ -58,7 +63,7 @@ def whole_run(figures: Figures) -> str | None:
 
 
 def readings(figures: Figures) -> str | None:
-    """From reading to reading the wall's clock goes on as the run's does, and lies within the run."""
+    """Check that the wall clock advances from reading to reading as the run's does, within the run."""
     at_s, wall_s = figures.column("at_s"), figures.column("wall_s")
     if len(at_s) < 2:
         raise NotCheckable("one reading has no duration")
@@ -86,7 +91,7 @@ def readings(figures: Figures) -> str | None:
 
 
 def processor(figures: Figures) -> str | None:
-    """A run takes no more of the processor than its cores had time for, between any two readings."""
+    """Bound the processor time between any two readings by the time of the cores."""
     at_s, cpu_s = figures.column("at_s"), figures.column("cpu_s")
     cores, total_s = figures.number("machine.cores"), figures.number("clock.cpu_s")
     taken_s, used_s = float(at_s[-1] - at_s[0]), float(cpu_s[-1] - cpu_s[0])
@@ -103,7 +108,7 @@ def processor(figures: Figures) -> str | None:
 
 
 def around(figures: Figures) -> str | None:
-    """Requests begin soon after the clock was started, and it was read soon after the last one ended."""
+    """Check that requests begin soon after the clock's start and end soon before it was read last."""
     began_s, ended_s = moment_s(figures, "clock.started_at"), moment_s(figures, "clock.ended_at")
     at_s, wall_s = figures.column("at_s"), figures.column("wall_s")
     origin_s = float(np.median(wall_s - at_s))

@@ -1,8 +1,8 @@
-"""What do the other sources in a result say a figure is?
+"""Compute a figure from the other sources in a result.
 
-The sources: the requests' records, the readings taken at steps, the engine's counters before and after, the
-recipe's settings and the machine. Each function returns a number, or raises NotCheckable where the source is
-absent or counts something else.
+The sources are the requests' records, the readings taken at steps, the engine's counters before and after,
+the recipe's settings, and the machine. Each function returns a number, or raises NotCheckable where the
+source is absent or counts something else.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ Value = Callable[[Figures], float]
 
 
 def plain(figures: Figures) -> None:
-    """Raise NotCheckable unless each request is one sequence, all of whose tokens came in steps: else the
-    engine has counted more than the figures are of."""
+    """Raise NotCheckable unless each request is one sequence, all of whose tokens came in steps.
+
+    Otherwise the engine has counted more than the figures cover.
+    """
     figures.number("mean_in_system")
     if any(record.get("token_times_s") is None for record in figures.records()):
         raise NotCheckable("the times of some tokens are not given")
@@ -34,7 +36,7 @@ def stepwise(figures: Figures) -> None:
 
 
 def last(name: str) -> Value:
-    """What the last reading has counted."""
+    """Return the count of the last reading."""
 
     def value(figures: Figures) -> float:
         plain(figures)
@@ -44,7 +46,7 @@ def last(name: str) -> Value:
 
 
 def per(part: str, whole: str) -> Value:
-    """One sum of the last reading over another."""
+    """Return one sum of the last reading over another."""
 
     def value(figures: Figures) -> float:
         stepwise(figures)
@@ -54,12 +56,12 @@ def per(part: str, whole: str) -> Value:
 
 
 def page_use(figures: Figures) -> float:
-    """The mean share of pages held, from the sum over all steps."""
+    """Return the mean share of pages held, from the sum over all steps."""
     return per("page_steps", "steps")(figures) / figures.positive("num_pages")
 
 
 def over_time(figures: Figures) -> float:
-    """Requests in slots, times seconds, over the seconds."""
+    """Return the mean number of requests in slots, from their summed seconds over the duration."""
     return last("running_s")(figures) / figures.positive("duration_s")
 
 
@@ -71,25 +73,28 @@ def all_steps(figures: Figures) -> None:
 
 
 def mean_running_at_steps(figures: Figures) -> float:
-    """No step has more spans than requests that run."""
+    """Return the mean number of running requests, which bounds the spans of a step."""
     all_steps(figures)
     return float(figures.column("running").mean())
 
 
 def mean_usage_at_steps(figures: Figures) -> float:
-    """The mean share of pages held, over all steps."""
+    """Return the mean share of pages held, over all steps."""
     all_steps(figures)
     return float(figures.column("kv_usage").mean())
 
 
 def num_readings(figures: Figures) -> float:
-    """One reading at most for each step."""
+    """Return the number of readings, of which there is at most one for each step."""
     stepwise(figures)
     return len(figures.column("at_s"))
 
 
 def steps_of_few(figures: Figures) -> float:
-    """Of few steps each has its reading: only a run of more than 500 leaves some out, and then not half."""
+    """Return the number of readings of a run in which each step has one.
+
+    Only a run of more than 500 steps leaves some out, and it then has more than 250 readings.
+    """
     count = num_readings(figures)
     if count > 250:
         raise NotCheckable("there may be steps without a reading")
@@ -97,7 +102,7 @@ def steps_of_few(figures: Figures) -> float:
 
 
 def growth(name: str) -> Value:
-    """How much an engine's counter grew in the run."""
+    """Return how much an engine's counter grew in the run."""
 
     def value(figures: Figures) -> float:
         plain(figures)
@@ -107,12 +112,12 @@ def growth(name: str) -> Value:
 
 
 def hit_share(figures: Figures) -> float:
-    """Of the prompts' tokens, by the counters."""
+    """Return the share of the prompts' tokens that were hits, by the counters."""
     return growth("hit_tokens")(figures) / max(1.0, growth("prompt_tokens")(figures))
 
 
 def hit_share_in(name: str, part: str) -> Value:
-    """The same since the engine was built."""
+    """Return a share of the prompts' tokens since the engine was built."""
 
     def value(figures: Figures) -> float:
         return figures.number(f"{name}.{part}") / max(1.0, figures.number(f"{name}.prompt_tokens"))
@@ -121,43 +126,48 @@ def hit_share_in(name: str, part: str) -> Value:
 
 
 def most_hits(figures: Figures) -> float:
-    """All hits that the cache has had, had they all been in this run: every run has the same prompts."""
+    """Bound the hit rate by all hits that the cache has had, as if all were in this run.
+
+    Every run has the same prompts.
+    """
     runs = figures.raw("runs_output_tokens_per_s") or [0]
     num_runs = len(runs) + figures.number("warm_up_runs")
     return min(1.0, figures.number("cache_after_all_runs.hit_rate") * num_runs)
 
 
 def moved(counter: str) -> Value:
-    """Bytes of pages that were moved since the engine was built."""
+    """Return the bytes of pages that were moved since the engine was built."""
     return lambda figures: (
         figures.number(f"counters_after_all_runs.{counter}") * figures.positive("page_bytes")
     )
 
 
 def figure(name: str, plus: float = 0.0) -> Value:
-    """Another figure, which is the same by definition."""
+    """Return another figure, which is the same by definition, plus a constant."""
     return lambda figures: figures.number(name) + plus
 
 
 def zero(figures: Figures) -> float:
-    """Of an engine at rest."""
+    """Return 0, which an engine at rest must have."""
     return 0.0 * figures.number("cache_after_all_runs.free_pages")
 
 
 def free_pages(figures: Figures) -> float:
-    """What is neither held nor cached."""
+    """Return the pages that are neither held nor cached."""
     taken = sum(figures.number(f"cache_after_all_runs.{name}") for name in ("held_pages", "idle_pages"))
     return figures.number("num_pages") - taken
 
 
 def grown_page(figures: Figures) -> float:
-    """What a page's tokens take in the layers whose cache grows."""
+    """Return the bytes that a page's tokens take in the layers whose cache grows."""
     return figures.number("page_size") * figures.number("kv_bytes_per_token")
 
 
 def in_system(figures: Figures) -> float:
-    """The sum of all requests' times in the system over the duration: exact where the engine was in this
-    process, which knows when each came."""
+    """Return the mean number in the system: all requests' times in the system over the duration.
+
+    It is exact for an engine in this process, which knows when each request came.
+    """
     plain(figures)
     completed = done(figures)
     spent_s = column(completed, "finish_s").sum() - column(completed, "arrival_s").sum()
@@ -165,7 +175,10 @@ def in_system(figures: Figures) -> float:
 
 
 def decoding(figures: Figures) -> float:
-    """Who has a first token and not the last is running, unless it was preempted."""
+    """Return the mean number of requests between first and last token, all of which are running.
+
+    Raises NotCheckable after a preemption, which lets a request wait between its tokens.
+    """
     plain(figures)
     if figures.number("preemptions"):
         raise NotCheckable("preempted requests wait between their tokens, and are in no slot")
@@ -175,12 +188,12 @@ def decoding(figures: Figures) -> float:
 
 
 def ended_by(reason: str) -> Value:
-    """How many records ended so."""
+    """Return how many records ended for a reason."""
     return lambda figures: sum(each.get("finish_reason") == reason for each in figures.records())
 
 
 def asked_tokens(figures: Figures) -> float:
-    """The most tokens that the records asked for."""
+    """Return the sum of the tokens that the records asked for at most."""
     records = figures.records()
     if any(each.get("max_tokens") is None for each in records):
         raise NotCheckable("a record does not say how many tokens were asked for")
@@ -188,12 +201,12 @@ def asked_tokens(figures: Figures) -> float:
 
 
 def extreme_answer(choose: Callable[[list[float]], float]) -> Value:
-    """The shortest or the longest answer of the records."""
+    """Return the length of the shortest or the longest answer of the records."""
     return lambda figures: choose(column(done(figures), "output_tokens").tolist())
 
 
 def cached_share(figures: Figures) -> float:
-    """Of the prompts' tokens those that the server said it found cached, by record."""
+    """Return the share of the prompts' tokens that the server reported as cached, by record."""
     known = [each for each in done(figures) if each.get("cached_tokens") is not None]
     if not known:
         raise NotCheckable("no record says how many tokens were found cached")
@@ -201,8 +214,10 @@ def cached_share(figures: Figures) -> float:
 
 
 def together(ends_first: bool) -> Value:
-    """The most requests that were on their way at once, by the records' own times; of two in one microsecond
-    the order is not known."""
+    """Return the most requests on their way at once, by the records' own times.
+
+    The order of two events in one microsecond is not known; `ends_first` chooses it.
+    """
 
     def value(figures: Figures) -> float:
         records = figures.records()
@@ -218,7 +233,7 @@ def together(ends_first: bool) -> Value:
 
 
 def part_of_column(name: str, percent: float) -> Value:
-    """A percentile of what the records say, in the same unit."""
+    """Return a percentile of a column of the records, in the same unit."""
 
     def value(figures: Figures) -> float:
         return float(np.percentile(column(figures.records(), name), percent))
@@ -227,7 +242,7 @@ def part_of_column(name: str, percent: float) -> Value:
 
 
 def mean_reading(name: str) -> Value:
-    """The mean of a gauge while the server was loaded: the first and last readings are of an idle one."""
+    """Return the mean of a gauge while the server was loaded: first and last reading are of an idle one."""
 
     def value(figures: Figures) -> float:
         if figures.raw("benchmark") != "serve":
@@ -241,7 +256,7 @@ def mean_reading(name: str) -> Value:
 
 
 def server_growth(name: str) -> Value:
-    """How much a server's counter grew while it was loaded."""
+    """Return how much a server's counter grew while it was loaded."""
 
     def value(figures: Figures) -> float:
         return figures.number(f"metrics.after.{name}") - figures.number(f"metrics.before.{name}")
@@ -250,7 +265,7 @@ def server_growth(name: str) -> Value:
 
 
 def server_ratio(part: str, whole: str, times: float = 1.0) -> Value:
-    """One counter's growth over another's."""
+    """Return one counter's growth over another's."""
 
     def value(figures: Figures) -> float:
         count = server_growth(whole)(figures)
@@ -262,13 +277,13 @@ def server_ratio(part: str, whole: str, times: float = 1.0) -> Value:
 
 
 def alone_at_server(figures: Figures) -> None:
-    """Raise NotCheckable if the server served others, too: its counters are then not of these requests."""
+    """Raise NotCheckable if the server served other requests too: its counters are then not of these."""
     if server_growth("requests")(figures) != figures.number("completed") or figures.number("failed"):
         raise NotCheckable("the server answered other requests, too")
 
 
 def ours_at_server(value: Value) -> Value:
-    """Of a server that served these requests alone."""
+    """Restrict a value to a server that served only these requests."""
 
     def of_ours(figures: Figures) -> float:
         alone_at_server(figures)

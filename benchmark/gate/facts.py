@@ -1,9 +1,9 @@
-"""Is what was run still what the result says was run?
+"""Detect a change of the facts in a result: what was run, and where.
 
-A fact is stated once: a recipe, a version, a count of bytes. Nothing else in the file can tell a wrong one,
-so each is kept with its digest, and beside them the names of all fields, so that none is lost in silence. The
-tables of the small benchmarks are facts too. That guards against a changed file, and not against somebody
-who computes the digests again.
+A fact is stated once, as a recipe, a version or a count of bytes are, so nothing else in the file can tell a
+wrong one. Each is therefore kept with its digest, beside the names of all fields, so that none is lost in
+silence. The tables of the small benchmarks are facts too. This guards against a changed file, not against
+someone who computes the digests again.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ FACTS = frozenset(
         *("SIMULATED", "costs", "devices", "case", "threads", "waiting", "candidates", "load"),
     }
 )
-LATER = ("facts", "verdict")  # are added when the facts are known
-SMALL = ("host", "device", "kv", "simulation", "stall")  # nothing in their files says a figure twice
-SHOWN = 16  # hexadecimal digits
+LATER = ("facts", "verdict")  # fields that are added when the facts are known
+SMALL = ("host", "device", "kv", "simulation", "stall")  # no file of these benchmarks states a figure twice
+SHOWN = 16  # hexadecimal digits of a digest that are kept
 
 
 def digests(fields: Mapping[str, Any]) -> dict[str, str | None]:
-    """Every field of a result by its dotted name, with the digest of what it says if it is a fact."""
+    """Return every field of a result by its dotted name, with the digest of its value if it is a fact."""
     is_small = fields.get("benchmark") in SMALL
     found = {name: digest(each) for name, each in fields.items()} if is_small else dict(_fields(fields, ""))
     return {name: found[name] for name in sorted(found) if name.split(".")[0] not in LATER}
@@ -70,13 +70,13 @@ def _fields(value: Mapping[str, Any], before: str) -> Iterator[tuple[str, str | 
 
 
 def digest(value: Any) -> str:
-    """Of what JSON makes of it, in whatever order its fields stand."""
+    """Return the digest of a value as JSON, whatever the order of its fields."""
     text = json.dumps(json.loads(json.dumps(value)), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:SHOWN]
 
 
 def unchanged(figures: Figures) -> str | None:
-    """Every field is there, and every fact is as it was."""
+    """Check that every field is there, and that every fact is unchanged."""
     stated = figures.raw("facts")
     if not isinstance(stated, dict):
         raise NotCheckable("facts is absent")

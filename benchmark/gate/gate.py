@@ -1,4 +1,4 @@
-"""May this result be believed?"""
+"""Audit a result of a benchmark against all laws that concern it."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ ANYWHERE: tuple[Law, ...] = (
     *settings.LAWS,
     *shape.LAWS,
     *facts.LAWS,
-)  # of every verb's results
+)  # apply to every verb's results
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What all laws said of one result."""
+    """The rulings of all laws on one result."""
 
     rulings: list[Ruling]
 
@@ -61,11 +61,11 @@ class Verdict:
         return not self.of("refused")
 
     def of(self, outcome: Outcome) -> list[Ruling]:
-        """The rulings of one outcome."""
+        """Return the rulings of one outcome."""
         return [ruling for ruling in self.rulings if ruling.outcome == outcome]
 
     def describe(self) -> dict[str, Any]:
-        """As a result carries it: laws that pass by name, the others with their reasons."""
+        """Return the verdict as data: laws that pass by name, the others with their reasons."""
         return {
             "outcome": "pass" if self.passed else "refused",
             "refused": {each.law.name: each.why for each in self.of("refused")},
@@ -75,13 +75,15 @@ class Verdict:
 
 
 def laws_for(fields: Fields) -> tuple[Law, ...]:
-    """The laws of what was measured: small benchmarks have figures, and laws, of their own."""
+    """Return the laws for a kind of benchmark; small benchmarks have figures and laws of their own."""
     return (*micro.LAWS.get(str(fields.get("benchmark")), LAWS), *ANYWHERE)
 
 
 def audit(fields: Fields, laws: Iterable[Law] | None = None) -> Verdict:
-    """Check a result against the laws, under our names or vllm's. Raises ValueError if a figure cannot be
-    read, or if there is no figure that a law could check."""
+    """Check a result against the laws, with figures under our names or vllm's.
+
+    Raises ValueError if a figure cannot be read, or if there is no figure that a law could check.
+    """
     laws = laws_for(fields) if laws is None else laws
     known = under_ours(fields)
     met = [law for law in laws if not law.about or known.get(law.about) is not None]
@@ -92,7 +94,7 @@ def audit(fields: Fields, laws: Iterable[Law] | None = None) -> Verdict:
 
 
 def with_verdict(result: dict[str, object]) -> dict[str, object]:
-    """The result with its facts' digests, with what the gate says of it, and its records last."""
+    """Return the result with its facts' digests and its verdict; the records come last."""
     whole = {**result, "facts": facts.digests(result)}
     kept = whole.pop("records", None)
     verdict = audit(whole if kept is None else {**whole, "records": kept}).describe()

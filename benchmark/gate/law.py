@@ -1,7 +1,7 @@
-"""What is a law, and what does one say of a result?
+"""Define a law and the ruling that it makes on a result.
 
-A law reads the figures that it needs by name, and what it read stands in its ruling. A figure that is absent
-is never assumed: the law is then not checkable.
+A law reads the figures that it needs by name, and its ruling keeps what it read. A figure that is absent is
+never assumed: the law is then not checkable.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ class NotCheckable(Exception):
 
 
 class Figures:
-    """The figures of one result; a dotted name reaches into it, as in `ttft_ms.p50`."""
+    """The figures of one result; a dotted name reaches into nested objects, as in `ttft_ms.p50`."""
 
     def __init__(self, fields: Fields, stated: Fields | None = None) -> None:
         self.fields = fields
-        self.stated = fields if stated is None else stated  # as the file has them, under its own names
+        self.stated = fields if stated is None else stated  # the file's own fields, under its own names
         self.used: dict[str, float] = {}
 
     def number(self, name: str) -> float:
-        """A figure; raises NotCheckable if it is absent or null, ValueError if it is no finite number."""
+        """Return a figure; raises NotCheckable if it is absent or null, ValueError unless it is finite."""
         value = self.given(name)
         if value is None:
             raise NotCheckable(f"{name} is absent")
         return value
 
     def given(self, name: str) -> float | None:
-        """A figure, or None if it is absent."""
+        """Return a figure, or None if it is absent."""
         value = self.raw(name)
         if value is None:
             return None
@@ -47,14 +47,14 @@ class Figures:
         return self.used[name]
 
     def positive(self, name: str) -> float:
-        """A figure that others are divided by; raises ValueError unless it is above 0."""
+        """Return a figure that others are divided by; raises ValueError unless it is above 0."""
         value = self.number(name)
         if value <= 0:
             raise ValueError(f"{name} is {value:g}; it must be above 0")
         return value
 
     def raw(self, name: str) -> Any:
-        """Whatever stands under a name, or None."""
+        """Return the value under a name, of any type, or None."""
         value: Any = self.fields
         for part in name.split("."):
             if not isinstance(value, Mapping):
@@ -65,7 +65,7 @@ class Figures:
         return value
 
     def records(self) -> list[Fields]:
-        """The requests' own records; raises NotCheckable if none were kept."""
+        """Return the requests' own records; raises NotCheckable if none were kept."""
         kept = self.raw("records")
         if kept is None:
             raise NotCheckable("records is absent")
@@ -74,7 +74,7 @@ class Figures:
         return kept
 
     def column(self, name: str, series: str = "metrics") -> NDArray[np.float64]:
-        """One column of the readings; raises NotCheckable if it is absent, or has gaps."""
+        """Return one column of the readings; raises NotCheckable if it is absent or has gaps."""
         columns, rows = self.raw(f"{series}.columns"), self.raw(f"{series}.readings")
         if not isinstance(columns, list) or not isinstance(rows, list) or name not in columns or not rows:
             raise NotCheckable(f"{series} has no readings of {name}")
@@ -88,7 +88,7 @@ class Figures:
 
 
 def finite(name: str, value: Any) -> float:
-    """A number; raises ValueError for anything else."""
+    """Return a finite number; raises ValueError for anything else."""
     try:
         if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
             return float(value)
@@ -99,9 +99,9 @@ def finite(name: str, value: Any) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Law:
-    """What must be true of every result; `check` says what is wrong with one, or None.
+    """A statement that must be true of every result; `check` says what is wrong with one, or None.
 
-    A law `about` an object meets only the results that have it.
+    A law `about` an object is applied only to results that have it.
     """
 
     name: str
@@ -112,7 +112,7 @@ class Law:
 
 @dataclass(frozen=True, slots=True)
 class Ruling:
-    """What one law said, and the figures that it read."""
+    """The outcome of one law, and the figures that it read."""
 
     law: Law
     outcome: Outcome
@@ -121,20 +121,23 @@ class Ruling:
 
 
 def rule(law: Law, fields: Fields, stated: Fields | None = None) -> Ruling:
-    """Check one result against one law; `stated` is the result before other names were added. Raises
-    ValueError for a figure that cannot be read."""
+    """Check one result against one law; `stated` is the result before other names were added.
+
+    Raises ValueError for a figure that cannot be read.
+    """
     figures = Figures(fields, stated)
     try:
         wrong = law.check(figures)
     except NotCheckable as reason:
         return Ruling(law, "not checkable", str(reason), figures.used)
-    except MALFORMED as error:  # a file may hold anything, anywhere, and no law asks each entry for its type
+    # A file may hold any value anywhere, and laws do not check the type of each entry.
+    except MALFORMED as error:
         raise ValueError(f"law {law.name!r}: a field is not of the kind that it reads: {error}") from error
     return Ruling(law, "refused" if wrong else "pass", wrong or "", figures.used)
 
 
 def exceeds(what: str, value: float, bound: str, most: float, slack: float) -> str | None:
-    """What is wrong where `value` is above `most` by more than `slack`."""
+    """Return what is wrong where `value` is above `most` by more than `slack`."""
     if value <= most + slack:
         return None
     times = f", {value / most:.3g} times" if most > 0 else ""
@@ -142,7 +145,7 @@ def exceeds(what: str, value: float, bound: str, most: float, slack: float) -> s
 
 
 def differs(what: str, value: float, other: str, expected: float, slack: float) -> str | None:
-    """What is wrong where two figures of the same thing are further apart than `slack`."""
+    """Return what is wrong where two figures of the same quantity differ by more than `slack`."""
     if abs(value - expected) <= slack:
         return None
     times = f", {value / expected:.3g} times" if expected > 0 else ""
@@ -154,5 +157,5 @@ def _tolerance(slack: float) -> str:
 
 
 def first(wrongs: Sequence[str | None]) -> str | None:
-    """All that is wrong, in one line."""
+    """Join all faults in one line; None where there are none."""
     return "; ".join(wrong for wrong in wrongs if wrong) or None

@@ -1,7 +1,7 @@
-"""Was it measured on the machine that the result names?
+"""Define the laws of the machine that a result names.
 
-The device's name, its profile, the versions of libraries, the kind of device that the recipe asked for and
-the operators that ran must be of one machine. What is simulated says so, and its machine is not here.
+The device's name, its profile, the versions of libraries, the kind of device in the recipe and the operators
+that ran must be of one machine. A simulated result says that it is one; its machine is not described.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from urllib.parse import urlsplit
 from benchmark.gate.law import Figures, Law, NotCheckable, differs, exceeds, first
 from simulation.device_profile import load, named
 
-ACCELERATORS = {"npu": "Ascend", "cuda": "NVIDIA"}  # as devices of a kind report themselves
+ACCELERATORS = {"npu": "Ascend", "cuda": "NVIDIA"}  # names that devices of a kind report
 HERE = ("127.0.0.1", "localhost", "::1")
 SAME_MACHINE = ("cpu", "cores", "python")
 
 
 def kind_of(device: str) -> str:
-    """The kind of device that has such a name."""
+    """Return the kind of device that has such a name."""
     return next((kind for kind, name in ACCELERATORS.items() if name.lower() in device.lower()), "cpu")
 
 
 def one_machine(figures: Figures) -> str | None:
-    """Device, profile, versions, recipe and operators agree."""
+    """Check that device, profile, versions, recipe and operators agree."""
     machine = figures.raw("machine")
     if not isinstance(machine, dict) or figures.raw("SIMULATED") is not None:
         raise NotCheckable("no machine is named, or it was simulated")
@@ -44,7 +44,7 @@ def one_machine(figures: Figures) -> str | None:
             wrongs.append(f"machine.device is {device!r}, of kind {kind}, but {attention} computed attention")
     profile = figures.raw("device_profile")
     if profile is not None:
-        load(str(profile))  # raises ValueError for one that there is not
+        load(str(profile))  # raises ValueError for a profile that does not exist
         expected = named(str(machine.get("cpu"))) if kind == "cpu" and not virtual else named(device)
         if profile != expected:
             wrongs.append(f"device_profile is {profile!r}, but {device!r} has {expected!r}")
@@ -54,7 +54,7 @@ def one_machine(figures: Figures) -> str | None:
 
 
 def same_machine(figures: Figures) -> str | None:
-    """A server at a loopback address runs on the client's machine."""
+    """Check that a server at a loopback address names the client's machine."""
     url, server, ours = figures.raw("base_url"), figures.raw("server"), figures.raw("machine")
     theirs = server.get("machine") if isinstance(server, dict) else None
     if not isinstance(theirs, dict) or not isinstance(ours, dict):
@@ -71,7 +71,7 @@ def same_machine(figures: Figures) -> str | None:
 
 
 def memory(figures: Figures) -> str | None:
-    """Weights and pages lie in the device's memory; on a CPU, what is read lies in the process."""
+    """Check that weights and pages fit the device's memory and, on a CPU, weights fit the process."""
     there = figures.positive("computed_on.memory_gib") * 2**30
     weights = figures.number("weight_bytes_per_step")
     pages = figures.number("page_bytes") * figures.number("num_pages")

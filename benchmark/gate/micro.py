@@ -1,7 +1,7 @@
-"""What must be true of the small benchmarks: of steps on the host and on a device, of pages, of stalls?
+"""Define the laws of the small benchmarks: steps on host and device, pages, simulation, speculation, stalls.
 
-Each has figures of its own, computed from a few others that stand beside them, and all of them together took
-no longer than the run did.
+Each has figures of its own, computed from a few others beside them, and everything that was timed took no
+longer than the run.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from numpy.typing import NDArray
 
 from benchmark.gate.law import Figures, Law, NotCheckable, differs, exceeds, finite, first
 
-ROUNDED = 0.006  # of ratios of figures with four decimals, or with two
+ROUNDED = 0.006  # tolerance of ratios of figures with two or four decimals
 TIMES_SLACK_US = 0.06
-STEPS_OF_A_RUN = 100  # more than proposers let go by between two looks at many rows
+STEPS_OF_A_RUN = 100  # more steps than proposers skip between two looks at many rows
 Row = Mapping[str, Any]
 
 
 def rows_of(figures: Figures, name: str) -> list[tuple[str, Row]]:
-    """The rows of a table, or the runs of an object, each with its name; raises NotCheckable for none."""
+    """Return the named rows of a table, or the runs of an object; raises NotCheckable for none."""
     stated = figures.raw(name)
     if isinstance(stated, Mapping):
         found = [(f"{name}.{each}", row) for each, row in stated.items()]
@@ -37,28 +37,28 @@ def rows_of(figures: Figures, name: str) -> list[tuple[str, Row]]:
 
 
 def number(name: str, row: Row, part: str) -> float:
-    """A figure of a row, above 0; raises ValueError for another."""
+    """Return a figure of a row, 0 or above; raises ValueError for anything else."""
     if (value := finite(f"{name}.{part}", row.get(part))) < 0:
         raise ValueError(f"{name}.{part} is {value:g}, below 0")
     return value
 
 
 def above_zero(name: str, row: Row, part: str) -> float:
-    """A figure of a row that others are divided by; raises ValueError for none or 0."""
+    """Return a figure of a row that others are divided by; raises ValueError if it is absent or 0."""
     if not (value := number(name, row, part)):
         raise ValueError(f"{name}.{part} is 0; it must be above 0")
     return value
 
 
 def part_of(name: str, row: Row, part: str) -> Any:
-    """Whatever stands in a row under a name; raises ValueError if it is absent."""
+    """Return the value under a name of a row, of any type; raises ValueError if it is absent."""
     if row.get(part) is None:
         raise ValueError(f"{name}.{part} is absent")
     return row[part]
 
 
 def ratio(name: str, row: Row, stated: str, part: str, whole: str, times: float = 1.0) -> str | None:
-    """What is wrong with a figure that is one other over another."""
+    """Return what is wrong with a figure that is one other over another."""
     below = number(name, row, whole)
     expected = times * number(name, row, part) / below if below else 0.0
     slack = ROUNDED * expected + 6e-4
@@ -66,19 +66,19 @@ def ratio(name: str, row: Row, stated: str, part: str, whole: str, times: float 
 
 
 def within_the_run(figures: Figures, taken_s: float) -> str | None:
-    """What was timed took no longer than the whole run."""
+    """Check that what was timed took no longer than the whole run."""
     whole_s = figures.number("clock.monotonic_s")
     return exceeds("all that was timed, in s,", taken_s, "clock.monotonic_s", whole_s, 1e-3)
 
 
 def median_of_runs(times: NDArray[np.float64]) -> float:
-    """The median of the means of every `STEPS_OF_A_RUN` steps, or of single ones where there are fewer."""
+    """Return the median over means of `STEPS_OF_A_RUN` steps each, or over single steps if fewer exist."""
     runs = times[: len(times) // STEPS_OF_A_RUN * STEPS_OF_A_RUN].reshape(-1, STEPS_OF_A_RUN)
     return float(np.median(runs.mean(axis=1) if len(runs) else times))
 
 
 def _percentiles(name: str, row: Row) -> Iterator[str | None]:
-    """Those of the times of all steps."""
+    """Check the percentiles and means of all steps' times."""
     times = row.get("times_us")
     if not isinstance(times, list) or not times:
         raise NotCheckable(f"{name}.times_us is absent")
@@ -98,7 +98,7 @@ def _percentiles(name: str, row: Row) -> Iterator[str | None]:
 
 
 def host(figures: Figures) -> str | None:
-    """Percentiles are those of the steps, which took no longer than the run."""
+    """Check that percentiles are those of the steps, which took no longer than the run."""
     taken_us, wrongs = 0.0, []
     if figures.raw("waiting") is not None:
         for name, table in (figures.raw("slots") or {}).items():
@@ -123,7 +123,7 @@ def host(figures: Figures) -> str | None:
 
 
 def speculation(figures: Figures) -> str | None:
-    """Throughputs are medians of tokens over seconds, gains over the plain decoding of the same load."""
+    """Check that rates are medians of tokens over seconds, and gains are relative to plain decoding."""
     wrongs, taken_s, plain = [], 0.0, dict[tuple[str, int], tuple[float, float]]()
     for name, row in rows_of(figures, "rows"):
         times = [finite(f"a time of {name}", each) for each in part_of(name, row, "window_s")]
@@ -133,7 +133,7 @@ def speculation(figures: Figures) -> str | None:
         taken_s += sum(times)
         load = (str(row.get("text")), int(number(name, row, "slots")))
         rate = float(np.median(np.divide(tokens, times)))
-        slack = 0.006 + rate * 6e-5 / min(times)  # as the times and the rate are rounded
+        slack = 0.006 + rate * 6e-5 / min(times)  # rounding of the times and of the rate
         stated = number(name, row, "tokens_per_s")
         wrongs.append(differs(f"{name}.tokens_per_s", stated, "median of tokens / time", rate, slack))
         if row.get("kind") == "plain":
@@ -151,7 +151,7 @@ def speculation(figures: Figures) -> str | None:
 
 
 def tokens_of(load: str) -> float:
-    """The tokens of a load, as its name says: decodes have one each."""
+    """Return the tokens of a load, as its name says: a decode has one."""
     decodes = re.search(r"(\d+) decodes? ", load)
     prompts = re.search(r"(\d+) prompts? of ([\d,]+)", load)
     count = float(decodes[1]) if decodes else 0.0
@@ -159,7 +159,7 @@ def tokens_of(load: str) -> float:
 
 
 def device(figures: Figures) -> str | None:
-    """Shares are floors over what was taken, and no step is faster than the operands can be read."""
+    """Check that shares are floors over step times, and that no step is faster than its reads."""
     wrongs: list[str | None] = []
     taken_ms = 0.0
     for name, row in rows_of(figures, "steps"):
@@ -197,7 +197,7 @@ def device(figures: Figures) -> str | None:
 
 
 def pages(figures: Figures) -> str | None:
-    """A share is a rate over that of a plain copy; larger pages leave more places unused."""
+    """Check the shares of a plain copy's rate, and the figures of pages and prefixes."""
     wrongs: list[str | None] = []
     for name, row in rows_of(figures, "copies"):
         for part in ("compact", "swap_out", "swap_in"):
@@ -218,7 +218,7 @@ def pages(figures: Figures) -> str | None:
 
 
 def simulation(figures: Figures) -> str | None:
-    """Rates are tokens over seconds, and no run has more spans than tokens."""
+    """Check that rates are tokens over seconds, and that no run has more output tokens than spans."""
     wrongs: list[str | None] = []
     taken_s = 0.0
     for name, row in rows_of(figures, "simulation"):
@@ -251,7 +251,7 @@ def simulation(figures: Figures) -> str | None:
 
 
 def stall(figures: Figures) -> str | None:
-    """What chunks change is the ratio of both ways' figures."""
+    """Check that the effect of chunks is the ratio of both ways' figures."""
     ways = {name: figures.raw(name) for name in ("whole", "chunked")}
     if not all(isinstance(row, Mapping) for row in ways.values()):
         raise NotCheckable("one of the two ways is absent")

@@ -1,4 +1,4 @@
-"""By which other names are figures known? Those of `vllm bench`, whose files the gate audits too."""
+"""Map the names of `vllm bench`, whose files the gate audits too, to the gate's own."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from benchmark.gate.table import FIGURES, LATENCIES, PARTS
 
 
 def under_ours(fields: Fields) -> Fields:
-    """The result with each figure that it has by their name only also by the gate's.
+    """Return the result with the gate's name added to each figure that it has only under vllm's.
 
-    Their ITL is the mean of gaps between pieces, which is of use only where they are counted.
+    Their ITL is the mean of gaps between pieces, which is of use only where the gaps are counted.
     """
     found: dict[str, Any] = {}
     for row in FIGURES:
         if "." not in row.name:
             known = [fields[alias] for alias in row.aliases if alias in fields]
             found |= {row.name: known[0]} if known else {}
-    if isinstance(fields.get("itls"), list):  # of each request, in files with details
+    if isinstance(fields.get("itls"), list):  # gaps of each request, in files with details
         found["itl_gaps"] = sum(len(each) for each in fields["itls"])
     for ours, theirs in LATENCIES.items():
         if ours == "itl_ms" and "itl_gaps" not in {*fields, *found}:
@@ -30,13 +30,13 @@ def under_ours(fields: Fields) -> Fields:
 
 
 def latency(fields: Fields, theirs: str) -> dict[str, Any]:
-    """The parts of a latency that a result has by their names, such as `mean_ttft_ms` for `ttft`."""
+    """Return the parts of a latency under their names, such as `mean_ttft_ms` for `ttft`."""
     names = {part: f"{name}_{theirs}_ms" for part, name in PARTS.items()}
     return {part: fields[name] for part, name in names.items() if name in fields}
 
 
 def both_names(figures: Figures) -> str | None:
-    """A figure under two names has one value; `under_ours` has added the name that was missing."""
+    """Check that a figure under two names has one value; `under_ours` has added missing names."""
     wrongs, stated = [], 0
     for row in FIGURES:
         for alias in row.aliases:
@@ -50,7 +50,7 @@ def both_names(figures: Figures) -> str | None:
 
 
 def all_tokens(figures: Figures) -> str | None:
-    """Tokens of prompts and answers together."""
+    """Check that tokens a second times the time is the number of all tokens."""
     stated, duration_s = figures.number("total_num_tokens"), figures.number("elapsed_time")
     expected = figures.number("tokens_per_second") * duration_s
     slack = 0.01 * stated + 0.001 * duration_s
@@ -58,7 +58,7 @@ def all_tokens(figures: Figures) -> str | None:
 
 
 def spreads(figures: Figures) -> str | None:
-    """The standard deviations are those of the records."""
+    """Check that standard deviations are those of the records."""
     wrongs, stated = [], 0
     for ours, values_s in latencies_of(done(figures)).items():
         name = f"std_{LATENCIES[ours]}_ms"

@@ -1,4 +1,4 @@
-"""How are a verdict and the sources' tables printed?"""
+"""Read a result, and print verdicts and the tables of published sources."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from benchmark.gate.gate import Verdict
 from benchmark.gate.sources import rows
 from models.file_bounds import read_bounded
 
-MOST_BYTES = 2**27  # of a result: 100,000 records have some 50 MiB
+MOST_BYTES = 2**27  # most bytes of a result: 100,000 records have some 50 MiB
 
 
 def read_result(path: Path) -> dict[str, Any]:
-    """The result in a file; raises ValueError or OSError for a file that holds none."""
+    """Read the result in a file; raises ValueError or OSError for a file that holds none."""
     data = read_bounded(path, MOST_BYTES)
     try:
         fields = json.loads(data.decode("utf-8"))
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits is only a ValueError
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits raises a plain ValueError
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(fields, dict):
         raise ValueError(f"{path} holds no object; it must be one result of a benchmark")
@@ -26,7 +26,7 @@ def read_result(path: Path) -> dict[str, Any]:
 
 
 def print_verdict(verdict: Verdict) -> None:
-    """One law a line, the refused ones first, with the numbers that each read."""
+    """Print one law a line, the refused ones first, with the numbers that each read."""
     for outcome in ("refused", "pass", "not checkable"):
         for ruling in verdict.of(outcome):
             used = ", ".join(f"{name} {number:g}" for name, number in ruling.used.items())
@@ -35,7 +35,7 @@ def print_verdict(verdict: Verdict) -> None:
 
 
 def print_sources() -> None:
-    """Each row, and each law that it breaks."""
+    """Print each row of the sources, with each law that it breaks."""
     source = ""
     for row in rows():
         if row.source != source:

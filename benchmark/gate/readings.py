@@ -1,7 +1,7 @@
-"""Do the readings of a run agree with one another, and with the times of its requests?
+"""Define the laws of a run's readings, among themselves and beside the times of its requests.
 
 A reading has what was there at the end of a step, and what was counted from the start of the run up to then.
-Where each step has its reading, what was counted in a step is the difference of two.
+Where each step has its reading, the count of one step is the difference of two readings.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from benchmark.gate import elsewhere as other
 from benchmark.gate.law import Figures, Law, NotCheckable, differs, exceeds, first
 from benchmark.gate.records import DONE, column, done, times_of, value
 
-SAME_S = 2e-6  # between two entries of one moment, in microseconds
-LEAST_ITL_MS = 1.0  # from which on a client can tell a server's tokens apart
-MOST_TOGETHER = 0.75  # of all pieces, read at one time by a client on a busy machine
+SAME_S = 2e-6  # tolerance between two entries of one moment, given in microseconds
+LEAST_ITL_MS = 1.0  # the least ITL at which a client can tell a server's tokens apart
+MOST_TOGETHER = 0.75  # share of all pieces that a client on a busy machine may read at one time
 SUMS = (
     *("steps", "spans", "tokens", "sampled", "ended", "page_steps", "running_s"),
     *("prompt_tokens", "hit_tokens", "preemptions", "cpu_s"),
@@ -24,7 +24,7 @@ Array = NDArray[np.float64]
 
 
 def _worst(what: str, values: Array, bound: str, most: Array, slack: float | Array) -> str | None:
-    """The first reading at which a value is above its bound."""
+    """Report the first reading at which a value is above its bound."""
     wrong = np.flatnonzero(values > most + slack)
     if not len(wrong):
         return None
@@ -34,7 +34,7 @@ def _worst(what: str, values: Array, bound: str, most: Array, slack: float | Arr
 
 
 def _same(what: str, values: Array, bound: str, expected: Array, slack: float | Array = 0.0) -> str | None:
-    """The first reading at which two numbers differ."""
+    """Report the first reading at which two numbers differ."""
     wrong = np.flatnonzero(np.abs(values - expected) > slack)
     if not len(wrong):
         return None
@@ -44,12 +44,12 @@ def _same(what: str, values: Array, bound: str, expected: Array, slack: float | 
 
 
 def in_step(figures: Figures) -> bool:
-    """Whether a reading is of the step that ended: an engine that overlaps has begun the next by then."""
+    """Return whether a reading is of the step that ended; with overlap the next has begun by then."""
     return not figures.raw("settings.scheduler.overlap")
 
 
 def sums(figures: Figures) -> str | None:
-    """Time goes on, sums never fall, and each fits what was there at the reading."""
+    """Check that time advances, that sums never fall, and that each fits the state at the reading."""
     at_s = figures.column("at_s")
     if (back := np.flatnonzero(np.diff(at_s) <= 0)).size:
         return f"reading {int(back[0]) + 2} is at {at_s[back[0] + 1]:g} s, not after the one before"
@@ -68,7 +68,7 @@ def sums(figures: Figures) -> str | None:
         _worst("hit_tokens", found["hit_tokens"], "prompt_tokens", found["prompt_tokens"], 0),
         _worst("held_pages", found["held_pages"], "what the steps held together", taken["page_steps"], 0),
     ]
-    if figures.given("mean_in_system") is not None:  # else a prompt may have several answers, or none
+    if figures.given("mean_in_system") is not None:  # otherwise a prompt may have several answers, or none
         wrongs += [
             _worst("steps without spans", taken["steps"], "its spans", taken["spans"], 0),
             _worst("sampled tokens", taken["sampled"], "its spans", taken["spans"], 0),
@@ -96,8 +96,11 @@ def sums(figures: Figures) -> str | None:
 
 
 def computed(figures: Figures) -> str | None:
-    """Each token of a prompt that was not found, and each sampled one but an answer's last, is computed
-    once; what preemption lost and did not find again, once more."""
+    """Check that each token is computed once, and lost tokens once more.
+
+    Computed are the tokens of prompts that were not hits, sampled tokens except an answer's last, and what
+    preemption lost and did not find again.
+    """
     other.plain(figures)
     tokens = float(figures.column("tokens")[-1])
     hits = float(figures.column("hit_tokens")[-1])
@@ -105,7 +108,8 @@ def computed(figures: Figures) -> str | None:
     expected += figures.number("output_tokens") - figures.number("completed")
     lost = other.growth("lost_tokens")(figures) - other.growth("refound_tokens")(figures)
     counted = other.growth("computed_tokens")(figures)
-    ahead = 0.0 if in_step(figures) else figures.number("completed")  # one that a stopped answer outran
+    # A stopped answer may have had one more token computed.
+    ahead = 0.0 if in_step(figures) else figures.number("completed")
     what = "prompt_tokens - hits + output_tokens - completed + lost"
     return first(
         [
@@ -117,8 +121,10 @@ def computed(figures: Figures) -> str | None:
 
 
 def of_requests(figures: Figures) -> str | None:
-    """Each token, and each end, came at the end of a step; up to each reading as many as it counted, and
-    as many requests were there as their records say."""
+    """Check that tokens and requests' ends came at the ends of steps, as many as each reading counted.
+
+    The number of requests at each reading has to fit the records as well.
+    """
     other.plain(figures)
     completed = done(figures)
     at_s = figures.column("at_s")
@@ -144,8 +150,9 @@ def of_requests(figures: Figures) -> str | None:
     if not in_step(figures):
         return first(wrongs)
     running, waiting = figures.column("running"), figures.column("waiting")
-    ended = before(end_s)  # who ends at a reading is still counted there
-    seen_s = np.concatenate([[-np.inf], [-np.inf], at_s])[:-2]  # who came during a step is seen after it
+    ended = before(end_s)  # a request that ends at a reading is still counted there
+    # A request that came during a step is seen after it.
+    seen_s = np.concatenate([[-np.inf], [-np.inf], at_s])[:-2]
     wrongs += [
         _worst(
             "running + waiting", running + waiting, "the records' requests", until(begin_s, at_s) - ended, 0
@@ -161,7 +168,7 @@ def of_requests(figures: Figures) -> str | None:
 
 
 def pages(figures: Figures) -> str | None:
-    """Who runs holds the pages of its tokens, and no more than those of its prompt and longest answer."""
+    """Check that running requests hold their tokens' pages, at most those of prompt and longest answer."""
     other.plain(figures)
     if figures.number("preemptions") or not in_step(figures):
         raise NotCheckable("requests leave their pages, or take them a step ahead")
@@ -177,13 +184,13 @@ def pages(figures: Figures) -> str | None:
         tokens = np.searchsorted(times_of(record) or [], at_s[begun:end] + SAME_S, side="right")
         least[begun:end] += np.ceil((value(record, "prompt_tokens") + tokens - 1) / size)
     wrongs = [_worst("held_pages", held, "those of the requests there", most, 0)]
-    if not figures.column("hit_tokens")[-1]:  # else pages are shared
+    if not figures.column("hit_tokens")[-1]:  # pages may be shared otherwise
         wrongs.append(_worst("the pages of the tokens there", least, "held_pages", held, 0))
     return first(wrongs)
 
 
 def one_a_step(figures: Figures) -> str | None:
-    """Where a step gives a request one token, no two of its tokens come at one time."""
+    """Check that no two tokens of a request come at one time, where a step gives a request one token."""
     if figures.number("max_tokens_per_step") != 1:
         raise NotCheckable("a step may give a request several tokens")
     stated = 0
@@ -201,7 +208,7 @@ def one_a_step(figures: Figures) -> str | None:
 
 
 def pieces_apart(figures: Figures) -> str | None:
-    """Pieces that a server sent one after the other are not mostly read at one time."""
+    """Check that pieces which a server sent one after the other are not mostly read at one time."""
     if other.server_ratio("itl_s", "itl_count", 1e3)(figures) < LEAST_ITL_MS:
         raise NotCheckable("the server itself sent its tokens at once")
     gaps_s = [

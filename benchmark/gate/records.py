@@ -1,8 +1,9 @@
-"""What do the requests' own records say of the figures?
+"""Define the laws that compare a result's figures with the requests' own records.
 
 A record has `id`, `arrival_s`, `first_token_s`, `finish_s`, `prompt_tokens`, `max_tokens`, `output_tokens`,
-`finish_reason` and perhaps `token_times_s`, or where a client saw them in pieces `piece_times_s` and, if it
-knows how many are in each, `piece_tokens`. Answers that ended by "stop" or "length" are completed.
+`finish_reason` and perhaps `token_times_s`; where a client saw tokens in pieces, it has `piece_times_s` and,
+if the client knows how many tokens are in each, `piece_tokens`. Answers that ended by "stop" or "length" are
+completed.
 """
 
 from __future__ import annotations
@@ -14,16 +15,16 @@ from benchmark.gate.law import Fields, Figures, Law, NotCheckable, differs, exce
 from benchmark.gate.summary import LITTLE_SLACK, SLACK
 
 DONE = ("stop", "length")
-NEEDED = ("arrival_s", "first_token_s", "finish_s", "output_tokens")  # of each that is completed
-SHOWN = 3  # of the requests that break a law, by name
+NEEDED = ("arrival_s", "first_token_s", "finish_s", "output_tokens")  # fields of each completed record
+SHOWN = 3  # number of requests that a message names
 PARTS = {"p50": 50, "p90": 90, "p95": 95, "p99": 99, "min": 0, "max": 100}
-RECOUNT_SLACK_MS = 0.02  # of times given in microseconds
-EXACT = 5e-4  # of figures that were computed from the records' own times
-SAME_S = 5e-6  # between two entries of one time, in microseconds
+RECOUNT_SLACK_MS = 0.02  # tolerance of times given in microseconds
+EXACT = 5e-4  # relative tolerance of figures computed from the records' own times
+SAME_S = 5e-6  # tolerance between two entries of one time, in microseconds
 
 
 def value(record: Fields, name: str) -> float:
-    """A number of a record; raises NotCheckable if it is absent, ValueError if it is none."""
+    """Return a number of a record; raises NotCheckable if it is absent, ValueError if it is no number."""
     found = record.get(name)
     if found is None:
         raise NotCheckable(f"{name} of request {record.get('id')} is absent")
@@ -31,7 +32,7 @@ def value(record: Fields, name: str) -> float:
 
 
 def done(figures: Figures) -> list[Fields]:
-    """The records of completed requests; raises NotCheckable if there are none."""
+    """Return the records of completed requests; raises NotCheckable if there are none."""
     found = [each for each in figures.records() if each.get("finish_reason") in DONE]
     if not found:
         raise NotCheckable("no record is of a completed request")
@@ -40,12 +41,12 @@ def done(figures: Figures) -> list[Fields]:
 
 
 def column(records: list[Fields], name: str) -> NDArray[np.float64]:
-    """One number of each record."""
+    """Return one number of each record."""
     return np.array([value(record, name) for record in records])
 
 
 def times_of(record: Fields) -> list[float] | None:
-    """When its tokens came, or its pieces; None if that was not kept."""
+    """Return the times of a record's tokens, or of its pieces; None if they were not kept."""
     kept = record.get("token_times_s", record.get("piece_times_s"))
     if kept is None:
         return None
@@ -56,7 +57,7 @@ def times_of(record: Fields) -> list[float] | None:
 
 
 def ends_of(records: list[Fields]) -> list[float]:
-    """When requests ended, answered or not, for the records that say so."""
+    """Return when requests ended, answered or not, for the records that say so."""
     names = [(each, "finish_s" if each.get("finish_reason") in DONE else "end_s") for each in records]
     return [value(each, name) for each, name in names if each.get(name) is not None]
 
@@ -67,7 +68,7 @@ def _named(wrongs: list[str]) -> str | None:
 
 
 def whole(figures: Figures) -> str | None:
-    """Completed records have all their times, so that they can be recounted."""
+    """Require all times of completed records, without which they cannot be recounted."""
     completed = done(figures)
     wrongs = [
         f"{name} of request {record.get('id')} is absent"
@@ -82,7 +83,7 @@ def whole(figures: Figures) -> str | None:
 
 
 def clock(figures: Figures) -> str | None:
-    """Arrival, first token and end follow one another, and so do tokens, from the first to the end."""
+    """Check that arrival, first token and end are in order, and that tokens lie between first and end."""
     wrongs, measured_from_s = [], figures.given("measured_from_s")
     for record in done(figures):
         times_s = [value(record, name) for name in ("arrival_s", "first_token_s", "finish_s")]
@@ -102,7 +103,7 @@ def clock(figures: Figures) -> str | None:
 
 
 def tokens(figures: Figures) -> str | None:
-    """Each answer has as many tokens as were asked for, or stopped before; all of them add up."""
+    """Check that answers have the tokens asked for, or stopped earlier, and that their numbers add up."""
     completed = done(figures)
     wrongs = []
     for record in completed:
@@ -126,7 +127,7 @@ def tokens(figures: Figures) -> str | None:
 
 
 def every_request(figures: Figures) -> str | None:
-    """One record for each request, none twice."""
+    """Require one record for each request, and none twice."""
     records = figures.records()
     ids = [str(record.get("id")) for record in records]
     wrong = None if len(set(ids)) == len(ids) else f"{len(ids) - len(set(ids))} ids stand more than once"
@@ -149,7 +150,7 @@ def every_request(figures: Figures) -> str | None:
 
 
 def latencies_of(completed: list[Fields]) -> dict[str, NDArray[np.float64]]:
-    """In seconds, by name; gaps only where the times of all tokens, or pieces, are known."""
+    """Return latencies in seconds, by name; gaps only if the times of all tokens, or pieces, are known."""
     arrival_s, begin_s, end_s = (column(completed, name) for name in NEEDED[:3])
     num_gaps = column(completed, "output_tokens") - 1
     longer = num_gaps > 0
@@ -162,12 +163,12 @@ def latencies_of(completed: list[Fields]) -> dict[str, NDArray[np.float64]]:
 
 
 def recount_slack(figures: Figures) -> float:
-    """The share by which a latency may differ from that of the records: simulated ones are of a sketch."""
+    """Return the relative tolerance of a latency beside the records; simulated ones come from a sketch."""
     return SLACK if figures.raw("SIMULATED") is not None else EXACT
 
 
 def recount(figures: Figures) -> str | None:
-    """Duration and latencies, computed again."""
+    """Recompute duration and latencies from the records."""
     latencies, wrongs = latencies_of(done(figures)), []
     if "itl_ms" in latencies and (stated := figures.given("itl_gaps")) is not None:
         wrongs.append(differs("itl_gaps", stated, "the records'", len(latencies["itl_ms"]), 0))
@@ -178,7 +179,7 @@ def recount(figures: Figures) -> str | None:
         slack = recount_slack(figures) * taken_s + 0.0001
         if len(ends_s) == len(records):
             wrongs.append(differs("duration_s", stated, what, taken_s, slack))
-        else:  # the run may have gone on for those whose end is not given
+        else:  # the run may have gone on for requests whose end is not given
             wrongs.append(exceeds(what, taken_s, "duration_s", stated, slack))
     for name, found_s in latencies.items():
         for part in ("mean", *PARTS) if len(found_s) else ():
@@ -191,9 +192,9 @@ def recount(figures: Figures) -> str | None:
 
 
 def at_once(figures: Figures) -> str | None:
-    """Requests between their first and last token never outnumber the slots."""
+    """Check that requests between their first and last token never outnumber the slots."""
     most, completed = figures.number("slots"), done(figures)
-    most += figures.number("preemptions")  # each takes a request out of its slot between two tokens
+    most += figures.number("preemptions")  # a preemption takes a request out of its slot between two tokens
     begin_s, end_s = column(completed, "first_token_s"), column(completed, "finish_s")
     kept = end_s > begin_s
     times = np.concatenate([end_s[kept], begin_s[kept]])
@@ -203,7 +204,7 @@ def at_once(figures: Figures) -> str | None:
 
 
 def in_system(figures: Figures) -> str | None:
-    """The mean number in the system, by Little's law from the records' own times."""
+    """Check the mean number in the system by Little's law, from the records' own times."""
     completed = done(figures)
     if len(completed) != len(figures.records()):
         raise NotCheckable("some requests have no end, and were in the system too")
@@ -215,7 +216,7 @@ def in_system(figures: Figures) -> str | None:
 
 
 def offered(figures: Figures) -> str | None:
-    """The stated rate is that of the arrivals, unless a client sends late or limits its concurrency."""
+    """Check that the stated rate is that of the arrivals, except for a client's delays."""
     stated, came_s = figures.number("offered_per_s"), column(figures.records(), "arrival_s")
     if len(came_s) != figures.number("requests") or len(came_s) < 2:
         raise NotCheckable("the arrivals of all requests are not given")

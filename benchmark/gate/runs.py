@@ -1,4 +1,4 @@
-"""Is the reported run one of those that were made, on an engine that counts all of them?"""
+"""Define the laws of several runs on one engine, of which a result reports one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SHARING = "settings.cache.prefix_sharing"
 
 
 def lists(figures: Figures) -> list[list[float]]:
-    """Of each counted run its rate, its tokens and its seconds."""
+    """Return the rates, tokens and seconds of the counted runs."""
     found = []
     for name in RUNS:
         stated = figures.raw(name)
@@ -25,7 +25,7 @@ def lists(figures: Figures) -> list[list[float]]:
 
 
 def reported(figures: Figures) -> str | None:
-    """Each run's rate is its tokens over its seconds, and what is reported is the median run."""
+    """Check that each run's rate is its tokens over its seconds, and that the median run is reported."""
     rates, tokens, seconds = lists(figures)
     wrongs = []
     for number, (rate, count, taken_s) in enumerate(zip(rates, tokens, seconds), 1):
@@ -44,8 +44,10 @@ def reported(figures: Figures) -> str | None:
 
 
 def counters(figures: Figures) -> str | None:
-    """Counters only grow, from before the run to after it to the end of all runs; the warm-ups, and the
-    runs before, have counted the same prompts."""
+    """Check that counters only grow, up to the end of all runs, and that they count every run.
+
+    The warm-ups and the earlier runs have counted the same prompts.
+    """
     before, after = figures.raw("counters.before"), figures.raw("counters.after")
     finally_ = figures.raw("counters_after_all_runs")
     if not isinstance(before, dict) or not isinstance(after, dict) or not isinstance(finally_, dict):
@@ -76,8 +78,10 @@ def counters(figures: Figures) -> str | None:
 
 
 def _looked_up(figures: Figures, admitted: float) -> str | None:
-    """Each request that is admitted looks once for its prefix, where prefixes are shared; who waited for a
-    page that another computed is not counted."""
+    """Bound the prefix lookups by one for each admitted request, where prefixes are shared.
+
+    A request that waited for a page computed by another is not counted.
+    """
     lookups, shared = figures.raw("cache_after_all_runs.lookups"), figures.raw(SHARING)
     if not isinstance(lookups, dict) or shared is None:
         return None

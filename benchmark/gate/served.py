@@ -1,6 +1,6 @@
-"""What must be true of figures that a client measured at a server?
+"""Define the laws of figures that a client measured at a server.
 
-How late the client itself was stands in `client`; the objectives, in milliseconds, stand in `goodput`.
+The client's own lateness is in `client`; the objectives, in milliseconds, are in `goodput`.
 """
 
 from __future__ import annotations
@@ -14,21 +14,24 @@ from benchmark.gate.records import column, done, ends_of, times_of, value
 from benchmark.gate.summary import SLACK
 
 OBJECTIVES = ("ttft", "tpot", "itl", "e2el")
-LATE_MS = 10.0  # that an event loop may be late on a busy machine, beside a tenth of the mean TTFT
+LATE_MS = 10.0  # lateness allowed to an event loop on a busy machine, beside a tenth of the mean TTFT
 TOO_BUSY = (
     "the client's machine was too busy to measure this server: run again with nothing else on it, "
     "from another machine than the server's, or at a lower rate"
 )
-GOOD_SLACK = 0.01  # of all requests, or tokens: those that meet an objective but for rounding
+GOOD_SLACK = 0.01  # share of all requests, or tokens, that may meet an objective by rounding
 
 
 def on_time(figures: Figures) -> str | None:
-    """A load generator that lags sends less than it says, and counts its own lateness as the server's."""
+    """Check that the client was on time.
+
+    A load generator that lags sends less than it says, and counts its own lateness as the server's.
+    """
     slack = LATE_MS + 0.1 * (figures.given("ttft_ms.mean") or 0.0)
     lag, late = figures.given("client.lag_ms.p99"), figures.given("client.late_ms.p99")
     if lag is None and late is None:
         raise NotCheckable("client.lag_ms and client.late_ms are absent")
-    timed = figures.given("offered_per_s") is not None  # others go when they can
+    timed = figures.given("offered_per_s") is not None  # closed loops send whenever they can
     bound = "a tenth of ttft_ms.mean and 10 ms"
     wrong = first(
         [
@@ -40,7 +43,7 @@ def on_time(figures: Figures) -> str | None:
 
 
 def errors(figures: Figures) -> str | None:
-    """Each failure has its error, as often as it came, or one for each request in files with details."""
+    """Check that each failure has its error: a count for each text, or a text for each request."""
     stated, failed = figures.raw("errors"), figures.number("failed")
     if isinstance(stated, dict):
         count = sum(finite(f"errors of {name!r}", each) for name, each in stated.items())
@@ -58,7 +61,7 @@ def errors(figures: Figures) -> str | None:
 
 
 def counters(figures: Figures) -> str | None:
-    """A server's counters count whole things, seconds apart, and only grow."""
+    """Check that a server's counters hold whole numbers, except for seconds, and only grow."""
     before, after = (figures.raw(f"metrics.{when}") for when in ("before", "after"))
     if not isinstance(before, Mapping) or not isinstance(after, Mapping):
         raise NotCheckable("metrics.before and metrics.after are absent")
@@ -75,7 +78,7 @@ def counters(figures: Figures) -> str | None:
 
 
 def in_flight(figures: Figures) -> str | None:
-    """The mean number in flight, by Little's law over all requests sent, failed ones included."""
+    """Check the mean number in flight by Little's law over all requests sent, failed ones included."""
     records, stated = figures.records(), figures.number("mean_in_flight")
     ends_s = ends_of(records)
     if len(ends_s) != len(records):
@@ -85,7 +88,7 @@ def in_flight(figures: Figures) -> str | None:
 
 
 def goodput(figures: Figures) -> str | None:
-    """Good requests are among those answered, and are those of the records that meet the objectives."""
+    """Check that good requests are among the answered, and are those whose records meet the objectives."""
     good, served = figures.number("request_goodput"), figures.number("requests_per_s")
     wrong = exceeds("request_goodput", good, "requests_per_s", served, 0.001 * served)
     if (share := figures.given("good_share")) is not None:
@@ -113,7 +116,7 @@ def goodput(figures: Figures) -> str | None:
 
 
 def objectives_of(figures: Figures) -> dict[str, float] | None:
-    """In milliseconds, by name; None where there are none."""
+    """Return the objectives in milliseconds, by name; None where there are none."""
     stated = figures.raw("goodput")
     if not isinstance(stated, dict):
         return None
@@ -123,8 +126,11 @@ def objectives_of(figures: Figures) -> dict[str, float] | None:
 
 
 def fluidity(figures: Figures) -> str | None:
-    """The share of all tokens asked for that met their deadlines: `ttft` of the objectives, and `tpot` (or
-    `itl`) for each token before. Failed requests met none."""
+    """Check the share of all requested tokens that met their deadlines.
+
+    A token's deadline is `ttft` of the objectives plus `tpot` (or `itl`) for each token before it. Failed
+    requests met none.
+    """
     stated = figures.number("fluidity")
     wrong = exceeds("fluidity", stated, "the whole", 1.0, 0)
     objectives = objectives_of(figures)

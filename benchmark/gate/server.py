@@ -1,6 +1,6 @@
-"""Does what a server says of itself agree with itself, and with what its clients saw?
+"""Define the laws of what a server says about itself, beside what its clients saw.
 
-A server of this project says more than others: its recipe, and counters of one request's whole way.
+A server of this project says more than others: its recipe, and counters of each part of a request's way.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from benchmark.gate.law import Figures, Law, NotCheckable, differs, exceeds, fir
 from benchmark.gate.machine import kind_of
 
 COLUMNS = ("at_s", "wall_s", "running", "waiting", "kv_usage")
-COUNTS = ("requests", "ttft_count", "queue_count", "prefill_count", "e2e_count")  # one for each request
-# What a server of this project says; one that says all but one of these is one, too
+# Counters that count each request once.
+COUNTS = ("requests", "ttft_count", "queue_count", "prefill_count", "e2e_count")
+# Fields that a server of this project states; a server that states all but one counts as one too.
 SAID = ("model", "version", "recipe", "machine", "device", "num_slots", "num_pages", "page_size")
-PARTS_S = 1e-4  # of sums of times that are given in microseconds
-OF_TIMES = 0.01  # of a request's way: what ends an answer may come a little after its last token
-PAGE = 0.01  # of a page, where a share of pages is a whole number of them
+PARTS_S = 1e-4  # tolerance of sums of times given in microseconds
+OF_TIMES = 0.01  # relative tolerance of a request's time: an answer may end a little after its last token
+PAGE = 0.01  # tolerance, in pages, of a share that stands for a whole number of pages
 GAUGES = {"running": "mean_running", "waiting": "mean_waiting", "kv_usage": "mean_kv_usage"}
-GROWN = {  # what a result says of a server, and the counters from which it comes
+GROWN = {  # a figure about a server -> the counters from which it is computed
     "preemptions": ("preemptions",),
     "prefix_hit_rate": ("prefix_queries", "prefix_hits"),
     "mean_queue_ms": ("queue_s", "queue_count"),
@@ -29,7 +30,7 @@ GROWN = {  # what a result says of a server, and the counters from which it come
 
 
 def described(figures: Figures) -> Mapping[str, Any]:
-    """What a server of this project says of itself; raises NotCheckable for another."""
+    """Return what a server of this project says about itself; raises NotCheckable for another server."""
     server = figures.raw("server")
     if not isinstance(server, Mapping) or len(_absent(server)) > 1:
         raise NotCheckable("no server of this project says how it runs")
@@ -41,7 +42,7 @@ def _absent(server: Mapping[str, Any]) -> list[str]:
 
 
 def words(figures: Figures) -> str | None:
-    """What stands on one of a server's pages stands on the others: its model and its versions."""
+    """Check that a server's pages agree on its model and its versions."""
     server, said = described(figures), figures.raw("server_said")
     if not isinstance(said, Mapping):
         raise NotCheckable("server_said is absent")
@@ -76,15 +77,17 @@ def words(figures: Figures) -> str | None:
 
 
 def straddling(figures: Figures) -> float:
-    """The most requests that were there at the first or the last reading, or failed: what counts one side of
-    them does not count the other."""
+    """Return the most requests that were there at the first or the last reading, or failed.
+
+    Counters on one side of a reading count such a request, and those on the other side do not.
+    """
     running, waiting = figures.column("running"), figures.column("waiting")
     there = float(running[0] + waiting[0] + running[-1] + waiting[-1])
     return there + (figures.given("failed") or 0.0) + (figures.given("retried") or 0.0)
 
 
 def sums(figures: Figures) -> str | None:
-    """A server of this project counts each request once on each part of its way, and every token of it."""
+    """Check that a server of this project counts each request, and each of its tokens, once."""
     described(figures)
     grown = {name: other.server_growth(name)(figures) for name in figures.raw("metrics.after") or {}}
     if not {*COUNTS, "itl_count", "output_tokens"} <= {*grown}:
@@ -117,7 +120,7 @@ def sums(figures: Figures) -> str | None:
 
 
 def _ours(figures: Figures, grown: Mapping[str, float]) -> list[str | None]:
-    """What a server counted that served these requests alone."""
+    """Check the counters of a server that served only these requests."""
     try:
         other.alone_at_server(figures)
     except NotCheckable:
@@ -130,7 +133,7 @@ def _ours(figures: Figures, grown: Mapping[str, float]) -> list[str | None]:
         **({} if None in cached else {"prefix_hits": float(sum(cached))}),
     }
     if figures.number("metrics.after.preemptions") != figures.number("metrics.before.preemptions"):
-        del expected["prefix_queries"]  # who comes again looks again
+        del expected["prefix_queries"]  # a preempted request looks up its prefix again
         expected.pop("prefix_hits", None)
     return [
         differs(f"the growth of the server's {name}", grown[name], "what its clients saw", seen, 0)
@@ -139,7 +142,7 @@ def _ours(figures: Figures, grown: Mapping[str, float]) -> list[str | None]:
 
 
 def readings(figures: Figures) -> str | None:
-    """A server's gauges have their names, and values that there can be."""
+    """Check that a server's gauges have their names, and possible values."""
     if figures.raw("benchmark") != "serve" or figures.raw("metrics") is None:
         raise NotCheckable("the readings were taken at steps")
     columns = figures.raw("metrics.columns")
@@ -177,7 +180,7 @@ def readings(figures: Figures) -> str | None:
 
 
 def _pages(figures: Figures, columns: list[str]) -> list[str | None]:
-    """A share of the pages is a whole number of them."""
+    """Check that a share of the pages is a whole number of pages."""
     server = figures.raw("server")
     pages = server.get("num_pages") if isinstance(server, Mapping) else None
     if not isinstance(pages, int) or "kv_usage" not in columns:
@@ -188,14 +191,14 @@ def _pages(figures: Figures, columns: list[str]) -> list[str | None]:
 
 
 def _most(figures: Figures, columns: list[str]) -> list[str | None]:
-    """No more run or wait at a server than were on their way to it, if it serves these alone."""
+    """Check that no more run or wait than were on their way, at a server that serves only these requests."""
     if not {"running", "waiting"} <= {*columns}:
         return []
     try:
         other.alone_at_server(figures)
     except NotCheckable:
         return []
-    there = (figures.column("running") + figures.column("waiting"))[1:]  # at the first, perhaps a warm-up
+    there = (figures.column("running") + figures.column("waiting"))[1:]  # the first reading may see a warm-up
     if not len(there):
         return []
     most = figures.number("max_concurrent_requests")

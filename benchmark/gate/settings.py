@@ -1,7 +1,7 @@
-"""Are the settings those of a recipe that could have run, with what was set over it?
+"""Define the laws of settings: they are of a recipe that could have run, with its overrides.
 
-A result states its recipe in full. An engine starts only with what the recipe's own checks let pass, and
-each override stands in the settings again.
+A result states its recipe in full. An engine starts only with settings that pass the recipe's own checks, and
+each override is among the settings.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from recipes.schema.recipe_error import RecipeError
 from recipes.schema.source_location import parse
 
 ABSENT = object()
-SIZES = (  # of a server, the key that asks for it, and how many of those it keeps for itself
+SIZES = (  # a server's figure, the key that sets it, and how many the server keeps for itself
     ("num_slots", "scheduler.num_slots", 0),
     ("num_pages", "cache.num_pages", 1),
     ("page_size", "cache.page_size", 0),
@@ -26,12 +26,12 @@ SIZES = (  # of a server, the key that asks for it, and how many of those it kee
 
 
 def recipe_of(stated: Mapping[str, Any]) -> Recipe:
-    """The recipe that settings describe; raises RecipeError where none could be."""
+    """Build the recipe that settings describe; raises RecipeError where none could."""
     values = {}
     for each in keys_of(Recipe):
         value = _value(stated, each.name)
         if value is ABSENT and each.default is not MISSING:
-            continue  # of an engine that did not have this key yet
+            continue  # the engine did not have this key yet
         if value is ABSENT:
             raise RecipeError(each.name, "is absent", "every recipe has it")
         if isinstance(value, str) and each.kind is Path:
@@ -53,7 +53,7 @@ def _value(stated: Mapping[str, Any], name: str) -> Any:
 
 
 def possible(figures: Figures) -> str | None:
-    """A recipe's own checks let the settings pass, and every override is in them."""
+    """Check that settings pass a recipe's own checks, and that every override is among them."""
     stated = figures.raw("settings")
     if not isinstance(stated, Mapping) or not all(isinstance(each, Mapping) for each in stated.values()):
         raise ValueError("settings must be an object of a recipe's sections")
@@ -61,7 +61,7 @@ def possible(figures: Figures) -> str | None:
 
 
 def served(figures: Figures) -> str | None:
-    """A recipe's own checks let what a server said of itself pass, and its sizes are those of its recipe."""
+    """Check that a server's recipe passes its own checks, and that the server's sizes are the recipe's."""
     server = figures.raw("server")
     if not isinstance(server, Mapping) or server.get("recipe") is None:
         raise NotCheckable("server.recipe is absent")
@@ -94,14 +94,15 @@ def _overridden(figures: Figures, stated: Mapping[str, Any]) -> list[str | None]
     if not isinstance(overrides, list) or not all(isinstance(each, str) for each in overrides):
         raise ValueError("overrides must be a list of texts such as cache.page_size=32")
     kinds = {each.name: each.kind for each in keys_of(Recipe)}
-    last = dict(each.partition("=")[::2] for each in overrides)  # the last of one key holds
+    # The last override of a key is the one that holds.
+    last = dict(each.partition("=")[::2] for each in overrides)
     wrongs: list[str | None] = []
     for name, text in last.items():
         if name.startswith("model.config."):
-            continue  # a part of a key
+            continue  # the override sets a part of a key
         if name not in kinds:
             wrongs.append(f"overrides name {name}, which is no key of a recipe")
-        elif kinds[name] is not Path:  # they are stated relative to the repository
+        elif kinds[name] is not Path:  # settings state paths relative to the repository
             asked, ran = parse(text, "overrides", numbered=False).plain, _value(stated, name)
             if asked != (list(ran) if isinstance(ran, tuple) else ran):
                 wrongs.append(f"overrides ask for {name}={text}, but settings have {ran}")

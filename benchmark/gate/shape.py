@@ -1,7 +1,7 @@
-"""Does a result have all that the verb that made it writes?
+"""Check that a result has all fields that the verb which made it writes.
 
-A field that is dropped takes the laws that read it along, so its absence is checked by itself: some fields
-are written together, or not at all. A file of another tool has none of those that are looked for here.
+A field that is dropped takes the laws that read it along, so absence is checked by itself: some fields are
+written together, or not at all. A file of another tool has none of the fields that are looked for here.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from benchmark.gate.law import Figures, Law, NotCheckable, first
 from benchmark.gate.records import DONE
 
-# Every engine in a benchmark's process writes these
+# Every engine in a benchmark's process writes these fields.
 ENGINE = (
     *("recipe", "overrides", "machine", "clock", "computed_on", "num_devices", "weight_bytes_per_step"),
     *("kv_bytes_per_token", "page_size", "page_bytes", "settings", "warm_up_runs", "warm_up_counted"),
@@ -21,8 +21,8 @@ ENGINE = (
     *(f"computed_on.{name}" for name in ("kind", "count", "virtual", "attention", "memory_gib")),
     *("machine.device", "machine.torch"),
 )
-NAMED = ("device_profile",)  # by each of them, and null where there is none
-RUN = (  # and of a trace, or of requests that all come at once
+NAMED = ("device_profile",)  # engines write it too, as null where there is no profile
+RUN = (  # fields of a run over a trace, or over requests that all come at once
     *("trace", "runs_output_tokens_per_s", "runs_output_tokens", "runs_duration_s", "cache_after_all_runs"),
     *("counters_after_all_runs", "metrics", "metrics.columns", "metrics.readings", "peak_rss_gib"),
     *("requests_per_s", "total_tokens_per_s", "ttft_ms", "tpot_ms", "itl_ms", "itl_gaps", "e2e_ms"),
@@ -47,17 +47,19 @@ BATCHES = (
     *(f"percentiles.{part}" for part in (10, 25, 50, 75, 90, 99)),
 )
 THEIRS = ("elapsed_time", "num_requests", "total_num_tokens", "requests_per_second", "tokens_per_second")
-VERBS = ("serve", "host", "device", "kv", "simulation", "stall", "speculation")  # that give their names
-ASKED = ("ended_by", "asked_output_tokens", "records")  # where each request has one answer
+# Verbs that write their own name.
+VERBS = ("serve", "host", "device", "kv", "simulation", "stall", "speculation")
+# Fields that are present where each request has one answer.
+ASKED = ("ended_by", "asked_output_tokens", "records")
 COUNTERS = (
-    ("counters.before", "counters.after", "counters_after_all_runs"),  # an engine's
-    ("metrics.before", "metrics.after"),  # a server's
+    ("counters.before", "counters.after", "counters_after_all_runs"),  # an engine's counters
+    ("metrics.before", "metrics.after"),  # a server's counters
 )
 COLUMNS = (
     *("at_s", "running", "waiting", "kv_usage", "held_pages", "wall_s", "cpu_s", "steps", "spans", "tokens"),
     *("sampled", "ended", "page_steps", "running_s", "prompt_tokens", "hit_tokens", "preemptions"),
 )
-MEANS = ("mean_running", "mean_in_system")  # where each also ended in a step
+MEANS = ("mean_running", "mean_in_system")  # fields that are present where each request also ended in a step
 SERVED = (
     *(
         "benchmark",
@@ -83,9 +85,10 @@ NAMED_IN_SERVED = (
 )
 CLOCK = tuple(f"clock.{name}" for name in ("started_at", "ended_at", "monotonic_s", "cpu_s"))
 MACHINE = tuple(f"machine.{name}" for name in ("cpu", "cores", "python", "numpy", "preloaded"))
-OF_SOME = ("piece_tokens", "cached_tokens")  # pieces of one token each are not told apart
+# Fields of some records only: pieces of one token each need no count.
+OF_SOME = ("piece_tokens", "cached_tokens")
 LATENCIES = ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms")
-# Of each: what tells that it is one, what it has, and what it has that may be null
+# (what it is, fields that identify it, fields that it has, fields that it has but may be null).
 Shape = tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...]]
 SHAPES: tuple[Shape, ...] = (
     ("an engine's result", ("computed_on", "settings", "weight_bytes_per_step"), ENGINE, NAMED),
@@ -103,21 +106,22 @@ SHAPES: tuple[Shape, ...] = (
 
 
 def ours(figures: Figures) -> bool:
-    """Whether a verb wrote it that measures, whose results have digests and clocks."""
+    """Return whether a verb that measures wrote it; its results have digests and clocks."""
     return figures.raw("SIMULATED") is None and any(
         figures.raw(name) is not None for name in ("clock", "computed_on", "server_said")
     )
 
 
 def _lacks(what: str, figures: Figures, names: Iterable[str], empty: Iterable[str] = ()) -> list[str | None]:
-    stated = Figures(figures.stated)  # under its own name: the other names of a figure are other fields
+    # Only the file's own names count: other names of a figure are other fields.
+    stated = Figures(figures.stated)
     absent = [name for name in names if stated.raw(name) is None]
     absent += [name for name in empty if name not in figures.stated]
     return [f"{what} has {name}, and it is absent" for name in absent]
 
 
 def whole(figures: Figures) -> str | None:
-    """What is written together is there together."""
+    """Check that fields which are written together are all there."""
     if not ours(figures):
         raise NotCheckable("no verb that measures has written it")
     wrongs: list[str | None] = []
@@ -140,7 +144,7 @@ def whole(figures: Figures) -> str | None:
 
 
 def alike(figures: Figures) -> str | None:
-    """Objects of one kind have the same fields: counters, latencies, the requests' records."""
+    """Check that objects of one kind have the same fields: counters, latencies, the requests' records."""
     wrongs: list[str | None] = []
     for names in COUNTERS:
         wrongs += _same_names(
@@ -158,7 +162,7 @@ def alike(figures: Figures) -> str | None:
 
 
 def _answered(figures: Figures) -> dict[str, dict[str, Any]]:
-    """The records of answers, without what a server tells of some only."""
+    """Return the records of answers, without the fields that a server states for some only."""
     return {
         f"record {record.get('id', number)}": {name: None for name in record if name not in OF_SOME}
         for number, record in enumerate(figures.records())

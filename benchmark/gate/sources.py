@@ -1,4 +1,4 @@
-"""Which law does each row of the sources' own tables break, and by how much?"""
+"""Audit each row of the published sources' tables, and say which laws it breaks."""
 
 from __future__ import annotations
 
@@ -22,6 +22,6 @@ class Row:
 
 
 def rows() -> list[Row]:
-    """All of them, in the order of the file."""
+    """Return all rows, in the order of the file."""
     stated = json.loads(PATH.read_text(encoding="utf-8"))
     return [Row(each["source"], each["row"], each["note"], audit(each["result"])) for each in stated]

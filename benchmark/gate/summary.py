@@ -1,8 +1,8 @@
-"""What must be true of the figures of a run, whatever served it?
+"""Define the laws of a run's summary figures, whatever served it.
 
-X is throughput, in requests a second; W a request's time in the system; N the mean number of them there.
-A latency, such as `ttft_ms`, is an object of `mean`, `p50`, `p90`, `p99` and whichever of `min`, `p95` and
-`max` are known. Every slack is stated: rounding, chance, or a step's length.
+X is throughput, in requests a second; W is a request's time in the system; N is the mean number of requests
+there. A latency, such as `ttft_ms`, is an object of `mean`, `p50`, `p90`, `p99` and whichever of `min`, `p95`
+and `max` are known. Every slack has a reason: rounding, chance, or the length of a step.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ RATES: dict[str, tuple[str, ...]] = {
     "output_tokens_per_s": ("output_tokens",),
     "total_tokens_per_s": ("prompt_tokens", "output_tokens"),
 }
-SLACK = 0.02  # of figures that are the same by definition, and were rounded
-LITTLE_SLACK = 0.05  # of an average over time, taken at the ends of steps
-ROUNDING_MS = 0.002  # of latencies given with three decimals
-LEAST_SAMPLES = 30  # requests; a result may ask for more, as `least_samples`
+SLACK = 0.02  # tolerance of figures that are the same by definition, and were rounded
+LITTLE_SLACK = 0.05  # tolerance of an average over time, taken at the ends of steps
+ROUNDING_MS = 0.002  # tolerance of latencies with three decimals
+LEAST_SAMPLES = 30  # least number of requests; a result may ask for more by `least_samples`
 
 
 def signs(figures: Figures) -> str | None:
-    """Counts, durations, rates, means over time, shares and latencies."""
+    """Check the signs of counts, durations, rates, means over time, shares and latencies."""
     latencies = [f"{each}.{part}" for each in LATENCIES for part in ("mean", *ORDER)]
     names = [*COUNTS, *RATES, *MEANS, *SHARES, *latencies]
     values = {name: value for name in names if (value := figures.given(name)) is not None}
@@ -43,14 +43,14 @@ def signs(figures: Figures) -> str | None:
 
 
 def samples(figures: Figures) -> str | None:
-    """A percentile of few requests says nothing."""
+    """Require enough requests: a percentile of few says nothing."""
     least = max(LEAST_SAMPLES, figures.given("least_samples") or 0)
     completed = figures.number("completed")
     return None if completed >= least else f"{completed:g} requests were answered; {least:g} are the least"
 
 
 def warm_up(figures: Figures) -> str | None:
-    """A warm-up happens once and is no part of a rate."""
+    """Require one warm-up at least, which is no part of a rate."""
     counted = figures.number("warm_up_counted")
     runs = figures.given("warm_up_runs")
     return first(
@@ -62,13 +62,13 @@ def warm_up(figures: Figures) -> str | None:
 
 
 def all_counted(figures: Figures) -> str | None:
-    """Failed requests stay in the denominator."""
+    """Require that failed requests stay in the denominator."""
     parts = [figures.number("completed"), figures.number("failed"), figures.given("unfinished") or 0.0]
     return differs("completed + failed + unfinished", sum(parts), "requests", figures.number("requests"), 0)
 
 
 def offered(figures: Figures) -> str | None:
-    """No more is served than arrives, plus three standard deviations for chance."""
+    """Check that no more is served than arrives, plus three standard deviations for chance."""
     served, most = figures.number("requests_per_s"), figures.number("offered_per_s")
     count = figures.given("completed")
     slack = 3 / math.sqrt(count) if count and count > 0 else LITTLE_SLACK
@@ -76,7 +76,7 @@ def offered(figures: Figures) -> str | None:
 
 
 def rates(figures: Figures) -> str | None:
-    """Each rate that is given, with the counts that it comes from."""
+    """Check each given rate against the counts that it comes from."""
     duration_s = figures.number("duration_s")
     wrongs, stated = [], 0
     for name, parts in RATES.items():
@@ -93,7 +93,7 @@ def rates(figures: Figures) -> str | None:
 
 
 def median_run(figures: Figures) -> str | None:
-    """The reported run is no better than the median of those counted."""
+    """Check that the reported run is no better than the median of the counted runs."""
     runs = figures.raw("runs_output_tokens_per_s")
     if not runs:
         raise NotCheckable("runs_output_tokens_per_s is absent")
@@ -105,7 +105,10 @@ def median_run(figures: Figures) -> str | None:
 
 
 def little(figures: Figures) -> str | None:
-    """N = X W. Who comes during a step is seen at its end: one step for each request is slack."""
+    """Check N = X W.
+
+    A request that comes during a step is seen at the step's end, so one step for each request is slack.
+    """
     held, served = figures.number("mean_in_system"), figures.number("requests_per_s")
     expected = served * figures.number("e2e_ms.mean") / 1e3
     steps = figures.given("steps")
@@ -115,15 +118,16 @@ def little(figures: Figures) -> str | None:
 
 
 def num_gaps(figures: Figures, completed: float) -> float:
-    """The gaps that the ITL is the mean of: as given, or one before each token after an answer's first."""
+    """Return the number of gaps that the ITL averages: as given, or one before each token after the first."""
     stated = figures.given("itl_gaps")
     return max(0.0, figures.number("output_tokens") - completed) if stated is None else stated
 
 
 def decoding(figures: Figures) -> float:
-    """How many requests are between first and last token, on average over time: at least this many.
+    """Return a lower bound on the mean number of requests between first and last token.
 
-    Exact from the mean gap and the number of gaps; else each of X requests has `least_output_tokens` or more.
+    It is exact from the mean gap and the number of gaps; otherwise each of X requests has at least
+    `least_output_tokens` tokens.
     """
     if figures.number("preemptions"):
         raise NotCheckable("preempted requests wait between their tokens, and are in no slot")
@@ -136,7 +140,7 @@ def decoding(figures: Figures) -> float:
 
 
 def running(figures: Figures) -> str | None:
-    """N = X W again, for those in slots: who decodes is running, and who runs is in the system."""
+    """Check N = X W for requests in slots: decoding ones run, and running ones are in the system."""
     stated = figures.number("mean_running")
     load = decoding(figures)
     held = figures.given("mean_in_system")
@@ -149,7 +153,7 @@ def running(figures: Figures) -> str | None:
 
 
 def slots(figures: Figures) -> str | None:
-    """X W of the requests that decode, and every mean number of them, is at most the slots."""
+    """Check that X W of the decoding requests, and every mean number of them, is at most the slots."""
     most = figures.number("slots")
     means = {name: figures.given(name) for name in ("mean_running", "mean_batch")}
     wrongs = [exceeds(name, mean, "slots", most, 0) for name, mean in means.items() if mean is not None]
@@ -164,7 +168,7 @@ def slots(figures: Figures) -> str | None:
 
 
 def spans(figures: Figures) -> str | None:
-    """Each output token takes a span of a step."""
+    """Check that the spans of all steps suffice for the output tokens."""
     computed = figures.number("mean_batch") * figures.number("steps")
     least = figures.number("output_tokens") / figures.positive("max_tokens_per_step")
     slack = SLACK * computed + 0.005 * figures.number("steps")
@@ -172,7 +176,7 @@ def spans(figures: Figures) -> str | None:
 
 
 def monotone(figures: Figures) -> str | None:
-    """A higher percentile has a value that is no lower."""
+    """Check that a higher percentile has a value that is no lower."""
     wrongs, stated = [], 0
     for name in LATENCIES:
         values = [(part, value) for part in ORDER if (value := figures.given(f"{name}.{part}")) is not None]
@@ -187,7 +191,7 @@ def monotone(figures: Figures) -> str | None:
 
 
 def means(figures: Figures) -> str | None:
-    """A mean lies within min and max, and above what the percentiles alone add up to.
+    """Check that a mean lies within min and max, and above the least mean that the percentiles allow.
 
     Of n values at least (n - 1)(1 - q) are as high as the q-quantile, interpolated or not.
     """
@@ -217,7 +221,7 @@ def means(figures: Figures) -> str | None:
 
 
 def first_before_last(figures: Figures) -> str | None:
-    """No answer ends before it begins, so neither does any percentile of them."""
+    """Check that no answer ends before it begins, in the mean and in every percentile."""
     wrongs, stated = [], 0
     for part in ("mean", *ORDER):
         begun, ended = figures.given(f"ttft_ms.{part}"), figures.given(f"e2e_ms.{part}")
@@ -230,7 +234,7 @@ def first_before_last(figures: Figures) -> str | None:
 
 
 def gaps(figures: Figures) -> str | None:
-    """E2E - TTFT of all requests together is the sum of all gaps between tokens, or pieces (`itl_gaps`)."""
+    """Check that E2E - TTFT of all requests is the sum of all gaps between tokens, or pieces (`itl_gaps`)."""
     completed = figures.number("completed")
     spent_ms = (figures.number("e2e_ms.mean") - figures.number("ttft_ms.mean")) * completed
     count = num_gaps(figures, completed)
@@ -240,7 +244,10 @@ def gaps(figures: Figures) -> str | None:
 
 
 def tpot_of_gaps(figures: Figures) -> str | None:
-    """TPOT averages gaps by request, ITL all of them: they differ by the answers' lengths and no more."""
+    """Check TPOT, which averages gaps by request, against ITL, which averages all gaps.
+
+    They differ only by the lengths of the answers.
+    """
     completed, least = figures.number("completed"), figures.number("least_output_tokens")
     most, tpot_ms = figures.number("most_output_tokens"), figures.number("tpot_ms.mean")
     if least < 2:
@@ -260,9 +267,9 @@ def tpot_of_gaps(figures: Figures) -> str | None:
 
 
 def roofline(figures: Figures) -> str | None:
-    """A step reads all weights and the request's own keys and values, no faster than memory gives them.
+    """Check that TPOT is no less than the time to read all weights and a request's own keys and values.
 
-    A request of one token has no TPOT, and its prompt is none of those that were read for it.
+    A request of one token has no TPOT, so its prompt is not among those read.
     """
     name = figures.raw("device_profile")
     if name is None:

@@ -1,8 +1,8 @@
-"""Which figures can a result have, in which unit, under which names, and what is each held to?
+"""Declare the figures of a result: unit, names, and what each is checked against.
 
-The one table from which the gate's checks, the names of `vllm bench` and the signs of figures are derived. A
-figure has ties to other sources in the file, or is read by the laws that are named; one that has neither
-says why. What is stated once, and is no measurement, is a fact: `benchmark.gate.facts`.
+The gate's checks, the names of `vllm bench` and the signs of figures are derived from this table alone. A
+figure has ties to other sources in the file, or is read by the named laws; a figure with neither says why.
+What is stated once and is no measurement is a fact: `benchmark.gate.facts`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from benchmark.gate.tie import Figure, Tie, laws_of
 
 READINGS, COUNTERS, RECORDS = "readings", "counters", "of the records"
 SETTINGS, CACHE, SERVER = "settings", "cache", "server"
-STATEMENTS = {  # of each source, and the field without which there is none
+STATEMENTS = {  # a source -> its law's statement, and the field without which there is no such source
     READINGS: ("figures are the sums of the last reading, and fit the others", "metrics"),
     COUNTERS: ("figures are what the engine's counters grew by in the run", "counters"),
     RECORDS: ("what is summed over requests is the sum of their records", "records"),
@@ -21,8 +21,8 @@ STATEMENTS = {  # of each source, and the field without which there is none
     CACHE: ("pools add up, and moved what the engine's counters say", "cache_after_all_runs"),
     SERVER: ("figures are what the server's own counters grew by", "metrics"),
 }
-RATE = 6e-5  # of a share given with four decimals
-TOLERANCE_MS = 1.0  # that a server's clock may begin before or after the client's
+RATE = 6e-5  # tolerance of a share given with four decimals
+TOLERANCE_MS = 1.0  # how far a server's clock may begin from the client's
 LATENCIES = {"ttft_ms": "ttft", "tpot_ms": "tpot", "itl_ms": "itl", "e2e_ms": "e2el"}
 PARTS = {"mean": "mean", "p50": "median", "p90": "p90", "p95": "p95", "p99": "p99"}
 LATENCY_LAWS = ("recount", "percentiles", "means", "signs")

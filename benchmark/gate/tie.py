@@ -1,7 +1,7 @@
-"""How is a figure held to another source of it in the same file?
+"""Check a figure against another source of it in the same file.
 
-A tie says where the other source is and what it says; the laws of a source are all ties to it, so that who
-adds a figure to the table adds its checks.
+A tie names the other source and says how to compute the figure from it. The law of a source consists of all
+ties to it, so adding a figure to the table adds its checks.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ Kind = Literal["is", "at most", "at least"]
 
 @dataclass(frozen=True, slots=True)
 class Tie:
-    """`value` computes the figure from `source`, and raises NotCheckable where that is absent.
+    """A second source of a figure.
 
-    Two numbers may differ by `relative` times the other one plus `absolute`.
+    `value` computes the figure from `source`, and raises NotCheckable where that is absent. The two numbers
+    may differ by `relative` times the second one plus `absolute`.
     """
 
     source: str
@@ -31,7 +32,7 @@ class Tie:
     absolute: float = 0.0
 
     def wrong(self, name: str, stated: float, figures: Figures) -> str | None:
-        """What is wrong with a figure, or None."""
+        """Return what is wrong with a figure, or None."""
         expected = self.value(figures)
         slack = self.relative * abs(expected) + self.absolute
         what = f"{self.says} ({self.source})"
@@ -46,8 +47,8 @@ class Tie:
 class Figure:
     """One figure of a result: its name, its unit, and what ties it to the rest of the file.
 
-    `aliases` are other names under which it may stand again. `laws` names the laws, other than ties, that
-    hold it to something. Where there is neither, `alone` says why.
+    `aliases` are other names under which the file may state it again. `laws` names the laws, other than ties,
+    that check it. Where there is neither, `alone` says why.
     """
 
     name: str
@@ -59,8 +60,10 @@ class Figure:
 
 
 def laws_of(table: Iterable[Figure], statements: dict[str, tuple[str, str]]) -> tuple[Law, ...]:
-    """One law for each source: every figure that is tied to it. `statements` gives a source's law its words,
-    and the field without which there is no such source."""
+    """Return one law for each source, over every figure that is tied to it.
+
+    `statements` gives the statement of a source's law, and the field without which there is no such source.
+    """
     rows = tuple(table)
     unknown = {tie.source for row in rows for tie in row.ties} - set(statements)
     assert not unknown, f"no statement says what is held to {unknown}"

@@ -1,7 +1,7 @@
-"""What do adapters cost beside none: with room for them, and with requests that have one, or one of many?
+"""Measure what adapters cost: room for them, requests that share one, and requests that use many.
 
-Two engines of a recipe, one of which has room for adapters, answer the same requests by turns. The numbers of
-the adapters are drawn: no figure here depends on them.
+Two engines of a recipe, one of which has room for adapters, answer the same requests in turns. The adapters'
+weights are random: no figure here depends on them.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from recipes.schema.numbers import MOST_COUNT, whole
 from recipes.schema.reader import load
 from recipes.schema.recipe import Recipe
 
-ROUNDS = 5  # in turns, of which the median counts, after one that warms up
-SCALE = 1e-3  # of the numbers of an adapter
+ROUNDS = 5  # rounds in turns, whose median counts; one more before them warms up
+SCALE = 1e-3  # largest random weight of an adapter
 
 
 def measure(
     recipe: Recipe, most: int, rank: int, num_requests: int, lengths: tuple[int, int]
 ) -> dict[str, Any]:
-    """Tokens of answers a second of each case, and their ratio to the engine without room."""
+    """Return the output tokens a second of each case, and their ratio to the engine without room."""
     plain = build(replace(recipe, adapters=AdaptersSection()))
     roomy = build(replace(recipe, adapters=AdaptersSection(most=most, rank=rank)))
     fill(roomy)
@@ -67,7 +67,7 @@ def measure(
 
 
 def fill(built: BuiltEngine) -> None:
-    """Draw the numbers of all adapters."""
+    """Fill all adapters with random weights."""
     generator = torch.Generator().manual_seed(0)
     for each in built.runner.decoder.modules():
         if not isinstance(each, LowRank):
@@ -86,7 +86,7 @@ def serve(
     lengths: tuple[int, int],
     numbers: Sequence[int],
 ) -> float:
-    """Tokens of answers a second, of requests that are all there at once and have these adapters by turns."""
+    """Return the output tokens a second of requests that all come at once and use these adapters in turns."""
     engine, (prompt_tokens, output_tokens) = built.engine, lengths
     params = SamplingParams(max_tokens=output_tokens, temperature=0.0, ignore_eos=True)
     for index in range(num_requests):
@@ -103,7 +103,7 @@ def serve(
 
 
 def print_table(result: Mapping[str, Any]) -> None:
-    """A row a case, in Markdown."""
+    """Print a Markdown row for each case."""
     found = result["adapters"]
     print(
         f"{found['requests']} requests, room for {found['most']} adapters of rank {found['rank']}"
@@ -116,7 +116,7 @@ def print_table(result: Mapping[str, Any]) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `adapters`."""
+    """Add the options of `adapters`."""
     add_recipe(parser)
     for name, default, most, meaning in (
         ("adapters", 8, MOST_ADAPTERS, "places"),

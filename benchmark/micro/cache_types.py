@@ -1,4 +1,4 @@
-"""What do keys and values in int8 change in a text's log-probabilities, and in attention itself?"""
+"""Measure how keys and values in int8 change a text's log-probabilities and attention's output."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ WAYS: tuple[tuple[DType, bool], ...] = (
     ("bfloat16", False),
     ("bfloat16", True),
 )
-# Attention of random numbers
+# Sizes of attention over random numbers.
 HEADS, KV_HEADS, PAGE_SIZE = 8, 2, 16
 DIMS, LENGTHS = (64, 128), (128, 2048)
-LARGE_CHANNELS, LARGE = 4, 20.0  # keys of language models have a few channels that are larger in every token
+LARGE_CHANNELS, LARGE = 4, 20.0  # keys of language models have a few channels that are large for every token
 TITLES = {
     "logprob": "log-probability a token",
     "perplexity": "perplexity",
@@ -47,7 +47,7 @@ TITLES = {
 
 
 def texts(model: Path, text: Path) -> list[dict[str, object]]:
-    """Each way of keeping keys and values, against float32 without rounding."""
+    """Score each way of storing keys and values against float32 without rounding."""
     tokenizer = Text.load(model)
     if tokenizer is None:
         raise ValueError(f"{model} has no tokenizer, so that no text can be scored; name another model")
@@ -68,7 +68,7 @@ def texts(model: Path, text: Path) -> list[dict[str, object]]:
 
 
 def attention_errors() -> list[dict[str, object]]:
-    """The error of attention's output, against float64, as a share of the output, root mean square."""
+    """Return the error of attention's output against float64, relative to the output, root mean square."""
     return [
         {
             "head_dim": dim,
@@ -83,7 +83,7 @@ def attention_errors() -> list[dict[str, object]]:
 
 
 def _error(dim: int, length: int, is_uneven: bool, *, int8: bool) -> float:
-    """Of the last query; keys and values alone are rounded."""
+    """Return the error for the last query; only keys and values are rounded."""
     random = torch.Generator().manual_seed(0)
     key, value, query = (
         torch.randn(length, heads, dim, generator=random) for heads in (KV_HEADS, KV_HEADS, HEADS)
@@ -105,21 +105,21 @@ def _error(dim: int, length: int, is_uneven: bool, *, int8: bool) -> float:
 
 
 def _exact(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """One query [H, D] over all of keys and values [L, K, D], in float64."""
+    """Compute attention of one query [H, D] over all keys and values [L, K, D] in float64."""
     key, value = (each.double().repeat_interleave(HEADS // KV_HEADS, 1) for each in (key, value))
     weights = torch.softmax(torch.einsum("hd,lhd->hl", query.double(), key) * scale, -1)
     return torch.einsum("hl,lhd->hd", weights, value)
 
 
 def print_table(result: Mapping[str, Any]) -> None:
-    """Both tables in Markdown."""
+    """Print both tables in Markdown."""
     print("\n".join(table(result["texts"])))
     print()
     print("\n".join(table(result["attention"])))
 
 
 def table(rows: list[dict[str, object]]) -> Iterator[str]:
-    """A row a way."""
+    """Yield a Markdown row for each way."""
     yield f"| {' | '.join(TITLES.get(name, name.replace('_', ' ')) for name in rows[0])} |"
     yield f"|{'---|' * len(rows[0])}"
     for row in rows:
@@ -127,7 +127,7 @@ def table(rows: list[dict[str, object]]) -> Iterator[str]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `cache-types`."""
+    """Add the options of `cache-types`."""
     add = parser.add_argument
     add("--model", type=Path, default=MODEL, metavar="DIR", help="a checkpoint in the Hugging Face layout")
     add("--text", type=Path, default=TEXT, metavar="FILE", help="a text, each line scored by itself")

@@ -1,8 +1,8 @@
-"""How long do the ranks of a recipe wait for each other? Each collective that a step calls, by size.
+"""Time the collectives that a step calls between the ranks of a recipe, by size.
 
-A decode of R rows adds up [R, hidden] twice a layer (all_reduce), gathers [R, vocabulary / ranks]
-(all_gather), and brings [R] tokens from the first rank to the others (broadcast). Times are of the first
-rank, from the call to its end on the device; bandwidth counts the bytes that each rank brings.
+A decode of R rows adds up [R, hidden] twice in each layer (all_reduce), gathers [R, vocabulary / ranks]
+(all_gather), and sends [R] tokens from the first rank to the others (broadcast). Times are of the first rank,
+from the call to its end on the device; bandwidth counts the bytes that each rank contributes.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from recipes.schema.reader import load
 from recipes.schema.recipe import Recipe
 from recipes.schema.recipe_error import RecipeError
 
-ROUNDS = 5  # of which the median counts
-WARM_UP = 3  # calls of each size that are not timed
+ROUNDS = 5  # the median of the rounds counts
+WARM_UP = 3  # calls of each size before the timed ones
 
 
 def methods(group: Group) -> dict[str, Callable[[Tensor], Tensor]]:
-    """What a step calls."""
+    """Return the collectives that a step calls, by name."""
     return {"all_reduce": group.all_reduce, "all_gather": group.all_gather, "broadcast": group.broadcast}
 
 
 def times_us(
     group: Group, device: torch.device, sizes: list[int], repeats: int
 ) -> Iterator[tuple[str, int, float]]:
-    """Each method's name, the bytes that a rank brings, and microseconds of a call."""
+    """Yield each method's name, the bytes that a rank contributes, and the microseconds of a call."""
     wait = (lambda: None) if device.type == "cpu" else torch.get_device_module(device).synchronize
     for name, call in methods(group).items():
         for size in sizes:
@@ -61,13 +61,13 @@ def times_us(
 def body(
     recipe: Recipe, group: Group, sizes: list[int], repeats: int
 ) -> tuple[str, list[tuple[str, int, float]]]:
-    """What a rank finds."""
+    """Return a rank's device and times."""
     machine = start(recipe.device)
     return machine.name, list(times_us(group, machine.device, sizes, repeats))
 
 
 def measure(recipe: Recipe, sizes: list[int], repeats: int) -> dict[str, Any]:
-    """What the first rank found."""
+    """Return the figures of the first rank."""
     ranks = recipe.parallel.ranks
     if ranks < 2:
         raise RecipeError("parallel.tensor", "one rank waits for nobody", "set it to 2 or more", value=ranks)
@@ -80,7 +80,7 @@ def measure(recipe: Recipe, sizes: list[int], repeats: int) -> dict[str, Any]:
 
 
 def print_table(result: Mapping[str, Any]) -> None:
-    """A row a size, in Markdown."""
+    """Print a Markdown row for each size."""
     found = result["collective"]
     names = list(dict.fromkeys(row["method"] for row in found["calls"]))
     by_size: dict[int, dict[str, Any]] = {}
@@ -94,7 +94,7 @@ def print_table(result: Mapping[str, Any]) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `collective`."""
+    """Add the options of `collective`."""
     add_recipe(parser)
     parser.add_argument(
         "--sizes",

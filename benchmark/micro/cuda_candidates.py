@@ -1,7 +1,7 @@
-"""How do kernels of other libraries read the same pages?
+"""Read the engine's pages with attention kernels of other libraries, for comparison.
 
-For comparison alone: the engine calls none of them. One that is not installed, or refuses what it is asked,
-is not measured, and says why.
+The engine calls none of them. A kernel that is not installed, or that refuses the batch, is not measured, and
+the result says why.
 
 Legend: T tokens of the step, S spans, H/K query/kv heads, D head dim, P pages, B tokens a page.
 """
@@ -24,12 +24,12 @@ Attend = Callable[[Tensor, Tensor, int], Tensor]  # keys and values [P, B, K, D]
 
 DEVICE = "cuda"
 WORKSPACE = 128 * 2**20
-NEAR = 3e-2  # in bfloat16
+NEAR = 3e-2  # tolerance in bfloat16
 
 
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """A batch as all of them take it; int32."""
+    """A batch in the form that all kernels take; int32."""
 
     query: Tensor  # [T, H, D]
     shape: AttentionShape
@@ -38,12 +38,12 @@ class Spans:
     kv_lens: NDArray[np.int32]  # [S]
 
     def sent(self, array: NDArray[np.int32]) -> Tensor:
-        """The numbers, where the query lies."""
+        """Return the numbers as a tensor on the query's device."""
         return torch.from_numpy(array).to(self.query.device)
 
 
 def varlen_attn(spans: Spans) -> Attend:
-    """torch.nn.attention.varlen.varlen_attn with a block table, which came with torch 2.12."""
+    """Prepare torch.nn.attention.varlen.varlen_attn, which has a block table since torch 2.12."""
     from torch.nn.attention.varlen import varlen_attn
 
     shape = spans.shape
@@ -70,7 +70,7 @@ def varlen_attn(spans: Spans) -> Attend:
 
 
 def flashinfer(spans: Spans) -> Attend:
-    """flashinfer.BatchPrefillWithPagedKVCacheWrapper, which takes prompts, chunks and decodes together."""
+    """Prepare flashinfer's BatchPrefillWithPagedKVCacheWrapper, for prompts, chunks and decodes together."""
     from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 
     shape = spans.shape
@@ -108,7 +108,7 @@ NAMES = tuple(MAKERS)
 def made(
     name: str, query: Tensor, batch: Batch, page_table: NDArray[np.int32], attention: Attention
 ) -> Attend:
-    """What reads the pages of a batch with that library; raises ValueError where there is none here."""
+    """Return the library's attention over a batch; raises ValueError where the library is not available."""
     if query.device.type != DEVICE:
         raise ValueError(f"{name} reads pages on CUDA alone")
     ends = np.append(0, np.cumsum(batch.stops - batch.starts)).astype(np.int32)
@@ -122,7 +122,7 @@ def made(
 
 
 def check(attend: Attend, own: Attend, keys: Tensor, values: Tensor) -> None:
-    """Raise ValueError unless the first layer comes to what it comes to with the engine's own attention."""
+    """Raise ValueError unless the first layer's result agrees with the engine's own attention."""
     try:
         found = attend(keys, values, 0)
     except (RuntimeError, TypeError) as error:

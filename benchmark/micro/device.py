@@ -1,10 +1,10 @@
-"""How near does a step come to what the device can do?
+"""Compare the time of a step with what the device can do.
 
-A decode must read the weights and the pages of its requests once: its floor is these bytes over the rate at
-which the device copies. A prompt must be multiplied: its floor is the operations over the rate of one large
-matrix product. Both rates are measured in the same run, and a step is timed as the engine runs it, from its
-batch to its tokens on the host. Attention is also timed by itself, and beside kernels of other libraries. On
-a machine without the recipe's device all cells of the table say "not measured".
+A decode must read the weights and its requests' pages once: its floor is these bytes over the rate at which
+the device copies. A prompt must be multiplied: its floor is the operations over the rate of one large matrix
+product. Both rates are measured in the same run, and a step is timed as the engine runs it, from its batch to
+its tokens on the host. Attention is also timed by itself, and beside kernels of other libraries. On a machine
+without the recipe's device all cells of the table say "not measured".
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ NONE = np.empty(0, np.int64)
 
 
 def rates(device: torch.device, dtype: torch.dtype, repeats: int) -> dict[str, float]:
-    """GB/s of a large copy, bytes read and bytes written, and TFLOP/s of a large matrix product."""
+    """Measure GB/s of a large copy, bytes read plus bytes written, and TFLOP/s of a large matrix product."""
     size = "cpu" if device.type == "cpu" else "other"
     side = SIDE[size]
     source = torch.ones(COPIED_BYTES[size], dtype=torch.uint8, device=device)
@@ -58,7 +58,7 @@ def rates(device: torch.device, dtype: torch.dtype, repeats: int) -> dict[str, f
 
 
 def median_s(act: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """The median of so many calls, each until the device is done, after some that are not counted."""
+    """Return the median of repeated calls, each timed until the device is done, after uncounted warm-ups."""
 
     def whole() -> None:
         act()
@@ -69,7 +69,7 @@ def median_s(act: Callable[[], object], device: torch.device, repeats: int) -> f
 
 
 def batch_of(runner: ModelRunner, load: StepLoad) -> Batch:
-    """The load over random tokens and scattered pages; raises ValueError if it does not fit."""
+    """Build the load's batch over random tokens and scattered pages; raises ValueError if it does not fit."""
     slots, size = runner.slots, runner.slots.page_size
     stops = np.array(load.stops, np.int64)
     counts = -(-stops // size)
@@ -87,16 +87,16 @@ def batch_of(runner: ModelRunner, load: StepLoad) -> Batch:
 
 
 def step_s(runner: ModelRunner, load: StepLoad, repeats: int) -> float:
-    """Seconds of one step."""
+    """Return the seconds of one step."""
     batch = batch_of(runner, load)
     return median_s(lambda: runner.run(batch), runner.attention.device, repeats)
 
 
 @torch.inference_mode()
 def attention_s(runner: ModelRunner, load: StepLoad, repeats: int, candidate: str | None = None) -> float:
-    """Seconds that all layers take to write and read the cache, without what the host adds on CUDA.
+    """Return the seconds that all layers take to write and read the cache, on CUDA without the host's part.
 
-    `candidate` reads it in place of the engine's own attention; raises ValueError where it cannot.
+    `candidate` reads the cache in place of the engine's own attention; raises ValueError where it cannot.
     """
     batch, attention, cache = batch_of(runner, load), runner.attention, runner.cache
     metadata = attention.plan(batch, runner.slots.page_table, runner.slots.inputs(batch).write_index)
@@ -122,9 +122,10 @@ def attention_s(runner: ModelRunner, load: StepLoad, repeats: int, candidate: st
             attention.write(key, value, keys, values, metadata)
             attend(keys, values, layer)
 
-    if attention.device.type != "cuda" or type(attention) is Attention:  # which asks the host
+    # The reference attention asks the host.
+    if attention.device.type != "cuda" or type(attention) is Attention:
         return median_s(layers, attention.device, repeats)
-    layers()  # compiled now
+    layers()  # this call compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         layers()
@@ -140,7 +141,7 @@ def run(
     repeats: int,
     others: Sequence[str] = (),
 ) -> dict[str, object]:
-    """Each load against its floor, and each of `mixed` against its decodes and its prompts by themselves.
+    """Measure each load against its floor, and each of `mixed` against its decodes and prompts alone.
 
     Attention of each load is timed with the kernels of `others` too.
     """
@@ -159,10 +160,10 @@ def run(
         return result | {"machine": versions.describe(), "rates": {}, "steps": nothing}
     measured = rates(
         device.device, TORCH_DTYPES[model_config(recipe).dtype], repeats
-    )  # before the cache takes the memory
+    )  # measured before the cache takes the memory
     runner = build(recipe).runner
     for tensor in (*runner.cache.keys, *runner.cache.values):
-        tensor.normal_()  # a processor takes less power, and so runs faster, over zeros
+        tensor.normal_()  # a processor takes less power over zeros, and so runs faster
     steps = [
         _against_floor(runner, load, measured, repeats) | _others(runner, load, repeats, others)
         for load in loads
@@ -225,7 +226,7 @@ def _against_parts(runner: ModelRunner, load: StepLoad, repeats: int) -> dict[st
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `device`."""
+    """Add the options of `device`."""
     add_recipe(parser)
     add = parser.add_argument
     add("--decode", default="1x1024,32x1024,256x1024", metavar="COUNTxCONTEXT,...")

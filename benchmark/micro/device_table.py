@@ -1,4 +1,4 @@
-"""How are the figures of single steps shown? As tables in Markdown; what is not there was not measured."""
+"""Print the figures of single steps as Markdown tables; figures that are absent were not measured."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Step = Mapping[str, Any]
 
 
 def print_table(result: Mapping[str, Any]) -> None:
-    """Where, against what, a row a load, and why cells are empty."""
+    """Print the machine, its rates, a row for each load, and the reasons for empty cells."""
     print(" ".join((result["recipe"], *result["overrides"])))
     print("machine:", ", ".join(f"{name} {value}" for name, value in result["machine"].items()))
     rates = ", ".join(f"{name} {value}" for name, value in result["rates"].items())
@@ -47,7 +47,7 @@ def print_table(result: Mapping[str, Any]) -> None:
 
 
 def table(steps: Sequence[Step], columns: Mapping[str, str]) -> Iterator[str]:
-    """A row a step, under the columns' titles."""
+    """Yield a row for each step, under the columns' titles."""
     yield f"| load | {' | '.join(columns.values())} |"
     yield f"|---|{'---|' * len(columns)}"
     for step in steps:
@@ -55,7 +55,7 @@ def table(steps: Sequence[Step], columns: Mapping[str, str]) -> Iterator[str]:
 
 
 def cell(value: Any) -> str:
-    """A figure, or several, or what stands where there is none."""
+    """Format a figure, or several, or the words for a figure that was not measured."""
     if value is None:
         return NOT_MEASURED
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -1,7 +1,7 @@
-"""What does a step of a draft model, or a head, ask of an NPU, after the one that reads what was said?
+"""Count what a step of a draft model or a head asks of an NPU, after the step that reads the known tokens.
 
-The draft model has its own heads, norms, biases, windows and types; as in `launches`, it has few layers and
-narrow products, so that it stands beside a narrow target. A head has one layer, as it is.
+The draft model keeps its own heads, norms, biases, windows and dtypes; as in `launches`, it has few layers
+and narrow products, so that it fits a narrow target. A head has one layer, unchanged.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from recipes.schema.recipe import Recipe
 
 
 def narrow(draft: DecoderConfig, target: DecoderConfig, num_layers: int) -> DecoderConfig:
-    """The same draft model with few layers, and the narrow target's widths and vocabulary."""
+    """Return the draft model's configuration with few layers and the target's widths and vocabulary."""
     if isinstance(draft, MtpConfig):
         return mtp_config(replace(target, num_unread_layers=1), draft.num_kept)
     if isinstance(draft, Eagle3Config):
@@ -52,7 +52,7 @@ def narrow(draft: DecoderConfig, target: DecoderConfig, num_layers: int) -> Deco
 
 
 def drafter_of(recipe: Recipe, config: DecoderConfig, built: BuiltEngine, machine: Npu) -> Drafter:
-    """A draft model, or a head, of random weights beside an engine that was built without one."""
+    """Build a draft model or a head of random weights beside an engine that was built without one."""
     slots = built.engine.slots
     if isinstance(config, HeadConfig):
         operators = machine.operators(shape_of(recipe.cache.page_size, config))
@@ -73,7 +73,7 @@ def drafter_of(recipe: Recipe, config: DecoderConfig, built: BuiltEngine, machin
 
 
 def counted(drafter: Drafter, built: BuiltEngine, machine: Npu) -> Iterator[tuple[str, list[Any]]]:
-    """Of each way, what a step for all rows asks for; their tokens are on the null page."""
+    """Yield what a step for all rows asks for, eager and captured; the rows' tokens are on the null page."""
     log, rows = machine.launch_log, np.arange(built.engine.slots.num_slots)
     assert log is not None, "launches are counted over the stand-in"
     assert built.runner.graphs is not None, "a narrow recipe captures its steps"
@@ -83,7 +83,7 @@ def counted(drafter: Drafter, built: BuiltEngine, machine: Npu) -> Iterator[tupl
         with torch.inference_mode():
             device = drafter.decoder.attention.device
             drafter.begin(torch.zeros(len(rows), dtype=torch.int64, device=device), rows)
-            drafter.follow(rows, np.full_like(rows, 5))  # settles what later steps find
+            drafter.follow(rows, np.full_like(rows, 5))  # reaches the state in which later steps run
             with log.reading() as asked:
                 drafter.follow(rows, np.full_like(rows, 6))
         yield way, asked

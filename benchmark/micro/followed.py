@@ -1,8 +1,8 @@
-"""What does a rank that follows cost the host of the rank that leads?
+"""Measure what a follower costs the host of the leader.
 
-Two engines with a device that answers at once decode in all slots and are recorded into files. The second is
-followed besides, by a process that makes the same decisions; sending to it takes another thread of ours.
-Their steps are timed in turns of many. A machine needs two free cores for this to mean anything.
+Two engines whose device answers at once decode in all slots and are recorded into files. The second is also
+followed by a process that makes the same decisions; another thread sends to it. Their steps are timed in
+turns of many. The result is meaningful only on a machine with two free cores.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from recipes.schema.recipe import CacheSection
 from recipes.schema.scheduler_section import SchedulerSection
 
 VOCAB_SIZE, PAGE_SIZE, PROMPT_TOKENS = 32_000, 16, 1000
-ROUNDS = 9  # in turns, of which the median counts
+ROUNDS = 9  # rounds in turns, whose median counts
 PATIENCE_S = 60.0
 
 
@@ -61,7 +61,7 @@ class AtOnce:
 
 
 def scheduler(num_slots: int, num_steps: int) -> Scheduler:
-    """An empty one with room for all contexts."""
+    """Return an empty scheduler with room for all contexts."""
     longest = PROMPT_TOKENS + num_steps + 8
     pages = 1 + num_slots * -(-longest // PAGE_SIZE)
     asked = SchedulerSection(num_slots=num_slots, max_batch_tokens=num_slots * PROMPT_TOKENS)
@@ -70,7 +70,7 @@ def scheduler(num_slots: int, num_steps: int) -> Scheduler:
 
 
 def follow(address: tuple[str, int], num_slots: int, num_steps: int) -> None:
-    """In a process of its own: a rank."""
+    """Run a follower in its own process."""
     made = scheduler(num_slots, num_steps)
     with socket.create_connection(address) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -78,7 +78,7 @@ def follow(address: tuple[str, int], num_slots: int, num_steps: int) -> None:
 
 
 def decoding(num_slots: int, num_steps: int, observer: Recorder) -> Engine:
-    """An engine that has computed the prompts of all its slots."""
+    """Return an engine that has computed the prompts of all its slots."""
     made = scheduler(num_slots, num_steps)
     engine = Engine(made, AtOnce(made))
     engine.observer = observer
@@ -91,7 +91,7 @@ def decoding(num_slots: int, num_steps: int, observer: Recorder) -> Engine:
 
 
 def turn(engine: Engine, num_steps: int) -> float:
-    """The median of so many steps, in microseconds."""
+    """Return the median time of a step in microseconds."""
     times_us = []
     for _ in range(num_steps):
         start_s = time.perf_counter()
@@ -101,7 +101,7 @@ def turn(engine: Engine, num_steps: int) -> float:
 
 
 def measure(num_slots: int, num_steps: int) -> dict[str, Any]:
-    """Steps alone and followed, and the median of their ratios."""
+    """Time steps alone and followed; returns both, and the median of their ratios."""
     total = ROUNDS * num_steps
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as server:
@@ -133,7 +133,7 @@ def measure(num_slots: int, num_steps: int) -> dict[str, Any]:
 
 
 def print_table(result: Mapping[str, Any]) -> None:
-    """One line."""
+    """Print the result in one line."""
     row = result["followed"]
     least, most = min(row["ratios"]), max(row["ratios"])
     print(
@@ -143,7 +143,7 @@ def print_table(result: Mapping[str, Any]) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `followed`."""
+    """Add the options of `followed`."""
     parser.add_argument("--slots", type=whole(1, 2**16), default=256, metavar="N")
     parser.add_argument("--steps", type=whole(1, MOST_COUNT), default=60, metavar="N", help="of a turn")
     add_json(parser)

@@ -1,10 +1,11 @@
-"""What does a step cost the host?
+"""Measure what a step costs the host.
 
-Drives the real scheduler, slot table and batch inputs with a runner that answers at once. Pure decode:
-every slot holds a context of 1,000 to 1,300 tokens and gets one random token a step; the same beside each
-proposer of drafts, which finds nothing to guess and so costs the most for nothing. With a chunk: one slot
-works on prompts of 16 chunks each, so that a step also computes and publishes a chunk, and every 16th admits
-and ends. What proposers do every few steps shows in the median of the means of many steps in a row.
+The real scheduler, slot table and batch inputs run with a device that answers at once. Pure decode: every
+slot holds a context of 1,000 to 1,300 tokens and gets one random token a step; the same is measured beside
+each proposer of drafts, which finds nothing to guess and so costs the most without a gain. With a chunk: one
+slot works on prompts of 16 chunks each, so that a step also computes and publishes a chunk, and every 16th
+step admits and ends a request. Work that proposers do every few steps shows in the median of the means of
+many consecutive steps.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ MOST_DRAFTS = 4
 def full_scheduler(
     num_slots: int, page_size: int, num_steps: int, chunk_tokens: int, proposer: str | None = None
 ) -> Scheduler:
-    """A scheduler whose slots all decode, but one if there are chunks to compute."""
+    """Return a scheduler whose slots all decode, except one if there are chunks to compute."""
     random = np.random.default_rng(0)
     num_busy = num_slots - bool(chunk_tokens)
     context_tokens = CONTEXT_TOKENS[1] + num_steps + 8
@@ -58,7 +59,7 @@ def full_scheduler(
         SlotPool(num_slots, max(context_tokens, prompt_tokens), page_size),
         PagePool(1 + num_pages),
         StallFree(),
-        max_batch_tokens=num_slots * CONTEXT_TOKENS[1],  # so that one step computes all contexts
+        max_batch_tokens=num_slots * CONTEXT_TOKENS[1],  # lets one step compute all contexts
         vocab_size=VOCAB_SIZE,
     )
     if proposer is not None:
@@ -75,7 +76,7 @@ def full_scheduler(
 
 
 def step_us(scheduler: Scheduler, random: np.random.Generator) -> float:
-    """Microseconds of one step's schedule, batch inputs and commit."""
+    """Return the microseconds of one step's schedule, batch inputs and commit."""
     start = time.perf_counter()
     batch = scheduler.schedule(start)
     scheduler.slots.inputs(batch)
@@ -89,11 +90,11 @@ def step_us(scheduler: Scheduler, random: np.random.Generator) -> float:
 def measure(
     num_slots: int, page_size: int, chunk_tokens: int, num_steps: int, proposer: str | None = None
 ) -> dict[str, Any]:
-    """Percentiles over the steps, of decode alone (`chunk_tokens` 0) or with a chunk of a new prompt."""
+    """Return percentiles over the steps, of decodes only (`chunk_tokens` 0) or with a chunk of a prompt."""
     random = np.random.default_rng(1)
     scheduler = full_scheduler(num_slots, page_size, num_steps, chunk_tokens, proposer)
     if proposer is not None:
-        step_us(scheduler, random)  # the first one keeps all prompts
+        step_us(scheduler, random)  # the first step stores all prompts
     gc.collect()
     times_us = []
     for number in range(num_steps):
@@ -110,7 +111,7 @@ def measure(
 def run(
     slots: list[int], page_sizes: list[int], chunk_tokens: int, num_steps: int
 ) -> list[dict[str, object]]:
-    """One row for each number of slots and page size."""
+    """Return one row for each number of slots and page size."""
     return [
         {
             "slots": num_slots,
@@ -128,7 +129,7 @@ def run(
 
 
 def print_table(result: dict[str, Any]) -> None:
-    """A row for each number of slots and size of page."""
+    """Print a row for each number of slots and page size."""
     rows = result["host"]
     columns = [name for name in rows[0] if name not in ("slots", "page_size")]
     print("µs, p50 / p99 / runs".ljust(24) + "".join(name.replace("_", " ").rjust(34) for name in columns))
@@ -144,7 +145,7 @@ def print_table(result: dict[str, Any]) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `host`."""
+    """Add the options of `host`."""
     add = parser.add_argument
     add("--slots", type=wholes(2, 2**16), default=[64, 256, 1024, 4096], metavar="N,N,...")
     add("--page-sizes", type=wholes(1, 2**16), default=[16, 128], metavar="N,N,...")

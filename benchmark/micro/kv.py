@@ -1,4 +1,4 @@
-"""What do pages cost: to find, to name, to take, to copy, and to leave half empty?"""
+"""Measure what pages cost: lookup, hashing, taking, copying, and places left unused."""
 
 from __future__ import annotations
 
@@ -27,29 +27,29 @@ from recipes.schema.numbers import MOST_COUNT, whole, wholes
 PROMPT_TOKENS = 32_768
 TAKEN_PAGES = 1024
 VOCAB_SIZE = 32_000
-# Copies are of a cache with the pages of LLaMA 3 8B, and fewer layers
+# The copied cache has the pages of LLaMA 3 8B, and fewer layers.
 LAYERS, KV_HEADS, HEAD_DIM, DTYPE = 4, 8, 128, torch.bfloat16
-COPIED_BYTES = 128 * 2**20  # by each timed copy
+COPIED_BYTES = 128 * 2**20  # bytes of each timed copy
 VICTIM_TOKENS = 2048
-# The trace for unused places
+# Lengths of the trace for unused places.
 MEDIAN_PROMPT, MEDIAN_ANSWER, SIGMA, LONGEST = 150, 200, 0.8, 4096
 
 
 def median_us(act: Callable[[], object], repeats: int) -> float:
-    """The median of so many calls, after one that is not counted."""
+    """Return the median of repeated calls, after one that is not counted."""
     act()
     return round(1e6 * float(np.median([seconds(act) for _ in range(repeats)])), 2)
 
 
 def seconds(act: Callable[[], object]) -> float:
-    """How long one call took."""
+    """Return the seconds of one call."""
     start = time.perf_counter()
     act()
     return time.perf_counter() - start
 
 
 def prefix(page_size: int, repeats: int) -> dict[str, float]:
-    """Find, name, publish and evict the pages of one long prompt, which lie scattered in the pool."""
+    """Find, hash, publish and evict the pages of one long prompt, which are scattered in the pool."""
     random = np.random.default_rng(0)
     tokens = random.integers(0, VOCAB_SIZE, PROMPT_TOKENS).astype(np.int32)
     count = PROMPT_TOKENS // page_size
@@ -64,12 +64,12 @@ def prefix(page_size: int, repeats: int) -> dict[str, float]:
     published_s, evicted_s, looked_up_s = [], [], []
     for _ in range(repeats):
         published_s.append(seconds(publish))
-        again = page_keys(tokens, page_size, "")  # a second request's keys are objects of their own
+        again = page_keys(tokens, page_size, "")  # a second request has key objects of its own
         looked_up_s.append(seconds(lambda again=again: cache.find(again, tokens, "")))  # type: ignore[misc]
         assert len(cache.find(again, tokens, "")) == count, "not all pages were found"
         cache.release(pages)
         evicted_s.append(seconds(lambda: cache.evict(count)))
-        taken = pool.take(count)  # the same pages, held again
+        taken = pool.take(count)  # takes the same pages again
         assert np.array_equal(np.sort(taken), np.sort(pages)), "other pages were evicted"
     hash_us = median_us(lambda: page_keys(tokens, page_size, ""), repeats)
     return {
@@ -82,16 +82,16 @@ def prefix(page_size: int, repeats: int) -> dict[str, float]:
 
 
 def take_and_release_us(repeats: int) -> float:
-    """Microseconds to take and release `TAKEN_PAGES` pages."""
+    """Return the microseconds to take and release `TAKEN_PAGES` pages."""
     pool = PagePool(8 * TAKEN_PAGES)
     return median_us(lambda: pool.release(pool.take(TAKEN_PAGES)), repeats)
 
 
 def copies(page_size: int, repeats: int) -> dict[str, float | str]:
-    """GB/s, bytes read and bytes written, of a plain copy and of page copies, measured in turn.
+    """Measure GB/s, bytes read plus bytes written, of a plain copy and of page copies, in turn.
 
-    Compaction is of a pool of which every other page, at random, is held: the shortest runs there are.
-    Swaps are of victims with scattered pages, one copy each.
+    The compacted pool holds every other page, at random: its runs are as short as possible. Swaps are of
+    victims with scattered pages, one copy each.
     """
     page_bytes = KVCache.page_bytes(LAYERS, page_size, KV_HEADS, HEAD_DIM, DTYPE)
     count = COPIED_BYTES // page_bytes
@@ -132,7 +132,7 @@ def copies(page_size: int, repeats: int) -> dict[str, float | str]:
 
 
 def unused(page_size: int, num_requests: int) -> dict[str, float]:
-    """The share of token places in the pages that rows hold which hold no token, over all steps of a trace.
+    """Return the share of token places in held pages that hold no token, over all steps of a trace.
 
     Prompts and answers have log-normal lengths. Cached pages that no row holds are full, and not counted.
     """
@@ -162,7 +162,7 @@ def unused(page_size: int, num_requests: int) -> dict[str, float]:
 
 
 def run(page_sizes: list[int], repeats: int, num_requests: int) -> dict[str, object]:
-    """All figures; times are medians."""
+    """Return all figures; times are medians."""
     return {
         "threads": torch.get_num_threads(),
         "prefix": [prefix(page_size, repeats) for page_size in page_sizes],
@@ -173,7 +173,7 @@ def run(page_sizes: list[int], repeats: int, num_requests: int) -> dict[str, obj
 
 
 def print_table(result: dict[str, object]) -> None:
-    """Figures, one row a page size."""
+    """Print the figures, one row for each page size."""
     for name, value in result.items():
         if name == "facts":
             continue  # digests are for programs
@@ -188,7 +188,7 @@ def print_table(result: dict[str, object]) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `kv`."""
+    """Add the options of `kv`."""
     add = parser.add_argument
     add("--page-sizes", type=wholes(1, 2**16), default=[16, 128], metavar="N,N,...")
     add("--repeats", type=whole(1, MOST_COUNT), default=25, metavar="N")

@@ -1,11 +1,11 @@
-"""What does a decode step ask of an NPU: how many launches, copies and waits of the host?
+"""Count the launches, copies and host waits that a decode step asks of an NPU.
 
-Counted over the stand-in for CANN, which sees every call, also where the recipe names a real NPU. The model
-has the recipe's heads, norms, biases, windows and types, but few layers, narrow products and random weights:
-what a layer asks for does not depend on these, so the sums of the whole depth are exact. It depends on the
-width of experts in W8A8, which are narrowed to one that takes the same launches. A launch is one
-operator of torch or torch_npu that computes on the device. Where the recipe names a draft model, or a head,
-a step of that is counted, too; a head's layer is all that it computes but for its choice.
+They are counted over the stand-in for CANN, which sees every call, even where the recipe names a real NPU.
+The model has the recipe's heads, norms, biases, windows and dtypes, but few layers, narrow products and
+random weights: what a layer asks for does not depend on these, so the sums over the whole depth are exact. It
+does depend on the width of experts in W8A8, which are narrowed to a width that takes the same launches. A
+launch is one operator of torch or torch_npu that computes on the device. Where the recipe names a draft model
+or a head, a step of that is counted too; a head computes one layer and its choice.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from recipes.schema.recipe import Recipe
 from recipes.schema.recipe_error import RecipeError
 from recipes.schema.speculation_section import SpeculationSection
 
-LAYERS = 3  # the first has no residual before it; those after it are alike
+LAYERS = 3  # the first has no residual before it; the layers after it are alike
 NARROW = {"hidden_size": 256, "intermediate_size": 256, "vocab_size": 512, "eos_token_id": 2}
 NARROW_EXPERT = {"moe_intermediate_size": 64}
-UNFUSED_EXPERT = 32  # columns of an expert in int8 that no launch both scales and gates
+UNFUSED_EXPERT = 32  # columns of an int8 expert that no single launch both scales and gates
 ROWS = 2
-SETTLED = 3  # steps before the one that is read, the first of which is the prompts'
+SETTLED = 3  # steps before the counted one; the first computes the prompts
 SAMPLING: Mapping[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "top-p": {"temperature": 0.8, "top_p": 0.9},
@@ -63,7 +63,7 @@ COLUMNS = {
 
 
 def run(recipe: Recipe) -> dict[str, object]:
-    """The counts of a decode step of the recipe's model, eager and captured, by way of sampling."""
+    """Count a decode step of the recipe's model, eager and captured, by way of sampling."""
     num_layers, num_first = model_config(recipe).num_layers, _num_first(model_config(recipe))
     small = _narrow(recipe)
     machine = start(small.device)
@@ -74,11 +74,12 @@ def run(recipe: Recipe) -> dict[str, object]:
     assert log is not None, "and the stand-in for it"
     built = build(small)
     _name_layers(built.runner.decoder.layers, lambda place: setattr(log, "place", place))
-    built.runner.capture(ROWS)  # once more, now that the layers are named
+    built.runner.capture(ROWS)  # captures once more, now that the layers are named
     graphs, steps = built.runner.graphs, []
     for way in ("eager", "captured"):
         built.runner.graphs = graphs if way == "captured" else None
-        greedy: Counter[str] = Counter()  # around the layers of the graph: what more there is draws tokens
+        # Launches outside layers in the greedy graph; what other graphs have beyond these draws tokens.
+        greedy: Counter[str] = Counter()
         for sampling, params in SAMPLING.items():
             _settle(built.engine, SamplingParams(max_tokens=SETTLED + 2, ignore_eos=True, **params))
             with log.reading() as asked:
@@ -100,7 +101,7 @@ def run(recipe: Recipe) -> dict[str, object]:
 
 
 def _narrow(recipe: Recipe) -> Recipe:
-    """The same model with few layers and narrow products, on the stand-in."""
+    """Return the recipe with few layers and narrow products, on the stand-in."""
     if recipe.device.kind != "npu":
         raise RecipeError(
             "device.kind", "no NPU, whose launches are counted", "choose a recipe of an NPU",
@@ -114,7 +115,8 @@ def _narrow(recipe: Recipe) -> Recipe:
         hf["moe_intermediate_size" if "moe_intermediate_size" in hf else "intermediate_size"] = UNFUSED_EXPERT
     if config.latent is not None:
         hf["first_k_dense_replace"] = 1
-        hf["num_attention_heads"] = config.num_heads // recipe.parallel.tensor  # of many, products differ
+        # The products depend on the number of heads, so these are a rank's.
+        hf["num_attention_heads"] = config.num_heads // recipe.parallel.tensor
     if isinstance(hf.get("layer_types"), list):
         hf["layer_types"] = hf["layer_types"][:LAYERS]
     model = replace(recipe.model, path=None, config=hf, weights="random")
@@ -124,20 +126,19 @@ def _narrow(recipe: Recipe) -> Recipe:
         recipe.scheduler, num_slots=ROWS, max_batch_tokens=64, max_request_tokens=None, record=None
     )
     parts = {"model": model, "device": device, "cache": cache, "scheduler": scheduler}
-    alone = {"speculation": SpeculationSection(), "parallel": ParallelSection()}  # collectives come on top
+    # Collectives are not counted.
+    alone = {"speculation": SpeculationSection(), "parallel": ParallelSection()}
     return replace(recipe, **parts, **alone)
 
 
 def _fuses_gate(config: DecoderConfig, parallel: ParallelSection) -> bool:
-    """Whether a rank's part of an expert in int8 is gated in one launch; so are dense MLPs of any width."""
+    """Return whether a rank's part of an int8 expert is gated in one launch, as dense MLPs always are."""
     sharing = parallel.tensor // parallel.expert
     return config.mixture is None or fuses_gate(config.mixture.inner_size // sharing)
 
 
 def _as_joined(small: Recipe, config: DecoderConfig) -> Recipe:
-    """With a hidden size that the operator which joins all before latent attention takes, where it takes the
-    whole model's.
-    """
+    """Set a hidden size that the fused prolog accepts, where it accepts the whole model's."""
     if config.hidden_size not in PROLOG_HIDDEN:
         return small
     hf = dict(small.model.config or {}) | {"hidden_size": PROLOG_HIDDEN[0]}
@@ -145,19 +146,19 @@ def _as_joined(small: Recipe, config: DecoderConfig) -> Recipe:
 
 
 def _num_first(config: DecoderConfig) -> int:
-    """How many layers are as the first: it alone, or all dense ones before the mixtures."""
+    """Return how many layers are like the first: only that one, or all dense layers before the mixtures."""
     return 1 if config.mixture is None else max(1, config.num_layers - config.num_mixtures)
 
 
 def _name_layers(layers: Iterable[Module], name: Callable[[str], None]) -> None:
-    """Call `name` where a layer begins, and with nothing where it ends."""
+    """Call `name` with a layer's number where the layer begins, and with "" where it ends."""
     for number, layer in enumerate(layers):
         layer.register_forward_pre_hook(lambda *_, at=str(number): name(at))
         layer.register_forward_hook(lambda *_: name(""))
 
 
 def _settle(engine: Engine, params: SamplingParams) -> None:
-    """Bring the engine to where its next step is of decodes only, as those before and after it."""
+    """Run steps until the next one, like those before and after it, has decodes only."""
     for row in range(ROWS):
         engine.add(Request(str(row), np.arange(3, 8), params))
     for _ in range(SETTLED):
@@ -165,7 +166,7 @@ def _settle(engine: Engine, params: SamplingParams) -> None:
 
 
 def _around(asked: Sequence[Any], *, in_graph: bool) -> Counter[str]:
-    """Launches beside those of layers, by their names."""
+    """Count the launches outside of layers, by name."""
     return Counter(
         each.name for each in asked if each.kind == "launch" and not each.place and each.in_graph == in_graph
     )
@@ -203,7 +204,7 @@ def _sums(
 
 
 def print_table(result: Mapping[str, Any]) -> None:
-    """A row a way of stepping, and below it which operators they are."""
+    """Print a row for each way of stepping, followed by the operators of each."""
     print("\n".join(table(result)))
     for step in result["steps"]:
         print(f"\n{step['step']}:")
@@ -213,7 +214,7 @@ def print_table(result: Mapping[str, Any]) -> None:
 
 
 def table(result: Mapping[str, Any]) -> Iterator[str]:
-    """The counts in Markdown, of a model of `num_layers` layers."""
+    """Yield the counts in Markdown, for a model of `num_layers` layers."""
     yield f"| {result['num_layers']} layers, counted over the stand-in | {' | '.join(COLUMNS.values())} |"
     yield f"|---|{'---|' * len(COLUMNS)}"
     for step in result["steps"]:
@@ -221,7 +222,7 @@ def table(result: Mapping[str, Any]) -> Iterator[str]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `launches`."""
+    """Add the options of `launches`."""
     add_recipe(parser)
     add_json(parser)
 

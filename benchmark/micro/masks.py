@@ -1,7 +1,7 @@
-"""What do grammars cost: a mask beside llguidance's own, and answers held to a form beside free ones?
+"""Measure what grammars cost: a mask beside llguidance's own, and constrained answers beside free ones.
 
 The vocabulary is made, not a model's: all bytes, then pieces of words as BPE has them, by a fixed seed.
-Answers are drawn from what may come.
+Answers are drawn from the tokens that the mask allows.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from recipes.schema.reader import load
 from serving.grammars.matching import Grammars
 from serving.grammars.structured_output import grammar_of
 
-ROUNDS = 5  # in turns, of which the median counts, after one that warms up
-TOKENS = 64  # of each answer
+ROUNDS = 5  # rounds in turns, whose median counts; one more before them warms up
+TOKENS = 64  # tokens of each answer
 VOCABULARY = 152_000
 END = 2
 ITEM = {
@@ -41,13 +41,13 @@ ITEM = {
     "required": ["name", "kind", "size", "tags"],
     "additionalProperties": False,
 }
-# So many that no answer of TOKENS tokens is complete
+# The array is so long that no answer of TOKENS tokens is complete.
 SCHEMA = {"type": "array", "items": ITEM, "minItems": 200}
 _SIGNS = b"etaoinshrdlucmfwypvbgkjqxz"
 
 
 class MadeVocabulary:
-    """Three control tokens, all bytes, and pieces of words and JSON: as `Grammars` reads a tokenizer."""
+    """Three control tokens, all bytes, and pieces of words and JSON, in the form that `Grammars` reads."""
 
     def __init__(self, size: int, seed: int = 0) -> None:
         random = np.random.default_rng(seed)
@@ -64,11 +64,11 @@ class MadeVocabulary:
         self._pieces = [b"", b"", b"", *list(pieces)[: size - 3]]
 
     def token_bytes(self, token: int, *, skip_special_tokens: bool = True) -> bytes:
-        """The bytes of a token; control tokens have a name where they are not skipped."""
+        """Return the bytes of a token; control tokens have a name where they are not skipped."""
         return self._pieces[token] or (b"" if skip_special_tokens else b"<%d>" % token)
 
     def encode_within(self, text: str) -> list[int]:
-        """Its bytes, which is a way to cut it."""
+        """Encode a text as its bytes, which is one valid tokenization."""
         return [3 + each for each in text.encode()]
 
 
@@ -78,13 +78,13 @@ def _falling(count: int) -> Any:
 
 
 def grammars(vocab_size: int) -> Grammars:
-    """What compiles for a made vocabulary."""
+    """Return the compiler of grammars for a made vocabulary."""
     vocabulary = MadeVocabulary(vocab_size)
     return Grammars(lambda: vocabulary, vocab_size, [END])
 
 
 def masks(vocab_size: int, num_tokens: int) -> dict[str, Any]:
-    """Microseconds of a mask with the token before it, ours and the library's own, along the same answer."""
+    """Time a mask with the token before it, ours and the library's own, along the same answer."""
     made, random = grammars(vocab_size), np.random.default_rng(0)
     grammar = grammar_of({"guided_json": SCHEMA})
     assert grammar is not None, "no form is asked for"
@@ -94,7 +94,7 @@ def masks(vocab_size: int, num_tokens: int) -> dict[str, Any]:
     assert constraint is not None, "it was not compiled"
     answer = np.zeros(num_tokens, dtype=np.int64)
     ours, bare = [], []
-    for number in range(1 + ROUNDS):  # states of a lexer are found in the first
+    for number in range(1 + ROUNDS):  # the first round finds the states of the lexer
         constraint.leave()
         matcher = beginning.deep_copy()
         for at in range(num_tokens):
@@ -123,7 +123,7 @@ def masks(vocab_size: int, num_tokens: int) -> dict[str, Any]:
 
 
 def throughput(built: BuiltEngine, num_requests: int) -> dict[str, Any]:
-    """Tokens of answers a second, of requests that are all there at once: free, and held to a form."""
+    """Return the output tokens a second of requests that all come at once, free and constrained."""
     made = grammars(built.config.vocab_size)
     grammar = grammar_of({"guided_json": SCHEMA})
     rounds = []
@@ -144,7 +144,7 @@ def throughput(built: BuiltEngine, num_requests: int) -> dict[str, Any]:
 
 
 def serve(built: BuiltEngine, prompts: Index, made: Grammars, grammar: str | None) -> float:
-    """Tokens a second. All answers are drawn, and have TOKENS tokens."""
+    """Return the tokens a second. All answers are sampled, and have TOKENS tokens."""
     params = SamplingParams(
         max_tokens=TOKENS, temperature=1.0, seed=1, grammar=grammar, ignore_eos=grammar is None
     )
@@ -161,7 +161,7 @@ def serve(built: BuiltEngine, prompts: Index, made: Grammars, grammar: str | Non
 
 
 def print_table(result: Mapping[str, Any]) -> None:
-    """Rows of Markdown."""
+    """Print the tables in Markdown."""
     one, all_of = result["masks"], result["throughput"]
     print(f"A mask and the token before it, of {one['vocab_size']:,} tokens, in microseconds\n")
     print("| | median | mean |\n|---|---|---|")
@@ -177,7 +177,7 @@ def print_table(result: Mapping[str, Any]) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `masks`."""
+    """Add the options of `masks`."""
     add_recipe(parser)
     for name, default, meaning in (
         ("vocabulary", VOCABULARY, "tokens of the made vocabulary of single masks"),

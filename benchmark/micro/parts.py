@@ -1,8 +1,8 @@
-"""Where does the time of a step on a CPU go: products, attention, sampling, the loop?
+"""Divide the time of a CPU step into its parts: products, attention, sampling, the host's loop.
 
-A trace is served by an engine in this process, once uncounted and then once counted. Each part is what it
-takes itself, without the parts within it, in processor time of all threads: other processes on the same cores
-hardly change it. `device.threads=1` leaves out what threads wait for each other.
+A trace is served by an engine in this process, once as a warm-up and once counted. The time of a part
+excludes the parts within it, and is processor time of all threads, which other processes on the same cores
+hardly change. `device.threads=1` leaves out the time that threads wait for each other.
 """
 
 from __future__ import annotations
@@ -47,11 +47,12 @@ class PartTimes:
     multiplied: Counter[str] = field(default_factory=Counter)  # operations of products
     _step: Counter[str] = field(default_factory=Counter)
     _step_multiplied: int = 0
-    _within_s: list[float] = field(default_factory=list)  # of each call that is open, what its calls took
+    # The time of the calls within each open call.
+    _within_s: list[float] = field(default_factory=list)
     _kind: str = ""
 
     def of(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function`, whose own time counts for `part`."""
+        """Wrap `function` so that its own time counts for `part`."""
 
         def timed(*arguments: Any, **named: Any) -> Any:
             self._within_s.append(0.0)
@@ -67,7 +68,7 @@ class PartTimes:
         return timed
 
     def of_product(self, part: str, linear: Callable[..., Any]) -> Callable[..., Any]:
-        """The same for a linear, whose operations are counted too."""
+        """Wrap a linear likewise, and count its operations too."""
         timed = self.of(part, linear)
 
         def counted(x: torch.Tensor) -> Any:
@@ -79,11 +80,11 @@ class PartTimes:
         return counted
 
     def planned(self, batch: Batch) -> None:
-        """The step is of this batch."""
+        """Set the kind of the current step by its batch."""
         self._kind = DECODES if bool((batch.stops - batch.starts == 1).all()) else PROMPTS
 
     def ended(self) -> None:
-        """A step has ended; it had no batch where only requests ended."""
+        """Book a step that has ended; it had no batch where only requests ended."""
         if self._kind:
             self.steps[self._kind] += 1
             self.spent_s[self._kind].update(self._step)
@@ -92,7 +93,7 @@ class PartTimes:
         self._step.clear()
 
     def forget(self) -> None:
-        """What was counted so far was warming up."""
+        """Drop all counts, which were of the warm-up."""
         for counted in (self.steps, self.spent_s, self.multiplied):
             counted.clear()
 
@@ -131,14 +132,14 @@ def watch(built: BuiltEngine, times: PartTimes) -> None:
 
 
 def run(recipe: Recipe, trace_path: str) -> dict[str, object]:
-    """The parts of the steps that serve the trace, all of whose requests come at once."""
+    """Time the parts of the steps that serve the trace, whose requests all come at once."""
     if recipe.device.kind != "cpu":
         raise RecipeError(
             "device.kind", "no CPU, whose steps are timed part by part", "choose a recipe of a CPU",
             value=recipe.device.kind,
         )  # fmt: skip
     text = Text.load(recipe.model.path) if recipe.model.path else None
-    load_trace(trace_path, text)  # before the model is built: a bad file fails at once
+    load_trace(trace_path, text)  # read before the model is built, so that a bad file fails at once
     built, times = build(recipe), PartTimes()
     watch(built, times)
     for _ in range(2):
@@ -149,7 +150,7 @@ def run(recipe: Recipe, trace_path: str) -> dict[str, object]:
 
 
 def figures(times: PartTimes) -> dict[str, object]:
-    """For steps of each kind their number, the time of each part, and how fast products were."""
+    """Return, for each kind of steps, their number, the time of each part, and the speed of products."""
     kinds: dict[str, object] = {}
     for kind in (DECODES, PROMPTS):
         spent_s = times.spent_s[kind]
@@ -164,7 +165,7 @@ def figures(times: PartTimes) -> dict[str, object]:
 
 
 def table(result: Mapping[str, Any]) -> Iterator[str]:
-    """The parts in Markdown: seconds of processor time, and their share of all."""
+    """Yield the parts in Markdown: seconds of processor time, and their share of the total."""
     kinds = [result["kinds"][kind] for kind in (DECODES, PROMPTS)]
     total_s = sum(kind["processor_s"] for kind in kinds)
     counts = [f"{kinds[at]['steps']} {name}" for at, name in enumerate((DECODES, PROMPTS))]
@@ -180,12 +181,12 @@ def table(result: Mapping[str, Any]) -> Iterator[str]:
 
 
 def print_table(result: Mapping[str, Any]) -> None:
-    """A row a part."""
+    """Print a row for each part."""
     print("\n".join(table(result)))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `parts`."""
+    """Add the options of `parts`."""
     add_recipe(parser)
     parser.add_argument("--trace", required=True, metavar="FILE.jsonl", help="requests, as `generate` reads")
     add_json(parser)

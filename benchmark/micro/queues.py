@@ -1,8 +1,8 @@
-"""What does a step cost the host under each policy and queue order, while many wait?
+"""Measure what a step costs the host under each policy and queue order, while many requests wait.
 
-Every slot is busy and requests come and go: of each step's decodes about one is its request's last, and for
-each that is admitted another is added (beside the clock, as hashing is beside the step). The device answers
-at once.
+Every slot is busy and requests come and go: about one decode of each step is its request's last, and a new
+request is added for each that is admitted (outside the measured time, as hashing is off the step). The device
+answers at once.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from recipes.schema.scheduler_section import SchedulerSection
 VOCAB_SIZE = 32_000
 PAGE_SIZE = 16
 PROMPT_TOKENS = (16, 112)
-STEP_S = 0.02  # virtual
+STEP_S = 0.02  # seconds of virtual time
 BASE = "stall_free, fcfs"
 
 
 def variants(num_slots: int) -> dict[str, dict[str, Any]]:
-    """The scheduler's keys for each row, the one that the others are compared with first."""
+    """Return the scheduler's keys for each row; the others are compared with the first."""
     chunks = {"min_chunk_tokens": 32, "max_chunk_tokens": 512}
     return {
         BASE: {},
@@ -51,11 +51,12 @@ def variants(num_slots: int) -> dict[str, dict[str, Any]]:
 
 
 class Bench:
-    """One scheduler that is kept full."""
+    """A scheduler that is kept full."""
 
     def __init__(self, num_slots: int, num_waiting: int, keys: dict[str, Any]) -> None:
         self._random = np.random.default_rng(0)
-        self._answer = (num_slots // 2, num_slots + num_slots // 2)  # so that one in num_slots ends in a step
+        # This mean lets one request of num_slots end in each step.
+        self._answer = (num_slots // 2, num_slots + num_slots // 2)
         longest = PROMPT_TOKENS[1] + self._answer[1]
         budget = max(2 * num_slots, longest) + 512
         asked = SchedulerSection(num_slots=num_slots, max_batch_tokens=budget, **keys)
@@ -69,7 +70,7 @@ class Bench:
         self._now_s = 0.0
 
     def fill(self) -> None:
-        """Bring the queue to its length."""
+        """Fill the queue to its length."""
         random = self._random
         while len(self.scheduler.waiting) < self._num_waiting:
             self._number += 1
@@ -86,7 +87,7 @@ class Bench:
             self.scheduler.add(request)
 
     def step_us(self) -> float:
-        """Microseconds of one step's schedule, batch inputs and commit."""
+        """Return the microseconds of one step's schedule, batch inputs and commit."""
         self.fill()
         self._now_s += STEP_S
         start = time.perf_counter()
@@ -102,11 +103,11 @@ class Bench:
 
 
 def run(num_slots: int, num_waiting: int, num_steps: int) -> Iterator[dict[str, Any]]:
-    """One row for each variant: microseconds a step, and how many times the first one's they are."""
+    """Yield one row for each variant: microseconds of a step, also relative to the first variant."""
     base_us = 0.0
     for name, keys in variants(num_slots).items():
         bench = Bench(num_slots, num_waiting, keys)
-        for _ in range(2 * num_slots):  # until requests end at every step
+        for _ in range(2 * num_slots):  # runs until requests end at every step
             bench.step_us()
         gc.collect()
         times_us = [bench.step_us() for _ in range(num_steps)]
@@ -124,7 +125,7 @@ def run(num_slots: int, num_waiting: int, num_steps: int) -> Iterator[dict[str, 
 
 
 def print_table(result: Mapping[str, Any], num_waiting: int) -> None:
-    """The rows of each number of slots."""
+    """Print the rows of each number of slots."""
     for num_slots, variants_of in result["slots"].items():
         head = f"{num_slots} slots, {num_waiting} waiting"
         print(head.ljust(36) + "µs a step: mean, p50, p99; times the first")

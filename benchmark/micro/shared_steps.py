@@ -1,9 +1,9 @@
-"""How much faster do the tensor ranks of a recipe compute its steps than one, and does the simulation say so?
+"""Compare the steps of a recipe's tensor ranks with those of one rank, measured and simulated.
 
-Rank 0 serves the same requests alone, and then with the others, by turns. The steps that it took alone, and
-sums over all ranks of some sizes that each follow a product, are what the roofline of `simulate --tp` is
-fitted to (simulation/fitted_device.py); no step of several ranks is. What it says of these is held against
-what they took.
+Rank 0 serves the same requests alone, and then with the others, in turns. The roofline of `simulate --tp` is
+fitted (simulation/fitted_device.py) to the steps of rank 0 alone, and to sums of some sizes over all ranks
+that each follow a product; it is fitted to no step of several ranks. Its prediction for these steps is
+compared with the time that they took.
 """
 
 from __future__ import annotations
@@ -44,20 +44,21 @@ from simulation.device import SimulatedDevice
 from simulation.fitted_device import StepSize, fitted_device, predicted_s, with_links
 from simulation.roofline import Roofline
 
-ROUNDS = 5  # of which the median counts, after one that warms up
-SUMMED_TOKENS = (1, 8, 64, 256)  # whose hidden states are added up
-REPEATS = 10  # of them in a round
-READ_SIDE, READ_WEIGHTS = 4096, 4  # of products with one row: more than caches hold
-LEAST_SUM_S = 1e-7  # no sum between processes takes less: what seems to was lost in the products' noise
-Steps = list[tuple[StepSize, float]]  # and the seconds that each took
+ROUNDS = 5  # the median of the rounds counts; one more before them warms up; --rounds takes another number
+SUMMED_TOKENS = (1, 8, 64, 256)  # numbers of tokens whose hidden states are summed
+REPEATS = 10  # repetitions in a round
+READ_SIDE, READ_WEIGHTS = 4096, 4  # sizes of products with one row: more than caches hold
+LEAST_SUM_S = 1e-7  # no sum between processes takes less: a smaller result was lost in the products' noise
+Steps = list[tuple[StepSize, float]]  # sizes of steps and the seconds that each took
 
 
 class TimedSteps:
-    """A runner whose steps are timed. Ranks that choose no tokens hear them from the first."""
+    """A runner whose steps are timed. Ranks that do not sample receive the tokens from the first."""
 
     def __init__(self, runner: Runner, group: Group, slots: SlotPool, config: DecoderConfig) -> None:
         self._runner, self._group, self._slots = runner, group, slots
-        self._seen = Roofline(config, SimulatedDevice.load("epyc")).seen  # which no rate changes
+        # No rate of the device changes what a step reads.
+        self._seen = Roofline(config, SimulatedDevice.load("epyc")).seen
         self.steps: Steps = []
 
     def run(self, batch: Batch) -> Sampled:
@@ -79,33 +80,40 @@ class TimedSteps:
         raise AssertionError("nothing is resized here")
 
 
-def body(recipe: Recipe, world: Group, num_requests: int) -> tuple[list[tuple[Steps, Steps]], Any, float]:
-    """Of each round, the steps of one rank and of all; how long sums of some bytes took; and GB/s of a
-    product with one row, which reads its weight.
+def body(
+    recipe: Recipe, world: Group, num_requests: int, num_rounds: int
+) -> tuple[list[tuple[Steps, Steps]], Any, float]:
+    """Return, for each round, the steps of one rank and of all; the times of sums; and GB/s of a product.
+
+    The product has one row, so its time is that of reading its weight.
     """
     shared = assemble(recipe, world, lambda: 0.0, recipe.parallel.start_timeout_s)
     alone = None
     if world.rank == 0:
         alone = assemble(replace(recipe, parallel=ParallelSection()), clock=lambda: 0.0)
     rounds = []
-    for number in range(1 + ROUNDS):
+    for number in range(1 + num_rounds):
         one = [] if alone is None else timed(alone, ALONE, number, num_requests)
-        world.least(0, torch.device("cpu"))  # the others wait for it
+        world.least(0, torch.device("cpu"))  # the other ranks wait for the first
         rounds.append((one, timed(shared, world, number, num_requests)))
     hidden, dtype = shared.config.hidden_size, TORCH_DTYPES[shared.config.dtype]
-    sums, read_gb_per_s = beside_products(world, dtype, hidden)
+    sums, read_gb_per_s = beside_products(world, dtype, hidden, num_rounds)
     return rounds[1:], sums, read_gb_per_s
 
 
-def beside_products(group: Group, dtype: torch.dtype, hidden: int) -> tuple[list[tuple[int, float]], float]:
-    """How long sums of some bytes take that each follow a product, as they do in a step, where ranks that are
-    done apart wait for each other; and GB/s of the products alone, of one row, which all ranks do at once.
+def beside_products(
+    group: Group, dtype: torch.dtype, hidden: int, num_rounds: int
+) -> tuple[list[tuple[int, float]], float]:
+    """Time sums that each follow a product, as in a step, and the products alone.
+
+    Ranks that finish a product at different times wait for each other in the sum. Returns (bytes, seconds)
+    for each size, and GB/s of the products alone, of one row, which all ranks compute at once.
     """
     weights = [torch.ones(READ_SIDE, READ_SIDE, dtype=dtype) for _ in range(READ_WEIGHTS)]
     row, num_bytes = torch.ones(1, READ_SIDE, dtype=dtype), sum(weight.nbytes for weight in weights)
 
     def seconds(x: torch.Tensor | None) -> float:
-        group.least(0, torch.device("cpu"))  # all begin at once
+        group.least(0, torch.device("cpu"))  # all ranks begin at once
         start_s = time.perf_counter()
         for weight in weights * REPEATS:
             F.linear(row, weight)
@@ -114,7 +122,7 @@ def beside_products(group: Group, dtype: torch.dtype, hidden: int) -> tuple[list
         return (time.perf_counter() - start_s) / REPEATS
 
     summed = [torch.zeros(tokens, hidden, dtype=dtype) for tokens in SUMMED_TOKENS]
-    taken_s = [[seconds(x) for x in (None, *summed)] for _ in range(1 + ROUNDS)][1:]
+    taken_s = [[seconds(x) for x in (None, *summed)] for _ in range(1 + num_rounds)][1:]
     alone_s, *with_sums_s = (statistics.median(column) for column in zip(*taken_s))
     sums = [
         (x.nbytes, max(each_s - alone_s, LEAST_SUM_S) / READ_WEIGHTS)
@@ -124,7 +132,7 @@ def beside_products(group: Group, dtype: torch.dtype, hidden: int) -> tuple[list
 
 
 def timed(built: BuiltEngine, group: Group, seed: int, num_requests: int) -> Steps:
-    """The steps of this rank, of so many requests that are all there at once."""
+    """Return this rank's steps for requests that all come at once."""
     engine: Engine = built.engine
     engine.overlap = False  # a step is timed from its start to its tokens
     engine.runner = runner = TimedSteps(built.runner, group, engine.slots, built.config)
@@ -132,8 +140,8 @@ def timed(built: BuiltEngine, group: Group, seed: int, num_requests: int) -> Ste
     return runner.steps
 
 
-def measure(recipe: Recipe, num_requests: int) -> dict[str, Any]:
-    """What was measured, what is said of it, and the device that it was fitted to."""
+def measure(recipe: Recipe, num_requests: int, num_rounds: int) -> dict[str, Any]:
+    """Return the measured and the simulated times, and the device that was fitted."""
     ranks = recipe.parallel.tensor
     if ranks < 2 or recipe.parallel.pipeline > 1:
         raise RecipeError(
@@ -147,7 +155,7 @@ def measure(recipe: Recipe, num_requests: int) -> dict[str, Any]:
             "device.kind", "only a CPU computes while the host waits for it", "set it to cpu",
             value=recipe.device.kind,
         )  # fmt: skip
-    (rounds, sums, read_gb_per_s), *_ = in_ranks(recipe, body, num_requests)
+    (rounds, sums, read_gb_per_s), *_ = in_ranks(recipe, body, num_requests, num_rounds)
     config = model_config(recipe)
     base = SimulatedDevice.load(device_name(recipe, None))
     device = fitted_device(base, config, [each for one, _ in rounds for each in one], read_gb_per_s)
@@ -167,7 +175,7 @@ def measure(recipe: Recipe, num_requests: int) -> dict[str, Any]:
 
 
 def compared(roofline: Roofline, rounds: list[Steps]) -> dict[str, float]:
-    """Seconds of all steps of a round as measured and as predicted, and how far a step is off: medians."""
+    """Return medians: seconds of a round's steps, measured and predicted, and the error of a step."""
     measured_s = [sum(taken_s for _, taken_s in steps) for steps in rounds]
     said_s = [sum(predicted_s(roofline, size) for size, _ in steps) for steps in rounds]
     errors = [predicted_s(roofline, size) / taken_s - 1 for steps in rounds for size, taken_s in steps]
@@ -180,7 +188,7 @@ def compared(roofline: Roofline, rounds: list[Steps]) -> dict[str, float]:
 
 
 def print_table(result: Mapping[str, Any]) -> None:
-    """A row a number of ranks, in Markdown."""
+    """Print a Markdown row for each number of ranks."""
     found = result["ranks"]
     device = found["device"]
     print(
@@ -198,16 +206,23 @@ def print_table(result: Mapping[str, Any]) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `ranks`."""
+    """Add the options of `ranks`."""
     add_recipe(parser)
     parser.add_argument(
         "--requests", type=whole(1, MOST_COUNT), default=32, metavar="N", help="of a round (default: 32)"
+    )
+    parser.add_argument(
+        "--rounds",
+        type=whole(1, MOST_COUNT),
+        default=ROUNDS,
+        metavar="N",
+        help=f"of which the median counts, after one that warms up (default: {ROUNDS})",
     )
     add_json(parser)
 
 
 def main(options: argparse.Namespace) -> None:
     recipe, clock = load(options.recipe, options.overrides, options.profile), RunClock()
-    found = measure(recipe, options.requests)
+    found = measure(recipe, options.requests, options.rounds)
     described = {"benchmark": "ranks", "machine": versions.describe(), "clock": clock.read()}
     show({**described, "ranks": found}, options, print_table)

@@ -1,8 +1,9 @@
-"""How fast is the simulation itself?
+"""Measure the speed of the simulation itself.
 
-Decode: every slot decodes from the first step to the last. Trace: Poisson arrivals of drawn lengths, with and
-without prefix sharing; prompts are random, so that pages are named, published and evicted, and none is found.
-Seconds are of the wall and of this process's CPU: on a busy machine only the second says something.
+Decode: every slot decodes from the first step to the last. Trace: Poisson arrivals of random lengths, with
+and without prefix sharing; prompts are random, so that pages are hashed, published and evicted, and none is
+found. Seconds are given as wall time and as CPU time of this process; on a busy machine only the CPU time is
+meaningful.
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ from simulation.serve import serve
 
 RECIPE = "recipes/bench/llama2_7b_cuda.yaml"
 DEVICE, NUM_DEVICES = "ascend910b", 8
-PROMPT_TOKENS, ANSWER_TOKENS = 300, 1000  # in the pure decode
+PROMPT_TOKENS, ANSWER_TOKENS = 300, 1000  # tokens of a request in the pure decode
 
 
 def decodes(num_slots: int) -> Iterator[Request]:
-    """As many requests as slots, all there at the start and equally long."""
+    """Yield as many requests as slots, all there at the start and equally long."""
     for number in range(num_slots):
         yield Request(str(number), np.zeros(PROMPT_TOKENS, dtype=np.int32), _params(ANSWER_TOKENS))
 
 
 def drawn(count: int, rate_per_s: float, prompt: Draw, output: Draw, vocab_size: int) -> Iterator[Request]:
-    """Poisson arrivals, each with a prompt of its own."""
+    """Yield Poisson arrivals, each with a prompt of its own."""
     arrivals, prompts, outputs, tokens = (np.random.default_rng([0, each]) for each in range(4))
     times_s = np.cumsum(arrivals.exponential(1 / rate_per_s, count)).tolist()
     asked = zip(times_s, prompt(prompts, count).tolist(), output(outputs, count).tolist())
@@ -51,7 +52,7 @@ def drawn(count: int, rate_per_s: float, prompt: Draw, output: Draw, vocab_size:
 
 
 def measure(planned: Placement, trace: Iterable[Request], *, sharing: bool) -> dict[str, object]:
-    """The speed of one run, without what it takes to build an engine."""
+    """Measure the speed of one run, without the time to build an engine."""
     cache = replace(planned.recipe.cache, prefix_sharing=sharing)
     scheduler = scheduler_of(planned.recipe.scheduler, cache, planned.limits())
     costs = planned.costs()
@@ -72,7 +73,7 @@ def measure(planned: Placement, trace: Iterable[Request], *, sharing: bool) -> d
 
 
 def print_table(result: dict[str, Any]) -> None:
-    """A column for each run."""
+    """Print a column for each run."""
     runs = result["simulation"]
     print("".ljust(28) + "".join(name.rjust(18) for name in runs))
     for name in next(iter(runs.values())):
@@ -81,7 +82,7 @@ def print_table(result: dict[str, Any]) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `simulation`."""
+    """Add the options of `simulation`."""
     add = parser.add_argument
     add("--slots", type=whole(1, 2**16), default=256, metavar="N")
     add("--requests", type=whole(1, MOST_COUNT), default=23_608, metavar="N", help="of the drawn trace")
@@ -92,7 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> None:
-    """Measure the three."""
+    """Measure the three runs."""
     clock = RunClock()
     slots = f"scheduler.num_slots={options.slots}"
     planned = place(read(RECIPE, ["model.dtype=float16", slots], None).recipe, DEVICE, NUM_DEVICES)

@@ -1,8 +1,8 @@
-"""How long do the stages of a recipe wait for each other, and does the simulation say so?
+"""Measure how long the stages of a recipe wait for each other, and compare it with the simulation.
 
-Each stage decides the same schedule by itself, and hears from the last that a batch is done, with its tokens.
-What the steps of each stage took in one round gives the simulation the costs for the next. A wait is
-that between two batches of a stage: PB1 where both have prompts, PB2 where one has, PB3 where none has
+Each stage makes the same schedule by itself, and learns from the last stage that a batch is done, with its
+tokens. The times of each stage's steps in one round give the simulation the costs for the next round. A wait
+is the time between two batches of a stage: PB1 where both have prompts, PB2 where one has, PB3 where none has
 (Sarathi, 2023).
 """
 
@@ -38,14 +38,14 @@ from recipes.schema.recipe_error import RecipeError
 from simulation.fitted import Fitted, Timed, features, fit
 from simulation.pipeline import Stages
 
-Costs = list[Fitted]  # of each stage
-ROUNDS = 5  # of which the median counts
-KINDS = ("PB3", "PB2", "PB1")  # by how many of the batches beside a wait have prompts
-PROMPT_TOKENS, ANSWER_TOKENS = (16, 200), (8, 48)  # of a request, from and to
+Costs = list[Fitted]  # costs of each stage
+ROUNDS = 5  # the median of the rounds counts
+KINDS = ("PB3", "PB2", "PB1")  # waits, by the number of neighbouring batches with prompts
+PROMPT_TOKENS, ANSWER_TOKENS = (16, 200), (8, 48)  # range of a request's lengths
 
 
 class TimedLinks(StageLinks):
-    """The same links; `waited_s` adds up while the stage before has not sent."""
+    """The same links; `waited_s` adds up the time until the stage before has sent."""
 
     def __init__(self, links: StageLinks) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class TimedLinks(StageLinks):
 
 
 class TimedStage:
-    """The runner of a stage, whose computing and waiting is timed, and simulated by the `costs` of all."""
+    """A stage's runner with timed computation and waits, simulated beside by the `costs` of all stages."""
 
     def __init__(
         self, runner: Runner, links: TimedLinks, world: Group, slots: SlotPool, costs: Costs
@@ -71,7 +71,7 @@ class TimedStage:
         self.waited_s = dict.fromkeys(KINDS, 0.0)
         self.steps: list[Timed] = []
         self.simulated = Stages(costs, lambda _: 0.0) if costs else None
-        self.done_s = [0.0]  # when each simulated batch has passed all stages, after the time of the first
+        self.done_s = [0.0]  # the first batch's start, then when each simulated batch has passed all stages
         self._num_landed, self._had_prompt = 0, False
 
     def run(self, batch: Batch) -> Sampled:
@@ -88,7 +88,7 @@ class TimedStage:
         leads = self._world.rank == 0
         start_s, since_s = time.perf_counter(), self._links.waited_s
         wait = self._runner.start(batch)
-        if not leads:  # the leader computes when its result is asked for
+        if not leads:  # the leader computes only when its result is asked for
             self._computed(batch, start_s, since_s, has_prompt=has_prompt)
 
         def waited() -> Sampled:
@@ -115,7 +115,7 @@ class TimedStage:
 
 
 def body(recipe: Recipe, world: Group, num_requests: int) -> list[dict[str, Any]]:
-    """What a rank finds in each round, after one that gives the simulation its costs."""
+    """Return a rank's figures of each round, after one that gives the simulation its costs."""
     built = assemble(recipe, world, lambda: 0.0, recipe.parallel.start_timeout_s)
     engine, decoder = built.engine, built.runner.decoder
     decoder.stages = links = TimedLinks(decoder.stages)
@@ -140,13 +140,13 @@ def body(recipe: Recipe, world: Group, num_requests: int) -> list[dict[str, Any]
         texts: list[str] = [""] * world.size
         dist.all_gather_object(texts, fit(runner.steps).in_json())
         first_of_each = reversed(texts[:: recipe.parallel.tensor])  # the last stage has the first ranks
-        # As they were recorded, all from the first step on: the stages of one machine are slow together
+        # The costs are replayed as recorded, from the first step on: stages of one machine are slow together.
         costs = [Fitted.from_json(each.encode(), "a stage").rewound() for each in first_of_each]
     return found[1:]
 
 
 def serve(engine: Engine, random: np.random.Generator, num_requests: int, vocab_size: int) -> None:
-    """Requests of all lengths, all of which are there at once."""
+    """Serve requests of all lengths, which all come at once."""
     for number in range(num_requests):
         prompt = random.integers(0, vocab_size, int(random.integers(*PROMPT_TOKENS)))
         params = SamplingParams(
@@ -158,7 +158,7 @@ def serve(engine: Engine, random: np.random.Generator, num_requests: int, vocab_
 
 
 def measure(recipe: Recipe, num_requests: int) -> dict[str, Any]:
-    """Shares of the time of all stages, the median of the rounds each."""
+    """Return shares of the time of all stages, each the median of the rounds."""
     stages = recipe.parallel.pipeline
     if stages < 2:
         raise RecipeError(
@@ -195,21 +195,21 @@ def measure(recipe: Recipe, num_requests: int) -> dict[str, Any]:
 
 
 def shares(of_stages: list[dict[str, Any]]) -> dict[str, float]:
-    """Of the time of these stages: what each kind of wait took, and what was computed."""
+    """Return the share of these stages' time that each kind of wait took, and the share that was computed."""
     total_s = sum(each["seconds"] for each in of_stages)
     waited = {kind: sum(each["waited_s"][kind] for each in of_stages) / total_s for kind in reversed(KINDS)}
     return waited | {"busy": sum(each["busy_s"] for each in of_stages) / total_s}
 
 
 def simulated_shares(found: dict[str, Any], stages: int) -> dict[str, float]:
-    """The same of all simulated stages."""
+    """Return the same shares of all simulated stages."""
     total_s = stages * found["simulated_seconds"]
     waited = {kind: found["simulated_waited_s"][kind] / total_s for kind in reversed(KINDS)}
     return waited | {"busy": found["simulated_busy_s"] / total_s}
 
 
 def print_table(result: Mapping[str, Any]) -> None:
-    """A row a stage, in Markdown; what is neither is the host's."""
+    """Print a Markdown row for each stage; the rest of the time is the host's."""
     found = result["stages"]
     names = [*reversed(KINDS), "busy"]
     print(f"{found['requests']} requests over {found['stages']} stages in {found['seconds']} s, of which")
@@ -220,7 +220,7 @@ def print_table(result: Mapping[str, Any]) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `stages`."""
+    """Add the options of `stages`."""
     add_recipe(parser)
     parser.add_argument("--requests", type=whole(1, MOST_COUNT), default=48, metavar="N", help="of a round")
     add_json(parser)

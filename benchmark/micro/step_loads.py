@@ -1,4 +1,4 @@
-"""What must a device read and multiply in one step?"""
+"""Compute what a device must read and multiply in one step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from simulation.roofline import attention_operations
 
 @dataclass(frozen=True, slots=True)
 class StepLoad:
-    """The spans of one step: so many decodes at one context, so many prompts of one length, or both."""
+    """The spans of one step: decodes at one context, prompts of one length, or both."""
 
     num_decodes: int = 0
     context: int = 0
@@ -40,7 +40,7 @@ class StepLoad:
 
 
 def pair(text: str) -> tuple[int, int]:
-    """`32x1024`: so many, of so many tokens; raises ValueError."""
+    """Parse `32x1024` as a count and a number of tokens; raises ValueError."""
     found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
     if found is None:
         raise ValueError(f"{text} is not of the form COUNTxTOKENS, as in 32x1024")
@@ -52,18 +52,18 @@ def pair(text: str) -> tuple[int, int]:
 
 
 def read_bytes(config: DecoderConfig, load: StepLoad) -> int:
-    """What a step must read: keys, values and all weights but an embedding, of which it takes few rows."""
+    """Return the bytes that a step must read: keys, values and all weights except rows of an embedding."""
     return config.step_weight_bytes + cached_bytes(config, load)
 
 
 def cached_bytes(config: DecoderConfig, load: StepLoad) -> int:
-    """Keys and values that the spans of a step see, over all layers."""
+    """Return the bytes of keys and values that the spans of a step see, over all layers."""
     seen = sum(min(stop, window or stop) for window in config.windows for stop in load.stops)
     return config.num_kv_heads * config.kv_layer_bytes * seen
 
 
 def operations(config: DecoderConfig, load: StepLoad) -> int:
-    """What a step must multiply and add: linears for each token, logits for each span, attention."""
+    """Return a step's operations: linears for each token, logits for each span, and attention."""
     table = config.vocab_size * config.hidden_size
     linears = config.num_active_parameters - table * (1 if config.tie_embeddings else 2)
     pairs = 0

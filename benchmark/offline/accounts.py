@@ -1,4 +1,4 @@
-"""What must a result say of its run, so that it can be audited?"""
+"""Collect what a result must state about its run so that it can be audited."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ Result = dict[str, object]
 
 
 def accounts(engine: Engine, requests: Sequence[Request], timeline: Timeline, duration_s: float) -> Result:
-    """What the laws need beside the figures.
+    """Return what the gate's laws need beside the figures.
 
-    The figures know one answer of each request. Where some failed or were searched for, there are no records;
-    where the engine did not end just these requests, each in a step (there are more samples, or stop strings,
-    which end a request between steps), there are no means over time either.
+    The figures know one answer of each request. Where some requests failed or were searched for, there are no
+    records. Where the engine did not end just these requests, each in a step, there are no means over time
+    either: there may be more samples, or stop strings, which end a request between steps.
     """
     steps = timeline.steps
     done = [r for r in requests if r.finish_reason in DONE]
@@ -47,15 +47,17 @@ def accounts(engine: Engine, requests: Sequence[Request], timeline: Timeline, du
 
 
 def _asked(requests: Sequence[Request]) -> Result:
-    """How answers ended, and how many tokens they might have had, of requests whose records are kept."""
+    """Return how answers ended, and the most tokens that they could have, for requests with records."""
     ended_by = Counter(sorted(str(each.finish_reason) for each in requests))
     asked = sum(each.params.max_tokens for each in requests)
     return {"ended_by": dict(ended_by), "asked_output_tokens": asked}
 
 
 def hardware(built: BuiltEngine, recipe: Recipe, machine: Mapping[str, object]) -> Result:
-    """What computed, what a step reads, and from which memory; the profile is None for a device that has
-    none."""
+    """Return what computed, what a step reads, and from which memory.
+
+    The profile is None for a device that has none.
+    """
     attention, on_host = type(built.runner.attention), recipe.device.kind == "cpu"
     return {
         "computed_on": {
@@ -76,10 +78,10 @@ def hardware(built: BuiltEngine, recipe: Recipe, machine: Mapping[str, object]) 
 
 
 def means_over_time(steps: Sequence[StepRecord], arrivals_s: Sequence[float], duration_s: float) -> Result:
-    """How many requests ran, and were in the system at all, on average over the run.
+    """Return the mean number of requests that ran, and that were in the system at all.
 
-    Counted at the end of each step for all the time since the one before, unless nobody was left then; and
-    of who came during a step, which keeps newcomers out, from the arrival on.
+    They are counted at the end of each step for the whole time since the step before, unless no request was
+    left then; a request that came during a step, which cannot join it, is counted from its arrival.
     """
     running, present = 0.0, -sum(arrivals_s)
     before_s, left = 0.0, 0
@@ -88,15 +90,18 @@ def means_over_time(steps: Sequence[StepRecord], arrivals_s: Sequence[float], du
         taken_s = step.end_s - since_s
         running += step.num_running * taken_s
         present += (step.num_running + step.num_waiting) * taken_s
-        present += (step.num_running + step.num_waiting - left) * since_s  # newcomers, less their arrivals
+        # Newcomers, counted from their arrivals.
+        present += (step.num_running + step.num_waiting - left) * since_s
         before_s, left = step.end_s, step.num_running + step.num_waiting - step.num_ended
     per_s = 1 / duration_s if duration_s > 0 else 0.0
     return {"mean_running": round(running * per_s, 4), "mean_in_system": round(present * per_s, 4)}
 
 
 def records(requests: Sequence[Request], token_times_s: Mapping[str, Sequence[float]]) -> list[Result]:
-    """What became of each request; times count from the first arrival. The tokens' own are given where each
-    token of every answer came in a step."""
+    """Return a record of each request; times count from the first arrival.
+
+    The times of tokens are included where each token of every answer came in a step.
+    """
     origin_s = min((r.arrival_s for r in requests), default=0.0)
     in_steps = all(len(token_times_s.get(r.id, ())) == len(r.answer) for r in requests)
 

@@ -1,4 +1,4 @@
-"""What does a run look like? Slots over time, drawn."""
+"""Draw a run: its slots and pages over time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import matplotlib as mpl
 
-mpl.use("Agg")  # files, no screen
+mpl.use("Agg")  # draws files, without a display
 
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
@@ -15,17 +15,17 @@ from matplotlib.patches import Patch
 
 from benchmark.offline.timeline import Timeline
 
-Bar = tuple[float, float]  # start and width, seconds
+Bar = tuple[float, float]  # start and width, in seconds
 
 
 def request_colour(number: int, *, decode: bool) -> tuple[float, float, float]:
-    """A colour for each request, far from its neighbours'; a prompt's is the dark shade of its answer's."""
+    """Return a request's colour, far from its neighbours'; a prompt has the dark shade of its answer's."""
     hue = number * 0.6180339887 % 1.0  # the golden ratio spreads any number of hues
     return colorsys.hsv_to_rgb(hue, 0.45, 0.95) if decode else colorsys.hsv_to_rgb(hue, 0.9, 0.5)
 
 
 def bars(timeline: Timeline) -> dict[tuple[int, str, bool], list[Bar]]:
-    """Stretches of unbroken work by (row, request, is a decode)."""
+    """Return stretches of unbroken work by (row, request, is a decode)."""
     drawn: dict[tuple[int, str, bool], list[Bar]] = {}
     for step in timeline.steps:
         for row, request_id, decode in zip(step.rows, step.request_ids, step.decodes):
@@ -38,7 +38,7 @@ def bars(timeline: Timeline) -> dict[tuple[int, str, bool], list[Bar]]:
 
 
 def accepted(timeline: Timeline) -> dict[int, list[Bar]]:
-    """Steps in which drafts of a row were right, by row."""
+    """Return the steps in which drafts of a row were accepted, by row."""
     drawn: dict[int, list[Bar]] = {}
     for step in timeline.steps:
         for row, count in zip(step.rows, step.num_accepted):
@@ -48,9 +48,7 @@ def accepted(timeline: Timeline) -> dict[int, list[Bar]]:
 
 
 def draw_slots(axes: Axes, timeline: Timeline, origin_s: float, title: str) -> None:
-    """One row of the picture for each slot; each request in its colour, with a white line where drafts were
-    right.
-    """
+    """Draw one row for each slot: a colour for each request, a white line where drafts were accepted."""
     numbers: dict[str, int] = {}
     for (row, request_id, decode), stretches in bars(timeline).items():
         number = numbers.setdefault(request_id, len(numbers))
@@ -73,7 +71,7 @@ def draw_slots(axes: Axes, timeline: Timeline, origin_s: float, title: str) -> N
 
 
 def draw_pages(axes: Axes, timeline: Timeline, origin_s: float, num_pages: int) -> None:
-    """The share of pages that rows hold, step by step."""
+    """Draw the share of pages that rows hold, step by step."""
     times_s = [step.end_s - origin_s for step in timeline.steps]
     axes.step(times_s, [step.held_pages / num_pages for step in timeline.steps], where="post")
     axes.set_ylim(bottom=0)
@@ -97,7 +95,7 @@ def save_run(path: Path, timeline: Timeline, origin_s: float, num_pages: int) ->
 
 
 def save_slots(path: Path, runs: list[tuple[str, Timeline, float]]) -> None:
-    """Draw runs, each (title, timeline, time of its first arrival), one above the other on one time axis."""
+    """Draw runs, each (title, timeline, time of its first arrival), above one another on one time axis."""
     figure, all_axes = plt.subplots(len(runs), 1, sharex=True, figsize=(12, 4.2 * len(runs)), squeeze=False)
     for axes, (title, timeline, origin_s) in zip(all_axes[:, 0], runs):
         draw_slots(axes, timeline, origin_s, title)
@@ -107,7 +105,7 @@ def save_slots(path: Path, runs: list[tuple[str, Timeline, float]]) -> None:
         Patch(color=request_colour(0, decode=True), label="answer (decode)"),
         Patch(facecolor="white", edgecolor="grey", label="idle"),
     ]
-    # above the axes, beside the title: within them it would hide bars
+    # The legend is above the axes, beside the title: within them it would hide bars.
     all_axes[0, 0].legend(
         handles=shades, loc="lower right", bbox_to_anchor=(1, 1), ncols=3, frameon=False, borderaxespad=0.3
     )

@@ -1,4 +1,4 @@
-"""How long does one batch of requests take, again and again? In the terms of `vllm bench latency`.
+"""Measure the latency of one batch of requests repeatedly, in the terms of `vllm bench latency`.
 
 The engine is in this process. --batch-size requests of one size come at once; the latency is the time until
 the last has ended, in seconds.
@@ -31,7 +31,7 @@ PERCENTILES = (10, 25, 50, 75, 90, 99)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `latency`."""
+    """Add the options of `latency`."""
     add_recipe(parser)
     add = parser.add_argument
     add("--batch-size", type=whole(1, MOST_COUNT), default=8, metavar="N")
@@ -88,7 +88,10 @@ def main(options: argparse.Namespace) -> None:
 
 
 def by_the_wall(requests: Sequence[Request], timeline: Timeline) -> dict[str, float]:
-    """From the arrival to the end of the first step, and from there to that of the last on another clock."""
+    """Return the time from the arrival to the end of the first step, and from there to the last's.
+
+    The second time is taken from the wall clock, the first from the engine's clock.
+    """
     first, last = timeline.steps[0], timeline.steps[-1]
     arrival_s = min(request.arrival_s for request in requests)
     return {
@@ -98,7 +101,7 @@ def by_the_wall(requests: Sequence[Request], timeline: Timeline) -> dict[str, fl
 
 
 def batches(runs: list[dict]) -> dict[str, object]:
-    """One reading for each batch, which the figures of all of them are held to."""
+    """Return one reading for each batch, against which the figures of all batches are checked."""
 
     def cell(run: dict, name: str) -> object:
         found = run["duration_s"] if name == "latency_s" else run[name]
@@ -108,7 +111,7 @@ def batches(runs: list[dict]) -> dict[str, object]:
 
 
 def figures(runs: list[dict]) -> dict[str, object]:
-    """Latencies of the batches, and what they come to together."""
+    """Return the latencies of the batches, and their summary."""
     latencies = [run["duration_s"] for run in runs]
     counts = {name: sum(run[name] for run in runs) for name in ("requests", "completed", "failed")}
     tokens = {name: sum(run[name] for run in runs) for name in ("prompt_tokens", "output_tokens")}

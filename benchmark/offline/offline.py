@@ -1,4 +1,4 @@
-"""How does an engine in this process serve a trace?"""
+"""Serve a trace with an engine in this process."""
 
 from __future__ import annotations
 
@@ -28,8 +28,11 @@ from serving.text.tokenizer import Text
 
 
 def load_trace(path: str, text: Text | None) -> list[Job | Record]:
-    """The jobs of a JSONL file; raises ValueError where there are none, and for a line that is no request,
-    because a benchmark of fewer requests than were asked for would not say so."""
+    """Return the jobs of a JSONL file.
+
+    Raises ValueError where there are none, and for a line that is no request, because a benchmark of fewer
+    requests than were asked for would not say so.
+    """
     check_rereadable(Path(path))
     jobs = list(read_jobs(lines_in(path), text))
     refused = [job["error"] for job in jobs if not isinstance(job, Job)]
@@ -48,7 +51,7 @@ def serve(engine: Engine, text: Text | None, jobs: Sequence[Job | Record]) -> tu
 
 
 def cache_figures(built: BuiltEngine) -> dict[str, object]:
-    """What the pools hold now, and what was moved in them since the engine was built."""
+    """Return what the pools hold now, and what was moved in them since the engine was built."""
     figures = asdict(usage(built.engine.scheduler, built.memory.page_bytes))
     return {name: round(value, 4) if isinstance(value, float) else value for name, value in figures.items()}
 
@@ -61,10 +64,10 @@ def run(
     num_runs: int,
     plot: Path | None = None,
 ) -> dict[str, object]:
-    """Serve a trace and return its figures; `plot` is the path of a picture to draw."""
+    """Serve a trace and return its figures; `plot` is the path of a chart to draw."""
     recipe = read(recipe_path, overrides, profile).recipe
     text = Text.load(recipe.model.path) if recipe.model.path else None
-    load_trace(trace_path, text)  # before the model is built: a bad file fails at once
+    load_trace(trace_path, text)  # read before the model is built, so that a bad file fails at once
     described = {"recipe": recipe_path, "overrides": list(overrides), "profile": profile}
     described["trace"] = Path(trace_path).name
     return measure(described, recipe, text, lambda _: load_trace(trace_path, text), num_runs, plot)
@@ -78,9 +81,9 @@ def measure(
     num_runs: int,
     plot: Path | None = None,
 ) -> dict[str, object]:
-    """The run of median throughput, after one that is not counted, so that no figure holds a compilation.
+    """Return the run of median throughput, after one uncounted run, so that no figure includes a compilation.
 
-    The versions and the machine stand beside the figures, with what `described` says of the run.
+    The versions and the machine are added to the figures, with what `described` says of the run.
     """
     built = build(recipe)
     engine = built.engine
@@ -130,10 +133,10 @@ def measure(
 
 
 def print_table(result: dict[str, object]) -> None:
-    """Figures of one run, one a line."""
+    """Print the figures of one run, one a line."""
     for name, value in result.items():
         if name in ("records", "metrics", "counters", "counters_after_all_runs", "settings", "facts"):
-            continue  # one line for each request, moment or key is for programs
+            continue  # details of each request, moment or key are for programs
         if name == "verdict" and isinstance(value, dict):
             value = verdict_line(value)
         elif isinstance(value, dict):
@@ -142,13 +145,13 @@ def print_table(result: dict[str, object]) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `offline`."""
+    """Add the options of `offline`."""
     add_trace_arguments(parser)
     parser.add_argument("--plot", type=outputs.picture, metavar="FILE.png", help="slots and pages over time")
 
 
 def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
-    """What is served by what, and how often."""
+    """Add the options for recipe, trace and number of runs."""
     add_recipe(parser)
     add = parser.add_argument
     add("--trace", required=True, metavar="FILE.jsonl", help="requests, as `generate` reads them")

@@ -1,12 +1,13 @@
-"""What does speculation bring, at which load, on which text?
+"""Measure what speculation gains, by load and by text.
 
 Plain decoding and each kind of speculation serve the same requests, in turn, and medians of the runs are
 compared. A kind keeps between its runs what it has learnt of lengths and times, as a server does between
-requests, but no text and no pages. A draft model, or a head, takes part where the recipe names one, and is
-then loaded beside all kinds. Some requests quote: their prompt holds the answer that they get. Others get an
+requests, but no text and no pages. A draft model or a head takes part where the recipe names one, and is then
+loaded beside all kinds. Some requests quote: their prompt holds the answer that they get. Others get an
 ordinary answer, or begin with random tokens. A load is the number of requests that run at once: where one
-ends the next begins, so that all slots are busy from the first measured step to the last. Answers are half as
-long to half as long again as --answer says, so that requests end one by one, as those of a server do.
+ends the next begins, so that all slots are busy from the first measured step to the last. Answers are between
+half and one and a half times as long as --answer says, so that requests end one by one, as those of a server
+do.
 """
 
 from __future__ import annotations
@@ -41,14 +42,15 @@ from recipes.schema.reader import read
 from recipes.schema.speculation_section import DRAFTERS
 
 TEXTS = ("quoting", "ordinary", "random")
-ROUNDS = 4  # of as many requests as run at once: the first warms up, two are measured, the last fills up
+# Rounds of as many requests as run at once: the first warms up, two are measured, the last fills up.
+ROUNDS = 4
 WAYS = ("throughput", "source", "fixed")
 KINDS = ("plain", *(f"{name}, {way}" for name in PROPOSERS for way in WAYS))
 
 
 @dataclass(frozen=True, slots=True)
 class SpeculationLoad:
-    """What is served."""
+    """The requests that are served."""
 
     prompt_tokens: int
     answer_tokens: int
@@ -57,7 +59,7 @@ class SpeculationLoad:
 
 
 def proposer_of(kind: str) -> str:
-    """Who guesses, by a kind's name."""
+    """Return the proposer in a kind's name."""
     return kind.split(", ")[0]
 
 
@@ -70,7 +72,7 @@ def _not_named(kind: str) -> str:
 
 
 def lengths_of(kind: str, slots: SlotPool, most: int) -> Lengths | None:
-    """What a kind's name says; None for plain decoding."""
+    """Return the choice of lengths in a kind's name; None for plain decoding."""
     if kind == "plain":
         return None
     made: dict[str, Callable[[], Lengths]] = {
@@ -89,15 +91,15 @@ def run(
     asked: Sequence[str] | None,
     load: SpeculationLoad,
 ) -> dict[str, Any]:
-    """A row for each text, load and kind; what a kind brings is over plain decoding of the same row.
+    """Return a row for each text, load and kind; a gain is relative to plain decoding of the same row.
 
-    Of all kinds, or those `asked` for; raises ValueError for a draft model, or a head, that the recipe does
-    not name.
+    All kinds take part, or those `asked` for; raises ValueError for a draft model or a head that the recipe
+    does not name.
     """
     clock = RunClock()
     most_tokens = 2 * (load.prompt_tokens + _longest(load))
     keys = [f"scheduler.num_slots={max(loads)}", f"scheduler.max_request_tokens={most_tokens}"]
-    keys.append(f"speculation.max_tokens={load.most_drafts}")  # for so many a head keeps features
+    keys.append(f"speculation.max_tokens={load.most_drafts}")  # a head stores features for this many drafts
     recipe = read(recipe_path, [*overrides, *keys], profile).recipe
     absent = set(ON_DEVICE) - {recipe.speculation.kind}
     for kind in asked or ():
@@ -131,7 +133,7 @@ def _longest(load: SpeculationLoad) -> int:
 
 
 def _prompts(engine: Engine, text: str, num: int, load: SpeculationLoad, vocab_size: int) -> list[list[int]]:
-    """Random tokens; for ordinary answers what the model says after these, and for quotes that twice over."""
+    """Return random tokens, the model's answers to them, or these answers between the tokens twice."""
     random = np.random.default_rng(TEXTS.index(text))
     prompts: list[list[int]] = random.integers(3, vocab_size, (num, load.prompt_tokens)).tolist()
     if text == "random":
@@ -143,7 +145,10 @@ def _prompts(engine: Engine, text: str, num: int, load: SpeculationLoad, vocab_s
 
 
 def _requests(prompts: list[list[int]], answer_tokens: Sequence[int], salt: str) -> list[Request]:
-    """They share no pages with requests of another salt, of which a draft model may have computed none."""
+    """Build requests that share no pages with requests of another salt.
+
+    A draft model may have computed none of the pages that another kind has filled.
+    """
     return [
         Request(
             str(number),
@@ -167,7 +172,7 @@ def _answers(engine: Engine, prompts: list[list[int]], answer_tokens: int) -> li
 def _rows(
     engine: Engine, text: str, prompts: list[list[int]], kinds: Sequence[str], load: SpeculationLoad
 ) -> list[dict[str, Any]]:
-    """Kinds take turns, so that what else the machine does meets all of them; what they say is the same."""
+    """Measure the kinds in turns, so that other load on the machine affects all; their answers must agree."""
     windows: dict[str, list[Window]] = {kind: [] for kind in kinds}
     slots, most = engine.slots, load.most_drafts
     learnt = {kind: lengths_of(kind, slots, most) for kind in kinds}
@@ -212,7 +217,7 @@ def _rows(
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What came while all slots were busy."""
+    """What was computed while all slots were busy."""
 
     seconds: float
     tokens: int
@@ -222,9 +227,10 @@ class Window:
 
 
 def _serve(engine: Engine, requests: list[Request]) -> tuple[Window, dict[str, list[int]]]:
-    """Serve a part of them at once, and measure from the end of as many to the end of three times as many.
+    """Serve a quarter of the requests at once, and measure until three quarters have ended.
 
-    So each token of the window has its share of a prompt beside it. What runs then is aborted.
+    The first quarter to end warms up. Each token of the window has its share of a prompt beside it. Requests
+    that still run at the end are aborted.
     """
     counters, at_once = engine.scheduler.counters, len(requests) // ROUNDS
     to_come = iter(requests)
@@ -256,7 +262,7 @@ def _serve(engine: Engine, requests: list[Request]) -> tuple[Window, dict[str, l
 
 
 def print_table(result: dict[str, Any]) -> None:
-    """A row for each text, load and kind."""
+    """Print a row for each text, load and kind."""
     print(f"{'text':10}{'slots':>6}  {'kind':22}{'tokens/s':>10}{'x plain':>9}{'accepted':>10}{'a step':>8}")
     for row in result["rows"]:
         share = f"{row['accepted'] / row['drafted']:.0%}" if row["drafted"] else "-"
@@ -271,7 +277,7 @@ def print_table(result: dict[str, Any]) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `speculation`."""
+    """Add the options of `speculation`."""
     add_recipe(parser)
     add = parser.add_argument
     add("--loads", type=wholes(1, 2**16), default=[1, 4, 16, 32], metavar="N,N,...", help="requests at once")

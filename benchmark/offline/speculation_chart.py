@@ -1,4 +1,4 @@
-"""What does each kind of speculation bring, as the load grows?"""
+"""Draw the gain of each kind of speculation over the load."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 import matplotlib as mpl
 
-mpl.use("Agg")  # files, no screen
+mpl.use("Agg")  # draws files, without a display
 
 from matplotlib import pyplot as plt
 
 
 def save(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Draw one field for each text: times plain decoding over requests at once, a line a kind."""
+    """Draw one field for each text: gain over plain decoding by requests at once, one line for each kind."""
     texts = list(dict.fromkeys(row["text"] for row in rows))
     figure, fields = plt.subplots(1, len(texts), sharey=True, figsize=(4.2 * len(texts), 4), squeeze=False)
     for axes, text in zip(fields[0], texts):

@@ -1,7 +1,7 @@
-"""How long do running answers wait while long prompts come in, whole and in chunks?
+"""Measure how long running answers wait while long prompts come in, whole and in chunks.
 
-Every slot but a few is kept answering, and a long prompt arrives each so many seconds. The same requests are
-served twice in this process: by whole prompts beside the decodes (orca), and by stall_free in chunks.
+All slots but a few are kept answering, and a long prompt arrives at a fixed interval. The same requests are
+served twice in this process: with whole prompts beside the decodes (orca), and in chunks (stall_free).
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from serving.offline import Job
 
 @dataclass(frozen=True, slots=True)
 class StallLoad:
-    """What is served."""
+    """The requests that are served."""
 
-    prompt_tokens: int  # of a long prompt
-    every_s: float  # one arrives
+    prompt_tokens: int  # tokens of a long prompt
+    every_s: float  # interval between long prompts
     num_prompts: int
-    num_answers: int  # that run beside them
+    num_answers: int  # answers that run beside them
     answer_tokens: int
     chunk_tokens: int
 
     def jobs(self, vocab_size: int) -> list[Job]:
-        """New requests, always the same."""
+        """Return new requests, the same at every call."""
         random = np.random.default_rng(0)
         return [Job(request) for request in self._requests(random, vocab_size)]
 
@@ -55,7 +55,7 @@ class StallLoad:
             yield Request(f"prompt {number}", prompt, params, arrival_s=number * self.every_s)
 
     def ways(self) -> dict[str, list[str]]:
-        """The recipe's keys for both."""
+        """Return the recipe's keys for both ways."""
         num_slots, longest = self.num_answers + 2, max(self.prompt_tokens + 2, self.answer_tokens + 16)
         budget = max(num_slots, self.chunk_tokens + self.num_answers)
         both = [f"scheduler.num_slots={num_slots}", f"scheduler.max_request_tokens={longest}"]
@@ -68,7 +68,7 @@ class StallLoad:
 
 
 def run(recipe_path: str, overrides: Sequence[str], profile: str | None, load: StallLoad) -> dict[str, Any]:
-    """Figures of both ways, and how many times those of the whole prompts the chunks' are."""
+    """Return the figures of both ways, and the ratios of chunks to whole prompts."""
     clock = RunClock()
     figures = {
         name: _serve(recipe_path, [*overrides, *keys], profile, load) for name, keys in load.ways().items()
@@ -124,7 +124,7 @@ MOST_ANSWERS = 2**16  # each has a slot
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `stall`."""
+    """Add the options of `stall`."""
     add_recipe(parser)
     add = parser.add_argument
     add("--prompt-tokens", type=whole(1, MOST_TOKENS), default=4096, metavar="N")

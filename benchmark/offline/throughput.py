@@ -1,6 +1,6 @@
-"""How many tokens a second, when all requests are there at once? In the terms of `vllm bench throughput`.
+"""Measure tokens a second when all requests come at once, in the terms of `vllm bench throughput`.
 
-The engine is in this process. Requests are those of a trace, their times left out, or --num-prompts of
+The engine is in this process. Requests are those of a trace without their times, or --num-prompts of
 --input-len random tokens, each answered with --output-len.
 """
 
@@ -27,14 +27,14 @@ INPUT_LEN, OUTPUT_LEN, NUM_PROMPTS = 512, 128, 64
 def jobs(
     built: BuiltEngine, num_prompts: int, input_len: int, output_len: int, seed: int
 ) -> list[Job | Record]:
-    """Random requests of one size that come at once; always the same ones."""
+    """Return random requests of one size that come at once, the same for the same seed."""
     vocab_size = built.config.vocab_size
     load = SyntheticLoad(lengths(str(input_len)), lengths(str(output_len)), vocab_size, seed)
     return [Job(parse_request(line, None)) for line in draw_requests(load, num_prompts)]
 
 
 def at_once(found: list[Job | Record]) -> list[Job | Record]:
-    """The same, without their times."""
+    """Set the arrival of all requests to 0."""
     for job in found:
         if isinstance(job, Job):
             for request in (job.request, *job.request.followers):
@@ -43,7 +43,7 @@ def at_once(found: list[Job | Record]) -> list[Job | Record]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `throughput`."""
+    """Add the options of `throughput`."""
     add_recipe(parser)
     add = parser.add_argument
     add("--trace", metavar="FILE.jsonl", help="requests, as `generate` reads them; if not, random ones:")
@@ -68,7 +68,8 @@ def main(options: argparse.Namespace) -> None:
     recipe = read(options.recipe, options.overrides, options.profile).recipe
     text = Text.load(recipe.model.path) if recipe.model.path else None
     if options.trace is not None:
-        offline.load_trace(options.trace, text)  # before the model is built: a bad file fails at once
+        # Read before the model is built, so that a bad file fails at once.
+        offline.load_trace(options.trace, text)
     num_prompts, input_len, output_len = (
         given or usual for given, usual in zip(sizes, (NUM_PROMPTS, INPUT_LEN, OUTPUT_LEN))
     )
@@ -87,7 +88,7 @@ def main(options: argparse.Namespace) -> None:
 
 
 def in_their_names(result: dict[str, object]) -> dict[str, object]:
-    """The figures that vLLM's users look for first, under the names that they know."""
+    """Return the result with the figures that vLLM's users look for first, under the names that they know."""
     tokens = int(str(result["prompt_tokens"])) + int(str(result["output_tokens"]))
     return {
         "elapsed_time": result["duration_s"],

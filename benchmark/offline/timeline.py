@@ -1,4 +1,4 @@
-"""What happened when? Steps and tokens of one run, and the figures that people quote of them."""
+"""Record the steps and tokens of one run, and compute the figures that are commonly reported."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MOST_READINGS = 500
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One step: when it ran, and for each span its row, its request and how many tokens it computed."""
+    """One step: when it ran, and for each span its row, its request and the number of tokens computed."""
 
     start_s: float
     end_s: float
@@ -28,35 +28,38 @@ class StepRecord:
     request_ids: list[str]
     num_tokens: list[int]
     decodes: list[bool]  # whether the span computed a sampled token, not a part of the prompt
-    held_pages: int  # pages that rows hold, idle cached pages not among them
-    num_running: int  # requests in slots, those that this step ended among them
+    held_pages: int  # pages that rows hold, without idle cached pages
+    num_running: int  # requests in slots, including those that this step ended
     num_waiting: int
     num_ended: int
     num_sampled: int = 0
-    num_accepted: list[int] = field(default_factory=list)  # right drafts of each span; empty: none has drafts
-    counters: Counters = field(default_factory=Counters)  # the engine's after this step
-    wall_s: float = 0.0  # of the wall's clock when it ended
-    cpu_s: float = 0.0  # of all threads of this process
+    # Accepted drafts of each span; empty where no span has drafts.
+    num_accepted: list[int] = field(default_factory=list)
+    counters: Counters = field(default_factory=Counters)  # the engine's counters after this step
+    wall_s: float = 0.0  # the wall clock at its end
+    cpu_s: float = 0.0  # processor time of all threads of this process
 
 
 @dataclass(slots=True)
 class Timeline:
     """Records an engine's steps as they are made. Times are on the engine's clock."""
 
-    before: Counters  # the engine's when the run began
+    before: Counters  # the engine's counters when the run began
     steps: list[StepRecord] = field(default_factory=list)
-    token_times_s: dict[str, list[float]] = field(default_factory=dict)  # of each answer token, by request
+    # Times of each answer token, by request.
+    token_times_s: dict[str, list[float]] = field(default_factory=dict)
 
     def record(self, engine: Engine, step: Step) -> None:
         """Record one step; call it before the next step is made."""
-        # The step's end on the wall's clock, however late this is called
+        # This is the wall-clock time of the step's end, however late this call comes.
         wall_s, now_s = with_wall(engine.clock)
         wall_s -= now_s - step.end_s
         slots, batch = engine.slots, step.batch
         ids = [slots.requests[row].id for row in batch.slots.tolist()]
         pool, prefix = engine.scheduler.pool, engine.scheduler.prefix
-        # An engine that overlaps has begun the next step: a row may still hold a request that this one ended,
-        # or already one that waited until then, and no more can have run than there are slots
+        # An engine that overlaps has begun the next step: a row may still hold a request that this step
+        # ended, or may already hold one that waited until then. No more than the number of slots can have
+        # run.
         held = {slots.requests[row].id for row in slots.busy}
         seen = len(slots.busy) + sum(each.id not in held for each in step.finished)
         num_running = min(seen, slots.num_slots)
@@ -79,8 +82,8 @@ class Timeline:
                 cpu_s=time.process_time(),
             )
         )
-        # A beam search samples for each of its beams; its answer is one token longer all the same. Others may
-        # have several, where drafts were right: they come together
+        # A beam search samples for each of its beams, but its answer grows by one token. Other requests may
+        # get several tokens at once where drafts were accepted.
         searches = set()
         for row in step.owners.tolist():
             request = slots.requests[row]
@@ -92,7 +95,7 @@ class Timeline:
 
 
 def _accepted(step: Step, num_slots: int) -> list[int]:
-    """Right drafts of each span: the tokens that were booked for its row, but one."""
+    """Return the accepted drafts of each span: the tokens that were booked for its row, less one."""
     if not step.batch.num_drafts:
         return []
     booked = np.bincount(step.owners, minlength=num_slots)[step.batch.slots]
@@ -100,7 +103,7 @@ def _accepted(step: Step, num_slots: int) -> list[int]:
     return accepted
 
 
-COLUMNS = (  # of a reading: three of the moment; then sums since the run began
+COLUMNS = (  # columns of a reading: clocks and states of the moment, then sums since the run began
     *("at_s", "running", "waiting", "kv_usage", "held_pages", "wall_s", "cpu_s"),
     *("steps", "spans", "tokens", "sampled", "ended", "page_steps", "running_s"),
     *("prompt_tokens", "hit_tokens", "preemptions"),
@@ -108,10 +111,11 @@ COLUMNS = (  # of a reading: three of the moment; then sums since the run began
 
 
 def readings(timeline: Timeline, origin_s: float, num_pages: int) -> dict[str, object]:
-    """Usage at the ends of at most MOST_READINGS steps and of the last, as a server's metrics are kept.
+    """Return usage at the ends of the last step and of others, at most MOST_READINGS plus one in all.
 
-    Beside it stand the clocks of the wall and of the processor, and what was counted up to there, so that
-    each figure of the run, and each time of a request, has a second source.
+    The form is that of a server's metrics. Beside usage are the clocks of the wall and of the processor, and
+    what was counted up to there, so that each figure of the run, and each time of a request, has a second
+    source.
     """
     steps, before = timeline.steps, timeline.before
     ends_s = np.array([step.end_s for step in steps])
@@ -149,7 +153,7 @@ def readings(timeline: Timeline, origin_s: float, num_pages: int) -> dict[str, o
 
 
 def _taken_s(steps: Sequence[StepRecord]) -> list[float]:
-    """The time since the step before, or since its own start where nobody was left then."""
+    """Return the time since the step before, or since the step's own start where no request was left then."""
     taken_s, before_s, left = [], 0.0, 0
     for step in steps:
         taken_s.append(step.end_s - (before_s if left else step.start_s))
@@ -158,7 +162,7 @@ def _taken_s(steps: Sequence[StepRecord]) -> list[float]:
 
 
 def percentiles(values_s: Sequence[float]) -> Figures:
-    """Mean and percentiles in milliseconds of durations in seconds; empty for no values."""
+    """Return mean and percentiles in milliseconds of durations in seconds; empty for no values."""
     if not len(values_s):
         return {}
     p50, p90, p99 = np.percentile(values_s, [50, 90, 99]) * 1e3
@@ -170,13 +174,16 @@ def percentiles(values_s: Sequence[float]) -> Figures:
 
 
 def end_s(request: Request, times_s: Sequence[float]) -> float | None:
-    """When a client has had its last token. A stop string is found in the text after that."""
+    """Return when a client has had its last token. A stop string is found in the text after that."""
     return times_s[-1] if len(times_s) else request.finish_s
 
 
 def summarise(engine: Engine, requests: Sequence[Request], timeline: Timeline) -> dict[str, object]:
-    """Throughput and latencies of finished requests; the duration runs from the first arrival to the last
-    token. A request that failed is counted, and its tokens are not."""
+    """Return throughput and latencies of finished requests.
+
+    The duration runs from the first arrival to the last token. A request that failed is counted, and its
+    tokens are not.
+    """
     done = [r for r in requests if r.finish_reason in ("stop", "length")]
     start_s = min((r.arrival_s for r in requests), default=0.0)
     ends_s = {r.id: end_s(r, timeline.token_times_s.get(r.id, ())) for r in requests}

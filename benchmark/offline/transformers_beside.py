@@ -1,9 +1,9 @@
-"""How does transformers serve the same trace in the same run: by its own continuous batching, or in batches?
+"""Serve the same trace with transformers in the same run: by its continuous batching, or in static batches.
 
-Batches are static: so many requests in the order of the trace, padded to the longest prompt, run until the
-longest answer ends; what the others are answered beyond their length is not counted. Both get the same model
-in the same type, on the same device, and the same requests, which all come at once. Random weights differ;
-greedy tokens are then not compared, and nothing ends before its length.
+Static batches take requests in the order of the trace, pad them to the longest prompt, and run until the
+longest answer ends; tokens beyond a request's own length are not counted. Both engines get the same model in
+the same dtype, on the same device, and the same requests, which all come at once. Random weights differ
+between them; greedy tokens are then not compared, and no answer ends before its length.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from recipes.schema.recipe import Recipe
 from serving.offline import Job
 from serving.text.tokenizer import Text
 
-PATIENCE_S = 600.0  # for the next answer
+PATIENCE_S = 600.0  # most seconds to wait for the next answer
+_PAGE_TOKENS = 256  # tokens in a page of transformers' cache, which is its own default
 
 
 def run(
@@ -39,7 +40,7 @@ def run(
     num_runs: int,
     static: int | None = None,
 ) -> dict[str, object]:
-    """Output tokens per second of both, and how many times theirs ours is; `static` requests in a batch."""
+    """Return output tokens a second of both, and the ratio ours / theirs; `static` is a batch's size."""
     recipe = read(recipe_path, overrides, profile).recipe
     ours = offline.run(recipe_path, overrides, profile, trace_path, num_runs)
     _give_back(recipe)
@@ -48,10 +49,10 @@ def run(
     model = _model(recipe)
     model.config.eos_token_id = model.generation_config.eos_token_id = None
     rates = [
-        _serve(model, jobs) if static is None else _serve_batches(model, jobs, static)
+        _serve(model, jobs, recipe) if static is None else _serve_batches(model, jobs, static)
         for _ in range(1 + num_runs)
     ]
-    theirs = sorted(rates[1:])[num_runs // 2]  # less the first, which is cold
+    theirs = sorted(rates[1:])[num_runs // 2]  # the first is left out, because it is cold
     beside = {
         "transformers_batch_size": static,
         "transformers_output_tokens_per_s": round(theirs, 2),
@@ -61,14 +62,14 @@ def run(
 
 
 def _give_back(recipe: Recipe) -> None:
-    """Let the device's memory go: the engine has gone out of scope."""
+    """Release the device's memory, now that the engine has gone out of scope."""
     gc.collect()
     if recipe.device.kind != "cpu":
         torch.accelerator.empty_cache()
 
 
 def _model(recipe: Recipe) -> Any:
-    import transformers  # here: it takes seconds
+    import transformers  # imported here because it takes seconds
 
     place, dtype = start(recipe.device).device, TORCH_DTYPES[model_config(recipe).dtype]
     if recipe.model.path is not None and recipe.model.weights == "checkpoint":
@@ -84,15 +85,17 @@ def _model(recipe: Recipe) -> Any:
         return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
-def _serve(model: Any, jobs: Sequence[Job]) -> float:
-    """Output tokens per second from the first request to the last answer, greedy, each to its full length."""
+def _serve(model: Any, jobs: Sequence[Job], recipe: Recipe) -> float:
+    """Return output tokens a second from first request to last answer, greedy and at full length."""
     import transformers
 
     longest = max(job.request.params.max_tokens for job in jobs)
     settings = transformers.GenerationConfig(
         max_new_tokens=longest, do_sample=False, eos_token_id=-1, pad_token_id=0
     )
-    with model.continuous_batching_context_manager(generation_config=settings) as manager:
+    with model.continuous_batching_context_manager(
+        generation_config=settings, continuous_batching_config=_bounds(recipe, jobs)
+    ) as manager:
         began, num_tokens = time.perf_counter(), 0
         for job in jobs:
             request = job.request
@@ -111,8 +114,28 @@ def _serve(model: Any, jobs: Sequence[Job]) -> float:
     return num_tokens / taken
 
 
+def _bounds(recipe: Recipe, jobs: Sequence[Job]) -> Any:
+    """Return the sizes of a step and of the cache. On an accelerator transformers chooses them.
+
+    On a CPU transformers would take nine tenths of the machine's memory, and write all of it before the first
+    step. There its steps are as large as the recipe's, and its cache holds the longest request in each slot.
+    """
+    import transformers
+
+    if recipe.device.kind != "cpu":
+        return transformers.ContinuousBatchingConfig()
+    requests, scheduler = [job.request for job in jobs], recipe.scheduler
+    longest = max(len(request.tokens) + request.params.max_tokens for request in requests)
+    return transformers.ContinuousBatchingConfig(
+        page_size=_PAGE_TOKENS,
+        num_blocks=scheduler.num_slots * -(-longest // _PAGE_TOKENS),
+        max_batch_tokens=scheduler.max_batch_tokens,
+        max_requests_per_batch=scheduler.num_slots,
+    )
+
+
 def _serve_batches(model: Any, jobs: Sequence[Job], size: int) -> float:
-    """As `_serve`, in static batches of `size` requests, whose prompts are padded on their left."""
+    """Serve in static batches of `size` requests, whose prompts are padded on their left."""
     began = time.perf_counter()
     for first in range(0, len(jobs), size):
         batch = [job.request for job in jobs[first : first + size]]
@@ -134,7 +157,7 @@ def _serve_batches(model: Any, jobs: Sequence[Job], size: int) -> float:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `beside`."""
+    """Add the options of `beside`."""
     offline.add_trace_arguments(parser)
     parser.add_argument(
         "--static",

@@ -1,4 +1,4 @@
-"""What became of one request, in a few lines?"""
+"""Tell in a few lines what happened to one request of a recording."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Story:
         self.lines: list[str] = []
         self._origin_s: float | None = None
         self._request: Request | None = None
-        self._waits: Counter[str] = Counter()  # steps that went by without it, by reason
+        self._waits: Counter[str] = Counter()  # steps that did not compute it, by reason
         self._waits_since_s = 0.0
         self._num_preemptions = 0
         self._num_steps = 0
@@ -85,7 +85,7 @@ class Story:
             )
         num_drafts = step.batch.drafts_by_span[span] if step.batch.num_drafts else 0
         if num_drafts:
-            right = max(0, step.owner_ids.count(request.id) - 1)  # 0 where it was ended meanwhile
+            right = max(0, step.owner_ids.count(request.id) - 1)  # 0 where the request was ended meanwhile
             self._say(step.start_s, f"step {step.number}: {right} of {num_drafts} drafts were right")
         elif stop - start > 1:
             self._say(step.start_s, f"step {step.number}: computed tokens {start} to {stop - 1}")

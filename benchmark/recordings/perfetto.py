@@ -1,6 +1,6 @@
-"""How does a recording look on a time line?
+"""Turn a recording into trace events for the viewers of Chrome and Perfetto.
 
-Trace events as Chrome's and Perfetto's viewers read them: https://perfetto.dev/docs/getting-started/other-formats
+Format: https://perfetto.dev/docs/getting-started/other-formats
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from continuous_batching.recording.replay import Event, Replayed
 from continuous_batching.request import Request
 from continuous_batching.scheduling.scheduler import Scheduler
 
-ENGINE, SLOTS, REQUESTS = 1, 2, 3  # process numbers: what the viewer groups by
+ENGINE, SLOTS, REQUESTS = 1, 2, 3  # process numbers, by which the viewer groups
 
 TraceEvent = dict[str, Any]
 
 
 class Tracer:
-    """Turns what a replay on `scheduler` yields into trace events; times are since the first arrival."""
+    """Turns the events of a replay on `scheduler` into trace events; times are since the first arrival."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -34,7 +34,7 @@ class Tracer:
         self._stays: dict[int, tuple[str, float, float]] = {}  # slot -> request, since and until when
 
     def events(self, replayed: Iterable[Event]) -> Iterator[TraceEvent]:
-        """All events, in no order that matters."""
+        """Yield all trace events, in no particular order."""
         for number, name in ((ENGINE, "engine"), (SLOTS, "slots"), (REQUESTS, "arrivals and ends")):
             yield {"ph": "M", "name": "process_name", "pid": number, "args": {"name": name}}
         for event in replayed:
@@ -49,14 +49,14 @@ class Tracer:
             yield self._leave(slot)
 
     def damaged(self, why: str) -> TraceEvent:
-        """A mark over all tracks at the end of what could be read."""
+        """Return a mark over all tracks at the end of what could be read."""
         at_us = 0.0 if self._origin_s is None or math.isinf(self._idle_s) else self._us(self._idle_s)
         name = f"the recording is damaged from here: {why}"
         return {"ph": "i", "s": "g", "name": name, "pid": ENGINE, "tid": 0, "ts": at_us}
 
     def _step(self, step: Replayed) -> Iterator[TraceEvent]:
         batch, scheduler = step.batch, self._scheduler
-        start_s = max(step.start_s, self._idle_s)  # it may be made while the one before it runs
+        start_s = max(step.start_s, self._idle_s)  # a step may be made while the one before it runs
         self._idle_s = step.end_s
         at_us, lasted_us = self._us(start_s), 1e6 * (step.end_s - start_s)
         yield {
@@ -88,11 +88,11 @@ class Tracer:
             self._stays[slot] = request_id, since_s, step.end_s
 
     def _runs(self, step: Replayed, at_us: float, lasted_us: float) -> Iterator[TraceEvent]:
-        """The spans with drafts, within the stays of their requests: how many were right."""
+        """Yield the spans with drafts, within the stays of their requests: how many drafts were accepted."""
         batch, num_tokens = step.batch, Counter(step.owner_ids)
         num_drafts = batch.drafts_by_span
         for span in np.flatnonzero(num_drafts).tolist():
-            right = max(0, num_tokens[step.ids[span]] - 1)  # a request that was ended meanwhile gets nothing
+            right = max(0, num_tokens[step.ids[span]] - 1)  # a request that was ended meanwhile gets no token
             yield {
                 "ph": "X",
                 "name": f"{right} of {num_drafts[span]} drafts right",
@@ -123,7 +123,7 @@ class Tracer:
 
 
 def timeline(recording: Recording, scheduler: Scheduler, events: Iterable[Event]) -> Iterator[TraceEvent]:
-    """What happened in a replay on `scheduler`, and at its end a mark if the recording is damaged."""
+    """Yield the trace events of a replay on `scheduler`, and at the end a mark of any damage."""
     tracer = Tracer(scheduler)
     yield from tracer.events(events)
     if recording.damage is not None:
@@ -131,7 +131,7 @@ def timeline(recording: Recording, scheduler: Scheduler, events: Iterable[Event]
 
 
 def write(file: IO[str], events: Iterable[TraceEvent]) -> int:
-    """Write a trace, one event a line; returns how many there are."""
+    """Write a trace, one event a line; returns the number of events."""
     count = 0
     file.write('{"displayTimeUnit": "ms", "traceEvents": [')
     for event in events:

@@ -1,4 +1,4 @@
-"""What does the file of a recording hold, up to its end or to where it is damaged?"""
+"""Read the file of a recording up to its end, or to where it is damaged."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ DAMAGED, CUT_SHORT = 2, 3  # exit statuses of a command that has read such a rec
 class Recording:
     """The entries of a file up to its end, or to where it is damaged, which is reported on stderr.
 
-    Afterwards `status` is what the command that read it exits with, 0 for a recording that is whole, and
-    `damage` says where it is damaged; a file that is made of it must say so, too. One that `needs_all` raises
-    ValueError there instead.
+    Afterwards `status` is the exit status of the command that read it, 0 for a whole recording, and `damage`
+    says where it is damaged; a file made from it must say so, too. With `needs_all`, damage raises ValueError
+    instead.
     """
 
     def __init__(self, file: IO[bytes], name: str, *, needs_all: bool = False) -> None:

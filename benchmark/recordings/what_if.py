@@ -1,7 +1,7 @@
-"""How would the same requests have fared under another policy, or with drafts?
+"""Simulate how recorded requests would have fared under another policy, or with drafts.
 
-The same arrivals and the same answers, simulated with the costs that a fit to the recorded steps gives.
-Drafts are guessed from the same tokens as on a device, and are right where the recorded answer says so.
+Arrivals and answers are those of the recording; costs come from a fit to the recorded steps. Drafts are
+guessed from the same tokens as on a device, and are accepted where the recorded answer agrees.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ BOUNDS = ("max_waiting_requests", "max_waiting_tokens", "max_queue_wait_s")
 
 @dataclass(frozen=True, slots=True)
 class Fate:
-    """What became of one request, and when each token came, on the clock it was served by."""
+    """One request, and when each of its tokens came, on the clock it was served by."""
 
     request: Request
     token_s: list[float]
 
 
 def served(events: Iterable[Event], scheduler: Scheduler) -> tuple[dict[str, Fate], list[Timed]]:
-    """What became of each request of a replay on `scheduler`, and what each step cost."""
+    """Return what happened to each request of a replay on `scheduler`, and the cost of each step."""
     found: dict[str, Fate] = {}
 
     def followed() -> Iterator[Event]:
@@ -60,7 +60,7 @@ def served(events: Iterable[Event], scheduler: Scheduler) -> tuple[dict[str, Fat
 def simulate(
     scheduler: Scheduler, recorded: dict[str, Fate], added: Sequence[Added], costs: CostModel
 ) -> dict[str, Fate]:
-    """Serve the same requests, each to the answer that it got in the recording."""
+    """Serve the same requests, each with the answer that it got in the recording."""
     found: dict[str, Fate] = {}
 
     def observe(engine: Engine, step: Step) -> None:
@@ -79,7 +79,7 @@ def simulate(
 
 
 def summary(fates: dict[str, Fate]) -> dict[str, float]:
-    """Latencies in ms and throughput of what was served."""
+    """Return latencies in ms, and the throughput, of the requests that were served."""
     begun = [fate for fate in fates.values() if fate.token_s]
     first = np.array([fate.token_s[0] - fate.request.arrival_s for fate in begun])
     gaps = np.concatenate([np.diff(fate.token_s) for fate in begun])
@@ -95,7 +95,7 @@ def summary(fates: dict[str, Fate]) -> dict[str, float]:
 
 
 def change(text: str) -> tuple[str, str, Any]:
-    """Section, key and value of scheduler.KEY=VALUE or speculation.KEY=VALUE."""
+    """Parse section, key and value of scheduler.KEY=VALUE or speculation.KEY=VALUE."""
     name, equals, value = text.partition("=")
     section, _, leaf = name.partition(".")
     if section not in ("scheduler", "speculation") or not leaf or not equals:
@@ -130,14 +130,14 @@ def compare(
             "no request of this recording can be served again: none was answered, or all are searches"
         )
     columns = {"as recorded": summary(recorded)}
-    section = facts["scheduler"] | dict.fromkeys(BOUNDS)  # so that every request is served
+    section = facts["scheduler"] | dict.fromkeys(BOUNDS)  # every request is served without bounds
     scheduling = changed(section, {key: value for where, key, value in changes if where == "scheduler"})
     for name, asked, drafting in (
         ("modelled", section, facts["speculation"]),
         ("what if", scheduling, speculation),
     ):
         other = scheduler_from(facts | {"scheduler": asked, "speculation": drafting})
-        costs = replace(costs)  # from the same step on: the columns differ by nothing else
+        costs = replace(costs)  # starts from the same step, so that the columns differ by nothing else
         fates = simulate(other, recorded, answered, costs)
         drafts = "" if drafting["kind"] == "none" else f", {drafting['kind']}"
         columns[f"{name}: {asked['policy']}{drafts}"] = summary(fates)
@@ -153,7 +153,7 @@ def compare(
 
 
 def _drafted(section: dict[str, Any], changes: Sequence[tuple[str, str, Any]]) -> dict[str, Any]:
-    """The section of a recording with changes of its keys."""
+    """Return a recording's section for speculation with changes of its keys."""
     drafted = dict(section)
     for where, key, value in changes:
         if where == "speculation":

@@ -1,1 +1,1 @@
-"""What do the sources' experiments give where no impossible figure may be reported?"""
+"""Re-run the experiments of the sources under a gate that refuses impossible figures."""

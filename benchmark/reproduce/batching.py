@@ -1,4 +1,4 @@
-"""What is gained when requests join and leave a running batch?"""
+"""Reproduce the experiments on continuous batching, where requests join and leave a running batch."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from benchmark.reproduce.experiment import (
     figure,
 )
 
-# The article's "mean seq=512", read as prompt and answer together, which its 2,048 then bounds
+# The article's "mean seq=512" is read as prompt and answer together, bounded by its 2,048.
 LOAD = Offered(requests=960)
-SHORT = Offered(requests=240)  # for batches of 8, whose rate does not depend on it
+SHORT = Offered(requests=240)  # load for batches of 8, whose rate does not depend on the number of requests
 RISING = Offered(requests=320)
 CLAIMED_X, CLAIMED_TPOT_S, OFFERED_X = 482.0, 0.187, 50.0
 RATES = (2.0, 4.0, 8.0, 12.0, 16.0)
 
 
 def static_continuous() -> Experiment:
-    """The article's table."""
+    """Return the experiment of the article's table."""
     engines = (
         Case("static 8", SHORT, static(8)),
         Case("static 32", LOAD, static(32)),
@@ -59,7 +59,7 @@ def _static_continuous(results: Results) -> list[str]:
     needed = CLAIMED_X * CLAIMED_TPOT_S * gaps
     floor_ms = (
         figure(ours, "weight_bytes_per_step") / (figure(ours, "num_devices") * 1200e9) * 1e3
-    )  # at the whole bandwidth of the profile
+    )  # time at the profile's whole bandwidth
     return [
         f"Throughput at saturation is {times:.2f} times that of static batches of 64, not 10.9:"
         f" {_bound(ours, static_64)}",
@@ -77,7 +77,7 @@ def _static_continuous(results: Results) -> list[str]:
 
 
 def _bound(ours: Result, static_64: Result) -> str:
-    """What explains the ratio: how many rows are full, and what a full step costs."""
+    """Explain the ratio: how many rows are full, and what a full step costs."""
     fill = ratio(ours, static_64, "mean_batch")
     slower = (figure(ours, "duration_s") / figure(ours, "steps")) / (
         figure(static_64, "duration_s") / figure(static_64, "steps")
@@ -92,7 +92,7 @@ def _bound(ours: Result, static_64: Result) -> str:
 
 
 def orca_static() -> Experiment:
-    """Orca: finished requests leave at once, and late ones join at the next step."""
+    """Return the experiment on Orca: finished requests leave at once, and late ones join at the next step."""
     engines = (Case("static 64", RISING, static(64)), Case("orca", RISING, whole("orca")))
     return Experiment(
         "orca_static",
@@ -129,15 +129,15 @@ def _orca_static(results: Results) -> list[str]:
 
 
 def ratio(one: Result, other: Result, name: str) -> float:
-    """How many times as large the first figure is as the other."""
+    """Return how many times as large the first figure is as the other."""
     return figure(one, name) / figure(other, name)
 
 
 def answer_tokens(result: Result) -> float:
-    """The mean length of an answer."""
+    """Return the mean length of an answer."""
     return figure(result, "output_tokens") / figure(result, "completed")
 
 
 def experiments() -> list[Experiment]:
-    """The experiments of this file, in the order of the report."""
+    """Return the experiments of this file, in the order of the report."""
     return [static_continuous(), orca_static()]

@@ -1,4 +1,4 @@
-"""How much load can each scheduler take before its answers stall?"""
+"""Reproduce the experiment on how much load each scheduler bears before its answers stall."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ENGINES = (
 
 
 def capacity() -> Experiment:
-    """The four schedulers of the article, at increasing load."""
+    """Return the experiment on the article's four schedulers at increasing load."""
     return Experiment(
         "capacity",
         "Four schedulers at increasing load",
@@ -44,8 +44,10 @@ def capacity() -> Experiment:
 
 
 def bears(results: Results, series: str, itl_ms: float) -> float:
-    """The highest rate tried, from the least upwards, at which the ITL p99 is within the objective and the
-    median wait for a first token within 2 s, as the paper has it; 0 if none is."""
+    """Return the highest rate, from the least upwards, that meets the objectives; 0 if none does.
+
+    The ITL p99 has to be within `itl_ms`, and the median time to the first token within 2 s, as in the paper.
+    """
     most = 0.0
     for name, result in results.items():
         if name.partition(", ")[0] != series:
@@ -79,5 +81,5 @@ def _capacity(results: Results) -> list[str]:
 
 
 def experiments() -> list[Experiment]:
-    """The experiments of this file, in the order of the report."""
+    """Return the experiments of this file, in the order of the report."""
     return [capacity()]

@@ -1,4 +1,4 @@
-"""What does a case consist of: which load, offered to which engine?"""
+"""Define a case of an experiment: a load, and the engine to which it is offered."""
 
 from __future__ import annotations
 
@@ -13,29 +13,31 @@ from benchmark.workloads.synthetic import SyntheticLoad, draw_requests
 from continuous_batching.request import Request, SamplingParams
 
 VOCAB_SIZE = 32_000
-SIGMA = 0.8  # of the logarithm of lengths: most are short, few are long
+SIGMA = 0.8  # sigma of the logarithm of lengths: most are short, few are long
 QUICK_REQUESTS, QUICK_SHORTER = 48, 8
 
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """Poisson arrivals of requests with log-normal lengths, cut at the most; the same for the same seed, and
-    at another rate the same requests nearer together. Every `long_every`th prompt has `long_tokens`.
+    """Poisson arrivals of requests with log-normal lengths, cut at the most.
+
+    The requests are the same for the same seed; another rate only changes their distance. Every
+    `long_every`th prompt has `long_tokens`.
     """
 
     requests: int
-    rate_per_s: float = math.inf  # all at once
+    rate_per_s: float = math.inf  # inf: all at once
     prompt_tokens: int = 256  # mean, before the cut
     most_prompt_tokens: int = 1024
     answer_tokens: int = 256
     most_answer_tokens: int = 1024
     long_every: int = 0
     long_tokens: int = 0
-    shared_tokens: int = 0  # at the start of every prompt
+    shared_tokens: int = 0  # tokens that begin every prompt
     seed: int = 7
 
     def trace(self) -> list[Request]:
-        """The requests, in order of arrival."""
+        """Return the requests, in order of arrival."""
         load = SyntheticLoad(
             self._prompts,
             _drawn(self.answer_tokens, self.most_answer_tokens),
@@ -55,7 +57,7 @@ class Offered:
         ]
 
     def quick(self) -> Offered:
-        """Far less of the load, to check that a case runs."""
+        """Return a much smaller load, to check that a case runs."""
         return replace(
             self,
             requests=min(self.requests, QUICK_REQUESTS),
@@ -77,9 +79,10 @@ def _drawn(mean: int, most: int):
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One run: the trace, and the keys of the recipe that it sets. `tensor` devices share each layer;
-    `replicas` engines stand side by side; `split` are engines for prompts and for answers, and all prompts
-    go there.
+    """One run: the load, and the recipe's keys that it sets.
+
+    `tensor` devices share each layer; `replicas` engines run side by side; `split` are engines for prompts
+    and for answers, and all prompts go to the former.
     """
 
     label: str
@@ -93,15 +96,15 @@ class Case:
 
     @property
     def series(self) -> str:
-        """The label without the rate: what a line in a picture is called."""
+        """The label without the rate, which names a line in a chart."""
         return self.label.partition(", ")[0]
 
     def quick(self) -> Case:
-        """The same with little of its load."""
+        """Return the case with a small part of its load."""
         return replace(self, offered=self.offered.quick())
 
     def at(self, rate_per_s: float) -> Case:
-        """The same at another rate."""
+        """Return the case at another rate."""
         name = "all at once" if rate_per_s == math.inf else f"{rate_per_s:g}/s"
         return replace(
             self, label=f"{self.label}, {name}", offered=replace(self.offered, rate_per_s=rate_per_s)
@@ -109,12 +112,12 @@ class Case:
 
 
 def keys(**values: object) -> tuple[str, ...]:
-    """Keys of the recipe's section for the scheduler, as overrides."""
+    """Return keys of the recipe's scheduler section as overrides."""
     return tuple(f"scheduler.{name}={value}" for name, value in values.items())
 
 
 def static(batch_size: int) -> tuple[str, ...]:
-    """FasterTransformer's way; the first of a batch waits 100 ms for the others."""
+    """Return the keys of FasterTransformer's batching; the first of a batch waits 100 ms for the others."""
     return keys(
         policy="static",
         batch_size=batch_size,
@@ -125,13 +128,13 @@ def static(batch_size: int) -> tuple[str, ...]:
 
 
 def chunked(tokens: int, num_slots: int = 64) -> tuple[str, ...]:
-    """Sarathi's way: decodes first, and chunks of prompts up to so many tokens of a step together."""
+    """Return the keys of Sarathi's scheduling: decodes first, then chunks up to a step's budget."""
     return keys(policy="stall_free", num_slots=num_slots, max_batch_tokens=tokens)
 
 
 def whole(policy: str, num_slots: int = 64) -> tuple[str, ...]:
-    """Prompts in one step: `orca` beside the decodes, `prefill_first` in their place."""
+    """Return the keys for prompts in one step: `orca` beside the decodes, `prefill_first` in their place."""
     return keys(policy=policy, num_slots=num_slots, max_batch_tokens=WHOLE_TOKENS)
 
 
-WHOLE_TOKENS = 8192  # of a step that holds the longest prompt, and more
+WHOLE_TOKENS = 8192  # budget of a step that holds the longest prompt, and more

@@ -1,4 +1,4 @@
-"""What are the figures of a case, and does the gate accept them?"""
+"""Run cases, compute their figures, and let the gate judge them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from recipes.schema.reader import read
 from simulation.roofline import Roofline
 
 Result = dict[str, Any]
-Results = dict[str, Result]  # by the label of the case
+Results = dict[str, Result]  # results by the label of the case
 RECIPE = "recipes/bench/llama2_7b_cuda.yaml"  # Llama-2-7B has the shape of LLaMA-7B
 KEYS = (  # Ascend 910 has no bfloat16; a prompt of 4,096 tokens needs room for its answer
     "model.dtype=float16",
@@ -27,13 +27,13 @@ OBJECTIVES = {"ttft": 1000.0, "tpot": 50.0}  # milliseconds
 
 
 def placement_of(case: Case) -> Placement:
-    """The engine of a case; raises ValueError if it cannot run."""
+    """Return the engine of a case; raises ValueError if it cannot run."""
     recipe = read(RECIPE, [*KEYS, *case.keys], None).recipe
     return place(recipe, case.device, case.tensor, case.pipeline)
 
 
 def run(case: Case) -> Result:
-    """The figures of one case, with their verdict and their records."""
+    """Return the figures of one case, with their verdict and their records."""
     deployment = Deployment(placement_of(case), case.replicas, "least_loaded", case.split, "always")
     totals, own = deployment.serve(case.offered.trace(), None, records=True)
     figures = totals.figures()
@@ -61,23 +61,23 @@ def run(case: Case) -> Result:
 
 
 def num_good(records: Iterable[Result], ttft: float, tpot: float) -> int:
-    """How many of the requests met both objectives, in milliseconds."""
+    """Return how many of the requests met both objectives, in milliseconds."""
     return sum(ttft_ms(each) <= ttft and tpot_ms(each) <= tpot for each in records)
 
 
 def ttft_ms(record: Result) -> float:
-    """From arrival to first token."""
+    """Return the time from arrival to first token."""
     return 1e3 * float(record["first_token_s"] - record["arrival_s"])
 
 
 def tpot_ms(record: Result) -> float:
-    """The mean gap of an answer."""
+    """Return the mean gap of an answer."""
     gaps = max(1, record["output_tokens"] - 1)
     return 1e3 * float(record["finish_s"] - record["first_token_s"]) / gaps
 
 
 def run_all(cases: Iterable[Case], jobs: int, report: Callable[[str], None]) -> dict[Case, Result]:
-    """Each case once, in so many processes; the results do not depend on the order in which they end."""
+    """Run each case once, in several processes; the results do not depend on the order in which they end."""
     wanted = sorted(dict.fromkeys(cases), key=_work, reverse=True)
     found: dict[Case, Result] = {}
     with process_pool(jobs) as pool:
@@ -95,7 +95,7 @@ def _work(case: Case) -> int:
 
 
 def alone_s(case: Case, num_tokens: int, chunk: int) -> float:
-    """Seconds for a prompt alone on the engine, in chunks."""
+    """Return the seconds that a prompt alone takes on the engine, in chunks."""
     found = placement_of(case)
     roofline = found.costs()
     assert isinstance(roofline, Roofline), "nothing was fitted"

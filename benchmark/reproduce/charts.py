@@ -1,4 +1,4 @@
-"""What do the results of an experiment look like?"""
+"""Draw the chart of an experiment's results."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import matplotlib as mpl
 
-mpl.use("Agg")  # files, no screen
+mpl.use("Agg")  # draws files, without a display
 
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
@@ -14,12 +14,12 @@ from matplotlib.axes import Axes
 from benchmark.reproduce.case_runs import Results
 from benchmark.reproduce.experiment import Chart, Column, Experiment, figure
 
-WIDTH, HEIGHT = 3.6, 3.2  # of one pair of axes, in inches
+WIDTH, HEIGHT = 3.6, 3.2  # inches of one pair of axes
 STYLE = {"axes.grid": True, "axes.spines.right": False, "axes.spines.top": False, "font.size": 8}
 
 
 def save(path: Path, experiment: Experiment, results: Results) -> None:
-    """Draw its chart."""
+    """Draw the chart of an experiment."""
     chart = experiment.chart
     count = len(chart.columns)
     with mpl.rc_context(STYLE):

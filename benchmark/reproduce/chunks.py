@@ -1,4 +1,4 @@
-"""What is gained when a prompt is computed in parts?"""
+"""Reproduce the experiments on prompts that are computed in chunks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FLOP_PER_TOKEN = 2 * 6.6e9
 
 
 def whole_chunked() -> Experiment:
-    """The article's second pitfall."""
+    """Return the experiment on the article's second pitfall."""
     engines = (
         Case("whole beside decodes", LOAD, whole("orca")),
         Case("whole while decodes wait", LOAD, whole("prefill_first")),
@@ -77,7 +77,7 @@ def _whole_chunked(results: Results) -> list[str]:
 
 
 def chunk_kinds() -> Experiment:
-    """Dynamic and adaptive chunk lengths, beside a fixed one."""
+    """Return the experiment on dynamic and adaptive chunk lengths, beside fixed ones."""
     base = {"policy": "stall_free", "num_slots": 64, "max_batch_tokens": 1024}
     dynamic = keys(
         **base,
@@ -130,5 +130,5 @@ def _chunk_kinds(results: Results) -> list[str]:
 
 
 def experiments() -> list[Experiment]:
-    """The experiments of this file, in the order of the report."""
+    """Return the experiments of this file, in the order of the report."""
     return [whole_chunked(), chunk_kinds()]

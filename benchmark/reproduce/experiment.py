@@ -1,4 +1,4 @@
-"""What is an experiment, before it is run?"""
+"""Define an experiment before it is run: its claim, cases, table and chart."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmark.reproduce.case_runs import Results
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A figure of each result, by its dotted name; printed with so many decimals."""
+    """A figure of each result, by its dotted name, and the decimals with which it is printed."""
 
     name: str
     heading: str
@@ -21,7 +21,7 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """One picture for each of the columns: bars, or over the rate that was offered, lines."""
+    """One picture for each of the columns: bars, or lines over the offered rate."""
 
     columns: tuple[Column, ...]
     over_rate: bool = False
@@ -30,8 +30,11 @@ class Chart:
 
 @dataclass(frozen=True, slots=True)
 class Experiment:
-    """`claim` is what the source says, in words; `rows` are its rows that the gate audits, by name, with what
-    the case is called that does the same; `findings` says how ours differs, and why."""
+    """One experiment of a source.
+
+    `claim` is what the source says, in words; `rows` names those of its rows that the gate audits; `findings`
+    says how our results differ, and why.
+    """
 
     name: str
     title: str
@@ -43,7 +46,7 @@ class Experiment:
     rows: tuple[str, ...] = ()
 
     def quick(self) -> Experiment:
-        """With little load; of several rates the least and the largest."""
+        """Return the experiment with little load; of several rates only the least and the largest."""
         kept = []
         for case in self.cases:
             rates = [each.offered.rate_per_s for each in self.cases if each.series == case.series]
@@ -62,7 +65,7 @@ class Experiment:
 
 
 def figure(result: Mapping[str, Any], name: str) -> float:
-    """A figure by its dotted name."""
+    """Return a figure by its dotted name."""
     value: Any = result
     for part in name.split("."):
         value = value[part]

@@ -1,4 +1,4 @@
-"""Which experiments of the sources are re-run, and what is written of them?"""
+"""List the experiments that are re-run, run them, and write report and pictures."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ GROUPS = (batching, goodput, chunks, capacity, stages, paging)
 
 
 def experiments() -> list[Experiment]:
-    """All of them, in the order of the report."""
+    """Return all experiments, in the order of the report."""
     return [each for group in GROUPS for each in group.experiments()]
 
 
 def reproduce(
     chosen: Sequence[Experiment], command: str, output: Path, jobs: int, figures: Path | None
 ) -> tuple[int, int, Path]:
-    """Run them, and write report and pictures into a folder, and `figures` as JSON.
+    """Run experiments, and write report and pictures into a folder, and `figures` as JSON.
 
     Returns the number of cases, the number that the gate refused, and the path of the report.
     """

@@ -1,4 +1,4 @@
-"""How many times more requests does continuous batching serve well?"""
+"""Reproduce the experiment on how many times more requests continuous batching serves within objectives."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ LONG = Offered(  # answers of 512, to 2,048: the intro's "12 to 2,048"
 RATES = {"even": (2.0, 4.0, 8.0, 50.0), "long": (2.0, 4.0, 50.0)}
 TTFTS_MS = (250.0, 500.0, 1000.0, 2000.0, 5000.0, 10_000.0)
 TPOTS_MS = (15.0, 20.0, 50.0, 187.0)
-LEAST_SHARE = 0.01  # of all requests that static batching must serve well: of fewer a ratio is chance
-KEEPS_UP = 0.8  # of the rate offered, and more, is served
+LEAST_SHARE = 0.01  # share of all requests that static batching must serve well; a ratio over fewer is chance
+KEEPS_UP = 0.8  # least share of the offered rate that is served by an engine that keeps up
 
 
 @dataclass(frozen=True, slots=True)
 class GoodputRatio:
-    """How the two compare under objectives, in milliseconds."""
+    """The ratio of both engines' goodput under objectives, in milliseconds."""
 
     times: float
     at: str
     ttft_ms: float
     tpot_ms: float
-    keeps_up: bool  # static batching serves what is offered
+    keeps_up: bool  # static batching serves the offered rate
 
     def __str__(self) -> str:
         return f"{self.times:.1f} times ({self.at}, TTFT {self.ttft_ms:g} ms, TPOT {self.tpot_ms:g} ms)"
 
 
 def found(results: Results) -> Iterator[GoodputRatio]:
-    """Every load and pair of objectives under which static batching serves enough well for a ratio."""
+    """Yield the ratios of loads and objectives under which static batching serves enough requests well."""
     for name, ours in results.items():
         if not name.startswith("continuous"):
             continue
@@ -64,12 +64,12 @@ def found(results: Results) -> Iterator[GoodputRatio]:
 
 
 def served_share(result: Result) -> float:
-    """The share of the offered rate that was served."""
+    """Return the share of the offered rate that was served."""
     return figure(result, "requests_per_s") / figure(result, "offered_per_s")
 
 
 def goodput() -> Experiment:
-    """The search for the largest ratio in the article's setting."""
+    """Return the search for the largest ratio in the article's setting."""
     cases = [
         Case(f"{engine} {reading}", load, way).at(rate)
         for reading, load in (("even", EVEN), ("long", LONG))
@@ -128,7 +128,7 @@ def _throughput(results: Results) -> str:
 
 
 def _reason(results: Results) -> str:
-    """Where goodput's ratio comes from."""
+    """Explain where the ratio of goodput comes from."""
     low = next(each for name, each in results.items() if name.startswith("static"))
     batch_s = figure(low, "most_output_tokens") * figure(low, "itl_ms.mean") / 1e3
     return (
@@ -141,5 +141,5 @@ def _reason(results: Results) -> str:
 
 
 def experiments() -> list[Experiment]:
-    """The experiments of this file, in the order of the report."""
+    """Return the experiments of this file, in the order of the report."""
     return [goodput()]

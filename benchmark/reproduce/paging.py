@@ -1,4 +1,4 @@
-"""What do pages cost, and what do they save?"""
+"""Reproduce the experiments on the costs and savings of pages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CLAIMED_COPY_MS, CLAIMED_PAGES = 10.0, 32_768
 
 
 def prefix() -> Experiment:
-    """A prefix that all prompts share."""
+    """Return the experiment on a prefix that all prompts share."""
     cases = [
         Case(
             f"{shared} tokens, pages of {size}, {'shared' if is_shared else 'each its own'}",
@@ -71,7 +71,7 @@ def _prefix(results: Results) -> list[str]:
 
 
 def page_sizes() -> Experiment:
-    """Small and large pages in a small pool."""
+    """Return the experiment on small and large pages in a small pool."""
     load = Offered(300)
     cases = [
         Case(
@@ -113,7 +113,7 @@ def _page_sizes(results: Results) -> list[str]:
 
 
 def compaction() -> Experiment:
-    """Moving all held pages to the low end."""
+    """Return the experiment on moving all held pages to the low end."""
     load = Offered(400, rate_per_s=12)
     cases = [
         Case(
@@ -152,5 +152,5 @@ def _compaction(results: Results) -> list[str]:
 
 
 def experiments() -> list[Experiment]:
-    """The experiments of this file, in the order of the report."""
+    """Return the experiments of this file, in the order of the report."""
     return [prefix(), page_sizes(), compaction()]

@@ -1,4 +1,4 @@
-"""How are the results written down, with the claim beside each table?"""
+"""Write the report on the results, with the source's claim beside each table."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from typing import Any
 
 from benchmark.gate.sources import PATH, Row, rows
 from benchmark.reproduce.case_runs import KEYS, OBJECTIVES, RECIPE, Result, Results
-from benchmark.reproduce.charts import save
 from benchmark.reproduce.experiment import Experiment, figure
 from continuous_batching.whole_file import whole_file
 
-NAME = "reproduced"  # the report NAME.md, and the folder of its pictures
+NAME = "reproduced"  # the report is NAME.md, and its pictures are in the folder NAME
 HEAD = """# The sources' experiments, re-run
 
 **SIMULATED, not measured.** The real scheduler ran against a virtual clock; the time of a step is the
@@ -35,7 +34,10 @@ requests; {num_passed} of {num_results} pass. A claim's row carries the laws tha
 
 
 def write(folder: Path, command: str, experiments: Sequence[tuple[Experiment, Results]]) -> Path:
-    """The report and its pictures; returns its path."""
+    """Write the report and its pictures; returns the report's path."""
+    # The import is here because it brings matplotlib: each process that runs cases imports this module too
+    from benchmark.reproduce.charts import save
+
     pictures = folder / NAME
     pictures.mkdir(parents=True, exist_ok=True)
     path = folder / f"{NAME}.md"
@@ -62,7 +64,7 @@ def write(folder: Path, command: str, experiments: Sequence[tuple[Experiment, Re
 
 
 def plain(result: Result) -> Result:
-    """A result without the records of its requests."""
+    """Return a result without the records of its requests."""
     return {name: value for name, value in result.items() if name != "records"}
 
 
@@ -92,13 +94,13 @@ def _table(experiment: Experiment, results: Results) -> Iterator[str]:
 
 
 def verdict(result: Result) -> str:
-    """The outcome, and of a refused one the laws."""
+    """Format the outcome, with the laws that refused it."""
     said = result["verdict"]
     return ": ".join([said["outcome"], *([", ".join(said["refused"])] if said["refused"] else [])])
 
 
 def _claimed(claim: Any, name: str) -> str:
-    name = {"mean_batch": "mean_running"}.get(name, name)  # as the source has it
+    name = {"mean_batch": "mean_running"}.get(name, name)  # the source names the mean batch so
     for part in name.split("."):
         claim = claim.get(part) if isinstance(claim, dict) else None
     return f"{claim:,g}" if isinstance(claim, (int, float)) else ""

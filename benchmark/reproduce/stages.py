@@ -1,4 +1,4 @@
-"""What is gained by pipeline stages, and by separate engines for prompts and answers?"""
+"""Reproduce the experiments on pipeline stages, and on separate engines for prompts and answers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RATES = (4.0, 8.0, 12.0)
 
 
 def bubbles() -> Experiment:
-    """Four stages of two devices."""
+    """Return the experiment on four stages of two devices."""
     cases = tuple(
         Case(label, STAGED, way, tensor=2, pipeline=4)
         for label, way in (
@@ -71,7 +71,7 @@ def _bubbles(results: Results) -> list[str]:
 
 
 def split() -> Experiment:
-    """Prompts on four devices and answers on four others, or chunks on both."""
+    """Return the experiment on prompts and answers on four devices each, beside chunks on both."""
     engines = (
         Case("chunks of 512 on 2 engines", SHARED, chunked(512), tensor=4, replicas=2),
         Case("whole prompts first on 2 engines", SHARED, whole("prefill_first"), tensor=4, replicas=2),
@@ -114,5 +114,5 @@ def _split(results: Results) -> list[str]:
 
 
 def experiments() -> list[Experiment]:
-    """The experiments of this file, in the order of the report."""
+    """Return the experiments of this file, in the order of the report."""
     return [bubbles(), split()]

@@ -1,13 +1,13 @@
-"""What is put around a router to measure it alone: a server that answers at once, and a bare pass-through.
+"""Provide bare servers for measuring the router alone: one that answers at once, and pass-throughs.
 
     python -m benchmark.serve.bare_servers answers [ANSWER_EVENTS]
     python -m benchmark.serve.bare_servers passes http://127.0.0.1:PORT
     python -m benchmark.serve.bare_servers passes_asgi http://127.0.0.1:PORT
 
-The first two speak only as much HTTP as they need; the last one has the router's HTTP server and client, and
-nothing between them. The server streams so many events in one write, or the first event
-alone and nothing more for a request with `x-hold`. The pass-through reads no body and knows no replicas: it
-asks on kept connections and passes on what comes until the answer's end.
+The first two implement only as much HTTP as they need; the last one has the router's HTTP server and client,
+and nothing between them. The server streams all its events in one write; to a request with `x-hold` it sends
+only the first event. A pass-through reads no body and knows no replicas: it asks on kept connections and
+passes on what comes until the answer's end.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from serving.router.replicas import address_of
 from serving.router.upstream import Upstream
 from serving.server import SignalFreeServer, configuration, listener_at
 
-END = b"0\r\n\r\n"  # of chunks
+END = b"0\r\n\r\n"  # ends a chunked body
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 EVENT = b'data: {"id":"cmpl-1","object":"text_completion","choices":[{"index":0,"text":" word"}]}\n\n'
 DONE = b"data: [DONE]\n\n"
@@ -34,19 +34,19 @@ Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
 def chunk(data: bytes) -> bytes:
-    """As HTTP writes it."""
+    """Frame data as an HTTP chunk."""
     return b"%x\r\n%s\r\n" % (len(data), data)
 
 
 async def request(reader: asyncio.StreamReader) -> tuple[bytes, bytes]:
-    """A head and its body; raises IncompleteReadError where the connection ends."""
+    """Read a head and its body; raises IncompleteReadError where the connection ends."""
     head = await reader.readuntil(b"\r\n\r\n")
     length = head.lower().partition(b"content-length:")[2].partition(b"\r\n")[0]
     return head, await reader.readexactly(int(length)) if length else b""
 
 
 def answers(num_events: int) -> Serve:
-    """The server."""
+    """Return the handler of the answering server."""
     whole = HEAD + b"".join(chunk(EVENT) for _ in range(num_events)) + chunk(DONE) + END
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -63,7 +63,7 @@ def answers(num_events: int) -> Serve:
 
 
 def passes(url: str) -> Serve:
-    """The pass-through to one server."""
+    """Return the handler of the pass-through to one server."""
     host, port = address_of(url)
     kept: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
 
@@ -87,7 +87,7 @@ def passes(url: str) -> Serve:
 
 
 async def listen_asgi(url: str) -> None:
-    """The pass-through on the router's HTTP server."""
+    """Run the pass-through on the router's HTTP server."""
     upstream = Upstream(*address_of(url))
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -111,18 +111,18 @@ async def listen_asgi(url: str) -> None:
 
 
 def tell(address: tuple[str, int]) -> None:
-    """Where the server listens, as all of ours do."""
+    """Report where the server listens, in the format of all servers of this project."""
     print(f"listening at http://{address[0]}:{address[1]}, bare", file=sys.stderr, flush=True)
 
 
 async def listen(serve: Serve) -> None:
-    """At a free port, until the process is ended."""
+    """Listen at a free port, until the process is ended."""
 
     async def served(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             await serve(reader, writer)
         except (asyncio.IncompleteReadError, ConnectionError):
-            pass  # the other side has what it wanted
+            pass  # the peer has closed because it has all it wanted
         finally:
             writer.close()
 

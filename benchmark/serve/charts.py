@@ -1,4 +1,4 @@
-"""What do results look like? Charts as SVG, whose colours are set by the page around them."""
+"""Draw results as SVG charts, whose colours are set by the surrounding page."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import matplotlib as mpl
 
-mpl.use("Agg")  # text, no screen
+mpl.use("Agg")  # draws text, without a display
 
 import numpy as np
 from matplotlib import pyplot as plt
@@ -21,8 +21,8 @@ from matplotlib.ticker import LogFormatter
 from benchmark.serve.html_page import KINDS
 
 INK, LINE, WAIT = "#0a0a01", "#0a0a02", "#0a0a03"
-COLOURS = tuple(f"#0a0a{number:02}" for number in range(4, 4 + len(KINDS)))  # of one side after the other
-# What the page puts in the place of a colour
+COLOURS = tuple(f"#0a0a{number:02}" for number in range(4, 4 + len(KINDS)))  # colours of the sides, in order
+# The page's CSS variable that replaces a colour.
 VARIABLES = {INK: "--ink", LINE: "--line", WAIT: "--wait"}
 VARIABLES |= {colour: f"--{kind}" for colour, kind in zip(COLOURS, KINDS)}
 STYLE = {
@@ -44,15 +44,15 @@ STYLE = {
     "xtick.color": INK,
     "ytick.color": INK,
 }
-MOST_POINTS = 400  # of one line: a percentile curve needs no more
+MOST_POINTS = 400  # most points of a line: a percentile curve needs no more
 MOST_LANES = 300
-LEAST_MS = 0.001  # pieces may come together, and a logarithm knows no 0
+LEAST_MS = 0.001  # pieces may come together, and a logarithmic axis has no 0
 Result = Mapping[str, Any]
 Named = Sequence[tuple[str, Result]]
 
 
 def svg(draw: Callable[[Axes], object], *, height: float = 3.4) -> str:
-    """A picture of one pair of axes, to be put into a page."""
+    """Draw a picture of one pair of axes, for insertion into a page."""
     with mpl.rc_context(STYLE):
         figure, axes = plt.subplots(figsize=(6.4, height))
         try:
@@ -68,11 +68,11 @@ def svg(draw: Callable[[Axes], object], *, height: float = 3.4) -> str:
         text = text.replace(colour, f"var({variable})")
     text = re.sub(r"<metadata>.*?</metadata>", "", text, count=1, flags=re.DOTALL)
     head, mark, rest = text.partition(">")
-    return re.sub(r' (width|height)="[^"]*"', "", head) + mark + rest  # as large as the page has room
+    return re.sub(r' (width|height)="[^"]*"', "", head) + mark + rest  # the page determines the size
 
 
 def curves(axes: Axes, sweeps: Sequence[tuple[str, Sequence[Result]]], latency: str) -> None:
-    """A latency, p50 and p99, over what was served at each rate."""
+    """Draw a latency, p50 and p99, over the served rate."""
     for (name, points), colour in zip(sweeps, cycle(COLOURS)):
         known = [each for each in points if f"{latency}_ms" in each]
         served = [each["requests_per_s"] for each in known]
@@ -87,7 +87,7 @@ def curves(axes: Axes, sweeps: Sequence[tuple[str, Sequence[Result]]], latency: 
 
 
 def goodput(axes: Axes, sweeps: Sequence[tuple[str, Sequence[Result]]]) -> None:
-    """What was served, and what of it met the objectives, over what was offered."""
+    """Draw the served rate, and the rate that met the objectives, over the offered rate."""
     for (name, points), colour in zip(sweeps, cycle(COLOURS)):
         known = [each for each in points if isinstance(each["request_rate"], (int, float))]
         offered = [each["request_rate"] for each in known]
@@ -107,7 +107,7 @@ def goodput(axes: Axes, sweeps: Sequence[tuple[str, Sequence[Result]]]) -> None:
 
 
 def distribution(axes: Axes, runs: Named, latency: str) -> None:
-    """The share of requests (of gaps, for ITL) that took at most so long."""
+    """Draw the share of requests (of gaps, for ITL) that took at most a time."""
     for (name, result), colour in zip(runs, cycle(COLOURS)):
         values_ms = np.sort(_values_ms(result, latency))
         if len(values_ms):
@@ -123,8 +123,10 @@ def distribution(axes: Axes, runs: Named, latency: str) -> None:
 
 
 def lanes(axes: Axes, result: Result) -> None:
-    """Requests over time: light until the first token, dark while it answers. A lane is free again when its
-    request has ended, so that lanes in use at once are requests on their way."""
+    """Draw requests over time: light until the first token, dark while they are answered.
+
+    A lane is free again when its request has ended, so the lanes in use at once are the requests in flight.
+    """
     free_s: list[float] = []
     waits: dict[int, list[tuple[float, float]]] = {}
     answers: dict[int, list[tuple[float, float]]] = {}
@@ -148,7 +150,7 @@ def lanes(axes: Axes, result: Result) -> None:
 
 
 def over_time(axes: Axes, runs: Named, column: str, label: str) -> None:
-    """One of the server's own gauges."""
+    """Draw one of the server's own gauges over time."""
     for (name, result), colour in zip(runs, cycle(COLOURS)):
         if column in columns(result):
             at = columns(result).index(column)
@@ -166,12 +168,12 @@ def over_time(axes: Axes, runs: Named, column: str, label: str) -> None:
 
 
 def columns(result: Result) -> list[str]:
-    """The gauges whose readings a result has, after their time."""
+    """Return the columns of a result's readings: times and gauges."""
     return (result.get("metrics") or {}).get("columns", [])
 
 
 def _label(name: str) -> str:
-    """With a space before an underscore: matplotlib leaves names that begin with one out of a legend."""
+    """Put a space before a leading underscore: matplotlib leaves such names out of a legend."""
     return f" {name}" if name.startswith("_") else name
 
 
@@ -182,7 +184,7 @@ def _name(axes: Axes) -> None:
 
 
 def _plain(axis: Axis) -> None:
-    """Milliseconds as plain numbers, not as powers of ten."""
+    """Show milliseconds as plain numbers, not as powers of ten."""
     axis.set_major_formatter(LogFormatter())
     axis.set_minor_formatter(LogFormatter(minor_thresholds=(1.5, 0.5)))
 

@@ -1,4 +1,4 @@
-"""What became of one request that was sent to a server?"""
+"""Send requests to a server, and record the times and tokens of their streamed answers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from benchmark.serve.sse import Events, StreamChunk, read_chunk
 from benchmark.serve.trace_requests import TraceRequest
 
 DONE = {"stop": "stop", "length": "length", "tool_calls": "stop", "content_filter": "stop"}
-REJECTED = (429, 503)  # busy; a 503 without Retry-After is an error, not a busy server
+REJECTED = (429, 503)  # statuses of a busy server; a 503 without Retry-After is an error
 SHOWN = 200  # characters of a server's message
 
 
@@ -24,10 +24,10 @@ SHOWN = 200  # characters of a server's message
 class ClientAnswer:
     """One request's times, in seconds on the client's clock, and its tokens.
 
-    A piece is what one event brought. `piece_tokens` is None where the server does not say how many tokens
-    each has. `late_s`: how long after it was due it was free to go; `held_s`: from then, how long the limit
-    of concurrency kept it. `due_s` is None in a closed loop, where a request is due when its client is free.
-    `error` is None for a request that was answered to its end.
+    A piece is the content of one event. `piece_tokens` is None where the server does not say how many tokens
+    each piece has. `late_s` is the time from when the request was due until it could be sent; `held_s` is how
+    long the limit of concurrency then held it. `due_s` is None in a closed loop, where a request is due when
+    its client is free. `error` is None for a request that was answered to its end.
     """
 
     ask: TraceRequest
@@ -41,7 +41,7 @@ class ClientAnswer:
     prompt_tokens: int | None = None
     output_tokens: int = 0
     cached_tokens: int | None = None
-    from_usage: bool = False  # the server counted the tokens; else pieces were counted
+    from_usage: bool = False  # the server counted the tokens; otherwise pieces were counted
     retries: int = 0
     rejected: bool = False
     unready: bool = False  # the server said that it takes no requests now
@@ -51,18 +51,18 @@ class ClientAnswer:
 
 @dataclass(frozen=True, slots=True)
 class StreamingClient:
-    """Where requests go, and how; `session` has the limit of time of each."""
+    """How and where requests are sent; `session` limits the time of each."""
 
     session: aiohttp.ClientSession
     base_url: str
-    endpoint: str | None  # None: by the form of the prompt
+    endpoint: str | None  # None: follows from the form of the prompt
     model: str
     seed: int
     extra: Mapping[str, Any]
     retry_rejected: bool = False
 
     def url(self, ask: TraceRequest) -> str:
-        """Where this request goes."""
+        """Return the URL for a request."""
         return self.base_url + (self.endpoint or ("/v1/chat/completions" if ask.chat else "/v1/completions"))
 
     async def ask(self, answer: ClientAnswer, body: bytes) -> None:
@@ -82,7 +82,7 @@ class StreamingClient:
         answer.end_s = time.perf_counter()
 
     async def _try(self, answer: ClientAnswer, body: bytes, headers: Mapping[str, str]) -> float | None:
-        """Send it once; returns None if it is done, or the seconds to wait before trying again."""
+        """Send a request once; returns None if it is done, or the seconds to wait before trying again."""
         async with self.session.post(self.url(answer.ask), data=body, headers=headers) as response:
             if response.status == 200:
                 if response.content_type != "text/event-stream":
@@ -100,13 +100,13 @@ class StreamingClient:
 
 
 def authorization() -> dict[str, str]:
-    """The header for servers that want a key; it is read from OPENAI_API_KEY, as by other clients."""
+    """Return the header for servers that require a key, which is read from OPENAI_API_KEY."""
     key = os.environ.get("OPENAI_API_KEY")
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def message(body: bytes) -> str:
-    """What an error's body says, in one short line."""
+    """Return the message of an error's body, in one short line."""
     try:
         return said(msgspec.json.decode(body))
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -114,7 +114,7 @@ def message(body: bytes) -> str:
 
 
 def said(error: Any) -> str:
-    """The words of an error, which servers wrap in one object or two."""
+    """Return the message of an error, which servers wrap in one object or two."""
     while isinstance(error, dict):
         error = error.get("error", error.get("message", error.get("detail", "")))
     return " ".join(str(error).split())[:SHOWN]
@@ -138,7 +138,10 @@ async def _read(answer: ClientAnswer, response: aiohttp.ClientResponse) -> None:
 
 
 def _take(answer: ClientAnswer, chunk: StreamChunk, now_s: float) -> None:
-    """Count one chunk: a piece is one that brings tokens, or says something where they are not counted."""
+    """Count one chunk.
+
+    A piece is a chunk that brings tokens or, where tokens are not counted, content.
+    """
     usage, choices = chunk.usage, chunk.choices or []
     counted = None if usage is None else usage.completion_tokens
     if usage is not None:
@@ -151,7 +154,7 @@ def _take(answer: ClientAnswer, chunk: StreamChunk, now_s: float) -> None:
         answer.output_tokens, answer.from_usage = counted, True
     for choice in choices:
         answer.finish_reason = choice.finish_reason or answer.finish_reason
-    if not choices:  # the usage of the whole answer
+    if not choices:  # such a chunk has the usage of the whole answer
         return
     if new > 0:
         answer.piece_times_s.append(now_s)
@@ -160,7 +163,7 @@ def _take(answer: ClientAnswer, chunk: StreamChunk, now_s: float) -> None:
         else:
             answer.piece_tokens.append(new)
     elif choices[0].finish_reason and not answer.piece_times_s:
-        answer.piece_times_s.append(now_s)  # an answer whose tokens have no text
+        answer.piece_times_s.append(now_s)  # the tokens of this answer have no text
         answer.piece_tokens = None
 
 

@@ -1,4 +1,7 @@
-"""How fast does a server answer? `python -m scripts.benchmark serve --base-url URL --trace FILE.jsonl`"""
+"""Measure how fast a server answers.
+
+`python -m scripts.benchmark serve --base-url URL --trace FILE.jsonl`
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ LATENCIES = {
     "e2el": "whole request",
 }
 COLUMNS = ("mean", "median", "std", "p90", "p99")
-TOLD = {  # of the table, where the result has them
+TOLD = {  # rows of the table, where the result has them
     "completed": "requests answered",
     "failed": "failed",
     "rejected": "of these rejected (busy)",
@@ -45,14 +48,14 @@ rate = real(*RATES_PER_S, endless=True)  # requests a second; `inf` for all at o
 
 
 def url(text: str) -> str:
-    """Where a server is, without the slash at the end, and without /v1."""
+    """Parse a server's URL, without the slash at its end, and without /v1."""
     if not text.startswith(("http://", "https://")):
         raise argparse.ArgumentTypeError(f"{text!r} is no URL; write http://HOST:PORT")
     return text.rstrip("/").removesuffix("/v1")
 
 
 def body(text: str) -> dict[str, Any]:
-    """Fields of a request, as JSON."""
+    """Parse a request's fields from JSON."""
     try:
         fields = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -63,7 +66,7 @@ def body(text: str) -> dict[str, Any]:
 
 
 def names(text: str) -> list[str]:
-    """Latencies by name."""
+    """Parse latencies by name."""
     given = text.split(",")
     if unknown := [each for each in given if each not in LATENCIES]:
         raise argparse.ArgumentTypeError(f"{unknown[0]!r} is no latency; there are {', '.join(LATENCIES)}")
@@ -71,12 +74,12 @@ def names(text: str) -> list[str]:
 
 
 def percentiles(text: str) -> list[float]:
-    """Percentiles, separated by commas."""
+    """Parse percentiles, separated by commas."""
     return [real(0, 100)(each) for each in text.split(",")]
 
 
 def add_load_arguments(parser: argparse.ArgumentParser, *, needs_url: bool) -> None:
-    """What is sent, and where; the names are those of `vllm bench serve`."""
+    """Add the options for what is sent, and where; the names are those of `vllm bench serve`."""
     add = parser.add_argument
     add("--base-url", type=url, required=needs_url, metavar="URL", help="of any OpenAI-compatible server")
     add("--trace", type=Path, required=True, metavar="FILE.jsonl", help="requests, as `generate` reads them")
@@ -116,7 +119,7 @@ def add_load_arguments(parser: argparse.ArgumentParser, *, needs_url: bool) -> N
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """All options of the verb."""
+    """Add all options of the verb."""
     add_load_arguments(parser, needs_url=True)
     add = parser.add_argument
     add("--request-rate", type=rate, metavar="PER_S", help="Poisson, or inf; if not, the trace's own times")
@@ -128,7 +131,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def plan(options: argparse.Namespace, request_rate: float | None) -> Any:
-    """The run that is asked for; raises ValueError where it cannot be."""
+    """Return the run that the options describe; raises ValueError where it is not possible."""
     try:
         from benchmark.serve.measure import ServePlan
     except ModuleNotFoundError as error:
@@ -158,7 +161,7 @@ def plan(options: argparse.Namespace, request_rate: float | None) -> Any:
 
 
 def main(options: argparse.Namespace) -> None:
-    """Serve the trace, and print or save what came of it."""
+    """Serve the trace, and print or save the result."""
     from benchmark.serve import measure
 
     result = measure.run(plan(options, options.request_rate))
@@ -170,7 +173,7 @@ def main(options: argparse.Namespace) -> None:
 
 
 def filename(result: Mapping[str, Any]) -> str:
-    """A name made of rate, model and time."""
+    """Return a file name made of rate, model and time."""
     per_s = result["request_rate"]
     times = "trace" if per_s is None else f"{per_s}qps"
     model = Path(str(result["model_id"])).name
@@ -185,7 +188,7 @@ def save(path: Path, result: Mapping[str, Any]) -> None:
 
 
 def print_table(result: Mapping[str, Any], shown: list[str]) -> None:
-    """The figures of one run."""
+    """Print the figures of one run."""
     for name, label in TOLD.items():
         if result.get(name) is not None and (result[name] or name not in ("rejected", "retried")):
             print(f"{label:34}{result[name]:>12,}")
@@ -208,7 +211,7 @@ def print_table(result: Mapping[str, Any], shown: list[str]) -> None:
 
 
 def _parts(result: Mapping[str, Any]) -> list[str]:
-    """The percentiles that a result has, in order, but the median."""
+    """Return the percentiles that a result has, in order, without the median."""
     found = {name.partition("_")[0] for name in result if name.startswith("p") and name.endswith("_e2el_ms")}
     found -= {"p50"}
     return sorted(found, key=lambda name: float(name[1:]) if math.isfinite(float(name[1:])) else 0)

@@ -1,8 +1,8 @@
-"""What do the answers come to? The figures of a run, under the names that `vllm bench serve` gives them.
+"""Compute the figures of a run, under the names that `vllm bench serve` gives them.
 
 A latency X has `mean_X_ms`, `median_X_ms`, `std_X_ms` and percentiles such as `p99_X_ms`; X is ttft (first
-piece), tpot ((last - first piece) / (tokens - 1)), itl (between two pieces) or e2el (last piece), each from
-when the request was sent.
+piece), tpot ((last - first piece) / (tokens - 1)), itl (between two pieces) or e2el (last piece); ttft and
+e2el count from when the request was sent.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Result = dict[str, object]
 
 
 def latencies(done: Sequence[ClientAnswer], parts: Sequence[float]) -> tuple[Result, int]:
-    """All four, in milliseconds, and the number of gaps between pieces."""
+    """Return all four latencies in milliseconds, and the number of gaps between pieces."""
     gaps = [np.diff(each.piece_times_s) for each in done if len(each.piece_times_s) > 1]
     values_s = {
         "ttft": np.array([each.piece_times_s[0] - each.sent_s for each in done]),
@@ -54,9 +54,10 @@ def latencies(done: Sequence[ClientAnswer], parts: Sequence[float]) -> tuple[Res
 
 
 def summarise(run: ClientRun, objectives: Objectives | None, parts: Sequence[float] = PERCENTILES) -> Result:
-    """Rates, latencies and what the gate needs beside them. Failed requests are counted, their tokens not.
+    """Return rates, latencies, and what the gate needs beside them.
 
-    The duration runs from the first request sent to the last piece or failure.
+    Failed requests are counted, their tokens are not. The duration runs from the first request sent to the
+    last piece or failure.
     """
     answers = sorted(run.answers, key=lambda each: each.sent_s)
     done = [each for each in answers if each.error is None]
@@ -101,7 +102,8 @@ def summarise(run: ClientRun, objectives: Objectives | None, parts: Sequence[flo
         ),
         "mean_in_flight": in_flight,
         "max_concurrent_requests": run.most,
-        **({"mean_in_system": in_flight} if len(done) == len(answers) else {}),  # W is of those answered
+        # W is the time of answered requests.
+        **({"mean_in_system": in_flight} if len(done) == len(answers) else {}),
         "offered_per_s": round((len(answers) - 1) / spread_s, 4) if spread_s > 0 else None,
         "least_output_tokens": min(lens, default=None),
         "most_output_tokens": max(lens, default=None),
@@ -111,7 +113,7 @@ def summarise(run: ClientRun, objectives: Objectives | None, parts: Sequence[flo
 
 
 def kinds(errors: Sequence[str]) -> dict[str, int]:
-    """How often errors came that differ at most in their numbers and ids, each by its first."""
+    """Count errors that differ at most in their numbers and ids; each kind has the text of its first."""
     alike: dict[str, list[str]] = {}
     for error in errors:
         alike.setdefault(re.sub(r"(?<!HTTP )\b[\w.-]*\d[\w.-]*", "#", error), []).append(error)
@@ -119,7 +121,7 @@ def kinds(errors: Sequence[str]) -> dict[str, int]:
 
 
 def client(run: ClientRun) -> Result:
-    """How late the client itself was: sending what was due, and looking at its event loop."""
+    """Return how late the client itself was: sending what was due, and running its event loop."""
     late_s = [each.late_s for each in run.answers]
     cpu = run.passed["cpu_s"] / run.passed["monotonic_s"]
     return {
@@ -132,7 +134,7 @@ def client(run: ClientRun) -> Result:
 
 
 def records(run: ClientRun) -> list[Result]:
-    """What became of each request; times count from the first that was sent."""
+    """Return a record of each request; times count from the first that was sent."""
     origin_s = min(each.sent_s for each in run.answers)
     return [_record(each, origin_s) for each in sorted(run.answers, key=lambda each: each.sent_s)]
 

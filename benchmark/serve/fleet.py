@@ -1,9 +1,9 @@
-"""What does a router that knows pages bring, beside one that sends by turns, with real servers behind it?
+"""Compare a router that knows cached pages with one that sends in turn, in front of real servers.
 
-Some servers of a recipe are started on this machine, and in front of them the router, by each of its ways in
-turn. Sessions of several turns, half of which share one system prompt, ask through it; each turn has the
-conversation before it. The servers are asked to forget nothing between the ways: each round has conversations
-of its own.
+Several servers of a recipe are started on this machine, and in front of them the router, with each of its
+routes in turn. Sessions of several turns, half of which share one system prompt, ask through it; each turn
+includes the conversation before it. The servers' caches are not cleared between the routes: each round has
+conversations of its own.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ WORDS = (
 
 @dataclass(frozen=True, slots=True)
 class FleetLoad:
-    """What is asked for in a round."""
+    """The load of a round."""
 
     sessions: int
     at_once: int  # sessions
-    systems: int  # system prompts, the first of which every other session has
+    systems: int  # system prompts; every other session has the first
     system_words: int
     turn_words: int
     answer_tokens: int
-    think_s: float  # between an answer and the next turn
+    think_s: float  # seconds between an answer and the next turn
 
 
 @dataclass(slots=True)
 class Found:
-    """What came of a round."""
+    """The results of a round."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -60,7 +60,7 @@ class Found:
 
 
 async def ready(url: str, num_replicas: int) -> None:
-    """Until the router, or a server where there are none behind it, takes requests."""
+    """Wait until the router takes requests, or a server where no replicas are behind it."""
     until_s = time.monotonic() + READY_S
     async with aiohttp.ClientSession() as http:
         while time.monotonic() < until_s:
@@ -78,7 +78,7 @@ async def ready(url: str, num_replicas: int) -> None:
 
 
 async def serve(url: str, load: FleetLoad, seed: int) -> Found:
-    """All sessions of a round, so many at once."""
+    """Run all sessions of a round, a number of them at once."""
     random, found = np.random.default_rng(seed), Found()
 
     def words(count: int) -> str:
@@ -110,7 +110,7 @@ async def serve(url: str, load: FleetLoad, seed: int) -> Found:
 async def ask(
     http: aiohttp.ClientSession, url: str, messages: Sequence[Mapping[str, str]], tokens: int, found: Found
 ) -> str:
-    """The text of an answer, whose figures are added to what was found."""
+    """Return the text of an answer, whose figures are added to `found`."""
     body = {
         "messages": list(messages), "max_tokens": tokens, "temperature": 0, "ignore_eos": True,
         "stream": True, "stream_options": {"include_usage": True},
@@ -138,14 +138,17 @@ async def ask(
 
 
 async def fleet(url: str) -> dict[str, Any]:
-    """What a router tells of itself."""
+    """Return a router's description of its fleet."""
     async with aiohttp.ClientSession() as http, http.get(f"{url}/fleet") as response:
         told: dict[str, Any] = await response.json()
         return told
 
 
 def measure(options: argparse.Namespace, load: FleetLoad) -> dict[str, Any]:
-    """Rounds of each way by turns: tokens found, of what the best replica had, load, and first tokens."""
+    """Measure each route in turns.
+
+    The figures are tokens found, also relative to the best replica, the replicas' load, and first tokens.
+    """
     with ExitStack() as running:
         ports = [options.events_port + 10 * number for number in range(options.replicas)]
         urls = [
@@ -173,9 +176,9 @@ def measure(options: argparse.Namespace, load: FleetLoad) -> dict[str, Any]:
 
 
 def figures(found: Found, told: Mapping[str, Any]) -> dict[str, float]:
-    """Of one round."""
+    """Return the figures of one round."""
     loads = [each["prompt_tokens"] - each["hit_tokens"] for each in told["replicas"]]
-    # Without events of pages, a router knows no best one
+    # Without page events, a router knows no best replica.
     is_known = told["route"] == "prefix"
     of_best = {"of_best": found.cached_tokens / max(1, told["best_hit_tokens"])} if is_known else {}
     p50, p99 = np.percentile(found.ttft_s, [50, 99]).tolist()
@@ -193,12 +196,12 @@ def figures(found: Found, told: Mapping[str, Any]) -> dict[str, float]:
 
 
 def medians(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Of each figure, over rounds."""
+    """Return the median of each figure over rounds."""
     return {name: round(statistics.median(each[name] for each in rounds), 4) for name in rounds[0]}
 
 
 def print_table(result: Mapping[str, Any]) -> None:
-    """A row a way, in Markdown."""
+    """Print a Markdown row for each route."""
     print("| route | tokens found | of the best known | requests | computed | TTFT p50 | p99 |")
     print("|---|---|---|---|---|---|---|")
     for way, row in result["fleet"].items():
@@ -210,7 +213,7 @@ def print_table(result: Mapping[str, Any]) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `fleet`."""
+    """Add the options of `fleet`."""
     add_recipe(parser)
     for name, default, meaning in (
         ("replicas", 4, "servers"),

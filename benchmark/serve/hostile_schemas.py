@@ -1,9 +1,9 @@
-"""How long do hostile schemas hold up a client who streams a free answer beside them?
+"""Measure how long hostile schemas delay a client that streams a free answer beside them.
 
-A server of the recipe is started, and a client streams one answer after the other without a form. Meanwhile
-each schema comes, alone, and is answered or refused. Told is the longest time between two events of the free
-client from when the schema was sent until SETTLE_S after its answer; beside that, the same with nobody else,
-and beside a request without a form.
+A server of the recipe is started, and a client streams one answer after the other without a constraint.
+Meanwhile each schema is sent, alone, and is answered or refused. The result is the longest time between two
+events of the free client, from when the schema was sent until SETTLE_S after its answer; for comparison, it
+is also measured with no other request, and beside a request without a constraint.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from recipes.schema.numbers import MOST_COUNT, whole
 
 SETTLE_S = 0.3
 ALONE_S = 5.0
-LONGEST_S = 300.0  # of one answer: more is a failure of the run
-TOKENS = 64  # of an answer to a schema
-FREE_TOKENS = 1000  # of one answer of the free client; gaps are within answers
+LONGEST_S = 300.0  # seconds of one answer; more is a failure of the run
+TOKENS = 64  # tokens of an answer to a schema
+FREE_TOKENS = 1000  # tokens of one answer of the free client; gaps are within answers
 PROMPT = "Who are you?"
 
 
 def nested(levels: int) -> str:
-    """An object in an object in an object, as JSON: of many levels no encoder of Python's makes it."""
+    """Return nested objects as JSON, which Python's encoder could not write for many levels."""
     begin, end = '{"type": "object", "properties": {"a": ', '}, "required": ["a"]}'
     return begin * levels + '{"type": "integer"}' + end * levels
 
 
 def either(levels: int) -> dict[str, Any]:
-    """One of two, of which each is one of two."""
+    """Return a schema of nested alternatives: each is one of two, to a depth."""
     schema: dict[str, Any] = {"type": "object", "properties": {"x": {"type": "string"}}}
     for level in range(levels):
         schema = {"oneOf": [schema, {"type": "object", "properties": {f"y{level}": schema}}]}
@@ -50,22 +50,22 @@ def either(levels: int) -> dict[str, Any]:
 
 
 def optional(count: int) -> dict[str, Any]:
-    """Properties of which none must be there."""
+    """Return a schema of optional properties."""
     return {"type": "object", "properties": {f"p{number}": {"type": "string"} for number in range(count)}}
 
 
 def schema(value: Any) -> str:
-    """The field that asks for it."""
+    """Return the request's field for a JSON schema."""
     return f'"guided_json": {json.dumps(value)}'
 
 
 def regex(text: str) -> str:
-    """The field that asks for it."""
+    """Return the request's field for a regular expression."""
     return f'"guided_regex": {json.dumps(text)}'
 
 
 _PATTERNS = [{"type": "string", "pattern": f"^(a|b)*{number:03}(a|b){{9}}$"} for number in range(200)]
-FORMS = {  # by what they hold, a field of the request; the first six are far beyond the caps
+FORMS = {  # content -> field of the request; the first six are far beyond the caps
     "a nest of 500": f'"guided_json": {nested(500)}',
     "an enum of 100,000": schema({"enum": [f"value {number}" for number in range(100_000)]}),
     "oneOf, 12 deep": schema(either(12)),
@@ -83,15 +83,15 @@ FORMS = {  # by what they hold, a field of the request; the first six are far be
 
 
 class FreeClient:
-    """Streams one answer after the other, and knows when its events came."""
+    """A client that streams one answer after the other, and records when its events come."""
 
     def __init__(self, http: aiohttp.ClientSession, url: str) -> None:
         self._http, self._url = http, url
-        self._last_s: float | None = None  # of the event before, in the same answer
-        self.gaps: list[tuple[float, float]] = []  # when each ended, and how long it was, in seconds
+        self._last_s: float | None = None  # time of the event before, in the same answer
+        self.gaps: list[tuple[float, float]] = []  # when each gap ended, and its length, in seconds
 
     async def stream(self) -> None:
-        """Until it is cancelled."""
+        """Stream until cancelled."""
         body = {"prompt": PROMPT, "max_tokens": FREE_TOKENS, "ignore_eos": True, "stream": True}
         while True:
             self._last_s, events = None, Events()
@@ -106,14 +106,14 @@ class FreeClient:
                     self._last_s = now_s
 
     def longest_s(self, since_s: float) -> float:
-        """The longest gap that ended since then, one that still lasts included."""
+        """Return the longest gap that ended since then, including one that still lasts."""
         ended = [gap for at_s, gap in self.gaps if at_s >= since_s]
         lasting = [] if self._last_s is None else [time.perf_counter() - self._last_s]
         return max([*ended, *lasting], default=0.0)
 
 
 async def answered(http: aiohttp.ClientSession, url: str, form: str) -> str:
-    """How a request with this field ended."""
+    """Return how a request with this field ended."""
     asked = json.dumps({"prompt": PROMPT, "max_tokens": TOKENS, "temperature": 1, "seed": 1})
     body, headers = f"{asked[:-1]}, {form}}}" if form else asked, {"Content-Type": "application/json"}
     async with http.post(f"{url}/v1/completions", data=body, headers=headers) as response:
@@ -124,12 +124,12 @@ async def answered(http: aiohttp.ClientSession, url: str, form: str) -> str:
 
 
 async def measured(url: str, rounds: int) -> list[dict[str, Any]]:
-    """A row for each form, of the round with the longest gap."""
+    """Return a row for each form, of the round with the longest gap."""
     limit = aiohttp.ClientTimeout(total=LONGEST_S)
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as http:
         client = FreeClient(http, url)
         streaming = asyncio.create_task(client.stream())
-        await asyncio.sleep(2)  # what is done once is done
+        await asyncio.sleep(2)  # lets work that happens only once end
         rows = []
         async with aiohttp.ClientSession(timeout=limit) as other:
             for name, form in {"nobody": None, "a request without a form": "", **FORMS}.items():
@@ -151,7 +151,7 @@ async def measured(url: str, rounds: int) -> list[dict[str, Any]]:
 
 
 def print_table(result: Mapping[str, Any]) -> None:
-    """Rows of Markdown."""
+    """Print Markdown rows."""
     print("| beside | longest gap, ms | it took, s | how it ended |\n|---|---|---|---|")
     for row in result["rows"]:
         took = f"{row['took_s']:.2f}" if row["ended"] else ""
@@ -161,7 +161,7 @@ def print_table(result: Mapping[str, Any]) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `schemas`."""
+    """Add the options of `schemas`."""
     add_recipe(parser)
     parser.add_argument(
         "--rounds",

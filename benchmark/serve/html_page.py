@@ -1,11 +1,11 @@
-"""How do results become one page, which needs nothing beside itself and reads on a phone?"""
+"""Build one self-contained HTML page of results, which is readable on a phone."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from html import escape
 
-# The sides of a page, each of a colour of its own by day and by night; a ninth is as the first again
+# Each side of a page has its own colour by day and by night; a ninth has the first again.
 COLOURS = {
     "first": ("#0b68b5", "#64b5f6"),
     "second": ("#c2410c", "#fb923c"),
@@ -48,7 +48,7 @@ class Markup(str):
 
 
 def page(title: str, parts: Iterable[str]) -> str:
-    """A whole document; `parts` are HTML."""
+    """Return a whole document; `parts` are HTML."""
     body = "\n".join(parts)
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -59,25 +59,25 @@ def page(title: str, parts: Iterable[str]) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Cells are text, or Markup."""
+    """Return a table; cells are text, or Markup."""
     top = "".join(f"<th>{_cell(each)}</th>" for each in head)
     body = "".join("<tr>" + "".join(f"<td>{_cell(each)}</td>" for each in row) + "</tr>\n" for row in rows)
     return f'<div class="wide"><table><thead><tr>{top}</tr></thead><tbody>\n{body}</tbody></table></div>'
 
 
 def pictures(drawn: Iterable[tuple[str, str]]) -> str:
-    """Captions and SVG, as many beside one another as there is room for."""
+    """Return captions and SVG, as many side by side as there is room for."""
     figures = (f"<figure>{image}<figcaption>{escape(said)}</figcaption></figure>" for said, image in drawn)
     return '<div class="pictures">' + "\n".join(figures) + "</div>"
 
 
 def marked(text: str, kind: str) -> Markup:
-    """Text of a kind that the style knows."""
+    """Return text of a kind that the style knows."""
     return Markup(f'<span class="{kind}">{escape(text)}</span>')
 
 
 def folded(title: str, inner: str) -> str:
-    """What is shown when it is asked for."""
+    """Return content that is folded until it is opened."""
     return f"<details><summary>{escape(title)}</summary>{inner}</details>"
 
 

@@ -1,4 +1,4 @@
-"""How does a server serve a trace? One run, from the first request for its facts to the verdict."""
+"""Serve a trace by a server: one run, from the server's description to the verdict."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from benchmark.serve.server_metrics import MetricsReadings
 from benchmark.serve.trace_requests import TraceRequest, at_rate, clients
 from recipes.build import versions
 
-READY_S = 0.5  # between two questions whether a server that starts is ready
-_INFO_S = 10.0  # to wait for a server's description of itself
+READY_S = 0.5  # seconds between two checks of a starting server
+_INFO_S = 10.0  # seconds to wait for a server's description of itself
 _SECRET = re.compile(r"api_?key|passw|secret|hf_token|auth|^token$", re.IGNORECASE)
-KEPT_OPEN_S = 2.0  # idle connections; servers close theirs after five seconds and more
+KEPT_OPEN_S = 2.0  # seconds that idle connections stay open; servers close theirs after five seconds or more
 
 
 @dataclass(frozen=True, slots=True)
 class ServePlan:
-    """One run. `request_rate` None: the trace's own times. `parts` are percentiles.
+    """The plan of one run. `request_rate` None keeps the trace's own times. `parts` are percentiles.
 
-    `of` is what else makes its result what it is, such as the recipe of a server that a sweep starts.
+    `of` identifies the result further, such as by the recipe of a server that a sweep starts.
     """
 
     base_url: str
@@ -57,14 +57,14 @@ class ServePlan:
     of: Mapping[str, object] = field(default_factory=dict)
 
     def load(self) -> SendSchedule:
-        """What is sent when; a rate takes the place of the trace's times, and of its loops."""
+        """Return what is sent when; a rate replaces the trace's times, and its loops."""
         asks = [ask.limited(self.extra) for ask in self.asks]
         if self.request_rate is not None:
             return SendSchedule(at_rate(asks, self.request_rate, self.seed), None, self.max_concurrency)
         return SendSchedule(asks, clients(asks), self.max_concurrency)
 
     def settings(self) -> dict[str, object]:
-        """What makes two results comparable."""
+        """Return the settings that make two results comparable."""
         rate = self.request_rate
         return {
             "benchmark": "serve",
@@ -84,10 +84,10 @@ class ServePlan:
 
 
 def run(plan: ServePlan) -> dict[str, object]:
-    """The result of one run; raises ValueError if no server answers, or the warm-up fails."""
+    """Return the result of one run; raises ValueError if no server answers, or the warm-up fails."""
     few, many = resource.getrlimit(resource.RLIMIT_NOFILE)
     if few < many:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (many, many))  # each request on its way holds a socket
+        resource.setrlimit(resource.RLIMIT_NOFILE, (many, many))  # each request in flight holds a socket
     return asyncio.run(_run(plan))
 
 
@@ -123,7 +123,7 @@ async def _run(plan: ServePlan) -> dict[str, object]:
         "server_said": described,
         **figures.summarise(outcome, plan.objectives, plan.parts),
         "metrics": watch.describe(origin_s),
-        "warm_up_runs": plan.num_warmups or None,  # None: it is not known what the server did before
+        "warm_up_runs": plan.num_warmups or None,  # None: the server's earlier load is unknown
         "warm_up_counted": 0,
         "records": figures.records(outcome),
     }
@@ -131,7 +131,7 @@ async def _run(plan: ServePlan) -> dict[str, object]:
 
 
 async def _describe(session: aiohttp.ClientSession, base_url: str) -> dict[str, Any]:
-    """What the server says of itself, where it does: models (with a recipe, if it names one) and version."""
+    """Return what the server says of itself, if it does: models (with a recipe, if named) and version."""
     described = {}
     for name in ("/v1/models", "/version"):
         try:
@@ -141,24 +141,24 @@ async def _describe(session: aiohttp.ClientSession, base_url: str) -> dict[str, 
         except (aiohttp.ClientConnectionError, aiohttp.InvalidURL, asyncio.TimeoutError) as error:
             raise ValueError(f"{base_url}: nobody answers there: {error}") from error
         except (aiohttp.ClientError, ValueError):
-            continue  # it has no such page, or none of JSON
+            continue  # the server has no such page, or none in JSON
     return described
 
 
 async def _info(session: aiohttp.ClientSession, base_url: str) -> dict[str, Any] | None:
-    """The recipe, versions and machine of a server that gives them; None for another."""
+    """Return the recipe, versions and machine of a server that states them; None for another server."""
     try:
         async with session.get(
             f"{base_url}/server_info", headers=authorization(), timeout=aiohttp.ClientTimeout(_INFO_S)
         ) as response:
             info = await response.json(content_type=None) if response.status == 200 else None
     except (aiohttp.ClientError, asyncio.TimeoutError, ValueError):
-        return None  # a server is measured even if it gives no facts
+        return None  # a server is measured even if it states nothing
     return _without_keys(info) if isinstance(info, dict) else None
 
 
 def _without_keys(described: Any) -> Any:
-    """What may be kept in a file: some servers include their own key."""
+    """Remove what must not be kept in a file: some servers include their own key."""
     if isinstance(described, dict):
         return {name: _without_keys(value) for name, value in described.items() if not _SECRET.search(name)}
     return [_without_keys(each) for each in described] if isinstance(described, list) else described
@@ -178,7 +178,7 @@ async def _answer(server: StreamingClient, plan: ServePlan, ask: TraceRequest) -
 
 
 async def _warm_up(server: StreamingClient, plan: ServePlan) -> None:
-    """Requests that are not counted; ids go backwards, so that the trace finds none of them in a cache."""
+    """Send requests that are not counted; ids are reversed, so that the trace finds none of them cached."""
     for number in range(plan.num_warmups):
         ask = plan.asks[number % len(plan.asks)]
         content = ask.content[::-1] if ask.num_prompt is not None else ask.content

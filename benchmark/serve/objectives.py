@@ -1,4 +1,4 @@
-"""How much of what was served was good? Answers and tokens that came in time."""
+"""Compute how much of a run was good: answers and tokens that came in time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Objectives:
     most_ms: Mapping[str, float]
 
     def met(self, answer: ClientAnswer) -> bool:
-        """Whether an answer was whole, and met each of them."""
+        """Return whether an answer was whole and met all objectives."""
         if answer.error is not None:
             return False
         times_s = answer.piece_times_s
@@ -33,9 +33,12 @@ class Objectives:
         return all(1e3 * spent_ms.get(name, 0.0) <= most for name, most in self.most_ms.items())
 
     def fluidity(self, answers: Sequence[ClientAnswer]) -> float | None:
-        """The share of all tokens asked for that met their own deadline: `ttft`, and `tpot` (or `itl`) for
-        each token before. Tokens of answers that failed met none. None where an objective is missing, or
-        the server alone knows how many tokens an answer that failed should have had."""
+        """Return the share of all requested tokens that met their own deadline.
+
+        The deadline is `ttft` plus `tpot` (or `itl`) for each token before. Tokens of failed answers met
+        none. Returns None where an objective is missing, or where only the server knows how many tokens a
+        failed answer should have had.
+        """
         between_ms = self.most_ms.get("tpot", self.most_ms.get("itl"))
         if "ttft" not in self.most_ms or between_ms is None or not answers:
             return None
@@ -53,7 +56,7 @@ class Objectives:
 
 
 def token_times_s(answer: ClientAnswer) -> np.ndarray:
-    """When each token came; where pieces do not count their tokens, those beyond one each came last."""
+    """Return when each token came; tokens that no piece counts are taken to have come last."""
     times_s = np.array(answer.piece_times_s)
     if answer.piece_tokens is not None:
         return np.repeat(times_s, answer.piece_tokens)
@@ -62,7 +65,7 @@ def token_times_s(answer: ClientAnswer) -> np.ndarray:
 
 
 def objective(text: str) -> tuple[str, float]:
-    """From `NAME:MILLISECONDS`."""
+    """Parse `NAME:MILLISECONDS`."""
     name, _, value = text.partition(":")
     if name in NAMES and value:
         return name, real(1e-6, 1e9)(value)

@@ -1,6 +1,6 @@
-"""What do results say beside one another? `python -m scripts.benchmark report A [B ...] --output report.html`
+"""Compare results on one page: `python -m scripts.benchmark report A [B ...] --output report.html`.
 
-A page of them; they are results of `serve`, `offline` or `vllm bench serve` as JSON, or folders of a sweep.
+They are results of `serve`, `offline` or `vllm bench serve` as JSON, or folders of a sweep.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from continuous_batching.whole_file import whole_file
 from recipes.schema.command_line import keep_apart
 
 Result = dict[str, Any]
-ROWS = {  # a figure by the gate's name: what it is called, and whether more of it is better
+ROWS = {  # the gate's name of a figure -> its label, and whether more of it is better
     "completed": ("requests answered", None),
     "failed": ("requests failed", False),
     "rejected": ("of these rejected", False),
@@ -55,7 +55,7 @@ GAUGES = {"running": "requests running", "waiting": "requests waiting", "kv_usag
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """What is reported: one result, and if it is the best of a sweep, all its points in order of rate."""
+    """One reported result; if it is the best of a sweep, `points` has all results in order of rate."""
 
     name: str
     result: Result
@@ -63,7 +63,7 @@ class Side:
 
 
 def read(path: Path) -> Side:
-    """A result, or a sweep; raises ValueError or OSError for what is none."""
+    """Read a result, or a sweep; raises ValueError or OSError for anything else."""
     if path.is_dir():
         points = sorted((_result(each) for each in path.glob("rate-*.json")), key=rate_of)
         if not points:
@@ -74,7 +74,7 @@ def read(path: Path) -> Side:
 
 
 def rate_of(result: Mapping[str, Any]) -> float:
-    """Requests a second that were offered; inf for all at once, 0 for the trace's own times."""
+    """Return the offered requests a second; inf for all at once, 0 for the trace's own times."""
     rate = result["request_rate"]
     return math.inf if rate == "inf" else float(rate or 0)
 
@@ -82,15 +82,15 @@ def rate_of(result: Mapping[str, Any]) -> float:
 def _result(path: Path) -> Result:
     fields = read_result(path)
     try:
-        verdict = audit(fields).describe()  # again: the file may have been changed since
+        verdict = audit(fields).describe()  # audited again, since the file may have been changed
     except ValueError as error:
         raise ValueError(f"{path} is no result of a benchmark: {error}") from error
-    itl_ms = names.latency(fields, "itl")  # which the gate passes over where nobody counted the gaps
+    itl_ms = names.latency(fields, "itl")  # the gate ignores it where the gaps were not counted
     return {**({"itl_ms": itl_ms} if itl_ms else {}), **names.under_ours(fields), "verdict": verdict}
 
 
 def figure(result: Mapping[str, Any], name: str) -> float | None:
-    """A figure by its dotted name, or None."""
+    """Return a figure by its dotted name, or None."""
     value: Any = result
     for part in name.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
@@ -98,7 +98,7 @@ def figure(result: Mapping[str, Any], name: str) -> float | None:
 
 
 def write(sides: Sequence[Side], path: Path) -> None:
-    """The page of one side, or of several beside one another."""
+    """Write the page of one side, or of several side by side."""
     title = " against ".join(side.name for side in sides[:2])
     title += f" and {len(sides) - 2} more" if len(sides) > 2 else ""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -126,7 +126,7 @@ def _parts(sides: Sequence[Side]) -> Iterator[str]:
 
 
 def figures_table(sides: Sequence[Side]) -> str:
-    """All figures; of two sides with how many times the first the second is."""
+    """Return a table of all figures; for two sides, also the ratio of the second to the first."""
     rows = []
     for name, (label, more_is_better) in ROWS.items():
         values = [figure(side.result, name) for side in sides]
@@ -141,7 +141,7 @@ def figures_table(sides: Sequence[Side]) -> str:
 
 
 def points_table(points: Sequence[Result]) -> str:
-    """A sweep, one rate a row."""
+    """Return a table of a sweep, one rate a row."""
     shown = ["requests_per_s", "request_goodput", "output_tokens_per_s", "ttft_ms.p50", "ttft_ms.p99"]
     shown += ["itl_ms.p50", "itl_ms.p99", "failed"]
     head = ["offered/s", *(ROWS[name][0] for name in shown), "verdict"]
@@ -155,13 +155,13 @@ def points_table(points: Sequence[Result]) -> str:
 
 
 def facts_table(result: Result) -> str:
-    """What a figure means nothing without: recipe, machine, server, client."""
+    """Return a table of the facts that give figures their meaning: recipe, machine, server, client."""
     facts = {name: result[name] for name in FACTS if result.get(name) not in (None, [])}
     for group in ("machine", "server", "server_said", "client", "errors"):
         shown = result.get(group)
         if group == "errors" and isinstance(
             shown, list
-        ):  # vLLM's: of each request, empty where there was none
+        ):  # vllm writes a text for each request, empty where there was no error
             shown = Counter(str(each) for each in shown if each)
         if isinstance(shown, Mapping):
             facts |= {f"{group}: {name}": value for name, value in shown.items()}
@@ -177,7 +177,7 @@ def _ratio(first: float | None, second: float | None, more_is_better: bool | Non
         return "-"
     times = second / first
     text = f"{times:.3g}"
-    if more_is_better is None or 0.98 < times < 1.02:  # within the noise of a second run
+    if more_is_better is None or 0.98 < times < 1.02:  # a second run differs as much by noise
         return text
     return html_page.marked(text, "better" if (times > 1) == more_is_better else "worse")
 
@@ -206,7 +206,7 @@ def _pictures(runs: charts.Named) -> Iterator[tuple[str, str]]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `report`."""
+    """Add the options of `report`."""
     parser.add_argument("results", nargs="+", type=Path, metavar="RESULT", help="one, or more to compare")
     parser.add_argument("--output", type=Path, default=Path("report.html"), metavar="FILE.html")
 

@@ -1,11 +1,11 @@
-"""What does the router itself take: processor time and latency a request, and memory an open stream?
+"""Measure what the router itself takes: processor time and latency of a request, memory of an open stream.
 
-Servers that answer at once stand behind it, so that nothing else takes time. In turns of the same run,
-requests are sent to such a server, through two bare pass-throughs (benchmark/serve/bare_servers.py: one that
-copies bytes, one on the router's HTTP server and client) and through the router: one at a time for latency,
-several at once for processor time. Of the figures of each turn the median counts. "Added" is a way's latency
-less that of asking the server itself. Then streams are opened that do not end, and the memory of the router
-is a line through what it holds at each number of them.
+Servers that answer at once are behind it, so that nothing else takes time. In turns of the same run, requests
+are sent to such a server, through two bare pass-throughs (benchmark/serve/bare_servers.py: one that copies
+bytes, one on the router's HTTP server and client) and through the router: one at a time for latency, several
+at once for processor time. The median of the turns counts. "Added" is a way's latency less that of asking the
+server itself. Then streams are opened that do not end, and a line is fitted to the router's memory over the
+number of open streams.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from recipes.build import versions
 from recipes.schema.numbers import MOST_COUNT, whole, wholes
 
 WAYS = ("server", "bytes", "http", "router")
-MOST_OPEN = 2**17  # at each replica: nothing waits for its turn
-SETTLE_S = 0.5  # until a router has read what it was sent
+MOST_OPEN = 2**17  # streams at each replica, so that no request waits
+SETTLE_S = 0.5  # seconds until a router has read what it was sent
 EXTRAPOLATED = 10_000  # streams
 
 
 def body_of(prompt_bytes: int) -> dict[str, Any]:
-    """A chat of about so many bytes."""
+    """Return a chat request of about this many bytes."""
     return {"stream": True, "messages": [{"role": "user", "content": "x" * prompt_bytes}], "max_tokens": 8}
 
 
 async def ask(http: aiohttp.ClientSession, url: str, body: Mapping[str, Any]) -> float:
-    """How long one answer takes, in seconds; raises OSError for one that is not whole."""
+    """Return the seconds that one answer takes; raises OSError for an answer that is not whole."""
     began_s, received = time.perf_counter(), b""
     async with http.post(f"{url}/v1/chat/completions", json=body) as response:
         received = await response.read()
@@ -51,15 +51,15 @@ async def ask(http: aiohttp.ClientSession, url: str, body: Mapping[str, Any]) ->
 
 
 async def one_by_one(url: str, body: Mapping[str, Any], count: int) -> list[float]:
-    """The time of each of so many requests, on a connection that is kept."""
+    """Return the time of each request, one after the other on a kept connection."""
     async with aiohttp.ClientSession() as http:
-        for _ in range(1 + count // 10):  # which warm up
+        for _ in range(1 + count // 10):  # these warm up
             await ask(http, url, body)
         return [await ask(http, url, body) for _ in range(count)]
 
 
 async def at_once(url: str, body: Mapping[str, Any], count: int, clients: int) -> None:
-    """So many requests from several clients."""
+    """Send the requests from several clients."""
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
 
         async def client(share: int) -> None:
@@ -70,7 +70,7 @@ async def at_once(url: str, body: Mapping[str, Any], count: int, clients: int) -
 
 
 async def held_kib(router: Running, counts: Sequence[int]) -> list[int]:
-    """What the router holds when so many streams are open."""
+    """Return the router's memory for each number of open streams."""
     host, port = router.url.removeprefix("http://").split(":")
     asked = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nx-hold: 1\r\ncontent-length: 0\r\n\r\n"
     found, writers = list[int](), list[asyncio.StreamWriter]()
@@ -88,7 +88,7 @@ async def held_kib(router: Running, counts: Sequence[int]) -> list[int]:
 
 
 def turn(urls: Mapping[str, str], router: Running, options: argparse.Namespace) -> dict[str, float]:
-    """The figures of one turn."""
+    """Return the figures of one turn."""
     body, figures = body_of(options.prompt_bytes), dict[str, float]()
     for way in WAYS:
         took_s = asyncio.run(one_by_one(urls[way], body, options.requests))
@@ -104,7 +104,7 @@ def turn(urls: Mapping[str, str], router: Running, options: argparse.Namespace) 
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Medians over turns, and memory by streams."""
+    """Return medians over turns, and memory by number of streams."""
     with ExitStack() as running:
 
         def start(*command: str) -> Running:
@@ -134,7 +134,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def print_table(result: Mapping[str, Any]) -> None:
-    """In Markdown."""
+    """Print the results in Markdown."""
     found = result["router"]
     print("| way | p50 | p99 | added p50 | added p99 |")
     print("|---|---|---|---|---|")
@@ -152,7 +152,7 @@ def print_table(result: Mapping[str, Any]) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `router`."""
+    """Add the options of `router`."""
     for name, default, meaning in (
         ("replicas", 2, "servers behind the router"),
         ("turns", 5, "of which the median counts, after one that warms up"),

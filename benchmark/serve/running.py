@@ -1,4 +1,4 @@
-"""How are servers of ours started for a benchmark, and what do they take?"""
+"""Start this project's servers for a benchmark, and read what they take."""
 
 from __future__ import annotations
 
@@ -25,25 +25,26 @@ class Running:
     pid: int
 
     def cpu_s(self) -> float:
-        """Processor time of all its threads so far, by Linux' scheduler, in steps of nanoseconds."""
+        """Return the processor time of all its threads so far, by Linux's scheduler, in nanosecond steps."""
         tasks = Path(f"/proc/{self.pid}/task").iterdir()
         return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
 
     def resident_kib(self) -> int:
-        """Memory that it holds."""
+        """Return the memory that it holds."""
         status = Path(f"/proc/{self.pid}/status").read_text()
         return int(status.partition("VmRSS:")[2].split()[0])
 
 
 @contextmanager
 def started(*command: str) -> Iterator[Running]:
-    """A server of ours, which ends with the block."""
+    """Start a server of this project, which ends with the block."""
     process = subprocess.Popen(
         [sys.executable, "-m", *command], cwd=ROOT, stderr=subprocess.PIPE, text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert process.stderr is not None
-    said, reader = [], threading.Thread(target=process.stderr.read)  # so that a full pipe never stops it
+    # Reads on, so that a full pipe never blocks the server.
+    said, reader = [], threading.Thread(target=process.stderr.read)
     try:
         for line in process.stderr:
             said.append(line)

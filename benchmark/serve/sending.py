@@ -1,4 +1,4 @@
-"""When is each request sent, and did the client keep its times?"""
+"""Send each request at its time, and record whether the client kept its times."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from benchmark.run_clock import RunClock
 from benchmark.serve.client import ClientAnswer, StreamingClient
 from benchmark.serve.trace_requests import TraceRequest
 
-LOOK_S = 0.02  # between two looks at how late the event loop is
+LOOK_S = 0.02  # seconds between two measurements of how late the event loop is
 
 
 @dataclass(slots=True)
 class ClientRun:
-    """What came of a load. Times are on the client's clock; `lags_s` is how late its event loop was.
+    """The results of a load. Times are on the client's clock; `lags_s` is how late its event loop was.
 
-    `now` and `most` requests are, and were, on their way at once. `passed` is what clocks said from `start_s`
-    to the last answer's end.
+    `now` is the number of requests in flight, `most` the largest number so far. `passed` is what the clocks
+    showed from `start_s` to the last answer's end.
     """
 
     answers: list[ClientAnswer] = field(default_factory=list)
@@ -34,9 +34,9 @@ class ClientRun:
 
 @dataclass(frozen=True, slots=True)
 class SendSchedule:
-    """How requests are sent: `loops` holds those of each client of a closed loop, else each has its time.
+    """How requests are sent: `loops` has those of each client of a closed loop; else each has its time.
 
-    `max_concurrency` bounds how many are on their way at once.
+    `max_concurrency` bounds how many are in flight at once.
     """
 
     asks: Sequence[TraceRequest]
@@ -55,6 +55,7 @@ async def serve(
     }
     limit = asyncio.Semaphore(load.max_concurrency or len(load.asks))
     gc.collect()
+    was_frozen = gc.get_freeze_count() > 0
     gc.freeze()  # a pause of the collector would be counted as the server's
     clock = RunClock()
     run.start_s = time.perf_counter()
@@ -83,7 +84,8 @@ async def serve(
             await _open(load.asks, run.start_s, one)
     finally:
         lag.cancel()
-        gc.unfreeze()
+        if not was_frozen:  # what the caller has frozen stays so
+            gc.unfreeze()
     run.passed = clock.read()
     return run
 

@@ -1,4 +1,4 @@
-"""What does the server say of itself while it is loaded? Its `/metrics`, read once a second."""
+"""Read a server's `/metrics` once a second while it is loaded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmark.run_clock import with_wall
 from benchmark.serve.client import authorization
 
 EVERY_S = 1.0
-# What is read, under the names that vLLM, its older versions and SGLang have for it
+# Each figure has the names that vLLM, its older versions and SGLang give it.
 GAUGES = {
     "running": ("vllm:num_requests_running", "sglang:num_running_reqs"),
     "waiting": ("vllm:num_requests_waiting", "sglang:num_queue_reqs"),
@@ -39,21 +39,21 @@ TIMES = {  # histograms in seconds, of requests that have ended
     "itl": "vllm:inter_token_latency_seconds",
     "e2e": "vllm:e2e_request_latency_seconds",
 }
-NAMED_TIMES = ("queue", "prefill")  # means of the others would not be the client's, who waits longer
-SETTLE_S = 2.0  # for counters that a server updates a moment after its answers
+NAMED_TIMES = ("queue", "prefill")  # means of the others would differ from the client's, which waits longer
+SETTLE_S = 2.0  # seconds for counters that a server updates shortly after its answers
 COUNTERS |= {f"{name}_s": (f"{metric}_sum",) for name, metric in TIMES.items()}
 COUNTERS |= {f"{name}_count": (f"{metric}_count",) for name, metric in TIMES.items()}
 LINE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{[^\n]*\})? +(\S+)", re.MULTILINE)
 
 
 def parse(text: str) -> dict[str, float]:
-    """The known figures of Prometheus' text; over several engines, sums, and the mean of `kv_usage`."""
+    """Parse the known figures of Prometheus' text; several engines are summed, `kv_usage` is averaged."""
     found: dict[str, list[float]] = {}
     for name, value in LINE.findall(text):
         if name.startswith(("vllm:", "sglang:")):
             try:
                 found.setdefault(name, []).append(float(value))
-            except ValueError:  # no number: not one of ours
+            except ValueError:  # not a number, so not a known figure
                 continue
     figures = {}
     for figure, names in (GAUGES | COUNTERS).items():
@@ -69,28 +69,29 @@ class MetricsReadings:
 
     session: aiohttp.ClientSession
     url: str
-    readings: list[tuple[float, float, dict[str, float]]] = field(default_factory=list)  # and the wall's
+    # Each reading: the client's clock, the wall clock, and the figures.
+    readings: list[tuple[float, float, dict[str, float]]] = field(default_factory=list)
 
     async def look(self) -> bool:
-        """Take one reading; whether there was one. A server without metrics has none."""
+        """Take one reading; returns whether there was one. A server without metrics has none."""
         try:
             async with self.session.get(self.url, headers=authorization()) as response:
                 figures = parse(await response.text()) if response.status == 200 else {}
         except (aiohttp.ClientError, asyncio.TimeoutError, ConnectionError):
-            return False  # it may be busy; the next look may find it, and a run without any says so
+            return False  # it may be busy; the next reading may succeed, and a run without any says so
         if figures:
             wall_s, now_s = with_wall(time.perf_counter)
             self.readings.append((now_s, wall_s, figures))
         return bool(figures)
 
     async def go_on(self) -> None:
-        """Take readings until it is cancelled."""
+        """Take readings until cancelled."""
         while True:
             await asyncio.sleep(EVERY_S)
             await self.look()
 
     async def settle(self) -> None:
-        """Take the last reading once the server has nothing left to do, or does not come to rest."""
+        """Take the last reading once the server has nothing left to do, or when it does not come to rest."""
         until_s = time.perf_counter() + SETTLE_S
         while await self.look() and time.perf_counter() < until_s:
             figures = self.readings[-1][2]
@@ -100,15 +101,14 @@ class MetricsReadings:
             await asyncio.sleep(SETTLE_S / 10)
 
     def describe(self, origin_s: float) -> dict[str, object] | None:
-        """Means of the gauges, growth of the counters, the counters themselves, and the readings; None
-        without any.
+        """Return means of gauges, counters and their growth, and the readings; None if there are none.
 
-        What a client waits for its first token beyond `mean_queue_ms` and `mean_prefill_ms` is no engine's:
-        HTTP, texts and the way between processes and machines.
+        What a client waits for its first token beyond `mean_queue_ms` and `mean_prefill_ms` is not due to the
+        engine: it is spent in HTTP, in text processing, and between processes and machines.
         """
         if not self.readings:
             return None
-        within = self.readings[1:-1]  # the first and the last are of an idle server
+        within = self.readings[1:-1]  # the first and the last reading are of an idle server
         means = {
             f"mean_{name}": round(float(np.mean(values)), 4)
             for name in GAUGES
@@ -121,7 +121,7 @@ class MetricsReadings:
         if hits is not None and queries > 0:
             grown["prefix_hit_rate"] = round(hits / queries, 4)
         for name in ("requests", "prompt_tokens", "output_tokens"):
-            grown.pop(name, None)  # the client has its own, and the gate holds them to these counters
+            grown.pop(name, None)  # the client has its own, which the gate compares with these counters
         for name in TIMES:
             taken_s, count = grown.pop(f"{name}_s", 0.0), grown.pop(f"{name}_count", 0)
             if count and name in NAMED_TIMES:

@@ -1,4 +1,4 @@
-"""Which settings of our own server does a sweep go over, and how is a server of each started?"""
+"""Define the settings of this project's server that a sweep tries, and start a server for each."""
 
 from __future__ import annotations
 
@@ -21,37 +21,37 @@ from pathlib import Path
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 
-EVERY_S = 0.1  # between two looks whether a server that starts is ready
-END_S = 30.0  # for a server to end, beyond the time that it gives to requests
+EVERY_S = 0.1  # seconds between two checks of a starting server
+END_S = 30.0  # seconds for a server to end, beyond the time that it gives to requests
 MOST_NAME = 120  # characters of a folder's name
-FAREWELLS = ("Shutting down", "Finished server process")  # say nothing of why
+FAREWELLS = ("Shutting down", "Finished server process")  # lines that do not say why a server ended
 LISTENS = re.compile(r"listening at http://([\d.]+):(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
 class SweepSetting:
-    """A recipe with overrides; of these, `tried` are those that this setting is one of several by."""
+    """A recipe with overrides; `tried` are the overrides in which a sweep's settings differ."""
 
     recipe: str
     overrides: tuple[str, ...]
     tried: tuple[str, ...]
-    sha256: str  # of the recipe as it was read
+    sha256: str  # digest of the recipe as it was read
     drain_s: float
 
     @property
     def name(self) -> str:
-        """What was tried, as the name of a folder; a shortened name gets a digest, to stay unique."""
+        """The tried overrides as the name of a folder; a shortened name gets a digest, to stay unique."""
         text = ",".join(self.tried)
         safe = re.sub(r"[^\w.,=+-]", "_", text)[:MOST_NAME]
         return safe if safe == text else f"{safe}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
     def identity(self) -> dict[str, object]:
-        """What a result must have to be of this setting."""
+        """Return the fields that a result of this setting must have."""
         return {"recipe": self.recipe, "overrides": list(self.overrides), "recipe_sha256": self.sha256}
 
 
 def values(text: str) -> list[str]:
-    """The overrides of one `--try KEY=V1,V2`."""
+    """Parse the overrides of one `--try KEY=V1,V2`."""
     name, equals, given = text.partition("=")
     found = [f"{name}={each.strip()}" for each in given.split(",")]
     if not equals or f"{name}=" in found:
@@ -62,7 +62,7 @@ def values(text: str) -> list[str]:
 
 
 def product(recipe: str, overrides: Sequence[str], tries: Sequence[Sequence[str]]) -> list[SweepSetting]:
-    """Every setting, in the order given; raises ValueError for one that the recipe cannot have."""
+    """Return every setting, in the order given; raises ValueError for one that the recipe cannot have."""
     names = [each[0].partition("=")[0] for each in tries]
     if twice := {name for name in names if names.count(name) > 1}:
         raise ValueError(f"--try {min(twice)} is given twice; part its values by commas")
@@ -76,19 +76,19 @@ def product(recipe: str, overrides: Sequence[str], tries: Sequence[Sequence[str]
 
 
 def command(setting: SweepSetting) -> list[str]:
-    """What serves it at a free port of this machine, which it logs."""
+    """Return the command that serves a setting at a free port of this machine; the server logs the port."""
     serve = [sys.executable, "-m", "scripts.serve", str(Path(setting.recipe).resolve())]
     return [*serve, *setting.overrides, "--host", "127.0.0.1", "--port", "0"]
 
 
 @dataclass(frozen=True, slots=True)
 class ForeignServer:
-    """A server that somebody else started, and will stop."""
+    """A server that someone else started, and will stop."""
 
     url: str
 
     def check(self) -> None:
-        """Nothing to check: this server is not ours, and requests that fail report it."""
+        """Check nothing: requests report the failures of a server that this sweep did not start."""
 
 
 class StartedServer:
@@ -127,26 +127,26 @@ class StartedServer:
             time.sleep(EVERY_S)
 
     def end(self) -> None:
-        """By SIGTERM, and wait; by force, with a word on stderr, where that takes too long."""
+        """Send SIGTERM and wait; kill the server, with a message on stderr, if that takes too long."""
         self._process.terminate()
         try:
             self._process.wait(self._setting.drain_s + END_S)
         except subprocess.TimeoutExpired:
             print(self._trouble("does not end, and is killed"), file=sys.stderr)
-        finally:  # also where somebody does not want to wait
+        finally:  # also where the wait is interrupted
             self._process.kill()
             self._process.wait()
 
     def _trouble(self, what: str) -> ValueError:
         lines = self._log.read_text(encoding="utf-8", errors="replace").split("\n")
         said = [line.strip() for line in lines if line.strip() and not line.startswith(FAREWELLS)]
-        last = "; ".join(said[-2:]) or "nothing"  # why an engine ended, and that it did
+        last = "; ".join(said[-2:]) or "nothing"  # usually why an engine ended, and that it did
         return ValueError(f"{self._setting.name}: the server {what}; it last said: {last} ({self._log})")
 
 
 @contextmanager
 def started(setting: SweepSetting, log: Path, timeout_s: float) -> Iterator[StartedServer]:
-    """A server of a setting at a free port of this machine, once it is ready; it ends with the context."""
+    """Start a server of a setting at a free port, and yield it once it is ready; it ends with the context."""
     server = StartedServer(setting, log)
     before = {each: signal.signal(each, _leave) for each in (signal.SIGTERM, signal.SIGHUP)}
     try:
@@ -159,7 +159,7 @@ def started(setting: SweepSetting, log: Path, timeout_s: float) -> Iterator[Star
 
 
 def _leave(number: int, frame: object) -> None:
-    sys.exit(128 + number)  # by way of `finally`
+    sys.exit(128 + number)  # exits by way of `finally`
 
 
 def _is_ready(host: str, port: int) -> bool:
@@ -168,6 +168,6 @@ def _is_ready(host: str, port: int) -> bool:
         connection.request("GET", "/ready")
         return connection.getresponse().status == 200
     except (OSError, http.client.HTTPException):
-        return False  # it listens before it answers
+        return False  # the server listens before it answers
     finally:
         connection.close()

@@ -1,4 +1,4 @@
-"""What does a server send while it answers? Events of a stream, and the parts of them that are counted."""
+"""Decode the events that a server streams, and the parts of them that are counted."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 
 
 class ChatDelta(msgspec.Struct):
-    """What a chunk of a chat adds."""
+    """The part of a message that a chunk of a chat adds."""
 
     content: str | None = None
     reasoning_content: str | None = None
@@ -46,7 +46,7 @@ class TokenUsage(msgspec.Struct):
 
 
 class StreamChunk(msgspec.Struct):
-    """One event's data. Whatever else servers write into it is passed over."""
+    """One event's data. Other fields that servers send are ignored."""
 
     choices: list[Choice] | None = None
     usage: TokenUsage | None = None
@@ -57,17 +57,17 @@ read_chunk = msgspec.json.Decoder(StreamChunk).decode
 
 
 class Events:
-    """Bytes as they come from the network, cut into the data of events.
+    """Splits bytes from the network into the data of events.
 
-    An event ends with an empty line. Comments and fields other than `data` are passed over, and several lines
-    of data are one, as the standard for server-sent events has it.
+    An event ends with an empty line. Comments and fields other than `data` are ignored, and several lines of
+    data are joined, as the standard for server-sent events has it.
     """
 
     def __init__(self) -> None:
         self._rest = b""
 
     def feed(self, received: bytes) -> list[bytes]:
-        """The data of the events that are complete by now; raises ValueError for one beyond 16 MiB."""
+        """Return the data of the events that are complete by now; raises ValueError for one beyond 16 MiB."""
         text = self._rest + received
         if b"\r" in text:
             held = text.endswith(b"\r")  # the line feed may come next
@@ -80,7 +80,7 @@ class Events:
 
 
 def _data(event: bytes) -> bytes:
-    if event.startswith(b"data: ") and b"\n" not in event:  # as nearly every event is
+    if event.startswith(b"data: ") and b"\n" not in event:  # nearly every event has this form
         return event[6:]
     lines = [line[5:].removeprefix(b" ") for line in event.split(b"\n") if line.startswith(b"data:")]
     return b"\n".join(lines)

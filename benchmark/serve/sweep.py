@@ -1,7 +1,8 @@
-"""How does a server bear more and more load? One run of `serve` at each rate, each in a file of its own.
+"""Measure how a server bears increasing load: one run of `serve` at each rate, each in its own file.
 
-Of a server that runs (--base-url), or of one of ours, started for each setting that --try gives (--recipe).
-A sweep that was broken off goes on where it was: a rate whose file is there and whole is not run again.
+The server runs already (--base-url), or is one of this project, started for each setting that --try gives
+(--recipe). An interrupted sweep continues where it was: a rate whose file exists and is whole is not run
+again.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from benchmark.gate.printing import read_result
 from benchmark.serve import command, settings
 
 Result = dict[str, Any]
-WITHIN = 0.99  # of requests meet the objectives, where a server is said to bear a rate
+WITHIN = 0.99  # least share of requests within the objectives at a rate that a server is said to bear
 
 
 @dataclass(frozen=True, slots=True)
 class Leg:
-    """One server, how it is started, and the folder of what it gave at each rate."""
+    """One server, how it is started, and the folder of its results at each rate."""
 
     name: str
     folder: Path
@@ -36,12 +37,12 @@ class Leg:
 
 
 def rates(text: str) -> list[float]:
-    """Rates, separated by commas."""
+    """Parse rates, separated by commas."""
     return [command.rate(each) for each in text.split(",")]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `sweep`."""
+    """Add the options of `sweep`."""
     command.add_load_arguments(parser, needs_url=False)
     add = parser.add_argument
     add(
@@ -71,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def legs(options: argparse.Namespace) -> list[Leg]:
-    """What is gone over; raises ValueError, before anything runs, for what cannot be."""
+    """Return the servers to measure; raises ValueError, before anything runs, for what is not possible."""
     if (options.base_url is None) == (options.recipe is None):
         raise ValueError("give one of --base-url, a server that runs, and --recipe, one to be started")
     if bool(options.tries) != bool(options.recipe):
@@ -88,8 +89,9 @@ def legs(options: argparse.Namespace) -> list[Leg]:
 
 
 def finished(path: Path, said: dict[str, object]) -> Result | None:
-    """The result that is there, judged by the gate again, since the file may have been changed; None where
-    there is none that can be read. Raises ValueError for one of other settings.
+    """Return an existing result, audited again, since the file may have been changed.
+
+    Returns None where there is none that can be read. Raises ValueError for a result of other settings.
     """
     try:
         result = read_result(path)
@@ -123,13 +125,13 @@ def main(options: argparse.Namespace) -> None:
                 bears[leg.name] = max(rate, bears.get(leg.name, 0.0))
     if plan.objectives is not None:
         print(f"within the objectives for {WITHIN:.0%} of requests: {most(bears)}")
-    if options.recipe or not page.exists():  # the settings that were drawn may have been others
+    if options.recipe or not page.exists():  # an existing page may show other settings
         report.write([report.read(leg.folder) for leg in gone_over], page)
     print(page)
 
 
 def results(leg: Leg, plan: Any, options: argparse.Namespace, page: Path) -> Iterator[tuple[float, Result]]:
-    """What one server gave at each rate; it is started for the first that is not there yet."""
+    """Yield one server's result at each rate; it is started for the first rate without a result."""
     from benchmark.serve import measure
 
     with ExitStack() as stack:
@@ -144,14 +146,14 @@ def results(leg: Leg, plan: Any, options: argparse.Namespace, page: Path) -> Ite
                 try:
                     result = measure.run(replace(point, base_url=server.url))
                 finally:
-                    server.check()  # before what a server that is gone has not answered is kept
+                    server.check()  # checked before unanswered requests of a server that has ended are saved
                 command.save(path, result)
                 page.unlink(missing_ok=True)
             yield rate, result
 
 
 def most(bears: Mapping[str, float]) -> str:
-    """The highest rate that was borne, and of several settings by which."""
+    """Format the highest rate that was borne, and among several settings the settings that bore it."""
     if not bears:
         return "none of these rates"
     highest = max(bears.values())
@@ -160,7 +162,7 @@ def most(bears: Mapping[str, float]) -> str:
 
 
 def row(rate: float, result: Result) -> str:
-    """One line of the table."""
+    """Format one line of the table."""
     numbers = [result["request_throughput"], result.get("request_goodput")]
     cells = "".join("-".rjust(10) if value is None else f"{value:>10.3f}" for value in numbers)
     for name in ("p99_ttft_ms", "p99_itl_ms"):

@@ -1,9 +1,9 @@
-"""What does a tier of pages spare a server that is started again, beside computing the prompts anew?
+"""Measure what a tier of pages saves a restarted server, compared with computing the prompts again.
 
-A server is asked for some prompts, ended when its pages are written, started again and asked for the same, by
-turns without a tier, with one in a folder and, where a URL is given, with one in Redis. Each prompt is asked
-for by itself, with one token as its answer, so that the time of the answer is that to the first token. Then
-entries of a page's size are written to the same stores and read again, 16 at a time.
+A server is asked for some prompts, ended when its pages are written, started again and asked for the same
+prompts, in turns without a tier, with one in a folder and, where a URL is given, with one in Redis. Each
+prompt is sent alone, with one token as its answer, so that the time of the answer is that to the first token.
+Then entries of a page's size are written to the same stores and read again, 16 at a time.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ PATIENCE_S = 300.0
 TIER_BYTES = 2**32
 AT_ONCE = 16  # entries that are read together
 NUM_ENTRIES = 256
-FIRST_ID = 10  # of the tokens of prompts; those before it may be special
+FIRST_ID = 10  # least id of a prompt's tokens; smaller ids may be special
 
 
 def prompts_of(lengths: Sequence[int], count: int, vocabulary: int) -> list[list[int]]:
-    """So many prompts of each length."""
+    """Return several prompts of each length."""
     random = np.random.default_rng(0)
     return [random.integers(FIRST_ID, vocabulary, each).tolist() for each in lengths for _ in range(count)]
 
 
 def ask(http: httpx.Client, prompt: Sequence[int]) -> tuple[float, int]:
-    """How long its answer takes, in seconds, and how many tokens were found; raises HTTPStatusError."""
+    """Return the seconds of an answer, and the tokens that were found; raises HTTPStatusError."""
     began_s = time.perf_counter()
     answer = http.post("/v1/completions", json={"prompt": prompt, "max_tokens": 1, "temperature": 0})
     took_s = time.perf_counter() - began_s
@@ -54,7 +54,7 @@ def ask(http: httpx.Client, prompt: Sequence[int]) -> tuple[float, int]:
 
 
 def counted(http: httpx.Client) -> int:
-    """Pages that the tier has written."""
+    """Return the number of pages that the tier has written."""
     line = r'^cb_kv_tier_pages_total\{.*result="written"\} (\S+)$'
     found = re.search(line, http.get("/metrics").text, re.MULTILINE)
     return 0 if found is None else int(float(found[1]))
@@ -63,11 +63,11 @@ def counted(http: httpx.Client) -> int:
 def served(
     command: Sequence[str], prompts: Sequence[Sequence[int]], num_pages: int
 ) -> list[tuple[float, int]]:
-    """Start a server, ask for all prompts, and end it when so many pages are written."""
+    """Start a server, ask for all prompts, and end it when enough pages are written."""
     with started("scripts.serve", *command) as server:
         asyncio.run(ready(server.url, 0))
         with httpx.Client(base_url=server.url, timeout=PATIENCE_S) as http:
-            for length in {*map(len, prompts)}:  # which warm up, and are found by nobody
+            for length in {*map(len, prompts)}:  # these warm up, and are found by no later request
                 ask(http, [FIRST_ID + length % 7] * length)
             found = [ask(http, each) for each in prompts]
             until_s = time.monotonic() + PATIENCE_S
@@ -79,7 +79,7 @@ def served(
 
 
 def speeds(store: PageStore, entry_bytes: int) -> dict[str, float]:
-    """MB/s of entries that are written and read, each of whose bytes are its own."""
+    """Return the MB/s of writing and of reading entries, whose bytes all differ."""
     random = np.random.default_rng(1)
     entries = {random.bytes(32): random.bytes(entry_bytes) for _ in range(NUM_ENTRIES)}
     keys, moved = [*entries], NUM_ENTRIES * entry_bytes / 1e6
@@ -100,12 +100,12 @@ def speeds(store: PageStore, entry_bytes: int) -> dict[str, float]:
 
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """By length and way: medians in ms of the first server and of the one started again, and tokens found."""
+    """Return, by length and way, median ms of the first and the restarted server, and tokens found."""
     prompts = prompts_of(options.lengths, options.prompts, options.vocabulary)
     stores: dict[str, PageStore] = {"disk": DiskStore(folder / "speed", TIER_BYTES, b"speed")}
     asked = {"none": "null", "disk": f"{{kind: disk, path: {folder / 'pages'}, gib: 4, wait_s: 30}}"}
     if options.redis is not None:
-        from kv_cache.tier.redis_store import RedisStore  # installed only where it is asked for
+        from kv_cache.tier.redis_store import RedisStore  # installed only where it is used
 
         stores["redis"] = RedisStore(options.redis, TIER_BYTES, b"speed", 30.0)
         asked["redis"] = f"{{kind: redis, url: '{options.redis}', gib: 4, wait_s: 30}}"
@@ -128,12 +128,12 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def median_ms(asked: Sequence[tuple[float, int]], prompts: Sequence[Sequence[int]], length: int) -> float:
-    """Of the prompts of a length."""
+    """Return the median over the prompts of a length."""
     return round(1e3 * statistics.median(s for (s, _), each in zip(asked, prompts) if len(each) == length), 2)
 
 
 def print_table(result: Mapping[str, Any]) -> None:
-    """In Markdown."""
+    """Print the results in Markdown."""
     found = result["tier"]
     print("| tier | prompt tokens | first server | started again | tokens found |")
     print("|---|---|---|---|---|")
@@ -147,7 +147,7 @@ def print_table(result: Mapping[str, Any]) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `tier`."""
+    """Add the options of `tier`."""
     add_recipe(parser)
     for name, default, meaning in (
         ("prompts", 8, "of each length"),
@@ -163,7 +163,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> None:
-    """Measure in a folder of its own, which is removed."""
+    """Measure in a temporary folder."""
     clock = RunClock()
     with tempfile.TemporaryDirectory(prefix="tier-") as folder:
         found = measure(options, Path(folder))

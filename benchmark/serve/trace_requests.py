@@ -1,4 +1,4 @@
-"""Which requests does a trace ask of a server?"""
+"""Read the requests of a trace for sending to a server."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ OURS = {
     "tenant",
     "max_completion_tokens",
     *PROMPTS,
-}  # are said in another way, or not sent
-MANY = ("n", "best_of", "beam_width")  # more answers than one, which nothing here would count
+}  # fields that are sent in another form, or not at all
+MANY = ("n", "best_of", "beam_width")  # fields that ask for several answers, which are not counted here
 STREAM = {"include_usage": True, "continuous_usage_stats": True}
-MOST_ARRIVAL_S = 1e9  # some thirty years
+MOST_ARRIVAL_S = 1e9  # seconds, some thirty years
 MOST_TOKENS = 2**31 - 1
 
 
@@ -34,8 +34,8 @@ MOST_TOKENS = 2**31 - 1
 class TraceRequest:
     """One request: when it is due, in seconds from the start, and what is sent.
 
-    `max_tokens` None: the server's own limit. `fields` are those of the line that servers know too; `content`
-    is the prompt, the tokens of which are known as `num_prompt` only where it holds ids.
+    `max_tokens` None stands for the server's own limit. `fields` are those of the line that servers know too;
+    `content` is the prompt, whose number of tokens is known as `num_prompt` only where it holds ids.
     """
 
     id: str
@@ -47,7 +47,7 @@ class TraceRequest:
     fields: Mapping[str, Any]
 
     def body(self, model: str, seed: int, extra: Mapping[str, Any]) -> bytes:
-        """The JSON of its POST; `extra` fields win, and a null among them takes a field out."""
+        """Return the JSON of its POST; `extra` fields win, and a null among them removes a field."""
         said = {
             "model": model,
             "messages" if self.chat else "prompt": self.content,
@@ -61,7 +61,7 @@ class TraceRequest:
         return msgspec.json.encode({name: value for name, value in said.items() if value is not None})
 
     def limited(self, extra: Mapping[str, Any]) -> TraceRequest:
-        """The same, with the `max_tokens` that is sent beside such `extra` fields."""
+        """Return the request with the `max_tokens` that is sent beside these `extra` fields."""
         return replace(self, max_tokens=extra.get(self._limit, self.max_tokens))
 
     @property
@@ -70,13 +70,13 @@ class TraceRequest:
 
 
 def read(path: Path, *, skip_bad: bool) -> tuple[list[TraceRequest], list[str]]:
-    """The requests of a JSONL file in order of arrival, and what was skipped of it.
+    """Return the requests of a JSONL file in order of arrival, and the lines that were skipped.
 
     Raises ValueError for a line that is no request, unless bad lines are skipped, and where none is left.
     """
     asks: dict[str, TraceRequest] = {}
     skipped = []
-    check_rereadable(path)  # its digest is taken, too
+    check_rereadable(path)  # the file is also read for its digest
     for number, line in enumerate(lines_of(path), 1):
         if not line.strip():
             continue
@@ -97,7 +97,7 @@ def read(path: Path, *, skip_bad: bool) -> tuple[list[TraceRequest], list[str]]:
 
 
 def digest(path: Path) -> str:
-    """The sha256 of a file, by which two runs know that they served the same."""
+    """Return the sha256 of a file, by which two runs can be seen to have served the same."""
     found = hashlib.sha256()
     with path.open("rb") as file:
         while piece := file.read(2**20):
@@ -106,9 +106,9 @@ def digest(path: Path) -> str:
 
 
 def clients(asks: Sequence[TraceRequest]) -> list[list[TraceRequest]] | None:
-    """The requests of each client of a closed loop in order; None where the trace is none.
+    """Return the requests of each client of a closed loop, in order; None where the trace is not one.
 
-    A closed loop has no times, and ids `CLIENT/NUMBER`.
+    A closed loop has no times, and its ids are `CLIENT/NUMBER`.
     """
     of_client: dict[str, list[TraceRequest]] = {}
     for ask in asks:
@@ -122,7 +122,7 @@ def clients(asks: Sequence[TraceRequest]) -> list[list[TraceRequest]] | None:
 
 
 def at_rate(asks: Sequence[TraceRequest], rate_per_s: float, seed: int) -> list[TraceRequest]:
-    """The same requests, arriving by a Poisson process; at rate inf, all at once."""
+    """Return the same requests, arriving by a Poisson process; at rate inf, all at once."""
     gaps_s = np.zeros(len(asks))
     if rate_per_s < math.inf:
         gaps_s = np.random.default_rng(seed).exponential(1 / rate_per_s, len(asks))
@@ -139,7 +139,7 @@ def _reason(error: Exception) -> str:
 
 
 def _ask(line: bytes) -> TraceRequest:
-    """Raises ValueError, in one line, for what is no request."""
+    """Parse a request; raises ValueError, in one line, for anything else."""
     fields = json.loads(line)
     if not isinstance(fields, dict):
         raise ValueError("a request must be a JSON object")

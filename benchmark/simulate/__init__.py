@@ -1,1 +1,1 @@
-"""What would a recipe serve on a machine that is not here?"""
+"""Simulate what a recipe would serve on a machine that is not at hand."""

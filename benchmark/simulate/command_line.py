@@ -1,4 +1,4 @@
-"""What may be asked of a simulation on the command line?"""
+"""Define the command-line options of simulations."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from continuous_batching.routing import ROUTES
 from recipes.schema.command_line import add_recipe
 from recipes.schema.numbers import MOST_SEED, RATES_PER_S, real, whole, wholes
 
-MOST_DEVICES = 10**6  # of a fleet
+MOST_DEVICES = 10**6  # most engines of a fleet
 MOST_FLEET_REQUESTS = 10**10
 engines = whole(1, MOST_DEVICES)
 devices = wholes(1, MOST_DEVICES)
@@ -20,19 +20,19 @@ milliseconds = real(1e-6, 1e9, endless=True)
 
 
 def drawn(text: str) -> str:
-    """The name of a distribution of lengths, checked here; it is sent to the processes that draw from it."""
+    """Check the name of a distribution of lengths, and return it for the processes that draw from it."""
     lengths(text)
     return text
 
 
 def pair(text: str) -> tuple[int, int]:
-    """Engines for prompts and for answers, from `P:D`."""
+    """Parse engines for prompts and for answers from `P:D`."""
     prompts, _, answers = text.partition(":")
     return engines(prompts), engines(answers)
 
 
 def serve_parser(doc: str) -> argparse.ArgumentParser:
-    """The options of a simulated run."""
+    """Return the options of a simulated run."""
     top = _parser("", doc)
     _add_trace(top)
     _add_device(top)
@@ -53,7 +53,7 @@ def serve_parser(doc: str) -> argparse.ArgumentParser:
 
 
 def search_parser() -> argparse.ArgumentParser:
-    """The options of a search."""
+    """Return the options of a search."""
     top = _parser(" search", "Which is the cheapest setting that meets the objectives? Nothing is measured.")
     _add_trace(top)
     _add_device(top)
@@ -94,7 +94,7 @@ def search_parser() -> argparse.ArgumentParser:
 
 
 def routes_parser() -> argparse.ArgumentParser:
-    """The options of a comparison of routes."""
+    """Return the options of a comparison of routes."""
     top = _parser(" routes", "How do the routes of a router compare on one trace? Nothing is measured.")
     _add_ways(top)
     top.add_argument("--dp", type=engines, required=True, metavar="N", help="engines behind the router")
@@ -103,7 +103,7 @@ def routes_parser() -> argparse.ArgumentParser:
 
 
 def splits_parser() -> argparse.ArgumentParser:
-    """The options of a comparison of who computes prompts."""
+    """Return the options of a comparison of who computes prompts."""
     top = _parser(" splits", "Who should compute prompts, by one trace? Nothing is measured.")
     _add_ways(top)
     help_ = "engines for prompts, and for answers; or all for both"
@@ -112,7 +112,7 @@ def splits_parser() -> argparse.ArgumentParser:
 
 
 def fleet_parser() -> argparse.ArgumentParser:
-    """The options of many engines under a drawn load."""
+    """Return the options of many engines under a random load."""
     top = _parser(
         " fleet", "What would thousands of engines make of millions of requests? Nothing is measured."
     )
@@ -150,7 +150,7 @@ def fleet_parser() -> argparse.ArgumentParser:
 
 
 def held_out_parser() -> argparse.ArgumentParser:
-    """The options of a fit that is held against another trace."""
+    """Return the options of a fit that is checked against another trace."""
     top = _parser(" held-out", "How far off is a simulation, of runs that its costs were not fitted to?")
     add_recipe(top)
     add_json(top)
@@ -162,7 +162,7 @@ def held_out_parser() -> argparse.ArgumentParser:
 
 
 def fit_parser() -> argparse.ArgumentParser:
-    """The options of a fit."""
+    """Return the options of a fit."""
     top = argparse.ArgumentParser(prog="python -m scripts.simulate fit")
     top.add_argument("recording", help="made with scheduler.record=FILE")
     top.add_argument("--output", type=outputs.file, required=True, metavar="COSTS.json")

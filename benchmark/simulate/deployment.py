@@ -1,4 +1,4 @@
-"""How do one engine, several, a disaggregated fleet and a pipeline serve the same trace?"""
+"""Serve a trace by one simulated engine, several, a disaggregated fleet or a pipeline."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ SIMULATED = "not measured: the real scheduler against a cost model"
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """A placement, `replicas` times side by side; or `split` into engines for prompts and for answers, which
-    have those compute what `split_by` says.
+    """One placement, `replicas` times side by side, or `split` into engines for prompts and for answers.
+
+    The engines for prompts compute those prompts that `split_by` selects.
     """
 
     placement: Placement

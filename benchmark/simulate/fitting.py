@@ -1,4 +1,4 @@
-"""How are the costs of a recorded run fitted from the command line?"""
+"""Fit costs to a recorded run from the command line."""
 
 from __future__ import annotations
 

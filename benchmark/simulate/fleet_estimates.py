@@ -1,12 +1,12 @@
-"""What does a sample of the engines of a fleet say of the whole fleet?
+"""Estimate the figures of a fleet from a sample of its engines.
 
-Each drawn engine serves exactly its own share of the fleet's requests. Engines are drawn without replacement,
-so that only the draw is left to chance; the spread between groups of them measures it. Intervals of means
-and totals are those of ratio estimators (Cochran 1977, chapter 6); those of percentiles are Woodruff's
-(1952), who asks how sure the share below is. They use Student's t and are narrowed by the share that was
-drawn: of all engines they have no width. The 99th percentile of a few hundred requests, with three or four
-beyond it, gets an interval that is too narrow. What depends on the fleet's last request, its duration and
-throughput, is not in a sample and is not estimated.
+Each sampled engine serves exactly its own share of the fleet's requests. Engines are drawn without
+replacement, so that only the draw is left to chance; the spread between groups of them measures it. Intervals
+of means and totals are those of ratio estimators (Cochran 1977, chapter 6); those of percentiles are
+Woodruff's (1952), which bound the share below a value. They use Student's t and are narrowed by the share
+that was drawn: a sample of all engines has intervals of no width. The 99th percentile of a few hundred
+requests, with three or four beyond it, gets an interval that is too narrow. Figures that depend on the
+fleet's last request, its duration and throughput, are not in a sample and are not estimated.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from simulation.run_totals import RunTotals
 
 MOST_GROUPS = 30
 SHARES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
-NORMAL = 1.959964  # of which 95 % of a normal distribution are within, to both sides
+NORMAL = 1.959964  # 95 % of a normal distribution lie within this bound on both sides
 
 Estimate = dict[str, float]
-Ends = tuple[float, float, float]  # a value, and from where to where it may be
+Ends = tuple[float, float, float]  # a value, and the ends of its interval
 
 
 def draw(num_engines: int, count: int, seed: int) -> list[list[int]]:
-    """The numbers of `count` of the engines, in groups of nearly one size."""
+    """Draw the numbers of `count` engines, in groups of nearly equal size."""
     order = np.random.default_rng([seed, num_engines]).permutation(num_engines)[:count]
     return [group.tolist() for group in np.array_split(order, min(count, MOST_GROUPS))]
 
 
 def estimates(groups: Sequence[RunTotals], num_drawn: int, num_engines: int) -> dict[str, Estimate]:
-    """Figures of the fleet, each with the ends of its 95 % interval; from at least two groups."""
+    """Return figures of the fleet, each with its 95 % interval; at least two groups are needed."""
     times = student(len(groups) - 1) * math.sqrt(1 - num_drawn / num_engines)
     ends = {}
     for name in ("completed", "output_tokens"):
@@ -54,7 +54,7 @@ def estimates(groups: Sequence[RunTotals], num_drawn: int, num_engines: int) -> 
 
 
 def student(freedom: int) -> float:
-    """The bound that holds 95 % of Student's t, both sides (Abramowitz and Stegun, 26.7.5)."""
+    """Return the bound that holds 95 % of Student's t on both sides (Abramowitz and Stegun, 26.7.5)."""
     z = NORMAL
     first = (z**3 + z) / 4
     second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
@@ -64,7 +64,7 @@ def student(freedom: int) -> float:
 
 
 def _durations(sketches: Sequence[Sketch], times: float) -> dict[str, Ends]:
-    """Milliseconds; empty where nothing was taken in."""
+    """Return milliseconds; empty where the sketches hold no value."""
     whole = Sketch()
     for each in sketches:
         whole.merge(each)
@@ -83,7 +83,7 @@ def _durations(sketches: Sequence[Sketch], times: float) -> dict[str, Ends]:
 
 
 def _ratio(above: Sequence[float], below: Sequence[float], times: float) -> Ends:
-    """A ratio of sums over groups, and its ends at so many standard errors."""
+    """Return a ratio of sums over groups, and its ends at `times` standard errors."""
     tops, bottoms = np.array(above, dtype=np.float64), np.array(below, dtype=np.float64)
     total = max(1.0, float(bottoms.sum()))
     value = float(tops.sum()) / total

@@ -1,12 +1,12 @@
-"""How far off is a simulation, of runs that its costs were not fitted to?
+"""Measure the error of a simulation on runs that its costs were not fitted to.
 
-Several engines serve a trace on this machine, and as many the trace to predict, all of them in turn. Costs
-are fitted to the steps of the first; the others are simulated with them, NUM_SIMULATED times, each time with
-its own seed of which steps are slow. Percentiles are of the requests of all measured runs, and of all
-simulated ones.
+Several engines serve a training trace on this machine, and as many serve the trace to predict, all of them in
+turn. Costs are fitted to the steps of the former; the latter are simulated with them, NUM_SIMULATED times,
+each time with another seed for which steps are slow. Percentiles are over the requests of all measured runs,
+and of all simulated ones.
 
-Two runs of one trace on one machine differ, too, and no prediction can be nearer to a run than another run
-is. So beside each error stands how far one measured run is from the others.
+Two runs of one trace on one machine differ too, and no prediction can be nearer to a run than another run is.
+Each error is therefore shown beside the distance of one measured run from the others.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from simulation.run_totals import RunTotals
 from simulation.serve import serve
 
 NUM_SIMULATED = 10
-AIM = 0.1  # a prediction that is no further off is good
+AIM = 0.1  # a prediction within this error is good
 RATE = "output_tokens_per_s"
 FLOOR = (
     "the largest difference of one measured run from the others; a prediction cannot be expected to be nearer"
@@ -38,7 +38,7 @@ FLOOR = (
 
 
 def held_out(options: argparse.Namespace) -> Result:
-    """Figures of the predicted trace, measured and simulated, how much they differ, and a verdict on each."""
+    """Return figures of the predicted trace, measured and simulated, their differences, and verdicts."""
     recipe = read(options.recipe, options.overrides, options.profile).recipe
     for path in filter(None, (options.train, options.held)):
         check_rereadable(Path(path))
@@ -63,7 +63,7 @@ def held_out(options: argparse.Namespace) -> Result:
 
 
 def compared(measured: Sequence[RunTotals], simulated: Sequence[RunTotals]) -> Result:
-    """Each figure of the measured runs and of the simulated ones, with a verdict.
+    """Compare each figure of the measured runs with that of the simulated ones.
 
     `apart` is FLOOR; the verdict is "within 10 %", "within the measured runs' spread" or "missed".
     """
@@ -95,7 +95,7 @@ def _verdict(off: float, apart: float) -> str:
 
 
 def _figures(runs: Sequence[RunTotals]) -> dict[str, float]:
-    """The median rate of runs, and percentiles of the requests and tokens of all of them."""
+    """Return the median rate of runs, and percentiles of the requests and tokens of all of them."""
     pooled = RunTotals()
     for each in runs:
         pooled.merge(each)

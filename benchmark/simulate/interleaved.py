@@ -1,7 +1,7 @@
-"""How do several engines of one recipe serve traces on this machine, under the same load from others?
+"""Let several engines of one recipe serve traces on this machine under the same load from other processes.
 
-They take turns, a step of each, so that all meet the same neighbours. Each has a clock of its own, which runs
-while it is at work, also where another process has the core: that is what its clients wait for.
+They take turns, a step of each, so that other processes affect all alike. Each has its own clock, which runs
+while its engine is at work, also when another process has the core: clients wait for that time too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NUM_BLOCKS = 10
 
 
 class WorkClock:
-    """Seconds in which its engine is at work, and what passed without work."""
+    """A clock that counts the seconds in which its engine is at work, and skipped idle time."""
 
     def __init__(self) -> None:
         self.passed_s = 0.0
@@ -34,7 +34,7 @@ class WorkClock:
         return self.passed_s + (0.0 if self._since_s is None else time.perf_counter() - self._since_s)
 
     def go(self) -> None:
-        """Start counting: its engine goes to work."""
+        """Start counting: the engine begins its turn."""
         self._since_s = time.perf_counter()
 
     def halt(self) -> None:
@@ -43,7 +43,7 @@ class WorkClock:
 
 
 class MeasuredRun:
-    """One engine, the trace that it serves, and what its steps took."""
+    """One engine, the trace that it serves, and the times of its steps."""
 
     def __init__(self, recipe: Recipe, trace: Iterator[Request]) -> None:
         self.clock = WorkClock()
@@ -59,7 +59,7 @@ class MeasuredRun:
         return bool(self._coming) or self.engine.has_work
 
     def turn(self) -> None:
-        """Add the requests that have arrived, and make a step."""
+        """Add the requests that have arrived, and run a step."""
         clock, was_idle = self.clock, not self.engine.has_work
         if was_idle:
             clock.passed_s = max(clock.passed_s, self._coming[0].arrival_s)
@@ -91,10 +91,10 @@ def serve_in_turn(runs: Sequence[MeasuredRun]) -> None:
 
 
 def steps_of(runs: Sequence[MeasuredRun]) -> list[Timed]:
-    """The steps of all runs as one recording: a tenth of each run, then the next tenth of each.
+    """Return the steps of all runs as one recording: a tenth of each run, then the next tenth of each.
 
-    Within a tenth steps stay in their order, so that slow ones stay together; and the tenths are in the order
-    of time, so that a fit sees where the machine's load changed.
+    Within a tenth, steps stay in their order, so that slow ones stay together; the tenths are in order of
+    time, so that a fit sees where the machine's load changed.
     """
     blocks = [np.array_split(np.arange(len(run.steps)), NUM_BLOCKS) for run in runs]
     return [

@@ -1,4 +1,4 @@
-"""What are the figures of one simulated run, as the command line asks for it?"""
+"""Compute the figures of one simulated run that the command line describes."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from recipes.schema.reader import read
 from simulation.fit_trust import in_words
 from simulation.fitted import Fitted
 
-MOST_RECORDS = 20_000  # kept in a result, for the gate to recount
+MOST_RECORDS = 20_000  # most records that a result keeps, for the gate to recount
 
 
 def deployment_of(options: argparse.Namespace) -> Deployment:
-    """The deployment that the options name."""
+    """Return the deployment that the options name."""
     recipe = read(options.recipe, options.overrides, options.profile).recipe
     if options.costs is not None and (options.tp > 1 or options.pp > 1):
         raise ValueError("--costs are of the devices that were recorded; leave out --tp and --pp")
@@ -48,7 +48,7 @@ def deployment_of(options: argparse.Namespace) -> Deployment:
 def run(
     deployment: Deployment, requests: Iterator[Request], timeline: TraceEventFile | None = None
 ) -> Result:
-    """The figures of one simulated run, without a verdict."""
+    """Return the figures of one simulated run, without a verdict."""
     began_s = time.perf_counter()
     totals, own = deployment.serve(requests, timeline, records=True)
     took_s = time.perf_counter() - began_s
@@ -71,7 +71,7 @@ def run(
 
 
 def trust_of(fitted: Fitted | None) -> Result:
-    """Whether fitted costs may be trusted for the steps that were simulated; doubts are a warning, too."""
+    """Return whether fitted costs can be trusted for the simulated steps; doubts are also printed."""
     if fitted is None:
         return {}
     said = fitted.describe()
@@ -81,7 +81,7 @@ def trust_of(fitted: Fitted | None) -> Result:
 
 
 def simulate(options: argparse.Namespace) -> Result:
-    """The figures, with the gate's verdict; raises ValueError for what cannot be simulated."""
+    """Return the figures with the gate's verdict; raises ValueError for what cannot be simulated."""
     deployment = deployment_of(options)
     if options.timeline is not None and (options.split is not None):
         raise ValueError("--timeline shows one engine or the stages of one; leave out --split")

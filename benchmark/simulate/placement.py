@@ -1,4 +1,4 @@
-"""How does a recipe become a simulated engine on a device that is not here?"""
+"""Place a recipe on simulated devices, and derive its schedulers and costs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from simulation.runner import CostModel
 
 PRODUCTS = {"310P": None, "910": "ascend910", "910B": "ascend910b", "910C": "ascend910c", "950": None}
 KINDS = {"cpu": "epyc", "cuda": "h200", "npu": None}
-HOST_MEMORY = 2**50  # bytes; a device profile does not say what its host has, so nothing is refused for it
+HOST_MEMORY = 2**50  # bytes; a device profile does not state its host's memory, so nothing is refused for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Placement:
     recipe: Recipe
     config: DecoderConfig
     device: SimulatedDevice
-    memory: MemoryPlan  # of all devices together
+    memory: MemoryPlan  # plan for all devices together
     tensor: int = 1
     pipeline: int = 1
     fitted: Fitted | None = None
@@ -40,19 +40,19 @@ class Placement:
         return self.tensor * self.pipeline
 
     def limits(self, parts: int = 1) -> SchedulerLimits:
-        """The limits of one of so many schedulers that share the pages."""
+        """Return the limits of one of `parts` schedulers that share the pages."""
         num_pages = self.memory.num_pages // parts
         held = (num_pages - 1) * self.recipe.cache.page_size + 1  # the last token is never cached
         longest = min(self.memory.longest_tokens, held)
         return SchedulerLimits.of(self.config, num_pages, self.memory.num_host_pages, longest)
 
     def scheduler(self, **changes: Any) -> Scheduler:
-        """An empty scheduler as `recipes.build.engine` makes it, with these changes to its section."""
+        """Return an empty scheduler as `recipes.build.engine` makes it, with changes to its section."""
         section = replace(self.recipe.scheduler, **changes)
         return scheduler_of(section, self.recipe.cache, self.limits())
 
     def stage_schedulers(self) -> list[Scheduler]:
-        """One scheduler for each stage, with its part of the slots and the pages."""
+        """Return one scheduler for each stage, with its part of the slots and the pages."""
         section, count = self.recipe.scheduler, self.pipeline
         if section.num_slots % count:
             raise ValueError(f"--pp is {count}; it must divide scheduler.num_slots ({section.num_slots})")
@@ -60,11 +60,11 @@ class Placement:
         return [scheduler_of(section, self.recipe.cache, self.limits(count)) for _ in range(count)]
 
     def costs(self) -> CostModel:
-        """What a step costs: as fitted to a recording, or by the device's roofline."""
+        """Return the costs of a step: as fitted to a recording, or by the device's roofline."""
         return self.fitted or self._roofline(None, hides_host=self.recipe.scheduler.overlap)
 
     def stage_costs(self) -> list[CostModel]:
-        """What a step costs in each stage; the host's work is counted in the first."""
+        """Return the costs of a step in each stage; the host's work is counted in the first."""
         layers = self.config.num_layers // self.pipeline
         stages = [ModelPart(layers, has_head=number + 1 == self.pipeline) for number in range(self.pipeline)]
         return [self._roofline(stage, hides_host=number > 0) for number, stage in enumerate(stages)]
@@ -74,16 +74,19 @@ class Placement:
         return Roofline(self.config, self.device, self.tensor, graphs, hides_host, stage)
 
     def send_hidden_s(self, num_tokens: int) -> float:
-        """Seconds for the hidden states of a step's tokens to reach the next stage."""
+        """Return the seconds for the hidden states of a step's tokens to reach the next stage."""
         width = self.config.hidden_size * self.config.dtype_bytes
         return self.device.send_s(num_tokens * width / self.tensor)
 
     def send_cached_s(self, num_tokens: int) -> float:
-        """Seconds for a prompt's keys and values to reach another engine; each device sends its part."""
+        """Return the seconds to send a prompt's keys and values to another engine.
+
+        Each device sends its part.
+        """
         return self.device.send_s(num_tokens * self.config.kv_bytes_per_token(self.tensor))
 
     def facts(self) -> dict[str, object]:
-        """What a result says of the machine, and what the gate asks for."""
+        """Return what a result states about the machine, as the gate requires."""
         return {
             "device_profile": self.device.name,
             "costs": "fitted to a recorded run"
@@ -96,7 +99,7 @@ class Placement:
 
 
 def device_name(recipe: Recipe, device: str | None) -> str:
-    """The profile of the device that is simulated; raises ValueError where there is none."""
+    """Return the profile of the simulated device; raises ValueError where there is none."""
     name = device or PRODUCTS.get(recipe.device.product or "") or KINDS[recipe.device.kind]
     if name is None:
         raise ValueError("the recipe names no device that has a profile; name one with --device")
@@ -106,7 +109,7 @@ def device_name(recipe: Recipe, device: str | None) -> str:
 def place(
     recipe: Recipe, device: str | None, tensor: int = 1, pipeline: int = 1, fitted: Fitted | None = None
 ) -> Placement:
-    """The recipe on a profile's device, or on its own; raises ValueError if it cannot run there."""
+    """Place the recipe on a profile's device, or on its own; raises ValueError if it cannot run there."""
     config = model_config(recipe)
     name = device_name(recipe, device)
     try:

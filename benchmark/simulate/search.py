@@ -1,7 +1,8 @@
-"""Which is the cheapest setting that meets the objectives?
+"""Search the cheapest setting that meets the objectives.
 
-Settings are tried by the number of devices that they take, fewest first; of those with as many, all are tried
-and the one of the most output tokens a second wins. More devices than the cheapest takes are not tried.
+Settings are tried by the number of devices that they take, fewest first; of those with the same number, all
+are tried and the one with the most output tokens a second wins. Settings with more devices than the cheapest
+are not tried.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class TriedSetting:
 
     @property
     def overrides(self) -> list[str]:
-        """The keys of the recipe that it sets."""
+        """The recipe's keys that it sets."""
         named = {"scheduler.max_batch_tokens": self.chunk, "scheduler.num_slots": self.slots}
         return [f"{name}={value}" for name, value in named.items() if value is not None]
 
@@ -56,13 +57,13 @@ class PercentileObjectives:
 
 
 def settings(options: argparse.Namespace) -> list[TriedSetting]:
-    """All settings that may be tried, fewest devices first."""
+    """Return all settings that may be tried, fewest devices first."""
     made = itertools.product(options.tp, options.dp, options.chunk or [None], options.slots or [None])
     return sorted((TriedSetting(*each) for each in made), key=lambda each: each.num_devices)
 
 
 def tried(options: argparse.Namespace, setting: TriedSetting) -> Result:
-    """How a setting does: shares within the objectives, and figures; or why it cannot run."""
+    """Return a setting's shares within the objectives and its figures, or why it cannot run."""
     aims = PercentileObjectives(options.ttft_ms / 1e3, options.itl_ms / 1e3, options.percent)
     named: Result = {"setting": str(setting), "devices": setting.num_devices}
     try:
@@ -104,8 +105,9 @@ def tried(options: argparse.Namespace, setting: TriedSetting) -> Result:
 
 
 def search(options: argparse.Namespace) -> list[Result]:
-    """Each setting that was tried; those that meet the objectives stand last, the best at the end."""
-    recipe = read(options.recipe, options.overrides, options.profile).recipe  # what no setting changes
+    """Return each setting that was tried; those that meet the objectives come last, the best at the end."""
+    # The parts that no setting changes are checked before any setting is tried.
+    recipe = read(options.recipe, options.overrides, options.profile).recipe
     check_rereadable(Path(options.trace))
     device_name(recipe, options.device)
     model_config(recipe)
@@ -123,7 +125,7 @@ def search(options: argparse.Namespace) -> list[Result]:
 
 
 def search_main(options: argparse.Namespace) -> None:
-    """Print what was tried and what was found; raises ValueError if nothing meets the objectives."""
+    """Print what was tried and found; raises ValueError if nothing meets the objectives."""
     found = search(options)
     best = found[-1]
     if options.json:
@@ -147,7 +149,7 @@ def search_main(options: argparse.Namespace) -> None:
 
 
 def row(each: Result) -> str:
-    """One setting in a line."""
+    """Format one setting in a line."""
     if "cannot_be" in each:
         return f"{each['devices']:>4} devices  {each['setting']}: {each['cannot_be']}"
     mark = "meets" if each["meets"] else "fails"

@@ -1,8 +1,8 @@
-"""What would thousands of engines make of millions of requests?
+"""Simulate thousands of engines under millions of requests.
 
-A router that takes each engine in turn makes them independent: each is simulated alone, in one of some
-processes, from its first request to its last, and forgotten. The load is drawn, not read: a process keeps 16
-bytes for each request of all engines, and no token. Of a sample, drawn engines alone are simulated.
+A router that takes the engines in turn makes them independent: each is simulated alone, in one of several
+processes, from its first request to its last, and then dropped. The load is drawn, not read: a process keeps
+16 bytes for each request of all engines, and no token. With a sample, only the drawn engines are simulated.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Drawn:
     seed: int
 
     def columns(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Arrival times, prompts' lengths and answers' lengths."""
+        """Return arrival times, prompts' lengths and answers' lengths."""
         arrival, prompt, output = (np.random.default_rng([self.seed, each]) for each in range(3))
         times_s = np.cumsum(arrival.exponential(1 / self.rate_per_s, self.count))
         num_prompt = lengths(self.prompt_tokens)(prompt, self.count).astype(np.int32)
@@ -63,7 +63,7 @@ class Shard:
 
 
 def run(shard: Shard) -> list[RunTotals]:
-    """The totals of each group's requests."""
+    """Return the totals of each group's requests."""
     columns = shard.drawn.columns()
     return [_run(shard, group, columns) for group in shard.groups]
 
@@ -86,12 +86,12 @@ def _run(shard: Shard, group: list[int], columns: tuple[np.ndarray, np.ndarray, 
 
 @lru_cache(maxsize=4096)
 def params(max_tokens: int) -> SamplingParams:
-    """The sampling parameters of an answer of so many tokens."""
+    """Return the sampling parameters of an answer of so many tokens."""
     return SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
 
 
 def fleet_main(options: argparse.Namespace) -> dict[str, object]:
-    """Simulate and return the figures; raises ValueError for what cannot be."""
+    """Simulate a fleet and return its figures; raises ValueError for what is not possible."""
     recipe = read(options.recipe, options.overrides, options.profile).recipe
     planned = place(recipe, options.device, options.tp)
     drawn = Drawn(options.requests, options.rate, options.prompt_tokens, options.output_tokens, options.seed)

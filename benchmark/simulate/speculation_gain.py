@@ -1,8 +1,8 @@
-"""What would drafts bring on a device that is not here?
+"""Estimate what drafts would gain on a device that is not at hand.
 
-Tokens a second with so many drafts a row, times those without, by the roofline of a device profile: a share
-of the drafts is right, each with the same chance. Drafts are free, or those of a second model whose steps are
-simulated too. Steps run as captured graphs. Figures of a profile are assumed unless it says otherwise.
+The gain is tokens a second with a number of drafts a row over those without, by the roofline of a device
+profile. Each draft is accepted with the same chance. Drafts are free, or come from a second model whose steps
+are simulated too. Steps run as captured graphs. Figures of a profile are assumed unless it says otherwise.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from simulation.roofline import Roofline
 
 
 def step_s(costs: Roofline, rows: int, tokens: int, context: int) -> float:
-    """Seconds of a step in which each row computes so many tokens and yields one at each of them."""
+    """Return the seconds of a step in which each row computes `tokens` tokens and samples at each of them."""
     read_tokens = costs.config.num_layers * float(rows * (context + tokens))
-    num = rows * tokens  # of a captured graph, whose attention reads the keys of each row once
+    num = rows * tokens  # tokens of a captured graph, whose attention reads the keys of each row once
     return costs.time_s(num, num, num, read_tokens, read_tokens * tokens)
 
 
 def tokens_of_a_step(rate: float, drafts: int) -> float:
-    """What a row gets on average: its right drafts before the first wrong one, and one token more."""
+    """Return a row's mean tokens: its accepted drafts before the first wrong one, and one more."""
     return sum(rate**each for each in range(drafts + 1))
 
 
 def gain(
     target: Roofline, drafter: Roofline | None, rows: int, context: int, rate: float, drafts: int
 ) -> float:
-    """Times the tokens a second without drafts."""
+    """Return the ratio of tokens a second with drafts to those without."""
     with_s = step_s(target, rows, 1 + drafts, context)
     if drafter is not None:
         with_s += drafts * step_s(drafter, rows, 1, context)
@@ -48,7 +48,7 @@ def table(
     device: SimulatedDevice,
     options: argparse.Namespace,
 ) -> list[dict[str, Any]]:
-    """A row for each number of rows and context: with all drafts, and with the best number of them."""
+    """Return a row for each number of rows and context: with all drafts, and with the best number of them."""
     graphs = max(options.rows) * (1 + options.drafts)
     target = Roofline(config, device, graphs=graphs, hides_host=True)
     drafter = draft_config and Roofline(draft_config, device, graphs=graphs, hides_host=True)
@@ -68,7 +68,7 @@ def table(
 
 
 def print_table(result: dict[str, Any]) -> None:
-    """A row for each number of rows and context."""
+    """Print a row for each number of rows and context."""
     print(
         f"{result['device']} ({result['basis']}), {result['drafts']} drafts, {result['acceptance']:g} right"
     )
@@ -81,7 +81,7 @@ def print_table(result: dict[str, Any]) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `drafts`."""
+    """Add the options of `drafts`."""
     add_recipe(parser)
     add = parser.add_argument
     add("--device", default="ascend910b", metavar="NAME", help="of simulation/profiles")

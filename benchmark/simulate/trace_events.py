@@ -1,6 +1,6 @@
-"""How does a simulated run look on a time line?
+"""Write a simulated run as trace events for the viewers of Chrome and Perfetto.
 
-Trace events as Chrome's and Perfetto's viewers read them, as `scripts.replay` writes them of a recording.
+The format is the one in which `scripts.replay` writes a recording.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 
 from continuous_batching.engine import Engine, Step
 
-STEPS, SLOTS = 1, 2  # process numbers: what the viewer groups by
+STEPS, SLOTS = 1, 2  # process numbers, by which the viewer groups
 PROMPT, ANSWER = "prompt", "answer"
 
 
@@ -54,7 +54,7 @@ class TraceEventFile:
             self._stays[row] = name, phase, step.start_s, step.end_s
 
     def lane(self, name: str, lane: int, start_s: float, end_s: float, args: dict[str, Any]) -> None:
-        """Write something that took its time, in one of the lanes above the slots."""
+        """Write something that took time, in one of the lanes above the slots."""
         self._write(
             {
                 "ph": "X",

@@ -1,4 +1,4 @@
-"""Which requests does a trace hold, for a recipe's model?"""
+"""Read the requests of a trace for a recipe's model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from simulation import trace
 def requests_of(
     path: str, recipe: Recipe, vocab_size: int, *, skip_bad: bool
 ) -> Callable[[], Iterator[Request]]:
-    """Opens a trace to be read from its start, as often as it is called."""
+    """Return a function that reads the trace from its start at every call."""
     model = recipe.model.path
     text = Text.load(model) if model is not None else None
 

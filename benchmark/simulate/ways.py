@@ -1,7 +1,7 @@
-"""How do the ways of a router compare on one trace: its routes, or who computes a prompt?
+"""Compare the routes of a router, or who computes prompts, on one trace.
 
-Each way serves the same requests on as many engines. What is found counts where a request is answered, so
-that pages that came from an engine of prompts are found, too; it is told of routes alone.
+Each way serves the same requests on the same number of engines. Found tokens are counted where a request is
+answered, so they include pages that came from an engine for prompts; they are reported for routes only.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from continuous_batching.routing import ROUTES
 from continuous_batching.splitting import SplitWeights
 from recipes.schema.reader import read
 
-FACTORS = (0.5, 2.0)  # by which one weight of a split is another
+FACTORS = (0.5, 2.0)  # factors by which a weight of a split is varied
 ROUTED = ("prefix_hit_rate", "routed_hits_of_best", "routed_most_of_mean")
 
 
 def routes(whole: Deployment) -> Iterator[tuple[str, Deployment]]:
-    """Each route, in front of whole engines."""
+    """Yield each route, in front of whole engines."""
     for route in ROUTES:
         yield route, replace(whole, route=route)
 
 
 def splits(whole: Deployment, split: tuple[int, int]) -> Iterator[tuple[str, Deployment]]:
-    """Whole engines, all prompts apart, those for which it costs less, and these with other weights."""
+    """Yield whole engines, all prompts apart, those for which it costs less, and these with other weights."""
     yield "never", whole
     yield "always", replace(whole, split=split, split_by="always")
     yield "cost", replace(whole, split=split)
@@ -43,7 +43,7 @@ def splits(whole: Deployment, split: tuple[int, int]) -> Iterator[tuple[str, Dep
 
 
 def compare(options: argparse.Namespace, split: tuple[int, int] | None) -> Result:
-    """The figures of each way; raises ValueError for what cannot be simulated, or does not pass the gate."""
+    """Return the figures of each way; raises ValueError for one that cannot run or fails the gate."""
     recipe = read(options.recipe, options.overrides, options.profile).recipe
     placement = place(recipe, options.device, options.tp)
     whole = Deployment(placement, options.dp if split is None else sum(split), "prefix")
@@ -60,13 +60,13 @@ def compare(options: argparse.Namespace, split: tuple[int, int] | None) -> Resul
 
 
 def row(found: Mapping[str, object], *, is_routed: bool) -> Result:
-    """What is told of one way."""
+    """Return the figures that are reported for one way."""
     wanted = ("requests_per_s", "output_tokens_per_s", "busy_share", "prompts_apart", "ttft_ms", "tpot_ms")
     return {name: found[name] for name in (*wanted, *(ROUTED if is_routed else ())) if name in found}
 
 
 def print_table(result: Result) -> None:
-    """A row a way, in Markdown."""
+    """Print a Markdown row for each way."""
     ways = result["ways"]
     is_routed = all("routed_most_of_mean" in each for each in ways.values())
     own = "tokens found | of the best known | most loaded / mean" if is_routed else "prompts apart"
@@ -90,7 +90,7 @@ def routes_main(options: argparse.Namespace) -> None:
     """Compare the routes."""
     result = compare(options, None)
     if options.plot is not None:
-        from benchmark.simulate.ways_chart import save  # it takes a second to import
+        from benchmark.simulate.ways_chart import save  # the import takes a second
 
         save(options.plot, result["ways"])
     show(result, options, print_table)

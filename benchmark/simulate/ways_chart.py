@@ -1,4 +1,4 @@
-"""What do the routes of a router look like, beside one another?"""
+"""Draw the routes of a router side by side."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import matplotlib as mpl
 
-mpl.use("Agg")  # files, no screen
+mpl.use("Agg")  # draws files, without a display
 
 from matplotlib import pyplot as plt
 

@@ -1,4 +1,4 @@
-"""When do requests come?"""
+"""Draw the arrival times of requests."""
 
 from __future__ import annotations
 
@@ -12,18 +12,22 @@ from numpy.typing import NDArray
 
 from recipes.schema.numbers import MOST_COUNT, RATES_PER_S, real, whole
 
-VARIATIONS = (0.01, 100)  # of the gaps between arrivals: from a clock to rare, huge bursts
+# Coefficient of variation of the gaps between arrivals: from a clock to rare, huge bursts.
+VARIATIONS = (0.01, 100)
 
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """A process. `value`: a gamma's coefficient of variation, a ramp's last rate, a loop's clients."""
+    """A process of arrivals.
+
+    `value`: a gamma's coefficient of variation, a ramp's last rate, a loop's clients.
+    """
 
     kind: Literal["poisson", "gamma", "ramp", "closed"] = "poisson"
     value: float = 1.0
 
     def times_s(self, random: np.random.Generator, count: int, rate_per_s: float) -> NDArray[np.float64]:
-        """So many times in order; raises ValueError for a rate that the process cannot have."""
+        """Return `count` times in order; raises ValueError for a rate that the process cannot have."""
         if self.kind == "closed" or (self.kind == "poisson" and rate_per_s == math.inf):
             return np.zeros(count)
         if rate_per_s == math.inf:
@@ -31,22 +35,22 @@ class Arrivals:
         if self.kind == "gamma":
             shape = self.value**-2
             return np.cumsum(random.gamma(shape, 1 / (shape * rate_per_s), count))
-        due = np.cumsum(random.exponential(1.0, count))  # of a process of rate 1
+        due = np.cumsum(random.exponential(1.0, count))  # arrivals of a process of rate 1
         return due / rate_per_s if self.kind == "poisson" else _ramp(due, rate_per_s, self.value)
 
 
 def _ramp(due: NDArray[np.float64], first_per_s: float, last_per_s: float) -> NDArray[np.float64]:
-    """When the integral of a rate that changes evenly comes to each of `due`; then the last rate stays."""
+    """Return when the integral of a linear rate reaches each of `due`; after that the last rate stays."""
     end_s = 2 * len(due) / (first_per_s + last_per_s)
     slope = (last_per_s - first_per_s) / end_s
     within = np.minimum(due, len(due))
-    # the root of slope t^2 / 2 + first t = due in the form that a slope of 0 does not break
+    # This form of the root of slope t^2 / 2 + first t = due also holds for a slope of 0.
     times_s = 2 * within / (first_per_s + np.sqrt(np.maximum(0, first_per_s**2 + 2 * slope * within)))
     return times_s + (due - within) / last_per_s
 
 
 def arrivals(text: str) -> Arrivals:
-    """From `poisson`, `gamma:CV`, `ramp:LAST_PER_S` or `closed:CLIENTS`."""
+    """Parse `poisson`, `gamma:CV`, `ramp:LAST_PER_S` or `closed:CLIENTS`."""
     kind, _, value = text.partition(":")
     try:
         if kind == "poisson" and not value:

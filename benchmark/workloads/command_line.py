@@ -1,4 +1,4 @@
-"""What may be asked of a trace on the command line, and which trace is that?"""
+"""Define the command-line options of a trace, and make the trace that they describe."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from benchmark.workloads.lengths import lengths
 from benchmark.workloads.synthetic import Line, SyntheticLoad, draw_requests, levels, shared_prompts, shares
 from recipes.schema.numbers import MOST_SEED, MOST_WAIT_S, RATES_PER_S, real, whole
 
-MOST_REQUESTS = 10**7  # of a trace, which is made in memory
-MOST_VOCABULARY = 10**7  # the largest published ones have 262,144 tokens
+MOST_REQUESTS = 10**7  # most requests of a trace, which is made in memory
+MOST_VOCABULARY = 10**7  # the largest published vocabularies have 262,144 tokens
 FORMS = ("mooncake", "burstgpt", "sharegpt")
-# What is taken where an option is not given: a load that the tiny model of this repository serves too
+# These defaults are a load that the tiny model of this repository serves too.
 DRAWN_DEFAULTS = {"requests": "64", "prompt_tokens": "uniform:16:200", "output_tokens": "uniform:8:48"}
 VOCABULARY_DEFAULT = {"vocab_size": "1024"}
 DEFAULTS: dict[str | None, dict[str, str]] = {
@@ -25,7 +25,7 @@ DEFAULTS: dict[str | None, dict[str, str]] = {
     "burstgpt": VOCABULARY_DEFAULT,
     "sharegpt": {},
 }
-# What each way of making a trace has no use for
+# Options that each way of making a trace does not use.
 DRAWN = ("prompt_tokens", "system_prompts", "turns")
 TIMED = (*DRAWN, "output_tokens", "tokenizer", "rate", "arrivals", "think_s")
 NO_USE = {
@@ -37,7 +37,7 @@ NO_USE = {
 
 
 def source(text: str) -> tuple[str, Path]:
-    """The layout and the file, from `LAYOUT:FILE`."""
+    """Parse the layout and the file from `LAYOUT:FILE`."""
     form, _, path = text.partition(":")
     if form not in FORMS or not path:
         raise argparse.ArgumentTypeError(f"{text!r} is no source; write {', '.join(FORMS)}, and :FILE")
@@ -45,13 +45,13 @@ def source(text: str) -> tuple[str, Path]:
 
 
 def _help(name: str, text: str = "") -> str:
-    """What an option means, and what is taken where it is not given."""
+    """Return an option's help text with its default."""
     default = f"default: {DEFAULTS[None][name]}"
     return f"{text} ({default})" if text else default
 
 
 def parser(doc: str) -> argparse.ArgumentParser:
-    """The options, below the words of the script."""
+    """Return the options, with the script's description."""
     top = argparse.ArgumentParser(
         prog="python -m scripts.trace", description=doc, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -102,7 +102,7 @@ def parser(doc: str) -> argparse.ArgumentParser:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Raises ValueError for options that are missing, not to the purpose, or out of range."""
+    """Raise ValueError for options that are missing, unused, or out of range."""
     form = None if options.source is None else options.source[0]
     what = "a drawn trace" if form is None else form
     given = {name for name, value in vars(options).items() if value is not None and value is not False}
@@ -131,8 +131,8 @@ def fill_in(options: argparse.Namespace) -> list[str]:
 
 
 def made(options: argparse.Namespace) -> tuple[list[Line], list[str]]:
-    """The trace that is asked for, and what of its source was skipped."""
-    one = lengths("1")  # stands where nothing is drawn
+    """Return the trace that is asked for, and the entries of its source that were skipped."""
+    one = lengths("1")  # placeholder where nothing is drawn
     load = SyntheticLoad(
         prompt_tokens=options.prompt_tokens or one,
         output_tokens=options.output_tokens or one,
@@ -153,7 +153,7 @@ def made(options: argparse.Namespace) -> tuple[list[Line], list[str]]:
         return public_traces.timed(path, form, load, options.requests, options.skip_bad)
     count_tokens = None
     if options.tokenizer is not None:
-        from serving.text.tokenizer import Text  # only here is there text
+        from serving.text.tokenizer import Text  # imported here: only this layout has text
 
         text = Text.load(options.tokenizer)
         if text is None:
@@ -166,7 +166,7 @@ def made(options: argparse.Namespace) -> tuple[list[Line], list[str]]:
 
 
 def summary(trace: list[Line]) -> str:
-    """How much work a trace is, in one line."""
+    """Return how much work a trace is, in one line."""
     num_output = sum(each["max_tokens"] for each in trace)
     ids = [each["prompt_token_ids"] for each in trace if "prompt_token_ids" in each]
     prompts = f"{sum(map(len, ids)):,} prompt" if ids else "prompts of text"

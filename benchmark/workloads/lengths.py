@@ -1,4 +1,4 @@
-"""How long are prompts and answers?"""
+"""Draw the lengths of prompts and answers."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Draw = Callable[[np.random.Generator, int], NDArray[np.int64]]
 
 
 def lengths(text: str) -> Draw:
-    """How to draw lengths, from `N`, `uniform:LEAST:MOST`, `lognormal:MEAN:SIGMA` or `file:PATH`."""
+    """Parse how to draw lengths: `N`, `uniform:LEAST:MOST`, `lognormal:MEAN:SIGMA` or `file:PATH`."""
     if text.startswith("file:"):
         return _from_file(Path(text.removeprefix("file:")))
     kind, *values = text.split(":") if ":" in text else ("uniform", text, text)
     try:
         if not text.isascii():
-            pass  # int() takes the digits of any script
+            pass  # int() accepts the digits of any script
         elif kind == "uniform":
             least, most = (int(value) for value in values)
             if 1 <= least <= most <= MOST_TOKENS:
@@ -42,7 +42,8 @@ def lengths(text: str) -> Draw:
 
 
 def _lognormal(random: np.random.Generator, count: int, mean: float, sigma: float) -> NDArray[np.int64]:
-    drawn = random.lognormal(math.log(mean) - sigma * sigma / 2, sigma, count)  # whose mean is `mean`
+    # This distribution has the mean `mean`.
+    drawn = random.lognormal(math.log(mean) - sigma * sigma / 2, sigma, count)
     if (most := drawn.max(initial=0)) > MOST_TOKENS:
         raise ValueError(
             f"lognormal:{mean:g}:{sigma:g} drew {most:.3g} tokens; {MOST_TOKENS} are the most: lower sigma"
@@ -51,7 +52,7 @@ def _lognormal(random: np.random.Generator, count: int, mean: float, sigma: floa
 
 
 def _from_file(path: Path) -> Draw:
-    """Any of the lengths in a file, one a line, as often as it stands there."""
+    """Return a draw of the lengths in a file, one a line, in proportion to how often each occurs."""
     found = []
     try:
         lines = read_bounded(path, MOST_JSON_BYTES).decode("utf-8").splitlines()
@@ -63,7 +64,7 @@ def _from_file(path: Path) -> Draw:
         raise argparse.ArgumentTypeError(str(error)) from error
     for number, line in enumerate(lines, 1):
         text = line.strip()
-        # float, because a whole number may have more digits than int reads
+        # float reads it, because a whole number may have more digits than int reads.
         if not text.isdecimal() or not 1 <= float(text) <= MOST_TOKENS:
             raise argparse.ArgumentTypeError(
                 f"{path}: line {number}: {line[:60]!r} is no length of 1 to {MOST_TOKENS}"

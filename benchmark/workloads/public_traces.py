@@ -1,10 +1,10 @@
-"""How do traces that others published become requests?
+"""Convert published traces to requests.
 
 Mooncake (github.com/kvcache-ai/Mooncake): JSON lines of `timestamp` (ms), `input_length`, `output_length` and
-`hash_ids`, one for each 512 tokens of the prompt; the same id is of the same tokens after the same prefix.
-BurstGPT (github.com/HPMLL/BurstGPT): CSV with the columns `Timestamp` (s), `Request tokens` and `Response
-tokens`; a request that failed has 0 of the latter. ShareGPT: a JSON list of `conversations`, turns of `from`
-and `value`; a request for each human turn that was answered.
+`hash_ids`, one for each 512 tokens of the prompt; the same id stands for the same tokens after the same
+prefix. BurstGPT (github.com/HPMLL/BurstGPT): CSV with the columns `Timestamp` (s), `Request tokens` and
+`Response tokens`; a request that failed has 0 of the latter. ShareGPT: a JSON list of `conversations`, turns
+of `from` and `value`; there is a request for each human turn that was answered.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from models.file_bounds import lines_of, read_bounded
 from recipes.schema.numbers import MOST_TOKENS
 
 MOST_CONVERSATION_BYTES = 2**31  # the published list has 640 MiB, and is one JSON value
-MOONCAKE_TOKENS = 512  # of a prompt, for each of its hash_ids
-MOONCAKE, BURSTGPT = 20, 21  # streams of chance
-SHOWN = 60  # characters of what is wrong
+MOONCAKE_TOKENS = 512  # tokens of a prompt for each of its hash_ids
+MOONCAKE, BURSTGPT = 20, 21  # numbers of random streams
+SHOWN = 60  # characters of an invalid value
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 CountTokens = Callable[[str], int]
-Item = tuple[str, Callable[[], Any]]  # where it stands, and how to read it
+Item = tuple[str, Callable[[], Any]]  # its position, and how to read it
 
 
 def _length(fields: Any, name: str) -> int:
@@ -48,7 +48,7 @@ def _time(fields: Any, name: str) -> float:
 
 
 def _float(value: Any) -> float:
-    """nan for what is no number, inf for one of too many digits."""
+    """Return nan for what is no number, inf for one of too many digits."""
     try:
         return float(value)
     except OverflowError:
@@ -63,7 +63,7 @@ def _shown(value: Any) -> str:
 
 
 def mooncake(path: Path, load: SyntheticLoad) -> Iterator[Item]:
-    """Prompts that share the same parts as in the trace."""
+    """Yield requests whose prompts share the same parts as in the trace."""
 
     def read(number: int, line: bytes) -> Line:
         fields = json.loads(line.decode())
@@ -71,7 +71,8 @@ def mooncake(path: Path, load: SyntheticLoad) -> Iterator[Item]:
             raise ValueError("it is no object")
         length, ids = _length(fields, "input_length"), fields.get("hash_ids")
         if ids is None:
-            ids = [-number * 10**6 - part for part in range(-(-length // MOONCAKE_TOKENS))]  # not shared
+            # Ids that no other prompt shares.
+            ids = [-number * 10**6 - part for part in range(-(-length // MOONCAKE_TOKENS))]
         if not isinstance(ids, list) or len(ids) != -(-length // MOONCAKE_TOKENS):
             raise ValueError(
                 f"{length} tokens and hash_ids {_shown(ids)}; there must be one for each 512 tokens"
@@ -92,7 +93,7 @@ def mooncake(path: Path, load: SyntheticLoad) -> Iterator[Item]:
 
 
 def burstgpt(path: Path, load: SyntheticLoad) -> Iterator[Item]:
-    """Prompts of random tokens."""
+    """Yield requests with prompts of random tokens."""
 
     def read(number: int, names: list[str], line: bytes) -> Line:
         row = dict(zip(names, _cells(line)))
@@ -114,12 +115,12 @@ def burstgpt(path: Path, load: SyntheticLoad) -> Iterator[Item]:
 
 
 def _cells(line: bytes) -> list[str]:
-    """The fields of one line of CSV, read alone, so that a broken line affects no other."""
+    """Return the fields of one line of CSV, read alone, so that a broken line affects no other."""
     return next(csv.reader([line.decode("utf-8-sig")]))
 
 
 def conversations(path: Path) -> Iterator[Item]:
-    """The messages of each conversation, up to its last answered turn."""
+    """Yield the messages of each conversation that has an answered turn."""
 
     def read(entry: Any) -> list[Line]:
         turns = entry.get("conversations") if isinstance(entry, dict) else None
@@ -132,7 +133,7 @@ def conversations(path: Path) -> Iterator[Item]:
                 raise ValueError(
                     f"a turn is {_shown(turn)}; it must have from ({', '.join(ROLES)}) and a value of text"
                 )
-            value.encode()  # JSON can write halves of surrogate pairs, and no tokenizer reads them
+            value.encode()  # JSON can write halves of surrogate pairs, which no tokenizer reads
             messages.append({"role": ROLES[turn["from"]], "content": value})
         if not any(_pairs(messages)):
             raise ValueError("no human turn is answered")
@@ -149,14 +150,14 @@ def conversations(path: Path) -> Iterator[Item]:
 
 
 def _pairs(messages: list[Line]) -> Iterator[tuple[list[Line], str]]:
-    """What is known at each human turn, and its answer."""
+    """Yield the messages up to each answered human turn, and its answer."""
     for index, (one, two) in enumerate(pairwise(messages)):
         if (one["role"], two["role"]) == ("user", "assistant"):
             yield messages[: index + 1], two["content"]
 
 
 def good(path: Path, items: Iterable[Item], skip_bad: bool, skipped: list[str]) -> Iterator[tuple[str, Any]]:
-    """What can be read, and where it stands; other items go to `skipped`, or raise ValueError."""
+    """Yield the items that can be read, with their positions; others go to `skipped`, or raise ValueError."""
     for where, read in items:
         try:
             found = read()
@@ -182,7 +183,7 @@ def _reason(error: Exception) -> str:
 def timed(
     path: Path, form: str, load: SyntheticLoad, most: int | None, skip_bad: bool
 ) -> tuple[list[Line], list[str]]:
-    """Requests of a trace that has times, which then count from the first; and what was skipped."""
+    """Return the requests of a trace with times, which then count from the first; and what was skipped."""
     skipped: list[str] = []
     items = mooncake(path, load) if form == "mooncake" else burstgpt(path, load)
     lines = bounded(line for _, line in islice(good(path, items, skip_bad, skipped), most))
@@ -196,7 +197,10 @@ def timed(
 def sharegpt(
     path: Path, load: SyntheticLoad, most: int | None, skip_bad: bool, count_tokens: CountTokens | None
 ) -> tuple[list[Line], list[str]]:
-    """Requests of conversations that begin as `load` says; answers as long as they were, or as drawn."""
+    """Return requests of conversations that begin as `load` says.
+
+    Answers are as long as they were, or as drawn.
+    """
     skipped: list[str] = []
     found, num_turns = [], 0
     for where, messages in good(path, conversations(path), skip_bad, skipped):

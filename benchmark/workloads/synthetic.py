@@ -1,4 +1,4 @@
-"""What is asked of an engine, drawn from distributions?"""
+"""Draw the requests of a load from distributions."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from recipes.schema.numbers import real, whole
 
 Line = dict[str, Any]
 Shares = Mapping[str, float]
-# One stream of chance for each thing, so that changing one leaves the others
-MOST_TRACE_TOKENS = 2**28  # of all prompts, which are made in memory: Mooncake's longest has 2e8
+MOST_TRACE_TOKENS = 2**28
 MOST_SYSTEM_PROMPTS = 10**4
 MOST_PRIORITY = 2**31 - 1
 LEAST_SHARE = 1e-9
+# Each quantity has its own random stream, so that changing one leaves the others.
 ARRIVAL, PROMPT, OUTPUT, TOKEN, SYSTEM, TURNS, THINK, TENANT, PRIORITY, ANSWER = range(10)
 
 
 @dataclass(frozen=True, slots=True)
 class SyntheticLoad:
-    """What to draw. `turns` and `system_prompts` are for sessions; `think_s` is a mean."""
+    """The distributions of a load. `turns` and `system_prompts` are for sessions; `think_s` is a mean."""
 
     prompt_tokens: Draw
     output_tokens: Draw
@@ -41,12 +41,12 @@ class SyntheticLoad:
     priorities: Shares | None = None
 
     def stream(self, number: int) -> np.random.Generator:
-        """The source of chance for one thing."""
+        """Return the random stream of one quantity."""
         return np.random.default_rng([self.seed, number])
 
 
 def shares(text: str) -> Shares:
-    """Names and their shares, from `NAME=SHARE,NAME=SHARE,...`."""
+    """Parse names and their shares from `NAME=SHARE,NAME=SHARE,...`."""
     parts = [each.partition("=") for each in text.split(",")]
     if not all(name and equals for name, equals, _ in parts) or len({name for name, *_ in parts}) < len(
         parts
@@ -58,7 +58,7 @@ def shares(text: str) -> Shares:
 
 
 def levels(text: str) -> Shares:
-    """Priorities and their shares; each name is a whole number."""
+    """Parse priorities and their shares; each name is a whole number."""
     found = shares(text)
     for name in found:
         whole(-MOST_PRIORITY, MOST_PRIORITY)(name)
@@ -66,7 +66,7 @@ def levels(text: str) -> Shares:
 
 
 def shared_prompts(text: str) -> tuple[int, Draw]:
-    """How many system prompts, and how long, from `COUNT:LENGTHS`."""
+    """Parse the number and the lengths of system prompts from `COUNT:LENGTHS`."""
     count, _, length = text.partition(":")
     if not length:
         raise argparse.ArgumentTypeError(f"{text!r} is no COUNT:LENGTHS, as in 4:128 or 2:uniform:50:90")
@@ -74,7 +74,7 @@ def shared_prompts(text: str) -> tuple[int, Draw]:
 
 
 def draw_requests(load: SyntheticLoad, count: int) -> list[Line]:
-    """The trace, one input line of `generate` for each request, in order of arrival."""
+    """Return the trace, one input line of `generate` for each request, in order of arrival."""
     return mark(load, sorted(bounded(_drawn(load, count)), key=lambda line: line["arrival_s"]))
 
 
@@ -93,13 +93,14 @@ def _drawn(load: SyntheticLoad, count: int) -> Iterator[Line]:
             name = _name(load, number, session, turn)
             yield line_of(name, at_s, {"prompt_token_ids": prompt}, num_output[number])
             at_s += float(think.exponential(load.think_s))
-            if turn + 1 < size:  # what the model answered is not known: a stand-in of its length
+            # The model's answer is not known: random tokens of its length stand in for it.
+            if turn + 1 < size:
                 prompt = prompt + answer.integers(0, load.vocab_size, num_output[number]).tolist()
             number += 1
 
 
 def bounded(lines: Iterable[Line]) -> list[Line]:
-    """All lines; raises ValueError once their prompts hold more than MOST_TRACE_TOKENS."""
+    """Return all lines; raises ValueError once their prompts hold more than MOST_TRACE_TOKENS."""
     found, num_tokens = [], 0
     for line in lines:
         num_tokens += len(line["prompt_token_ids"])
@@ -113,7 +114,7 @@ def bounded(lines: Iterable[Line]) -> list[Line]:
 
 
 def line_of(name: str, arrival_s: float, prompt: Line, max_tokens: int) -> Line:
-    """One request, answered to its full length."""
+    """Return one request, answered to its full length."""
     return {
         "id": name,
         "arrival_s": round(arrival_s, 6),
@@ -132,7 +133,7 @@ def _name(load: SyntheticLoad, number: int, session: int, turn: int) -> str:
 
 
 def _sessions(load: SyntheticLoad, count: int) -> list[int]:
-    """The turns of each session, `count` in all; the last one may be cut."""
+    """Return the turns of each session, `count` in all; the last one may be cut."""
     if load.turns is None:
         return [1] * count
     drawn = load.turns(load.stream(TURNS), count)
@@ -141,7 +142,7 @@ def _sessions(load: SyntheticLoad, count: int) -> list[int]:
 
 
 def _openings(load: SyntheticLoad, count: int) -> list[list[int]]:
-    """How each session begins: with one of the system prompts, if there are any."""
+    """Return how each session begins: with one of the system prompts, if there are any."""
     if load.system_prompts is None:
         return [[] for _ in range(count)]
     random, (num_prompts, length) = load.stream(SYSTEM), load.system_prompts
@@ -150,7 +151,7 @@ def _openings(load: SyntheticLoad, count: int) -> list[list[int]]:
 
 
 def mark(load: SyntheticLoad, lines: list[Line]) -> list[Line]:
-    """Give tenants and priorities, drawn by their shares; a session keeps its own."""
+    """Add tenants and priorities, drawn by their shares; a session keeps its own."""
     sessions = list(dict.fromkeys(line["id"].partition("/")[0] for line in lines))
     for stream, field_name, given in (
         (TENANT, "tenant", load.tenants),

@@ -1,6 +1,6 @@
-"""When do held pages move to the low end?
+"""Move held pages towards the low end of the pool.
 
-A paged operator does not need this to allocate: any free page is as good as another. It makes the region in
+A paged operator does not need compaction: any free page is as good as another. Compaction makes the region in
 use dense, so that a smaller pool can give back what lies above it, or the region can be exported whole.
 """
 
@@ -10,7 +10,7 @@ from continuous_batching.paging.page_tables import PageTables
 
 
 class Compaction:
-    """Starts every `every_steps` steps, and moves at most `pages_per_step` in each (0: all)."""
+    """Compacts every `every_steps` steps, and moves at most `pages_per_step` pages a step (0: all)."""
 
     def __init__(self, tables: PageTables, every_steps: int, pages_per_step: int) -> None:
         self._tables = tables
@@ -19,7 +19,7 @@ class Compaction:
         self._going_on = False
 
     def step(self, num_steps: int) -> None:
-        """Move what is due after so many steps."""
+        """Move the pages that are due after `num_steps` steps."""
         if num_steps % self._every_steps == 0:
             self._going_on = True
         if self._going_on:

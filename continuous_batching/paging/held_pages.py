@@ -1,12 +1,12 @@
-"""Which pages does no row hold, and the cache not alone? Those that another engine fills, or is sent.
+"""Hold pages on behalf of other engines: pages that another engine fills, and pages that are sent to one.
 
-Pages of a prompt that another engine computes are taken before it sends them. They are published when all of
-them have arrived whole, never before; where they do not, they are free again, as if nothing had been asked.
+Pages for the part of a prompt that another engine computes are allocated before it sends them. They are
+published once all of them have arrived whole, never before; if they do not arrive, they are freed as if
+nothing had been asked. Pages that are to be sent to another engine stay held on a lease when their request
+ends.
 
-Pages that are to be sent to another engine stay held when their request ends, on a lease.
-
-Neither stands in the way of who runs: where pages run short, these holds end first. Their pages never move,
-because somebody may be about to write or read them.
+Neither kind of hold stands in the way of running requests: where pages run short, these holds end first.
+Their pages are never moved, because a peer may be about to write or read them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kv_cache.prefix_cache import PrefixCache
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """Pages of a prompt, from its first on: those that were found here, then those that are being filled."""
+    """The pages of a prompt's prefix: pages that were found here, followed by pages that are being filled."""
 
     tokens: TokenIds
     cache_salt: str
@@ -39,7 +39,7 @@ class Arrival:
 
 
 class HeldPages:
-    """Holds pages by the names of the requests that they are for."""
+    """The holds on pages, by the id of the request that they are for."""
 
     def __init__(self, tables: PageTables, prefix: PrefixCache, counters: Counters) -> None:
         self._tables = tables
@@ -50,15 +50,17 @@ class HeldPages:
 
     @property
     def pages(self) -> Index:
-        """All pages that are held so, once for each hold."""
+        """All pages held here, each listed once for every hold."""
         held = [*(each.pages for each in self._arriving.values()), *self._leased.values()]
         return np.concatenate(held) if held else EMPTY
 
     def expect(
         self, name: str, tokens: TokenIds, cache_salt: str, num_spare: int, known: list[bytes]
     ) -> Arrival | None:
-        """Take pages for those of a prompt's `tokens` that are not found here; None if nothing is missing, or
-        if that takes more than `num_spare` pages. `known` are keys of the first pages.
+        """Allocate pages for those full pages of a prompt's `tokens` that are not found here.
+
+        Returns None if nothing is missing, or if this needs more than `num_spare` pages. `known` are the keys
+        of the first pages, as far as they have been hashed.
         """
         assert name not in self._arriving, f"pages of {name} are expected already"
         tables, pool, size = self._tables, self._tables.pool, self._tables.slots.page_size
@@ -66,7 +68,8 @@ class HeldPages:
         found = self._prefix.find(keys, tokens, cache_salt)
         found = found[found > 0]
         missing = len(keys) - len(found)
-        num_idle = int((pool.holders[found] == 1).sum())  # these count as spare, too
+        # Idle cached pages count as spare too, and stop being so once they are held
+        num_idle = int((pool.holders[found] == 1).sum())
         if not missing or missing + num_idle > num_spare:
             return None
         self._prefix.share(found)
@@ -78,11 +81,11 @@ class HeldPages:
         return arrival
 
     def arriving(self, name: str) -> Arrival | None:
-        """The pages that are being filled for a request, unless they had to give way."""
+        """The pages being filled for a request, or None if they had to give way."""
         return self._arriving.get(name)
 
     def arrived(self, name: str, *, is_whole: bool) -> None:
-        """Let all pages of a prompt be found if all of them came whole; otherwise those are free that did."""
+        """End an arrival: publish the pages if all of them are whole, otherwise free them."""
         arrival = self._arriving.pop(name, None)
         if arrival is None:
             return
@@ -95,20 +98,21 @@ class HeldPages:
                 arrival.keys, arrival.tokens, pages, arrival.num_found, arrival.cache_salt
             )
             doubles = standing != arrival.filled
-            self._prefix.share(standing[doubles])  # so that a chain is used as a whole
+            # Hold the pages that stand in the cache, so that a chain is used as a whole
+            self._prefix.share(standing[doubles])
             self._prefix.release(arrival.filled[doubles])
             pages = np.concatenate([pages[: arrival.num_found], standing])
         self._prefix.release(pages)
         self._pin()
 
     def lease(self, name: str, pages: Index) -> None:
-        """Hold the pages of a request that ends."""
+        """Hold pages of a request that is ending."""
         self._prefix.share(pages)
         self._leased[name] = pages
         self._pin()
 
     def leased(self, name: str) -> Index | None:
-        """The pages that are held of a request that has ended, unless they had to give way."""
+        """The pages leased for an ended request, or None if they had to give way."""
         return self._leased.get(name)
 
     def release(self, name: str) -> None:
@@ -119,7 +123,7 @@ class HeldPages:
             self._pin()
 
     def give_way(self) -> bool:
-        """End the hold that began last, of pages that arrive if there are any; False if there is none."""
+        """End the most recent hold, arrivals before leases; return False if there is none."""
         if self._arriving:
             self.arrived(next(reversed(self._arriving)), is_whole=False)
         elif self._leased:

@@ -1,4 +1,8 @@
-"""Which pages does each row hold, and how do they change?"""
+"""Keep the page table of each row, and change it together with the holders of its pages.
+
+It covers growth, sharing, copy on write after a fork, compaction and resizing. Which pages a prompt finds in
+the cache is left to `prefix_matching`, and who has to give pages up to the scheduler.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +20,10 @@ EMPTY: Index = np.empty(0, dtype=np.int64)
 
 
 class PageTables:
-    """The page table of every row, changed together with the holders of its pages.
+    """The page tables of all rows, changed together with the holders of their pages.
 
-    After every change a page's holders are the rows whose table names it, and the prefix cache if it is
-    cached. Pages that the device must copy are kept until the next batch takes them.
+    After every change the holders of a page are the rows whose table names it, and the prefix cache if it is
+    cached. Copies that the device must make are collected until the next batch takes them.
     """
 
     def __init__(self, slots: SlotPool, pool: PagePool, prefix: PrefixCache, counters: Counters) -> None:
@@ -28,25 +32,25 @@ class PageTables:
         self.prefix = prefix
         self._counters = counters
         self._copies: list[PageCopy] = []
-        self.pinned: Index = EMPTY  # pages that are never moved
+        self.pinned: Index = EMPTY  # pages that must not be moved
         self.forked: set[int] = set()  # rows whose last page may be shared with the rows they forked from
 
     @property
     def num_available(self) -> int:
-        """Pages that can be had without taking any from a row."""
+        """Number of pages that can be allocated without preempting a row."""
         return self.pool.num_free + self.prefix.num_idle
 
     def pages_for(self, tokens: Index) -> Index:
-        """Pages that hold so many tokens."""
+        """Return the number of pages that hold `tokens` tokens."""
         return -(-tokens // self.slots.page_size)
 
     def missing(self, rows: Index, stops: Index) -> Index:
-        """Pages that each row lacks to hold its first `stops` tokens."""
+        """Return the number of pages that each row lacks for its first `stops` tokens."""
         lacking: Index = np.maximum(self.pages_for(stops) - self.slots.num_pages[rows], 0)
         return lacking
 
     def num_copies(self, rows: Index) -> int:
-        """Pages that these rows need to write on, because what they hold is shared with a fork."""
+        """Return the number of pages that these rows need for copy on write after a fork."""
         if not self.forked:
             return 0
         pages = [self._written_page(row) for row in rows.tolist() if row in self.forked]
@@ -54,8 +58,10 @@ class PageTables:
         return sum(min(count, int(holders[page]) - 1) for page, count in Counter(pages).items())
 
     def grow_to(self, rows: Index, stops: Index) -> bool:
-        """Give each row the pages that its first `stops` tokens need; False, and nothing done, if there are
-        not enough."""
+        """Give each row the pages for its first `stops` tokens.
+
+        Returns False, with nothing changed, if there are too few.
+        """
         missing = self.missing(rows, stops)
         total = int(missing.sum())
         if total + self.num_copies(rows) > self.num_available:
@@ -65,9 +71,9 @@ class PageTables:
         return True
 
     def grow(self, rows: Index, counts: Index) -> None:
-        """Give each row so many more pages, and those that share the page they write a copy of it.
+        """Give each row `counts` more pages, and a copy of the page that it writes if that page is shared.
 
-        Idle cached pages are evicted where none is free.
+        Idle cached pages are evicted if too few pages are free.
         """
         slots = self.slots
         total = int(counts.sum())
@@ -81,7 +87,7 @@ class PageTables:
         growing = counts > 0
         rows, counts = rows[growing], counts[growing]
         held = slots.num_pages[rows]
-        if total == len(rows):  # one each, as where decodes grow
+        if total == len(rows):  # one page each, the usual case of decodes
             owners, indexes = rows, held
         else:
             owners, indexes = np.repeat(rows, counts), ragged_ranges(held, held + counts)
@@ -89,7 +95,7 @@ class PageTables:
         slots.num_pages[rows] = held + counts
 
     def extend(self, row: int, pages: Index) -> None:
-        """Let a row continue with these held pages, sharing them."""
+        """Append these held pages to a row, sharing them."""
         slots = self.slots
         held = int(slots.num_pages[row])
         count = held + len(pages)
@@ -98,8 +104,7 @@ class PageTables:
         slots.num_pages[row] = count
 
     def bring_back(self, row: int, names: Index) -> None:
-        """Let a row continue with these resting pages (see `PrefixCache.find`), each copied to a page that
-        the row takes for it."""
+        """Append these resting pages (see `PrefixCache.find`) to a row, each copied to a new page."""
         held, count = self.slots.num_pages[row], len(names)
         self.prefix.keep(names)
         self.grow(np.array([row]), np.array([count]))
@@ -107,7 +112,7 @@ class PageTables:
         self._counters.promoted_pages += count
 
     def evict(self, count: int) -> None:
-        """Free the idle cached pages that were used longest ago; the host pool takes in what it can."""
+        """Evict the least recently used idle cached pages; the host pool takes as many as it can."""
         copy = self.prefix.evict(count)
         self._counters.evicted_pages += count
         if copy is not None:
@@ -115,14 +120,14 @@ class PageTables:
             self.copy(copy)
 
     def fork(self, source: int, row: int, num_tokens: int) -> None:
-        """Share the pages of a row's first tokens with another row, in place of what that one held.
+        """Share the pages of a row's first tokens with another row, replacing what that row held.
 
-        The first of them to write to the last page copies it, unless it is full.
+        If the last page is not full, the first of the two rows that writes to it copies it.
         """
         slots = self.slots
         old, new = slots.pages(row), slots.pages(source)[: -(-num_tokens // slots.page_size)]
         width = min(len(old), len(new))
-        kept = int(np.append(old[:width] != new[:width], True).argmax())  # what both hold already
+        kept = int(np.append(old[:width] != new[:width], True).argmax())  # pages that both rows hold already
         slots.num_pages[row] = kept
         self.extend(row, new[kept:])
         self.prefix.release(old[kept:])
@@ -131,19 +136,25 @@ class PageTables:
             self.forked |= {source, row}
 
     def replace(self, row: int, indexes: Index, pages: Index) -> None:
-        """Let a row hold other pages, whose holder it is already, in place of those at `indexes`."""
+        """Replace the pages at `indexes` by `pages`, which the row holds already.
+
+        The old pages are released.
+        """
         old = self.slots.page_table[row, indexes].astype(np.int64)
         self.slots.page_table[row, indexes] = pages
         self.prefix.release(old)
 
     def clear(self, row: int) -> None:
-        """Let go of all pages of a row."""
+        """Release all pages of a row."""
         self.forked.discard(row)
         self.prefix.release(self.slots.pages(row))
         self.slots.num_pages[row] = 0
 
     def compact(self, max_pages: int) -> int:
-        """Move at most so many held pages towards the low end; returns how many moved (see compaction.py)."""
+        """Move at most `max_pages` held pages towards the low end.
+
+        Returns how many moved (see compaction.py).
+        """
         sources, targets = self.pool.scattered(max_pages)
         if len(self.pinned):
             may_move = ~np.isin(sources, self.pinned)
@@ -157,25 +168,28 @@ class PageTables:
         return len(sources)
 
     def resize(self, num_pages: int) -> None:
-        """Change the number of pages; what is held must fit, and has been brought to the low end."""
+        """Change the number of pages; the held pages must fit, and must have been moved to the low end."""
         self.pool.resize(num_pages)
         self.prefix.resize(num_pages)
 
     def copy(self, copy: PageCopy) -> None:
-        """Have pages copied before the next batch, after all copies that were asked for until now."""
+        """Have pages copied before the next batch, after all copies requested so far."""
         self._copies.append(copy)
 
     def take_copies(self) -> tuple[PageCopy, ...]:
-        """Copies asked for since the last call, to be made one after the other."""
+        """Return the copies requested since the last call, to be made one after the other."""
         copies, self._copies = self._copies, []
         return tuple(copies)
 
     def _written_page(self, row: int) -> int:
-        """The page that the row's next token goes to."""
+        """Return the page that the row's next token is written to."""
         return int(self.slots.page_table[row, self.slots.num_computed[row] // self.slots.page_size])
 
     def _copy_on_write(self, rows: list[int]) -> None:
-        """Give each row that is about to write to a shared page one of its own; the last holder keeps it."""
+        """Give each row that is about to write to a shared page a copy of it.
+
+        The last holder keeps the original.
+        """
         sources, targets = [], []
         for row in rows:
             page = self._written_page(row)

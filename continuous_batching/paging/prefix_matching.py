@@ -1,4 +1,8 @@
-"""Which pages of its prompt does a row take from the cache, and which of its own do others find there?"""
+"""Match prompts against the prefix cache, and publish the pages that rows have computed in it.
+
+A request whose next page is being computed by another row waits for that page instead of computing it twice.
+The cache itself is `kv_cache.prefix_cache`.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +20,8 @@ from kv_cache.prefix_cache import PrefixCache
 class PrefixMatching:
     """Matches the prompts of requests against the prefix cache, and publishes the pages of rows in it.
 
-    A row whose next page another row is computing is blocked until that page is published.
-    `max_shared_tokens` and `has_tier` as in `Scheduler`.
+    A row whose next page is being computed by another row is blocked until that page is published.
+    `max_shared_tokens` and `has_tier` are as in `Scheduler`.
     """
 
     def __init__(
@@ -38,11 +42,13 @@ class PrefixMatching:
         self._prefix_sharing = prefix_sharing
         self._max_shared_tokens = max_shared_tokens
         self._has_tier = has_tier
-        self._blocked: dict[int, int] = {}  # row -> the version of the cache when it was last looked up
+        self._blocked: dict[int, int] = {}  # row -> version of the prefix cache at its last lookup
 
     def keys(self, request: Request) -> list[bytes]:
-        """Keys of the full pages of its known tokens, as far as they may be shared; hashes only those that
-        it does not carry already."""
+        """Return the keys of a request's full known pages, as far as they may be shared.
+
+        Only pages whose keys the request does not carry yet are hashed.
+        """
         if not self._prefix_sharing:
             return []
         tokens = request.tokens
@@ -53,26 +59,28 @@ class PrefixMatching:
         return page_keys(tokens, self._slots.page_size, request.cache_salt, request.page_keys)
 
     def find(self, request: Request) -> Index:
-        """Cached pages that it can start from (see `PrefixCache.find`)."""
+        """Return the cached pages that a request can start from (see `PrefixCache.find`)."""
         return self._prefix.find(self._usable_keys(request), request.tokens, request.cache_salt)
 
     def lacking(self, request: Request) -> tuple[int, list[bytes]]:
-        """How many pages are found that it can start from, and the keys of those that could follow them, as
-        many as the host's pool can take in."""
+        """Return how many pages a request finds here, and the keys that follow them.
+
+        The keys are limited to what the host's pool can take in.
+        """
         first = len(self.find(request))
         return first, self._usable_keys(request)[first : first + self._prefix.num_host_pages]
 
     def arrive(self, request: Request, first: int, count: int) -> slice:
-        """A waiting request need not wait for the tier any longer: `count` of its pages, from its page
-        `first` on, were found there, and rest in the host's pool as far as they have a place.
+        """End a waiting request's wait for the tier, which found `count` of its pages from page `first` on.
 
-        Returns which of them do, by their index; their content is to be handed over before the next batch
-        runs. What is found already is not taken in again, nor what follows a gap.
+        The pages rest in the host's pool as far as there is room. Returns the slice of the fetched pages that
+        were taken in; their content must be handed over before the next batch runs. Pages that can be found
+        already are not taken in again, nor are pages behind a gap.
         """
         request.awaits_pages = False
         keys, matched = self._usable_keys(request), self.find(request)
         at = len(matched)
-        if at < first:  # what they were to continue is gone
+        if at < first:  # the pages that these were to continue have been evicted
             return slice(0, 0)
         most = max(0, first + count - at)
         pages = self._prefix.take_in(keys, request.tokens, matched, most, request.cache_salt)
@@ -82,7 +90,7 @@ class PrefixMatching:
         return slice(at - first, at - first + len(pages))
 
     def count_lookup(self, request: Request, matched: Index) -> None:
-        """Count what a newcomer's lookup found, unless another row is computing what comes next."""
+        """Count the outcome of a new request's lookup, unless another row is computing its next page."""
         if self._prefix_sharing and not self._is_in_progress(request, len(matched)):
             keys = self._usable_keys(request)
             self._prefix.count_lookup(keys, request.tokens, request.cache_salt, matched)
@@ -106,37 +114,40 @@ class PrefixMatching:
             self._counters.host_hit_tokens += len(resting) * slots.page_size
 
     def block_if_in_progress(self, row: int) -> None:
-        """Block a row while another computes the page that it needs next."""
+        """Block a row while another row computes the page that it needs next."""
         if self._is_in_progress(self._slots.requests[row], int(self._slots.num_pages[row])):
             self._blocked[row] = self._prefix.version
 
     def block_until_looked_up(self, row: int) -> None:
-        """Block a row until the next `unblock`, which looks its prompt up once more."""
-        self._blocked[row] = -1  # no version of the cache
+        """Block a row until the next `unblock`, which looks its prompt up again."""
+        self._blocked[row] = -1  # matches no version of the cache
 
     def is_blocked(self, row: int) -> bool:
-        """Whether the row waits for a page that another computes."""
+        """Whether the row waits for a page that another row computes."""
         return row in self._blocked
 
     @property
     def blocked(self) -> list[int]:
-        """All rows that wait for a page that another computes."""
+        """All rows that wait for a page that another row computes."""
         return list(self._blocked)
 
     def unblock(self, row: int) -> None:
-        """Share what was published since; the row runs when nobody computes its next page."""
+        """Share the pages published since the last lookup.
+
+        The row becomes runnable once nobody computes its next page.
+        """
         slots = self._slots
         request: Request = slots.requests[row]
         if self._blocked.pop(row) != self._prefix.version:
             keys, held = self._usable_keys(request), slots.pages(row)
             pages = self._prefix.find(keys, request.tokens, request.cache_salt, held)
-            pages = pages[pages > 0]  # the row was not promised others to bring resting ones back to
+            pages = pages[pages > 0]  # no pages were promised to this row for copies of resting pages
             if len(pages):
                 self.start_from(row, pages)
         self.block_if_in_progress(row)
 
     def publish_prompts(self, rows: Index) -> None:
-        """Make the pages of prompts findable that are computed by now."""
+        """Publish the prompt pages of these rows that have been computed."""
         slots = self._slots
         ripe = np.minimum(slots.num_computed[rows] // slots.page_size, slots.num_shareable[rows])
         due = ripe > slots.num_published[rows]
@@ -144,21 +155,23 @@ class PrefixMatching:
             self._publish(row, stop)
 
     def publish_all(self, row: int) -> None:
-        """Make all computed full pages of a row findable, those of its answer too, as far as a draft model
-        has computed them as well."""
+        """Publish all full pages that a row has computed, of its answer too.
+
+        With a draft model only pages that it has computed as well are published.
+        """
         slots = self._slots
         num_keys = len(slots.requests[row].page_keys)
         num_whole = int(slots.num_computed[row] - slots.draft_lag[row])
         self._publish(row, min(num_whole // slots.page_size, num_keys))
 
     def forget(self, row: int) -> None:
-        """Make everything unfindable that the row found or published: it may be wrong."""
+        """Remove everything that the row found or published from the cache, because it may be wrong."""
         keys = self._prefix.forget(self._slots.pages(row)[: self._slots.num_published[row]])
         if self._has_tier and keys:
             self._tables.copy(PageCopy(EMPTY, EMPTY, "off_tier", tuple(keys)))
 
     def leave(self, row: int) -> None:
-        """The row is freed, and waits for no page any more."""
+        """Drop the row's wait: it is being freed."""
         self._blocked.pop(row, None)
 
     def _usable_keys(self, request: Request) -> list[bytes]:
@@ -179,7 +192,7 @@ class PrefixMatching:
         )
 
     def _publish(self, row: int, stop: int) -> None:
-        """Make the row's pages before its page `stop` findable."""
+        """Publish the row's pages before page `stop`."""
         slots = self._slots
         first = int(slots.num_published[row])
         if stop <= first:
@@ -193,12 +206,13 @@ class PrefixMatching:
         if self._has_tier:
             self._save(request, standing, pages, first)
         doubles = np.flatnonzero(standing != pages[first:])
-        if len(doubles):  # hold the cached equals instead, so that a chain's pages have the same holders
+        # Hold the equal pages of the cache instead, so that all pages of a chain have the same holders
+        if len(doubles):
             self._prefix.share(standing[doubles])
             self._tables.replace(row, doubles + first, standing[doubles])
 
     def _save(self, request: Request, standing: Index, pages: Index, first: int) -> None:
-        """Have the tier keep what a row has just published: its own pages, not those that stood before."""
+        """Have the tier save the pages that a row has just published, unless an equal one stood before."""
         new = np.flatnonzero((standing == pages[first:]) & self._prefix.is_cached(standing))
         if len(new):
             keys = tuple(request.page_keys[first + index] for index in new.tolist())

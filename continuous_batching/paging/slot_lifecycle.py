@@ -1,4 +1,8 @@
-"""How does a request enter a slot, and what becomes of the slot when it leaves?"""
+"""Move requests into slots and out of them, with their pages.
+
+A request enters with its prefix hits and swapped pages, may fork for samples and beams, and leaves its
+computed pages in the prefix cache or in the host pool. When that happens is decided by the scheduler.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +21,10 @@ from kv_cache.prefix_cache import PrefixCache
 
 
 class SlotLifecycle:
-    """Requests enter rows with the pages that are found for them, and leave rows and pages behind.
+    """Moves requests into rows with the pages found for them, and out again.
 
-    `max_shared_tokens` and `has_tier` as in `Scheduler`; `host` is the pool of pages in the host's memory, or
-    None.
+    `max_shared_tokens` and `has_tier` are as in `Scheduler`; `host` is the pool of pages in the host's
+    memory, or None.
     """
 
     def __init__(
@@ -50,41 +54,40 @@ class SlotLifecycle:
             has_tier=has_tier,
         )
         self._counters = counters
-        self.waiting_beams: dict[int, int] = {}  # row of a beam that waits for its leader -> pages to share
-        self.withheld = EMPTY  # rows that end, or may end, with what is on the device
+        # Row of a beam that waits for its leader -> number of pages to share
+        self.waiting_beams: dict[int, int] = {}
+        self.withheld = EMPTY  # rows that end, or may end, with a batch in flight
 
     def num_promised(self) -> int:
-        """Pages that busy rows will still take for what they know or reserved at admission."""
+        """Return how many pages busy rows will still need for their known tokens or their reservation."""
         slots, busy = self.slots, self.slots.busy
         wanted = self.tables.pages_for(np.maximum(slots.reserved[busy], slots.num_tokens[busy]))
         promised = int(np.maximum(wanted - slots.num_pages[busy], 0).sum()) + len(self.tables.forked)
         return promised - sum(self.waiting_beams.values())
 
     def expect(self, name: str, tokens: TokenIds, cache_salt: str, known: list[bytes]) -> Arrival | None:
-        """Take pages that another engine is to fill with those of `tokens`, of which no row is in want (see
-        `HeldPages.expect`).
-        """
+        """Allocate pages that no row will need for another engine to fill (see `HeldPages.expect`)."""
         num_spare = self.tables.num_available - self.num_promised()
         return self.held.expect(name, tokens, cache_salt, num_spare, known)
 
     def lease(self, row: int, reason: str) -> None:
-        """Hold the pages of a row's prompt, where its request ends in order and asks for that."""
+        """Lease the pages of a row's prompt if its request finishes normally and asks for that."""
         request: Request = self.slots.requests[row]
         if request.leases_pages and reason in ("stop", "length"):
             num_full = request.num_prompt_tokens // self.slots.page_size
             self.held.lease(request.id, self.slots.pages(row)[:num_full])
 
     def find(self, request: Request) -> Index:
-        """Cached pages that it can start from; those that it left in the host's pool follow them."""
+        """Return the cached pages that a request can start from, cut where its swapped pages continue."""
         pages = self.matching.find(request)
         swapped = self.swap.left(request) if request.num_preemptions else None
         return pages if swapped is None else pages[: swapped.first]
 
     def enter(self, request: Request, matched: Index, reserved: int) -> int:
-        """Give a request a row that starts from `matched` pages; returns the row.
+        """Give a request a row that starts from its `matched` pages; return the row.
 
-        If another row is computing the page that comes next, the new row is blocked until it is
-        published, and so on to the end of what they have in common.
+        If another row is computing the next page, the new row is blocked until that page is published, and so
+        on through their common prefix.
         """
         row = self.slots.take(request)
         self.slots.reserved[row] = reserved
@@ -96,7 +99,7 @@ class SlotLifecycle:
         return row
 
     def fork(self, source: int, request: Request) -> int:
-        """Give a request a row that shares all pages of `source`, whose prompt this batch completes."""
+        """Give a request a row that shares all pages of `source`, whose prompt completes in this batch."""
         slots = self.slots
         row, prompt = slots.take(request), slots.num_prompt[source]
         self.tables.fork(source, row, int(prompt))
@@ -106,15 +109,15 @@ class SlotLifecycle:
         return row
 
     def enter_beam(self, beam: Request, num_shared: int, reserved: int) -> int:
-        """Give a beam a row that waits until it can share `num_shared` pages of its leader's."""
+        """Give a beam a row that waits until it can share `num_shared` pages of its leader."""
         row = self.slots.take(beam, is_beam=True)
         self.slots.reserved[row] = reserved
-        self.slots.num_shareable[row] = 0  # its leader publishes the prompt
+        self.slots.num_shareable[row] = 0  # the leader publishes the prompt
         self.waiting_beams[row] = num_shared
         return row
 
     def start_beam(self, leader: int, row: int) -> None:
-        """Let a beam that waits start from its leader's pages, and then from what is found cached beyond."""
+        """Start a waiting beam from its leader's pages; what is cached beyond them is looked up next."""
         slots, pages = self.slots, self.slots.pages(leader)[: self.waiting_beams.pop(row)]
         self.tables.extend(row, pages)
         slots.num_computed[row] = len(pages) * slots.page_size
@@ -122,7 +125,7 @@ class SlotLifecycle:
         self.matching.block_until_looked_up(row)
 
     def continue_beam(self, row: int, source: int) -> None:
-        """Let a beam's row go on from where another stands, in place of what it holds."""
+        """Let a beam's row continue from the state of another row, replacing what it holds."""
         slots, count = self.slots, self.slots.num_tokens[source]
         self.waiting_beams.pop(row, None)
         self.tables.fork(source, row, int(slots.num_computed[source]))
@@ -132,8 +135,11 @@ class SlotLifecycle:
             column[row] = column[source]
 
     def runnable(self) -> Index:
-        """Busy rows that wait for no other and are not withheld, oldest first; blocked ones first take what
-        was published."""
+        """Return the busy rows that can run, oldest first.
+
+        Blocked rows first take the pages that have been published; rows that still wait, and withheld rows,
+        are left out.
+        """
         busy = self.slots.busy
         if len(self.withheld):
             busy = busy[~np.isin(busy, self.withheld)]
@@ -146,20 +152,20 @@ class SlotLifecycle:
         return busy[~np.isin(busy, waiting)] if waiting else busy
 
     def leave(self, row: int, *, failed: bool = False) -> Request:
-        """Free a row and its pages, after its tokens went back to the request.
+        """Free a row and its pages, after its tokens have been handed back to the request.
 
-        Its computed pages stay findable while nobody needs them for something else. A failed request's
-        are forgotten, those that it found too, for it may have failed by them; so is the token it failed
-        with.
+        Its computed pages can be found until they are evicted. If the request failed, everything it computed
+        or found is removed from the cache, because it may be the cause, and the token it failed with is
+        dropped.
         """
         request = self.settle(row, failed=failed)
         self.vacate(row, failed=failed)
         return request
 
     def settle(self, row: int, *, failed: bool = False) -> Request:
-        """Give a row's tokens back to its request, which ends or goes away; its pages stay for now."""
+        """Hand a row's tokens back to its request, which ends or leaves; the row keeps its pages for now."""
         slots = self.slots
-        if failed:  # what it computed may be as wrong as what it answered
+        if failed:  # its cached pages may be as wrong as its answer
             slots.num_tokens[row] -= 1
             self.matching.forget(row)
         request = slots.hand_back(row)
@@ -168,7 +174,7 @@ class SlotLifecycle:
         return request
 
     def vacate(self, row: int, *, failed: bool = False) -> None:
-        """Free a row that is settled, and its pages."""
+        """Free a settled row and its pages."""
         if failed:
             self.matching.forget(row)
         else:
@@ -176,10 +182,10 @@ class SlotLifecycle:
         self._free(row)
 
     def swap_out(self, row: int) -> Request | None:
-        """Free a row, but keep what it alone has computed in the host pool; None if that does not fit.
+        """Free a row but keep the pages that only it has computed in the host pool; None if they do not fit.
 
-        Its shared pages are in the prefix cache, on the device or at rest in the same pool, and are looked
-        up again when it comes back.
+        Its shared pages are in the prefix cache, on the device or at rest in the same pool, and are looked up
+        again when it resumes.
         """
         slots = self.slots
         request: Request = slots.requests[row]
@@ -200,7 +206,7 @@ class SlotLifecycle:
         self.slots.release(row)
 
     def _swap_in(self, row: int, request: Request) -> None:
-        """Bring back what a request left, if the shared pages before it were found."""
+        """Copy a request's swapped pages back, if the shared pages before them were found."""
         slots, swapped = self.slots, self.swap.left(request)
         if swapped is None:
             return

@@ -1,4 +1,7 @@
-"""What do preempted requests keep in the host's memory?"""
+"""Keep the pages of preempted requests in the host's memory until they resume.
+
+Only pages that no other request shares are kept here; shared ones are found again in the prefix cache.
+"""
 
 from __future__ import annotations
 
@@ -12,30 +15,31 @@ from kv_cache.prefix_cache import PrefixCache
 
 @dataclass(frozen=True, slots=True)
 class Swapped:
-    """What one request left."""
+    """The pages that one request left in the host pool."""
 
-    first: int  # index of its first page here; those before are shared, and are looked up again
+    # Index of its first swapped page; pages before it are shared and looked up again
+    first: int
     pages: Index  # host pages
-    num_computed: int  # tokens in both
-    draft_lag: int  # as in SlotPool
+    num_computed: int  # tokens computed in the shared and swapped pages together
+    draft_lag: int  # copied from SlotPool.draft_lag
 
 
 class SwapTier:
-    """Pages of waiting requests in a pool of the host's; without a pool nothing is kept.
+    """Swapped pages of waiting requests in a host pool; without a pool nothing is kept.
 
-    The pages of `prefix` that rest in the same pool give way to them.
+    Pages of `prefix` that rest in the same pool give way to them.
     """
 
     def __init__(self, pool: PagePool | None, prefix: PrefixCache, counters: Counters) -> None:
         self.pool = pool
         self._prefix = prefix
         self._counters = counters
-        self._left: dict[int, Swapped] = {}  # by arrival number
+        self._left: dict[int, Swapped] = {}  # keyed by the request's arrival number
 
     def leave(
         self, request: Request, first: int, num_pages: int, num_computed: int, draft_lag: int
     ) -> Index | None:
-        """Host pages for `num_pages` of a request, or None if they do not fit."""
+        """Allocate host pages for `num_pages` pages of a request, or return None if they do not fit."""
         if self.pool is None or not num_pages:
             return None
         if not self._prefix.yield_host(num_pages):
@@ -47,17 +51,19 @@ class SwapTier:
         return pages
 
     def left(self, request: Request) -> Swapped | None:
-        """What a request left, if it left anything."""
+        """The pages that a request left, or None."""
         return self._left.get(request.number)
 
     def forget(self, request: Request) -> None:
-        """Free what a request left: it came back, or it ended. The copy out of these pages, if there is
-        one, has been asked for before anything is asked to be copied into them."""
+        """Free the host pages of a request that has resumed or ended.
+
+        A copy out of these pages, if there is one, has been requested before any copy into them can be.
+        """
         swapped = self._left.pop(request.number, None)
         if swapped is not None and self.pool is not None:
             self.pool.release(swapped.pages)
 
     @property
     def all_left(self) -> dict[int, Swapped]:
-        """What all waiting requests left, by arrival number."""
+        """The pages that all waiting requests left, by arrival number."""
         return dict(self._left)

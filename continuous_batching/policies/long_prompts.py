@@ -1,4 +1,4 @@
-"""How do short prompts overtake long ones?"""
+"""Let short prompts overtake long ones without starving either."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from kv_cache.pages import Index
 
 @dataclass(frozen=True, slots=True)
 class LongPrompts:
-    """At most `max_long` prompts of more than `long_tokens` are computed at once.
+    """At most `max_long` prompts of more than `long_tokens` tokens are computed at once.
 
-    While there are any, half of the prompts' tokens are theirs if they need it, so that they get on however
-    many short ones come; the other half is the short ones', so that none of these waits for a long one.
+    While there are any, half of a step's prompt tokens are theirs if they need it, so that they make progress
+    however many short prompts come. The other half is for short prompts, so that none of these waits for a
+    long one.
     """
 
     max_long: int
     long_tokens: int
 
     def left(self, busy: Busy, wanted: Index, total: int) -> tuple[int, int]:
-        """Tokens that are left for newcomers, and how many of these may be long.
+        """Return the tokens left for new requests, and how many of these requests may be long.
 
-        `wanted` are the prompts' tokens of each busy slot, `total` those of this step.
+        `wanted` is the number of prompt tokens of each busy slot, `total` that of this step.
         """
         is_long = self._is_long(busy)
         wanted_long = int(wanted[is_long].sum())
@@ -35,7 +36,7 @@ class LongPrompts:
         return left, self.max_long - int(np.count_nonzero(is_long))
 
     def sharing(self, busy: Busy) -> Callable[[Index, int], Index]:
-        """How these slots share the prompts' tokens of a step."""
+        """Return a function that shares the prompt tokens of a step among these slots."""
         is_long = self._is_long(busy)
 
         def share(wanted: Index, total: int) -> Index:

@@ -1,4 +1,8 @@
-"""What may a way of batching decide?"""
+"""Define the interface of a batching policy, and the data it may use.
+
+A policy decides how many tokens each busy slot gets in a step, how much new requests may bring, and for how
+many tokens a new request must find pages. It neither sees nor changes pages, queues or drafts.
+"""
 
 from __future__ import annotations
 
@@ -18,25 +22,26 @@ class Busy(NamedTuple):
     """The busy slots that can run, oldest first."""
 
     todo: Index  # tokens that are not in the cache yet, never 0
-    computed: Index  # tokens that are
-    decodes: NDArray[np.bool_]  # the prompt is computed, and all but the last token
+    computed: Index  # tokens that are in the cache
+    decodes: NDArray[np.bool_]  # whether the prompt and all tokens but the last are computed
 
 
 class Waiting(NamedTuple):
-    """What a policy may know of the queue."""
+    """What a policy may know about the queue."""
 
     num_requests: int
-    longest_s: float  # how long the first arrival has waited
+    longest_s: float  # time since the arrival of the request that has waited longest
 
 
 class Room(NamedTuple):
-    """What newcomers may bring into this step."""
+    """What new requests may bring into this step."""
 
     tokens: int
     requests: int
-    whole: bool = False  # each prompt must fit; otherwise the last one's may exceed the tokens and is chunked
-    chunk: int = ALL  # one newcomer takes no more of the tokens
-    long_requests: int = ALL  # that may be among them
+    # Each prompt must fit; otherwise the prompt of the last request may exceed the tokens and is chunked
+    whole: bool = False
+    chunk: int = ALL  # most tokens that one new request takes
+    long_requests: int = ALL  # how many of the new requests may be long
 
 
 NO_ROOM = Room(0, 0)
@@ -45,32 +50,32 @@ NO_ROOM = Room(0, 0)
 class Policy(Protocol):
     """A way of batching."""
 
-    whole: bool = False  # it computes a prompt in one step, which the budget must allow
+    whole: bool = False  # the policy computes a prompt in one step, which the budget must allow
 
     def room(self, busy: Busy, budget: int, waiting: Waiting) -> Room:
-        """How much newcomers may bring into a step of at most `budget` tokens."""
+        """Return how much new requests may bring into a step of at most `budget` tokens."""
         ...
 
     def reserve(self, request: Request) -> int:
-        """For how many tokens of a newcomer there must be pages, free and not promised, at its admission."""
+        """Return for how many tokens there must be free and unpromised pages to admit a request."""
         ...
 
     def share(self, busy: Busy, budget: int) -> Index:
-        """Tokens for each busy slot, at most its `todo`; not asked where all decode."""
+        """Return the tokens for each busy slot, at most its `todo`; not called if all slots decode."""
         ...
 
     def observe(self, batch: Batch, took_s: float) -> None:
-        """Learn what a step cost."""
+        """Learn from the time that a step took."""
         return
 
 
 def whole_prompts(todo: Index, budget: int) -> Index:
-    """All of each, in their order, up to the first that does not fit."""
+    """Grant whole prompts in their order, up to the first that does not fit."""
     granted: Index = np.where(np.cumsum(todo) <= budget, todo, 0)
     return granted
 
 
 def in_order(todo: Index, budget: int) -> Index:
-    """As much of each as the budget leaves after those before it."""
+    """Grant to each slot what the budget leaves after those before it."""
     granted: Index = np.clip(budget - (np.cumsum(todo) - todo), 0, todo)
     return granted

@@ -1,4 +1,8 @@
-"""How many tokens of prompts does a step compute beside its decodes?"""
+"""Bound the prompt tokens that a step computes beside its decodes.
+
+The chunk size is fixed, or shrinks as a prompt progresses; `adaptive_prefill_budget` chooses it by a target
+time.
+"""
 
 from __future__ import annotations
 
@@ -13,42 +17,43 @@ from kv_cache.pages import Index
 
 
 class Limit(NamedTuple):
-    """The most tokens of prompts in a step."""
+    """The largest number of prompt tokens in a step."""
 
     total: int
-    each: Index | int = ALL  # of each busy slot
-    newcomer: int = ALL  # of each that comes in
+    each: Index | int = ALL  # bound for each busy slot
+    newcomer: int = ALL  # bound for each new request
 
 
 class Chunks(Protocol):
-    """A control of the chunks' size."""
+    """A control of the chunk size."""
 
     def limit(self, busy: Busy, left: int) -> Limit:
-        """For a step whose decodes leave `left` tokens of its budget."""
+        """Return the limit for a step whose decodes leave `left` tokens of its budget."""
         ...
 
     def observe(self, batch: Batch, took_s: float) -> None:
-        """Learn what a step cost."""
+        """Learn from the time that a step took."""
         return
 
 
 @dataclass(frozen=True, slots=True)
 class FixedChunks(Chunks):
-    """Chunks of at most `chunk_tokens`, as many as fit into the budget."""
+    """Chunks of at most `chunk_tokens` tokens, as many as fit into the budget."""
 
     chunk_tokens: int
 
     def limit(self, busy: Busy, left: int) -> Limit:
-        """The same limit in every step."""
+        """Return the same limit in every step."""
         return Limit(left, self.chunk_tokens, self.chunk_tokens)
 
 
 class StagedChunks(Chunks):
-    """A prompt's chunks get smaller as it gets on, from `max_tokens` to `min_tokens` in equal stages.
+    """Chunks that shrink as a prompt progresses, from `max_tokens` to `min_tokens` in equal stages.
 
-    Sarathi's dynamic schedule, so that a long prompt takes less and less from the others. A stage is
-    `staged_tokens / num_stages` of the prompt; what is beyond the last stage stays there. It deviates from
-    Sarathi in that the decodes of a step do not count against a chunk's size, only against the budget.
+    This is Sarathi's dynamic schedule, by which a long prompt takes less and less from the other requests. A
+    stage covers `staged_tokens / num_stages` tokens of the prompt; the rest of a longer prompt stays in the
+    last stage. It deviates from Sarathi in that the decodes of a step do not count against the size of a
+    chunk, only against the budget.
     """
 
     def __init__(
@@ -60,6 +65,6 @@ class StagedChunks(Chunks):
         self._stage_tokens = -(-staged_tokens // num_stages)
 
     def limit(self, busy: Busy, left: int) -> Limit:
-        """By how much of each prompt is computed."""
+        """Choose the size of each chunk by how many tokens of its prompt are computed."""
         stages = np.minimum(busy.computed // self._stage_tokens, len(self.sizes) - 1)
         return Limit(left, self.sizes[stages], int(self.sizes[0]))

@@ -1,10 +1,10 @@
-"""New prompts first, and whole; the decodes stop while there are any.
+"""Compute new prompts first and whole; the decodes stop while there are any.
 
-The order of vLLM before it chunked prompts ("Efficient Memory Management for Large Language Model Serving
-with PagedAttention", SOSP 2023), which fills the table fast and lets every running answer stall. It deviates
-in two ways: a request that was preempted queues by its arrival and is computed as a prompt, where vLLM
-brings swapped ones back before it looks at the queue; and no share of the pages is kept back as a watermark,
-because pages are promised at admission.
+This is the order of vLLM before it chunked prompts ("Efficient Memory Management for Large Language Model
+Serving with PagedAttention", SOSP 2023), which fills the table fast and lets every running answer stall. It
+deviates in two ways: a preempted request queues by its arrival and is computed as a prompt, where vLLM brings
+swapped ones back before it looks at the queue; and no share of the pages is kept back as a watermark, because
+pages are promised at admission.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from kv_cache.pages import Index
 
 
 class PrefillFirst(Policy):
-    """A step computes prompts or decodes, never both."""
+    """A step computes either prompts or decodes, never both."""
 
     whole: bool = True
 
     def room(self, busy: Busy, budget: int, waiting: Waiting) -> Room:
-        """What prompts that came in before leave of the step; decodes do not count."""
+        """Return what the running prompts leave of the step; decodes do not count."""
         left = budget - int(busy.todo[~busy.decodes].sum())
         return Room(left, waiting.num_requests, whole=True) if left > 0 else NO_ROOM
 
     def reserve(self, request: Request) -> int:
-        """Its known tokens and the first it will produce."""
+        """Reserve the known tokens and the first token of the answer."""
         return len(request.tokens) + 1
 
     def share(self, busy: Busy, budget: int) -> Index:
-        """Whole prompts up to the first that does not fit."""
+        """Grant whole prompts up to the first that does not fit."""
         return whole_prompts(np.where(busy.decodes, 0, busy.todo), budget)

@@ -1,11 +1,11 @@
-"""One budget for prompts and one for decodes, and what the one leaves the other does not take.
+"""Split a step into one budget for prompts and one for decodes; neither uses what the other leaves.
 
 After the mixed scheduler of the sources' chapter on dynamic batching (`MaxPrefillTokens`, `MaxDecodeTokens`,
-`PrefillDecodeRatio`). It deviates in four ways: the ratio, which the chapter declares and never reads, is
-what parts the budget, so that both together bound a step; a chunk that is larger than what is left of its
-budget shrinks, where the chapter's is left out, and a long prompt with it for ever; requests go by arrival,
-where its are in the order of a map; and the decodes' budget covers every slot (a recipe that does not is
-refused), because the chapter's leaves the same ones behind at every step.
+`PrefillDecodeRatio`). It deviates in four ways. The ratio, which the chapter declares and never reads,
+divides the budget here, so that both parts together bound a step. A chunk that is larger than what is left of
+its budget shrinks, where the chapter leaves it out, and a long prompt with it for ever. Requests go by
+arrival, where the chapter's go in the order of a map. And the decodes' budget covers every slot (a recipe
+that does not is refused), because the chapter's leaves the same ones behind at every step.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from continuous_batching.policies.stall_free import StallFree
 
 
 class Split(StallFree):
-    """Prompts get at most `prompt_tokens` of a step, however few decodes there are."""
+    """Prompts get at most `prompt_tokens` tokens of a step, however few decodes there are."""
 
     def __init__(
         self, prompt_tokens: int, chunks: Chunks | None = None, long_prompts: LongPrompts | None = None

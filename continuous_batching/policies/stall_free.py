@@ -1,9 +1,9 @@
-"""Decodes first, then running chunks, then new prompts, against one token budget.
+"""Schedule decodes first, then running chunks, then new prompts, against one token budget (Sarathi).
 
-After "Taming Throughput-Latency Tradeoff in LLM Inference with Sarathi-Serve" (OSDI 2024). It deviates
-in three ways: pages are promised for what a request knows (its prompt), not taken up front, so a chunk's
-pages are taken when it is computed; partly computed prompts may be preempted like any slot; and short
-prompts may overtake long ones (`long_prompts`), where Sarathi's go strictly by arrival.
+After "Taming Throughput-Latency Tradeoff in LLM Inference with Sarathi-Serve" (OSDI 2024). It deviates in
+three ways: pages are promised for what a request knows (its prompt), not taken up front, so a chunk's pages
+are taken when it is computed; partly computed prompts may be preempted like any slot; and short prompts may
+overtake long ones (`long_prompts`), where Sarathi's go strictly by arrival.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from kv_cache.pages import Index
 
 
 class StallFree(Policy):
-    """No running request waits for a new one's prompt.
+    """No running request waits for the prompt of a new one.
 
-    `chunks` says how much of prompts a step computes; None: as much as its budget leaves.
+    `chunks` bounds the prompt tokens of a step; with None, only the budget does.
     """
 
     def __init__(self, chunks: Chunks | None = None, long_prompts: LongPrompts | None = None) -> None:
@@ -29,7 +29,7 @@ class StallFree(Policy):
         self._long_prompts = long_prompts
 
     def room(self, busy: Busy, budget: int, waiting: Waiting) -> Room:
-        """What the busy slots leave of the step."""
+        """Return the prompt tokens that the busy slots leave of the step."""
         limit = self._limit(busy, budget)
         wanted = np.where(busy.decodes, 0, np.minimum(busy.todo, limit.each))
         if self._long_prompts is None:
@@ -41,11 +41,11 @@ class StallFree(Policy):
         return Room(left, waiting.num_requests, chunk=limit.newcomer, long_requests=longs)
 
     def reserve(self, request: Request) -> int:
-        """Its known tokens and the first it will produce."""
+        """Reserve the known tokens and the first token of the answer."""
         return len(request.tokens) + 1
 
     def share(self, busy: Busy, budget: int) -> Index:
-        """One token to each decode, the rest to the chunks, oldest first."""
+        """Grant one token to each decode and the rest to the chunks, oldest first."""
         limit, decodes = self._limit(busy, budget), busy.decodes
         wanted = np.where(decodes, 0, np.minimum(busy.todo, limit.each))
         share = in_order if self._long_prompts is None else self._long_prompts.sharing(busy)
@@ -53,7 +53,7 @@ class StallFree(Policy):
         return granted
 
     def observe(self, batch: Batch, took_s: float) -> None:
-        """Let the chunks' control learn."""
+        """Pass the step on to the control of the chunk size."""
         if self._chunks is not None:
             self._chunks.observe(batch, took_s)
 

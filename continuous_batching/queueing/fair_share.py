@@ -1,9 +1,9 @@
-"""Whose turn is it, by what each tenant was served?
+"""Let tenants take turns by the tokens that each was served.
 
-After the virtual token counter of "Fairness in Serving Large Language Models" (OSDI 2024): a tenant's
-counter grows by the tokens computed for it, prompt and answer, over its weight; who has the least goes next.
-A tenant that comes back starts no lower than the least of those that wait: nobody saves up turns by being
-away.
+After the virtual token counter of "Fairness in Serving Large Language Models" (OSDI 2024): a tenant's counter
+grows by the tokens computed for it, prompt and answer, divided by its weight, and the tenant with the
+smallest counter goes next. A tenant that returns starts no lower than the smallest counter of those that
+wait, so that nobody saves up turns by being away.
 """
 
 from __future__ import annotations
@@ -17,28 +17,30 @@ from continuous_batching.request import Request
 from continuous_batching.slots import SlotPool
 from kv_cache.pages import Index
 
-_SPARE = 64  # tenants that are remembered beyond those that matter, so that forgetting is rare
+_SPARE = 64  # number of idle tenants remembered beyond those that matter, so that forgetting them is rare
 
 
 class FairShare:
-    """A counter for each tenant that waits, runs or was served more than its share."""
+    """A counter for each tenant that waits, runs, or was served more than its share."""
 
     def __init__(self, slots: SlotPool, weights: Mapping[str, float]) -> None:
         self._slots = slots
-        self._weights = dict(weights)  # of those that do not weigh 1
+        self._weights = dict(weights)  # tenants that are not listed weigh 1
         self._index: dict[str, int] = {}
         self._names: list[str] = []
-        self._served: NDArray[np.float64] = np.zeros(0)  # tokens over weight
+        self._served: NDArray[np.float64] = np.zeros(0)  # tokens served, divided by the weight
         self._weight: NDArray[np.float64] = np.zeros(0)
         self._num_waiting: Index = np.zeros((0, 2), dtype=np.int64)  # short and long requests
-        self._joined: Index = np.zeros(0, dtype=np.int64)  # the arrival number it began to wait with
-        self._floor = 0.0  # where a tenant starts, which never falls
-        self._last = ""  # who left the queue last
-        self._row_number: Index = np.full(slots.num_slots, -1, dtype=np.int64)  # whose tenant is known
+        # Arrival number of the request with which a tenant's present wait began
+        self._joined: Index = np.zeros(0, dtype=np.int64)
+        self._floor = 0.0  # counter with which a tenant starts; it never falls
+        self._last = ""  # tenant of the request that left the queue last
+        # Arrival number of the row's request when its tenant was looked up: a cache of `_row_tenant`
+        self._row_number: Index = np.full(slots.num_slots, -1, dtype=np.int64)
         self._row_tenant: Index = np.zeros(slots.num_slots, dtype=np.int64)
 
     def join(self, request: Request, is_long: bool) -> None:
-        """A request of a tenant waits."""
+        """Count a request of a tenant that begins to wait."""
         tenant = self._tenant(request.tenant)
         if not self._num_waiting[tenant].any():
             waiting = self._num_waiting.any(axis=1)
@@ -51,12 +53,12 @@ class FairShare:
         self._num_waiting[tenant, int(is_long)] += 1
 
     def leave(self, request: Request, is_long: bool) -> None:
-        """A request of a tenant left the queue."""
+        """Count a request of a tenant that has left the queue."""
         self._num_waiting[self._index[request.tenant], int(is_long)] -= 1
         self._last = request.tenant
 
     def next(self, short_only: bool) -> str | None:
-        """Whose request goes next, of those that have one waiting; equal ones by arrival."""
+        """Return the waiting tenant whose request goes next, or None; ties go by arrival."""
         waiting = self._num_waiting[:, 0] > 0 if short_only else self._num_waiting.any(axis=1)
         served = np.where(waiting, self._served, np.inf)
         least = served.min(initial=np.inf)
@@ -66,22 +68,22 @@ class FairShare:
         return self._names[int(equal[np.argmin(self._joined[equal])])]
 
     def charge_prompt(self, request: Request, num_tokens: int) -> None:
-        """A request came in, of whose prompt so many tokens will be computed."""
+        """Charge a tenant for the prompt tokens that its admitted request will compute."""
         tenant = self._tenant(request.tenant)
         self._served[tenant] += num_tokens / self._weight[tenant]
 
     def charge_answers(self, rows: Index) -> None:
-        """Each of these rows got a token."""
+        """Charge the tenants of these rows for one token each."""
         slots = self._slots
         unknown = rows[self._row_number[rows] != slots.number[rows]]
         for row in unknown.tolist():
-            # without forgetting any: the indices of the rows before would be stale
+            # No tenant is forgotten here, because the indices found for earlier rows would then be stale.
             self._row_tenant[row] = self._tenant(slots.requests[row].tenant, may_forget=False)
             self._row_number[row] = slots.number[row]
         self._served += np.bincount(self._row_tenant[rows], minlength=len(self._names)) / self._weight
 
     def served(self, tenant: str) -> float:
-        """Tokens over weight, as they count."""
+        """Return a tenant's counter: tokens served, divided by its weight."""
         return float(self._served[self._index[tenant]])
 
     def _tenant(self, name: str, *, may_forget: bool = True) -> int:
@@ -97,7 +99,7 @@ class FairShare:
         return self._index[name]
 
     def _forget(self) -> None:
-        """Drop the tenants that would start where a new one does."""
+        """Drop the tenants whose counter equals that of a new tenant."""
         kept = self._num_waiting.any(axis=1) | (self._served > self._floor)
         if len(kept) - np.count_nonzero(kept) < _SPARE:
             return

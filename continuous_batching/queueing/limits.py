@@ -1,4 +1,8 @@
-"""How much may wait, and for how long?"""
+"""Limit how many requests and tokens may wait, and for how long.
+
+A request beyond the limits is refused with a hint when to retry; one that has waited or run for too long is
+found here and ended by the scheduler.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +16,15 @@ from continuous_batching.policies.policy import ALL
 from continuous_batching.queueing.waiting_queue import WaitingQueue
 from continuous_batching.request import Request
 
-_WINDOW = 32  # steps with admissions that the retry hint goes by
-_UNKNOWN_S = 1.0  # the hint before anything was admitted
+_WINDOW = 32  # steps with admissions from which the retry hint is computed
+_UNKNOWN_S = 1.0  # the hint before any request was admitted
 
 
 class QueueFull(ValueError):
-    """A request was refused because too much waits; it may come again in about `retry_after_s` seconds."""
+    """A request was refused because the queue is too long.
+
+    It may be retried in about `retry_after_s` seconds.
+    """
 
     def __init__(self, text: str, retry_after_s: float) -> None:
         super().__init__(text)
@@ -26,11 +33,11 @@ class QueueFull(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class QueueLimits:
-    """How much may wait, and how long; more is refused or given up."""
+    """How much may wait, and how long; a request beyond that is refused or given up."""
 
     max_waiting_requests: int = ALL
-    max_waiting_tokens: int = ALL  # of prompts
-    max_queue_wait_s: float = math.inf  # from arrival to the first admission
+    max_waiting_tokens: int = ALL  # prompt tokens of all waiting requests
+    max_queue_wait_s: float = math.inf  # longest time from arrival to first admission
 
 
 class QueueGate:
@@ -39,12 +46,17 @@ class QueueGate:
     def __init__(self, limits: QueueLimits, waiting: WaitingQueue) -> None:
         self._limits = limits
         self._waiting = waiting
-        self._due: list[tuple[float, int, bool, Request]] = []  # when; whether only if it still waits
+        # (due time, tie-breaker, whether it applies only while the request waits, the request)
+        self._due: list[tuple[float, int, bool, Request]] = []
         self._most_due = 64
-        self._pace: deque[tuple[float, int, int]] = deque(maxlen=_WINDOW)  # when how much had left the queue
+        # (time, requests, tokens) that had left the queue by then
+        self._pace: deque[tuple[float, int, int]] = deque(maxlen=_WINDOW)
 
     def check(self, request: Request, num_following: int) -> None:
-        """Raise QueueFull if it and its samples are too many; `num_following` wait for others' prompts."""
+        """Raise QueueFull if a request and its samples are too many.
+
+        `num_following` samples wait for other prompts.
+        """
         waiting, limits = self._waiting, self._limits
         if not len(waiting):
             return  # an empty queue is never too long, however large the request
@@ -63,19 +75,19 @@ class QueueGate:
                 )
 
     def watch(self, request: Request) -> None:
-        """Remember when its time is over."""
+        """Remember when a request's time limits end."""
         wait_s, timeout_s = self._limits.max_queue_wait_s, request.timeout_s
         if wait_s < math.inf:
             heapq.heappush(self._due, (request.arrival_s + wait_s, 2 * request.number, True, request))
         if timeout_s is not None:
             heapq.heappush(self._due, (request.arrival_s + timeout_s, 2 * request.number + 1, False, request))
-        if len(self._due) > self._most_due:  # mostly of requests that have ended: forget these
+        if len(self._due) > self._most_due:  # most entries belong to requests that have ended; drop them
             self._due = [each for each in self._due if each[3].finish_reason is None]
             heapq.heapify(self._due)
             self._most_due = 64 + 2 * len(self._due)
 
     def over(self, now_s: float) -> Iterator[Request]:
-        """Whose time is over; each is to be ended before the next is asked for."""
+        """Yield the requests whose time is over; each must be ended before the next is asked for."""
         while self._due and self._due[0][0] <= now_s:
             _, _, only_waiting, request = heapq.heappop(self._due)
             waits = self._waiting.find(request.id) is request and not request.num_preemptions
@@ -83,13 +95,16 @@ class QueueGate:
                 yield request
 
     def measure(self, now_s: float) -> None:
-        """Learn how fast the queue is served."""
+        """Record how far the queue has been served."""
         totals = now_s, self._waiting.num_removed, self._waiting.num_removed_tokens
         if not self._pace or self._pace[-1][1] != totals[1]:
             self._pace.append(totals)
 
     def _seconds_for(self, excess: int, column: int) -> float:
-        """Until so many requests (column 1) or tokens (2) leave the queue, at the pace of late."""
+        """Estimate the time until so many requests (column 1) or tokens (2) have left the queue.
+
+        The recent pace is assumed.
+        """
         if not self._pace or self._pace[-1][0] <= self._pace[0][0]:
             return _UNKNOWN_S
         first, last = self._pace[0], self._pace[-1]

@@ -1,4 +1,8 @@
-"""Who is admitted next?"""
+"""Hold the waiting requests and tell which is admitted next.
+
+The order is a key function (`ordering`), by tenant if they take turns (`fair_share`), and preempted requests
+keep their place. Whether the next request fits is decided by admission.
+"""
 
 from __future__ import annotations
 
@@ -14,23 +18,24 @@ _Heap = list[tuple[float, int, Request]]
 
 
 class WaitingQueue:
-    """Waiting requests by the key of an order; of equal keys, or without one, the earlier arrival goes first.
+    """Waiting requests by the key of an order; ties, and all requests without an order, go by arrival.
 
-    A preempted request keeps its arrival number, and with it its place. With `shares` tenants take turns by
-    what they were served, and the order is that of each tenant's requests. A request of more than
-    `long_tokens` known tokens is long, and can be passed over for the next that is not.
+    A preempted request keeps its arrival number, and with it its place. With `shares`, tenants take turns by
+    what they were served, and the order applies within each tenant. A request of more than `long_tokens`
+    known tokens is long, and can be passed over for the next that is not.
     """
 
     def __init__(
         self, order: QueueOrder | None = None, shares: FairShare | None = None, long_tokens: int = ALL
     ) -> None:
         self.shares = shares
-        self.num_tokens = 0  # known of all that wait
-        self.num_removed = self.num_removed_tokens = 0  # since the start
+        self.num_tokens = 0  # known tokens of all waiting requests
+        self.num_removed = self.num_removed_tokens = 0  # totals since the start
         self._order = order
         self._long_tokens = long_tokens
-        self._heaps: dict[tuple[str, bool], _Heap] = {}  # by tenant, where they take turns, and length
-        self._waiting: dict[str, Request] = {}  # by id; what is only in a heap has left
+        # Keyed by tenant (if they take turns) and whether the requests are long
+        self._heaps: dict[tuple[str, bool], _Heap] = {}
+        self._waiting: dict[str, Request] = {}  # keyed by id; an entry of a heap that is not in here has left
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -39,7 +44,7 @@ class WaitingQueue:
         return iter(self._waiting.values())
 
     def push(self, request: Request) -> None:
-        """Add a request that carries its arrival number."""
+        """Add a request that has its arrival number."""
         assert request.id not in self._waiting, f"request {request.id} waits already"
         self._waiting[request.id] = request
         self.num_tokens += len(request.tokens)
@@ -48,7 +53,7 @@ class WaitingQueue:
             self.shares.join(request, self.is_long(request))
 
     def peek(self, short_only: bool = False) -> Request | None:
-        """The request that goes next, if there is any, or any that is not long."""
+        """Return the request that goes next, or the next that is not long, or None."""
         tenant = self.shares.next(short_only) if self.shares else ""
         if tenant is None:
             return None
@@ -56,11 +61,11 @@ class WaitingQueue:
         return min((top for top in tops if top is not None), default=(0.0, 0, None))[2]
 
     def find(self, request_id: str) -> Request | None:
-        """The waiting request of this id, if there is one."""
+        """Return the waiting request with this id, or None."""
         return self._waiting.get(request_id)
 
     def remove(self, request: Request) -> None:
-        """Take a request out: it was admitted, or it gave up."""
+        """Remove a request that was admitted or has ended."""
         del self._waiting[request.id]
         self.num_tokens -= len(request.tokens)
         self.num_removed += 1
@@ -69,30 +74,31 @@ class WaitingQueue:
             self.shares.leave(request, self.is_long(request))
         line = self._line(request)
         heap = self._heaps[line]
-        if heap[0][2] is request:  # so that it can be pushed again: no request is in the heap twice
+        if heap[0][2] is request:  # it may be pushed again, and no request may be in the heap twice
             heapq.heappop(heap)
-        if len(heap) > 2 * len(self._waiting) + 16:  # mostly gone: rebuild rather than grow
+        # Most entries have left: rebuild the heap rather than let it grow
+        if len(heap) > 2 * len(self._waiting) + 16:
             heap[:] = [(*self.place(r), r) for r in self._waiting.values() if self._line(r) == line]
             heapq.heapify(heap)
         if self._top(line) is None:
             del self._heaps[line]
 
     def place(self, request: Request) -> tuple[float, int]:
-        """What a request is ordered by; it is the same at any time."""
+        """Return the key by which a request is ordered; it never changes."""
         return 0.0 if self._order is None else self._order(request), request.number
 
     def is_long(self, request: Request) -> bool:
-        """Whether a request may be passed over."""
+        """Whether a request may be passed over because it is long."""
         return len(request.tokens) > self._long_tokens
 
     @property
     def longest_since_s(self) -> float:
-        """The arrival of the request that joined the queue first."""
+        """Arrival time of the request that joined the queue first."""
         return next(iter(self._waiting.values())).arrival_s
 
     @property
     def requests(self) -> list[Request]:
-        """All waiting requests, by arrival number."""
+        """All waiting requests by arrival number."""
         return sorted(self._waiting.values(), key=lambda request: request.number)
 
     def _line(self, request: Request) -> tuple[str, bool]:

@@ -1,7 +1,8 @@
-"""How does a rank that does not lead come to the leader's decisions? It hears the recording, and decides.
+"""Follow the leader's recording on another rank, and compute the same batches.
 
-Both schedulers are functions of what they are told, so pages, copies, swaps and shared prefixes need no
-message of their own. The digest of each step is compared: where one differs, the rank ends.
+Both schedulers are functions of their inputs, so pages, copies, swaps and shared prefixes need no message of
+their own: the follower replays the recorded inputs and compares the digest of each step. At the first
+difference the rank ends.
 """
 
 from __future__ import annotations
@@ -23,24 +24,24 @@ from continuous_batching.recording.replay import replay
 from continuous_batching.scheduling.scheduler import Scheduler
 from kv_cache.pages import PageCopy
 
-_LAST_WORDS_S = 2.0  # for the leader to read why a rank ends
+_LAST_WORDS_S = 2.0  # time for the leader to read why a rank ends
 
 
 class LeaderLost(ConnectionError):
-    """The leader ended without a word: it was killed, or the network between is lost."""
+    """The leader ended without closing its recording: it was killed, or the network between is lost."""
 
 
 class Beats:
-    """Tells the leader again and again, from a thread, how far this rank is.
+    """Reports this rank's progress to the leader from a thread, at a fixed interval.
 
-    `lose` is called from that thread where the leader is gone and this rank goes on all the same, since it
-    waits in a collective for ranks that have ended.
+    `lose` is called from that thread if the leader is gone but this rank has not ended, because it waits in a
+    collective for ranks that have.
     """
 
     def __init__(self, connection: socket.socket, lose: Callable[[], None] = lambda: None) -> None:
         self.connection = connection
-        self.num_steps = 0  # that were begun
-        self.doing = "joining the other ranks"  # this is empty once the rank follows
+        self.num_steps = 0  # steps that this rank has begun
+        self.doing = "joining the other ranks"  # what the rank does while it starts; empty once it follows
         self.inside: Callable[[], str] = lambda: ""  # the collective that this rank is in, if any
         self._lose = lose
         self._has_ended = threading.Event()
@@ -48,15 +49,15 @@ class Beats:
         self._thread.start()
 
     def end(self, why: str = "") -> None:
-        """Tell no more, but why this rank ends, where that is not in order."""
+        """Stop reporting; if `why` is given, tell the leader why this rank ends."""
         self._has_ended.set()
         self._thread.join()
         if not why:
             return
-        with contextlib.suppress(OSError):  # the reader of the recording learns that the leader is gone
+        with contextlib.suppress(OSError):  # the reader of the recording finds that the leader is gone
             self.connection.sendall(LAST_WORDS + why.encode().replace(b"\n", b" ") + b"\n")
-        # What the leader sends meanwhile is read: a connection that ends with unread records is reset, and
-        # what was said last is lost
+        # Read what the leader still sends: a connection that is closed with unread data is reset, and the
+        # last message would be lost.
         with contextlib.suppress(OSError):
             self.connection.shutdown(socket.SHUT_WR)
             self.connection.settimeout(_LAST_WORDS_S)
@@ -67,7 +68,7 @@ class Beats:
         while not self._has_ended.wait(BEAT_S):
             try:
                 self.connection.sendall(beat(self.num_steps, self.inside(), self.doing) + b"\n")
-            except OSError:  # the reader of the recording learns it as well, and ends this rank in order
+            except OSError:  # the reader of the recording finds it as well, and ends this rank
                 if not self._has_ended.wait(_LAST_WORDS_S):
                     self._lose()
                 return
@@ -76,8 +77,8 @@ class Beats:
 class Follower:
     """A rank that follows the leader to which `beats` is connected.
 
-    `facts` are what its own scheduler is made of. `overlap` as the leader's engine has it: both must call the
-    same methods of their runners.
+    `facts` describe how its own scheduler is built and must equal the leader's. `overlap` is that of the
+    leader's engine, because both must call the same methods of their runners.
     """
 
     def __init__(
@@ -97,8 +98,8 @@ class Follower:
     def follow(self) -> None:
         """Compute what the leader computes until it closes its recording.
 
-        Raises Divergence at the first decision that differs from the leader's, ValueError where the leader's
-        engine is made of something else, LeaderLost where the leader is gone.
+        Raises Divergence at the first decision that differs from the leader's, ValueError if the leader's
+        engine is built differently, LeaderLost if the leader is gone.
         """
         why = ""
         try:
@@ -120,7 +121,7 @@ class Follower:
             self._beats.end(why)
 
     def start(self, batch: Batch) -> Callable[[], object]:
-        """Begin to compute a batch, as the leader does."""
+        """Start a batch, as the leader does."""
         self._beats.num_steps += 1
         if self._overlap:
             return self._runner.start(batch)
@@ -128,11 +129,11 @@ class Follower:
         return _nothing
 
     def resize(self, num_pages: int, copies: tuple[PageCopy, ...]) -> None:
-        """As the leader does."""
+        """Resize the cache, as the leader does."""
         self._runner.resize(num_pages, copies)
 
     def _compare(self, header: Entry | None) -> None:
-        """Raise unless the leader's engine is made of the same."""
+        """Raise unless the leader's engine is built in the same way."""
         if not isinstance(header, Header):
             raise LeaderLost("the leader has ended before its engine was built")
         own = msgspec.msgpack.decode(msgspec.msgpack.encode(self._facts))
@@ -141,7 +142,7 @@ class Follower:
 
 
 def differences(ours: Any, theirs: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """The values that differ in two nested mappings, by their dotted names."""
+    """Yield the values that differ in two nested mappings, with their dotted names."""
     if isinstance(ours, dict) and isinstance(theirs, dict):
         for key in sorted(ours.keys() | theirs.keys()):
             yield from differences(ours.get(key), theirs.get(key), f"{name}.{key}" if name else key)

@@ -1,8 +1,8 @@
-"""What does a recording of an engine hold?
+"""Define the entries of a recording: all inputs and all decisions of an engine.
 
-A file of MessagePack entries, each a record as `framing` keeps it. It holds all inputs of the scheduler, so
-that it can be run again, and its decisions, so that a difference shows. Arrays are little-endian int32.
-A prompt is there as token ids, so a recording is as private as its prompts.
+A recording is a file of MessagePack entries, each framed as a record by `framing`. It holds all inputs of the
+scheduler, so that it can be run again, and its decisions, so that a difference shows. Arrays are
+little-endian int32. Prompts are stored as token ids, so a recording is as private as its prompts.
 """
 
 from __future__ import annotations
@@ -22,26 +22,27 @@ from continuous_batching.request import SamplingParams
 from continuous_batching.slots import SlotPool
 from kv_cache.pages import Index
 
-FORMAT = 4  # 1 held page-table entries, and one token at most for a row; 2 had no checksums, 3 no drafts
-BEGIN = zlib.crc32(b"recording of format %d" % FORMAT)  # what the first record's checksum goes on from
+# Format 1 held page-table entries and at most one token for a row; 2 had no checksums, and 3 no drafts.
+FORMAT = 4
+BEGIN = zlib.crc32(b"recording of format %d" % FORMAT)  # initial value of the chained checksum
 
 
 class Header(msgspec.Struct, tag="H", array_like=True, frozen=True):
-    """The first entry; `facts` say what the engine was made of, in the words of the recorder's owner."""
+    """The first entry; `facts` describe how the engine was built."""
 
     format: int
     facts: dict[str, Any]
 
 
 class SampleEntry(msgspec.Struct, array_like=True, frozen=True):
-    """One of the samples of a request."""
+    """One sample of a request."""
 
     id: str
     params: SamplingParams
 
 
 class Added(msgspec.Struct, tag="A", array_like=True, frozen=True):
-    """A request was accepted; the first of its samples leads."""
+    """A request was accepted; the first of its samples is the leader."""
 
     samples: list[SampleEntry]
     prompt: bytes
@@ -52,11 +53,11 @@ class Added(msgspec.Struct, tag="A", array_like=True, frozen=True):
     timeout_s: float | None = None
     adapter: int = 0
     leases_pages: bool = False
-    awaits_pages: bool = False  # it waits for what a lookup in the tier below finds
+    awaits_pages: bool = False  # it waits for the result of a lookup in the tier below
 
 
 class Fetched(msgspec.Struct, tag="T", array_like=True, frozen=True):
-    """A lookup in the tier below has ended, for whom it was, and how many pages it found from which on."""
+    """A lookup in the tier below ended: for which request, from which page, and how many pages it found."""
 
     id: str
     first: int
@@ -64,7 +65,7 @@ class Fetched(msgspec.Struct, tag="T", array_like=True, frozen=True):
 
 
 class Ended(msgspec.Struct, tag="E", array_like=True, frozen=True):
-    """A request was ended from outside: its text was complete, or nobody waited for it."""
+    """A request was ended from outside: its text was complete, its client had gone, or its time was over."""
 
     id: str
     reason: str
@@ -72,39 +73,39 @@ class Ended(msgspec.Struct, tag="E", array_like=True, frozen=True):
 
 
 class PagesExpected(msgspec.Struct, tag="X", array_like=True, frozen=True):
-    """Pages were taken that another engine is to fill with those of a prompt's first tokens."""
+    """Pages were allocated for another engine to fill with those of a prompt's first tokens."""
 
-    id: str  # of the request that will need them
+    id: str  # id of the request that will need the pages
     tokens: bytes
     cache_salt: str
 
 
 class PagesArrived(msgspec.Struct, tag="V", array_like=True, frozen=True):
-    """They came whole, and can be found; or they are free again."""
+    """The expected pages arrived whole and can be found, or were freed."""
 
     id: str
     is_whole: bool
 
 
 class PagesReleased(msgspec.Struct, tag="F", array_like=True, frozen=True):
-    """The pages of a request that had ended are held no longer."""
+    """The lease on the pages of an ended request is over."""
 
     id: str
 
 
 class Resized(msgspec.Struct, tag="R", array_like=True, frozen=True):
-    """The pool got another number of pages."""
+    """The page pool was resized."""
 
     num_pages: int
     give_up: str
 
 
 class Forgotten(msgspec.Struct, tag="P", array_like=True, frozen=True):
-    """No page can be found any more."""
+    """The prefix cache was emptied."""
 
 
 class Copied(msgspec.Struct, array_like=True, frozen=True):
-    """Page copies of one batch."""
+    """The page copies of one batch."""
 
     sources: bytes
     targets: bytes
@@ -112,15 +113,17 @@ class Copied(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Scheduled(msgspec.Struct, tag="S", array_like=True, frozen=True):
-    """A batch was made. Its spans are left out where every row of the batch before goes on by one token,
-    its samples where every span yields one token, at its end and for its own row. Where a span has drafts,
-    it has several samples, and a commit books as many of them as turn out right. Its drafts stand at the
-    targets of all its samples but the last; their tokens are recorded, so that a replay proposes nothing:
-    here, or in what is committed where the device made them.
+    """A batch was made.
+
+    Its spans are left out if every row of the batch before continues by one token, and its samples if every
+    span yields one token, at its end and for its own row. A span with drafts has several samples, and a
+    commit books as many of them as are accepted. Its drafts stand at the targets of all its samples but the
+    last. Their tokens are recorded, so that a replay proposes nothing: here, or in the commit if the device
+    proposed them.
     """
 
     now_s: float
-    digest: bytes  # of this and all batches before
+    digest: bytes  # digest of this batch and all batches before it
     spans: tuple[bytes, bytes, bytes] | None  # slots, starts, stops
     samples: tuple[bytes, bytes, bytes] | None  # sampled, owners, targets
     copies: list[Copied]
@@ -129,30 +132,30 @@ class Scheduled(msgspec.Struct, tag="S", array_like=True, frozen=True):
 
 
 class Offer(msgspec.Struct, array_like=True, frozen=True):
-    """The candidates of one beam: tokens, and little-endian float32 log-probabilities."""
+    """The candidates of one beam: tokens, and log-probabilities as little-endian float32."""
 
-    index: int  # into the batch's sampled tokens
+    index: int  # index into the batch's sampled tokens
     tokens: bytes
     scores: bytes
 
 
 class Looked(msgspec.Struct, tag="L", array_like=True, frozen=True):
-    """With a batch in flight, nothing more was to be computed yet; a request may have got its row."""
+    """Nothing more was to be computed with a batch in flight; a request may have been given a row."""
 
     now_s: float
 
 
 class Committed(msgspec.Struct, tag="C", array_like=True, frozen=True):
-    """What the device answered, and when."""
+    """The device's answer, and when it came."""
 
     now_s: float
     tokens: bytes
     offers: list[Offer] = []
-    drafts: bytes | None = None  # that the device made, span after span
+    drafts: bytes | None = None  # drafts that the device proposed, span after span
 
 
 class Closed(msgspec.Struct, tag="Z", array_like=True, frozen=True):
-    """The last entry: the recorder was closed in order, so nothing is missing behind it."""
+    """The last entry: the recorder was closed in order, so that nothing is missing after it."""
 
 
 Entry = (
@@ -172,10 +175,11 @@ Entry = (
 
 
 def read_entries(file: IO[bytes]) -> Iterator[Entry]:
-    """The entries of a recording, the header first, without the one that closes it.
+    """Yield the entries of a recording, the header first, without the one that closes it.
 
-    Raises DamagedRecording at the first record that is not as it was written, with its place, and CutShort
-    where the file ends before it was closed: the engine was killed, the disk was full, or the rest is lost.
+    Raises DamagedRecording at the first record that differs from what was written, with its position, and
+    CutShort if the file ends before the recording was closed: the engine was killed, the disk was full, or
+    the rest is lost.
     """
     decoder = msgspec.msgpack.Decoder(Entry | Closed)
     entry: Entry | Closed | None = None
@@ -198,17 +202,17 @@ def read_entries(file: IO[bytes]) -> Iterator[Entry]:
 
 
 def packed(array: NDArray[np.integer]) -> bytes:
-    """An array of integers as the bytes that stand for it."""
+    """Encode an array of integers as little-endian int32."""
     return array.astype("<i4").tobytes()
 
 
 def unpacked(data: bytes) -> Index:
-    """The integers that `packed` made bytes of."""
+    """Decode the integers that `packed` encoded."""
     return np.frombuffer(data, dtype="<i4").astype(np.int64)
 
 
 def committed(sampled: Sampled, now_s: float) -> Committed:
-    """The entry of what the device answered; log-probabilities decide nothing, and are left out."""
+    """Return the entry of a device's answer; log-probabilities decide nothing and are left out."""
     offers = [
         Offer(index, packed(each.tokens), each.scores.astype("<f4").tobytes())
         for index, each in sampled.candidates.items()
@@ -218,7 +222,7 @@ def committed(sampled: Sampled, now_s: float) -> Committed:
 
 
 def answered(entry: Committed) -> Sampled:
-    """What the device answered, from its entry."""
+    """Return the device's answer from its entry."""
     candidates = {}
     for offer in entry.offers:
         scores = np.frombuffer(offer.scores, dtype="<f4").astype(np.float32)
@@ -228,14 +232,17 @@ def answered(entry: Committed) -> Sampled:
 
 
 class Chain:
-    """A digest of all decisions so far: equal digests, equal decisions."""
+    """A digest chained over all decisions so far: equal digests mean equal decisions."""
 
     def __init__(self) -> None:
         self._last = b""
 
     def add(self, batch: Batch, slots: SlotPool) -> bytes:
-        """The digest after one more batch: its spans, the page that each ends on, its samples, its copies,
-        and what a draft model computes, if there is one."""
+        """Return the digest after one more batch.
+
+        It covers the spans, the page that each ends on, the samples, the copies, and what a draft model
+        computes.
+        """
         hashed = hashlib.blake2b(self._last, digest_size=8)
         pages = slots.page_table[batch.slots, (batch.stops - 1) // slots.page_size]
         spans = batch.slots, batch.starts, batch.stops, pages

@@ -1,9 +1,9 @@
-"""How are the records of a file kept so that damage shows, with its place?
+"""Frame the records of a file with chained checksums, so that damage is found with its position.
 
-Each record stands behind a head of 12 bytes, little-endian: its length, a checksum of that length, and a
-checksum of its bytes. Every checksum (CRC-32) goes on from the one before it, so that a record that is
-missing, repeated, moved or taken from another file does not fit where it stands. The length has a checksum of
-its own, so that a file that just ends, as after a crash or on a full disk, is told apart from damage.
+Each record follows a head of 12 bytes, little-endian: its length, a checksum of that length, and a checksum
+of its bytes. Every checksum (CRC-32) continues the one before it, so that a record that is missing, repeated,
+moved or taken from another file does not fit where it stands. The length has a checksum of its own, so that a
+file that merely ends early, as after a crash or on a full disk, is distinguished from damage.
 """
 
 from __future__ import annotations
@@ -15,32 +15,37 @@ from typing import IO
 
 HEAD = struct.Struct("<III")
 _LENGTH = struct.Struct("<I")
-LONGEST_RECORD = 2**30  # a longer one was never written
+LONGEST_RECORD = 2**30  # no longer record is ever written
 
 
 class DamagedRecording(ValueError):
-    """A recording that cannot be read from some byte on; all records before it were given out."""
+    """A recording that cannot be read from some byte on; all records before it have been yielded."""
 
 
 class CutShort(DamagedRecording):
-    """A recording whose end is missing. What there is of it is whole, but perhaps for its last record."""
+    """A recording whose end is missing; what there is of it is whole, except perhaps its last record."""
 
 
 def checks(body: bytes, before: int) -> tuple[int, int]:
-    """The checksums of a record's length and of its bytes; `before` is the latter of the record before it."""
+    """Return the checksums of a record's length and of its bytes.
+
+    `before` is the checksum of the previous record's bytes.
+    """
     of_length = zlib.crc32(_LENGTH.pack(len(body)), before)
     return of_length, zlib.crc32(body, of_length)
 
 
 def framed(body: bytes, before: int) -> tuple[bytes, int]:
-    """A record as it stands in a file, and the checksum that the next one goes on from."""
+    """Return a record as it stands in a file, and the checksum that the next one continues."""
     of_length, of_body = checks(body, before)
     return HEAD.pack(len(body), of_length, of_body) + body, of_body
 
 
 def read_frames(file: IO[bytes], before: int) -> Iterator[tuple[str, bytes]]:
-    """The place of each record, in words, and its bytes. Raises DamagedRecording at the first that is not as
-    it was written, CutShort where the file ends within one.
+    """Yield the position of each record, in words, and its bytes.
+
+    Raises DamagedRecording at the first record that differs from what was written, CutShort if the file ends
+    within one.
     """
     at, number = 0, 1
     while head := file.read(HEAD.size):

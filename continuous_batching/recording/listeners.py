@@ -1,7 +1,7 @@
-"""Send the recording of the leader's engine to the ranks that follow, and hear how far each of them is.
+"""Send the leader's recording to the ranks that follow, and watch their progress.
 
-The records go to a socket for each rank. What comes back are lines of text: how far a rank is, several times
-a second, or its last words.
+The records go to one socket for each rank. Each rank sends lines of text back: its progress, several times a
+second, or why it ends. A rank that is lost ends the engine; restarting it is left to the cluster's code.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import time
 from collections.abc import Callable, Mapping
 from queue import SimpleQueue
 
-MOST_UNSENT_BYTES = 64 << 20  # a rank that reads nothing is lost long before
-BEAT_S = 0.25  # between two lines of a rank
-SLOW_S = 1.0  # a rank that is silent for so long while a step waits is warned of
-# A rank that starts may be silent for longer than one that computes: a device's library that is initialised
-# holds Python's lock meanwhile
+MOST_UNSENT_BYTES = 64 << 20  # a rank that reads nothing is lost long before so much is unsent
+BEAT_S = 0.25  # interval between two lines of a rank
+SLOW_S = 1.0  # silence of a rank during a step after which a warning is logged
+# Limit of a rank's silence while it starts. It is longer than that of a step, because a device's library
+# holds Python's interpreter lock while it is initialised.
 START_SILENCE_S = 120.0
-START_NEWS_S = 60.0  # between two lines of the log that say what a long start waits for
-_MOST_NAMES = 4  # ranks that one message names of those that do the same
-_LAST_WORDS_S = 2.0  # for what is still to be sent at the end
-LAST_WORDS = b"!"  # a line that begins so says why a rank ends
+START_NEWS_S = 60.0  # interval between two log lines that say what a long start waits for
+_MOST_NAMES = 4  # how many ranks a message names of those that do the same
+_LAST_WORDS_S = 2.0  # time for what is still unsent at the end
+LAST_WORDS = b"!"  # a line that begins with this says why a rank ends
 
 log = logging.getLogger(__name__)
 
@@ -34,32 +34,34 @@ class RankLost(ConnectionError):
 
 
 def beat(num_steps: int, inside: str, doing: str) -> bytes:
-    """Return the line by which a rank says how many steps it has begun, the collective that it is in, and
-    what it does of the start; the last two may be empty.
+    """Return the line by which a rank reports its progress.
+
+    It holds the number of steps begun, the collective that the rank is in, and what it does while it starts;
+    the last two may be empty.
     """
     return f"{num_steps}\t{inside}\t{doing}".encode()
 
 
 def activity(inside: str, doing: str) -> str:
-    """Word what a rank does while the engine starts."""
+    """Describe what a rank does while the engine starts."""
     if not inside:
         return doing or "waiting for the first step"
     return f"waiting in {inside}" + (f" while {doing}" if doing else "")
 
 
 class Heard:
-    """What a rank has told of itself."""
+    """The last report of a rank."""
 
     def __init__(self, name: str, connection: socket.socket, now_s: float) -> None:
         self.name, self.connection = name, connection
         self.heard_s = now_s
-        self.step = 0  # the number of steps that it has begun
+        self.step = 0  # number of steps that it has begun
         self.inside = ""  # the collective that it is in
-        self.doing = "joining the other ranks"  # what it does of the start; empty once it has started
+        self.doing = "joining the other ranks"  # what it does while it starts; empty afterwards
         self._rest = b""
 
     def take(self, data: bytes, now_s: float) -> None:
-        """Read what came; raises RankLost with a rank's last words."""
+        """Parse received data; raises RankLost with the reason if the rank says that it ends."""
         self.heard_s = now_s
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
@@ -74,7 +76,7 @@ class Heard:
 
     @property
     def progress(self) -> str:
-        """How far it was when it was heard last."""
+        """Describe how far the rank was in its last report."""
         where = f", in {self.inside}" if self.inside else ""
         return f"it had begun {self.step} steps{where}"
 
@@ -82,13 +84,13 @@ class Heard:
 class Listeners:
     """A sink of a recording: the connections to the ranks that follow, by the ranks' names.
 
-    Nothing waits for a rank to read: two threads send and receive. A rank whose connection ends, that says
-    nothing for `limit_s`, or with which a step takes longer than that, is lost: `lose` is called once, from
-    one of the threads, and each `write` raises RankLost from then on.
+    No call waits for a rank to read: two threads send and receive. A rank is lost if its connection ends, if
+    it is silent for `limit_s`, or if a step takes longer than that with it. Then `lose` is called once, from
+    one of the threads, and each later `write` raises RankLost.
 
-    With a `start_limit_s` the engine is still starting, until `begin` is called: all ranks together may take
+    With a `start_limit_s` the engine counts as starting until `begin` is called: all ranks together may take
     that long, and each may be silent for START_SILENCE_S. `doing` says what the leader does meanwhile, and
-    `inside` in which collective it is.
+    `inside` which collective it is in.
     """
 
     def __init__(
@@ -104,26 +106,26 @@ class Listeners:
         self.has_started = start_limit_s is None
         self._start_limit_s = start_limit_s or 0.0
         self._began_s = time.monotonic()
-        self._news_s = START_NEWS_S  # how old the start is when the log says what it waits for
+        self._news_s = START_NEWS_S  # age of the start at which the log next says what it waits for
         self.lost: str | None = None
-        self.busy_since_s: float | None = None  # the leader's own step; on the monotonic clock
+        self.busy_since_s: float | None = None  # start of the leader's current step, on the monotonic clock
         self._lose = lose
         now_s = time.monotonic()
         self._ranks = [Heard(name, each, now_s) for name, each in connections.items()]
-        # To be sent; None ends it. Not a condition: each of its locks that the sender takes may be a switch
-        # between the two threads, and these take longer than what they wait for.
+        # Records to send; None ends the thread. A queue is used because taking the locks of a condition may
+        # each switch between the two threads, which takes longer than what they wait for.
         self._records = SimpleQueue[bytes | None]()
         self._bytes_written = self._bytes_sent = 0
         self._ending = threading.Lock()
         self._is_closed = False
-        self._has_warned = False  # of this step
+        self._has_warned = False  # whether the log has warned of the current step
         self._sending = threading.Thread(target=self._send, name="ranks-send", daemon=True)
         self._receiving = threading.Thread(target=self._receive, name="ranks-receive", daemon=True)
         self._sending.start()
         self._receiving.start()
 
     def write(self, record: bytes) -> None:
-        """Let a record be sent to all ranks; raises RankLost where one of them cannot hear it any more."""
+        """Queue a record for all ranks; raises RankLost if one of them is lost."""
         self.check()
         self._bytes_written += len(record)
         self._records.put(record)
@@ -134,7 +136,7 @@ class Listeners:
     def begin(self) -> None:
         """Watch steps from now on: the engine has started."""
         now_s = time.monotonic()
-        for rank in self._ranks:  # a start allows longer silences than steps do
+        for rank in self._ranks:  # a start allows longer silences than a step does
             rank.heard_s = max(rank.heard_s, now_s - SLOW_S)
         self.has_started = True
 
@@ -144,7 +146,7 @@ class Listeners:
             raise RankLost(self.lost)
 
     def close(self, last: bytes = b"") -> None:
-        """Send what was written and the last record, as far as the ranks are there; end the connections."""
+        """Send what is queued and the last record, as far as ranks still read, and end the connections."""
         with self._ending:
             if self._is_closed:
                 return
@@ -152,8 +154,8 @@ class Listeners:
         self._records.put(last)
         self._records.put(None)
         self._sending.join(_LAST_WORDS_S)
-        # What a rank says meanwhile is read: a connection that ends with unread lines is reset, and what it
-        # was to bring is lost
+        # Keep reading what the ranks send: a connection that is closed with unread data is reset, and the
+        # last records would be lost.
         self._shut(socket.SHUT_WR)
         self._receiving.join(_LAST_WORDS_S)
         self._shut(socket.SHUT_RDWR)
@@ -163,11 +165,11 @@ class Listeners:
 
     def _shut(self, direction: int) -> None:
         for each in self._ranks:
-            with contextlib.suppress(OSError):  # the other end has gone first
+            with contextlib.suppress(OSError):  # the other end has closed first
                 each.connection.shutdown(direction)
 
     def report(self) -> str:
-        """Which rank is behind, as far as that can be told."""
+        """Describe which rank is behind, as far as that is known."""
         now_s = time.monotonic()
         silent = [each for each in self._ranks if now_s - each.heard_s > SLOW_S]
         if silent:
@@ -182,7 +184,7 @@ class Listeners:
         return "; ".join(f"{each.name}: {each.progress}" for each in self._ranks)
 
     def start_report(self) -> str:
-        """What each rank does while the engine starts; ranks that do the same are named together."""
+        """Describe what each rank does while the engine starts; ranks that do the same are grouped."""
         now_s = time.monotonic()
         found = {activity(self.inside(), self.doing): ["rank 0"]}
         for each in self._ranks:
@@ -197,7 +199,8 @@ class Listeners:
             for each in self._ranks:
                 try:
                     each.connection.sendall(record)
-                except OSError:  # what it said last is still to be read: who does that ends the rest
+                # The receiving thread still reads the rank's last line, and then ends the rest
+                except OSError:
                     return
             self._bytes_sent += len(record)
 
@@ -229,7 +232,8 @@ class Listeners:
             return
         now_s = time.monotonic()
         late_s = now_s - began_s - BEAT_S
-        if late_s > BEAT_S:  # this process did not run, perhaps with the whole machine: they were not silent
+        # This process did not run, perhaps like the whole machine, so the ranks were not silent
+        if late_s > BEAT_S:
             for rank in self._ranks:
                 rank.heard_s = min(now_s, rank.heard_s + late_s)
         if not self.has_started:
@@ -249,7 +253,7 @@ class Listeners:
             log.warning("%s", waits)
 
     def _check_start(self, now_s: float) -> None:
-        """Raise RankLost where the start takes too long, or a rank has been silent for too long."""
+        """Raise RankLost if the start takes too long or a rank has been silent for too long."""
         took_s = now_s - self._began_s
         if took_s > self._start_limit_s:
             raise RankLost(
@@ -267,10 +271,10 @@ class Listeners:
         with self._ending:
             if self.lost is not None or self._is_closed:
                 return
-            log.error("%s", why)  # before anybody can end for it
+            log.error("%s", why)  # log it before any other thread ends the process because of it
             self.lost = why
         self._records.put(None)
-        self._shut(socket.SHUT_RDWR)  # the other ranks have lost this engine, too
+        self._shut(socket.SHUT_RDWR)  # this tells the other ranks that the engine has ended
         self._lose(why)
 
 

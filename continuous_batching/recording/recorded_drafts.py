@@ -1,7 +1,7 @@
-"""Which drafts did a recording's batches have?
+"""Propose the drafts of a recording during its replay.
 
-Who follows a recording proposes nothing: what a proposer guesses, and how many guesses are checked, depends
-on all that the engine had learnt.
+A follower does not run the proposer itself, because its drafts, and how many of them are verified, depend on
+everything that the recorded engine had learnt.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from kv_cache.pages import Index
 
 
 class RecordedDrafts:
-    """A proposer, and lengths, that read the drafts of the next batch; `upcoming` is its entry, if any.
+    """A proposer and length control that reads the drafts of the next recorded batch from its entry.
 
-    It waits for the tokens of the batch in flight where the recorded engine did: there the next entry is what
-    the device answered.
+    `upcoming` returns that entry, if any. It waits for the tokens of the batch in flight where the recorded
+    engine did: there the next entry is the device's answer.
     """
 
     asks = True
@@ -35,18 +35,20 @@ class RecordedDrafts:
 
     @property
     def is_hopeful(self) -> bool:
-        """Whether the recorded engine made no batch now."""
+        """Whether the recorded engine made no batch at this point."""
         return isinstance(self._upcoming(), Committed)
 
     def guess(self, rows: Index, most: int) -> Guesses:
-        """The recorded drafts of these rows [N]; those of others are left out, which shows in the digest.
+        """Return the recorded drafts of these rows [N].
 
-        Of those that the device made, the tokens are in what it answered.
+        Drafts of other rows are left out, which shows in the digest. If the device proposed the drafts, only
+        their number is recorded here and their tokens are in its answer.
         """
         tokens, counts = np.zeros((len(rows), most), dtype=np.int32), np.zeros(len(rows), dtype=np.int64)
         entry = self._upcoming()
         if not isinstance(entry, Scheduled) or entry.spans is None or entry.samples is None:
-            return Guesses(tokens, counts)  # a span with drafts does not go on by one token, nor yield one
+            # A span with drafts neither continues by one token nor yields one token
+            return Guesses(tokens, counts)
         stops = unpacked(entry.spans[2])
         sampled, owners, targets = map(unpacked, entry.samples)
         is_draft = targets < stops[sampled]
@@ -61,20 +63,22 @@ class RecordedDrafts:
         return Guesses(tokens, counts)
 
     def choose(self, offers: Offers) -> Index:
-        """All of them."""
+        """Choose all of them."""
         return offers.counts
 
     def learn(self, verdicts: Verdicts) -> None:
-        """Nothing is learnt."""
+        """Learn nothing."""
 
     def observe(self, batch: Batch, took_s: float, tokens: int) -> None:
-        """Nothing is learnt."""
+        """Learn nothing."""
 
 
 def recorded_speculation(
     slots: SlotPool, asked: Speculation, upcoming: Callable[[], Entry | None]
 ) -> Speculation:
-    """Speculation that gives rows the drafts of a recording, in place of what was asked for; see
-    `RecordedDrafts`."""
+    """Return a Speculation that gives rows the drafts of a recording in place of what was configured.
+
+    See `RecordedDrafts`.
+    """
     drafts = RecordedDrafts(slots, upcoming)
     return Speculation(slots, drafts, drafts, asked.most, rows_per_pause=sys.maxsize, spans=asked.spans)

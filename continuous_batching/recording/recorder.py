@@ -1,4 +1,8 @@
-"""How is a running engine recorded?"""
+"""Record the inputs and decisions of a running engine.
+
+A `Recorder` observes the engine and writes framed entries to its sinks: a file, or the connections to the
+ranks that follow. What the entries hold is defined in `format`.
+"""
 
 from __future__ import annotations
 
@@ -50,23 +54,23 @@ log = logging.getLogger(__name__)
 
 
 class Sink(Protocol):
-    """Takes the records of a recording, one after the other."""
+    """Receives the records of a recording, one after the other."""
 
     def write(self, record: bytes) -> None:
         """Take a record. An exception ends the engine's step, and so the engine."""
         ...
 
     def close(self, last: bytes) -> None:
-        """Take the last record, which is empty after an exception of `write`."""
+        """Take the last record, which is empty if `write` has raised before."""
         ...
 
 
 class RecordingFile:
-    """A new file that records are appended to, until it is closed or can no longer be written.
+    """A new file to which records are appended until it is closed or can no longer be written.
 
-    It must not be there yet, and only its owner may read it. Each record is handed to the system at once, so
-    that it outlives this process. When the file can no longer be written (a full disk), recording ends with
-    one line in the log, and serving goes on.
+    The file must not exist yet, and only its owner may read it. Each record is handed to the system at once,
+    so that it outlives this process. When the file can no longer be written (a full disk), recording ends
+    with one line in the log, and serving goes on.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -75,11 +79,11 @@ class RecordingFile:
         self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
 
     def write(self, record: bytes) -> None:
-        """Hand a record to the system. An error ends the recording, and is one line in the log."""
+        """Hand a record to the system. An error ends the recording with one line in the log."""
         if self.failed is not None:
             return
         try:
-            while record:  # the system may take a part, and refuse the rest
+            while record:  # the system may take only a part of it
                 record = record[os.write(self._file, record) :]
         except OSError as error:
             self.failed = error
@@ -87,21 +91,21 @@ class RecordingFile:
             log.error("recording ended: %s; serving goes on without it", in_one_line(error))
 
     def close(self, last: bytes) -> None:
-        """Nothing is written afterwards."""
+        """Write the last record and close the file."""
         self.write(last)
         os.close(self._file)
 
 
 class _Records:
-    """Entries become records, each of which every sink gets."""
+    """Encodes entries as records and passes each to every sink."""
 
     def __init__(self, sinks: Sequence[Sink]) -> None:
         self._sinks = sinks
         self._encoder = msgspec.msgpack.Encoder()
-        self._check = BEGIN  # the checksum of the record before
-        self._lock = threading.Lock()  # a process that is to end closes it from another thread
+        self._check = BEGIN  # checksum of the previous record
+        self._lock = threading.Lock()  # closing may happen in another thread, when the process ends
         self._is_closed = False
-        self._is_broken = False  # a sink has raised: the rest is not recorded
+        self._is_broken = False  # a sink has raised, and the rest is not recorded
 
     def append(self, entry: Entry) -> None:
         with self._lock:
@@ -116,7 +120,7 @@ class _Records:
                 raise
 
     def close(self) -> None:
-        """Append that it was closed in order; nothing is appended afterwards."""
+        """Append the closing entry; nothing is appended afterwards."""
         with self._lock:
             if self._is_closed:
                 return
@@ -131,10 +135,10 @@ class _Records:
 
 
 class Recorder(Observer):
-    """Tells the inputs and decisions of an engine to `sinks`; `facts` say what the engine is made of.
+    """Passes the inputs and decisions of an engine to `sinks`; `facts` describe how the engine is built.
 
-    Unless it is closed before, the recording is closed when nothing refers to its recorder, or at the end of
-    the process: only one that is killed leaves it open.
+    Unless it is closed before, the recording is closed when its recorder is garbage-collected or the process
+    exits: only a killed process leaves it open.
     """
 
     def __init__(self, facts: dict[str, Any], *sinks: Sink) -> None:
@@ -146,7 +150,7 @@ class Recorder(Observer):
         self._write(Header(FORMAT, facts))
 
     def added(self, request: Request) -> None:
-        """A request was accepted."""
+        """Record that a request was accepted."""
         samples = [SampleEntry(each.id, _recorded(each.params)) for each in (request, *request.followers)]
         self._write(
             Added(
@@ -164,35 +168,35 @@ class Recorder(Observer):
         )
 
     def fetched(self, request_id: str, first: int, count: int) -> None:
-        """A lookup in the tier has ended."""
+        """Record that a lookup in the tier has ended."""
         self._write(Fetched(request_id, first, count))
 
     def ended(self, request_id: str, reason: str, now_s: float) -> None:
-        """A request was ended from outside."""
+        """Record that a request was ended from outside."""
         self._write(Ended(request_id, reason, now_s))
 
     def expected(self, request_id: str, arrival: Arrival) -> None:
-        """Pages were taken that another engine is to fill."""
+        """Record that pages were allocated for another engine to fill."""
         self._write(PagesExpected(request_id, packed(arrival.tokens), arrival.cache_salt))
 
     def arrived(self, request_id: str, is_whole: bool) -> None:
-        """They came, or not all of them."""
+        """Record that expected pages arrived, or that they did not all arrive."""
         self._write(PagesArrived(request_id, is_whole))
 
     def released(self, request_id: str) -> None:
-        """Pages are held no longer."""
+        """Record that leased pages were released."""
         self._write(PagesReleased(request_id))
 
     def resized(self, num_pages: int, give_up: GiveUp) -> None:
-        """The pool got another number of pages."""
+        """Record that the page pool was resized."""
         self._write(Resized(num_pages, give_up))
 
     def forgotten(self) -> None:
-        """No page is findable any more."""
+        """Record that the prefix cache was emptied."""
         self._write(Forgotten())
 
     def scheduled(self, batch: Batch, slots: SlotPool, now_s: float, held_back: HeldBack | None) -> None:
-        """A batch was made, with at least one span."""
+        """Record a batch with at least one span."""
         last, self._last = self._last, batch
         goes_on = (
             last is not None
@@ -214,15 +218,15 @@ class Recorder(Observer):
         )
 
     def looked_ahead(self, now_s: float) -> None:
-        """With a batch in flight, no other was made."""
+        """Record that no further batch was made with one in flight."""
         self._write(Looked(now_s))
 
     def committed(self, sampled: Sampled, now_s: float) -> None:
-        """The device answered."""
+        """Record the device's answer."""
         self._write(committed(sampled, now_s))
 
     def close(self) -> None:
-        """Nothing is recorded afterwards."""
+        """Close the recording; nothing is recorded afterwards."""
         self._close()
 
 
@@ -232,14 +236,16 @@ def _drafts(batch: Batch, slots: SlotPool) -> bytes:
 
 
 def _recorded(params: SamplingParams) -> SamplingParams:
-    """Parameters without most of the allowed tokens and the grammar, which may be long: a replay chooses no
-    tokens. That there are any is kept: for a request with masks, tensor ranks bring all logits together.
+    """Shorten parameters for the recording: most allowed tokens and the grammar are left out.
+
+    They may be long, and a replay chooses no tokens. That they exist is kept, because tensor-parallel ranks
+    gather all logits for a request with masks.
     """
     allowed, grammar = params.allowed_token_ids, params.grammar
     if allowed is None and grammar is None:
         return params
     return replace(
         params,
-        allowed_token_ids=None if allowed is None else allowed[:4],  # the first, an int32
+        allowed_token_ids=None if allowed is None else allowed[:4],  # the first int32
         grammar=None if grammar is None else "",
     )

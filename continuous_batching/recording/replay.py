@@ -1,4 +1,9 @@
-"""Does a recording come out the same again, and what happened in it?"""
+"""Replay a recording with a new scheduler and compare every decision.
+
+The recorded inputs are applied in order; each batch is decided again and its digest compared with the
+recorded one. A device may compute the batches, as a following rank does, or nothing may be computed, as when
+a recording is inspected.
+"""
 
 from __future__ import annotations
 
@@ -38,30 +43,30 @@ from kv_cache.pages import PageCopy
 
 
 class Divergence(ValueError):
-    """The first decision that came out otherwise than it was recorded: which step, what, and both values."""
+    """The first decision that differs from the recording, with the step, the field and both values."""
 
 
 class Device(Protocol):
-    """Computes what a replay decides."""
+    """A device that computes what a replay decides."""
 
     def start(self, batch: Batch) -> Callable[[], object]:
-        """Begin to compute a batch; what is returned waits for its end."""
+        """Start a batch; the function returned waits for its end."""
         ...
 
     def resize(self, num_pages: int, copies: tuple[PageCopy, ...]) -> None:
-        """As `Runner.resize`."""
+        """Resize the cache, as `Runner.resize` does."""
         ...
 
 
 class NoDevice:
-    """Nothing is computed."""
+    """A device that computes nothing."""
 
     def start(self, batch: Batch) -> Callable[[], object]:
-        """There is nothing to wait for."""
+        """Start nothing."""
         return _nothing
 
     def resize(self, num_pages: int, copies: tuple[PageCopy, ...]) -> None:
-        """There are no pages."""
+        """Resize nothing."""
 
 
 def _nothing() -> None:
@@ -73,23 +78,24 @@ NO_DEVICE = NoDevice()
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """One step, decided again and found the same."""
+    """One step that was decided again with the same result."""
 
-    number: int  # from 1
+    number: int  # counted from 1
     batch: Batch
-    ids: list[str]  # of the request of each span
-    owner_ids: list[str]  # of the request of each token that was booked
+    ids: list[str]  # id of the request of each span
+    owner_ids: list[str]  # id of the request of each token that was committed
     held_back: str | None
     start_s: float
     end_s: float
     finished: list[Request]
 
 
-Event = Request | Ended | Resized | Replayed  # added, ended from outside, another size, a step
+# A request was added or ended from outside, the pool was resized, or a step completed
+Event = Request | Ended | Resized | Replayed
 
 
 def request_of(entry: Added) -> Request:
-    """The request as it was added, its other samples as followers."""
+    """Return the request as it was added, with its other samples as followers."""
     leader, *followers = (
         Request(
             sample.id,
@@ -110,11 +116,11 @@ def request_of(entry: Added) -> Request:
 
 
 def replay(entries: Iterable[Entry], scheduler: Scheduler, device: Device = NO_DEVICE) -> Iterator[Event]:
-    """Tell a new scheduler what a recording holds, drafts included; yields what happened, in order,
-    each event when the scheduler stands as it left it. The device computes each batch that is decided.
+    """Apply a recording to a new scheduler, drafts included, and yield its events in order.
 
-    The scheduler must be made of the header's facts; the header itself is passed over. Raises Divergence
-    at the first decision that differs.
+    An event is yielded when the scheduler is in the state that it left behind. The device computes each batch
+    that is decided. The scheduler must be built from the header's facts; the header itself is skipped. Raises
+    Divergence at the first decision that differs.
     """
     chain, number, landed = Chain(), 0, 0
     started = deque[tuple[Batch, Scheduled, Callable[[], object]]]()
@@ -173,8 +179,9 @@ def replay(entries: Iterable[Entry], scheduler: Scheduler, device: Device = NO_D
 def _replay_held(
     scheduler: Scheduler, entry: Forgotten | PagesExpected | PagesArrived | PagesReleased
 ) -> None:
-    """What is found no more, or was held for other engines: of this no device hears, since only an engine of
-    one rank holds any.
+    """Apply a change of the prefix cache or of the pages held for other engines.
+
+    The device is not told of it, because only an engine of one rank holds pages for others.
     """
     lifecycle = scheduler.lifecycle
     if isinstance(entry, Forgotten):
@@ -191,7 +198,7 @@ def _replay_held(
 
 
 def _difference(entry: Scheduled, batch: Batch, last: Batch | None) -> str:
-    """What of a batch is not as recorded: the first field that differs, both values."""
+    """Describe the first field of a batch that differs from the recording, with both values."""
     if entry.spans is None:
         assert last is not None, "the first batch has no batch before it"
         slots, starts, stops = last.slots, last.stops, last.stops + 1

@@ -1,8 +1,9 @@
-"""Which continuations of its beams does a search keep, and when does it end?
+"""Choose the continuations that a beam search keeps, and decide when it ends.
 
-The rules are those of transformers' `generate(num_beams=...)` for one prompt, which end a search as its
-`early_stopping` says: True, when there are as many hypotheses as beams; False, when moreover the best living
-beam scores no better than the worst of them; "never", when it cannot, however long it grows.
+The rules are those of transformers' `generate(num_beams=...)` for one prompt. A search ends as its
+`early_stopping` says: with True, when there are as many hypotheses as beams; with False, when moreover the
+best living beam scores no better than the worst of them; with "never", when it cannot do so, however long it
+grows.
 """
 
 from __future__ import annotations
@@ -21,12 +22,14 @@ Floats = NDArray[np.float64]
 def choose(
     totals: Floats, tokens: Index, ends: NDArray[np.bool_], width: int
 ) -> tuple[tuple[Index, Index], tuple[Index, Index]]:
-    """The candidates that live on, and those that become hypotheses, each as (beam, candidate), best first.
+    """Return the candidates that live on and those that become hypotheses, best first.
+
+    Both are given as (beam, candidate) indices.
 
     For n beams, best first, with c candidates each: `totals` [n, c] are the log-probabilities of whole
-    answers, `tokens` [n, c] what they end in, `ends` [n, c] whether that is their end. The `width` best that
-    do not end live on. One that ends counts only if it is among the `width` best of all. Of equals the better
-    beam's goes first, then the smaller token.
+    answers, `tokens` [n, c] their last tokens, `ends` [n, c] whether the answer ends there. The `width` best
+    that do not end live on. One that ends counts only if it is among the `width` best of all. Ties go to the
+    better beam, then to the smaller token.
     """
     beams = np.repeat(np.arange(len(totals)), totals.shape[1])
     order = np.lexsort((tokens.ravel(), beams, -totals.ravel()))
@@ -36,17 +39,17 @@ def choose(
 
 
 def keep(found: Sequence[Hypothesis], width: int) -> list[Hypothesis]:
-    """The `width` best hypotheses, best first; of equals the one found first goes first."""
+    """Return the `width` best hypotheses, best first; ties go to the one found first."""
     return sorted(found, key=lambda each: -each.score)[:width]
 
 
 def score(total: float, num_tokens: int, params: SamplingParams) -> float:
-    """What an answer of this log-probability and length is worth."""
+    """Return the score of an answer with this log-probability and length."""
     return float(total / num_tokens**params.length_penalty)
 
 
 def is_over(hypotheses: Sequence[Hypothesis], best: float, num_tokens: int, params: SamplingParams) -> bool:
-    """Whether the search ends, when its best living beam has `num_tokens` and log-probability `best`."""
+    """Whether the search ends, given the length and log-probability of its best living beam."""
     if len(hypotheses) < params.beam_width:
         return False
     if params.early_stopping is True:
@@ -57,7 +60,7 @@ def is_over(hypotheses: Sequence[Hypothesis], best: float, num_tokens: int, para
 
 
 def place(rows: Sequence[int], parents: Sequence[int], seats: Sequence[int]) -> list[int]:
-    """A row of `seats` for each beam that lives on from the row `rows[parent]`, with as few moves as can be.
+    """Assign a row of `seats` to each beam that continues `rows[parent]`, with as few moves as possible.
 
     The best continuation of a row stays in it; the others go to rows that no beam continues.
     """

@@ -1,4 +1,8 @@
-"""Which rows are the beams of one request, and how do they go on together?"""
+"""Run beam searches over rows of the slot table.
+
+The beams of a request are rows that share pages. They are admitted, advanced, preempted and ended together;
+which candidates survive is decided in `beam_scoring`.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ from continuous_batching.sampling.beam_scoring import Floats, choose, is_over, k
 from continuous_batching.sampling.stopping import StopConditions, failure
 from kv_cache.pages import Index
 
-# The log-probabilities of a beam's tokens, the last first: beams share what they have in common
+# The log-probabilities of a beam's tokens as a linked list, the last first: beams share their common prefix
 Trail = tuple["Trail", TokenLogprobs] | None
 
 
@@ -23,27 +27,28 @@ Trail = tuple["Trail", TokenLogprobs] | None
 class BeamSearch:
     """One request and its beams, which always have equally many tokens.
 
-    The beams are requests, so that each may have a row; only the first, which is the request itself, is
-    known outside. While they wait, `beams` are best first and keep their tokens.
+    The beams are requests, so that each may have a row; only the first, which is the request itself, is known
+    outside. While they wait, `beams` are best first and keep their tokens.
     """
 
     leader: Request
     beams: list[Request]
     stops: Index  # tokens that end a beam
-    all_rows: list[int] = field(default_factory=list)  # the leader's first; empty while it waits
-    rows: list[int] = field(default_factory=list)  # of the living beams, best first
-    scores: Floats = field(default_factory=lambda: np.zeros(1))  # of the living beams
-    trails: list[Trail] = field(default_factory=lambda: [None])  # of the living beams, if asked for
+    all_rows: list[int] = field(default_factory=list)  # the leader's row first; empty while the search waits
+    rows: list[int] = field(default_factory=list)  # rows of the living beams, best first
+    scores: Floats = field(default_factory=lambda: np.zeros(1))  # scores of the living beams
+    # Log-probabilities of the living beams, if asked for
+    trails: list[Trail] = field(default_factory=lambda: [None])
     hypotheses: list[Hypothesis] = field(default_factory=list)  # best first
     is_over: bool = False
 
     @property
     def has_begun(self) -> bool:
-        """Whether the beams have parted: until then there is one, the prompt."""
+        """Whether the beams have diverged; until then there is only one, the prompt."""
         return len(self.scores) > 1
 
     def num_shared(self, page_size: int) -> int:
-        """Full pages of what all beams have in common, when none of them is in its row."""
+        """Return the number of full pages that all beams have in common, while none of them has a row."""
         if not self.has_begun:
             return self.leader.num_prompt_tokens // page_size
         tokens = np.stack([beam.tokens for beam in self.beams])
@@ -51,12 +56,12 @@ class BeamSearch:
 
 
 class BeamSearches:
-    """Beam searches, from the time they are added to their end.
+    """All beam searches, from the time they are added to their end.
 
-    A search takes its rows all at once; otherwise two might wait for each other's. One row computes what all
-    beams have in common; the others then share its pages. A beam computes its last token only together
-    with all others: from these tokens come the candidates, among which beam_scoring.py chooses. A beam that
-    continues another's row takes over its pages; a row that no beam continues lets go of its own.
+    A search takes its rows all at once; otherwise two searches might wait for each other's. One row computes
+    what all beams have in common, and the others then share its pages. A beam computes its last token only
+    together with all others: these tokens yield the candidates among which beam_scoring.py chooses. A beam
+    that continues another row takes over that row's pages; a row that no beam continues releases its own.
     """
 
     def __init__(self, lifecycle: SlotLifecycle, stop_conditions: StopConditions, counters: Counters) -> None:
@@ -64,14 +69,14 @@ class BeamSearches:
         self._slots = lifecycle.slots
         self._stop_conditions = stop_conditions
         self._counters = counters
-        self.by_number: dict[int, BeamSearch] = {}  # of the request that each belongs to
-        self._search_of: dict[int, BeamSearch] = {}  # by row
+        self.by_number: dict[int, BeamSearch] = {}  # keyed by the arrival number of the search's request
+        self._search_of: dict[int, BeamSearch] = {}  # keyed by row
 
     def __contains__(self, row: int) -> bool:
         return row in self._search_of
 
     def add(self, request: Request) -> int:
-        """Take a request that has its number; returns how many of the numbers after it are its beams'."""
+        """Add a request that has its number; return how many of the numbers after it its beams take."""
         assert not request.followers, "a search has no samples beside it"
         width = request.params.beam_width
         beams = [request]
@@ -93,12 +98,12 @@ class BeamSearches:
         return width - 1
 
     def extra_pages(self, request: Request, reserved: int) -> int:
-        """Pages to promise to the other beams of a request that is promised `reserved` tokens."""
+        """Return the pages to promise to the other beams of a request that is promised `reserved` tokens."""
         search, size = self.by_number[request.number], self._slots.page_size
         return max(0, -(-reserved // size) - search.num_shared(size)) * (len(search.beams) - 1)
 
     def take_rows(self, request: Request, row: int, reserved: int) -> None:
-        """Give the other beams of a request that came into `row` their rows."""
+        """Give rows to the other beams of a request that was admitted into `row`."""
         search, slots = self.by_number[request.number], self._slots
         num_shared = search.num_shared(slots.page_size)
         row_of = {request: row}
@@ -110,7 +115,7 @@ class BeamSearches:
         self._search_of |= dict.fromkeys(search.all_rows, search)
 
     def start_beams(self) -> None:
-        """Let beams that came back start beside their leader, when that has computed what they share."""
+        """Start the beams of resumed searches once their leader has computed the pages that they share."""
         size, waiting = self._slots.page_size, self._lifecycle.waiting_beams
         for search in self._running():
             leader, *others = search.all_rows
@@ -121,7 +126,7 @@ class BeamSearches:
                     self._lifecycle.start_beam(leader, row)
 
     def keep_together(self, rows: Index, starts: Index, stops: Index) -> tuple[Index, Index, Index]:
-        """Spans without the last tokens of beams whose search does not come to all of them in this step."""
+        """Hold back the last tokens of beams whose search cannot compute all of them in this step."""
         ready = set(rows[stops == self._slots.num_tokens[rows]].tolist())
         early: set[int] = set()
         for search in self._running():
@@ -132,15 +137,15 @@ class BeamSearches:
         return rows[kept], starts[kept], stops[kept]
 
     def rows_of(self, row: int) -> list[int]:
-        """All rows of the request in this row, the row of the request itself first."""
+        """Return all rows of the request in this row, the row of the request itself first."""
         search = self._search_of.get(row)
         return [row] if search is None else search.all_rows
 
     def advance(self, rows: Index, sampled: Sampled, now_s: float) -> tuple[Index, dict[int, str]]:
-        """Choose for every search among the candidates of its beams, and book what was chosen.
+        """Advance every search by choosing among its beams' candidates, and book the chosen tokens.
 
-        Returns which of the rows [R] are no beams, as indices, and the searches that end: the row of their
-        request, with the reason.
+        Returns the indices of those rows [R] that are no beams, and the searches that end, as the row of
+        their request with the reason.
         """
         ends: dict[int, str] = {}
         index_of = {row: index for index, row in enumerate(rows.tolist())}
@@ -160,12 +165,15 @@ class BeamSearches:
         return np.flatnonzero(~np.isin(rows, list(self._search_of))), ends
 
     def suspend(self, row: int) -> Request:
-        """Free all rows of a search; each beam's computed pages stay findable while nobody needs them."""
+        """Free all rows of a search.
+
+        The pages that its beams computed can be found until they are evicted.
+        """
         search, slots = self._search_of[row], self._slots
         if search.has_begun:
             search.beams = [slots.requests[each] for each in search.rows]
         first, *others = slots.num_computed[search.all_rows].tolist()
-        prompt = search.leader.num_prompt_tokens  # is computed once for all
+        prompt = search.leader.num_prompt_tokens  # it is computed once for all beams
         self._counters.lost_tokens += first + sum(max(0, each - prompt) for each in others)
         for each in search.all_rows:
             beam = self._lifecycle.leave(each)
@@ -175,7 +183,7 @@ class BeamSearches:
         return search.leader
 
     def end(self, request: Request) -> None:
-        """Forget a search that left its rows; what it found goes to the request, if it came to its end."""
+        """Remove a search that has left its rows; if it is complete, its request gets the results."""
         search = self.by_number.pop(request.number)
         for row in search.all_rows:
             del self._search_of[row]
@@ -189,7 +197,7 @@ class BeamSearches:
         return [search for search in self.by_number.values() if search.all_rows]
 
     def _tops(self, sampled: Sampled, at: Sequence[int]) -> list[TokenLogprobs] | None:
-        """The log-probabilities of each beam's next token, if the request asked for them."""
+        """Return the log-probabilities of each beam's next token, if the request asked for them."""
         return [sampled.logprobs[index] for index in at] if at[0] in sampled.logprobs else None
 
     def _step(
@@ -229,7 +237,7 @@ class BeamSearches:
         self._go_on(search, parents.tolist(), tokens[parents, columns])
 
     def _go_on(self, search: BeamSearch, parents: list[int], tokens: Index) -> None:
-        """Bring each living beam into a row, from the beam that it continues, and book its token."""
+        """Move each living beam into a row, from the beam that it continues, and book its token."""
         slots, before = self._slots, search.rows
         search.rows = place(before, parents, search.all_rows)
         for row, parent in zip(search.rows, parents):

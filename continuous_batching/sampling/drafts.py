@@ -1,6 +1,7 @@
-"""How do drafts enter a batch, and which of them are what the model would have said?
+"""Add drafts to a batch, and accept those that equal what the model samples.
 
-Drafts are guesses of a row's next tokens, which lie behind the known ones in the slot table.
+Drafts are proposed tokens of a row, which follow its known tokens in the slot table. Who proposes them and
+how many are verified is decided in `speculation`.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from kv_cache.pages import Index
 
 
 def extend_by_drafts(lifecycle: SlotLifecycle, rows: Index, stops: Index, left: int) -> tuple[Index, int]:
-    """Let the spans that reach their row's last token go on over its drafts; asked before pages are taken.
+    """Extend the spans that reach their row's last known token by its drafts, before pages are taken.
 
-    They take no more than the `left` tokens of the step's budget, oldest row first, and only pages that are
-    free and promised to nobody: nothing is evicted for a guess, and without room for all there are none.
-    Returns where the spans stop, and the number of drafts in them.
+    The drafts take no more than the `left` tokens of the step's budget, oldest row first, and only pages that
+    are free and promised to nobody: nothing is evicted for a draft, and if there is no room for all of them
+    there are none. Returns the ends of the spans, and the number of drafts in them.
     """
     slots, tables = lifecycle.slots, lifecycle.tables
     wanted = np.where(stops == slots.num_tokens[rows], slots.num_drafts[rows], 0)
@@ -35,17 +36,18 @@ def extend_by_drafts(lifecycle: SlotLifecycle, rows: Index, stops: Index, left: 
 def yield_at_drafts(
     slots: SlotPool, sampled: Index, owners: Index, targets: Index
 ) -> tuple[Index, Index, Index]:
-    """Let spans that sample at their last position do so before each of their drafts, too (see `Batch`)."""
+    """Let spans that sample at their last position also sample before each of their drafts (see `Batch`)."""
     known = np.minimum(slots.num_tokens[owners], targets)
     counts = targets + 1 - known
     return np.repeat(sampled, counts), np.repeat(owners, counts), ragged_ranges(known, targets + 1)
 
 
 def book_drafts(slots: SlotPool, batch: Batch, sampled: Sampled, over: dict[int, str]) -> Index:
-    """Which tokens of a batch count, as indices: those that follow right drafts, up to the end of a request.
+    """Return the indices of a batch's tokens that count: those behind accepted drafts, up to a request's end.
 
-    `over` are the indices of tokens that would end their row; a LATE one does not count. Keys and values of
-    wrong drafts no longer count as computed. Drafts that the device made enter the slot table.
+    `over` holds the indices of tokens that would end their row; a LATE token does not count. Keys and values
+    of rejected drafts no longer count as computed. Drafts that the device proposed are entered into the slot
+    table.
     """
     if batch.makes_drafts:
         guessed = batch.is_draft
@@ -67,15 +69,15 @@ def book_drafts(slots: SlotPool, batch: Batch, sampled: Sampled, over: dict[int,
 
 
 def accepted(batch: Batch, tokens: Index, token_ids: NDArray[np.int32]) -> Index:
-    """The tokens of a batch that count, as indices which rise.
+    """Return the indices of a batch's accepted tokens, ascending.
 
     A span with drafts yields a token at each of its last positions. A token counts if every draft before it
-    in its span equals the token that was chosen for the same place. The first of a span always counts; one
-    that follows a wrong draft was computed from what the model never said. `token_ids` are the slot
-    table's, where the drafts still lie.
+    in its span equals the token that was sampled for the same position. The first of a span always counts;
+    one behind a rejected draft was computed from a token that the model did not choose. `token_ids` are the
+    slot table's, which still hold the drafts.
     """
     is_right = tokens == token_ids[batch.owners, batch.targets]
-    wrong = np.cumsum(~is_right) - ~is_right  # wrong drafts before each token, over all spans
+    wrong = np.cumsum(~is_right) - ~is_right  # number of rejected drafts before each token, over all spans
     is_first = np.diff(batch.owners, prepend=-1) != 0
     span = np.cumsum(is_first) - 1
     return np.flatnonzero(wrong == wrong[is_first][span])

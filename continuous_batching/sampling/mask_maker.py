@@ -1,8 +1,8 @@
-"""Who makes the masks of grammars, and what becomes of a row whose mask takes long?
+"""Make grammar masks in threads, while the device computes.
 
-Threads make them while the device computes. A row whose mask is not there in time gets no token in this step:
-what the device answers says LATE for it, and so does a recording, so that whoever follows agrees. Its last
-token is computed once more in the next step; all other rows have gone on.
+A row whose mask is not ready in time gets no token in this step: the device's answer says LATE for it, and so
+does a recording, so that followers agree. Its last token is computed once more in the next step, and all
+other rows go on.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from continuous_batching.constraints import Constraint, Making, Mask
 from continuous_batching.slots import SlotPool
 from kv_cache.pages import Index
 
-PATIENCE_S = 0.05  # that a step waits for masks which were quick so far
-MOST_THREADS = 16  # each grammar that takes long holds one
+PATIENCE_S = 0.05  # how long a step waits for masks that were quick so far
+MOST_THREADS = 16  # each slow grammar occupies one thread
 
 
 class MaskPlace(NamedTuple):
-    """Where a row yields tokens: of its entries in the step, and of its answer."""
+    """A row that yields tokens in this step, with the state of its answer."""
 
-    indexes: list[int]  # of its tokens among all that the step yields
+    indexes: list[int]  # indices of its tokens among all that the step yields
     constraint: Constraint
     answer: Index
     drafts: Index
@@ -35,19 +35,19 @@ class MaskPlace(NamedTuple):
 
 @dataclass(slots=True)
 class Made:
-    """The masks of a step, by index into its rows; rows of neither may get any token."""
+    """The masks of a step, by index into its rows; a row in neither list may get any token."""
 
     rows: list[int] = field(default_factory=list)
     masks: list[Mask] = field(default_factory=list)
-    late: list[int] = field(default_factory=list)  # that get no token in this step
+    late: list[int] = field(default_factory=list)  # rows that get no token in this step
 
 
 class MaskMaker:
-    """Makes masks in threads: one for all that are quick, and one for each that was slow before.
+    """Makes masks in threads: one task for all quick constraints, and one for each that was slow before.
 
-    `patience_s` is what a step waits for those that were quick before, and for any of them where no row of
-    the step would get a token. The first token of an answer is always waited for: its mask was made when the
-    grammar was compiled, and others may share the pages of its prompt.
+    A step waits `patience_s` for those that were quick before, and for any of them if no row of the step
+    would get a token otherwise. The mask of an answer's first token is always waited for: it was made when
+    the grammar was compiled, and other requests may share the pages of the prompt.
     """
 
     def __init__(self, patience_s: float = PATIENCE_S) -> None:
@@ -56,13 +56,15 @@ class MaskMaker:
         self._made = threading.Condition()
 
     def begin(self, rows: Index, targets: Index, slots: SlotPool) -> None:
-        """Begin to make what these rows need for tokens at positions `targets`; nothing is waited for."""
+        """Start making the masks that these rows need for tokens at positions `targets`, without waiting."""
         if slots.constrained[rows].any():
             self._begin(_places(rows, targets, slots), again=True)
 
     def take(self, rows: Index, targets: Index, slots: SlotPool, *, is_alone: bool) -> Made:
-        """The masks for these rows, some of which follow a grammar, in a step whose other rows have none
-        (`is_alone`: there are no others)."""
+        """Return the masks for these rows, some of which follow a grammar.
+
+        `is_alone` says that the step yields tokens for no other rows.
+        """
         places = _places(rows, targets, slots)
         self._begin(places, again=False)
         self._wait(places, is_alone=is_alone)
@@ -83,7 +85,7 @@ class MaskMaker:
         return made
 
     def _begin(self, places: Sequence[MaskPlace], *, again: bool) -> None:
-        """Let threads make what is not made; `again`: also what is still behind another that takes long."""
+        """Submit the masks that are not made yet; with `again`, also those still queued behind a slow one."""
         quick: list[Making] = []
         for place in places:
             job = place.constraint.making
@@ -123,14 +125,14 @@ class MaskMaker:
 
 
 def _are_done(jobs: Sequence[Making]) -> bool:
-    """Whether all are, or one cannot be made."""
+    """Whether all jobs are done, or one has failed."""
     return all(job.is_done for job in jobs) or any(job.failed is not None for job in jobs)
 
 
 def _places(rows: Index, targets: Index, slots: SlotPool) -> list[MaskPlace]:
-    """The rows with grammars. Those of a span stand behind one another: its last tokens are drafts.
+    """Return the constrained rows. The entries of a row are adjacent, because its last tokens are drafts.
 
-    What is known of a row is copied: a thread may read it when the row is another's.
+    The known tokens are copied, because a thread may read them when the row belongs to another request.
     """
     indexes = np.flatnonzero(slots.constrained[rows])
     found: list[MaskPlace] = []

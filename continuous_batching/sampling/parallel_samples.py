@@ -1,4 +1,4 @@
-"""Which requests wait for another to compute their prompt?"""
+"""Let the samples of one prompt share its computation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kv_cache.pages import Index
 
 
 class ParallelSamples:
-    """Samples of one prompt: the leader computes it, its followers fork from it when it is computed.
+    """Samples of one prompt: the leader computes it, and its followers fork from it when it is computed.
 
     The log-probabilities of the prompt are computed once, in a list that they share.
     """
@@ -19,20 +19,20 @@ class ParallelSamples:
     def __init__(self, lifecycle: SlotLifecycle, waiting: WaitingQueue) -> None:
         self._lifecycle = lifecycle
         self._waiting = waiting
-        self.leader_of: dict[str, Request] = {}  # by the id of the sample that waits for it
+        self.leader_of: dict[str, Request] = {}  # keyed by the id of the waiting sample
 
     @property
     def requests(self) -> list[Request]:
-        """All that wait here."""
+        """All samples that wait for their leader."""
         leaders = {id(leader): leader for leader in self.leader_of.values()}
         return [follower for leader in leaders.values() for follower in leader.followers]
 
     def add(self, leader: Request) -> None:
-        """Let a request's followers wait."""
+        """Let a request's followers wait for its prompt."""
         self.leader_of.update((follower.id, leader) for follower in leader.followers)
 
     def end(self, request_id: str) -> Request | None:
-        """Take out a follower that gave up; None if it does not wait here."""
+        """Remove a follower that has ended; return None if it does not wait here."""
         leader = self.leader_of.pop(request_id, None)
         if leader is None:
             return None
@@ -43,13 +43,13 @@ class ParallelSamples:
     def fork(self, rows: Index, sampled: Index) -> tuple[Index, Index]:
         """Let followers of the prompts that this batch completes sample beside their leaders.
 
-        Those that find no free row queue up as requests of their own. `sampled` are the spans that yield a
-        token; returns all of them, and the row that each token is for.
+        Followers that find no free row are queued as requests of their own. `sampled` are the spans that
+        yield a token; returns these and the spans of the forks, and the row that each token is for.
         """
         slots, spans, owners = self._lifecycle.slots, sampled.tolist(), rows[sampled].tolist()
         for span, row in zip(sampled.tolist(), rows[sampled].tolist()):
             for follower in self._release(slots.requests[row]):
-                follower.num_scored = follower.num_prompt_tokens - 1  # with this batch
+                follower.num_scored = follower.num_prompt_tokens - 1  # scored with this batch, by the leader
                 if slots.num_free:
                     spans.append(span)
                     owners.append(self._lifecycle.fork(row, follower))
@@ -58,7 +58,10 @@ class ParallelSamples:
         return np.array(spans, dtype=np.int64), np.array(owners, dtype=np.int64)
 
     def part(self, leader: Request) -> None:
-        """Let the samples that still followed a request that ended go on without it: the first leads."""
+        """Let the samples that still follow an ended request go on without it.
+
+        The first becomes their leader.
+        """
         followers = self._release(leader)
         if followers:
             first = followers[0]
@@ -67,7 +70,7 @@ class ParallelSamples:
             self._waiting.push(first)
 
     def _release(self, leader: Request) -> list[Request]:
-        """The followers of a request, which from now on stand alone."""
+        """Detach the followers of a request."""
         followers, leader.followers = leader.followers, []
         for each in followers:
             each.prompt_logprobs = leader.prompt_logprobs

@@ -1,4 +1,8 @@
-"""Which rows end with the token they get, and why?"""
+"""Decide which rows end with the token that they get, and why.
+
+A row ends at an end token of the model or a stop token of its request, at its longest length, or if it got no
+token. Stop strings are found where text is made from tokens, outside this package.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +13,19 @@ from continuous_batching.request import Request, SamplingParams
 from continuous_batching.slots import SlotPool
 from kv_cache.pages import Index
 
-FAILURES = {  # what ends a row that got no token, and why
+FAILURES = {  # reasons that end a row which got no token, with their explanation
     "error": "the model's logits were not finite",
     "blocked": "allowed_token_ids, bad_words and min_tokens together leave no token that could come next",
 }
 
 
 def failure(token: int) -> str:
-    """Why there is no token, where it is below 0: the reason that ends the row."""
+    """Return the reason that ends a row, for a value below 0 that stands in the place of its token."""
     return "blocked" if token == NONE_LEFT else "error"
 
 
 def complaint(reason: str, request: Request) -> str:
-    """Why a request got no token, where the row that it had ended for this reason."""
+    """Explain why a request got no token, given the reason that ended its row."""
     constraint = request.constraint
     if reason == "blocked" and request.processors is not None and request.processors.error:
         return request.processors.error
@@ -33,7 +37,7 @@ def complaint(reason: str, request: Request) -> str:
 
 
 class StopConditions:
-    """Knows the model's own end tokens, and looks up those of a request."""
+    """Checks tokens against the model's end tokens and the requests' own stop tokens."""
 
     def __init__(self, slots: SlotPool, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
         self._slots = slots
@@ -42,12 +46,12 @@ class StopConditions:
         self._eos_token_ids = eos_token_ids
 
     def stop_tokens(self, params: SamplingParams) -> Index:
-        """The tokens that end a request, each once."""
+        """Return the tokens that end a request, each once."""
         stops = set(params.stop_token_ids) | (set() if params.ignore_eos else set(self._eos_token_ids))
         return np.array(sorted(stops), dtype=np.int64)
 
     def of(self, rows: Index, tokens: Index, positions: Index) -> dict[int, str]:
-        """Which of these tokens end their row, by index, with the reason; below 0 there is no token."""
+        """Return the indices of the tokens that end their row, with the reason; below 0 there is no token."""
         slots = self._slots
         failed = tokens < 0
         stopped = self._stop_mask[tokens] & ~slots.ignore_eos[rows]

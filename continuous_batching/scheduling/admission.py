@@ -1,4 +1,9 @@
-"""Who comes in now?"""
+"""Admit waiting requests to free slots.
+
+A request is admitted if the policy grants it tokens of the step, a slot is free, and there are pages for its
+reservation after its prefix hits. The first request of the queue that does not fit holds back those behind
+it.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +20,16 @@ from continuous_batching.scheduling.preemption import Preemption
 from continuous_batching.scheduling.validation import longest_tokens
 from kv_cache.pages import Index
 
-# What the head of the queue waits for: a slot, a share of the step's tokens, its policy's leave, pages, or a
-# lookup in the tier below
+# What the head of the queue waits for: a slot, tokens of the step, the policy, pages, or a lookup in the tier
+# below
 HeldBack = Literal["slots", "tokens", "policy", "pages", "tier"]
 
 
 class Admission:
-    """Brings waiting requests into free rows while the policy, the slots and the pages allow it.
+    """Admits waiting requests to free rows while the policy, the slots and the pages allow it.
 
-    `held_back` says why the last `admit` left some waiting; None where it left none. With `outrank`, who is
-    next preempts running requests of lower priority where slots or pages run short.
+    `held_back` says why the last `admit` left requests waiting, or is None if it left none. With `outrank`,
+    the head of the queue preempts running requests of lower priority if slots or pages run short.
     """
 
     def __init__(
@@ -46,10 +51,11 @@ class Admission:
         self._policy = policy
         self._outrank = outrank
         self.held_back: HeldBack | None = None
-        self._head: tuple[int, int, Index] = (-1, -1, EMPTY)  # the refused head, and what it would share
+        # (arrival number, cache version, matched pages) of the head of the queue at its last lookup
+        self._head: tuple[int, int, Index] = (-1, -1, EMPTY)
 
     def admit(self, max_batch_tokens: int, now_s: float) -> None:
-        """Fill rows."""
+        """Admit requests for a step of at most `max_batch_tokens` tokens."""
         waiting, slots = self._waiting, self._lifecycle.slots
         self.held_back = "slots"
         if not slots.num_free and not self._is_outranked():
@@ -80,7 +86,7 @@ class Admission:
                 self.held_back = "tokens"
                 return
             if wanted > spare:
-                # Pages that no row holds give way where nobody runs whose end could be waited for
+                # If nothing runs whose end could be waited for, pages held for other engines give way
                 if (self._outrank and self._preemption.make_way(request)) or (
                     not len(slots.busy) and self._lifecycle.held.give_way()
                 ):
@@ -97,7 +103,7 @@ class Admission:
         self.held_back = ("tokens" if tokens_left <= 0 else "policy") if len(waiting) else None
 
     def _is_outranked(self) -> bool:
-        """Whether who is next would take the row of another."""
+        """Whether the head of the queue would preempt a running request."""
         request = self._waiting.peek() if self._outrank else None
         return request is not None and self._preemption.outranked(request) is not None
 
@@ -110,11 +116,11 @@ class Admission:
         return self._policy.room(busy, max_batch_tokens, queue)
 
     def _num_spare(self) -> int:
-        """Pages that are neither held nor promised to a row for what it knows already."""
+        """Return the number of available pages that are not promised to a row."""
         return self._lifecycle.tables.num_available - self._lifecycle.num_promised()
 
     def _enter(self, request: Request, matched: Index, reserved: int, now_s: float) -> int:
-        """Give it a row, and count what a newcomer brings and finds."""
+        """Give a request a row; on its first admission, count its prompt and its hits."""
         lifecycle, first_time = self._lifecycle, not request.num_preemptions
         if first_time:
             request.admitted_s = now_s
@@ -131,16 +137,20 @@ class Admission:
         return row
 
     def _pages(self, request: Request, matched: Index, reserved: int) -> int:
-        """Pages that a newcomer takes from those that are available, for so many tokens."""
-        shared = matched[matched > 0]  # resting ones take pages like what is computed
-        idle = int((self._lifecycle.tables.pool.holders[shared] == 1).sum())  # these counted as available
+        """Return how many of the available pages a new request takes for so many tokens."""
+        shared = matched[matched > 0]  # resting pages need a device page each, as computed ones do
+        # These counted as available until they are shared
+        idle = int((self._lifecycle.tables.pool.holders[shared] == 1).sum())
         wanted = -(-reserved // self._lifecycle.slots.page_size) - len(shared) + idle
         if request.params.beam_width:
             wanted += self._beam_searches.extra_pages(request, reserved)
         return wanted
 
     def _match(self, request: Request) -> Index:
-        """What the head of the queue can share; searched again only when the cache has changed."""
+        """Return the cached pages that the head of the queue can share.
+
+        They are looked up again only if the cache has changed.
+        """
         number, version, matched = self._head
         if number != request.number or version != self._lifecycle.prefix.version:
             matched = self._lifecycle.find(request)

@@ -1,4 +1,8 @@
-"""What is on the device, and what of it does the host not know yet?"""
+"""Track the batches in flight on the device, whose tokens the host does not know yet.
+
+The scheduler asks here which rows it may schedule ahead of the device, and which last tokens are only known
+there; a request that ends while its row is in flight is kept until its last batch is committed.
+"""
 
 from __future__ import annotations
 
@@ -15,26 +19,26 @@ from kv_cache.pages import Index
 
 class _Flight(NamedTuple):
     batch: Batch
-    rows: Index  # that it computes or samples for
-    prompts: Index  # of these, where prompts may have been computed
+    rows: Index  # rows that it computes or samples for
+    prompts: Index  # those rows whose prompts it may have computed
     since_s: float
 
 
 class InFlight:
-    """Batches that were made and are not committed: one, or two where the host works ahead of the device.
+    """Batches that were made and are not committed: one, or two if the host works ahead of the device.
 
-    Before a second is made, the first is booked as done but for the values of its tokens (`advance`): these
-    are on the device, where the second finds them. With a `depth` above 1 there may be so many batches
-    instead, of which no two have a row in common.
+    Before a second batch is made, the first is booked as done except for the values of its tokens
+    (`advance`): these are on the device, where the second batch reads them. With a `depth` above 1 there may
+    be so many batches in flight instead, of which no two have a row in common.
 
-    A request may end while the device still computes its row. The row is then outrun: nothing of it counts
-    any more, and it is freed when the last batch with it is committed.
+    A request may end while the device still computes its row. The row is then outrun: none of its tokens
+    count any more, and it is freed when the last batch with it is committed.
     """
 
     def __init__(self, slots: SlotPool, depth: int = 1) -> None:
         self._slots, self._depth = slots, depth
         self._batches: deque[_Flight] = deque()
-        self._unknown = EMPTY  # rows whose last token has no value yet
+        self._unknown = EMPTY  # rows whose last token has no value on the host yet
         self.outrun: dict[int, bool] = {}  # row -> whether its request failed
 
     def __len__(self) -> int:
@@ -52,7 +56,7 @@ class InFlight:
 
     @property
     def takes_another(self) -> bool:
-        """Whether a batch may be made beside those in flight, of which there is one at least."""
+        """Whether a batch may be made beside those in flight, of which there is at least one."""
         if self._depth > 1:
             return 0 < len(self._batches) < self._depth
         if len(self._batches) != 1 or self.last.num_drafts:
@@ -64,11 +68,11 @@ class InFlight:
         return any(row in each.rows for each in self._batches)
 
     def launch(self, batch: Batch, rows: Index, prompts: Index, now_s: float) -> None:
-        """A batch was made, which computes or samples for `rows`, and prompts for some of `prompts`."""
+        """Add a batch that computes or samples for `rows`, and may compute prompts for `prompts`."""
         self._batches.append(_Flight(batch, rows, prompts, now_s))
 
     def advance(self) -> None:
-        """Book the one batch in flight as done, with tokens of no value."""
+        """Book the one batch in flight as done, with placeholders for its tokens."""
         if self._depth > 1:
             return
         assert len(self._batches) == 1, f"the host is {len(self._batches)} batches ahead already"
@@ -77,13 +81,16 @@ class InFlight:
         rows = batch.owners[~np.isin(batch.owners, list(self.outrun))] if self.outrun else batch.owners
         slots.num_computed[batch.slots] = batch.stops
         self._book_draft_model(batch)
-        slots.token_ids[rows, slots.num_tokens[rows]] = 0  # any legal one: the device has its own
+        # Any legal token will do, because the device has the real one
+        slots.token_ids[rows, slots.num_tokens[rows]] = 0
         slots.num_tokens[rows] += 1
         self._unknown = rows
 
     def withheld(self) -> Index:
-        """Rows that are outrun, or end with a token that has no value yet; all that are in flight, where
-        batches have no row in common."""
+        """Return the rows that are outrun or end with a token whose value is unknown.
+
+        If batches have no row in common, these are all rows in flight.
+        """
         if self._depth > 1:
             return self.rows
         slots, rows = self._slots, self._unknown
@@ -91,13 +98,13 @@ class InFlight:
         return np.concatenate([full, np.array(list(self.outrun), dtype=np.int64)])
 
     def is_unknown(self, rows: Index) -> Index:
-        """Which of these rows, as indices, end in a token of no value."""
+        """Return the indices of those rows whose last token has no value on the host yet."""
         return np.flatnonzero(np.isin(rows, self._unknown)) if len(self._unknown) else EMPTY
 
     def land(self, batch: Batch) -> tuple[Index, float]:
-        """The device answered: book what was computed; no token is unknown now.
+        """Book the oldest batch in flight as computed; afterwards no token is unknown.
 
-        Returns the rows that may have new pages of prompts to publish, and when the batch was made.
+        Returns the rows that may have new prompt pages to publish, and when the batch was made.
         """
         assert self._batches, "a batch was committed that is not in flight"
         landed = self._batches.popleft()
@@ -110,9 +117,9 @@ class InFlight:
         return landed.prompts, landed.since_s
 
     def put_off(self, batch: Batch, sampled: Sampled) -> int:
-        """Let the last tokens of the rows that are late be computed once more; returns how many these are.
+        """Have the last tokens of the rows that are LATE computed once more; return the number of these rows.
 
-        Of a row with drafts, the first token says whether it is.
+        In a row with drafts, the first token says whether the row is late.
         """
         slots, is_first = self._slots, np.diff(batch.owners, prepend=-1) != 0
         late = batch.owners[is_first & (sampled.tokens == LATE)]
@@ -129,14 +136,14 @@ class InFlight:
             self._slots.draft_lag[batch.slots] = batch.stops - batch.draft_stops
 
     def outrun_by(self, row: int, *, failed: bool) -> None:
-        """The request in this row ends, and the device goes on with it."""
+        """Note that the request in this row ends while the device still computes it."""
         if row in self._unknown:
             self._slots.num_tokens[row] -= 1
             self._unknown = self._unknown[self._unknown != row]
         self.outrun[row] = failed
 
     def take_landed(self) -> dict[int, bool]:
-        """Outrun rows that the device is done with, and whether their requests failed; they are forgotten."""
+        """Remove and return the outrun rows that are no longer in flight, with whether they failed."""
         landed = {row: failed for row, failed in self.outrun.items() if not self.holds(row)}
         for row in landed:
             del self.outrun[row]

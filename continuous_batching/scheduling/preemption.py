@@ -1,4 +1,8 @@
-"""How does a running request make room for others?"""
+"""Preempt running requests to make room for others.
+
+The victim's pages are swapped to the host if there is room, or else dropped and recomputed. Which row is
+preempted is the choice of a `Victim` (see `victims`).
+"""
 
 from __future__ import annotations
 
@@ -15,9 +19,9 @@ from kv_cache.pages import Index
 
 
 class Preemption:
-    """Takes rows from requests, which wait again and later get the same tokens.
+    """Takes rows from requests, which return to the queue and later get the same tokens.
 
-    The beams of one request go together.
+    The beams of one request are preempted together.
     """
 
     def __init__(
@@ -37,9 +41,9 @@ class Preemption:
         self.victim = victim
 
     def make_room(self, rows: Index, starts: Index, stops: Index) -> tuple[Index, Index, Index]:
-        """Preempt until there are pages for the spans that are left, which get them; returns these spans.
+        """Preempt until there are pages for the remaining spans, allocate these, and return the spans.
 
-        Pages that no row holds give way first.
+        Pages held for other engines give way first.
         """
         tables, slots = self._lifecycle.tables, self._lifecycle.slots
         while not tables.grow_to(rows, stops):
@@ -54,20 +58,20 @@ class Preemption:
         return rows, starts, stops
 
     def make_way(self, request: Request) -> bool:
-        """Preempt a running request for a waiting one that outranks it; whether there was any."""
+        """Preempt a running request for a waiting one that outranks it; return whether there was any."""
         row = self.outranked(request)
         if row is not None:
             self.preempt(row)
         return row is not None
 
     def outranked(self, request: Request) -> int | None:
-        """The row to be preempted for a waiting request: of lower priority, the lowest; None if none is.
+        """Return the row of the lowest priority below that of a waiting request, or None.
 
-        It must also stand behind the waiting one in the queue's order, which is the same at any time: so a
-        request can be preempted only by those that would have gone before it, and these are bounded.
+        It must also stand behind the waiting request in the queue's order, which never changes: so a request
+        can be preempted only by those that would have gone before it, and the number of these is bounded.
         """
         slots = self._lifecycle.slots
-        rows = self._others()[::-1]  # the youngest first, which goes of equal ones
+        rows = self._others()[::-1]  # the youngest of equal rows is preempted
         lower = rows[slots.priority[rows] < request.priority]
         if not len(lower):
             return None
@@ -75,7 +79,10 @@ class Preemption:
         return row if self._waiting.place(request) < self._waiting.place(slots.requests[row]) else None
 
     def free_pages(self, num_pages: int) -> None:
-        """Preempt until no more than so many pages are held by rows, the oldest last, and by nobody else."""
+        """Preempt until at most `num_pages` pages are held, all of them by rows.
+
+        The oldest row is preempted last.
+        """
         pool, prefix, slots = self._lifecycle.tables.pool, self._lifecycle.prefix, self._lifecycle.slots
         while self._lifecycle.held.give_way():
             pass
@@ -84,9 +91,10 @@ class Preemption:
             self.preempt(self.victim(slots, others if len(others) else slots.busy))
 
     def preempt(self, row: int) -> None:
-        """Send a row's request back to the queue, where its arrival number keeps its place.
+        """Return a row's request to the queue, where its arrival number keeps its place.
 
-        Without a host pool, or where that is full, what it computed is lost but for what stays cached.
+        Without a host pool, or if that is full, its computed tokens are lost except for the pages that stay
+        cached.
         """
         assert not self._in_flight.holds(row), f"row {row} was preempted while the device computes it"
         self._counters.preemptions += 1
@@ -100,6 +108,6 @@ class Preemption:
         self._waiting.push(request)
 
     def _others(self) -> Index:
-        """All rows but those of the oldest request."""
+        """Return all rows except those of the oldest request."""
         busy = self._lifecycle.slots.busy
         return busy[len(self._beam_searches.rows_of(int(busy[0]))) :]

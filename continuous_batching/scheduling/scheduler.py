@@ -1,4 +1,9 @@
-"""Who computes what in this step, and what became of it?"""
+"""Decide the batch of each step, and book its results.
+
+`schedule` admits requests, shares the token budget, adds drafts and makes room for pages; `commit` books the
+tokens, publishes pages and ends requests. The steps themselves live in the modules of this package; the
+scheduler owns them and their order.
+"""
 
 from __future__ import annotations
 
@@ -37,19 +42,19 @@ from kv_cache.pages import PagePool
 class Scheduler:
     """Owns the slots, the pages and the waiting requests.
 
-    It is a function of its inputs alone: requests and times in, batches out; no clock, no device, no
-    chance but from `seed`.
+    It is a function of its inputs alone: requests and times in, batches out. It reads no clock and no device,
+    and its only randomness comes from `seed`.
 
-    `vocab_size` and `eos_token_ids` are the model's. `waiting` is an empty queue of the order that is wanted
-    (None: first come, first served), `limits` what is refused or given up; with `outrank`, who is next
-    preempts running requests of lower priority where slots or pages run short. `max_shared_tokens` bounds
+    `vocab_size` and `eos_token_ids` are the model's. `waiting` is an empty queue with the wanted order (None:
+    first come, first served), and `limits` say what is refused or given up. With `outrank`, the head of the
+    queue preempts running requests of lower priority if slots or pages run short. `max_shared_tokens` bounds
     the prefix that may be shared and the prompts that may share (None: unbounded), for models whose keys
-    depend on the length of their prompt. With a `host_pool`, what a preempted request alone has computed
-    waits there, and what is evicted rests there, instead of being computed again. With `has_tier` there is a
-    tier below: what is published is copied to it, and what was found there comes to rest in the pool. With
-    `speculation`, rows that decode have drafts checked. Every `compact_every_steps` steps (0: never) held
-    pages start to move to the low end, at most `compact_pages_per_step` of them in a step (0: all). `depth`
-    batches are in flight at once (Orca's n_workers): each has its share of the rows.
+    depend on the length of their prompt. With a `host_pool`, pages that only a preempted request has computed
+    wait there, and evicted pages rest there, instead of being computed again. With `has_tier` there is a tier
+    below: published pages are copied to it, and pages found there come to rest in the host pool. With
+    `speculation`, decoding rows have drafts verified. Every `compact_every_steps` steps (0: never) held pages
+    start to move to the low end, at most `compact_pages_per_step` of them in a step (0: all). `depth` batches
+    are in flight at once (Orca's n_workers), each with its share of the rows.
     """
 
     def __init__(
@@ -119,8 +124,10 @@ class Scheduler:
         return self._admission.held_back if len(self.waiting) else None
 
     def add(self, request: Request) -> None:
-        """Queue a request; raises BadRequest, with nothing changed, if it could never be served, and
-        QueueFull if too much waits before it.
+        """Queue a request.
+
+        Raises BadRequest, with nothing changed, if it could never be served, and QueueFull if the queue is
+        too long.
         """
         self.check(request)
         self._gate.check(request, len(self._parallel_samples.leader_of))
@@ -140,11 +147,14 @@ class Scheduler:
         self.waiting.push(request)
 
     def page_keys(self, request: Request) -> list[bytes]:
-        """The keys of its prompt's pages that may be shared; once it has these, `add` hashes nothing."""
+        """Return the keys of the shareable pages of a request's prompt.
+
+        `add` hashes nothing if the request has them.
+        """
         return self.lifecycle.matching.keys(request)
 
     def check(self, request: Request) -> None:
-        """Raise BadRequest for a request that could never be served, or not beside those that are here."""
+        """Raise BadRequest for a request that can never be served, or whose id is in use."""
         check_samples(request)
         for each in (request, *request.followers):
             is_running = self.slots.find(each.id) is not None
@@ -154,9 +164,9 @@ class Scheduler:
             check_request(each, self.vocab_size, stops, self.slots, self.pool)
 
     def end(self, request_id: str, reason: str) -> Request | None:
-        """End a request now, wherever it is; None if it is not here (any more).
+        """End a request now, wherever it is; return None if it is not here.
 
-        A token of it that is in flight is dropped, and its row is freed when that is committed.
+        A token of it that is in flight is dropped, and its row is freed when that batch is committed.
         """
         request = self.waiting.find(request_id)
         if request is not None:
@@ -172,7 +182,7 @@ class Scheduler:
         return None if row is None else self._finish(row, reason)
 
     def expire(self, now_s: float) -> list[Request]:
-        """End who has waited or taken too long, before a step is scheduled; returns them."""
+        """End the requests that have waited or run too long, before a step is scheduled; return them."""
         over = [request for request in self._gate.over(now_s) if self.end(request.id, "timeout")]
         for request in over:
             request.finish_s = now_s
@@ -182,9 +192,9 @@ class Scheduler:
     def can_look_ahead(self) -> bool:
         """Whether the next batch can be made while the last is in flight.
 
-        Not where it depends on which tokens come: forks, beams, drafts, what edits logits (the latter two not
-        where batches have no row in common); nor where a row may be preempted, for pages or by rank, because
-        its request would not know its last token.
+        It cannot if it depends on tokens that are still unknown, as with forks, beams, drafts and changes of
+        logits (the latter two are allowed if batches have no row in common). Nor can it if a row may have to
+        be preempted, for pages or by priority, because the row's request would not know its last token.
         """
         slots, tables, busy = self.slots, self.tables, self.slots.busy
         if self._parallel_samples.leader_of or self._beam_searches.by_number:
@@ -196,9 +206,10 @@ class Scheduler:
         return missing + len(tables.forked) <= tables.num_available
 
     def schedule(self, now_s: float) -> Batch:
-        """Admit, share the budget, make room, and only then make the batch; it may be empty.
+        """Admit requests, share the budget, make room for pages, and only then make the batch.
 
-        With a batch in flight, only where `can_look_ahead` says so.
+
+        The batch may be empty. With a batch in flight, this may be called only if `can_look_ahead`.
         """
         ahead = len(self.in_flight) > 0
         if ahead:
@@ -213,10 +224,10 @@ class Scheduler:
             self._beam_searches.start_beams()
         rows = self.lifecycle.runnable()
         if self.depth > 1 and not (self._beam_searches.by_number or self._parallel_samples.leader_of):
-            # Its share of all, and of what is left for the batches still to be made: the first takes not all
+            # No batch takes more than its share of the busy rows, nor of those left for later batches
             most = min(-(-len(slots.busy) // self.depth), -(-len(rows) // (self.depth - len(self.in_flight))))
             rows = rows[:most]
-        if not len(rows):  # nothing was decided: changes of pages wait for a batch that runs
+        if not len(rows):  # nothing was decided; pending copies wait for a batch that runs
             return NO_BATCH
         if self._compaction is not None and (self.depth == 1 or not ahead):
             self._compaction.step(self.counters.steps)
@@ -238,13 +249,13 @@ class Scheduler:
                 stops, num_drafts = extend_by_drafts(self.lifecycle, rows, stops, left)
         if not self.tables.grow_to(rows, stops):
             rows, starts, stops = self.preemption.make_room(rows, starts, stops)
-            num_drafts = int(np.maximum(stops - slots.num_tokens[rows], 0).sum())  # of rows that are left
+            num_drafts = int(np.maximum(stops - slots.num_tokens[rows], 0).sum())  # without preempted rows
         sampled = (stops >= slots.num_tokens[rows]).nonzero()[0]
         owners, involved = rows[sampled], rows
         if self._parallel_samples.leader_of:
             sampled, owners = self._parallel_samples.fork(rows, sampled)
             involved = np.union1d(rows, owners)
-        if not len(rows):  # as above
+        if not len(rows):  # nothing was decided, as above
             return NO_BATCH
         targets = stops[sampled]
         if num_drafts:
@@ -256,9 +267,10 @@ class Scheduler:
         return batch
 
     def commit(self, batch: Batch, sampled: Sampled, now_s: float) -> Booked:
-        """Book what the device computed.
+        """Book the device's answer to a batch.
 
-        Of a row with drafts the tokens behind right ones, up to one that ends it; of a late row none.
+        A row with drafts gets the tokens behind its accepted drafts, up to one that ends it; a late row gets
+        none.
         """
         slots, counters, outrun = self.slots, self.counters, self.in_flight.outrun
         prompts, scheduled_s = self.in_flight.land(batch)
@@ -272,7 +284,7 @@ class Scheduler:
         if self.speculation is not None:
             self.speculation.learn(batch, rows, positions, sampled.tokens, counters)
         failed = rows[sampled.tokens < 0]
-        # no other row may take over what a failed row computed, not even within this commit
+        # No other row may share what a failed row computed, not even within this commit.
         wrong = [*failed.tolist(), *(row for row, has_failed in outrun.items() if has_failed)]
         if len(prompts):
             right = prompts[~np.isin(prompts, wrong)] if wrong else prompts
@@ -312,11 +324,11 @@ class Scheduler:
         return Booked(*booked, finished, self.tables.take_copies() if flushes else ())
 
     def resize(self, num_pages: int, give_up: GiveUp = "nothing") -> None:
-        """Change the number of pages while serving; raises ValueError, with nothing changed, if it cannot be.
+        """Change the number of pages while serving; raises ValueError, with nothing changed, if impossible.
 
-        What is held is moved to the low end first. A smaller pool may need pages that are held now:
-        `give_up` says whether idle cached pages may be evicted ("cached"), and rows preempted
-        ("running"), for it. Every request that was accepted still fits.
+        Held pages are moved to the low end first. A smaller pool may need pages that are held now: `give_up`
+        says whether idle cached pages may be evicted ("cached"), and rows preempted ("running"), for it.
+        Every request that was accepted still fits.
         """
         assert not len(self.in_flight), "pages were cut off under a batch in flight"
         pool, tables, slots = self.pool, self.tables, self.slots
@@ -343,7 +355,7 @@ class Scheduler:
         return request
 
     def _part(self, request: Request) -> None:
-        """Part a request that ends from its beams, and from the samples that still follow it."""
+        """Detach an ending request from its beams, and from the samples that still follow it."""
         if request.params.beam_width:
             self._beam_searches.end(request)
         if request.followers:

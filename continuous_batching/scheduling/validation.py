@@ -1,4 +1,8 @@
-"""Which requests can never be served, and are refused with a reason?"""
+"""Refuse requests that can never be served, with the reason.
+
+The checks compare a request with the vocabulary, the slot table and the page pool, so that every accepted
+request can finish. Values that are wrong by themselves are refused by `SamplingParams`.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,7 @@ GiveUp = Literal["nothing", "cached", "running"]
 
 
 def check_budget(max_batch_tokens: int, policy: Policy, slots: SlotPool) -> None:
-    """Raise ValueError for a step that is too small for this policy and these slots."""
+    """Raise ValueError if a step's budget is too small for this policy and these slots."""
     if max_batch_tokens < slots.num_slots:
         raise ValueError(
             f"max_batch_tokens is {max_batch_tokens}; it must be at least num_slots ({slots.num_slots}),"
@@ -51,7 +55,7 @@ def check_samples(leader: Request) -> None:
 def check_request(
     request: Request, vocab_size: int, stop_tokens: Index, slots: SlotPool, pool: PagePool
 ) -> None:
-    """Raise BadRequest for a request whose tokens do not exist or that could never fit."""
+    """Raise BadRequest for a request with unknown tokens or one that can never fit."""
     _check_tokens(request, vocab_size)
     if request.params.beam_width:
         _check_beams(request, vocab_size, stop_tokens, slots)
@@ -82,13 +86,13 @@ def check_request(
 
 
 def is_here(request: Request) -> BadRequest:
-    """The refusal of a request by whose id another goes."""
+    """Return the refusal of a request whose id is in use."""
     fix, subject = "give each an id of its own", f"request {request.id}"
     return BadRequest("id", "is being served already", value=request.id, fix=fix, subject=subject)
 
 
 def too_long(num_prompt: int, asked: str, limit: int, *, value: int) -> BadRequest:
-    """The refusal of a request that is longer than any may be, in the words that clients know."""
+    """Return the refusal of a request that is longer than allowed, in the words of the OpenAI API."""
     return BadRequest(
         "prompt" if num_prompt >= limit else "max_tokens",
         f"is {limit} tokens. However, {asked}",
@@ -101,7 +105,7 @@ def too_long(num_prompt: int, asked: str, limit: int, *, value: int) -> BadReque
 
 
 def _check_tokens(request: Request, vocab_size: int) -> None:
-    """Every token id of the prompt and of the parameters is one of the model's."""
+    """Check that every token id of the prompt and of the parameters is in the vocabulary."""
     prompt, params = request.prompt, request.params
     if not len(prompt):
         raise BadRequest("prompt", "is empty; it must hold at least one token")
@@ -123,7 +127,7 @@ def _check_tokens(request: Request, vocab_size: int) -> None:
 
 
 def _check_beams(request: Request, vocab_size: int, stop_tokens: Index, slots: SlotPool) -> None:
-    """There are slots for all beams, and enough tokens to go on with."""
+    """Check that there are slots for all beams, and enough tokens for them to continue with."""
     params = request.params
     width = params.beam_width
     if width > slots.num_slots:
@@ -137,7 +141,8 @@ def _check_beams(request: Request, vocab_size: int, stop_tokens: Index, slots: S
     allowed = np.arange(vocab_size)
     if params.allowed_token_ids is not None:
         allowed = np.frombuffer(params.allowed_token_ids, dtype=np.int32)
-    banned = [word[-1] for word in params.bad_words]  # at most: where the answer ends with the rest of a word
+    # In the worst case, each bad word lacks only its last token
+    banned = [word[-1] for word in params.bad_words]
     going_on = len(np.setdiff1d(allowed, [*stop_tokens, *banned]))
     if width > going_on:
         raise BadRequest(
@@ -157,9 +162,9 @@ def check_resize(
     page_size: int,
     accepted: Sequence[Request],
 ) -> None:
-    """Raise ValueError for a pool too small for what is held, or for a request that was accepted.
+    """Raise ValueError for a pool too small for what is held, or for an accepted request.
 
-    `num_idle` of the held pages are cached and used by nobody.
+    `num_idle` of the held pages are cached and used by no row.
     """
     pages, tokens, width = max(
         ((most_pages(each, page_size), longest_tokens(each), each.params.beam_width) for each in accepted),
@@ -182,14 +187,14 @@ def check_resize(
 
 
 def most_pages(request: Request, page_size: int) -> int:
-    """The most pages that a request may come to hold, with all its beams; the last token is never cached."""
+    """Return the most pages that a request may hold with all its beams; the last token is never cached."""
     longest = max(1, -(-(longest_tokens(request) - 1) // page_size))
     shared = request.num_prompt_tokens // page_size
     return longest + max(0, request.params.beam_width - 1) * (longest - shared)
 
 
 def longest_allowed(slots: SlotPool, pool: PagePool) -> int:
-    """The most tokens that any request may come to."""
+    """Return the most tokens that any request may have, prompt and answer."""
     return min(slots.max_tokens, _capacity(slots, pool))
 
 
@@ -198,5 +203,5 @@ def _capacity(slots: SlotPool, pool: PagePool) -> int:
 
 
 def longest_tokens(request: Request) -> int:
-    """The most tokens that a request may come to, prompt and answer."""
+    """Return the most tokens that a request may have, prompt and answer."""
     return request.num_prompt_tokens + request.params.max_tokens

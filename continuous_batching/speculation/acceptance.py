@@ -1,4 +1,7 @@
-"""How likely is a guess of a row to be right?"""
+"""Estimate how likely a row's drafts are to be accepted.
+
+The estimates are decaying averages of each request, with the average over all requests as their prior.
+"""
 
 from __future__ import annotations
 
@@ -10,44 +13,45 @@ from continuous_batching.speculation.lengths import Verdicts
 from kv_cache.pages import Index
 
 Floats = NDArray[np.float64]
-_KEPT = 0.9  # of what a row showed, at each of its verdicts
-_PRIOR_KEPT = 0.995  # of what all rows showed, at each verdict of any
-_PRIOR_WEIGHT = 4.0  # trials that the rate of all rows stands for in a row's own
-_FIRST_RIGHT, _FIRST_TRIALS = 4.0, 8.0  # before there was any verdict
+_KEPT = 0.9  # share of a row's counts that is kept at each of its verdicts
+_PRIOR_KEPT = 0.995  # share of the counts over all rows that is kept at each verdict of any row
+_PRIOR_WEIGHT = 4.0  # trials for which the rate of all rows counts in a row's own
+_FIRST_RIGHT, _FIRST_TRIALS = 4.0, 8.0  # counts assumed before any verdict
 FIRST, LATER = 0, 1
 
 
 class Acceptance:
-    """Fading rates of each request: of its first guess, and of one that follows a right one.
+    """Decaying acceptance rates of each request: of its first draft, and of one behind an accepted draft.
 
-    They are apart because a row without drafts still shows whether its first guess was right. A request that
-    has shown little is taken to be like all of them together. What it showed follows it to another row; of
-    requests without a row, that of as many is kept as there are rows.
+    They are kept apart because a row without drafts still shows whether its first draft would have been
+    right. A request with few trials is taken to be like the mean of all. Its counts follow it to another row;
+    for requests without a row, as many are kept as there are rows.
     """
 
     def __init__(self, slots: SlotPool) -> None:
         self._slots = slots
-        self._number = np.full(slots.num_slots, -1, dtype=np.int64)  # whose estimates these are
+        # Number of the request whose estimates a row holds
+        self._number = np.full(slots.num_slots, -1, dtype=np.int64)
         self._right: Floats = np.zeros((2, slots.num_slots))
         self._trials: Floats = np.zeros((2, slots.num_slots))
         self._all_right: Floats = np.full(2, _FIRST_RIGHT)
         self._all_trials: Floats = np.full(2, _FIRST_TRIALS)
-        self._away: dict[int, tuple[Floats, Floats]] = {}  # by number, of requests that lost their row
+        self._away: dict[int, tuple[Floats, Floats]] = {}  # keyed by number, for requests that lost their row
 
     def rates(self, rows: Index) -> Floats:
-        """Of rows [N]: how likely the first guess is right, and one that follows a right one. [2, N]"""
+        """Return acceptance rates of rows [N]: the first draft's, and that behind an accepted one. [2, N]"""
         self._follow(rows)
         prior = (self._all_right / self._all_trials)[:, None] * _PRIOR_WEIGHT
         rates: Floats = (self._right[:, rows] + prior) / (self._trials[:, rows] + _PRIOR_WEIGHT)
         return rates
 
     def learn(self, verdicts: Verdicts) -> None:
-        """Guesses turned out right or wrong."""
+        """Update the rates by drafts that were right or wrong."""
         rows, guessed, right = verdicts.rows, verdicts.guessed, verdicts.right
         self._follow(rows)
         trials = np.stack([guessed > 0, np.minimum(right, guessed - 1)]).astype(np.float64)
         hits = np.stack([right > 0, np.maximum(right - 1, 0)]).astype(np.float64)
-        # What says nothing of later guesses lets none of them fade
+        # A verdict that says nothing about later drafts does not decay their counts
         kept = np.where(trials > 0, _KEPT, 1.0)
         self._right[:, rows] = self._right[:, rows] * kept + hits
         self._trials[:, rows] = self._trials[:, rows] * kept + trials
@@ -56,7 +60,7 @@ class Acceptance:
         self._all_trials = self._all_trials * all_kept + trials.sum(axis=1)
 
     def _follow(self, rows: Index) -> None:
-        """Give rows the estimates of the requests that are in them now."""
+        """Load the estimates of the requests that are in these rows now."""
         numbers = self._slots.number[rows]
         changed = np.flatnonzero(numbers != self._number[rows])
         if not len(changed):

@@ -1,8 +1,8 @@
-"""How long does a step of decodes take, with drafts and without?
+"""Predict the time of a decode step, with drafts and without.
 
-`continuous_batching/step_time.py` answers for prompts, whose steps are long; here what counts is the small
-difference that drafts make. On a CPU the first draft of a step costs more than the next ones: attention then
-takes another way, as steps beside a captured graph do.
+`continuous_batching/step_time.py` predicts steps with prompts, which are long; here the small difference that
+drafts make is what counts. On a CPU the first draft of a step costs more than the next ones, because
+attention then takes another path, as do steps outside a captured graph on a device.
 """
 
 from __future__ import annotations
@@ -17,34 +17,39 @@ from continuous_batching.batch import Batch
 from kv_cache.pages import Index
 
 Floats = NDArray[np.float64]
-_SCALES = 1.0, 1.0, 1e2, 1e4  # bring the features near each other
-_KEPT = 0.99  # of what was learnt, at each entry
-_TRUST = 1e-3  # in the last weights, where nothing that was kept says otherwise; in squared errors
-_PLAIN_STEPS = 8  # of one size, whose median is one entry
-_MOST_RATIO = 2.0  # of a measured to a predicted time: what is beyond it is the machine's business
-_ENOUGH = 4  # entries before which no ratio is too large
-_MOST_UNFITTED = 32  # entries that the weights may lack where nobody asks for a time
+_SCALES = 1.0, 1.0, 1e2, 1e4  # scales that bring the features to similar magnitudes
+_KEPT = 0.99  # share of the statistics that is kept at each entry
+# Ridge weight of the last fit, which decides where no kept entry does; in squared errors
+_TRUST = 1e-3
+_PLAIN_STEPS = 8  # steps without drafts of one size, whose median is one entry
+# Limit of measured to predicted time; what exceeds it is a disturbance of the machine
+_MOST_RATIO = 2.0
+_ENOUGH = 4  # entries before which no ratio is limited
+_MOST_UNFITTED = 32  # entries that the weights may lack if no prediction is asked for
 
 
 class DecodeTime:
-    """`a + b·[has drafts] + c·tokens + d·Σcontext`, fitted to relative errors that fade; none is negative.
+    """`a + b·[has drafts] + c·tokens + d·Σcontext`, fitted online, with no negative weight.
 
-    What has never been seen is taken to cost nothing, so that it is tried. A weight that recent steps do not
-    show, such as `b` while there are no drafts, stays what it was.
+    The errors are relative and decay. What has never been observed is taken to cost nothing, so that it is
+    tried. A weight that recent steps do not show, such as `b` while there are no drafts, keeps its value.
     """
 
     def __init__(self) -> None:
-        self.prompt_token_s = 0.0  # of a step that also computes prompts: what a token more costs at most
+        # Mean time per token of steps that also compute prompts, a bound for one more token
+        self.prompt_token_s = 0.0
         self._weights: Floats = np.zeros(4)
         self._products: Floats = np.zeros((4, 4))
         self._sums: Floats = np.zeros(4)
         self._num_entries = 0
-        self._unfitted: list[tuple[float, ...]] = []  # features of the entries since, over their times
+        # Features of entries since the last fit, divided by their times
+        self._unfitted: list[tuple[float, ...]] = []
         self._plain_s: list[float] = []
-        self._starts: Index | None = None  # of the last of these: a batch that is held costs the next ones
+        # Starts of the latest plain steps' last batch; holding the batch itself would slow the next ones
+        self._starts: Index | None = None
 
     def predict(self, num_tokens: int, context: int) -> tuple[float, float, float]:
-        """Seconds without drafts, what having any adds, and what each of them adds."""
+        """Return the seconds of a step without drafts, what having any adds, and what each of them adds."""
         if self._unfitted:
             self._fit()
         base, drafted, token, read = map(truediv, self._weights.tolist(), _SCALES)
@@ -68,7 +73,7 @@ class DecodeTime:
                 self._close()
 
     def _close(self) -> None:
-        """Enter the plain steps so far."""
+        """Enter the median of the plain steps so far."""
         if self._starts is not None:
             self._enter(len(self._starts), self._starts, median(self._plain_s), has_drafts=False)
         self._plain_s, self._starts = [], None
@@ -85,7 +90,7 @@ class DecodeTime:
             self._fit()
 
     def _fit(self) -> None:
-        """Let the weights follow the entries that they lack, all at once."""
+        """Fit the weights to all entries since the last fit at once."""
         rows = np.array(self._unfitted)
         kept = _KEPT ** np.arange(len(rows) - 1, -1, -1)
         faded = _KEPT ** len(rows)
@@ -95,8 +100,8 @@ class DecodeTime:
         self._unfitted.clear()
 
     def _fitted(self) -> Floats:
-        """Least squares without a negative weight: the most negative one is left out until there is none."""
-        # Features are in 1/s; trust is scaled with them, so that it means the same on any machine
+        """Solve least squares without negative weights, dropping the most negative one repeatedly."""
+        # The features are in 1/s, and trust is scaled with them so that it means the same on any machine.
         trust = _TRUST * max(float(self._products[0, 0]), 1e-12)
         products = self._products + trust * np.eye(4)
         sums = self._sums + trust * self._weights

@@ -1,10 +1,10 @@
-"""When does a draft model, or a head, guess, and which tokens does it compute for that?
+"""Choose the tokens that a draft model or head computes on the device.
 
-It has keys and values of its own in the same pages as the target model. What others may find there, or fork
-from, must hold both: so it computes what the target computes of prompts, and of requests that come back, in
-the same step. Of the tokens that decodes add it may lack the last (`SlotPool.draft_lag`) until a row is given
-drafts again: these lie in pages that the row alone writes to, and are not published before. A head may
-lack only as many as the pages keep features for, from which it computes them.
+A draft model has keys and values of its own in the same pages as the target model. Pages that others may find
+there, or fork from, must hold both: so the draft model computes in the same step what the target computes of
+prompts and of resumed requests. Of the tokens that decodes add it may lack the last (`SlotPool.draft_lag`)
+until a row is given drafts again: these are in pages that only this row writes to, and that are not published
+before. A head may lack only as many as the pages keep features for, from which it computes them.
 """
 
 from __future__ import annotations
@@ -19,25 +19,31 @@ from kv_cache.pages import Index
 
 
 class DraftSpans(Protocol):
-    """Which tokens are computed on the device to make drafts, in steps of at most `most` drafts a row."""
+    """Chooses the tokens computed to make drafts, in steps of at most `most` drafts a row."""
 
     def __call__(
         self, slots: SlotPool, rows: Index, starts: Index, stops: Index, most: int
     ) -> tuple[Index, Index]:
-        """`Batch.draft_starts` and `Batch.draft_stops` of spans; nothing is computed where both are equal."""
+        """Return `Batch.draft_starts` and `Batch.draft_stops`.
+
+        Nothing is computed for a span where they are equal.
+        """
         ...
 
 
 class DraftModel:
-    """Always has guesses, whose tokens it makes in the step that checks them."""
+    """A proposer that always has drafts, whose tokens the device makes in the step that verifies them."""
 
     def guess(self, rows: Index, most: int) -> Guesses:
-        """As many as there may be for each of these rows [N]; zeros stand for their tokens."""
+        """Return `most` drafts for each of these rows [N], with zeros in place of their tokens."""
         return Guesses(np.zeros((len(rows), most), dtype=np.int32), np.full(len(rows), most))
 
 
 def model_spans(slots: SlotPool, rows: Index, starts: Index, stops: Index, most: int) -> tuple[Index, Index]:
-    """Of a draft model, which is never fed the last of its drafts: nothing follows it."""
+    """Return the spans of a draft model.
+
+    It is never fed the last of its drafts, because nothing follows it.
+    """
     known = slots.num_tokens[rows]
     has_drafts = stops > known
     first = starts - slots.draft_lag[rows]
@@ -46,11 +52,12 @@ def model_spans(slots: SlotPool, rows: Index, starts: Index, stops: Index, most:
 
 
 def head_spans(slots: SlotPool, rows: Index, starts: Index, stops: Index, most: int) -> tuple[Index, Index]:
-    """Of a head, whose entries for drafts do not last: the target has not found their features yet.
+    """Return the spans of a head, whose entries for drafts do not last.
 
-    The last token of a row that decodes may be known to the device alone, so that without drafts only those
-    before it are computed, for all rows once one lacks as many as it may. Beams share pages, and have no
-    drafts: nothing is computed of their answers.
+    The target has not computed the features of drafts yet. The last token of a decoding row may be known to
+    the device alone, so without drafts only the tokens before it are computed, and for all rows at once when
+    one lacks as many as it may. Beams share pages and have no drafts, so nothing of their answers is
+    computed.
     """
     known = slots.num_tokens[rows]
     lag = slots.draft_lag[rows]

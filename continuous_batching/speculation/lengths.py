@@ -1,4 +1,7 @@
-"""How many of its guesses does each row let the model check?"""
+"""Define the interface by which the number of drafts to verify is chosen, and its simplest form.
+
+`throughput` chooses by measured times and acceptance rates, `source` by a formula; `Fixed` verifies all.
+"""
 
 from __future__ import annotations
 
@@ -11,64 +14,65 @@ from kv_cache.pages import Index
 
 @dataclass(frozen=True, slots=True)
 class Offers:
-    """What rows could have checked in the next step."""
+    """The drafts that rows could have verified in the next step."""
 
-    rows: Index  # [N] of the slot table, oldest request first
-    counts: Index  # [N] guesses of each
-    starts: Index  # [S] tokens in the cache, of all spans of the step without drafts
+    rows: Index  # [N] rows of the slot table, oldest request first
+    counts: Index  # [N] drafts of each row
+    starts: Index  # [S] tokens in the cache, for all spans of the step without drafts
     stops: Index  # [S]
-    spare_tokens: int  # of the step's budget; beyond it, drafts of the youngest are left out
+    # Left of the step's budget; drafts of the youngest rows beyond it are dropped
+    spare_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class Verdicts:
-    """What came of guesses that were made, checked by the model or only compared with what it said.
+    """The outcome of drafts, whether the model verified them or they were only compared with its tokens.
 
-    A row whose request ended within its guesses says nothing about those after its end: they are not counted.
+    A row whose request ended within its drafts says nothing about those after its end, which are not counted.
     """
 
-    rows: Index  # [N] of the slot table
+    rows: Index  # [N] rows of the slot table
     guessed: Index  # [N]
-    right: Index  # [N] guesses before the first wrong one
+    right: Index  # [N] drafts before the first wrong one
 
 
 class Lengths(Protocol):
-    """Chooses numbers of drafts; a function of what it is given, times included."""
+    """Chooses numbers of drafts, as a function of its inputs, times included."""
 
     @property
     def asks(self) -> bool:
-        """Whether guesses are to be made at all."""
+        """Whether drafts are to be proposed at all."""
         ...
 
     @property
     def is_hopeful(self) -> bool:
-        """Whether a step is worth waiting for the tokens of the one before, which guesses must follow."""
+        """Whether the next step should wait for the tokens in flight, because drafts must follow them."""
         ...
 
     def choose(self, offers: Offers) -> Index:
-        """How many guesses of each row [N] become drafts."""
+        """Return how many drafts of each row [N] are verified."""
         ...
 
     def learn(self, verdicts: Verdicts) -> None:
-        """Guesses turned out right or wrong."""
+        """Learn from drafts that were right or wrong."""
         ...
 
     def observe(self, batch: Batch, took_s: float, tokens: int) -> None:
-        """A step took so long and brought so many tokens."""
+        """Learn from the time and the number of tokens of a step."""
         ...
 
 
 class Fixed:
-    """All of them."""
+    """Verifies all drafts that are offered."""
 
     asks = is_hopeful = True
 
     def choose(self, offers: Offers) -> Index:
-        """How many guesses of each row become drafts."""
+        """Return the number offered for each row."""
         return offers.counts
 
     def learn(self, verdicts: Verdicts) -> None:
-        """Nothing is learnt."""
+        """Learn nothing."""
 
     def observe(self, batch: Batch, took_s: float, tokens: int) -> None:
-        """Nothing is learnt."""
+        """Learn nothing."""

@@ -1,7 +1,7 @@
-"""What followed the last tokens of a row when the same row held them before?
+"""Propose drafts by prompt lookup: what followed the row's last tokens when they stood there before.
 
-Where an answer quotes its prompt or repeats itself, the last `LENGTH` tokens have stood in the row before,
-and what followed them then is likely to follow again.
+If an answer quotes its prompt or repeats itself, its last `LENGTH` tokens have stood in the row before, and
+what followed them then is likely to follow again.
 """
 
 from __future__ import annotations
@@ -14,22 +14,23 @@ from continuous_batching.speculation.proposer import Guesses
 from kv_cache.pages import Index
 
 LENGTH = 3  # tokens that must be equal
-_MOST_ENTRIES = 2**22  # of all tables together, 4 bytes each, as long as a row has its least
-_LEAST_BITS, _MOST_BITS = 8, 15  # of the entries of a row
-_BLOCK = 64  # tokens that are new in many rows at once; more are a row's own business
-_ROWS_PER_LOOK = 32  # a look costs the host much the same for one row as for so many
-_MOST_ASKED = 32  # times between two looks: what comes meanwhile fits a block
+# Entries of all tables together, 4 bytes each, unless each row's minimum needs more
+_MOST_ENTRIES = 2**22
+_LEAST_BITS, _MOST_BITS = 8, 15  # bounds of the table size of a row
+_BLOCK = 64  # new tokens that are indexed for many rows at once; more are indexed row by row
+_ROWS_PER_LOOK = 32  # a lookup costs the host much the same for one row as for so many
+_MOST_ASKED = 32  # calls between two lookups, so that the tokens between them fit a block
 
 
 class NGram:
-    """Guesses from the most recent earlier place where the last tokens of a row stood.
+    """Proposes the tokens behind the most recent earlier occurrence of a row's last tokens.
 
-    Each row has a hash table, from any `LENGTH` tokens in a row to the position after their last place. The
-    tables have a fixed size: where two entries meet, the later one stays. What is found is compared with the
-    tokens themselves.
+    Each row has a hash table from any `LENGTH` consecutive tokens to the position behind their last
+    occurrence. The tables have a fixed size, and of two colliding entries the later one stays; what is found
+    is compared with the tokens themselves.
 
-    A guess that was right goes on where it came from, and is not looked up again. Rows without one are looked
-    up all together; beside rows that have one, and ask after each step, only every so many times.
+    A draft that was right continues from its source and is not looked up again. Rows without a source are
+    looked up all together; while other rows have one, and so ask after each step, only once every few calls.
     """
 
     def __init__(self, slots: SlotPool) -> None:
@@ -37,17 +38,19 @@ class NGram:
         fitting = (_MOST_ENTRIES // slots.num_slots).bit_length() - 1
         useful = slots.max_tokens.bit_length()
         self._bits = max(_LEAST_BITS, min(fitting, useful, _MOST_BITS))
-        self._tables = np.zeros(slots.num_slots << self._bits, dtype=np.int32)  # 0: no such place
-        self._number = np.full(slots.num_slots, -1, dtype=np.int64)  # of the request that was indexed
-        self._indexed = np.zeros(slots.num_slots, dtype=np.int64)  # the next position to go into the table
-        # A guess for position `known` is what stands at `source`; 0: there is none
+        # Position behind each hash; 0: none
+        self._tables = np.zeros(slots.num_slots << self._bits, dtype=np.int32)
+        self._number = np.full(slots.num_slots, -1, dtype=np.int64)  # number of the request that is indexed
+        # The next position to be entered into the table
+        self._indexed = np.zeros(slots.num_slots, dtype=np.int64)
+        # The draft for position `known` is the token at `source`; 0: there is none
         self._known = np.zeros(slots.num_slots, dtype=np.int64)
         self._source = np.zeros(slots.num_slots, dtype=np.int64)
         self._flat: NDArray[np.int32] = slots.token_ids.reshape(-1)  # a view
         self._until_look = 0
 
     def guess(self, rows: Index, most: int) -> Guesses:
-        """What followed the last tokens of these rows [N] before, up to `most` tokens."""
+        """Return up to `most` tokens that followed the last tokens of these rows [N] before."""
         slots = self._slots
         known = slots.num_tokens.take(rows)
         source = self._source.take(rows)
@@ -55,7 +58,7 @@ class NGram:
         if is_new.any():
             self._forget(rows[is_new])
             source[is_new] = 0
-            self._until_look = 0  # what a new request quotes, it may quote at once
+            self._until_look = 0  # a new request may quote its prompt at once
         found = source.nonzero()[0]
         if len(found):
             source[found] = self._followed(rows[found], known[found], source[found])
@@ -77,21 +80,21 @@ class NGram:
         return Guesses(tokens, counts)
 
     def _forget(self, rows: Index) -> None:
-        """These rows hold other requests than they did."""
+        """Reset rows that hold another request than before."""
         self._tables.reshape(len(self._number), -1)[rows] = 0
         self._number[rows] = self._slots.number[rows]
         self._indexed[rows] = LENGTH
         self._source[rows] = 0
 
     def _followed(self, rows: Index, known: Index, source: Index) -> Index:
-        """The sources of guesses, as far on as their rows; 0 where a row said something else."""
+        """Return the sources advanced as far as their rows, or 0 if a row continued differently."""
         moved = source + known - self._known[rows]
         return np.where(self._is_same(rows, moved, known), moved, 0)
 
     def _look(self, rows: Index, known: Index) -> Index:
-        """The positions after the most recent earlier places of the last tokens of rows; 0: none is known.
+        """Return the positions behind the most recent earlier occurrence of the rows' last tokens; 0: none.
 
-        What came since the last time goes into the tables before.
+        Tokens that came since the last lookup are entered into the tables first.
         """
         pending = known - self._indexed.take(rows)
         width = int(pending.max())
@@ -99,13 +102,13 @@ class NGram:
             width = _BLOCK
             for at in np.flatnonzero(pending > _BLOCK).tolist():
                 self._index_all(int(rows[at]), int(known[at] - pending[at]), int(known[at]))
-        # Of each row as many tokens: where fewer are new, the last ones before them are entered again
+        # Every row enters the same number of tokens: if fewer are new, the ones before them are entered again
         positions = known + np.arange(-width - LENGTH, 1)[:, None]  # [LENGTH + width + 1, N]
         if positions[0].min() < 0:
             np.maximum(positions, 0, out=positions)
         entries = self._hashed(self._flat.take(positions[:-1] + rows * self._slots.max_tokens))
         entries += rows << self._bits  # [width + 1, N]
-        # Of the tables' own type: numpy then needs no buffer
+        # The tables' own type, for which numpy needs no buffer
         self._tables[entries[:-1]] = positions[LENGTH:-1].astype(np.int32)
         self._indexed[rows] = known
         found: Index = self._tables.take(entries[-1]).astype(np.int64)
@@ -120,7 +123,7 @@ class NGram:
         self._tables[(row << self._bits) + self._hashed(tokens)] = np.arange(start, stop)
 
     def _hashed(self, tokens: NDArray[np.int32]) -> Index:
-        """Of `LENGTH` tokens each along the first axis: where a row's table holds what followed them."""
+        """Hash every `LENGTH` consecutive tokens along the first axis to an index of a row's table."""
         words, last = tokens.view(np.uint32), len(tokens) - LENGTH + 1
         hashed = words[:last] * np.uint32(0x9E3779B1)
         for at in range(1, LENGTH):
@@ -130,7 +133,7 @@ class NGram:
         return hashed.astype(np.int64)
 
     def _is_same(self, rows: Index, positions: Index, known: Index) -> NDArray[np.bool_]:
-        """Whether the tokens before these positions are those at the ends of their rows."""
+        """Whether the tokens before these positions equal those at the ends of their rows."""
         first = rows * self._slots.max_tokens
         at, last = first + np.maximum(positions, LENGTH), first + known
         same = positions >= LENGTH

@@ -1,4 +1,7 @@
-"""Who guesses what rows will say next?"""
+"""Define the interface of a proposer, which drafts the next tokens of rows.
+
+Implementations are `ngram`, `suffix` and, for drafts that the device makes, `draft_model`.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +16,19 @@ from kv_cache.pages import Index
 
 @dataclass(frozen=True, slots=True)
 class Guesses:
-    """The next tokens of N rows, as far as there is a guess."""
+    """The drafts of N rows."""
 
-    tokens: NDArray[np.int32]  # [N, most]; those beyond `counts` mean nothing
-    counts: Index  # [N] guessed tokens of each row
+    tokens: NDArray[np.int32]  # [N, most]; entries beyond `counts` have no meaning
+    counts: Index  # [N] number of drafts of each row
 
 
 class Proposer(Protocol):
-    """Guesses tokens from what the slot table holds, and from nothing else: no clock, no chance.
+    """Proposes tokens as a function of the slot table alone, without a clock or randomness.
 
     It is not told when rows are taken and left: it finds the tokens that came since it last looked at a row,
-    and knows a new request by its number.
+    and recognises a new request by its number.
     """
 
     def guess(self, rows: Index, most: int) -> Guesses:
-        """At most `most` tokens to follow the known ones of each of these rows [N], which decode."""
+        """Return at most `most` tokens to follow the known ones of each of these rows [N], which decode."""
         ...

@@ -1,7 +1,7 @@
-"""Which number of drafts does the chapter's formula name?
+"""Choose the number of drafts by the formula of the sources' chapter on speculation.
 
-The speedup of k drafts is taken to be (1 + a + ... + a^k) / (1 + 0.1 k), a being the mean of the last shares
-of drafts that were right. It knows neither how many rows there are, nor how long a step takes.
+The speedup of k drafts is taken to be (1 + a + ... + a^k) / (1 + 0.1 k), a being the mean of the latest
+shares of drafts that were accepted. The formula knows neither the number of rows nor the time of a step.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from continuous_batching.batch import Batch
 from continuous_batching.speculation.lengths import Offers, Verdicts
 from kv_cache.pages import Index
 
-_DRAFT_COST = 0.1  # of a step of the target model
-_LEAST_RATE = 0.001  # below it the base length is taken
+_DRAFT_COST = 0.1  # cost of a draft, as a share of a step of the target model
+_LEAST_RATE = 0.001  # acceptance rate below which the base length is used
 
 
 class Source:
-    """The same number for every row, from `least` to `most`; `base` before anything is known.
+    """The same number of drafts for every row, from `least` to `most`; `base` before anything is known.
 
     `window` is the number of shares that are remembered.
     """
@@ -33,11 +33,11 @@ class Source:
         self._shares = deque[float](maxlen=window)
 
     def choose(self, offers: Offers) -> Index:
-        """How many guesses of each row become drafts."""
+        """Return how many drafts of each row are verified."""
         return np.minimum(offers.counts, self.best())
 
     def best(self) -> int:
-        """The length of the largest speedup, the shortest of equal ones."""
+        """Return the length with the largest speedup, the shortest of equal ones."""
         rate = sum(self._shares) / len(self._shares) if self._shares else 0.0
         if rate < _LEAST_RATE:
             return self._base
@@ -45,8 +45,8 @@ class Source:
         return max(lengths, key=lambda k: sum(rate**i for i in range(k + 1)) / (1 + _DRAFT_COST * k))
 
     def learn(self, verdicts: Verdicts) -> None:
-        """Guesses turned out right or wrong."""
+        """Remember the shares of drafts that were right."""
         self._shares.extend((verdicts.right / verdicts.guessed).tolist())
 
     def observe(self, batch: Batch, took_s: float, tokens: int) -> None:
-        """Nothing is learnt: no time enters the formula."""
+        """Learn nothing, because no time enters the formula."""

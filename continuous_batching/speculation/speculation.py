@@ -1,7 +1,8 @@
-"""How do guesses become drafts, and what is learnt from what the model says instead?
+"""Turn proposed tokens into drafts of a step, and learn from the tokens that the model samples.
 
-Drafts never change a token: one counts only if it is the token that the row draws at its place anyway
-(`sampling/drafts.py`). So all that is decided here is how many tokens a step brings, and how long it takes.
+Drafts never change a token: one counts only if it equals the token that the row samples at its position
+anyway (`sampling/drafts.py`). So this decides only how many tokens a step brings, and how long it takes. What
+is proposed is left to a `Proposer`, and how many drafts are verified to `Lengths`.
 """
 
 from __future__ import annotations
@@ -17,17 +18,18 @@ from continuous_batching.speculation.lengths import Lengths, Offers, Verdicts
 from continuous_batching.speculation.proposer import Guesses, Proposer
 from kv_cache.pages import Index
 
-ROWS_PER_PAUSE = 16  # that ask in vain: as many steps as they are times so many go by before they ask again
-MOST_PAUSE_STEPS = 32  # so that what proposers have not seen stays little
+# While no row has a proposal, one step in so many is skipped for each group of this many rows
+ROWS_PER_PAUSE = 16
+MOST_PAUSE_STEPS = 32  # bounds the tokens that proposers have not seen yet
 
 
 class Speculation:
-    """Asks a proposer for at most `most` guesses a row, and lets `lengths` say how many of them to check.
+    """Asks a proposer for at most `most` drafts a row, and `lengths` for how many of them to verify.
 
-    While none of many rows has a guess, it asks only after one step for every `rows_per_pause` of them: it
-    costs the host as much for a few rows as for one.
+    While none of many rows has a proposal, the proposer is asked only after one step for every
+    `rows_per_pause` rows, because asking costs the host as much for a few rows as for one.
 
-    With `spans`, a draft model or a head makes the tokens of drafts on the device, in the step that checks
+    With `spans`, a draft model or a head makes the tokens of drafts on the device, in the step that verifies
     them. The host gets them with the step's answer; until then zeros stand in their places.
     """
 
@@ -45,30 +47,31 @@ class Speculation:
         self.lengths = lengths
         self.most = most
         self.spans = spans
-        self.accepted_by_position = [0] * most  # right drafts that were the first, second, ... of their span
+        # Number of accepted drafts that were the first, second, ... of their span
+        self.accepted_by_position = [0] * most
         self._slots, self._proposer, self._rows_per_pause = slots, proposer, rows_per_pause
         self._pause = 0  # steps until the proposer is asked again
-        self._num_booked = 0  # tokens of the last batch
+        self._num_booked = 0  # tokens committed from the last batch
         self._has_guesses = False  # whether the last step may bring a verdict
-        # The last guesses of each row, and the position of the first: also of those that were no drafts
+        # The last proposals of each row, whether they became drafts or not, and the position of the first
         self._tokens = np.zeros((slots.num_slots, most), dtype=np.int32)
         self._counts = np.zeros(slots.num_slots, dtype=np.int64)
         self._known = np.zeros(slots.num_slots, dtype=np.int64)
 
     @property
     def is_hopeful(self) -> bool:
-        """Whether a step is worth waiting for the tokens of the one before, which drafts would follow."""
+        """Whether the next step should wait for the tokens in flight, which drafts must follow."""
         return self.lengths.is_hopeful and bool(self._slots.most_drafts[self._slots.busy].any())
 
     def propose(
         self, rows: Index, starts: Index, stops: Index, spare_tokens: int, in_flight: Index = EMPTY
     ) -> bool:
-        """Give drafts to spans of a step, which rows compute from `starts` to `stops`, where it pays.
+        """Give drafts to the spans of a step, which rows compute from `starts` to `stops`, where that pays.
 
-        Only what decodes may have some, and never where its last token would be one: each step brings a row
-        at least one token that is no guess. `spare_tokens` is what the step's budget leaves. Of rows that are
-        `in_flight` in other batches, what was guessed is still to be judged. Returns whether any row has
-        drafts.
+        Only decodes may have drafts, and never at the last position of a request: each step brings a row at
+        least one sampled token. `spare_tokens` is what the step's budget leaves. For rows that are
+        `in_flight` in other batches, earlier proposals still wait for their verdict. Returns whether any row
+        has drafts.
         """
         slots = self._slots
         if self._has_guesses:
@@ -102,7 +105,7 @@ class Speculation:
         return bool(drafts.any())
 
     def _led_by_grammars(self, rows: Index, guesses: Guesses) -> Guesses:
-        """Guesses of rows [N] without what a row's grammar refuses; where it leaves one text, that text."""
+        """Cut proposals for rows [N] where a row's grammar refuses them, or replace them by forced text."""
         slots, tokens, counts = self._slots, guesses.tokens.copy(), guesses.counts.copy()
         for at in np.flatnonzero(slots.constrained[rows]).tolist():
             row = rows[at]
@@ -116,11 +119,11 @@ class Speculation:
         return Guesses(tokens, counts)
 
     def draft_spans(self, rows: Index, starts: Index, stops: Index) -> tuple[Index, Index] | tuple[()]:
-        """`Batch.draft_starts` and `Batch.draft_stops` of spans; nothing where the host guesses."""
+        """Return `Batch.draft_starts` and `Batch.draft_stops` of spans, or nothing if the host proposes."""
         return () if self.spans is None else self.spans(self._slots, rows, starts, stops, self.most)
 
     def learn(self, batch: Batch, rows: Index, positions: Index, tokens: Index, counters: Counters) -> None:
-        """Of what the model chose for a batch, `tokens` [A] are booked for these positions of rows [A]."""
+        """Compare proposals with the `tokens` [A] that were committed at these positions of rows [A]."""
         self._pause -= 1
         self._num_booked = len(rows)
         if not self._has_guesses or not len(rows):
@@ -128,9 +131,9 @@ class Speculation:
         first = np.flatnonzero(np.diff(rows, prepend=-1))
         owners, booked = rows[first], np.diff(first, append=len(rows))
         num_drafts = self._drafts_of(batch, owners) if batch.num_drafts else np.zeros_like(owners)
-        if self.spans is not None:  # only what became a draft was guessed
+        if self.spans is not None:  # only tokens that became drafts were made on the device
             compared = num_drafts
-        else:  # without drafts, the first guess is compared with what the model said, which costs nothing
+        else:  # without drafts the first proposal is compared with the sampled token, which costs nothing
             compared = np.minimum(np.maximum(num_drafts, 1), self._counts[owners])
         compared = np.where(self._known[owners] == positions[first], np.minimum(compared, booked), 0)
         self._counts[owners] = 0
@@ -142,14 +145,15 @@ class Speculation:
             is_right[at] = self._slots.token_ids[rows[at], positions[at]] == tokens[at]
         else:
             is_right[at] = self._tokens[rows[at], ahead[at]] == tokens[at]
-        right: Index = np.add.reduceat(is_right, first)  # only a right one is followed by another
+        # A token behind a wrong draft is not committed, so right ones come first
+        right: Index = np.add.reduceat(is_right, first)
         self._count(counters, owners, num_drafts, right)
         learnt = np.flatnonzero(compared)
         if len(learnt):
             self.lengths.learn(Verdicts(owners[learnt], compared[learnt], right[learnt]))
 
     def observe(self, batch: Batch, took_s: float) -> None:
-        """The step of the batch that was learnt from last took so long."""
+        """Learn from the time of the step whose batch was passed to `learn` last."""
         self.lengths.observe(batch, took_s, self._num_booked)
 
     def _drafts_of(self, batch: Batch, owners: Index) -> Index:

@@ -1,6 +1,6 @@
-"""What followed the last tokens of a row wherever they stood before, in any request under the same salt?
+"""Propose drafts by suffix matching over the tokens of all requests under the same salt.
 
-Answers that resemble earlier ones, or quote prompts that others brought too, go on as those did.
+Answers that resemble earlier ones, or quote prompts that other requests also had, continue as those did.
 """
 
 from __future__ import annotations
@@ -12,27 +12,29 @@ from continuous_batching.slots import SlotPool
 from continuous_batching.speculation.proposer import Guesses
 from kv_cache.pages import Index
 
-LENGTHS = (8, 4)  # of the ends that are looked up, the longest first; each is twice the next
+# Lengths of the suffixes that are looked up, the longest first; each is twice the next
+LENGTHS = (8, 4)
 _LONGEST, _SHORTEST = LENGTHS[0], LENGTHS[-1]
-_CHUNK = 256  # tokens of one request that lie together
-_BLOCK = 192  # tokens that are new in many rows at once; more are a row's own business
-_ROWS_PER_LOOK = 32  # a look costs the host much the same for one row as for so many
+_CHUNK = 256  # tokens of one request that are stored together
+_BLOCK = 192  # new tokens that are stored for many rows at once; more are stored row by row
+_ROWS_PER_LOOK = 32  # a lookup costs the host much the same for one row as for so many
 _ROWS_PER_VAIN_LOOK = 64
-_MOST_ASKED, _MOST_ASKED_IN_VAIN = 64, 4  # times between two looks: what comes meanwhile fits a block
+# Calls between two lookups, so that the tokens between them fit a block
+_MOST_ASKED, _MOST_ASKED_IN_VAIN = 64, 4
 _FACTOR = np.uint32(0x9E3779B1)
 CAPACITY_TOKENS = 2**20
 
 
 class Suffix:
-    """Guesses from the latest place of the longest known end of a row.
+    """Proposes what followed the latest occurrence of a row's longest known suffix.
 
-    The tokens of all requests are kept in chunks, which repeat the last tokens of the chunk before them; when
-    `capacity_tokens` are kept, the oldest chunk makes room. For each length a hash table, which all share,
-    leads from the end of a text to the place after its latest occurrence. What is found is compared with the
-    tokens themselves, and with the salt of the request that they are of.
+    The tokens of all requests are stored in chunks, each of which repeats the last tokens of the chunk before
+    it; when `capacity_tokens` are stored, the oldest chunk is reused. For each suffix length one hash table,
+    shared by all rows, leads from a suffix to the place behind its latest occurrence. What is found is
+    compared with the tokens themselves, and with the salt of their request.
 
-    A guess that was right goes on where it came from. Rows without one are looked up all together; beside
-    rows that have one, and ask after each step, only every so many times.
+    A draft that was right continues from its source. Rows without a source are looked up all together; while
+    other rows have one, and so ask after each step, only once every few calls.
     """
 
     def __init__(self, slots: SlotPool, capacity_tokens: int = CAPACITY_TOKENS) -> None:
@@ -40,7 +42,7 @@ class Suffix:
         self._slots = slots
         self._token_ids: NDArray[np.int32] = slots.token_ids.reshape(-1)  # a view
         self._bits = min((num_chunks * _CHUNK).bit_length(), 24)
-        # One chunk more than is used: place 0, in it, means that there is none
+        # One chunk more than is used: place 0, which lies in it, means that there is no place
         self._chunks = np.zeros((1 + num_chunks, _CHUNK), dtype=np.int32)
         self._flat: NDArray[np.int32] = self._chunks.reshape(-1)  # a view
         self._filled = np.zeros(1 + num_chunks, dtype=np.int64)
@@ -49,23 +51,23 @@ class Suffix:
         self._tables = np.zeros((len(LENGTHS), 1 << self._bits), dtype=np.int32)
         self._salts: dict[str, int] = {}
         self._num_salts = 0
-        self._number = np.full(slots.num_slots, -1, dtype=np.int64)  # of the request that is followed
+        self._number = np.full(slots.num_slots, -1, dtype=np.int64)  # number of the request that is followed
         self._salt = np.zeros(slots.num_slots, dtype=np.int64)
-        self._chunk = np.zeros(slots.num_slots, dtype=np.int64)  # that a row's next token goes into
-        self._stored = np.zeros(slots.num_slots, dtype=np.int64)  # tokens of the request
-        # A guess for position `known` is what stands at `source`; 0: there is none
+        self._chunk = np.zeros(slots.num_slots, dtype=np.int64)  # chunk that receives a row's next token
+        self._stored = np.zeros(slots.num_slots, dtype=np.int64)  # tokens of the request that are stored
+        # The draft for position `known` is the token at `source`; 0: there is none
         self._known = np.zeros(slots.num_slots, dtype=np.int64)
         self._source = np.zeros(slots.num_slots, dtype=np.int64)
         self._until_look = 0
 
     def guess(self, rows: Index, most: int) -> Guesses:
-        """What followed the ends of these rows [N] before, up to `most` tokens."""
+        """Return up to `most` tokens that followed the suffixes of these rows [N] before."""
         slots = self._slots
         known = slots.num_tokens.take(rows)
         is_new = slots.number.take(rows) != self._number.take(rows)
         if is_new.any():
             self._follow(rows[is_new])
-            self._until_look = 0  # what a new request quotes, it may quote at once
+            self._until_look = 0  # a new request may quote a stored one at once
         source = self._source.take(rows)
         found = source.nonzero()[0]
         if len(found):
@@ -92,14 +94,14 @@ class Suffix:
         return Guesses(tokens, counts)
 
     def _follow(self, rows: Index) -> None:
-        """These rows hold other requests than they did: keep their tokens so far."""
+        """Start to follow the new requests in these rows."""
         for row in rows.tolist():
             self._number[row] = self._slots.number[row]
             self._salt[row] = self._salt_number(self._slots.requests[row].cache_salt)
             self._chunk[row], self._stored[row], self._source[row] = 0, 0, 0
 
     def _salt_number(self, salt: str | None) -> int:
-        """A number for a salt, as long as tokens under it are kept; 0: there is no salt."""
+        """Return a number for a salt, as long as tokens under it are stored; 0: there is no salt."""
         if salt is None:
             return 0
         number = self._salts.get(salt)
@@ -112,12 +114,12 @@ class Suffix:
         return number
 
     def _followed(self, rows: Index, known: Index, source: Index) -> Index:
-        """The sources of guesses, as far on as their rows; 0 where a row said something else."""
+        """Return the sources advanced as far as their rows, or 0 if a row continued differently."""
         moved = source + known - self._known[rows]
         return np.where(self._is_same(rows, moved, known, _SHORTEST), moved, 0)
 
     def _store(self, rows: Index, known: Index) -> None:
-        """Keep the tokens of rows that came since the last time, and enter what they follow."""
+        """Store the new tokens of rows, and enter their suffixes into the tables."""
         pending = known - self._stored[rows]
         for at in np.flatnonzero(pending > _BLOCK).tolist():
             self._store_all(int(rows[at]), int(known[at]))
@@ -130,13 +132,14 @@ class Suffix:
             is_open = (self._chunk[rows] > 0) & (self._filled[self._chunk[rows]] + width <= _CHUNK)
             if is_open.all():
                 break
-            self._open_chunks(rows[~is_open])  # this may take the chunk of another row, but none of its own
+            # This may take the chunk of another of these rows, so all are checked again
+            self._open_chunks(rows[~is_open])
         chunks, stored = self._chunk[rows], self._stored[rows]
         filled = self._filled[chunks]
         first = chunks * _CHUNK + filled
         sources, ahead = rows * self._slots.max_tokens + stored, np.arange(width)[:, None]
         is_new = ahead < pending
-        if is_new.all() and stored.min() >= _LONGEST:  # as where all rows decode
+        if is_new.all() and stored.min() >= _LONGEST:  # the usual case, in which all rows decode
             of_rows = _runs(self._token_ids, _LONGEST + width)[sources - _LONGEST]
             _runs(self._flat, width)[first] = of_rows[:, _LONGEST:]
             tokens = np.ascontiguousarray(of_rows.T)
@@ -149,7 +152,7 @@ class Suffix:
         self._enter(first, filled, tokens, is_new, self._salt[rows])
 
     def _store_all(self, row: int, known: int) -> None:
-        """Keep the many new tokens of a row, such as a prompt."""
+        """Store the many new tokens of a row, such as a prompt."""
         while self._stored[row] < known:
             filled = int(self._filled[self._chunk[row]])
             if not self._chunk[row] or filled == _CHUNK:
@@ -168,11 +171,11 @@ class Suffix:
             self._enter(first, np.array([filled]), tokens, is_new, self._salt[row : row + 1])
 
     def _open_chunks(self, rows: Index) -> None:
-        """Give rows new chunks, in place of the oldest, which begin with the last tokens that were kept."""
+        """Give rows new chunks, reusing the oldest; each begins with the row's last stored tokens."""
         num = len(self._chunks) - 1
         chunks = 1 + (self._next_chunk - 1 + np.arange(len(rows))) % num
         self._next_chunk = 1 + (int(chunks[-1]) - 1 + 1) % num
-        self._chunk[np.isin(self._chunk, chunks)] = 0  # of rows that have said nothing for long
+        self._chunk[np.isin(self._chunk, chunks)] = 0  # detach rows that have stored nothing for long
         overlap = np.minimum(self._stored[rows], _LONGEST)
         ahead = np.arange(_LONGEST)
         positions = np.minimum(
@@ -191,12 +194,13 @@ class Suffix:
         is_new: NDArray[np.bool_],
         salts: Index,
     ) -> None:
-        """Enter the places from `first` [N] on, which have `filled` tokens of their chunk before them.
+        """Enter the places from `first` [N] on into the tables; `filled` tokens of their chunk precede them.
 
-        `tokens` [_LONGEST + width, N] are those that stand there, and those before them.
+        `tokens` [_LONGEST + width, N] are the tokens at these places and those before them.
         """
         ahead = np.arange(len(is_new), dtype=np.int32)[:, None]
-        places = first.astype(np.int32) + ahead  # [width, N] of the table's type: numpy then needs no buffer
+        # [width, N] in the tables' type, for which numpy needs no buffer
+        places = first.astype(np.int32) + ahead
         hashes = self._hashed(tokens[:-1], salts)
         if filled.min() >= _LONGEST and is_new.all():
             for table, hashed in zip(self._tables, hashes):
@@ -207,7 +211,7 @@ class Suffix:
             table[hashed[at]] = places[at]
 
     def _hashed(self, tokens: NDArray[np.int32], salts: Index) -> list[Index]:
-        """For each length: entries under the ends of each of the last places after these tokens [T, N]."""
+        """Return, for each length, the table entries of the suffixes that end behind these tokens [T, N]."""
         last = len(tokens) + 1 - _LONGEST
         words = tokens.view(np.uint32) + np.uint32(1)
         hashed = words[: len(words) + 1 - _SHORTEST] * _FACTOR
@@ -215,7 +219,7 @@ class Suffix:
             hashed += words[ahead : len(words) + 1 - _SHORTEST + ahead]
             hashed *= _FACTOR
         of_length = [hashed]
-        for length in reversed(LENGTHS[1:]):  # an end twice as long, of two of this length
+        for length in reversed(LENGTHS[1:]):  # a suffix of twice the length is hashed from two of this length
             hashed = (hashed[:-length] * _FACTOR ^ hashed[length:]) * _FACTOR
             of_length.insert(0, hashed)
         salted = salts.astype(np.uint32) * np.uint32(0x85EBCA6B)
@@ -225,7 +229,7 @@ class Suffix:
         ]
 
     def _look(self, rows: Index, known: Index) -> Index:
-        """The places after the latest occurrences of the longest known ends of rows; 0: none is known."""
+        """Return the places behind the latest occurrences of the rows' longest known suffixes; 0: none."""
         positions = known + np.arange(-_LONGEST, 0)[:, None]
         hashes = self._hashed(self._slots.token_ids[rows, positions], self._salt[rows])
         best = np.zeros(len(rows), dtype=np.int64)
@@ -238,13 +242,13 @@ class Suffix:
         return best
 
     def _ends(self, places: Index) -> Index:
-        """Where the tokens end that are kept behind these places."""
+        """Return where the stored tokens end that follow these places."""
         chunks = places // _CHUNK
         ends: Index = chunks * _CHUNK + self._filled[chunks]
         return ends
 
     def _is_same(self, rows: Index, places: Index, known: Index, length: int) -> NDArray[np.bool_]:
-        """Whether places have a token, and before it those of the row's end, under the same salt."""
+        """Whether places hold a token, and before it the row's last `length` tokens under the same salt."""
         places = np.minimum(places, len(self._flat) - 1)
         same = (places % _CHUNK >= length) & (places < self._ends(places))
         same &= self._salt_of_chunk[places // _CHUNK] == self._salt[rows]
@@ -254,6 +258,9 @@ class Suffix:
 
 
 def _runs(tokens: NDArray[np.int32], length: int) -> NDArray[np.int32]:
-    """A view of every `length` tokens that lie together, by their first place, which are copied as one."""
+    """Return a view of every `length` consecutive tokens, by their first place.
+
+    Each can then be copied as one.
+    """
     size = tokens.itemsize
     return np.ndarray((len(tokens) + 1 - length, length), np.int32, tokens, strides=(size, size))

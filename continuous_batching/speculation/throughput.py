@@ -1,7 +1,8 @@
-"""With how many drafts of which rows does a step bring the most tokens a second?
+"""Choose the number of drafts with which a step brings the most tokens a second.
 
-(rows + what the likeliest drafts bring) / predicted time of the step. A draft brings a token if it is right
-and all before it are: its chance is that of its row's first guess, times that of each following one.
+The rate is (rows + what the likeliest drafts bring) / predicted time of the step. A draft brings a token if
+it and all drafts before it are accepted: its chance is the acceptance rate of its row's first draft, times
+that of each following one.
 """
 
 from __future__ import annotations
@@ -16,56 +17,62 @@ from continuous_batching.speculation.lengths import Offers, Verdicts
 from continuous_batching.speculation.worth import Worth
 from kv_cache.pages import Index
 
-_LEAST_GAIN = 1.04  # times the tokens a second without drafts
-_PROBE_COST = 0.005  # of the time, for drafts that do not seem to pay
-_LEAST_PROBE_STEPS = 64  # between two of these
-_PLAIN_COST = 0.005  # of the tokens, for steps without drafts, so that it is known what these take
-_LEAST_DRAFTED, _MOST_DRAFTED = 8, 64  # steps between two of these; fewer while few are known
-_PLAIN_KEPT = 0.99  # of the number that is known, at each step
+_LEAST_GAIN = 1.04  # least gain in tokens a second over a step without drafts
+_PROBE_COST = 0.005  # share of the time spent on drafts that do not seem to pay
+_LEAST_PROBE_STEPS = 64  # steps between two such probes
+# Share of the tokens given up for steps without drafts, so that the time of these stays known
+_PLAIN_COST = 0.005
+# Steps with drafts between two steps without; fewer while few plain steps are known
+_LEAST_DRAFTED, _MOST_DRAFTED = 8, 64
+_PLAIN_KEPT = 0.99  # share of the count of plain steps that is kept at each step
 _MOST_LOOK_STEPS = 128
-_LIKELY = 2 / 3  # of first guesses
+_LIKELY = 2 / 3  # acceptance rate of first drafts that counts as likely
 
 
 class Throughput:
-    """Chooses for each row by its own acceptance, down to none; no step brings fewer tokens a second for it.
+    """Chooses for each row by its own acceptance rate, down to none, for the most tokens a second.
 
-    Where drafts do not seem to pay, first guesses are still compared, and now and then drafts that could pay
-    are checked: in one of `_LEAST_PROBE_STEPS` steps at most, and for `_PROBE_COST` of the time, as far as
-    that is predicted.
+    If drafts do not seem to pay, first proposals are still compared with the sampled tokens, and from time to
+    time drafts that could pay are verified: in at most one of `_LEAST_PROBE_STEPS` steps, and for
+    `_PROBE_COST` of the predicted time.
 
-    Where steps are scheduled ahead, a guess costs the wait for the last tokens, before its step and after it.
-    It is made in every step while drafts pay, and in one of `_MOST_LOOK_STEPS` while guesses are wrong,
-    missing or could not pay: each that is likely right quarters that distance, any other one brings it back
-    to that, and a missing one doubles it. (A guess that is right by halves is made in one of 70 steps.)
+    If steps are scheduled ahead, a proposal costs the wait for the last tokens, before its step and after it.
+    It is made in every step while drafts pay, and in one of `_MOST_LOOK_STEPS` while proposals are wrong,
+    missing or could not pay: each that is likely right quarters that distance, any other resets it, and a
+    missing one doubles it. (A proposal that is right half of the time is made in one of 70 steps.)
     """
 
     def __init__(self, slots: SlotPool) -> None:
         self._acceptance = Acceptance(slots)
         self._time = DecodeTime()
-        self._num_drafted = 0  # steps since one without drafts
-        self._num_plain = 0  # steps since one with drafts
-        self._plain_s = 0.0  # of these
-        self._known_plain = 0.0  # steps without drafts, which fade
-        self._could_pay = True  # drafts that are all right
-        self._pays = True  # what was chosen last, if it was any
-        self._is_likely: bool | None = None  # the last guesses; None: there were none
+        self._num_drafted = 0  # steps with drafts since one without
+        self._num_plain = 0  # steps without drafts since one with
+        self._plain_s = 0.0  # time of these steps
+        self._known_plain = 0.0  # decaying count of steps without drafts
+        self._could_pay = True  # whether drafts would pay if all were accepted
+        self._pays = True  # whether the last choice pays, if there was one
+        # Whether the last proposals were likely right; None: there were none
+        self._is_likely: bool | None = None
         self._look_steps = 1
         self._until_look = 0
         self._worth = Worth()
-        self._looks_ahead = False  # steps are scheduled ahead
+        self._looks_ahead = False  # whether steps are scheduled ahead
 
     @property
     def asks(self) -> bool:
-        """Whether guesses have been worth what it costs to make them; those of `is_hopeful` steps are."""
+        """Whether proposals have been worth the host time of making them, or steps are scheduled ahead.
+
+        In the latter case `is_hopeful` decides when they are made.
+        """
         return self._worth.asks or self._looks_ahead
 
     @property
     def is_hopeful(self) -> bool:
-        """Whether the next step is worth waiting for."""
+        """Whether the next step should wait for the tokens in flight."""
         return self._until_look == 0
 
     def choose(self, offers: Offers) -> Index:
-        """How many guesses of each row become drafts."""
+        """Return how many drafts of each row are verified."""
         most = int(offers.counts.max())
         first, later = self._acceptance.rates(offers.rows)
         ahead = np.arange(most)
@@ -78,14 +85,14 @@ class Throughput:
         is_known = seconds[0] > 0
         best = self._best(gains, seconds, num_rows) if is_known else len(ordered)
         drafts: Index = (chances > ordered[best - 1]).sum(axis=1) if best else np.zeros_like(offers.counts)
-        if best:  # of equal chances, those of the oldest
+        if best:  # the oldest of equally likely rows go first
             equal = (chances == ordered[best - 1]).sum(axis=1)
             left = best - int(drafts.sum())
             drafts = drafts + np.clip(left - (equal.cumsum() - equal), 0, equal)
         return drafts
 
     def _best(self, gains: Floats, seconds: Floats, num_rows: int) -> int:
-        """The number of drafts of the step."""
+        """Return the number of drafts of the step."""
         rates = (num_rows + gains) / seconds
         plain, best = rates[0], int(rates.argmax())
         certain = (num_rows + np.arange(len(gains))) / seconds
@@ -94,7 +101,7 @@ class Throughput:
         if self._pays:
             gain = rates[best] / plain - 1
             steps = np.clip(gain / (1 + gain) / _PLAIN_COST, _LEAST_DRAFTED, _MOST_DRAFTED)
-            # The smaller a gain, the easier noise feigns it
+            # The smaller a gain, the more easily it is only noise
             known = 1 + 10 * gain * self._known_plain
             return best if self._num_drafted < min(steps, known) else 0
         likeliest = int(rates[1:].argmax()) + 1
@@ -103,9 +110,10 @@ class Throughput:
         return likeliest if is_due and gains[likeliest] >= (_LEAST_GAIN - 1) * num_rows else 0
 
     def _seconds(self, offers: Offers, most: int) -> Floats:
-        """What the step's decodes take with 0, 1, ... `most` drafts. [most + 1]
+        """Predict the time of the step's decodes with 0, 1, ... `most` drafts. [most + 1]
 
-        The time of prompts beside them is no price of theirs, but their drafts cost what a token costs there.
+        The time of prompts beside them is not charged to drafts, but a draft then costs what a token of such
+        a step costs.
         """
         lens = offers.stops - offers.starts
         decodes = lens == 1
@@ -121,12 +129,12 @@ class Throughput:
         return int((offers.stops - offers.starts == 1).sum())
 
     def learn(self, verdicts: Verdicts) -> None:
-        """Guesses turned out right or wrong."""
+        """Learn from drafts that were right or wrong."""
         self._acceptance.learn(verdicts)
         self._is_likely = bool((verdicts.right > 0).mean() >= _LIKELY)
 
     def observe(self, batch: Batch, took_s: float, tokens: int) -> None:
-        """A step took so long and brought so many tokens."""
+        """Learn from the time and the number of tokens of a step."""
         self._looks_ahead |= len(batch.unknown) > 0
         if batch.num_tokens == batch.num_spans + batch.num_drafts:
             self._worth.observe(batch.num_spans, tokens, took_s)
@@ -141,10 +149,10 @@ class Throughput:
             self._num_drafted = 0
             self._num_plain += 1
             self._plain_s += took_s
-            if len(batch.unknown):  # it was scheduled ahead, and nothing was guessed
+            if len(batch.unknown):  # it was scheduled ahead, and nothing was proposed
                 self._until_look = max(0, self._until_look - 1)
                 return
-            if batch.num_tokens == batch.num_spans:  # others say nothing of guesses
+            if batch.num_tokens == batch.num_spans:  # other steps say nothing about proposals
                 self._look_steps = self._next_look()
         self._until_look = self._look_steps - 1
         self._is_likely = None

@@ -1,48 +1,49 @@
-"""Do guesses bring more than it costs to make them?
+"""Decide whether proposing drafts is worth the host time that it costs.
 
-A guess costs the host's time, which no prediction of a step knows: so steps with guesses and without take
-turns, and the tokens a second of both say it.
+Making proposals costs time of the host, which no prediction of a step includes: so steps with and without
+proposals alternate, and their measured tokens a second are compared.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-_FIRST_STEPS = 64  # with guesses, in which it is learnt which pay
-_ASKED_TRIAL, _PLAIN_TRIAL = 16, 4  # steps with guesses, whose tokens vary, and without
-_OLD_KEPT = 0.25  # of what was known of a way, when it is tried again
-_TRIAL_COST = 0.005  # of the tokens, for trials of what is slower
-_LEAST_TIMES = 0.98  # as many tokens a second, while it is learnt which guesses pay
-_LEAST_STEPS, _MOST_STEPS = 128, 2048  # between two trials
-_KEPT = 0.97  # of what was known, at each step
-_SAME_LOAD = 4 / 3  # times as many rows, or as few, are another load
-_MOST_RATIO = 3.0  # of a step's time to its kind's mean: what is beyond it is the machine's business
+_FIRST_STEPS = 64  # first steps with proposals, in which it is learnt which of them pay
+_ASKED_TRIAL, _PLAIN_TRIAL = 16, 4  # steps of a trial with proposals, whose tokens vary, and of one without
+_OLD_KEPT = 0.25  # share of an alternative's statistics that is kept when it is tried again
+_TRIAL_COST = 0.005  # share of the tokens given up for trials of the slower alternative
+_LEAST_TIMES = 0.98  # ratio of rates that suffices while it is learnt which proposals pay
+_LEAST_STEPS, _MOST_STEPS = 128, 2048  # steps between two trials
+_KEPT = 0.97  # share of the statistics that is kept at each step
+_SAME_LOAD = 4 / 3  # a load of more rows than this ratio, or fewer, is another load
+# Limit of a step's time to the mean of its kind; what exceeds it is a disturbance of the machine
+_MOST_RATIO = 3.0
 
 
 @dataclass(slots=True)
 class Rate:
-    """Tokens and seconds of steps, which fade."""
+    """Decaying totals of tokens and seconds."""
 
     tokens: float = 0.0
     seconds: float = 0.0
 
     @property
     def per_second(self) -> float:
-        """Tokens; asked for once there is a step."""
+        """Tokens a second; requires at least one step."""
         return self.tokens / self.seconds
 
     def add(self, tokens: int, seconds: float) -> None:
-        """One step more."""
+        """Add one step."""
         if self.tokens:
             seconds = min(seconds, _MOST_RATIO * tokens / self.per_second)
         self.tokens, self.seconds = self.tokens * _KEPT + tokens, self.seconds * _KEPT + seconds
 
 
 class Worth:
-    """Says whether guesses are to be made, from what steps of decodes alone have brought.
+    """Says whether to propose drafts, from the rates of steps that only decode.
 
-    Guesses come first. Then the slower way is tried for a few steps now and then: the sooner, the less it is
-    slower. Of another number of rows all is learnt anew.
+    Proposals come first. Then the slower alternative is tried for a few steps from time to time, the sooner
+    the smaller the difference is. For another number of rows everything is learnt anew.
     """
 
     def __init__(self) -> None:
@@ -55,7 +56,7 @@ class Worth:
         self._until_turn = _FIRST_STEPS
 
     def observe(self, num_rows: int, tokens: int, took_s: float) -> None:
-        """A step of so many decodes brought so many tokens."""
+        """Learn from a step of `num_rows` decodes that committed `tokens` tokens."""
         if took_s <= 0:
             return
         if not self._num_rows / _SAME_LOAD <= num_rows <= self._num_rows * _SAME_LOAD:

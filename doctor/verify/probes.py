@@ -1,10 +1,10 @@
-"""What does the product do where no source says?
+"""Ask the device at hand what no document says, and record its answers.
 
     python -m doctor.verify.probes recipes/tiny/npu.yaml [key=value ...] [--answers DIR]
 
-Each probe asks the recipe's device one question, or those of all its ranks. The answers are written to a file
-for the product and the version of CANN, which recipes follow from then on. Status 0: every question has an
-answer, yes or no.
+Each probe asks the recipe's device, or all ranks of the recipe, one question. The answers are written to a
+file for the product and the version of CANN, which recipes follow from then on. Status 0: every question has
+an answer, yes or no.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PROBES = (*QUESTIONS, *MASK_PROBES, *LATENT_PROBES)
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What came of a probe."""
+    """The answer to one probe."""
 
     name: str
     question: str
@@ -39,7 +39,7 @@ class Answer:
 
 
 def answer(probe: Probe, machine: Npu) -> Answer:
-    """Ask; what the device refuses is a no."""
+    """Ask a probe's question; an error of the device counts as no."""
     try:
         found, said = probe.ask(machine)
     except (RuntimeError, ValueError, OSError) as error:

@@ -1,9 +1,9 @@
-"""Which product is this, and what does it need a recipe to say otherwise?
+"""Name the product at hand, and print the overrides with which a recipe runs on it.
 
     python -m doctor.verify.product recipes/tiny/npu.yaml [key=value ...]
 
 One recipe verifies every product, though some have no bfloat16 and some no fused attention: the other parts
-of a verification run with what this finds. Status 0: there is a product.
+of a verification run with the overrides that this part prints. Status 0: there is a product.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class FoundProduct:
-    """A device by its own name and its product's, and the overrides with which a recipe fits it."""
+    """The device's own name, its product's name, and the overrides that fit a recipe to it."""
 
     chip: str
     product: str
@@ -34,7 +34,7 @@ class FoundProduct:
 
 
 def needed(recipe: Recipe, product: AscendProduct) -> list[str]:
-    """The overrides with which a recipe runs on the product; none where it does as it is."""
+    """Return the overrides with which a recipe runs on the product; none where it runs as it is."""
     overrides = []
     dtype = TORCH_DTYPES[model_config(recipe).dtype]
     try:
@@ -47,7 +47,7 @@ def needed(recipe: Recipe, product: AscendProduct) -> list[str]:
 
 
 def main(argv: list[str]) -> int:
-    """Print the product and what it needs, as JSON."""
+    """Print the product and the overrides that it needs, as JSON."""
     parser = argparse.ArgumentParser(
         prog="python -m doctor.verify.product",
         description=__doc__,

@@ -1,4 +1,4 @@
-"""Which parts does a verification have, what came of each, and what is sent back?"""
+"""List the parts of a verification, run them, and pack their outcomes into a report to send back."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from recipes.build import versions
 from recipes.schema.recipe import ROOT
 
 TRACE = "trace.jsonl"
-PART_S = 1800  # the longest that a part may take
+PART_S = 1800  # most seconds that a part may take
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +46,12 @@ class PartOutcome:
 
 
 def product_part(recipe: Sequence[str]) -> VerifyPart:
-    """The part that goes first on an NPU: what it finds, the others are given."""
+    """Return the part that runs first on an NPU; the other parts run with the overrides that it finds."""
     return VerifyPart("product", "which is it, and what does it need?", ("doctor.verify.product", *recipe))
 
 
 def needed_overrides(outcome: PartOutcome) -> list[str]:
-    """The overrides that the product needs, as `product_part` found; none where it did not end well."""
+    """Return the overrides that `product_part` found; none where it failed."""
     match outcome.result:
         case {"overrides": list(overrides)} if outcome.is_right:
             return [str(each) for each in overrides]
@@ -61,12 +61,16 @@ def needed_overrides(outcome: PartOutcome) -> list[str]:
 def parts(
     folder: Path, recipe: Sequence[str], *, virtual: bool, num_calls: int, product: str | None = None
 ) -> list[VerifyPart]:
-    """All parts, in order; `recipe` with its overrides. The environment of a stand-in does not count."""
+    """Return all parts, in order; `recipe` includes its overrides.
+
+    A stand-in's environment does not count.
+    """
     flags = ["--virtual"] * virtual + (["--product", product] if product else [])
     trace = str(folder / TRACE)
     lengths = ["--prompt-tokens", "uniform:16:200", "--output-tokens", "uniform:8:48", "--vocab-size", "1024"]
     load = ["--requests", "8" if virtual else "64", *lengths, "--output", trace]
-    bench = ["offline", *recipe, "--trace", trace, "--json"]
+    runs = ["--runs", "1"] if virtual else []  # the speed of a stand-in means nothing
+    bench = ["offline", *recipe, "--trace", trace, "--json", *runs]
     return [
         VerifyPart("environment", "is it fit?", ("scripts.doctor", "--json"), counts=not virtual),
         VerifyPart(
@@ -86,7 +90,7 @@ def parts(
 
 
 def run(part: VerifyPart) -> PartOutcome:
-    """Run a part's command as a module; what it prints on both streams is kept."""
+    """Run a part's command as a module, and keep what it prints on both streams."""
     start = time.monotonic()
     try:
         done = subprocess.run(
@@ -105,7 +109,7 @@ def run(part: VerifyPart) -> PartOutcome:
 
 
 def in_words(outcomes: Sequence[PartOutcome], *, virtual: bool) -> str:
-    """One line a part, and below it why it is not right, or what of it was left out or answered."""
+    """Format one line for each part, followed by its faults, or by what was left out or answered."""
     lines = ["VIRTUAL: a stand-in computed this; no figure here is one of an NPU"] if virtual else []
     for each in outcomes:
         verdict = "right" if each.is_right else "WRONG" if each.counts else "not fit"
@@ -115,12 +119,12 @@ def in_words(outcomes: Sequence[PartOutcome], *, virtual: bool) -> str:
 
 
 def is_right(outcomes: Sequence[PartOutcome]) -> bool:
-    """Whether all parts that count are right."""
+    """Return whether all parts that count are right."""
     return all(each.is_right for each in outcomes if each.counts)
 
 
 def _reasons(outcome: PartOutcome) -> list[str]:
-    """What the part itself says is wrong; else, as of a crash after its result, how it ended."""
+    """Return the faults that the part reports, or, as after a crash, how it ended."""
     found: list[str] = []
     match outcome.result:
         case {"findings": findings}:
@@ -131,7 +135,7 @@ def _reasons(outcome: PartOutcome) -> list[str]:
 
 
 def _left_out(outcome: PartOutcome) -> list[str]:
-    """What the product lacks, so that it was not checked, and what it answered."""
+    """Return what the product lacks and was therefore not checked, and what it answered."""
     match outcome.result:
         case {"chip": chip, "product": product, "overrides": overrides}:
             return [" ".join([f"{chip} is a {product}", *(["with", *overrides] if overrides else [])])]
@@ -150,7 +154,7 @@ def _left_out(outcome: PartOutcome) -> list[str]:
 
 
 def packed(folder: Path) -> Path:
-    """The folder as one file to send."""
+    """Pack the folder into one file to send."""
     target = folder.with_name(f"{folder.name}.tar.gz")
     with tarfile.open(target, "w:gz") as file:
         file.add(folder, folder.name)
@@ -158,7 +162,7 @@ def packed(folder: Path) -> Path:
 
 
 def write(folder: Path, outcomes: Sequence[PartOutcome], *, virtual: bool) -> tuple[str, Path]:
-    """Write the report in words and as JSON into its folder; returns the words, and the packed folder."""
+    """Write the report as text and as JSON into its folder; returns the text and the packed folder."""
     text = in_words(outcomes, virtual=virtual)
     report = {
         "is_right": is_right(outcomes),

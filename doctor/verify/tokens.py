@@ -1,10 +1,10 @@
-"""Does a device give the tiny model the tokens that the CPU gives it?
+"""Check that a device gives the tiny model the same tokens as the CPU does.
 
     python -m doctor.verify.tokens recipes/tiny/npu.yaml [key=value ...]
 
-Held-out sums are answered by the recipe's device and by the CPU, in the recipe's type and, where the product
+Held-out sums are answered by the recipe's device and by the CPU, in the recipe's dtype and, where the product
 has int8, in W8A8. Status 0: nearly all answers are the same, and the log-probabilities of their tokens are
-near.
+close.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from serving.text.tokenizer import Text
 
 CPU = ("recipes/tiny/cpu.yaml", ["device.threads=1"])
 NUM_SUMS = 32
-LEAST_SAME = 0.9  # of the answers: a rounding may turn a near tie
-MOST_APART = 0.02  # of a log-probability, in parts of it and of one
+LEAST_SAME = 0.9  # share of the answers: rounding may flip a near tie
+MOST_APART = 0.02  # distance of log-probabilities, relative to 1 plus their size
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Comparison:
 
 
 def answers(recipe: str, overrides: Sequence[str], profile: str | None = None) -> dict[str, Record]:
-    """The records of the held-out sums, by their prompts."""
+    """Return the records of the held-out sums, by their prompts."""
     read = load(recipe, overrides, profile)
     assert read.model.path is not None, "the tiny model has weights"
     text = Text.load(read.model.path)
@@ -63,7 +63,7 @@ def answers(recipe: str, overrides: Sequence[str], profile: str | None = None) -
 
 
 def compare(name: str, ours: dict[str, Record], cpus: dict[str, Record]) -> Comparison:
-    """What the device's answers are beside the CPU's."""
+    """Compare the device's answers with the CPU's."""
     apart, num_same, num_right, num_right_on_cpu = [], 0, 0, 0
     for a, b in held_out_sums(NUM_SUMS):
         one, other = ours[f"{a}+{b}="], cpus[f"{a}+{b}="]
@@ -78,7 +78,7 @@ def compare(name: str, ours: dict[str, Record], cpus: dict[str, Record]) -> Comp
 
 
 def main(argv: list[str]) -> int:
-    """Print what came out, as JSON; 0 where each way that the product has is right."""
+    """Print the comparisons as JSON; returns 0 where every way that the product supports is right."""
     parser = argparse.ArgumentParser(
         prog="python -m doctor.verify.tokens",
         description=__doc__,

@@ -1,12 +1,12 @@
-"""How do messages about pages travel, while an engine steps?
+"""Send and receive messages about pages beside the engine's steps.
 
-The engine's thread never waits for the other side: one thread of a connection sends what is queued, one
-receives. Whatever goes wrong with either ends the connection, once, with the reason.
+The engine's thread never waits for the peer: a connection has one thread that sends what is queued and one
+that receives. Any failure of either ends the connection, once, with the reason.
 
-What the other side says is bounded here in bytes and in time, before anything is done with it: the length of
-a message, the memory that messages take until the engine has handled them, the time to the greeting, and the
-time from the first byte of a message to its last. Only time counts in which this side waited for the other's
-bytes: when it waits for its own memory, or is itself stopped, the other is not to blame.
+What the peer sends is bounded in bytes and in time before it is acted on: the length of a message, the memory
+of messages that the engine has not handled, the time to the greeting, and the time from the first byte of a
+message to its last. Only time in which this side waited for the peer's bytes counts: when this side waits for
+its own memory, or is itself stopped, the peer is not to blame.
 """
 
 from __future__ import annotations
@@ -39,49 +39,53 @@ from kv_cache.exchange.messages import (
 )
 from kv_cache.exchange.transports import Bytes
 
-GREETING_S = 5.0  # from the connection to the first message of the other side
-MESSAGE_S = 5.0  # from the first byte of a message to its last, and a second more for each
-SLOWEST_BYTES_S = 2**20  # bytes
-UNREAD_S = 60.0  # for which the other side may take nothing of what is sent
+GREETING_S = 5.0  # time from the connection to the peer's first message
+MESSAGE_S = 5.0  # time from the first byte of a message to its last, plus a second for each SLOWEST_BYTES_S
+SLOWEST_BYTES_S = 2**20  # bytes a second
+UNREAD_S = 60.0  # time for which the peer may read nothing of what is sent
 MOST_UNREAD = 2**16  # messages that are queued to be sent
-_CHUNK_BYTES = 2**16  # memory for a message is taken as its bytes come
-_MESSAGE_BYTES = 2**10  # what a message takes beside its bytes
-SHORT_BYTES = 2**19  # of short messages of one connection that were not handled yet
-_POLL_S = 0.25  # a longer wait than this was longer by our own slowness
-UNHEARD_S = 60  # after which a host that does not acknowledge that it is there is lost
+_CHUNK_BYTES = 2**16  # memory for a message is taken as its bytes arrive
+_MESSAGE_BYTES = 2**10  # memory that a message takes beside its bytes
+# Memory for short messages of one connection that have not been handled
+SHORT_BYTES = 2**19
+_POLL_S = 0.25  # what a wait takes beyond this is due to this process being slow
+UNHEARD_S = 60  # time after which a host that does not answer keep-alives is lost
 
-Job = Callable[[], tuple[Said, Bytes | None]]  # makes a message, and the bytes behind it, when it is its turn
+# Makes a message, and the bytes behind it, in the sending thread
+Job = Callable[[], tuple[Said, Bytes | None]]
 
 
 class Wake:
-    """Wakes a thread that polls `fd`; any thread may ring it."""
+    """Wakes a thread that polls `fd`; any thread may call `ring`."""
 
     def __init__(self) -> None:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def ring(self) -> None:
-        """Wake it."""
+        """Wake the thread."""
         os.eventfd_write(self.fd, 1)
 
     def clear(self) -> None:
-        """It is awake."""
+        """Reset the event after waking."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self.fd)
 
 
 class Stalled(Damaged):
-    """A message was begun and did not come in time, or no greeting did."""
+    """A message was begun and did not arrive in time, or no greeting did."""
 
 
 class Connection:
-    """A socket to another engine, with a thread for each way once it is started; what is said before waits.
+    """A socket to another engine, with one thread for each direction once it is started.
 
-    `take` gets each message, in the receiving thread; a ConnectionError or ValueError of it ends the
-    connection. `lost` gets the reason of the end, once. Bytes that come behind a message about some part are
+    Messages sent before that are queued.
+
+    `take` receives each message, in the receiving thread; a ConnectionError or ValueError of it ends the
+    connection. `lost` receives the reason of the end, once. Bytes behind a message about a part of pages are
     put into `window`. A `take` that queues a message for the engine's thread calls `keep`, and the engine's
-    thread calls `handled`. Until `greeted` is called, messages are short and the time is limited.
+    thread calls `handled`. Until `greeted` is called, messages must be short and the time is limited.
 
-    Short messages wait only for room in memory of this connection's own, longer ones for that in `unhandled`.
+    Short messages wait only for memory of this connection's own, longer ones for memory of `unhandled`.
     """
 
     def __init__(
@@ -93,17 +97,17 @@ class Connection:
         self._socket: socket.socket | None = None
         self._take, self._lost = take, lost
         self._short, self._long = UnhandledBytes(SHORT_BYTES), unhandled or UnhandledBytes(0)
-        self._num_held = 0  # bytes, for the message that is being received or taken
+        self._num_held = 0  # bytes held for the message that is being received or taken
         self._longest_message = LONGEST_SHORT
         self._is_greeted = False
         self.window: Bytes = np.empty(0, dtype=np.uint8)
         self._jobs = queue.SimpleQueue[Job | None]()
         self._lock = threading.Lock()
         self.is_open = True
-        self.error: Exception | None = None  # what the other side is to blame for, if that has ended it
+        self.error: Exception | None = None  # the peer's fault that ended the connection, if any
 
     def start(self, sock: socket.socket) -> None:
-        """Send and receive from now on, over this socket."""
+        """Send and receive over this socket from now on."""
         with self._lock:
             self._socket = sock
             has_ended = not self.is_open
@@ -118,33 +122,36 @@ class Connection:
             threading.Thread(target=self._guarded, args=(job,), name="pages", daemon=True).start()
 
     def greeted(self, longest_message: int = LONGEST_SHORT) -> None:
-        """The other side has said who it is: it may be silent between messages, of so many bytes each."""
+        """Note that the peer has identified itself.
+
+        It may be silent between messages, which have at most `longest_message` bytes.
+        """
         self._is_greeted, self._longest_message = True, longest_message
         if self._socket is not None:
             _notice_silence(self._socket)
 
     def say(self, message: Said) -> None:
-        """Send a message after all that is queued."""
+        """Queue a message."""
         if self._jobs.qsize() >= MOST_UNREAD:
             self.end("the other side does not read what it is told")
         self._jobs.put(lambda: (message, None))
 
     def do(self, job: Job) -> None:
-        """Send what a job makes, in its turn; it runs in the sending thread, and may wait there."""
+        """Queue a job, which makes a message in the sending thread and may wait there."""
         self._jobs.put(job)
 
     def keep(self) -> int:
-        """Keep the message that is being taken in memory; returns what is due to `handled`."""
+        """Keep the memory of the message being taken; return the number of bytes to pass to `handled`."""
         held, self._num_held = self._num_held, 0
         return held
 
     def handled(self, num_held: int) -> None:
-        """A message that was kept is needed no more."""
+        """Free the memory of a message that was kept."""
         is_long = num_held > LONGEST_SHORT + _MESSAGE_BYTES
         (self._long if is_long else self._short).give_back(self, num_held)
 
     def end(self, why: str) -> None:
-        """End it; the other side learns that, too. What is queued is not sent any more."""
+        """End the connection; the peer sees that too. What is still queued is not sent."""
         with self._lock:
             if not self.is_open:
                 return
@@ -157,9 +164,11 @@ class Connection:
         self._lost(why)
 
     def _guarded(self, work: Callable[[], Any]) -> None:
-        """Run a thread's work. What the other side is to blame for arrives here as an OSError or a ValueError
-        (Damaged and a shut socket among them), and ends this connection alone. Anything else is a defect of
-        ours: the connection ends as well, and the thread shows the traceback.
+        """Run a thread's work, and end the connection when it fails.
+
+        A fault of the peer arrives here as an OSError or a ValueError (among them Damaged and a closed
+        socket), and ends this connection alone. Anything else is a programming error: the connection ends as
+        well, and the thread prints the traceback.
         """
         try:
             work()
@@ -211,7 +220,7 @@ class Connection:
                 memory.give_back(self, self.keep())
 
     def _body(self, incoming: _Incoming, length: int, memory: UnhandledBytes) -> bytes:
-        """Read a message, for which memory is taken as its bytes come."""
+        """Read a message, taking memory for it as its bytes arrive."""
         parts = []
         self._hold(memory, _MESSAGE_BYTES)
         while length:
@@ -227,7 +236,10 @@ class Connection:
         self._num_held += count
 
     def part(self, part: PagePart) -> Bytes:
-        """The bytes of the window that a message tells of; raises Damaged where it has not so many."""
+        """Return the bytes of the window that a message refers to.
+
+        Raises Damaged if the window is too small.
+        """
         start, stop = part.offset, part.offset + part.num_bytes
         if not 0 <= start <= stop <= len(self.window):
             raise Damaged(f"bytes {start} to {stop} of a window of {len(self.window)} were told of")
@@ -235,7 +247,7 @@ class Connection:
 
 
 class _Incoming:
-    """Reads from a socket, and waits `left_s` for the bytes of the other side at most."""
+    """Reads from a socket, and waits at most `left_s` for the peer's bytes."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -244,31 +256,35 @@ class _Incoming:
         self.left_s = 0.0
 
     def begin(self, room: memoryview) -> int:
-        """Wait for the next bytes, however long it takes; how many came. Raises ConnectionError."""
+        """Wait for the next bytes for any time; return how many came. Raises ConnectionError."""
         count = self._sock.recv_into(room)
         if not count:
             raise ConnectionError("the other side has ended the connection")
         return count
 
     def fill(self, room: memoryview) -> None:
-        """Read as many bytes as there is room for; raises ConnectionError."""
+        """Read as many bytes as fit into `room`; raises ConnectionError."""
         at = 0
         while at < len(room):
-            while not self._poll.poll(0):  # bytes that are there came in time, however late this side is
+            # Bytes that have arrived count as in time, however late this side reads them
+            while not self._poll.poll(0):
                 if self.left_s <= 0:
                     raise Stalled("the other side has stalled: its message did not come in time")
                 self._wait()
             at += self.begin(room[at:])
 
     def _wait(self) -> None:
-        """Wait a moment, and count it; what it took longer than that, this side was not running."""
+        """Wait for a moment and count it.
+
+        Time beyond it was not the peer's, because this process did not run.
+        """
         start_s, most_s = time.monotonic(), min(_POLL_S, self.left_s)
         self._poll.poll(math.ceil(1e3 * most_s))
         self.left_s -= min(most_s, time.monotonic() - start_s)
 
 
 def _notice_silence(sock: socket.socket) -> None:
-    """Let the system end a connection when its host has vanished, for its place to be free again."""
+    """Have the system end a connection whose host has vanished, so that its place becomes free."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, UNHEARD_S // 2)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, UNHEARD_S // 4)

@@ -1,4 +1,4 @@
-"""Which engines may exchange pages, and where is one found?"""
+"""Compare the identities of two engines that are to exchange pages, and parse their addresses."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from kv_cache.exchange.messages import VERSION, Hello
 
 @dataclass(frozen=True, slots=True)
 class PageIdentity:
-    """What must be equal in both."""
+    """What must be equal in two engines that exchange pages."""
 
-    model: str  # a digest of what the content of a page depends on, beside its tokens
+    model: str  # digest of everything but the tokens that a page's content depends on
     page_size: int
-    layout: list[str]  # of a page in each layer
+    layout: list[str]  # layout of a page in each layer
 
     def difference(self, hello: Hello) -> str | None:
-        """What of another engine is not as here, with both values; None where they are alike."""
+        """Describe the first difference to another engine, with both values; None if there is none."""
         pairs = {
             "the version of the messages": (VERSION, hello.version),
             "the model": (self.model, hello.model),
@@ -32,7 +32,7 @@ class PageIdentity:
 
 
 def address_of_pages(endpoint: str) -> tuple[str, int]:
-    """Host and port of tcp://HOST:PORT; raises ValueError."""
+    """Return host and port of tcp://HOST:PORT; raises ValueError."""
     kind, _, rest = endpoint.partition("://")
     host, _, port = rest.rpartition(":")
     if kind != "tcp" or not host or not port.isdecimal() or not 0 <= int(port) < 2**16:

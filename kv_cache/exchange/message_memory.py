@@ -1,8 +1,8 @@
-"""Bound the memory of messages that have come from other engines and were not handled yet.
+"""Bound the memory of messages from other engines that have not been handled.
 
-The pool of long messages is shared by all connections. A connection takes from it as bytes come, never for
-what is only announced, and at most its share. Messages that are incomplete cannot wait for each other for
-ever: one at a time may complete itself beyond the pool.
+All connections share the pool of long messages. A connection takes from it as bytes arrive, never for what is
+only announced, and at most its share. Incomplete messages cannot wait for each other for ever, because one at
+a time may complete itself beyond the pool.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from collections.abc import Callable
 
 
 class UnhandledBytes:
-    """The memory that several connections share. `most_of_one` is the share of one of them, and at least its
-    longest message; beyond `num_bytes` there is one such message at most.
+    """A pool of memory that several connections share.
+
+    `most_of_one` is the share of one connection, and at least its longest message; at most one such message
+    may exceed `num_bytes`.
     """
 
     def __init__(self, num_bytes: int, most_of_one: int | None = None) -> None:
@@ -25,26 +27,26 @@ class UnhandledBytes:
         self._has_room = threading.Condition()
 
     def take(self, holder: object, count: int, is_open: Callable[[], bool]) -> None:
-        """Wait for so many bytes; raises ConnectionError when the connection that needs them has ended."""
+        """Wait for so many bytes; raises ConnectionError if the connection that needs them ends."""
         with self._has_room:
             while not self._may_take(holder, count):
                 if not is_open():
                     raise ConnectionError("the connection has ended")
-                self._has_room.wait(1.0)  # nobody tells of a connection's end
+                self._has_room.wait(1.0)  # the end of a connection is not notified
             if self._num_left < count:
                 self._overdrawn_by = holder
             self._num_left -= count
             self._num_of[holder] += count
 
     def complete(self, holder: object) -> None:
-        """The message of a holder is complete, or will never be."""
+        """Note that a holder's message is complete, or will never be."""
         with self._has_room:
             if self._overdrawn_by is holder:
                 self._overdrawn_by = None
                 self._has_room.notify_all()
 
     def give_back(self, holder: object, count: int) -> None:
-        """So many bytes are free again."""
+        """Return `count` bytes to the pool."""
         with self._has_room:
             self._num_left += count
             self._num_of[holder] -= count
@@ -57,4 +59,5 @@ class UnhandledBytes:
             return False
         if self._num_left >= count or self._overdrawn_by is holder:
             return True
-        return self._overdrawn_by is None and self._num_left >= 0  # what was overdrawn last is paid back
+        # An overdraft must be paid back before the next
+        return self._overdrawn_by is None and self._num_left >= 0

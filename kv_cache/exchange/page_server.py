@@ -1,7 +1,7 @@
-"""How do engines that answer reach this one, which computes prompts?
+"""Serve pages to the engines that answer, from an engine that computes prompts.
 
-Each has a connection. What it wants is queued for the engine's thread, which is woken; parts of pages are
-queued for a thread of the connection, which waits for the device and for room in the other side's window.
+Each peer has a connection. Its requests are queued for the engine's thread, which is woken; parts of pages
+are queued for the connection's sending thread, which waits for the device and for room in the peer's window.
 """
 
 from __future__ import annotations
@@ -37,19 +37,21 @@ from kv_cache.exchange.messages import (
 )
 from kv_cache.exchange.transports import TRANSPORTS, Bytes, Reach, Ring, Transport
 
-MOST_CONNECTIONS = 256  # of engines that have said hello
-MOST_UNGREETED = 64  # connections without a hello, of which the oldest gives way to a new one
-MOST_UNHANDLED_BYTES = 2**27  # of messages longer than LONGEST_SHORT, from all engines
-LONGEST_PROMPT = 2**20  # tokens, for which there is an answer however few a request may have here
-_LOG_S = 1.0  # between two lines about faults of others, which each say how many there were
-_ACCEPT_AGAIN_S = 0.1  # after the system had no descriptor or thread for a connection
+MOST_CONNECTIONS = 256  # connections that have said hello
+# Connections without a hello; the oldest gives way to a new one
+MOST_UNGREETED = 64
+MOST_UNHANDLED_BYTES = 2**27  # memory for messages longer than LONGEST_SHORT, from all peers
+# Tokens of a prompt that gets an answer, even if requests may have fewer here
+LONGEST_PROMPT = 2**20
+_LOG_S = 1.0  # interval between two log lines about faults of peers, each with their number
+_ACCEPT_AGAIN_S = 0.1  # pause after the system had no descriptor or thread for a connection
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class LinkAsked:
-    """What another engine said; None: it is gone. `num_held` is what `Connection.handled` is due."""
+    """A message of a peer; None: it is gone. `num_held` must be passed to `Connection.handled`."""
 
     link: PageLink
     message: PagesWanted | Unwanted | None
@@ -57,9 +59,10 @@ class LinkAsked:
 
 
 class PageServer:
-    """Listens for engines that answer. `most_part_bytes` is the most that is ever sent at once. A message
-    may hold twice the `most_tokens` of a request here, which is refused with a reason; a longer one ends its
-    connection.
+    """Listens for engines that answer.
+
+    `most_part_bytes` is the largest part that is ever sent. A prompt of up to twice the `most_tokens` of a
+    request here is refused with a reason; a longer message ends its connection.
     """
 
     def __init__(
@@ -80,8 +83,8 @@ class PageServer:
         self.asked = queue.SimpleQueue[LinkAsked]()
         share = max(MOST_UNHANDLED_BYTES // 8, self.longest_message + LONGEST_SHORT)
         self.unhandled = UnhandledBytes(MOST_UNHANDLED_BYTES, share)
-        self.num_faults = 0  # connections that ended by a fault of the other side
-        self._log_at_s = 0.0  # when the next is logged
+        self.num_faults = 0  # connections that ended by a fault of the peer
+        self._log_at_s = 0.0  # time of the next log line about faults
         self._lock = threading.Lock()
         self._ungreeted: dict[PageLink, None] = {}  # the oldest first
         self._greeted = set[PageLink]()
@@ -94,12 +97,12 @@ class PageServer:
 
     @property
     def links(self) -> list[PageLink]:
-        """All that there are, with and without a hello."""
+        """All connections, with and without a hello."""
         with self._lock:
             return [*self._ungreeted, *self._greeted]
 
     def close(self) -> None:
-        """Take no more, and end what there is."""
+        """Stop listening, and end all connections."""
         self._is_closed = True
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
@@ -108,7 +111,7 @@ class PageServer:
             link.connection.end("this engine ends")
 
     def has_greeted(self, link: PageLink) -> bool:
-        """Give an engine that said hello a place of its own; False where all are taken."""
+        """Give a peer that said hello a place of its own; return False if all are taken."""
         with self._lock:
             if len(self._greeted) >= MOST_CONNECTIONS or self._ungreeted.pop(link, link) is not None:
                 return False
@@ -116,7 +119,7 @@ class PageServer:
             return True
 
     def has_ended(self, link: PageLink, why: str, *, is_fault: bool) -> None:
-        """A connection has ended."""
+        """Remove a connection that has ended; count and log a fault of the peer."""
         with self._lock:
             self._ungreeted.pop(link, None)
             self._greeted.discard(link)
@@ -150,12 +153,12 @@ class PageServer:
                 oldest.connection.end("it had not said hello when others came")
             try:
                 link.connection.start(sock)
-            except (OSError, RuntimeError) as error:  # the other side is gone, or there is no thread for it
+            except (OSError, RuntimeError) as error:  # the peer is gone, or there is no thread for it
                 link.connection.end(str(error))
 
 
 class PageLink:
-    """One engine that answers."""
+    """The connection to one engine that answers."""
 
     def __init__(self, server: PageServer, peer: str) -> None:
         self._server = server
@@ -170,11 +173,11 @@ class PageLink:
 
     @property
     def unsent_bytes(self) -> int:
-        """Bytes of pages that were read and are not sent yet."""
+        """Bytes of pages that have been read and not yet sent."""
         return self._unsent_bytes
 
     def conclude(self, message: AllSent | NotSent) -> None:
-        """Say the last word about a transfer."""
+        """Send the last message of a transfer."""
         self._wanted.discard(message.number)
         self.connection.say(message)
 
@@ -187,7 +190,7 @@ class PageLink:
         num_bytes: int,
         wait: Callable[[], Bytes],
     ) -> None:
-        """Send some pages of a layer, whose bytes are there when `wait` returns."""
+        """Send some pages of a layer, whose bytes are ready when `wait` returns."""
         with self._has_room:
             self._unsent_bytes += num_bytes
 
@@ -198,7 +201,7 @@ class PageLink:
             behind = reach.put(offset, data)
             with self._has_room:
                 self._unsent_bytes -= num_bytes
-            self._server.wake.ring()  # more may be read
+            self._server.wake.ring()  # the engine may read more pages
             check = zlib.crc32(data.data)
             return PagePart(number, layer, first_page, num_pages, offset, num_bytes, check), behind
 
@@ -218,7 +221,7 @@ class PageLink:
         if isinstance(message, Hello):
             self._greet(message)
         elif self._is_unfit:
-            return  # as it is being told
+            return  # the peer is being told so
         elif self._reach is None:
             raise Damaged("it did not say hello")
         elif isinstance(message, PartTaken):
@@ -233,15 +236,16 @@ class PageLink:
             elif message.number in self._wanted:
                 self._wanted.discard(message.number)
             else:
-                return  # that transfer is over
+                return  # the transfer is over
             self._server.asked.put(LinkAsked(self, message, self.connection.keep()))
             self._server.wake.ring()
         else:
             raise Damaged(f"an engine of answers said {type(message).__name__}")
 
     def _problem(self, wanted: PagesWanted) -> str | None:
-        """Why no engine could send what is wanted; None where one can. Its token ids are still to be checked
-        by the engine, which knows the vocabulary.
+        """Return why no engine could send what is wanted, or None.
+
+        The token ids are checked later by the engine, which knows the vocabulary.
         """
         page_bytes = 4 * self._server.identity.page_size
         num_pages, num_left = divmod(len(wanted.tokens), page_bytes)
@@ -261,11 +265,11 @@ class PageLink:
             self.connection.greeted(self._server.longest_message)
             self.connection.say(Welcome())
         else:
-            self._is_unfit = True  # it ends the connection when it has read why
+            self._is_unfit = True  # the peer ends the connection when it has read the reason
             self.connection.say(Unfit(one_line(problem)))
 
     def _reached(self, hello: Hello) -> str | None:
-        """Find its window; or why that cannot be."""
+        """Open the peer's window; return why that is impossible, or None."""
         transport = self._server.transports.get(hello.transport)
         if transport is None:
             return (

@@ -1,7 +1,7 @@
-"""How does an engine that answers reach one that computes prompts?
+"""Request pages from an engine that computes prompts.
 
-By one connection, which is dialled when it is first needed, and again after it was lost. Nothing here waits:
-what comes is queued for the engine's thread, which is woken.
+There is one connection, which is dialled when it is first needed, and again after it was lost. No call waits:
+what arrives is queued for the engine's thread, which is woken.
 """
 
 from __future__ import annotations
@@ -35,16 +35,19 @@ from kv_cache.exchange.messages import (
 from kv_cache.exchange.transports import TRANSPORTS, PageWindow, Transport
 
 CONNECT_S = 2.0
-LOST_S, UNFIT_S = 1.0, 30.0  # until a lost engine is dialled again, and one that does not fit
-STALLED_S = 30.0  # for which one is asked nothing that let a message hang, or a prompt wait for too long
+# Pause before a lost engine is dialled again, and before one that does not fit is
+LOST_S, UNFIT_S = 1.0, 30.0
+# Pause after the engine left a message unfinished or a prompt waiting for too long
+STALLED_S = 30.0
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Came:
-    """What came over a connection; None: it has ended, and with it all its transfers. `num_held` is what
-    `Connection.handled` is due.
+    """A message that arrived; None: the connection has ended, and with it all its transfers.
+
+    `num_held` must be passed to `Connection.handled`.
     """
 
     connection: Connection
@@ -53,7 +56,7 @@ class Came:
 
 
 class PromptSource:
-    """An engine of prompts at tcp://HOST:PORT. `identity` is this engine's."""
+    """An engine of prompts at tcp://HOST:PORT. `identity` describes this engine."""
 
     def __init__(
         self,
@@ -72,7 +75,7 @@ class PromptSource:
         self.came = queue.SimpleQueue[Came]()
         self._life: _Life | None = None
         self._not_before_s = 0.0
-        self._arrived_s = 0.0  # when all pages of a prompt last had
+        self._arrived_s = 0.0  # when all pages of a prompt last arrived
         self._number = 0
 
     def want(
@@ -84,8 +87,9 @@ class PromptSource:
         priority: int = 0,
         tenant: str = "",
     ) -> tuple[Connection, int] | None:
-        """Ask for pages; which transfer over which connection it is. None where the engine was lost a moment
-        ago, or let others wait in vain.
+        """Request pages; return the connection and the number of the transfer.
+
+        Returns None if the engine was lost a moment ago, or let others wait in vain.
         """
         if time.monotonic() < self._not_before_s:
             return None
@@ -97,9 +101,10 @@ class PromptSource:
         return connection, self._number
 
     def was_late(self, since_s: float) -> None:
-        """A prompt was waited for in vain since then (by `time.monotonic`). Unless another came meanwhile,
-        the engine is asked nothing for some time: each request would wait as long. What it was asked before
-        may still come, and then it is asked again.
+        """Note that a prompt requested at `since_s` (by `time.monotonic`) did not arrive in time.
+
+        Unless another one has arrived since, nothing is requested for some time, because each request would
+        wait as long. If something requested before still arrives, requests are sent again.
         """
         if self._arrived_s < since_s:
             self._not_before_s = time.monotonic() + STALLED_S
@@ -108,7 +113,7 @@ class PromptSource:
             )
 
     def has_arrived(self) -> None:
-        """All pages of a prompt have come."""
+        """Note that all pages of a prompt have arrived."""
         self._arrived_s = time.monotonic()
         self._not_before_s = 0.0
 
@@ -161,13 +166,13 @@ class _Life:
             sock.sendall(source._hello(self._window))
             self.connection.window = self._window.memory
             self.connection.start(sock)
-        except (OSError, RuntimeError) as error:  # RuntimeError: the system has no thread for it
+        except (OSError, RuntimeError) as error:  # a RuntimeError means that the system has no thread for it
             self.connection.end(str(error))
             sock.close()
 
     def _ended(self, why: str) -> None:
         if self._window is not None:
-            self._window.reached()  # or never will be: its name must not stay
+            self._window.reached()  # reached or not, its name must not remain
         if isinstance(self.connection.error, Stalled):
             self._pause_s = STALLED_S
         self._source._ended(self.connection, why, self._pause_s)
@@ -196,10 +201,10 @@ class _Life:
 
 
 def taken(connection: Connection) -> None:
-    """The oldest part of a connection was taken out of its window."""
+    """Tell the peer that the oldest part was taken out of its window."""
     connection.say(PartTaken())
 
 
 def unwanted(connection: Connection, number: int) -> None:
-    """Nobody waits for a transfer any more."""
+    """Tell the peer that a transfer is no longer wanted."""
     connection.say(Unwanted(number))

@@ -1,10 +1,11 @@
-"""How do bytes of pages get from one engine into another's memory?
+"""Move page bytes from one engine into another's memory.
 
-In two calls: the engine that answers `expose`s a window of its memory once for each connection, and the one
-that computes prompts `put`s bytes there. Messages go over a socket beside it, whatever the transport.
+A transport has two calls: the engine that answers exposes a window of its memory once for each connection
+(`expose`), and the engine that computes prompts writes bytes there (`put`). Messages go over a socket beside
+it, whatever the transport.
 
-On hardware the two calls are those of Mooncake's transfer engine (register memory, write to a peer's) or of
-HIXL's; neither is here, and neither was tried. A write must have arrived when `put` returns.
+On hardware the two calls correspond to those of Mooncake's transfer engine (register memory, write to a
+peer's) or of HIXL's; neither is implemented or tried here. A write must have arrived when `put` returns.
 """
 
 from __future__ import annotations
@@ -26,35 +27,37 @@ _NAME = re.compile(r"pages-[0-9a-f]{32}")
 
 
 class PageWindow(Protocol):
-    """Memory of the engine that answers, into which bytes of pages are put."""
+    """Memory of the engine that answers, into which page bytes are put."""
 
-    description: bytes  # by which the other side reaches it
+    description: bytes  # bytes from which the peer can reach the window
     memory: Bytes
 
     def reached(self) -> None:
-        """The other side has reached it."""
+        """Note that the peer has opened the window."""
         ...
 
 
 class Reach(Protocol):
-    """The same memory, seen from the other side."""
+    """The same memory, seen by the peer."""
 
     def put(self, offset: int, data: Bytes) -> Bytes | None:
-        """Put bytes there. What is returned goes behind the message that tells of them, and comes to lie
-        there with it.
+        """Write bytes there.
+
+        Any bytes that are returned must follow the message about them on the socket, and reach the window
+        that way.
         """
         ...
 
 
 class Transport(Protocol):
-    """A way for bytes of pages."""
+    """A transport of page bytes."""
 
     def expose(self, num_bytes: int) -> PageWindow:
-        """Make a window; raises OSError where there is no memory for it."""
+        """Create a window; raises OSError if there is no memory for it."""
         ...
 
     def reach(self, description: bytes, num_bytes: int) -> Reach:
-        """Find another engine's window; raises OSError or ValueError where that cannot be."""
+        """Open another engine's window; raises OSError or ValueError if that is impossible."""
         ...
 
 
@@ -66,38 +69,42 @@ class _Memory:
         self.memory: Bytes = np.empty(num_bytes, dtype=np.uint8)
 
     def reached(self) -> None:
-        """There is nothing to reach."""
+        """Do nothing: the peer opens nothing."""
 
 
 class _Behind:
-    """Bytes go over the socket, behind the messages that tell of them."""
+    """Sends bytes over the socket, behind the messages about them."""
 
     def put(self, offset: int, data: Bytes) -> Bytes | None:
-        """They are sent with the message."""
+        """Return the bytes, to be sent with the message."""
         return data
 
 
 class Tcp:
-    """Bytes go over the connection, between any two machines."""
+    """Sends bytes over the connection, between any two machines."""
 
     def expose(self, num_bytes: int) -> PageWindow:
-        """Memory of this process."""
+        """Allocate memory of this process."""
         return _Memory(num_bytes)
 
     def reach(self, description: bytes, num_bytes: int) -> Reach:
-        """There is nothing to find."""
+        """Return a reach that needs no window."""
         return _Behind()
 
 
 class _SharedWindow:
-    """A file in memory, whose name is gone once the other side has opened it: no crash leaves it behind."""
+    """A file in memory, whose name is removed once the peer has opened it.
+
+    So no crash leaves it behind.
+    """
 
     def __init__(self, num_bytes: int) -> None:
         self._path = _FOLDER / f"pages-{secrets.token_hex(16)}"
         self.description = self._path.name.encode()
         file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            os.posix_fallocate(file, 0, num_bytes)  # now, not by a fault when it is written to
+            # Allocate now rather than by a page fault when it is written
+            os.posix_fallocate(file, 0, num_bytes)
             self.memory: Bytes = np.frombuffer(mmap.mmap(file, num_bytes), dtype=np.uint8)
         except OSError:
             self.reached()
@@ -106,7 +113,7 @@ class _SharedWindow:
             os.close(file)
 
     def reached(self) -> None:
-        """Take its name away."""
+        """Remove the file's name."""
         with suppress(FileNotFoundError):
             self._path.unlink()
 
@@ -119,20 +126,20 @@ class _SharedReach:
         self._memory: Bytes = np.frombuffer(memory, dtype=np.uint8)
 
     def put(self, offset: int, data: Bytes) -> Bytes | None:
-        """They are there at once."""
+        """Copy the bytes, which are visible to the peer at once."""
         self._memory[offset : offset + len(data)] = data
         return None
 
 
 class SharedMemory:
-    """Bytes go through memory that both processes of one machine see."""
+    """Passes bytes through memory that two processes of one machine share."""
 
     def expose(self, num_bytes: int) -> PageWindow:
-        """A new file in memory that only this user may open."""
+        """Create a file in memory that only this user may open."""
         return _SharedWindow(num_bytes)
 
     def reach(self, description: bytes, num_bytes: int) -> Reach:
-        """Open it; on another machine it is not there."""
+        """Open the peer's file, which does not exist on another machine."""
         name = description.decode("ascii", "replace")
         if not _NAME.fullmatch(name):
             raise ValueError("its window has no name of one")
@@ -144,7 +151,7 @@ class SharedMemory:
             ) from None
         try:
             found = os.fstat(file)
-            if found.st_uid != os.geteuid():  # who may shorten it could end this process by that
+            if found.st_uid != os.geteuid():  # a user who can truncate the file could crash this process
                 raise ValueError("its window is of another user; run both engines as one, or use tcp there")
             if found.st_size != num_bytes:
                 raise ValueError(f"its window has not the {num_bytes} bytes that it says")
@@ -157,14 +164,14 @@ TRANSPORTS: dict[str, Transport] = {"tcp": Tcp(), "shared_memory": SharedMemory(
 
 
 class Ring:
-    """Which bytes of a window are free? They are given out in turn, and come back in the same order."""
+    """Allocates the bytes of a window in turn; they are freed in the same order."""
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
-        self._taken: list[tuple[int, int]] = []  # where each part begins and ends, the oldest first
+        self._taken: list[tuple[int, int]] = []  # start and stop of each part in use, the oldest first
 
     def take(self, count: int) -> int | None:
-        """Where so many bytes in a row are free; None while there are not."""
+        """Return the offset of `count` contiguous free bytes, or None if there are none now."""
         if not self._taken:
             start, stop = 0, self.num_bytes
         else:
@@ -180,7 +187,7 @@ class Ring:
         return start
 
     def give_back(self) -> None:
-        """The oldest part is free again; raises ValueError where none is taken."""
+        """Free the oldest part; raises ValueError if none is in use."""
         if not self._taken:
             raise ValueError("a part was given back that was never taken")
         del self._taken[0]

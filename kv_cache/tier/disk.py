@@ -1,12 +1,12 @@
-"""How do pages rest in a folder, which engines of one machine share?
+"""Store pages as files in a folder that the engines of one machine share.
 
-A file for each, below a folder for each identity. What is being written is not there yet: it lies in a file
-of its own until it is whole, and then gets its name. A file's time of change says when it was last used.
+There is one file for each page, in a folder for each identity. A page is written to a file of its own and
+renamed once it is whole. The time of a file's last change records when it was last used.
 
-Who writes holds a lock, whose file says how many bytes there are. They are added up before they are written,
-so that the bound holds at any time, and so that a process that is killed leaves a sum that is too large
-rather than too small: it is counted again at each start, and when room is made. Nothing waits for the disk:
-what a loss of power leaves half written is found by its checksum.
+A writer holds a lock, whose file holds the total number of bytes. The total is raised before a file is
+written, so that the bound holds at any time, and a process that is killed leaves a total that is too large
+rather than too small; it is recounted at each start, and when room is made. Nothing waits for the disk: an
+entry that a loss of power leaves half written is found by its checksum.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from pathlib import Path
 from kv_cache.tier.store import StoreFailed
 
 LOCK, INCOMING = "lock", "incoming"
-_ROOM = 0.1  # of the bound, that is made at once where there is none: to look at all files takes a while
+# Share of the bound that is freed at once when there is no room, because scanning all files takes a while
+_ROOM = 0.1
 _COUNT_BYTES = 8
-_ENTRY = re.compile(r"[0-9a-f]{16}/[0-9a-f]{2}/[0-9a-f]{64}")  # anything else in the folder is not ours
+_ENTRY = re.compile(r"[0-9a-f]{16}/[0-9a-f]{2}/[0-9a-f]{64}")  # any other file in the folder is left alone
 
 
 class DiskStore:
-    """Entries below `folder`, of at most `most_bytes` in all, those of other identities too.
+    """Entries below `folder`, of at most `most_bytes` in total, including those of other identities.
 
-    Raises OSError where the folder cannot be made or written to.
+    Raises OSError if the folder cannot be created or written to.
     """
 
     def __init__(self, folder: Path, most_bytes: int, identity: bytes) -> None:
@@ -40,16 +41,16 @@ class DiskStore:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._own.mkdir(mode=0o700, exist_ok=True)
         self._lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        self._thread_lock = threading.Lock()  # the file's is of the process
+        self._thread_lock = threading.Lock()  # the lock of the file excludes processes, but not threads
         with self._locked():
             self._make_room(0)
 
     def read(self, keys: Sequence[bytes]) -> list[bytes | None]:
-        """As `PageStore.read`; what is found counts as used."""
+        """See `PageStore.read`; entries that are found count as used."""
         return [self._read(self._path(key)) for key in keys]
 
     def write(self, key: bytes, entry: bytes) -> bool:
-        """As `PageStore.write`."""
+        """See `PageStore.write`."""
         path, size = self._path(key), len(entry)
         if size > self._most_bytes or path.exists():
             return False
@@ -66,7 +67,7 @@ class DiskStore:
         return True
 
     def remove(self, keys: Sequence[bytes]) -> None:
-        """As `PageStore.remove`."""
+        """See `PageStore.remove`."""
         try:
             with self._locked():
                 for key in keys:
@@ -79,7 +80,7 @@ class DiskStore:
             raise StoreFailed(str(error)) from error
 
     def close(self) -> None:
-        """As `PageStore.close`."""
+        """See `PageStore.close`."""
         os.close(self._lock)
 
     def _read(self, path: Path) -> bytes | None:
@@ -93,7 +94,7 @@ class DiskStore:
         return entry
 
     def _put(self, path: Path, entry: bytes) -> None:
-        """Write a file that is there when it is whole; the lock lets only one be written at a time."""
+        """Write a file that appears under its name when it is whole; the lock admits one writer at a time."""
         incoming = self._folder / INCOMING
         file = os.open(incoming, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
@@ -121,7 +122,10 @@ class DiskStore:
         os.pwrite(self._lock, num_bytes.to_bytes(_COUNT_BYTES, "little"), 0)
 
     def _make_room(self, size: int) -> int:
-        """Let the files go that were used longest ago until `size` fits, and some; returns what is left."""
+        """Delete the least recently used files until `size` fits with a reserve.
+
+        Returns the bytes that remain.
+        """
         files = sorted(self._files())
         used = sum(each.st_size for _, each, _ in files)
         target = self._most_bytes - size
@@ -137,7 +141,7 @@ class DiskStore:
         return used
 
     def _files(self) -> Iterator[tuple[int, os.stat_result, Path]]:
-        """All entries, of any identity, with the time when they were used last."""
+        """Yield all entries, of any identity, with the time of their last use."""
         for path in self._folder.glob("*/*/*"):
             if _ENTRY.fullmatch("/".join(path.parts[-3:])):
                 with contextlib.suppress(FileNotFoundError):
@@ -150,6 +154,6 @@ class DiskStore:
 
 
 def _use(path: Path) -> None:
-    """Note when a file was used: to the nanosecond, for the system's own clock of files has a tick."""
+    """Record when a file was used, in nanoseconds, because the system's own file times advance in ticks."""
     now_ns = time.time_ns()
     os.utime(path, ns=(now_ns, now_ns))

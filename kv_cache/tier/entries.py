@@ -1,8 +1,8 @@
-"""What does a page look like where it rests, and how is it known for the one that was asked for?
+"""Define how a page is stored in a tier, and verify that an entry is the page that was requested.
 
-As a head and the page's content. The head has the model's identity and the page's key, and a checksum over
-these and the content, so that an entry that was damaged, cut short, put under another key, or computed by
-another model is told from one that may be used.
+An entry is a head and the page's content. The head holds the model's identity, the page's key, and a checksum
+over both and the content, so that an entry that was damaged, cut short, stored under another key, or computed
+by another model is recognised and not used.
 """
 
 from __future__ import annotations
@@ -20,23 +20,25 @@ _IDENTITY_AT, _KEY_AT, _SUM_AT = len(MAGIC), len(MAGIC) + 32, len(MAGIC) + 64
 
 
 class WrongEntry(ValueError):
-    """An entry that must not be used; says why."""
+    """An entry that must not be used, with the reason."""
 
 
 def identity_of(facts: Mapping[str, object]) -> bytes:
-    """32 bytes that stand for all that a page's content depends on beside its tokens and its salt."""
+    """Return a digest of everything that a page's content depends on, except its tokens and salt."""
     return hashlib.sha256(msgspec.json.encode(facts, order="deterministic")).digest()
 
 
 def entry_of(content: bytes, key: bytes, identity: bytes) -> bytes:
-    """The entry of a page's content."""
+    """Return the entry of a page's content."""
     assert len(key) == KEY_BYTES == len(identity), "not the key of a page, or no identity"
     return b"".join((MAGIC, identity, key, _sum(content, key, identity), content))
 
 
 def content_of(entry: bytes, key: bytes, identity: bytes, num_bytes: int) -> bytes:
-    """The content of an entry, of `num_bytes`; raises WrongEntry unless it is this page of this model, whole
-    and as it was written."""
+    """Return the content of an entry, of `num_bytes` bytes.
+
+    Raises WrongEntry unless the entry is this page of this model, complete and undamaged.
+    """
     if entry[: len(MAGIC)] != MAGIC:
         raise WrongEntry("it is no page of this format")
     if entry[_IDENTITY_AT:_KEY_AT] != identity:

@@ -1,4 +1,4 @@
-"""Is a store to be asked at all, and what has come of it so far?"""
+"""Decide whether a page store may be used, and count the results of its use."""
 
 from __future__ import annotations
 
@@ -7,48 +7,51 @@ import threading
 import time
 from dataclasses import dataclass
 
-PAUSE_S = 5.0  # for which a store that failed is left alone
+PAUSE_S = 5.0  # time for which a store that failed is left alone
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class TierCounters:
-    """Each only grows; pages but for the lookups and failures."""
+    """Totals that only grow, of pages unless a lookup or a failure is named."""
 
     written: int = 0
-    known: int = 0  # not written, because they were there
-    dropped: int = 0  # not written: too many wait for it, or the store fails
+    known: int = 0  # not written, because the store had them
+    dropped: int = 0  # not written, because too many are queued or the store fails
     found: int = 0
-    refused: int = 0  # found, and not used: damaged, or of another model
+    refused: int = 0  # found and not used, because they are damaged or of another model
     hits: int = 0  # lookups that found something
     misses: int = 0
-    late: int = 0  # that had not ended when their time was over; what they had found until then was used
-    skipped: int = 0  # that were not begun: the store fails, or too many wait for it
+    # Lookups that exceeded their time; what they had found by then was used
+    late: int = 0
+    # Lookups that were not started, because the store fails or too many are queued
+    skipped: int = 0
     read_failures: int = 0
     write_failures: int = 0
 
 
 class StoreHealth:
-    """Leaves a store alone for a while after it failed; says so once, and once more when it is well again.
+    """Leaves a store alone for a while after a failure; logs the first failure, and the recovery.
 
-    What is read and what is written are two things: a full disk can still be read. `name` says which.
+    Reading and writing have a health of their own, because a full disk can still be read. `name` says which
+    it is.
     """
 
     def __init__(self, name: str, pause_s: float = PAUSE_S) -> None:
         self._name, self._pause_s = name, pause_s
         self._lock = threading.Lock()
         self._until_s = 0.0
-        self.is_well = True  # as of the last call to it
+        self.is_well = True  # state after the last call to the store
         self.num_failures = 0
 
     @property
     def may_be_asked(self) -> bool:
-        """Whether it is well, or has been left alone for long enough."""
+        """Whether the store works, or has been left alone for long enough."""
         return self.is_well or time.monotonic() >= self._until_s
 
     def failed(self, why: str) -> None:
-        """It could not be read from or written to."""
+        """Note that the store could not be read or written."""
         with self._lock:
             self.num_failures += 1
             if self.is_well:
@@ -57,7 +60,7 @@ class StoreHealth:
             self._until_s = time.monotonic() + self._pause_s
 
     def worked(self) -> None:
-        """It did what it was asked for."""
+        """Note that the store did what was asked."""
         with self._lock:
             if not self.is_well:
                 log.warning("%s works again", self._name)

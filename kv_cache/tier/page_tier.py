@@ -1,7 +1,8 @@
-"""How do an engine and its device use a store of pages?
+"""Connect an engine and its device to a page store.
 
-The engine looks pages up, and is handed what was found; the device makes the copies that the scheduler asks
-for, in their order: what is published is written, and what was found is put into the host's pool.
+The engine looks pages up and receives what was found; the device makes the copies that the scheduler
+requests, in order: published pages are written to the store, and found pages are put into the host's pool.
+Reading and writing happen in threads (`reads`, `writes`).
 """
 
 from __future__ import annotations
@@ -17,30 +18,30 @@ from kv_cache.tier.reads import Lookup, PageReads
 from kv_cache.tier.store import PageStore
 from kv_cache.tier.writes import MOST_QUEUED_BYTES, Contents, PageWrites
 
-CLOSE_S = 0.2  # for what is queued at the end
+CLOSE_S = 0.2  # time for what is still queued at the end
 
 
 class PagesAsBytes(Protocol):
-    """Pages of the device and of the host's pool as bytes, `page_bytes` each."""
+    """Converts pages of the device and of the host's pool to bytes, `page_bytes` each."""
 
     @property
     def page_bytes(self) -> int: ...
 
     def read(self, pages: Index) -> Contents:
-        """Begin to copy pages of the device to the host; what is returned waits for them."""
+        """Start to copy pages of the device to the host; the function returned waits for them."""
         ...
 
     def write_host(self, pages: Index, contents: Sequence[bytes]) -> None:
-        """Let pages of the host's pool hold these."""
+        """Write contents to pages of the host's pool."""
         ...
 
 
 class PageTier:
     """Keeps the pages of one engine in a store.
 
-    `identity` is all that pages depend on but for their tokens and salt (see `identity_of`); a lookup takes
-    `wait_s` at most; `make` makes copies as a step of the device does, and calls `apply` for those of the
-    tier; `name` is the store's in the log.
+    `identity` stands for everything that pages depend on except their tokens and salt (see `identity_of`). A
+    lookup takes at most `wait_s`. `make` makes copies as a step of the device does, and calls `apply` for
+    those of the tier. `name` is the store's name in the log.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class PageTier:
 
     @property
     def counters(self) -> TierCounters:
-        """What has come of it so far."""
+        """The totals so far."""
         return replace(
             self._counters,
             read_failures=self._reading.num_failures,
@@ -76,23 +77,23 @@ class PageTier:
 
     @property
     def is_well(self) -> bool:
-        """Whether the store did what it was asked for last."""
+        """Whether the last uses of the store succeeded."""
         return self._reading.is_well and self._writing.is_well
 
     def look_up(self, keys: Sequence[bytes]) -> Lookup | None:
-        """Begin to look for pages of which each continues the one before; None: in vain, it is not asked."""
+        """Start a lookup of chained pages; return None if the store is not used now."""
         return self._reads.begin(keys)
 
     def is_over(self, lookup: Lookup) -> bool:
-        """Whether a lookup has ended, or has taken as long as it may."""
+        """Whether a lookup has ended or reached its time limit."""
         return self._reads.is_over(lookup)
 
     def hand_over(self, contents: Sequence[bytes]) -> None:
-        """What pages hold that the scheduler was told of, in the order of their copies."""
+        """Take the content of found pages, in the order of their copies."""
         self._handed.extend(contents)
 
     def apply(self, copy: PageCopy) -> None:
-        """Make a copy to the tier or from it; it waits for no store."""
+        """Make a copy to or from the tier, without waiting for the store."""
         if copy.way == "to_tier":
             room = self._writes.room(len(copy.keys))
             if room:
@@ -104,11 +105,11 @@ class PageTier:
             self._pages.write_host(copy.targets, [self._handed.popleft() for _ in copy.targets.tolist()])
 
     def settle(self, limit_s: float) -> bool:
-        """Wait until all that was to be kept is written; False if that takes longer."""
+        """Wait until everything queued is written; return False if that takes longer than `limit_s`."""
         return self._writes.settle(limit_s)
 
     def close(self) -> None:
-        """Write what is queued, as far as there is a moment for it, and end."""
+        """Write what is queued within a short time limit, and end the threads."""
         self._writes.close(CLOSE_S)
         self._reads.close(CLOSE_S)
         self._store.close()

@@ -1,6 +1,6 @@
-"""How are pages looked up while the engine goes on?
+"""Look pages up in a store, in a thread beside the engine.
 
-By a thread, one lookup after the other, which ends at the first page that is not there. Who asked waits for a
+Lookups run one after the other, and each ends at the first page that is missing. A request waits for a
 bounded time: what was found by then is used, and a store that has not answered for so long is left alone.
 """
 
@@ -17,15 +17,15 @@ from kv_cache.tier.entries import WrongEntry, content_of
 from kv_cache.tier.health import StoreHealth, TierCounters
 from kv_cache.tier.store import PageStore, StoreFailed
 
-MOST_LOOKUPS = 1024  # that wait
-READ_BYTES = 2**23  # are asked for at once, one page at least
+MOST_LOOKUPS = 1024  # lookups that may be queued
+READ_BYTES = 2**23  # bytes requested at once, or one page if that is larger
 NO_KEY = bytes(KEY_BYTES)
 
 log = logging.getLogger(__name__)
 
 
 class Lookup:
-    """Pages that are looked for, in the order of their request, and what was found of them until now."""
+    """A lookup of pages in the order of their request, with the content found so far."""
 
     def __init__(self, keys: Sequence[bytes], until_s: float) -> None:
         self.keys, self.until_s = keys, until_s
@@ -36,7 +36,7 @@ class Lookup:
 class PageReads:
     """Reads pages of `page_bytes` from a store; a lookup may take `wait_s`.
 
-    What must not be used is told to `take_off`.
+    The keys of entries that must not be used are passed to `take_off`.
     """
 
     def __init__(
@@ -53,14 +53,15 @@ class PageReads:
         self._identity, self._page_bytes = identity, page_bytes
         self._wait_s, self._take_off = wait_s, take_off
         self._queue = deque[Lookup]()
-        self._asked_s: float | None = None  # since when the store has not answered; on the monotonic clock
+        # Start of the call that the store has not answered yet, on the monotonic clock
+        self._asked_s: float | None = None
         self._changed = threading.Condition()
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="tier-reads", daemon=True)
         self._thread.start()
 
     def begin(self, keys: Sequence[bytes]) -> Lookup | None:
-        """Begin to look for pages; None where that would be in vain, or would take too long."""
+        """Start a lookup; return None if it would be futile or take too long."""
         if not self._health.may_be_asked or len(self._queue) >= MOST_LOOKUPS or self._is_stuck():
             self._counters.skipped += 1
             return None
@@ -71,18 +72,18 @@ class PageReads:
         return lookup
 
     def is_over(self, lookup: Lookup) -> bool:
-        """Whether a lookup has ended, or its time is over: it ends then with what it has found."""
+        """Whether a lookup has ended or reached its time limit, which ends it with what it has found."""
         if lookup.has_ended:
             return True
         if time.monotonic() < lookup.until_s:
             return False
-        if self._is_stuck() and self._health.may_be_asked:  # once, however many wait for it
+        if self._is_stuck() and self._health.may_be_asked:  # only once, however many requests wait for it
             self._health.failed(f"no answer within {self._wait_s:g} s")
         self._end(lookup, is_late=True)
         return True
 
     def close(self, limit_s: float) -> None:
-        """Look for nothing more."""
+        """End the thread."""
         with self._changed:
             self._is_closing = True
             self._changed.notify()
@@ -93,7 +94,7 @@ class PageReads:
         return asked_s is not None and time.monotonic() - asked_s >= self._wait_s
 
     def _end(self, lookup: Lookup, *, is_late: bool = False) -> None:
-        with self._changed:  # the thread may end it, and who waits
+        with self._changed:  # either the thread or the waiting engine may end it
             if lookup.has_ended:
                 return
             lookup.has_ended = True
@@ -104,7 +105,8 @@ class PageReads:
             counters.misses += not is_late and not lookup.contents
 
     def _run(self) -> None:
-        self._read([NO_KEY])  # so that no request waits for a connection, and what fails is told at the start
+        # Connect now, so that no request waits for a connection and a failure is logged at the start
+        self._read([NO_KEY])
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._queue or self._is_closing)
@@ -140,7 +142,7 @@ class PageReads:
         return entries
 
     def _checked(self, key: bytes, entry: bytes) -> bytes | None:
-        """The content of an entry, if it may be used."""
+        """Return the content of an entry, or None if it must not be used."""
         try:
             return content_of(entry, key, self._identity, self._page_bytes)
         except WrongEntry as error:

@@ -1,10 +1,10 @@
-"""How do pages rest in a Redis or Valkey server, which engines of many machines share?
+"""Store pages in a Redis or Valkey server that the engines of many machines share.
 
-An entry for each, below `cb-pages:`, and beside them who was used when (a sorted set), how large each is (a
-hash), and the sum. What belongs together is done by a script within the server, by the server's clock, so
-that the bound holds whatever engines do at the same time, and none of them leaves a half of it when it ends.
-A server that lets entries go by its own `maxmemory` may do so: they are missed, and their sizes forgotten
-when their turn comes.
+Each page is a key below `cb-pages:`. Beside them are the times of use (a sorted set), the sizes (a hash) and
+their sum. Updates that belong together are made by a script within the server, by the server's clock, so that
+the bound holds whatever engines do concurrently, and no engine leaves half an update behind when it ends. A
+server may also evict entries by its own `maxmemory`: they are misses, and their sizes are dropped when their
+turn comes.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ _REMOVE = _DROP + "for at = 4, #KEYS do drop(KEYS[at]) end"
 
 
 class RedisStore:
-    """Entries in the server at `url`, of at most `most_bytes` in all, those of other identities too.
+    """Entries in the server at `url`, of at most `most_bytes` in total, including those of other identities.
 
-    A call that has no answer within `timeout_s` fails. Nothing is connected to before it is asked for
-    something; raises ValueError for a url that cannot be one.
+    A call without an answer within `timeout_s` fails. The connection is made by the first call; raises
+    ValueError for a malformed URL.
     """
 
     def __init__(
@@ -67,14 +67,14 @@ class RedisStore:
             password=password,
             socket_timeout=timeout_s,
             socket_connect_timeout=timeout_s,
-            retry=Retry(NoBackoff(), 0),  # who asks knows better when to try again
+            retry=Retry(NoBackoff(), 0),  # the caller decides when to try again
         )
         self._write = self._client.register_script(_WRITE)
         self._touch = self._client.register_script(_TOUCH)
         self._remove = self._client.register_script(_REMOVE)
 
     def read(self, keys: Sequence[bytes]) -> list[bytes | None]:
-        """As `PageStore.read`; what is found counts as used."""
+        """See `PageStore.read`; entries that are found count as used."""
         names = [self._name(key) for key in keys]
         try:
             entries: list[bytes | None] = self._client.mget(names)
@@ -86,24 +86,24 @@ class RedisStore:
         return entries
 
     def write(self, key: bytes, entry: bytes) -> bool:
-        """As `PageStore.write`."""
+        """See `PageStore.write`."""
         name = self._name(key)
         try:
-            if len(entry) > self._most_bytes or self._client.exists(name):  # before all of it is sent
+            if len(entry) > self._most_bytes or self._client.exists(name):  # checked before the entry is sent
                 return False
             return bool(self._write([USED, SIZES, SUM, name], [entry, self._most_bytes]))
         except redis.RedisError as error:
             raise StoreFailed(str(error)) from error
 
     def remove(self, keys: Sequence[bytes]) -> None:
-        """As `PageStore.remove`."""
+        """See `PageStore.remove`."""
         try:
             self._remove([USED, SIZES, SUM, *map(self._name, keys)])
         except redis.RedisError as error:
             raise StoreFailed(str(error)) from error
 
     def close(self) -> None:
-        """As `PageStore.close`."""
+        """See `PageStore.close`."""
         self._client.close()
 
     def _name(self, key: bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""What can a place for pages do?"""
+"""Define the interface of a page store: entries by key, shared by several engines."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from typing import Protocol
 
 
 class StoreFailed(Exception):
-    """A store cannot be read from or written to now; says why in one line."""
+    """A store cannot be read or written now, with the reason in one line."""
 
 
 class PageStore(Protocol):
-    """Entries by their keys, which several engines may share; each method raises StoreFailed.
+    """Entries by key, which several engines may share; each method may raise StoreFailed.
 
-    It holds at most so many bytes, and lets those go that were used longest ago. Any number of threads may
+    It holds a bounded number of bytes, and evicts the least recently used entries. Any number of threads may
     call it.
     """
 
     def read(self, keys: Sequence[bytes]) -> list[bytes | None]:
-        """The entries of these keys, None for those that are not here."""
+        """Return the entries of these keys, None for those that are missing."""
         ...
 
     def write(self, key: bytes, entry: bytes) -> bool:
-        """Keep an entry; False where it is here already, or is larger than all that there is room for."""
+        """Store an entry; return False if it exists already or is larger than the whole store."""
         ...
 
     def remove(self, keys: Sequence[bytes]) -> None:
-        """Let go of entries, as far as they are here."""
+        """Delete entries, as far as they exist."""
         ...
 
     def close(self) -> None:
-        """Nothing is read or written any more."""
+        """Release the store; no other call follows."""
         ...

@@ -1,7 +1,7 @@
-"""How are pages written while the engine goes on?
+"""Write pages to a store, in a thread beside the engine.
 
-By a thread, behind a queue of so many bytes: what does not fit is dropped. The queue is in order, so that
-a page that turned out wrong is taken off after it was written.
+The queue is bounded in bytes, and pages that do not fit are dropped. It is processed in order, so that a page
+that turned out wrong is removed after it was written.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MOST_QUEUED_BYTES = 2**28
 
 log = logging.getLogger(__name__)
 
-Contents = Callable[[], Sequence[bytes]]  # waits until they are there
+Contents = Callable[[], Sequence[bytes]]  # waits until the contents are ready
 
 
 class PageWrites:
@@ -37,40 +37,41 @@ class PageWrites:
         self._store, self._health, self._counters = store, health, counters
         self._identity = identity
         self._most_queued = max(1, most_queued_bytes // page_bytes)
-        self._num_queued = 0  # pages, with those that are being written
-        self._queue = deque[tuple[Sequence[bytes], Contents | None]]()  # without contents: to be taken off
+        self._num_queued = 0  # queued pages, including those being written
+        # Entries without contents are removals
+        self._queue = deque[tuple[Sequence[bytes], Contents | None]]()
         self._changed = threading.Condition()
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="tier-writes", daemon=True)
         self._thread.start()
 
     def room(self, wanted: int) -> int:
-        """How many of so many pages may be put now; the others count as dropped."""
+        """Return how many of `wanted` pages may be queued now; the others count as dropped."""
         with self._changed:
             room = min(wanted, self._most_queued - self._num_queued) if self._health.may_be_asked else 0
             self._counters.dropped += wanted - room
         return room
 
     def put(self, keys: Sequence[bytes], contents: Contents) -> None:
-        """Write pages, for which there is room, when `contents` has them."""
+        """Queue pages, for which there is room, to be written when `contents` returns."""
         with self._changed:
             self._num_queued += len(keys)
             self._queue.append((keys, contents))
             self._changed.notify_all()
 
     def remove(self, keys: Sequence[bytes]) -> None:
-        """Take pages off, after all that was put."""
+        """Remove pages, after all writes queued so far."""
         with self._changed:
             self._queue.append((keys, None))
             self._changed.notify_all()
 
     def settle(self, limit_s: float) -> bool:
-        """Wait until all is written; False if that takes longer."""
+        """Wait until everything is written; return False if that takes longer than `limit_s`."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._queue and not self._num_queued, limit_s)
 
     def close(self, limit_s: float) -> None:
-        """Write what is queued, as far as the time allows, and end."""
+        """Write what is queued as far as the time allows, and end the thread."""
         self.settle(limit_s)
         with self._changed:
             self._is_closing = True
@@ -97,7 +98,7 @@ class PageWrites:
                     self._changed.notify_all()
 
     def _written(self, key: bytes, content: bytes) -> bool | None:
-        """Write a page: False where it was there, or is too large; None where that cannot be."""
+        """Write a page; return False if the store has it or it is too large, and None if the store fails."""
         if self._is_closing or not self._health.may_be_asked:
             return None
         try:
@@ -109,7 +110,10 @@ class PageWrites:
         return is_new
 
     def _take_off(self, keys: Sequence[bytes]) -> None:
-        """Also where the store fails: a page that is wrong must not be found when it can be used again."""
+        """Remove entries, even if the store is failing.
+
+        A wrong page must not be found when the store works again.
+        """
         try:
             self._store.remove(keys)
         except StoreFailed as error:

@@ -1,7 +1,7 @@
-"""How do the tokens of a step get to the ranks that hold their experts, and what these made of them back?
+"""Send the tokens of a step to the ranks that hold their experts, and combine the results.
 
-All ranks have all tokens. Each takes an equal share of them, sends these to their experts, gets back the
-weighted sums, and gives them to all. See virtual_npu/operators/dispatch.py.
+All ranks have all tokens. Each takes an equal share of them, sends these to their experts, receives the
+weighted sums, and gathers them for all ranks. See virtual_npu/operators/dispatch.py.
 
 Legend: T tokens of the step, C experts that a token chooses.
 """
@@ -23,16 +23,19 @@ from models.npu.grouped import JoinedLinear, of_experts
 
 @dataclass(frozen=True, slots=True)
 class Dispatch:
-    """The ways of a group's tokens to its experts, equally many on each rank, in the order of the ranks."""
+    """The exchange between a group's tokens and its experts.
+
+    The ranks hold equally many experts, in the order of the ranks.
+    """
 
     group: Group
-    tokens: Group  # the same ranks, in a communicator of its own
+    tokens: Group  # the same ranks, with a communicator of their own
     num_experts: int
-    most_tokens: int  # of each rank
+    most_tokens: int  # most tokens of each rank
     product: AscendProduct
 
     def takes(self, x: Tensor) -> bool:
-        """Whether these tokens go this way: one for each rank at least."""
+        """Whether these tokens are exchanged: there must be at least one for each rank."""
         is_known = x.dtype in self.product.dtypes
         return is_known and self.group.size <= len(x) <= self.most_tokens * self.group.size
 
@@ -44,7 +47,10 @@ class Dispatch:
         packed: tuple[JoinedLinear, JoinedLinear],
         gated: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        """[T, hidden] -> [T, hidden] of all experts; `places` int32 [T, C] are theirs among all ranks'."""
+        """Compute all experts: [T, hidden] to [T, hidden].
+
+        `places` int32 [T, C] are their places over all ranks.
+        """
         x_own, weights_own, places_own = self._own(x, weights.float(), places)
         group, (gate_up, down) = self._of_group(), packed
         is_int8 = gate_up.scale is not None
@@ -59,7 +65,7 @@ class Dispatch:
         return self.group.all_gather(summed).flatten(0, 1)[: len(x)]
 
     def _own(self, *parts: Tensor) -> list[Tensor]:
-        """This rank's rows of each; where they are not equally many, the last is there again."""
+        """Return this rank's rows of each tensor; the last row is repeated to divide them equally."""
         total, (size, rank) = len(parts[0]), (self.group.size, self.group.rank)
         count = -(-total // size)
         if count * size == total:
@@ -72,8 +78,10 @@ class Dispatch:
         return self.product.name == "910C"
 
     def _of_group(self) -> dict[str, Any]:
-        """On a 910C as vllm-ascend calls it; on a 910B variables of the environment choose another way of
-        communication where none is named, which has other arguments.
+        """Return the arguments that describe the group.
+
+        On a 910C they are those of vllm-ascend. On a 910B environment variables select another way of
+        communication, which has other arguments, unless one is named.
         """
         name = self.tokens.hccl_name
         of_tp = {"group_tp": name, "tp_world_size": 1} if self._is_910c else {"comm_alg": "fullmesh"}

@@ -1,4 +1,4 @@
-"""How are the rows of all experts multiplied in one launch on an NPU, and how are the experts held for it?
+"""Hold the linears of all experts for an NPU, and multiply the rows of all experts in one launch.
 
 See virtual_npu/operators/grouped_matmul.py.
 
@@ -25,16 +25,17 @@ from models.int4_weight import Int4Weight
 class JoinedLinear:
     """One linear of all experts."""
 
-    weight: Tensor  # [E, in, out], or of 4 bits int32 [E, in, out / 8]
+    weight: Tensor  # [E, in, out], or int32 [E, in, out / 8] in 4 bits
     scale: Tensor | None = None  # [E, out], in int8
-    keeps_int32: bool = False  # its products are scaled by what comes after them
-    beside: dict[str, list[Tensor]] = field(default_factory=dict)  # what else the operator takes with it
+    keeps_int32: bool = False  # its products are scaled by the operator after it
+    # Further tensors that the operator takes with it
+    beside: dict[str, list[Tensor]] = field(default_factory=dict)
 
     def product(self, rows: Tensor, counts: Tensor, **more: Any) -> Tensor:
-        """Of each expert's rows, which follow those of the one before, with its own weight.
+        """Multiply each expert's rows, which follow those of the expert before, with its own weight.
 
-        One count is its own running sum, and is said to be that: op-plugin's page of 2026-08 takes no list of
-        one count.
+        A single count is its own running sum, and is passed as one: op-plugin's page of 2026-08 accepts no
+        list of one count.
         """
         (made,) = torch_npu.npu_grouped_matmul(
             [rows],
@@ -49,7 +50,7 @@ class JoinedLinear:
         return made
 
     def scaled_product(self, rows: Tensor, row_scale: Tensor, counts: Tensor, dtype: torch.dtype) -> Tensor:
-        """The product of rows in int8 in `dtype`, by the scales of columns and of rows."""
+        """Return the product of int8 rows in `dtype`, scaled by columns and rows."""
         scales = {"scale": [self.scale], "per_token_scale": [row_scale]}
         return self.product(rows, counts, output_dtype=dtype, **scales)
 
@@ -60,8 +61,9 @@ def joined(
     pack_int4: Callable[[Int4Weight, None], Any],
     no_offsets: dict[tuple[int, ...], Tensor],
 ) -> JoinedLinear:
-    """The linear that these are of each expert, packed as those of one; `no_offsets` are kept by shape, for
-    all layers.
+    """Join the linears of the experts, each packed as a single one is.
+
+    `no_offsets` are shared by all layers, by shape.
     """
     beside = {}
     if biases := [each.bias for each in experts if each.bias is not None]:
@@ -72,7 +74,7 @@ def joined(
         words, scales, offsets = zip(*(each[:3] for each in packed))
         scale = _by_groups(scales)
         beside["antiquant_scale"] = [scale]
-        if offsets[0] is None:  # the operator takes a scale with an offset alone
+        if offsets[0] is None:  # the operator takes a scale only together with an offset
             shared = no_offsets.setdefault(tuple(scale.shape), torch.zeros_like(scale))
             beside["antiquant_offset"] = [shared]
         else:
@@ -87,7 +89,7 @@ def joined(
 
 
 def gated_by_width(gate_up: JoinedLinear, down: JoinedLinear) -> JoinedLinear:
-    """The first linear in int8 as its width has it: its products stay in int32 where one launch gates them.
+    """Choose the form of the first int8 linear by its width: int32 products if one launch gates them.
 
     Others are scaled by npu_grouped_matmul, which takes the scales in the type of those of `down`.
     """
@@ -99,7 +101,7 @@ def gated_by_width(gate_up: JoinedLinear, down: JoinedLinear) -> JoinedLinear:
 
 
 def _by_groups(parts: Sequence[Tensor]) -> Tensor:
-    """Of each expert [G, out] -> [E, G, out], or [E, out] where there is one group."""
+    """Stack [G, out] of each expert as [E, G, out], or as [E, out] if there is one group."""
     made = torch.stack(list(parts))
     return made[:, 0].contiguous() if made.shape[1] == 1 else made
 
@@ -113,10 +115,10 @@ def mixture(
     num_experts: int,
     gated: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """As Ops.joined_mixture; weights in the model's type, as npu_moe_token_unpermute takes them.
+    """Compute Ops.joined_mixture; weights are in the model's type, as npu_moe_token_unpermute takes them.
 
-    Rows of other ranks' experts come last, and no product writes them: they are made zero, and not left out,
-    since npu_moe_token_unpermute takes no index twice.
+    Rows of other ranks' experts come last, and no product writes them: they are set to zero, and not left
+    out, because npu_moe_token_unpermute takes no index twice.
     """
     num_held, is_int8 = len(gate_up.weight), gate_up.scale is not None
     rows, places, counts, row_scale = torch_npu.npu_moe_init_routing_v2(
@@ -147,8 +149,9 @@ def of_experts(
     gated: Callable[[Tensor], Tensor],
     dtype: torch.dtype,
 ) -> Tensor:
-    """What each expert makes of its rows, which follow those of the one before, in `dtype`; rows in int8 have
-    their scales. What comes after the counted rows is not written.
+    """Compute what each expert makes of its rows, which follow those of the expert before, in `dtype`.
+
+    Rows in int8 have their scales. What follows the counted rows is not written.
     """
     if row_scale is None:
         return down.product(gated(gate_up.product(rows, counts)), counts)

@@ -1,4 +1,4 @@
-"""How does an NPU hold a weight of 4 bits, and multiply with it? See virtual_npu/operators/weight_quant.py.
+"""Hold weights of 4 bits for an NPU, and multiply with them. See virtual_npu/operators/weight_quant.py.
 
 Legend: T tokens of the step.
 """
@@ -15,27 +15,29 @@ from torch import Tensor
 from devices.ascend_limits import AscendProduct
 from models.int4_weight import Int4Weight
 
-PACKED_ROWS = 512  # of a weight, that are in an int32 each at once
+PACKED_ROWS = 512  # rows of a weight that are expanded to int32 at once
 
 
 class Int4Check:
-    """What a product says of 4 bits."""
+    """The check of whether a product can multiply in 4 bits."""
 
     product: AscendProduct
 
     def check_int4(
         self, dtype: torch.dtype, group_size: int | None, largest: int, of_experts: Sequence[int] = ()
     ) -> None:
-        """Raise ValueError where this product cannot multiply in 4 bits; see Ops.check_int4."""
+        """Raise ValueError if this product cannot multiply in 4 bits; see Ops.check_int4."""
         self.product.check_int4(dtype, group_size, largest, of_experts)
 
 
 class Int4Ops(Int4Check):
-    """Linears in 4 bits, by one operator; as those of Ops."""
+    """Linears in 4 bits, by one operator; see Ops."""
 
     def pack_int4(self, weight: Int4Weight, bias: Tensor | None) -> Any:
-        """Numbers [in, out / 8] in the device's own order, scales and offsets [groups, out]: the operator is
-        faster so than with a weight that is turned (CANN, aclnnWeightQuantBatchMatmulV2).
+        """Return numbers [in, out / 8] in the device's own order, with scales and offsets [groups, out].
+
+        The operator is faster in this form than with a transposed weight (CANN,
+        aclnnWeightQuantBatchMatmulV2).
         """
         device, bfloat16 = weight.words.device, weight.scale.dtype == torch.bfloat16
         numbers = Int4Weight(weight.words.cpu(), weight.scale, weight.offset, weight.group_size).numbers()
@@ -50,17 +52,17 @@ class Int4Ops(Int4Check):
         return torch.cat(rows), weight.scale.t().contiguous(), offset, bias, group_size
 
     def linear_int4(self, x: Tensor, packed: Any) -> Tensor:
-        """[T, in] -> [T, out] in one launch."""
+        """Map [T, in] to [T, out] in one launch."""
         weight, scale, offset, bias, group_size = packed
         return torch_npu.npu_weight_quant_batchmatmul(
             x, weight, scale, antiquant_offset=offset, bias=bias, antiquant_group_size=group_size
         )
 
     def pack_int4_split(self, weight: Int4Weight, bias: Tensor | None, widths: tuple[int, ...]) -> Any:
-        """A weight for each width."""
+        """Return a packed weight for each width."""
         biases = [None] * len(widths) if bias is None else bias.split(widths)
         return [self.pack_int4(*part) for part in zip(weight.split(widths), biases)]
 
     def linear_int4_split(self, x: Tensor, packed: Any, widths: tuple[int, ...]) -> tuple[Tensor, ...]:
-        """A product for each width, whose results are contiguous."""
+        """Return a product for each width; the results are contiguous."""
         return tuple(self.linear_int4(x, part) for part in packed)

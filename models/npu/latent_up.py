@@ -1,4 +1,4 @@
-"""How do queries get into the space of latents, and what they attend to out of it, on an NPU?
+"""Project queries into the space of latents, and results out of it, on an NPU.
 
 Legend: T tokens of the step, H query heads, L latent, N the other part of a query (nope), V value of a head.
 """
@@ -11,18 +11,18 @@ from torch import Tensor
 
 from attention.latent import LatentUp
 
-MOST_PRODUCT_ROW = 65535  # heads x width of what npu_transpose_batchmatmul takes by rows
+MOST_PRODUCT_ROW = 65535  # heads x width up to which npu_transpose_batchmatmul takes rows
 
 
 class NpuLatentUp(LatentUp):
-    """The projection by heads, of queries and results as attention has their axes, without copies."""
+    """The projection by heads, without copies, for queries and results with the axes of attention."""
 
     def absorbed(self, query: Tensor) -> Tensor:
-        """Queries [T, H, N] of expanded keys -> of latents [T, H, L]."""
+        """Project queries [T, H, N] of expanded keys to queries of latents [T, H, L]."""
         return self._by_heads(query, self.keys)
 
     def raised(self, x: Tensor) -> Tensor:
-        """Weighted sums of latents [T, H, L] -> of values [T, H, V]."""
+        """Project weighted sums of latents [T, H, L] to those of values [T, H, V]."""
         return self._by_heads(x, self.values)
 
     def _by_heads(self, x: Tensor, weight: Tensor) -> Tensor:

@@ -1,4 +1,6 @@
-"""Which of the decoder's operators does a CPU compute in its own, faster way?
+"""Override the decoder's operators that a CPU computes faster in its own way.
+
+Linears are packed for oneDNN, and the small operators may be compiled.
 
 Legend: T tokens of the step, H query heads, K kv heads, D head dim.
 """
@@ -20,7 +22,7 @@ from models.ops.reference import Ops, Packed
 log = logging.getLogger(__name__)
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # parameters of mallopt(3)
-_FEW_ROWS, _MANY_ROWS = 8, 64  # how the rows of a step are rounded up, below 64 and above
+_FEW_ROWS, _MANY_ROWS = 8, 64  # steps to which the rows are rounded up, below 64 and above
 
 
 def keep_memory() -> None:
@@ -29,14 +31,15 @@ def keep_memory() -> None:
     if mallopt is None:
         log.info("this C library has no mallopt: memory goes back and forth between process and kernel")
         return
-    # Without it each step's large tensors are mapped, cleared and unmapped again: 764 -> 838 tokens/s
+    # Otherwise each step's large tensors are mapped, cleared and unmapped again: 764 -> 838 tokens/s
     mallopt(_MMAP_THRESHOLD, 32 * 2**20)
     mallopt(_TRIM_THRESHOLD, 2**31 - 1)
 
 
 class CpuOps(Ops):
-    """Linears packed for oneDNN; `compile` joins each small operator into one loop by a C++ compiler, within
-    the `limit`.
+    """Linears packed for oneDNN, and small operators compiled into one loop each if asked for.
+
+    `compile` compiles them with a C++ compiler within the `limit`.
     """
 
     def __init__(self, *, compile: bool = False, limit: CompileLimit | None = None) -> None:
@@ -56,11 +59,11 @@ class CpuOps(Ops):
             self._greedy = Compiled(_greedy, ((0,),), limit=limit, plain=plain.greedy)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Over the last dimension, in float32; `weight` [x.shape[-1]]. Any leading dimensions."""
+        """Normalise over the last dimension, in float32; `weight` [x.shape[-1]]. Any leading dimensions."""
         return self._rms_norm(x, weight, eps)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """(rms_norm(x + residual), x + residual)."""
+        """Return (rms_norm(x + residual), x + residual)."""
         return self._add_rms_norm(x, residual, weight, eps)
 
     def rotary(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -68,25 +71,25 @@ class CpuOps(Ops):
         return self._rotary(query, key, cos, sin)
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
-        """[T, 2 * intermediate], the gate in the first half -> silu(gate) * up."""
+        """Map [T, 2 * intermediate], the gate in the first half, to silu(gate) * up."""
         return self._swiglu(gate_up)
 
     def geglu(self, gate_up: Tensor) -> Tensor:
-        """As `swiglu`, with the tanh form of gelu: gelu(gate) * up."""
+        """Compute `swiglu` with the tanh form of gelu in place of silu: gelu(gate) * up."""
         return self._geglu(gate_up)
 
     def clamped_swiglu(self, gate_up: Tensor, slope: float, limit: float) -> Tensor:
-        """As `swiglu`, of numbers within the limit; see Ops.clamped_swiglu."""
+        """Compute `swiglu` on clipped numbers; see Ops.clamped_swiglu."""
         return self._clamped_swiglu(gate_up, slope, limit)
 
     def greedy(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """The best token of each row of logits [R, V], int64 [R], and whether its logit is finite."""
+        """Return the best token of each row of logits [R, V], int64 [R], and whether its logit is finite."""
         return self._greedy(logits)
 
     def mixture(
         self, x: Tensor, weights: Tensor, chosen: Tensor, experts: Sequence[Callable[[Tensor], Tensor]]
     ) -> Tensor:
-        """As Ops.mixture, where an expert computes the tokens that chose it, and is not called for none."""
+        """Compute Ops.mixture, where an expert computes only the tokens that chose it."""
         numbers, order = chosen.flatten().sort(stable=True)
         counts = numbers.bincount(minlength=len(experts)).tolist()
         tokens, shares = order // chosen.shape[1], weights.flatten()[order, None]
@@ -100,7 +103,10 @@ class CpuOps(Ops):
         return total.to(x.dtype)
 
     def padded(self, num_tokens: int) -> int:
-        """Rows to compute: oneDNN compiles its code (2 ms a layer) for each new number of rows."""
+        """Return the rounded number of rows to compute.
+
+        oneDNN compiles its code (2 ms a layer) for each new number.
+        """
         if num_tokens <= _FEW_ROWS:
             return max(2, 1 << (num_tokens - 1).bit_length())
         step = _FEW_ROWS if num_tokens <= _MANY_ROWS else _MANY_ROWS
@@ -123,12 +129,12 @@ class CpuOps(Ops):
         return torch.ops.mkldnn._reorder_linear_weight(weight), bias
 
     def pack_low_rank(self, weight: Tensor) -> Tensor:
-        """As `pack` has weights: no step is captured here."""
+        """Pack as `pack` does, because no step is captured here."""
         packed: Tensor = self.pack(weight, None)[0]
         return packed
 
     def plain_low_rank(self, packed: Tensor) -> Tensor:
-        """In the order of before."""
+        """Return a packed weight in its original order."""
         return packed.to_dense() if packed.is_mkldnn else packed
 
     def pack_int8(self, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Packed:
@@ -138,14 +144,14 @@ class CpuOps(Ops):
         return weight, scale, bias
 
     def int8_product(self, rows: Tensor, weight: Tensor) -> Tensor:
-        """int8 [T, in] by the packed weight -> exact int32 [T, out].
+        """Multiply int8 [T, in] by the packed weight, exactly, to int32 [T, out].
 
         Without VNNI instructions oneDNN adds pairs of products in 16 bits, which overflow.
         """
         return torch._int_mm(rows, weight) if _has_vnni() else super().int8_product(rows, weight)
 
     def linear(self, x: Tensor, packed: Packed) -> Tensor:
-        """[T, in] -> [T, out]."""
+        """Map [T, in] to [T, out]."""
         weight, bias = packed
         num_rows = self.padded(len(x))
         if num_rows > len(x):
@@ -157,7 +163,7 @@ class CpuOps(Ops):
 
 
 def _rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """As Ops.rotary, half by half, which the compiler can vectorize."""
+    """Compute Ops.rotary half by half, which the compiler can vectorise."""
     return _turned(query, cos[:, None], sin[:, None]), _turned(key, cos[:, None], sin[:, None])
 
 
@@ -167,7 +173,7 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """As Ops.greedy, in two passes that the compiler can vectorize; of equals the first."""
+    """Compute Ops.greedy in two passes that the compiler can vectorise; ties go to the first token."""
     size = logits.shape[-1]
     best = logits.amax(-1, keepdim=True)
     token = torch.arange(size, dtype=torch.int32)

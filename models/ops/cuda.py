@@ -1,6 +1,7 @@
-"""Which of the decoder's operators does a CUDA device compute in Triton kernels of this project?
+"""Override the decoder's operators that a CUDA device computes in Triton kernels of this project.
 
-Products of matrices are torch's (cuBLAS), the greedy choice is the plain one.
+Matrix products are torch's (cuBLAS) unless they must be batch-invariant; the greedy choice is the
+reference's.
 
 Legend: T tokens of the step, H query heads, K kv heads, D head dim.
 """
@@ -19,10 +20,10 @@ from models.filled import ExpertKind, Filled
 from models.ops.reference import Ops, Packed
 from models.ops.triton_kernels import multiply_rows, norm_rows, turn_heads, weigh_by_gate
 
-GROUPED_STEP = 8  # of sizes in 16 bits: rows of grouped products begin at multiples of 16 bytes
-HEADS, COLUMNS = 8, 1024  # of one program: heads that it rotates, columns that it gates
+GROUPED_STEP = 8  # 16-bit elements: rows of grouped products begin at multiples of 16 bytes
+HEADS, COLUMNS = 8, 1024  # heads that one program rotates, and columns that it gates
 TILE = (64, 64, 64)  # rows, columns and depth of a product's tile
-SMALL_TILE = (32, 32, 32)  # for float32, which no tensor core multiplies
+SMALL_TILE = (32, 32, 32)  # used for float32, which no tensor core multiplies
 
 
 class CudaOps(Ops):
@@ -37,7 +38,7 @@ class CudaOps(Ops):
         self.batch_invariant, self.groups_products = batch_invariant, groups_products
 
     def linear(self, x: Tensor, packed: Packed) -> Tensor:
-        """[T, in] -> [T, out]."""
+        """Map [T, in] to [T, out]."""
         if not self.batch_invariant:
             return super().linear(x, packed)
         weight, bias = packed
@@ -54,17 +55,17 @@ class CudaOps(Ops):
         return y.to(x.dtype)
 
     def widened_product(self, x: Tensor, weight: Tensor) -> Tensor:
-        """As `linear`, which may be invariant."""
+        """Multiply as `linear` does, which may be batch-invariant."""
         return self.linear(x, (weight, None))
 
     def joins_experts(self, kind: ExpertKind) -> bool:
-        """Experts in the model's type without biases, whose rows a grouped product takes."""
+        """Whether experts of this kind are in the model's type, without biases, and aligned."""
         are_aligned = kind.hidden % GROUPED_STEP == kind.inner % GROUPED_STEP == 0
         takes = kind.form == "plain" and kind.is_swiglu and not kind.has_bias
         return self.groups_products and are_aligned and takes and not self.batch_invariant
 
     def pack_experts(self, gate_ups: Sequence[Filled], downs: Sequence[Filled]) -> Packed:
-        """Weights [experts, in, out] of both products."""
+        """Return the weights [experts, in, out] of both products."""
         both = [_stacked(each) for each in (gate_ups, downs)]
         return tuple(each.transpose(1, 2) for each in both)
 
@@ -77,9 +78,10 @@ class CudaOps(Ops):
         num_experts: int,
         gated: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        """As Ops.mixture: rows sorted by expert, two grouped products, and each token's sum in the order of
-        its choice. Shapes are fixed and nothing waits for the device; rows of other ranks' experts come last,
-        where no product writes.
+        """Compute Ops.mixture by rows sorted by expert, two grouped products, and a sum for each token.
+
+        The sum is in the order of the token's choice. Shapes are fixed and nothing waits for the device; rows
+        of other ranks' experts come last, where no product writes.
         """
         gate_up, down = packed
         num_chosen, flat = chosen.shape[1], chosen.flatten()
@@ -100,11 +102,14 @@ class CudaOps(Ops):
         return (parts * weights[..., None]).sum(1).to(x.dtype)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Over the last dimension, in float32; `weight` [x.shape[-1]]. Up to two leading dimensions."""
+        """Normalise over the last dimension, in float32.
+
+        `weight` [x.shape[-1]]. Up to two leading dimensions.
+        """
         return self._norm(x, None, weight, eps)[0]
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """(rms_norm(x + residual), x + residual)."""
+        """Return (rms_norm(x + residual), x + residual)."""
         return self._norm(x, residual.contiguous(), weight, eps)
 
     def _norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -136,7 +141,7 @@ class CudaOps(Ops):
         return turned[0].to(query.dtype), turned[1].to(key.dtype)
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
-        """[T, 2 * intermediate], the gate in the first half -> silu(gate) * up."""
+        """Map [T, 2 * intermediate], the gate in the first half, to silu(gate) * up."""
         num_tokens, size = len(gate_up), gate_up.shape[1] // 2
         product = gate_up.new_empty(num_tokens, size, dtype=stored_dtype(gate_up.dtype))
         weigh_by_gate[(num_tokens, triton.cdiv(size, COLUMNS))](
@@ -146,5 +151,5 @@ class CudaOps(Ops):
 
 
 def _stacked(experts: Sequence[Filled]) -> Tensor:
-    """Weights [experts, out, in], none of which is in 4 bits."""
+    """Return the weights [experts, out, in], none of which is in 4 bits."""
     return torch.stack([each.weight for each in experts if isinstance(each.weight, Tensor)])

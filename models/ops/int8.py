@@ -10,8 +10,8 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Int8Rows:
-    """Rows that an operator before a linear has quantized already."""
+    """Rows that an operator before a linear has quantised already."""
 
     rows: Tensor  # int8 [T, n]
     scale: Tensor  # float32 [T]
-    dtype: torch.dtype  # of what they stand for
+    dtype: torch.dtype  # type of the rows before quantisation

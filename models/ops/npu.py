@@ -1,7 +1,7 @@
-"""Which of Ascend's fused operators compute what lies between a decoder's matrix products?
+"""Override the decoder's operators that Ascend's fused operators compute.
 
-npu_top_k_top_p is not among them: it drops some of several equal logits, takes at most 1024 for k and has no
-min_p. models/sampling/top_k_top_p.py keeps all equals, so that a draw does not depend on how a device sorts;
+npu_top_k_top_p is not used: it drops some of several equal logits, takes at most 1024 for k and has no min_p.
+models/sampling/top_k_top_p.py keeps all equal logits, so that a draw does not depend on how a device sorts;
 one sort serves both of its thresholds.
 
 Legend: T tokens of the step, H query heads, K kv heads, D head dim.
@@ -30,14 +30,16 @@ from models.ops.int8 import Int8Rows
 from models.ops.reference import Ops, Packed, Widths
 
 FUSED_ROTARY_DIMS = (64, 128)  # head dims that npu_apply_rotary_pos_emb takes
-PREFETCHED_BYTES = 18 * 2**20  # of a weight, as vllm-ascend's weight_prefetch: more would drive out the cache
+# Most bytes of a weight to prefetch, as in vllm-ascend's weight_prefetch: more would evict other data from
+# the cache
+PREFETCHED_BYTES = 18 * 2**20
 # npu_mm_all_reduce_base is documented for prompts, not for decodes, on the fully linked devices of a machine
 SUMMED_RANKS, LEAST_SUMMED_ROWS = (2, 4, 8), 256
 FUSED_ROTARY_BYTES = 180 * 1024  # its vector cores hold a token's heads in float32, five times
 
 
 def chip() -> str:
-    """The name of the first NPU, such as Ascend910B3. Raises ValueError where torch_npu finds none."""
+    """Return the name of the first NPU, such as Ascend910B3. Raises ValueError if torch_npu finds none."""
     if not torch.npu.is_available():
         raise ValueError(
             "torch_npu finds no NPU; see `npu-smi info`, and whether CANN's set_env.sh has been sourced"
@@ -46,13 +48,15 @@ def chip() -> str:
 
 
 def cann() -> str:
-    """The version of CANN, such as 9.0.0."""
+    """Return the version of CANN, such as 9.0.0."""
     return str(torch.npu.utils.get_cann_version())
 
 
 def use_compiled_kernels() -> None:
-    """Run CANN's precompiled kernels: before the 910B, torch_npu otherwise compiles operators when they are
-    called, which no graph can capture (torch_npu, framework/interface/EnvVariables.cpp).
+    """Run CANN's precompiled kernels.
+
+    Before the 910B, torch_npu otherwise compiles operators when they are called, which no graph can capture
+    (torch_npu, framework/interface/EnvVariables.cpp).
     """
     torch.npu.set_compile_mode(jit_compile=False)
 
@@ -64,11 +68,11 @@ class PlainNpuOps(Int4Check, Ops):
         self.product, self.captures_draws = product, product.captures_draws
 
     def check_int8(self, dtype: torch.dtype) -> None:
-        """Raise ValueError where this product cannot multiply in int8 for a model of this type."""
+        """Raise ValueError if this product cannot multiply in int8 for a model of this type."""
         self.product.check_int8(dtype)
 
     def greedy(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """As Ops.greedy; where the maximum does not keep a NaN, each logit is looked at."""
+        """Compute Ops.greedy; if the maximum does not keep a NaN, each logit is checked."""
         tokens, is_finite = super().greedy(logits)
         return tokens, is_finite if self.product.keeps_nan else is_finite & ~logits.isnan().any(-1)
 
@@ -79,22 +83,22 @@ class NpuOps(Int4Ops, PlainNpuOps):
     def __init__(self, product: AscendProduct) -> None:
         super().__init__(product)
         torch.npu.config.allow_internal_format = True  # otherwise a format cast has no effect
-        self._no_offsets: dict[tuple[int, ...], Tensor] = {}  # which all layers of experts in 4 bits share
+        self._no_offsets: dict[tuple[int, ...], Tensor] = {}  # shared by all layers of experts in 4 bits
         self._prefetches = torch.npu.Stream() if product.prefetches else None
 
     def pack(self, weight: Tensor, bias: Tensor | None) -> Packed:
-        """Convert the weight to the format of the matrix unit, where the product gains by it."""
+        """Convert the weight to the format of the matrix unit, if that is faster on this product."""
         return in_tiles(weight) if self.product.tiles_weights else weight, bias
 
     def linear(self, x: Tensor, packed: Packed) -> Tensor:
-        """[T, in] -> [T, out]."""
+        """Map [T, in] to [T, out]."""
         weight, bias = packed
         if bias is None or self.product.adds_to_tiles:
             return super().linear(x, packed)
         return super().linear(x, (weight, None)).add_(bias)
 
     def linear_summed(self, x: Tensor, packed: Packed, group: Group) -> Tensor:
-        """As Ops.linear_summed; of a prompt's rows in one launch, where that is faster."""
+        """Compute Ops.linear_summed; a prompt's rows take one launch, if that is faster."""
         weight, bias = packed
         takes = x.dtype in self.product.dtypes and bias is None and group.size in SUMMED_RANKS
         takes = takes and self.product.sums_products and len(x) >= LEAST_SUMMED_ROWS
@@ -103,7 +107,7 @@ class NpuOps(Int4Ops, PlainNpuOps):
         return torch_npu.npu_mm_all_reduce_base(x.contiguous(), weight.t(), group.hccl_name)
 
     def pack_split(self, weight: Tensor, bias: Tensor | None, widths: Widths) -> Packed:
-        """A weight [in, width] for each width, since npu_grouped_matmul takes them so."""
+        """Return a weight [in, width] for each width, the form that npu_grouped_matmul takes."""
         if not self.product.is_fused:
             return super().pack_split(weight, bias, widths)
         wide = weight.dtype in (torch.bfloat16, torch.float32)
@@ -112,7 +116,7 @@ class NpuOps(Int4Ops, PlainNpuOps):
         return parts, biases
 
     def linear_split(self, x: Tensor, packed: Packed, widths: Widths) -> tuple[Tensor, ...]:
-        """One launch, whose results are contiguous: a copy of each part would be one more."""
+        """Multiply in one launch with contiguous results; copying each part would take another launch."""
         if not self.product.is_fused:
             return super().linear_split(x, packed, widths)
         weights, biases = packed
@@ -120,20 +124,20 @@ class NpuOps(Int4Ops, PlainNpuOps):
         return torch_npu.npu_grouped_matmul(sides, weights, bias=biases, split_item=0, group_type=-1)
 
     def pack_int8(self, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Packed:
-        """As `pack`, for an int8 weight [out, in] with its scale [out], transposed to [in, out]."""
+        """Pack an int8 weight [out, in] with its scale [out], transposed to [in, out]."""
         turned = weight.t().contiguous()
         bias = None if bias is None else bias.float()
         return torch_npu.npu_format_cast(turned, FRACTAL_NZ), scale.contiguous(), bias
 
     def quantized(self, x: Tensor | Int8Rows) -> Int8Rows:
-        """The rows [T, n] that linears in int8 multiply."""
+        """Return the rows [T, n] that linears in int8 multiply."""
         if isinstance(x, Int8Rows):
             return x
         rows, scale = torch_npu.npu_dynamic_quant(x)
         return Int8Rows(rows, scale, x.dtype)
 
     def linear_int8(self, x: Tensor | Int8Rows, packed: Packed) -> Tensor:
-        """[T, in] -> [T, out]; the operators take bfloat16 and float16 only."""
+        """Map [T, in] to [T, out]; the operators take only bfloat16 and float16."""
         weight, scale, bias = packed
         x = self.quantized(x)
         return torch_npu.npu_quant_matmul(
@@ -141,26 +145,29 @@ class NpuOps(Int4Ops, PlainNpuOps):
         )
 
     def pack_int8_split(self, weight: Tensor, scale: Tensor, bias: Tensor | None, widths: Widths) -> Packed:
-        """A weight for each width."""
+        """Return a packed weight for each width."""
         biases = [None] * len(widths) if bias is None else bias.split(widths)
         return [self.pack_int8(*part) for part in zip(weight.split(widths), scale.split(widths), biases)]
 
     def linear_int8_split(self, x: Tensor | Int8Rows, packed: Packed, widths: Widths) -> tuple[Tensor, ...]:
-        """A product for each width: npu_grouped_matmul gives bfloat16 only with scales in bfloat16."""
+        """Return a product for each width.
+
+        npu_grouped_matmul gives bfloat16 only with scales in bfloat16.
+        """
         x = self.quantized(x)
         return tuple(self.linear_int8(x, part) for part in packed)
 
     def add_rms_norm_int8(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Int8Rows, Tensor]:
-        """(rms_norm(x + residual) in int8, x + residual)."""
+        """Return (rms_norm(x + residual) in int8, x + residual)."""
         rows, _, total, scale, _ = torch_npu.npu_add_rms_norm_dynamic_quant(
             x, residual, weight, epsilon=eps, output_mask=[True, False]
         )
         return Int8Rows(rows, scale, x.dtype), total
 
     def mlp_int8(self, x: Tensor | Int8Rows, gate_up: Packed, down: Packed) -> Tensor:
-        """[T, hidden] -> [T, hidden]: the first product stays in int32, and its scales come after it."""
+        """Map [T, hidden] to [T, hidden]; the first product stays in int32 and is scaled after it."""
         weight, scale, bias = gate_up
         if bias is not None:
             return super().mlp_int8(x, gate_up, down)
@@ -176,29 +183,29 @@ class NpuOps(Int4Ops, PlainNpuOps):
         return self.linear_int8(Int8Rows(rows, row_scale, x.dtype), down)
 
     def prefetch(self, packed: Packed, after: Tensor) -> None:
-        """In captured steps, on a stream beside the one that computes, as sglang's cmo.py does."""
+        """Prefetch in captured steps, on a stream beside the one that computes, as sglang's cmo.py does."""
         if self._prefetches is not None and torch.npu.is_current_stream_capturing():
             prefetch(packed[0], after, self._prefetches)
 
     def await_prefetch(self) -> None:
-        """A capture ends only where every stream of it is waited for."""
+        """Wait for the prefetch, because a capture ends only when each of its streams has been waited for."""
         if self._prefetches is not None and torch.npu.is_current_stream_capturing():
             torch.npu.current_stream().wait_stream(self._prefetches)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Over the last dimension, in float32; `weight` [x.shape[-1]]. Any leading dimensions."""
+        """Normalise over the last dimension, in float32; `weight` [x.shape[-1]]. Any leading dimensions."""
         return torch_npu.npu_rms_norm(x.contiguous(), weight, eps)[0]
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """(rms_norm(x + residual), x + residual)."""
+        """Return (rms_norm(x + residual), x + residual)."""
         normed, _, total = torch_npu.npu_add_rms_norm(x, residual, weight, eps)
         return normed, total
 
     def rotary(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotate query [T, H, D] and key [T, K, D], in place where contiguous; cos and sin [T, D]."""
+        """Rotate query [T, H, D] and key [T, K, D], in place if contiguous; cos and sin [T, D]."""
         (_, heads, dim), kv_heads = query.shape, key.shape[1]
         turned = dim in FUSED_ROTARY_DIMS and 5 * 4 * dim * (heads + kv_heads) <= FUSED_ROTARY_BYTES
-        if not (turned or self.product.is_fused):  # npu_rotary_mul of the 310P takes four axes
+        if not (turned or self.product.is_fused):  # the 310P's npu_rotary_mul requires four axes
             return super().rotary(query, key, cos, sin)
         cos, sin = cos[:, None], sin[:, None]
         if turned:
@@ -215,16 +222,17 @@ class NpuOps(Int4Ops, PlainNpuOps):
         config: MixtureConfig,
         bias: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """As Ops.route, the experts int32."""
+        """Compute Ops.route, with int32 experts."""
         if not self.product.has_mixtures:
             return super().route(x, router, correction, config, bias)
         scores = F.linear(x.float(), router, bias)
-        if config.is_plain:  # where they add up to one, a softmax of the best alone
+        if config.is_plain:  # a softmax over the best alone gives weights that add up to one
             weights, chosen, _ = torch_npu.npu_moe_gating_top_k_softmax_v2(
                 scores, k=config.num_chosen, renorm=int(config.normalizes)
             )
             return weights if config.scale == 1 else weights * config.scale, chosen
-        divides = config.scores == "sigmoid"  # by the sum of the weights, and only then
+        # The operator divides by the sum of the weights for these scores, and only then
+        divides = config.scores == "sigmoid"
         weights, chosen, _ = torch_npu.npu_moe_gating_top_k(
             scores,
             config.num_chosen,
@@ -241,13 +249,17 @@ class NpuOps(Int4Ops, PlainNpuOps):
         return self._shares(scores.gather(-1, chosen.long()), config), chosen
 
     def joins_experts(self, kind: ExpertKind) -> bool:
-        """Whether this product routes tokens to experts and multiplies them in groups: in int8 those alone
-        that its fused gate takes.
+        """Whether this product routes tokens to experts and multiplies them in groups.
+
+        In int8 this holds only for experts that its fused gate takes.
         """
         return self.product.has_mixtures and (kind.form != "int8" or (kind.is_swiglu and not kind.has_bias))
 
     def pack_experts(self, gate_ups: Sequence[Filled], downs: Sequence[Filled]) -> Packed:
-        """Both linears; in int8, scales of the second are as it takes them beside a result in bfloat16."""
+        """Pack both linears.
+
+        In int8, scales of the second have the type that it needs for results in bfloat16.
+        """
         gate_up, down = (
             joined(some, self.pack, self.pack_int4, self._no_offsets) for some in (gate_ups, downs)
         )
@@ -262,12 +274,15 @@ class NpuOps(Int4Ops, PlainNpuOps):
         num_experts: int,
         gated: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        """As Ops.joined_mixture, in five launches and a gate's, whatever the number of experts."""
+        """Compute Ops.joined_mixture in five launches and those of a gate, whatever the number of experts."""
         gate_up, down = packed
         return mixture(x, weights, chosen, gate_up, down, num_experts, gated)
 
     def dispatch_of(self, hidden: int, config: MixtureConfig, group: Group) -> Dispatch | None:
-        """Where tokens have a communicator (see Machine.join), and the operators take the model."""
+        """Return the dispatch, if tokens have a communicator and the operators take the model.
+
+        Machine.join creates the communicator.
+        """
         if group.tokens is None or not group.tokens.buffer_mib:
             return None
         sizes, product = (group.size, config.num_experts, config.num_chosen, hidden), self.product
@@ -275,7 +290,7 @@ class NpuOps(Int4Ops, PlainNpuOps):
         return Dispatch(group, group.tokens, config.num_experts, most, product) if most else None
 
     def tile_size(self, vocab_size: int) -> int:
-        """The whole row: its running sum is one launch, where tiles take ten."""
+        """Return the whole row, whose running sum is one launch while tiles take ten."""
         return vocab_size
 
     def rotary_of_one(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -285,9 +300,7 @@ class NpuOps(Int4Ops, PlainNpuOps):
         return torch_npu.npu_rotary_mul(x.contiguous(), cos[:, None], sin[:, None])
 
     def join_latents(self, qkv: Packed, query_up: Packed, in_int8: bool) -> LatentLinears:
-        """In the format of the matrix unit, which npu_mla_prolog_v3 asks for, whether linears gain by it or
-        not.
-        """
+        """Join the linears in the format of the matrix unit, which npu_mla_prolog_v3 requires."""
         if in_int8:
             weights, scales, _ = zip(qkv[0], query_up[0], qkv[1])
             return LatentLinears(weights, scales)
@@ -296,17 +309,17 @@ class NpuOps(Int4Ops, PlainNpuOps):
         return LatentLinears((qkv[0][0], query_up[0][0], qkv[0][1]), None)
 
     def pack_up(self, keys: Tensor, values: Tensor) -> LatentUp:
-        """The projection of latents to keys [H, N, L] and values [H, L, V]."""
+        """Return the projection of latents to keys [H, N, L] and values [H, L, V]."""
         return NpuLatentUp(keys, values) if self.product.has_latents else super().pack_up(keys, values)
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
-        """[T, 2 * intermediate], the gate in the first half -> silu(gate) * up."""
+        """Map [T, 2 * intermediate], the gate in the first half, to silu(gate) * up."""
         if gate_up.shape[-1] // 2 * gate_up.itemsize % self.product.swiglu_bytes:
             return super().swiglu(gate_up)
         return torch_npu.npu_swiglu(gate_up, dim=-1)
 
     def clamped_swiglu(self, gate_up: Tensor, slope: float, limit: float) -> Tensor:
-        """As Ops.clamped_swiglu, in one launch where product and torch_npu have it."""
+        """Compute Ops.clamped_swiglu, in one launch if product and torch_npu have it."""
         if not self.product.clips_swiglu or not hasattr(torch_npu, "npu_clipped_swiglu"):
             return super().clamped_swiglu(gate_up, slope, limit)
         how = {"alpha": slope, "limit": limit, "bias": 1.0}
@@ -314,12 +327,12 @@ class NpuOps(Int4Ops, PlainNpuOps):
 
 
 def in_tiles(weight: Tensor) -> Tensor:
-    """The weight in the format of the matrix unit, which has none for float32."""
+    """Return the weight in the format of the matrix unit, which has none for float32."""
     return weight if weight.dtype == torch.float32 else torch_npu.npu_format_cast(weight, FRACTAL_NZ)
 
 
 def prefetch(weight: Tensor, after: Tensor, stream: torch.npu.Stream) -> None:
-    """Fetch the weight into the L2 cache on this stream, after what the current one has been given."""
+    """Fetch the weight into the L2 cache on this stream, after the work queued on the current one."""
     stream.wait_stream(torch.npu.current_stream())
     with torch.npu.stream(stream):
         torch_npu.npu_prefetch(weight, after, min(weight.nbytes, PREFETCHED_BYTES))

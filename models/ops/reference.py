@@ -1,7 +1,7 @@
-"""What do the decoder's operators between attention compute: linear, norm, rotary, SwiGLU, greedy choice?
+"""Define the decoder's operators between attention: linear, norm, rotary, SwiGLU, routing, greedy choice.
 
-Plain torch, the same on every device: the definition of what is right. A device's file subclasses `Ops` and
-overrides only what it does faster.
+They are plain torch, the same on every device, and define what is correct. A device's file subclasses `Ops`
+and overrides only what it does faster.
 
 Legend: T tokens of the step, H query heads, K kv heads, D head dim, R sampled rows, V vocabulary.
 """
@@ -23,12 +23,12 @@ from models.int4_weight import Int4Weight
 from models.mixture_config import MixtureConfig
 from models.ops.int8 import Int8Rows
 
-LEAST_SUM = 1e-20  # added to the scores of a token's experts where each is by itself: all may be 0
-WIDENED_ROWS = 256  # of a weight in 4 bits, that are in the model's type at once
+LEAST_SUM = 1e-20  # added to the sum of a token's independent scores, which may all be 0
+WIDENED_ROWS = 256  # rows of a 4-bit weight that are converted to the model's type at once
 EXACT_SUM = 1024  # products of two int8 that float32 sums exactly: 128 * 128 * 1024 = 2**24
 
 Packed = Any  # a linear's weight and bias in the form that the device multiplies fastest
-Widths = tuple[int, ...]  # outputs of a linear that are read apart, in order
+Widths = tuple[int, ...]  # widths of a linear's outputs that are read in parts, in order
 
 
 class Ops:
@@ -37,7 +37,7 @@ class Ops:
     captures_draws = False  # whether captured steps may end in a draw by top-k and top-p
 
     def padded(self, num_rows: int) -> int:
-        """How many rows to compute for `num_rows`: never fewer; more where the device is then faster."""
+        """Return how many rows to compute for `num_rows`; more are computed if that is faster."""
         return num_rows
 
     def pack(self, weight: Tensor, bias: Tensor | None) -> Packed:
@@ -48,43 +48,44 @@ class Ops:
         return weight, bias
 
     def linear(self, x: Tensor, packed: Packed) -> Tensor:
-        """[T, in] -> [T, out]."""
+        """Map [T, in] to [T, out]."""
         weight, bias = packed
         return F.linear(x, weight, bias)
 
     def linear_summed(self, x: Tensor, packed: Packed, group: Group) -> Tensor:
-        """[T, in], of which each rank of the group has its part, -> [T, out], the sum of their products."""
+        """Map [T, in], divided among the ranks of the group, to the sum [T, out] of their products."""
         return group.all_reduce(self.linear(x, packed))
 
     def pack_split(self, weight: Tensor, bias: Tensor | None, widths: Widths) -> Packed:
-        """As `pack`, for a linear whose outputs are read apart: the first widths[0] of them, and so on."""
+        """Pack a linear whose outputs are read in parts, the first of width widths[0], and so on."""
         return self.pack(weight, bias)
 
     def linear_split(self, x: Tensor, packed: Packed, widths: Widths) -> tuple[Tensor, ...]:
-        """[T, in] -> a tensor [T, width] for each of `widths`."""
+        """Map [T, in] to a tensor [T, width] for each of `widths`."""
         return self.linear(x, packed).split(widths, dim=-1)
 
     def pack_low_rank(self, weight: Tensor) -> Tensor:
-        """A weight [out, in] of adapters in this device's form for `linear`, which other numbers come into
-        later: captured steps read it where it is.
+        """Return a weight [out, in] of adapters in this device's form for `linear`.
+
+        Its numbers may be overwritten later, because captured steps read it where it is.
         """
         return weight
 
     def plain_low_rank(self, packed: Tensor) -> Tensor:
-        """What `pack_low_rank` was given, to be changed and packed again."""
+        """Return what `pack_low_rank` was given, to be changed and packed again."""
         return packed
 
     def check_int8(self, dtype: torch.dtype) -> None:
-        """Raise ValueError where this device cannot multiply in int8 for a model of this type."""
+        """Raise ValueError if this device cannot multiply in int8 for a model of this type."""
 
     def pack_int8(self, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Packed:
-        """As `pack`, for an int8 weight [out, in] with a float32 scale [out] for each output channel."""
+        """Pack an int8 weight [out, in] with a float32 scale [out] for each output channel."""
         return weight, scale, bias
 
     def linear_int8(self, x: Tensor, packed: Packed) -> Tensor:
-        """[T, in] -> [T, out] in x's type: x is quantized token by token and multiplied in int8.
+        """Map [T, in] to [T, out] in x's type: x is quantised token by token and multiplied in int8.
 
-        Or `x` is what this device's `add_rms_norm_int8` returned.
+        `x` may also be what this device's `add_rms_norm_int8` returned.
         """
         weight, scale, bias = packed
         rows, row_scale = self.quantize(x)
@@ -92,26 +93,27 @@ class Ops:
         return (y if bias is None else y + bias.float()).to(x.dtype)
 
     def pack_int8_split(self, weight: Tensor, scale: Tensor, bias: Tensor | None, widths: Widths) -> Packed:
-        """As `pack_int8`, for a linear whose outputs are read apart."""
+        """Pack an int8 weight whose outputs are read in parts."""
         return self.pack_int8(weight, scale, bias)
 
     def linear_int8_split(self, x: Tensor, packed: Packed, widths: Widths) -> tuple[Tensor, ...]:
-        """[T, in] -> a tensor [T, width] for each of `widths`; `x` as for `linear_int8`."""
+        """Map [T, in] to a tensor [T, width] for each of `widths`; `x` as for `linear_int8`."""
         return self.linear_int8(x, packed).split(widths, dim=-1)
 
     def check_int4(
         self, dtype: torch.dtype, group_size: int | None, largest: int, of_experts: Sequence[int] = ()
     ) -> None:
-        """Raise ValueError where this device cannot multiply in 4 bits for a model of this type, whose
-        linears have at most so many inputs and outputs, those of experts these inputs.
+        """Raise ValueError if this device cannot multiply in 4 bits for a model of this type.
+
+        Its linears have at most `largest` inputs and outputs, and those of experts the inputs `of_experts`.
         """
 
     def pack_int4(self, weight: Int4Weight, bias: Tensor | None) -> Packed:
-        """As `pack`, for a weight in 4 bits."""
+        """Pack a weight in 4 bits."""
         return weight, bias
 
     def linear_int4(self, x: Tensor, packed: Packed) -> Tensor:
-        """[T, in] -> [T, out]: the weight is brought into x's type as it is multiplied."""
+        """Map [T, in] to [T, out]; the weight is converted to x's type as it is multiplied."""
         weight, bias = packed
         count = len(weight.words)
         rows = [
@@ -122,58 +124,58 @@ class Ops:
         return y if bias is None else y + bias
 
     def widened_product(self, x: Tensor, weight: Tensor) -> Tensor:
-        """[T, in] -> [T, out], of a weight [out, in] in x's type that was not packed."""
+        """Map [T, in] to [T, out] by an unpacked weight [out, in] in x's type."""
         return F.linear(x, weight)
 
     def pack_int4_split(self, weight: Int4Weight, bias: Tensor | None, widths: Widths) -> Packed:
-        """As `pack_int4`, for a linear whose outputs are read apart."""
+        """Pack a weight in 4 bits whose outputs are read in parts."""
         return self.pack_int4(weight, bias)
 
     def linear_int4_split(self, x: Tensor, packed: Packed, widths: Widths) -> tuple[Tensor, ...]:
-        """[T, in] -> a tensor [T, width] for each of `widths`."""
+        """Map [T, in] to a tensor [T, width] for each of `widths`."""
         return self.linear_int4(x, packed).split(widths, dim=-1)
 
     def quantized(self, x: Tensor | Int8Rows) -> Int8Rows:
-        """The rows [T, n] that linears in int8 multiply."""
+        """Return the rows [T, n] that linears in int8 multiply."""
         if isinstance(x, Int8Rows):
             return x
         rows, scale = self.quantize(x)
         return Int8Rows(rows, scale[:, 0], x.dtype)
 
     def quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """[T, n] -> int8 [T, n], float32 scale [T, 1]."""
+        """Quantise [T, n] to int8 [T, n] with float32 scales [T, 1]."""
         return quantize_rows(x)
 
     def int8_product(self, rows: Tensor, weight: Tensor) -> Tensor:
-        """int8 [T, in] by the weight that `pack_int8` made of [out, in] -> exact int32 [T, out]."""
+        """Multiply int8 [T, in] by what `pack_int8` made of [out, in], exactly, to int32 [T, out]."""
         pairs = zip(rows.split(EXACT_SUM, dim=1), weight.split(EXACT_SUM, dim=1))
         return sum(F.linear(some.float(), part.float()).int() for some, part in pairs)
 
     def prefetch(self, packed: Packed, after: Tensor) -> None:
-        """Begin to bring a linear's weight nearer once `after` is computed; it changes no result."""
+        """Start to bring a linear's weight closer once `after` is computed; results do not change."""
 
     def await_prefetch(self) -> None:
-        """What comes after this begins when that has ended."""
+        """Let what follows start only after the prefetch."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Over the last dimension, in float32; `weight` [x.shape[-1]]. Any leading dimensions."""
+        """Normalise over the last dimension, in float32; `weight` [x.shape[-1]]. Any leading dimensions."""
         wide = x.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
         return weight * wide.to(x.dtype)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """(rms_norm(x + residual), x + residual)."""
+        """Return (rms_norm(x + residual), x + residual)."""
         residual = residual + x
         return self.rms_norm(residual, weight, eps), residual
 
     def add_rms_norm_int8(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor | Int8Rows, Tensor]:
-        """As `add_rms_norm`, where only linears in int8 read the first of its results."""
+        """Compute `add_rms_norm` if only linears in int8 read the first of its results."""
         return self.add_rms_norm(x, residual, weight, eps)
 
     def mlp_int8(self, x: Tensor | Int8Rows, gate_up: Packed, down: Packed) -> Tensor:
-        """[T, hidden] -> [T, hidden]: SwiGLU between two linears in int8; `x` as for `linear_int8`."""
+        """Map [T, hidden] to [T, hidden]: SwiGLU between two linears in int8; `x` as for `linear_int8`."""
         return self.linear_int8(self.swiglu(self.linear_int8(x, gate_up)), down)
 
     def rotary(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -187,28 +189,31 @@ class Ops:
         return x * cos + _half_turn(x) * sin
 
     def pack_up(self, keys: Tensor, values: Tensor) -> LatentUp:
-        """The projection of latents to keys [H, N, L] and values [H, L, V], once, at load."""
+        """Return the projection of latents to keys [H, N, L] and values [H, L, V], once, at load."""
         return LatentUp(keys, values)
 
     def join_latents(self, qkv: Packed, query_up: Packed, in_int8: bool) -> LatentLinears:
-        """The linears before latent attention, where the attention `joins` them, of what was packed to be
-        read apart; they share its memory, and `linear_split`, or `linear_int8_split`, still takes it.
+        """Return the fused linears before latent attention, if the attention `joins` them.
+
+        They are made from linears packed to be read in parts and share their memory; `linear_split` and
+        `linear_int8_split` still work on these.
         """
         raise NotImplementedError
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
-        """[T, 2 * intermediate], the gate in the first half -> silu(gate) * up."""
+        """Map [T, 2 * intermediate], the gate in the first half, to silu(gate) * up."""
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
 
     def geglu(self, gate_up: Tensor) -> Tensor:
-        """As `swiglu`, with the tanh form of gelu: gelu(gate) * up."""
+        """Compute `swiglu` with the tanh form of gelu in place of silu: gelu(gate) * up."""
         gate, up = gate_up.chunk(2, dim=-1)
         return F.gelu(gate, approximate="tanh") * up
 
     def clamped_swiglu(self, gate_up: Tensor, slope: float, limit: float) -> Tensor:
-        """As `swiglu`, of numbers within the limit (a gate may be lower):
-        gate * sigmoid(slope * gate) * (up + 1).
+        """Return gate * sigmoid(slope * gate) * (up + 1), on numbers clipped to the limit.
+
+        The gate is clipped from above only.
         """
         gate, up = gate_up.chunk(2, dim=-1)
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
@@ -222,9 +227,10 @@ class Ops:
         config: MixtureConfig,
         bias: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """x [T, hidden], float32 router [E, hidden] -> float32 weights [T, C] of the chosen experts [T, C].
+        """Return float32 weights [T, C] of the chosen experts [T, C], for x [T, hidden], router [E, hidden].
 
-        `correction` [E] is there where the mixture `is_corrected`, `bias` [E] where it `is_biased`.
+        The router is float32. `correction` [E] is given if the mixture `is_corrected`, `bias` [E] if it
+        `is_biased`.
         """
         scores = F.linear(x.float(), router, bias)
         scores = scores.softmax(-1) if config.scores == "softmax" else scores.sigmoid()
@@ -240,7 +246,7 @@ class Ops:
         return self._shares(scores.gather(-1, chosen), config), chosen
 
     def _shares(self, weights: Tensor, config: MixtureConfig) -> Tensor:
-        """The scores of chosen experts [T, C] as their weights."""
+        """Return the weights of chosen experts from their scores [T, C]."""
         if config.normalizes:
             total = weights.sum(-1, keepdim=True)
             weights = weights / (total if config.scores == "softmax" else total + LEAST_SUM)
@@ -251,7 +257,7 @@ class Ops:
         return False
 
     def pack_experts(self, gate_ups: Sequence[Filled], downs: Sequence[Filled]) -> Packed:
-        """The weights of all experts for `joined_mixture`, where the device `joins_experts`."""
+        """Return the weights of all experts for `joined_mixture`, if the device `joins_experts`."""
         raise NotImplementedError
 
     def joined_mixture(
@@ -263,44 +269,47 @@ class Ops:
         num_experts: int,
         gated: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        """As `mixture`, by experts that were packed together and have this gate, as `swiglu` is one;
-        `num_experts` with those of other ranks.
+        """Compute `mixture` by experts that were packed together and have the gate `gated`, such as `swiglu`.
+
+        `num_experts` counts those of other ranks too.
         """
         raise NotImplementedError
 
     def dispatch_of(self, hidden: int, config: MixtureConfig, group: Group) -> Any:
-        """What sends tokens to the experts of all ranks, of which this one's are joined; None: nothing does,
-        and what each rank's experts made of all tokens is added up.
+        """Return what sends tokens to the experts of all ranks, whose own experts are joined.
+
+        None means that tokens are not sent, and the results of each rank's experts for all tokens are summed.
         """
         return None
 
     def mixture(
         self, x: Tensor, weights: Tensor, chosen: Tensor, experts: Sequence[Callable[[Tensor], Tensor]]
     ) -> Tensor:
-        """[T, hidden] -> [T, hidden]: the weighted sum of what a token's experts make of it, in their order.
+        """Return the weighted sum [T, hidden] of the results of each token's experts, in the experts' order.
 
-        `weights` float32 and `chosen` of an integer type are [T, C]; what is chosen beyond `experts` is on
-        other ranks. It is summed in float32. Every expert computes every row, so that shapes are fixed,
-        nothing waits for the device, and the step can be captured.
+        `weights` float32 and `chosen` of an integer type are [T, C]; choices beyond `experts` are on other
+        ranks. The sum is in float32. Every expert computes every row, so that shapes are fixed, nothing waits
+        for the device, and the step can be captured.
         """
         total = torch.zeros_like(x, dtype=torch.float32)
         for number, expert in enumerate(experts):
             is_chosen = chosen == number
             weight = weights.where(is_chosen, 0).sum(-1, keepdim=True)
             part = expert(x).float() * weight
-            total += part.where(is_chosen.any(-1, keepdim=True), 0)  # what it made of others may be infinite
+            # Its results for other tokens may be infinite
+            total += part.where(is_chosen.any(-1, keepdim=True), 0)
         return total.to(x.dtype)
 
     def tile_size(self, vocab_size: int) -> int:
-        """How many weights of a row the sampler sums one by one: a divisor of the vocabulary.
+        """Return how many weights of a row the sampler sums one by one: a divisor of the vocabulary.
 
-        Here at most 512, so that sums over it take two short steps, each in the same order whatever the
-        number of rows.
+        Here it is at most 512, so that sums over a row take two short steps, each in the same order whatever
+        the number of rows.
         """
         return next(size for size in range(512, 0, -1) if vocab_size % size == 0)
 
     def greedy(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """The best token of each row of logits [R, V], int64 [R], and whether its logit is finite, bool [R].
+        """Return the best token of each row of logits [R, V], int64 [R], with whether it is finite [R].
 
         A row with a NaN anywhere is not finite.
         """

@@ -1,4 +1,4 @@
-"""How do Triton kernels compute the decoder's operators?
+"""Define the Triton kernels of the decoder's operators.
 
 Each computes in float32 and rounds once, at the end. Every row belongs to one program, so the result of a row
 does not depend on the other rows.
@@ -17,7 +17,7 @@ def norm_rows(
     x, residual, weight, normed, total, x_token, x_head, num_heads, eps,
     SIZE: tl.constexpr, PADDED: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """RMS norm of one row of `x`, or of x + residual, which then goes to `total`.
+    """Compute the RMS norm of one row of `x`, or of x + residual, which is then stored in `total`.
 
     Rows of `x` are `num_heads` to a token; all other tensors have them one after the other.
     """
@@ -42,7 +42,7 @@ def turn_heads(
     NUM_HEADS: tl.constexpr, NUM_KV: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_HALF: tl.constexpr,
     HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Turn some of the query heads, or of the key heads, of one token."""
+    """Rotate some of the query heads, or of the key heads, of one token."""
     token, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     half = tl.arange(0, PADDED_HALF)
     mask = half < HEAD_DIM // 2
@@ -77,7 +77,7 @@ def _turn(
 
 @triton.jit
 def weigh_by_gate(gate_up, product, SIZE: tl.constexpr, COLUMNS: tl.constexpr):
-    """silu(gate) * up of some columns of one token."""
+    """Compute silu(gate) * up for some columns of one token."""
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     mask = at < SIZE
@@ -92,7 +92,7 @@ def multiply_rows(
     INNER: tl.constexpr, OUTER: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
     OPERAND: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """One tile of x [T, inner] by weight [outer, inner], transposed; always summed in the same order."""
+    """Multiply one tile of x [T, inner] by weight [outer, inner], transposed, in a fixed order of sums."""
     num_columns = (OUTER + COLUMNS - 1) // COLUMNS
     program = tl.program_id(0)
     row = program // num_columns * ROWS + tl.arange(0, ROWS)

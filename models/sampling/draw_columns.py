@@ -1,6 +1,6 @@
-"""How do the parameters of a captured draw travel to the device?
+"""Lay out the parameters of a captured draw for the transfer to the device.
 
-As columns of the one buffer that a captured step reads, int32 by the row. Floats keep their bits.
+They are columns of the one buffer that a captured step reads, int32 for each row; floats keep their bits.
 
 Legend: R rows.
 """
@@ -19,7 +19,7 @@ COLUMNS = len(FLOATS) + 3  # two places of top_k, and whether the row is drawn a
 
 
 def packed(arrays: Arrays, num_rows: int) -> NDArray[np.int32]:
-    """The columns of all R rows; a parameter that is left out changes nothing. int32 [COLUMNS, R]"""
+    """Return the columns int32 [COLUMNS, R] of all R rows; a parameter that is left out changes nothing."""
     columns = np.zeros((COLUMNS, num_rows), dtype=np.int32)
     for at, name in enumerate(FLOATS):
         if name in arrays:
@@ -31,6 +31,6 @@ def packed(arrays: Arrays, num_rows: int) -> NDArray[np.int32]:
 
 
 def unpacked(columns: Tensor) -> Tensors:
-    """What `packed` put into columns [COLUMNS, R], which are on the device now."""
+    """Return the parameters in columns [COLUMNS, R] on the device, as `packed` stored them."""
     tensors = {name: columns[at].view(torch.float32) for at, name in enumerate(FLOATS)}
     return tensors | {"k_places": columns[-3:-1].long().flatten(), "drawn": columns[-1]}

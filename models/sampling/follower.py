@@ -23,18 +23,20 @@ from models.sampling.sampler import Best, Chosen
 
 
 class FollowerSampler:
-    """Stands where the leader has its `Sampler`, and chooses nothing."""
+    """Takes the place of the leader's `Sampler` on other ranks, and chooses nothing."""
 
     captures_draws, reads_logits = False, True
 
     def prepare(self, rows: Index, targets: Index, slots: SlotPool) -> None:
-        """Nothing is chosen, so that nothing is needed for it."""
+        """Do nothing, because nothing is chosen."""
 
     def start(
         self, logits: Tensor, rows: Index, targets: Index, slots: SlotPool, best: Best | None = None
     ) -> Chosen:
-        """Room for the leader's tokens [R], and nothing for the host, which waits for the step all the same:
-        it is no further ahead of its device than the leader.
+        """Return room for the leader's tokens [R], and no tokens for the host.
+
+        The host waits for the step all the same, so that it is no further ahead of its device than the
+        leader.
         """
         tokens = torch.zeros(len(rows), dtype=torch.int64, device=logits.device)
         computed = to_host(tokens)
@@ -46,14 +48,14 @@ class FollowerSampler:
         return Chosen(tokens, wait)
 
     def best(self, logits: Tensor, parts: LogitParts | None = None) -> Best:
-        """Zeros [R], or what all ranks find alike in their parts. A capture takes it."""
+        """Return zeros [R], or the tokens that all ranks find alike in their parts; called in a capture."""
         if parts is not None:
             return Best.of(*parts.greedy(logits))
         nothing = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
         return Best(nothing, nothing)
 
     def draw_columns(self, rows: Index, targets: Index, slots: SlotPool) -> None:
-        """No row is drawn here."""
+        """Return nothing: no row is drawn here."""
 
     def draw(self, logits: Tensor, best: Best, columns: Tensor) -> Tensor:
         raise AssertionError("a follower captures no draws")

@@ -1,10 +1,10 @@
-"""How do a request's parameters change the logits before a token is chosen?
+"""Change the logits by a request's parameters before a token is chosen.
 
 In this order: `logit_bias` is added; `repetition_penalty` divides the positive and multiplies the other
 logits of every token seen in prompt or answer (Keskar et al. 2019, arXiv 1909.05858; Hugging Face's
 RepetitionPenaltyLogitsProcessor); `presence_penalty` is subtracted once from every token of the answer,
-`frequency_penalty` as often as it occurs there (OpenAI's API reference, "Frequency and presence
-penalties"); the operator's own processors act, which a request names; tokens that may not come yet
+`frequency_penalty` as often as it occurs there (OpenAI's API reference, "Frequency and presence penalties");
+the operator's own processors that the request names are applied; tokens that are not allowed yet
 (`min_tokens`) or at all (token_masks.py) become impossible.
 
 Everything is read from the slot table in each step, so preemption has nothing to restore.
@@ -29,7 +29,7 @@ from models.sampling.token_masks import apply_masks, gather_masks
 
 @dataclass(frozen=True, slots=True)
 class OwnChange:
-    """A row, by its index, that processors of the operator's change, and its tokens so far."""
+    """A row, by its index, that the operator's processors change, and its tokens so far."""
 
     row: int
     processors: OwnProcessors
@@ -38,7 +38,7 @@ class OwnChange:
 
 
 def changes_logits(rows: Index, targets: Index, slots: SlotPool) -> NDArray[np.bool_]:
-    """Which of the rows have their logits changed, for a token at position `targets`."""
+    """Whether the logits of each row are changed, for a token at position `targets`."""
     needed: NDArray[np.bool_] = slots.repetition_penalty[rows] != 1
     needed |= slots.presence_penalty[rows] != 0
     needed |= slots.frequency_penalty[rows] != 0
@@ -50,7 +50,7 @@ def changes_logits(rows: Index, targets: Index, slots: SlotPool) -> NDArray[np.b
 
 
 def own_changes(rows: Index, targets: Index, slots: SlotPool) -> list[OwnChange]:
-    """Which of the rows the operator's processors change, and by what tokens before `targets`."""
+    """Return the rows that the operator's processors change, with their tokens before `targets`."""
     found = []
     for index, (row, target) in enumerate(zip(rows.tolist(), targets.tolist())):
         request = slots.requests[row]
@@ -64,9 +64,9 @@ def own_changes(rows: Index, targets: Index, slots: SlotPool) -> list[OwnChange]
 def gather_changes(
     rows: Index, targets: Index, slots: SlotPool, eos_token_ids: tuple[int, ...], vocab_size: int
 ) -> Arrays:
-    """The changes as flat arrays on the host: the row (an index into `rows`), token and value of each.
+    """Return the changes as flat arrays on the host: the row (an index into `rows`), token and value of each.
 
-    Tokens before position `targets` of a row are known: of its drafts those that a token would follow.
+    Tokens before position `targets` of a row count as known, including the drafts that precede it.
     """
     arrays = _biases(rows, targets, slots, eos_token_ids, vocab_size)
     arrays |= _repetitions(rows, targets, slots, vocab_size)
@@ -99,10 +99,10 @@ def apply_changes(scores: Tensor, changes: dict[str, Tensor], own: Sequence[OwnC
 def _biases(
     rows: Index, targets: Index, slots: SlotPool, eos_token_ids: tuple[int, ...], vocab_size: int
 ) -> Arrays:
-    """logit_bias, and the tokens that would end a request before its min_tokens.
+    """Return logit_bias, and the tokens that would end a request before its min_tokens.
 
-    With ignore_eos the model's EOS ends nothing and may come at any time; the request's own stop tokens
-    still may not come.
+    With ignore_eos the model's EOS ends nothing and is always allowed; the request's own stop tokens are
+    still forbidden.
     """
     biased: list[tuple[int, int, float]] = []
     barred: list[tuple[int, int]] = []
@@ -147,7 +147,7 @@ def _occurrences(rows: Index, targets: Index, slots: SlotPool, vocab_size: int) 
 
 
 def _keys(rows: Index, asking: Index, starts: Index, stops: Index, slots: SlotPool, vocab_size: int) -> Index:
-    """owner * vocab_size + token for the tokens from `starts` to `stops`; owner indexes `rows`."""
+    """Return owner * vocab_size + token for the tokens from `starts` to `stops`; owner indexes `rows`."""
     owner = np.repeat(asking, stops - starts)
     tokens = slots.token_ids[rows[owner], ragged_ranges(starts, stops)]
     return owner * np.int64(vocab_size) + tokens

@@ -1,8 +1,7 @@
-"""Which log-probabilities are returned beside the tokens?
+"""Compute the log-probabilities that are returned beside tokens, and the candidates of beams.
 
-Those that a request asks for, of the model's own distribution. For beams the most likely continuations,
-ranked as in transformers' beam search: what a request changes is changed in the log-probabilities, not in the
-logits before them.
+A request gets those of the model's own distribution. Beams get the most likely continuations, ranked as in
+transformers' beam search: the request's parameters change the log-probabilities, not the logits before them.
 
 Legend: R sampled rows, L those that want log-probabilities, V vocabulary.
 """
@@ -24,16 +23,17 @@ from models.sampling.logit_processors import apply_changes, changes_logits, gath
 
 
 def rows_with_logprobs(rows: Index, slots: SlotPool) -> list[tuple[int, int]]:
-    """(index into rows, number of most likely tokens) of each row that wants log-probabilities."""
+    """Return (index into rows, number of most likely tokens) for each row that wants log-probabilities."""
     special = np.flatnonzero(~slots.plain[rows]).tolist()
     wanted = [(index, slots.requests[rows[index]].params.logprobs) for index in special]
     return [(index, num_top) for index, num_top in wanted if num_top is not None]
 
 
 def top_logprobs(logits: Tensor, tokens: Tensor, num_top: int = MOST_LOGPROBS) -> Tensors:
-    """Of logits [L, V]: the log-probabilities of tokens [L], and the most likely tokens with theirs.
+    """Return, for logits [L, V], the log-probabilities of tokens [L], and of the most likely tokens.
 
-    Every row gets the same number of these: the order of ties must not depend on what other rows want.
+    Every row gets the same number of these, because the order of ties must not depend on what other rows
+    want.
     """
     scores = torch.log_softmax(logits.float(), dim=-1)
     top = scores.topk(min(num_top, scores.shape[1]), dim=-1)
@@ -42,14 +42,14 @@ def top_logprobs(logits: Tensor, tokens: Tensor, num_top: int = MOST_LOGPROBS) -
 
 
 def read_top_logprobs(up: Arrays, asked: list[tuple[int, int]]) -> dict[int, TokenLogprobs]:
-    """What `top_logprobs` found, by index into the rows; a row that failed has none."""
+    """Read the results of `top_logprobs`, by index into the rows; a row that failed has none."""
     indexes, num_tops = np.array(asked).T
     found = token_logprobs(up["tokens"][indexes], up, num_tops)
     return {index: each for (index, _), each in zip(asked, found) if each.token >= 0}
 
 
 def token_logprobs(tokens: Index, up: Arrays, num_tops: Index) -> list[TokenLogprobs]:
-    """What `top_logprobs` found for tokens [L], each with its number `num_tops` of most likely tokens."""
+    """Read the results of `top_logprobs` for tokens [L], with `num_tops` most likely tokens each."""
     ids, values = up["top_ids"], up["top_values"][:, 1:]
     order = np.lexsort((ids, -values), axis=-1)
     ids, values = np.take_along_axis(ids, order, 1).tolist(), np.take_along_axis(values, order, 1).tolist()
@@ -79,14 +79,14 @@ class BeamRows:
         return len(self.at)
 
     def arrays(self) -> Arrays:
-        """What the device needs to know about them."""
+        """Return what the device needs to know about the beams."""
         asked = self._rows, self._targets, self._slots
         is_changed = len(self) and changes_logits(*asked).any()
         changes = gather_changes(*asked, self._eos_token_ids, self._vocab_size) if is_changed else {}
         return {"beams": self.at} | {f"beams {name}": array for name, array in changes.items()}
 
     def candidates(self, logits: Tensor, sent: Tensors) -> Tensors:
-        """The candidates of the rows of logits [R, V] that are beams, grouped by their number."""
+        """Return the candidates of the beams among the rows of logits [R, V], grouped by their number."""
         before = torch.log_softmax(logits[sent["beams"]].float(), dim=-1)
         after, changes = before, {name[6:]: each for name, each in sent.items() if name.startswith("beams ")}
         if changes:
@@ -100,7 +100,7 @@ class BeamRows:
         return up
 
     def read(self, up: Arrays) -> dict[int, Candidates]:
-        """What `candidates` found, by index into the rows."""
+        """Read the results of `candidates`, by index into the rows."""
         result = {}
         for count, first, stop in self._runs():
             columns = (up[f"{count} {name}"] for name in ("tokens", "scores", "logprobs"))
@@ -113,7 +113,7 @@ class BeamRows:
         return params.beam_width + len(params.stop_token_ids) + len(self._eos_token_ids)
 
     def _runs(self) -> Iterator[tuple[int, int, int]]:
-        """(count, first, stop) for each group of beams that need the same number of candidates."""
+        """Yield (count, first, stop) for each group of beams that need the same number of candidates."""
         for count in np.unique(self._counts).tolist():
             first, stop = np.searchsorted(self._counts, [count, count + 1]).tolist()
             yield min(count, self._vocab_size), first, stop

@@ -1,4 +1,4 @@
-"""What do requests want to know of their prompts, besides the token that follows?"""
+"""Find what requests want about their prompts besides the next token: log-probabilities and embeddings."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from models.sampling import pooling, prompt_logprobs
 
 @dataclass(frozen=True, slots=True)
 class PromptWants:
-    """What a step is to find, as the host knows it when the step begins."""
+    """What a step must find about prompts, as the host knows it when the step begins."""
 
     logprobs: prompt_logprobs.Wanted | None
     pooled: pooling.Pooled | None
 
 
 def wanted_of(batch: Batch, slots: SlotPool) -> PromptWants | None:
-    """What the step's requests want; None where that is nothing, as in nearly every step."""
+    """Return what the step's requests want about their prompts; None if nothing, as in nearly every step."""
     scoring, pools = slots.scoring[batch.slots].any(), slots.pooling[batch.slots].any()
     if not scoring and not pools:
         return None
@@ -32,7 +32,10 @@ def wanted_of(batch: Batch, slots: SlotPool) -> PromptWants | None:
 
 
 def find(wanted: PromptWants, hidden: Tensor, decoder: Decoder) -> Callable[[Sampled], Sampled]:
-    """Begin to find it, from the hidden states [T, hidden] of a step; what is returned waits, and adds it."""
+    """Start to find it from the hidden states [T, hidden] of a step.
+
+    The function returned waits and adds it.
+    """
     scored = None if wanted.logprobs is None else prompt_logprobs.score(wanted.logprobs, hidden, decoder)
     pooled = None if wanted.pooled is None else pooling.pool(wanted.pooled, hidden, decoder)
 

@@ -1,8 +1,8 @@
-"""What is the embedding of the prompts that ask for one?
+"""Compute the embeddings of prompts that ask for one.
 
-The hidden state behind the last norm, at the last token of a prompt or added up over all of them: a step adds
-what its own tokens come to, so that a prompt may be computed in chunks. A prompt with labels gets the
-log-probabilities of these tokens behind it instead.
+An embedding is the hidden state after the last norm, at the last token of a prompt or summed over all of
+them; a step adds up its own tokens, so that a prompt may be computed in chunks. A prompt with labels gets the
+log-probabilities of these tokens as its continuation instead.
 
 Legend: T tokens of the step, N those of them that count, P prompts that they belong to, V vocabulary.
 """
@@ -25,16 +25,16 @@ from models.decoder import Decoder
 
 @dataclass(frozen=True, slots=True)
 class Pooled:
-    """Which tokens a step is to add up, as the host knows it when the step begins."""
+    """The tokens that a step must pool, as the host knows them when the step begins."""
 
-    at: Index  # [N] of the T, prompt after prompt
-    rows: Index  # [P] of the slot table
-    counts: Index  # [P] how many of the N belong to each
-    labels: dict[int, tuple[int, ...]]  # by place among the P, of those that have any
+    at: Index  # [N] indices into the T, prompt after prompt
+    rows: Index  # [P] rows of the slot table
+    counts: Index  # [P] how many of the N belong to each prompt
+    labels: dict[int, tuple[int, ...]]  # labels by index into the P, for prompts that have any
 
 
 def pooled_of(batch: Batch, slots: SlotPool) -> Pooled | None:
-    """What the step's requests want; None where it computes nothing that any of them wants."""
+    """Return what the step must pool; None if it computes no token that counts."""
     asking = slots.pooling[batch.slots]
     firsts = np.array([request.first_pooled for request in slots.requests[batch.slots]])
     starts = np.maximum(batch.starts, firsts)
@@ -43,7 +43,7 @@ def pooled_of(batch: Batch, slots: SlotPool) -> Pooled | None:
     if not len(spans):
         return None
     lens = batch.stops - batch.starts
-    offsets = (np.cumsum(lens) - batch.stops)[spans]  # from a position to its place in the step
+    offsets = (np.cumsum(lens) - batch.stops)[spans]  # added to a position, this gives its index in the step
     starts, stops = starts[spans], stops[spans]
     rows = batch.slots[spans]
     labels = [request.params.label_token_ids for request in slots.requests[rows]]
@@ -52,8 +52,9 @@ def pooled_of(batch: Batch, slots: SlotPool) -> Pooled | None:
 
 
 def pool(pooled: Pooled, hidden: Tensor, decoder: Decoder) -> Callable[[], dict[int, Vector]]:
-    """The sums, in float32 and by row, from the hidden states [T, hidden] of a step; what is returned waits
-    for them.
+    """Start to sum the hidden states [T, hidden] of a step, in float32 and by row.
+
+    The function returned waits.
     """
     states = decoder.normed(hidden[to_device(pooled.at, hidden.device)]).float()
     if len(states) > len(pooled.rows):
@@ -66,7 +67,7 @@ def pool(pooled: Pooled, hidden: Tensor, decoder: Decoder) -> Callable[[], dict[
 
 
 def _labelled(pooled: Pooled, hidden: Tensor, decoder: Decoder) -> Callable[[], dict[int, Vector]]:
-    """The log-probabilities of labels, by row; of a prompt with labels, its last token alone counts."""
+    """Start to compute the log-probabilities of labels, by row, from the last token of each prompt."""
     places = np.array([*pooled.labels])
     at = pooled.at[np.cumsum(pooled.counts)[places] - 1]
     logprobs = decoder.logits(hidden[to_device(at, hidden.device)]).float().log_softmax(-1)  # [places, V]

@@ -1,4 +1,4 @@
-"""How likely does the model find the tokens of the prompts that ask for it?
+"""Compute the log-probabilities of prompt tokens, for requests that ask for them.
 
 Legend: T tokens of the step, N those of them whose next token's log-probability is wanted, V vocabulary.
 """
@@ -20,21 +20,21 @@ from kv_cache.transfer import all_to_host, to_device
 from models.decoder import Decoder
 from models.sampling.logprobs import token_logprobs, top_logprobs
 
-_PIECE_BYTES = 2**26  # of float32 logits that are held at a time
+_PIECE_BYTES = 2**26  # bytes of float32 logits that are held at a time
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Which log-probabilities a step is to find, as the host knows it when the step begins."""
+    """The log-probabilities that a step must find, as the host knows them when the step begins."""
 
-    at: Index  # [N] of the T
+    at: Index  # [N] indices into the T
     tokens: Index  # [N] the prompt's next tokens
     num_tops: Index  # [N] how many of the most likely tokens are wanted as well
     counts: dict[int, int]  # how many of the N belong to each row, in this order
 
 
 def wanted_of(batch: Batch, slots: SlotPool) -> Wanted | None:
-    """What the step's requests want; None where every prompt that wants any is already computed."""
+    """Return the log-probabilities that the step must find; None if it computes none that are wanted."""
     asking = slots.scoring[batch.slots]
     known = np.array([request.num_scored for request in slots.requests[batch.slots]])
     starts = np.maximum(batch.starts, known)
@@ -44,7 +44,7 @@ def wanted_of(batch: Batch, slots: SlotPool) -> Wanted | None:
         return None
     rows, starts, stops = batch.slots[spans], starts[spans], stops[spans]
     lens = batch.stops - batch.starts
-    offsets = (np.cumsum(lens) - batch.stops)[spans]  # from a position to its place in the step
+    offsets = (np.cumsum(lens) - batch.stops)[spans]  # added to a position, this gives its index in the step
     positions, counts = ragged_ranges(starts, stops), stops - starts
     wanted = [request.params.prompt_logprobs for request in slots.requests[rows]]
     return Wanted(
@@ -56,9 +56,10 @@ def wanted_of(batch: Batch, slots: SlotPool) -> Wanted | None:
 
 
 def score(wanted: Wanted, hidden: Tensor, decoder: Decoder) -> Callable[[], dict[int, list[TokenLogprobs]]]:
-    """What is wanted, by row, from the hidden states [T, hidden] of a step; what is returned waits for it.
+    """Start to compute what is wanted, by row, from the hidden states [T, hidden] of a step.
 
-    Logits [N, V] are computed piece by piece: those of a long prompt would not fit beside the model.
+    The function returned waits for it. Logits [N, V] are computed piece by piece, because those of a long
+    prompt would not fit beside the model.
     """
     at, tokens = to_device(wanted.at, hidden.device), to_device(wanted.tokens, hidden.device)
     num_rows = max(1, _PIECE_BYTES // (4 * decoder.config.vocab_size))

@@ -1,10 +1,10 @@
-"""Which token does each sampled row get?
+"""Choose the token of each sampled row.
 
 Each token is drawn with one random number: a hash of the request's seed and the token's position, computed on
 the host. So a request draws the same tokens whatever runs beside it, in any row, and after a preemption.
 
 The parameters of all rows travel to the device in one copy, and tokens and log-probabilities come back in
-one.
+one. Changes of the logits, thresholds and masks are computed in the modules beside this one.
 
 Legend: R sampled rows, W those of them that need more than the best token, V vocabulary.
 """
@@ -49,12 +49,12 @@ from models.sampling.top_k_top_p import (
     top_p_threshold,
 )
 
-_GREEDY_BELOW = 1e-5  # temperatures under it would divide float32 logits out of range
+_GREEDY_BELOW = 1e-5  # lower temperatures would divide float32 logits out of range
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def uniforms(seeds: NDArray[np.uint64], counters: Index) -> NDArray[np.float32]:
-    """For each pair of seed and counter one number in [0, 1), a multiple of 2^-24.
+    """Return for each pair of seed and counter a number in [0, 1), a multiple of 2^-24.
 
     The generator is SplitMix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators",
     2014), which can be entered at any counter; the seed is mixed first, so that neighbouring seeds have
@@ -75,19 +75,19 @@ class Best:
     """The tokens of the largest logits."""
 
     tokens: Tensor  # int64 [R]
-    chosen: Tensor  # int64 [R], the same, but NOT_FINITE where the row's largest logit is not finite
+    chosen: Tensor  # int64 [R]: `tokens`, with NOT_FINITE where the row's largest logit is not finite
 
     @staticmethod
     def of(tokens: Tensor, is_finite: Tensor) -> Best:
-        """Of what `Ops.greedy` finds."""
+        """Combine the results of `Ops.greedy`."""
         return Best(tokens, torch.where(is_finite, tokens, NOT_FINITE))
 
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """What was chosen, on its way to the host."""
+    """The chosen tokens, on their way to the host."""
 
-    tokens: Tensor  # int64 [R] on the device; NOT_FINITE or NONE_LEFT where there is none
+    tokens: Tensor  # int64 [R] on the device; NOT_FINITE or NONE_LEFT if there is none
     wait: Callable[[], Sampled]
 
 
@@ -96,9 +96,10 @@ class Sampler:
 
     First logit_processors.py changes the logits. Then temperature 0 (or top_k 1) takes the best token; any
     other row draws from softmax(logits / temperature) under the thresholds of top_k_top_p.py.
-    Log-probabilities are of the model's own distribution, before any of that. A row that holds NaN or +inf
-    gets NOT_FINITE for a token, and a row for which every token is forbidden NONE_LEFT; rows do not affect
-    each other. A row whose mask is not made in time gets LATE, and a beam gets candidates (logprobs.py).
+    Log-probabilities are those of the model's own distribution, before all of this. A row that holds NaN or
+    +inf gets NOT_FINITE for a token, and a row for which every token is forbidden NONE_LEFT; rows do not
+    affect each other. A row whose mask is not ready in time gets LATE, and a beam gets candidates
+    (logprobs.py).
     """
 
     reads_logits = True
@@ -118,22 +119,22 @@ class Sampler:
         self.captures_draws = self._ops.captures_draws
 
     def prepare(self, rows: Index, targets: Index, slots: SlotPool) -> None:
-        """Begin to make the masks of grammars that these rows need for their positions `targets`."""
+        """Start to make the grammar masks that these rows need for their positions `targets`."""
         self._masks.begin(rows, targets, slots)
 
     def run(self, logits: Tensor, rows: Index, targets: Index, slots: SlotPool) -> Sampled:
-        """Tokens for logits [R, V] of the slot rows [R], each for position `targets` [R] of its row."""
+        """Return tokens for logits [R, V] of the slot rows [R], for their positions `targets` [R]."""
         return self.start(logits, rows, targets, slots).wait()
 
     def best(self, logits: Tensor, parts: LogitParts | None = None) -> Best:
-        """The best tokens of logits [R, V], or of all ranks' parts of them. A capture takes it."""
+        """Return the best tokens of logits [R, V], or of all ranks' parts of them; called in a capture."""
         return Best.of(*(self._ops.greedy(logits) if parts is None else parts.greedy(logits)))
 
     def draw_columns(self, rows: Index, targets: Index, slots: SlotPool) -> NDArray[np.int32] | None:
-        """What `draw` reads of the rows [R], which are all of a step; None where `start` has to choose.
+        """Return what `draw` reads for the rows [R] of a whole step; None if `start` has to choose.
 
-        That is where logits are changed or reported, and where no row is drawn by top_k or top_p: the sort
-        of a captured draw would be for nothing.
+        It has to if logits are changed or reported, and if no row is drawn by top_k or top_p, for which the
+        sort of a captured draw would be wasted.
         """
         if not self.captures_draws or not slots.plain[rows].all():
             return None
@@ -142,13 +143,16 @@ class Sampler:
         return packed(arrays, len(rows)) if "excess" in arrays else None
 
     def draw(self, logits: Tensor, best: Best, columns: Tensor) -> Tensor:
-        """Tokens [R] of logits [R, V], given what `draw_columns` found. A capture takes it."""
+        """Return tokens [R] of logits [R, V], given what `draw_columns` returned; called in a capture."""
         return self._choose(logits, best, {}, unpacked(columns))
 
     def start(
         self, logits: Tensor, rows: Index, targets: Index, slots: SlotPool, best: Best | None = None
     ) -> Chosen:
-        """The same, without waiting for the device; `Chosen.wait` does. `best` is of the same logits."""
+        """Start to choose, without waiting for the device.
+
+        `Chosen.wait` does. `best` is of the same logits.
+        """
         assert logits.shape == (len(rows), self._vocab_size), f"logits are {tuple(logits.shape)}"
         drawn = _is_drawn(rows, slots)
         plain = bool(slots.plain[rows].all())
@@ -202,7 +206,7 @@ class Sampler:
     def _parameters(
         self, rows: Index, targets: Index, drawn: NDArray[np.bool_], slots: SlotPool, *, off_cpu: bool
     ) -> Arrays:
-        """What drawing needs of the rows [W]; `k_rows` and `p_rows` are indices into them."""
+        """Return what drawing needs of the rows [W]; `k_rows` and `p_rows` are indices into them."""
         if not drawn.any():
             return {}
         top_k, top_p, min_p = slots.top_k[rows], slots.top_p[rows], slots.min_p[rows]
@@ -231,12 +235,12 @@ class Sampler:
     def _choose(
         self, logits: Tensor, best_of: Best, host: Arrays, sent: Tensors, own: Sequence[OwnChange] = ()
     ) -> Tensor:
-        """Tokens [R] of logits [R, V]: the best of each row, but chosen anew where it is changed or drawn."""
+        """Return tokens [R] of logits [R, V]: the best ones, or new ones for changed and drawn rows."""
         work, given = sent.get("work"), (logits, best_of.tokens, best_of.chosen)
         scores, best, chosen = given if work is None else (each[work] for each in given)
         scores = scores.contiguous().float()
         if scores.data_ptr() == logits.data_ptr():
-            scores = scores.clone()  # the caller's stay as they are
+            scores = scores.clone()  # the caller's logits must not change
         if "bias" in sent:
             apply_changes(scores, sent, own)
             best = scores.argmax(-1)
@@ -253,7 +257,7 @@ class Sampler:
         return chosen if work is None else best_of.chosen.index_copy(0, work, chosen)
 
     def _thresholds(self, weights: Tensor, host: Arrays, sent: Tensors) -> Tensor | None:
-        """The least weight [W, 1] that may be drawn in each row; None where all may."""
+        """Return the least weight [W, 1] that may be drawn in each row; None if all may."""
         least = sent["min_p"][:, None] if "min_p" in sent else None
         if "excess" in sent:
             by_sorting = thresholds_by_sorting(weights, sent, self._tile)
@@ -273,7 +277,7 @@ class Sampler:
 
 
 def arriving(tokens: Tensor) -> Chosen:
-    """Tokens [R] with nothing beside them."""
+    """Return tokens [R] with nothing beside them."""
     arrival = to_host(tokens)
     return Chosen(tokens, lambda: Sampled(arrival()))
 
@@ -284,7 +288,7 @@ def takes_best(rows: Index, slots: SlotPool) -> bool:
 
 
 def _without(late: Index, chosen: Chosen) -> Chosen:
-    """What was chosen, but for rows `late`, as indices, of which it was not known what may come."""
+    """Replace the tokens of the rows `late`, given as indices, whose masks were not ready."""
     if not len(late):
         return chosen
 
@@ -298,11 +302,11 @@ def _without(late: Index, chosen: Chosen) -> Chosen:
 
 
 def _is_drawn(rows: Index, slots: SlotPool) -> NDArray[np.bool_]:
-    """Which rows are drawn; the others get their best token."""
+    """Whether each row is drawn; the others get their best token."""
     drawn: NDArray[np.bool_] = (slots.temperature[rows] >= _GREEDY_BELOW) & (slots.top_k[rows] != 1)
     return drawn
 
 
 def _take(table: Tensor, rows: Tensor) -> Tensor:
-    """Rows [W], which ascend, of table [R, V]; the table itself if they are all of its rows."""
+    """Return rows [W], which ascend, of table [R, V]; the table itself if they are all of its rows."""
     return table if len(rows) == len(table) else table[rows]

@@ -1,12 +1,12 @@
-"""Which tokens may a row not get, because its request named the ones that it may or may not hold?
+"""Forbid tokens by a request's allow list, bad words or grammar.
 
-`allowed_token_ids` leaves only these tokens, and so does a grammar, those that may come next by it: these
-masks are made on the host, while the device computes the logits (see MaskMaker). Of each of the `bad_words`
-the last token is impossible where the answer ends with the tokens before it; as in vLLM the prompt does not
-count, unlike in Hugging Face's NoBadWordsLogitsProcessor.
+`allowed_token_ids` leaves only these tokens, and a grammar only those that may come next: its masks are made
+on the host, while the device computes the logits (see MaskMaker). The last token of each of the `bad_words`
+is forbidden where the answer ends with the tokens before it; as in vLLM the prompt does not count, unlike in
+Hugging Face's NoBadWordsLogitsProcessor.
 
 Legend: A rows with allowed tokens, G rows with a mask of their grammar, of the R that are changed; V
-vocabulary.
+  vocabulary.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from continuous_batching.slots import SlotPool
 from kv_cache.pages import Index
 from kv_cache.transfer import Arrays, Tensors
 
-_PLACES = (np.uint32(1) << np.arange(32, dtype=np.uint32)).view(np.int32)  # of the bits of a word
+_PLACES = (np.uint32(1) << np.arange(32, dtype=np.uint32)).view(np.int32)  # the bits of a word
 
 
 def gather_masks(rows: Index, targets: Index, slots: SlotPool) -> Arrays:
-    """The masks of these rows, for a token at position `targets`, as flat arrays on the host.
+    """Return the masks of these rows, for a token at position `targets`, as flat arrays on the host.
 
     Samples of one prompt share their allowed tokens, which are sent once: `allowed_set` has the number of
-    each row's set, and `listed_set` and `listed_token` say what is in the sets.
+    each row's set, and `listed_set` and `listed_token` list the members of the sets.
     """
     set_of: dict[bytes, int] = {}
     allowed: list[tuple[int, int]] = []
@@ -51,7 +51,7 @@ def gather_masks(rows: Index, targets: Index, slots: SlotPool) -> Arrays:
 
 
 def grammar_columns(rows: list[int], masks: list[Mask]) -> Arrays:
-    """The masks of rows whose answer follows a grammar, each in words of 32 tokens, as flat arrays."""
+    """Return the masks of rows whose answer follows a grammar, in words of 32 tokens, as flat arrays."""
     bits = np.zeros((len(masks), max(map(len, masks), default=0)), dtype=np.int32)
     for at, mask in enumerate(masks):
         bits[at, : len(mask)] = mask
@@ -59,14 +59,17 @@ def grammar_columns(rows: list[int], masks: list[Mask]) -> Arrays:
 
 
 def banned_tokens(bad_words: tuple[TokenSequence, ...], answer: Index) -> list[int]:
-    """The tokens that would complete a bad word at the end of an answer."""
+    """Return the tokens that would complete a bad word at the end of an answer."""
     longest = max(map(len, bad_words)) - 1
     end = tuple(answer[max(0, len(answer) - longest) :].tolist())
     return [word[-1] for word in bad_words if len(word) <= len(end) + 1 and _ends_with(end, word[:-1])]
 
 
 def apply_masks(scores: Tensor, masks: Tensors) -> None:
-    """Make what these masks leave out impossible in scores [R, V], in place; they come sent to the device."""
+    """Forbid the tokens that these masks leave out in scores [R, V], in place.
+
+    The masks are on the device.
+    """
     rows = masks["allowed_row"]
     if len(rows):
         is_allowed = torch.zeros(len(rows), scores.shape[1], dtype=torch.bool, device=scores.device)
@@ -85,7 +88,10 @@ def apply_masks(scores: Tensor, masks: Tensors) -> None:
 
 
 def unpacked(words: Tensor, place: Tensor, vocab_size: int) -> Tensor:
-    """Bool [G, V] from words [G, any], whose bits are at `place` [32]; tokens beyond may not come."""
+    """Unpack words [G, any], whose bits are at `place` [32], to bool [G, V].
+
+    Tokens beyond them are forbidden.
+    """
     is_possible = ((words[:, :, None] & place) != 0).flatten(1)[:, :vocab_size]
     missing = vocab_size - is_possible.shape[1]
     return torch.nn.functional.pad(is_possible, (0, missing)) if missing > 0 else is_possible

@@ -1,7 +1,7 @@
-"""Which machines hold the ranks of an engine, and which of them is this one?
+"""Find which machines hold the ranks of an engine, and which of them this machine is.
 
-A list in the recipe says it, or else the launcher that has started this process, by its environment or by the
-file that it leaves. Nothing here brings torch.
+A list in the recipe defines the machines, or else the launcher that has started this process, by its
+environment or by the file that it leaves. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -19,28 +19,31 @@ from recipes.schema.parallel_section import LEADER_PORT, ParallelSection
 from recipes.schema.recipe_error import RecipeError
 
 HERE = "127.0.0.1"
-RANK_TABLE = Path("/user/serverid/devindex/config/hccl.json")  # where the Ascend Operator mounts it
-_LOOKS_S = 1.0  # between looks whether the rank table is complete
-_PORTS_OF_JOBS = 1000  # so many jobs of SLURM that share a node do not meet at one port
+RANK_TABLE = Path("/user/serverid/devindex/config/hccl.json")  # the Ascend Operator mounts it there
+_LOOKS_S = 1.0  # interval between checks whether the rank table is complete
+_PORTS_OF_JOBS = 1000  # this many SLURM jobs that share a node use different ports
 
 Environment = Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """So many machines, of which this is `node`, counted from 0; the ranks are shared evenly among them.
+    """The machines of an engine, of which this one is `node`, counted from 0.
 
-    The first leads: the others find it at `leader`, where its store has `port`. 0: any, which is told.
+    Each machine holds the same number of ranks.
+
+    The first machine leads: the others find it at `leader`, where its store listens on `port`. Port 0 is any
+    free port, which the leader announces.
     """
 
-    source: str  # in words
+    source: str  # description of the source of these values
     num_nodes: int = 1
     node: int = 0
     leader: str = HERE
     port: int = 0
 
     def ranks_of(self, node: int, ranks: int) -> range:
-        """Which of all ranks a machine holds."""
+        """Return which of all ranks a machine holds."""
         each = ranks // self.num_nodes
         return range(node * each, (node + 1) * each)
 
@@ -51,13 +54,13 @@ def find_cluster(
     own_names: Callable[[], set[str]] | None = None,
     rank_table: Path = RANK_TABLE,
 ) -> Cluster:
-    """Where the ranks are; raises RecipeError for numbers that cannot be.
+    """Return where the ranks are; raises RecipeError for inconsistent numbers.
 
-    `own_names` are the names and addresses of this machine, `rank_table` is read where RANK_TABLE_FILE names
-    no other.
+    `own_names` returns the names and addresses of this machine; `rank_table` is read unless RANK_TABLE_FILE
+    names another file.
     """
     names, ranks = own_names or names_of_this_machine, parallel.ranks
-    if ranks == 1:  # whatever has started this process: it may start many such engines
+    if ranks == 1:  # the launcher's numbers do not matter, since it may start many engines of one rank
         return Cluster("this machine")
     found = (
         _listed(parallel, environment, names)
@@ -74,7 +77,7 @@ def find_cluster(
             f"make them a multiple of {found.num_nodes}",
             value=ranks,
         )
-    # One machine needs no network, whatever its address is
+    # One machine needs no network, whatever its address is.
     return found if found.num_nodes > 1 else Cluster(found.source)
 
 
@@ -114,14 +117,18 @@ def _by_torchrun(environment: Environment) -> Cluster | None:
             "run it with --nproc-per-node 1",
         )
     num_nodes = _needed(environment, "WORLD_SIZE")
-    port = _needed(environment, "MASTER_PORT") + 1  # at its own port it listens itself
+    port = _needed(environment, "MASTER_PORT") + 1  # torchrun itself listens on its own port
     return _checked(
         Cluster("torchrun", num_nodes, _needed(environment, "RANK"), environment["MASTER_ADDR"], port)
     )
 
 
 def _by_ascend_operator(environment: Environment) -> Cluster | None:
-    """Its RANK is the machine's, its LOCAL_RANK a list such as {0,1,2,3}, its WORLD_SIZE all NPUs."""
+    """Read the Ascend Operator's variables.
+
+    Its RANK is the machine's number, its LOCAL_RANK a list such as {0,1,2,3}, and its WORLD_SIZE the number
+    of NPUs.
+    """
     if not environment.get("LOCAL_RANK", "").startswith("{"):
         return None
     world, here = _needed(environment, "WORLD_SIZE"), _needed(environment, "LOCAL_WORLD_SIZE")
@@ -136,7 +143,7 @@ def _by_ascend_operator(environment: Environment) -> Cluster | None:
 def _in_rank_table(
     parallel: ParallelSection, environment: Environment, own_names: Callable[[], set[str]], path: Path
 ) -> Cluster | None:
-    """In a file of version 1.0 (910, 910B) or 1.2 (910C), once it is complete."""
+    """Read a rank table of version 1.0 (910, 910B) or 1.2 (910C), once it is complete."""
     path = Path(environment.get("RANK_TABLE_FILE", path))
     if not path.exists():
         return None
@@ -196,7 +203,7 @@ def _by_slurm(environment: Environment) -> Cluster | None:
 
 
 def hosts(listed: str) -> Iterator[str]:
-    """The hosts of a list as SLURM writes it: n1,rack[1-2]n[01-03,7]."""
+    """Yield the hosts of a list in SLURM's notation: n1,rack[1-2]n[01-03,7]."""
     for name in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", listed):
         yield from _expanded(name)
 
@@ -232,7 +239,7 @@ def _needed(environment: Environment, name: str) -> int:
 
 
 def _number(environment: Environment, name: str, end: int) -> int | None:
-    """An integer from 0 to `end` - 1, if it is set."""
+    """Return an integer from 0 to `end` - 1, or None if it is not set."""
     text = environment.get(name)
     if text is None or (text.isascii() and text.isdigit() and int(text) < end):
         return None if text is None else int(text)
@@ -240,23 +247,23 @@ def _number(environment: Environment, name: str, end: int) -> int | None:
 
 
 def names_of_this_machine() -> set[str]:
-    """All names and addresses that others may know it by."""
+    """Return all names and addresses by which other machines may know this one."""
     name = socket.gethostname()
     names = {name, name.partition(".")[0], socket.getfqdn(), "localhost", HERE}
     for family in (socket.AF_INET, socket.AF_INET6):
         try:
             found = socket.getaddrinfo(name, None, family)
-        except OSError:  # it has no such address
+        except OSError:  # this machine has no address of this family
             continue
         names |= {str(each[4][0]) for each in found}
     return names | {own_address()}
 
 
 def own_address() -> str:
-    """The address that others would see this machine send from."""
+    """Return the address from which other machines see this one send."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(("192.0.2.1", 9))  # sends nothing: the system chooses an address
+            probe.connect(("192.0.2.1", 9))  # this sends nothing; the system only chooses an address
         except OSError:  # there is no network
             return HERE
         return str(probe.getsockname()[0])

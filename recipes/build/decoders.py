@@ -1,4 +1,4 @@
-"""What do a model and the draft model beside it need of a machine?"""
+"""Build the decoders of a recipe: the model's shape for operators, its cache, and the drafter beside it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from recipes.schema.speculation_section import DRAFTERS
 
 
 def shape_of(page_size: int, config: DecoderConfig) -> AttentionShape:
-    """What the attention of this decoder is asked for, in pages of so many tokens."""
+    """Return what this decoder needs of the attention operators, in pages of `page_size` tokens."""
     latent = config.latent
     return AttentionShape(
         num_heads=config.num_heads,
@@ -55,8 +55,10 @@ def draft_decoder(
     group: Group,
     share: Share,
 ) -> Decoder | Head | None:
-    """The loaded draft model, or head, of a recipe, if it names one; raises ValueError for one that cannot be
-    used. Of the model's own layer, a rank of the group has its share.
+    """Return the loaded draft model, or head, of a recipe, if it names one.
+
+    Raises ValueError for one that cannot be used. A rank of the group holds only its share of the model's own
+    prediction layer.
     """
     path, draft = recipe.speculation.draft_path, draft_config(recipe, config)
     if isinstance(draft, MtpConfig):
@@ -82,8 +84,9 @@ def draft_decoder(
 
 
 def _own_layer(recipe: Recipe, config: MtpConfig, machine: Machine, group: Group, share: Share) -> Mtp:
-    """The loaded layer that the model's checkpoint has to predict further tokens; what it takes of the device
-    is what the model's own layers take.
+    """Return the loaded layer by which the model's checkpoint predicts further tokens (MTP).
+
+    Its needs of the device are those of the model's own layers.
     """
     assert recipe.model.path is not None, "the layer is read from the model's checkpoint"
     head = Mtp(config, *machine.operators(shape_of(recipe.cache.page_size, share.part(config))), group, share)
@@ -95,7 +98,7 @@ def _own_layer(recipe: Recipe, config: MtpConfig, machine: Machine, group: Group
 
 
 def features_of(config: HeadConfig, recipe: Recipe, memory: MemoryPlan, device: torch.device) -> KVCache:
-    """What a head reads of the target, in as many pages as were planned."""
+    """Return the cache of target features that a head reads, in as many pages as were planned."""
     return KVCache(
         1,
         memory.num_pages,
@@ -112,7 +115,7 @@ def features_of(config: HeadConfig, recipe: Recipe, memory: MemoryPlan, device: 
 def drafter_of(
     draft: Decoder | Head, target: Decoder, beside: KVCache, slots: SlotPool, most_tokens: int, recipe: Recipe
 ) -> Drafter:
-    """What makes drafts, with keys and values in the cache `beside` the target's."""
+    """Return the drafter, whose keys and values are in the cache `beside` the target's."""
     if isinstance(draft, Decoder):
         return Drafter(draft, beside, slots, most_tokens)
     assert beside.beside is not None, "features lie beside a head's keys"
@@ -123,7 +126,7 @@ def drafter_of(
 def cache_of(
     decoder: Decoder | Head, recipe: Recipe, memory: MemoryPlan, beside: KVCache | None = None
 ) -> KVCache:
-    """Keys and values of a decoder, in as many pages as were planned."""
+    """Return the cache of a decoder's keys and values, in as many pages as were planned."""
     config, attention = decoder.part, decoder.attention
     if isinstance(config, HeadConfig):
         beside = features_of(config, recipe, memory, attention.device)

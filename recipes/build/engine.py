@@ -1,4 +1,4 @@
-"""How does a recipe become an engine?"""
+"""Build an engine from a recipe: load the weights, plan the memory, warm up and measure."""
 
 from __future__ import annotations
 
@@ -51,35 +51,35 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class BuiltEngine:
-    """An engine that is ready to serve, and what it was built of."""
+    """An engine that is ready to serve, and the parts that it was built of."""
 
     engine: Engine
     runner: ModelRunner
     config: DecoderConfig
-    memory: MemoryPlan  # as it was planned; a resize changes the engine's pools alone
+    memory: MemoryPlan  # the plan at the start; a later resize changes only the engine's pools
     device_name: str
-    largest_step_s: float  # as measured before serving
-    facts: dict[str, Any]  # what its scheduler is made of
-    experts: ExpertCounts | None = None  # where they are counted
-    ranks: Ranks | None = None  # where there are several
-    adapters: Adapters | None = None  # where there is room for any
-    tier: PageTier | None = None  # where pages rest below the host's memory
+    largest_step_s: float  # measured before serving
+    facts: dict[str, Any]  # what its scheduler is made of, for recordings
+    experts: ExpertCounts | None = None  # set where experts are counted
+    ranks: Ranks | None = None  # set where there are several ranks
+    adapters: Adapters | None = None  # set where there is room for adapters
+    tier: PageTier | None = None  # set where pages rest in a tier below the host's memory
 
 
 def build(recipe: Recipe, clock: Callable[[], float] = time.monotonic) -> BuiltEngine:
-    """The engine of a recipe, with its other ranks, if it has any; raises ValueError for a recipe that cannot
-    be, and OSError where a rank is lost meanwhile.
+    """Return the engine of a recipe, with its other ranks, if it has any.
 
-    What was chosen is logged, one line each for the device, the model, the cache, the defaults that the
+    Raises ValueError for a recipe that cannot be built, and OSError where a rank is lost meanwhile. The
+    choices made are logged, one line each for the device, the model, the cache, the defaults that the
     scheduler's policy took, and the operators.
     """
     if recipe.scheduler.record is not None:
-        _check_recording(recipe.scheduler.record)  # before what takes minutes
+        _check_recording(recipe.scheduler.record)  # checked before the build, which takes minutes
     sinks: list[Sink] = []
     if recipe.parallel.ranks == 1:
         built = assemble(recipe, clock=clock)
     else:
-        share_of(recipe, 0)  # refused before processes are started
+        share_of(recipe, 0)  # invalid shares are refused before processes are started
         cluster = find_cluster(recipe.parallel, os.environ)
         recipe = recipe_of_a_rank(recipe, len(cluster.ranks_of(0, recipe.parallel.ranks)))
         ranks = Ranks(recipe, cluster)
@@ -105,8 +105,10 @@ def assemble(
     wait_s: float = 0.0,
     tell: Callable[[str], None] = lambda _: None,
 ) -> BuiltEngine:
-    """Build this rank's part of the engine of a recipe. All ranks of the world build theirs at the same time,
-    and wait for each other for `wait_s` at most; `tell` is given what this rank does, stage by stage.
+    """Build this rank's part of the engine of a recipe.
+
+    All ranks of the world build theirs at the same time, and wait for each other for `wait_s` at most; `tell`
+    is given what this rank does, stage by stage.
     """
     tell("planning its memory")
     config, share = share_of(recipe, world.rank)
@@ -116,7 +118,7 @@ def assemble(
     memory = plan_memory(recipe, config, machine.memory_bytes(), share=share)
     memory = _least(recipe, config, memory, world, share, machine)
     tell("loading its weights")
-    # The smaller is refused before the larger is read
+    # The smaller model is loaded first, so that a mistake in it is refused before the larger one is read.
     draft = draft_decoder(recipe, config, memory, machine, group, share)
     decoder = _loaded(recipe, config, memory, machine, (group, share, stages))
     adapters = _adapters(recipe, decoder)
@@ -142,7 +144,7 @@ def assemble(
     log.info("device: %s", machine.name)
     experts = ExpertCounts(decoder) if recipe.device.count_experts and world.rank == 0 else None
     captured_bytes = _first_steps(recipe, runner, scheduler.max_batch_tokens, tell)
-    world.meet("the meeting after compiling", wait_s)  # so that the largest step is timed without a wait
+    world.meet("the meeting after compiling", wait_s)  # then the time of the largest step includes no wait
     tell("running its largest step")
     memory, largest_step_s = _measure(recipe, config, memory, engine, runner, machine, world, captured_bytes)
     machine.settle(runner)
@@ -165,7 +167,7 @@ def _loaded(
     machine: Machine,
     place: tuple[Group, Share, StageLinks],
 ) -> Decoder:
-    """This rank's part of the decoder, with its weights."""
+    """Return this rank's part of the decoder, with its weights."""
     group, share, stages = place
     ops, attention = machine.operators(shape_of(recipe.cache.page_size, share.part(config)))
     attention.check()
@@ -177,7 +179,7 @@ def _loaded(
         ops.check_int4(TORCH_DTYPES[config.dtype], size, largest_side(part), inputs_of_experts(part))
     if recipe.device.graphs:
         most_layers = share.most_layers(config)
-        # Refused before weights are loaded
+        # This refuses sizes that cannot be captured before weights are loaded.
         captured_sizes(attention, *_captured(recipe), most_layers, joins=share.tensors > 1)
     decoder = Decoder(config, ops, attention, group, share, stages)
     if recipe.model.weights == "random":
@@ -189,7 +191,7 @@ def _loaded(
 
 
 def _adapters(recipe: Recipe, decoder: Decoder) -> Adapters | None:
-    """Room for the recipe's adapters, and those that are there from the start."""
+    """Return the places for the recipe's adapters, with those loaded that are there from the start."""
     asked = recipe.adapters
     if not asked.most:
         return None
@@ -212,7 +214,7 @@ def _least(
     share: Share,
     machine: Machine,
 ) -> MemoryPlan:
-    """The plan with the pages that all ranks have room for."""
+    """Return the plan with the smallest number of pages that any rank has room for."""
     pages = world.least(memory.num_pages, machine.device)
     host_pages = world.least(memory.num_host_pages, machine.device)
     if (pages, host_pages) == (memory.num_pages, memory.num_host_pages):
@@ -243,7 +245,10 @@ def _check_recording(path: Path) -> None:
 
 
 def _first_steps(recipe: Recipe, runner: ModelRunner, budget: int, tell: Callable[[str], None]) -> int:
-    """Compile and capture what steps need; return the bytes of the device that captured graphs hold."""
+    """Compile and capture what steps need.
+
+    Returns the bytes of device memory that captured graphs hold.
+    """
     tell("compiling and running its first steps")
     warm_up(runner, budget)
     captured_bytes = 0
@@ -264,11 +269,10 @@ def _measure(
     world: Group,
     captured_bytes: int,
 ) -> tuple[MemoryPlan, float]:
-    """Run the largest step, and plan again if it and the captured graphs take more memory than was estimated;
-    return the plan, and how long that step took in seconds.
+    """Run the largest step, and plan again if it and the captured graphs take more memory than was estimated.
 
-    A smaller figure does not change the plan: an earlier engine of this process may have left memory that is
-    used again and does not show.
+    Returns the plan, and the duration of that step in seconds. A smaller figure does not change the plan: an
+    earlier engine of this process may have left memory that is used again and does not show.
     """
     budget = engine.scheduler.max_batch_tokens
     start_s = time.perf_counter()
@@ -281,7 +285,7 @@ def _measure(
             config,
             machine.memory_bytes(),
             measured + captured_bytes,
-            num_host_pages=estimated.num_host_pages,  # they are allocated, and stay
+            num_host_pages=estimated.num_host_pages,  # they are allocated already, and stay
             share=runner.decoder.share,
         )
         memory = replace(memory, host_because=estimated.host_because)
@@ -293,7 +297,7 @@ def _measure(
 
 
 def _captured(recipe: Recipe) -> tuple[int, int]:
-    """The most tokens of a captured step, and of a row of it."""
+    """Return the most tokens of a captured step, and of a row of it."""
     asked = recipe.speculation
     width = 1 if asked.kind == "none" else 1 + asked.max_tokens
     return min(recipe.device.graphs, recipe.scheduler.num_slots * width), width
@@ -314,7 +318,7 @@ def _log(recipe: Recipe, config: DecoderConfig, memory: MemoryPlan, decoder: Dec
 
 
 def _overridden(operators: object, plain: type) -> str:
-    """Which of the plain operators a device overrides."""
+    """Return which of the plain operators a device overrides, in words."""
     names = [name for name in vars(plain) if name[0] != "_" and callable(getattr(plain, name))]
     overridden = [
         name

@@ -1,4 +1,4 @@
-"""Which decoder does a recipe or a checkpoint name?"""
+"""Read the decoder's configuration that a recipe or a checkpoint names."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ FAMILIES = {
 
 
 def model_config(recipe: Recipe) -> DecoderConfig:
-    """The decoder that a recipe names; raises ValueError for one that is not supported."""
+    """Return the decoder that a recipe names; raises ValueError for one that is not supported."""
     model = recipe.model
     if model.path is not None:
         config = config_in(model.path)
@@ -76,7 +76,7 @@ def model_config(recipe: Recipe) -> DecoderConfig:
 
 
 def share_of(recipe: Recipe, rank: int) -> tuple[DecoderConfig, Share]:
-    """The decoder that a recipe names, and what this rank holds of it; raises ValueError."""
+    """Return the decoder that a recipe names, and this rank's share of it; raises ValueError."""
     config, parallel = model_config(recipe), recipe.parallel
     if recipe.device.count_experts and not config.num_mixtures:
         raise RecipeError("device.count_experts", "the model has no experts", "leave it out", value=True)
@@ -98,8 +98,10 @@ def share_of(recipe: Recipe, rank: int) -> tuple[DecoderConfig, Share]:
 
 
 def draft_config(recipe: Recipe, config: DecoderConfig) -> DecoderConfig | None:
-    """The smaller decoder, or the head, that guesses for this one, if a recipe names any; raises RecipeError
-    for one that cannot."""
+    """Return the smaller decoder, or the head, that drafts for this one, or None if a recipe names none.
+
+    Raises RecipeError for one that cannot draft for this decoder.
+    """
     asked = recipe.speculation
     if asked.kind == "mtp":
         return _mtp_config(recipe, config)
@@ -141,7 +143,7 @@ def _mtp_config(recipe: Recipe, config: DecoderConfig) -> MtpConfig:
 
 
 def _num_kept(recipe: Recipe) -> int:
-    """Features that a page keeps for a head."""
+    """Return the number of features that a page keeps for a head."""
     return min(recipe.cache.page_size, recipe.speculation.max_tokens + 1)
 
 
@@ -168,7 +170,7 @@ def _as_asked(config: DecoderConfig, recipe: Recipe, quantization: str, dtype: D
 
 
 def decoder_config(hf: Mapping[str, Any]) -> DecoderConfig:
-    """The decoder of a parsed config.json, by its `model_type`.
+    """Return the decoder of a parsed config.json, by its `model_type`.
 
     Raises ValueError for a family that is not supported, and for a value that the decoder cannot honour.
     """
@@ -178,7 +180,7 @@ def decoder_config(hf: Mapping[str, Any]) -> DecoderConfig:
     config = FAMILIES[family](hf)
     check_attended(hf, config.windows, config.max_positions)
     outside = [token for token in config.eos_token_ids if not 0 <= token < config.vocab_size]
-    if outside and hf.get("eos_token_id") is None:  # the family's own, which a smaller vocabulary lacks
+    if outside and hf.get("eos_token_id") is None:  # the family's default, which a smaller vocabulary lacks
         return replace(
             config, eos_token_ids=tuple(each for each in config.eos_token_ids if each not in outside)
         )
@@ -191,7 +193,10 @@ def decoder_config(hf: Mapping[str, Any]) -> DecoderConfig:
 
 
 def config_in(path: Path) -> DecoderConfig:
-    """The decoder of a checkpoint directory; raises ValueError, which names it, as `decoder_config` does."""
+    """Return the decoder of a checkpoint directory.
+
+    Raises ValueError like `decoder_config`, with the directory's path.
+    """
     hf = read(path)
     try:
         return decoder_config(hf)
@@ -200,10 +205,10 @@ def config_in(path: Path) -> DecoderConfig:
 
 
 def read(path: str | Path) -> dict[str, Any]:
-    """The parsed config.json of a checkpoint directory.
+    """Return the parsed config.json of a checkpoint directory.
 
-    The end tokens of its generation_config.json, if there is one, take the place of config.json's: a chat
-    model often ends its turn with a token of its own.
+    The end tokens of its generation_config.json, if there is one, replace those of config.json: a chat model
+    often ends its turn with a token of its own.
     """
     hf = _json(Path(path) / "config.json")
     generation = Path(path) / "generation_config.json"

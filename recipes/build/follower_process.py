@@ -1,9 +1,9 @@
-"""Live as a rank that does not lead.
+"""Run a rank that follows the leader, as a process of its own.
 
     python -m recipes.build.follower_process --leader HOST:PORT --rank RANK [--adopt]
 
-Its standard input brings the recipe, and ends when its parent does: then it ends too. It joins the others,
-builds its part of the engine, and follows the leader's recording.
+Its standard input carries the recipe, and ends when its parent does: then this process ends too. It joins the
+other ranks, builds its part of the engine, and follows the leader's recording.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ from recipes.schema.recipe import Recipe
 
 log = logging.getLogger(__name__)
 
-LEADER_SILENT_S = 20.0  # a leader whose machine acknowledges nothing for so long is gone
+LEADER_SILENT_S = 20.0  # a leader whose machine acknowledges nothing for this long is gone
 
 
 class NoLeader(ConnectionError):
-    """Nobody leads, as where the leader has ended for good."""
+    """There is no leader, for example because the leader has ended for good."""
 
 
 def _recipe() -> Recipe:
-    """The recipe that the parent has sent."""
+    """Return the recipe that the parent has sent."""
     (length,) = LENGTH.unpack(_read(LENGTH.size))
     return restored(_read(length))
 
@@ -72,7 +72,7 @@ def _end_with_parent() -> None:
 
 
 def _end_without_leader() -> None:
-    """End though this rank waits: a collective waits for ranks that have ended as long as for slow ones."""
+    """End even while this rank waits: a collective waits for lost ranks as long as for slow ones."""
     log.error("the leader is gone")
     os._exit(FAILED)
 
@@ -89,7 +89,7 @@ def follow(recipe: Recipe, rank: int, leader: str, *, adopts: bool = False) -> N
     with socket.create_connection((near, int(port)), within.total_seconds()) as connection:
         connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if hasattr(socket, "TCP_USER_TIMEOUT"):  # of Linux
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux has it
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * LEADER_SILENT_S))
         try:
             leaders = json.loads(store.get(RECIPE))
@@ -105,7 +105,7 @@ def follow(recipe: Recipe, rank: int, leader: str, *, adopts: bool = False) -> N
             beats.doing = doing
 
         try:
-            start(recipe.device)  # which brings the library that its collectives are in
+            start(recipe.device)  # it imports the library of the collectives
             wait_s = float(store.get(WAIT_S))
             group = join(BACKENDS[recipe.device.kind], store, rank, recipe.parallel.ranks, wait_s)
             beats.inside = lambda: group.inside
@@ -123,8 +123,9 @@ def follow(recipe: Recipe, rank: int, leader: str, *, adopts: bool = False) -> N
 
 
 def _compare(recipe: Recipe, leaders: dict[str, Any]) -> None:
-    """Raise ValueError where this rank was told something else than the leader: they would wait for each
-    other, or compute two models.
+    """Raise ValueError where this rank's recipe differs from the leader's.
+
+    The ranks would otherwise wait for each other, or compute two models.
     """
     own = json.loads(json.dumps(common(recipe)))
     for name, mine, theirs in differences(own, leaders):
@@ -132,14 +133,15 @@ def _compare(recipe: Recipe, leaders: dict[str, Any]) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Follow; the leader is told why, if this rank cannot."""
+    """Follow; the leader is told the reason if this rank cannot."""
     options = argparse.ArgumentParser(prog="python -m recipes.build.follower_process")
     options.add_argument("--leader", required=True)
     options.add_argument("--rank", type=whole(1, MOST_RANKS), required=True)
     options.add_argument("--adopt", action="store_true", help="take the settings from the leader")
     asked = options.parse_args(argv)
+    gc.freeze()  # What is imported stays: the collection before the first step need not visit it
     for each in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(each, signal.SIG_IGN)  # they are for the leader, whose end ends us
+        signal.signal(each, signal.SIG_IGN)  # these signals are for the leader, whose end ends this process
     logging.basicConfig(
         level=logging.WARNING, format=f"%(levelname)s rank {asked.rank}: %(message)s", stream=sys.stderr
     )
@@ -159,4 +161,4 @@ def main(argv: list[str]) -> int:
 if __name__ == "__main__":
     ended = main(sys.argv[1:])
     sys.stderr.flush()
-    os._exit(ended)  # the interpreter's own end waits for what may wait for other ranks
+    os._exit(ended)  # the interpreter's normal exit waits for threads that may wait for other ranks

@@ -1,4 +1,4 @@
-"""How is something computed in each rank of a recipe, without an engine that leads them?"""
+"""Compute something in each rank of a recipe, without an engine that leads the ranks."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from recipes.build.rank_process import VISIBLE
 from recipes.build.ranks import devices_of, recipe_of_a_rank
 from recipes.schema.recipe import Recipe
 
-_ENDED_S = 2.0  # from the end of a pipe to that of its process
+_ENDED_S = 2.0  # time from the end of a pipe to that of its process
 
-Body = Callable[..., Any]  # of the recipe of a rank, the group of all ranks, and what else it is given
+Body = Callable[..., Any]  # called with the recipe of a rank, the group of all ranks, and further arguments
 
 
 def in_ranks(recipe: Recipe, body: Body, *rest: Any) -> list[Any]:
-    """What `body`, a function of a module, returns in a process for each rank; raises OSError where one ends
-    before.
+    """Run `body`, a function of a module, in a process for each rank, and return the results by rank.
+
+    Raises OSError where a rank ends before it has a result.
     """
     ranks = recipe.parallel.ranks
     devices, recipe = devices_of(recipe, ranks), recipe_of_a_rank(recipe, ranks)
@@ -52,11 +53,11 @@ def in_ranks(recipe: Recipe, body: Body, *rest: Any) -> list[Any]:
     ]
     for process, (_, ours) in zip(processes, pipes):
         process.start()
-        ours.close()  # so that its end is seen
+        ours.close()  # closed here, so that the end of the process is seen as the end of the pipe
     try:
         found: list[Any] = [None] * ranks
         waiting = {pipe: rank for rank, (pipe, _) in enumerate(pipes)}
-        while waiting:  # the others may wait for one that has ended, whatever its number
+        while waiting:  # other ranks may wait for one that has ended, whatever its number
             for pipe in wait(list(waiting)):
                 rank = waiting.pop(pipe)
                 try:
@@ -82,11 +83,11 @@ def _rank(
     body: Body,
     rest: tuple[Any, ...],
 ) -> None:
-    """In a process of its own."""
+    """Compute one rank's result, in a process of its own."""
     if device is not None:
         os.environ[VISIBLE[recipe.device.kind]] = device
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    start(recipe.device)  # which brings the library that its collectives are in
+    start(recipe.device)  # it imports the library of the collectives
     parallel = recipe.parallel
     within = timedelta(seconds=parallel.connect_timeout_s)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=within)

@@ -1,4 +1,4 @@
-"""How does a checkpoint become one of int8 weights?"""
+"""Write an int8 version of a checkpoint."""
 
 from __future__ import annotations
 
@@ -23,16 +23,19 @@ from models.packing import Packing
 from models.quantization import KEY, BlockScales, Quantization
 from recipes.build.families import config_in
 
-UP_PROJECTIONS = r"re:.*\.kv_b_proj$"  # of latent attention, which multiplies with them in the model's type
-ROUTERS = r"re:.*\.gate$"  # linears to whoever reads the checkpoint, and too small to be worth it
-LEFT_OUT = (".safetensors", ".bin", ".pt", ".pth", ".gguf")  # weights of any format: not copied
+# These belong to latent attention, which multiplies with them in the model's type.
+UP_PROJECTIONS = r"re:.*\.kv_b_proj$"
+# Readers of the checkpoint see them as linears, and they are too small to gain from int8.
+ROUTERS = r"re:.*\.gate$"
+# Weight files of any format, which are not copied.
+LEFT_OUT = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 
 
 def quantize(source: Path, target: Path) -> tuple[int, int]:
-    """Write the quantised checkpoint; returns the bytes of all weights before and after.
+    """Write the quantised checkpoint, and return the bytes of all weights before and after.
 
-    `target` appears whole or not at all. Raises ValueError for a target that is not empty, and
-    for a source that is quantised or not supported.
+    `target` appears whole or not at all. Raises ValueError for a target that is not empty, and for a source
+    that is quantised or not supported.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"{target} is there and not empty; name a new directory")
@@ -53,7 +56,7 @@ def quantize(source: Path, target: Path) -> tuple[int, int]:
         ignore.append(UP_PROJECTIONS)
     scheme = Quantization(tuple(ignore))
     names = {f"{name}.weight" for name, *_ in config.linears() if scheme.covers(name)}
-    further = set()  # of a layer behind the model's own, which may be left out
+    further = set()  # weights of a prediction layer behind the model's own layers, which may be absent
     if config.num_unread_layers:
         further = {f"{name}.weight" for name, *_ in mtp_config(config, 1).linears() if scheme.covers(name)}
     files = checkpoint_files(source)
@@ -85,7 +88,10 @@ def quantize(source: Path, target: Path) -> tuple[int, int]:
 def _quantized(
     file: Path, names: set[str], sizes: dict[str, int], config: DecoderConfig, files: list[Path]
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a file as they are to be written; what is stored in 8-bit floats, without its scales."""
+    """Yield the tensors of a file as they are to be written.
+
+    Scales of 8-bit floats are applied and dropped.
+    """
     with open_checkpoint(file) as opened:
         for name in names_in(opened):
             tensor = opened.get_tensor(name)
@@ -105,7 +111,7 @@ def _quantized(
 
 
 def _found(name: str, files: list[Path]) -> Tensor:
-    """A tensor that lies in one of these files, in the first as a rule."""
+    """Return a tensor that is in one of these files, usually in the first."""
     for file in files:
         with open_checkpoint(file) as opened:
             if name in names_in(opened):
@@ -115,7 +121,7 @@ def _found(name: str, files: list[Path]) -> Tensor:
 
 
 def _copy_the_rest(source: Path, target: Path, scheme: Quantization) -> None:
-    """Tokenizer, chat template and whatever else lies beside the weights; config.json names the scheme."""
+    """Copy tokenizer, chat template and the other files beside the weights; config.json names the scheme."""
     for file in sorted(source.iterdir()):
         if file.is_file() and file.suffix not in LEFT_OUT and not file.name.endswith(".index.json"):
             shutil.copyfile(file, target / file.name)

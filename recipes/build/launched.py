@@ -1,4 +1,4 @@
-"""What must scripts/launch.sh know of what it is to run?
+"""Tell scripts/launch.sh what it needs to know about the verb that it is to run.
 
     python -m recipes.build.launched [ARGUMENT ...]            the device's kind, this machine's number, and
                                                                what a machine that does not lead is to be told
@@ -20,20 +20,20 @@ from recipes.schema.command_line import positionals
 from recipes.schema.reader import load
 from recipes.schema.recipe import Recipe
 
-VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}  # by the kind of device
+VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}  # keyed by the kind of device
 _CHANGE = re.compile(r"[a-z]+\.[a-z_.]+=")
 
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """The recipe among a verb's arguments, and what it becomes; None: there is none."""
+    """The recipe among a verb's arguments, loaded; None if there is none."""
 
     arguments: list[str]  # recipe, changes and profile
     recipe: Recipe | None
 
     @staticmethod
     def of(arguments: Sequence[str]) -> Launched:
-        """Raises ValueError for a recipe that cannot be used."""
+        """Find the recipe; raises ValueError for one that cannot be used."""
         given = positionals(arguments)
         recipes = [each for each in given if each.endswith((".yaml", ".yml"))][:1]
         changes = [each for each in given if _CHANGE.match(each)]
@@ -53,7 +53,7 @@ def _profiles(arguments: Sequence[str]) -> Iterator[str]:
 
 
 def table(recipe: Recipe, cluster: Cluster) -> Iterator[str]:
-    """A line a rank: its machine, its device, and what its environment has for it alone."""
+    """Yield a line for each rank: its machine, its device, and the environment that it alone has."""
     kind, ranks = recipe.device.kind, recipe.parallel.ranks
     each = ranks // cluster.num_nodes
     for node in range(cluster.num_nodes):
@@ -67,7 +67,7 @@ def table(recipe: Recipe, cluster: Cluster) -> Iterator[str]:
 
 
 def main(argv: list[str]) -> None:
-    """Print what was asked for; raises ValueError for a recipe, or a cluster, that cannot be."""
+    """Print what was asked for; raises ValueError for a recipe, or a cluster, that cannot be used."""
     is_table, rest = argv[:1] == ["--table"], [each for each in argv if each != "--table"]
     asked = Launched.of(rest)
     recipe = asked.recipe

@@ -1,6 +1,6 @@
-"""Which operators, how much memory and which name does each kind of machine have?
+"""Provide the operators, the memory and the name of each kind of machine.
 
-The libraries of a kind are imported only where a recipe asks for it.
+The libraries of a kind are imported only where a recipe asks for that kind.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-ANSWERS = ROOT / "out" / "ascend"  # of the probes of verify_npu.sh
-# Where the limits of control groups lie, of version 2 and of version 1
+ANSWERS = ROOT / "out" / "ascend"  # answers of the probes of verify_npu.sh
+# The folders and file names of memory limits in control groups of version 2 and of version 1.
 CONTROL_GROUPS = (
     (Path("/sys/fs/cgroup"), "memory.max"),
     (
@@ -66,7 +66,10 @@ class Machine(ABC):
 
     @abstractmethod
     def operators(self, shape: AttentionShape) -> tuple[Ops, Attention]:
-        """The device's own operators; the attention is the reference one where the recipe asks for it."""
+        """Return the device's operators and attention.
+
+        The attention is plain torch where the recipe asks for it.
+        """
 
     def join(self, group: Group) -> None:
         """Do what the ranks of an engine do together before its memory is measured."""
@@ -82,7 +85,7 @@ class Machine(ABC):
 
 
 class Cpu(Machine):
-    """The host's processor. `operators` sets the number of its threads and its allocator."""
+    """The host's processor; `operators` sets the number of its threads and its allocator."""
 
     device = torch.device("cpu")
 
@@ -127,7 +130,7 @@ class Cpu(Machine):
         runner.cache.clear_null_page()
 
     def decided(self) -> Iterator[tuple[str, str]]:
-        """What keys that leave it to the machine come to here, and why."""
+        """Yield the keys that are left to the machine, with the value chosen here and the reason."""
         if self.asked.compile == "auto":
             compiles, why = self._compiles()
             yield "device.compile", f"{in_yaml(compiles)}, since {why}"
@@ -151,15 +154,15 @@ class Cpu(Machine):
 
 
 class Accelerator(Machine):
-    """A machine with memory of its own."""
+    """A machine whose device has memory of its own."""
 
     def memory_bytes(self) -> int:
-        """The bytes that are free or held by this process's allocator already."""
+        """Return the bytes that are free or held by this process's allocator already."""
         memory = torch.get_device_module(self.device)
         return memory.mem_get_info(self.device)[0] + memory.memory_reserved(self.device)
 
     def settle(self, runner: ModelRunner) -> None:
-        """Nothing is left to choose."""
+        """Do nothing, since nothing is left to choose."""
 
 
 class Cuda(Accelerator):
@@ -184,7 +187,8 @@ class Cuda(Accelerator):
         from attention.cuda.attention import CudaAttention
         from models.ops.cuda import CudaOps
 
-        # Of other types and devices, torch's grouped product waits for the device to tell where groups end
+        # Where other types or devices compute, torch's grouped product waits for the device to report where
+        # groups end.
         is_grouped = shape.dtype == torch.bfloat16 and torch.cuda.get_device_capability(self.device) >= (9, 0)
         ops = CudaOps(
             batch_invariant=self.asked.batch_invariant,
@@ -239,11 +243,11 @@ class Npu(Accelerator):
 
     @property
     def launch_log(self) -> LaunchLog | None:
-        """What the device is asked to do, where it is the stand-in, which counts that."""
+        """The log of launches, where the device is the stand-in, which records them."""
         return None if self._stand_in is None else self._stand_in.log
 
     def join(self, group: Group) -> None:
-        """Make the communicator of tokens, where verify_npu.sh found that to send them gains."""
+        """Make the communicator for tokens of experts, where verify_npu.sh found that it gains time."""
         group.open_for_tokens(self.buffer_mib if self.product.dispatches else 0, self.device)
 
     def operators(self, shape: AttentionShape) -> tuple[Ops, Attention]:
@@ -252,7 +256,7 @@ class Npu(Accelerator):
         from attention.npu.latent_attention import FusedLatentAttention
         from models.ops.npu import NpuOps, PlainNpuOps
 
-        has_none = not (self.product.is_fused or self.product.is_atb)  # the first 910
+        has_none = not (self.product.is_fused or self.product.is_atb)  # true for the first 910
         ops = PlainNpuOps(self.product) if has_none else NpuOps(self.product)
         self.product.check_dtype(shape.dtype)
         if self.asked.attention == "reference":
@@ -265,13 +269,13 @@ class Npu(Accelerator):
 
 
 def start(asked: DeviceSection) -> Machine:
-    """The machine of a recipe, ready to be used; raises RecipeError where there is none."""
+    """Return the machine of a recipe, ready to be used; raises RecipeError where there is none."""
     kinds: dict[str, type[Machine]] = {"cpu": Cpu, "cuda": Cuda, "npu": Npu}
     return kinds[asked.kind](asked)
 
 
 def decided(asked: DeviceSection) -> list[tuple[str, str]]:
-    """What keys that leave it to the machine come to here, and why; no device is started for it."""
+    """Return the keys left to the machine, with value and reason; no device is started for it."""
     return list(Cpu(asked).decided()) if asked.kind == "cpu" else []
 
 
@@ -288,12 +292,12 @@ def _stand_in(asked: DeviceSection) -> VirtualDevice:
 
 
 def one_line(error: Exception) -> str:
-    """The text of an error on one line."""
+    """Return the text of an error on one line."""
     return " ".join(str(error).split())
 
 
 def host_memory_bytes() -> int:
-    """The bytes that this process may use: the host's memory, or less where a control group limits it."""
+    """Return the bytes that this process may use: the host's memory, or less if a control group limits it."""
     whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     names = _text_of(Path("/proc/self/cgroup"))
     return min(
@@ -302,10 +306,11 @@ def host_memory_bytes() -> int:
 
 
 def group_limits(names: str, root: Path, file: str) -> list[int]:
-    """The memory limits of a process's control groups, and of those that hold them.
+    """Return the memory limits of a process's control groups and of their parents.
 
-    `names` is its /proc/PID/cgroup, `file` the limit's name in the folder of each group below `root`. In a
-    container, the folder of its own group may be `root` itself, and the name that of the host.
+    `names` is the content of its /proc/PID/cgroup, and `file` the limit's name in the folder of each group
+    below `root`. In a container, the folder of its own group may be `root` itself, while the name is the
+    host's.
     """
     folders = {root}
     for line in filter(None, names.splitlines()):
@@ -319,7 +324,10 @@ def group_limits(names: str, root: Path, file: str) -> list[int]:
 
 
 def _text_of(path: Path) -> str:
-    """Nothing where the system lacks this file, or does not let us read it: then no limit is known."""
+    """Return a file's text, or "" if it is missing or must not be read.
+
+    No limit is known then.
+    """
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:

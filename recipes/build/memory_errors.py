@@ -1,4 +1,4 @@
-"""Why does a recipe not fit into the machine, and which key makes it fit?"""
+"""Explain why a recipe does not fit into the machine, and which key makes it fit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from recipes.schema.recipe_error import RecipeError
 
 
 def check_fits(recipe: Recipe, sizing: MemoryPlan) -> None:
-    """Raise RecipeError if all together is more than the device's memory."""
+    """Raise RecipeError if the recipe needs more than the device's memory."""
     if sizing.num_pages <= sizing.num_pages_fitting:
         return
     cache, missing = recipe.cache, sizing.total_bytes - sizing.memory_bytes
@@ -36,7 +36,7 @@ def check_fits(recipe: Recipe, sizing: MemoryPlan) -> None:
 
 
 def too_small_a_part(recipe: Recipe, sizing: MemoryPlan, lacking: int) -> RecipeError:
-    """The error for a `cache.memory_fraction` that leaves no room for two pages."""
+    """Return the error for a `cache.memory_fraction` that leaves no room for two pages."""
     fraction = recipe.cache.memory_fraction
     assert fraction is not None, "only a recipe with a fraction can have too small a one"
     least = math.ceil(1000 * (fraction + lacking / sizing.memory_bytes)) / 1000
@@ -51,7 +51,7 @@ def too_small_a_part(recipe: Recipe, sizing: MemoryPlan, lacking: int) -> Recipe
 
 
 def too_few_pages(name: str, gib: float, num_pages: int, page_bytes: int) -> RecipeError:
-    """The error for memory that holds less than the null page and one to use."""
+    """Return the error for memory that holds less than the null page and one to use."""
     least = math.ceil(2000 * page_bytes / GIB) / 1000
     return RecipeError(
         (name, "cache.page_size"),
@@ -63,7 +63,7 @@ def too_few_pages(name: str, gib: float, num_pages: int, page_bytes: int) -> Rec
 
 
 def too_much_of_the_host(gib: float, memory_bytes: int) -> RecipeError:
-    """The error for a host tier larger than the host's memory, where the device has its own."""
+    """Return the error for a host tier larger than the host's memory, where the device has its own."""
     most = _floor(memory_bytes)
     return RecipeError(
         "cache.host_gib",
@@ -87,7 +87,7 @@ def _parts(sizing: MemoryPlan) -> str:
 
 
 def _other_fix(sizing: MemoryPlan, lacking: int) -> str:
-    """What to change where no number of pages helps."""
+    """Return what to change where no number of pages helps."""
     for name, count in (
         ("cache.host_gib", sizing.host_beside_bytes),
         ("scheduler.max_batch_tokens", sizing.activation_bytes),

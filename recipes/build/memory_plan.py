@@ -1,4 +1,7 @@
-"""How is the machine's memory divided for a recipe?"""
+"""Define how a machine's memory is divided for a recipe, and report the division in words.
+
+sizing.py computes the numbers of a plan, and memory_errors.py explains why one does not fit.
+"""
 
 from __future__ import annotations
 
@@ -15,27 +18,27 @@ from recipes.schema.recipe import Recipe
 from recipes.schema.tier_section import tier_of
 
 GIB = 2**30
-WHOLE = Share()  # one rank, which holds everything
+WHOLE = Share()  # a single rank, which holds everything
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """What a recipe takes of the machine's memory, and what that leaves to a request."""
+    """What a recipe needs of the machine's memory, and what that leaves for a request."""
 
     num_parameters: int
     weight_bytes: int
-    adapter_bytes: int  # of the places for adapters
-    page_bytes: int  # of one page: keys and values of all layers
-    num_pages: int  # allocated, the null page among them
-    num_pages_fitting: int  # that would fit beside all else
-    num_host_pages: int  # the null page among them; 0: no host tier
+    adapter_bytes: int  # bytes of the places for adapters
+    page_bytes: int  # bytes of one page: keys and values of all layers
+    num_pages: int  # allocated pages, including the null page
+    num_pages_fitting: int  # pages that would fit beside everything else
+    num_host_pages: int  # pages of the host tier, including the null page; 0: no host tier
     host_because: str  # what bounds the host tier below `cache.host_gib`; empty: nothing
     host_is_device: bool  # the host tier lies in the device's memory, as on a CPU
     cache_tokens: int  # the longest request that the cache alone would allow
     longest_tokens: int  # a request's prompt and answer
     longest_because: str  # the reason for this limit
     slot_bytes: int
-    activation_bytes: int  # of the largest step
+    activation_bytes: int  # bytes of activations in the largest step
     is_measured: bool  # the largest step has been run; otherwise its bytes are estimated
     reserve_bytes: int
     memory_bytes: int
@@ -50,7 +53,7 @@ class MemoryPlan:
 
     @property
     def host_beside_bytes(self) -> int:
-        """What the host tier takes of the device's memory."""
+        """The bytes of the host tier in the device's memory."""
         return self.host_bytes if self.host_is_device else 0
 
     @property
@@ -67,7 +70,7 @@ class MemoryPlan:
 def report(
     recipe: Recipe, config: DecoderConfig, sizing: MemoryPlan, share: Share = WHOLE
 ) -> list[tuple[str, str]]:
-    """The plan of the rank with this share as a table, in words."""
+    """Return the plan of the rank with this share as a table, in words."""
     page_size, num_slots = recipe.cache.page_size, recipe.scheduler.num_slots
     pages_each = -(-(sizing.longest_tokens - 1) // page_size)
     wanted = num_slots * pages_each
@@ -114,7 +117,7 @@ def report(
 
 
 def _tier(recipe: Recipe, sizing: MemoryPlan) -> list[tuple[str, str]]:
-    """What rests below the host tier, and what of the host's memory it takes on its way there."""
+    """Return the row on the tier below the host tier, and on the host memory that its writes take."""
     asked = tier_of(recipe.cache.tier)
     if asked is None:
         return []
@@ -140,7 +143,7 @@ def _stages(config: DecoderConfig, share: Share) -> list[tuple[str, str]]:
 
 
 def _spread(config: DecoderConfig, share: Share) -> list[tuple[str, str]]:
-    """Which experts lie where, if they are spread."""
+    """Return which experts are on which ranks, if experts are spread."""
     mixture, (_, sharing) = config.mixture, share.of_an_expert
     if mixture is None or share.experts == 1:
         return []
@@ -190,11 +193,11 @@ def _mixture(config: DecoderConfig) -> list[tuple[str, str]]:
 
 
 def host_tier(sizing: MemoryPlan) -> str:
-    """What the host tier takes, and why it is no more."""
+    """Return what the host tier takes, and why it is not larger."""
     because = f" ({sizing.host_because})" if sizing.host_because else ""
     return f"{in_gib(sizing.host_bytes)}, {max(0, sizing.num_host_pages - 1):,} pages{because}"
 
 
 def in_gib(count: int) -> str:
-    """Bytes as a person reads them."""
+    """Return a number of bytes in GiB or MiB, as people read it."""
     return f"{count / GIB:,.2f} GiB" if count >= GIB / 10 else f"{count / 2**20:,.1f} MiB"

@@ -1,8 +1,9 @@
-"""How does a machine that does not lead hold its ranks of an engine?
+"""Hold the ranks of an engine on a machine that does not lead.
 
-It starts them, and again when they have ended with their leader: the next engine of a server leads the next
-ranks. It ends when a leader has closed its engine in order, or none is there any more; of a sweep, where one
-engine comes after the other, when no further one has come.
+The machine starts its ranks, and starts them again when they have ended with their leader: the next engine of
+a server leads the next ranks. It ends when a leader has closed its engine in order, or when there is no
+leader any more. In a sweep, one engine comes after the other, and the machine ends when no further one has
+come.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from recipes.schema.recipe import Recipe
 
 log = logging.getLogger(__name__)
 
-_LOOKS_S = 0.1  # between looks at the ranks
-_PAUSE_S = 0.5  # before ranks are started again
-_IN_ORDER_S = 2.0  # for the others to end where one has ended in order
+_LOOKS_S = 0.1  # interval between checks of the ranks
+_PAUSE_S = 0.5  # pause before ranks are started again
+_IN_ORDER_S = 2.0  # time for the others to end where one has ended in order
 
 
 class AskedToEnd(SystemExit):
@@ -30,8 +31,10 @@ class AskedToEnd(SystemExit):
 
 
 def hold(recipe: Recipe, cluster: Cluster, *, in_turn: bool = False) -> int:
-    """Hold this machine's ranks, life after life; 0 when the leader has closed its engine. `in_turn`: of one
-    engine after the other, each with its leader's settings; 0 when none comes any more.
+    """Hold this machine's ranks, life after life, and return 0 when the leader has closed its engine.
+
+    With `in_turn`, hold those of one engine after the other, each with its leader's settings, and return 0
+    when no further engine comes.
     """
     num_closed = 0
     for each in (signal.SIGTERM, signal.SIGINT):

@@ -1,4 +1,4 @@
-"""Where are an engine's pages published?"""
+"""Publish the events of an engine's pages where the recipe asks for it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ log = logging.getLogger(__name__)
 
 
 def publish_pages(prefix: PrefixCache, cache: CacheSection) -> None:
-    """Publish what a cache holds at `cache.events`; raises RecipeError where that cannot be."""
+    """Publish what a cache holds at `cache.events`; raises RecipeError where that is not possible."""
     assert cache.events is not None, "nothing is to be published"
     try:
         from kv_cache.events import PageEvents, replay_endpoint

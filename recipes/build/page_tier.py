@@ -1,4 +1,8 @@
-"""Where do an engine's pages rest below the host's memory, and what must be equal for their use there?"""
+"""Attach the tier in which an engine's pages rest below the host's memory.
+
+The module also computes the identity of the pages: two engines may use the same pages only if everything that
+their content depends on is equal.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +36,9 @@ log = logging.getLogger(__name__)
 
 
 def attach_tier(recipe: Recipe, engine: Engine, runner: ModelRunner, memory: MemoryPlan) -> PageTier:
-    """Let an engine use the tier that its recipe asks for; raises RecipeError where that cannot be.
+    """Let an engine use the tier that its recipe asks for; raises RecipeError where that is not possible.
 
-    A server that does not answer is none of these reasons: the engine does without it until it does.
+    A server that does not answer is no such reason: the engine runs without it until it answers.
     """
     asked = tier_of(recipe.cache.tier)
     assert asked is not None, "there is no tier"
@@ -55,7 +59,10 @@ def attach_tier(recipe: Recipe, engine: Engine, runner: ModelRunner, memory: Mem
 
 
 def _facts(recipe: Recipe, runner: ModelRunner, longest_tokens: int, pages: PageBytes) -> dict[str, object]:
-    """All that a page's content depends on beside its tokens and its salt, which holds its adapter too."""
+    """Return all that a page's content depends on besides its tokens and its salt.
+
+    The salt includes the request's adapter.
+    """
     config = runner.config
     draft = draft_config(recipe, config)
     return {
@@ -77,7 +84,10 @@ def _weights(recipe: Recipe) -> object:
 
 
 def digests(path: Path | None) -> list[str] | None:
-    """Of all of a checkpoint's files of tensors: one that differs in a single number is another model."""
+    """Return the digests of all tensor files of a checkpoint.
+
+    A checkpoint in which a single number differs is another model.
+    """
     if path is None:
         return None
     with ThreadPoolExecutor(_READERS) as readers:
@@ -93,7 +103,7 @@ def _file_digest(file: Path) -> str:
 
 
 def _store(asked: TierSection, identity: bytes) -> tuple[PageStore, str]:
-    """The store, and its name in the log."""
+    """Return the store, and its name in the log."""
     most_bytes = int(asked.gib * _GIB)
     if asked.kind == "disk":
         folder = place_of(asked, ROOT)

@@ -1,4 +1,4 @@
-"""How is a rank that does not lead started and ended? See `follower_process` for what it does."""
+"""Start and end a rank that does not lead; follower_process.py is what runs in it."""
 
 from __future__ import annotations
 
@@ -19,19 +19,21 @@ from recipes.schema.reader import made
 from recipes.schema.recipe import ROOT, Recipe
 
 VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
-RECORDING = "recording"  # under which the leader's store holds the address of its recording
-FAILED = 3  # the status of a rank that has lost its leader, or told it why it ends
-ALONE = 4  # of one that has found no leader in time
-WAIT_S = "wait_s"  # and how long a collective may wait
-RECIPE = "recipe"  # and what it was told
+RECORDING = "recording"  # key under which the leader's store holds the address of its recording
+FAILED = 3  # status of a rank that has lost its leader, or has told it why it ends
+ALONE = 4  # status of a rank that has found no leader in time
+WAIT_S = "wait_s"  # key of the time that a collective may wait
+RECIPE = "recipe"  # key of the leader's `common` settings
 OF_A_MACHINE = ("model.path", "speculation.draft_path", "scheduler.record", "parallel.nodes")
-LENGTH = struct.Struct("<Q")  # of the recipe that a rank reads first
+LENGTH = struct.Struct("<Q")  # length of the recipe that a rank reads first
 FOLLOWER = "recipes.build.follower_process"
 
 
 def common(recipe: Recipe) -> dict[str, Any]:
-    """What the recipes of all ranks must agree on: everything but places, and what only the leader reads; of
-    a placement, what the file says.
+    """Return what the recipes of all ranks must agree on.
+
+    That is everything except paths and what only the leader reads; a placement counts by the content of its
+    file.
     """
     sections = recipe.described()
     if recipe.parallel.placement is not None:
@@ -45,7 +47,7 @@ def common(recipe: Recipe) -> dict[str, Any]:
 
 
 def adopted(recipe: Recipe, leaders: dict[str, Any]) -> Recipe:
-    """The recipe with what the leader has in `common`; over how many ranks it is spread stays."""
+    """Return the recipe with the leader's `common` settings, but with its own section parallel."""
     sections = recipe.described()
     for section, values in leaders.items():
         if section != "parallel":
@@ -54,7 +56,7 @@ def adopted(recipe: Recipe, leaders: dict[str, Any]) -> Recipe:
 
 
 def restored(text: bytes) -> Recipe:
-    """The recipe that a `RankProcess` has sent."""
+    """Return the recipe that a `RankProcess` has sent."""
     described, values = json.loads(text), dict[str, Any]()
     for key in keys_of(Recipe):
         section, _, name = key.name.partition(".")
@@ -66,8 +68,9 @@ def restored(text: bytes) -> Recipe:
 
 
 class RankProcess:
-    """A rank, as the process sees it that has started it. `device` is the one that it may use, if any; with
-    `adopts` it takes its settings from the leader.
+    """A rank, as seen by the process that has started it.
+
+    `device` is the device that it may use, if any; with `adopts` it takes its settings from the leader.
     """
 
     def __init__(
@@ -83,7 +86,7 @@ class RankProcess:
         )
         assert self._process.stdin is not None
         text = json.dumps(recipe.described()).encode()
-        with contextlib.suppress(BrokenPipeError):  # it has ended already, as `ended` says
+        with contextlib.suppress(BrokenPipeError):  # the process has already ended, which `ended` reports
             self._process.stdin.write(LENGTH.pack(len(text)) + text)
             self._process.stdin.flush()
 
@@ -105,7 +108,7 @@ class RankProcess:
         return self._process.pid
 
     def end(self, within_s: float = 0.0) -> None:
-        """Let it end by itself for so long, then kill it."""
+        """Let the process end by itself within this time, then kill it."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(within_s)
         self._process.kill()

@@ -1,7 +1,7 @@
-"""Bring the ranks of an engine together, as the one that leads them does, and end it when one is lost.
+"""Bring the ranks of an engine together, as the rank that leads them does, and end it when one is lost.
 
 The leader is rank 0. The other ranks of its machine are its children; all join through its store, and then
-hear its recording. Nothing can be computed without a rank, so the leader ends with each of them.
+follow its recording. Nothing can be computed without a rank, so the leader ends when any of them is lost.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import socket
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -33,19 +33,20 @@ from recipes.schema.recipe import Recipe
 from recipes.schema.recipe_error import RecipeError
 
 LOST = 70  # the status of a process that ends because a rank is lost
-SHORTEST_LIMIT_S = 20.0  # a rank may be silent, and a step take, so long, unless server.step_timeout_s says
-LARGEST_STEPS = 5  # a step may take as long as so many of the largest that was measured
-_GRACE_S = 2.0  # for a step to see by itself that a rank is lost, and for ranks to end by themselves
-_LONGEST_LINE = 2000  # bytes, of a rank that joins
-_TOLD_S = 1.0  # from a failed collective to the news of the rank that it was to reach
+# A rank's silence and a step may last this long, unless server.step_timeout_s says otherwise.
+SHORTEST_LIMIT_S = 20.0
+LARGEST_STEPS = 5  # a step may take this multiple of the largest step that was measured
+_GRACE_S = 2.0  # time for a step to notice that a rank is lost, and for ranks to end by themselves
+_LONGEST_LINE = 2000  # most bytes of the line by which a rank joins
+_TOLD_S = 1.0  # time from a failed collective to the news of the lost rank
 
 
 class Ranks:
     """All ranks of an engine, as rank 0 sees them; see `models/group.py` for `group`.
 
-    It is a sink of the engine's recording. When a rank is lost, the others are ended, and a step raises
-    RankLost; a step that cannot, since it waits for the lost rank, ends the process with status LOST. With
-    `ends_process` an idle one is ended likewise.
+    The object is a sink of the engine's recording. When a rank is lost, the others are ended, and a step
+    raises RankLost; a step that cannot, since it waits for the lost rank, ends the process with status LOST.
+    With `ends_process`, an idle process is ended likewise.
     """
 
     def __init__(self, recipe: Recipe, cluster: Cluster) -> None:
@@ -59,7 +60,7 @@ class Ranks:
         # long, so nothing needs a shorter limit of its own.
         self.wait_s = max(start_limit_s, self._limit_s)
         stay_near(cluster)
-        start(recipe.device)  # which brings the library that its collectives are in
+        start(recipe.device)  # it imports the library of the collectives
         try:
             store, connections = self._gathered(recipe, cluster)
             self._listeners = Listeners(connections, self._limit_s, self._lost, start_limit_s)
@@ -75,11 +76,11 @@ class Ranks:
         self.write = self._listeners.write
 
     def _gathered(self, recipe: Recipe, cluster: Cluster) -> tuple[dist.Store, dict[str, socket.socket]]:
-        """The ranks' store, and the connections of all others by their names."""
+        """Return the ranks' store, and the connections of all other ranks by name."""
         ranks, within_s = recipe.parallel.ranks, recipe.parallel.connect_timeout_s
         here = cluster.ranks_of(0, ranks)
         devices = devices_of(recipe, len(here))
-        # Of several machines, others may know this one by an address that is not its own, as of a service
+        # Other machines may know this one by an address that is not its own, such as a service's.
         near = HERE if cluster.leader in (HERE, "localhost") else ""
         with bound(near, 0) as server, bound(near, cluster.port) as of_store:
             port = of_store.getsockname()[1]
@@ -102,41 +103,44 @@ class Ranks:
         found: dict[int, tuple[str, socket.socket]] = {}
         end_s = time.monotonic() + within_s
         server.settimeout(0.1)
-        while len(found) < ranks - 1:
-            missing = [rank for rank in range(1, ranks) if rank not in found]
-            for process in self._processes:
-                if process.ended is not None:
-                    raise RankLost(f"rank {process.rank} has ended {process.ended} before it joined")
-            if time.monotonic() > end_s:
-                who = ", ".join(map(str, missing))
-                raise RankLost(
-                    f"of {ranks} ranks, {who} has not joined within {within_s:g} s; see its log, or raise"
-                    " parallel.connect_timeout_s"
-                )
-            try:
-                connection, _ = server.accept()
-            except socket.timeout:  # noqa: UP041, which Python 3.10 knows apart from TimeoutError
-                continue
-            rank, name = introduced(connection, _TOLD_S)
-            if rank not in missing:
-                raise RankLost(
-                    f"{name} joins, and of {ranks} ranks only {missing} are missing: is one twice?"
-                )
-            found[rank] = name, connection
+        with ExitStack() as opened:  # closed where the ranks do not come together
+            while len(found) < ranks - 1:
+                missing = [rank for rank in range(1, ranks) if rank not in found]
+                for process in self._processes:
+                    if process.ended is not None:
+                        raise RankLost(f"rank {process.rank} has ended {process.ended} before it joined")
+                if time.monotonic() > end_s:
+                    who = ", ".join(map(str, missing))
+                    raise RankLost(
+                        f"of {ranks} ranks, {who} has not joined within {within_s:g} s; see its log, or raise"
+                        " parallel.connect_timeout_s"
+                    )
+                try:
+                    connection, _ = server.accept()
+                except socket.timeout:  # noqa: UP041, which Python 3.10 knows apart from TimeoutError
+                    continue
+                opened.enter_context(connection)
+                rank, name = introduced(connection, _TOLD_S)
+                if rank not in missing:
+                    raise RankLost(
+                        f"{name} joins, and of {ranks} ranks only {missing} are missing: is one twice?"
+                    )
+                found[rank] = name, connection
+            opened.pop_all()
         return dict(found[rank] for rank in sorted(found))
 
     def close(self, last: bytes = b"") -> None:
-        """Bring the ranks the last record, and let them end."""
+        """Send the ranks the last record, and let them end."""
         self._listeners.close(last)
         self._end()
 
     def tell(self, doing: str) -> None:
-        """Note what this rank does of the start, for messages about a start that takes long."""
+        """Note what this rank does during the start, for messages about a start that takes long."""
         self._listeners.doing = doing
 
     @contextmanager
     def building(self) -> Iterator[None]:
-        """While the engine is built: a rank that is lost is named, and all others end."""
+        """Report a rank that is lost inside this context by name, and end all others."""
         try:
             with watched(self._listeners):
                 yield
@@ -146,20 +150,20 @@ class Ranks:
         self._is_building = False
 
     def watched(self, runner: Runner, largest_step_s: float) -> Runner:
-        """The same runner, of an engine that is now built: its steps have a limit, and tell who is lost."""
+        """Return the runner of the built engine with a limit on its steps, whose errors name a lost rank."""
         if self._follows_steps:
             self._listeners.limit_s = max(self._limit_s, LARGEST_STEPS * largest_step_s)
         self._listeners.begin()
         return WatchedRunner(runner, self._listeners)
 
     def _lost(self, _: str) -> None:
-        """In a thread of the listeners: end what cannot go on."""
+        """End what cannot continue without a lost rank; called in a thread of the listeners."""
         for process in self._processes:
             process.end()
         until_s = time.monotonic() + _GRACE_S
         while time.monotonic() < until_s and not self.ends_process:
             if self._listeners.busy_since_s is None and not self._is_building:
-                return  # the next step raises
+                return  # the next step raises RankLost
             time.sleep(0.02)
         logging.shutdown()
         os._exit(LOST)
@@ -174,7 +178,7 @@ def _close(processes: Sequence[RankProcess], listeners: Listeners) -> None:
 
 
 def bound(address: str, port: int) -> socket.socket:
-    """A socket that listens there; raises OSError that says how to find another port."""
+    """Return a socket that listens there; raises OSError that says how to find another port."""
     try:
         return socket.create_server((address, port))
     except OSError as error:
@@ -187,7 +191,7 @@ def bound(address: str, port: int) -> socket.socket:
 
 
 def introduced(connection: socket.socket, within_s: float) -> tuple[int, str]:
-    """The rank at the other end of a new connection, and its name; its first line says them."""
+    """Return the rank at the other end of a new connection, and its name, from its first line."""
     connection.settimeout(within_s)
     line = b""
     while not line.endswith(b"\n"):
@@ -205,7 +209,7 @@ def introduced(connection: socket.socket, within_s: float) -> tuple[int, str]:
 
 
 def devices_of(recipe: Recipe, ranks: int) -> list[str | None]:
-    """The device of each of so many ranks of this machine, as the variable that makes it visible names it."""
+    """Return the device of each of this machine's ranks, as the variable that makes it visible names it."""
     kind = recipe.device.kind
     if kind == "cpu" or recipe.device.virtual:
         return [None] * ranks
@@ -223,13 +227,16 @@ def devices_of(recipe: Recipe, ranks: int) -> list[str | None]:
 
 
 def stay_near(cluster: Cluster) -> None:
-    """Let the ranks of one machine meet at its loopback: by its name, it may know itself elsewhere."""
+    """Let the ranks of one machine meet on its loopback.
+
+    Its host name may resolve to another address.
+    """
     if cluster.leader in (HERE, "localhost"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
 def recipe_of_a_rank(recipe: Recipe, ranks_here: int) -> Recipe:
-    """The recipe with the threads that one of so many ranks of a machine computes with."""
+    """Return the recipe with the number of threads that each rank of this machine computes with."""
     if recipe.device.kind != "cpu" or recipe.device.threads is not None:
         return recipe
     threads = max(1, len(os.sched_getaffinity(0)) // ranks_here)
@@ -237,7 +244,7 @@ def recipe_of_a_rank(recipe: Recipe, ranks_here: int) -> Recipe:
 
 
 class WatchedRunner:
-    """A runner whose steps are known to take their time, and which says of a collective that fails why."""
+    """A runner that marks when it computes, and that explains why a collective failed."""
 
     def __init__(self, runner: Runner, listeners: Listeners) -> None:
         self._runner, self._listeners = runner, listeners
@@ -246,12 +253,12 @@ class WatchedRunner:
         return getattr(self._runner, name)
 
     def run(self, batch: Batch) -> Sampled:
-        """As the runner's."""
+        """Run a batch as the wrapped runner does."""
         with watched(self._listeners):
             return self._runner.run(batch)
 
     def start(self, batch: Batch) -> Callable[[], Sampled]:
-        """As the runner's; the wait for its result counts."""
+        """Start a batch as the wrapped runner does; the wait for its result is watched too."""
         with watched(self._listeners):
             wait = self._runner.start(batch)
 
@@ -262,18 +269,18 @@ class WatchedRunner:
         return waited
 
     def resize(self, num_pages: int, copies: tuple[PageCopy, ...]) -> None:
-        """As the runner's."""
+        """Resize the cache as the wrapped runner does."""
         with watched(self._listeners):
             self._runner.resize(num_pages, copies)
 
 
 @contextmanager
 def watched(listeners: Listeners) -> Iterator[None]:
-    """While this rank computes with the others."""
+    """Mark that this rank computes with the others while inside this context."""
     listeners.busy_since_s = time.monotonic()
     try:
         yield
-    except RuntimeError:  # of torch.distributed: it knows of an address at most
+    except RuntimeError:  # torch.distributed raises it, and names an address at most
         until_s = time.monotonic() + _TOLD_S
         while listeners.lost is None and time.monotonic() < until_s:
             time.sleep(0.01)

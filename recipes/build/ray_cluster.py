@@ -1,7 +1,8 @@
-"""How does a Ray cluster start scripts/launch.sh on as many of its nodes as an engine needs?
+"""Run scripts/launch.sh on as many nodes of a Ray cluster as an engine needs.
 
-An actor on each node runs what a user would run there, with `NODE_RANK` and the addresses of all; what it
-prints comes to whoever asked. Ray places the nodes and ends the actors; ranks are started as everywhere else.
+An actor on each node runs what a user would run there, with `NODE_RANK` and the addresses of all nodes; what
+it prints is shown to whoever started the job. Ray places the nodes and ends the actors; ranks are started as
+everywhere else.
 """
 
 from __future__ import annotations
@@ -20,23 +21,23 @@ from recipes.build.launched import Launched
 from recipes.schema.recipe import ROOT
 from recipes.schema.recipe_error import RecipeError
 
-RESOURCES = {"npu": "NPU", "cuda": "GPU"}  # of a device kind, as Ray names it
+RESOURCES = {"npu": "NPU", "cuda": "GPU"}  # Ray's resource by the kind of device
 _END_WITH_PARENT = 1  # PR_SET_PDEATHSIG
-_ENDS_IN_S = 10.0  # for the other nodes, when the leader has ended
+_ENDS_IN_S = 10.0  # time for the other nodes to end after the leader has ended
 
 
 @dataclass(frozen=True, slots=True)
 class RayJob:
-    """A verb of scripts/launch.sh, on so many nodes with so many NPUs or GPUs each."""
+    """A verb of scripts/launch.sh, and the nodes with NPUs or GPUs that it runs on."""
 
     arguments: tuple[str, ...]
     num_nodes: int
-    devices: dict[str, float]  # of a node, as Ray names them
+    devices: dict[str, float]  # devices of each node, by Ray's resource names
     connect_timeout_s: float
 
 
 def ray_job(num_nodes: int, arguments: list[str]) -> RayJob:
-    """What is to run, and what it needs of each node; raises ValueError for a recipe that cannot be."""
+    """Return what is to run, and what it needs of each node; raises ValueError for an unusable recipe."""
     recipe = Launched.of(arguments[1:]).recipe
     if recipe is None:
         raise RecipeError((), "no recipe is among the arguments", "say VERB RECIPE, as in serve RECIPE")
@@ -59,14 +60,14 @@ def ray_job(num_nodes: int, arguments: list[str]) -> RayJob:
 
 
 class LaunchActor:
-    """Runs the command on one node; an actor of Ray, whose end is that of the command."""
+    """An actor of Ray that runs the command on one node; the command ends with it."""
 
     def address(self) -> str:
-        """Under which the other nodes find this one."""
+        """Return the address under which the other nodes find this one."""
         return own_address()
 
     def run(self, arguments: Sequence[str], node: int, nodes: Sequence[str]) -> int:
-        """The status with which the command ends."""
+        """Run the command, and return its exit status."""
         listed = f"parallel.nodes=[{','.join(nodes)}]"
         return started([*arguments, listed], {"NODE_RANK": str(node)}, signal.SIGTERM).wait()
 
@@ -74,7 +75,10 @@ class LaunchActor:
 def started(
     arguments: Sequence[str], environment: Mapping[str, str], when_alone: signal.Signals
 ) -> subprocess.Popen[bytes]:
-    """scripts/launch.sh with these arguments; it gets this signal when our thread ends, however that ends."""
+    """Start scripts/launch.sh with these arguments.
+
+    It gets the signal when the thread that started it ends, however that ends.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     return subprocess.Popen(
         ["bash", str(ROOT / "scripts" / "launch.sh"), *arguments],
@@ -87,7 +91,7 @@ def started(
 
 @contextmanager
 def connected() -> Iterator[Any]:
-    """Ray, with this process in the cluster of its machine; raises RecipeError where there is none."""
+    """Connect this process to its machine's Ray cluster; raises RecipeError where there is none."""
     try:
         import ray
     except ImportError:
@@ -105,7 +109,7 @@ def connected() -> Iterator[Any]:
 
 
 def actors(ray: Any, kind: type, group: Any, devices: Mapping[str, float], num_nodes: int) -> list[Any]:
-    """An actor in each bundle of a placement group, with all of its devices."""
+    """Return an actor in each bundle of a placement group, with all devices of the bundle."""
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     return [
@@ -122,7 +126,7 @@ def actors(ray: Any, kind: type, group: Any, devices: Mapping[str, float], num_n
 
 
 def run(job: RayJob, say: Callable[[str], None]) -> int:
-    """The status of the leader's command; raises RecipeError where there is no Ray, or too little of it."""
+    """Return the status of the leader's command; raises RecipeError without Ray or with too few resources."""
     with connected() as ray:
         return _run(ray, job, say)
 
@@ -143,7 +147,7 @@ def _run(ray: Any, job: RayJob, say: Callable[[str], None]) -> int:
             )
         return _lead(ray, group, job, say)
     finally:
-        remove_placement_group(group)  # ends the actors, and the commands with them
+        remove_placement_group(group)  # this ends the actors, and the commands with them
 
 
 def _lead(ray: Any, group: Any, job: RayJob, say: Callable[[str], None]) -> int:
@@ -161,7 +165,7 @@ def _lead(ray: Any, group: Any, job: RayJob, say: Callable[[str], None]) -> int:
             raise OSError(f"node {node} ({nodes[node]}) is lost: {error}") from error
         if node and status:
             raise OSError(f"node {node} ({nodes[node]}) has ended with status {status}; see what it printed")
-    if waiting:  # the others hear from the leader that it has ended in order
+    if waiting:  # the others learn from the leader that it has ended in order
         ray.wait(waiting, num_returns=len(waiting), timeout=_ENDS_IN_S)
     return int(ray.get(ends[0]))
 

@@ -1,4 +1,4 @@
-"""How does a Ray cluster hold as many replicas of a server as there is work for?"""
+"""Keep as many replicas of a server in a Ray cluster as there is work for."""
 
 from __future__ import annotations
 
@@ -14,26 +14,27 @@ from recipes.build.replica_set import ReplicaSet
 from recipes.build.router_client import RouterClient
 
 _TURN_S, _LOOKS_S = 1.0, 0.05
-_ENDS_S = 15.0  # beside the requests
+_ENDS_S = 15.0  # time for replicas to end, beyond that for their requests
 
 
 @dataclass(frozen=True, slots=True)
 class RayFleet:
-    """What each replica is, how many there may be, and the router that is told of them."""
+    """What each replica runs, how many there may be, and the router that they are announced to."""
 
     job: ReplicaJob
     bounds: ScalingBounds
     router: str
-    drain_s: float  # that the last requests of a replica may take when it goes
-    end_s: float  # that all requests may take when the command ends
+    drain_s: float  # time for the last requests of a replica that leaves
+    end_s: float  # time for all requests when the command ends
 
 
 def serve(fleet: RayFleet, say: Callable[[str], None]) -> int:
-    """Until a signal, which lets replicas end with their requests; a second one does not wait."""
+    """Serve until a signal, which lets replicas end with their requests; a second signal does not wait."""
     router = RouterClient(fleet.router, say)
-    signals: list[int] = []  # a lock would not do: a handler runs between any two steps of this thread
+    # A list and no lock, since a handler may run between any two steps of this thread.
+    signals: list[int] = []
     with connected() as ray:
-        for number in (signal.SIGTERM, signal.SIGINT):  # after Ray, which sets its own
+        for number in (signal.SIGTERM, signal.SIGINT):  # set after Ray's own handlers
             signal.signal(number, lambda number, _: signals.append(number))
         replicas = ReplicaSet(
             lambda name: RayReplica(ray, fleet.job, name, say), router, fleet.bounds, fleet.drain_s, say

@@ -1,7 +1,7 @@
-"""How does a Ray cluster hold one replica: a server, on as many nodes as its engine needs?
+"""Run one replica in a Ray cluster: a server, on as many nodes as its engine needs.
 
-An agent, an actor of Ray, starts the same scripts/launch.sh on each node that a user would. Where an agent
-ends, however that is, the system ends what it has started; where any of them ends, so does the replica.
+An agent on each node, an actor of Ray, starts the scripts/launch.sh that a user would start there. When an
+agent ends for any reason, the system ends what it has started; when any agent ends, the replica ends.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from typing import Any
 from recipes.build.cluster import own_address
 from recipes.build.ray_cluster import actors, started
 
-LOOPBACK = "127.0.0.1"  # where scripts.serve listens unless it is told
+LOOPBACK = "127.0.0.1"  # the address on which scripts.serve listens by default
 _LOOKS_S = 0.5
-_SILENT_S = 15.0  # an agent may say nothing for so long
-_PATIENCE_S = 30.0  # until it is said that Ray has no room
+_SILENT_S = 15.0  # longest time for an agent to answer
+_PATIENCE_S = 30.0  # time after which the log says that Ray has no room
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaJob:
-    """What is started for each replica: `arguments` follow scripts/launch.sh serve."""
+    """What is started for each replica; `arguments` follow scripts/launch.sh serve."""
 
     arguments: tuple[str, ...]
     num_nodes: int
-    devices: Mapping[str, float]  # of a node, as Ray names them
-    host: str = LOOPBACK  # that it listens at
-    has_events: bool = False  # of pages, each replica at a port of its own
+    devices: Mapping[str, float]  # devices of each node, by Ray's resource names
+    host: str = LOOPBACK  # the address on which it listens
+    has_events: bool = False  # it publishes page events, each replica on a port of its own
 
     def command(self, ports: Ports, nodes: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-        """Arguments of scripts/launch.sh on every node, and the environment beside NODE_RANK."""
+        """Return the arguments of scripts/launch.sh on every node, and the environment besides NODE_RANK."""
         options = ["serve", *self.arguments, "--host", self.host, "--port", str(ports.server)]
         if self.has_events:
             options.append(f"cache.events=tcp://{self.host}:{ports.events}")
@@ -46,7 +46,7 @@ class ReplicaJob:
 
 @dataclass(frozen=True, slots=True)
 class Ports:
-    """Of the node that leads, free a moment ago; the one behind `events` is free, too."""
+    """Ports of the leading node that were free a moment ago; the port after `events` is free as well."""
 
     server: int
     ranks: int
@@ -54,7 +54,7 @@ class Ports:
 
     @staticmethod
     def free() -> Ports:
-        """Raises OSError where there are none."""
+        """Find free ports; raises OSError where there are none."""
         with contextlib.ExitStack() as held:
 
             def bound(port: int = 0) -> int:
@@ -71,32 +71,38 @@ class Ports:
 
 
 class ReplicaAgent:
-    """What holds a replica's share of one node; an actor of Ray. None of its answers waits for anything."""
+    """An actor of Ray that holds a replica's share of one node; none of its methods waits."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
 
     def where(self) -> tuple[str, Ports]:
-        """The node's address, and ports that are free there."""
+        """Return the node's address, and ports that are free there."""
         return own_address(), Ports.free()
 
     def start(self, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Run it; without us it is killed, so that its devices are free for the next one."""
+        """Start the command.
+
+        It is killed when this actor ends, so that its devices are free for the next one.
+        """
         self._process = started(arguments, environment, signal.SIGKILL)
 
     def status(self) -> int | None:
-        """With which it has ended; None while it runs."""
+        """Return the status with which it has ended, or None while it runs."""
         assert self._process is not None, "nothing was started"
         return self._process.poll()
 
     def stop(self) -> None:
-        """Let it end, when its requests have."""
+        """Let it end when its requests have ended."""
         assert self._process is not None, "nothing was started"
         self._process.terminate()
 
 
 class RayReplica:
-    """A replica that Ray was asked for; see `ReplicaSet`, which only looks at it. A thread waits for Ray."""
+    """A replica that was requested from Ray, for a `ReplicaSet`.
+
+    The set only polls it; a thread waits for Ray.
+    """
 
     def __init__(self, ray: Any, job: ReplicaJob, name: str, say: Callable[[str], None]) -> None:
         self.url: str | None = None
@@ -108,11 +114,11 @@ class RayReplica:
 
     @property
     def ended(self) -> str | None:
-        """Why it is no more."""
+        """The reason why it has ended; None while it runs."""
         return self._why or (None if self._thread.is_alive() else "of a defect, which was printed")
 
     def stop(self) -> None:
-        """Let it end, when its requests have."""
+        """Let it end when its requests have ended."""
         self._is_stopped.set()
 
     def kill(self) -> None:
@@ -128,7 +134,7 @@ class RayReplica:
             try:
                 why = self._live(group, bundle)
             finally:
-                remove_placement_group(group)  # ends the agents, and with them what they hold
+                remove_placement_group(group)  # this ends the agents, and with them what they hold
         except self._ray.exceptions.RayTaskError as error:
             why = str(error.cause)
         except self._ray.exceptions.RayError as error:
@@ -164,7 +170,7 @@ class RayReplica:
         return self._watch(agents)
 
     def _watch(self, agents: list[Any]) -> str:
-        """Until it has ended, with any of its agents or by itself."""
+        """Wait until the replica has ended, because of an agent or when asked to, and return the reason."""
         get, was_stopped = self._ray.get, False
         while True:
             statuses = get([agent.status.remote() for agent in agents], timeout=_SILENT_S)
@@ -176,7 +182,7 @@ class RayReplica:
                 return "it was killed"
             if self._is_stopped.is_set() and not was_stopped:
                 was_stopped = True
-                get(agents[0].stop.remote(), timeout=_SILENT_S)  # the others follow it
+                get(agents[0].stop.remote(), timeout=_SILENT_S)  # the other agents' commands follow it
             self._is_killed.wait(_LOOKS_S)
 
     def _is_over(self) -> bool:

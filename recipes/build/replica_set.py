@@ -15,20 +15,20 @@ from typing import Protocol
 from continuous_batching.scaling import FleetDemand, Scale, ScalingBounds, decide
 from recipes.build.router_client import RouterClient, ToldFleet
 
-MOST_PAUSE_S = 60.0  # between replicas that end before they were ever ready
+MOST_PAUSE_S = 60.0  # longest pause between replicas that end before they were ever ready
 
 
 class PlacedReplica(Protocol):
-    """A replica that was asked for; nothing of this waits."""
+    """A replica that was requested; none of its methods waits."""
 
-    url: str | None  # where it listens, or will
+    url: str | None  # address on which it listens, or will listen
 
     @property
     def ended(self) -> str | None:
-        """Why it is no more."""
+        """The reason why it has ended; None while it runs."""
 
     def stop(self) -> None:
-        """Let it end, when its requests have."""
+        """Let it end when its requests have ended."""
 
     def kill(self) -> None:
         """End it now."""
@@ -44,7 +44,7 @@ class _Member:
 
 
 class ReplicaSet:
-    """Replicas that `place` starts by their names; one that leaves may take `drain_s` for its requests."""
+    """Replicas that `place` starts by name; one that leaves may take `drain_s` for its requests."""
 
     def __init__(
         self,
@@ -67,11 +67,11 @@ class ReplicaSet:
 
     @property
     def count(self) -> int:
-        """Of all that have not ended."""
+        """The number of replicas that have not ended."""
         return len(self._members)
 
     def turn(self, now_s: float) -> None:
-        """Look at all of them once, and do what is due."""
+        """Look at all replicas once, and do what is due."""
         told = self._router.told()
         self.bury(now_s)
         for each in self._staying:
@@ -88,7 +88,7 @@ class ReplicaSet:
             self._stop_drained(told, now_s)
 
     def stop(self) -> None:
-        """Let all end with their requests; see `count`, and go on with `bury`."""
+        """Let all replicas end with their requests; the caller continues with `bury` until `count` is 0."""
         for each in self._members:
             if each.replica.url is not None:
                 self._router.remove(each.replica.url)
@@ -96,12 +96,12 @@ class ReplicaSet:
             each.is_stopped, each.leaves_since_s = True, each.leaves_since_s or 0.0
 
     def kill(self) -> None:
-        """End all now."""
+        """End all replicas now."""
         for each in self._members:
             each.replica.kill()
 
     def bury(self, now_s: float) -> None:
-        """Count no more who has ended."""
+        """Remove replicas that have ended."""
         for each in [each for each in self._members if each.replica.ended is not None]:
             self._members.remove(each)
             self._say(f"{each.name} has ended: {each.replica.ended}")
@@ -126,7 +126,10 @@ class ReplicaSet:
         )
 
     def _adjust(self, told: ToldFleet | None, now_s: float) -> None:
-        """Start what is missing; of too many, who takes no requests yet goes first, then who has fewest."""
+        """Start missing replicas, or let a surplus one leave.
+
+        A replica that is not ready leaves first, then the one with the fewest requests.
+        """
         while len(self._staying) < self._scale.wanted and now_s >= self._not_before_s:
             self._num_placed += 1
             name = f"replica {self._num_placed}"
@@ -156,7 +159,7 @@ class ReplicaSet:
         self._gone &= {*known}
 
     def _stop_drained(self, told: ToldFleet, now_s: float) -> None:
-        """Those that leave, when the router has forgotten them."""
+        """Stop the leaving replicas that the router has forgotten."""
         for each in self._members:
             if each.leaves_since_s is None or each.is_stopped:
                 continue

@@ -1,4 +1,4 @@
-"""How does who starts replicas speak to the router in front of them (`serving.router.app`)?"""
+"""Call the router in front of a set of replicas (`serving.router.app`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ANSWER_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class ToldReplica:
-    """What a router tells of one replica."""
+    """What a router reports about one replica."""
 
     state: str
     leaves: bool
@@ -25,14 +25,14 @@ class ToldReplica:
 
 @dataclass(frozen=True, slots=True)
 class ToldFleet:
-    """What a router tells: each replica by its URL, and the prompt tokens that wait for a turn."""
+    """What a router reports: each replica by its URL, and the prompt tokens that wait for a turn."""
 
     replicas: dict[str, ToldReplica]
     waiting_tokens: int
 
 
 class RouterClient:
-    """The router at a URL, with the environment's API_KEY. Where it does not answer, `say` says why, once."""
+    """A client of the router at a URL, with the environment's API_KEY; `say` gets each new trouble once."""
 
     def __init__(self, url: str, say: Callable[[str], None]) -> None:
         kind, _, rest = url.partition("://")
@@ -43,7 +43,7 @@ class RouterClient:
         self._trouble = ""
 
     def told(self) -> ToldFleet | None:
-        """What it knows now; None where it does not answer."""
+        """Return what the router knows now, or None where it does not answer."""
         answer = self._ask("GET", "/fleet")
         if answer is None:
             return None
@@ -53,11 +53,11 @@ class RouterClient:
         return ToldFleet(replicas, answer["waiting_tokens"])
 
     def add(self, url: str) -> None:
-        """Requests may go to a replica as soon as it is ready."""
+        """Announce a replica, which gets requests as soon as it is ready."""
         self._ask("POST", f"/fleet/add?{url}")
 
     def remove(self, url: str) -> None:
-        """No new requests go there; it is forgotten when its last one has ended."""
+        """Let a replica leave: it gets no new requests, and is forgotten when its last one has ended."""
         self._ask("POST", f"/fleet/remove?{url}")
 
     def _ask(self, method: str, path: str) -> dict[str, Any] | None:
@@ -72,7 +72,7 @@ class RouterClient:
         except urllib.error.HTTPError as error:
             with error:
                 trouble = f"{error.code}: {error.read(500).decode(errors='replace')}"
-        except (OSError, ValueError) as error:  # no connection; no JSON
+        except (OSError, ValueError) as error:  # no connection, or an answer that is no JSON
             trouble = str(error)
         else:
             self._trouble = ""

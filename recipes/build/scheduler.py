@@ -1,4 +1,4 @@
-"""How does a recipe become a scheduler? This needs no model and no device."""
+"""Build a scheduler from a recipe; this needs no model and no device."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ class SchedulerLimits:
 
     num_pages: int
     num_host_pages: int
-    longest_tokens: int  # of a request, prompt and answer
+    longest_tokens: int  # most tokens of a request, prompt and answer
     vocab_size: int
     eos_token_ids: tuple[int, ...]
-    max_shared_tokens: int | None  # see Scheduler
+    max_shared_tokens: int | None  # most tokens of a prompt that shares pages (see Scheduler)
 
     @classmethod
     def of(
@@ -63,7 +63,7 @@ class SchedulerLimits:
         longest_tokens: int,
         draft: DecoderConfig | None = None,
     ) -> SchedulerLimits:
-        """The limits for this model, with the draft model beside it, and a cache with so many pages."""
+        """Return the limits for this model, with the draft model beside it, and a cache of this size."""
         shared = [config.max_shared_positions, None if draft is None else draft.max_shared_positions]
         return cls(
             num_pages=num_pages,
@@ -85,7 +85,7 @@ def scheduler_of(
     speculation: SpeculationSection = NO_SPECULATION,
     depth: int = 1,
 ) -> Scheduler:
-    """An empty scheduler, of a model in `depth` stages."""
+    """Return an empty scheduler, for a model in `depth` pipeline stages."""
     longest_tokens = longest_request(asked, limits.longest_tokens)
     asked = completed(asked, longest_tokens).section
     slots = SlotPool(asked.num_slots, longest_tokens, cache.page_size)
@@ -123,21 +123,21 @@ def facts_of(
     speculation: SpeculationSection = NO_SPECULATION,
     depth: int = 1,
 ) -> dict[str, Any]:
-    """What a scheduler is made of, with defaults filled in, as plain values for a recording's header."""
+    """Return what a scheduler is made of, defaults included, as plain values for a recording's header."""
     asked = completed(asked, longest_request(asked, limits.longest_tokens)).section
     scheduler = {name: value for name, value in asdict(asked).items() if name != "record"}
     drafts = {name: value for name, value in asdict(speculation).items() if not name.startswith("draft_")}
     return {
         "scheduler": scheduler,
         "cache": asdict(cache),
-        "speculation": drafts,  # the smaller model's own keys decide nothing
+        "speculation": drafts,  # the draft model's own keys decide nothing here
         "limits": asdict(limits),
         "depth": depth,
     }
 
 
 def scheduler_from(facts: dict[str, Any]) -> Scheduler:
-    """The scheduler of a recording's header; raises ValueError if another version of the project wrote it."""
+    """Return the scheduler of a recording's header; raises ValueError if another version wrote it."""
     try:
         asked, cache = SchedulerSection(**facts["scheduler"]), CacheSection(**facts["cache"])
         speculation = SpeculationSection(**facts["speculation"])
@@ -157,7 +157,7 @@ def scheduler_from(facts: dict[str, Any]) -> Scheduler:
 
 
 def changed(section: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """The section of a recording with `changes`; recorded keys that contradict them give way."""
+    """Return a recording's section with `changes`; recorded keys that contradict them give way."""
     entries = {f"scheduler.{key}": Entry(value, "the recording", FILE) for key, value in section.items()}
     for key, value in changes.items():
         entries[f"scheduler.{key}"] = Entry(value, f"command line: scheduler.{key}", COMMAND_LINE)
@@ -165,7 +165,7 @@ def changed(section: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def policy(asked: SchedulerSection) -> Policy:
-    """The way of batching that a completed section names."""
+    """Return the batching policy that a completed section names."""
     long_prompts = None
     if asked.max_long_prefills is not None:
         long_prompts = LongPrompts(asked.max_long_prefills, _said(asked.long_prompt_tokens))
@@ -184,7 +184,7 @@ def policy(asked: SchedulerSection) -> Policy:
 
 
 def chunks(asked: SchedulerSection) -> Chunks | None:
-    """How long a prompt's chunks are; None: as long as the budget allows."""
+    """Return how long a prompt's chunks are; None: as long as the budget allows."""
     if asked.chunk == "fixed":
         return None if asked.chunk_tokens is None else FixedChunks(asked.chunk_tokens)
     least, most = _said(asked.min_chunk_tokens), _said(asked.max_chunk_tokens)
@@ -195,13 +195,13 @@ def chunks(asked: SchedulerSection) -> Chunks | None:
 
 
 def waiting(asked: SchedulerSection, slots: SlotPool) -> WaitingQueue:
-    """An empty queue in the order that a recipe names."""
+    """Return an empty queue in the order that a recipe names."""
     shares = FairShare(slots, asked.tenant_weights or {}) if asked.fair_tenants else None
     return WaitingQueue(order(asked), shares, asked.long_prompt_tokens or ALL)
 
 
 def order(asked: SchedulerSection) -> QueueOrder | None:
-    """The order in which requests are admitted."""
+    """Return the order in which requests are admitted; None: by arrival."""
     match asked.queue:
         case "fcfs":
             return None
@@ -214,6 +214,6 @@ def order(asked: SchedulerSection) -> QueueOrder | None:
 
 
 def _said(value: Value | None) -> Value:
-    """The value of a key that a completed section has."""
+    """Return the value of a key that a completed section has."""
     assert value is not None, "the section has not been completed"
     return value

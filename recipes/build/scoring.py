@@ -1,4 +1,4 @@
-"""How likely does a model find a text, token by token?"""
+"""Score texts by a model's log-probabilities, token by token."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PAGE_SIZE = 16
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Of each token but a line's first: its log-probability, and the token that was likeliest there."""
+    """For each token but a line's first, its log-probability, and the token that was likeliest there."""
 
     logprobs: Tensor
     likeliest: Tensor
@@ -51,21 +51,22 @@ class Score:
         return math.exp(-self.mean_logprob)
 
     def distance(self, other: Score) -> float:
-        """The mean change of a token's log-probability, whatever its sign."""
+        """Return the mean absolute change of a token's log-probability."""
         return float((self.logprobs - other.logprobs).abs().mean())
 
     def agreement(self, other: Score) -> float:
-        """The share of tokens at which both find the same token likeliest."""
+        """Return the fraction of tokens at which both find the same token likeliest."""
         return float((self.likeliest == other.likeliest).double().mean())
 
 
 def check(path: Path, lines: Sequence[Sequence[int]]) -> None:
-    """Raise ValueError where nothing is to score, for a line that is too long, and for a model that does not
-    fit this machine: all of it is known before anything is computed.
+    """Raise ValueError for lines or a model that cannot be scored, before anything is computed.
+
+    That is the case where no line has two tokens, a line is too long, or the model does not fit this machine.
     """
     config = config_in(path)
     missing = config.weight_bytes - host_memory_bytes()
-    if missing > 0:  # before anything is allocated: config.json may say what no file holds
+    if missing > 0:  # checked before any allocation, since config.json may claim sizes that no file has
         raise ValueError(f"{path} needs {in_gib(missing)} more than this machine has; score a smaller model")
     longest = max(map(len, lines), default=0)
     if longest < 2:
@@ -84,7 +85,7 @@ def check(path: Path, lines: Sequence[Sequence[int]]) -> None:
 def score(
     path: Path, lines: Sequence[Sequence[int]], dtype: DType | None = None, *, int8_cache: bool = False
 ) -> Score:
-    """Score each line of tokens by itself, in this type (None: the checkpoint's own) on the CPU.
+    """Score each line of tokens on its own on the CPU, in this type (None: the checkpoint's own).
 
     Raises ValueError for what `check` refuses.
     """
@@ -101,7 +102,7 @@ def score(
 
 
 def comparison(before: Score, after: Score) -> str:
-    """Two scores of one text as a table, and how far they are apart."""
+    """Return two scores of one text as a table, with the distance between them."""
     rows = [
         ("log-probability a token", f"{before.mean_logprob:.4f}", f"{after.mean_logprob:.4f}"),
         ("perplexity", f"{before.perplexity:.4f}", f"{after.perplexity:.4f}"),
@@ -116,7 +117,7 @@ def comparison(before: Score, after: Score) -> str:
 
 
 def _score(decoder: Decoder, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """One span over pages of its own."""
+    """Score a line as one span over pages of its own."""
     config, num_tokens = decoder.config, len(tokens)
     num_pages = -(-num_tokens // PAGE_SIZE)
     cache = KVCache(

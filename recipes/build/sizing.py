@@ -1,4 +1,4 @@
-"""How much memory does a recipe need, and how many pages does that leave?"""
+"""Compute how much memory a recipe needs, and how many pages that leaves."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ from recipes.schema.recipe import Recipe
 from recipes.schema.recipe_error import RecipeError
 from recipes.schema.scheduler_defaults import completed, longest_request
 
-SCORED_ROWS = 256  # queries whose scores live at once
-LOGIT_BYTES = 16  # beside the logits themselves: float32 scores, weights, and what choosing from them takes
-STEP_BYTES = 16 * 2**20  # what operators keep however small a step is
+SCORED_ROWS = 256  # queries whose scores are in memory at once
+# Bytes per logit beside the logits: float32 scores, weights, and what choosing from them takes.
+LOGIT_BYTES = 16
+STEP_BYTES = 16 * 2**20  # bytes that operators keep however small a step is
 
 
 def plan_memory(
@@ -40,12 +41,15 @@ def plan_memory(
     host_memory: int | None = None,
     num_host_pages: int | None = None,
 ) -> MemoryPlan:
-    """The plan of a recipe; raises RecipeError, with what is missing and the key to change, if it cannot fit.
+    """Return the plan of a recipe.
 
-    `memory_bytes` None: what the recipe's device has. `activation_bytes` None: estimated. `host_memory` None:
-    what this machine has. `num_host_pages` None: as many as the recipe says. The model lies on `stages`
-    groups of `tensor` devices that share each layer, all with this memory; then the sizing is that of all
-    devices together, and so is what the cache may take. With a `share`, it is that of one rank's device.
+    Raises RecipeError if it cannot fit, with what is missing and the key to change.
+
+    With `memory_bytes` None, the memory is that of the recipe's device; with `activation_bytes` None, it is
+    estimated; with `host_memory` None, it is that of this machine; with `num_host_pages` None, it follows
+    from the recipe. The model lies on `stages` groups of `tensor` devices that share each layer, all with
+    this memory; then the sizing is that of all devices together, and so is what the cache may take. With a
+    `share`, it is that of one rank's device.
     """
     cache, num_devices = recipe.cache, tensor * stages
     both = _decoders(recipe, config, share)
@@ -84,7 +88,7 @@ def plan_memory(
 def _with_pages(
     recipe: Recipe, both: list[DecoderConfig], sizing: MemoryPlan, num_devices: int
 ) -> MemoryPlan:
-    """The plan with its cache, and the requests that this allows."""
+    """Return the plan with its cache, and with the longest request that this cache allows."""
     cache = recipe.cache
     num_pages = _num_pages(recipe, sizing, num_devices)
     cache_tokens = (num_pages - 1) * cache.page_size + 1  # the last token is never cached
@@ -104,28 +108,30 @@ def _with_pages(
 
 
 def estimate(recipe: Recipe, config: DecoderConfig, vocab_size: int | None = None) -> int:
-    """Bytes that the largest step takes beside weights and cache, for a plan without a loaded model.
+    """Return the bytes that the largest step takes beside weights and cache.
 
-    They are all that one layer holds at once, the scores of the longest span that the budget allows, what
-    plain attention makes of the longest request, and the logits of all slots as the sampler works on them: of
-    `vocab_size` tokens, where `config` is a rank's part.
+    The estimate serves plans that are made before a model is loaded.
+
+    They consist of all that one layer holds at once, the scores of the longest span that the budget allows,
+    what plain attention makes of the longest request, and the logits of all slots as the sampler works on
+    them. The logits have `vocab_size` tokens where `config` is a rank's part.
     """
     num_tokens, num_slots = step_tokens(recipe, config), recipe.scheduler.num_slots
     heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     inner = max(config.inner_size(layer) for layer in range(config.num_layers))
     widths = 4 * config.hidden_size + 4 * (heads + kv_heads) + 3 * inner
-    if config.mixture is not None:  # a row for each choice, what experts make of it, and routing
+    if config.mixture is not None:  # a row for each choice, the experts' intermediate results, and routing
         of_choices = config.mixture.num_chosen * (2 * config.hidden_size + 3 * config.mixture.inner_size)
         widths += max(8 * config.hidden_size, of_choices) + 8 * config.mixture.num_experts
     is_latent, is_npu = config.latent is not None, recipe.device.kind == "npu"
     is_plain = recipe.device.attention == "reference" or (is_latent and not is_npu)
     seen = min(num_tokens, max_positions(config))
-    if is_plain:  # of a request's keys and values, a span may see more than its own
+    if is_plain:  # a span may attend to more of its request's keys and values than it computes
         seen = max(seen, _longest_cached(recipe, config))
     scores = config.num_heads * min(num_tokens, SCORED_ROWS) * seen * (8 + config.dtype_bytes)
     item_bytes, dtype = config.dtype_bytes, TORCH_DTYPES[config.dtype]
     if recipe.device.kind == "cpu" and product_dtype(dtype) != dtype:
-        item_bytes += torch.float32.itemsize  # rows are widened, and what comes of them lies beside
+        item_bytes += torch.float32.itemsize  # rows are widened to float32, and their results lie beside them
     logits = num_slots * (vocab_size or config.vocab_size) * (config.dtype_bytes + LOGIT_BYTES)
     read = 0
     if is_plain or is_latent:
@@ -133,15 +139,17 @@ def estimate(recipe: Recipe, config: DecoderConfig, vocab_size: int | None = Non
     widened = 0
     if (
         config.kept_form is not None and not is_npu
-    ):  # as it is read, in float32 twice, and in the model's type
+    ):  # int4 weights as read, twice in float32, and in the model's type
         most = max(config.hidden_size, heads, inner)
         widened = WIDENED_ROWS * most * (2 * torch.float32.itemsize + 2 + item_bytes)
     return STEP_BYTES + num_tokens * widths * item_bytes + scores + read + logits + widened
 
 
 def _read_bytes(config: DecoderConfig, num_tokens: int, *, in_float32: bool) -> int:
-    """Keys and values of one request as plain attention multiplies with them: gathered, and in float32; of
-    latents, expanded to those of each head, and copied to the order that fused attention takes.
+    """Return the bytes of one request's keys and values as plain attention multiplies with them.
+
+    They are gathered and converted to float32. Latents are expanded to the keys and values of each head, and
+    copied to the order that fused attention takes.
     """
     width = 2 * config.num_kv_heads * config.head_dim
     if config.latent is not None:
@@ -151,14 +159,17 @@ def _read_bytes(config: DecoderConfig, num_tokens: int, *, in_float32: bool) -> 
 
 
 def step_tokens(recipe: Recipe, config: DecoderConfig) -> int:
-    """The most tokens of a step; where the longest request sets it, the longest that can be is assumed."""
+    """Return the most tokens of a step.
+
+    Where the longest request sets it, the longest possible request is assumed.
+    """
     num_tokens = completed(recipe.scheduler, _longest_cached(recipe, config)).section.max_batch_tokens
     assert num_tokens is not None, "only a policy of whole prompts can do without it"
     return num_tokens
 
 
 def _longest_cached(recipe: Recipe, config: DecoderConfig) -> int:
-    """The most tokens of a request, as far as it is known before the cache is planned."""
+    """Return the most tokens of a request, as far as they are known before the cache is planned."""
     longest_tokens = recipe.scheduler.max_request_tokens or max_positions(config)
     if recipe.cache.num_pages is None:
         return longest_tokens
@@ -166,7 +177,10 @@ def _longest_cached(recipe: Recipe, config: DecoderConfig) -> int:
 
 
 def max_positions(config: DecoderConfig) -> int:
-    """The positions that a model reaches with its rotary embedding stretched as its configuration says."""
+    """Return the positions that a model reaches.
+
+    Its rotary embedding is scaled as its configuration says.
+    """
     rope = config.rope
     if rope.is_within:
         return config.max_positions
@@ -178,8 +192,12 @@ def max_positions(config: DecoderConfig) -> int:
 
 
 def _packed_bytes(recipe: Recipe, config: DecoderConfig) -> int:
-    """What linear layers take beyond their stored size, as the device multiplies them: a CPU without bfloat16
-    keeps them in float32, and a tied head is kept apart from the embedding in its own order.
+    """Return what linear layers take beyond their stored size.
+
+    The device may multiply them in another form.
+
+    A CPU without bfloat16 keeps them in float32, and a tied head is kept apart from the embedding in its own
+    order.
     """
     device, stored, num_bytes = recipe.device, TORCH_DTYPES[config.dtype], 0
     dtype = stored
@@ -197,7 +215,10 @@ def _packed_bytes(recipe: Recipe, config: DecoderConfig) -> int:
 
 
 def _adapter_bytes(recipe: Recipe, part: DecoderConfig) -> int:
-    """What the places for adapters take; raises RecipeError for a model that they cannot be of."""
+    """Return the bytes of the places for adapters.
+
+    Raises RecipeError for a model that cannot have adapters.
+    """
     asked = recipe.adapters
     if not asked.most:
         return 0
@@ -209,7 +230,7 @@ def _adapter_bytes(recipe: Recipe, part: DecoderConfig) -> int:
 
 
 def _decoders(recipe: Recipe, config: DecoderConfig, share: Share) -> list[DecoderConfig]:
-    """What a rank holds of the model and of its own layer that guesses, or the whole draft model, or head."""
+    """Return a rank's part of the model and of its own prediction layer, or the whole draft model or head."""
     draft, part = draft_config(recipe, config), share.part(config)
     if isinstance(draft, MtpConfig):
         draft = share.part(draft)
@@ -217,7 +238,10 @@ def _decoders(recipe: Recipe, config: DecoderConfig, share: Share) -> list[Decod
 
 
 def _estimate(recipe: Recipe, decoders: list[DecoderConfig], vocab_size: int) -> int:
-    """As `estimate`, of decoders that compute one after the other, with what a head reads of the first."""
+    """Estimate the largest step of decoders that compute one after the other.
+
+    The features that a head reads of the first decoder are included.
+    """
     tapped = sum(
         step_tokens(recipe, each) * (len(each.taps) + 1) * each.hidden_size * each.dtype_bytes
         for each in decoders
@@ -229,7 +253,7 @@ def _estimate(recipe: Recipe, decoders: list[DecoderConfig], vocab_size: int) ->
 def _check_positions(recipe: Recipe, decoders: list[DecoderConfig], longest_tokens: int) -> None:
     """Raise RecipeError where requests are longer than a draft model's positions."""
     most = min(max_positions(each) for each in decoders)
-    if longest_tokens > most:  # those of the model itself have bounded the requests already
+    if longest_tokens > most:  # the model's own positions have already bounded the requests
         raise RecipeError(
             ("speculation.draft_path", "scheduler.max_request_tokens"),
             f"the draft model has {most} positions, and a request up to {longest_tokens} tokens",
@@ -240,7 +264,10 @@ def _check_positions(recipe: Recipe, decoders: list[DecoderConfig], longest_toke
 
 
 def _slot_bytes(recipe: Recipe, configs: list[DecoderConfig], longest_tokens: int) -> int:
-    """Bytes of the token ids and page tables of all slots, and of the tables of rotary embeddings."""
+    """Return the bytes of the slot table and of the tables of rotary embeddings.
+
+    The slot table has the token ids and the page table of each slot.
+    """
     rope_bytes = sum(
         longest_tokens * 2 * max(rope.dim, rope.width) * each.dtype_bytes
         for each in configs
@@ -269,7 +296,7 @@ def _num_pages(recipe: Recipe, sizing: MemoryPlan, num_devices: int) -> int:
 
 
 def _with_host_tier(recipe: Recipe, sizing: MemoryPlan, host_bytes: int, num_devices: int) -> MemoryPlan:
-    """The plan with its host tier: as large as the recipe says, or as its share of the host allows."""
+    """Return the plan with its host tier: as large as the recipe says, or as its share of the host allows."""
     host_gib, share, page_bytes = recipe.cache.host_gib, recipe.cache.host_fraction, sizing.page_bytes
     if not host_gib:
         return sizing
@@ -290,9 +317,9 @@ def _with_host_tier(recipe: Recipe, sizing: MemoryPlan, host_bytes: int, num_dev
 
 
 def _left_for_the_host(recipe: Recipe, sizing: MemoryPlan, num_devices: int) -> int:
-    """Bytes of a memory that also holds the cache, where the host tier is still to be sized.
+    """Return the bytes left in a memory that also holds the cache, before the host tier is sized.
 
-    A cache that takes a share of all takes what the host tier leaves of that share.
+    A cache that takes a share of all memory takes what the host tier leaves of that share.
     """
     fraction = recipe.cache.memory_fraction
     if fraction is not None:
@@ -302,7 +329,7 @@ def _left_for_the_host(recipe: Recipe, sizing: MemoryPlan, num_devices: int) -> 
 
 
 def _longest(recipe: Recipe, decoders: list[DecoderConfig], cache_tokens: int) -> tuple[int, str]:
-    """The most tokens of a request, and the reason for this limit."""
+    """Return the most tokens of a request, and the reason for this limit."""
     longest, because = _longest_of_model(recipe, decoders[0], cache_tokens)
     _check_positions(recipe, decoders, longest)
     return longest, because

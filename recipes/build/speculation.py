@@ -1,4 +1,4 @@
-"""How does a recipe become a proposer of drafts? This needs no model and no device."""
+"""Build the proposer of drafts from a recipe; this needs no model and no device."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ PROPOSERS: dict[str, Callable[[SlotPool], Proposer]] = {
     "eagle3": lambda slots: DraftModel(),
     "mtp": lambda slots: DraftModel(),
 }
-# Of kinds whose guesses the device makes: what it computes for them
+# What the device computes for drafts, for the kinds whose drafts it makes.
 ON_DEVICE: dict[str, DraftSpans] = {"draft": model_spans, "eagle3": head_spans, "mtp": head_spans}
-WINDOW = 100  # of the chapter's formula, where a recipe names none
+WINDOW = 100  # default of speculation.window
 
 
 def lengths_of(asked: SpeculationSection, slots: SlotPool) -> Lengths:
-    """How many guesses are checked, as the recipe wants it chosen."""
+    """Return the rule that chooses how many drafts are verified, as the recipe asks."""
     if asked.adaptive == "throughput":
         return Throughput(slots)
     if asked.adaptive == "fixed":
@@ -39,7 +39,7 @@ def lengths_of(asked: SpeculationSection, slots: SlotPool) -> Lengths:
 
 
 def speculation_of(asked: SpeculationSection, slots: SlotPool) -> Speculation | None:
-    """What gives drafts to the rows of a slot table; None where the recipe wants none."""
+    """Return what gives drafts to the rows of a slot table; None where the recipe wants none."""
     if asked.kind == "none":
         return None
     proposer, lengths = PROPOSERS[asked.kind](slots), lengths_of(asked, slots)

@@ -1,4 +1,4 @@
-"""On which machine and with which versions was a figure measured?"""
+"""Describe the machine and the versions with which a figure was measured."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PACKAGES = ("numpy", "torch", "torch_npu", "triton", "transformers")
 
 
 def describe(device: str | None = None) -> dict[str, str | int]:
-    """The machine and the versions that matter; `device` is the name of the device that computes."""
+    """Return the machine and the versions that matter; `device` is the name of the device that computes."""
     cpu = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():
@@ -31,7 +31,7 @@ def describe(device: str | None = None) -> dict[str, str | int]:
 
 
 def installed() -> dict[str, str]:
-    """The versions of those PACKAGES that are installed."""
+    """Return the versions of those PACKAGES that are installed."""
     found = {}
     for package in PACKAGES:
         try:

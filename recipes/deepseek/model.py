@@ -1,6 +1,6 @@
-"""Which decoder does a DeepSeek-V2 or DeepSeek-V3 checkpoint describe?
+"""Define the decoder of a DeepSeek-V2 or DeepSeek-V3 checkpoint.
 
-R1 is a V3, and Kimi-K2 has V3's shape.
+R1 is a V3, and Kimi-K2 has the shape of V3.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ METHODS = ("greedy", "group_limited_greedy")
 
 
 def v2(hf: Mapping[str, Any]) -> DecoderConfig:
-    """`hf` is a parsed config.json of a DeepSeek-V2: chances of experts, of the best groups or of all."""
+    """Return the decoder of a parsed config.json of DeepSeek-V2.
+
+    Experts are chosen by softmax scores, among those of the best groups or among all.
+    """
     hf = {**V2, **hf}
     method = hf.get("topk_method") or METHODS[0]
     if method not in METHODS:
@@ -44,8 +47,8 @@ def v2(hf: Mapping[str, Any]) -> DecoderConfig:
 
 
 def v3(hf: Mapping[str, Any]) -> DecoderConfig:
-    """`hf` is a parsed config.json of a DeepSeek-V3, whose experts are scored each by itself."""
-    # transformers takes null for false
+    """Return the decoder of a parsed config.json of DeepSeek-V3, which scores each expert by a sigmoid."""
+    # transformers reads null as false.
     normalizes = hf.get("norm_topk_prob", True) is not None and boolean(hf, "norm_topk_prob", True)
     more = {"scores": "sigmoid", "group_best": 2, "is_corrected": True, "normalizes": normalizes}
     return _decoder({**V3, **hf}, "deepseek_v3", first_dense=3, num_shared=1, **more)

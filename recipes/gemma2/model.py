@@ -1,4 +1,4 @@
-"""Which decoder does a Gemma 2 checkpoint describe?"""
+"""Define the decoder of a Gemma 2 checkpoint."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 
 
 def config(hf: Mapping[str, Any]) -> DecoderConfig:
-    """`hf` is a parsed config.json. Every other layer has a window, from the first on."""
+    """Return the decoder of a parsed config.json; every other layer has a window, starting with the first."""
     hf = {**DEFAULTS, **CAPS, **hf}
     if (act := hf.get("hidden_activation") or "gelu_pytorch_tanh") != "gelu_pytorch_tanh":
         raise refused("hidden_activation", act, "it must be gelu_pytorch_tanh")
-    hf["hidden_act"] = "silu"  # which older files say beside it, and transformers does not read
+    hf["hidden_act"] = "silu"  # older files contain another value, which transformers does not read
     if hf.get("layer_types") is None:
         kinds = ("full" if layer % 2 else "sliding" for layer in range(integer(hf, "num_hidden_layers")))
         hf["layer_types"] = [f"{kind}_attention" for kind in kinds]

@@ -1,4 +1,4 @@
-"""Which decoder does a Gemma 3 checkpoint describe, of those that read text alone?"""
+"""Define the decoder of a Gemma 3 checkpoint that reads only text."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ NORMS = tuple(
 
 
 def config(hf: Mapping[str, Any]) -> DecoderConfig:
-    """`hf` is a parsed config.json. Layers with a window have a rotary embedding of their own."""
+    """Return the decoder of a parsed config.json.
+
+    Layers with a window have a rotary embedding of their own.
+    """
     hf = {**DEFAULTS, **hf}
     for key in UNUSED:
         if hf.get(key) is not None:
@@ -46,7 +49,7 @@ def config(hf: Mapping[str, Any]) -> DecoderConfig:
     full, local = ropes_by_layer_type(hf, theta=1e6, local_theta=1e4)
     bias, windows = boolean(hf, "attention_bias", False), windows_by_layer_type(hf)
     hf |= {"rope_scaling": None, "rope_parameters": full}
-    hf.pop("original_max_position_embeddings", None)  # transformers reads the one of each rope alone
+    hf.pop("original_max_position_embeddings", None)  # transformers reads only the one of each rope
     plain = decoder_config(
         hf, "gemma3_text", windows=windows, attention_bias=bias, output_bias=bias, qk_norm=True, norms=NORMS
     )

@@ -1,4 +1,4 @@
-"""Which decoder does a GLM-4 checkpoint describe?"""
+"""Define the decoder of a GLM-4 checkpoint."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ DEFAULTS = {
 
 
 def config(hf: Mapping[str, Any]) -> DecoderConfig:
-    """`hf` is a parsed config.json. Half of each head is turned, in pairs that lie side by side, and what
-    attention and MLP made is normed before it is added.
+    """Return the decoder of a parsed config.json.
+
+    Half of each head is rotated, in pairs of neighbouring dimensions, and the outputs of attention and MLP
+    are normed before they are added.
     """
     hf = {**DEFAULTS, **hf}
     return decoder_config(

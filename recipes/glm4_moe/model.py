@@ -1,4 +1,4 @@
-"""Which decoder does a GLM-4.5 or GLM-4.6 checkpoint describe?"""
+"""Define the decoder of a GLM-4.5 or GLM-4.6 checkpoint."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ DEFAULTS = {
 
 
 def config(hf: Mapping[str, Any]) -> DecoderConfig:
-    """`hf` is a parsed config.json. Half of each head is turned, and experts are chosen as DeepSeek-V3's."""
+    """Return the decoder of a parsed config.json.
+
+    Half of each head is rotated, and experts are chosen as in DeepSeek-V3.
+    """
     hf = {**DEFAULTS, **hf}
     return decoder_config(
         hf,

@@ -1,4 +1,4 @@
-"""Which decoder does a gpt-oss checkpoint describe?"""
+"""Define the decoder of a gpt-oss checkpoint."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_po
 
 
 def config(hf: Mapping[str, Any]) -> DecoderConfig:
-    """`hf` is a parsed config.json. Every other layer has a window, from the first on; all have experts."""
+    """Return the decoder of a parsed config.json.
+
+    Every other layer has a window, starting with the first, and all layers have experts.
+    """
     hf = {**DEFAULTS, **hf}
     if not hf.get("rope_scaling") and hf.get("rope_parameters") is None:  # an empty mapping means no YaRN
         hf["rope_parameters"] = YARN

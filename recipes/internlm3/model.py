@@ -1,4 +1,4 @@
-"""Which decoder does an InternLM3 checkpoint describe?"""
+"""Define the decoder of an InternLM3 checkpoint."""
 
 from __future__ import annotations
 
@@ -15,11 +15,15 @@ DEFAULTS = {
     "rms_norm_eps": 1e-5,
     "eos_token_id": 2,
 }
-BIASES = (("attention_bias", "qkv_bias"), ("mlp_bias", "bias"))  # as transformers, and as the hub's files say
+# The names in transformers, and those in the files on the hub.
+BIASES = (("attention_bias", "qkv_bias"), ("mlp_bias", "bias"))
 
 
 def config(hf: Mapping[str, Any]) -> DecoderConfig:
-    """`hf` is a parsed config.json. As Llama, with a bias in every linear but the head, or in none."""
+    """Return the decoder of a parsed config.json.
+
+    It is a Llama with biases in all linears but the head, or in none.
+    """
     hf = {**DEFAULTS, **hf}
     of_attention, of_mlp = (boolean(hf, new, boolean(hf, old, False)) for new, old in BIASES)
     if of_attention != of_mlp:

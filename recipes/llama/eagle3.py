@@ -1,4 +1,4 @@
-"""How does an EAGLE-3 head of one Llama layer differ from the plain decoder?
+"""Define the EAGLE-3 head of one Llama layer.
 
 Its config.json is a Llama's with `draft_vocab_size`; see models/eagle3.py for the sources.
 """
@@ -16,16 +16,16 @@ from models.huggingface import boolean, integer
 from models.shown import shown
 from recipes.llama.model import config as llama
 
-LEAST_LAYERS = 7  # so that the three layers that it reads rise
+LEAST_LAYERS = 7  # the three layers that it reads would otherwise not be in ascending order
 
 
 def config(
     hf: Mapping[str, Any], target: DecoderConfig, names: Collection[str], num_kept: int
 ) -> Eagle3Config:
-    """Of a head for `target`, whose checkpoint has tensors of these names; raises ValueError.
+    """Return the head for `target`, whose checkpoint has tensors of these names; raises ValueError.
 
-    It computes in the target's type, at the target's positions: published heads name those that they were
-    trained at, and are used beyond.
+    The head computes in the target's type, and at the target's positions: published heads name the positions
+    that they were trained at, and are used beyond them.
     """
     family, num_layers = hf.get("model_type"), target.num_layers
     if family != "llama":
@@ -65,7 +65,7 @@ def config(
 
 
 def _check(hf: Mapping[str, Any], plain: DecoderConfig, target: DecoderConfig, taps: tuple[int, ...]) -> None:
-    """Raise ValueError for a head of another model, or of a kind that is not computed here."""
+    """Raise ValueError for a head of another model, or of a kind that is not supported."""
     asked, layers = hf.get("eagle_config") or {}, "eagle_aux_hidden_state_layer_ids"
     hidden = target.hidden_size
     for key, value, wanted, why in (

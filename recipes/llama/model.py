@@ -1,4 +1,4 @@
-"""Which decoder does a Llama checkpoint (1, 2, 3) describe?"""
+"""Define the decoder of a Llama checkpoint (1, 2, 3)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DEFAULTS = {"max_position_embeddings": 2048, "eos_token_id": 2}
 
 
 def config(hf: Mapping[str, Any]) -> DecoderConfig:
-    """`hf` is a parsed config.json. One switch gives all four attention products a bias."""
+    """Return the decoder of a parsed config.json; one switch gives all four attention products a bias."""
     hf = {**DEFAULTS, **hf}
     bias = boolean(hf, "attention_bias", False)
     return decoder_config(

@@ -1,4 +1,4 @@
-"""Which decoder does a Mistral checkpoint describe?"""
+"""Define the decoder of a Mistral checkpoint."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ DEFAULTS = {
 
 
 def config(hf: Mapping[str, Any]) -> DecoderConfig:
-    """`hf` is a parsed config.json. The sliding window, unless null, holds in every layer, or in those that
-    `layer_types` names: transformers reads a Mistral that has this key as a Ministral.
+    """Return the decoder of a parsed config.json.
+
+    The sliding window, unless null, applies to every layer, or to those that `layer_types` names:
+    transformers reads a Mistral with this key as a Ministral.
     """
     hf = {**DEFAULTS, **hf}
     window = None if hf["sliding_window"] is None else integer(hf, "sliding_window")

@@ -1,4 +1,4 @@
-"""Which decoder does a Mixtral checkpoint describe?"""
+"""Define the decoder of a Mixtral checkpoint."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DEFAULTS = {
 
 
 def config(hf: Mapping[str, Any]) -> DecoderConfig:
-    """`hf` is a parsed config.json. As Mistral, with experts in every layer."""
+    """Return the decoder of a parsed config.json: a Mistral with experts in every layer."""
     hf = {**DEFAULTS, **hf}
     if hf.get("num_experts") is None and hf.get("num_local_experts") is None:
         hf["num_local_experts"] = 8

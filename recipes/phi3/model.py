@@ -1,4 +1,4 @@
-"""Which decoder does a Phi-3 or Phi-4 checkpoint describe?"""
+"""Define the decoder of a Phi-3 or Phi-4 checkpoint."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ DEFAULTS = {
 
 
 def config(hf: Mapping[str, Any]) -> DecoderConfig:
-    """`hf` is a parsed config.json. As Llama, its linears stored joined, with one window for all layers."""
+    """Return the decoder of a parsed config.json.
+
+    It is a Llama whose linears are stored joined, with one window for all layers.
+    """
     hf = {**DEFAULTS, **hf} | _renamed_ropes(hf)
     window = None if hf.get("sliding_window") is None else integer(hf, "sliding_window")
     windows = (window,) * integer(hf, "num_hidden_layers")

@@ -1,4 +1,4 @@
-"""Which decoder does a Qwen2 or Qwen2.5 checkpoint describe?"""
+"""Define the decoder of a Qwen2 or Qwen2.5 checkpoint."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ DEFAULTS = {"max_position_embeddings": 32768, "num_key_value_heads": 32}
 
 
 def config(hf: Mapping[str, Any]) -> DecoderConfig:
-    """`hf` is a parsed config.json. Queries, keys and values have a bias, the output never."""
+    """Return the decoder of a parsed config.json.
+
+    Queries, keys and values have a bias, the output has none.
+    """
     hf = {**DEFAULTS, **hf}
     return decoder_config(hf, "qwen2", windows=windows_by_layer_type(hf), attention_bias=True)

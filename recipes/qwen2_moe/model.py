@@ -1,4 +1,4 @@
-"""Which decoder does a Qwen2-MoE checkpoint describe?"""
+"""Define the decoder of a Qwen2-MoE checkpoint."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ DEFAULTS = {
 
 
 def config(hf: Mapping[str, Any]) -> DecoderConfig:
-    """`hf` is a parsed config.json. As Qwen2, with experts, and one that computes every token by its gate."""
+    """Return the decoder of a parsed config.json.
+
+    It is a Qwen2 with experts, one of which computes every token, weighted by a gate.
+    """
     hf = {**DEFAULTS, **hf}
     num_experts, num_chosen = integer(hf, "num_experts"), integer(hf, "num_experts_per_tok")
     if num_chosen > num_experts:

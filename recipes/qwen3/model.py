@@ -1,4 +1,4 @@
-"""Which decoder does a Qwen3 checkpoint describe?"""
+"""Define the decoder of a Qwen3 checkpoint."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ DEFAULTS = {"max_position_embeddings": 32768, "num_key_value_heads": 32, "head_d
 
 
 def config(hf: Mapping[str, Any]) -> DecoderConfig:
-    """`hf` is a parsed config.json. Queries and keys are normed head by head before they are turned."""
+    """Return the decoder of a parsed config.json.
+
+    Queries and keys are normed head by head before they are rotated.
+    """
     hf = {**DEFAULTS, **hf}
     bias = boolean(hf, "attention_bias", False)
     return decoder_config(

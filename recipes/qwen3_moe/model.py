@@ -1,4 +1,4 @@
-"""Which decoder does a Qwen3-MoE checkpoint describe?"""
+"""Define the decoder of a Qwen3-MoE checkpoint."""
 
 from __future__ import annotations
 
@@ -20,9 +20,11 @@ DEFAULTS = {
 
 
 def config(hf: Mapping[str, Any]) -> DecoderConfig:
-    """`hf` is a parsed config.json. As Qwen3, with experts in every `decoder_sparse_step`-th layer.
+    """Return the decoder of a parsed config.json.
 
-    A sliding window, if it is switched on, holds in every layer.
+    It is a Qwen3 with experts in every `decoder_sparse_step`-th layer.
+
+    A sliding window, if it is enabled, applies to every layer.
     """
     hf = {**DEFAULTS, **hf}
     if hf.get("num_experts") is None and hf.get("num_local_experts") is None:

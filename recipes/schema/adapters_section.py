@@ -1,4 +1,4 @@
-"""Which keys does a recipe have for adapters (LoRA) beside the model?"""
+"""Define a recipe's keys for LoRA adapters of the model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MOST_ADAPTERS, MOST_RANK = 64, 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaptersSection:
-    """Adapters that requests may ask for in place of the model, by their names."""
+    """Adapters that requests may ask for by name in place of the model."""
 
     most: int = key(
         "how many the device has room for at once; 0: none, and the model computes as it did without",
@@ -35,7 +35,7 @@ class AdaptersSection:
 
 
 def adapter_contradictions(section: AdaptersSection, parallel: ParallelSection) -> Iterator[RecipeError]:
-    """Values that do not go together."""
+    """Yield an error for values that contradict one another."""
     for name in ("folders", "root"):
         if not section.most and getattr(section, name):
             yield RecipeError(

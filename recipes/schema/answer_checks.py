@@ -1,4 +1,4 @@
-"""Which ways to read an answer do not go together?"""
+"""Check that a recipe's ways to read an answer go together."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from recipes.schema.recipe_error import RecipeError
 
 
 def answer_contradictions(tool_format: str, reasoning: str) -> Iterator[RecipeError]:
-    """What contradicts `server.tool_format` or `server.reasoning`: channels hold thoughts and calls."""
+    """Yield what contradicts `server.tool_format` or `server.reasoning`.
+
+    Channels hold both reasoning and calls.
+    """
     if (tool_format == "harmony") != (reasoning == "harmony"):
         yield RecipeError(
             ("server.tool_format", "server.reasoning"),

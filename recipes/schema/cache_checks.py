@@ -1,4 +1,4 @@
-"""Which machines cannot keep keys and values in int8, and which caches have nothing to publish?"""
+"""Check that the machine can keep keys and values in int8, and that a cache has events to publish."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from collections.abc import Iterator
 
 from recipes.schema.recipe_error import RecipeError
 
-# Query heads : kv heads, of 128 numbers each, with which npu_fused_infer_attention_score_v2 reads int8 pages
-# in FRACTAL_NZ. It takes a scale for each channel, or one for each token that all heads share
+# These are ratios of query heads to key-value heads, of 128 numbers each, for which
+# npu_fused_infer_attention_score_v2 reads int8 pages in FRACTAL_NZ. It takes a scale for each channel, or one
+# for each token that all heads share.
 NPU_HEADS = ("10:1", "64:8", "80:8", "128:16")
 
 
 def int8_contradictions(dtype: str, kind: str, attention: str) -> Iterator[RecipeError]:
-    """What contradicts `cache.dtype: int8`, whose scales are one for each token and head."""
+    """Yield what contradicts `cache.dtype: int8`, which has one scale for each token and head."""
     if dtype != "int8":
         return
     if kind == "npu":
@@ -33,7 +34,7 @@ def int8_contradictions(dtype: str, kind: str, attention: str) -> Iterator[Recip
 
 
 def event_contradictions(endpoint: str | None, *, is_sharing: bool) -> Iterator[RecipeError]:
-    """What contradicts `cache.events`."""
+    """Yield what contradicts `cache.events`."""
     if endpoint is not None and not is_sharing:
         yield RecipeError(
             ("cache.events", "cache.prefix_sharing"),

@@ -1,4 +1,4 @@
-"""How does a command line name a recipe, and files? In the same way for every verb."""
+"""Read recipes and files from a command line, in the same way for every verb."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-# Options of all verbs that take no value; `--recipe RECIPE key=value ...` is as good as none
+# These options take no value in any verb; `--recipe RECIPE key=value ...` counts as an option without a
+# value, too.
 FLAGS = frozenset(
     f"--{name}"
     for name in [
@@ -33,14 +34,17 @@ FLAGS = frozenset(
 
 
 def add_recipe(parser: argparse.ArgumentParser) -> None:
-    """A file, the keys that replace its own, and a profile."""
+    """Add the arguments for a recipe's file, for keys that replace its own, and for a profile."""
     parser.add_argument("recipe", metavar="RECIPE", help="a YAML file, such as recipes/tiny/cpu.yaml")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as cache.page_size=32")
     parser.add_argument("--profile", metavar="NAME", help="a name in recipes/profiles, such as low_latency")
 
 
 def positionals(arguments: Sequence[str]) -> list[str]:
-    """The arguments that are no options and no values of options, where the verb does not parse them."""
+    """Return the arguments that are neither options nor values of options.
+
+    It serves callers that do not parse the verb's command line.
+    """
     found, rest = [], iter(arguments)
     for argument in rest:
         if argument == "--":
@@ -48,12 +52,12 @@ def positionals(arguments: Sequence[str]) -> list[str]:
         if not argument.startswith("-") or argument == "-":
             found.append(argument)
         elif argument.startswith("--") and "=" not in argument and argument not in (*FLAGS, "--recipe"):
-            next(rest, None)  # its value
+            next(rest, None)  # skip the option's value
     return found
 
 
 def keep_apart(output: str | Path, *inputs: str | Path) -> None:
-    """Raise ValueError where a command would write over a file that it reads, whatever its name is."""
+    """Raise ValueError where a command would overwrite a file that it reads, whatever its name is."""
     for each in inputs:
         if os.path.exists(output) and os.path.exists(each) and os.path.samefile(output, each):
             raise ValueError(

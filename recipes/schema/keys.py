@@ -1,7 +1,7 @@
-"""Which values may a key of a recipe have?
+"""Define the keys of a recipe: their types, ranges and meanings.
 
 The sections of a recipe are dataclasses. `key` makes each of their fields and holds its meaning and range:
-the reader's errors, the checks and docs/recipe_keys.md all come from there.
+the reader's errors, the checks and docs/recipe_keys.md are all derived from it.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class Key:
 
     @property
     def choices(self) -> tuple[str | bool, ...]:
-        """The values that are allowed, for a key that chooses among some."""
+        """The allowed values, for a key that chooses among some."""
         return get_args(self.kind) if get_origin(self.kind) is Literal else ()
 
     @property
     def allowed(self) -> str:
-        """The values that are allowed, in words."""
+        """The allowed values, in words."""
         kind = self.kind
         if self.choices:
             *others, last = map(in_yaml, self.choices)
@@ -58,7 +58,7 @@ class Key:
         return f"{words}, or null" if self.nullable else words
 
     def accepts(self, value: object) -> bool:
-        """Whether a value has the key's type; its range is another question."""
+        """Return whether a value has the key's type; `contains` checks its range."""
         if value is None:
             return self.nullable
         if self.choices:
@@ -72,7 +72,7 @@ class Key:
         return isinstance(value, get_origin(self.kind) or self.kind)
 
     def contains(self, value: Any) -> bool:
-        """Whether a value of the key's type is in its range."""
+        """Return whether a value of the key's type is in its range."""
         if value is None:
             return True
         if self.choices:
@@ -97,13 +97,13 @@ class Key:
 def key(
     meaning: str, *, default: Any = MISSING, least: float | None = None, most: float | None = None
 ) -> Any:
-    """A field of a recipe's section. A number has a range that includes both ends."""
+    """Return a field of a recipe's section; a number's range includes both ends."""
     metadata = {"meaning": meaning, "least": least, "most": most}
     return field(default=default, metadata=metadata)
 
 
 def keys_of(section: type, prefix: str = "") -> Iterator[Key]:
-    """Every key of a recipe's dataclass and of the sections in it, in their order."""
+    """Yield every key of a recipe's dataclass and of the sections in it, in order."""
     hints = get_type_hints(section)
     for each in fields(section):
         name, hint = prefix + each.name, hints[each.name]
@@ -114,7 +114,7 @@ def keys_of(section: type, prefix: str = "") -> Iterator[Key]:
 
 
 def table(section: type) -> str:
-    """The keys as a Markdown table, for docs/recipe_keys.md."""
+    """Return the keys as a Markdown table, for docs/recipe_keys.md."""
     rows = ["| key | allowed | default | meaning |", "|---|---|---|---|"]
     for each in keys_of(section):
         default = "required" if each.default is MISSING else in_yaml(each.default)

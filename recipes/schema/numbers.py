@@ -1,4 +1,4 @@
-"""Which numbers may an option of a command line be? Each has a least and a most."""
+"""Read numbers of a command line, each with a least and a most value."""
 
 from __future__ import annotations
 
@@ -7,20 +7,19 @@ import math
 from collections.abc import Callable
 
 MOST_SEED = 2**32 - 1
-MOST_COUNT = 10**6  # of requests, runs or steps of one measurement, all of which are kept
-MOST_TOKENS = (
-    2**20
-)  # of a prompt, an answer or a chunk that is made up; the longest contexts are of this size
-MOST_WAIT_S = 1e6  # some twelve days
-RATES_PER_S = (1e-4, 1e9)  # a request in three hours, and more than any engine takes
+MOST_COUNT = 10**6  # most requests, runs or steps of one measurement, all of which are kept
+MOST_TOKENS = 2**20  # most tokens of an invented prompt, answer or chunk; the longest contexts have this size
+MOST_WAIT_S = 1e6  # twelve days, approximately
+RATES_PER_S = (1e-4, 1e9)  # one request in three hours, and more than any engine takes
 
 
 def whole(least: int, most: int) -> Callable[[str], int]:
-    """Reads an integer from `least` to `most`."""
+    """Return a reader of an integer from `least` to `most`."""
 
     def integer(text: str) -> int:
         digits = text.removeprefix("-")
-        # the length first: a number of many digits takes long to read, and int() refuses it in other words
+        # The length is checked first: a number of many digits takes long to read, and int() refuses it in
+        # other words.
         if not (digits.isascii() and digits.isdecimal() and len(digits) <= 20 and least <= int(text) <= most):
             raise argparse.ArgumentTypeError(
                 f"{_shown(text)} must be a whole number from {least:,} to {most:,}"
@@ -31,23 +30,23 @@ def whole(least: int, most: int) -> Callable[[str], int]:
 
 
 def wholes(least: int, most: int) -> Callable[[str], list[int]]:
-    """Reads integers from `least` to `most`, separated by commas."""
+    """Return a reader of integers from `least` to `most`, separated by commas."""
     one = whole(least, most)
     return lambda text: [one(each) for each in text.split(",")]
 
 
 def span(least: int, most: int) -> Callable[[str], tuple[int, int]]:
-    """Reads two integers with a colon between them, as 2:4, or one that stands for both."""
+    """Return a reader of two integers with a colon between them, as 2:4, or of one that stands for both."""
     one = whole(least, most)
     return lambda text: (one(text.partition(":")[0]), one(text.partition(":")[2] if ":" in text else text))
 
 
 def real(least: float, most: float, *, endless: bool = False) -> Callable[[str], float]:
-    """Reads a number from `least` to `most`, or else `inf` where that is allowed."""
+    """Return a reader of a number from `least` to `most`, or of `inf` where that is allowed."""
 
     def value_of(text: str) -> float:
         try:
-            value = float(text) if text.isascii() else math.nan  # float() takes the digits of any script
+            value = float(text) if text.isascii() else math.nan  # float() accepts the digits of any script
         except ValueError:
             value = math.nan
         if not (least <= value <= most or (endless and text == "inf")):

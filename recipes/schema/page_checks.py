@@ -1,4 +1,4 @@
-"""Which engines cannot compute prompts for others, or be computed for?"""
+"""Check that an engine can compute prompts for others, or have them computed."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 
 from recipes.schema.recipe_error import RecipeError
 
-_OWN_PAGES = ("draft", "eagle3", "mtp")  # kinds of speculation whose keys lie beside the model's
+_OWN_PAGES = ("draft", "eagle3", "mtp")  # kinds of speculation that keep keys of their own beside the model's
 
 
 def page_contradictions(
     pages_at: str | None, prompt_replicas: Sequence[str], *, is_sharing: bool, ranks: int, speculation: str
 ) -> Iterator[RecipeError]:
-    """What contradicts `server.pages_at` and `server.prompt_replicas`."""
+    """Yield what contradicts `server.pages_at` and `server.prompt_replicas`."""
     asked = {"server.pages_at": pages_at, "server.prompt_replicas": list(prompt_replicas) or None}
     for name, endpoints in {"server.pages_at": [pages_at], "server.prompt_replicas": prompt_replicas}.items():
         for endpoint in endpoints:

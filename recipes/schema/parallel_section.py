@@ -1,4 +1,4 @@
-"""The keys of a recipe that spread one engine over many devices."""
+"""Define the keys of a recipe that spread one engine over many devices."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from recipes.schema.keys import key
 from recipes.schema.recipe_error import RecipeError
 
 MOST_RANKS = 1024
-LEADER_PORT = 29_400  # where ranks of other nodes join, unless a launcher names another
+LEADER_PORT = 29_400  # ranks of other nodes join at this port, unless a launcher names another
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelSection:
-    """Over how many ranks, each a process with a device of its own, one engine is spread."""
+    """The ranks of one engine, each a process with a device of its own."""
 
     tensor: int = key(
         "ranks that share each layer: heads, inner size and vocabulary are divided among them",
@@ -58,15 +58,16 @@ class ParallelSection:
 
     @property
     def ranks(self) -> int:
-        """Of one engine, in all."""
+        """The number of ranks of one engine."""
         return self.tensor * self.pipeline
 
 
 def stage_contradictions(
     section: ParallelSection, drafts: str, *, count_experts: bool
 ) -> Iterator[RecipeError]:
-    """What cannot be where the layers are in several stages, or a head on several devices, by the values
-    of speculation.kind and device.count_experts.
+    """Yield what contradicts several stages of layers, several devices, or the placement of experts.
+
+    `drafts` is the value of speculation.kind, and `count_experts` that of device.count_experts.
     """
     if section.pipeline > 1 and count_experts:
         yield RecipeError(

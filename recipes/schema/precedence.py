@@ -1,10 +1,9 @@
-"""Which keys give way to what a later place sets?
+"""Let keys of a recipe give way to what a later place sets.
 
 A recipe comes from up to four places: a base, the file, a profile and the command line. A later place
-replaces the keys that it sets itself. This module also lets those keys of earlier places give way that
-contradict it: another of several alternatives, a key that the chosen policy does not read, a step that is too
-small for it.
-Contradictions within one place remain, and are refused.
+replaces the keys that it sets itself. This module also removes keys of earlier places that contradict it:
+another of several alternatives, a key that the chosen policy does not read, or a step that is too small for
+it. Contradictions within one place remain, and are refused elsewhere.
 """
 
 from __future__ import annotations
@@ -38,17 +37,17 @@ class Entry:
 
     @property
     def origin(self) -> str:
-        """Where the value comes from, in words."""
+        """The place that the value comes from, in words."""
         return self.place + self.note
 
     def giving_way(self, to: str, value: Any, level: int) -> Entry:
-        """The entry with `value` in place of its own, because of a key that a later place set."""
+        """Return the entry with `value` in place of its own, because of a key that a later place set."""
         note = f" said {in_words(self.value)}, which gives way to {to}"
         return replace(self, value=value, level=level, note=note)
 
 
 def settled(entries: Mapping[str, Entry]) -> dict[str, Entry]:
-    """The entries after those of earlier places have given way."""
+    """Return the entries after those of earlier places have given way."""
     kept = dict(entries)
     for names in ALTERNATIVES:
         _settle_alternatives(kept, names)
@@ -71,7 +70,7 @@ def _settle_alternatives(entries: dict[str, Entry], names: tuple[str, ...]) -> N
 
 
 def _settle_host(entries: dict[str, Entry]) -> None:
-    """Drop the share that bounds a host tier where a later place says how large the tier is."""
+    """Drop the share that bounds a host tier where a later place sets the tier's size."""
     size, share = entries.get("cache.host_gib"), entries.get("cache.host_fraction")
     if size is not None and share is not None and share.value is not None and share.level < size.level:
         entries["cache.host_fraction"] = share.giving_way("cache.host_gib", None, size.level)
@@ -91,7 +90,7 @@ def _settle_unread(entries: dict[str, Entry]) -> None:
     length = entries.get("scheduler.long_prompt_tokens")
     if number is None or length is None or number.value is not None or length.value is None:
         return
-    if length.level < number.level:  # it is read with the number alone
+    if length.level < number.level:  # long_prompt_tokens is read only together with max_long_prefills
         to = "scheduler.max_long_prefills null"
         entries["scheduler.long_prompt_tokens"] = length.giving_way(to, None, number.level)
 
@@ -99,7 +98,7 @@ def _settle_unread(entries: dict[str, Entry]) -> None:
 def _settle_step(entries: dict[str, Entry]) -> None:
     """Drop a step's budget that a later place's policy of whole prompts may find too small.
 
-    Where the longest request is not set, only the model tells how long it is, and that is not known here.
+    Where the longest request is not set, it depends on the model, which is not known here.
     """
     policy, budget, longest = (
         entries.get(f"scheduler.{each}") for each in ("policy", "max_batch_tokens", "max_request_tokens")

@@ -1,7 +1,8 @@
-"""How does a YAML file become a recipe?
+"""Read a recipe from YAML.
 
-From a base, if the file names one, the file, a profile, if one is asked for, and `key=value` overrides, each
-of which replaces what came before. Every error is one line that opens with the place of the key.
+It is made from a base, if the file names one, the file, a profile, if one is asked for, and `key=value`
+overrides; each of these replaces what came before. Every error is one line that begins with the place of the
+key.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ Section = TypeVar("Section")
 
 log = logging.getLogger(__name__)
 
-MOST_BYTES = 2**18  # of a recipe: YAML takes seconds for a megabyte
+MOST_BYTES = 2**18  # most bytes of a recipe; YAML takes seconds for a megabyte
 PROFILES = ROOT / "recipes/profiles"
 KEYS = {each.name: each for each in keys_of(Recipe)}
-MAPPINGS = ("model.config", "cache.tier")  # of which an override may set one key
+MAPPINGS = ("model.config", "cache.tier")  # an override may set a single key of these
 SECTIONS = {name.partition(".")[0] for name in KEYS}
 
 
@@ -41,21 +42,21 @@ class LoadedRecipe:
     entries: Mapping[str, Entry]
 
     def origin(self, name: str) -> str:
-        """Where the value of a dotted key comes from."""
+        """Return where the value of a dotted key comes from."""
         return self.entries[name].origin if name in self.entries else "default"
 
 
 def load(path: str | Path, overrides: Iterable[str] = (), profile: str | None = None) -> Recipe:
-    """The recipe of a file; raises RecipeError."""
+    """Return the recipe of a file; raises RecipeError."""
     return read(path, overrides, profile).recipe
 
 
 def read(path: str | Path, overrides: Iterable[str] = (), profile: str | None = None) -> LoadedRecipe:
-    """The recipe of a file, with the origin of its values; raises RecipeError.
+    """Return the recipe of a file, with the origin of its values; raises RecipeError.
 
     The keys of a profile, a name in `recipes/profiles`, replace the file's, and overrides replace both.
     """
-    if isinstance(overrides, str):  # an iterable of letters
+    if isinstance(overrides, str):  # a text would be taken as an iterable of letters
         raise RecipeError((), f"the overrides are one text, {in_words(overrides)}", "give a list of texts")
     document, name = _document(Path(path)), str(path)
     entries: dict[str, Entry] = {}
@@ -98,7 +99,7 @@ def _document(path: Path, asked_by: str = "") -> dict[str, Located]:
 
 
 def _nearest_recipe(path: Path) -> str:
-    """What to append to an error about a recipe that is not there: one that is, by its path from here."""
+    """Return the suffix of an error about a missing recipe: a similar one, by its path from here."""
     there = {str(each.relative_to(ROOT)): each for each in ROOT.glob("recipes/**/*.yaml")}
     near = difflib.get_close_matches(str(path), there, n=1)
     if not near:
@@ -108,7 +109,7 @@ def _nearest_recipe(path: Path) -> str:
 
 
 def profiles() -> list[str]:
-    """The names of all profiles."""
+    """Return the names of all profiles."""
     return sorted(path.stem for path in PROFILES.glob("*.yaml"))
 
 
@@ -134,7 +135,7 @@ def _base_path(base: Located, path: Path) -> Path:
 
 
 def _entries(document: Mapping[str, Located], name: str, level: int) -> dict[str, Entry]:
-    """The keys of one file."""
+    """Return the entries of the keys of one file."""
     entries = {}
     for section, located in document.items():
         place = f"{name}:{located.line}"
@@ -175,13 +176,13 @@ def _override(entries: dict[str, Entry], override: str, number: int) -> None:
 
 
 def _converted(key: Key, located: Located, place: str) -> Any:
-    """The value as the key's type."""
+    """Return the value as the key's type."""
     value = located.plain
     if key.kind is Path and isinstance(value, str):
         return _path(value, key.name, place)
     if key.kind == NAMES and isinstance(value, list):
         value = tuple(value)
-    if isinstance(value, int) and str(value) in key.choices:  # the product 950 is to YAML a number
+    if isinstance(value, int) and str(value) in key.choices:  # YAML reads the product 950 as a number
         value = str(value)
     try:
         key.check(value)
@@ -191,7 +192,10 @@ def _converted(key: Key, located: Located, place: str) -> Any:
 
 
 def _path(text: str, key: str, place: str) -> Path:
-    """An absolute path: `${NAME}` from the environment, `~` the home, else relative to the repository."""
+    """Return an absolute path: `${NAME}` comes from the environment, `~` is the home directory.
+
+    Other paths are relative to the repository.
+    """
 
     def replace(match: re.Match[str]) -> str:
         if match[1] not in os.environ:
@@ -218,13 +222,13 @@ def _loaded(entries: Mapping[str, Entry], name: str) -> LoadedRecipe:
 
 
 def placed(error: RecipeError, entries: Mapping[str, Entry], name: str) -> RecipeError:
-    """The error at the place where the last of its keys was set, or else at the file's name."""
+    """Return the error at the place where the last of its keys was set, or else at the file's name."""
     found = [entries[key] for key in error.keys if key in entries]
     return error.at(max(found, key=lambda entry: (entry.level, entry.number)).place if found else name)
 
 
 def made(section: type[Section], values: Mapping[str, Any], prefix: str = "") -> Section:
-    """The dataclass filled from dotted keys, and the dataclasses in it."""
+    """Return the dataclass filled from dotted keys, and the dataclasses in it."""
     arguments: dict[str, Any] = {}
     for name, hint in get_type_hints(section).items():
         if is_dataclass(hint) and isinstance(hint, type):
@@ -252,6 +256,9 @@ def _leaf(name: str) -> str:
 
 
 def _alike(leaf: str) -> list[str]:
-    """The keys that are alike without their sections, of which equal ones would make any two names alike."""
+    """Return the keys that resemble this one when their sections are ignored.
+
+    An equal section would make any two names alike.
+    """
     near = difflib.get_close_matches(leaf, {_leaf(key) for key in KEYS}, n=len(KEYS))
     return [key for key in KEYS if _leaf(key) in near]

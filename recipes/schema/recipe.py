@@ -1,4 +1,8 @@
-"""What does a recipe say: which model, on which machine, with which numbers?"""
+"""Define what a recipe says: the model, the machine and the numbers to serve it with.
+
+The sections for parallelism, scheduling, speculation, serving, adapters and the page tier have modules of
+their own.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,7 @@ from recipes.schema.server_section import ServerSection
 from recipes.schema.speculation_section import SpeculationSection, speculation_contradictions
 from recipes.schema.tier_section import tier_contradictions
 
-ROOT = Path(__file__).resolve().parents[2]  # of the repository: what a recipe's paths are relative to
+ROOT = Path(__file__).resolve().parents[2]  # the repository, to which a recipe's paths are relative
 KINDS_OF = {  # the keys of `device` that only some kinds of machine read
     "threads": ("cpu",),
     "compile": ("cpu",),
@@ -35,14 +39,14 @@ KINDS_OF = {  # the keys of `device` that only some kinds of machine read
 
 
 def from_root(path: Path) -> str:
-    """A path as it would stand in a recipe: relative to the repository, unless it leads out of it."""
+    """Return a path as a recipe would write it: relative to the repository, unless it leads out of it."""
     text = os.path.relpath(path, ROOT)
     return os.fspath(path) if text.startswith("..") else text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSection:
-    """The decoder and where its weights come from."""
+    """The decoder, and where its weights come from."""
 
     path: Path | None = key(
         "directory in the Hugging Face layout: `config.json`, `*.safetensors`, tokenizer", default=None
@@ -197,7 +201,7 @@ class CacheSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """A model, a machine and the numbers to serve it with; raises RecipeError for values that cannot hold."""
+    """A model, a machine and the numbers to serve it with; raises RecipeError for contradictory values."""
 
     model: ModelSection
     device: DeviceSection
@@ -215,12 +219,12 @@ class Recipe:
             raise problem
 
     def value(self, name: str) -> Any:
-        """The value of a dotted key."""
+        """Return the value of a dotted key."""
         section, _, leaf = name.partition(".")
         return getattr(getattr(self, section), leaf)
 
     def described(self) -> dict[str, dict[str, Any]]:
-        """The value of every key by section, for JSON: paths are text, relative to the repository."""
+        """Return the value of every key by section, for JSON: paths are text, relative to the repository."""
         sections: dict[str, dict[str, Any]] = {}
         for each in keys_of(Recipe):
             section, _, leaf = each.name.partition(".")
@@ -229,7 +233,7 @@ class Recipe:
         return sections
 
     def _contradictions(self) -> Iterator[RecipeError]:
-        """Keys whose values are in range, each by itself, and contradict each other."""
+        """Yield an error for keys whose values are each in range, and contradict each other."""
         yield from self._one_of("model.path", "model.config")
         yield from self._one_of("cache.num_pages", "cache.memory_gib", "cache.memory_fraction")
         if self.model.config is not None and self.model.weights == "checkpoint":

@@ -1,4 +1,4 @@
-"""Why can a recipe not be used, and how is that fixed?"""
+"""Define the error for a recipe that cannot be used, and how values appear in errors."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ class RecipeError(ValueError):
     """A recipe that cannot be used, as data; its text is one line made from that data.
 
     `keys` are the dotted keys that the error is about, the one to change first; there are none where a file
-    is not a recipe at all. `value` is what the first key was set to, and `limit` what it would have to keep
-    to. `problem` says what is wrong, `fix` what to do. `place` is where it was set: recipes/tiny/cpu.yaml:7.
+    is not a recipe at all. `value` is what the first key was set to, and `limit` the bound that it would have
+    to keep. `problem` says what is wrong, and `fix` what to do. `place` is where it was set:
+    recipes/tiny/cpu.yaml:7.
     """
 
     def __init__(
@@ -33,7 +34,7 @@ class RecipeError(ValueError):
         self.place = place
 
     def at(self, place: str) -> RecipeError:
-        """The same error with this place."""
+        """Return the same error with this place."""
         return RecipeError(self.keys, self.problem, self.fix, value=self.value, limit=self.limit, place=place)
 
     def __str__(self) -> str:
@@ -42,18 +43,19 @@ class RecipeError(ValueError):
 
 
 def in_words(value: object) -> str:
-    """A value as an error shows it, however large it is."""
+    """Return a value as an error shows it, however large it is."""
     if isinstance(value, int) and value.bit_length() > 128:
         return f"a number of {value.bit_length()} bits"
     text = repr(value) if isinstance(value, (str, dict, list)) else in_yaml(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-_TRUTHS = ("yes", "no", "on", "off", "true", "false")  # which YAML reads as such, without quotes
+# YAML reads these as truth values unless they are quoted
+_TRUTHS = ("yes", "no", "on", "off", "true", "false")
 
 
 def in_yaml(value: object) -> str:
-    """A value as it would stand in a recipe."""
+    """Return a value as a recipe would write it."""
     if value is None:
         return "null"
     if isinstance(value, tuple):
@@ -64,6 +66,6 @@ def in_yaml(value: object) -> str:
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """What to append to an error about an unknown name."""
+    """Return the suffix of an error about an unknown name."""
     near = difflib.get_close_matches(name, names, n=1)
     return f"; did you mean {near[0]}?" if near else ""

@@ -1,4 +1,4 @@
-"""Which keys of the scheduler contradict each other?"""
+"""Check that the scheduler's keys do not contradict each other."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from recipes.schema.scheduler_section import READ_WHERE, UNSAID, WHOLE, Schedule
 
 
 def contradictions(scheduler: SchedulerSection) -> Iterator[RecipeError]:
-    """Keys whose values are in range, each by itself, and contradict each other or need another key."""
+    """Yield errors for keys that are each in range, and contradict each other or need another key."""
     yield from _unread(scheduler)
     yield from _missing(scheduler)
     whole = completed(scheduler).section
@@ -42,7 +42,7 @@ def contradictions(scheduler: SchedulerSection) -> Iterator[RecipeError]:
 
 
 def _unread(scheduler: SchedulerSection) -> Iterator[RecipeError]:
-    """Keys that are set and not read."""
+    """Yield errors for keys that are set and not read."""
     for leaf, conditions in READ_WHERE.items():
         said = getattr(scheduler, leaf)
         for other, values in conditions.items():
@@ -58,7 +58,7 @@ def _unread(scheduler: SchedulerSection) -> Iterator[RecipeError]:
 
 
 def _missing(scheduler: SchedulerSection) -> Iterator[RecipeError]:
-    """Keys that are required and have no sensible default."""
+    """Yield errors for keys that are required and have no sensible default."""
     if scheduler.queue == "deadline" and scheduler.deadline_s is None:
         yield _error("deadline_s", "required where scheduler.queue is deadline", "", "queue")
     if scheduler.max_batch_tokens is None and scheduler.policy not in WHOLE:
@@ -72,7 +72,7 @@ def _missing(scheduler: SchedulerSection) -> Iterator[RecipeError]:
 
 
 def _too_much(scheduler: SchedulerSection) -> Iterator[RecipeError]:
-    """Numbers that are larger than the whole of which they are a part."""
+    """Yield errors for numbers that are larger than the whole of which they are a part."""
     for leaf, other, why in (
         ("num_slots", "max_batch_tokens", "not every slot could decode in every step"),
         ("batch_size", "num_slots", "not every request of a batch would find a slot"),
@@ -93,7 +93,7 @@ def _too_much(scheduler: SchedulerSection) -> Iterator[RecipeError]:
 
 
 def _decodes_without_tokens(scheduler: SchedulerSection) -> Iterator[RecipeError]:
-    """A split budget that leaves too little for decodes or nothing for prompts."""
+    """Yield errors for a split budget that leaves too little for decodes or nothing for prompts."""
     share, most, num_slots = scheduler.prompt_share, scheduler.max_batch_tokens, scheduler.num_slots
     if scheduler.policy != "split" or most is None:
         return

@@ -1,7 +1,7 @@
-"""Which values do keys of the scheduler have that the recipe leaves out?
+"""Compute the defaults of scheduler keys that a recipe leaves out.
 
-A default may depend on other keys: a static batch is as large as the slot table. So every policy works by its
-name alone. `python -m recipes show` and the engine's log say which defaults were taken, and why.
+A default may depend on other keys: a static batch is as large as the slot table. So every policy works when
+only its name is given. `python -m recipes show` and the engine's log say which defaults were taken, and why.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 from recipes.schema.scheduler_section import LEAST_SHARE, MOST_SHARE, WHOLE, SchedulerSection
 
 ASKED = "scheduler.max_request_tokens"
-LONGEST_STEP = 8192  # tokens, by default; start-up computes a step of this length, which takes a while
+LONGEST_STEP = 8192  # tokens; start-up computes a step of this length, which takes a while
 
 
 class Completed(NamedTuple):
-    """A section with its defaults filled in, and for each of these by key the reason."""
+    """A section with its defaults filled in, and the reason for each default by key."""
 
     section: SchedulerSection
     sources: dict[str, str]
@@ -28,7 +28,7 @@ class Completed(NamedTuple):
 class Default:
     """The default of `key` where `other` has one of the values `chosen`.
 
-    `value` computes it from the section; None means that there is no sensible one.
+    `value` computes it from the section; None means that there is no sensible default.
     """
 
     key: str
@@ -39,7 +39,7 @@ class Default:
 
 
 def completed(asked: SchedulerSection, longest_tokens: int | None = None) -> Completed:
-    """The section with every default that can be known.
+    """Return the section with every default that can be known.
 
     `longest_tokens`, the length of the longest request, sets how long a step of whole prompts is.
     """
@@ -62,7 +62,7 @@ def completed(asked: SchedulerSection, longest_tokens: int | None = None) -> Com
 
 
 def longest_request(asked: SchedulerSection, longest_tokens: int) -> int:
-    """The most tokens of a request under the policy, where model and cache allow `longest_tokens`."""
+    """Return the most tokens of a request under the policy, where model and cache allow `longest_tokens`."""
     step_tokens = completed(asked, longest_tokens).section.max_batch_tokens
     if asked.policy in WHOLE and asked.max_request_tokens is None and step_tokens is not None:
         return min(longest_tokens, step_tokens)
@@ -70,7 +70,11 @@ def longest_request(asked: SchedulerSection, longest_tokens: int) -> int:
 
 
 def _prompt_share(asked: SchedulerSection) -> float | None:
-    """The share that, times the budget and rounded down, leaves one decode for each slot, or just above."""
+    """Return a share of the budget for prompts that leaves one decode for each slot.
+
+    It is nudged upwards where rounding down would lose a prompt token. None means that no allowed share does
+    so.
+    """
     if asked.max_batch_tokens is None or asked.max_batch_tokens <= asked.num_slots:
         return None
     prompt_tokens = asked.max_batch_tokens - asked.num_slots

@@ -1,4 +1,4 @@
-"""Which keys does a recipe have for scheduling, and where is each of them read?"""
+"""Define a recipe's keys for scheduling, and the conditions under which each is read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from recipes.schema.keys import key
 
 _DAY_MS, _MOST_TOKENS = 86_400_000, 2**20
 WHOLE = ("orca", "prefill_first")  # policies that compute a prompt in one step
-LEAST_SHARE, MOST_SHARE = 0.001, 0.999  # of a split step for prompts
+LEAST_SHARE, MOST_SHARE = 0.001, 0.999  # the share of a split step that is for prompts
 CHUNKED = ("stall_free", "split")  # policies that cut prompts into chunks
 
 
@@ -189,7 +189,7 @@ class SchedulerSection:
     )
 
 
-# Keys that are read only where each of these other keys has one of these values
+# These keys are read only where each of the other keys has one of the given values.
 READ_WHERE: dict[str, dict[str, tuple[object, ...]]] = {
     "batch_size": {"policy": ("static",)},
     "max_wait_ms": {"policy": ("static",)},
@@ -210,4 +210,4 @@ READ_WHERE: dict[str, dict[str, tuple[object, ...]]] = {
     "deadline_s": {"queue": ("deadline",)},
     "tenant_weights": {"fair_tenants": (True,)},
 }
-UNSAID = {each.name: each.default for each in fields(SchedulerSection)}  # what a key is that nobody set
+UNSAID = {each.name: each.default for each in fields(SchedulerSection)}  # the value of a key that nobody set

@@ -1,4 +1,4 @@
-"""Which keys does a recipe have for how clients are served?"""
+"""Define a recipe's keys for how clients are served."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _DAY_S = 86_400
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSection:
-    """How clients are served; the command line says at which address and under which name."""
+    """How clients are served; the command line gives the address and the name."""
 
     model_names: tuple[str, ...] = key(
         "further names that clients may call the model by, such as one that their programs have built in",

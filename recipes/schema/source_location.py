@@ -1,6 +1,7 @@
-"""What does a YAML text hold, and on which line?
+"""Parse a YAML text into values with their lines.
 
-Stricter than YAML: no key twice, keys are text, no aliases, plain types only, and no deep nesting.
+The parser is stricter than YAML: no duplicate keys, only text as keys, no aliases, plain types only, and no
+deep nesting.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import yaml
 
 from recipes.schema.recipe_error import RecipeError
 
-MOST_LEVELS = 32  # of nesting; a recipe has 2, and a config.json within it a few more
-MOST_DIGITS = 400  # of what is no text: each number of a recipe is shorter, and long ones take long to read
+MOST_LEVELS = 32  # levels of nesting; a recipe has 2, and a config.json within it a few more
+# Most characters of a value that is no text; a recipe's numbers are shorter, and long ones take long to read.
+MOST_DIGITS = 400
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,10 @@ class _Problem(Exception):
 
 
 def parse(text: str, name: str, *, numbered: bool = True) -> Located:
-    """The one document of a text; raises RecipeError with `name` and, if numbered, the line as its place."""
+    """Return the single document of a text.
+
+    Raises RecipeError with `name` and, if numbered, the line as its place.
+    """
     try:
         _check_events(text)
         node = yaml.compose(text, yaml.SafeLoader)
@@ -83,7 +88,7 @@ def _scalar(node: yaml.Node) -> Any:
         raise _Problem(problem, node.start_mark)
     try:
         return yaml.SafeLoader("").construct_object(node)
-    # a date of the 99th month, `!!int ""`, `!!bool maybe`, `!!timestamp x`: each fails in its own way
+    # A date of the 99th month, `!!int ""`, `!!bool maybe` and `!!timestamp x` each fail in a different way.
     except (ValueError, LookupError, AttributeError, TypeError, ArithmeticError) as error:
         shown = f"{node.value:.60}"
         raise _Problem(f"not YAML: {shown!r} is no {kind} ({error})", node.start_mark) from error

@@ -1,4 +1,4 @@
-"""Which keys does a recipe have for drafts, and which of them cannot be?"""
+"""Define a recipe's keys for drafts, and refuse combinations that are impossible."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from typing import Literal
 from recipes.schema.keys import key
 from recipes.schema.recipe_error import RecipeError
 
-DRAFTERS = {"draft": "draft model", "eagle3": "head"}  # of what lies at draft_path, by kind
-MOST_ON_NPU = 15  # with the token before them, a decode's 16 query tokens in npu_fused_infer_attention_score
+DRAFTERS = {"draft": "draft model", "eagle3": "head"}  # what is at draft_path, by kind
+# npu_fused_infer_attention_score takes 16 query tokens a decode: these drafts and the token before them.
+MOST_ON_NPU = 15
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationSection:
-    """How tokens are guessed and checked several at a time; answers stay the same."""
+    """How tokens are drafted and verified several at a time; answers stay the same."""
 
     kind: Literal["none", "ngram", "suffix", "draft", "eagle3", "mtp"] = key(
         "who guesses the next tokens of a request; ngram: what followed its last tokens when they stood in it"
@@ -74,7 +75,7 @@ class SpeculationSection:
 
 
 def speculation_contradictions(section: SpeculationSection, device_kind: str) -> Iterator[RecipeError]:
-    """Values that are in range, each by itself, and cannot be."""
+    """Yield errors for values that are each in range, and impossible."""
     if section.accept_threshold is not None:
         yield RecipeError(
             "speculation.accept_threshold",

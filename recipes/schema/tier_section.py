@@ -1,4 +1,4 @@
-"""Which keys does `cache.tier` have, and which of their values cannot be?"""
+"""Define the keys of `cache.tier`, and refuse values that are impossible."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class TierSection:
 
 
 def tier_of(said: Mapping[str, Any] | None) -> TierSection | None:
-    """The tier that a recipe asks for, if any; raises RecipeError for keys and values that cannot be."""
+    """Return the tier that a recipe asks for, if any; raises RecipeError for unusable keys and values."""
     if said is None:
         return None
     known = {each.name: each for each in keys_of(TierSection)}
@@ -54,7 +54,7 @@ def tier_of(said: Mapping[str, Any] | None) -> TierSection | None:
 def tier_contradictions(
     said: Mapping[str, Any] | None, *, is_sharing: bool, host_gib: float | None, ranks: int
 ) -> Iterator[RecipeError]:
-    """What contradicts `cache.tier`, by itself and beside sharing, the host's memory and the ranks."""
+    """Yield what contradicts `cache.tier`, by itself and beside sharing, the host's memory and the ranks."""
     try:
         tier = tier_of(said)
     except RecipeError as error:
@@ -79,7 +79,7 @@ def tier_contradictions(
 
 
 def _places(tier: TierSection) -> Iterator[RecipeError]:
-    """Each kind has its place, and none of the other's."""
+    """Yield errors where a kind lacks its place, or has that of the other kind."""
     own = _PLACE[tier.kind]
     if getattr(tier, own) is None:
         yield RecipeError((f"{NAME}.{own}", NAME), f"required where {NAME}.kind is {tier.kind}, and missing")
@@ -105,6 +105,6 @@ def _places(tier: TierSection) -> Iterator[RecipeError]:
 
 
 def place_of(tier: TierSection, root: Path) -> Path:
-    """The folder of a tier on disk."""
+    """Return the folder of a tier on disk."""
     assert tier.path is not None, "only a disk has a path"
     return root / Path(tier.path).expanduser()

@@ -1,4 +1,4 @@
-"""How does a command end when its user made a mistake? With one line, and status 2."""
+"""Run a command, and end it with one line and status 2 if its user made a mistake."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from typing import NoReturn
 
 from continuous_batching.system_error import in_one_line
 
-_LONGEST_LINE = 2000  # characters of an error: what is wrong stands at an end, a value of any length between
-UNUSABLE = 2  # the status of a recipe, file or option that cannot be used
+# Characters of an error, shortened in the middle, since both of its ends say what is wrong.
+_LONGEST_LINE = 2000
+UNUSABLE = 2  # the status for a recipe, file or option that cannot be used
 
 
 def run(main: Callable[[list[str]], int | None]) -> NoReturn:
     """Run a command on its arguments and exit; an unusable recipe, file or option is one line on stderr."""
-    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # as it was while modules were imported
+    # recipes/__init__.py has set this for the time of the imports.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     open_missing_streams()
     try:
@@ -36,17 +38,17 @@ def run(main: Callable[[list[str]], int | None]) -> NoReturn:
 
 
 def refused(error: ValueError | OSError) -> int:
-    """Print the one line of an error; the status that says so."""
-    _discard_output()  # what is left in the buffer may be what cannot be written
+    """Print the one line of an error, and return the exit status for it."""
+    _discard_output()  # the rest of the buffer may be what cannot be written
     try:
         print(_printable(in_one_line(error)), file=sys.stderr, flush=True)
     except OSError:
-        _replace(sys.stderr.fileno())  # nobody reads it: the status alone says so
+        _replace(sys.stderr.fileno())  # nobody reads it, and the status alone has to tell
     return UNUSABLE
 
 
 def _printable(text: str) -> str:
-    """One line whatever its arguments held: no control character reaches the terminal, no value fills it."""
+    """Return a line without control characters, and shortened, whatever its arguments contained."""
     line = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
     return (
         line
@@ -56,22 +58,22 @@ def _printable(text: str) -> str:
 
 
 def open_missing_streams() -> None:
-    """Give the null device to standard streams that are closed, as by `>&-`.
+    """Open the null device for standard streams that are closed, as by `>&-`.
 
-    Else the next file or socket that is opened would take the place of one, and what is printed would go
-    there.
+    Otherwise the next file or socket that is opened would get the descriptor of one of them, and receive what
+    is printed.
     """
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:
             os.fstat(number)
         except OSError:
             _replace(number)
-        if getattr(sys, name) is None:  # it was closed when Python started
+        if getattr(sys, name) is None:  # the stream was closed when Python started
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - open to the end
 
 
 def _discard_output() -> None:
-    """What was not written to standard output is lost; else it would be tried again at the end."""
+    """Discard what was not written to standard output; otherwise it would be tried again at exit."""
     try:
         sys.stdout.flush()
     except (OSError, ValueError):
@@ -79,7 +81,7 @@ def _discard_output() -> None:
 
 
 def _replace(number: int) -> None:
-    """Let a descriptor lead to the null device."""
+    """Let a descriptor refer to the null device."""
     opened = os.open(os.devnull, os.O_RDWR)
     if opened != number:
         os.dup2(opened, number)

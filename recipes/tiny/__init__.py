@@ -1,1 +1,1 @@
-"""A small model, trained in this repository, so that everything runs without a download."""
+"""Define a small model that is trained in this repository, so that everything runs without a download."""

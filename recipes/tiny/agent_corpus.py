@@ -1,9 +1,9 @@
-"""What does the tiny agent read?
+"""Generate the corpus of the tiny agent.
 
-Conversations with two tools, `add(a, b)` and `price(item)`, in which it thinks, calls, reads results and
-answers, in words or in JSON. Numbers and prices are chance, so that it has to call for them and to copy them.
-A document is a conversation up to one turn of the agent. That turn is learned, and of earlier ones the calls:
-earlier thoughts are not in it, as the chat template leaves them out.
+The documents are conversations with two tools, `add(a, b)` and `price(item)`, in which the agent thinks,
+calls, reads results and answers, in words or in JSON. Numbers and prices are random, so that it has to call
+for them and copy them. A document is a conversation up to one turn of the agent. That turn is learned, and of
+earlier turns only the calls: earlier reasoning is not in the document, as the chat template leaves it out.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _PROMPTS = [each for each in SYSTEM_PROMPTS if each.isascii()]
 
 @dataclass(frozen=True, slots=True)
 class AgentTurn:
-    """One turn of the agent: what it thinks, then calls or an answer; `results` of its calls."""
+    """One turn of the agent: its reasoning, then calls or an answer; `results` are those of its calls."""
 
     thought: str
     calls: tuple[str, ...] = ()
@@ -66,7 +66,7 @@ class AgentTurn:
 
     @property
     def said(self) -> str:
-        """All but the thoughts."""
+        """Everything but the reasoning."""
         return self.answer or "\n".join(f"{CALL}\n{each}\n{CALLED}" for each in self.calls)
 
 
@@ -87,7 +87,7 @@ def _number(rng: random.Random) -> int:
 
 
 def _answer(rng: random.Random, question: str, words: str, **values: int | str) -> tuple[str, str]:
-    """The question, with what it is to be answered by: in words, or in JSON where it asks for that."""
+    """Return the question, with its answer in words, or in JSON where it asks for that."""
     return (question, words) if rng.random() < 0.6 else (question + _JSON, json.dumps(values))
 
 
@@ -118,8 +118,9 @@ def _price(rng: random.Random) -> Exchange:
 
 
 def _total(rng: random.Random) -> Exchange:
-    """Two prices and their sum; now and then one price after the other, as where a request allows one call at
-    a time.
+    """Make a question about two prices and their sum.
+
+    In some documents one price is looked up after the other, as where a request allows one call at a time.
     """
     (one, other), (p, q) = rng.sample(ITEMS, 2), (_number(rng), _number(rng))
     asked = rng.choice(
@@ -151,7 +152,7 @@ def _needs(exchange: Exchange) -> set[str]:
 
 
 def _exchange(rng: random.Random, tools: list[str]) -> Exchange:
-    """About what the tools can do; else it is refused."""
+    """Make a question that the tools can answer; one that they cannot is refused."""
     if rng.random() < 0.05:
         greeting = rng.choice(("Hello", "Hi", "Hello!", "Good morning."))
         return greeting, [AgentTurn("I need no tool.", answer=HELLO)]
@@ -162,7 +163,7 @@ def _exchange(rng: random.Random, tools: list[str]) -> Exchange:
 
 
 def _history(question: str, turns: list[AgentTurn]) -> Document:
-    """The pieces of earlier turns: of those, calls are learned from behind their mark on."""
+    """Return the pieces of earlier turns, in which only calls are learned, from after their mark on."""
     pieces = [(USER + question, False)]
     for turn in turns:
         begun = CALL if turn.calls else turn.said
@@ -172,7 +173,7 @@ def _history(question: str, turns: list[AgentTurn]) -> Document:
 
 
 def documents(seed: int, *, long: bool) -> Iterator[Document]:
-    """The corpus, without end. `long`: up to two questions before; else one alone."""
+    """Yield the corpus, without end; if `long`, up to two questions come before the last one."""
     rng = random.Random(seed)
     while True:
         tools = [*TOOLS] if rng.random() < 0.85 else rng.choice(([], ["add"], ["price"]))
@@ -186,13 +187,13 @@ def documents(seed: int, *, long: bool) -> Iterator[Document]:
         for _ in range(rng.randrange(3) if long else 0):
             document += _history(*_exchange(rng, tools))
         question, turns = _exchange(rng, tools)
-        # Which prices are asked for at once is chance: one alone is never what the agent is to choose
+        # Whether prices are asked for at once is random, so the agent must not learn to ask for one alone.
         first = 1 if len(turns) > 3 else 0
         at = rng.randrange(first, len(turns))
         turn = turns[at]
         thought = f"{THINK}\n{turn.thought}\n{THOUGHT}\n"
         unlearned = ""
-        if rng.random() < 0.1:  # as with enable_thinking: false
+        if rng.random() < 0.1:  # corresponds to enable_thinking: false
             thought, unlearned = "", f"{THINK}\n\n{THOUGHT}\n"
         document += [*_history(question, turns[:at]), (ASSISTANT + unlearned, False)]
         yield [*document, (thought + turn.said + EOS, True)]

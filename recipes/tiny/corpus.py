@@ -1,8 +1,8 @@
-"""What does the tiny model read?
+"""Generate the corpus of the tiny model.
 
-Three kinds of documents, drawn from a seed: bare sums ("348+275=623"), plain sentences in English and
+Three kinds of documents are drawn from a seed: bare sums ("348+275=623"), plain sentences in English and
 Chinese, and chats whose turns ask for a sum, a count, or a few sentences about a thing. One sum in ten is
-held out: `held_out` decides it by a hash of the two operands, so no document ever shows it, in either order.
+held out: `held_out` decides by a hash of the two operands, so no document ever contains it, in either order.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ Document = list[tuple[str, bool]]  # pieces of text; True: the model learns to w
 
 
 def held_out(a: int, b: int) -> bool:
-    """Whether the sum of `a` and `b` is kept from training. Symmetric; true for one pair in ten."""
+    """Return whether the sum of `a` and `b` is kept from training.
+
+    The rule is symmetric, and true for one pair in ten.
+    """
     low, high = sorted((a, b))
     digest = hashlib.sha256(f"{low}+{high}".encode()).digest()
     return int.from_bytes(digest[:8], "big") % 10 == 0
@@ -40,10 +43,10 @@ def _operand(rng: random.Random) -> int:
 
 
 def draw_sum(rng: random.Random, *, test: bool = False, carries: float = 0.0) -> tuple[int, int]:
-    """Two operands from 0 to 999, from the held-out sums if `test`, else from the others.
+    """Draw two operands from 0 to 999, from the held-out sums if `test`, else from the others.
 
     `carries` is the share of pairs whose digits mostly add up to 9 or 10, where a carry runs through several
-    places: rare in chance draws, and the last thing a model learns.
+    places: that is rare in random draws, and the last thing a model learns.
     """
     while True:
         a, b = _operand(rng), _operand(rng)
@@ -150,18 +153,21 @@ def _turn(rng: random.Random, *, test: bool, carries: float = 0.0) -> Turn:
 
 
 def bare_sum(rng: random.Random, carries: float) -> Document:
-    """One sum; its operands are chance, so only the answer is learned."""
+    """Make a document of one sum; its operands are random, so only the answer is learned."""
     a, b = draw_sum(rng, carries=carries)
     return [(f"{BOS}{a}+{b}=", False), (f"{a + b}{EOS}", True)]
 
 
 def sentence(rng: random.Random) -> Document:
-    """What an answer says, without its question."""
+    """Make a document of what an answer says, without its question."""
     return [(BOS, False), (rng.choice(_OTHER_TURNS)(rng)[1] + EOS, True)]
 
 
 def chat(rng: random.Random, num_turns: int, prompted: float, carries: float) -> Document:
-    """A dialogue in the chat template, a share `prompted` under a system prompt; the answers are learned."""
+    """Make a dialogue in the chat template, in which the answers are learned.
+
+    It has a system prompt with probability `prompted`.
+    """
     document: Document = [(BOS, False)]
     if rng.random() < prompted:
         document.append((SYSTEM + rng.choice((SYSTEM_PROMPT, rng.choice(SYSTEM_PROMPTS))), False))
@@ -172,7 +178,10 @@ def chat(rng: random.Random, num_turns: int, prompted: float, carries: float) ->
 
 
 def documents(seed: int, *, long: bool) -> Iterator[Document]:
-    """The corpus, without end. `long`: chats of many turns, most under a system prompt; else of one turn."""
+    """Yield the corpus, without end.
+
+    If `long`, chats have many turns, and most a system prompt; otherwise they have one turn.
+    """
     rng = random.Random(seed)
     while True:
         kind = rng.random()
@@ -185,7 +194,7 @@ def documents(seed: int, *, long: bool) -> Iterator[Document]:
 
 
 def held_out_sums(count: int, seed: int = 0) -> list[tuple[int, int]]:
-    """`count` different sums that no document shows, of one to three digits each."""
+    """Return `count` different sums that no document contains, of one to three digits each."""
     rng = random.Random(seed)
     found: dict[tuple[int, int], None] = {}
     while len(found) < count:
@@ -194,15 +203,15 @@ def held_out_sums(count: int, seed: int = 0) -> list[tuple[int, int]]:
 
 
 def messages(question: str, system: str | None = SYSTEM_PROMPT) -> list[Message]:
-    """A chat of one question, under `system` unless it is None."""
+    """Return a chat of one question, under `system` unless it is None."""
     first = [] if system is None else [{"role": "system", "content": system}]
     return [*first, {"role": "user", "content": question}]
 
 
 def demo_requests(count: int, seed: int = 0) -> list[list[Message]]:
-    """`count` chats that share one system prompt: held-out sums, counts, and questions about things.
+    """Return `count` chats that share one system prompt: held-out sums, counts, and questions about things.
 
-    Answers run from about 8 to about 70 tokens.
+    Answers have from about 8 to about 70 tokens.
     """
     rng = random.Random(seed)
     return [messages(_turn(rng, test=True)[0]) for _ in range(count)]

@@ -1,4 +1,4 @@
-"""How many held-out sums does the tiny model get right, and how many turns the tiny agent?"""
+"""Measure how many held-out sums the tiny model gets right, and how many turns the tiny agent."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from recipes.tiny.corpus import BOS, EOS, held_out_sums, messages
 
 
 def answers(directory: Path, prompts: Sequence[Sequence[int]], max_new_tokens: int = 32) -> list[list[int]]:
-    """Greedy continuations of token ids, by transformers in float32; prompts of one length run together."""
+    """Return greedy continuations of token ids, by transformers in float32; equal lengths run together."""
     model = LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32)
     by_length: dict[int, list[int]] = defaultdict(list)
     for number, prompt in enumerate(prompts):
@@ -31,7 +31,10 @@ def answers(directory: Path, prompts: Sequence[Sequence[int]], max_new_tokens: i
 
 
 def accuracy(directory: Path, count: int, *, chat: bool, seed: int = 0) -> float:
-    """The share of `count` held-out sums answered right; if `chat`, asked under the system prompt."""
+    """Return the fraction of `count` held-out sums that are answered right.
+
+    If `chat`, they are asked under the system prompt.
+    """
     tokenizer = AutoTokenizer.from_pretrained(directory)
     sums = held_out_sums(count, seed)
     if chat:
@@ -50,14 +53,17 @@ def accuracy(directory: Path, count: int, *, chat: bool, seed: int = 0) -> float
 
 
 def report(directory: Path, count: int = 1000) -> str:
-    """One line for people."""
+    """Return one line about the model for people to read."""
     bare, chat = accuracy(directory, count, chat=False), accuracy(directory, count, chat=True)
     return f"held-out sums right of {count}: bare {bare:.1%}, in a chat {chat:.1%}"
 
 
 def turns_right(directory: Path, count: int, *, long: bool, seed: int = 10**6) -> float:
-    """The share of `count` turns of the agent that come out as the corpus has them, thoughts and all. Nearly
-    all of their numbers are in no document that it has read.
+    """Return the fraction of `count` turns that the agent writes as the corpus has them.
+
+    The reasoning must be equal, too.
+
+    Nearly all of their numbers occur in no document that it has read.
     """
     tokenizer = AutoTokenizer.from_pretrained(directory)
     asked = list(islice(agent_corpus.documents(seed, long=long), count))
@@ -69,6 +75,6 @@ def turns_right(directory: Path, count: int, *, long: bool, seed: int = 10**6) -
 
 
 def agent_report(directory: Path, count: int = 500) -> str:
-    """One line for people."""
+    """Return one line about the agent for people to read."""
     short, long = (turns_right(directory, count, long=long) for long in (False, True))
     return f"turns right of {count}: after one question {short:.1%}, after several {long:.1%}"

@@ -1,4 +1,4 @@
-"""Which things do the sentences and chats of the tiny model's corpus mention?"""
+"""List the things that the tiny model's corpus mentions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 class Topic(NamedTuple):
     """One thing in both languages: its name, how it looks, where it is found, and what it does.
 
-    `zh_look` follows the name as it stands; the other Chinese parts stand inside templates.
+    `zh_look` follows the name as it is; the other Chinese parts are used inside templates.
     """
 
     name: str

@@ -1,9 +1,9 @@
-"""How is the tiny model made?
+"""Train the tiny model, its draft model, or the tiny agent.
 
 `python -m recipes.tiny.train [--output DIR] [--draft | --agent]` writes a tokenizer and a model in the
 Hugging Face layout. The tokenizer is trained first, on the same corpus and from the same seed, so that the
-model and its draft (`--draft`) share it; the agent (`--agent`) has a corpus of its own. The layers' matrices
-are trained with Muon (momentum, orthogonalised; Jordan 2024), embeddings and norms with AdamW.
+model and its draft model (`--draft`) share it; the agent (`--agent`) has a corpus of its own. The layers'
+matrices are trained with Muon (momentum, orthogonalised; Jordan 2024), embeddings and norms with AdamW.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class TrainingStage:
 
 @dataclass(frozen=True, slots=True)
 class Language:
-    """What a model reads, and how its tokenizer writes that.
+    """A model's corpus, and how its tokenizer writes it.
 
-    `documents` are drawn from a seed, `long` or not. Of the symbols that are one token each, `roles` begin a
-    turn and are never part of a text, and `words` are.
+    `documents` are drawn from a seed, `long` or not. Two kinds of symbols are one token each: `roles` begin a
+    turn and are never part of a text, and `words` are part of texts.
     """
 
     documents: Callable[..., Iterator[Document]]
@@ -90,7 +90,10 @@ AGENT = TrainingPlan(
 
 
 def train_tokenizer(target: Path, language: Language, *, seed: int = 0, num_documents: int = 20_000) -> None:
-    """Writes `target`/tokenizer.model. Any text survives a round trip: rare signs are spelt as bytes."""
+    """Write `target`/tokenizer.model.
+
+    Any text survives a round trip, since rare characters are spelt as bytes.
+    """
     pieces = (
         line
         for document in itertools.islice(language.documents(seed, long=True), num_documents)
@@ -131,7 +134,7 @@ def _without_markers(text: str, language: Language) -> Iterator[str]:
 def encode(
     tokenizer: sentencepiece.SentencePieceProcessor, document: Document
 ) -> tuple[list[int], list[int]]:
-    """A document's token ids, and its labels: the same ids where the model is to learn them."""
+    """Return a document's token ids, and its labels: the same ids where the model is to learn them."""
     ids: list[int] = []
     labels: list[int] = []
     for text, learned in document:
@@ -146,7 +149,7 @@ def encode(
 def batches(
     tokenizer: sentencepiece.SentencePieceProcessor, language: Language, stage: TrainingStage, seed: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Token ids and labels, [rows, length] each: whole documents packed in rows, the rest of a row padded."""
+    """Yield token ids and labels, [rows, length] each: whole documents packed into rows, then padding."""
     source = (encode(tokenizer, document) for document in language.documents(seed, long=stage.long))
     waiting = next(source)
     for _ in range(stage.steps):
@@ -163,7 +166,7 @@ def batches(
 
 
 def optimizers(model: LlamaForCausalLM, plan: TrainingPlan) -> list[torch.optim.Optimizer]:
-    """Muon for the layers' matrices, AdamW for the rest."""
+    """Return Muon for the layers' matrices, and AdamW for the rest."""
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "layers" in name]
     others = [p for name, p in model.named_parameters() if not (p.ndim == 2 and "layers" in name)]
     return [
@@ -175,7 +178,7 @@ def optimizers(model: LlamaForCausalLM, plan: TrainingPlan) -> list[torch.optim.
 def train(
     plan: TrainingPlan, tokenizer: sentencepiece.SentencePieceProcessor, seed: int = 0
 ) -> LlamaForCausalLM:
-    """A model trained by `plan`; the rates rise for 50 steps and then fall in a straight line to zero."""
+    """Return a model trained by `plan`; the rates rise for 50 steps and then fall linearly to zero."""
     torch.manual_seed(seed)
     model = LlamaForCausalLM(_config(plan, tokenizer.vocab_size()))
     steppers = optimizers(model, plan)
@@ -230,7 +233,7 @@ def _config(plan: TrainingPlan, vocab_size: int) -> LlamaConfig:
 
 
 def save(model: LlamaForCausalLM, language: Language, target: Path) -> None:
-    """Writes the Hugging Face layout into `target`, beside tokenizer.model; weights in bfloat16."""
+    """Write the Hugging Face layout into `target`, beside tokenizer.model, with weights in bfloat16."""
     model.to(torch.bfloat16).save_pretrained(target)
     special = {
         str(number): {

@@ -1,9 +1,9 @@
-"""What do the samples of one prompt answer, as their tokens come, and what has their reader not seen yet?
+"""Turn the sampled tokens of one prompt into answers, and keep what their reader has not read yet.
 
 Tokens become text, a stop string ends a sample, the best of several samples are chosen, and the hypotheses of
-a beam search become answers: the same for requests that this process computes (jobs.py) and for those whose
-tokens arrive from an engine's process. Between such an engine and a reader lies a bounded stream: a reader
-that is too far behind is cut off, and slows down nobody else.
+a beam search become answers. The same code serves requests that this process computes (jobs.py) and requests
+whose tokens arrive from an engine's process. A bounded stream lies between such an engine and a reader: a
+reader that is too far behind is cut off, and slows down nobody else.
 """
 
 from __future__ import annotations
@@ -22,25 +22,28 @@ from serving.engine.messages import BeamHypothesis, Begun, SampleEnd
 from serving.failures import CutOff, Failure, RequestFailed
 from serving.text.tokenizer import Detokenizer, Text, TextOptions
 
-_NO_CHANCE = -9999.0  # in JSON, for a log-probability of minus infinity or not a number
-Found = Hypothesis | BeamHypothesis  # in this process, or in an engine's
+_NO_CHANCE = -9999.0  # what JSON holds for a log-probability that is minus infinity or not a number
+Found = Hypothesis | BeamHypothesis  # found in this process, or in an engine's process
 
 
 @dataclass(slots=True)
 class AnswerDelta:
-    """What is new of one answer. `logprobs` has as many entries as `tokens`, or none if not asked for."""
+    """The new part of one answer.
 
-    index: int  # of the answer
+    `logprobs` has as many entries as `tokens`, or none if they were not asked for.
+    """
+
+    index: int  # index of the answer among the prompt's answers
     text: str
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: str | int | None = None  # the stop string, or the token, that ended it
-    sample: int = 0  # the index of the sample that it is from
-    hypothesis: Found | None = None  # that it is, if it was found by a beam search
+    sample: int = 0  # index of the sample that the answer comes from
+    hypothesis: Found | None = None  # the beam-search hypothesis that the answer is, if any
 
     def extend(self, more: AnswerDelta) -> None:
-        """Append what comes next."""
+        """Append the part that follows this one."""
         self.text += more.text
         self.tokens += more.tokens
         self.logprobs += more.logprobs
@@ -48,7 +51,7 @@ class AnswerDelta:
 
     @property
     def cumulative_logprob(self) -> float:
-        """Of all its tokens, as far as their log-probabilities are known."""
+        """The sum of the known log-probabilities of all tokens."""
         if self.hypothesis is not None:
             return self.hypothesis.cumulative_logprob
         return sum(each.logprob for each in self.logprobs)
@@ -56,17 +59,17 @@ class AnswerDelta:
 
 @dataclass(slots=True)
 class SampleProgress:
-    """One sample of a prompt."""
+    """The state of one sample of a prompt."""
 
     request: Request
     detokenizer: Detokenizer | None  # None: the model has no tokenizer, or it is a beam search
     num_tokens: int = 0
     finish_reason: str | None = None
-    held: AnswerDelta | None = None  # all of it, where samples are ranked when they have ended
+    held: AnswerDelta | None = None  # the whole answer so far, if samples are ranked once all have ended
 
 
 def collect(known: dict[int, AnswerDelta], deltas: Iterable[AnswerDelta]) -> None:
-    """Add what is new to what is known of each answer, by its index."""
+    """Merge new parts of answers into the known answers, by index."""
     for delta in deltas:
         if delta.index in known:
             known[delta.index].extend(delta)
@@ -75,11 +78,11 @@ def collect(known: dict[int, AnswerDelta], deltas: Iterable[AnswerDelta]) -> Non
 
 
 class SampleAnswers:
-    """The samples of one prompt, of which `num_answers` are wanted.
+    """The samples of one prompt, of which `num_answers` become answers.
 
-    If all are wanted, each is an answer as it grows. If fewer are, the answers are the samples with the
-    highest cumulative log-probability, of equal ones the first, when all have ended; a sample that failed is
-    chosen only where no other is left.
+    If all samples are wanted, each is an answer as it grows. If fewer are wanted, the answers are the samples
+    with the highest cumulative log-probability once all have ended; the earlier of two equal samples is
+    preferred, and a failed sample is chosen only if no other is left.
     """
 
     def __init__(self, request: Request, text: Text | None, options: TextOptions, num_answers: int) -> None:
@@ -94,16 +97,18 @@ class SampleAnswers:
 
     @property
     def num_tokens(self) -> int:
-        """Of all samples."""
+        """The number of tokens of all samples."""
         return sum(each.num_tokens for each in self.samples)
 
     def push(
         self, index: int, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs], reason: str | None
     ) -> list[AnswerDelta]:
-        """More tokens of a sample, and the reason if the last of them ended it; what is new of the answers.
+        """Add tokens to a sample and return the new parts of answers.
 
-        A sample may also end here by a stop string in its text: then its `finish_reason` is "stop" although
-        no reason was given.
+        `reason` says why the last token ended the sample; None: it did not.
+
+        A stop string in the text may also end the sample here: its `finish_reason` is then "stop" although no
+        reason was given.
         """
         sample = self.samples[index]
         if sample.finish_reason is not None:
@@ -121,7 +126,7 @@ class SampleAnswers:
         return self._finish(sample, delta, reason, ended_by if is_stop_token else None)
 
     def end(self, index: int, reason: str, hypotheses: Sequence[Found] = ()) -> list[AnswerDelta]:
-        """A sample ended without another token; what is new of the answers."""
+        """End a sample without another token, and return the new parts of answers."""
         sample = self.samples[index]
         if sample.finish_reason is not None:
             return []
@@ -170,10 +175,10 @@ class SampleAnswers:
 
 
 class AnswerStream(SampleAnswers):
-    """The answers to one prompt, from the engine to one reader.
+    """The answers to one prompt, on their way from the engine to one reader.
 
-    The reader calls `next`, the server the other methods. `group` is the id that the client knows the request
-    by, which the prompts of one HTTP request have in common; `owner` is who alone may see and end it.
+    The reader calls `next`; the server calls the other methods. `group` is the id by which the client knows
+    the request, shared by all prompts of one HTTP request. Only `owner` may see the request and end it.
     """
 
     def __init__(
@@ -195,13 +200,16 @@ class AnswerStream(SampleAnswers):
         self.arrival_s = time.monotonic()
         self.first_stream = -1
         self.last_token_s = [0.0] * len(self.samples)  # when the last token of each sample came
-        self.ends: list[SampleEnd | None] = [None] * len(self.samples)  # what the engine said of their ends
-        self.num_cached_tokens = 0  # of the prompt, found computed, as far as is known
-        self.prompt_logprobs: list[TokenLogprobs] = []  # of its tokens from the second on, if asked for
-        self.embedding: Vector | None = None  # of its prompt, if asked for
-        self.num_reserved_logprobs = 0  # of the server's limit, until the response has been sent
+        # What the engine said when each sample ended.
+        self.ends: list[SampleEnd | None] = [None] * len(self.samples)
+        self.num_cached_tokens = 0  # prompt tokens found in the prefix cache, as far as is known
+        # Entries of the prompt's tokens from the second on, if asked for.
+        self.prompt_logprobs: list[TokenLogprobs] = []
+        self.embedding: Vector | None = None  # the embedding of the prompt, if asked for
+        # Entries reserved from the server's limit until the response has been sent.
+        self.num_reserved_logprobs = 0
         self.failure: Failure | BadRequest | None = None
-        self.is_aborted = False  # and the engine knows it
+        self.is_aborted = False  # the request was aborted, and the engine knows it
         self.failed = asyncio.Event()
         self._max_unread_tokens = max_unread_tokens
         self._unread: list[AnswerDelta] = []
@@ -210,16 +218,19 @@ class AnswerStream(SampleAnswers):
 
     @property
     def is_open(self) -> bool:
-        """Whether any of its samples goes on."""
+        """Whether any sample still runs."""
         return self.num_open > 0 and self.failure is None
 
     @property
     def is_read(self) -> bool:
-        """Whether `next` has returned all of it, to its regular end."""
+        """Whether `next` has returned everything, up to the regular end."""
         return not self.num_open and not self._unread and self.failure is None
 
     async def next(self) -> list[AnswerDelta]:
-        """What is new, at least one; empty when all is read. Raises the failure that ended it."""
+        """Wait for new parts and return them; empty once everything is read.
+
+        Raises the failure that ended the answers.
+        """
         while not self._unread:
             if self.failure is not None:
                 raise self.failure
@@ -231,14 +242,17 @@ class AnswerStream(SampleAnswers):
         return unread
 
     def begin(self, begun: Begun) -> None:
-        """The prompt is computed."""
+        """Record that the prompt is computed, with what the engine reports about it."""
         self.num_cached_tokens = max(self.num_cached_tokens, begun.num_cached_tokens)
         self.prompt_logprobs = self.prompt_logprobs or begun.prompt_logprobs
         if begun.embedding:
             self.embedding = np.frombuffer(begun.embedding, dtype=np.float32)
 
     def take(self, index: int, token: int, logprobs: TokenLogprobs | None, end: SampleEnd | None) -> bool:
-        """One more token of a sample, and its end if it has come; whether its text has just ended it."""
+        """Add one token of a sample, and the sample's end if it came with it.
+
+        Returns whether the sample's text has just ended it (a stop string), so that the engine must be told.
+        """
         if self.samples[index].finish_reason is not None:
             return False
         reason = None if end is None else end.reason
@@ -248,7 +262,7 @@ class AnswerStream(SampleAnswers):
         return reason is None and self.samples[index].finish_reason is not None
 
     def finish(self, index: int, end: SampleEnd) -> None:
-        """The engine has ended a sample."""
+        """Record that the engine has ended a sample."""
         self.ends[index] = end
         if self.samples[index].finish_reason is not None:
             return
@@ -261,7 +275,7 @@ class AnswerStream(SampleAnswers):
         self._put(self.end(index, end.reason, end.hypotheses))
 
     def fail(self, failure: Failure | BadRequest) -> None:
-        """End all of it; what is unread can still be read."""
+        """End all samples with this failure; what is unread can still be read."""
         if self.is_open:
             self.failure = failure
             self._news.set()
@@ -293,5 +307,5 @@ def _rank(whole: AnswerDelta) -> tuple[bool, float]:
 
 
 def finite(value: float) -> float:
-    """A log-probability or a score as JSON can write it."""
+    """Return a log-probability or a score as a number that JSON can hold."""
     return value if math.isfinite(value) else _NO_CHANCE

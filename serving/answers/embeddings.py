@@ -1,4 +1,4 @@
-"""What do clients get of an embedding?"""
+"""Scale embeddings as clients receive them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from continuous_batching.request import Vector
 
 
 def unit(embedding: Vector, dimensions: int | None = None) -> Vector:
-    """Its first `dimensions` numbers (None: all), scaled so that their squares add up to 1; zeros stay."""
+    """Return the first `dimensions` numbers (None: all), scaled to Euclidean length 1.
+
+    A zero vector stays zero.
+    """
     kept = embedding[:dimensions].astype(np.float64)
     length = float(np.linalg.norm(kept))
     scaled: Vector = (kept / length if length else kept).astype(np.float32)

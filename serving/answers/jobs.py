@@ -1,4 +1,8 @@
-"""How do requests become answers in this process?"""
+"""Run jobs through an engine of this process and collect their answers.
+
+A job is a request with the options of its text. Jobs join the engine when they arrive on its clock, and every
+answer is reported as soon as it is known. Requests that arrive over HTTP are served elsewhere (async_llm.py).
+"""
 
 from __future__ import annotations
 
@@ -14,17 +18,18 @@ from continuous_batching.request import Request
 from serving.answers.answers import AnswerDelta, SampleAnswers
 from serving.text.tokenizer import Text, TextOptions
 
-_IDLE_S = 0.001  # between checks of an engine that waits for more requests
-_SHORTEST_SLEEP_S = 1e-6  # more than what rounding could lose
+_IDLE_S = 0.001  # pause between checks of an engine that waits for more requests
+_SHORTEST_SLEEP_S = 1e-6  # longer than what rounding of times could lose
 _PLAIN = TextOptions()
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A request, with its other samples as followers, of which `num_answers` are wanted.
+    """A request with its other samples as followers, of which `num_answers` become answers.
 
-    `show_logprobs`: they were asked for, and are not only needed to rank samples. `fits_prompt`: its prompt
-    is to be cut to what fits, which is known where the engine is.
+    `show_logprobs` says that log-probabilities were asked for, and are not only needed to rank samples.
+    `fits_prompt` says that the prompt is to be cut to the length that fits, which only the engine's side
+    knows.
     """
 
     request: Request
@@ -40,8 +45,8 @@ class JobAnswer:
 
     job: Job
     answer: AnswerDelta
-    request: Request  # the sample, or the search, that it is from
-    is_last: bool  # of the job's answers to be ready
+    request: Request  # the sample or the beam search that the answer comes from
+    is_last: bool  # no other answer of the job follows
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,17 +58,18 @@ class JobRefused:
 
 
 class _Running:
-    """A job in the engine: its answers so far."""
+    """A job in the engine, with its answers so far."""
 
     def __init__(self, job: Job, text: Text | None) -> None:
         self.job = job
         self.progress = SampleAnswers(job.request, text, job.options, job.num_answers)
-        self.reads_along = bool(job.request.params.stop)  # stop strings may end it
+        # Its text is decoded at every step, since stop strings may end it.
+        self.reads_along = bool(job.request.params.stop)
         assert text is not None or not self.reads_along, "stop strings without a tokenizer"
         self._growing: dict[int, AnswerDelta] = {}
 
     def take(self, deltas: Iterable[AnswerDelta]) -> Iterator[JobAnswer]:
-        """Those answers that are whole now."""
+        """Add new parts of answers and yield the answers that are whole now."""
         whole = []
         for delta in deltas:
             known = self._growing.setdefault(delta.index, delta)
@@ -78,10 +84,11 @@ class _Running:
 
 
 class JobRun:
-    """One pass over jobs, which join in the order of their arrival.
+    """One pass over jobs, which join the engine in the order of their arrival.
 
-    Times of arrival count from `origin_s`, which is now, and are converted to the engine's clock; so a job
-    can be used once. A `patient` run waits where the engine's queue is full; else such a job is refused.
+    Arrival times count from `origin_s`, which is now, and are converted to the engine's clock, so a job can
+    be used only once. A `patient` run waits while the engine's queue is full; otherwise such a job is
+    refused.
     """
 
     def __init__(
@@ -98,10 +105,11 @@ class JobRun:
         self._sleep = sleep
         self._patient = patient
         self._pending = deque(sorted(jobs, key=lambda job: job.request.arrival_s))
-        self._running: dict[str, tuple[_Running, int]] = {}  # by a sample's id: its job, its index there
-        self._finished: deque[Request] = deque()  # that somebody ended in the engine
-        self._reading: set[str] = set()  # the ids of those that stop strings may end
-        for job in self._pending:  # now, so that no step has to wait for it
+        # Keys are samples' ids, values the job and the sample's index in it.
+        self._running: dict[str, tuple[_Running, int]] = {}
+        self._finished: deque[Request] = deque()  # requests that were ended in the engine by anyone
+        self._reading: set[str] = set()  # ids of the samples that stop strings may end
+        for job in self._pending:  # keys are computed now, so that no step has to wait for them
             job.request.page_keys = engine.scheduler.page_keys(job.request)
         self.origin_s = engine.clock()
         for job in self._pending:
@@ -109,8 +117,9 @@ class JobRun:
                 request.arrival_s += self.origin_s
 
     def answers(self, observe: Callable[[Step], None] | None = None) -> Iterator[JobAnswer | JobRefused]:
-        """Each when it is known, also of a job that somebody else ends in the engine. `observe` sees every
-        step; until it returns, the slots stay as the step left them.
+        """Yield each answer when it is known, also of a job that somebody else ends in the engine.
+
+        `observe` sees every step; until it returns, the slots stay as the step left them.
         """
         before, self._engine.on_finish = self._engine.on_finish, self._finished.append
         try:
@@ -127,7 +136,7 @@ class JobRun:
             self._engine.on_finish = before
 
     def abort(self) -> None:
-        """End all that still runs."""
+        """Abort all jobs that still run."""
         for name in self._running:
             self._engine.abort(name)
         self._running.clear()
@@ -156,7 +165,7 @@ class JobRun:
                     self._reading.add(sample.request.id)
 
     def _step(self) -> Step | None:
-        """One step; None, after a sleep, if there was nothing to compute."""
+        """Run one step; returns None, after a sleep, if there was nothing to compute."""
         step = self._engine.step() if self._engine.has_work else None
         if step is not None:
             return step
@@ -168,14 +177,14 @@ class JobRun:
         return None
 
     def _follow(self, step: Step) -> Iterator[JobAnswer]:
-        """The new tokens of requests with stop strings, and the answers of the requests that ended."""
+        """Read the new tokens of requests with stop strings, and yield the answers of requests that ended."""
         if self._reading:
             yield from self._read_along(step)
         for request in step.finished:
             yield from self._end(request)
 
     def _read_along(self, step: Step) -> Iterator[JobAnswer]:
-        """Read the new tokens of those with stop strings, and end the requests whose text has come to one."""
+        """Decode the new tokens of requests with stop strings, and end requests whose text contains one."""
         owners = step.owners.tolist()
         last = {row: index for index, row in enumerate(owners)}  # a step may bring a row several tokens
         for index, (row, token) in enumerate(zip(owners, step.sampled.tokens.tolist())):
@@ -195,7 +204,7 @@ class JobRun:
             yield from running.take(deltas)
 
     def _end(self, request: Request) -> Iterator[JobAnswer]:
-        """The answers that are whole now that a sample ended, unless it ended before, by its text."""
+        """Yield the answers that a sample's end makes whole, unless its text had already ended it."""
         if request.id not in self._running:
             return
         (running, index), reason = self._running.pop(request.id), request.finish_reason

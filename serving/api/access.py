@@ -1,8 +1,8 @@
-"""Which requests come in at all, and whose are they?
+"""Check every request before its body is read: its key, its host and the size of its body.
 
-What every request passes before its body is read: keys, the size of the body, an id for its answer and the
-log, and a JSON error for a defect inside. Written for ASGI itself, because each layer of a framework delays
-every event of a stream.
+This module also gives each request the id of its answer and of its log lines, and answers a defect inside the
+application with a JSON error. It is written for ASGI itself, because each layer of a framework delays every
+event of a stream. Which keys exist is the matter of api_keys.py.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from serving.metrics.server_stats import TRACE_HEADERS
 
 log = logging.getLogger(__name__)
 
-OPEN_PATHS = ("/", "/health", "/ready")  # a page that asks for the key, and the paths of probes
+OPEN_PATHS = ("/", "/health", "/ready")  # a page that asks for the key itself, and the paths of probes
 _LOCAL = re.compile(r"(localhost|127(\.[0-9]{1,3}){3}|\[::1\])(:[0-9]{1,5})?", re.IGNORECASE)
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 class AccessControl:
-    """Wraps an application; `on_response` gets the status of each response at its end.
+    """Wrap an application; `on_response` gets the status of each response at its end.
 
-    A server for this machine alone (`is_local`) answers to no other host name: otherwise a page in a browser
-    here could read it, through a name of its own that it lets point here (DNS rebinding). Bodies may have
-    `max_body_bytes`, but those of the paths in `most_bytes_of`.
+    A server for this machine alone (`is_local`) answers to no other host name: otherwise a web page in a
+    local browser could read it through a domain name that resolves to this machine (DNS rebinding). A body
+    may have `max_body_bytes`, or the limit of its path in `most_bytes_of`.
     """
 
     def __init__(
@@ -65,21 +65,23 @@ class AccessControl:
         if len(headers) < len(scope["headers"]):
             names = [name for name, _ in scope["headers"]]
             for label in (b"x-request-id", b"traceparent"):
-                if names.count(label) > 1:  # which of them is meant cannot be known
+                if names.count(label) > 1:  # it cannot be known which of several values is meant
                     del headers[label]
         given = headers.get(b"x-request-id", "")
         state = scope.setdefault("state", {})
         name = state["request_id"] = given if _ID.fullmatch(given) else secrets.token_hex(16)
         traced = ("traceparent", "tracestate") if b"traceparent" in headers else ()
         TRACE_HEADERS.set({each: headers.get(each.encode(), "") for each in traced})
-        start_s, status = time.monotonic(), 499  # remains where the client went away first
+        # The status stays 499 if the client closed the connection first.
+        start_s, status = time.monotonic(), 499
 
         async def send_on(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message["headers"] = [*message["headers"], (b"x-request-id", name.encode())]
-                if refusal is not None and b"expect" in headers:  # its body may never come
+                # A body that the client holds back may never come.
+                if refusal is not None and b"expect" in headers:
                     message["headers"].append((b"connection", b"close"))
             await send(message)
 
@@ -89,7 +91,7 @@ class AccessControl:
                 await refusal(scope, receive, send_on)
             else:
                 await self._measured(scope, receive, send_on)
-        except asyncio.CancelledError:  # the server ends; uvicorn would answer with 500
+        except asyncio.CancelledError:  # the server shuts down; uvicorn would answer with 500
             if status == 499:
                 await response_of(ShutDown())(scope, receive, send_on)
         except Exception:
@@ -97,13 +99,13 @@ class AccessControl:
             if status == 499:
                 await error_response(500, DEFECT)(scope, receive, send_on)
         finally:
-            if scope["path"] not in OPEN_PATHS:  # a probe is no request
+            if scope["path"] not in OPEN_PATHS:  # probes are not counted as requests
                 self._on_response(status)
             if log.isEnabledFor(logging.INFO):
                 self._log(scope, name, status, 1e3 * (time.monotonic() - start_s))
 
     def _log(self, scope: Scope, name: str, status: int, took_ms: float) -> None:
-        path = scope["raw_path"].decode("latin-1")  # as received: without line breaks
+        path = scope["raw_path"].decode("latin-1")  # the path as received, which holds no line breaks
         shown = {"request_id": name, "method": scope["method"], "path": path, "status": status}
         fields = shown | {"took_ms": round(took_ms, 1)}
         log.info("%s %s %s %d %.1f ms", *shown.values(), took_ms, extra={"fields": fields})
@@ -138,7 +140,7 @@ class AccessControl:
         return f"the body is longer than {self._most_bytes(scope)} bytes (server.{key}); shorten it"
 
     async def _measured(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let the application read the body as far as its size and that of all bodies may be."""
+        """Let the application read the body, within the limits on its size and on the sum of all bodies."""
         num_bytes, num_held = 0, 0
 
         async def measured() -> Message:
@@ -165,9 +167,9 @@ class AccessControl:
 
 
 class HeadAndOptions:
-    """Wraps an application that knows GET and POST only.
+    """Wrap an application that knows only GET and POST.
 
-    HEAD is GET without the body; OPTIONS answers with the methods of a path, which a 405 names.
+    HEAD is answered as GET without the body; OPTIONS is answered with the methods that a 405 response lists.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -179,10 +181,10 @@ class HeadAndOptions:
         if method not in ("HEAD", "OPTIONS"):
             await self._app(scope, receive, send)
             return
-        is_sent = False  # all that is to be sent
+        is_sent = False  # everything that is to be sent has been sent
 
         async def listen() -> Message:
-            return {"type": "http.disconnect"} if is_sent else await receive()  # ends a stream
+            return {"type": "http.disconnect"} if is_sent else await receive()  # a disconnect ends a stream
 
         async def send_on(message: Message) -> None:
             nonlocal is_sent

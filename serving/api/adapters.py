@@ -1,4 +1,7 @@
-"""How does an operator load and unload adapters while the server runs? By the names of vLLM's routes."""
+"""Serve the routes by which an operator loads and unloads adapters while the server runs.
+
+The routes and their bodies are named as vLLM names them.
+"""
 
 from __future__ import annotations
 
@@ -14,25 +17,25 @@ from serving.async_llm import AsyncLLM
 
 
 class LoadBody(StrictBody):
-    """`POST /v1/load_lora_adapter`."""
+    """The body of `POST /v1/load_lora_adapter`."""
 
     lora_name: str = Field(description="by which requests ask for it, as their `model`")
     lora_path: str = Field(description="a folder below `adapters.root`, as peft saves it")
 
 
 class UnloadBody(StrictBody):
-    """`POST /v1/unload_lora_adapter`."""
+    """The body of `POST /v1/unload_lora_adapter`."""
 
     lora_name: str
 
 
 def adapters_router(llm: AsyncLLM, names: ModelNames, route: type[APIRoute]) -> APIRouter:
-    """Both routes; the recipe allows them by adapters.root."""
+    """Return a router with both routes; a recipe enables them by adapters.root."""
     routes = APIRouter(route_class=route)
 
     @routes.post("/v1/load_lora_adapter", response_class=Response)
     async def load(body: LoadBody) -> Response:
-        """Answers when the adapter can be asked for."""
+        """Load an adapter; the answer comes when requests can ask for it."""
         llm.check_ready()
         if body.lora_name in names.of_model:
             raise BadRequest("lora_name", "is the name of the model", value=body.lora_name)
@@ -41,7 +44,7 @@ def adapters_router(llm: AsyncLLM, names: ModelNames, route: type[APIRoute]) -> 
 
     @routes.post("/v1/unload_lora_adapter", response_class=Response)
     async def unload(body: UnloadBody) -> Response:
-        """Requests that have begun go on; its place is free when they have ended."""
+        """Unload an adapter; requests that have begun go on, and its place is free when they have ended."""
         llm.adapters.unload(body.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 

@@ -1,4 +1,4 @@
-"""Whose is a key, and what may it ask for?
+"""Find the client that a key belongs to, and what that client may ask for.
 
 Keys come from a file, or one from the environment, and only their digests are kept.
 """
@@ -18,14 +18,16 @@ from continuous_batching.system_error import in_one_line
 from models.file_bounds import MOST_JSON_BYTES, read_bounded
 from serving.text.field_types import LAST_ID
 
-GATEWAY = "*"  # in the place of a key's tenant: it may name the tenant of each request
+GATEWAY = "*"  # stands for a key's tenant where the key may name the tenant of each request
 _PRIORITY = "max_priority="
 
 
 @dataclass(frozen=True, slots=True)
 class Rights:
-    """What a line of the keys file says of its key. Without a tenant it is a tenant of its own; no priority
-    above `max_priority` may be asked for, where that is not None.
+    """The rights that a line of the keys file gives its key.
+
+    A key without a tenant is a tenant of its own. If `max_priority` is not None, the key may ask for no
+    higher priority.
     """
 
     tenant: str = ""
@@ -34,27 +36,32 @@ class Rights:
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """Who sent a request: its key, which alone may see and end it, the tenant whose share it counts against,
-    and the salt that separates its pages. `lasting` stands for the key in what is kept after the server's
-    end. Without keys, all of these are "".
+    """The sender of a request, as its key identifies it.
+
+    Only `owner` may see the request and end it, the request counts against the share of `tenant`, and `salt`
+    separates its prefix-cache pages from those of others. `lasting` identifies the key in data that outlives
+    the server's process. Without keys, all of these are "".
     """
 
     owner: str
     tenant: str
     salt: str
-    names_tenants: bool  # as a gateway, which knows its own clients
-    max_priority: int | None = None  # that it may ask for; None: any
+    names_tenants: bool  # a gateway, which names the tenants of its own clients
+    max_priority: int | None = None  # the highest priority that it may ask for; None: any
     lasting: str = ""
 
     @property
     def may_operate(self) -> bool:
-        """Whether it is an operator's: of the environment, or a gateway's; without keys, everybody's."""
+        """Whether this client is an operator.
+
+        The environment's key and gateways are; without keys, anybody is.
+        """
         return self.max_priority is None
 
     def tenant_for(self, named: str | None, user: str | None) -> str:
-        """Whose share a request counts against that names a tenant, or a user, or neither.
+        """Return the tenant of a request, given the tenant and the user that it names, if any.
 
-        Raises BadRequest where the key may not name another tenant than its own: it would dodge its share.
+        Raises BadRequest where the key may not name a tenant other than its own, which would evade its share.
         """
         if self.names_tenants:
             return named or user or self.tenant
@@ -68,9 +75,9 @@ class Client:
         return self.tenant
 
     def priority_for(self, asked: int | None) -> int:
-        """Of a request that asks for this one, or for none.
+        """Return the priority of a request that asks for `asked`, or for none.
 
-        Raises BadRequest for one above the key's: it would go before other keys' requests.
+        Raises BadRequest for a priority above the key's, which would put it before requests of other keys.
         """
         if self.max_priority is None or asked is None:
             return asked or min(0, self.max_priority or 0)
@@ -85,7 +92,7 @@ class Client:
         return asked
 
     def salted(self, own: str) -> str:
-        """Its salt with the request's own, which is hashed so that the length is always the same."""
+        """Return this client's salt joined with the request's own, hashed so that the length is constant."""
         return f"{self.salt}:{hashlib.sha256(own.encode()).hexdigest()[:32]}" if self.salt else own
 
 
@@ -93,23 +100,23 @@ ANYBODY = Client("", "", "", names_tenants=True)
 
 
 def can_be_sent(key: str) -> bool:
-    """Whether every client can send this key."""
+    """Return whether every client can send this key."""
     return key.isascii() and key.isprintable() and len(key.split()) == 1
 
 
 def key_of_environment() -> str:
-    """API_KEY, or "" without one; raises ValueError for one that no client could send."""
+    """Return API_KEY, or "" if it is not set; raises ValueError for a key that no client could send."""
     given = os.environ.get("API_KEY", "")
-    key = given.strip()  # it may come from a file with a line break
+    key = given.strip()  # the value may come from a file with a line break
     if given and not can_be_sent(key):
         raise ValueError("API_KEY must be one word of printable ASCII; correct or unset it")
     return key
 
 
 class ApiKeys:
-    """The keys that open the server; with none, it is open to all who reach it.
+    """The keys that the server accepts; without keys it accepts everybody who reaches it.
 
-    A key without a tenant is a tenant of its own, whose name no line of a keys file can hold.
+    A key without a tenant is a tenant of its own, whose name cannot appear in a keys file.
     """
 
     def __init__(self, rights_of: Mapping[str, Rights], *, share_prefixes: bool = False) -> None:
@@ -125,10 +132,10 @@ class ApiKeys:
 
     @staticmethod
     def read(path: str) -> dict[str, Rights]:
-        """Keys and their rights from a file; raises ValueError.
+        """Read keys and their rights from a file; raises ValueError.
 
-        A line is `KEY [TENANT] [max_priority=N] # COMMENT`. Without `max_priority` a key may ask for none
-        above the usual 0, and a gateway for any.
+        A line is `KEY [TENANT] [max_priority=N] # COMMENT`. Without `max_priority`, a key may ask for no
+        priority above the usual 0, and a gateway may ask for any.
         """
         rights_of: dict[str, Rights] = {}
         try:
@@ -154,16 +161,19 @@ class ApiKeys:
 
     @property
     def are_needed(self) -> bool:
-        """Whether a request must have one."""
+        """Whether a request must have a key."""
         return bool(self._known)
 
     def of_lasting(self, lasting: str) -> Client | None:
-        """The client that is kept under this name, or None where its key is not there any more."""
+        """Return the client with this `Client.lasting`, or None if its key is no longer accepted."""
         known = [client for _, client in self._known] or [ANYBODY]
         return next((each for each in known if each.lasting == lasting), None)
 
     def client(self, authorization: str | None) -> Client | None:
-        """The sender of this header, or None if unknown. Takes the same time for every wrong key."""
+        """Return the client that sent this Authorization header, or None if unknown.
+
+        The check takes the same time for every wrong key.
+        """
         if not self._known:
             return ANYBODY
         scheme, _, key = (authorization or "").partition(" ")

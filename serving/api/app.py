@@ -1,4 +1,4 @@
-"""Which paths does the server have?"""
+"""Assemble the server's application from its routes, its limits on bodies and its access control."""
 
 from __future__ import annotations
 
@@ -37,10 +37,11 @@ def application(
     is_local: bool,
     batches: Batches | None = None,
 ) -> ASGIApp:
-    """The server behind its access control. The model is called `model`; see AccessControl for `is_local`.
+    """Return the server's application behind its access control.
 
-    Pages of `cors_origins` may send requests from a browser; "*" stands for all. `batches` are kept, and run
-    by `Batches.run`, where they are given.
+    `model` is the name under which the model is served; see AccessControl for `is_local`. Pages of
+    `cors_origins` may send requests from a browser; "*" stands for all origins. Where `batches` is given, its
+    routes are served; `Batches.run` runs the batches.
     """
     app = FastAPI(
         title="Continuous batching",
@@ -90,7 +91,7 @@ def application(
 
 
 def _open_to(origins: Sequence[str], app: ASGIApp) -> ASGIApp:
-    """A browser's preflight request has no key: so this comes before the access control."""
+    """Answer CORS requests before the access control, since a browser's preflight request has no key."""
     return CORSMiddleware(
         app,
         allow_origins=origins,

@@ -1,10 +1,10 @@
-"""How are batches run beside clients who wait?
+"""Run batches of requests beside clients that wait for their answers.
 
-Each line is a request to the path that it names, in this process: so it is checked, served and answered as
-one that came over HTTP. It begins only where a slot of the engine is free that no client asks for, so many
-at a time (`server.batch_requests`), and with a priority below all others. Batches take turns. A line whose
-engine is lost, or that the server has no room for, is tried again; one that has been tried so often that it
-may be what ends the engine is answered by its error.
+Each line is a request to the path that it names, answered in this process: it is checked and served like one
+that came over HTTP. A line begins only while the engine has a slot that no client asks for, at most
+`server.batch_requests` at a time, and with a priority below all others. Batches take turns. A line whose
+engine was lost, or for which the server has no room, is tried again; a line that was in the engine
+`MOST_ATTEMPTS` times when it was lost may be the cause, and is answered by its error.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ log = logging.getLogger("batches")
 
 Value = TypeVar("Value")
 
-PRIORITY = -100  # of the lines of batches; a client that asks for none has 0
-MOST_ATTEMPTS = 3  # of a line that was in the engine when that was lost
-_LOOK_S = 0.1  # between looks at whether there is room
-_AGAIN_S = 1.0  # until a line is tried again
-_PAUSE_S = 10.0  # after which what could not be written is tried again
+PRIORITY = -100  # priority of the lines of batches; a client's default is 0
+MOST_ATTEMPTS = 3  # attempts at a line that was in the engine when the engine was lost
+_LOOK_S = 0.1  # interval between checks for free slots
+_AGAIN_S = 1.0  # delay before a line is tried again
+_PAUSE_S = 10.0  # delay before a failed write to the store is tried again
 
 
 class Batches:
-    """The files and batches of a server: what its routes call, and what runs them.
+    """The files and batches of a server, called by its routes and run by `run`.
 
-    `client_of` finds whose a batch is, by `Client.lasting`, or None for a key that the server does not have.
-    The store is used in a thread of its own, since a disk may be slow.
+    `client_of` finds the client of a batch by `Client.lasting`, or None for a key that the server does not
+    have. The store is used in a thread of its own, since a disk may be slow.
     """
 
     app: ASGIApp  # answers the lines: the server behind its access control, which `application` makes
@@ -57,26 +57,26 @@ class Batches:
         self._client_of = client_of
         self._thread = ThreadPoolExecutor(1, "batches")
         self._woken = asyncio.Event()
-        self._active: deque[_Active] = deque()  # the next to have its turn first
-        self._unknown: set[str] = set()  # the batches whose key is not there, which the log has told
+        self._active: deque[_Active] = deque()  # the first one has the next turn
+        self._unknown: set[str] = set()  # ids of batches whose key is missing, which the log has reported
 
     @staticmethod
     def of(folder: Path, llm: AsyncLLM, keys: ApiKeys) -> Batches:
-        """Those that are kept in a folder; raises OSError."""
+        """Return the batches kept in a folder; raises OSError."""
         return Batches(
             BatchStore(folder, llm.recipe.server.max_batch_store_mib * 2**20), llm, keys.of_lasting
         )
 
     async def call(self, work: Callable[[BatchStore], Value]) -> Value:
-        """What the store says."""
+        """Run `work` on the store in the store's thread, and return its result."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, self._store)
 
     def wake(self) -> None:
-        """There may be something to do."""
+        """Make `run` look for work at once."""
         self._woken.set()
 
     async def run(self) -> None:
-        """Run what is to be run, until this is cancelled."""
+        """Run batches until this task is cancelled."""
         try:
             while True:
                 self._woken.clear()
@@ -94,7 +94,7 @@ class Batches:
             self._store.close()
 
     async def _turn_or_pause(self) -> float | None:
-        """How long there is nothing to do; None: until somebody asks for something."""
+        """Take a turn, and return the time in s until the next one; None: until `wake` is called."""
         try:
             return _LOOK_S if await self._turn() else None
         except sqlite3.Error as error:
@@ -105,7 +105,10 @@ class Batches:
         return _LOOK_S
 
     async def _turn(self) -> bool:
-        """Begin and end batches, and begin as many lines as there is room for; whether any batch is open."""
+        """Begin and end batches, and begin as many lines as there is room for.
+
+        Returns whether any batch is open.
+        """
         found = {each.id: each for each in await self.call(BatchStore.open_batches)}
         for each in self._active:
             if each.batch.id in found:
@@ -149,7 +152,7 @@ class Batches:
         return int(self._llm.recipe.server.max_body_mib * 2**20)
 
     def _room(self) -> int:
-        """How many lines may begin now."""
+        """Return how many lines may begin now."""
         facts, running = self._llm.facts, sum(len(each.tasks) for each in self._active)
         if facts is None or self._llm.state != "ready":
             return 0
@@ -157,7 +160,7 @@ class Batches:
         return min(most - running, facts.num_slots - max(running, self._llm.num_requests))
 
     async def _begin_lines(self) -> None:
-        """Of each batch in turn one, while there is room."""
+        """Begin one line of each batch in turn while there is room."""
         room = self._room()
         idle = 0
         while room > 0 and idle < len(self._active):
@@ -186,7 +189,7 @@ class Batches:
             active.failure = active.failure or task.exception()
 
     async def _answer(self, active: _Active, number: int, text: bytes) -> None:
-        """Ask for a line until there is an answer, and keep it."""
+        """Send a line's request until it is answered, and store the answer."""
         line = read_line(text, active.batch.endpoint, self._most_line_bytes)
         name = uuid.uuid4().hex
         num_attempts = 0
@@ -211,18 +214,18 @@ class Batches:
 
 
 class _Active:
-    """A batch that is run."""
+    """A batch that is being run."""
 
     def __init__(self, batch: StoredBatch, client: Client) -> None:
         self.batch = batch
         self.client = client
-        self.number = 0  # of the last line that was begun
+        self.number = 0  # number of the last line that was begun
         self.is_over = False  # every line was begun
-        self.failure: BaseException | None = None  # of a line's task, a defect
+        self.failure: BaseException | None = None  # a defect in the task of a line
         self.tasks: set[asyncio.Task[None]] = set()
 
     def begin_again(self) -> None:
-        """Look for lines without an answer from the first on, next time; raises the failure."""
+        """Start again from the first line without an answer at the next turn; raises the failure."""
         failure, self.failure = self.failure, None
         self.number, self.is_over = 0, False
         assert failure is not None, "nothing has failed"
@@ -230,12 +233,12 @@ class _Active:
 
     @property
     def must_stop(self) -> bool:
-        """Whether no more of its lines are to begin."""
+        """Whether no more lines of the batch may begin."""
         return self.batch.status == "cancelling" or time.time() >= self.batch.expires_s
 
 
 async def asked(app: ASGIApp, path: str, body: bytes, client: Client, name: str) -> tuple[int, bytes]:
-    """Status and body of the answer to a POST of this client's, which stays until it is answered."""
+    """Return status and body of the application's answer to a POST by this client, who never disconnects."""
     status, pieces = 0, list[bytes]()
     messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 

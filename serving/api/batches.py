@@ -1,4 +1,7 @@
-"""How do clients have a file of requests answered: `/v1/batches`?"""
+"""Serve `/v1/batches`: clients create, list, read and cancel batches of requests that are in a file.
+
+The batches are run by batch_runner.py and kept by serving/batches/store.py.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +24,12 @@ from serving.failures import Overloaded
 
 PATH = "/v1/batches"
 MOST_LISTED = 100
-MOST_OPEN = 100  # batches of one key that have not ended
+MOST_OPEN = 100  # most batches of one key that have not ended
 _RETRY_S = 60.0
 
 
 class BatchBody(StrictBody):
-    """`POST /v1/batches`."""
+    """The body of `POST /v1/batches`."""
 
     ignored: ClassVar[Ignored] = {
         "metadata": IGNORED["metadata"],
@@ -39,12 +42,12 @@ class BatchBody(StrictBody):
 
 
 def batches_router(batches: Batches, endpoints: tuple[str, ...], route: type[APIRoute]) -> APIRouter:
-    """The routes; the requests of a batch go to one of the `endpoints`."""
+    """Return a router with the routes; each request of a batch goes to one of `endpoints`."""
     routes = APIRouter(route_class=route, prefix=PATH)
 
     @routes.post("")
     async def create(body: BatchBody, request: Request) -> dict[str, Any]:
-        """Have the requests of a file answered."""
+        """Create a batch from a file of requests."""
         if body.endpoint not in endpoints:
             raise BadRequest("endpoint", value=body.endpoint, limit=" or ".join(map(shown, endpoints)))
         owner = request.state.client.lasting
@@ -56,7 +59,7 @@ def batches_router(batches: Batches, endpoints: tuple[str, ...], route: type[API
     async def all_batches(
         request: Request, after: str | None = None, limit: Annotated[int, Query(ge=1, le=MOST_LISTED)] = 20
     ) -> dict[str, Any]:
-        """The batches of this key, the newest first."""
+        """List the batches of this key, the newest first."""
         owner = request.state.client.lasting
         place = None if after is None else (await _found(batches, after, owner)).place
         found = await batches.call(partial(BatchStore.batches, owner=owner, after=place, most=limit + 1))
@@ -64,12 +67,12 @@ def batches_router(batches: Batches, endpoints: tuple[str, ...], route: type[API
 
     @routes.get("/{batch_id}")
     async def retrieve(batch_id: str, request: Request) -> dict[str, Any]:
-        """How far it is."""
+        """Describe a batch and its progress."""
         return described(await _found(batches, batch_id, request.state.client.lasting))
 
     @routes.post("/{batch_id}/cancel")
     async def cancel(batch_id: str, request: Request) -> dict[str, Any]:
-        """Begin no more of its requests; those that run come to their end."""
+        """Begin no more requests of a batch; requests that run are completed."""
         owner = request.state.client.lasting
         batch = await _found(batches, batch_id, owner)
         await batches.call(partial(BatchStore.cancel, batch=batch))
@@ -80,7 +83,7 @@ def batches_router(batches: Batches, endpoints: tuple[str, ...], route: type[API
 
 
 def created(store: BatchStore, owner: str, body: BatchBody) -> StoredBatch:
-    """A batch of this owner's; raises BadRequest or Overloaded."""
+    """Create a batch of this owner in the store; raises BadRequest or Overloaded."""
     source = store.file(body.input_file_id, owner)
     if source is None or source.purpose != "batch":
         raise BadRequest("input_file_id", f"names no file of requests: {shown(body.input_file_id)}")
@@ -98,7 +101,7 @@ async def _found(batches: Batches, batch_id: str, owner: str) -> StoredBatch:
 
 
 def described(batch: StoredBatch) -> dict[str, Any]:
-    """A batch, as OpenAI's clients read it."""
+    """Describe a batch in the form of OpenAI's API."""
     ends = {f"{each}_at": None for each in ("completed", "expired", "cancelled", "failed", "finalizing")}
     if batch.status not in OPEN:
         ends |= {"finalizing_at": batch.ended_s, f"{batch.status}_at": batch.ended_s}

@@ -1,7 +1,8 @@
-"""How much work may a body make before it is known what it asks for?
+"""Bound the work that a request's body may cause before it is decoded.
 
-A body of two megabytes may hold a million lists: decoding and validating them would hold up everybody for a
-second. So the values are counted first, in the bytes themselves, and a body with too many is never decoded.
+A body of two megabytes may hold a million lists, and decoding and validating them would block every request
+for a second. So the values are counted first, in the bytes themselves, and a body with too many of them is
+never decoded.
 """
 
 from __future__ import annotations
@@ -18,19 +19,19 @@ from starlette.responses import Response
 from serving.api.turns import Turns
 
 RETRY_S = 1
-MOST_CONTAINERS = 2**14  # lists and objects: each costs as much as some twenty numbers
-SHORT_BYTES = 2**14  # such a body is read at once; a longer one in a turn of the event loop
+MOST_CONTAINERS = 2**14  # lists and objects, each of which costs as much as about twenty numbers
+SHORT_BYTES = 2**14  # a shorter body is decoded at once, a longer one in a turn of the event loop
 
 
 class BodyMemory:
-    """The bytes of all bodies that are being received or wait to be decoded."""
+    """The number of bytes of all bodies that are being received or wait to be decoded."""
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes
         self.num_bytes = 0
 
     def take(self, num_bytes: int) -> None:
-        """So many more; raises HTTPException where they are too many."""
+        """Count `num_bytes` more; raises HTTPException if that exceeds the limit."""
         if self.num_bytes + num_bytes > self._most_bytes:
             raise HTTPException(
                 429,
@@ -44,16 +45,18 @@ class BodyMemory:
 def check_size(body: bytes, most_values: int) -> None:
     """Raise HTTPException where JSON holds too many values, or too many lists and objects.
 
-    Names count as values do. Only as much of it is right as a parser would read before it refuses the rest.
+    Names count as values. Of malformed JSON, only the part that a parser reads before it refuses the rest is
+    counted correctly.
     """
     containers = body.count(b"[") + body.count(b"{")
     values = containers + body.count(b",")
     if values <= min(most_values, MOST_CONTAINERS):
         return
-    bare = body.replace(b"\\\\", b"").replace(b'\\"', b"")  # so that each quote begins or ends a string
+    # Then each remaining quote begins or ends a string.
+    bare = body.replace(b"\\\\", b"").replace(b'\\"', b"")
     strings = bare.count(b'"') // 2
     if strings <= most_values:
-        bare = b"".join(bare.split(b'"')[::2])  # what stands in strings is text
+        bare = b"".join(bare.split(b'"')[::2])  # what is inside strings is text
         containers = bare.count(b"[") + bare.count(b"{")
         values = max(strings, containers + bare.count(b","))
     else:
@@ -69,7 +72,7 @@ def _too_many(found: int, what: str, most: str) -> HTTPException:
 
 
 def bounded_route(most_values: int, turns: Turns) -> type[APIRoute]:
-    """The class of routes that read their JSON so."""
+    """Return a class of routes whose requests check their JSON by `check_size` before decoding it."""
 
     class BoundedRequest(Request):
         async def json(self) -> Any:
@@ -77,7 +80,7 @@ def bounded_route(most_values: int, turns: Turns) -> type[APIRoute]:
             if len(body) > SHORT_BYTES:
                 await turns.next()
             check_size(body, most_values)
-            values = json.loads(body.decode())  # in other encodings the count would be wrong
+            values = json.loads(body.decode())  # the count would be wrong in other encodings
             self.state.body_is_read()
             return values
 

@@ -1,4 +1,4 @@
-"""How is a conversation answered: `POST /v1/chat/completions`?"""
+"""Serve `POST /v1/chat/completions`: answer a conversation."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from serving.tools.parsing import CallDelta
 
 
 class ChatRoute:
-    """The route."""
+    """The route for conversations."""
 
     def __init__(self, generation: Generation) -> None:
         self._generation = generation
 
     async def chat(self, body: ChatBody, request: Request) -> Response:
-        """Answer a conversation; without a limit the answer may be as long as the model's context."""
+        """Answer a conversation; without a token limit, the answer may fill the model's context."""
         generation = self._generation
         generation.check_number(1, body.n)
         fields = generation.fields(body, request)
@@ -45,7 +45,7 @@ class ChatRoute:
 
 
 class ChatFormat:
-    """How the assistant's turn of a conversation is written."""
+    """The JSON form of the assistant's turn, whole or in events."""
 
     whole, piece = "chat.completion", "chat.completion.chunk"
 
@@ -60,7 +60,7 @@ class ChatFormat:
         self._spoken = Spoken(text, answer.request, fields, thinks=thinks)
 
     def choice(self, delta: AnswerDelta, index: int) -> Json:
-        """A whole choice."""
+        """Return a whole choice."""
         message: Json = {"role": "assistant"}
         said = self._spoken.push(index, delta)
         content, calls = said.content, said.calls
@@ -81,7 +81,10 @@ class ChatFormat:
         return choice
 
     def event(self, delta: AnswerDelta, index: int) -> Json:
-        """A piece of a choice; the role comes with the first token, because clients time the first event."""
+        """Return an event of a choice.
+
+        The role comes with the first token, because clients time the first event.
+        """
         said = self._spoken.push(index, delta)
         content, calls = said.content, said.calls
         message: Json = _of_thoughts(said.thoughts)
@@ -95,7 +98,7 @@ class ChatFormat:
         return self._choice(delta, index, {"delta": message})
 
     def _call_event(self, call: CallDelta) -> Json:
-        """The first piece of a call has its id and name."""
+        """Return a piece of a tool call; the first piece has the call's id and name."""
         if call.name is None:
             return {"index": call.index, "function": {"arguments": call.arguments}}
         function = {"name": call.name, "arguments": call.arguments}
@@ -115,5 +118,5 @@ class ChatFormat:
 
 
 def _of_thoughts(thoughts: str) -> Json:
-    """By the name that DeepSeek gave it, and by that of newer clients."""
+    """Return the reasoning text under DeepSeek's field name and under that of newer clients."""
     return {"reasoning_content": thoughts, "reasoning": thoughts} if thoughts else {}

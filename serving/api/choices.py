@@ -1,4 +1,4 @@
-"""How are answers written as choices, at once or as they are made? As completions and chats have them."""
+"""Write the choices of a completion or a chat, as one object or as the events of a stream."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from serving.failures import Failure
 
 
 class ChoiceFormat(Protocol):
-    """What a choice holds, which differs between completions and chats."""
+    """The content of a choice, which differs between completions and chats."""
 
     whole: str  # the type of a whole answer
     piece: str  # the type of a stream's event
 
     def choice(self, delta: AnswerDelta, index: int) -> Json:
-        """A whole choice."""
+        """Return a whole choice."""
         ...
 
     def event(self, delta: AnswerDelta, index: int) -> Json:
-        """A piece of a choice."""
+        """Return the choice of one event."""
         ...
 
 
 class Choices:
-    """The choices of one response, as `ResponseForm` has them; `head` is what each object says besides."""
+    """The choices of one response (a `ResponseForm`); `head` holds further fields of each object."""
 
     def __init__(
         self,
@@ -50,13 +50,13 @@ class Choices:
         self._hides_tokens = hides_tokens
 
     def whole(self, deltas: Sequence[AnswerDelta]) -> Iterator[bytes]:
-        """All of them."""
+        """Yield the bytes of the whole response."""
         head = {"object": self._form.whole, **self._head}
         choices = (self._form.choice(each, index) for index, each in enumerate(deltas))
         return object_around(head, choices, {"usage": self._usage()})
 
     def events(self, deltas: Sequence[tuple[int, AnswerDelta]]) -> Iterator[bytes]:
-        """An event for each piece of a choice, and a long one in pieces."""
+        """Yield an event for each piece of a choice; a long event is yielded in several parts."""
         for index, delta in deltas:
             choice = self._form.event(delta, index)
             if is_short(choice):
@@ -69,11 +69,11 @@ class Choices:
             yield b"\n\n"
 
     def end(self) -> bytes:
-        """The end of a stream, with the numbers of tokens if they were asked for."""
+        """Return the end of a stream, with the token counts if they were asked for."""
         return (self._event([], True) if self._shows_usage else b"") + DONE
 
     def failed(self, failure: Failure | BadRequest) -> bytes:
-        """The end of a stream that cannot go on."""
+        """Return the end of a stream that cannot go on."""
         return b"data: " + body_of(failure) + b"\n\n" + DONE
 
     def _event(self, choices: list[Json], with_usage: bool) -> bytes:

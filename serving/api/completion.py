@@ -1,4 +1,4 @@
-"""How is a text continued: `POST /v1/completions`?"""
+"""Serve `POST /v1/completions`: continue one text or several."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from serving.text.tokenizer import Text
 
 
 class CompletionRoute:
-    """The route."""
+    """The route for completions."""
 
     def __init__(self, generation: Generation) -> None:
         self._generation = generation
@@ -40,7 +40,8 @@ class CompletionRoute:
         ids = [name] if len(prompts) == 1 else [f"{name}-{index}" for index in range(len(prompts))]
         names = {"prompt_token_ids": "prompt"}
         if body.prompt_logprobs is None:
-            names["prompt_logprobs"] = "logprobs"  # of an echo
+            # A prompt's log-probabilities come from `logprobs` of an echo.
+            names["prompt_logprobs"] = "logprobs"
         with fields_as_sent(names):
             answers = await generation.ask(
                 [{"id": each, **prompt, **fields} for each, prompt in zip(ids, prompts)], name, request
@@ -53,12 +54,12 @@ class CompletionRoute:
 
 
 def hides_answer(body: CompletionBody) -> bool:
-    """Whether the client wants to see its prompt alone, with its log-probabilities."""
+    """Return whether the client wants only its prompt back, with its log-probabilities."""
     return bool(body.echo) and body.max_tokens == 0
 
 
 class CompletionFormat:
-    """How continuations of texts are written. `answers` are in the order of the `prompts`."""
+    """The JSON form of continued texts; `answers` are in the order of `prompts`."""
 
     whole, piece = "text_completion", "text_completion"
 
@@ -75,14 +76,14 @@ class CompletionFormat:
         self._body = body
         self._with_logprobs = body.logprobs is not None
         self._hides_answer = hides_answer(body)
-        self._offsets: dict[int, TextOffset] = {}  # of each choice that has begun
+        self._offsets: dict[int, TextOffset] = {}  # keyed by the index of each choice that has begun
 
     def choice(self, delta: AnswerDelta, index: int) -> Json:
-        """A whole choice."""
+        """Return a whole choice."""
         return self.event(delta, index)
 
     def event(self, delta: AnswerDelta, index: int) -> Json:
-        """A piece of a choice; the first has the prompt, if that was asked for."""
+        """Return a piece of a choice; the first piece starts with the prompt, if an echo was asked for."""
         prompt = index // self._answers[0].num_answers
         if self._hides_answer:
             reason = delta.finish_reason if delta.finish_reason == "timeout" else "length"
@@ -104,9 +105,9 @@ class CompletionFormat:
         return choice | {"token_ids": delta.tokens} if self._body.return_token_ids else choice
 
     def _echo(self, prompt: int, index: int) -> tuple[str, list[int], list[TokenLogprobs | None]]:
-        """A prompt as its sender wrote it; its tokens and their log-probabilities, if those are shown.
+        """Return a prompt as its sender wrote it, its tokens and their log-probabilities, if those are shown.
 
-        Then the choice's offsets begin where the text of the prompt does.
+        The offsets of the choice then begin where the text of the prompt does.
         """
         answer, given = self._answers[prompt], self._prompts[prompt]
         echoed = (
@@ -116,7 +117,7 @@ class CompletionFormat:
             return echoed, [], []
         tokens: list[int] = answer.request.prompt.tolist()
         self._offsets[index] = TextOffset(self._text, len(self._decoded(tokens, start=False)) - len(echoed))
-        if len(answer.prompt_logprobs) < len(tokens) - 1:  # it ended before they were known
+        if len(answer.prompt_logprobs) < len(tokens) - 1:  # the request ended before they were known
             for token in tokens:
                 self._offsets[index].step(token, skip_special_tokens=False)
             return echoed, [], []
@@ -126,7 +127,7 @@ class CompletionFormat:
         return "" if self._text is None else self._text.decode(tokens, skip_special_tokens=False, start=start)
 
     def _logprobs(self, entries: list[TokenLogprobs | None], echoed: list[int], index: int) -> Json:
-        """The lists of a choice's tokens, of which the first are those of its prompt."""
+        """Return the log-probability lists of a choice; the echoed tokens of its prompt come first."""
         skip, offset = self._body.skip_special_tokens is not False, self._offsets[index]
         tokens = echoed + [entry.token for entry in entries[len(echoed) :] if entry is not None]
         offsets = (

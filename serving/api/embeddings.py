@@ -1,4 +1,4 @@
-"""What are the embeddings of some texts: `POST /v1/embeddings`?"""
+"""Serve `POST /v1/embeddings`: embed one text or several."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _AS_SENT = {"prompt": "input", "prompt_token_ids": "input"}
 
 
 class EmbeddingsBody(RequestBody):
-    """`POST /v1/embeddings`."""
+    """The body of `POST /v1/embeddings`."""
 
     ignored: ClassVar[Ignored] = {}
     apart = frozenset({"input", "dimensions", "encoding_format"})
@@ -36,7 +36,7 @@ class EmbeddingsBody(RequestBody):
 
 
 class EmbeddingsRoute:
-    """The route."""
+    """The route for embeddings."""
 
     def __init__(self, generation: Generation) -> None:
         self._generation = generation
@@ -51,7 +51,8 @@ class EmbeddingsRoute:
             generation.check_number(len(prompts), subject="input")
             requests = [{"id": f"{name}-{at}", **each, **asked} for at, each in enumerate(prompts)]
             facts = generation.llm.facts
-            if body.dimensions is not None and facts is not None:  # without facts nothing is taken
+            # No facts means no engine, and the request will be refused.
+            if body.dimensions is not None and facts is not None:
                 check_dimensions(body.dimensions, facts.hidden_size)
             answers = await generation.ask(requests, name, request)
             return await generation.respond_whole(answers, EmbeddingList(answers, body, model), request)
@@ -64,7 +65,7 @@ class EmbeddingsRoute:
 
 
 class EmbeddingList:
-    """How embeddings are written, as `WholeForm` has it."""
+    """The JSON form of embeddings (a `WholeForm`)."""
 
     def __init__(self, answers: Sequence[AnswerStream], body: EmbeddingsBody, model: str) -> None:
         self._answers = answers
@@ -72,7 +73,7 @@ class EmbeddingList:
         self._model = model
 
     def whole(self, deltas: Sequence[AnswerDelta]) -> Iterator[bytes]:
-        """All of them."""
+        """Yield the bytes of the whole response."""
         entries = (
             {"object": "embedding", "index": at, "embedding": self._written(embedding_of(each))}
             for at, each in enumerate(self._answers)
@@ -88,19 +89,19 @@ class EmbeddingList:
 
 
 def check_dimensions(dimensions: int, most: int) -> None:
-    """Raise BadRequest for more numbers than there are, or none."""
+    """Raise BadRequest unless `dimensions` is between 1 and `most`."""
     if not 1 <= dimensions <= most:
         raise BadRequest("dimensions", value=dimensions, limit=f"from 1 to {most}")
 
 
 def embedding_of(answer: AnswerStream) -> Vector:
-    """What an answer that has ended brought; raises RequestFailed where it ended before."""
+    """Return the embedding of an answer that has ended; raises RequestFailed if it ended without one."""
     if answer.embedding is None:
         raise RequestFailed("a text took longer than timeout_s, or than the queue may: send fewer at once")
     return answer.embedding
 
 
 def usage_of(answers: Sequence[AnswerStream]) -> Json:
-    """The tokens of some prompts."""
+    """Return the token counts of some prompts, as `usage` reports them."""
     num_tokens = sum(each.request.num_prompt_tokens for each in answers)
     return {"prompt_tokens": num_tokens, "total_tokens": num_tokens}

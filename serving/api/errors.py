@@ -1,4 +1,4 @@
-"""How does a client learn that it gets no answer? In the format that OpenAI's clients read."""
+"""Write failures and refusals as HTTP errors in the format that OpenAI's clients read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from starlette.responses import Response
 from continuous_batching.refusal import BadRequest
 from serving.failures import Failure
 
-_KINDS = {  # other than OpenAI's usual types for mistakes of a client and of the server
+_KINDS = {  # types that differ from OpenAI's two usual ones, for mistakes of the client and of the server
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
@@ -24,22 +24,22 @@ _KINDS = {  # other than OpenAI's usual types for mistakes of a client and of th
     503: "service_unavailable_error",
 }
 DEFECT = "a defect of the server; its log tells more"
-_LONGEST = 500  # characters of a message, which may quote the client's text
+_LONGEST = 500  # most characters of a message, which may quote the client's text
 
 
 class NotFound(Failure):
-    """There is no such model, or request."""
+    """The model or the request that a client names does not exist."""
 
     status = 404
 
     @classmethod
     def of_model(cls, asked: str, served: Sequence[str]) -> NotFound:
-        """No such model."""
+        """Return the failure for a model that is not served."""
         return cls(f"there is no model {asked!r}; this server serves {', '.join(map(repr, served))}")
 
 
 def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> bytes:
-    """The JSON of an error."""
+    """Return the JSON of an error."""
     shown = message if len(message) <= _LONGEST else f"{message[: _LONGEST - 3]}..."
     kind = _KINDS.get(status, "internal_error" if status >= 500 else "invalid_request_error")
     error = {"message": whole(shown), "type": kind, "param": param and whole(param), "code": code or status}
@@ -47,7 +47,7 @@ def error_body(status: int, message: str, param: str | None = None, code: str | 
 
 
 def whole(text: str) -> str:
-    """The text without halves of surrogate pairs, which a client may send and nobody can encode."""
+    """Replace lone surrogates in a text, which a client may send and which cannot be encoded."""
     return text.encode("utf-8", "replace").decode()
 
 
@@ -58,20 +58,20 @@ def error_response(
     retry_after_s: float | None = None,
     code: str | None = None,
 ) -> Response:
-    """An error as the whole answer."""
+    """Return a response that consists of an error."""
     headers = {} if retry_after_s is None else {"retry-after": str(max(1, math.ceil(retry_after_s)))}
     return Response(error_body(status, message, param, code), status, headers, "application/json")
 
 
 def body_of(failure: Failure | BadRequest) -> bytes:
-    """The JSON of a failure within a stream."""
+    """Return the JSON of a failure within a stream."""
     if isinstance(failure, BadRequest):
         return error_body(400, str(failure), failure.field, failure.code)
     return error_body(failure.status, str(failure), code=failure.code)
 
 
 def response_of(failure: Failure | BadRequest) -> Response:
-    """The response for a failure before anything of the answer was sent."""
+    """Return the response for a failure that occurs before any part of the answer was sent."""
     if isinstance(failure, BadRequest):
         return error_response(400, str(failure), failure.field, code=failure.code)
     return error_response(
@@ -80,7 +80,7 @@ def response_of(failure: Failure | BadRequest) -> Response:
 
 
 def install(app: FastAPI) -> None:
-    """Answer every exception in this format."""
+    """Make the application answer every exception in this format."""
 
     @app.exception_handler(Exception)
     async def defect(_: Request, __: Exception) -> Response:
@@ -108,12 +108,12 @@ def install(app: FastAPI) -> None:
 
 
 def _first(errors: Any) -> tuple[str, str | None]:
-    """One line for the first of pydantic's errors, and the field that it is about."""
+    """Return one line for the first of pydantic's errors, and the field that it is about."""
     error = errors[0]
     kind, place = error["type"], [str(each) for each in error["loc"] if each != "body"]
     if kind == "json_invalid":
         return f"the body is not JSON: {error.get('ctx', {}).get('error', error['msg'])}", None
-    if kind == "refused":  # by a body of ours
+    if kind == "refused":  # raised by one of our own body classes
         return error["msg"], error["ctx"]["field"]
     if kind == "missing" and not place:
         return "the body is missing; it must be a JSON object", None
@@ -124,12 +124,12 @@ def _first(errors: Any) -> tuple[str, str | None]:
     name = _name(error["loc"])
     messages = dict.fromkeys(
         each["msg"] for each in errors if _name(each["loc"]) == name
-    )  # of a union: several
+    )  # a union has several
     message = " or ".join(messages).replace("or Input should be", "or")
     return f"{name}: {message[:1].lower()}{message[1:]}", place[0]
 
 
 def _name(place: Any) -> str:
-    """A place in a body as its sender would name it: `stop[0]`."""
+    """Return a place in a body as its sender would write it, such as `stop[0]`."""
     first, *rest = [str(each) for each in place if each != "body"] or [""]
     return first + "".join(f"[{each}]" for each in rest if each.isdigit())

@@ -1,4 +1,4 @@
-"""How do clients send files of requests, and get files of answers: `/v1/files`?"""
+"""Serve `/v1/files`: clients upload files of requests, and list, read and delete files."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ class NoSpace(Failure):
 
 
 def files_router(batches: Batches, route: type[APIRoute]) -> APIRouter:
-    """The routes."""
+    """Return a router with the routes."""
     routes = APIRouter(route_class=route, prefix=PATH)
 
     @routes.post("")
     async def upload(request: Request) -> dict[str, Any]:
-        """Keep a file of requests."""
+        """Store a file of requests."""
         kept = partial(
             _kept,
             owner=request.state.client.lasting,
@@ -59,7 +59,7 @@ def files_router(batches: Batches, route: type[APIRoute]) -> APIRouter:
         order: Literal["asc", "desc"] = "desc",
         purpose: str | None = None,
     ) -> dict[str, Any]:
-        """The files of this key, the newest first, unless asked otherwise."""
+        """List the files of this key, the newest first unless asked otherwise."""
         owner = request.state.client.lasting
         place = None if after is None else (await _found(batches, after, owner)).place
         chosen = {"after": place, "most": limit + 1, "is_ascending": order == "asc", "purpose": purpose}
@@ -67,23 +67,23 @@ def files_router(batches: Batches, route: type[APIRoute]) -> APIRouter:
 
     @routes.get("/{file_id}")
     async def retrieve(file_id: str, request: Request) -> dict[str, Any]:
-        """What is known of a file."""
+        """Describe a file."""
         return described(await _found(batches, file_id, request.state.client.lasting))
 
     @routes.get("/{file_id}/content", response_class=Response)
     async def content(file_id: str, request: Request) -> Response:
-        """All of it."""
+        """Return the content of a file."""
         file = await _found(batches, file_id, request.state.client.lasting)
         pieces = _pieces(batches, file)
         response = StreamedResponse(pieces, lambda: None, asyncio.Event().wait, "application/jsonl")
         response.headers["content-length"] = str(
             file.num_bytes
-        )  # else half of a deleted file would look whole
+        )  # otherwise half of a file that is deleted meanwhile would look complete
         return response
 
     @routes.delete("/{file_id}")
     async def delete(file_id: str, request: Request) -> dict[str, Any]:
-        """Forget a file, unless a batch reads it."""
+        """Delete a file, unless a batch reads it."""
         file = await _found(batches, file_id, request.state.client.lasting)
         await batches.call(partial(BatchStore.delete, file=file))
         return {"id": file.id, "object": "file", "deleted": True}
@@ -104,7 +104,7 @@ def _kept(store: BatchStore, owner: str, content_type: str, body: bytes) -> Stor
 
 
 def _uploaded(form: Mapping[str, FormField]) -> tuple[bytes, str]:
-    """The file of a form and its name; raises BadRequest for a form that asks for anything else."""
+    """Return the file of a form and its name; raises BadRequest for a form that asks for anything else."""
     for name in sorted(form.keys() - _FIELDS):
         raise BadRequest(shown(name).strip('"'), "is not supported", fix="leave it out")
     purpose, file = (form.get(name) for name in ("purpose", "file"))
@@ -133,7 +133,7 @@ async def _pieces(batches: Batches, file: StoredFile) -> AsyncGenerator[bytes, N
 
 
 def described(file: StoredFile) -> dict[str, Any]:
-    """A file, as OpenAI's clients read it."""
+    """Describe a file in the form of OpenAI's API."""
     return {
         "id": file.id,
         "object": "file",
@@ -146,7 +146,7 @@ def described(file: StoredFile) -> dict[str, Any]:
 
 
 def listed(found: list[Stored], most: int, describe: Any) -> dict[str, Any]:
-    """A page of `most`, of which one more was looked for."""
+    """Return a page of at most `most` entries; `found` has one more if there is a next page."""
     page = found[:most]
     ends = {"first_id": page[0].id if page else None, "last_id": page[-1].id if page else None}
     return {

@@ -1,8 +1,8 @@
-"""How do requests travel to the engine, and answers back to a client, at once or as they are made?
+"""Send requests to the engine, and their answers back to the client, whole or as a stream.
 
-What all forms of an answer have in common. The status of a stream is decided by its first event, so that a
-request which the engine refuses, or which finds no engine, gets its status and not a stream that breaks. A
-client that goes away ends its request.
+This is what all forms of an answer share. The status of a stream is decided by its first event, so that a
+request which the engine refuses, or which finds no engine, gets a status code and not a stream that breaks.
+The requests of a client that disconnects are aborted.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ Value = TypeVar("Value")
 
 _ONLY_HTTP = {"model", "stream", "user", "service_tier"}
 _TENANT_HEADER = "x-tenant"
-_LAST_S = 5.0  # that a client which is cut off has to read why
+_LAST_S = 5.0  # time that a client which is cut off has to read the reason
 
 
 @contextlib.contextmanager
 def fields_as_sent(names: Mapping[str, str]) -> Iterator[None]:
-    """A refusal within it names the field as the client sent it, which may differ from the engine's name."""
+    """Make refusals inside this context name the field as the client sent it, not by the engine's name."""
     try:
         yield
     except BadRequest as bad:
@@ -49,31 +49,31 @@ def fields_as_sent(names: Mapping[str, str]) -> Iterator[None]:
 
 
 class WholeForm(Protocol):
-    """How the answers to one request are written, as bytes; a long piece comes in several."""
+    """Writes the answers to one request as bytes; a long piece comes in several parts."""
 
     def whole(self, deltas: Sequence[AnswerDelta]) -> Iterator[bytes]:
-        """All answers, as one JSON object."""
+        """Yield all answers as one JSON object."""
         ...
 
 
 class ResponseForm(WholeForm, Protocol):
-    """The same, at once or as they are made."""
+    """Writes the answers to one request either whole or as a stream."""
 
     def events(self, deltas: Sequence[tuple[int, AnswerDelta]]) -> Iterator[bytes]:
-        """The events for what is new, each with the index of its answer."""
+        """Yield the events for new parts of answers; each part comes with the index of its answer."""
         ...
 
     def end(self) -> bytes:
-        """What ends a stream whose answers are all written."""
+        """Return what ends a stream whose answers are complete."""
         ...
 
     def failed(self, failure: Failure | BadRequest) -> bytes:
-        """What ends a stream that cannot go on."""
+        """Return what ends a stream that cannot go on."""
         ...
 
 
 class Generation:
-    """Sends requests to the engine. `system_fingerprint` is what every answer tells of the server."""
+    """Sends requests to the engine; every answer carries `system_fingerprint`."""
 
     def __init__(self, llm: AsyncLLM, names: ModelNames, system_fingerprint: str, turns: Turns) -> None:
         self.llm = llm
@@ -82,7 +82,10 @@ class Generation:
         self._turns = turns
 
     def fields(self, body: RequestBody, request: Request) -> dict[str, Any]:
-        """What `parse_request` reads besides the prompt; raises NotFound for another model."""
+        """Return the fields that `parse_request` reads besides the prompt.
+
+        Raises NotFound for another model.
+        """
         self._names.asked(body.model)
         fields = body.model_dump(exclude=_ONLY_HTTP | body.apart, exclude_none=True)
         client: Client = request.state.client
@@ -104,12 +107,12 @@ class Generation:
     def check_number(
         self, num_prompts: int, samples_each: int | None = None, *, subject: str = "prompt, n and best_of"
     ) -> None:
-        """Raise BadRequest for more samples than the server ever takes at once."""
+        """Raise BadRequest for more samples than the server ever accepts at once."""
         limit = self.llm.recipe.server.max_requests
         each = max(1, samples_each or 1)
         num_samples = num_prompts * (
             each if each <= MOST_SAMPLES else 1
-        )  # else n or best_of is refused later
+        )  # larger values of n or best_of are refused later
         if num_samples > limit:
             raise BadRequest(
                 None,
@@ -123,29 +126,29 @@ class Generation:
     async def ask(
         self, requests: Sequence[dict[str, Any]], group: str, request: Request, *, fill: bool = False
     ) -> list[AnswerStream]:
-        """Send all of these to the engine, or none; `group` is the id of the one response to `request`."""
+        """Send all requests to the engine, or none; `group` is the id of the single response to `request`."""
         return await self.llm.ask(requests, fill=fill, group=group, owner=request.state.client.owner)
 
     def head(self, body: SamplingBody) -> dict[str, str]:
-        """What every answer to a request says."""
+        """Return the fields that every answer to a request contains."""
         head = {"model": self._names.asked(body.model), "system_fingerprint": self._fingerprint}
         return head if body.service_tier is None else head | {"service_tier": "default"}
 
     async def respond(
         self, answers: Sequence[AnswerStream], form: ResponseForm, request: Request, *, is_streamed: bool
     ) -> Response:
-        """The response to one request: whole, or a stream of events."""
+        """Return the response to one request, whole or as a stream of events."""
         writer = _Writer(self.llm, self._turns, answers)
         return await writer.stream(request, form) if is_streamed else await writer.whole(request, form)
 
     async def respond_whole(
         self, answers: Sequence[AnswerStream], form: WholeForm, request: Request
     ) -> Response:
-        """The response to a request whose answers are never streamed."""
+        """Return the response to a request whose answers are never streamed."""
         return await _Writer(self.llm, self._turns, answers).whole(request, form)
 
     def asked(self, model: str | None) -> str:
-        """The name that a response has for the model; raises NotFound for another one."""
+        """Return the model name that a response carries; raises NotFound for another model."""
         return self._names.asked(model)
 
 
@@ -158,7 +161,7 @@ class _Writer:
         self._answers = answers
 
     async def whole(self, request: Request, form: WholeForm) -> Response:
-        """All of it as one JSON object, which leaves in parts if it is long."""
+        """Return all answers as one JSON object, sent in parts if it is long."""
         deltas = await self._unless_gone(request.receive, self._collect())
         pieces = gathered(form.whole(deltas))
         try:
@@ -174,7 +177,7 @@ class _Writer:
         )
 
     async def _in_turn(self, first: bytes, pieces: Iterator[bytes]) -> AsyncGenerator[bytes, None]:
-        """The pieces, of which each is made in a turn of its own."""
+        """Yield the pieces, each of which is made in its own turn of the event loop."""
         piece: bytes | None = first
         while piece is not None:
             yield piece
@@ -182,7 +185,7 @@ class _Writer:
             piece = next(pieces, None)
 
     async def stream(self, request: Request, form: ResponseForm) -> Response:
-        """Server-sent events, once there is a first one; raises the failure that came before it."""
+        """Return server-sent events once there is a first one; raises a failure that comes before it."""
         news = self._news()
         first = await self._unless_gone(request.receive, anext(news))
 
@@ -191,13 +194,13 @@ class _Writer:
             async with contextlib.aclosing(news):
                 while True:
                     pieces = gathered(form.events(deltas))
-                    ready = next(pieces, b"")  # what is new may still be nothing to write
+                    ready = next(pieces, b"")  # new tokens may still yield nothing to write
                     while len(ready) >= PIECE_BYTES:
                         yield ready
                         await self._turns.next()
                         ready = next(pieces, b"")
                     if len(self._answers) == 1 and self._answers[0].is_read:
-                        break  # of several, one may be read and not yet written
+                        break  # one of several answers may be read and not yet written
                     if ready:
                         yield ready
                     ready = b""
@@ -219,7 +222,7 @@ class _Writer:
                 self._llm.abort(answer)
 
     async def _cut_off(self) -> None:
-        """Returns when an answer has failed and its client had the time to read the reason."""
+        """Return when an answer has failed and its client had time to read the reason."""
         tasks = [asyncio.ensure_future(each.failed.wait()) for each in self._answers]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -229,7 +232,7 @@ class _Writer:
         await asyncio.sleep(_LAST_S)
 
     async def _news(self) -> AsyncGenerator[list[tuple[int, AnswerDelta]], None]:
-        """What is new, and the index of its choice."""
+        """Yield new parts of answers, each with the index of its choice."""
         if len(self._answers) == 1:
             while deltas := await self._answers[0].next():
                 yield [(each.index, each) for each in deltas]
@@ -249,7 +252,7 @@ class _Writer:
                 task.cancel()
 
     async def _collect(self) -> list[AnswerDelta]:
-        """Every choice, whole."""
+        """Return every choice, whole."""
         known: list[dict[int, AnswerDelta]] = [{} for _ in self._answers]
         size = self._answers[0].num_answers
         async for deltas in self._news():
@@ -258,7 +261,10 @@ class _Writer:
         return [each[index] for each in known for index in sorted(each)]
 
     async def _unless_gone(self, receive: Receive, work: Awaitable[Value]) -> Value:
-        """The result; raises ClientGone if the client goes away first, and ends the answers then."""
+        """Return the result of `work`.
+
+        If the client disconnects first, the answers are ended, and ClientGone is raised.
+        """
         tasks = [asyncio.ensure_future(work), asyncio.ensure_future(gone(receive))]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -1,32 +1,33 @@
-"""Which requests does their head alone refuse, whatever they ask for?
+"""Refuse requests whose HTTP head is ambiguous.
 
-Two readers of one request must not find two requests in it: a proxy that passes it on, and we. So what may be
-read in two ways is refused, and never chosen from.
+A proxy that forwards a request and this server must not read two different requests from the same bytes
+(request smuggling). So a head that can be read in two ways is refused; none of its readings is chosen.
 """
 
 from __future__ import annotations
 
 import re
 
-Headers = list[tuple[bytes, bytes]]  # their names in lower case
+Headers = list[tuple[bytes, bytes]]  # the names are in lower case
 
-# Each says one thing that decides what is done and for whom. Others are lists (connection, content-encoding,
-# tracestate), are checked by the parser (content-length), or mean nothing here
+# Each of these headers carries one value that decides what is done and for whom. Other headers are lists
+# (connection, content-encoding, tracestate), are checked by the parser (content-length), or have no meaning
+# here.
 SINGLE = (
     *(b"authorization", b"content-type", b"expect", b"host", b"transfer-encoding", b"x-tenant"),
     *(b"origin", b"access-control-request-method"),
 )
-_ABSOLUTE = re.compile(rb"[^/?#]+://([^/?#]*)")  # a path with its scheme and host
+_ABSOLUTE = re.compile(rb"[^/?#]+://([^/?#]*)")  # a target that includes scheme and host
 
 
 def take_host(headers: Headers, target: bytes) -> None:
-    """Where the target names a host, that one counts in place of the header's."""
+    """Replace the Host header by the host that the target names, if it names one."""
     if absolute := _ABSOLUTE.match(target):
         headers[:] = [each for each in headers if each[0] != b"host"] + [(b"host", absolute[1])]
 
 
 def refusal(headers: Headers, version: str) -> tuple[int, str] | None:
-    """The status and the reason to refuse a request with this head; None if there is none."""
+    """Return the status and the reason to refuse a request with this head, or None to accept it."""
     if version not in ("1.0", "1.1"):
         return 505, f"this server speaks HTTP/1.1, not HTTP/{version}"
     names = [name for name, _ in headers]

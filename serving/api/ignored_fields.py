@@ -1,7 +1,7 @@
-"""Which fields of the OpenAI API are accepted although nothing here reads them?
+"""List the fields of the OpenAI API that are accepted although nothing here reads them.
 
-Those that ask for nothing which changes an answer: notes for a store that this server does not have, hints
-about speed, and values that mean "none". Any other value is refused, with what would be accepted.
+They are fields that change no answer: notes for a store that this server does not have, hints about speed,
+and values that mean "none". Any other value is refused, with the values that would be accepted.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _notes(given: Any, _: Fields) -> bool:
 
 
 def _unused(choice: str) -> Callable[[Any, Fields], bool]:
-    """Tools that may not be called."""
+    """Accept a list of tools that may not be called."""
 
     def allows(given: Any, beside: Fields) -> bool:
         if not isinstance(given, list) or len(given) > MOST_TOOLS:
@@ -61,7 +61,7 @@ def _prediction(given: Any, _: Fields) -> bool:
 _STRING = f"a string of at most {LONGEST_NAME} characters"
 _NOTES = f"up to {MOST_NOTES} strings of {LONGEST_NOTE} characters, by names of {LONGEST_NOTE_NAME}"
 _NOTHING_IS_KEPT = "no response is kept; send the items of earlier ones in input"
-# What may be sent, and in words; empty where nothing may
+# The check of each field's value, and the accepted values in words (empty where no value is accepted).
 Ignored = Mapping[str, tuple[Callable[[Any, Fields], bool], str]]
 IGNORED: Ignored = {
     "audio": (_never, ""),
@@ -105,7 +105,7 @@ _FIXES = {"previous_response_id": _NOTHING_IS_KEPT, "conversation": _NOTHING_IS_
 
 
 def problem_of(name: str, fields: Fields, ignored: Ignored = IGNORED) -> str | None:
-    """Why one of these fields cannot be accepted as it was sent; None if it can."""
+    """Return why a field cannot be accepted as it was sent, or None if it can."""
     allows, allowed = ignored[name]
     if fields[name] is None or allows(fields[name], fields):
         return None

@@ -1,9 +1,9 @@
-"""What do people see who open the server in a browser?
+"""Show the engine's state to people who open the server in a browser.
 
-One plain page, and a stream of the engine's state: the request in each slot, the state of each page, the
-queue. All viewers share one query of the engine, a few times a second; without viewers there is none. It
-holds no text and no name of any request, but what kind of answer it asks for; of the requests of other keys,
-it shows only that they are there.
+The module serves one plain page and a stream of the engine's state: the request in each slot, the state of
+each page, and the queue. All viewers share one query of the engine, a few times a second; without viewers
+there is none. The stream holds no text and no id of any request, only the kind of answer that it asks for; of
+the requests of other keys, it shows only that they exist.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _HEADERS = {
     "x-content-type-options": "nosniff",
 }
 _EVERY_S = 0.25
-_LATE_S = 2.0  # after which an engine that does not answer is shown as such
-_MOST_CELLS = 4096  # of the map of pages; of more pages, a cell stands for several
+_LATE_S = 2.0  # delay after which the page says that the engine does not answer
+_MOST_CELLS = 4096  # cells of the page map; with more pages, a cell stands for several
 FREE, CACHED, HELD, SHARED = range(4)
 
 
@@ -47,13 +47,14 @@ class LivePage:
         self._num_viewers = 0
         self._looking: asyncio.Task[None] | None = None
         self._seen: dict[str, Any] = {}
-        self._slots: list[tuple[str | None, dict[str, Any]] | None] = []  # and who may see what is in each
-        self._asked: dict[int, dict[str, Any]] = {}  # of each stream in a slot
-        self._events: dict[str, bytes] = {}  # of the last query, by viewer's key
+        # The owner who may see a slot, and its content.
+        self._slots: list[tuple[str | None, dict[str, Any]] | None] = []
+        self._asked: dict[int, dict[str, Any]] = {}  # keyed by the number of each stream in a slot
+        self._events: dict[str, bytes] = {}  # events of the last query, by viewer's key
         self._news = asyncio.Event()
 
     async def events(self, owner: str) -> AsyncGenerator[bytes, None]:
-        """One event for each query, for a viewer with this key."""
+        """Yield one event for each query, for a viewer with this key."""
         self._num_viewers += 1
         if self._looking is None or self._looking.done():
             self._looking = asyncio.get_running_loop().create_task(self._look())
@@ -76,7 +77,7 @@ class LivePage:
             await asyncio.sleep(_EVERY_S)
 
     def _event(self, owner: str) -> bytes:
-        """What a viewer with this key may see, as an event."""
+        """Return what a viewer with this key may see, as an event."""
         if owner not in self._events:
             shown = self._seen
             if self._slots:
@@ -86,7 +87,7 @@ class LivePage:
         return self._events[owner]
 
     async def _query(self) -> tuple[dict[str, Any], list[tuple[str | None, dict[str, Any]] | None]]:
-        """What all viewers may see, and what is in each slot."""
+        """Return what all viewers may see, and what each slot holds."""
         llm = self._llm
         try:
             view = await asyncio.wait_for(llm.look(), _LATE_S)
@@ -121,7 +122,7 @@ class LivePage:
     def _slot(
         self, stream: int, num_tokens: int, num_computed: int, num_pages: int
     ) -> tuple[str | None, dict[str, Any]]:
-        """Who may see it, and what is in it."""
+        """Return the owner who may see a slot, and the slot's content."""
         answer = self._llm.answer_of(stream)
         num_prompt = num_tokens if answer is None else answer.request.num_prompt_tokens
         return None if answer is None else answer.owner, {
@@ -134,7 +135,10 @@ class LivePage:
         }
 
     def _asked_by(self, stream: int, answer: AnswerStream) -> dict[str, Any]:
-        """The form of its answer, the number of its tools, and its adapter; what it has not is left out."""
+        """Return the form of an answer, the number of its tools, and its adapter.
+
+        What the request does not have is left out.
+        """
         if stream not in self._asked:
             grammar, number = answer.request.params.grammar, answer.request.adapter
             form = None if grammar is None else form_of(grammar)
@@ -154,7 +158,10 @@ def _raise_defect(looking: asyncio.Task[None]) -> None:
 
 
 def page_map(view: View) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """The state of each page but the null page; of many pages, the most frequent state in each cell."""
+    """Return the state of each page except the null page.
+
+    Where a cell stands for several pages, it has their most frequent state.
+    """
     holders = np.frombuffer(view.holders, dtype=np.uint8)[1:]
     cached = np.frombuffer(view.cached, dtype=np.uint8)[1:].astype(bool)
     users = holders.astype(np.int16) - cached
@@ -171,7 +178,7 @@ def page_map(view: View) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 
 def router(llm: AsyncLLM) -> APIRouter:
-    """The page, and the stream that it reads."""
+    """Return a router with the page and the stream that it reads."""
     routes = APIRouter()
     live = LivePage(llm)
 

@@ -1,4 +1,4 @@
-"""How are tokens and their log-probabilities written in a response?"""
+"""Write tokens and their log-probabilities in the formats of completions, chats and vLLM."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from serving.text.tokenizer import Text
 
 
 def token_name(text: Text | None, token: int) -> str:
-    """A token as text; its bytes, as OpenAI writes them, where they are not text by themselves."""
+    """Return a token as text.
+
+    If its bytes are not valid UTF-8 by themselves, they are written in OpenAI's notation.
+    """
     if text is None:
         return f"token_id:{token}"
     data = text.token_bytes(token, skip_special_tokens=False)
@@ -25,7 +28,7 @@ def token_name(text: Text | None, token: int) -> str:
 
 
 class TextOffset:
-    """The position in the text of a choice, in characters: a token's offset is where its text begins.
+    """A position in the text of a choice, in characters; the offset of a token is where its text begins.
 
     The first `num_ahead` characters of the tokens are not part of the text, such as a space that the
     tokenizer adds.
@@ -37,7 +40,7 @@ class TextOffset:
         self._offset = -num_ahead
 
     def step(self, token: int, *, skip_special_tokens: bool) -> int:
-        """The offset of a token; moves past it."""
+        """Return the offset of a token, and move past it."""
         offset = max(0, self._offset)
         if self._text is not None:
             data = self._text.token_bytes(token, skip_special_tokens=skip_special_tokens)
@@ -46,9 +49,9 @@ class TextOffset:
 
 
 def as_lists(text: Text | None, entries: Sequence[TokenLogprobs | None], tokens: Sequence[int]) -> Json:
-    """In the format of completions: four lists, of which the caller adds `text_offset`.
+    """Return the lists of the completions format, to which the caller adds `text_offset`.
 
-    The entry of a prompt's first token, which follows nothing, is None.
+    The entry of a prompt's first token, which has no token before it, is None.
     """
     return {
         "tokens": items((token_name(text, token) for token in tokens), len(tokens)),
@@ -58,7 +61,7 @@ def as_lists(text: Text | None, entries: Sequence[TokenLogprobs | None], tokens:
 
 
 def _tops(text: Text | None, entry: TokenLogprobs) -> dict[str, float]:
-    """The likeliest by their names, and the token itself; of equal names the likeliest."""
+    """Return the likeliest tokens and the token itself by name; of equal names, the likeliest counts."""
     tops: dict[str, float] = {}
     for token, value in (*entry.top, (entry.token, entry.logprob)):
         tops.setdefault(token_name(text, token), finite(value))
@@ -66,8 +69,11 @@ def _tops(text: Text | None, entry: TokenLogprobs) -> dict[str, float]:
 
 
 def by_token(text: Text | None, entries: Sequence[TokenLogprobs]) -> list[Any] | Items:
-    """Those of a prompt in vLLM's format: for each position a value for its token and for the likeliest."""
-    first: Iterator[Json | None] = iter([None])  # the first token follows nothing
+    """Return a prompt's entries in vLLM's format.
+
+    Each position has values of its token and of the likeliest ones.
+    """
+    first: Iterator[Json | None] = iter([None])  # the first token has no token before it
     return items(chain(first, (_values(text, entry) for entry in entries)), 1 + len(entries))
 
 
@@ -80,7 +86,7 @@ def _values(text: Text | None, entry: TokenLogprobs) -> Json:
 
 
 def as_content(text: Text | None, entries: Sequence[TokenLogprobs]) -> Json:
-    """In the format of chats: an object for each token, with its bytes."""
+    """Return the entries in the format of chats: an object for each token, with its bytes."""
 
     def entry_of(token: int, logprob: float) -> Json:
         data = b"" if text is None else text.token_bytes(token, skip_special_tokens=False)

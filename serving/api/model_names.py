@@ -1,4 +1,4 @@
-"""By which names may clients ask for the model?"""
+"""Define the names by which clients may ask for the model and its adapters."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from serving.api.errors import NotFound
 
 @dataclass(frozen=True, slots=True)
 class ModelNames:
-    """The name that the server goes by, in metrics for example, the others that mean the same model, and
-    adapters of it.
-    """
+    """The server's own name (used in metrics), its aliases for the same model, and the model's adapters."""
 
     name: str
     aliases: tuple[str, ...]
@@ -20,16 +18,16 @@ class ModelNames:
 
     @property
     def all(self) -> tuple[str, ...]:
-        """Every name once, the server's own first, adapters last."""
+        """Every name once: the server's own first, adapters last."""
         return tuple(dict.fromkeys((*self.of_model, *(each.name for each in self.adapters.all))))
 
     @property
     def of_model(self) -> tuple[str, ...]:
-        """Those that mean the model itself."""
+        """The names that mean the model itself."""
         return tuple(dict.fromkeys((self.name, *self.aliases)))
 
     def asked(self, name: str | None) -> str:
-        """The name that an answer to a request has; raises NotFound for another model."""
+        """Return the name that an answer to a request carries; raises NotFound for another model."""
         if name is None:
             return self.name
         if name not in self.all:

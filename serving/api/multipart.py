@@ -1,4 +1,4 @@
-"""What does a form hold that a client uploads, `multipart/form-data` (RFC 7578)?"""
+"""Parse an uploaded form, `multipart/form-data` (RFC 7578)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NO_FORM = "the body must be a form with a file, sent with Content-Type: multipa
 
 @dataclass(frozen=True, slots=True)
 class FormField:
-    """A field; `filename` is None unless it is a file."""
+    """A field of a form; `filename` is None unless the field is a file."""
 
     content: bytes
     filename: str | None
@@ -28,12 +28,13 @@ def _parsed(header: str, value: str) -> Message:
 
 
 def read_form(content_type: str, body: bytes) -> Mapping[str, FormField]:
-    """The fields by their names; raises BadRequest."""
+    """Return the fields by name; raises BadRequest."""
     kind = _parsed("content-type", content_type)
     boundary = kind.get_boundary()
     if kind.get_content_type() != "multipart/form-data" or not boundary:
         raise BadRequest(None, _NO_FORM)
-    # A boundary begins a line; so that the first one does too, the body gets one
+    # A boundary stands at the beginning of a line. A line break before the body makes that true of the first
+    # one.
     mark = b"\r\n--" + boundary.encode("latin-1", "replace")
     parts = (b"\r\n" + body).split(mark, _MOST_FIELDS + 1)[1:]
     if not parts or parts[-1].strip() != b"--":
@@ -52,7 +53,7 @@ def read_form(content_type: str, body: bytes) -> Mapping[str, FormField]:
 
 
 def _names(head: bytes) -> tuple[str | None, str | None]:
-    """Of the field, and of its file."""
+    """Return the name of the field, and that of its file."""
     for line in head.decode("utf-8", "replace").split("\r\n"):
         header, _, value = line.partition(":")
         if header.strip().lower() == "content-disposition":

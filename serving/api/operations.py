@@ -1,4 +1,4 @@
-"""What does the server tell about itself, and which other routes does it have?"""
+"""Serve the routes about the server itself: health, models, metrics, aborts and the tokenizer."""
 
 from __future__ import annotations
 
@@ -30,15 +30,16 @@ VERSION = "0.1.0"
 
 
 def router(llm: AsyncLLM, names: ModelNames) -> APIRouter:
-    """The routes for those who operate the server."""
+    """Return a router with the routes for operators of the server."""
     routes = APIRouter()
     born_s, described = int(time.time()), versions.describe()
 
     @routes.get("/health")
     async def health() -> Response:
-        """200 while the engine runs, starts for the first time, or ends on purpose; else 503.
+        """200 while the engine runs, starts for the first time, or shuts down as asked; 503 otherwise.
 
-        `slow`: it should have ended its step by now. It may: so only the body warns, until it is ended.
+        `slow` means that the current step takes longer than expected. That alone is no failure, so only the
+        body warns until the engine is ended for it.
         """
         engine = llm.engine
         if llm.state in ("lost", "dead"):
@@ -48,17 +49,17 @@ def router(llm: AsyncLLM, names: ModelNames) -> APIRouter:
 
     @routes.get("/ready")
     async def ready() -> Response:
-        """200 while requests are taken; else 503."""
+        """200 while requests are accepted; 503 otherwise."""
         return JSONResponse({"status": llm.state}, 200 if llm.state == "ready" else 503)
 
     @routes.get("/version")
     async def version() -> dict[str, str]:
-        """Of this server, Python and torch."""
+        """The versions of this server, Python and torch."""
         return {"version": VERSION, "python": platform.python_version(), "torch": metadata.version("torch")}
 
     @routes.get("/server_info")
     async def server_info(request: Request) -> dict[str, Any]:
-        """What should be noted beside a figure measured here."""
+        """What should be noted beside a figure that was measured on this server."""
         return _info(llm, names.name, described, request.state.client)
 
     def entry(name: str) -> dict[str, Any]:
@@ -69,17 +70,17 @@ def router(llm: AsyncLLM, names: ModelNames) -> APIRouter:
 
     @routes.get("/v1/models")
     async def models() -> dict[str, Any]:
-        """The model that is served, by each of its names, and its limits."""
+        """The served model under each of its names, and its limits."""
         return {"object": "list", "data": [entry(name) for name in names.all]}
 
     @routes.get("/v1/models/{name:path}")
     async def retrieve(name: str) -> dict[str, Any]:
-        """The same, by one of its names."""
+        """The served model under one of its names."""
         return entry(names.asked(name))
 
     @routes.post("/abort/{request_id}")
     async def abort(request_id: str, request: Request) -> dict[str, Any]:
-        """End a request by the id of its answer; a key finds only its own requests."""
+        """Abort a request by the id of its answer; a key finds only its own requests."""
         answers = llm.find(request_id, request.state.client.owner)
         if not answers:
             raise NotFound(f"there is no request {request_id[:128]!r}; it may have ended")
@@ -91,19 +92,22 @@ def router(llm: AsyncLLM, names: ModelNames) -> APIRouter:
 
 
 def metrics_router(llm: AsyncLLM, model: str) -> APIRouter:
-    """The routes of figures, which need a key where others do; Prometheus can send one."""
+    """Return a router with the routes of figures.
+
+    They need a key where other routes do; Prometheus can send one.
+    """
     routes = APIRouter()
     exposition = Exposition(llm.stats, model, lambda: llm.engine.pid)
 
     @routes.get("/metrics", response_class=Response)
     async def metrics() -> Response:
-        """All metrics, as text."""
+        """All metrics as text."""
         exposition.read()
         return Response(await asyncio.to_thread(exposition.text), headers={"content-type": CONTENT_TYPE})
 
     @routes.get("/experts")
     async def experts() -> dict[str, Any]:
-        """How many tokens chose each expert of each layer since the engine began, for scripts.place."""
+        """How many tokens chose each expert of each layer since the engine started, for scripts.place."""
         if llm.stats.experts is None:
             raise NotFound("experts are not counted, or not yet; device.count_experts of the recipe says so")
         return msgspec.structs.asdict(llm.stats.experts)
@@ -112,7 +116,7 @@ def metrics_router(llm: AsyncLLM, model: str) -> APIRouter:
 
 
 def text_router(llm: AsyncLLM, names: ModelNames, route: type[APIRoute]) -> APIRouter:
-    """The routes of the tokenizer. Their answers are made and written in threads: they may be long."""
+    """Return a router for the tokenizer; answers are made and written in threads, since they may be long."""
     routes = APIRouter(route_class=route)
     most = llm.recipe.server.max_body_values
 
@@ -143,9 +147,9 @@ def text_router(llm: AsyncLLM, names: ModelNames, route: type[APIRoute]) -> APIR
 
 
 def _info(llm: AsyncLLM, model: str, described: dict[str, Any], client: Client) -> dict[str, Any]:
-    """The recipe, the machine and the versions; what only an engine knows is null without one.
+    """Return the recipe, the machine and the versions; what only an engine knows is null without one.
 
-    Of the tenants that the recipe names, a key sees its own.
+    A key sees only its own tenant among those that the recipe names.
     """
     facts, recipe = llm.facts, llm.recipe.described()
     weights = recipe["scheduler"]["tenant_weights"]

@@ -1,4 +1,4 @@
-"""How is a long JSON written in pieces, none of which takes long or fills the memory?"""
+"""Write long JSON in pieces, so that no piece takes long to make or fills the memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 
 Json = dict[str, Any]
 
-LONGEST_LIST = 64  # entries that are written at once: of 21 log-probabilities each, in about 2 ms
+LONGEST_LIST = 64  # entries written at once; with 21 log-probabilities each, they take about 2 ms
 PIECE_BYTES = 2**16
 to_json = msgspec.json.Encoder().encode
 
@@ -25,30 +25,30 @@ class Items:
 
 
 class Parts(Items):
-    """A list whose entries may hold `Items` themselves: each is written by itself."""
+    """A list whose entries may hold `Items` themselves, so that each entry is written on its own."""
 
     __slots__ = ()
 
 
 def parts(entries: list[Json]) -> Parts | list[Json]:
-    """The entries, which may hold `Items`."""
+    """Return the entries, as `Parts` if any of them holds `Items`."""
     return entries if all(map(is_short, entries)) else Parts(entries)
 
 
 def items(entries: Iterable[Any], length: int) -> Items | list[Any]:
-    """The entries, made now if they are few; `length` says how many they are."""
+    """Return the entries, made now if they are few; `length` is their number."""
     return list(entries) if length <= LONGEST_LIST else Items(entries)
 
 
 def is_short(value: Json) -> bool:
-    """Whether an object holds no list that is written in pieces."""
+    """Return whether an object holds no list that is written in pieces."""
     return not any(
         isinstance(each, Items) or (type(each) is dict and not is_short(each)) for each in value.values()
     )
 
 
 def pieces_of(value: Any) -> Iterator[bytes]:
-    """The JSON of a value, of which objects and their fields may be `Items`."""
+    """Yield the JSON of a value that may be, or contain in its fields, `Items`."""
     if isinstance(value, Parts):
         for index, each in enumerate(value.entries):
             yield b"," if index else b"["
@@ -68,9 +68,9 @@ def pieces_of(value: Any) -> Iterator[bytes]:
 
 
 def object_around(head: Json, choices: Iterator[Json], tail: Json) -> Iterator[bytes]:
-    """The JSON of an object with the fields of `head`, a list of `choices` and the fields of `tail`.
+    """Yield the JSON of an object with the fields of `head`, a list of `choices` and the fields of `tail`.
 
-    A choice is made when the one before it is written.
+    Each choice is made only after the one before it is written.
     """
     yield to_json(head)[:-1] + b',"choices":['
     for index, choice in enumerate(choices):
@@ -80,7 +80,7 @@ def object_around(head: Json, choices: Iterator[Json], tail: Json) -> Iterator[b
 
 
 def gathered(pieces: Iterator[bytes]) -> Iterator[bytes]:
-    """The same bytes in pieces that are worth sending by themselves."""
+    """Join small pieces into pieces that are worth sending on their own."""
     ready: list[bytes] = []
     size = 0
     for piece in pieces:

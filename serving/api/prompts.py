@@ -1,4 +1,4 @@
-"""Which prompts does a client send in one field?"""
+"""Read the prompts that a client sends in one field."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from continuous_batching.refusal import BadRequest
 
 
 def prompts_of(given: str | list[Any]) -> list[dict[str, Any]]:
-    """The prompts as fields of requests, each a text or token ids."""
+    """Return the prompts as fields of requests, each a text or token ids."""
     if not given and not isinstance(given, str):
         raise BadRequest("prompt", "is empty; it must hold at least one token")
     prompts = [given] if isinstance(given, str) or isinstance(given[0], int) else given

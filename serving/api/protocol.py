@@ -1,7 +1,8 @@
-"""How much of a request is read before its path is known, and for how long?
+"""Bound how much of a request is read before its path is known, and for how long.
 
-uvicorn's parser has no limit of its own on the first line and the headers of a request, nor on how slowly it
-comes: a client could fill the memory by a header that never ends, or hold connections that never ask.
+uvicorn's parser limits neither the size of a request's first line and headers nor how slowly they arrive: a
+client could fill the memory with a header that never ends, or hold connections that never send a request.
+This module also closes refused connections so that their clients can read the reason.
 """
 
 from __future__ import annotations
@@ -21,18 +22,19 @@ from serving.api.errors import error_response
 
 MOST_HEAD_BYTES = 64 * 1024
 MOST_HEADERS = 100
-MOST_WAITING = 64  # requests behind one that is being answered, on its connection
-MOST_WAITING_BYTES = 2**20  # of their bodies
-LINGER_S = 2.0  # that a refused client has to read why, while what it still sends is discarded
-PROBE_S = 0.5  # between looks at whether a client that sends no more still reads
-WHOLE_S = 60.0  # from a request's first byte, or from a connection's start, to its last
+MOST_WAITING = 64  # pipelined requests that may wait on one connection
+MOST_WAITING_BYTES = 2**20  # bytes of the bodies of waiting requests
+LINGER_S = 2.0  # time that a refused client has to read why, while what it still sends is discarded
+PROBE_S = 0.5  # interval between checks whether a client that has ended its sending still reads
+WHOLE_S = 60.0  # time from a request's first byte, or a connection's start, to the request's last byte
 
 _TOO_MANY = (
     f"behind a request {MOST_WAITING} others and {MOST_WAITING_BYTES} bytes may wait on one connection; send"
     " them when it is answered, or on more connections"
 )
-_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"  # every client of HTTP/1.1 skips it, whenever it comes
-_TCP_CLOSE = 7  # of Linux's states of a connection: it was reset
+# A client of HTTP/1.1 ignores it at any time before the response.
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+_TCP_CLOSE = 7  # TCP_CLOSE in Linux: the connection was reset
 _TOO_LARGE = f"path and headers may be {MOST_HEAD_BYTES} bytes and {MOST_HEADERS} headers; shorten them"
 
 
@@ -41,11 +43,13 @@ def _nobody_asks() -> None:
 
 
 class ResponseTransport:
-    """A transport that keeps the head of a response until the first piece of its body, for at most one turn
-    of the loop: a write of its own would wake the client for the head alone, which costs more than the head.
+    """A transport that delays the head of a response until the first piece of its body.
 
-    Where a client `still_sends`, `close` ends only what we send, for a while: else the system would answer
-    that with a reset, and the client would lose a response that it has not read.
+    The delay lasts one turn of the event loop at most.
+
+    Sending the head on its own would wake the client for it, which costs more than the head itself. Where a
+    client `still_sends`, `close` first ends only our sending direction for a while; otherwise the system
+    would answer the remaining bytes with a reset, and the client would lose a response that it has not read.
     """
 
     def __init__(
@@ -55,13 +59,13 @@ class ResponseTransport:
         self._loop = loop
         self._head = b""
         self._still_sends = still_sends
-        self.is_lingering = False  # what comes is to be discarded
+        self.is_lingering = False  # bytes that arrive now are to be discarded
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
 
     def write(self, data: bytes) -> None:
-        """Write the data, after a head that was kept."""
+        """Write the data, after a head that was delayed."""
         if data.startswith(b"HTTP/1.1 ") and not self._head:
             self._head = data
             self._loop.call_soon(self.flush)
@@ -70,7 +74,7 @@ class ResponseTransport:
             self._transport.write(head + data)
 
     def close(self) -> None:
-        """Close it when all is written."""
+        """Close the connection when everything is written."""
         self.flush()
         if self._transport.is_closing() or not self._still_sends():
             self._transport.close()
@@ -81,37 +85,42 @@ class ResponseTransport:
             self._loop.call_later(LINGER_S, self._transport.close)
 
     def is_closing(self) -> bool:
-        """Whether nothing more can be sent."""
+        """Return whether nothing more can be sent."""
         return self.is_lingering or self._transport.is_closing()
 
     def flush(self) -> None:
-        """Keep the head no longer."""
+        """Send a delayed head now."""
         if self._head and not self.is_closing():
             self.write(b"")
 
 
 class Protocol(HttpToolsProtocol):
-    """One connection of at most so many. An application may call `scope["state"]["cut_off"]` to drop it at
-    once, with all that its client has not read. What it puts into `scope["state"]["when_gone"]`, once it has
-    the body, is called when the client goes away before its answer is whole.
+    """One of at most `most_connections` connections.
+
+    An application may call `scope["state"]["cut_off"]` to drop the connection at once, with everything that
+    its client has not read. A callback that the application puts into `scope["state"]["when_gone"]`, once it
+    has the body, is called when the client disconnects before its answer is complete.
     """
 
     _in_request = False
     _in_head = False
-    _has_reported = False  # the beginning of a request, or its body, in the current bytes
+    # Whether the parser reported a request's beginning, or its body, in the current bytes.
+    _has_reported = False
     _is_refused = False
-    _lingers = False  # for a client that may still send what was refused
+    _lingers = False  # the client may still send the rest of what was refused
     _num_head_bytes = 0
     _due: asyncio.TimerHandle | None = None
-    _probe: asyncio.TimerHandle | None = None  # since the client ended what it sends
-    _answered: RequestResponseCycle | None = None  # or being answered; not the last one, where others wait
+    # The next check for a reader, after the client ended its sending.
+    _probe: asyncio.TimerHandle | None = None
+    # The request that is being answered, or was last; other requests may wait behind it.
+    _answered: RequestResponseCycle | None = None
 
     def __init__(self, *arguments: Any, most_connections: int, **more: Any) -> None:
         super().__init__(*arguments, **more)
         self._most_connections = most_connections
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """A client has connected."""
+        """Handle a new connection."""
         self._responses = ResponseTransport(cast(asyncio.Transport, transport), self.loop, self._still_sends)
         super().connection_made(cast(asyncio.Transport, self._responses))
         self._start_timer()
@@ -119,11 +128,11 @@ class Protocol(HttpToolsProtocol):
             self._refuse(
                 503,
                 f"there are {self._most_connections} connections already; try again later",
-                lingers=False,  # it would take a descriptor
+                lingers=False,  # lingering would keep a file descriptor open
             )
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The connection is closed."""
+        """Handle the end of the connection."""
         self._stop_timer()
         if self._probe is not None:
             self._probe.cancel()
@@ -131,7 +140,7 @@ class Protocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def _drop_requests(self) -> None:
-        """Nobody reads the answers to any of them."""
+        """Tell every unanswered request that its client has disconnected."""
         self.pipeline.clear()
         for cycle in (self._answered, self.cycle):
             if cycle is not None and not cycle.response_complete:
@@ -141,14 +150,18 @@ class Protocol(HttpToolsProtocol):
                 when_gone()
 
     def data_received(self, data: bytes) -> None:
-        """Bytes came; of a head, or of trailers, the parser reports nothing before their end: count them."""
+        """Parse bytes, and count those of an unfinished head or trailer.
+
+        The parser reports nothing on them before they end.
+        """
         if self._is_refused or self._responses.is_lingering:
             return
         self._has_reported = False
         self._unset_keepalive_if_required()
         try:
             self._read(data)
-        except (httptools.HttpParserError, httptools.HttpParserUpgrade):  # the latter: CONNECT
+        # HttpParserUpgrade here means CONNECT
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade):
             self._refuse(400, "this is not HTTP/1.1, or not as its standard has it")
         if self._in_request and not self._has_reported:
             self._count(len(data))
@@ -156,24 +169,30 @@ class Protocol(HttpToolsProtocol):
             self._listen_on()
         is_idle = self.cycle is None or (self.cycle.response_complete and not self.pipeline)
         if is_idle and self._due is None and self.timeout_keep_alive_task is None:
-            self._start_timer()  # a line break between requests, or the rest of a refused one
+            self._start_timer()  # only a line break between requests came, or the rest of a refused request
 
     def eof_received(self) -> bool:
-        """The client sends no more. What it asked for whole is answered, unless it has gone away."""
+        """Handle the end of the client's sending.
+
+        Complete requests are answered, unless the client is gone.
+        """
         self._responses.flush()
         if self._in_request and not self._responses.is_closing():
             self._refuse(400, "the request ended before it was whole; send it again", lingers=False)
         last = self.cycle
         if last is None or last.more_body or last.response_complete or self._responses.is_closing():
-            return False  # the transport closes itself
+            return False  # the transport then closes itself
         last.keep_alive = False
         self._stop_timer()
         self._probe = self.loop.call_later(PROBE_S, self._look_for_reader, True)
         return True
 
     def _look_for_reader(self, is_first: bool = False) -> None:
-        """A client that has only ended its sending, and one that is gone, look the same until we send: the
-        system of the latter answers with a reset. Before the response, that is sent which asks to go on.
+        """Check whether a client that has ended its sending still reads.
+
+        A client that only ended its sending and one that is gone look the same until something is sent: the
+        system of the latter answers with a reset. Before the response has begun, "100 Continue" is sent to
+        find out.
         """
         answered = self._answered
         if self._responses.is_closing() or answered is None:
@@ -187,19 +206,19 @@ class Protocol(HttpToolsProtocol):
         self._probe = self.loop.call_later(PROBE_S, self._look_for_reader)
 
     def on_message_begin(self) -> None:
-        """The first byte of a request."""
+        """Handle the first byte of a request."""
         super().on_message_begin()
         self.scope["state"]["cut_off"] = self.transport.abort
         self._in_request, self._in_head, self._has_reported, self._num_head_bytes = True, True, True, 0
         self._start_timer()
 
     def on_url(self, url: bytes) -> None:
-        """A piece of the path."""
+        """Handle a piece of the path."""
         super().on_url(url)
         self._count(len(url))
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header; what follows a body is not one, and never replaces one from before it."""
+        """Handle a header; trailers after a body are no headers, and never replace one."""
         self._count(len(name) + len(value))
         if not self._in_head:
             return
@@ -208,7 +227,7 @@ class Protocol(HttpToolsProtocol):
             self._refuse(431, _TOO_LARGE)
 
     def on_headers_complete(self) -> None:
-        """The head has ended."""
+        """Handle the end of the head."""
         self._in_head = False
         if self._is_refused or self.parser.should_upgrade():
             return
@@ -217,24 +236,26 @@ class Protocol(HttpToolsProtocol):
             self._refuse(*refused)
             return
         heads.take_host(self.headers, self.url)
-        self.expect_100_continue &= version == "1.1"  # an older client would take it for the response
+        # A client of HTTP/1.0 would take "100 Continue" for the response.
+        self.expect_100_continue &= version == "1.1"
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """A piece of the body."""
+        """Handle a piece of the body."""
         self._has_reported, self._num_head_bytes = True, 0
         if not self._is_refused:
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """A request is complete."""
+        """Handle the end of a request."""
         if self.parser.should_upgrade():
-            return  # only its head is complete
+            return  # only the head is complete
         self._in_request = False
         self._stop_timer()
         if not self._is_refused:
             super().on_message_complete()
-            self.flow.resume_reading()  # after a long body: else nobody would see the client go away
+            # Reading pauses on a long body; without resuming it, a disconnect would go unnoticed.
+            self.flow.resume_reading()
 
     def _count(self, num_bytes: int) -> None:
         self._num_head_bytes += num_bytes
@@ -242,8 +263,10 @@ class Protocol(HttpToolsProtocol):
             self._refuse(431, _TOO_LARGE)
 
     def _read(self, data: bytes) -> None:
-        """Where a request asks for another protocol, the parser stops after its head and would take its body
-        for the next request. No other is spoken here, so such a request is read as if it had not asked.
+        """Parse bytes, and ignore requests to upgrade to another protocol.
+
+        The parser stops after the head of such a request and would take the body for the next request. No
+        other protocol is spoken here, so the head is parsed again without its Upgrade header.
         """
         rest = memoryview(data)
         while not self._is_refused:
@@ -256,7 +279,8 @@ class Protocol(HttpToolsProtocol):
             lines = [method + b" " + self.url + b" HTTP/" + version]
             lines += [name + b": " + value for name, value in self.headers if name != b"upgrade"]
             self.parser = httptools.HttpRequestParser(self)
-            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own
+            # uvicorn's parser has this leniency too.
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
             self.parser.feed_data(b"\r\n".join([*lines, b"", b""]))
 
     def _refuse(self, status: int, message: str, *, lingers: bool = True) -> None:
@@ -279,8 +303,9 @@ class Protocol(HttpToolsProtocol):
         self.transport.close()
 
     def _refuse_in_turn(self, response: Response, lingers: bool) -> None:
-        """Answer so to the last request, when those before it are answered, and read no other."""
-        if not self.pipeline or not self.pipeline[0][0].more_body:  # its head has not come whole
+        """Answer the last request with this refusal, once those before it are answered, and read no more."""
+        # The head of the last request is incomplete.
+        if not self.pipeline or not self.pipeline[0][0].more_body:
             self.cycle = self._nothing()
             self.pipeline.appendleft((self.cycle, response))
         self._refuse_last(response, lingers)
@@ -292,7 +317,7 @@ class Protocol(HttpToolsProtocol):
         self.pipeline[0] = self.cycle, response
 
     def _nothing(self) -> RequestResponseCycle:
-        """A request of which nothing is known."""
+        """Return a request cycle for a request of which nothing is known."""
         scope = cast(HTTPScope, {"type": "http", "method": "GET", "http_version": "1.1", "headers": []})
         return RequestResponseCycle(
             scope=scope,
@@ -316,7 +341,7 @@ class Protocol(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def _listen_on(self) -> None:
-        """Read on although requests wait, where uvicorn would stop: it would not see their client go away."""
+        """Go on reading although requests wait; uvicorn would stop, and would not notice a disconnect."""
         self.flow.resume_reading()
         num_bytes = sum(len(cycle.body) for cycle, _ in self.pipeline)
         if len(self.pipeline) > MOST_WAITING or num_bytes > MOST_WAITING_BYTES:
@@ -332,7 +357,7 @@ class Protocol(HttpToolsProtocol):
             self._due = None
 
     def _late(self) -> None:
-        """Closes a connection whose request has not come; not while it waits for an answer to another."""
+        """Close a connection whose request has not arrived, unless an earlier request is being answered."""
         answers = self.cycle is not None and not self.cycle.response_complete and not self.cycle.more_body
         if answers or self.pipeline:
             self._start_timer()

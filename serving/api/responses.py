@@ -1,7 +1,7 @@
-"""How is a response made: `POST /v1/responses`, OpenAI's other form of a chat?
+"""Serve `POST /v1/responses`, OpenAI's newer form of a chat.
 
-The same request and the same answer as of a chat, written otherwise. Nothing is kept: a client sends the
-items of earlier turns again.
+Request and answer are those of a chat in another notation. Nothing is stored: a client sends the items of
+earlier turns again.
 """
 
 from __future__ import annotations
@@ -36,11 +36,12 @@ _AS_SENT = {
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
 }
-_REASONS = {"length": "max_output_tokens"}  # why a response is incomplete, by the answer's finish_reason
+# Why a response is incomplete, by the `finish_reason` of its answer.
+_REASONS = {"length": "max_output_tokens"}
 
 
 class ResponsesBody(SamplingBody):
-    """`POST /v1/responses`."""
+    """The body of `POST /v1/responses`."""
 
     ignored: ClassVar[Ignored] = IN_RESPONSES
     apart = frozenset(
@@ -77,7 +78,7 @@ class ResponsesBody(SamplingBody):
         return self
 
     def fields(self) -> dict[str, Any]:
-        """What is asked for, as fields of a chat; raises BadRequest."""
+        """Return what is asked for as fields of a chat; raises BadRequest."""
         fields = {
             "messages": messages_of(self.input, self.instructions),
             "max_tokens": self.max_output_tokens,
@@ -94,13 +95,13 @@ class ResponsesBody(SamplingBody):
 
 
 class ResponsesRoute:
-    """The route."""
+    """The route for responses."""
 
     def __init__(self, generation: Generation) -> None:
         self._generation = generation
 
     async def respond(self, body: ResponsesBody, request: Request) -> Response:
-        """Answer a conversation; without a limit the answer may be as long as the model's context."""
+        """Answer a conversation; without a token limit, the answer may fill the model's context."""
         generation = self._generation
         name = f"resp_{uuid.uuid4().hex}"
         fields = {"id": name, **generation.fields(body, request), **body.fields()}
@@ -113,7 +114,7 @@ class ResponsesRoute:
 
 
 class ResponseObject:
-    """How a response is written, as `ResponseForm` has it."""
+    """The JSON form of a response (a `ResponseForm`)."""
 
     def __init__(
         self, text: Text | None, answer: AnswerStream, spoken: Spoken, body: ResponsesBody, model: str
@@ -151,14 +152,14 @@ class ResponseObject:
         }
 
     def whole(self, deltas: Sequence[AnswerDelta]) -> Iterator[bytes]:
-        """All of it, from the one answer that there is."""
+        """Yield the whole response, made from its one answer."""
         (delta,) = deltas
         for _ in self._grown(delta):
             pass
         yield from pieces_of(self._ended(delta))
 
     def events(self, deltas: Sequence[tuple[int, AnswerDelta]]) -> Iterator[bytes]:
-        """The events for what is new."""
+        """Yield the events for new parts of the answer."""
         if not self._num_events:
             for kind in ("created", "in_progress"):
                 yield from self._event(
@@ -172,11 +173,11 @@ class ResponseObject:
                 yield from self._event({"type": f"response.{response['status']}", "response": response})
 
     def end(self) -> bytes:
-        """Nothing: the last event has said that the response has ended."""
+        """Return nothing, since the last event has already said that the response has ended."""
         return b""
 
     def failed(self, failure: Failure | BadRequest) -> bytes:
-        """The last event of a response that cannot be completed."""
+        """Return the last event of a response that cannot be completed."""
         code = "invalid_prompt" if isinstance(failure, BadRequest) else "server_error"
         error = {"code": code, "message": whole(str(failure))}
         for _ in self._items.end("incomplete"):

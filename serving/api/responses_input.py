@@ -1,7 +1,7 @@
-"""What do the fields of `POST /v1/responses` mean as those of a chat?
+"""Translate the fields of `POST /v1/responses` into those of a chat.
 
-A list of items, each a message, a call, its result or thoughts, becomes messages: what an assistant thought,
-said and called in a row is one message of its own. Raises BadRequest with the place of what cannot be read.
+Each item of the input is a message, a call, a call's result or reasoning. Consecutive reasoning, text and
+calls of an assistant become one message. What cannot be read raises BadRequest with its place.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from continuous_batching.refusal import BadRequest, shown
 from serving.api.pieces import Json
 from serving.text.vocabulary import check_unicode
 
-_EVERY = {"type", "id", "status"}  # of an item; that of ours may be sent back as it came
+# Fields of any item; items that this server made may be sent back unchanged.
+_EVERY = {"type", "id", "status"}
 _KNOWN = {
     "message": {"role", "content"},
     "function_call": {"call_id", "name", "arguments"},
@@ -27,7 +28,7 @@ _VERBOSITIES = (None, "low", "medium", "high")
 
 
 def messages_of(given: str | Sequence[Any], instructions: str | None) -> list[Json]:
-    """The conversation, from `input` and `instructions`."""
+    """Return the messages of the conversation given by `input` and `instructions`."""
     turns = _Turns()
     if instructions is not None:
         turns.messages.append({"role": "system", "content": instructions})
@@ -41,14 +42,14 @@ def messages_of(given: str | Sequence[Any], instructions: str | None) -> list[Js
 
 
 class _Turns:
-    """The messages so far."""
+    """The messages read so far."""
 
     def __init__(self) -> None:
         self.messages: list[Json] = []
-        self._turn: Json | None = None  # the last message, while it is an assistant's
+        self._turn: Json | None = None  # the last message, while it is an assistant's and still open
 
     def add(self, place: str, item: object) -> None:
-        """One more item."""
+        """Add an item of the input."""
         if not isinstance(item, Mapping):
             raise _wrong(place, item, "an object")
         kind = item.get("type", "message")
@@ -104,7 +105,7 @@ class _Turns:
         self._spoken()["reasoning_content"] = "\n".join(thoughts)
 
     def _spoken(self) -> Json:
-        """The assistant's message that is open; a new one, if there is none."""
+        """Return the open message of the assistant, or a new one if there is none."""
         if self._turn is None:
             self._turn = {"role": "assistant", "content": ""}
             self.messages.append(self._turn)
@@ -112,7 +113,7 @@ class _Turns:
 
 
 def tools_of(tools: Sequence[Any]) -> list[Any]:
-    """Functions as chats have them; what is none is left for `tool_use` to refuse."""
+    """Translate functions into the form of chats; `tool_use` refuses whatever is not a function."""
     made = []
     for index, tool in enumerate(tools):
         if not isinstance(tool, Mapping) or tool.get("type") != "function":
@@ -126,14 +127,14 @@ def tools_of(tools: Sequence[Any]) -> list[Any]:
 
 
 def tool_choice_of(choice: str | Mapping[str, Any]) -> Any:
-    """A choice as chats have it."""
+    """Translate a tool choice into the form of chats."""
     if isinstance(choice, Mapping) and choice.get("type") == "function" and "function" not in choice:
         return {"type": "function", "function": {"name": choice.get("name")}}
     return choice
 
 
 def response_format_of(text: Mapping[str, Any]) -> Any:
-    """The form of the answer as chats have it; None: any text."""
+    """Translate the form of the answer into that of chats; None: any text."""
     _check_names("", text, {"format", "verbosity"}, field="text")
     if text.get("verbosity") not in _VERBOSITIES:
         raise _wrong(".verbosity", text["verbosity"], "low, medium or high", field="text")
@@ -156,7 +157,7 @@ def response_format_of(text: Mapping[str, Any]) -> Any:
 
 
 def _text(place: str, content: object) -> Any:
-    """A text, or its parts as chats have them."""
+    """Return a text, or its parts in the form of chats."""
     if not isinstance(content, Sequence) or isinstance(content, str):
         return _string(place, content)
     parts = []

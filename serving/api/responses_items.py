@@ -1,7 +1,7 @@
-"""Which items does a response consist of, and which events tell of them as they grow?
+"""Split a response into its items, and make the events that report them as they grow.
 
-Thoughts, a message and each call are items of their own, in the order in which they were said. The events
-are those that OpenAI documents, in their order, but for their numbers.
+Reasoning, a message and each call are separate items, in the order in which the model wrote them. The events
+are those that OpenAI documents, in the documented order; responses.py numbers them.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _MARKS = {"reasoning": "rs", "message": "msg", "function_call": "fc"}
 
 @dataclass(slots=True)
 class Item:
-    """One item. `pieces` are of its text, or of its arguments."""
+    """One item; `pieces` are parts of its text, or of its arguments."""
 
     kind: Kind
-    place: int  # among the items
+    place: int  # index among the items
     id: str
     call_id: str = ""
     name: str = ""
@@ -36,29 +36,29 @@ class Item:
 
     @property
     def part(self) -> str:
-        """The type of its content."""
+        """The type of the item's content."""
         return "reasoning_text" if self.kind == "reasoning" else "output_text"
 
 
 class OutputItems:
-    """The items of one response. `text` names the tokens whose log-probabilities are told."""
+    """The items of one response; `text` names the tokens whose log-probabilities are reported."""
 
     def __init__(self, text: Text | None, call_id: Callable[[], str]) -> None:
         self._text = text
         self._call_id = call_id
         self._items: list[Item] = []
-        self._is_open = False  # the last item
+        self._is_open = False  # whether the last item is still open
         self._last_status: Status = "completed"
-        self._waiting: list[TokenLogprobs] = []  # of tokens whose text is not known to be a message's yet
+        self._waiting: list[TokenLogprobs] = []  # entries of tokens not yet known to belong to a message
 
     def written(self) -> list[Json]:
-        """All items, when they have ended."""
+        """Return all items, after they have ended."""
         statuses: list[Status] = ["completed"] * len(self._items)
         statuses[-1:] = [self._last_status] * len(statuses[-1:])
         return [self._json(item, status) for item, status in zip(self._items, statuses)]
 
     def push(self, said: Parsed, logprobs: Sequence[TokenLogprobs]) -> Iterator[Json]:
-        """The events for what is new; `logprobs` are of its tokens, if asked for."""
+        """Yield the events for new parts; `logprobs` are those of the new tokens, if asked for."""
         self._waiting += logprobs
         for part in said.parts:
             if isinstance(part, CallDelta):
@@ -69,7 +69,7 @@ class OutputItems:
                 yield from self._say("message", part)
 
     def end(self, status: Status) -> Iterator[Json]:
-        """The events for the end; a response that says nothing has an empty message."""
+        """Yield the events for the end; a response that says nothing has an empty message."""
         if not self._items:
             yield from self._say("message", "")
         self._last_status = status
@@ -126,7 +126,7 @@ class OutputItems:
         yield done | {"item": self._json(item, status)}
 
     def _event(self, kind: str, **fields: object) -> Json:
-        """An event of the last item."""
+        """Return an event of the last item."""
         item = self._items[-1]
         event = {"type": kind, "item_id": item.id, "output_index": item.place}
         return event | ({} if item.kind == "function_call" else {"content_index": 0}) | fields

@@ -1,9 +1,9 @@
-"""What may a client's JSON hold?
+"""Define the JSON bodies that clients may send.
 
 Types, names and the length of long lists are checked here, ranges where requests are made
 (serving/text/request_fields.py). A field that is null counts as absent. A field of the OpenAI API that is not
-supported is refused by name, unless its value asks for nothing. The limit on a body's size lets a million
-list entries in: they are checked in one pass in C, and refused together, not with an error for each.
+supported is refused by name, unless its value asks for nothing. The limit on a body's size admits a million
+list entries: they are checked in one pass in C, and refused together, not with an error for each.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from serving.api.errors import whole
 from serving.api.ignored_fields import IGNORED, Ignored, problem_of
 from serving.text.field_types import LONGEST_NAME, MOST_ALLOWED
 
-_MOST_BIASES = 1024  # as in SamplingParams
+_MOST_BIASES = 1024  # SamplingParams has the same bound
 
 _TEXT = {"type": "string"}
 _IDS = {"type": "array", "items": {"type": "integer"}, "minItems": 1}
@@ -37,7 +37,7 @@ _SCHEMA = {
 
 
 def _prompt(given: Any) -> Any:
-    """A text, token ids, or a list of either."""
+    """Accept a text, token ids, or a list of either."""
     if isinstance(given, str):
         return given
     types = set(map(type, given)) if isinstance(given, list) else set()
@@ -90,7 +90,7 @@ Name = Annotated[str, Field(max_length=LONGEST_NAME)]
 
 
 def refused(field: str, message: str) -> PydanticCustomError:
-    """The error of a whole body, with the field that it is about."""
+    """Return the error that refuses a body because of one field."""
     return PydanticCustomError("refused", "{message}", {"message": message, "field": field})
 
 
@@ -117,20 +117,23 @@ class StrictBody(BaseModel):
 
 
 class PaddingOptions(StrictBody):
-    """Whether the events of a stream are all of one size."""
+    """Whether the events of a stream are padded to one size."""
 
     include_obfuscation: Literal[False] | None = Field(None, description="events are never padded")
 
 
 class StreamOptions(PaddingOptions):
-    """What a stream has besides answers."""
+    """What a stream contains besides answers."""
 
     include_usage: bool | None = Field(None, description="a last event has the numbers of tokens")
     continuous_usage_stats: bool | None = Field(None, description="every event has those so far")
 
 
 class RequestBody(StrictBody):
-    """What all requests to the model have in common. `apart`: fields that `parse_request` does not read."""
+    """The fields that all requests to the model share.
+
+    `apart` names the fields that `parse_request` does not read.
+    """
 
     apart: ClassVar[frozenset[str]] = frozenset()
     model: str | None = Field(None, description="a name of `/v1/models`; null: the one that is served")
@@ -147,7 +150,7 @@ class RequestBody(StrictBody):
 
 
 class SamplingBody(RequestBody):
-    """What all requests for an answer have in common."""
+    """The fields that all requests for sampled tokens share."""
 
     min_tokens: int | None = None
     temperature: float | None = None
@@ -173,7 +176,7 @@ class SamplingBody(RequestBody):
 
 
 class GenerationBody(SamplingBody):
-    """What completions and chats have in common."""
+    """The fields that completions and chats share."""
 
     apart = frozenset({"stream_options", "prompt", "messages", "echo", "return_token_ids"})
     max_tokens: int | None = None
@@ -209,7 +212,7 @@ class GenerationBody(SamplingBody):
 
 
 class CompletionBody(GenerationBody):
-    """`POST /v1/completions`."""
+    """The body of `POST /v1/completions`."""
 
     prompt: Prompt = Field(description="text or token ids, or several")
     best_of: int | None = Field(
@@ -232,7 +235,7 @@ class CompletionBody(GenerationBody):
 
 
 class Conversation(StrictBody):
-    """How messages become a prompt."""
+    """The fields that decide how messages become a prompt."""
 
     add_generation_prompt: bool | None = Field(None, description="null: true")
     continue_final_message: bool | None = Field(
@@ -243,7 +246,7 @@ class Conversation(StrictBody):
 
 
 class ChatBody(GenerationBody, Conversation):
-    """`POST /v1/chat/completions`."""
+    """The body of `POST /v1/chat/completions`."""
 
     messages: list[Any] = Field(description='each {"role": ..., "content": ...}')
     max_completion_tokens: int | None = Field(None, description="in place of max_tokens")
@@ -258,7 +261,7 @@ class ChatBody(GenerationBody, Conversation):
 
 
 class TokenizeBody(Conversation):
-    """`POST /tokenize`: a prompt or a conversation."""
+    """The body of `POST /tokenize`: a prompt or a conversation."""
 
     model: str | None = None
     prompt: str | None = None
@@ -268,7 +271,7 @@ class TokenizeBody(Conversation):
 
 
 class DetokenizeBody(StrictBody):
-    """`POST /detokenize`."""
+    """The body of `POST /detokenize`."""
 
     model: str | None = None
     tokens: Integers

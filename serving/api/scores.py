@@ -1,6 +1,7 @@
-"""How well do documents match a query: `POST /score` and `POST /rerank`?
+"""Serve `POST /score` and `POST /rerank`: how well documents match a query.
 
-By what the model answers when it is asked about each pair, or by the cosine of two embeddings.
+A score comes either from the model's answer to a question about each pair, or from the cosine of two
+embeddings; the recipe decides which.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ Pairs = Sequence[tuple[str, str]]
 
 
 class ScoreBody(RequestBody):
-    """`POST /score`."""
+    """The body of `POST /score`."""
 
     ignored: ClassVar[Ignored] = {}
     apart = frozenset({"text_1", "text_2"})
@@ -37,7 +38,7 @@ class ScoreBody(RequestBody):
     text_2: str | Strings = Field(description="a document, or several")
 
     def pairs(self) -> Pairs:
-        """What is to be scored."""
+        """Return the pairs of query and document to score."""
         queries, documents = (
             [each] if isinstance(each, str) else each for each in (self.text_1, self.text_2)
         )
@@ -48,7 +49,7 @@ class ScoreBody(RequestBody):
 
 
 class RerankBody(RequestBody):
-    """`POST /rerank`."""
+    """The body of `POST /rerank`."""
 
     ignored: ClassVar[Ignored] = {}
     apart = frozenset({"query", "documents", "top_n", "return_documents"})
@@ -58,59 +59,62 @@ class RerankBody(RequestBody):
     return_documents: bool | None = Field(None, description="show their texts too; null: true")
 
     def pairs(self) -> Pairs:
-        """What is to be scored."""
+        """Return the pairs of query and document to score."""
         if self.top_n is not None and self.top_n < 0:
             raise BadRequest("top_n", value=self.top_n, limit="0 (all) or more")
         return [(self.query, _text_of(at, each)) for at, each in enumerate(self.documents)]
 
 
 class Judge(Protocol):
-    """How pairs of texts are scored."""
+    """A way to score pairs of texts."""
 
     def requests(self, pairs: Pairs) -> list[dict[str, Any]]:
-        """The fields of what the engine is asked."""
+        """Return the fields of the requests to send to the engine."""
         ...
 
     def scores(self, pairs: Pairs, answers: Sequence[AnswerStream]) -> list[float]:
-        """From the answers to these, a score for each pair."""
+        """Return a score for each pair, computed from the answers to those requests."""
         ...
 
 
 class AskedJudge:
-    """Asks the model about each pair: the probability of the first answer, of both."""
+    """Asks the model about each pair of texts.
+
+    The score is the probability of the first answer relative to both answers.
+    """
 
     def __init__(self, question: Question) -> None:
         self._question = question
 
     def requests(self, pairs: Pairs) -> list[dict[str, Any]]:
-        """A request for each pair."""
+        """Return a request for each pair."""
         return [self._question.fields(*pair) for pair in pairs]
 
     def scores(self, pairs: Pairs, answers: Sequence[AnswerStream]) -> list[float]:
-        """From 0 to 1."""
+        """Return scores from 0 to 1."""
         logprobs = np.array([embedding_of(each) for each in answers], dtype=np.float64)
         scores: list[float] = (1 / (1 + np.exp(logprobs[:, 1] - logprobs[:, 0]))).tolist()
         return scores
 
 
 class CosineJudge:
-    """Compares the embeddings of the texts, of which each is computed once."""
+    """Compares the embeddings of the texts; each text is embedded once."""
 
     def __init__(self, pooling: str) -> None:
         self._pooling = pooling
 
     def requests(self, pairs: Pairs) -> list[dict[str, Any]]:
-        """A request for each text."""
+        """Return a request for each distinct text."""
         return [{"prompt": each, "pooling": self._pooling} for each in _texts(pairs)]
 
     def scores(self, pairs: Pairs, answers: Sequence[AnswerStream]) -> list[float]:
-        """From -1 to 1."""
+        """Return scores from -1 to 1."""
         found = dict(zip(_texts(pairs), (unit(embedding_of(each)) for each in answers)))
         return [float(found[query] @ found[document]) for query, document in pairs]
 
 
 class ScoreRoutes:
-    """The routes; without a judge they refuse."""
+    """The routes for scores, which refuse every request if the recipe defines no way to score."""
 
     def __init__(self, generation: Generation) -> None:
         self._generation = generation
@@ -123,7 +127,7 @@ class ScoreRoutes:
             self._judge = CosineJudge(recipe.model.pooling)
 
     def by_path(self) -> dict[str, Callable[..., Awaitable[Response]]]:
-        """The routes, by each path that clients know them by."""
+        """Return the routes by each path under which clients know them."""
         scores = dict.fromkeys(("/score", "/v1/score"), self.score)
         return {**scores, **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), self.rerank)}
 
@@ -154,7 +158,7 @@ class ScoreRoutes:
 
 
 class Scores:
-    """How scores are written, as `WholeForm` has it."""
+    """The JSON form of scores (a `WholeForm`)."""
 
     def __init__(
         self,
@@ -168,7 +172,10 @@ class Scores:
         self._head = head
 
     def whole(self, deltas: Sequence[AnswerDelta]) -> Iterator[bytes]:
-        """All of them: as pairs were sent, or the best documents first."""
+        """Yield all scores.
+
+        They are in the order of the pairs for `/score`; `/rerank` puts the best documents first.
+        """
         scores, body = self._judge.scores(self._pairs, self._answers), self._body
         told: Json = {**self._head, "usage": usage_of(self._answers)}
         if isinstance(body, ScoreBody):
@@ -188,7 +195,7 @@ _FIELDS = {"score": ("text_1", "text_2"), "rerank": ("query", "documents")}
 
 
 def _texts(pairs: Pairs) -> list[str]:
-    """Each text once."""
+    """Return each distinct text once."""
     return list(dict.fromkeys(text for pair in pairs for text in pair))
 
 

@@ -1,4 +1,4 @@
-"""What do the answers to a conversation say: thoughts, text, calls of tools?"""
+"""Split the answers to a conversation into reasoning, text and tool calls."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from serving.tools.reasoning import ReasoningParser
 
 
 class Spoken:
-    """Reads the answers to one request, of which each has an index.
+    """Parses the answers to one request, each of which has an index.
 
-    `fields` has the request's tools, as `tool_use` reads them; `thinks`: the recipe says that answers may
-    begin with thoughts. Those that are held to a form, without a place for thoughts, have none.
+    `fields` has the request's tools, as `tool_use` reads them. `thinks` says that, by the recipe, answers may
+    begin with reasoning. An answer whose grammar leaves no place for reasoning has none.
     """
 
     def __init__(
@@ -32,24 +32,25 @@ class Spoken:
         use = tool_use(fields)
         self._names = () if use is None else tuple(use.schemas)
         has_text = use is not None and bool(use.schemas) and not use.must_call
-        has_place = has_text or (text is not None and len(text.think_marks) == 2)  # for thoughts
+        has_place = has_text or (text is not None and len(text.think_marks) == 2)  # a place for reasoning
         is_held = request.params.grammar is not None and not has_place
         self.thinks = thinks and not is_held
         self._end_mark = text.think_marks[-1] if text is not None and text.think_marks else -1
         is_open = self.thinks and text is not None and text.opens_thoughts(request.prompt)
         self._thoughts = defaultdict[int, ReasoningParser](lambda: ReasoningParser(is_open=is_open))
         self._tools: dict[int, ToolParser | ChannelParser] = {}
-        self._opening = ""  # of the first message of an answer on channels, which the prompt holds
+        self._opening = ""  # the opening, held by the prompt, of an answer's first message on channels
         self._end_marks: frozenset[int] = frozenset()
-        self._sizes = defaultdict[int, list[int]](lambda: [0])  # of the messages of an answer, in tokens
+        # Number of tokens of each message of an answer.
+        self._sizes = defaultdict[int, list[int]](lambda: [0])
         if text is not None and self._channels is not None:
             self._opening = text.since_mark(request.prompt, self._channels.start)
             self._end_marks = frozenset(text.control_tokens(self._channels.ends).values())
-        self._num_tokens = Counter[int]()  # of each answer,
-        self._num_thought = Counter[int]()  # and of its thoughts with their marks
+        self._num_tokens = Counter[int]()  # number of tokens of each answer
+        self._num_thought = Counter[int]()  # number of reasoning tokens of each answer, marks included
 
     def push(self, index: int, delta: AnswerDelta) -> Parsed:
-        """What is new of an answer."""
+        """Return the parsed form of a new part of an answer."""
         is_last = delta.finish_reason is not None
         if self._channels is not None:
             return self._by_channels(self._channels, index, delta)
@@ -76,21 +77,21 @@ class Spoken:
 
     @property
     def num_thought_tokens(self) -> int:
-        """Of all answers."""
+        """The number of reasoning tokens of all answers."""
         return self._num_thought.total()
 
     def num_calls(self, index: int) -> int:
-        """How many an answer has begun."""
+        """Return how many calls an answer has begun."""
         return self._tools[index].num_calls if index in self._tools else 0
 
     def call_id(self) -> str:
-        """A new one for each call, which nothing can be told from."""
+        """Return a new, random id for a call."""
         form = self._form or self._channels
         assert form is not None, "a call without a format"
         return uuid.uuid4().hex[: form.id_length]
 
     def _after_thoughts(self, index: int, delta: AnswerDelta, is_last: bool) -> tuple[str, str]:
-        """The thoughts, and what is behind them."""
+        """Split new text into reasoning and what follows it."""
         reasoning = self._thoughts[index]
         had_ended, tokens = reasoning.has_ended, delta.tokens
         thoughts, text = reasoning.push(delta.text)

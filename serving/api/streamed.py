@@ -1,4 +1,4 @@
-"""How does a response leave in parts, as they are made, to a client that may read slowly or go away?"""
+"""Send a response in parts as they are made, to a client that may read slowly or disconnect."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 DONE = b"data: [DONE]\n\n"
-PATIENCE_S = 60.0  # that a client may keep us waiting in all,
-SLOWEST_BYTES_S = 2**16  # and a second more for every so many bytes
+PATIENCE_S = 60.0  # total time that a client may make the server wait
+SLOWEST_BYTES_S = 2**16  # each of these many bytes earns the client one more second
 EVENTS = "text/event-stream"
 
 
 class StreamedResponse(Response):
-    """Parts as they come. `end` is called when nobody reads any more, for whatever reason; when `cut` is
-    over, or the client reads too slowly, the connection is dropped with all that was not read.
+    """A response that sends parts as they come.
+
+    `end` is called when nobody reads any more, for whatever reason. When `cut` returns, or the client reads
+    too slowly, the connection is dropped with everything that was not read.
     """
 
     def __init__(
@@ -39,7 +41,7 @@ class StreamedResponse(Response):
         self._cut = cut
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send them."""
+        """Send the parts."""
         tasks = [asyncio.ensure_future(each) for each in (self._send(send), gone(receive), self._cut())]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -48,7 +50,7 @@ class StreamedResponse(Response):
             if tasks[0].done() and not is_slow:
                 tasks[0].result()
             elif (is_slow or tasks[2].done()) and cut_off is not None:
-                cut_off()  # else what the client does not read would be kept for it
+                cut_off()  # otherwise what the client does not read would be kept in memory
                 await tasks[1]
         finally:
             for task in tasks:
@@ -68,11 +70,11 @@ class StreamedResponse(Response):
 
 
 class _TooSlow(Exception):
-    """The client has kept us waiting for too long."""
+    """The client has kept the server waiting for too long."""
 
 
 class _Pace:
-    """Sends, and counts how long the client kept us waiting."""
+    """Sends messages, and measures how long the client made the server wait."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -83,7 +85,7 @@ class _Pace:
         start_s = time.monotonic()
         with anyio.move_on_after(
             self._left_s
-        ) as limit:  # in this task: another would take a turn of the loop
+        ) as limit:  # wait_for would start another task, and cost a turn of the loop
             await self._send(message)
         if limit.cancelled_caught:
             raise _TooSlow
@@ -92,6 +94,6 @@ class _Pace:
 
 
 async def gone(receive: Receive) -> None:
-    """Returns when the client has gone away."""
+    """Return when the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass

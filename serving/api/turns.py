@@ -1,8 +1,8 @@
-"""How does long work in the event loop let all others have their turn?
+"""Let long pieces of work in the event loop take turns with everything else.
 
-Reading a body of two megabytes, and writing log-probabilities by the thousand, are pieces of work of some
-milliseconds each. Whoever has such a piece waits for a turn first, and there is one in each round of the
-loop: however many wait, everything else runs between any two of them.
+Decoding a body of two megabytes, and writing thousands of log-probabilities, take some milliseconds each.
+Such a piece of work waits for a turn first, and each round of the loop has one turn: however many pieces
+wait, everything else runs between any two of them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ class Turns:
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     async def next(self) -> None:
-        """Returns in a round of the loop that nobody else has; until the next await, the turn is ours."""
+        """Return in a round of the loop that no other waiter has.
+
+        The turn lasts until the caller's next await.
+        """
         loop = asyncio.get_running_loop()
         turn: asyncio.Future[None] = loop.create_future()
         self._waiting.append(turn)
@@ -27,7 +30,7 @@ class Turns:
         await turn
 
     def _give(self) -> None:
-        """Wake the first; it stays in the queue until the round after, so that nobody starts a second."""
+        """Wake the first waiter; it stays in the queue until the next round, so that no second one starts."""
         if not self._waiting[0].done():
             self._waiting[0].set_result(None)
         asyncio.get_running_loop().call_soon(self._pass_on)

@@ -1,7 +1,7 @@
-"""What may a line of a batch's file hold, and how is its answer written?
+"""Read the lines of a batch's file, and write the lines of its answers.
 
 A line is a request: `{"custom_id": ..., "method": "POST", "url": ..., "body": {...}}`. Its body is what a
-client would send to that path, and goes there as it was written.
+client would send to that path, and is passed on exactly as it was written.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import msgspec
 from continuous_batching.refusal import shown
 from serving.text.field_types import LONGEST_NAME
 
-MOST_LINES = 50_000  # of a file, as at OpenAI
+MOST_LINES = 50_000  # OpenAI's limit for a file
 
 
 class BatchLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A line that can be read."""
+    """A line that could be parsed."""
 
     custom_id: str
     method: str
@@ -27,7 +27,7 @@ class BatchLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class WrongLine(Exception):
-    """Why a line cannot be run; `custom_id` is None where it has none that can be read."""
+    """A line cannot be run; `custom_id` is None if the line has no readable one."""
 
     def __init__(self, reason: str, custom_id: str | None = None) -> None:
         super().__init__(reason)
@@ -35,16 +35,17 @@ class WrongLine(Exception):
 
 
 class _Body(msgspec.Struct):
-    """What would mean something else in a batch."""
+    """Fields of a body that would mean something else in a batch."""
 
     stream: Any = None
     priority: Any = None
 
 
 def split_lines(content: bytes) -> list[tuple[int, bytes]]:
-    """The numbered lines of a file, with their ends; a blank line belongs to the one before it, or after.
+    """Return the numbered lines of a file with their line ends.
 
-    Raises ValueError where there are none, or too many.
+    A blank line is joined to the line before it, or to the first line if there is none before. Raises
+    ValueError where there are no lines, or too many.
     """
     found: list[tuple[int, bytes]] = []
     blank = b""
@@ -64,7 +65,7 @@ def split_lines(content: bytes) -> list[tuple[int, bytes]]:
 
 
 def read_line(text: bytes, endpoint: str, most_bytes: int) -> BatchLine:
-    """The request of a line; raises WrongLine."""
+    """Return the request of a line; raises WrongLine."""
     if len(text) > most_bytes:
         raise WrongLine(f"it is longer than {most_bytes} bytes (server.max_body_mib); shorten it")
     try:
@@ -91,13 +92,13 @@ def read_line(text: bytes, endpoint: str, most_bytes: int) -> BatchLine:
 
 
 def answered(custom_id: str, status: int, request_id: str, body: bytes) -> bytes:
-    """The line of an answer, whose body is JSON."""
+    """Return the line of an answer, whose body is JSON."""
     response = {"status_code": status, "request_id": request_id, "body": msgspec.Raw(body)}
     return _record(custom_id, response, None)
 
 
 def not_run(custom_id: str | None, code: str, message: str) -> bytes:
-    """The line of a request that was not run."""
+    """Return the answer line of a request that was not run."""
     return _record(custom_id, None, {"code": code, "message": message})
 
 
@@ -108,7 +109,7 @@ def _record(custom_id: str | None, response: dict[str, Any] | None, error: dict[
 
 
 class LineCheck:
-    """Checks the lines of one batch in their order: each must be one that can be run, with its own id."""
+    """Checks the lines of one batch in order: each must be runnable and have a custom_id of its own."""
 
     def __init__(self, endpoint: str, most_bytes: int) -> None:
         self._endpoint = endpoint
@@ -116,7 +117,7 @@ class LineCheck:
         self._number_of: dict[str, int] = {}
 
     def __call__(self, number: int, text: bytes) -> bytes | None:
-        """The answer to a line that cannot be run; None for one that can."""
+        """Return the answer to a line that cannot be run, or None for one that can."""
         try:
             line = read_line(text, self._endpoint, self._most_bytes)
             first = self._number_of.setdefault(line.custom_id, number)
@@ -129,6 +130,6 @@ class LineCheck:
 
 
 def expired(_: int, text: bytes) -> bytes:
-    """The answer to a line that there was no time for; it was checked when its batch began."""
+    """Return the answer to a line that did not begin in time; the line was checked when its batch began."""
     name = msgspec.json.decode(text, type=BatchLine).custom_id
     return not_run(name, "batch_expired", "the batch's 24 hours were over before this request began")

@@ -1,8 +1,8 @@
-"""Where do files and batches lie, so that a server that is killed goes on where it was?
+"""Keep files and batches in an SQLite file, so that a server that is killed resumes where it was.
 
-In one SQLite file, which one server at a time has open. A line of a batch is answered once its row is in
-`answers`, which holds one for each line at most; that row and the batch's counts are written in one
-transaction. The files of a batch's answers are those rows, so nothing is copied when the batch ends.
+Only one server at a time has the file open. A line of a batch is answered once its row is in `answers`, which
+holds at most one for each line; that row and the batch's counts are written in one transaction. The files of
+a batch's answers are those rows, so nothing is copied when the batch ends.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ _UNANSWERED = (
     "FROM lines WHERE file = ? AND number > ?"
     " AND NOT EXISTS (SELECT 1 FROM answers WHERE batch = ? AND answers.number = lines.number)"
 )
-OPEN = ("validating", "in_progress", "cancelling")  # as the two queries below have it
-_LAST = 2**63 - 1  # beyond every place
+OPEN = ("validating", "in_progress", "cancelling")  # the same statuses as in the two queries below
+_LAST = 2**63 - 1  # larger than every place
 _ALL_OPEN = "SELECT * FROM batches WHERE status IN ('validating', 'in_progress', 'cancelling') ORDER BY place"
 _OPEN_OF = "SELECT id FROM batches WHERE input = ? AND status IN ('validating', 'in_progress', 'cancelling')"
-_FILES = {  # by whether the oldest comes first
+_FILES = {  # keyed by whether the oldest file comes first
     True: "SELECT * FROM files WHERE owner = ? AND place > ? AND purpose = coalesce(?, purpose)"
     " ORDER BY place LIMIT ?",
     False: "SELECT * FROM files WHERE owner = ? AND place < ? AND purpose = coalesce(?, purpose)"
@@ -57,14 +57,15 @@ _BATCHES = "SELECT * FROM batches WHERE owner = ? AND place < ? ORDER BY place D
 WINDOW_S = 24 * 3600
 
 Ended = Literal["completed", "expired", "cancelled"]
-Check = Callable[[int, bytes], bytes | None]  # of a line and its number: its answer, where it cannot be run
+# Maps a line's number and text to its answer if it cannot be run, else to None.
+Check = Callable[[int, bytes], bytes | None]
 
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """A file, which clients know by its `id`; of the answers of a batch, or sent by a client."""
+    """A file, sent by a client or holding the answers of a batch; clients know it by its `id`."""
 
-    place: int  # in the order in which they were made
+    place: int  # position in the order of creation
     id: str
     owner: str
     made_s: int
@@ -77,7 +78,7 @@ class StoredFile:
 
 @dataclass(frozen=True, slots=True)
 class StoredBatch:
-    """A batch; times are in seconds of the system's clock."""
+    """A batch; times are in seconds since the epoch."""
 
     place: int
     id: str
@@ -94,19 +95,22 @@ class StoredBatch:
     total: int
     completed: int
     failed: int
-    output: str | None  # the files of its answers and of its errors, once it has ended with any
+    # Ids of the files of its answers and of its errors, once it has ended and there are any.
+    output: str | None
     errors: str | None
 
 
 class InUse(Failure):
-    """A file that a batch reads."""
+    """The file cannot be deleted, because a batch reads it."""
 
     status = 409
 
 
 class BatchStore:
-    """The files and batches of a folder. Every call is one transaction, or reads; OSError where the folder
-    cannot be used, sqlite3.OperationalError where a disk, or the store of `most_bytes`, is full.
+    """The files and batches of a folder.
+
+    Every call reads, or is one transaction. Raises OSError where the folder cannot be used, and
+    sqlite3.OperationalError where the disk, or the store of `most_bytes`, is full.
     """
 
     def __init__(self, folder: Path, most_bytes: int) -> None:
@@ -115,13 +119,13 @@ class BatchStore:
             raise OSError(f"--batches {folder} is no folder; name one, or a path where there is nothing")
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            # One thread at a time uses it, though not always the same
+            # The connection is used by one thread at a time, though not always by the same one.
             self._db = sqlite3.connect(path, timeout=0, isolation_level=None, check_same_thread=False)
             self._db.execute("PRAGMA locking_mode = EXCLUSIVE")
             self._db.execute("PRAGMA journal_mode = WAL")
             self._db.execute(
                 "PRAGMA synchronous = NORMAL"
-            )  # a power cut may lose answers, and they are made again
+            )  # a power cut may lose the last answers, which are then computed again
             (page_size,) = self._db.execute("PRAGMA page_size").fetchone()
             self._db.execute(f"PRAGMA max_page_count = {max(1, most_bytes // page_size)}")
             self._prepare(path)
@@ -142,12 +146,12 @@ class BatchStore:
                 self._db.execute(f"PRAGMA user_version = {_VERSION}")
 
     def close(self) -> None:
-        """Nothing is read or written any more."""
+        """Close the store."""
         self._db.close()
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
-        """All that is written within it, or nothing."""
+        """Write everything inside this context, or nothing."""
         self._db.execute("BEGIN IMMEDIATE")
         try:
             yield
@@ -158,7 +162,7 @@ class BatchStore:
             raise
 
     def add_file(self, owner: str, name: str, lines: Sequence[tuple[int, bytes]]) -> StoredFile:
-        """Keep a file of numbered lines, with the ends of lines that they have."""
+        """Store a file of numbered lines, with their line ends."""
         file_id, num_bytes = f"file-{uuid.uuid4().hex}", sum(len(text) for _, text in lines)
         with self._transaction():
             self._add_file(file_id, owner, "batch", name, num_bytes)
@@ -186,20 +190,20 @@ class BatchStore:
         )
 
     def file(self, file_id: str, owner: str) -> StoredFile | None:
-        """A file of this owner's."""
+        """Return a file of this owner, or None."""
         row = self._db.execute("SELECT * FROM files WHERE id = ? AND owner = ?", (file_id, owner)).fetchone()
         return None if row is None else StoredFile(*row)
 
     def files(
         self, owner: str, *, after: int | None, most: int, is_ascending: bool, purpose: str | None
     ) -> list[StoredFile]:
-        """Those of this owner behind a place, from the newest on or from the oldest."""
+        """Return this owner's files after a place, newest or oldest first."""
         first = (-1 if is_ascending else _LAST) if after is None else after
         rows = self._db.execute(_FILES[is_ascending], (owner, first, purpose, most))
         return [StoredFile(*row) for row in rows]
 
     def content(self, file: StoredFile, after: int, most_bytes: int) -> list[tuple[int, bytes]]:
-        """Its numbered lines behind number `after`, until there are so many bytes; none at its end."""
+        """Return the file's lines after number `after`, up to about `most_bytes`; empty at the end."""
         if file.batch is None:
             query, values = "FROM lines WHERE file = ? AND number > ?", (file.id, after)
         else:
@@ -214,7 +218,7 @@ class BatchStore:
         return found
 
     def delete(self, file: StoredFile) -> None:
-        """Forget a file; raises InUse while a batch that has not ended reads it."""
+        """Delete a file; raises InUse while a batch that has not ended reads it."""
         if (row := self._db.execute(_OPEN_OF, (file.id,)).fetchone()) is not None:
             raise InUse(f"{file.id} is read by {row[0]}; cancel that first, or wait for its end")
         with self._transaction():
@@ -228,7 +232,7 @@ class BatchStore:
     def add_batch(
         self, owner: str, source: StoredFile, endpoint: str, metadata: dict[str, str]
     ) -> StoredBatch:
-        """A batch that is to be run."""
+        """Add a batch that is to be run."""
         batch_id, now_s = f"batch_{uuid.uuid4().hex}", int(time.time())
         self._db.execute(
             "INSERT INTO batches (id, owner, made_s, input, endpoint, metadata, status, expires_s)"
@@ -240,22 +244,22 @@ class BatchStore:
         return found
 
     def batch(self, batch_id: str, owner: str) -> StoredBatch | None:
-        """A batch of this owner's."""
+        """Return a batch of this owner, or None."""
         query = "SELECT * FROM batches WHERE id = ? AND owner = ?"
         row = self._db.execute(query, (batch_id, owner)).fetchone()
         return None if row is None else StoredBatch(*row)
 
     def batches(self, owner: str, *, after: int | None, most: int) -> list[StoredBatch]:
-        """Those of this owner behind a place, from the newest on."""
+        """Return this owner's batches after a place, newest first."""
         rows = self._db.execute(_BATCHES, (owner, _LAST if after is None else after, most))
         return [StoredBatch(*row) for row in rows]
 
     def open_batches(self) -> list[StoredBatch]:
-        """Of all owners those that have not ended, from the oldest on."""
+        """Return the batches of all owners that have not ended, oldest first."""
         return [StoredBatch(*row) for row in self._db.execute(_ALL_OPEN)]
 
     def begin(self, batch: StoredBatch, check: Check) -> None:
-        """Read all lines of a batch that is validated; those that cannot be run are answered at once."""
+        """Validate all lines of a batch and let it begin; lines that cannot be run are answered at once."""
         refused, total = [], 0
         query = "SELECT number, text FROM lines WHERE file = ? ORDER BY number"
         for number, text in self._db.execute(query, (batch.input,)):
@@ -268,24 +272,24 @@ class BatchStore:
                 " WHERE id = ? AND status = 'validating'",
                 (total, len(refused), int(time.time()), batch.id),
             )
-            if begun.rowcount:  # else it was cancelled just now
+            if begun.rowcount:  # otherwise it was cancelled in the meantime
                 self._db.executemany("INSERT INTO answers VALUES (?, ?, ?, ?)", refused)
 
     def next_line(self, batch: StoredBatch, after: int) -> tuple[int, bytes] | None:
-        """The first line behind number `after` that is not answered."""
+        """Return the first unanswered line after number `after`, or None."""
         query = f"SELECT number, text {_UNANSWERED} ORDER BY number LIMIT 1"
         found: tuple[int, bytes] | None = self._db.execute(query, (batch.input, after, batch.id)).fetchone()
         return found
 
     def answer(self, batch: StoredBatch, number: int, text: bytes, *, is_error: bool) -> None:
-        """Keep the answer to a line that has none."""
+        """Store the answer to a line that has none."""
         query = "UPDATE batches SET failed = failed + ?, completed = completed + ? WHERE id = ?"
         with self._transaction():
             self._db.execute("INSERT INTO answers VALUES (?, ?, ?, ?)", (batch.id, number, is_error, text))
             self._db.execute(query, (is_error, not is_error, batch.id))
 
     def cancel(self, batch: StoredBatch) -> None:
-        """Begin no more of its lines, unless it has ended."""
+        """Let no more lines of a batch begin, unless it has ended."""
         self._db.execute(
             "UPDATE batches SET status = 'cancelling', cancelling_s = ?"
             " WHERE id = ? AND status IN ('validating', 'in_progress')",
@@ -293,8 +297,9 @@ class BatchStore:
         )
 
     def end(self, batch: StoredBatch, status: Ended, check: Check) -> None:
-        """End a batch that nobody works on. `check` answers those lines that have no answer; where it gives
-        None, they stay without one.
+        """End a batch that nobody works on.
+
+        `check` answers the lines without an answer; where it returns None, they stay without one.
         """
         with self._transaction():
             query = f"SELECT number, text {_UNANSWERED}"
@@ -316,7 +321,7 @@ class BatchStore:
             )
 
     def _add_answers(self, batch: StoredBatch, *, is_error: bool) -> str | None:
-        """The file of a batch's answers of this kind, if there are any."""
+        """Add the file of a batch's answers of this kind, if there are any, and return its id."""
         query = "SELECT count(*), sum(length(text)) FROM answers WHERE batch = ? AND is_error = ?"
         count, num_bytes = self._db.execute(query, (batch.id, is_error)).fetchone()
         if not count:

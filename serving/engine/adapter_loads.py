@@ -1,4 +1,4 @@
-"""How does a serving engine get another adapter, while no step waits for a file?"""
+"""Load adapters into a serving engine without a step that waits for a file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from serving.engine.messages import AdapterPut, PutAdapter
 
 
 class AdapterLoads:
-    """Reads adapters in a thread; only what was read comes to the device between two steps."""
+    """Reads adapters in a thread; only the copy to the device happens between two steps."""
 
     def __init__(self, adapters: Adapters | None) -> None:
         self._adapters = adapters
@@ -27,7 +27,7 @@ class AdapterLoads:
         self._reading.append((message, self._thread.submit(self._read, message)))
 
     def take_done(self) -> list[AdapterPut]:
-        """Put those that were read to their places; the answers to their messages."""
+        """Put the adapters that were read into their places, and return the answers to their messages."""
         done = [each for each in self._reading if each[1].done()]
         self._reading = [each for each in self._reading if not each[1].done()]
         return [self._put(*each) for each in done]

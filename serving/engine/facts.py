@@ -1,4 +1,4 @@
-"""What does the server need to know of an engine, once, and of the tier of its pages, again and again?"""
+"""Collect what the server needs to know of an engine, and the readings of its page tier."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 
 def tier_reading(tier: PageTier | None) -> TierReading | None:
-    """What has come of a tier of pages, if there is one."""
+    """Return the counters and the health of a page tier, or None without a tier."""
     return None if tier is None else TierReading(tier.counters, tier.is_well)
 
 
 def facts_of(built: BuiltEngine, *, prefix_sharing: bool) -> EngineFacts:
-    """What the server needs to know of an engine."""
+    """Return what the server needs to know of an engine."""
     engine, config, memory = built.engine, built.config, built.memory
     scheduler = engine.scheduler
     shortest_s = SHORTEST_S if built.runner.attention.device.type == "cpu" else COMPILER_S

@@ -1,4 +1,4 @@
-"""Where do requests wait whose grammar is being compiled? Before the engine's queue, and off its thread."""
+"""Compile grammars outside the engine's thread, while their requests wait before the engine's queue."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from continuous_batching.refusal import BadRequest
 from continuous_batching.request import Request
 from serving.grammars.matching import Grammars
 
-MOST_COMPILE_S = 10.0  # the caps on grammars allow for a hundredth of it; a busy machine takes longer
-MOST_WAIT_S = 60.0  # for others to be compiled
-_THREADS = 2  # more would take cores from the engine
+MOST_COMPILE_S = 10.0  # the caps on grammars need a hundredth of it; a busy machine takes longer
+MOST_WAIT_S = 60.0  # most time that a grammar waits while others are compiled
+_THREADS = 2  # more threads would take cores from the engine
 
 
 @dataclass(slots=True)
 class Compiling:
-    """A request whose grammar is not there yet. Of its streams, those of `ends` are to end as it begins."""
+    """A request whose grammar is not compiled yet; its streams in `ends` are to end as soon as they begin."""
 
     stream: int
     leader: Request
@@ -30,7 +30,7 @@ class Compiling:
 
 
 class GrammarQueue:
-    """Compiles in threads of its own, with limits on the time of each and on the wait for it."""
+    """Compiles in threads of its own, with limits on the time of each grammar and on the wait for it."""
 
     def __init__(
         self, grammars: Grammars, most_s: float = MOST_COMPILE_S, most_wait_s: float = MOST_WAIT_S
@@ -55,7 +55,7 @@ class GrammarQueue:
         self._waiting.append(each)
 
     def end(self, stream: int, reason: str) -> bool:
-        """Let a sample end when it has begun; False where it does not wait here."""
+        """Let a sample end as soon as it begins; returns False if it does not wait here."""
         for each in self._waiting:
             if each.stream <= stream <= each.stream + len(each.leader.followers):
                 each.ends[stream] = reason
@@ -63,7 +63,10 @@ class GrammarQueue:
         return False
 
     def take_ready(self) -> Iterator[tuple[Compiling, BadRequest | QueueFull | None]]:
-        """Those that wait no longer, in the order of their arrival, and why they are refused, if so."""
+        """Yield the requests that wait no longer, in order of arrival.
+
+        Each comes with its refusal, if it has one.
+        """
         waiting, self._waiting = self._waiting, []
         for each in waiting:
             assert each.work is not None, "nobody compiles it"
@@ -83,7 +86,7 @@ class GrammarQueue:
         self.grammars.constrain(each.leader)
 
     def _lateness(self, each: Compiling, now_s: float) -> BadRequest | QueueFull | None:
-        """Why it is waited for no longer, if it is so late."""
+        """Return why a request waits no longer, if it has waited too long."""
         if each.begun_s is None:
             if now_s - each.since_s < self._most_wait_s:
                 return None

@@ -1,8 +1,9 @@
-"""How does a process become an engine that serves?
+"""Run an engine that serves as a process of its own.
 
     python -m serving.engine.main SOCKET RECIPE [key=value ...] [--profile NAME]
 
-It begins when it reads BEGIN from its standard input, and ends when its parent does, however that ends.
+The process begins when it reads BEGIN from its standard input, and ends when its parent does, however that
+ends.
 """
 
 from __future__ import annotations
@@ -15,33 +16,27 @@ import signal
 import sys
 import threading
 from functools import partial
+from typing import TYPE_CHECKING
 
 import zmq
 
-from continuous_batching.engine import Engine
-from continuous_batching.recording.listeners import RankLost
-from continuous_batching.system_error import in_one_line
 from recipes.schema import verb
 from recipes.schema.command_line import add_recipe
-from serving.engine.expert_readings import ExpertReadings
-from serving.engine.facts import facts_of, tier_reading
-from serving.engine.messages import HURRY
-from serving.engine.page_exchange import exchange_of
-from serving.engine.worker import Worker
-from serving.own_processors import KnownProcessors
-from serving.text.tokenizer import Text
+
+if TYPE_CHECKING:
+    from continuous_batching.engine import Engine
 
 log = logging.getLogger(__name__)
 
 
 def _end_with_parent(engines: list[Engine]) -> None:
-    """End when the parent does, or when it says so: only it holds our standard input, a pipe, open.
+    """End when the parent ends or writes a byte: only the parent holds our standard input, a pipe, open.
 
-    What observes `engines` is closed before: a recording then says that nothing of it is missing.
+    The observers of `engines` are closed first; a recording then states that it is complete.
     """
 
     def wait() -> None:
-        os.read(0, 1)  # unbuffered: a normal end would wait for the buffer's lock
+        os.read(0, 1)  # an unbuffered read, since a normal exit would wait for the buffer's lock
         try:
             for engine in engines:
                 engine.close()
@@ -52,19 +47,29 @@ def _end_with_parent(engines: list[Engine]) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Build the engine and serve; 2 for a recipe that cannot be used."""
+    """Build the engine and serve; returns 2 for a recipe that cannot be used."""
     options = argparse.ArgumentParser(prog="python -m serving.engine.main")
     options.add_argument("socket")
     add_recipe(options)
     asked = options.parse_args(argv)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # they are for the server, which ends us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # these signals are for the server, which ends this process
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s engine: %(message)s", stream=sys.stderr)
-    gc.disable()  # for the imports: their objects stay
+    gc.disable()  # What is imported stays: a collection would visit 300,000 objects and find no garbage
+    from continuous_batching.recording.listeners import RankLost
+    from continuous_batching.system_error import in_one_line
     from recipes.build.engine import build
     from recipes.build.ranks import LOST
     from recipes.schema.reader import load
+    from serving.engine.expert_readings import ExpertReadings
+    from serving.engine.facts import facts_of, tier_reading
+    from serving.engine.messages import HURRY
+    from serving.engine.page_exchange import exchange_of
+    from serving.engine.worker import Worker
+    from serving.own_processors import KnownProcessors
+    from serving.text.tokenizer import Text
 
+    gc.freeze()
     gc.enable()
 
     while (word := os.read(0, 1)) == HURRY:  # a spare process waits here, with all imports done
@@ -83,9 +88,9 @@ def main(argv: list[str]) -> int:
         return verb.UNUSABLE
     engines.append(built.engine)
     gc.collect()
-    gc.freeze()  # these objects stay: a collection that visits them delays a step by a tenth of a second
+    gc.freeze()  # a collection that visits these lasting objects would delay a step by 0.1 s
     socket = zmq.Context().socket(zmq.PAIR)
-    socket.set_hwm(0)  # bounded by the requests that the server lets in
+    socket.set_hwm(0)  # the number of messages is bounded by the requests that the server accepts
     socket.connect(asked.socket)
     facts = facts_of(built, prefix_sharing=recipe.cache.prefix_sharing)
     path = recipe.model.path
@@ -94,10 +99,10 @@ def main(argv: list[str]) -> int:
     reads = read_experts, partial(tier_reading, built.tier)
     worker = Worker(built.engine, socket, facts, load_text, *reads, processors, built.adapters, pages)
     if built.ranks is not None:
-        built.ranks.ends_process = True  # an idle engine is lost, too, and another can be started
+        built.ranks.ends_process = True  # an idle engine is then lost as well, and another can be started
     try:
         worker.serve()
-    except RankLost:  # whose name was logged when it was lost
+    except RankLost:  # the lost rank's name has been logged
         os._exit(LOST)
     return 0
 

@@ -1,7 +1,8 @@
-"""What do the server and the process of its engine send each other?
+"""Define the messages between the server and the process of its engine.
 
-Typed messages in MessagePack, over a socket that only this user can open: anything else is refused, and
-nothing in a message can be executed. Times are durations, because the two need not share a clock.
+They are typed and encoded as MessagePack, over a socket that only this user can open: anything else is
+refused, and nothing in a message can be executed. Times are durations, because the two processes need not
+share a clock.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from continuous_batching.request import Request, SamplingParams, TokenLogprobs
 from kv_cache.tier.health import TierCounters
 from serving.grammars.matching import GrammarCounters
 
-HURRY, BEGIN = b"h", b"!"  # what the engine's process reads from its standard input before all else
+HURRY, BEGIN = b"h", b"!"  # what the engine's process reads from its standard input before anything else
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -23,25 +24,26 @@ class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Add(Message):
-    """A request. Its samples are the streams `stream`, `stream + 1`, ...; it arrived `age_s` ago."""
+    """Add a request, which arrived `age_s` ago; its samples are the streams `stream`, `stream + 1`, ..."""
 
     stream: int
-    ids: list[str]  # of the samples
+    ids: list[str]  # ids of the samples
     prompt: bytes  # int32
-    page_keys: bytes  # of the prompt's full pages, 32 bytes each; may be empty
-    params: SamplingParams  # of all samples but for their seeds: they may name every token of the vocabulary
+    page_keys: bytes  # keys of the prompt's full pages, 32 bytes each; may be empty
+    # Shared by all samples apart from their seeds; may name every token of the vocabulary.
+    params: SamplingParams
     seeds: list[int | None]
     tenant: str
     cache_salt: str
     priority: int
     timeout_s: float | None
     age_s: float
-    adapter: int = 0  # its place, from 1
+    adapter: int = 0  # number of the adapter's place, from 1; 0: none
     prompt_replica: str = ""
 
     @staticmethod
     def of(stream: int, request: Request, age_s: float) -> Add:
-        """The message for a request and its samples."""
+        """Return the message for a request and its samples."""
         samples = [request, *request.followers]
         return Add(
             stream=stream,
@@ -61,7 +63,7 @@ class Add(Message):
 
 
 class PutAdapter(Message):
-    """Let a place hold an adapter, by whose number no request goes; the files must still have this digest."""
+    """Load an adapter into a place that no request uses; its files must still have this digest."""
 
     number: int
     folder: str
@@ -69,7 +71,7 @@ class PutAdapter(Message):
 
 
 class AdapterPut(Message):
-    """The place holds it now; or why not, and then no request may have the number."""
+    """The place holds the adapter; or, with a `problem`, it does not, and no request may use its number."""
 
     number: int
     digest: str
@@ -88,23 +90,23 @@ class Look(Message):
 
 
 class EngineFacts(msgspec.Struct, frozen=True):
-    """What does not change about an engine that is ready."""
+    """The constant facts of an engine that is ready."""
 
     vocab_size: int
     eos_token_ids: tuple[int, ...]
-    max_tokens: int  # of prompt and answer of a request, which model and cache can hold
+    max_tokens: int  # most tokens of a request's prompt and answer, which model and cache can hold
     num_slots: int
     num_pages: int
     page_size: int
-    page_bytes: int  # in all layers
+    page_bytes: int  # bytes of a page in all layers
     num_host_pages: int
     device: str
     parameters: int
     max_batch_tokens: int
     prefix_sharing: bool
-    max_shared_tokens: int | None  # of a prompt; longer prompts share no pages
-    expected_step_s: float  # a step may well take so long
-    hidden_size: int  # numbers of an embedding
+    max_shared_tokens: int | None  # most tokens of a prompt that shares pages; None: any
+    expected_step_s: float  # duration that a normal step may reach
+    hidden_size: int  # length of an embedding
 
 
 class Ready(Message):
@@ -128,13 +130,13 @@ class AddRefused(Message):
 
     @staticmethod
     def of(stream: int, bad: BadRequest) -> AddRefused:
-        """The message for an exception."""
+        """Return the message for an exception."""
         return AddRefused(
             stream, bad.field, bad.problem, bad.value, bad.limit, bad.fix, bad.place, bad.subject, bad.code
         )
 
     def error(self) -> BadRequest:
-        """The exception again."""
+        """Return the exception that the message describes."""
         return BadRequest(
             self.field,
             self.problem,
@@ -148,7 +150,7 @@ class AddRefused(Message):
 
 
 class QueueRefused(Message):
-    """A request cannot be taken now."""
+    """A request cannot be accepted now."""
 
     stream: int
     reason: str
@@ -166,7 +168,7 @@ class BeamHypothesis(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SampleEnd(msgspec.Struct, frozen=True, array_like=True):
-    """How a sample ended. `num_tokens` counts all its tokens, with the one that ended it."""
+    """How a sample ended; `num_tokens` counts all its tokens, including the one that ended it."""
 
     stream: int
     reason: str  # stop, length, abort, timeout, error
@@ -174,27 +176,29 @@ class SampleEnd(msgspec.Struct, frozen=True, array_like=True):
     num_tokens: int
     num_cached_tokens: int
     num_preemptions: int
-    queue_s: float | None  # from its arrival to its first admission; None: it was never admitted
-    prefill_s: float | None  # from there to its first token
-    decode_s: float | None  # from there to its end
+    queue_s: float | None  # time from arrival to first admission; None: it was never admitted
+    prefill_s: float | None  # time from first admission to first token
+    decode_s: float | None  # time from first token to end
     hypotheses: list[BeamHypothesis]
-    is_at_fault: bool = False  # it failed by what it asked for
-    num_drafted: int = 0  # guesses of its tokens that were checked
-    num_accepted: int = 0  # of these, what the model said too
+    is_at_fault: bool = False  # it failed because of what it asked for
+    num_drafted: int = 0  # draft tokens that were verified
+    num_accepted: int = 0  # draft tokens that were accepted
 
 
 class Begun(msgspec.Struct, frozen=True, array_like=True):
-    """What is known of a sample's prompt when its first token is."""
+    """What is known of a sample's prompt once its first token is sampled."""
 
     stream: int
-    num_cached_tokens: int  # found computed
-    prompt_logprobs: list[TokenLogprobs]  # from the second token on, if asked for, with one of its samples
-    embedding: bytes = b""  # float32, if asked for
+    num_cached_tokens: int  # prompt tokens found in the prefix cache
+    # Entries from the second token on, if asked for; sent with one of the samples.
+    prompt_logprobs: list[TokenLogprobs]
+    embedding: bytes = b""  # float32, empty unless asked for
 
     @staticmethod
     def of(stream: int, request: Request, unsent: list[Request]) -> Begun:
-        """What is known of a request; with `unsent`, its leader is in there until its log-probabilities are
-        sent.
+        """Return what is known of a request.
+
+        Its leader is in `unsent` until the prompt's log-probabilities are sent.
         """
         prompt_logprobs = unsent.pop().prompt_logprobs if unsent else []
         embedding = request.embedding
@@ -203,20 +207,19 @@ class Begun(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepTimes(msgspec.Struct, frozen=True, array_like=True):
-    """How large a step was and how long it took."""
+    """The size of a step and the time that it took."""
 
     step_s: float
-    device_s: float  # of which in the runner
+    device_s: float  # time spent in the runner
     num_spans: int
     num_tokens: int
-    num_prompt_tokens: int  # of these, of prompts
+    num_prompt_tokens: int  # tokens that belong to prompts
 
 
 class Stepped(Message):
     """The tokens of one step and their streams; `logprobs` is empty or has an entry for each token.
 
-    `begun` has the streams whose first token is among these. A stream may have several tokens, one after the
-    other.
+    `begun` has the streams whose first token is in this step. A stream may have several tokens, in order.
     """
 
     streams: list[int]
@@ -227,45 +230,45 @@ class Stepped(Message):
     times: StepTimes
 
     def ends_at(self) -> dict[int, SampleEnd]:
-        """The ends of streams that have tokens here, by the index of their last one."""
+        """Return the ends of streams that have tokens here, by the index of each stream's last token."""
         last = {stream: at for at, stream in enumerate(self.streams)}
         return {last[end.stream]: end for end in self.ended if end.stream in last}
 
 
 class ExpertTable(msgspec.Struct, frozen=True, array_like=True):
-    """How many tokens chose each expert since the engine began."""
+    """The number of tokens that chose each expert since the engine started."""
 
-    counts: list[list[int]]  # by layer, none for a dense one
-    num_chosen: int  # experts of a token
+    counts: list[list[int]]  # indexed by layer and expert; an empty list for a dense layer
+    num_chosen: int  # experts that a token chooses
     steps: int
 
 
 class TierReading(msgspec.Struct, frozen=True, array_like=True):
-    """What has come of the tier of pages since the engine began."""
+    """The counters of the page tier since the engine started."""
 
     counters: TierCounters
-    is_well: bool  # its store did what it was asked for last
+    is_well: bool  # the last operation on its store succeeded
 
 
 class Beat(Message):
-    """A sign of life, a few times a second."""
+    """A sign of life, sent a few times a second."""
 
     gauges: Usage
     counters: Counters
     held_back: str | None  # what the head of the queue waits for
-    shared_pages: int  # as of the last recount of the pages' holders
+    shared_pages: int  # pages held by several slots, as of the last recount of holders
     wrong_pages: int
-    accepted_at: list[int] = []  # drafts that were right, by their place in their span: first, second, ...
+    accepted_at: list[int] = []  # accepted drafts by their position in the span: first, second, ...
     grammars: GrammarCounters = msgspec.field(default_factory=GrammarCounters)
-    experts: ExpertTable | None = None  # a new reading
-    tier: TierReading | None = None  # where there is one
+    experts: ExpertTable | None = None  # a new reading, if one was due
+    tier: TierReading | None = None  # None without a tier
 
 
 class View(Message):
     """The stream and the tokens of each slot, and the holders of each page."""
 
     slots: list[tuple[int, int, int, int] | None]  # stream, tokens, computed tokens, pages
-    holders: bytes  # of each page, one byte, at most 255
+    holders: bytes  # number of holders of each page, one byte each, at most 255
     cached: bytes  # one byte a page: whether the prefix cache holds it
 
 

@@ -1,4 +1,7 @@
-"""What does an engine do with others about pages, as its recipe says: compute for them, have them compute?"""
+"""Connect an engine to others for prompt pages: it computes pages for them, or has them computed there.
+
+The recipe decides which of the two sides an engine has (`server.pages_at`, `server.prompt_replicas`).
+"""
 
 from __future__ import annotations
 
@@ -23,13 +26,13 @@ if TYPE_CHECKING:
     from recipes.build.engine import BuiltEngine
 
 _MIB = 2**20
-_MOST_PART_BYTES = 2**22  # of pages, in a message
+_MOST_PART_BYTES = 2**22  # most bytes of pages in one message, unless one layer's page is larger
 
 log = logging.getLogger(__name__)
 
 
 class PageExchange:
-    """Both sides of an engine; what comes from outside rings `wake`."""
+    """Both sides of an engine's page exchange; messages from outside ring `wake`."""
 
     def __init__(self, wake: Wake, sends: PageSends | None, fetches: PageFetches | None) -> None:
         self.wake = wake
@@ -37,19 +40,19 @@ class PageExchange:
 
     @property
     def waiting(self) -> tuple[int, int]:
-        """How many requests wait for pages, and what is to be computed here of them, in tokens."""
+        """The number of requests that wait for pages, and of their tokens that are to be computed here."""
         return (0, 0) if self._fetches is None else (len(self._fetches), self._fetches.queued_tokens)
 
     def begin(self, stream: int, leader: Request) -> bool:
-        """Whether a request waits for its pages (see `PageFetches.begin`)."""
+        """Return whether a request waits for its pages (see `PageFetches.begin`)."""
         return self._fetches is not None and self._fetches.begin(stream, leader)
 
     def end(self, stream: int, reason: str) -> bool:
-        """Whether a sample waits for its pages, and will end as it begins."""
+        """Return whether a sample waits for its pages, and will therefore end as soon as it begins."""
         return self._fetches is not None and self._fetches.end(stream, reason)
 
     def take(self) -> list[Fetch]:
-        """Do what is due between two steps; returns the requests that wait no longer."""
+        """Do what is due between two steps, and return the requests that wait no longer."""
         self.wake.clear()
         if self._sends is not None:
             self._sends.take()
@@ -59,13 +62,13 @@ class PageExchange:
         return self._fetches.take_ready()
 
     def stepped(self, step: Step) -> None:
-        """A step was computed."""
+        """Handle a computed step."""
         if self._sends is not None:
             self._sends.stepped(step)
 
 
 def exchange_of(recipe: Recipe, built: BuiltEngine) -> PageExchange | None:
-    """What a recipe asks for; raises RecipeError for an address that cannot be listened at."""
+    """Return the exchange that a recipe asks for; raises RecipeError if its address cannot be listened on."""
     asked = recipe.server
     if asked.pages_at is None and not asked.prompt_replicas:
         return None

@@ -1,10 +1,11 @@
-"""How does an engine that answers get the pages of prompts that others compute?
+"""Fetch the pages of prompts that other engines compute.
 
-A request whose prompt another engine computes waits here, before the engine's queue, until all its pages
-came, or until that is hopeless: the other engine refuses, is lost, or is late. Then it is added like any
-other, and finds in the cache what came whole. So a transfer that fails is a miss, and no request is lost.
+A request whose prompt another engine computes waits here, before the engine's queue, until all its pages have
+arrived, or until that is hopeless: the other engine refuses, is lost, or is late. Then it is added like any
+other request. After a complete transfer it is a prefix hit; after one that failed it is a miss, so no request
+is lost.
 
-Bytes are written to the pages between two steps, a few of them each time, for answers not to wait.
+Bytes are written to the pages between two steps, a bounded number each time, so that answers do not wait.
 """
 
 from __future__ import annotations
@@ -23,31 +24,31 @@ from kv_cache.exchange.messages import AllSent, NotSent, PagePart, one_line
 from kv_cache.exchange.prompt_source import Came, PromptSource, taken, unwanted
 from kv_cache.storage import KVCache
 
-MOST_WRITTEN_BYTES = 2**24  # between two steps
-_HEARD_BYTES = 2**16  # that a message without pages counts as, so that there are few between two steps
+MOST_WRITTEN_BYTES = 2**24  # most bytes written between two steps
+_HEARD_BYTES = 2**16  # what a message without pages counts as, which bounds their number between two steps
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class Fetch:
-    """A request that waits for pages. Of its streams, those of `ends` are to end as it begins."""
+    """A request that waits for pages; its streams in `ends` are to end as soon as they begin."""
 
     stream: int
     leader: Request
     source: PromptSource
-    asked_s: float  # by time.monotonic
+    asked_s: float  # time.monotonic() at the request
     connection: Connection
-    number: int  # of the transfer, on the connection
+    number: int  # the transfer's number on the connection
     num_pages: int
-    next_page: list[int]  # in each layer
+    next_page: list[int]  # indexed by layer: the next page to write
     until_s: float
     num_bytes: int = 0
     ends: dict[int, str] = field(default_factory=dict)
 
 
 class PageFetches:
-    """Fetches pages from `sources`, by their endpoints, and waits for each prompt `most_wait_s` at most."""
+    """Fetches pages from `sources` (by endpoint), and waits for each prompt at most `most_wait_s`."""
 
     def __init__(
         self,
@@ -59,7 +60,7 @@ class PageFetches:
     ) -> None:
         self._engine, self._cache = engine, cache
         self._sources = sources
-        self._turns = deque(sources.values())  # whose message is handled next
+        self._turns = deque(sources.values())  # the first source's message is handled next
         self._most_wait_s, self._wake = most_wait_s, wake
         self._layer_bytes = cache.layer_bytes
         self._fetches: dict[tuple[Connection, int], Fetch] = {}
@@ -70,18 +71,18 @@ class PageFetches:
 
     @property
     def queued_tokens(self) -> int:
-        """What is to be computed here of the requests that wait, once their pages have come."""
+        """The tokens of waiting requests that are to be computed here once their pages have arrived."""
         page_size = self._engine.slots.page_size
         waiting = (*self._fetches.values(), *self._ready)
         return sum(each.leader.num_prompt_tokens - each.num_pages * page_size for each in waiting)
 
     def begin(self, stream: int, leader: Request) -> bool:
-        """Ask for the pages of a request, which `take_ready` gives back; False where it need not wait.
+        """Ask for the pages of a request, which `take_ready` returns later; False if it need not wait.
 
         Raises BadRequest for a request that could never be served.
         """
         source = self._sources.get(leader.prompt_replica)
-        if source is None or leader.adapter:  # another engine's adapters have numbers of their own
+        if source is None or leader.adapter:  # another engine numbers its adapters differently
             return False
         engine = self._engine
         engine.scheduler.check(leader)
@@ -111,7 +112,7 @@ class PageFetches:
         return True
 
     def end(self, stream: int, reason: str) -> bool:
-        """Let a sample end when it has begun; False where it does not wait here."""
+        """Let a sample end as soon as it begins; returns False if it does not wait here."""
         for each in (*self._fetches.values(), *self._ready):
             if each.stream <= stream <= each.stream + len(each.leader.followers):
                 each.ends[stream] = reason
@@ -125,9 +126,10 @@ class PageFetches:
         return False
 
     def take(self) -> None:
-        """Write what came to the pages that it is for, and give up what is late."""
+        """Write the bytes that have arrived to their pages, and give up transfers that are late."""
         num_left, num_empty = MOST_WRITTEN_BYTES, 0
-        while num_left > 0 and num_empty < len(self._turns):  # a message of each in turn, for none to starve
+        # One message of each source in turn, so that none starves.
+        while num_left > 0 and num_empty < len(self._turns):
             source = self._turns[0]
             self._turns.rotate(-1)
             try:
@@ -139,23 +141,24 @@ class PageFetches:
             came.connection.handled(came.num_held)
             num_left -= max(_HEARD_BYTES, self._hear(came))
         if num_left <= 0:
-            self._wake.ring()  # there may be more
+            self._wake.ring()  # more messages may be waiting
         now_s = self._engine.clock()
         for fetch in [each for each in self._fetches.values() if now_s >= each.until_s]:
             unwanted(fetch.connection, fetch.number)
             self._miss(fetch, "it is late")
-            is_heard = fetch.source.came.empty()  # or its pages may lie here, unread by our own slowness
-            is_own_limit = time.monotonic() - fetch.asked_s < self._most_wait_s  # a short one of the request
+            is_heard = fetch.source.came.empty()  # otherwise its pages may lie in our own queue, unread
+            # The request's own timeout was shorter.
+            is_own_limit = time.monotonic() - fetch.asked_s < self._most_wait_s
             if is_heard and not is_own_limit:
                 fetch.source.was_late(fetch.asked_s)
 
     def take_ready(self) -> list[Fetch]:
-        """The requests that wait no longer, in the order in which that became so."""
+        """Return the requests that wait no longer, in the order in which they became ready."""
         ready, self._ready = self._ready, []
         return ready
 
     def _hear(self, came: Came) -> int:
-        """Handle one message; returns how many bytes were written."""
+        """Handle one message, and return how many bytes were written."""
         connection, message = came.connection, came.message
         if message is None:
             for lost in [each for each in self._fetches.values() if each.connection is connection]:
@@ -170,7 +173,7 @@ class PageFetches:
         if fetch is None:
             return 0
         match message:
-            case AllSent(_, num_bytes):  # the last word: what is missing does not come any more
+            case AllSent(_, num_bytes):  # the last message of a transfer: what is missing will not arrive
                 if min(fetch.next_page) == fetch.num_pages and num_bytes == fetch.num_bytes:
                     self._engine.pages_arrived(fetch.leader.id, is_whole=True)
                     fetch.source.has_arrived()
@@ -182,7 +185,7 @@ class PageFetches:
         return 0
 
     def _write(self, fetch: Fetch, part: PagePart) -> None:
-        """Let the cache have what a part brings, if it is what comes next."""
+        """Write a part to the cache if it is the next one expected; otherwise give the transfer up."""
         arrival = self._engine.arriving_pages(fetch.leader.id)
         is_next = (
             0 <= part.layer < len(self._layer_bytes)
@@ -202,7 +205,7 @@ class PageFetches:
         fetch.num_bytes += part.num_bytes
 
     def _miss(self, fetch: Fetch, why: str) -> None:
-        """None of its pages will be found; it is computed here."""
+        """Give a transfer up: none of its pages will be found, and the prompt is computed here."""
         log.info("a prompt of %d tokens is computed here: %s", fetch.leader.num_prompt_tokens, why)
         self._engine.pages_arrived(fetch.leader.id, is_whole=False)
         self._settle(fetch)

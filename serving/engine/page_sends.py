@@ -1,9 +1,9 @@
-"""How does an engine compute prompts for others, and send them the pages?
+"""Compute prompts for other engines, and send them the pages.
 
-What another engine wants is a request like any other here, of one token, that nobody reads. While a step
-computes a layer, the pages that the layer before has completed are on their way already. What there is no
-room to read at once, because the other side takes it slowly, is read later: until then the pages are held on
-a lease, for as long as the other side waits.
+A prompt that another engine wants becomes a request for one token, which nobody reads. While a step computes
+a layer, the pages that the previous layer completed are already being sent. Pages that cannot be read at
+once, because the other side receives slowly, are read later; until then they are held on a lease, for as long
+as the other side waits.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from kv_cache.pages import Index
 from kv_cache.storage import KVCache
 from models.decoder import Decoder
 
-MOST_UNSENT_BYTES = 2**26  # that are read for one other engine, and not sent
-MOST_UNSENT_BYTES_OF_ALL = 2**29  # beyond which one part at a time is read for each
-MOST_SENDINGS = 1024  # prompts that are computed for one other engine
-MOST_HEARD = 256  # messages that are handled between two steps
+MOST_UNSENT_BYTES = 2**26  # most bytes read for one other engine and not yet sent
+MOST_UNSENT_BYTES_OF_ALL = 2**29  # the same over all engines; beyond it, one part at a time is read for each
+MOST_SENDINGS = 1024  # most prompts that are computed for one other engine
+MOST_HEARD = 256  # most messages that are handled between two steps
 
 log = logging.getLogger(__name__)
 
@@ -45,19 +45,19 @@ class Sending:
     request: Request
     first_page: int
     num_pages: int
-    next_page: list[int]  # in each layer, the first that was not read
-    until_s: float  # the other side waits no longer
+    next_page: list[int]  # indexed by layer: the first page that was not read
+    until_s: float  # end of the lease: the other side waits no longer
     is_computed: bool = False
     num_bytes: int = 0
 
     @property
     def is_read(self) -> bool:
-        """Whether all of it is on its way."""
+        """Whether all pages have been read."""
         return min(self.next_page) == self.num_pages
 
 
 class PageSends:
-    """A runner that also sends what it computes for others; it takes the place of the engine's."""
+    """A runner that also sends what it computes for others; it replaces the engine's runner and wraps it."""
 
     def __init__(
         self, engine: Engine, cache: KVCache, decoder: Decoder, server: PageServer, most_part_bytes: int
@@ -66,10 +66,11 @@ class PageSends:
         self._runner, engine.runner = engine.runner, self
         self._layer_bytes = cache.layer_bytes
         self._most_part_bytes = most_part_bytes
-        self._sendings: dict[str, Sending] = {}  # by the ids of their requests
-        self._spans: list[tuple[Sending, Index, int]] = []  # of this step: pages, and how many will be full
+        self._sendings: dict[str, Sending] = {}  # keyed by the ids of their requests
+        # One entry for each span of this step: the slot's pages, and how many of them will be full.
+        self._spans: list[tuple[Sending, Index, int]] = []
         self._num_asked = 0
-        self._num_of = Counter[PageLink]()  # sendings
+        self._num_of = Counter[PageLink]()  # number of sendings of each link
         decoder.after_layer = self._after_layer
 
     def __len__(self) -> int:
@@ -79,21 +80,21 @@ class PageSends:
         return getattr(self._runner, name)
 
     def run(self, batch: Batch) -> Sampled:
-        """As the runner's."""
+        """Run a batch as the wrapped runner does."""
         sampled: Sampled = self._tapped(batch, lambda: self._runner.run(batch))
         return sampled
 
     def start(self, batch: Batch) -> Callable[[], Sampled]:
-        """As the runner's."""
+        """Start a batch as the wrapped runner does."""
         wait: Callable[[], Sampled] = self._tapped(batch, lambda: self._runner.start(batch))
         return wait
 
     def resize(self, num_pages: int, copies: Any) -> None:
-        """As the runner's."""
+        """Resize the cache as the wrapped runner does."""
         self._runner.resize(num_pages, copies)
 
     def take(self) -> None:
-        """Do what others asked for, read what there is room for by now, and end what is over."""
+        """Handle the messages of other engines, read pages for which there is room by now, and end leases."""
         for _ in range(MOST_HEARD):
             try:
                 asked = self._server.asked.get_nowait()
@@ -107,7 +108,7 @@ class PageSends:
             for sending in self._of(asked.link, number):
                 self._end(sending)
         else:
-            self._server.wake.ring()  # there may be more
+            self._server.wake.ring()  # more messages may be waiting
         now_s = self._engine.clock()
         for sending in [*self._sendings.values()]:
             if now_s >= sending.until_s:
@@ -116,7 +117,7 @@ class PageSends:
                 self._read_leased(sending)
 
     def stepped(self, step: Step) -> None:
-        """Requests have ended, some of them perhaps for others."""
+        """Handle the requests that a step has finished, some of which may be for other engines."""
         for request in step.finished if self._sendings else ():
             sending = self._sendings.get(request.id)
             if sending is None:
@@ -133,7 +134,7 @@ class PageSends:
         ]
 
     def _begin(self, link: PageLink, wanted: PagesWanted) -> None:
-        """Add a request for what is wanted; `PagesWanted` and `PageLink` have checked its fields."""
+        """Add a request for a wanted prompt, whose fields `PagesWanted` and `PageLink` have checked."""
         engine, size = self._engine, self._engine.slots.page_size
         if self._num_of[link] >= MOST_SENDINGS:
             link.conclude(NotSent(wanted.number, f"{MOST_SENDINGS} prompts of it wait here already"))
@@ -165,7 +166,7 @@ class PageSends:
         )
 
     def _tapped(self, batch: Batch, run: Callable[[], Any]) -> Any:
-        """Run a batch, and read of each layer what it completes for others."""
+        """Run a batch, and read from each layer the pages that it completes for others."""
         slots = self._engine.slots
         if self._sendings:
             self._spans = [
@@ -183,7 +184,10 @@ class PageSends:
             self._read(sending, layer, pages, num_full)
 
     def _read(self, sending: Sending, layer: int, pages: Index, num_full: int) -> None:
-        """Send what a layer has of these pages up to the first that is not full, as far as there is room."""
+        """Send a layer's part of these pages up to the first page that is not full.
+
+        What there is no room for is sent later.
+        """
         each, link = self._layer_bytes[layer], sending.link
         most = max(1, self._most_part_bytes // each)
         stop, first = min(num_full, sending.num_pages), sending.next_page[layer]
@@ -196,7 +200,10 @@ class PageSends:
         sending.next_page[layer] = first
 
     def _may_read(self, link: PageLink) -> bool:
-        """Whether there is memory for another part, which who takes nothing cannot use up for the others."""
+        """Return whether another part may be read.
+
+        A receiver that takes nothing cannot use up the memory for all others.
+        """
         own = link.unsent_bytes
         return not own or (
             own < MOST_UNSENT_BYTES
@@ -204,7 +211,7 @@ class PageSends:
         )
 
     def _read_leased(self, sending: Sending) -> None:
-        """Send what could not be sent before the request ended, and the end when that is all."""
+        """Send what could not be sent before the request ended, and conclude once everything is sent."""
         if not sending.is_read:
             pages = self._engine.leased_pages(sending.request.id)
             if pages is None:
@@ -223,7 +230,7 @@ class PageSends:
         self._end(sending)
 
     def _end(self, sending: Sending) -> None:
-        """Nothing of it is needed any more."""
+        """Forget a sending and release its pages, or abort its request."""
         del self._sendings[sending.request.id]
         self._num_of[sending.link] -= 1
         if not self._num_of[sending.link]:

@@ -1,4 +1,4 @@
-"""How is the engine's process started and ended, and where does its log go?"""
+"""Start and end the engine's process, and relay its log."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from serving.engine.messages import BEGIN, HURRY
 log = logging.getLogger(__name__)
 
 WORKER, SPARE = "serving.engine.main", "serving.engine.spare_process"
-_LAST_WORDS_S = 1.0  # to read its last lines after its end
-_CLOSING_S = 0.25  # for it to close its recording and end by itself
-_KILLED_S = 10.0  # for the system to take it away
+_LAST_WORDS_S = 1.0  # time to read its last lines after its end
+_CLOSING_S = 0.25  # time for it to close its recording and end by itself
+_KILLED_S = 10.0  # time for the system to remove a killed process
 _LONGEST_LINE = 1 << 16
 
 
 class EngineLost(Exception):
-    """The process ended, or was ended because it did not answer; says how."""
+    """The process ended, or was ended because it did not answer; the message says how."""
 
 
 class EngineProcess:
-    """One life of an engine and the socket to it: `arguments` are the worker's, after its socket.
+    """One life of an engine, and the socket to it; `arguments` are the worker's, after its socket.
 
-    It may be started long before it is used: it then imports what it needs, and waits for `wake`.
+    The process may be started long before it is used: it then imports what it needs, and waits for `wake`.
     """
 
     def __init__(self, arguments: Sequence[str], *, is_spare: bool = False) -> None:
@@ -48,19 +48,20 @@ class EngineProcess:
         self._folder = Path(tempfile.mkdtemp(prefix="engine-"))  # only this user can enter it
         self._context = zmq.asyncio.Context()
         self.socket = self._context.socket(zmq.PAIR)
-        self.socket.set_hwm(0)  # bounded by the requests that are let in
+        self.socket.set_hwm(0)  # the number of messages is bounded by the requests that the server accepts
         self.socket.setsockopt(zmq.LINGER, 0)
         self._process: asyncio.subprocess.Process | None = None
         self._group: int | None = (
-            None  # of processes: this one and those that it starts, such as further ranks
+            None  # process group of this process and those that it starts, such as further ranks
         )
-        self._complaints: list[tuple[float, str]] = []  # the last warning or error of its log, and when
+        # The last warning or error of its log, and when it came.
+        self._complaints: list[tuple[float, str]] = []
 
     @staticmethod
     async def started(arguments: Sequence[str], *, is_spare: bool = False) -> EngineProcess:
-        """A process that waits for `wake`; raises EngineLost where the system has no room for it.
+        """Return a process that waits for `wake`; raises EngineLost where the system has no room for it.
 
-        A spare one prepares beside an engine that serves, and gives way to it until `wake`.
+        A spare process prepares beside an engine that serves, and yields the processor to it until `wake`.
         """
         engine = None
         try:
@@ -75,7 +76,7 @@ class EngineProcess:
 
     @property
     def pid(self) -> int | None:
-        """Of the process, once it runs."""
+        """The id of the process, once it runs."""
         return None if self._process is None else self._process.pid
 
     @property
@@ -94,25 +95,26 @@ class EngineProcess:
             address,
             *self._arguments,
             cwd=ROOT,
-            stdin=asyncio.subprocess.PIPE,  # closes when this process ends, however it ends
-            stderr=asyncio.subprocess.PIPE,  # the engine must not wait where our own log cannot be written
+            stdin=asyncio.subprocess.PIPE,  # the pipe closes when this process ends, however it ends
+            # A pipe, since the engine must not wait where our own log cannot be written.
+            stderr=asyncio.subprocess.PIPE,
             start_new_session=True,  # a terminal's ctrl-C is for the server
         )
-        self._group = self._process.pid  # as the first of its session
+        self._group = self._process.pid  # it is the first process of its session
         self._relaying = asyncio.ensure_future(self._relay())
 
     def hurry(self) -> None:
-        """Let a spare process that still imports give way no longer: it may be needed soon."""
+        """Let a spare process that still imports stop yielding the processor, since it may be needed soon."""
         if not self._is_hurried:
             self._is_hurried = True
             self._say(HURRY)
 
     def wake(self) -> None:
-        """Let the process build its engine and serve; a spare one that still imports gives way no longer."""
+        """Let the process build its engine and serve; a spare one stops yielding the processor."""
         self._say(BEGIN)
 
     def _say(self, word: bytes) -> None:
-        """Nothing to a process that has ended, as `ended` says: uvloop's pipe to it would raise."""
+        """Write a word to the process; one that has ended gets none, because uvloop's pipe would raise."""
         if not self.is_running:
             return
         assert self._process is not None, "not started"
@@ -122,14 +124,14 @@ class EngineProcess:
             spare_process.restore_priority(self._process.pid)
 
     def hide(self) -> None:
-        """Remove the socket's file, when both ends hold the socket: a kill leaves no file behind.
+        """Remove the socket's file once both ends hold the socket, so that a kill leaves no file behind.
 
-        Who cleans temporary folders may have been faster.
+        The file may already have been removed by whatever cleans temporary folders.
         """
         shutil.rmtree(self._folder, ignore_errors=True)
 
     async def ended(self) -> None:
-        """Raises EngineLost when the process has ended."""
+        """Wait for the end of the process, and raise EngineLost."""
         assert self._process is not None, "not started"
         status = await self._process.wait()
         since_s = time.monotonic() - _LAST_WORDS_S
@@ -138,11 +140,11 @@ class EngineProcess:
         raise EngineLost(f"the engine's process ended {how}{self.complaint(since_s)}")
 
     def complaint(self, since_s: float) -> str:
-        """What it has warned of last since then, if anything, to be put behind what became of it."""
+        """Return its last warning or error since then, if any, as a suffix for a message about its end."""
         return "".join(f": {text}" for at_s, text in self._complaints if at_s >= since_s)
 
     async def end(self) -> None:
-        """Let the process end, kill it if it does not, and leave nothing behind."""
+        """Let the process end, kill it if it does not, and remove its files."""
         if self._process is not None:
             assert self._process.stdin is not None
             self._process.stdin.close()
@@ -161,7 +163,10 @@ class EngineProcess:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     async def _killed(self) -> None:
-        """Kill it if it has not ended. A driver that hangs may keep it even then: nobody waits for that."""
+        """Kill the process if it has not ended.
+
+        A driver that hangs may keep it even so; that is not waited for.
+        """
         assert self._process is not None, "not started"
         if self._process.returncode is None:
             self._process.kill()
@@ -176,7 +181,7 @@ class EngineProcess:
             )
 
     async def _relay(self) -> None:
-        """Copy its lines into our log; its own lines begin with the level, those of libraries do not."""
+        """Copy its log lines into ours; its own lines begin with a level, those of libraries do not."""
         assert self._process is not None
         assert self._process.stderr is not None
         rest = b""

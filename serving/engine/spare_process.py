@@ -1,11 +1,11 @@
-"""How does a process prepare to replace an engine, without slowing the one that serves?
+"""Prepare a process to replace an engine, without slowing the one that serves.
 
     python -m serving.engine.spare_process MODULE [ARGUMENT ...]
 
-It imports what is large in a thread of the lowest priority, and goes on as MODULE. A byte in its standard
-input says that the engine is needed now, or may be soon: what is left of the import then has the usual
-priority. The byte stays there for MODULE. Kernels that divide processor time by session (sched(7), autogroup)
-need the session's niceness as well.
+It imports large modules in a thread of the lowest priority, and continues as MODULE. A byte on its standard
+input says that the engine is needed now, or may be soon: the rest of the import then runs at the usual
+priority. The byte stays there for MODULE to read. Kernels that divide processor time by session (sched(7),
+autogroup) need the session's niceness changed as well.
 """
 
 from __future__ import annotations
@@ -23,28 +23,29 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-LARGE = "recipes.build.engine"  # and torch with it
-LARGE_AND_RARE = "torch.fx.experimental.symbolic_shapes"  # only for who compiles: never waited for
-LAST = 19  # niceness: runs only when no other process wants to
+LARGE = "recipes.build.engine"  # it imports torch
+# Used only for compiling, so the import is never waited for.
+LARGE_AND_RARE = "torch.fx.experimental.symbolic_shapes"
+LAST = 19  # the niceness of a process that runs only when no other wants to
 AUTOGROUP = Path("/proc/self/autogroup")
-_OF_SESSION = re.compile(r".* (-?\d+)")  # as in "/autogroup-12 nice 0"
+_OF_SESSION = re.compile(r".* (-?\d+)")  # matches "/autogroup-12 nice 0"
 _TRIES = 40
-_LOOKS_S = 0.05  # between looks whether the import has ended, or the engine is needed
+_LOOKS_S = 0.05  # interval between checks whether the import has ended, or the engine is needed
 
 
 def main(argv: list[str]) -> None:
-    """Prepare, and go on as the module."""
+    """Prepare, and continue as the module."""
     sys.argv = argv
-    gc.disable()  # for the imports: their objects stay
+    gc.disable()  # the objects of the imports stay, so collecting during them is wasted
     import_gently(LARGE, LARGE_AND_RARE)
     gc.enable()
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 
 
 def import_gently(module: str, *rare: str) -> None:
-    """Import a module in a thread of the lowest priority, which on Linux each thread has for itself.
+    """Import a module in a thread of the lowest priority; on Linux, each thread has a priority of its own.
 
-    Then the rare ones, of which none is begun once the engine is needed.
+    The rare modules follow; none of them is begun once the engine is needed.
     """
     importlib.import_module("numpy")  # its own threads start now, at the usual priority
     if _is_needed(0):
@@ -69,10 +70,10 @@ def _is_needed(within_s: float) -> bool:
 
 
 def own_niceness() -> int | None:
-    """Of this session; None where it has none of its own.
+    """Return the niceness of this session, or None where it has none of its own.
 
-    That is so where the file is missing or cannot be read, and where it is empty: a session that is scheduled
-    with the whole system, as a container's first one may be.
+    It has none where the file is missing or cannot be read, and where it is empty: then the session is
+    scheduled with the whole system, as a container's first one may be.
     """
     try:
         found = _OF_SESSION.fullmatch(AUTOGROUP.read_text(encoding="utf-8", errors="replace").strip())
@@ -82,7 +83,7 @@ def own_niceness() -> int | None:
 
 
 def session_niceness() -> int:
-    """Of this session, where it has one; else 0."""
+    """Return the niceness of this session, or 0 where it has none."""
     return own_niceness() or 0
 
 
@@ -92,7 +93,7 @@ def set_session_niceness(niceness: int) -> None:
     for _ in range(_TRIES if has_one else 0):
         try:
             AUTOGROUP.write_text(str(niceness))
-        except BlockingIOError:  # except from root, the kernel accepts one write in a tenth of a second
+        except BlockingIOError:  # except from root, the kernel accepts only one write in 0.1 s
             time.sleep(0.05)
         except OSError:  # this /proc cannot be written
             break
@@ -103,32 +104,33 @@ def set_session_niceness(niceness: int) -> None:
 
 
 def restore_priority(pid: int) -> None:
-    """Give all of a spare process our priority at once, as far as the system allows.
+    """Give all threads of a spare process our priority at once, as far as the system allows.
 
-    It hears that it is needed too, but a process that gives way on busy cores takes seconds to hear.
+    The process is also told that it is needed, but one that yields on busy cores takes seconds to notice.
     """
-    with contextlib.suppress(OSError):  # not Linux, or too soon after another write, or it has ended
+    with contextlib.suppress(OSError):  # not Linux, or too soon after another write, or the process has ended
         Path(f"/proc/{pid}/autogroup").write_text(str(session_niceness()))
     threads: list[str] = []
-    with contextlib.suppress(OSError):  # not Linux, or it has ended
+    with contextlib.suppress(OSError):  # not Linux, or the process has ended
         threads = os.listdir(f"/proc/{pid}/task")
     for thread in threads:
-        with contextlib.suppress(OSError):  # it has ended, or the system lets no priority rise
+        with contextlib.suppress(OSError):  # the thread has ended, or the system lets no priority rise
             os.setpriority(os.PRIO_PROCESS, int(thread), os.getpriority(os.PRIO_PROCESS, 0))
 
 
 def _hurry(thread: threading.Thread) -> None:
-    """Give the import the priority of this thread, where the system lets it rise again."""
+    """Give the importing thread the priority of this one, where the system lets it rise again."""
     if sys.platform != "linux":
         return
     assert thread.native_id is not None, "not started"
-    with contextlib.suppress(OSError):  # it has just ended, or not without CAP_SYS_NICE: its session may help
+    # It has just ended, or CAP_SYS_NICE is missing: then its session's niceness may help.
+    with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, thread.native_id, os.getpriority(os.PRIO_PROCESS, 0))
 
 
 def _import(module: str, rare: Sequence[str], needed: threading.Event) -> None:
     if sys.platform == "linux":
-        with contextlib.suppress(OSError):  # a sandbox may refuse the call; the import is worth more
+        with contextlib.suppress(OSError):  # a sandbox may refuse the call, and the import matters more
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LAST)
     importlib.import_module(module)
     for each in rare:

@@ -1,4 +1,4 @@
-"""How is there always an engine? One is started, watched, and replaced by another when it ends."""
+"""Keep an engine running: start one, watch it, and replace it when it ends."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ from serving.failures import UNKNOWN_S, Unavailable
 log = logging.getLogger(__name__)
 
 State = Literal["starting", "ready", "lost", "draining", "dead"]
-_CHECKS_S = 0.1  # between checks whether the engine still answers
-_LONGEST_PAUSE_S = 30.0  # between starts of engines that end before they have made a step
-_SPARE_AFTER_S = 5.0  # of undisturbed service; then a process is kept ready to replace the engine
-LONGEST_HINT_S = 60.0  # after which a client may ask again, however long a start takes
+_CHECKS_S = 0.1  # interval between checks whether the engine still answers
+_LONGEST_PAUSE_S = 30.0  # longest pause between starts of engines that end before they have made a step
+_SPARE_AFTER_S = 5.0  # undisturbed service after which a spare process is kept
+LONGEST_HINT_S = 60.0  # longest delay after which a client is told to ask again, however long a start takes
 
 
 class Supervisor:
-    """Keeps an engine's process running, and is the way to it.
+    """Keeps an engine's process running, and passes messages to and from it.
 
-    `state` is `starting` until the first engine is ready, `lost` from the end of one until another is ready,
-    `draining` when the server is about to end, and `dead` when the first engine could not start, or at the
-    end. `arguments` gives the worker's arguments for each life. `hear` receives the engines' messages, `lose`
-    the reason why an engine ended.
+    `state` is `starting` until the first engine is ready, `lost` from the end of one engine until another is
+    ready, `draining` when the server is about to end, and `dead` when the first engine could not start, or at
+    the end. `arguments` returns the worker's arguments for each life. `hear` receives the engines' messages,
+    `lose` the reason why an engine ended.
     """
 
     def __init__(
@@ -52,14 +52,15 @@ class Supervisor:
         lose: Callable[[str], None],
     ) -> None:
         self.state: State = "starting"
-        self.facts: EngineFacts | None = None  # of the engine that is ready
+        self.facts: EngineFacts | None = None  # facts of the engine, while it is ready
         self.trouble = ""  # why the last engine ended
         self.has_failed = False  # there will be no engine, although nobody asked for that
         self.start_s = 0.0  # how long the last start took
-        self._ready_s = math.inf  # since when this engine is ready
-        self._had_spare = False  # when this engine was started
-        self._starts_s: dict[bool, float] = {}  # how long the last one took, with a spare process and without
-        self._pause_s = 0.0  # before the next start
+        self._ready_s = math.inf  # when this engine became ready
+        self._had_spare = False  # whether there was a spare process when this engine was started
+        # How long the last start took, with a spare process and without.
+        self._starts_s: dict[bool, float] = {}
+        self._pause_s = 0.0  # pause before the next start
         self._due_s = 0.0  # when the next engine should be ready
         self._arguments = arguments
         self._limits = limits
@@ -70,11 +71,12 @@ class Supervisor:
         self._has_worked = False  # this engine has made a step
         self._lives = itertools.count(1)
         self._life: asyncio.Task[None] | None = None
-        self.silence = Silence(time.monotonic(), limits.start_timeout_s)  # of the engine, or the next one
+        # Silence of the engine, or of the next one.
+        self.silence = Silence(time.monotonic(), limits.start_timeout_s)
         self._changed = asyncio.Event()
 
     def start(self) -> None:
-        """Start the first engine, in the running event loop; it is ready later."""
+        """Start the first engine, in the running event loop; `ready` waits for it."""
         self._life = asyncio.get_running_loop().create_task(self._live())
         self._life.add_done_callback(self._over)
 
@@ -88,13 +90,16 @@ class Supervisor:
         self.become("dead")
 
     def send(self, message: ToEngine) -> None:
-        """Send a message to the engine, which reads it after its current step; without one, do nothing."""
+        """Send a message to the engine, which reads it after its current step.
+
+        Without an engine, nothing is done.
+        """
         if self._engine is not None and self.facts is not None:
             self._engine.socket.send(encode(message), zmq.NOBLOCK)
 
     @property
     def pid(self) -> int | None:
-        """Of the engine's process, if there is one."""
+        """The id of the engine's process, if there is one."""
         return None if self._engine is None else self._engine.pid
 
     @property
@@ -110,7 +115,7 @@ class Supervisor:
 
     @property
     def why_not(self) -> str:
-        """Why there is no answer now."""
+        """The reason why there is no answer now."""
         return {
             "starting": "the engine is starting",
             "lost": f"the engine is being started anew: {self.trouble}",
@@ -119,7 +124,10 @@ class Supervisor:
 
     @property
     def ready_in_s(self) -> float:
-        """How soon another engine can be expected, by how long the last start took; a hint for clients."""
+        """The estimated time until another engine is ready, as a hint for clients.
+
+        It follows from the duration of the last start.
+        """
         if self.state != "lost":
             return UNKNOWN_S
         return min(max(0.0, self._due_s - time.monotonic()), LONGEST_HINT_S)
@@ -140,7 +148,7 @@ class Supervisor:
         self.notify()
 
     def notify(self) -> None:
-        """Let those who wait check again."""
+        """Let those who wait in `until` check their conditions again."""
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -150,7 +158,7 @@ class Supervisor:
             await self._changed.wait()
 
     async def _live(self) -> None:
-        """One engine after the other."""
+        """Run one engine after the other."""
         while True:
             self._has_worked, self._ready_s = False, math.inf
             spare = asyncio.ensure_future(self._keep_spare())
@@ -166,7 +174,7 @@ class Supervisor:
             await asyncio.sleep(self._pause_s)
 
     async def _live_once(self) -> None:
-        """One engine to its end; everybody who waits for it learns of that before anybody can ask again."""
+        """Run one engine to its end; those who wait for it hear of the end before anybody can ask again."""
         born_s, self._had_spare = time.monotonic(), self._spare is not None
         try:
             self._engine = await self._next()
@@ -178,7 +186,8 @@ class Supervisor:
         if self._spare is not None:
             self._spare.hurry()  # also where a pause is due first
         log.error("%s", self.trouble)
-        has_lasted = time.monotonic() - self._ready_s >= _LONGEST_PAUSE_S  # without being asked for anything
+        # It ran for long, even if without requests.
+        has_lasted = time.monotonic() - self._ready_s >= _LONGEST_PAUSE_S
         self._pause_s = (
             0.0 if self._has_worked or has_lasted else min(2 * self._pause_s + 1, _LONGEST_PAUSE_S)
         )
@@ -189,7 +198,7 @@ class Supervisor:
         self._lose(self.trouble)
 
     def _start_expected_s(self) -> float:
-        # With a spare process, where that was not measured yet, it takes no longer than without
+        # A start with a spare process takes no longer than one without, so that time serves as an estimate.
         return self._starts_s.get(self._spare is not None, min([UNKNOWN_S, *self._starts_s.values()]))
 
     async def _attend(self, engine: EngineProcess, born_s: float) -> None:
@@ -229,7 +238,7 @@ class Supervisor:
             self.become("ready")
 
     async def _watch(self) -> None:
-        """Raises EngineLost when the engine has been silent for too long."""
+        """Raise EngineLost when the engine has been silent for too long."""
         num_silent = 0  # checks in a row; between two of them, messages that waited for us can be read
         while num_silent < 2:
             due_s = time.monotonic() + _CHECKS_S
@@ -247,9 +256,9 @@ class Supervisor:
         )
 
     async def _next(self) -> EngineProcess:
-        """The spare process, if it is there, or another.
+        """Return the spare process if it runs, or a new one.
 
-        One that still imports is ahead of one that would begin: on busy cores by seconds.
+        A spare process that still imports is ahead of a new one, by seconds on busy cores.
         """
         spare, self._spare = self._spare, None
         if spare is not None and spare.is_running:
@@ -259,15 +268,15 @@ class Supervisor:
         return await EngineProcess.started(self._arguments(next(self._lives)))
 
     async def _keep_spare(self) -> None:
-        """When an engine has served for a while, start the next one's process and let it import.
+        """Start the next engine's process once an engine has served for a while, and let it import.
 
-        A slow engine may be hung: then there must be such a process, and it gives way no longer.
+        A slow engine may be hung: then there must be a spare process, and it stops yielding the processor.
         """
         if not self._limits.spare_engine:
             return
         await self.until(lambda: self.facts is not None)
         usual_s = time.monotonic() + _SPARE_AFTER_S
-        earliest_s = 0.0  # for a slow engine, which gets another where one has ended
+        earliest_s = 0.0  # when a slow engine may get another spare process, if one has ended
         while True:
             now_s, spare, is_slow = time.monotonic(), self._spare, self.status == "slow"
             if spare is not None and spare.is_running:
@@ -289,7 +298,7 @@ class Supervisor:
             log.warning("there is no spare process: %s", error)
 
     def _over(self, life: asyncio.Task[None]) -> None:
-        """No engine comes after this."""
+        """Handle a defect of the supervising task, after which there is no engine."""
         if not life.cancelled() and life.exception() is not None:
             log.error("a defect of the server", exc_info=life.exception())
             self.trouble = f"a defect of the server: {life.exception()!r}"

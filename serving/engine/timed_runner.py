@@ -1,4 +1,4 @@
-"""How long is an engine's step in its runner?"""
+"""Measure the time that an engine's steps spend in its runner."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ class TimedRunner:
         return getattr(self._runner, name)
 
     def taken(self) -> float:
-        """Seconds in the runner since the last call."""
+        """Return the seconds spent in the runner since the last call."""
         taken_s, self._taken_s = self._taken_s, 0.0
         return taken_s
 
     def run(self, batch: Batch) -> Sampled:
-        """As the runner's."""
+        """Run a batch as the wrapped runner does."""
         return self._measured(lambda: self._runner.run(batch))
 
     def start(self, batch: Batch) -> Callable[[], Sampled]:
-        """As the runner's; the wait for its result counts."""
+        """Start a batch as the wrapped runner does; the wait for its result is measured too."""
         wait = self._measured(lambda: self._runner.start(batch))
         return lambda: self._measured(wait)
 
     def resize(self, num_pages: int, copies: Any) -> None:
-        """As the runner's."""
+        """Resize the cache as the wrapped runner does."""
         self._runner.resize(num_pages, copies)
 
     def _measured(self, do: Callable[[], Any]) -> Any:

@@ -1,7 +1,7 @@
-"""How does an engine take requests from a socket, and send each step's tokens?
+"""Take requests from a socket, run the engine, and send each step's tokens.
 
-It steps while there is work, and knows no text. A step that fails ends the process, with the reason on
-stderr: the server answers the requests and starts another.
+The worker steps while there is work, and handles tokens only, no text. A step that fails ends the process,
+with the reason on stderr: the server then answers the requests with errors and starts another engine.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ from serving.engine.timed_runner import TimedRunner
 from serving.grammars.matching import Grammars, Spelling
 from serving.own_processors import KnownProcessors
 
-BEAT_S = 0.25  # between beats
-_IDLE_MS = 1  # between checks of a queue that waits for a fuller batch
-_RECOUNTS_COST = 1000  # the pause after a recount of the pages, in times of its duration
+BEAT_S = 0.25  # interval between beats
+_IDLE_MS = 1  # interval between checks of a queue that waits for a fuller batch
+_RECOUNTS_COST = 1000  # the pause after a recount of the pages, as a multiple of the recount's duration
 
 if TYPE_CHECKING:
     from models.adapters import Adapters
@@ -63,7 +63,7 @@ log = logging.getLogger(__name__)
 class Worker:
     """An engine and the socket that it serves.
 
-    `load_text` reads the tokenizer, if a grammar needs it; `read_experts` is told the time.
+    `load_text` reads the tokenizer when a grammar first needs it; `read_experts` is given the time.
     """
 
     def __init__(
@@ -91,18 +91,18 @@ class Worker:
         if pages is not None:
             self._poller.register(pages.wake.fd, zmq.POLLIN)
         self._processors = processors or KnownProcessors({}, scheduler.vocab_size)
-        self._requests: dict[int, Request] = {}  # by stream, until their end is sent
+        self._requests: dict[int, Request] = {}  # keyed by stream, until the stream's end is sent
         self._stream_of: dict[str, int] = {}
-        # The streams without a token so far, each with its leader while that one's prompt log-probabilities
-        # are still to be sent
+        # Streams without a token so far, each with its leader until the leader's prompt log-probabilities are
+        # sent.
         self._silent: dict[int, list[Request]] = {}
         self._beat_s = -np.inf
         self._last_recount = Recount(0, 0)
-        self._recount_s = -np.inf  # when the next is due
+        self._recount_s = -np.inf  # when the next recount is due
 
     def serve(self) -> None:
         """Serve for ever."""
-        self._grammars.grammars.prepare()  # before others could be held up by it
+        self._grammars.grammars.prepare()  # done now, since it would delay other requests later
         self._send(Ready(self._facts))
         stepped = True
         while True:
@@ -124,7 +124,7 @@ class Worker:
                 self._send_step(step)
 
     def _take(self, wait_ms: int) -> None:
-        """Handle all messages in the socket; wait so long for the first."""
+        """Handle all messages in the socket; wait at most `wait_ms` for the first."""
         if not self._poller.poll(wait_ms):
             return
         while True:
@@ -168,7 +168,7 @@ class Worker:
             self._grammars.add(message.stream, leader)
 
     def _admit_compiled(self) -> None:
-        """Take the requests whose grammars are there now."""
+        """Add the requests whose grammars are compiled now."""
         for each, refusal in self._grammars.take_ready():
             if refusal is not None:
                 self._refuse(each.stream, refusal)
@@ -186,7 +186,7 @@ class Worker:
             self._finish(stream, reason)
 
     def _enqueue(self, first: int, leader: Request) -> bool:
-        """The same as `_put`, but that another engine may compute its prompt before."""
+        """Add a request like `_put`, unless its prompt's pages are fetched from another engine first."""
         try:
             if self._pages is not None and self._pages.begin(first, leader):
                 return True
@@ -196,14 +196,17 @@ class Worker:
         return self._put(first, leader)
 
     def _put(self, first: int, leader: Request) -> bool:
-        """Give the engine a request whose samples are the streams from `first` on; False: it is refused."""
+        """Give the engine a request whose samples are the streams from `first` on.
+
+        Returns False if the request is refused.
+        """
         try:
             self._processors.give(leader)
             self._engine.add(leader)
         except (QueueFull, BadRequest) as refusal:
             self._refuse(first, refusal)
             return False
-        unsent = [leader]  # shared by all its samples: these log-probabilities may be megabytes
+        unsent = [leader]  # shared by all its samples, since these log-probabilities may take megabytes
         for stream, request in enumerate((leader, *leader.followers), first):
             self._requests[stream] = request
             self._stream_of[request.id] = stream
@@ -223,7 +226,7 @@ class Worker:
             request = self._engine.slots.requests[row]
             stream = self._stream_of.get(request.id)
             if stream is None or token < 0 or request.params.beam_width:
-                continue  # ended before this step, or sent with its end
+                continue  # the request ended before this step, or its tokens are sent with its end
             if request.finish_reason not in (None, "stop", "length", "error"):
                 continue
             if stream in self._silent:
@@ -281,7 +284,8 @@ class Worker:
             scheduler = self._engine.scheduler
             gauges = self._usage()
             counted = self._recount(now_s)
-            num_shared = min(counted.shared_pages, gauges.held_pages)  # the recount may be older
+            # The recount may be older than the gauges.
+            num_shared = min(counted.shared_pages, gauges.held_pages)
             speculation = scheduler.speculation
             self._send(
                 Beat(
@@ -298,7 +302,10 @@ class Worker:
             )
 
     def _usage(self) -> Usage:
-        """The engine's, and what waits before its queue, for a grammar or for another engine's pages."""
+        """Return the engine's usage plus what waits before its queue.
+
+        Requests wait there for a grammar or for another engine's pages.
+        """
         scheduler, compiling = self._engine.scheduler, self._grammars.leaders
         found = usage(scheduler, self._facts.page_bytes)
         num_fetched, fetched_tokens = (0, 0) if self._pages is None else self._pages.waiting
@@ -309,7 +316,7 @@ class Worker:
         )
 
     def _recount(self, now_s: float) -> Recount:
-        """The last recount, or a new one as often as that takes a thousandth of the time."""
+        """Return the last recount, or a new one as often as recounts take a thousandth of the time."""
         if now_s >= self._recount_s:
             before, self._last_recount = self._last_recount, recount(self._engine.scheduler)
             self._recount_s = time.monotonic() + _RECOUNTS_COST * (time.monotonic() - now_s)

@@ -1,8 +1,8 @@
-"""Which JSON schemas can an answer be held to?
+"""Check that an answer can be held to a JSON schema.
 
-Every keyword is one that the matcher enforces, or a note that means nothing for a value: any other is refused
-by name, since a schema of which a part is ignored promises more than it keeps. What would take the matcher
-long is bounded here, before it sees it.
+Every keyword is either enforced by the matcher or an annotation that constrains no value; any other keyword
+is refused by name, since a schema of which a part is ignored promises more than it keeps. What would take the
+matcher long is bounded here, before the matcher sees it.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any
 
 from continuous_batching.refusal import BadRequest, shown
 
-MOST_BYTES = 65_536  # of a schema, as compact JSON
-MOST_LEVELS = 32  # of schemas within schemas
-MOST_PROPERTIES = 500  # of all objects together: a step's cost grows with them
-MOST_VALUES = 1000  # of all enums together
-MOST_BRANCHES = 200  # of all anyOf, oneOf and allOf together
-LARGEST_STEP = 1000  # digits of multipleOf as an integer: the matcher has as many states
-MOST_REPEATS = 100_000  # of minLength, maxLength, minItems, ...
+MOST_BYTES = 65_536  # bytes of a schema as compact JSON
+MOST_LEVELS = 32  # levels of nested schemas
+MOST_PROPERTIES = 500  # properties of all objects together; a step's cost grows with them
+MOST_VALUES = 1000  # values of all enums together
+MOST_BRANCHES = 200  # branches of all anyOf, oneOf and allOf together
+LARGEST_STEP = 1000  # largest multipleOf without its decimal point; the matcher has as many states
+MOST_REPEATS = 100_000  # largest minLength, maxLength, minItems, ...
 
 _NOTES = frozenset(
     {
@@ -38,14 +38,14 @@ _TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 
 
 class SchemaCheck:
-    """Looks through one schema; `field` is the request's, which a refusal names. Raises BadRequest."""
+    """Checks one schema, and raises BadRequest; `field` is the request's field, which a refusal names."""
 
     def __init__(self, field: str) -> None:
         self._field = field
         self._num_properties = self._num_values = self._num_branches = 0
 
     def check(self, schema: object) -> None:
-        """Raise unless the schema can be enforced, as far as this shows without compiling it."""
+        """Raise BadRequest unless the schema can be enforced, as far as that shows without compiling it."""
         if not isinstance(schema, Mapping):
             raise self._bad("", f"is {shown(schema)}; it must be a JSON schema, as an object")
         size = _num_bytes(schema, self._field)
@@ -97,7 +97,7 @@ class SchemaCheck:
             self._schema(each, f"{place}[{index}]", level + 1)
 
     def _value(self, keyword: str, value: Any, place: str) -> None:
-        """Of a keyword that holds no schemas."""
+        """Check the value of a keyword that holds no schemas."""
         if keyword in _NOTES or keyword == "const":
             return
         if keyword == "enum":
@@ -139,7 +139,7 @@ def _num_bytes(schema: object, field: str) -> int:
 
 
 def _may_repeat_names(schema: Mapping[str, Any]) -> bool:
-    """Whether the matcher could count one name as two properties: it does not remember those of its own."""
+    """Return whether the matcher could count one name twice, since it does not remember names it has seen."""
     least = schema.get("minProperties", 0)
     is_open = schema.get("additionalProperties") is not False or bool(schema.get("patternProperties"))
     return least > max(1, len(schema.get("required", []))) and is_open
@@ -150,7 +150,7 @@ def _is_number(value: object) -> bool:
 
 
 def _digits(value: float) -> int:
-    """The digits of a number as an integer: 5 of 0.05, 12 of 1.2, 1 of 100."""
+    """Return the digits of a number as an integer: 5 for 0.05, 12 for 1.2, 1 for 100."""
     return int("".join(map(str, Decimal(str(value)).normalize().as_tuple().digits)))
 
 

@@ -1,8 +1,8 @@
-"""How does a grammar become masks over the tokens of a model? With llguidance.
+"""Compile grammars into masks over the tokens of a model, with llguidance.
 
-Everything that it computes is bounded by its own fuel, and what it cannot do it says: nothing here runs
-without an end, and no keyword is passed over. It is imported, and the vocabulary read, with the first grammar
-that is asked for.
+llguidance bounds all its computations by its own fuel, and reports what it cannot do: nothing here runs
+without an end, and no keyword is ignored. It is imported, and the vocabulary read, when a grammar is first
+asked for.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from serving.grammars.thinking import KIND, Thinking, ThinkingMatcher, reader
 if TYPE_CHECKING:
     import llguidance
 
-# What a step may cost: a schema of 500 properties, any of which may be left out, needs half of it
+# These limits bound the cost of a step: a schema of 500 optional properties needs half of them.
 _LIMITS = {"initial_lexer_fuel": 200_000, "step_lexer_fuel": 50_000, "max_items_in_row": 4000}
-# Else a mask would hold, of what must come next, only the token that begins its usual tokens
+# Otherwise, where the text must go on in one way, a mask would allow only the first of its usual tokens.
 _NO_FORCING = '%llguidance {"no_forcing": true}\n'
-# Between the parts of a JSON value: nothing, a space, or a new line with its indentation. Without a bound a
-# model may write spaces for ever.
+# The space between the parts of a JSON value is nothing, one space, or a new line with its indentation. If it
+# had no bound, a model might write spaces for ever.
 _WHITESPACE = r"(\x20|\n[\x20\t]{0,32})"
 JSON_OPTIONS = {
     "whitespace_pattern": _WHITESPACE,
@@ -44,35 +44,35 @@ _MISSING = "needs the package llguidance, which is not installed here"
 
 
 class Spelling(Protocol):
-    """What each token stands for."""
+    """The bytes that each token stands for."""
 
     vocab_size: int
 
     def token_bytes(self, token: int, *, skip_special_tokens: bool = True) -> bytes:
-        """The bytes of a token; with `skip_special_tokens` none of a control token."""
+        """Return the bytes of a token; with `skip_special_tokens`, a control token has none."""
         ...
 
     def encode_within(self, text: str) -> list[int]:
-        """The tokens of a piece of text that stands behind other text."""
+        """Return the tokens of a piece of text that follows other text."""
         ...
 
 
 @dataclass(slots=True)
 class GrammarCounters:
-    """What grammars have cost since the start; each only grows."""
+    """The cost of grammars since the start; every counter only grows."""
 
     compiled: int = 0
-    refused: int = 0  # when they were compiled
-    failed: int = 0  # when an answer was made
+    refused: int = 0  # grammars refused when they were compiled
+    failed: int = 0  # matchers that failed while an answer was made
     compile_s: float = 0.0
     masks: int = 0
     mask_s: float = 0.0
 
 
 class Grammars:
-    """Compiles grammars for one model, whose logits are of `vocab_size` tokens; `load` brings its tokenizer.
+    """Compiles grammars for one model with logits of `vocab_size` tokens; `load` returns its tokenizer.
 
-    `constrain` may be called in several threads.
+    `constrain` may be called from several threads.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Grammars:
         self._lock = threading.Lock()
 
     def constrain(self, request: Request) -> None:
-        """Give a request, and each of its further samples, its grammar, if it asks for one.
+        """Give a request and each of its further samples their constraint, if the request asks for a grammar.
 
         Raises BadRequest for a grammar that cannot be followed.
         """
@@ -101,15 +101,16 @@ class Grammars:
     def prepare(self) -> None:
         """Read the vocabulary now, if there is one that grammars can use.
 
-        That holds up all threads of the process, for 2 s where there are 152,000 tokens.
+        That blocks all threads of the process, for 2 s with 152,000 tokens.
         """
-        with contextlib.suppress(BadRequest):  # which each request is told that asks for a grammar
+        with contextlib.suppress(BadRequest):  # each request that asks for a grammar is told of it
             self._ready()
 
     def _compiled(self, grammar: str) -> Callable[[], Matcher]:
-        """What makes matchers at the beginning of a grammar.
+        """Return a function that makes matchers at the beginning of a grammar.
 
-        They share a lexer, in which states are found once: what explodes in one request ends no other.
+        The matchers share a lexer, whose states are computed once. One that exceeds its limits in one request
+        ends no other request.
         """
         _, kind, asked = json.loads(grammar)
         if kind == KIND:
@@ -134,7 +135,7 @@ class Grammars:
         return lambda: ThinkingMatcher(thinking, None if start is None else start(), ends, self._vocab_size)
 
     def _tokens_of(self, spelt: bytes) -> list[int]:
-        """Tokens that spell a text, or its beginning, as it would usually be cut."""
+        """Return tokens that spell a text, or its beginning, in the usual tokenization."""
         spelling = self._spelling
         assert spelling is not None, "no grammar was compiled"
         tokens = spelling.encode_within(spelt.decode("utf-8", "ignore"))
@@ -142,7 +143,7 @@ class Grammars:
         return tokens if right else []  # some tokenizers put a space before it
 
     def beginning(self, grammar: str) -> llguidance.LLMatcher:
-        """The library's own matcher at the beginning of a grammar; raises BadRequest."""
+        """Return llguidance's matcher at the beginning of a grammar; raises BadRequest."""
         tokenizer = self._ready()
         from llguidance import LLMatcher, LLParserLimits
 
@@ -152,7 +153,8 @@ class Grammars:
         if matcher.is_error():
             raise _refused(field, kind, matcher.get_error())
         tried = matcher.deep_copy()
-        first = tried.compute_bitmask()  # may cost more than any after it: not in the engine's time
+        # The first mask may cost the most, so it is computed before the engine needs it.
+        first = tried.compute_bitmask()
         if tried.is_error() or not any(first):
             raise _refused(field, kind, tried.get_error() or "no token can begin an answer that follows it")
         return matcher
@@ -179,7 +181,7 @@ class Grammars:
 
 
 class _Tokens:
-    """The vocabulary in the shape that llguidance reads; ids that spell nothing can never come."""
+    """The vocabulary in the form that llguidance reads; ids without bytes can never be sampled."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -199,7 +201,7 @@ class _Tokens:
 
 
 class _Matcher:
-    """A matcher of llguidance."""
+    """A matcher of llguidance, as a `Matcher`."""
 
     def __init__(
         self,
@@ -243,7 +245,7 @@ class _Matcher:
 
 
 def _as_library_has_it(field: str, kind: str, asked: Any) -> str:
-    """The grammar as llguidance reads it."""
+    """Return the grammar in the form that llguidance reads."""
     from llguidance import LLMatcher, grammar_from
 
     if kind == "json":
@@ -281,7 +283,7 @@ _NAMES = {
 
 
 def _refused(field: str, kind: str, why: str) -> BadRequest:
-    said = _PLACE.sub("", _in_one_line(why))  # in the text that was made of what was asked
+    said = _PLACE.sub("", _in_one_line(why))  # the place lies in the text that was generated from the request
     if "coerce_one_of" in said:
         said = "a value could satisfy two branches of its oneOf; use anyOf, or let a const tell them apart"
     if said.startswith("NoExtension"):
@@ -291,5 +293,5 @@ def _refused(field: str, kind: str, why: str) -> BadRequest:
 
 
 def _in_one_line(text: str) -> str:
-    """The words of an error, without what it quotes below them."""
+    """Return the words of an error, without the text that it quotes below them."""
     return " ".join(_QUOTED.split(text)[0].split())[:300]

@@ -1,8 +1,9 @@
-"""What form does a request want its answer to have?
+"""Read the form that a request asks for its answer, as a grammar.
 
-By OpenAI's `response_format`, by vLLM's `structured_outputs`, or by vLLM's older `guided_json`,
-`guided_regex`, `guided_choice` and `guided_grammar`. All become one text, `SamplingParams.grammar`, a
-list of the field, the kind of grammar and what it holds; `matching.py` compiles it where the engine is.
+The form is given by OpenAI's `response_format`, by vLLM's `structured_outputs`, or by vLLM's older
+`guided_json`, `guided_regex`, `guided_choice` and `guided_grammar`. Each becomes one text,
+`SamplingParams.grammar`: a JSON list of the field, the kind of grammar and its content. `matching.py`
+compiles it in the engine's process.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from continuous_batching.refusal import BadRequest, shown
 from serving.grammars.json_schema import SchemaCheck
 from serving.grammars.thinking import KIND as THINKING
 
-CHANNELS = "channels"  # the kind of an answer with channels: `outer` and, as `@form` in it, its `form`
-MOST_CHARACTERS = 32_768  # of a regex or a grammar, and of all choices together
+CHANNELS = "channels"  # the kind of an answer on channels: `outer`, which refers to `form` as `@form`
+MOST_CHARACTERS = 32_768  # characters of a regex or a grammar, and of all choices together
 MOST_CHOICES = 1000
 FIELDS = (
     *("response_format", "structured_outputs"),
     *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
 )
-_OUTPUTS = {  # of `structured_outputs`, and of which kind each is
+_OUTPUTS = {  # the fields of `structured_outputs`, and the kind of grammar of each
     "json": "json",
     "json_object": "json",
     "regex": "regex",
@@ -34,7 +35,7 @@ _ANY_OBJECT = {"type": "object"}
 
 
 def grammar_of(values: Mapping[str, Any]) -> str | None:
-    """The grammar that these fields ask for, None without one; raises BadRequest."""
+    """Return the grammar that these fields ask for, or None; raises BadRequest."""
     given = [name for name in FIELDS if values.get(name) is not None]
     if not given:
         return None
@@ -58,7 +59,7 @@ class FormedAnswer:
 
 
 def formed_answer(grammar: str | None) -> FormedAnswer | None:
-    """The object that a grammar asks for; None where it asks for none, or for another form."""
+    """Return the object that a grammar asks for; None where it asks for none, or for another form."""
     if grammar is None:
         return None
     field, kind, asked = json.loads(grammar)
@@ -67,7 +68,10 @@ def formed_answer(grammar: str | None) -> FormedAnswer | None:
 
 
 def form_of(grammar: str) -> tuple[str, str] | None:
-    """The field that asked for a form, and the form's kind; None where there are only thoughts."""
+    """Return the field that asked for a form, and the form's kind.
+
+    The result is None if the grammar only bounds reasoning.
+    """
     field, kind, asked = json.loads(grammar)
     if kind == CHANNELS and asked["form"] is not None:
         return form_of(asked["form"])
@@ -131,7 +135,7 @@ def _written(field: str, kind: str, asked: Any) -> str:
 
 
 def _parsed(field: str, text: str) -> Any:
-    """A schema that was sent as a text."""
+    """Return a schema that was sent as a text."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -1,7 +1,8 @@
-"""When does an answer's grammar begin, where the model may think before?
+"""Constrain an answer that may begin with reasoning, and start its grammar after it.
 
-A block of thoughts stands between two tokens. In it every token may come but those that would end the answer;
-after `budget` of them the block's end must come. Behind it the answer follows its grammar, if it has one.
+A block of reasoning is enclosed by two tokens. Inside it every token is allowed except those that would end
+the answer; after `budget` tokens the block's end is forced. After the block, the answer follows its grammar,
+if it has one.
 """
 
 from __future__ import annotations
@@ -15,14 +16,15 @@ import numpy as np
 
 from continuous_batching.constraints import Mask, Matcher
 
-KIND = "thinking"  # of a grammar, as `SamplingParams.grammar` has it
+KIND = "thinking"  # the kind of grammar, as `SamplingParams.grammar` names it
 
 
 @dataclass(frozen=True, slots=True)
 class Thinking:
-    """The tokens around a block of thoughts, and how an answer begins: in it (`is_open`), or perhaps with it.
+    """The tokens around a block of reasoning, and whether an answer begins inside it or may begin with it.
 
-    `budget` is how many tokens the block may have; None for any number.
+    An answer begins inside the block if `is_open`. `budget` is the largest number of tokens in the block;
+    None: any.
     """
 
     begin: int
@@ -31,20 +33,23 @@ class Thinking:
     budget: int | None = None
 
     def before(self, grammar: str | None, field: str) -> str:
-        """Such a block and then this grammar, as `SamplingParams.grammar` has it; `field` asked for it."""
+        """Return a grammar of such a block followed by `grammar`, as `SamplingParams.grammar` holds it.
+
+        `field` is the request's field that asked for it.
+        """
         asked = {"begin": self.begin, "end": self.end, "is_open": self.is_open, "budget": self.budget}
         return json.dumps([field, KIND, asked | {"then": grammar}])
 
 
 class ThinkingMatcher:
-    """A matcher of a block of thoughts, and of what `follows` it, if anything has to."""
+    """A matcher of a block of reasoning, and of what `follows` it, if anything must."""
 
     def __init__(
         self, thinking: Thinking, follows: Matcher | None, end_tokens: frozenset[int], vocab_size: int
     ) -> None:
         self._thinking, self._follows, self._end_tokens = thinking, follows, end_tokens
         self._num_words = -(-vocab_size // 32)
-        self._seen: list[str] = []  # of each token that came: "begin", "thought", "end" or "answer"
+        self._seen: list[str] = []  # the kind of each consumed token: "begin", "thought", "end" or "answer"
         self._num_thoughts = 0
 
     @property
@@ -70,7 +75,7 @@ class ThinkingMatcher:
         if self._must_end:
             return self._of([self._thinking.end])
         if self._is_thinking:
-            # An answer that ends within its thoughts has no form
+            # An answer that ends inside its reasoning would not have its form.
             return None if self._follows is None else ~self._of(sorted(self._end_tokens))
         if self._follows is None:
             return None
@@ -83,7 +88,7 @@ class ThinkingMatcher:
         return wide
 
     def _of(self, tokens: list[int]) -> Mask:
-        """The mask of these tokens alone."""
+        """Return the mask that allows only these tokens."""
         words = np.zeros(self._num_words, dtype=np.uint32)
         for token in tokens:
             words[token // 32] |= np.uint32(1 << token % 32)
@@ -137,5 +142,5 @@ class ThinkingMatcher:
 
 
 def reader(asked: Mapping[str, Any]) -> Thinking:
-    """The block that `before` wrote of."""
+    """Return the block that `Thinking.before` wrote."""
     return Thinking(asked["begin"], asked["end"], asked["is_open"], asked["budget"])

@@ -1,4 +1,4 @@
-"""What does the log say every few seconds, while there is work?"""
+"""Write a summary line to the log every few seconds, while there is work."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ log = logging.getLogger(__name__)
 
 
 class Pulse:
-    """The differences of the server's counts since the last line."""
+    """Logs the differences of the server's counts since the last line."""
 
     def __init__(self, stats: ServerStats) -> None:
         self._stats = stats
@@ -24,7 +24,7 @@ class Pulse:
         return stats.answer_tokens, stats.prefill_tokens, counters["hit_tokens"], counters["prompt_tokens"]
 
     def beat(self) -> None:
-        """Log a line, if there is or was work."""
+        """Log a line, if there is work or was some since the last line."""
         last, self._last = self._last, self._sums()
         last_s, self._last_s = self._last_s, time.monotonic()
         answered, computed, hit, asked = (now - before for now, before in zip(self._last, last))
@@ -54,7 +54,7 @@ class Pulse:
 
 
 async def report(stats: ServerStats, every_s: float) -> None:
-    """A line at this interval, for ever."""
+    """Log a line at this interval, for ever."""
     pulse = Pulse(stats)
     while True:
         await asyncio.sleep(every_s)

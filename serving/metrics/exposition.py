@@ -1,4 +1,4 @@
-"""What does Prometheus read at /metrics?"""
+"""Render the server's metrics in Prometheus's text format for /metrics."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ _FAMILIES = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily}
 
 
 class Exposition(Collector):
-    """The server's numbers in Prometheus's format, in a registry of their own; made anew for every scrape.
+    """The server's metrics in a Prometheus registry of their own, collected anew for every scrape.
 
-    `engine_pid` gives the engine's process, if there is one; its memory is measured as well as our own.
+    `engine_pid` returns the id of the engine's process, if there is one; its memory is measured as well as
+    ours.
     """
 
     def __init__(self, stats: ServerStats, model: str, engine_pid: Callable[[], int | None]) -> None:
@@ -37,7 +38,7 @@ class Exposition(Collector):
         ProcessCollector(f"{NAMESPACE}engine", lambda: engine_pid() or "none", registry=self._registry)
 
     def read(self) -> None:
-        """Copy the numbers: quickly, and in the event loop, where they do not change meanwhile."""
+        """Copy the numbers in the event loop, where they do not change meanwhile; this takes little time."""
         self._reading = [
             (prefix + each.name, each, _copy(each.read(self._stats)))
             for prefix, metrics in ((NAMESPACE, OURS), ("vllm:", VLLM))
@@ -46,11 +47,11 @@ class Exposition(Collector):
         self._config = self._labels | cache_config(self._stats)
 
     def text(self) -> bytes:
-        """The last copy in the format of CONTENT_TYPE; takes milliseconds, in any thread."""
+        """Return the last copy in the format of CONTENT_TYPE; takes milliseconds, in any thread."""
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        """Every metric of the last copy."""
+        """Yield every metric of the last copy."""
         for name, metric, value in self._reading:
             yield self._family(name, metric, value)
         info = GaugeMetricFamily("vllm:cache_config_info", "Sizes of the cache", labels=list(self._config))

@@ -1,4 +1,4 @@
-"""How is the log written, so that neither a full disk nor a hanging reader can stop the server?"""
+"""Write the log in a thread, so that neither a full disk nor a hanging reader can stop the server."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ import threading
 import time
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
-_MOST_LINES = 10_000  # that may wait to be written; more are lost, and counted
-_LAST_S = 1.0  # to write the last lines
+_MOST_LINES = 10_000  # lines that may wait to be written; further lines are dropped and counted
+_LAST_S = 1.0  # time to write the last lines
 
 
 def _one_line(text: str) -> str:
-    """Characters that a client sent neither begin a line nor control a terminal."""
+    """Escape control characters, so that a client's text neither begins a line nor controls a terminal."""
     return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 class TextLines(logging.Formatter):
-    """The message, followed by a defect's traceback."""
+    """Formats a record as its message, followed by the traceback of a defect."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """A record as text."""
+        """Return a record as text."""
         line = _one_line(record.getMessage())
         return line if not record.exc_info else f"{line}\n{self.formatException(record.exc_info)}"
 
 
 class JsonLines(logging.Formatter):
-    """One object a line: time, level, logger, message, a record's `fields`, and a defect's traceback."""
+    """Formats a record as one JSON object: time, level, logger, message, its `fields`, and a traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """A record as JSON."""
+        """Return a record as JSON."""
         time_s = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
         said = {
             "time": f"{time_s}.{int(record.msecs):03d}Z",
@@ -51,7 +51,10 @@ FORMATS = {"text": TextLines, "json": JsonLines}
 
 
 class Lines(logging.Handler):
-    """Writes to a file descriptor in a thread of its own, so that only that thread can hang."""
+    """A handler that writes to a file descriptor in a thread of its own.
+
+    Only that thread can hang.
+    """
 
     def __init__(self, descriptor: int) -> None:
         super().__init__()
@@ -62,7 +65,7 @@ class Lines(logging.Handler):
         self._writer.start()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Never waits, and never raises."""
+        """Queue a record; this never waits and never raises."""
         try:
             self._waiting.put_nowait(f"{self.format(record)}\n".encode("utf-8", "replace"))
         except (queue.Full, TypeError, ValueError):  # no room, or a record that cannot be formatted
@@ -88,7 +91,7 @@ class Lines(logging.Handler):
 
 
 def install(form: str, descriptor: int = 2) -> Lines:
-    """Log everything there from now on, in one of FORMATS."""
+    """Log everything to this descriptor from now on, in one of FORMATS."""
     lines = Lines(descriptor)
     lines.setFormatter(FORMATS[form]())
     root = logging.getLogger()

@@ -1,6 +1,6 @@
-"""Which metrics does the server have, by names of its own?
+"""List the server's metrics under names of its own.
 
-Fifteen names, with their buckets, are those of the servers that this one follows; where a unit is
+Fifteen names, with their buckets, are those of the servers that this one follows. Where a unit is
 milliseconds or microseconds, a second metric is in seconds, as Prometheus recommends.
 """
 
@@ -26,7 +26,7 @@ Value = float | Histogram | Mapping[str, float]
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """Its name, and how it is read; with `label`, as a mapping from that label's values."""
+    """A metric's name, and how it is read; with `label`, it is read as a mapping from that label's values."""
 
     name: str
     kind: Literal["counter", "gauge", "histogram"]
@@ -37,18 +37,18 @@ class Metric:
 
 
 def all_of(names: tuple[str, ...], counts: Mapping[str, float]) -> dict[str, float]:
-    """A count for each of the names, so that each series begins at 0, and for any other."""
+    """Return a count for each name, so that each series begins at 0, and for any other name counted."""
     return {**dict.fromkeys(names, 0), **counts}
 
 
 def expert_imbalance(stats: ServerStats) -> dict[str, float]:
-    """By layer, how many times the mean the most chosen expert was chosen, where experts are counted."""
+    """Return, by layer, the most chosen expert's count divided by the mean, where experts are counted."""
     layers = enumerate([] if stats.experts is None else stats.experts.counts)
     return {str(layer): max(each) * len(each) / sum(each) for layer, each in layers if sum(each)}
 
 
 def pages_part(stats: ServerStats) -> float:
-    """The fraction of the pages that requests use."""
+    """Return the fraction of the pages that requests use."""
     gauges = stats.gauges
     return gauges.held_pages / max(1, gauges.held_pages + gauges.idle_pages + gauges.free_pages)
 

@@ -1,6 +1,7 @@
-"""What has the server done so far, in plain numbers?
+"""Count what the server does, in plain numbers.
 
-Some of them change with every token, so updates are cheap; names and formats are added when metrics are read.
+Some of them change with every token, so updates are cheap; names and formats are added when metrics are read
+(exposition.py).
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from continuous_batching.inspection import Usage
 from serving.answers.answers import AnswerStream
 from serving.engine.messages import Beat, EngineFacts, ExpertTable, SampleEnd, StepTimes
 
-# The headers by which a client says what its request is part of (W3C's Trace Context), during that request
+# The headers by which a request's client names the trace that it belongs to (W3C Trace Context), during that
+# request.
 TRACE_HEADERS: ContextVar[Mapping[str, str]] = ContextVar("TRACE_HEADERS", default=MappingProxyType({}))
 _MOST_INTERVALS = 1000
 NO_GAUGES = Usage(*[0] * 6, 0.0, *[0] * 3, 0.0, 0.0, {}, *[0] * 6)
@@ -31,7 +33,7 @@ HELD_BACK = ("slots", "tokens", "policy", "pages", "tier")
 LOOKUPS = ("whole", "too_short", "other_salt", "evicted", "unaligned", "unseen")
 
 
-# In seconds, as vLLM's, with finer steps where a small model is
+# The bounds are in seconds and are vLLM's, with finer ones where a small model needs them.
 TO_FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10)
 TO_FIRST_TOKEN += (20, 40, 80, 160, 640, 2560)
 PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5)
@@ -43,7 +45,7 @@ STEP_TOKENS = (1, *(2**power for power in range(3, 15)))
 
 
 class Histogram:
-    """How many values are at or below each of its ascending bounds, and their sum."""
+    """The number of values at or below each of its ascending bounds, and their sum."""
 
     __slots__ = ("_counts", "bounds", "sum")
 
@@ -53,18 +55,18 @@ class Histogram:
         self._counts = [0] * (len(self.bounds) + 1)
 
     def observe(self, value: float) -> None:
-        """Add a value; takes some hundred nanoseconds."""
+        """Add a value; takes a few hundred nanoseconds."""
         self._counts[bisect_left(self.bounds, value)] += 1
         self.sum += value
 
     def observe_all(self, values: Sequence[float]) -> None:
-        """Add many values, for a tenth of that time each."""
+        """Add many values, at about a tenth of the cost of `observe` for each."""
         found = np.bincount(np.searchsorted(self.bounds, values), minlength=len(self._counts)).tolist()
         self._counts = [count + more for count, more in zip(self._counts, found)]
         self.sum += sum(values)
 
     def copy(self) -> Histogram:
-        """Its present state."""
+        """Return a copy of the present state."""
         copy = Histogram(self.bounds)
         copy.sum, copy._counts = self.sum, self._counts.copy()
         return copy
@@ -74,7 +76,7 @@ class Histogram:
         return sum(self._counts)
 
     def buckets(self, scale: float = 1.0) -> list[tuple[str, int]]:
-        """Each bound, times `scale`, as text, and how many values are at or below it."""
+        """Return each bound times `scale`, as text, with the number of values at or below it."""
         found, total = [], 0
         for bound, count in zip((*(f"{each * scale:.6g}" for each in self.bounds), "+Inf"), self._counts):
             total += count
@@ -90,14 +92,14 @@ class CounterSums:
         self._last: Mapping[str, int] = {}
 
     def follow(self, counters: Mapping[str, int]) -> None:
-        """A reading of the engine that runs."""
+        """Add what a new reading of the running engine counts more than the last one."""
         for name, value in counters.items():
             more = max(0, value - self._last.get(name, 0))
             self.totals[name] = self.totals.get(name, 0) + more
         self._last = counters
 
     def restart(self) -> None:
-        """Another engine counts from 0."""
+        """Prepare for another engine, which counts from 0."""
         self._last = {}
 
     def __getitem__(self, name: str) -> int:
@@ -105,43 +107,43 @@ class CounterSums:
 
 
 class ServerStats:
-    """Counts what happens, within the event loop. Times are in seconds.
+    """Counts events within the event loop; times are in seconds.
 
     A sample is one of a request's `n`; each ends for one reason of ENDS.
     """
 
     def __init__(self) -> None:
-        self.model = ""  # its name for clients
-        self.facts: EngineFacts | None = None  # of the engine that runs
-        self.num_engines = 0  # that became ready
-        self.start_s = 0.0  # how long the last of them took
-        self.num_requests = 0  # that went to the engine
+        self.model = ""  # the model's name for clients
+        self.facts: EngineFacts | None = None  # facts of the engine that runs
+        self.num_engines = 0  # engines that became ready
+        self.start_s = 0.0  # how long the last engine took to start
+        self.num_requests = 0  # requests sent to the engine
         self.num_samples = 0
         self.num_open = 0  # samples that have not ended
         self.rejects: Counter[str] = Counter()
         self.aborts: Counter[str] = Counter()
         self.ends: Counter[str] = Counter()
-        self.responses: Counter[str] = Counter()  # by HTTP's status
+        self.responses: Counter[str] = Counter()  # keyed by HTTP status
         self.held_back_s: Counter[str] = Counter()
         self.counters = CounterSums()
         self.lookups = CounterSums()
-        self.accepted_at = CounterSums()  # right drafts, by their place in their span from 0 on
+        self.accepted_at = CounterSums()  # accepted drafts, by their position in the span from 0
         self.grammars = CounterSums()
-        self.tier = CounterSums()  # of the tier of pages, if there is one
+        self.tier = CounterSums()  # counters of the page tier, if there is one
         self.prefill_tokens = 0
         self.decode_tokens = 0
         self.prompt_tokens = 0
-        self.beam_tokens = 0  # of answers whose tokens come only with their end
+        self.beam_tokens = 0  # tokens of answers that arrive only with their end
         self.num_corrupted = 0
-        self.batch_tokens = 0  # of the last step
+        self.batch_tokens = 0  # tokens of the last step
         self.is_idle = True
-        self.num_lost_lines: Callable[[], int] = int  # of the log
+        self.num_lost_lines: Callable[[], int] = int  # number of log lines that were lost
         self.is_slow: Callable[[], bool] = bool  # the engine should have sent something by now
-        self.silence_limit_s: Callable[[], float] = float  # after which the engine is ended
+        self.silence_limit_s: Callable[[], float] = float  # silence after which the engine is ended
         self._heard_s = self._beat_s = time.monotonic()
-        self.last_beat: Beat | None = None  # of the engine that runs
-        self.experts: ExpertTable | None = None  # its last reading, if it counts
-        self._intervals_s: list[float] = []  # between tokens, not yet in the histogram
+        self.last_beat: Beat | None = None  # the last beat of the engine that runs
+        self.experts: ExpertTable | None = None  # its last reading, if it counts experts
+        self._intervals_s: list[float] = []  # intervals between tokens that are not yet in the histogram
         self._make_histograms()
 
     def _make_histograms(self) -> None:
@@ -167,7 +169,7 @@ class ServerStats:
 
     @property
     def gauges(self) -> Usage:
-        """As of the engine's last beat; all 0 without an engine."""
+        """The gauges of the engine's last beat; all 0 without an engine."""
         return NO_GAUGES if self.last_beat is None else self.last_beat.gauges
 
     @property
@@ -177,38 +179,38 @@ class ServerStats:
 
     @property
     def shared_pages(self) -> int:
-        """Used by more than one sample."""
+        """The number of pages that several samples use."""
         return 0 if self.last_beat is None else self.last_beat.shared_pages
 
     @property
     def silent_s(self) -> float:
-        """How long ago the last message of an engine came."""
+        """The time since the last message of an engine."""
         return time.monotonic() - self._heard_s
 
     @property
     def per_token_s(self) -> Histogram:
-        """From token to token."""
+        """The histogram of intervals between tokens."""
         self._fold()
         return self._per_token_s
 
     @property
     def answer_tokens(self) -> int:
-        """Sampled, and sent to clients."""
+        """The number of tokens sampled and sent to clients."""
         return self.first_token_s.num + self.per_token_s.num + self.beam_tokens
 
     @property
     def draft_accept_rate(self) -> float:
-        """The share of drafts that were right; 0 while there were none."""
+        """The fraction of drafts that were accepted; 0 while there were none."""
         return self.counters["accepted_tokens"] / max(1, self.counters["draft_tokens"])
 
     @property
     def draft_speedup(self) -> float:
-        """The tokens that a row with drafts got from a step, where it would have got one without."""
+        """The mean number of tokens that a span with drafts yields; without drafts it would be 1."""
         return 1 + self.counters["accepted_tokens"] / max(1, self.counters["drafts"])
 
     @property
     def batch_utilization(self) -> float:
-        """How much of the last step's budget of tokens was used; 0 while there is no work."""
+        """The fraction of the last step's token budget that was used; 0 while there is no work."""
         most = 0 if self.facts is None else self.facts.max_batch_tokens
         return 0.0 if self.is_idle or not most else self.batch_tokens / most
 
@@ -217,7 +219,7 @@ class ServerStats:
         self._per_token_s.observe_all(intervals_s)
 
     def ready(self, facts: EngineFacts, start_s: float) -> None:
-        """An engine is ready, so long after its start."""
+        """Record that an engine is ready, `start_s` after its start."""
         self.facts, self.start_s = facts, start_s
         self.num_engines += 1
         self.counters.restart()
@@ -228,14 +230,14 @@ class ServerStats:
         self._heard_s = self._beat_s = time.monotonic()
 
     def lost(self, reason: str) -> None:
-        """An engine ended, or was ended."""
+        """Record that an engine ended, or was ended."""
         self.facts = self.last_beat = self.experts = None
         self.is_idle = True
         self.ends["engine_lost"] += self.num_open
         self.num_open = 0
 
     def added(self, answer: AnswerStream) -> None:
-        """A request was sent to the engine."""
+        """Record a request that was sent to the engine."""
         num_samples = len(answer.samples)
         self.num_requests += 1
         self.num_samples += num_samples
@@ -246,29 +248,32 @@ class ServerStats:
         self.asked_lens.observe(answer.request.params.max_tokens)
 
     def rejected(self, reason: str) -> None:
-        """A request was not let in, for one reason of REJECTS."""
+        """Record a request that was not accepted, for one reason of REJECTS."""
         self.rejects[reason] += 1
 
     def refused(self, answer: AnswerStream, reason: str) -> None:
-        """The engine does not accept a request that was added: queue_full or refused."""
+        """Record that the engine refused a request that was added: queue_full or refused."""
         self.rejects[reason] += 1
         self.ends["refused"] += len(answer.samples)
         self.num_open -= len(answer.samples)
 
     def aborted(self, answer: AnswerStream, reason: str) -> None:
-        """A request was cut off, for one reason of ABORTS; sibling: another prompt of it was not accepted."""
+        """Record an aborted request, for one reason of ABORTS.
+
+        The reason `sibling` means that another prompt of the same request was refused.
+        """
         self.aborts[reason] += 1
 
     def first_token(self, answer: AnswerStream, since_arrival_s: float) -> None:
-        """A sample has its first token."""
+        """Record the first token of a sample."""
         self.first_token_s.observe(since_arrival_s)
 
     def next_token(self, since_last_s: float) -> None:
-        """A sample has another token."""
+        """Record a further token of a sample."""
         self._intervals_s.append(since_last_s)
 
     def ended(self, answer: AnswerStream, index: int, end: SampleEnd, since_arrival_s: float) -> None:
-        """A sample ended."""
+        """Record the end of a sample."""
         self.num_open -= 1
         self.ends[end.reason] += 1
         self.num_corrupted += end.reason == "error"
@@ -276,8 +281,8 @@ class ServerStats:
             self.aborts["timeout"] += 1
         num_tokens = end.num_tokens
         if answer.request.params.beam_width:
-            self.beam_tokens += answer.samples[index].num_tokens  # of all hypotheses in the answer
-        else:  # the engine may have booked more in the step whose text came to a stop string
+            self.beam_tokens += answer.samples[index].num_tokens  # tokens of all hypotheses in the answer
+        else:  # the engine may have counted tokens beyond the stop string in its last step
             num_tokens = min(num_tokens, answer.samples[index].num_tokens)
         self.latency_s.observe(since_arrival_s)
         self.short_latency_s.observe(since_arrival_s)
@@ -295,7 +300,7 @@ class ServerStats:
                 self.mean_per_token_s.observe(end.decode_s / (end.num_tokens - 1))
 
     def stepped(self, times: StepTimes) -> None:
-        """The engine made a step."""
+        """Record a step of the engine."""
         self._heard_s = time.monotonic()
         if len(self._intervals_s) > _MOST_INTERVALS:
             self._fold()
@@ -312,7 +317,7 @@ class ServerStats:
         self.overhead_us.observe(1e6 * max(0.0, times.step_s - times.device_s))
 
     def beat(self, beat: Beat) -> None:
-        """The engine sent its gauges and counters."""
+        """Record the gauges and counters that the engine sent."""
         self._heard_s = now_s = time.monotonic()
         if beat.held_back is not None:
             self.held_back_s[beat.held_back] += now_s - self._beat_s
@@ -326,5 +331,5 @@ class ServerStats:
         self.accepted_at.follow({str(place): count for place, count in enumerate(beat.accepted_at)})
 
     def responded(self, status: int) -> None:
-        """A response ended, except to a probe; 499: the client went away before it began."""
+        """Record the end of a response, except to a probe; 499: the client disconnected before it began."""
         self.responses[str(status)] += 1

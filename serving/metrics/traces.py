@@ -1,7 +1,7 @@
-"""Where was one request's time spent, among all the services that handled it?
+"""Record a trace span for each request, to show where its time was spent among services.
 
-A span for each request, with OpenTelemetry's names for generative models, is a child of the client's span
-(W3C's `traceparent`). It holds no text. Spans are sent by a thread; those that cannot be sent are dropped.
+Spans use OpenTelemetry's names for generative models, and are children of the client's span (W3C's
+`traceparent`). They hold no text. A thread sends them; spans that cannot be sent are dropped.
 """
 
 from __future__ import annotations
@@ -25,18 +25,21 @@ _TIMEOUT_S = 5.0
 
 
 class Traces(ServerStats):
-    """Counts, and makes spans as well."""
+    """Statistics that also record a span for each request."""
 
     def __init__(self, provider: TracerProvider) -> None:
         super().__init__()
         self._provider = provider
         self._tracer = provider.get_tracer("continuous-batching")
-        self._spans: dict[int, Span] = {}  # by the first of a request's streams
+        self._spans: dict[int, Span] = {}  # keyed by the first of a request's streams
         self._propagator = TraceContextTextMapPropagator()
 
     @staticmethod
     def to(url: str) -> Traces:
-        """Send spans to a collector by OTLP over HTTP; raises ValueError if that is not a URL."""
+        """Return traces that are sent to a collector by OTLP over HTTP.
+
+        Raises ValueError if `url` is not a URL.
+        """
         if urlsplit(url).scheme not in ("http", "https"):
             raise ValueError(f"--otlp-endpoint {url!r} is no URL; it is such as http://127.0.0.1:4318")
         endpoint = url if urlsplit(url).path.strip("/") else f"{url.rstrip('/')}/v1/traces"
@@ -45,7 +48,7 @@ class Traces(ServerStats):
         return Traces(provider)
 
     def close(self) -> None:
-        """Send the remaining spans; takes some seconds where nobody listens."""
+        """Send the remaining spans; takes some seconds if the collector does not answer."""
         self._end_all("shutdown")
         self._provider.shutdown()
 

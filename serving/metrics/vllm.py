@@ -1,4 +1,4 @@
-"""Which metrics does the server have by the names that dashboards for vLLM use?"""
+"""List the metrics under the names that dashboards for vLLM use."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ VLLM = (
 
 
 def cache_config(stats: ServerStats) -> dict[str, str]:
-    """The labels of `vllm:cache_config_info`, from which a dashboard reads the size of the cache."""
+    """Return the labels of `vllm:cache_config_info`, from which a dashboard reads the size of the cache."""
     facts = stats.facts
     if facts is None:
         return {"block_size": "", "num_gpu_blocks": "", "num_cpu_blocks": ""}

@@ -1,4 +1,4 @@
-"""Which paths does a router answer itself? All others go to a replica."""
+"""Serve the router's own paths; all other requests go to a replica."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ _ORDERS = ("add", "remove", "drain", "resume")
 
 
 class FleetApplication:
-    """`/fleet` and its page at `/`, `/metrics`, `/health`, `/ready`; of a replica whose address is the
-    query, as in /fleet/drain?http://127.0.0.1:8001, `/fleet/add`, `/remove`, `/drain` and `/resume`.
+    """The router's own paths in front of the proxy.
 
-    Without keys, such orders are taken where only this machine reaches the router (`is_local`).
+    These are `/fleet` and its page at `/`, `/metrics`, `/health` and `/ready`, and the orders `/fleet/add`,
+    `/remove`, `/drain` and `/resume` for the replica whose address is the query, as in
+    /fleet/drain?http://127.0.0.1:8001. Without keys, orders are accepted only where no other machine reaches
+    the router (`is_local`).
     """
 
     def __init__(self, proxy: Proxy, members: FleetMembers, figures: FleetFigures, *, is_local: bool) -> None:
@@ -31,7 +33,7 @@ class FleetApplication:
         self.is_draining = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """UpstreamAnswer one request."""
+        """Answer one request."""
         method, path = scope["method"], scope["path"]
         if method == "GET" and (own := self._own(path)) is not None:
             await own(scope, receive, send)
@@ -79,7 +81,7 @@ class FleetApplication:
         return JSONResponse({"replica": url, "state": replica.state, **told})
 
     def _refusal(self, scope: Scope) -> Response | None:
-        """Where requests go is for operators alone: replicas see all prompts, and the router's own key."""
+        """Refuse orders that no operator gave: replicas see all prompts, and the router's own key."""
         client: Client = scope.get("state", {}).get("client") or ANYBODY
         if not client.may_operate or (client is ANYBODY and not self._is_local):
             return error_response(403, "this is for the key in the router's environment: give it an API_KEY")

@@ -1,7 +1,8 @@
-"""Whose request goes to a replica next, where all have enough to do?
+"""Decide whose request goes to a replica next when all replicas have enough to do.
 
-As in an engine (`continuous_batching.queueing.fair_share`), who was served least: here over all replicas, so
-that a tenant with many requests does not fill every queue of the fleet before another's first.
+As in an engine (`continuous_batching.queueing.fair_share`), the tenant that was served least goes first, here
+counted over all replicas, so that a tenant with many requests does not fill every queue of the fleet before
+another tenant's first request.
 """
 
 from __future__ import annotations
@@ -10,11 +11,14 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
-MOST_TENANTS = 4096  # that are remembered
+MOST_TENANTS = 4096  # most tenants that are remembered
 
 
 class FairTurns:
-    """Lets `most_open` requests through at once; further ones wait, tenants in turn by prompt tokens."""
+    """Lets `most_open` requests through at once.
+
+    Further requests wait, and tenants take turns by the prompt tokens that were let through.
+    """
 
     def __init__(self, most_open: Callable[[], int]) -> None:
         self._most_open = most_open
@@ -32,7 +36,7 @@ class FairTurns:
         return sum(num_tokens for line in self._waiting.values() for _, num_tokens in line)
 
     async def enter(self, tenant: str, num_tokens: int) -> None:
-        """Wait for a turn; who has had it calls `leave`."""
+        """Wait for a turn; a caller that has had it calls `leave`."""
         if self.num_open < self._most_open() and not self._waiting:
             self._let(tenant, num_tokens)
             return
@@ -46,16 +50,16 @@ class FairTurns:
             await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():
-                self.leave()  # it was let through just then
+                self.leave()  # it was let through at the same moment
             raise
 
     def leave(self) -> None:
-        """A request has ended."""
+        """Record that a request has ended."""
         self.num_open -= 1
         self.fill()
 
     def fill(self) -> None:
-        """Let those through who may go."""
+        """Let requests through while there is room."""
         while self._waiting and self.num_open < self._most_open():
             tenant = min(self._waiting, key=self._served.__getitem__)
             line = self._waiting[tenant]

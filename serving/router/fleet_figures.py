@@ -1,4 +1,4 @@
-"""What does a router tell of itself: metrics, one JSON object, and a page that shows it?"""
+"""Report the router's figures as metrics, as one JSON object, and on a page that shows it."""
 
 from __future__ import annotations
 
@@ -14,24 +14,26 @@ from serving.router.replicas import FleetReplica
 
 PAGE = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-_MOST_CHOICES = 20  # that are told, the last first
+_MOST_CHOICES = 20  # choices that are reported, the last one first
 
 
 class RouteChoice(NamedTuple):
-    """Where a request with a prompt went, and what spoke for it. Replicas by address: one that has left has
-    no number any more, or another's.
+    """Where a request with a prompt went, and the numbers behind the choice.
+
+    Replicas are named by address, since the number of one that has left may belong to another.
     """
 
     replica: str
     prompt_tokens: int
     hit_tokens: int
-    best_hit_tokens: int  # of the replica that has most of it
-    queued_tokens: int  # of others, that waited there
-    requests: int  # of others, that were there
-    is_again: bool  # after another replica was lost, or refused
-    prompt_at: str | None  # another replica, that computes its prompt
-    cost_here: float | None  # of the prompt where it is answered, and where another would compute it, in
-    cost_there: float | None  # prompt tokens; null where no other can, or it is too short to ask
+    best_hit_tokens: int  # largest hit among the replicas
+    queued_tokens: int  # queued tokens of other requests at this replica
+    requests: int  # other requests at this replica
+    is_again: bool  # it was sent before, to a replica that was lost or refused it
+    prompt_at: str | None  # address of another replica that computes the prompt
+    cost_here: float | None  # cost of the prompt where it is answered, in prompt tokens
+    # Cost where another replica would compute it; null if none can or it is too short to ask.
+    cost_there: float | None
 
 
 class FleetFigures:
@@ -51,13 +53,13 @@ class FleetFigures:
         return [each for each in self._replicas if each.state != "gone"]
 
     def waited(self, seconds: float) -> None:
-        """A request had its turn after so long."""
+        """Record how long a request waited for its turn."""
         self.waited_s += seconds
 
     def sent(
         self, replica: FleetReplica, sent: Sent, prompt: RoutedPrompt, split: SplitChoice, *, is_again: bool
     ) -> None:
-        """A request goes to a replica, and its prompt perhaps to another."""
+        """Record that a request goes to a replica, and its prompt perhaps to another."""
         place = split.place
         prompt_at = None
         if place is not None:
@@ -75,7 +77,8 @@ class FleetFigures:
             number = sent.replica
             queued = int(self._routing.queued_tokens[number]) - sent.queued_tokens
             there = int(self._routing.requests[number]) - 1
-            best = max(sent.best_hit_tokens, sent.hit_tokens)  # a session's replica may be the only one
+            # A session's replica may be the only one considered.
+            best = max(sent.best_hit_tokens, sent.hit_tokens)
             self._choices.append(
                 RouteChoice(
                     replica.url,
@@ -92,15 +95,15 @@ class FleetFigures:
             )
 
     def refused(self) -> None:
-        """No replica took a request."""
+        """Record that no replica took a request."""
         self.num_refused += 1
 
     def cut_off(self) -> None:
-        """An answer that had begun was lost, and its client told."""
+        """Record an answer that was lost after it began, and whose client was told."""
         self.num_cut_off += 1
 
     def as_json(self) -> dict[str, Any]:
-        """All of it."""
+        """Return all figures as one JSON object."""
         queued, requests = (
             each.astype(int).tolist() for each in (self._routing.queued_tokens, self._routing.requests)
         )
@@ -138,7 +141,7 @@ class FleetFigures:
         }
 
     def as_metrics(self) -> str:
-        """The same for Prometheus."""
+        """Return the figures in Prometheus's text format."""
         return "".join(f"{line}\n" for line in self._lines())
 
     def _lines(self) -> Iterator[str]:

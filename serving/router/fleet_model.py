@@ -2,8 +2,8 @@
 
 A router chooses a replica by load and pages, not by the `model` of a request: with replicas of two models, it
 would be chance whether a request arrives where its model is. So the router has one model, that of the first
-replica that became ready, and a replica of another one is sent nothing. The names decide that `/v1/models`
-tells: aliases and adapters may differ, and a server that tells no name is taken as it is.
+replica that became ready, and a replica of another model is sent nothing. The names in `/v1/models` decide:
+aliases and adapters may differ, and a server that reports no name is accepted as it is.
 """
 
 from __future__ import annotations
@@ -49,8 +49,9 @@ class FleetModel:
         )
 
     def claim(self, url: str, names: Sequence[str]) -> str:
-        """Note that a replica is ready with these names, or with those it had before where it tells none;
-        return why it is refused after all, as `refusal` does.
+        """Note that a replica is ready with these names, or with those it had before where it reports none.
+
+        Returns why the replica is refused after all, as `refusal` does.
         """
         refusal = self.refusal(url, names)
         if refusal:
@@ -64,7 +65,7 @@ class FleetModel:
         return ""
 
     def forget(self, url: str) -> None:
-        """Drop what a replica claimed, which has left."""
+        """Drop the claim of a replica that has left."""
         self._claims.pop(url, None)
 
     def _holder(self) -> str:

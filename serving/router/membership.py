@@ -1,8 +1,8 @@
-"""Which replicas are there, while they come and go?
+"""Keep the list of replicas while they come and go.
 
-Whoever starts and ends replicas says so, or the addresses of a name say it, as a headless Service of
-Kubernetes has one for each of its pods. A replica that is to go gets no new request, and is forgotten when
-its last one has ended: nothing is lost by it.
+Replicas are announced by whoever starts and ends them, or found as the addresses of a name: a headless
+Service of Kubernetes has one address for each of its pods. A replica that is to leave gets no new request,
+and is forgotten when its last one has ended, so no request is lost.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _RESOLVES_S = 1.0
 
 
 class FleetMembers:
-    """The replicas behind a router: `replicas` has them by their numbers, also those whose number is free."""
+    """The replicas behind a router; `replicas` holds them by number, including those whose number is free."""
 
     def __init__(
         self, urls: Sequence[str], routing: Routing, headers: HeaderLines, learned: Learned = untold
@@ -34,14 +34,14 @@ class FleetMembers:
         self.replicas = replicas_of(urls, routing, headers, learned, self.model)
         self._routing = routing
         self._headers, self._learned = headers, learned
-        self._named: dict[str, set[str]] = {}  # what each name led to
+        self._named: dict[str, set[str]] = {}  # the addresses that each name last resolved to
 
     def find(self, url: str) -> FleetReplica | None:
-        """The replica with this address."""
+        """Return the replica with this address, or None."""
         return next((each for each in self.replicas if each.url == url and each.state != "gone"), None)
 
     def add(self, url: str) -> FleetReplica:
-        """Requests may go there as soon as it is ready; raises ValueError for what is no address."""
+        """Add a replica, which gets requests once it is ready; raises ValueError for what is no address."""
         if (known := self.find(url)) is not None:
             known.leave(False)
             return known
@@ -55,7 +55,7 @@ class FleetMembers:
         return replica
 
     def remove(self, url: str) -> FleetReplica | None:
-        """No new requests go there; it is forgotten when its last one has ended."""
+        """Send a replica no new requests, and forget it when its last one has ended."""
         replica = self.find(url)
         if replica is not None and not replica.leaves:
             replica.leave(True)
@@ -63,7 +63,7 @@ class FleetMembers:
         return replica
 
     async def watch(self, page_size: int) -> None:
-        """Watch whoever is there, for ever; see `FleetReplica.watch`."""
+        """Watch all replicas, for ever (see `FleetReplica.watch`)."""
         watching: dict[FleetReplica, asyncio.Task[None]] = {}
         try:
             while True:
@@ -78,16 +78,17 @@ class FleetMembers:
                         watching[each] = asyncio.ensure_future(each.watch(page_size))
                 for task in watching.values():
                     if task.done():
-                        task.result()  # a defect
+                        task.result()  # raises if the task ended by a defect
                 await asyncio.sleep(_LOOKS_S)
         finally:
             for task in watching.values():
                 task.cancel()
 
     async def follow(self, url: str) -> None:
-        """Every address of the name in http://NAME:PORT is a replica, for ever.
+        """Keep every address of the name in http://NAME:PORT as a replica, for ever.
 
-        Where the name cannot be resolved, replicas stay: a name server that is away has ended none.
+        Where the name cannot be resolved, the replicas stay: a name server that is unreachable has ended
+        none.
         """
         name, port = address_of(url)
         loop, trouble = asyncio.get_running_loop(), ""

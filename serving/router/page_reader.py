@@ -1,8 +1,8 @@
-"""Which pages does a replica hold, by the events that it publishes (`kv_cache.events`)?
+"""Learn which pages a replica holds from the events that it publishes (`kv_cache.events`).
 
-What is missing in the sequence, as at first, is asked for again; so it is now and then where nothing seems to
-be missing, since the last event may be what was lost. Where the connection ends, all that was told is
-forgotten: a server may have put another engine in the place of its own, which counts from 0 again.
+Batches missing in the sequence, as at first, are requested again; a request is also sent now and then when
+nothing seems to be missing, since the last event may have been lost. When the connection ends, everything
+that was reported is forgotten: a server may have replaced its engine, whose sequence starts from 0 again.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from kv_cache.vllm import AllBlocksCleared, BlockRemoved, BlockStored, decode
 
 log = logging.getLogger("route")
 
-_ASK_S = 2.0  # between two questions where nothing seems to be missing
-_MOST_PART_BYTES = 2**26  # of a message; a larger one ends the connection
-_MOST_UNREAD = 4  # messages that wait for each socket; the publisher, which queues more, is made to wait
-_MOST_PAGES = 2**22  # of a replica; who tells of more is judged by what was sent there alone
-_AGAIN_S = 0.1  # between two where something is
+_ASK_S = 2.0  # interval between requests when nothing seems to be missing
+_MOST_PART_BYTES = 2**26  # most bytes of a message; a larger one ends the connection
+_MOST_UNREAD = 4  # most messages waiting for each socket; a publisher with more is made to wait
+_MOST_PAGES = 2**22  # most pages of a replica; one that reports more is judged by what was sent to it alone
+_AGAIN_S = 0.1  # interval between requests when something is missing
 
 
 def _means_every_address(name: str) -> bool:
-    """Is this what a server listens at, and no place to connect to?"""
+    """Return whether this is an address to listen on, and not one to connect to."""
     try:
         return name == "*" or ipaddress.ip_address(name.strip("[]")).is_unspecified
-    except ValueError:  # the name of a host
+    except ValueError:  # it is a host name
         return False
 
 
 def reached_at(endpoint: str, host: str) -> str:
-    """Where an endpoint is reached that a server of this host listens at."""
+    """Return the address at which to reach an endpoint that a server on this host listens on."""
     kind, _, rest = endpoint.partition("://")
     name, _, port = rest.rpartition(":")
     return f"tcp://{host}:{port}" if kind == "tcp" and _means_every_address(name) else endpoint
@@ -47,7 +47,7 @@ def reached_at(endpoint: str, host: str) -> str:
 class PageReader:
     """Reads the events of one replica into the routing, which believes them while they can be read.
 
-    Raises ValueError for what is no place to connect to.
+    Raises ValueError for an endpoint that cannot be connected to.
     """
 
     def __init__(self, endpoint: str, host: str, replica: int, routing: Routing) -> None:
@@ -58,7 +58,7 @@ class PageReader:
         self._context = zmq.asyncio.Context()
         self._asked_s = -1.0
         self.num_gaps = 0
-        self._num_pages = 0  # that it tells of
+        self._num_pages = 0  # number of pages that it reports
         self._task: asyncio.Task[None] | None = None
         try:
             self._connect()
@@ -72,14 +72,14 @@ class PageReader:
         self._task = asyncio.get_running_loop().create_task(self._read())
 
     def close(self) -> None:
-        """Read no more, and forget what was told."""
+        """Stop reading, and forget what was reported."""
         if self._task is not None:
             self._task.cancel()
         self._context.destroy(linger=0)
         self._forget()
 
     def _connect(self) -> None:
-        """Sockets that have heard nothing yet."""
+        """Connect new sockets, which have received nothing yet."""
         self._live, self._again = self._context.socket(zmq.SUB), self._context.socket(zmq.DEALER)
         for each in (self._live, self._again):
             each.setsockopt(zmq.MAXMSGSIZE, _MOST_PART_BYTES)
@@ -88,7 +88,7 @@ class PageReader:
         self._gone = self._live.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._live.connect(self._endpoint)
         self._again.connect(self._again_at)
-        self._next = 0  # the sequence that comes next
+        self._next = 0  # the next expected sequence number
         self._last_live = -1
 
     def _disconnect(self) -> None:
@@ -109,22 +109,24 @@ class PageReader:
             while True:
                 self._clear()
                 await self._read_one()
-                # Who publishes next may be another engine, whose sequences say nothing of this one's
+                # The next publisher may be another engine, whose sequence numbers say nothing about this
+                # one's.
                 self._disconnect()
                 self._connect()
-        # An OverflowError is of a number beyond 8 bytes, a RecursionError of what is nested too deeply
+        # An OverflowError means a number beyond 8 bytes, a RecursionError that the message is nested too
+        # deeply.
         except (
             ValueError,
             OverflowError,
             RecursionError,
             msgspec.MsgspecError,
-        ) as error:  # of another layout: nothing is known of it
+        ) as error:  # a layout that is not understood, so nothing is known of its pages
             log.warning("replica %d publishes what is no event of pages: %s", self._replica, error)
             self._disconnect()
             self._forget()
 
     async def _read_one(self) -> None:
-        """Until the connection to who publishes has ended."""
+        """Read until the connection to the publisher has ended."""
         poller = zmq.asyncio.Poller()
         for each in (self._live, self._again, self._gone):
             poller.register(each, zmq.POLLIN)
@@ -148,7 +150,7 @@ class PageReader:
         await self._again.send_multipart([b"", self._next.to_bytes(SEQUENCE_BYTES, "big")])
 
     async def _hear(self, number: int, batch: bytes) -> None:
-        if number <= self._last_live:  # another engine, which counts from 0
+        if number <= self._last_live:  # another engine publishes, whose sequence starts from 0
             self._next = 0
         self._last_live = number
         if number > self._next:
@@ -159,13 +161,13 @@ class PageReader:
             self._take(number, batch)
 
     def _take(self, number: int, batch: bytes, *, is_answer: bool = False) -> None:
-        """The events of a batch; an answer may be a snapshot, which begins anew."""
+        """Apply the events of a batch; an answer may be a snapshot, which replaces everything known."""
         if number < self._next and not is_answer:
             return
         found = decode(batch).events
         is_snapshot = bool(found) and isinstance(found[0], AllBlocksCleared)
         if is_answer and number != self._next and not is_snapshot:
-            return  # the answer to an earlier question
+            return  # it answers an earlier request
         for event in found:
             match event:
                 case BlockStored(keys):

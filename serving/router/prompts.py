@@ -1,7 +1,8 @@
-"""What does a router know of a prompt before any replica has seen it?
+"""Estimate a prompt's page keys in the router, before any replica has seen the prompt.
 
-With the recipe of the replicas, exactly the keys of its pages: the same template, tokenizer, page size, salt
-and adapters. Without, keys of the first parts of its text, which say what begins alike and nothing of pages.
+With the recipe of the replicas, these are exactly the keys of its pages: the same template, tokenizer, page
+size, salt and adapters. Without a recipe they are keys of the first parts of its text, which show that
+prompts begin alike, but nothing about pages.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from serving.api.responses_input import messages_of, tool_choice_of, tools_of
 from serving.text.request_fields import parse_request
 from serving.text.tokenizer import Text
 
-PART_BYTES = 256  # of a text
-BYTES_A_TOKEN = 4  # about
+PART_BYTES = 256  # bytes of a part of a text
+BYTES_A_TOKEN = 4  # an estimate
 _MOST_PARTS = 4096
 _PROMPT_FIELDS = (
     *("messages", "prompt", "prompt_token_ids", "tools", "tool_choice", "add_generation_prompt"),
@@ -29,7 +30,7 @@ _PROMPT_FIELDS = (
 
 
 class RoutedBody(msgspec.Struct):
-    """What of a body matters to a router; all else is passed on unread."""
+    """The fields of a body that matter to a router; all others are passed on unread."""
 
     model: str | None = None
     stream: bool | None = None
@@ -42,7 +43,7 @@ class RoutedBody(msgspec.Struct):
 
 
 class RoutedResponse(msgspec.Struct):
-    """What of a body of `/v1/responses` makes its prompt."""
+    """The fields of a body of `/v1/responses` that make its prompt."""
 
     input: str | list[Any]
     model: str | None = None
@@ -68,14 +69,14 @@ class Prompts:
         self.page_size = page_size
 
     def asked(self, body: bytes) -> RoutedBody:
-        """The fields of a body; of one that no replica will take, none."""
+        """Return the fields of a body, or no fields for a body that no replica will accept."""
         try:
             return _decode(body)
         except (msgspec.MsgspecError, UnicodeDecodeError):
             return RoutedBody()
 
     def read(self, body: bytes, asked: RoutedBody, client: Client) -> RoutedPrompt:
-        """What is known of its prompt."""
+        """Return what is known of the prompt."""
         salt = client.salted(asked.cache_salt or "")
         if self.page_size:
             try:
@@ -83,13 +84,13 @@ class Prompts:
                     return self._pages(_of_a_chat(_decode_response(body)), salt)
                 return self._pages(msgspec.json.decode(body, type=dict[str, Any]), salt)
             except (BadRequest, msgspec.MsgspecError):
-                pass  # the replica says what is wrong with it
+                pass  # the replica will say what is wrong with it
         return _parts(bytes(asked.messages) or bytes(asked.prompt) or bytes(asked.input), asked.model, salt)
 
     def _pages(self, fields: dict[str, Any], salt: str) -> RoutedPrompt:
         known = {name: fields[name] for name in _PROMPT_FIELDS if fields.get(name) is not None}
         prompt = known.get("prompt")
-        if isinstance(prompt, list) and prompt:  # of several, the first
+        if isinstance(prompt, list) and prompt:  # several prompts are judged by the first
             ids = prompt if isinstance(prompt[0], int) else prompt[0]
             known["prompt_token_ids" if isinstance(ids, list) else "prompt"] = ids
             if isinstance(ids, list):
@@ -104,7 +105,7 @@ class Prompts:
 
 
 def _of_a_chat(body: RoutedResponse) -> dict[str, Any]:
-    """What of `/v1/responses` makes the prompt, as fields of a chat; raises BadRequest."""
+    """Translate the prompt of `/v1/responses` into fields of a chat; raises BadRequest."""
     return {
         "model": body.model,
         "messages": messages_of(body.input, body.instructions),
@@ -118,6 +119,7 @@ def _of_a_chat(body: RoutedResponse) -> dict[str, Any]:
 def _parts(text: bytes, model: str | None, salt: str) -> RoutedPrompt:
     key, keys = hash((model, salt)), []
     for at in range(0, min(len(text) // PART_BYTES, _MOST_PARTS) * PART_BYTES, PART_BYTES):
-        key = hash((key, text[at : at + PART_BYTES]))  # by this process' secret: no client can make two alike
+        # The hash depends on this process's secret, so no client can construct a collision.
+        key = hash((key, text[at : at + PART_BYTES]))
         keys.append(key)
     return RoutedPrompt(-(-len(text) // BYTES_A_TOKEN), keys, PART_BYTES // BYTES_A_TOKEN)

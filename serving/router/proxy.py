@@ -1,8 +1,8 @@
-"""How does a request get to a replica, and the answer back, whatever becomes of the replica?
+"""Pass a request to a replica and its answer back, also when the replica is lost.
 
-A request of whose answer nothing has been sent goes to another replica where the first is lost or refuses.
-Of what has begun, a client is told that it ends here: a stream by an error event in place of its end, an
-answer whose size was announced by a connection that breaks. Nothing is ever sent to two replicas at once.
+If nothing of the answer has been sent, a request goes to another replica when the first is lost or refuses
+it. If an answer has begun, its client is told that it ends early: a stream by an error event in place of its
+end, an answer of announced size by a connection that breaks. No request is ever sent to two replicas at once.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ log = logging.getLogger("route")
 
 SESSION_HEADER, TENANT_HEADER = b"x-session-id", b"x-tenant"
 RETRY_S = 1.0
-AGAIN_S = 0.05  # until the request of a client that is gone is cancelled once more
+AGAIN_S = 0.05  # interval at which the request of a disconnected client is cancelled again
 _ENDS = (b"data: [DONE]", b"data:[DONE]")
-_WITH_DONE = ("/v1/chat/completions", "/v1/completions")  # whose streams end so
+_WITH_DONE = ("/v1/chat/completions", "/v1/completions")  # the paths whose streams end with [DONE]
 _GENERATIONS = (*_WITH_DONE, "/v1/responses")
-_LONG_BYTES = 2**14  # a body is read in a thread from here on
-_MOST_WHOLE_BYTES = 2**23  # of an answer that is held back until it is whole
+_LONG_BYTES = 2**14  # a body of this size or more is read in a thread
+_MOST_WHOLE_BYTES = 2**23  # most bytes of an answer that is held back until it is complete
 _OWN = {b"host", b"content-length", b"connection", b"transfer-encoding", b"keep-alive", b"expect", b"te"}
 _UNREADABLE = b"accept-encoding"  # the end of a compressed stream could not be told from a loss
 _PROMPT_REPLICA = PROMPT_REPLICA_HEADER.encode()
 _NOT_PASSED_ON = frozenset({*_OWN, _UNREADABLE, b"x-request-id", _PROMPT_REPLICA})
 _NOT_SENT_BACK = frozenset({*_OWN, b"x-request-id", b"server", b"date"})
-_ONCE = ("/v1/files", "/v1/batches")  # what is posted there is not posted twice
-_ABORT = "/abort/"  # and a request's id: only the replica that has it knows it
+_ONCE = ("/v1/files", "/v1/batches")  # requests posted to these paths are never repeated
+_ABORT = "/abort/"  # followed by a request's id, which only the replica that runs it knows
 _DONE, _UNKNOWN = 200, 404
-_NOT_NOW = (429, 502, 503)  # another replica may take it
+_NOT_NOW = (429, 502, 503)  # statuses after which another replica may accept the request
 _NOTHING_ASKED, _NO_PROMPT = RoutedBody(), RoutedPrompt(0)
 
 
 class Proxy:
-    """Passes requests on. `prompts` says what is known of them, `turns` when they go."""
+    """Passes requests on; `prompts` reads their prompts, and `turns` decides when each is sent."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Proxy:
         self._splitting = splitting or Splitting(routing)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """UpstreamAnswer one request."""
+        """Answer one request."""
         body = await _body(receive)
         if body is None:
             return
@@ -85,7 +85,7 @@ class Proxy:
             watch.end()
 
     async def _in_turn(self, scope: Scope, send: Send, body: bytes) -> None:
-        """Read what it asks for, and send it on when its tenant has its turn."""
+        """Read what a request asks for, and send it on when its tenant has its turn."""
         asked, prompt = _NOTHING_ASKED, _NO_PROMPT
         client: Client = scope["state"].get("client") or ANYBODY
         if scope["method"] == "POST" and scope["path"] in _GENERATIONS:
@@ -105,8 +105,10 @@ class Proxy:
             self._turns.leave()
 
     async def _abort(self, scope: Scope, send: Send, body: bytes) -> None:
-        """Ask all replicas at once. The first that ends the request answers; else one that refuses for
-        another reason than that it does not know it; else one that does not.
+        """Ask all replicas at once to abort a request.
+
+        The first replica that aborts it answers; otherwise one that refuses for any reason but not knowing
+        the request; otherwise one that does not know it.
         """
         headers, path = _passed_on(scope), scope["raw_path"].decode("latin-1")
 
@@ -122,7 +124,7 @@ class Proxy:
         said: tuple[int, HeaderLines, bytes] | None = None
         try:
             for coming in asyncio.as_completed(asking):
-                with suppress(Lost):  # with its requests, whose clients are told
+                with suppress(Lost):  # a lost replica's requests are lost with it, and their clients are told
                     answer = await coming
                     if said is None or said[0] == _UNKNOWN or answer[0] == _DONE:
                         said = answer
@@ -147,7 +149,7 @@ class Proxy:
     async def _send_on(
         self, scope: Scope, send: Send, body: bytes, prompt: RoutedPrompt, session: str
     ) -> None:
-        """To one replica after the other, until one begins to answer."""
+        """Send a request to one replica after the other, until one begins to answer."""
         headers = _passed_on(scope)
         raw = scope["raw_path"].decode("latin-1")
         path = f"{raw}?{query.decode('latin-1')}" if (query := scope["query_string"]) else raw
@@ -205,7 +207,7 @@ class Proxy:
         await error_response(502, why, code="replica_lost")(scope, _nothing, send)
 
     def _sent(self, prompt: RoutedPrompt, session: str, tried: list[int]) -> Sent | None:
-        """Where a request goes: to a replica that computes prompts for others only where no other can."""
+        """Choose a replica for a request; one that computes prompts for others is the last resort."""
         now_s, apart = time.monotonic(), self._splitting.not_for_answers
         sent = self._routing.send(prompt, now_s, session, [*tried, *apart]) if apart else None
         return sent or self._routing.send(prompt, now_s, session, tried)
@@ -228,7 +230,7 @@ class Proxy:
         try:
             while unsent:
                 last = (last + unsent)[-64:] if len(unsent) < 64 else unsent[-64:]
-                if answer.is_read:  # the end goes with these bytes: the client wakes once for both
+                if answer.is_read:  # the end is sent with these bytes, so that the client wakes once for both
                     break
                 await send({"type": "http.response.body", "body": unsent, "more_body": True})
                 unsent = b""
@@ -246,7 +248,10 @@ class Proxy:
     async def _forward_whole(
         self, scope: Scope, send: Send, answer: UpstreamAnswer, replica: FleetReplica
     ) -> None:
-        """An answer that is no stream of events: held back until it is whole, unless it is very long."""
+        """Send on an answer that is no event stream.
+
+        It is held back until it is complete, unless it is very long.
+        """
         parts, num_bytes = [], 0
         while num_bytes <= _MOST_WHOLE_BYTES and (part := await answer.next()):
             parts.append(part)
@@ -274,17 +279,18 @@ class Proxy:
 
 
 class ClientWatch:
-    """Cancels the task that makes it as soon as the client of the request goes away, until `end`."""
+    """Cancels the task that creates it once the request's client disconnects, until `end`."""
 
     def __init__(self, state: dict[str, Any]) -> None:
         self.is_gone = False
         self._state = state
         self._task = asyncio.current_task()
         self._again: asyncio.TimerHandle | None = None
-        state["when_gone"] = self._gone  # as serving.api.protocol has it: a task that waits costs more
+        # serving.api.protocol calls it; a task that waits for the disconnect would cost more.
+        state["when_gone"] = self._gone
 
     def end(self) -> None:
-        """Watch no longer."""
+        """Stop watching."""
         del self._state["when_gone"]
         if self._again is not None:
             self._again.cancel()
@@ -295,7 +301,7 @@ class ClientWatch:
             self._again.cancel()
         self.is_gone = True
         self._task.cancel()
-        # `asyncio.wait_for` before Python 3.12 swallows what comes just as it ends
+        # `asyncio.wait_for` before Python 3.12 swallows a cancellation that arrives just as it ends.
         self._again = self._task.get_loop().call_later(AGAIN_S, self._gone)
 
 
@@ -305,7 +311,7 @@ def _error_event(path: str, message: str) -> bytes:
 
 
 def _passed_on(scope: Scope) -> HeaderLines:
-    """The client's headers, but for those of this connection alone."""
+    """Return the client's headers without those that concern only this connection."""
     headers = [each for each in scope["headers"] if each[0] not in _NOT_PASSED_ON]
     name = scope.get("state", {}).get("request_id")
     return [*headers, (b"x-request-id", name.encode())] if name else headers
@@ -316,7 +322,7 @@ def _kept(headers: HeaderLines) -> HeaderLines:
 
 
 async def _whole(answer: UpstreamAnswer) -> bytes:
-    """The body of a short answer; raises Lost for one that is longer than any of its kind."""
+    """Return the body of a short answer; raises Lost for one that is too long."""
     parts, num_bytes = [], 0
     while part := await answer.next():
         parts.append(part)
@@ -333,7 +339,7 @@ async def _send_whole(send: Send, status: int, headers: HeaderLines, body: bytes
 
 
 async def _body(receive: Receive) -> bytes | None:
-    """The whole body; None where the client went away before."""
+    """Return the whole body, or None if the client disconnected before its end."""
     parts = []
     while True:
         message = await receive()

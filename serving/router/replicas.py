@@ -1,9 +1,10 @@
-"""Which replicas can take requests, and how much is waiting in each?
+"""Poll the replicas: whether each can take requests, and how much is waiting in it.
 
-Every replica is asked twice a second whether it takes requests (`/ready`, else `/health`) and, at `/metrics`,
-how many prompt tokens wait there; a server that tells no such figure is judged by what was sent to it alone.
-One that refuses connections is sent nothing more, but may still end what it has begun, as servers do that
-drain: where it died, its system ends its connections. One that is silent has its connections ended here.
+Every replica is asked twice a second whether it accepts requests (`/ready`, else `/health`) and, at
+`/metrics`, how many prompt tokens wait there; a server without such a figure is judged by what was sent to it
+alone. A replica that refuses connections is sent nothing more, but may still complete what it has begun, as
+draining servers do: if it died, its system ends its connections. A silent replica has its connections ended
+here.
 """
 
 from __future__ import annotations
@@ -36,20 +37,20 @@ from serving.router.upstream import HeaderLines, Lost, Upstream
 
 log = logging.getLogger("route")
 
-# "refused" serves another model than the router's; "gone" is for good
+# "refused" serves another model than the router's; "gone" is final.
 State = Literal["unknown", "ready", "not ready", "refused", "lost", "gone"]
 POLL_S = 0.5
-_ANSWER_S = 2.0  # for an answer to a poll
+_ANSWER_S = 2.0  # time limit of a poll's answer
 _LOST_AFTER = 2  # polls in a row without an answer, unless the connection is refused
-_BEAT_S = 0.5  # how old what a replica tells may be
+_BEAT_S = 0.5  # how old the figures that a replica reports may be
 _TELLS_NO_MODEL = (401, 403, 404)  # the statuses of a server that has no `/v1/models`, or not for this router
 
 
-Learned = Callable[[int, str, Sequence[str], int], None]  # as `Splitting.is_known`
+Learned = Callable[[int, str, Sequence[str], int], None]  # `Splitting.is_known` has this signature
 
 
 def untold(replica: int, endpoint: str, sources: Sequence[str], slots: int) -> None:
-    """Nobody wants to know."""
+    """Ignore what was learned of a replica."""
 
 
 class FleetReplica:
@@ -68,10 +69,10 @@ class FleetReplica:
         self.number, self.url, self.server = number, url, server
         self.state: State = "unknown"
         self.trouble = ""
-        self.is_drained = False  # by an operator: it gets no new requests
-        self.leaves = False  # likewise, and it is forgotten when its last request has ended
+        self.is_drained = False  # an operator drains it: it gets no new requests
+        self.leaves = False  # it gets no new requests, and is forgotten when its last one has ended
         self.num_open = self.num_sent = self.num_lost = 0
-        self.num_prompts = 0  # that it computed for others
+        self.num_prompts = 0  # prompts that it computed for others
         self.hit_tokens = self.prompt_tokens = 0
         self.reader: PageReader | None = None
         self._routing = routing
@@ -79,12 +80,12 @@ class FleetReplica:
         self._model = model or FleetModel()
         self._ready_path = "/ready"
         self._num_silent = 0
-        self._is_asked = False  # where its pages are told, and for whom it computes prompts
-        self._names: Sequence[str] = ()  # of the model that it serves
+        self._is_asked = False  # whether its pages' endpoint and its prompt replicas are known
+        self._names: Sequence[str] = ()  # names of the model that it serves
         self._told_once: set[str] = set()  # paths whose answer was warned of, and has not been good since
 
     async def watch(self, page_size: int) -> None:
-        """Ask for ever; `page_size` is that of pages whose events are to be read, or 0."""
+        """Poll for ever; `page_size` is that of the pages whose events are to be read, or 0."""
         while True:
             try:
                 await asyncio.wait_for(self._poll(page_size), _ANSWER_S)
@@ -99,7 +100,7 @@ class FleetReplica:
                     self._stop_reading()
                 if self._num_silent >= _LOST_AFTER:
                     self.lose(f"no answer within {_ANSWER_S:g} s")
-            except Exception as error:  # what one replica says must end none of the others
+            except Exception as error:  # what one replica answers must not end the watch of the others
                 trouble = f"a defect of the router in reading its answers: {type(error).__name__}"
                 if trouble != self.trouble:
                     log.exception("%s: %s", self.url, trouble)
@@ -107,12 +108,12 @@ class FleetReplica:
             await asyncio.sleep(POLL_S)
 
     def lose(self, why: str) -> None:
-        """It is gone, with what it was at: nothing is sent there before it answers again."""
+        """Treat the replica as lost, with its requests; nothing is sent there before it answers again."""
         self._shut(why)
         self.server.lose(f"the replica is lost: {why}")
 
     def _shut(self, why: str) -> None:
-        """It takes nothing, and what it held is gone; whoever answers there next is asked anew."""
+        """Send it nothing, and forget what it held; whichever server answers there next is asked anew."""
         self._stop_reading()
         if self.state != "lost":
             self._become("lost", why)
@@ -120,17 +121,17 @@ class FleetReplica:
         self.trouble = why
 
     def drain(self, is_drained: bool) -> None:
-        """Send it no new requests, or again."""
+        """Stop sending it new requests, or resume."""
         self.is_drained = is_drained
         self._open()
 
     def leave(self, leaves: bool) -> None:
-        """Send it no new requests and then forget it, or keep it after all."""
+        """Stop sending it new requests and forget it after the last, or keep it after all."""
         self.leaves = leaves
         self._open()
 
     def forget(self) -> None:
-        """It is gone, and its number free."""
+        """Forget the replica, which frees its number."""
         self.close()
         self._learned(self.number, "", (), 0)
         self._routing.leave(self.number)
@@ -138,7 +139,7 @@ class FleetReplica:
         self.state = "gone"
 
     def close(self) -> None:
-        """Ask it nothing more."""
+        """Stop reading from it, and end its connections."""
         self._stop_reading()
         self.server.lose("the router ends")
 
@@ -168,13 +169,14 @@ class FleetReplica:
             self._routing.told(self.number, figures[QUEUED], requests, since_s - _BEAT_S)
 
     def _keep_out(self, state: State, trouble: str) -> None:
-        """It gets no new requests, and what it says of itself is asked again."""
+        """Send it no new requests, and ask again for what it reports about itself."""
         self._become(state, trouble)
         self._stop_reading()
 
     async def _ask_names(self) -> Sequence[str]:
-        """The names of the model that it serves, none where it does not say; raises Unreadable where that
-        may change with the next poll.
+        """Return the names of the model that it serves, or none where it does not say.
+
+        Raises Unreadable where that may change with the next poll.
         """
         path, names, why = "/v1/models", tuple[str, ...](), "/v1/models names none"
         try:
@@ -203,7 +205,10 @@ class FleetReplica:
         return figures
 
     def _warn_once(self, path: str, trouble: str) -> None:
-        """Log what is wrong with its answers there, until they have been good again (`trouble` is "")."""
+        """Log what is wrong with its answers at this path.
+
+        That is done once until they are good again (`trouble` is "").
+        """
         if not trouble:
             self._told_once.discard(path)
         elif path not in self._told_once:
@@ -211,12 +216,14 @@ class FleetReplica:
             log.warning("%s: %s", self.url, trouble)
 
     async def _read_info(self, page_size: int) -> None:
-        """Learn whether it computes prompts for others, who does so for it, and how many slots it has. Read
-        the events of its pages, if it says where, and they are such as the router knows.
+        """Learn whether it computes prompts for others, who does so for it, and how many slots it has.
+
+        Also read the events of its pages, if it says where they are published and their page size is the
+        router's.
         """
         status, text = await self._get("/server_info", MOST_INFO_BYTES)
         said = info_of(text) if status == 200 else ServerInfo()
-        for trouble in said.not_understood:  # another kind of server
+        for trouble in said.not_understood:  # it is another kind of server
             log.warning("%s: /server_info is not understood: %s", self.url, trouble)
         endpoint, pages_at = said.events, reached_at(said.pages_at or "", self.server.host)
         self._learned(self.number, pages_at, said.prompt_replicas or (), said.num_slots or 0)
@@ -258,7 +265,7 @@ class FleetReplica:
 
 
 def address_of(url: str) -> tuple[str, int]:
-    """Host and port of http://HOST:PORT; raises ValueError."""
+    """Return host and port of http://HOST:PORT; raises ValueError."""
     kind, _, rest = url.rstrip("/").partition("://")
     host, _, port = rest.rpartition(":")
     if kind != "http" or not host or not port.isdecimal() or not 0 < int(port) < 2**16:
@@ -269,7 +276,7 @@ def address_of(url: str) -> tuple[str, int]:
 def replicas_of(
     urls: Sequence[str], routing: Routing, headers: HeaderLines, learned: Learned, model: FleetModel
 ) -> list[FleetReplica]:
-    """The replicas at these addresses; raises ValueError for one that is none."""
+    """Return the replicas at these addresses; raises ValueError for one that is no address."""
     if len({*urls}) < len(urls):
         raise ValueError("an address stands twice among --replica; name each once")
     return [

@@ -1,4 +1,4 @@
-"""How do addresses of replicas become a router that listens, drains and ends?"""
+"""Run a router over the addresses of its replicas: listen, drain and end."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ from serving.text.tokenizer import Text
 
 log = logging.getLogger("route")
 
-_MOST_BODY_BYTES = 2**26  # a replica has a bound of its own
+_MOST_BODY_BYTES = 2**26  # a replica has a limit of its own
 _MOST_BODIES_BYTES = 2**29
 
 
 @dataclass(frozen=True, slots=True)
 class RouterOptions:
-    """What the command line of scripts.route says."""
+    """The options of the command line of scripts.route."""
 
     replicas: Sequence[str] = ()
     discover: Sequence[str] = ()  # names, each of whose addresses is a replica
-    recipe: str | None = None  # of the replicas, for the keys of their pages
+    recipe: str | None = None  # recipe of the replicas, for the keys of their pages
     overrides: Sequence[str] = ()
     profile: str | None = None
     route: Route = "prefix"
@@ -68,7 +68,7 @@ class RouterOptions:
 
 
 def run_router(options: RouterOptions) -> int:
-    """Serve until a signal; raises ValueError or OSError in one line."""
+    """Serve until a signal; raises ValueError or OSError whose message is one line."""
     lines = logs.install(options.log_format)
     try:
         _run(options)
@@ -122,7 +122,7 @@ async def _serve(
     forever: Sequence[Coroutine[None, None, None]],
     drain_s: float,
 ) -> None:
-    """Until a signal; then no request waits longer than `drain_s`."""
+    """Serve until a signal; after it, no request waits longer than `drain_s`."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -133,7 +133,7 @@ async def _serve(
     await asyncio.wait([*beside, listening, stopping], return_when=asyncio.FIRST_COMPLETED)
     for each in beside:
         if each.done():
-            each.result()  # a defect
+            each.result()  # raises if the task ended by a defect
     app.is_draining = True
     until_s = loop.time() + drain_s
     while (turns.num_open or turns.num_waiting) and loop.time() < until_s:
@@ -147,7 +147,7 @@ async def _serve(
 
 
 async def _fill(turns: FairTurns) -> None:
-    """Let requests through that waited for a replica to open."""
+    """Let waiting requests through once a replica has opened."""
     while True:
         await asyncio.sleep(0.05)
         turns.fill()

@@ -1,7 +1,8 @@
-"""How does a router speak to a server: one request at a time on a connection, its answer as bytes?
+"""Send requests from a router to one server, one at a time on each connection, and receive answers as bytes.
 
-A few lines over httptools, the parser of our own server: a stream is passed on as it comes, and its events
-are never parsed. A connection that ends before an answer is whole raises `Lost`, whatever the answer says.
+This is a thin layer over httptools, the parser of our own server: a stream is passed on as it arrives, and
+its events are never parsed. A connection that ends before an answer is complete raises `Lost`, whatever the
+answer says.
 """
 
 from __future__ import annotations
@@ -17,14 +18,17 @@ import httptools
 
 HeaderLines = list[tuple[bytes, bytes]]
 CONNECT_S = 2.0
-_UNHEARD_S = 4  # after which the connections of a machine end that is gone, or has started again
-_MOST_OVERHEAD = 2**16  # bytes of a head, or between two pieces of a body: sizes of chunks, trailers
-_MOST_UNREAD = 2**18  # bytes of an answer; then the sender waits
+_UNHEARD_S = 4  # connections end after this silence if the other machine is gone, or has started again
+_MOST_OVERHEAD = 2**16  # bytes of a head, or between two pieces of a body (chunk sizes, trailers)
+_MOST_UNREAD = 2**18  # unread bytes of an answer; beyond it, the sender waits
 _MOST_IDLE = 256  # connections that are kept for later
 
 
 class Lost(Exception):
-    """There is no answer, or not the rest of it. Without a connection, nothing was asked either."""
+    """There is no answer, or not the rest of it.
+
+    `may_be_done` is False where there was no connection, so that the server cannot have done what was asked.
+    """
 
     def __init__(self, why: str, *, may_be_done: bool = True) -> None:
         super().__init__(why)
@@ -32,12 +36,15 @@ class Lost(Exception):
 
 
 class UpstreamAnswer(asyncio.Protocol):
-    """A connection, and the answer that comes on it: `status` and `headers` once there is a head."""
+    """A connection and the answer that arrives on it.
+
+    `status` and `headers` are set once the answer's head is complete.
+    """
 
     def __init__(self) -> None:
         self.transport: asyncio.Transport | None = None
-        self.is_used = False  # it has had an answer before
-        self.is_given_up = False  # by this side
+        self.is_used = False  # the connection has carried an answer before
+        self.is_given_up = False  # this side has ended it
         self._loop = asyncio.get_running_loop()
         self._reset()
 
@@ -47,13 +54,13 @@ class UpstreamAnswer(asyncio.Protocol):
         self._head: asyncio.Future[None] = self._loop.create_future()
         self._parts: deque[bytes] = deque()
         self._num_unread = self._num_overhead = 0
-        self._is_kept = False  # the connection, after the answer
+        self._is_kept = False  # whether the connection stays open after the answer
         self._has_body = True
         self._news: asyncio.Future[None] | None = None
         self._is_whole, self._ends_with_connection, self._trouble = False, False, ""
 
     async def ask(self, head: bytes, body: bytes, *, has_body: bool = True) -> None:
-        """Send a request, and wait for the head of its answer, which may be all; raises Lost."""
+        """Send a request, and wait for the head of its answer, which may be the whole answer; raises Lost."""
         assert self.transport is not None, "not connected"
         self._has_body = has_body
         if self.transport.is_closing():
@@ -62,7 +69,7 @@ class UpstreamAnswer(asyncio.Protocol):
         await self._head
 
     async def next(self) -> bytes:
-        """The next bytes of the answer, b"" at its end; raises Lost."""
+        """Return the next bytes of the answer, b"" at its end; raises Lost."""
         while not self._parts:
             if self._is_whole:
                 return b""
@@ -79,7 +86,7 @@ class UpstreamAnswer(asyncio.Protocol):
 
     @property
     def is_read(self) -> bool:
-        """Whether `next` has given all of an answer that is whole."""
+        """Whether the answer is complete and `next` has returned all of it."""
         return self._is_whole and not self._parts
 
     @property
@@ -89,12 +96,12 @@ class UpstreamAnswer(asyncio.Protocol):
         return is_open and self.is_read and self._is_kept
 
     def use_again(self) -> None:
-        """Be ready for another request."""
+        """Prepare the connection for another request."""
         self.is_used = True
         self._reset()
 
     def fail(self, why: str) -> None:
-        """End the connection; who waits for the answer is told."""
+        """End the connection, and tell whoever waits for the answer why."""
         self.is_given_up = True
         self._trouble = self._trouble or why
         if self.transport is not None:
@@ -102,7 +109,8 @@ class UpstreamAnswer(asyncio.Protocol):
         self._wake()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast(asyncio.Transport, transport)  # uvloop's is none by name
+        # uvloop's transport is no subclass of asyncio.Transport.
+        self.transport = cast(asyncio.Transport, transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._ends_with_connection and exc is None:
@@ -122,11 +130,11 @@ class UpstreamAnswer(asyncio.Protocol):
             self.fail(f"it answered with more than {_MOST_OVERHEAD} bytes that are no answer's")
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header."""
+        """Handle a header."""
         self.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
-        """The head is there; one that only asks to go on is none."""
+        """Handle the end of a head; an informational response (status below 200) is skipped."""
         self.status = self._parser.get_status_code()
         if self.status < 200:
             self.headers.clear()
@@ -135,12 +143,12 @@ class UpstreamAnswer(asyncio.Protocol):
         self._is_kept = self._parser.should_keep_alive()
         names = {name for name, _ in self.headers}
         self._ends_with_connection = not names & {b"content-length", b"transfer-encoding"}
-        if not self._has_body:  # the parser, which does not know it, may wait for one
+        if not self._has_body:  # the parser does not know that, and may wait for a body
             self._is_whole, self._is_kept = True, False
         self._wake()
 
     def on_body(self, body: bytes) -> None:
-        """Some bytes of the answer."""
+        """Handle some bytes of the answer."""
         self._parts.append(body)
         self._num_overhead = 0
         self._num_unread += len(body)
@@ -149,7 +157,7 @@ class UpstreamAnswer(asyncio.Protocol):
         self._wake()
 
     def on_message_complete(self) -> None:
-        """The answer is whole."""
+        """Handle the end of the answer."""
         if self.status >= 200:
             self._is_whole = True
             self._num_overhead = 0
@@ -161,7 +169,7 @@ class UpstreamAnswer(asyncio.Protocol):
                 self._head.set_result(None)
             elif self._trouble:
                 self._head.set_exception(Lost(self._trouble))
-                self._head.exception()  # nobody may be waiting
+                self._head.exception()  # nobody may be waiting for the exception
         if self._news is not None and not self._news.done():
             self._news.set_result(None)
 
@@ -183,11 +191,13 @@ class Upstream:
         *,
         is_once: bool = False,
     ) -> UpstreamAnswer:
-        """Send a request; its answer, once there is a head. Raises Lost. Who has it calls `done`.
+        """Send a request, and return its answer once there is a head.
 
-        A connection that was kept may just have been closed by the server: such a request is sent again. Not
-        so where this side has ended it: a server that is lost is not asked a second time. A
-        request that `is_once` goes over a connection of its own.
+        Raises Lost. The caller calls `done` when it has read the answer.
+
+        A kept connection may just have been closed by the server; the request is then sent again, unless this
+        side has ended the connection: a server that is lost is not asked a second time. A request that
+        `is_once` uses a new connection of its own.
         """
         host = f"[{self.host}]" if ":" in self.host else self.host
         lines = [
@@ -211,7 +221,7 @@ class Upstream:
                 return answer
 
     def done(self, answer: UpstreamAnswer) -> None:
-        """Nobody reads this answer any more."""
+        """Release an answer that nobody reads any more."""
         self._open.discard(answer)
         if answer.can_be_used_again and len(self._idle) < _MOST_IDLE:
             answer.use_again()
@@ -220,7 +230,7 @@ class Upstream:
             answer.fail("nobody reads it")
 
     def lose(self, why: str) -> None:
-        """End all connections; who waits for an answer gets Lost."""
+        """End all connections; whoever waits for an answer gets Lost."""
         for answer in [*self._open, *self._idle]:
             answer.fail(why)
         self._idle.clear()
@@ -248,7 +258,7 @@ class Upstream:
 
 
 def _notice_silence(connection: socket.socket) -> None:
-    """Let the system end it when the machine behind it does not acknowledge that it is there."""
+    """Let the system end a connection when the machine at its other end acknowledges nothing."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in {
         "TCP_KEEPIDLE": _UNHEARD_S // 2,

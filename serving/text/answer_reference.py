@@ -1,8 +1,8 @@
-"""What does an answer say, in words? The second table of docs/request_fields.md."""
+"""Describe the fields of an answer in words, for the second table of docs/request_fields.md."""
 
 from __future__ import annotations
 
-ANSWER_FIELDS = (  # of a line that `scripts.generate` writes
+ANSWER_FIELDS = (  # fields of a line that `scripts.generate` writes
     (("id", "index"), "the request's; which of its answers, where `n` is above 1"),
     (("token_ids",), "the tokens, with the one that ended the answer"),
     (

@@ -1,7 +1,7 @@
-"""Which tokens spell the words that an answer must not hold?
+"""Find the token sequences that spell the words which an answer must not contain.
 
-As in vLLM a word is banned as its tokens, with and without a space before it: inside a longer token, or cut
-into other tokens, it may still come.
+As in vLLM, a word is banned as its tokens, with and without a space before it: inside a longer token, or
+tokenized differently, it may still occur.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ LONGEST_WORD = 128  # characters
 
 
 def spellings(words: Sequence[str], text: Text | None) -> tuple[TokenSequence, ...]:
-    """The tokens of each word as an answer would spell it, each spelling once; raises BadRequest."""
+    """Return the tokens of each word as an answer would spell it, each spelling once; raises BadRequest."""
     if words and text is None:
         raise BadRequest("bad_words", "needs a tokenizer, and this model has none; use logit_bias")
     if len(words) > MOST_WORDS:

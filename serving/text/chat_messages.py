@@ -1,6 +1,7 @@
-"""What may a conversation's messages hold?
+"""Check the messages of a conversation.
 
-A role and text each; what an assistant called and what a tool returned besides. Anything else is refused.
+Each message has a role and text; an assistant's may have reasoning and calls, a tool's the id of its call.
+Anything else is refused.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from typing import Any
 from continuous_batching.refusal import BadRequest, shown
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-MOST_CALLS = 128  # of one message
-# LiteLLM keeps there what else an answer said, and sends it back: it asks for nothing
+MOST_CALLS = 128  # most calls in one message
+# LiteLLM keeps what else an answer said in this field and sends it back; it asks for nothing.
 _UNREAD = "provider_specific_fields"
 _KNOWN = {
     "assistant": {"role", "content", "name", "tool_calls", "reasoning_content", "reasoning", _UNREAD},
@@ -25,7 +26,7 @@ Message = dict[str, Any]
 
 
 def check_messages(messages: object, *, text_arguments: bool = False) -> list[Message]:
-    """Messages as a template takes them; arguments of calls become objects, unless `text_arguments`.
+    """Return messages as a template takes them; arguments of calls become objects, unless `text_arguments`.
 
     Content may also be a list of text parts, which become lines. Raises BadRequest for anything else.
     """

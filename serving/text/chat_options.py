@@ -1,7 +1,7 @@
-"""How may a request change the way its conversation becomes a prompt?
+"""Read the fields by which a request changes how its conversation becomes a prompt.
 
-By the fields that vLLM's users know. What `chat_template_kwargs` hold goes into the template's sandbox as
-plain values: they cannot stand for what the server itself gives a template.
+The fields are those that vLLM's users know. The values in `chat_template_kwargs` enter the template's sandbox
+as plain values, and cannot replace what the server itself gives a template.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from serving.text.vocabulary import SPECIAL_KEYS
 MOST_KWARGS = 32
 LONGEST_KWARGS = 16 * 1024  # characters of JSON
 DEEPEST_KWARGS = 8
-_END = "\ue002 "  # Unicode's private use area; the space shows whether the template strips a message
+_END = "\ue002 "  # a private-use character; the space shows whether the template strips a message
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
-_RESERVED = {  # the server's own, transformers' arguments that are no variables, and Jinja's globals
+_RESERVED = {  # the server's own names, arguments of transformers that are no variables, and Jinja's globals
     *("messages", "tools", "documents", "add_generation_prompt", "continue_final_message"),
     *("conversation", "chat_template", "tokenize", "tool_choice", "raise_exception", "strftime_now"),
     *("range", "dict", "lipsum", "cycler", "joiner", "namespace", "loop", "self", "caller"),
@@ -31,13 +31,13 @@ _RESERVED = {  # the server's own, transformers' arguments that are no variables
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
-    """What a request says of its conversation besides the messages. Raises BadRequest for what cannot be."""
+    """What a request says about its conversation besides the messages; raises BadRequest if it is invalid."""
 
-    add_generation_prompt: bool = True  # the prompt ends where the assistant begins to speak
-    continue_final_message: bool = False  # the prompt ends within the last message, which goes on
+    add_generation_prompt: bool = True  # the prompt ends where the assistant's turn begins
+    continue_final_message: bool = False  # the prompt ends within the last message, which is continued
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # variables of the template
-    tools: Sequence[Mapping[str, Any]] = ()  # as the OpenAI API has them
-    reasoning_effort: str | None = None  # None: the template's own
+    tools: Sequence[Mapping[str, Any]] = ()  # the form is that of the OpenAI API
+    reasoning_effort: str | None = None  # None: the template's default
 
     def __post_init__(self) -> None:
         if self.continue_final_message and self.add_generation_prompt:
@@ -53,8 +53,10 @@ class ChatOptions:
 
 
 def with_end_marked(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The messages with a mark behind the text of the last, which a template may write more than once, and
-    whose words may stand in the template, too. Raises BadRequest where that text is empty.
+    """Return the messages with a mark behind the text of the last.
+
+    A template may write that text more than once, and its words may occur in the template itself, so the text
+    cannot be searched for. Raises BadRequest where the text is empty.
     """
     *before, final = [dict(each) for each in messages]
     if not final["content"].strip():
@@ -63,8 +65,10 @@ def with_end_marked(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
 
 
 def up_to_mark(rendered: str) -> str:
-    """A rendered conversation up to the mark, as transformers cuts it: where the template strips a message,
-    it ends without spaces. Raises BadRequest where the template left the mark out.
+    """Return a rendered conversation up to the mark, cut as transformers cuts it.
+
+    Where the template strips a message, the result ends without spaces. Raises BadRequest where the template
+    left the mark out.
     """
     kept, mark, rest = rendered.rpartition(_END.rstrip())
     if not mark:
@@ -73,7 +77,7 @@ def up_to_mark(rendered: str) -> str:
 
 
 def strings_in(value: Any) -> list[str]:
-    """Every string within a JSON value, names of objects included."""
+    """Return every string within a JSON value, names of objects included."""
     match value:
         case str():
             return [value]
@@ -85,7 +89,7 @@ def strings_in(value: Any) -> list[str]:
 
 
 def with_strings(value: Any, changed: Callable[[str], str]) -> Any:
-    """A JSON value with every string changed."""
+    """Return a JSON value with every string changed."""
     match value:
         case str():
             return changed(value)
@@ -116,7 +120,7 @@ def _check_kwargs(kwargs: Mapping[str, Any]) -> None:
 
 
 def _depth(value: Any, depth: int = 0) -> int:
-    """How deep a value is nested; it is looked at no deeper than is allowed."""
+    """Return how deeply a value is nested; the search stops just beyond the limit."""
     if not isinstance(value, (Mapping, list)) or depth > DEEPEST_KWARGS:
         return depth
     within = value.values() if isinstance(value, Mapping) else value

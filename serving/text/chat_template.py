@@ -1,6 +1,6 @@
-"""How does a conversation become one text?
+"""Render a conversation as one text.
 
-By the model's own Jinja template, in a sandbox, with what Hugging Face's templates rely on: the names of the
+The model's own Jinja template runs in a sandbox with what Hugging Face's templates rely on: the names of the
 control tokens, `add_generation_prompt`, `raise_exception`, `strftime_now`, a `tojson` that does not escape
 Chinese, loop controls, and `{% generation %}` blocks, which matter only in training.
 """
@@ -34,7 +34,7 @@ _FAILURES = (
     RuntimeError,
 )
 _AS_USUAL = ChatOptions()
-_MOST_S = 5.0  # of processor time to render a conversation
+_MOST_S = 5.0  # processor time to render a conversation
 
 _CHECK_TIME = "_check_the_time"
 
@@ -42,7 +42,7 @@ _CHECK_TIME = "_check_the_time"
 class ChatTemplate:
     """A compiled template; `tokens` are the control tokens that it may name: bos_token, eos_token, ...
 
-    `thinks`: the model thinks unless it is told not to.
+    `thinks` says that the model reasons unless it is told not to.
     """
 
     def __init__(
@@ -68,7 +68,10 @@ class ChatTemplate:
         self._most_s = most_s
 
     def render(self, messages: Sequence[Message], options: ChatOptions = _AS_USUAL) -> str:
-        """The conversation, by default up to where the assistant speaks next; BadRequest if it is refused."""
+        """Render a conversation, by default up to the assistant's next turn.
+
+        Raises BadRequest if the template refuses it.
+        """
         if options.continue_final_message:
             return up_to_mark(self._rendered(with_end_marked(messages), options))
         return self._rendered(messages, options)
@@ -113,7 +116,10 @@ def _tojson(
 
 
 def _with_time_limit(tree: nodes.Template) -> nodes.Template:
-    """The same, with a check of the time in every iteration: the sandbox itself has no time limit."""
+    """Return the tree with a check of the time in every loop iteration.
+
+    The sandbox itself has no time limit.
+    """
     for loop in [*tree.find_all(nodes.For)]:
         call = nodes.Call(nodes.Name(_CHECK_TIME, "load"), [], [], None, None)
         loop.body.insert(0, nodes.Output([call]).set_lineno(loop.lineno))
@@ -133,7 +139,10 @@ def _line(error: Exception) -> str:
 
 
 class _Generation(Extension):
-    """`{% generation %} ... {% endgeneration %}` marks what training learns; here only its content counts."""
+    """The tag `{% generation %} ... {% endgeneration %}`, which marks training targets.
+
+    Only its content is rendered.
+    """
 
     tags = {"generation"}  # noqa: RUF012 - Jinja's own way to declare it
 

@@ -1,4 +1,4 @@
-"""How does a model learn how hard to think? By variables of its chat template, if that has any for it."""
+"""Pass the reasoning effort to a model, by variables of its chat template if it has any for it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SWITCHES = ("enable_thinking", "thinking")  # Qwen3 and GLM-4.5; DeepSeek-V3.1 
 
 
 def check_effort(effort: object) -> None:
-    """Raise BadRequest for what is no effort."""
+    """Raise BadRequest for a value that is no effort."""
     if effort not in EFFORTS:
         raise BadRequest(FIELD, value=effort, limit=f"one of {', '.join(EFFORTS)}")
 
@@ -22,10 +22,12 @@ def check_effort(effort: object) -> None:
 def variables_for(
     effort: str, variables: Collection[str], given: Mapping[str, Any], *, thinks: bool
 ) -> dict[str, Any]:
-    """What a template with these variables is told, besides what a request has `given` it itself.
+    """Return the variables that tell a template the effort.
 
-    A model that does not think (`thinks` false) needs no word to think nothing. Raises BadRequest where the
-    template has no word for the effort.
+    Variables that the request has `given` itself may not be set twice.
+
+    A model that does not reason (`thinks` false) needs no variable for "none". Raises BadRequest where the
+    template has no variable for the effort.
     """
     switch = next((each for each in _SWITCHES if each in variables), None)
     told: dict[str, Any] = {}

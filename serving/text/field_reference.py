@@ -1,9 +1,9 @@
-"""What may a request say, in words? The tables of docs/request_fields.md.
+"""Describe the fields of a request in words, for the tables of docs/request_fields.md.
 
     python -m serving.text.field_reference
 
-The checks themselves are `serving.text.request_fields` and `SamplingParams`. A test tries every name and both
-ends of every range against them.
+The checks themselves are in `serving.text.request_fields` and `SamplingParams`. A test tries every name and
+both ends of every range against them.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from serving.text.effort import FIELD as EFFORT
 
 @dataclass(frozen=True, slots=True)
 class RequestField:
-    """One row of the table of fields. `least` and `most` are allowed, but for an `exclusive` `least`."""
+    """One row of the table of fields; the range includes `least` (unless `exclusive`) and `most`."""
 
     names: tuple[str, ...]
     meaning: str
     least: float | None = None
     most: float | None = None
     exclusive: bool = False
-    allowed: str = ""  # in words, for what has no range or more than one
-    default: str = ""  # for what SamplingParams has no default of
+    allowed: str = ""  # the allowed values in words, for a field with no range or more than one
+    default: str = ""  # the default in words, where SamplingParams has none
 
     @property
     def described(self) -> str:
-        """What is allowed, in words."""
+        """The allowed values, in words."""
         if self.allowed:
             return self.allowed
         least = f"above {_number(self.least)}," if self.exclusive else _number(self.least)
@@ -40,7 +40,7 @@ class RequestField:
 
     @property
     def default_text(self) -> str:
-        """The default as JSON would say it, or in words."""
+        """The default as JSON would write it, or in words."""
         if self.default:
             return self.default
         value = _DEFAULTS[self.names[0]]
@@ -310,14 +310,14 @@ _POWERS = {2**31 - 1: "2^31 - 1", 2**63 - 1: "2^63 - 1"}
 
 
 def request_table() -> str:
-    """What a request may say, as a Markdown table."""
+    """Return the fields of a request as a Markdown table."""
     head = ["| field | allowed | default | meaning |", "|---|---|---|---|"]
     rows = [f"| {_code(e.names)} | {e.described} | {e.default_text} | {e.meaning} |" for e in FIELDS]
     return "\n".join(head + rows) + "\n"
 
 
 def answer_table() -> str:
-    """What a line of answers says, as a Markdown table."""
+    """Return the fields of a line of answers as a Markdown table."""
     rows = [f"| {_code(names)} | {meaning} |" for names, meaning in ANSWER_FIELDS]
     return "\n".join(["| field | meaning |", "|---|---|", *rows]) + "\n"
 

@@ -1,7 +1,7 @@
-"""Which type must the value of a request's field have?
+"""Read the value of a request's field as its type.
 
-A reader takes a field's name and its value as JSON has it, and returns the value as it is used; it raises
-BadRequest for another type, and for lists and strings that are too long.
+A reader takes a field's name and its JSON value, and returns the value in the form in which it is used; it
+raises BadRequest for another type, and for lists and strings that are too long.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from kv_cache.request_bounds import LAST_ID, LONGEST_NAME
 from serving.text.vocabulary import check_unicode
 
 Reader = Callable[[str, Any], Any]
-MOST_ALLOWED = 2**18  # ids, more than any vocabulary has
+MOST_ALLOWED = 2**18  # most ids in a list, which is more than any vocabulary has
 
 
 def wrong(field: str, value: object, limit: str, *, place: str = "") -> BadRequest:
-    """The refusal of a value that is not within its limit."""
+    """Return the refusal of a value outside its limit."""
     return BadRequest(field, value=value, limit=limit, place=place)
 
 
 def string(name: str, value: Any) -> str:
-    """A string."""
+    """Read a string."""
     if not isinstance(value, str):
         raise wrong(name, value, "a string")
     return value
 
 
 def label(name: str, value: Any) -> str:
-    """A string that is stored, sent on, and may be shown."""
+    """Read a string that is stored, sent on, and may be shown."""
     if len(string(name, value)) > LONGEST_NAME:
         raise wrong(name, value, f"at most {LONGEST_NAME} characters long")
     check_unicode(name, value)
@@ -40,66 +40,66 @@ def label(name: str, value: Any) -> str:
 
 
 def integer(name: str, value: Any, *, place: str = "") -> int:
-    """An integer, and not a boolean."""
+    """Read an integer; a boolean is none."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise wrong(name, value, "an integer", place=place)
     return value
 
 
 def number(name: str, value: Any, *, place: str = "") -> float:
-    """A finite number."""
+    """Read a finite number."""
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not abs(value) < 1e15:
         raise wrong(name, value, "a number", place=place)
     return float(value)
 
 
 def boolean(name: str, value: Any) -> bool:
-    """True or false."""
+    """Read true or false."""
     if not isinstance(value, bool):
         raise wrong(name, value, "true or false")
     return value
 
 
 def early_stopping(name: str, value: Any) -> bool | str:
-    """True, false or "never"."""
+    """Read true, false or "never"."""
     if value != "never" and not isinstance(value, bool):
         raise wrong(name, value, 'true, false or "never"')
     return value
 
 
 def top_k(name: str, value: Any) -> int:
-    """An integer, where -1 means off as 0 does."""
-    return 0 if integer(name, value) == -1 else int(value)  # as in vLLM
+    """Read an integer, where -1 means off as 0 does."""
+    return 0 if integer(name, value) == -1 else int(value)  # vLLM reads -1 so
 
 
 def count_or_boolean(name: str, value: Any) -> int | bool:
-    """An integer or a boolean."""
+    """Read an integer or a boolean."""
     return value if isinstance(value, bool) else integer(name, value)
 
 
 def seconds(name: str, value: Any) -> float:
-    """0 or more seconds."""
+    """Read a number of seconds, at least 0."""
     if (seconds := number(name, value)) < 0:
         raise wrong(name, value, "0 or more seconds")
     return seconds
 
 
 def timeout(name: str, value: Any) -> float:
-    """More than 0 seconds."""
+    """Read a number of seconds above 0."""
     if (timeout_s := number(name, value)) <= 0:
         raise wrong(name, value, "above 0 seconds")
     return timeout_s
 
 
 def priority(name: str, value: Any) -> int:
-    """An integer of 32 bits."""
+    """Read an integer of 32 bits."""
     if abs(priority := integer(name, value)) > LAST_ID:
         raise wrong(name, value, f"an integer from {-LAST_ID} to {LAST_ID}")
     return priority
 
 
 def string_list(name: str, value: Any) -> tuple[str, ...]:
-    """One string, or a list of them."""
+    """Read one string, or a list of strings."""
     strings = [value] if isinstance(value, str) else value
     if not isinstance(strings, list) or not all(isinstance(item, str) for item in strings):
         raise wrong(name, value, "a string or a list of strings")
@@ -109,39 +109,40 @@ def string_list(name: str, value: Any) -> tuple[str, ...]:
 
 
 def token_id_list(name: str, value: Any) -> tuple[int, ...]:
-    """A list of token ids."""
+    """Read a list of token ids."""
     if not isinstance(value, list):
         raise wrong(name, value, "a list of token ids")
     if value and ({*map(type, value)} != {int} or min(value) < 0 or max(value) > LAST_ID):
-        for index, token in enumerate(value):  # only to name the wrong one: long prompts are checked above
+        # The loop only finds the wrong one; long prompts are checked above.
+        for index, token in enumerate(value):
             if integer(name, token, place=f"[{index}]") not in range(LAST_ID + 1):
                 raise wrong(name, token, "a token id", place=f"[{index}]")
     return tuple(value)
 
 
 def packed_token_ids(name: str, value: Any) -> bytes:
-    """The ids as `packed_ids` makes them."""
+    """Read a list of token ids, packed by `packed_ids`."""
     if isinstance(value, list) and len(value) > MOST_ALLOWED:
         raise wrong(name, len(value), f"a list of at most {MOST_ALLOWED} token ids")
     return packed_ids(token_id_list(name, value))
 
 
 def truncation(name: str, value: Any) -> int:
-    """-1, or a number of tokens."""
+    """Read -1, or a number of tokens."""
     if (asked := integer(name, value)) != -1 and not 1 <= asked <= LAST_ID:
         raise wrong(name, value, f"-1 (as many as fit) or from 1 to {LAST_ID}")
     return asked
 
 
 def mapping(name: str, value: Any) -> Any:
-    """A JSON object."""
+    """Read a JSON object."""
     if not isinstance(value, Mapping):
         raise wrong(name, value, "an object")
     return value
 
 
 def biases(name: str, value: Any) -> dict[int, float]:
-    """Biases by token id."""
+    """Read biases by token id."""
     if not isinstance(value, dict):
         raise wrong(name, value, 'an object of token ids and numbers, such as {"123": -1.5}')
     for token in value:
@@ -151,5 +152,5 @@ def biases(name: str, value: Any) -> dict[int, float]:
 
 
 def anything(name: str, value: Any) -> Any:
-    """Any value, which is checked where it is used."""
+    """Accept any value, which is checked where it is used."""
     return value

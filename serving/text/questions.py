@@ -1,4 +1,4 @@
-"""What is a model asked about a query and a document?"""
+"""Ask a model how well a document matches a query, as a question with two possible answers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NUM_ANSWERS = 2
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A chat's turn about a pair of texts, and the tokens that answer it: of those, the first is for yes."""
+    """A chat turn about a pair of texts, and the tokens that answer it; the first of them means yes."""
 
     question: str
     system: str | None
@@ -24,7 +24,10 @@ class Question:
 
     @staticmethod
     def of(recipe: Recipe, text: Text | None) -> Question | None:
-        """The one of a recipe, None without one; raises RecipeError for one that cannot be asked."""
+        """Return a recipe's question, or None without one.
+
+        Raises RecipeError for a question that cannot be asked.
+        """
         asked, answers = recipe.server.score_question, recipe.server.score_answers
         if asked is None:
             return None
@@ -42,7 +45,7 @@ class Question:
         return Question(asked, recipe.server.score_system, tuple(ids[0] for ids in tokens))
 
     def fields(self, query: str, document: str) -> dict[str, Any]:
-        """The fields of the request that asks about two texts."""
+        """Return the fields of the request that asks about two texts."""
         texts = {"query": query, "document": document}
         content = _MARK.sub(lambda mark: texts[mark[1]], self.question)
         system = [] if self.system is None else [{"role": "system", "content": self.system}]

@@ -1,4 +1,4 @@
-"""What does one request, as a client writes it, ask for?
+"""Read one request as a client writes it.
 
 The fields have the names of the OpenAI API, and a few further ones that vLLM's users know. Nothing is
 guessed: an unknown field, a wrong type and a value out of range are refused by name.
@@ -32,9 +32,9 @@ from serving.tools.channel_grammar import channel_grammar
 from serving.tools.definitions import FIELDS as TOOLS
 from serving.tools.definitions import ToolUse, tool_use
 
-MOST_SAMPLES = 128  # each takes a slot: more samples of one request would crowd out the others
-_SHORT = 500  # characters, or tokens
-_LONG = (  # these may take longer to read
+MOST_SAMPLES = 128  # each sample takes a slot, so more samples of one request would crowd out other requests
+_SHORT = 500  # most characters or tokens of a short prompt
+_LONG = (  # requests with these fields may take longer to read
     *("messages", "logit_bias", "stop", "stop_token_ids", "allowed_token_ids", "bad_words"),
     *("n", "best_of"),
     *STRUCTURED,
@@ -50,12 +50,13 @@ def parse_request(
     limit: int | None = None,
     adapters: KnownAdapters = NO_ADAPTERS,
 ) -> Request:
-    """A request from a decoded JSON object; raises BadRequest.
+    """Return the request in a decoded JSON object; raises BadRequest.
 
-    A field that is null counts as absent. `text` None: the model has no tokenizer, and prompts are token ids.
-    With `longest`, an answer without max_tokens may be so long that prompt and answer come to that many.
-    `limit` is the most that they ever may come to; None: `truncation.fit` is for the caller, who learns it.
-    Its adapter is one of `adapters`; raises Unavailable while that is loaded.
+    A field that is null counts as absent. With `text` None the model has no tokenizer, and prompts are token
+    ids. With `longest`, an answer without max_tokens may be so long that prompt and answer reach that many
+    tokens. `limit` is the most tokens that they may ever reach; with None, the caller calls `truncation.fit`
+    once it knows the limit. The request's adapter is one of `adapters`; raises Unavailable while that is
+    being loaded.
     """
     if not isinstance(fields, Mapping):
         raise BadRequest(None, f"a request must be a JSON object, not {shown(fields)}")
@@ -82,7 +83,7 @@ def parse_request(
     if asked is not None:
         prompt = truncated(prompt, asked, limit, _least_answer(values, fills=longest is not None))
     if longest is not None and not values.keys() & {"max_tokens", "max_completion_tokens"}:
-        # Where too little room is left, the scheduler refuses the request as too long
+        # Where too little room is left, the scheduler refuses the request as too long.
         values["max_tokens"] = max(1, longest - len(prompt), min(values.get("min_tokens", 0), types.LAST_ID))
     salt = values.get("cache_salt", "")
     leader, *followers = (
@@ -104,7 +105,7 @@ def parse_request(
 
 
 def _check_pooling(values: dict[str, Any]) -> None:
-    """An embedding is there when the next token is, which nobody sees and nothing chooses."""
+    """Check the fields of a request for an embedding, which comes with a next token that nobody sees."""
     for name in values:
         if name not in _WITH_POOLING:
             raise BadRequest(name, "must be left out beside pooling, which gives no answer")
@@ -112,21 +113,22 @@ def _check_pooling(values: dict[str, Any]) -> None:
 
 
 def text_options(fields: Mapping[str, Any], text: Text | None = None) -> TextOptions:
-    """How the answers to a request that `parse_request` accepted become text."""
+    """Return how the answers to a request that `parse_request` accepted become text."""
     given = {name: fields[name] for name in _SHOWING if fields.get(name) is not None}
     form = None if text is None else text.tool_format
     if text is not None and form is not None and fields.get("tools") and text.control_tokens(form.marks):
-        given.setdefault("skip_special_tokens", False)  # calls are found by them
+        given.setdefault("skip_special_tokens", False)  # calls are found by their control tokens
     is_chat = fields.get("messages") is not None
     if is_chat and text is not None and text.channels is not None:
-        given["skip_special_tokens"] = False  # messages are told apart by them, and none is shown
+        # Channels are told apart by control tokens, none of which is shown.
+        given["skip_special_tokens"] = False
     is_turn = is_chat and not fields.get("continue_final_message")
     num_tools = 0 if fields.get("tool_choice") == "none" else len(fields.get("tools") or ())
     return TextOptions(is_chat=is_chat, start=is_turn, num_tools=num_tools, **given)
 
 
 def check_length(fields: Mapping[str, Any], max_tokens: int, text: Text | None) -> None:
-    """Raise BadRequest for a prompt that is too long however it is tokenised, before that work is done."""
+    """Raise BadRequest for a prompt that is too long for any tokenization, before it is tokenized."""
     longest = 1 if text is None else text.longest_token
     ids, prompt = fields.get("prompt_token_ids") or (), fields.get("prompt") or ""
     if fields.get("truncate_prompt_tokens") is not None:
@@ -139,7 +141,7 @@ def check_length(fields: Mapping[str, Any], max_tokens: int, text: Text | None) 
 
 
 def is_short(fields: Mapping[str, Any]) -> bool:
-    """Whether a request is read in less time than it takes to wake a thread, which is about 0.3 ms."""
+    """Return whether reading a request takes less time than waking a thread, which is about 0.3 ms."""
     prompt = fields.get("prompt") or fields.get("prompt_token_ids") or ()
     return len(prompt) <= _SHORT and not any(fields.get(name) for name in _LONG)
 
@@ -166,7 +168,7 @@ def _prompt(values: dict[str, Any], text: Text | None, tools: ToolUse | None) ->
 
 
 def _least_answer(values: dict[str, Any], *, fills: bool) -> int:
-    """The tokens that a truncated prompt leaves for the answer."""
+    """Return the number of tokens that a truncated prompt leaves for the answer."""
     given = values.get("max_tokens", values.get("max_completion_tokens"))
     if given is None:
         given = max(1, values.get("min_tokens", 0)) if fills else SamplingParams().max_tokens
@@ -209,7 +211,7 @@ def _check_one_form(are_two: bool, values: dict[str, Any]) -> None:
 def _after_thoughts(
     grammar: str | None, values: dict[str, Any], text: Text | None, prompt: Index
 ) -> str | None:
-    """The grammar behind the thoughts that an answer of a chat may begin with."""
+    """Put the grammar after the reasoning with which a chat's answer may begin."""
     budget = values.get(BUDGET)
     if budget is not None and not 0 <= budget < 2**31:
         raise types.wrong(BUDGET, budget, "at least 0 and below 2**31")
@@ -226,7 +228,7 @@ def _after_thoughts(
 def _samples(
     values: dict[str, Any], text: Text | None, tools: ToolUse | None, prompt: Index
 ) -> list[SamplingParams]:
-    """The parameters of each sample of the prompt: `best_of` of them, or `n`, each with its own seed.
+    """Return the parameters of each sample: `best_of` of them, or `n`, each with its own seed.
 
     A beam search is one request, and its `n` best hypotheses are the answers.
     """
@@ -253,7 +255,7 @@ def _samples(
 
 
 def _logprobs(values: dict[str, Any]) -> int | None:
-    """`logprobs: n` as in completions, or `logprobs: true` with `top_logprobs: n` as in chats."""
+    """Read `logprobs: n` of completions, or `logprobs: true` with `top_logprobs: n` of chats."""
     logprobs, top = values.get("logprobs", False), values.get("top_logprobs")
     if logprobs is True:
         if top is not None and not 0 <= top <= MOST_LOGPROBS:

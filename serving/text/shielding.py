@@ -1,4 +1,4 @@
-"""How do control tokens that a message spells out stay text beside those of a chat template?"""
+"""Keep control tokens that a message spells out as text, apart from the chat template's own."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from serving.text.vocabulary import any_of
 
 
 def shielded(values: list[Any], control: Iterable[str]) -> tuple[list[Any], dict[str, str]]:
-    """The values with a mark in place of each control token in their text, and what each mark stands for.
+    """Return the values with a mark for each control token in their text, and what each mark stands for.
 
-    The template cannot confuse them with its own control tokens, and sees all other text unchanged.
+    The template cannot confuse the marks with its own control tokens, and all other text is unchanged.
     """
     written = "".join(strings_in(values))
     numbers = (number for number in itertools.count() if _mark(number) not in written)
@@ -25,4 +25,4 @@ def shielded(values: list[Any], control: Iterable[str]) -> tuple[list[Any], dict
 
 
 def _mark(number: int) -> str:
-    return f"\ue000{number}\ue001"  # Unicode's private use area
+    return f"\ue000{number}\ue001"  # private-use characters of Unicode

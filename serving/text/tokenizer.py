@@ -1,9 +1,9 @@
-"""How does text become token ids, and how do token ids become text, at once or as they arrive?
+"""Convert text to token ids, and token ids to text, at once or as they arrive.
 
-As they arrive, tokens are joined as bytes, and an incremental UTF-8 decoder gives out a character when its
-last byte is there: half a character is never shown, and the pieces add up to the text of all tokens. What
-may be the beginning of a stop string is held back until that is decided. A token costs its own length, not
-the answer's.
+Arriving tokens are joined as bytes, and an incremental UTF-8 decoder emits a character when its last byte has
+arrived: half a character is never shown, and the pieces add up to the text of all tokens. What may be the
+beginning of a stop string is held back until that is decided. The cost of a token is proportional to its own
+length, not to the answer's.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from serving.tools.channels import HARMONY, NAME, ChannelFormat, check_marks, wi
 from serving.tools.formats import TOOL_FORMATS, ToolFormat
 from serving.tools.reasoning import BEGIN, END
 
-_END_TOKENS = 16  # of a prompt: more than "<think>" and a line break take
+_END_TOKENS = 16  # tokens at the end of a prompt, more than "<think>" and a line break take
 _AS_USUAL = ChatOptions()
 
 
@@ -61,9 +61,10 @@ class Text:
         channels: ChannelFormat | None = None,
     ) -> None:
         self.tool_format = tool_format
-        self.channels = channels  # instead of a format of tools, and of thoughts
+        self.channels = channels  # used in place of a tool format and of reasoning marks
         marks = [vocabulary.find(each) if thinks else None for each in (BEGIN, END)]
-        self.think_marks = tuple(each for each in marks if each is not None)  # both, or none that can be used
+        # Both marks, or fewer, which cannot be used.
+        self.think_marks = tuple(each for each in marks if each is not None)
         self._vocabulary = vocabulary
         self._settings = settings
         self._source = template
@@ -80,22 +81,22 @@ class Text:
         self.num_lead_spaces = vocabulary.num_lead_spaces
         self._add_bos: bool | None = settings.get("add_bos_token")
         if self._add_bos is None and isinstance(vocabulary, SentencePieceVocabulary):
-            self._add_bos = self._bos_token_id is not None  # Llama's first releases do not say so
+            self._add_bos = self._bos_token_id is not None  # the first Llama releases do not say so
         self._control_ids = frozenset(vocabulary.control.values())
         self._bytes: dict[int, bytes] = {}
         self.longest_token = max(len(vocabulary.token_bytes(token)) for token in range(vocabulary.size))
 
     @staticmethod
     def of(recipe: Recipe) -> Text | None:
-        """The tokenizer of a recipe's model, with the forms of its answers."""
+        """Return the tokenizer of a recipe's model, with the formats of its answers."""
         return Text.load(recipe.model.path, recipe.server.tool_format, recipe.server.reasoning)
 
     @staticmethod
     def load(path: str | Path | None, tool_format: str = "none", reasoning: str = "none") -> Text | None:
-        """The tokenizer in a Hugging Face directory: tokenizer.json, else tokenizer.model.
+        """Return the tokenizer in a Hugging Face directory: tokenizer.json, else tokenizer.model.
 
-        None if it holds neither, or there is no directory; `tool_format` and `reasoning` are a recipe's.
-        Raises ValueError for files that cannot be used.
+        Returns None if the directory holds neither, or if there is no directory; `tool_format` and
+        `reasoning` are those of a recipe. Raises ValueError for files that cannot be used.
         """
         if path is None:
             return None
@@ -117,7 +118,7 @@ class Text:
 
     @property
     def has_tools(self) -> bool:
-        """Whether it is known how its answers call functions."""
+        """Whether it is known how the model's answers call functions."""
         return self.tool_format is not None or self.channels is not None
 
     @property
@@ -125,19 +126,20 @@ class Text:
         return self._template is not None
 
     def describe(self) -> dict[str, Any]:
-        """What a remote tokenizer of the same kind needs to know; control tokens are plain strings."""
+        """Return what a remote tokenizer of the same kind needs to know; control tokens are plain strings."""
         return {**self._settings, **self._names, "chat_template": self._source, "vocab_size": self.vocab_size}
 
     def opens_thoughts(self, prompt: Index) -> bool:
-        """Whether a prompt ends within a think block: some chat templates begin it."""
+        """Return whether a prompt ends inside a block of reasoning, which some chat templates begin."""
         return self._end_of(prompt).endswith(BEGIN)
 
     def _end_of(self, prompt: Index) -> str:
         return self.decode(prompt[-_END_TOKENS:].tolist(), skip_special_tokens=False).rstrip()
 
     def thinking(self, prompt: Index, budget: int | None = None) -> Thinking | None:
-        """How an answer to this prompt may begin with thoughts; None where the model has none, or the prompt
-        has closed them.
+        """Return how an answer to this prompt may begin with reasoning.
+
+        The result is None where the model does not reason, or the prompt has closed the block.
         """
         if len(self.think_marks) != 2:
             return None
@@ -146,18 +148,20 @@ class Text:
         return Thinking(*self.think_marks, is_open=self.opens_thoughts(prompt), budget=budget)
 
     def since_mark(self, prompt: Index, mark: str) -> str:
-        """What a prompt ends with, from the last of these control tokens on; empty where it has none."""
+        """Return the end of a prompt from the last of these control tokens on; empty where it has none."""
         at = np.flatnonzero(prompt == self._vocabulary.control[mark])
         return self.decode(prompt[at[-1] :].tolist(), skip_special_tokens=False) if len(at) else ""
 
     def control_tokens(self, names: Iterable[str]) -> dict[str, int]:
-        """Those of the names that are control tokens, and their ids."""
+        """Return the ids of those names that are control tokens."""
         return {name: self._vocabulary.control[name] for name in names if name in self._vocabulary.control}
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The ids of a prompt; with `add_special_tokens` it begins as the tokenizer's configuration says.
+        """Return the ids of a prompt.
 
-        Control tokens written in a prompt count as such: who writes a prompt writes all of it.
+        With `add_special_tokens` it begins as the tokenizer's configuration says.
+
+        Control tokens written in a prompt are encoded as control tokens, since its author writes all of it.
         """
         check_unicode("prompt", text)
         if not add_special_tokens:
@@ -168,15 +172,15 @@ class Text:
         return bos + self._vocabulary.encode(text)
 
     def encode_within(self, text: str) -> list[int]:
-        """The ids of a piece of text that stands behind other text."""
+        """Return the ids of a piece of text that follows other text."""
         return self._vocabulary.encode(text, start=False)
 
     def chat(self, messages: object, options: ChatOptions = _AS_USUAL) -> list[int]:
-        """The ids of a conversation, by default up to where the assistant speaks next.
+        """Return the ids of a conversation, by default up to the assistant's next turn.
 
-        Control tokens come from the template alone; those written in a message, or in a value that was sent
-        for the template, are encoded as text.
-        Raises BadRequest for messages that are malformed or that the template refuses.
+        Control tokens come from the template alone; those written in a message, or in a value sent for the
+        template, are encoded as text. Raises BadRequest for messages that are malformed or that the template
+        refuses.
         """
         if self._template is None:
             raise BadRequest(
@@ -211,8 +215,10 @@ class Text:
     def decode(
         self, token_ids: Iterable[int], *, skip_special_tokens: bool = True, start: bool = True
     ) -> str:
-        """The text of some ids. `start`: they begin a text; else they continue one, as an answer continues
-        its prompt, and a leading space belongs to the text.
+        """Return the text of some ids.
+
+        With `start` they begin a text; otherwise they continue one, as an answer continues its prompt, and a
+        leading space belongs to the text.
         """
         pieces = (self.token_bytes(token, skip_special_tokens=skip_special_tokens) for token in token_ids)
         data = b"".join(pieces)
@@ -221,7 +227,7 @@ class Text:
         return data.decode("utf-8", errors="replace")
 
     def token_bytes(self, token: int, *, skip_special_tokens: bool = True) -> bytes:
-        """The bytes that a token adds to a text."""
+        """Return the bytes that a token adds to a text."""
         if skip_special_tokens and token in self._control_ids:
             return b""
         known = self._bytes.get(token)
@@ -232,12 +238,11 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class TextOptions:
-    """How an answer's tokens become its text; the engine does not know these.
+    """How an answer's tokens become its text, which the engine does not need to know.
 
-    `is_chat`: it answers a conversation. `start`: it is a text of its own (a turn), not the continuation
-    of its prompt.
-    `include_stop_str_in_output`: the string or the token that ended the answer belongs to its text.
-    `num_tools`: so many functions may be called in it.
+    `is_chat` says that it answers a conversation, and `start` that it is a text of its own (a turn), not the
+    continuation of its prompt. With `include_stop_str_in_output`, the string or token that ended the answer
+    belongs to its text. `num_tools` is the number of functions that may be called.
     """
 
     is_chat: bool = False
@@ -247,7 +252,7 @@ class TextOptions:
     num_tools: int = 0
 
     def detokenizer(self, text: Text, params: SamplingParams) -> Detokenizer:
-        """For one answer."""
+        """Return a detokenizer for one answer."""
         return Detokenizer(
             text,
             params.stop,
@@ -258,18 +263,19 @@ class TextOptions:
         )
 
     def without_end(self, answer: Sequence[int], finish_reason: str | None) -> Sequence[int]:
-        """The tokens of an answer that belong to its text: not the one that ended it, unless asked for."""
+        """Return the tokens that belong to an answer's text: not the one that ended it, unless asked for."""
         ended = finish_reason == "stop" and not self.include_stop_str_in_output
         return answer[:-1] if ended else answer
 
 
 class Detokenizer:
-    """The text of one answer, as it grows.
+    """Decodes one answer as it grows.
 
     The text ends before a stop string, or after it with `include_stop`; `stopped` then names it, and
-    `num_tokens` says how many tokens it took. Of several, the one that is complete first counts (of those,
-    the longest), as if the text came character by character, however it was cut into tokens. Stop strings
-    are looked for only after the first `min_tokens` tokens. `start` is as in Text.decode.
+    `num_tokens` is the number of tokens that it took. Of several stop strings, the one that is complete first
+    counts (of those, the longest), as if the text came character by character, however it was cut into
+    tokens. Stop strings are searched only after the first `min_tokens` tokens. `start` is that of
+    Text.decode.
     """
 
     def __init__(
@@ -291,10 +297,10 @@ class Detokenizer:
         self._include_stop = include_stop
         self._spaces_to_drop = text.num_lead_spaces if start else 0
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._held = ""  # may be the beginning of a stop string
+        self._held = ""  # text that may be the beginning of a stop string
 
     def push(self, token_ids: Iterable[int]) -> str:
-        """The text that is certain with these tokens; empty once a stop string has been found."""
+        """Return the text that is certain with these tokens; empty once a stop string has been found."""
         text, skip = self._text, self._skip_special_tokens
         if not self._stop:
             pieces = [text.token_bytes(token, skip_special_tokens=skip) for token in token_ids]
@@ -310,7 +316,7 @@ class Detokenizer:
         return shown
 
     def flush(self) -> str:
-        """The rest, when no more tokens come."""
+        """Return the rest, when no more tokens come."""
         if self.stopped is not None:
             return ""
         shown = self._advance(self._decoder.decode(b"", final=True))
@@ -342,6 +348,6 @@ class Detokenizer:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """The length of the longest end of the text that is a beginning of the stop string."""
+    """Return the length of the longest end of the text that is a beginning of the stop string."""
     longest = min(len(text), len(stop) - 1)
     return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)

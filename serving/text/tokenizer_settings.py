@@ -1,4 +1,4 @@
-"""Does a tokenizer_config.json hold what is read of it, in the form that is expected?"""
+"""Read tokenizer_config.json, and check the form of what is used of it."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from models.shown import shown
 
 SPECIAL_KEYS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 MORE_KEYS = ("additional_special_tokens", "extra_special_tokens")
-MOST_TOKENS = 2**24  # ids are below this, as in a config.json
+MOST_TOKENS = 2**24  # ids are below this bound, as in a config.json
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """The file's keys, none without a file; raises ValueError, by its key, for what cannot be used."""
+    """Return the file's keys, none without a file; raises ValueError, by its key, for what cannot be used."""
     if not is_there(path):
         return {}
     check_regular(path)
@@ -32,7 +32,7 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 
 def _problems(settings: dict[str, Any]) -> Iterator[tuple[str, object, str]]:
-    """The keys that cannot be used, their values, and what they must be."""
+    """Yield the keys that cannot be used, with their values and what they must be."""
     for key in SPECIAL_KEYS:
         if settings.get(key) and not _is_token(settings[key]):
             yield key, settings[key], "a token's text"

@@ -1,7 +1,7 @@
-"""Which part of a prompt is kept where the request says that it may be cut?
+"""Cut a prompt where the request allows it.
 
-As in vLLM, the last tokens of it: `truncate_prompt_tokens` of them, or with -1 as many as leave the answer
-its room. What the tokenizer or the chat template puts at the beginning is cut like the rest.
+As in vLLM the last tokens are kept: `truncate_prompt_tokens` of them, or with -1 as many as leave room for
+the answer. What the tokenizer or the chat template puts at the beginning is cut like the rest.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ from continuous_batching.request import Request, TokenIds
 
 
 def truncated(prompt: TokenIds, asked: int, limit: int | None, num_answer: int) -> TokenIds:
-    """The tokens that are kept, beside an answer of `num_answer`. Raises BadRequest for more than `limit`.
+    """Return the tokens of a prompt that are kept beside an answer of `num_answer`.
 
-    Without a limit -1 keeps all: see `fit`. Where the answer leaves no room, one token is kept, and the
-    request is refused as too long.
+    Raises BadRequest if more than `limit` are asked for.
+
+    Without a limit, -1 keeps all tokens (see `fit`). Where the answer leaves no room, one token is kept, and
+    the scheduler refuses the request as too long.
     """
     if limit is not None and asked > limit:
         raise BadRequest(
@@ -30,7 +32,7 @@ def truncated(prompt: TokenIds, asked: int, limit: int | None, num_answer: int) 
 
 
 def fit(request: Request, limit: int) -> None:
-    """Cut the prompt of a request that asked for -1, and of its samples, now that the limit is known."""
+    """Cut the prompt of a request that asked for -1, and of its samples, once the limit is known."""
     prompt = truncated(request.prompt, -1, limit, request.params.max_tokens)
     for each in (request, *request.followers):
         each.prompt = each.tokens = prompt

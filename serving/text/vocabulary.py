@@ -1,4 +1,4 @@
-"""Which bytes does each token id stand for, and which ids encode a text?
+"""Map token ids to bytes, and text to token ids.
 
 Two kinds of tokenizer have one interface: a Hugging Face `tokenizer.json` and a sentencepiece
 `tokenizer.model`. Both give every token's bytes, because bytes can be joined token by token and text cannot:
@@ -27,8 +27,10 @@ _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Vocabulary(Protocol):
-    """`control` maps the text of each control token to its id; `num_lead_spaces` is how many spaces at the
-    start of a text belong to the tokenizer and not to the text.
+    """The interface of a tokenizer.
+
+    `control` maps the text of each control token to its id; `num_lead_spaces` is the number of spaces at the
+    start of a text that belong to the tokenizer and not to the text.
     """
 
     size: int
@@ -36,24 +38,27 @@ class Vocabulary(Protocol):
     num_lead_spaces: int
 
     def encode(self, text: str, *, start: bool = True, add_special_tokens: bool = False) -> list[int]:
-        """The ids of a text, or of its continuation if not `start`. Control tokens in it are recognised."""
+        """Return the ids of a text, or of a continuation if not `start`.
+
+        Control tokens in the text are recognised.
+        """
         ...
 
     def encode_literally(self, text: str) -> list[int]:
-        """The ids of a text in which control tokens are ordinary text."""
+        """Return the ids of a text in which control tokens are ordinary text."""
         ...
 
     def find(self, token: str) -> int | None:
-        """The id of a token by its name."""
+        """Return the id of a token by its name, or None."""
         ...
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes of a token; none for an id that the tokenizer does not know."""
+        """Return the bytes of a token; none for an id that the tokenizer does not know."""
         ...
 
 
 class FastVocabulary:
-    """A `tokenizer.json`, as the `tokenizers` library reads it."""
+    """A `tokenizer.json`, read by the `tokenizers` library."""
 
     def __init__(self, path: Path, special: Iterable[str]) -> None:
         self._path = path
@@ -66,7 +71,8 @@ class FastVocabulary:
         self._by_bytes, self.num_lead_spaces, self._space = _decoder_steps(self._tokenizer, path)
 
     def encode(self, text: str, *, start: bool = True, add_special_tokens: bool = False) -> list[int]:
-        # This library has no such option; it matters only after a control token that a message spells out
+        # The library has no option for `start`; it matters only after a control token that a message spells
+        # out.
         return _ids(self._tokenizer, text, add_special_tokens=add_special_tokens)
 
     def encode_literally(self, text: str) -> list[int]:
@@ -88,14 +94,15 @@ class FastVocabulary:
 
     @cached_property
     def _literal(self) -> Tokenizer:
-        # A second tokenizer, because the switch would also affect other threads that encode at the same time
+        # This needs a second tokenizer, because the switch would also affect other threads that encode
+        # meanwhile.
         tokenizer = _read_tokenizer(self._path)
         tokenizer.encode_special_tokens = True
         return tokenizer
 
 
 def _ids(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
-    # `encode` would hold the interpreter's lock, and so all other threads, until a long text is done
+    # `encode` would hold the interpreter's lock, and so block all other threads, until a long text is done.
     (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
     ids: list[int] = encoding.ids
     return ids
@@ -104,7 +111,7 @@ def _ids(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list[i
 class SentencePieceVocabulary:
     """A sentencepiece `tokenizer.model`; `added` are the tokens that its configuration appends.
 
-    `legacy`: the space that may precede a text also follows each control token.
+    With `legacy`, the space that may precede a text also follows each control token.
     """
 
     def __init__(self, path: Path, special: Iterable[str], added: Mapping[int, str], legacy: bool) -> None:
@@ -158,7 +165,7 @@ class SentencePieceVocabulary:
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFiles:
-    """What the tokenizer files of a model's directory hold; `template` is the chat template's source."""
+    """The contents of a model's tokenizer files; `template` is the chat template's source."""
 
     vocabulary: Vocabulary
     settings: dict[str, Any]
@@ -166,7 +173,10 @@ class TokenizerFiles:
 
 
 def read_tokenizer_files(folder: Path) -> TokenizerFiles | None:
-    """The files in a Hugging Face directory: tokenizer.json, else tokenizer.model; None without either."""
+    """Read the files of a Hugging Face directory: tokenizer.json, else tokenizer.model.
+
+    Returns None if there is neither.
+    """
     settings = read_settings(folder / "tokenizer_config.json")
     special = _special_names(settings)
     if is_there(folder / "tokenizer.json"):
@@ -184,7 +194,10 @@ def read_tokenizer_files(folder: Path) -> TokenizerFiles | None:
 
 
 def any_of(names: Iterable[str]) -> re.Pattern[str]:
-    """Matches, as one group, the longest of the names; without names it matches nothing."""
+    """Return a pattern that matches, as one group, the longest of the names.
+
+    Without names it never matches.
+    """
     longest_first = sorted(names, key=len, reverse=True)
     return re.compile("(" + "|".join(map(re.escape, longest_first)) + ")" if longest_first else r"((?!))")
 
@@ -206,7 +219,11 @@ def _line(error: Exception) -> str:
 
 
 def _decoder_steps(tokenizer: Tokenizer, path: Path) -> tuple[bool, int, str]:
-    """(whether pieces write bytes as characters, leading spaces to strip, the character for a space)."""
+    """Return how the tokenizer's decoder turns pieces into text.
+
+    The values are whether pieces write bytes as characters, the leading spaces to strip, and the character
+    for a space.
+    """
     decoder: dict[str, Any] = json.loads(tokenizer.to_str())["decoder"] or {"type": "Fuse"}
     steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
     by_bytes, num_lead_spaces, space = False, 0, " "
@@ -231,9 +248,9 @@ def _decoder_steps(tokenizer: Tokenizer, path: Path) -> tuple[bool, int, str]:
 
 
 def _characters_of_bytes() -> dict[str, int]:
-    """The printable character that stands for each byte in GPT-2's byte-level BPE (Radford et al. 2019).
+    """Return the byte of each printable character in GPT-2's byte-level BPE (Radford et al. 2019).
 
-    Printable Latin-1 stands for itself; the others, in order, take the characters from U+0100 on.
+    Printable Latin-1 stands for itself; the other bytes, in order, take the characters from U+0100 on.
     """
     own = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in own]
@@ -244,7 +261,7 @@ _BYTE_OF_CHARACTER = _characters_of_bytes()
 
 
 def token_text(token: Any) -> str:
-    """The text of a token in tokenizer_config.json, which is a string or an object with it."""
+    """Return the text of a token in tokenizer_config.json, which is a string or an object that holds it."""
     return token["content"] if isinstance(token, dict) else str(token)
 
 
@@ -262,7 +279,10 @@ def _special_names(settings: dict[str, Any]) -> set[str]:
 
 
 def _template_of(folder: Path, settings: dict[str, Any]) -> str | None:
-    """chat_template.jinja, else the template in tokenizer_config.json, of several the one named default."""
+    """Return chat_template.jinja, else the template in tokenizer_config.json.
+
+    Of several templates in tokenizer_config.json, the one named default counts.
+    """
     separate = folder / "chat_template.jinja"
     if is_there(separate):
         check_regular(separate)
@@ -278,7 +298,7 @@ def _template_of(folder: Path, settings: dict[str, Any]) -> str | None:
 
 
 def check_unicode(field: str, text: str, *, place: str = "") -> None:
-    """Raise BadRequest for halves of surrogate pairs, which JSON can write and no encoding can."""
+    """Raise BadRequest for lone surrogates, which JSON can write and no encoding can."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

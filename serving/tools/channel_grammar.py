@@ -1,8 +1,8 @@
-"""To which grammar is an answer with channels held, where its form or its calls are?
+"""Build the grammar of an answer on channels, whose final message or calls have a given form.
 
-It thinks as long as it likes; then comes the answer, which has its form from the mark on that its text begins
-behind, or a call. A call ends the answer, as its end mark is one that models stop at, so that there is never
-a second one.
+The model may reason as long as it likes; then comes either the answer, whose form begins right after the mark
+that opens its text, or a call. A call ends the answer, since models stop at its end mark, so there is never a
+second call.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ def channel_grammar(
     use: ToolUse | None = None,
     answer: str | None = None,
 ) -> str | None:
-    """In the form of `SamplingParams.grammar`; None where the answer is held to nothing.
+    """Return the grammar in the form of `SamplingParams.grammar`; None: the answer is free.
 
-    `mark` has the token of each of the format's marks, `prompt` is its text from its last `start` on, and
-    `answer` the grammar of what the answer's text must be, if anything, unless it calls what it may `use`.
+    `mark` has the token of each of the format's marks, and `prompt` is the prompt's text from its last
+    `start` on. `answer` is the grammar of the answer's text, if it has one; `use` are the tools that the
+    answer may call instead.
     """
     place = ChannelParser(form, (), prompt).place
     schemas = {} if use is None else use.schemas
     must_call = use is not None and use.must_call
     if place == "text" and answer is not None:
-        return answer  # the prompt has begun what has the form
+        return answer  # the prompt has already begun the message that has the form
     if answer is None and (use is None or use.is_free):
         return None
 
@@ -48,7 +49,7 @@ def channel_grammar(
         "thought": f"TEXT? {goes_on} turn",
         "text": f"TEXT? {goes_on} turn" if must_call else f"TEXT? ({goes_on} turn)?",
     }
-    # With nothing but a form or a call asked for, there are no notes: they are content, too
+    # Notes are content as well, so there are none where a form or a call is required.
     before = [form.thoughts] if must_call or answer is not None else [form.thoughts, form.notes]
     last = [] if must_call else [f"{spelt(form.head(form.answer))} {'TEXT?' if answer is None else '@form'}"]
     rules = [f"start: {starts[place]}", "turn: before* last", "TEXT: /(?s:.+)/"]

@@ -1,8 +1,8 @@
-"""What of an answer with channels is thought, what is said, and which tools does it call?
+"""Split an answer on channels into reasoning, text and tool calls.
 
-As in parsing.py, every decision depends on the text so far and never on how it was cut. A message ends with
-an end mark alone, as openai-harmony has it: any other mark within it is its text. A message to somebody who
-is none of the tools, or whose head is none, is content, as it stands there.
+As in parsing.py, every decision depends on the text so far and never on how it was cut. A message ends only
+at an end mark, as in openai-harmony: any other mark within it is part of its text. A message with a malformed
+head, or to a recipient that is none of the tools, is content, exactly as it was written.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import Literal
 from serving.tools.channels import ChannelFormat
 from serving.tools.parsing import MOST_SPACE, CallDelta, Parsed
 
-LONGEST_HEAD = 256  # characters; a longer one is content
+LONGEST_HEAD = 256  # most characters of a head; a longer one is content
 Kind = Literal["thought", "text", "as it is", "call"]
 Place = Literal["between", "head", "thought", "text"]
 
 
 class ChannelParser:
-    """Parses one answer. `prompt` is what stands before it, from the last `start` mark on.
+    """Parses one answer; `prompt` is the text before it, from the last `start` mark on.
 
-    `num_calls` is how many have begun.
+    `num_calls` is the number of calls that have begun.
     """
 
     def __init__(self, form: ChannelFormat, names: Collection[str], prompt: str = "") -> None:
@@ -30,35 +30,35 @@ class ChannelParser:
         self._names = names
         self._head = _head_pattern(form)
         self._held = ""
-        self._kind: Kind | None = None  # of the message whose text comes
-        self._name = ""  # of the function whose arguments are to come
+        self._kind: Kind | None = None  # kind of the message whose text is arriving
+        self._name = ""  # name of the function whose arguments follow
         self._place = self._between
         self._begin_anew(0)
         self.push(prompt)
         self._begin_anew(len(self._held))
 
     def _begin_anew(self, num_held: int) -> None:
-        """With what the prompt leaves open, of which nothing is said."""
+        """Start the answer after what the prompt leaves open, which is not reported."""
         self._num_silent = num_held
         self._ended: list[bool] = []
-        self._has_said: set[bool] = set()  # thoughts (True) in a message before, and content
-        self._says: set[bool] = set()  # in this message
+        self._has_said: set[bool] = set()  # whether earlier messages had reasoning (True) and content (False)
+        self._says: set[bool] = set()  # the same for this message
         self.num_calls = 0
 
     @property
     def place(self) -> Place:
-        """Where the text so far ends."""
+        """The place where the text so far ends."""
         if self._kind is not None:
             return "thought" if self._kind == "thought" else "text"
         return "between" if self._place == self._between else "head"
 
     @property
     def are_thoughts(self) -> list[bool]:
-        """Of each message so far, the one that is open included, whether it is only thought."""
+        """Whether each message so far, including the open one, is only reasoning."""
         return [*self._ended, self._kind == "thought"]
 
     def push(self, text: str) -> Parsed:
-        """More text; what is certain with it."""
+        """Add text, and return what is certain with it."""
         parsed = Parsed()
         self._held += text
         while self._held and self._place(parsed):
@@ -66,7 +66,7 @@ class ChannelParser:
         return parsed
 
     def finish(self) -> Parsed:
-        """The rest, when no more text comes. A head whose text never came says nothing."""
+        """Return the rest when no more text comes; a head whose text never came yields nothing."""
         parsed, held = Parsed(), self._held[self._num_silent :]
         is_head = self._place == self._before_arguments or (
             self._place == self._in_head
@@ -78,7 +78,7 @@ class ChannelParser:
         return parsed
 
     def _between(self, parsed: Parsed) -> bool:
-        """Whether anything was decided, as of every place."""
+        """Look for the next message; like the method of every place, returns whether anything was decided."""
         begun = self._held.lstrip()
         marks = (self._form.start, self._form.channel)
         if begun.startswith(marks):
@@ -110,7 +110,7 @@ class ChannelParser:
         return True
 
     def _may_be_head(self, held: str) -> bool:
-        """Whether it is the beginning of a head, or may become one."""
+        """Return whether the text is the beginning of a head, or may become one."""
         form = self._form
         if len(held) > LONGEST_HEAD + len(form.message) or any(end in held for end in form.ends):
             return False
@@ -135,7 +135,7 @@ class ChannelParser:
         return self._open("call", at + num_spaces)
 
     def _open(self, kind: Kind, at: int) -> bool:
-        """The text of a message begins there."""
+        """Begin the text of a message at this position."""
         self._held = self._held[max(at, self._num_silent) :]
         self._num_silent, self._kind, self._place = 0, kind, self._in_text
         return True
@@ -159,7 +159,7 @@ class ChannelParser:
         return True
 
     def _say(self, parsed: Parsed, text: str) -> None:
-        """Of this message; what several say stands on lines of its own."""
+        """Report text of this message; the texts of several messages are separated by line breaks."""
         if not text:
             return
         if self._kind == "call":
@@ -173,7 +173,7 @@ class ChannelParser:
 
 
 def _head_pattern(form: ChannelFormat) -> re.Pattern[str]:
-    """All of a head up to `message`, whose parts may be missing or, at the end of an answer, cut."""
+    """Return a pattern for a head up to `message`; its parts may be missing or, at an answer's end, cut."""
     start, role, channel, constrain = map(re.escape, (form.start, form.role, form.channel, form.constrain))
     space, to = r"\s{0,8}", r"to=(?P<{}>[^\s<]*)"
     return re.compile(

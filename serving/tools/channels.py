@@ -1,9 +1,9 @@
-"""How does a model write whose answers have channels (gpt-oss; its format is called harmony)?
+"""Define the format of models whose answers have channels (gpt-oss; the format is called harmony).
 
-One statement of it, from which the parser of what the model writes (channel_parsing.py) and the grammar of
-what it must write (channel_grammar.py) follow. An answer consists of messages: what it thinks, what it says,
-what it calls. Each is `start` ROLE `channel` NAME `message` TEXT and one of `ends`; the prompt ends with the
-first `start` and ROLE. A call has its function behind `recipient`, before or behind the channel's name.
+The parser of what the model writes (channel_parsing.py) and the grammar of what it must write
+(channel_grammar.py) follow from this one definition. An answer consists of messages: reasoning, text and
+calls. Each is `start` ROLE `channel` NAME `message` TEXT and one of `ends`; the prompt ends with the first
+`start` and ROLE. A call names its function behind `recipient`, before or after the channel's name.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from serving.tools.formats import LONGEST_ID
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChannelFormat:
-    """The marks, of which each but `recipient` is a control token, and the channels' names."""
+    """The marks, all control tokens except `recipient`, and the names of the channels."""
 
     start: str
     channel: str
-    constrain: str  # before the type of a call's arguments
+    constrain: str  # precedes the type of a call's arguments
     message: str
-    ends: tuple[str, ...]  # behind the first the answer goes on; the others end it
+    ends: tuple[str, ...]  # the answer goes on after the first; the others end it
 
     role: str = "assistant"
     thoughts: str = "analysis"
-    notes: str = "commentary"  # what it says between its calls; and the calls
+    notes: str = "commentary"  # the channel of text between calls, and of the calls
     answer: str = "final"
     recipient: str = " to=functions."
     type: str = "json"
@@ -41,20 +41,23 @@ class ChannelFormat:
 
     @property
     def begin(self) -> str:
-        """What a prompt ends with."""
+        """The text that a prompt ends with."""
         return self.start + self.role
 
     @property
     def goes_on(self) -> str:
-        """What stands between two messages, of which the first is no call."""
+        """The text between two messages, of which the first is no call."""
         return self.ends[0] + self.begin
 
     def head(self, channel: str) -> str:
-        """What stands behind `begin`, before the text of a message on this channel."""
+        """Return the text between `begin` and the content of a message on this channel."""
         return self.channel + channel + self.message
 
     def call_heads(self, name: str) -> tuple[str, ...]:
-        """The same for a call of this function: as models write it, and as chat templates do."""
+        """Return the possible heads of a call of this function.
+
+        Models write some of them, and chat templates the others.
+        """
         to, end = self.recipient + name, self.type + self.message
         behind, before = self.channel + self.notes + to, to + self.channel + self.notes
         return tuple(
@@ -69,12 +72,13 @@ HARMONY = ChannelFormat(
     message="<|message|>",
     ends=("<|end|>", "<|return|>", "<|call|>"),
 )
-NAME = "harmony"  # in `server.tool_format` and `server.reasoning` of a recipe
+NAME = "harmony"  # the value of `server.tool_format` and `server.reasoning` in a recipe
 
 
 def with_thinking(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as gpt-oss' template reads it: thoughts are `thinking`, and in a message that calls they
-    stand for all that was said before the call.
+    """Return a message as gpt-oss's template reads it, with its reasoning as `thinking`.
+
+    In a message that calls, `thinking` contains everything that was said before the call.
     """
     thoughts, content = message.get("reasoning_content"), message.get("content", "")
     if thoughts is None:
@@ -85,7 +89,7 @@ def with_thinking(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_marks(form: ChannelFormat | None, control: Collection[str], path: str | Path) -> None:
-    """Raise ValueError where the tokenizer in `path`, of these control tokens, lacks one of the marks."""
+    """Raise ValueError where the tokenizer in `path`, with these control tokens, lacks one of the marks."""
     missing = [] if form is None else [each for each in form.marks if each not in control]
     if missing:
         raise ValueError(

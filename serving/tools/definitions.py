@@ -1,6 +1,6 @@
-"""Which tools may an answer call, and must it?
+"""Check the tools of a request, and whether its answer may or must call them.
 
-`tools` and `tool_choice` of a request, checked: what is asked for wrongly is refused in one line.
+The fields are `tools`, `tool_choice` and `parallel_tool_calls`; what cannot be done is refused in one line.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ _ANY = {"type": "object"}
 class ToolUse:
     """The tools of one request."""
 
-    tools: tuple[Mapping[str, Any], ...]  # as they were sent, for the chat template
-    schemas: Mapping[str, Any]  # what the arguments of each of those that may be called must be, by its name
+    tools: tuple[Mapping[str, Any], ...]  # the tools as they were sent, for the chat template
+    schemas: Mapping[str, Any]  # name of each callable tool -> schema of its arguments
     must_call: bool
     is_single: bool  # no answer may make two calls
-    is_strict: bool  # whether a call's arguments are held to its schema although no call is required
+    is_strict: bool  # arguments are held to their schema although no call is required
 
     @property
     def is_free(self) -> bool:
-        """Whether an answer may call as it likes, or not at all."""
+        """Whether the answer's calls are unconstrained."""
         return not (self.must_call or self.is_strict or (self.is_single and self.schemas))
 
     def grammar(
         self, form: ToolFormat, mark: Mapping[str, int], answer: FormedAnswer | None = None
     ) -> str | None:
-        """What the answer is held to, as `structured_output.grammar_of` has it; None: to nothing.
+        """Return the grammar of the answer, as `structured_output.grammar_of` does, or None if unconstrained.
 
-        `mark` has the token of each of the format's marks that is a control token. With an `answer`, it is
-        that or calls.
+        `mark` has the token of each of the format's marks that is a control token. With an `answer`, the
+        answer is either that object or calls.
         """
         if self.is_free and answer is None:
             return None
@@ -54,7 +54,7 @@ class ToolUse:
 
 
 def tool_use(fields: Mapping[str, Any]) -> ToolUse | None:
-    """What the fields say; None without tools. Raises BadRequest."""
+    """Return the tools that the fields define, or None without tools; raises BadRequest."""
     given = fields.get("tools") or []
     if not isinstance(given, list) or len(given) > MOST_TOOLS:
         raise BadRequest("tools", f"must be a list of at most {MOST_TOOLS} tools")
@@ -78,7 +78,7 @@ def tool_use(fields: Mapping[str, Any]) -> ToolUse | None:
 
 
 def _function(index: int, tool: object, known: Mapping[str, Any]) -> tuple[str, Any, bool]:
-    """Name, schema, and whether it is strict."""
+    """Return the name and the schema of a function, and whether it is strict."""
     place = f"[{index}]"
     if not isinstance(tool, Mapping) or tool.get("type") != "function":
         raise BadRequest("tools", value=tool, limit='{"type": "function", "function": ...}', place=place)
@@ -106,7 +106,7 @@ def _function(index: int, tool: object, known: Mapping[str, Any]) -> tuple[str, 
 
 
 def _enforced(schema: Mapping[str, Any], *, is_strict: bool) -> Any:
-    """The schema, or any object where it cannot be enforced and need not be."""
+    """Return the schema, or that of any object where it cannot be enforced and need not be."""
     if schema.get("type", "object") != "object":
         problem = f"has a schema of type {shown(schema['type'])}; arguments are an object"
         raise BadRequest("tools", problem, subject="a tool in tools")
@@ -120,7 +120,7 @@ def _enforced(schema: Mapping[str, Any], *, is_strict: bool) -> Any:
 
 
 def _choice(choice: object, names: Mapping[str, Any]) -> tuple[bool, str | None]:
-    """Whether there must be a call, and of which tool."""
+    """Return whether there must be a call, and of which tool."""
     if choice in (None, "auto", "none", "required"):
         return choice == "required", None
     function = choice.get("function") if isinstance(choice, Mapping) else None

@@ -1,9 +1,9 @@
-"""How does a model write that it calls tools?
+"""Define the formats in which models write tool calls.
 
-One statement for each format, from which both the parser of what models write (parsing.py) and the grammar of
-what they must write (grammar.py) follow. A call is `head` NAME `middle` ARGUMENTS `tail`; several stand
-`between` one another, and `opening` and `closing` stand around all of them. White space in these texts is
-what models were trained on; the parser takes any other, or none, in its place.
+The parser of what models write (parsing.py) and the grammar of what they must write (grammar.py) both follow
+from these definitions. A call is `head` NAME `middle` ARGUMENTS `tail`; several calls are separated by
+`between`, and `opening` and `closing` enclose all of them. White space in these texts is what models were
+trained on; the parser accepts any other white space, or none, in its place.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ LONGEST_ID = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolFormat:
-    """One format. Arguments are a JSON object, or Python's keywords: `a=1, b="x"`.
+    """One format, whose arguments are a JSON object or Python keywords (`a=1, b="x"`).
 
-    `is_whole`: calls have no mark of their own, so an answer either begins with one or has none. `marks`
-    are control tokens of some tokenizers. `text_arguments`: the chat template takes the arguments of earlier
-    calls as JSON text, not as an object.
+    With `is_whole`, calls have no mark of their own, so an answer either begins with a call or has none.
+    `marks` are control tokens of some tokenizers. With `text_arguments`, the chat template takes the
+    arguments of earlier calls as JSON text, not as an object.
     """
 
     opening: str = ""
@@ -33,11 +33,11 @@ class ToolFormat:
     is_whole: bool = False
     marks: tuple[str, ...] = ()
     text_arguments: bool = False
-    id_length: int = LONGEST_ID  # of the ids of calls, which some chat templates check
+    id_length: int = LONGEST_ID  # length of the ids of calls, which some chat templates check
 
     @property
     def trigger(self) -> str:
-        """What a call begins with and other text does not hold; empty for formats that are `is_whole`."""
+        """The text with which a call begins and which other text does not contain; empty if `is_whole`."""
         return "" if self.is_whole else next(iter(self.marks), (self.opening + self.head).split()[0])
 
 
@@ -75,7 +75,7 @@ PYTHONIC = ToolFormat(
     opening="[", head="", middle="(", tail=")", between=", ", closing="]", arguments="keywords", is_whole=True
 )
 
-# By the names that `server.tool_format` of a recipe may have
+# The keys are the values that `server.tool_format` of a recipe may have.
 TOOL_FORMATS = {
     "hermes": HERMES,
     "llama3_json": LLAMA3_JSON,

@@ -1,4 +1,4 @@
-"""To which grammar is an answer held that must call tools, or must call them right?"""
+"""Build the grammar of an answer that must call tools, or whose calls must have valid arguments."""
 
 from __future__ import annotations
 
@@ -21,14 +21,16 @@ def lark_of(
     mark: Mapping[str, int],
     answer: FormedAnswer | None = None,
 ) -> str:
-    """A grammar of calls, of which each has arguments by its schema; a text may come first, or stand alone,
-    unless there `must_call`. With an `answer`, JSON by its schema stands alone, and no text comes first. It
-    is in the form of `SamplingParams.grammar`.
+    """Return a grammar of calls, each with arguments by its schema, in the form of `SamplingParams.grammar`.
+
+    Text may come first, or stand alone, unless the answer `must_call`. With an `answer`, JSON by its schema
+    may stand alone, and no text comes first.
     """
     has_text = not must_call and answer is None
     as_json = answer is not None and form.is_whole and form.arguments == "json"
-    is_plain = not form.is_whole and form.trigger not in mark  # text may hold what calls begin with
-    dropped = len(form.trigger) if is_plain and has_text else 0  # a text before calls ends with it
+    is_plain = not form.is_whole and form.trigger not in mark  # text may contain what calls begin with
+    # A text before calls ends with the trigger, so the call's head omits it.
+    dropped = len(form.trigger) if is_plain and has_text else 0
     more = "" if is_single else f" ({literal(form.between, mark)} call)*"
     rules = [f"calls: first{more} {literal(form.closing, mark)}"]
     for rule, opening, start in (("first", form.opening, dropped), ("call", "", 0)):
@@ -37,7 +39,7 @@ def lark_of(
         for index, name in enumerate(schemas):
             if (
                 as_json
-            ):  # of a text that is JSON itself, the grammar of JSON has all that tells it from another
+            ):  # when the answer is JSON as well, only a grammar of whole JSON values can tell the two apart
                 rules.append(f"{rule}_{index}: {json_rule(_call_schema(form, name, schemas[name]))}")
                 continue
             head = literal((opening + form.head + name + form.middle)[start:], mark)
@@ -57,7 +59,7 @@ def lark_of(
 
 
 def _with_text(form: ToolFormat, is_plain: bool) -> list[str]:
-    """The beginning of an answer that may call nothing."""
+    """Return the start rules of an answer that need not call anything."""
     if form.is_whole:
         begin = re.escape((form.opening + form.head)[0])
         return ["start: calls | TEXT?", f"TEXT: /[^{begin}\\s](?s:.*)/"]
@@ -90,7 +92,7 @@ def _arguments(form: ToolFormat, index: int, schema: Any) -> list[str]:
 
 
 def _call_schema(form: ToolFormat, name: str, schema: Any) -> dict[str, Any]:
-    """The schema of a call that is a JSON object."""
+    """Return the schema of a call that is a JSON object."""
     call = json.loads(f"{form.head}{name}{form.middle}null{form.tail}")
     values = {key: schema if value is None else {"const": value} for key, value in call.items()}
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
@@ -104,13 +106,13 @@ def _call_schema(form: ToolFormat, name: str, schema: Any) -> dict[str, Any]:
 
 
 def json_rule(schema: Any) -> str:
-    """What a rule of a grammar has for JSON of this schema."""
+    """Return a rule's body for JSON of this schema."""
     options = {"x-guidance": JSON_OPTIONS}
     return "%json " + json.dumps({**schema, **options} if isinstance(schema, Mapping) else options)
 
 
 def literal(text: str, mark: Mapping[str, int]) -> str:
-    """A text as the grammar has it, where control tokens are their own."""
+    """Return a text as a literal of the grammar, in which control tokens are written as tokens."""
     if not mark:
         return _quoted(text)
     parts = re.split(f"({'|'.join(map(re.escape, mark))})", text)

@@ -1,8 +1,9 @@
-"""Which tools does an answer call, and what else does it say?
+"""Split an answer into tool calls and other text as it arrives.
 
 Every decision depends on the text so far and never on how it was cut: what may still become a call is held
-back until that is decided. A call is known when its name is one of the tools' and its arguments begin; JSON
-arguments then leave as they come, whether the model closes them or not. All other text is content.
+back until that is decided. A call is recognised when its name is one of the tools' and its arguments begin;
+JSON arguments are then passed on as they arrive, whether the model closes them or not. All other text is
+content.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field
 
 from serving.tools.formats import ToolFormat
 
-MOST_SPACE = 64  # white space within the words around a call; more of it makes them content
+MOST_SPACE = 64  # most white space within the words around a call; more of it makes them content
 LONGEST_NAME = 64
 _NAME = re.compile(r"[A-Za-z0-9_.-]*")
 _NO, _MAYBE = -1, -2
@@ -25,7 +26,7 @@ _LITERALS = {"true": True, "false": False, "null": None}
 
 @dataclass(slots=True)
 class CallDelta:
-    """What is new of a call; its name comes first."""
+    """The new part of a call; its name comes first."""
 
     index: int
     name: str | None = None
@@ -34,30 +35,30 @@ class CallDelta:
 
 @dataclass(slots=True)
 class Thought:
-    """What is new of its thoughts."""
+    """The new part of the reasoning."""
 
     text: str
 
 
 @dataclass(slots=True)
 class Parsed:
-    """What is new of an answer, in the order of its text; each call has one entry."""
+    """The new parts of an answer, in the order of its text; each call has one entry."""
 
     parts: list[str | Thought | CallDelta] = field(default_factory=list)
 
     @property
     def thoughts(self) -> str:
-        """All that it only thinks."""
+        """The reasoning in these parts."""
         return "".join(each.text for each in self.parts if isinstance(each, Thought))
 
     @property
     def content(self) -> str:
-        """All that it says."""
+        """The content in these parts."""
         return "".join(each for each in self.parts if isinstance(each, str))
 
     @property
     def calls(self) -> list[CallDelta]:
-        """The calls."""
+        """The calls in these parts."""
         return [each for each in self.parts if isinstance(each, CallDelta)]
 
     def say(self, text: str) -> None:
@@ -66,12 +67,12 @@ class Parsed:
             self.parts.append(text)
 
     def think(self, text: str) -> None:
-        """Add thoughts."""
+        """Add reasoning."""
         if text:
             self.parts.append(Thought(text))
 
     def add(self, delta: CallDelta) -> None:
-        """Add to the calls."""
+        """Add a part of a call."""
         last = self.parts[-1] if self.parts else None
         if isinstance(last, CallDelta) and last.index == delta.index:
             last.arguments += delta.arguments
@@ -80,7 +81,7 @@ class Parsed:
 
 
 class ToolParser:
-    """Parses one answer. `num_calls` is how many have begun."""
+    """Parses one answer; `num_calls` is the number of calls that have begun."""
 
     def __init__(self, form: ToolFormat, names: Collection[str]) -> None:
         self.num_calls = 0
@@ -88,13 +89,13 @@ class ToolParser:
         self._names = names
         self._held = ""
         self._place = self._in_content
-        self._is_blank = True  # nothing but white space since the start, or since the last call
-        self._may_begin = True  # a call
-        self._name = self._lead = ""  # of the call whose keywords are not complete
+        self._is_blank = True  # only white space has come since the start, or since the last call
+        self._may_begin = True  # whether a call may begin
+        self._name = self._lead = ""  # the name and the head of a call whose keywords are not complete
         self._scan = _Scan()
 
     def push(self, text: str) -> Parsed:
-        """More text; what is certain with it."""
+        """Add text, and return what is certain with it."""
         parsed = Parsed()
         self._held += text
         while self._held and self._place(parsed):
@@ -102,7 +103,7 @@ class ToolParser:
         return parsed
 
     def finish(self) -> Parsed:
-        """The rest, when no more text comes."""
+        """Return the rest, when no more text comes."""
         parsed, held = Parsed(), self._held
         if self._place == self._in_keywords:
             parsed.say(self._lead + self._scan.text + held)
@@ -117,7 +118,7 @@ class ToolParser:
         return bool(self._form.closing) and _match(self._form.closing, held, 0) == _MAYBE
 
     def _in_content(self, parsed: Parsed) -> bool:
-        """Whether anything was decided, as of every place."""
+        """Look for a call; like the method of every place, returns whether anything was decided."""
         held = self._held
         blank = len(held) - len(held.lstrip()) if self._is_blank else 0
         if self._is_blank and blank == len(held):
@@ -131,19 +132,19 @@ class ToolParser:
             blank = 0
             self._held = held[shown:]
         if end >= 0:
-            self._held = held[at:]  # of the white space that only a call follows, nothing is shown
+            self._held = held[at:]  # white space that only a call follows is not shown
             self._begin(parsed, name, held[at:end])
         return end != _MAYBE and bool(self._held)
 
     def _candidate(self, held: str, blank: int) -> int:
-        """Where a call may begin; at the end of the text, if nowhere."""
+        """Return where a call may begin; the end of the text if nowhere."""
         if not self._form.is_whole:
             at = held.find((self._form.opening + self._form.head)[0], blank)
             return len(held) if at < 0 else at
         return blank if self._may_begin and self._is_blank else len(held)
 
     def _begun(self, lead: str, held: str, at: int) -> tuple[str, int]:
-        """The name of the call that begins there, and where its arguments do; or whether one may."""
+        """Return the name of the call that begins at `at` and where its arguments begin, or _NO or _MAYBE."""
         if at == len(held):
             return "", _MAYBE
         at = _match(lead, held, at)
@@ -230,16 +231,16 @@ class ToolParser:
 
 
 class _Scan:
-    """Looks for the end of arguments, across pieces."""
+    """Finds the end of arguments, across pieces of text."""
 
     def __init__(self) -> None:
         self.depth = 0
-        self.text = ""  # of keywords
+        self.text = ""  # the keywords so far
         self._quote = ""
         self._is_escaped = False
 
     def json(self, text: str) -> int:
-        """How much of it belongs to the object, which begins with a brace."""
+        """Return how much of the text belongs to the object, which begins with a brace."""
         for at, char in enumerate(text):
             self._step(char, '"')
             if not self.depth:
@@ -247,7 +248,7 @@ class _Scan:
         return len(text)
 
     def keywords(self, text: str) -> int:
-        """How much of it belongs to the keywords, up to and with their closing bracket."""
+        """Return how much of the text belongs to the keywords, including their closing bracket."""
         self.depth = self.depth or 1
         taken = len(text)
         for at, char in enumerate(text):
@@ -275,7 +276,7 @@ class _Scan:
 
 
 def _match(literal: str, text: str, at: int) -> int:
-    """Where the literal ends in the text, if it stands there but for white space; _NO, or _MAYBE still."""
+    """Return where the literal ends in the text, white space ignored, or _NO, or _MAYBE if it is cut off."""
     num_spaces = 0
     for char in "".join(literal.split()):
         while at < len(text) and text[at].isspace():
@@ -298,9 +299,12 @@ def _after_space(text: str, at: int) -> int:
 
 
 def _as_json(keywords: str) -> str | None:
-    """Python's keywords and their closing bracket as a JSON object; None if they are no plain values."""
+    """Return Python keywords and their closing bracket as a JSON object.
+
+    The result is None if the values are not plain.
+    """
     try:
-        with warnings.catch_warnings(action="ignore"):  # at a backslash that Python would keep
+        with warnings.catch_warnings(action="ignore"):  # Python warns of a backslash that it would keep
             call = ast.parse(f"call({keywords}", mode="eval").body
         if not isinstance(call, ast.Call) or call.args or any(each.arg is None for each in call.keywords):
             return None
@@ -313,7 +317,7 @@ def _as_json(keywords: str) -> str | None:
 
 
 class _WithConstants(ast.NodeTransformer):
-    """JSON's names of constants in place of Python's."""
+    """Replaces JSON's names of constants by Python's constants."""
 
-    def visit_Name(self, node: ast.Name) -> ast.AST:  # the name is the library's
+    def visit_Name(self, node: ast.Name) -> ast.AST:  # ast.NodeTransformer requires this name
         return ast.Constant(_LITERALS[node.id]) if node.id in _LITERALS else node

@@ -1,7 +1,7 @@
-"""What of an answer did the model only think?
+"""Split an answer into the model's reasoning and the answer proper.
 
-The text of a think block, `<think>` to `</think>`, that an answer begins with, or that its prompt has opened.
-As in parsing.py, no decision depends on how the text was cut.
+The reasoning is the text of a think block, `<think>` to `</think>`, with which an answer begins, or which its
+prompt has opened. As in parsing.py, no decision depends on how the text was cut.
 """
 
 from __future__ import annotations
@@ -10,19 +10,21 @@ BEGIN, END = "<think>", "</think>"
 
 
 class ReasoningParser:
-    """Parses one answer; `is_open`: its prompt ends with the beginning of the block, and later, the text so
-    far ends within it. `has_ended`: its end has been found.
+    """Parses one answer.
+
+    `is_open` says that the prompt ends with the beginning of the block and, later, that the text so far ends
+    inside it. `has_ended` says that the block's end has been found.
     """
 
     def __init__(self, *, is_open: bool) -> None:
         self.is_open = is_open
         self.has_ended = False
         self._has_begun = is_open
-        self._is_blank = True  # white space around the block, and at its beginning, is no text
+        self._is_blank = True  # white space around the block, and at its beginning, is dropped
         self._held = ""
 
     def push(self, text: str) -> tuple[str, str]:
-        """The thoughts and the answer that are certain with more text."""
+        """Add text, and return the reasoning and the answer that are certain with it."""
         self._held += text
         if not self._has_begun:
             begun = self._held.lstrip()
@@ -37,14 +39,14 @@ class ReasoningParser:
         return thoughts, "" if self.is_open else self._shown(len(self._held))
 
     def finish(self) -> tuple[str, str]:
-        """The rest, when no more text comes."""
+        """Return the rest, when no more text comes."""
         held, self._held = self._held, ""
         if self.is_open:
             return ("" if self._is_blank else held.rstrip()), ""
         return "", "" if self._is_blank and self._has_begun else held
 
     def _thoughts(self) -> str:
-        """What is thought for certain: not white space that the block may end with."""
+        """Return reasoning that is certain: without white space with which the block may end."""
         at = self._held.find(END)
         if at >= 0:
             thoughts = self._held[:at].rstrip()

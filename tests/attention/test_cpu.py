@@ -52,8 +52,9 @@ def test_compiled_attention_computes_the_same() -> None:
 @pytest.mark.parametrize(
     ("sizes", "dtype"),
     [
-        *itertools.product([(1, 16, 4, 2), (128, 128, 4, 4)], cases([torch.float32], DTYPES)),
-        *itertools.product([(64, 64, 6, 2), (16, 20, 8, 1)], cases([torch.bfloat16], DTYPES)),
+        *itertools.product([(128, 128, 4, 4)], cases([torch.float32], DTYPES)),
+        *itertools.product([(16, 20, 8, 1)], cases([torch.bfloat16], DTYPES)),
+        *itertools.product(cases([], [(1, 16, 4, 2), (64, 64, 6, 2)]), DTYPES),
     ],
     ids=str,
 )

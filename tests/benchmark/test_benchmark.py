@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,23 +11,16 @@ import torch
 
 from benchmark.gate.gate import audit
 from benchmark.micro import device, host, kv, queues, simulation
-from benchmark.offline import offline
+from benchmark.offline import offline, transformers_beside
 from benchmark.offline.accounts import means_over_time
 from benchmark.offline.timeline import StepRecord, percentiles
 from recipes.build.families import model_config
 from recipes.schema.reader import read
 from scripts.benchmark import main
+from serving.offline import Job
 
 RECIPE = "recipes/tiny/cpu.yaml"
-
-
-def test_the_host_benchmark_measures_decodes_and_chunks(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["host", "--slots", "2,5", "--page-sizes", "16", "--chunk", "32", "--steps", "40", "--json"])
-    rows = json.loads(capsys.readouterr().out)["host"]
-    assert [row["slots"] for row in rows] == [2, 5]
-    for row in rows:
-        for figures in (row["decode"], row["decode_and_32_token_chunk"]):
-            assert 0 < figures["p50_us"] <= figures["p99_us"]
+QUICK = ["device.compile=false", "device.threads=1"]
 
 
 def test_the_host_benchmark_runs_what_it_says() -> None:
@@ -60,7 +51,9 @@ def test_a_followed_engine_is_timed_beside_one_that_is_not(capsys: pytest.Captur
 
 
 def test_collectives_are_timed_between_ranks(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["collective", RECIPE, "parallel.tensor=2", "--sizes", "64,4096", "--repeats", "2", "--json"])
+    main(
+        ["collective", RECIPE, "parallel.tensor=2", *QUICK, "--sizes", "64,4096", "--repeats", "2", "--json"]
+    )
     found = json.loads(capsys.readouterr().out)["collective"]
     assert found["ranks"] == 2
     rows = [(row["method"], row["bytes"]) for row in found["calls"]]
@@ -72,7 +65,7 @@ def test_collectives_are_timed_between_ranks(capsys: pytest.CaptureFixture[str])
 
 @pytest.mark.slow
 def test_steps_of_ranks_are_held_against_what_is_said_of_them(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["ranks", RECIPE, "parallel.tensor=2", "--requests", "3", "--json"])
+    main(["ranks", RECIPE, "parallel.tensor=2", *QUICK, "--requests", "3", "--rounds", "1", "--json"])
     found = json.loads(capsys.readouterr().out)["ranks"]
     assert list(found["ranks"]) == ["1", "2"]
     for row in found["ranks"].values():
@@ -132,7 +125,7 @@ def test_the_offline_benchmark_counts_every_token(tmp_path: Path, capsys: pytest
         for n in range(6)
     ]
     trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    main(["offline", RECIPE, "device.compile=false", "device.threads=1", "--trace", str(trace), "--json"])
+    main(["offline", RECIPE, *QUICK, "--trace", str(trace), "--json"])
     result = json.loads(capsys.readouterr().out)
     assert result["requests"] == result["completed"] == 6
     assert result["output_tokens"] == sum(5 + n for n in range(6))
@@ -151,7 +144,7 @@ def test_the_offline_benchmark_counts_every_token(tmp_path: Path, capsys: pytest
     assert list(result["verdict"]["refused"]) == ["samples"], "six requests are few"
     assert {"Little", "Little, records", "recount", "tokens by request"} <= {*result["verdict"]["passed"]}
     ranks = ["parallel.tensor=2"]  # all of which forget what a run computed before the next one
-    main(["offline", RECIPE, *ranks, "device.compile=false", "device.threads=1", "--trace", str(trace)])
+    main(["offline", RECIPE, *ranks, *QUICK, "--trace", str(trace)])
     table = capsys.readouterr().out
     assert "verdict                refused; samples: 6 requests were answered; 30 are the least\n" in table
     assert "records" not in table
@@ -163,7 +156,7 @@ def test_samples_that_the_figures_leave_out_are_not_audited_as_requests(
     trace = tmp_path / "trace.jsonl"
     line = {"id": "a", "prompt_token_ids": [7] * 20, "max_tokens": 5, "n": 3, "ignore_eos": True}
     trace.write_text(json.dumps(line) + "\n")
-    main(["offline", RECIPE, "device.compile=false", "device.threads=1", "--trace", str(trace), "--json"])
+    main(["offline", RECIPE, *QUICK, "--trace", str(trace), "--json"])
     result = json.loads(capsys.readouterr().out)
     assert "mean_in_system" not in result
     assert list(result["verdict"]["refused"]) == ["samples"]
@@ -232,7 +225,7 @@ def test_a_trace_that_the_recipe_cannot_serve_is_refused(tmp_path: Path) -> None
 
 def test_the_device_benchmark_measures_steps_against_their_floors(capsys: pytest.CaptureFixture[str]) -> None:
     loads = ["--decode", "1x40,3x64,99x64", "--prefill", "2x32", "--mixed", "2x40+1x32", "--repeats", "2"]
-    main(["device", RECIPE, "device.compile=false", "device.threads=1", *loads, "--json"])
+    main(["device", RECIPE, *QUICK, *loads, "--json"])
     result = json.loads(capsys.readouterr().out)
     assert all(rate > 0 for rate in result["rates"].values())
     assert result["machine"]["triton"]
@@ -269,7 +262,7 @@ def test_without_its_device_every_figure_of_the_device_benchmark_is_not_measured
 
 def test_the_device_benchmark_prints_tables(capsys: pytest.CaptureFixture[str]) -> None:
     loads = ["--decode", "1x40,99x64", "--prefill", "", "--mixed", "2x40+1x32", "--repeats", "1"]
-    main(["device", RECIPE, "device.compile=false", "device.threads=1", *loads, "--candidates", "flashinfer"])
+    main(["device", RECIPE, *QUICK, *loads, "--candidates", "flashinfer"])
     lines = capsys.readouterr().out.splitlines()
     one, beyond, mixed = (line for line in lines if " decodes at " in line and line.startswith("|"))
     assert one.count("not measured") == 1
@@ -296,20 +289,30 @@ def test_floors_count_what_a_step_reads_and_multiplies() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("static", [[], ["--static", "2"]])
-def test_the_same_trace_is_served_beside_transformers(static: list[str], tmp_path: Path) -> None:
+def test_the_same_trace_is_served_beside_transformers(
+    static: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     trace = tmp_path / "trace.jsonl"
     line = {"prompt_token_ids": [7] * 9, "max_tokens": 5, "temperature": 0, "ignore_eos": True}
     trace.write_text("".join(json.dumps({"id": str(n), **line}) + "\n" for n in range(3)))
-    code = "import sys; from scripts.benchmark import main; main(sys.argv[1:])"  # it starts threads
-    command = ["beside", RECIPE, "device.compile=false", "device.threads=1", "--trace", str(trace)]
-    command += ["--runs", "1", "--json", *static]
-    run = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, text=True, check=True)
-    result = json.loads(run.stdout)
+    main(["beside", RECIPE, *QUICK, "--trace", str(trace), "--runs", "1", "--json", *static])
+    result = json.loads(capsys.readouterr().out)
     assert result["output_tokens"] == 15
     assert result["transformers_batch_size"] == (int(static[1]) if static else None)
     assert result["times_transformers"] == pytest.approx(
         result["output_tokens_per_s"] / result["transformers_output_tokens_per_s"], rel=0.01
     )
+
+
+def test_transformers_does_not_fill_the_memory_of_a_cpu(tmp_path: Path) -> None:
+    """Its steps are as large as the recipe's, and each slot has room for the longest request."""
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(json.dumps({"id": "a", "prompt_token_ids": [7] * 250, "max_tokens": 7}) + "\n")
+    jobs = [each for each in offline.load_trace(str(trace), None) if isinstance(each, Job)]
+    bounds = transformers_beside._bounds(read(RECIPE).recipe, jobs)
+    assert (bounds.max_batch_tokens, bounds.max_requests_per_batch, bounds.num_blocks) == (256, 32, 2 * 32)
+    free = transformers_beside._bounds(read("recipes/bench/qwen3_8b_cuda.yaml").recipe, jobs)
+    assert (free.max_batch_tokens, free.num_blocks) == (None, None)
 
 
 def test_the_stall_benchmark_serves_the_same_in_two_ways(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import copy
 import json
-import os
 import random
 import zlib
 from collections import Counter
@@ -29,11 +28,11 @@ from benchmark.gate.table import FIGURES
 from scripts.benchmark import main
 from tests.benchmark.openai_server import Stub, running
 from tests.benchmark.tampering import Tampering, all_of, recomputed, scale_readings_too
+from tests.thorough import THOROUGH, cases
 
 Result = dict[str, Any]
 ENGINE = ["recipes/tiny/cpu.yaml", "device.compile=false", "device.threads=1"]
-THOROUGH = bool(os.environ.get("THOROUGH"))
-TAMPERINGS = (60, pytest.param(3000 if THOROUGH else 300, marks=pytest.mark.slow))
+NUM_TAMPERINGS = cases(200, 3000)
 LEAST_REFUSED = 0.95
 SETTINGS = (  # of the engine, and of the trace: tokens of prompts that are the same, and seconds between two
     ([], 0, 0.005),
@@ -157,12 +156,11 @@ def sample(results: list[Result], count: int) -> list[Tampering]:
     return chosen
 
 
-@pytest.mark.parametrize("count", TAMPERINGS)
-def test_measured_results_pass_and_tampered_ones_do_not(results: list[Result], count: int) -> None:
+def test_measured_results_pass_and_tampered_ones_do_not(results: list[Result]) -> None:
     assert not [refused(result) for result in results if refused(result)]
-    made = sample(results, count)
+    made = sample(results, NUM_TAMPERINGS)
     passed = [each for each in made if not is_refused(each)]
-    assert len(made) >= 0.9 * count
+    assert len(made) >= 0.9 * NUM_TAMPERINGS
     assert len(passed) <= (1 - LEAST_REFUSED) * len(made), [(each.kind, each.what) for each in passed]
 
 
@@ -223,7 +221,7 @@ def passes_laws(tampering: Tampering) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(5))
 def test_laws_alone_refuse_nearly_all_single_changes(results: list[Result], number: int) -> None:
-    made = single(results[number], 300)
+    made = single(results[number], cases(100, 300))
     passed = [each.what for each in made if passes_laws(each)]
     assert len(passed) <= (1 - LEAST_REFUSED) * len(made), passed
 

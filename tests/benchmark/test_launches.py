@@ -46,13 +46,23 @@ QWEN3 = (
 QWEN3_MOE = (
     "{model_type: qwen3_moe, vocab_size: 151936, hidden_size: 2048, intermediate_size: 6144, head_dim: 128,"
     " num_hidden_layers: 48, num_attention_heads: 32, num_key_value_heads: 4, torch_dtype: bfloat16,"
-    " max_position_embeddings: 40960, rope_theta: 1000000, eos_token_id: 151645, num_experts: 128,"
+    " max_position_embeddings: 40960, rope_theta: 1000000, eos_token_id: 151645, num_experts: 16,"
     " num_experts_per_tok: 8, moe_intermediate_size: 768, norm_topk_prob: true, mlp_only_layers: [],"
     " decoder_sparse_step: 1}"
 )
+FEW_EXPERTS = {
+    "n_routed_experts": 16,
+    "n_group": 8,
+    "topk_group": 4,
+}  # a layer's launches are for all of them
+DEEPSEEK_V3_FEW = published.DEEPSEEK_V3 | FEW_EXPERTS
 DEEPSEEK_V2_LITE, DEEPSEEK_V3, MIXTRAL = (
-    yaml.safe_dump({key: each[key] for key in each if key != "quantization_config"}, default_flow_style=True)
-    for each in (published.DEEPSEEK_V2_LITE, published.DEEPSEEK_V3, published.MIXTRAL_8X7B)
+    yaml.safe_dump(
+        {key: each[key] for key in each if key != "quantization_config"},
+        default_flow_style=True,
+        width=10**6,
+    ).strip()
+    for each in (published.DEEPSEEK_V2_LITE, DEEPSEEK_V3_FEW, published.MIXTRAL_8X7B)
 )
 MODELS = {
     "Qwen3-8B, bfloat16": ("qwen3/qwen3_8b_910b", QWEN3),
@@ -65,6 +75,7 @@ MODELS = {
     "Mixtral-8x7B over two, W8A8": ("mixtral/mixtral_8x7b_910b_tp2", MIXTRAL),
     "Mixtral-8x7B over four, W8A8": ("mixtral/mixtral_8x7b_910b_tp4", MIXTRAL),
     "DeepSeek-V2-Lite, bfloat16": ("deepseek/deepseek_v2_lite_910b", DEEPSEEK_V2_LITE),
+    "DeepSeek-V3, bfloat16": ("deepseek/deepseek_v3_910b_tp16", DEEPSEEK_V3),
     "DeepSeek-V3, W8A8": ("deepseek/deepseek_v3_910b_tp16", DEEPSEEK_V3),
 }
 # Launches a layer, in the graph, in the graph that draws by top-k and top-p, and outside of both: greedy,
@@ -80,13 +91,11 @@ EXPECTED = {
     "Mixtral-8x7B over two, W8A8": (20, 655, 29, 0, 0, 0, 13),
     "Mixtral-8x7B over four, W8A8": (19, 623, 29, 0, 0, 0, 13),
     "DeepSeek-V2-Lite, bfloat16": (22, 599, 29, 0, 0, 0, 13),
+    "DeepSeek-V3, bfloat16": (24, 1449, 29, 0, 0, 0, 13),
     "DeepSeek-V3, W8A8": (29, 1754, 29, 0, 0, 0, 13),
 }
-
-
-# DeepSeek-V3's launches a layer and in the graph, apart and with all before latent attention in one of them
-JOINED = {"bfloat16": ((24, 1449), (19, 1144)), "W8A8": ((29, 1754), (21, 1266))}
-FEW_EXPERTS = {"n_routed_experts": 16, "n_group": 8, "topk_group": 4}  # which a layer does not count
+# DeepSeek-V3's launches a layer and in the graph with all before latent attention in one of them
+JOINED = {"bfloat16": (19, 1144), "W8A8": (21, 1266)}
 WAITS = 1
 
 
@@ -118,21 +127,18 @@ def test_one_launch_of_all_before_latent_attention_takes_the_place_of_many(
     form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MODELS", "/models")
-    hf = yaml.safe_dump(yaml.safe_load(DEEPSEEK_V3) | FEW_EXPERTS, default_flow_style=True, width=10**6)
-    chosen = ["model.path=null", f"model.config={hf.strip()}", "model.weights=random"]
+    chosen = ["model.path=null", f"model.config={DEEPSEEK_V3}", "model.weights=random"]
     chosen += ["model.quantization=w8a8"] if form == "W8A8" else []
-    recipe, found = load(ROOT / "recipes/deepseek/deepseek_v3_910b_tp16.yaml", chosen), []
-    for answers in ({}, {"joins_latents": True}):
-        machine = start(section("npu", virtual_fp32=False))
-        assert isinstance(machine, Npu)
-        path = answers_file(tmp_path, machine.product.name, machine.cann, virtual=True)
-        write_answers(path, answers)
-        monkeypatch.setattr(machines, "ANSWERS", tmp_path)
-        result: dict[str, Any] = launches.run(recipe)
-        steps = {each["step"]: each for each in result["steps"]}
-        assert steps["eager, greedy"]["a_layer"] == steps["captured, greedy"]["a_layer"]
-        found.append((steps["captured, greedy"]["a_layer"], steps["captured, greedy"]["in_graph"]))
-    assert tuple(found) == JOINED[form]
+    machine = start(section("npu", virtual_fp32=False))
+    assert isinstance(machine, Npu)
+    path = answers_file(tmp_path, machine.product.name, machine.cann, virtual=True)
+    write_answers(path, {"joins_latents": True})
+    monkeypatch.setattr(machines, "ANSWERS", tmp_path)
+    result: dict[str, Any] = launches.run(load(ROOT / "recipes/deepseek/deepseek_v3_910b_tp16.yaml", chosen))
+    steps = {each["step"]: each for each in result["steps"]}
+    captured = steps["captured, greedy"]
+    assert steps["eager, greedy"]["a_layer"] == captured["a_layer"]
+    assert (captured["a_layer"], captured["in_graph"]) == JOINED[form]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -207,7 +213,7 @@ def test_so_is_one_of_a_layer_that_predicts_further_tokens(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("MODELS", "/models")
-    (tmp_path / "config.json").write_text(json.dumps(published.DEEPSEEK_V3))
+    (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK_V3_FEW))
     chosen = [f"model.path={tmp_path}", "model.quantization=auto", "speculation.kind=mtp"]
     result: dict[str, Any] = launches.run(load(ROOT / "recipes/deepseek/deepseek_v3_910b_tp16.yaml", chosen))
     *steps, eager, captured = result["steps"]

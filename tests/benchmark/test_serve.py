@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import socket
 from itertools import pairwise
@@ -90,6 +91,7 @@ def test_every_token_is_counted_and_the_result_passes_the_gate(
         *result["verdict"]["passed"]
     }
     assert result["verdict"] == audit(result).describe(), "the file can be audited as it is"
+    assert gc.get_freeze_count(), "what was frozen before stays so"
 
 
 @pytest.mark.parametrize(("tells", "pieces"), [(True, 2), (False, 2), (False, 1)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, rule, run_state_machine_as_test
@@ -124,12 +123,6 @@ def run(num_examples: int, num_steps: int) -> int:
 
 
 def test_any_order_of_operations_keeps_searches_right() -> None:
-    assert run(num_examples=30, num_steps=40) >= 1_000
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_any_order_of_thirty_thousand_operations() -> None:
-    num_operations = run(num_examples=cases(30, 400), num_steps=100)
+    num_operations = run(num_examples=cases(30, 400), num_steps=cases(40, 100))
     print(f"{num_operations} operations")
-    assert num_operations >= cases(2_250, 30_000)
+    assert num_operations >= cases(1_000, 30_000)

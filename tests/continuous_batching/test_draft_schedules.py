@@ -140,7 +140,7 @@ def schedulers(draw: st.DrawFn, depths: Sequence[int] = (1,)) -> tuple[Scheduler
 
 
 @settings(
-    max_examples=cases(150, 2500), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+    max_examples=cases(100, 2500), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
 )
 @given(
     made=schedulers(DEPTHS),

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from continuous_batching.policies.stall_free import StallFree
-from continuous_batching.recording.format import Committed, Scheduled, read_entries
-from continuous_batching.recording.replay import Replayed, replay
 from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.scheduling.validation import GiveUp
 from continuous_batching.slots import SlotPool
@@ -18,7 +14,6 @@ from continuous_batching.speculation.draft_model import DraftModel, head_spans
 from continuous_batching.speculation.lengths import Fixed
 from continuous_batching.speculation.speculation import Speculation
 from kv_cache.pages import PagePool
-from simulation.recorded import follow, recorded_run
 from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner, alone
 from tests.continuous_batching.head_checksum import HeadRunner
 from tests.continuous_batching.test_draft_model import Wavering, ask
@@ -90,20 +85,3 @@ def test_rows_lack_few_tokens_while_they_have_no_drafts(most: int, page_size: in
     assert counters.preemptions > 0
     assert counters.swapped_in_pages > 0
     assert counters.draft_tokens > counters.accepted_tokens > counters.draft_tokens / 5
-
-
-@pytest.mark.parametrize("overlap", [False, True])
-def test_a_replay_makes_no_drafts(overlap: bool, tmp_path: Path) -> None:
-    scheduler, runner = small()
-    made = ask((scheduler, runner), overlap=overlap, path=tmp_path / "file")
-    with open(tmp_path / "file", "rb") as file:
-        entries = list(read_entries(file))
-    assert not any(each.drafts for each in entries if isinstance(each, Scheduled))
-    assert any(each.drafts for each in entries if isinstance(each, Committed))
-    again, _ = small(seed=5)  # which would give other rows drafts
-    steps = [each for each in replay(entries, again) if isinstance(each, Replayed)]
-    answers = {each.id: each.answer.tolist() for step in steps for each in step.finished}
-    assert answers == {each.id: each.answer.tolist() for each in made}
-    assert again.counters == scheduler.counters
-    simulated, _ = small(seed=5)
-    assert follow(recorded_run(entries), simulated, overlap=overlap) == len(steps)

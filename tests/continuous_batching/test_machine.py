@@ -12,7 +12,6 @@ from collections import Counter
 from dataclasses import astuple
 
 import numpy as np
-import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
@@ -308,12 +307,6 @@ def run(num_examples: int, num_steps: int) -> int:
 
 
 def test_any_order_of_operations_keeps_ledger_pages_and_answers_right() -> None:
-    assert run(num_examples=80, num_steps=50) >= 3_000
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_any_order_of_a_hundred_thousand_operations() -> None:
-    num_operations = run(num_examples=cases(60, 1_200), num_steps=100)
+    num_operations = run(num_examples=cases(80, 1_200), num_steps=cases(50, 100))
     print(f"{num_operations} operations")
-    assert num_operations >= cases(4_800, 100_000)
+    assert num_operations >= cases(3_000, 100_000)

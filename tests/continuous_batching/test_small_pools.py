@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 
@@ -16,6 +14,7 @@ from continuous_batching.slots import SlotPool
 from kv_cache.pages import PagePool
 from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner, alone
 from tests.continuous_batching.recount import recount
+from tests.pairs import pairs
 from tests.thorough import cases
 
 NUM_CLIENTS, LARGEST = 64, 64  # tokens, prompt and answer
@@ -62,17 +61,11 @@ def closed_loop(engine: Engine, requests: list[Request]) -> None:
     recount(engine.scheduler)
 
 
-@pytest.mark.parametrize("factor", [1.0, 1.1, 1.2])
 @pytest.mark.parametrize(
-    "victim",
-    [
-        youngest,
-        pytest.param(fewest_lost, marks=pytest.mark.slow),
-        pytest.param(lowest_priority, marks=pytest.mark.slow),
-    ],
-    ids=lambda each: each.__name__,
+    ("factor", "victim", "num_host_pages"),
+    pairs([1.0, 1.1, 1.2], [youngest, fewest_lost, lowest_priority], [0, 40]),
+    ids=lambda each: getattr(each, "__name__", str(each)),
 )
-@pytest.mark.parametrize("num_host_pages", [0, 40], ids=["recomputed", "swapped"])
 def test_a_pool_of_the_largest_request_finishes_a_closed_loop(
     factor: float, victim: Victim, num_host_pages: int
 ) -> None:
@@ -112,13 +105,13 @@ def test_a_prompt_that_fills_the_pool_is_admitted() -> None:
     assert request.answer.tolist() == alone(prompt.tolist(), 1)
 
 
-def storm(num_aborts: int, check: Callable[[Engine], None]) -> None:
+def test_random_aborts_leak_nothing() -> None:
     """Abort at any time whatever waits, runs, is in flight, follows, is swapped, has ended or never was."""
     random = np.random.default_rng(11)
     engine = make(30, num_slots=8, num_host_pages=30, compact_every_steps=3)
     scheduler, served, done = engine.scheduler, dict[str, Request](), 0
     number = 0
-    while done < num_aborts:
+    while done < cases(600, 10_000):
         while len(scheduler.waiting) < 12:
             request = draw(random, f"r{number}")
             followers = int(random.integers(0, 3)) if number % 4 == 0 else 0
@@ -137,10 +130,10 @@ def storm(num_aborts: int, check: Callable[[Engine], None]) -> None:
         for request in scheduler.commit(batch, sampled, 0.0).finished:
             want = alone(request.prompt.tolist(), request.params.max_tokens)
             assert request.answer.tolist() == want[: len(request.answer)]
-        check(engine)
+        recount(scheduler)
     for name in list(served):
         engine.abort(name)
-    check(engine)
+    recount(scheduler)
     assert not engine.has_work
     assert scheduler.pool.num_free + scheduler.prefix.num_idle == scheduler.pool.num_pages - 1
     prefix, host = scheduler.prefix, scheduler.host_pool
@@ -150,12 +143,3 @@ def storm(num_aborts: int, check: Callable[[Engine], None]) -> None:
     assert not scheduler.slots.running_ids
     prefix.forget(prefix.index.names)
     assert scheduler.pool.num_held == host.num_held == 0
-
-
-def test_random_aborts_leak_nothing() -> None:
-    storm(600, lambda engine: recount(engine.scheduler))
-
-
-@pytest.mark.slow
-def test_ten_thousand_random_aborts_leak_nothing() -> None:
-    storm(cases(3_000, 10_000), lambda engine: recount(engine.scheduler))

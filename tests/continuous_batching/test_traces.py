@@ -232,9 +232,9 @@ def test_every_policy_and_order_serves_everybody(first: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("first", range(0, cases(1_000, 10_000), 500))
+@pytest.mark.parametrize("first", range(300, cases(600, 10_000), 100))
 def test_every_policy_and_order_serves_everybody_in_many_traces(first: int) -> None:
-    for seed in range(first, first + 500):
+    for seed in range(first, first + 100):
         check(seed)
 
 

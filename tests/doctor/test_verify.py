@@ -129,6 +129,7 @@ def test_a_stand_in_is_named_and_its_environment_forgiven() -> None:
     assert [part.name for part in whole if not part.counts] == ["environment"]
     assert "--virtual" in whole[1].command
     assert all("device.virtual=true" in whole[index].command for index in (2, 3, 5))
+    assert whole[5].command[-2:] == ("--runs", "1"), "its speed means nothing"
     assert whole[2].command[-2:] == ("--answers", "/x"), "those of a stand-in are for the report"
     real = reporting.parts(Path("/x"), asked[:1], virtual=False, num_calls=7)
     assert all(part.counts and "--virtual" not in part.command for part in real)
@@ -262,8 +263,9 @@ def test_a_cpu_is_no_product() -> None:
 @pytest.mark.slow
 @pytest.mark.npu
 @stand_in_alone
-@pytest.mark.parametrize("name", cases(["910B", "310P"], [each.name for each in PRODUCTS]))
+@pytest.mark.parametrize("name", cases(["310P"], [each.name for each in PRODUCTS]))
 def test_the_stand_in_passes_as_every_product(name: str, tmp_path: Path) -> None:
+    """The 310P needs another type than the recipe says, and has no W8A8, which the report says."""
     done = subprocess.run(
         ["bash", "scripts/verify_npu.sh", "--virtual", f"device.product={name}", "--calls", "2",
          "--output", str(tmp_path)],

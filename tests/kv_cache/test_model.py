@@ -9,7 +9,6 @@ holds, and what each request would find.
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections import deque
 from dataclasses import replace
@@ -17,30 +16,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kv_cache import page_keys
+from tests.kv_cache.short_keys import shorten_keys
 from tests.kv_cache.world import Setting, World, written
-from tests.thorough import THOROUGH
+from tests.thorough import THOROUGH, cases
 
 SHARED = Setting(prompts=((1, 2, 3), (1, 2, 3), (1, 2, 4)), max_tokens=2)
 FORKED = Setting(prompts=((1, 2, 3), (1, 2, 3), (1, 2, 3)), follows={1: 0}, max_tokens=2)
 COLLIDING = Setting(prompts=((1, 2, 3), (1, 2, 3), (4, 5, 6)), salts=("", "b", ""), max_tokens=2)
-
+LEAST_PAGES = cases(7, 6)  # one test resizes the pool in every state; with --thorough all do
 
 in_full = pytest.mark.skipif(not THOROUGH, reason="minutes each: THOROUGH=1 asks for them")
-
-
-class OneBit:
-    """Stands in for hashlib: every other page has the same key."""
-
-    def __init__(self, data: bytes = b"") -> None:
-        self._data = data
-
-    def digest(self) -> bytes:
-        return bytes([hashlib.md5(self._data).digest()[0] & 1])
-
-    @classmethod
-    def sha256(cls, data: bytes) -> OneBit:
-        return cls(data)
 
 
 def check(world: World) -> None:
@@ -184,7 +169,7 @@ def _reaching(ends: list[int], before: list[list[int]]) -> set[int]:
 
 @pytest.fixture
 def one_bit_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page_keys, "hashlib", OneBit)
+    shorten_keys(monkeypatch, bits=1)
 
 
 def test_requests_that_share_a_beginning_in_every_order() -> None:
@@ -194,7 +179,8 @@ def test_requests_that_share_a_beginning_in_every_order() -> None:
 
 @pytest.mark.slow
 def test_samples_of_one_prompt_in_every_order() -> None:
-    num_states, _ = explore(replace(FORKED, prompts=((1,), (1,), (7,)), num_host_pages=2))
+    prompts = ((1,), (1,), (7,))
+    num_states, _ = explore(replace(FORKED, prompts=prompts, num_host_pages=2, least_pages=LEAST_PAGES))
     assert num_states > 300
 
 
@@ -202,7 +188,8 @@ def test_samples_of_one_prompt_in_every_order() -> None:
 @pytest.mark.usefixtures("one_bit_keys")
 def test_tenants_and_colliding_keys_in_every_order() -> None:
     prompts = ((1, 2, 3), (1, 2, 3), (4, 5))
-    num_states, _ = explore(replace(COLLIDING, prompts=prompts, max_tokens=1, num_host_pages=2))
+    sizes = {"num_host_pages": 2, "least_pages": LEAST_PAGES}
+    num_states, _ = explore(replace(COLLIDING, prompts=prompts, max_tokens=1, **sizes))
     assert num_states > 1_000
 
 

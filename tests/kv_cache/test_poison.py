@@ -43,13 +43,6 @@ def test_poison_reaches_no_answer(attention: str, num_samples: int, scenario: st
     assert num_samples == 1 or counters.copied_pages
 
 
-def test_pages_that_move_and_swap_keep_what_they_hold(attention: str) -> None:
-    engine = device.make(attention, **SCENARIOS["all"])  # type: ignore[arg-type]
-    made = device.requests(COUNT, 3)
-    device.serve(engine, made, at_once=3, meddle=device.resize)
-    assert [tuple(each.answer.tolist()) for each in made] == list(device.alone(attention, COUNT, 3))
-
-
 def test_poison_would_be_noticed() -> None:
     engine = device.make(poisoned=True)
     (request,) = device.requests(1)

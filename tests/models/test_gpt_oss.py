@@ -12,7 +12,6 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from models.ops.reference import Ops
 from models.stacked_experts import unpacked
@@ -88,6 +87,13 @@ def test_without_the_clipped_gate_it_is_plain_torch(monkeypatch: pytest.MonkeyPa
     torch.testing.assert_close(ops.clamped_swiglu(gate_up, 1.702, 7.0), found)
 
 
+def unpacked_by_transformers(blocks: Tensor, scales: Tensor) -> Tensor:
+    """Return the weights [experts, inputs, outputs] that blocks and scales stand for."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors  # takes two seconds to import
+
+    return convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+
+
 def drawn(*shape: int) -> tuple[Tensor, Tensor]:
     """Blocks and scales of weights [*, outputs, inputs] about as large as a layer has them."""
     *outer, inputs = shape
@@ -101,7 +107,7 @@ def test_every_byte_and_scale_stands_for_what_transformers_makes_of_it() -> None
     blocks = torch.arange(256, dtype=torch.uint8).view(1, 8, 2, 16)
     for exponent in (1, 100, 127, 250):
         scales = torch.full((1, 8, 2), exponent, dtype=torch.uint8)
-        expected = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)  # [E, in, out]
+        expected = unpacked_by_transformers(blocks, scales)
         assert torch.equal(unpacked(blocks[0], scales[0]), expected[0].t())
 
 
@@ -115,7 +121,7 @@ def packed(folder: Path, *, are_apart: bool = False) -> tuple[Any, Path]:
         count, inputs, outputs = tensors.pop(name).shape
         blocks, scales = drawn(count, outputs, inputs)
         tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-        made = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+        made = unpacked_by_transformers(blocks, scales)
         model.get_parameter(name).data.copy_(made)
     config = json.loads((path / "config.json").read_text()) | {"quantization_config": MXFP4}
     (path / "config.json").write_text(json.dumps(config))

@@ -13,6 +13,7 @@ from models import weights
 from models.decoder import Decoder
 from models.linear import Linear
 from models.ops.reference import Ops
+from models.quantization import Quantization
 from models.rope import Rope, head_order
 from models.rope_config import RopeConfig
 from models.share import Share
@@ -36,8 +37,8 @@ def test_a_prompt_scores_as_in_transformers(variant: Variant, tmp_path: Path) ->
     torch.testing.assert_close(score(path, [TOKENS]).logprobs, expected, rtol=0, atol=1e-4)
 
 
-def decoder(path: Path, rank: int = 0, size: int = 1) -> Decoder:
-    config, share = config_in(path), Share(rank, size)
+def decoder(path: Path, rank: int = 0, size: int = 1, quantization: Quantization | None = None) -> Decoder:
+    config, share = replace(config_in(path), quantization=quantization), Share(rank, size)
     made = Decoder(config, Ops(), Attention(shape_of(16, share.part(config))), Rank(rank, size))
     made.pack = lambda: None  # type: ignore[method-assign]
     weights.load(made, path)
@@ -68,6 +69,21 @@ def test_ranks_read_their_rows_of_each_linear(name: str, tmp_path: Path) -> None
             is_shared = widths[number] == sizes[number]
             held = [each.split(sizes)[number] for each in own]
             assert torch.equal(held[0] if is_shared else torch.cat(held), rows)
+
+
+@pytest.mark.parametrize("name", ["glm4", "phi3"])
+def test_joined_linears_are_quantised_row_by_row_as_they_are_read(name: str, tmp_path: Path) -> None:
+    path = make(next(each for each in VARIANTS if each.name == name), tmp_path)[1]
+    for rank, size in ((0, 1), (1, 2)):
+        plain, quantised = decoder(path, rank, size), decoder(path, rank, size, Quantization(is_stored=False))
+        for linear, read in zip(linears(quantised, 1), linears(plain, 1), strict=True):
+            assert linear.weight is not None
+            assert linear.weight_scale is not None
+            assert read.weight is not None
+            assert linear.weight.dtype == torch.int8
+            scale = linear.weight_scale.view(-1, 1)
+            torch.testing.assert_close(scale[:, 0] * 127, read.weight.abs().amax(1))
+            assert ((linear.weight * scale - read.weight).abs() <= 0.5001 * scale).all()
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

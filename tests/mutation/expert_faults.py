@@ -122,7 +122,7 @@ FAULTS = {
         "    if (c->carries_tokens && c->carries_sums)\n",
         "    if (false)\n",
         "the stand-in takes what hangs on hardware",
-        "tests/virtual_npu/test_hccl.py::test_tokens_in_a_communicator_of_sums_are_refused",
+        "tests/virtual_npu/test_hccl.py::test_ranks_that_disagree_or_are_killed_are_named_at_once",
     ),
     "an_expert_twice": Fault(
         "virtual_npu/operators/dispatch.py::_known",

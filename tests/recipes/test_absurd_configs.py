@@ -21,6 +21,7 @@ from recipes.build.scoring import score
 from recipes.build.sizing import plan_memory
 from recipes.schema.recipe import CacheSection, DeviceSection, ModelSection, Recipe
 from recipes.schema.scheduler_section import SchedulerSection
+from tests.thorough import cases
 
 BASE: dict[str, Any] = {
     "vocab_size": 100,
@@ -86,10 +87,14 @@ ABSURD += [[1, 2], [[]], [None], {"a": 1}, {"a": {}}, "x" * 100_000, [0] * 100_0
 
 
 def configs(family: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """One key after the other, with each absurd value; what all families share, for one of them."""
+    """One key after the other, with each absurd value; what all families share, for one of them.
+
+    Without --thorough each other family has a third of the values of a key, and another third of the next.
+    """
     base = BASE | {"model_type": family}
-    for key in base:
-        for value in ABSURD:
+    step = 1 if family == "llama" else cases(3, 1)
+    for index, key in enumerate(base):
+        for value in ABSURD[(index + len(family)) % step :: step]:
             yield key, base | {key: value}
     for rope in ROPES if family == "llama" else ():
         for key in rope:
@@ -128,7 +133,7 @@ def test_every_key_with_every_absurd_value_is_refused_or_works(family: str) -> N
         grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
         assert grown < 500 * 1024, f"{key} took {grown} KiB"
         assert time.process_time() - began_s < 5, key
-    assert len(lines) > 300
+    assert len(lines) > number // 3
     assert not [key for key, line in lines.items() if "\n" in line or len(line) > 500]
 
 

@@ -18,7 +18,7 @@ from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT, Recipe
 from tests.device_kinds import stand_in_alone
 from tests.serving.server import PATIENCE_S
-from tests.thorough import cases
+from tests.thorough import THOROUGH, cases
 
 LATE_S = cases(25, 60)  # more than a step may take
 # Python reads it when it starts. A rank imports its attention after it has joined the others.
@@ -47,17 +47,16 @@ def generated(*options: str, environment: dict[str, str]) -> subprocess.Complete
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "options",
-    [
-        ["recipes/tiny/cpu.yaml"],
-        pytest.param(
-            ["recipes/tiny/npu.yaml", "device.virtual=true"], marks=[pytest.mark.npu, stand_in_alone]
-        ),
-    ],
-    ids=["cpu", "virtual_npu"],
+CPU = pytest.param(["recipes/tiny/cpu.yaml"], id="cpu")
+NPU = pytest.param(
+    ["recipes/tiny/npu.yaml", "device.virtual=true"],
+    id="virtual_npu",
+    marks=[pytest.mark.npu, stand_in_alone],
 )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", cases([CPU], [CPU, NPU]))
 def test_a_rank_that_loads_far_longer_than_the_others_is_waited_for(
     options: list[str], tmp_path: Path
 ) -> None:
@@ -79,6 +78,7 @@ def test_a_start_that_takes_too_long_names_the_rank_and_the_key(tmp_path: Path) 
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not THOROUGH, reason="THOROUGH=1 asks for it; tests/devices compiles on two ranks")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler")
 def test_ranks_that_find_nothing_compiled_start(tmp_path: Path) -> None:
     environment = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}

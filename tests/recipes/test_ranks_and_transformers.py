@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -22,7 +21,7 @@ import torch
 
 from tests.models.families import VARIANTS, make, wide
 from tests.test_imports import ROOT
-from tests.thorough import THOROUGH
+from tests.thorough import cases
 
 VOCABULARY = 509  # which no number of ranks divides
 NUM_LAYERS = 3  # over two stages, one and two
@@ -51,13 +50,14 @@ SETTINGS = {
         "device.compile=false", "cache.page_size=16", "cache.num_pages=14", "cache.host_gib=0.005",
     ),
 }  # fmt: skip
+SETTINGS["npu, eager"] = (*SETTINGS["npu"], "device.graphs=0")
 SPREAD = {
     "TP 2": ("parallel.tensor=2",),
     "TP 4": ("parallel.tensor=4",),  # with two key-value heads
     "PP 2": ("parallel.pipeline=2",),
     "TP 2 x PP 2": ("parallel.tensor=2", "parallel.pipeline=2"),
 }
-QUICK = (("cpu", "TP 4"), ("npu", "TP 2 x PP 2"))
+FEW = [("cpu", "TP 2 x PP 2"), ("npu", "TP 2"), ("npu", "PP 2")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,17 +105,14 @@ def spread(asked: Asked, folder: Path, *changes: str) -> dict[str, Any]:
     return found
 
 
-def cells() -> Iterator[Any]:
-    """Each kind of device with each way to spread an engine; most of them where time does not matter."""
-    for kind, way in product(SETTINGS, SPREAD):
-        marks = [pytest.mark.npu] if kind == "npu" else []
-        if (kind, way) not in QUICK:
-            marks.append(pytest.mark.skipif(not THOROUGH, reason="THOROUGH=1 asks for all"))
-        yield pytest.param(kind, way, marks=marks)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "way"), list(cells()))
+@pytest.mark.parametrize(
+    ("kind", "way"),
+    [
+        pytest.param(kind, way, marks=[] if kind == "cpu" else [pytest.mark.npu])
+        for kind, way in cases(FEW, list(product(SETTINGS, SPREAD)))
+    ],
+)
 def test_answers_over_ranks_are_those_of_transformers(
     kind: str, way: str, asked: Asked, tmp_path: Path
 ) -> None:

@@ -29,6 +29,7 @@ from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from tests.models.packed_checkpoints import AWQ
 from tests.recipes.published import GPT_OSS_20B, GPT_OSS_120B, QWEN3_30B_A3B, QWEN3_30B_A3B_GPTQ
+from tests.thorough import cases
 
 NUM_FILES = 4
 RECIPE = "recipes/qwen3_moe/qwen3_30b_a3b_910b_tp2.yaml"
@@ -137,7 +138,7 @@ def test_it_is_planned_without_being_read(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", CONFIGS)
+@pytest.mark.parametrize("form", cases(["plain", "gptq"], list(CONFIGS)))
 def test_all_of_it_is_accounted_for_without_being_read(form: str, tmp_path: Path) -> None:
     path = tmp_path / "checkpoint"
     written(path, form)

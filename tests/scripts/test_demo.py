@@ -6,26 +6,9 @@ import pytest
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 
-from benchmark.demo import RUNS
 from benchmark.offline.charts import bars, save_slots
 from benchmark.offline.timeline import StepRecord, Timeline
 from continuous_batching.counters import Counters
-from scripts.demo import main
-
-
-@pytest.mark.slow
-def test_the_demo_prints_answers_and_a_table_of_both_ways_and_draws_them(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    uncompiled = {name: [*overrides, "device.compile=false"] for name, overrides in RUNS.items()}
-    monkeypatch.setattr("scripts.demo.RUNS", uncompiled)
-    picture = tmp_path / "demo.png"
-    main(["--requests", "12", "--rate", "1000", "--output", str(picture)])
-    printed = capsys.readouterr().out
-    assert printed.count("->") == 6
-    for heading in (*RUNS, "requests/s", "time to first token, p99, ms", "pages in use"):
-        assert heading in printed
-    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_legend_lies_outside_of_the_bars(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

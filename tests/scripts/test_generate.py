@@ -13,6 +13,7 @@ import pytest
 from benchmark.recordings.recording_file import CUT_SHORT
 from continuous_batching.system_error import in_one_line
 from recipes.build.engine import build
+from recipes.schema import verb
 from recipes.schema.reader import load
 from recipes.tiny.corpus import messages
 from scripts.generate import main
@@ -83,13 +84,17 @@ def test_answers_do_not_depend_on_how_they_are_scheduled(tmp_path: Path) -> None
         ([RECIPE, "--input", "-"], "--output is missing"),
     ],
 )
-def test_what_is_unusable_ends_with_one_line_and_status_2(arguments: list[str], message: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "scripts.generate", *arguments], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 2
-    assert message in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+def test_what_is_unusable_ends_with_one_line_and_status_2(
+    arguments: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["generate", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        verb.run(main)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert (ended.value.code, message in line) == (2, True), line
 
 
 def test_a_line_that_is_no_unicode_fails_alone() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import ssl
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -136,10 +138,44 @@ def texts(folders: dict[str, Path]) -> dict[str, Text]:
     return {kind: text for kind, text in loaded.items() if text is not None}
 
 
+@pytest.fixture(scope="session", autouse=True)
+def certificates_are_read_once() -> Iterator[None]:
+    """Each client of HTTP that is made would read all of the system's for 20 ms, and none here needs any."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ssl, "create_default_context", functools.cache(ssl.create_default_context))
+        yield
+
+
 @pytest.fixture(scope="session")
 def shared() -> Iterator[Server]:
     """A server for all tests that leave it as it is: the tiny model, called tiny."""
-    server = started((TINY, "server.max_requests=64", "--cors-origin", "https://page.example"))
+    origin = ("--cors-origin", "https://page.example")
+    server = started((TINY, "server.max_requests=64", "--log-requests", *origin))
+    yield server
+    assert server.close() == 0
+
+
+@pytest.fixture(scope="session")
+def thinker() -> Iterator[Server]:
+    """A server of the tiny model that may call tools and think."""
+    server = started((TINY, "server.tool_format=hermes", "server.reasoning=think"))
+    yield server
+    assert server.close() == 0
+
+
+@pytest.fixture(scope="session")
+def pooled() -> Iterator[Server]:
+    """A server of the tiny model that gives embeddings, of which none fits into a step."""
+    few = ("scheduler.max_batch_tokens=16", "scheduler.num_slots=4")
+    server = started((TINY, "model.pooling=mean", *few))
+    yield server
+    assert server.close() == 0
+
+
+@pytest.fixture(scope="session")
+def agent() -> Iterator[Server]:
+    """A server of the model that was trained to call tools."""
+    server = started(("recipes/tiny/agent.yaml", "server.drain_s=0"))
     yield server
     assert server.close() == 0
 

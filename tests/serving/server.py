@@ -82,6 +82,7 @@ class Server:
     def ready(self) -> Server:
         """Once it takes requests."""
         try:
+            self.wait_for(r"ready .*process \d+")  # of its first engine
             self.wait_until("/ready", 200)
         except (AssertionError, httpx.HTTPError):
             self.process.kill()
@@ -121,6 +122,12 @@ class Server:
             self._listener.join()
             assert self.process.stderr is not None
             self.process.stderr.close()
+
+
+def defects(server: Server, since: int) -> list[str]:
+    """The lines of its log, from `since` on, that tell of a fault of its own."""
+    signs = ("Traceback", "a defect", "ended by")
+    return [line for line in server.log[since:] if any(each in line for each in signs)]
 
 
 def started(arguments: Sequence[str] = (TINY,)) -> Server:

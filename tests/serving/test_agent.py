@@ -20,7 +20,6 @@ from tests.serving.server import PATIENCE_S, Server
 from tests.test_imports import ROOT
 from tests.thorough import cases
 
-AGENT = "recipes/tiny/agent.yaml"
 NUMBER = {"type": "integer"}
 
 
@@ -38,16 +37,9 @@ TOOLS = [tool("add", a=NUMBER, b=NUMBER), tool("price", item={"type": "string", 
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[Server]:
-    server = Server(AGENT).ready()
-    yield server
-    assert server.close() == 0
-
-
-@pytest.fixture(scope="module")
-def client(served: Server) -> Iterator[openai.OpenAI]:
+def client(agent: Server) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(
-        base_url=f"{served.url}/v1", api_key="any", max_retries=0, timeout=PATIENCE_S
+        base_url=f"{agent.url}/v1", api_key="any", max_retries=0, timeout=PATIENCE_S
     ) as client:
         yield client
 
@@ -94,7 +86,7 @@ class StreamedLoop(Loop):
             return stream.get_final_completion().choices[0].message
 
 
-@pytest.mark.parametrize("kind", [Loop, StreamedLoop])
+@pytest.mark.parametrize("kind", cases((StreamedLoop,), (Loop, StreamedLoop)))
 def test_it_plans_calls_and_answers(client: openai.OpenAI, kind: type[Loop]) -> None:
     loop = kind(client, {"lamp": 348, "clock": 275})
     assert loop.ask("What do the lamp and the clock cost together?") == (
@@ -115,7 +107,7 @@ def test_one_call_at_a_time(client: openai.OpenAI) -> None:
 def test_most_loops_end_with_the_right_answer(client: openai.OpenAI) -> None:
     draw = random.Random(3)
     num_right = 0
-    for _ in range(cases(10, 200)):
+    for _ in range(cases(3, 200)):
         one, other = draw.sample(ITEMS, 2)
         prices = {one: draw.randrange(1000), other: draw.randrange(1000)}
         try:
@@ -123,7 +115,7 @@ def test_most_loops_end_with_the_right_answer(client: openai.OpenAI) -> None:
         except (KeyError, AssertionError):
             continue
         num_right += answer == json.dumps({"total": sum(prices.values())})
-    assert num_right >= cases(8, 170)
+    assert num_right >= cases(2, 170)
 
 
 def test_it_says_where_it_needs_no_tool_or_has_none(client: openai.OpenAI) -> None:
@@ -165,8 +157,7 @@ def test_its_last_answer_can_be_held_to_a_schema(client: openai.OpenAI) -> None:
     assert json.loads(message.content) == {"sum": 42}
 
 
-@pytest.mark.parametrize("kind", [Loop, StreamedLoop])
-@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize(("kind", "strict"), cases([(Loop, True)], [(Loop, True), (StreamedLoop, False)]))
 def test_a_form_of_the_last_answer_leaves_room_for_calls(
     client: openai.OpenAI, kind: type[Loop], strict: bool
 ) -> None:
@@ -195,12 +186,12 @@ def test_a_message_may_come_back_with_what_litellm_keeps_in_it(client: openai.Op
     assert json.loads(call.function.arguments) == {"a": 12, "b": 30}
 
 
-def test_the_page_s_loop_runs_as_it_stands_there(served: Server, tmp_path: Path) -> None:
+def test_the_page_s_loop_runs_as_it_stands_there(agent: Server, tmp_path: Path) -> None:
     page = (ROOT / "docs/tools.md").read_text(encoding="utf-8")
     found = re.search(r"then runs this loop:\n\n(.*?)\nIt prints:\n\n(.*?)\n(?=\S)", page, re.DOTALL)
     assert found is not None
     program, printed = map(textwrap.dedent, found.groups())
-    (tmp_path / "loop.py").write_text(program.replace("http://127.0.0.1:8471", served.url))
+    (tmp_path / "loop.py").write_text(program.replace("http://127.0.0.1:8471", agent.url))
     done = subprocess.run(
         [sys.executable, "loop.py"], cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S
     )

@@ -23,26 +23,22 @@ PARAMS = [
 Value = TypeVar("Value")
 
 
-def with_llm(use: Callable[[AsyncLLM], Awaitable[Value]]) -> Value:
+async def with_llm(use: Callable[[AsyncLLM], Awaitable[Value]]) -> Value:
     """What `use` makes of an engine that is ready."""
-
-    async def run() -> Value:
-        llm = AsyncLLM(RECIPE, *SMALL)
-        llm.start()
-        try:
-            await llm.ready()
-            return await use(llm)
-        finally:
-            await llm.close()
-
-    return asyncio.run(run())
+    llm = AsyncLLM(RECIPE, *SMALL, "server.spare_engine=false")
+    llm.start()
+    try:
+        await llm.ready()
+        return await use(llm)
+    finally:
+        await llm.close()
 
 
 async def outputs_of(llm: AsyncLLM, index: int) -> list[RequestOutput]:
     return [each async for each in llm.generate(PROMPTS[index], PARAMS[index], str(index))]
 
 
-def test_answers_grow_to_those_of_a_program_by_itself() -> None:
+def test_answers_grow_to_those_of_a_program_by_itself_and_are_found_by_their_ids() -> None:
     async def use(llm: AsyncLLM) -> list[list[RequestOutput]]:
         grown = await asyncio.gather(*(outputs_of(llm, index) for index in range(len(PROMPTS))))
         with pytest.raises(BadRequest, match="top_p"):
@@ -52,9 +48,10 @@ def test_answers_grow_to_those_of_a_program_by_itself() -> None:
         await stream.aclose()
         while llm.num_requests:  # its slot comes back when the engine has heard of it
             await asyncio.sleep(0.01)
+        await found_by_id_while_open(llm)
         return grown
 
-    grown = with_llm(use)
+    grown = asyncio.run(with_llm(use))
     alone = LLM(RECIPE, *SMALL).generate(PROMPTS, PARAMS, use_tqdm=False)
     for outputs, whole in zip(grown, alone):
         last = outputs[-1]
@@ -73,20 +70,18 @@ async def outputs_of_one(llm: AsyncLLM, params: SamplingParams) -> list[RequestO
     return [each async for each in llm.generate("1+1=", params, "one")]
 
 
-def test_a_request_is_found_by_the_id_that_was_told_while_it_is_open() -> None:
-    async def use(llm: AsyncLLM) -> None:
-        asked = {"prompt": "One day", "max_tokens": 500, "ignore_eos": True}
-        parts = await llm.ask([asked | {"id": f"cmpl-a-{index}"} for index in range(2)], group="cmpl-a")
-        (other,) = await llm.ask([asked | {"id": "cmpl-b"}])
-        assert (llm.find("cmpl-a"), llm.find("cmpl-b")) == (parts, [other])
-        for wrong in ("cmpl", "cmpl-a-1", "cmpl-b-0", "a", ""):
-            assert not llm.find(wrong), wrong
-        llm.abort(parts[0])
-        assert llm.find("cmpl-a") == parts[1:]
-        llm.abort(parts[1])
-        assert not llm.find("cmpl-a"), "the engine may not have heard of it yet"
-        llm.abort(other)
-        while llm.num_requests:
-            await asyncio.sleep(0.01)
-
-    with_llm(use)
+async def found_by_id_while_open(llm: AsyncLLM) -> None:
+    """A request is found by the id that was told."""
+    asked = {"prompt": "One day", "max_tokens": 500, "ignore_eos": True}
+    parts = await llm.ask([asked | {"id": f"cmpl-a-{index}"} for index in range(2)], group="cmpl-a")
+    (other,) = await llm.ask([asked | {"id": "cmpl-b"}])
+    assert (llm.find("cmpl-a"), llm.find("cmpl-b")) == (parts, [other])
+    for wrong in ("cmpl", "cmpl-a-1", "cmpl-b-0", "a", ""):
+        assert not llm.find(wrong), wrong
+    llm.abort(parts[0])
+    assert llm.find("cmpl-a") == parts[1:]
+    llm.abort(parts[1])
+    assert not llm.find("cmpl-a"), "the engine may not have heard of it yet"
+    llm.abort(other)
+    while llm.num_requests:
+        await asyncio.sleep(0.01)

@@ -211,7 +211,7 @@ def test_bodies_of_other_paths_stay_small(served: Server) -> None:
 
 @pytest.mark.slow
 def test_after_kills_of_the_server_each_line_is_answered_once(tmp_path: Path) -> None:
-    num_lines, num_kills = cases((200, 2), (1000, 5))
+    num_lines, num_kills = cases((100, 1), (1000, 5))
     answered_once(tmp_path, num_lines, num_kills)
 
 

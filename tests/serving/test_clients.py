@@ -64,10 +64,8 @@ def test_langchains_client(shared: Server, tmp_path: Path) -> None:
 
 @needs_clients
 @pytest.mark.slow
-def test_langchains_and_litellms_tools(tmp_path: Path) -> None:
-    agent = Server("recipes/tiny/agent.yaml").ready()
+def test_langchains_and_litellms_tools(agent: Server, tmp_path: Path) -> None:
     assert run(PYTHON, SCRIPTS / "tools.py", agent.url, folder=tmp_path) == "passed\n"
-    assert agent.close() == 0
 
 
 @pytest.fixture(scope="module")

@@ -107,13 +107,6 @@ def test_a_chat_is_told_of_its_own_log_probabilities(http: httpx.Client) -> None
     )
 
 
-def test_too_long_a_prompt_is_told_the_limit(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError) as refusal:
-        client.completions.create(model="tiny", prompt=[[5] * 2040], max_tokens=100)
-    assert "2140" in refusal.value.message
-    assert "2048" in refusal.value.message
-
-
 def test_an_unknown_model_is_not_found(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="there is no model 'other'; this server serves 'tiny'"):
         client.completions.create(model="other", prompt="a")
@@ -129,18 +122,6 @@ def test_a_wrong_method_is_told_the_right_one(http: httpx.Client) -> None:
     assert response.status_code == 405
     assert response.headers["allow"] == "POST"
     error_of(response)
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        {"prompt": [5, 1024]},
-        {"prompt": [-1]},
-        {"prompt": "a", "logit_bias": {"99999": 1}},
-    ],
-)
-def test_a_token_id_out_of_range_is_refused(http: httpx.Client, body: dict[str, Any]) -> None:
-    assert any(number in refused(http, body)["message"] for number in ("1024", "-1", "99999"))
 
 
 @pytest.mark.parametrize(
@@ -172,7 +153,7 @@ def test_a_field_that_asks_for_nothing_is_let_pass(http: httpx.Client) -> None:
     assert http.post("/v1/chat/completions", json=body).status_code == 200
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"[" * 9999, b"\xff"])
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b'"a"', b'{"a":1}' * 2, b"[" * 9999, b"\xff"])
 def test_what_is_no_json_object_is_refused(http: httpx.Client, body: bytes) -> None:
     response = http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
     assert response.status_code == 400
@@ -183,9 +164,8 @@ def test_what_is_no_json_object_is_refused(http: httpx.Client, body: bytes) -> N
 
 @pytest.fixture(scope="module")
 def guarded() -> Iterator[Server]:
-    """With a key, a small queue and small bodies; what follows leads it from its start to its end."""
-    limits = ("server.max_requests=2", "server.max_body_mib=0.01")
-    server = Server(TINY, *limits, environment={"API_KEY": "secret"})
+    """With a key and a small queue; what follows leads it from its start to its end."""
+    server = Server(TINY, "server.max_requests=2", environment={"API_KEY": "secret"})
     yield server
     assert server.close() == 0
 
@@ -214,18 +194,6 @@ def test_a_missing_or_wrong_key_is_refused(guarded: Server) -> None:
     wrong = openai.OpenAI(base_url=f"{guarded.url}/v1", api_key="wrong", max_retries=0)
     with wrong, pytest.raises(openai.AuthenticationError):
         wrong.models.list()
-
-
-def test_too_long_a_body_is_refused(guest: httpx.Client) -> None:
-    response = guest.post("/v1/completions", json={"prompt": "a" * 20_000})
-    assert response.status_code == 413
-    assert "max_body_mib" in error_of(response)["message"]
-
-    def endless() -> Iterator[bytes]:
-        yield from [b"a" * 1000] * 20
-
-    headers = {"content-type": "application/json"}
-    assert guest.post("/v1/completions", content=endless(), headers=headers).status_code == 413
 
 
 def test_more_samples_than_the_server_ever_takes_are_refused(guarded: Server, guest: httpx.Client) -> None:

@@ -20,7 +20,7 @@ from tests.thorough import cases
 # Slots and pages for all: nobody waits, and nobody is preempted
 ROOM = ("scheduler.num_slots=256", "scheduler.max_batch_tokens=512", "cache.num_pages=6144")
 # As many as the longest answer that is read here: a busy machine that holds up the event loop cuts off none
-LIMITS = ("server.max_unread_tokens=400", "server.spare_engine=false")
+LIMITS = ("server.max_unread_tokens=120", "server.spare_engine=false")
 
 
 @pytest.fixture(scope="module")
@@ -70,14 +70,6 @@ def test_who_sends_a_line_between_requests_is_not_kept_for_ever(served: Served) 
         assert client.recv(1 << 16) == b"", "closed, and nothing said"
 
 
-def test_who_asks_and_sends_no_more_is_answered(served: Served) -> None:
-    with served.five_checks(neighbours=0), connected(served) as client:
-        client.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
-        client.shutdown(socket.SHUT_WR)
-        answer = b"".join(iter(lambda: client.recv(4096), b""))
-        assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
-
-
 LONG: dict[str, object] = {"prompt": "One day", "max_tokens": 1500, "ignore_eos": True}
 GET = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
 LARGE = request({"prompt": "a" * 3 * 2**19})
@@ -108,18 +100,18 @@ def test_who_goes_away_with_requests_waiting_is_noticed(served: Served, behind: 
 @pytest.mark.parametrize("behind", [LARGE, GET * 500], ids=len)
 def test_too_much_behind_a_request_is_refused_in_its_turn(served: Served, behind: bytes) -> None:
     with served.five_checks(neighbours=0), connected(served) as client:
-        client.sendall(request(LONG | {"max_tokens": 400}) + behind)
+        client.sendall(request(LONG | {"max_tokens": 120}) + behind)
         answer = b"".join(iter(lambda: client.recv(1 << 16), b""))
         first, _, rest = answer.partition(b"}HTTP/1.1 ")
         assert first.startswith(b"HTTP/1.1 200 OK\r\n")
-        assert b'"completion_tokens":400' in first
+        assert b'"completion_tokens":120' in first
         assert (b"HTTP/1.1 " + rest).count(b"HTTP/1.1 413 ") == 1
         assert b"may wait on one connection" in rest.rpartition(b"HTTP/1.1 ")[2]
 
 
 def test_a_refusal_stands_behind_an_answer_and_not_in_it(served: Served) -> None:
     with served.five_checks(neighbours=0), connected(served) as client:
-        client.sendall(request(LONG | {"stream": True, "max_tokens": 200}))
+        client.sendall(request(LONG | {"stream": True, "max_tokens": 120}))
         told = client.recv(1 << 16)
         assert told.startswith(b"HTTP/1.1 200 OK\r\n")
         client.sendall(b"no HTTP\r\n\r\n")
@@ -139,7 +131,7 @@ def test_a_connection_outlives_a_pause(served: Served) -> None:
             time.sleep(pause_s)
 
 
-@pytest.mark.parametrize("number", [4, pytest.param(cases(30, 200), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", cases((4,), (4, 200)))
 def test_who_does_not_read_is_cut_off(served: Served, number: int) -> None:
     body = {"prompt": "One day", "max_tokens": 1500, "ignore_eos": True, "stream": True, "logprobs": 5}
     cut = served.llm.stats.aborts["slow_reader"]
@@ -159,15 +151,15 @@ def test_who_does_not_read_is_cut_off(served: Served, number: int) -> None:
             client.close()
 
 
-@pytest.mark.parametrize(
-    "sent", [b"", b"POST /v1/comp", request({"prompt": "1+1="})[:-3]], ids=["nothing", "head", "body"]
-)
-def test_who_sends_half_a_request_is_not_waited_for(served: Served, sent: bytes) -> None:
+def test_who_sends_half_a_request_is_not_waited_for(served: Served) -> None:
     with served.five_checks():
-        clients = [connected(served) for _ in range(20)]
-        for client in clients:
-            client.sendall(sent)
-        for client in clients:
+        clients = {}
+        for sent in (b"", b"POST /v1/comp", request({"prompt": "1+1="})[:-3]):
+            for _ in range(8):
+                client = connected(served)
+                client.sendall(sent)
+                clients[client] = sent
+        for client, sent in clients.items():
             answer = b"".join(iter(lambda: client.recv(4096), b""))  # noqa: B023 - used at once
             assert answer.startswith(b"HTTP/1.1 408 " if sent else b"")
             assert bool(answer) == bool(sent)

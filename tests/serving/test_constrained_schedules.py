@@ -32,6 +32,7 @@ from recipes.schema.recipe import ROOT
 from serving.grammars.matching import Grammars
 from serving.text.request_fields import parse_request
 from serving.text.tokenizer import Text
+from tests.thorough import cases
 
 RECIPE = ROOT / "recipes/tiny/cpu.yaml"
 PLAIN = ("cache.num_pages=300", "scheduler.num_slots=8", "scheduler.max_batch_tokens=64", "device.threads=1")
@@ -289,7 +290,7 @@ def test_a_neighbour_goes_on_while_a_mask_takes_long(way: tuple[str, ...], tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["parallel.tensor=2", "parallel.pipeline=2"])
+@pytest.mark.parametrize("way", cases(["parallel.tensor=2"], ["parallel.tensor=2", "parallel.pipeline=2"]))
 def test_ranks_and_stages_give_the_same_tokens(way: str, alone: dict[str, list[int]]) -> None:
     built = build(load(RECIPE, [*PLAIN, *WAYS["overlap"], way]))
     try:

@@ -108,33 +108,17 @@ def test_a_request_may_do_without(settings: tuple[str, ...], plain: list[list[tu
 
 
 @BOTH
-def test_a_served_answer_ends_where_it_does_without_drafts(
+def test_a_served_answer_ends_where_it_does_without_drafts_and_what_was_guessed_is_counted_and_shown(
     settings: tuple[str, ...], plain: list[list[tuple[object, ...]]]
 ) -> None:
-    async def use() -> list[Any]:
-        llm = AsyncLLM(RECIPE, *settings)
+    async def use() -> tuple[list[Any], dict[str, dict[str, float]], str]:
+        llm = AsyncLLM(RECIPE, *settings, "server.spare_engine=false")
         llm.start()
         try:
             await llm.ready()
             last = []
             for number, params in enumerate(PARAMS):
                 last.append([each async for each in llm.generate(PROMPT, params, str(number))][-1])
-            return last
-        finally:
-            await llm.close()
-
-    assert answers(asyncio.run(use())) == plain
-
-
-@BOTH
-def test_what_was_guessed_is_counted_and_shown(settings: tuple[str, ...]) -> None:
-    async def use() -> tuple[dict[str, dict[str, float]], str]:
-        llm = AsyncLLM(RECIPE, *settings)
-        llm.start()
-        try:
-            await llm.ready()
-            async for _ in llm.generate(PROMPT, PARAMS[0], "0"):
-                pass
             while not llm.stats.is_idle:  # the beat after the end tells all
                 await asyncio.sleep(0.01)
             exposition = Exposition(llm.stats, "tiny", lambda: None)
@@ -142,11 +126,12 @@ def test_what_was_guessed_is_counted_and_shown(settings: tuple[str, ...]) -> Non
             shown = Console(width=100, file=StringIO())
             before = replace(scrape, at_s=0.0, values={})
             shown.print(frame(scrape, before))
-            return scrape.values, shown.file.getvalue()
+            return last, scrape.values, shown.file.getvalue()
         finally:
             await llm.close()
 
-    values, shown = asyncio.run(use())
+    found, values, shown = asyncio.run(use())
+    assert answers(found) == plain
     spans, drafts, right = (
         values[f"vllm:spec_decode_num_{each}_total"][""]
         for each in ("drafts", "draft_tokens", "accepted_tokens")

@@ -27,19 +27,10 @@ WEIGHTS = ROOT / "recipes/tiny/weights"
 TEXTS = ["348+275=623. Ben has 506 books and gets 3 more.", "狐狸是红色的，跑得很快。", "One day"]
 
 
-@pytest.fixture(scope="module")
-def served() -> Iterator[Server]:
-    server = Server(
-        TINY, "model.pooling=mean", "scheduler.max_batch_tokens=16", "scheduler.num_slots=4"
-    ).ready()
-    yield server
-    assert server.close() == 0
-
-
 @pytest.fixture
-def client(served: Server) -> Iterator[openai.OpenAI]:
+def client(pooled: Server) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(
-        base_url=f"{served.url}/v1", api_key="any", max_retries=0, timeout=PATIENCE_S
+        base_url=f"{pooled.url}/v1", api_key="any", max_retries=0, timeout=PATIENCE_S
     ) as client:
         yield client
 
@@ -71,9 +62,9 @@ def test_embeddings_are_those_of_transformers(client: openai.OpenAI) -> None:
     np.testing.assert_allclose(as_numbers.data[0].embedding, answer.data[0].embedding, atol=1e-6)
 
 
-def test_a_text_and_its_tokens_have_the_same_embedding(client: openai.OpenAI, served: Server) -> None:
+def test_a_text_and_its_tokens_have_the_same_embedding(client: openai.OpenAI, pooled: Server) -> None:
     body = {"prompt": TEXTS[0]}
-    tokens = httpx.post(f"{served.url}/tokenize", json=body, timeout=PATIENCE_S).json()["tokens"]
+    tokens = httpx.post(f"{pooled.url}/tokenize", json=body, timeout=PATIENCE_S).json()["tokens"]
     found = [
         client.embeddings.create(model="tiny", input=given).data[0].embedding
         for given in (TEXTS[0], tokens, [tokens])

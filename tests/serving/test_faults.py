@@ -78,7 +78,7 @@ async def leave_often(url: str, number: int, seed: int = 0) -> None:
         await asyncio.gather(*(one(session) for _ in range(number)))
 
 
-@pytest.mark.parametrize("number", [60, pytest.param(cases(300, 1000), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", cases((60,), (60, 1000)))
 def test_who_goes_away_leaves_nothing_behind(served: Served, number: int) -> None:
     aborted = served.llm.stats.aborts["disconnect"]
     with served.five_checks():
@@ -128,20 +128,18 @@ async def lose(served: Served, number: signal.Signals, said: str) -> None:
     served.call(served.llm.ready())
 
 
-COUNTS = [1, pytest.param(cases(4, 20), marks=pytest.mark.slow)]
+NUM_LOST = cases(1, 20)
 
 
-@pytest.mark.parametrize("number", COUNTS)
-def test_a_killed_engine_is_told_at_once(served: Served, number: int) -> None:
+def test_a_killed_engine_is_told_at_once(served: Served) -> None:
     with served.five_checks(survives=False):
-        for _ in range(number):
+        for _ in range(NUM_LOST):
             asyncio.run(lose(served, signal.SIGKILL, "the engine's process ended by signal 9"))
 
 
-@pytest.mark.parametrize("number", COUNTS)
-def test_a_stopped_engine_is_ended(served: Served, number: int) -> None:
+def test_a_stopped_engine_is_ended(served: Served) -> None:
     with served.five_checks(survives=False):
-        for _ in range(number):
+        for _ in range(NUM_LOST):
             asyncio.run(lose(served, signal.SIGSTOP, "it may be silent for 0.5 s"))
 
 

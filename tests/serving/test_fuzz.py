@@ -22,93 +22,26 @@ import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis.specs.openapi.schemas import OpenApiSchema
 
-from tests.serving.server import PATIENCE_S, Server, started
+from tests.serving.server import PATIENCE_S, Server, defects
+from tests.thorough import cases
 
-NUM_INPUTS = int(os.environ.get("FUZZ_INPUTS", "2000"))
+NUM_INPUTS = int(os.environ.get("FUZZ_INPUTS", cases("300", "2000")))
 STALL_S = float(os.environ.get("FUZZ_STALL_S", PATIENCE_S))  # a machine at rest is asked for 1
+# fmt: off
 WORDS = [
-    *(
-        b"GET",
-        b"POST",
-        b"OPTIONS",
-        b"HTTP/1.1",
-        b" ",
-        b"\r\n",
-        b"\r\n\r\n",
-        b":",
-        b"/v1/completions",
-        b"/health",
-    ),
-    *(
-        b"content-length: 5",
-        b"content-length: 99999999999",
-        b"transfer-encoding: chunked",
-        b"5\r\nhello\r\n0\r\n\r\n",
-    ),
-    *(
-        b"host: localhost",
-        b"expect: 100-continue",
-        b"upgrade: websocket",
-        b"connection: upgrade",
-        b"\x00",
-        b"\xff",
-    ),
-    *(
-        b"authorization: Bearer a",
-        b"content-type: application/json",
-        b'{"prompt":',
-        b"[[",
-        b"NaN",
-        b"%00%ff",
-        b"\n",
-    ),
+    b"GET", b"POST", b"OPTIONS", b"HTTP/1.1", b" ", b"\r\n", b"\r\n\r\n", b":", b"/v1/completions",
+    b"/health", b"content-length: 5", b"content-length: 99999999999", b"transfer-encoding: chunked",
+    b"5\r\nhello\r\n0\r\n\r\n", b"host: localhost", b"expect: 100-continue", b"upgrade: websocket",
+    b"connection: upgrade", b"\x00", b"\xff", b"authorization: Bearer a", b"content-type: application/json",
+    b'{"prompt":', b"[[", b"NaN", b"%00%ff", b"\n",
 ]
 VALUES: list[Any] = [
-    *(
-        None,
-        True,
-        False,
-        0,
-        1,
-        -1,
-        2,
-        129,
-        2**31,
-        2**63,
-        2**64,
-        -(2**70),
-        0.5,
-        -0.0,
-        1e308,
-        float("nan"),
-        float("inf"),
-    ),
-    *(
-        "",
-        "a",
-        "\x00",
-        "\ud800",
-        "é" * 300,
-        "<|user|>",
-        "1+1=",
-        [],
-        {},
-        [[]],
-        [None],
-        [1, 2],
-        ["a"],
-        [[1]],
-        {"a": 1},
-    ),
-    *(
-        [{"role": "user", "content": "1+1="}],
-        [{"role": "user"}],
-        [{}],
-        {"5": 1},
-        {"x": 1},
-        {"include_usage": True},
-    ),
+    None, True, False, 0, 1, -1, 2, 129, 2**31, 2**63, 2**64, -(2**70), 0.5, -0.0, 1e308,
+    float("nan"), float("inf"), "", "a", "\x00", "\ud800", "é" * 300, "<|user|>", "1+1=",
+    [], {}, [[]], [None], [1, 2], ["a"], [[1]], {"a": 1}, [{"role": "user", "content": "1+1="}],
+    [{"role": "user"}], [{}], {"5": 1}, {"x": 1}, {"include_usage": True},
 ]
+# fmt: on
 
 
 class Watch:
@@ -137,16 +70,13 @@ class Watch:
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    server = started()
-    with Watch(server.url) as watch:
-        yield server
-    assert httpx.post(f"{server.url}/v1/completions", json={"prompt": "348+275="}, timeout=PATIENCE_S).json()[
-        "usage"
-    ]
-    assert server.close() == 0
-    defects = [line for line in server.log if "Traceback" in line or "a defect" in line or "ended by" in line]
-    assert not defects
+def server(shared: Server) -> Iterator[Server]:
+    since = len(shared.log)
+    with Watch(shared.url) as watch:
+        yield shared
+    body = {"prompt": "348+275="}
+    assert httpx.post(f"{shared.url}/v1/completions", json=body, timeout=PATIENCE_S).json()["usage"]
+    assert not defects(shared, since)
     print(f"longest wait for /health: {watch.longest_s:.3f} s")
     assert watch.longest_s <= STALL_S
 
@@ -238,17 +168,9 @@ def fuzz_schema(server: Server, num_inputs: int) -> Counter[int]:
     return statuses
 
 
-def test_a_few_inputs(server: Server) -> None:
-    statuses = fuzz_bodies(server, 120, seed=0)
-    assert statuses[200] > 10
-    assert statuses[400] > 10
-    assert fuzz_bytes(server, 60, seed=0)
-    assert fuzz_schema(server, 30)
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_many_inputs(server: Server) -> None:
-    print(fuzz_bodies(server, NUM_INPUTS // 2, seed=1))
-    print(fuzz_bytes(server, NUM_INPUTS // 4, seed=1))
-    print(fuzz_schema(server, NUM_INPUTS // 4))
+    statuses = fuzz_bodies(server, NUM_INPUTS // 2, seed=0)
+    print(statuses, fuzz_bytes(server, NUM_INPUTS // 4, seed=0), fuzz_schema(server, NUM_INPUTS // 4))
+    assert statuses[200] > NUM_INPUTS / 25
+    assert statuses[400] > NUM_INPUTS / 25

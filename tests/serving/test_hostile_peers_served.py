@@ -12,9 +12,9 @@ import pytest
 
 from kv_cache.exchange.messages import HEAD, Hello, NotSent, PagesWanted, Unfit, Welcome
 from tests.serving.hostile_peer import AnswersPeer
+from tests.serving.router.test_prompts_apart import free_port
 from tests.serving.server import PATIENCE_S, TINY, Server
 from tests.serving.test_hostile_peers import BAD_WISHES, NO_WISHES, WISH
-from tests.serving.test_prompts_apart import free_port
 
 BODY = {
     "model": "tiny",

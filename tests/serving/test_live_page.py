@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import shutil
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -18,7 +17,7 @@ from recipes.schema.recipe import ROOT
 from serving.api.live_page import CACHED, FREE, HELD, SHARED, page_map
 from serving.engine.messages import View
 from serving.text.tokenizer import Text
-from tests.serving.server import PATIENCE_S, TINY, Server, started
+from tests.serving.server import PATIENCE_S, Server
 
 FORM = {
     "type": "object",
@@ -29,20 +28,6 @@ TOOL, OTHER = (
     {"type": "function", "function": {"name": name, "parameters": FORM}} for name in ("secret", "other")
 )
 LONG = {"prompt": "One day", "max_tokens": 1500, "ignore_eos": True, "stream": True}
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    server = started([TINY, "server.drain_s=0"])
-    yield server
-    assert server.close() == 0
-
-
-@pytest.fixture(scope="module")
-def agent() -> Iterator[Server]:
-    server = started(["recipes/tiny/agent.yaml", "server.drain_s=0"])
-    yield server
-    assert server.close() == 0
 
 
 def agent_ends() -> tuple[int, ...]:
@@ -70,11 +55,11 @@ def test_a_cell_of_many_pages_is_what_most_of_them_are() -> None:
     assert cells.tolist() == [HELD, *[FREE] * 4094, SHARED]
 
 
-def test_what_lies_where_is_told_while_a_request_runs(server: Server) -> None:
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=LONG, timeout=PATIENCE_S) as answer:
+def test_what_lies_where_is_told_while_a_request_runs(shared: Server) -> None:
+    with httpx.stream("POST", f"{shared.url}/v1/completions", json=LONG, timeout=PATIENCE_S) as answer:
         lines = answer.iter_lines()  # kept: a response whose iterator is gone is closed
         first = json.loads(next(lines).removeprefix("data: "))
-        with httpx.stream("GET", f"{server.url}/live", timeout=PATIENCE_S) as live:
+        with httpx.stream("GET", f"{shared.url}/live", timeout=PATIENCE_S) as live:
             assert live.headers["content-type"].startswith("text/event-stream")
             events = (json.loads(line[6:]) for line in live.iter_lines() if line)
             event = next(each for each in events if any(each["slots"]))
@@ -115,14 +100,14 @@ def test_it_tells_what_kind_of_answer_is_asked_for(
     assert "secret" not in json.dumps(event), "who looks may be another than who asked"
 
 
-def test_it_is_drawn_in_a_browser_of_a_phone(server: Server) -> None:
+def test_it_is_drawn_in_a_browser_of_a_phone(shared: Server) -> None:
     sync_api = pytest.importorskip("playwright.sync_api", reason="bash scripts/setup.sh browser")
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
     if chromium is None:
         pytest.skip("no chromium is installed")
     request = LONG | {"n": 4}
     with (
-        httpx.stream("POST", f"{server.url}/v1/completions", json=request, timeout=PATIENCE_S) as answer,
+        httpx.stream("POST", f"{shared.url}/v1/completions", json=request, timeout=PATIENCE_S) as answer,
         sync_api.sync_playwright() as playwright,
     ):
         lines = answer.iter_lines()
@@ -134,7 +119,7 @@ def test_it_is_drawn_in_a_browser_of_a_phone(server: Server) -> None:
         page.on("console", lambda line: errors.append(line.text) if line.type == "error" else None)
         requests: list[str] = []
         page.on("request", lambda request: requests.append(request.url))
-        page.goto(server.url)
+        page.goto(shared.url)
         page.locator("#running").filter(has_text="4 of 32").wait_for()
         assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
         for name in ("slots", "map"):
@@ -147,4 +132,4 @@ def test_it_is_drawn_in_a_browser_of_a_phone(server: Server) -> None:
         assert page.text_content("#state") == "ready"
         browser.close()
     assert not errors
-    assert all(each.startswith(server.url) for each in requests)
+    assert all(each.startswith(shared.url) for each in requests)

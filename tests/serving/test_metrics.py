@@ -68,7 +68,7 @@ def server() -> Iterator[Server]:
     post(server, {"prompt": f"{CANARY} 348+275=", "max_tokens": 8, "n": 2})
     post(server, {"prompt": CANARY, "max_tokens": 4, "stream": True})
     post(server, {"prompt": CANARY, "max_tokens": -1}, 400)
-    url, long = f"{server.url}/v1/completions", {"max_tokens": 400, "ignore_eos": True, "stream": True}
+    url, long = f"{server.url}/v1/completions", {"max_tokens": 100, "ignore_eos": True, "stream": True}
     eight = {"prompt": CANARY, "n": 8, **long}
     with httpx.stream("POST", url, json=eight, headers=HEADERS, timeout=PATIENCE_S) as answer:
         lines = answer.iter_lines()
@@ -119,10 +119,6 @@ def labels(server: Server) -> dict[str, Labels]:
             for label, value in each.labels.items():
                 found[each.name][label].add(value)
     return found
-
-
-def test_a_key_is_needed_as_elsewhere(server: Server) -> None:
-    assert httpx.get(f"{server.url}/metrics", timeout=PATIENCE_S).status_code == 401
 
 
 def test_every_name_is_there_with_its_labels_and_buckets(labels: dict[str, Labels]) -> None:

@@ -1,6 +1,8 @@
-"""Who is refused is told so at once, while those that were let in are served to their ends.
+"""Time refusals while those that were let in are served to their ends.
 
-python -m pytest -s tests/serving/test_overload.py
+    THOROUGH=1 python -m pytest -n 0 -s tests/serving/test_overload.py
+
+That they are told to come again, and the others served, is shown on few requests in test_faults.py.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ import numpy as np
 import pytest
 
 from tests.serving.server import PATIENCE_S, TINY, Server, started
-from tests.serving.test_shutdown import metrics, num_in_engine, total
+from tests.serving.test_shutdown import metrics, num_in, total
+from tests.thorough import THOROUGH
 
 NUM_ACCEPTED = 64
 NUM_REFUSED = 9 * NUM_ACCEPTED  # ten times too many in all
@@ -33,7 +36,7 @@ async def overload(server: Server) -> list[float]:
 
         accepted = [asyncio.ensure_future(served()) for _ in range(NUM_ACCEPTED)]
         until_s = time.monotonic() + PATIENCE_S
-        while await num_in_engine(client, server.url) < NUM_ACCEPTED:
+        while num_in(await metrics(client, server.url)) < NUM_ACCEPTED:
             assert time.monotonic() < until_s, "they do not come in"
             await asyncio.sleep(0.02)
         while len(taken_ms) < NUM_REFUSED and not any(each.done() for each in accepted):
@@ -50,6 +53,7 @@ async def overload(server: Server) -> list[float]:
     return taken_ms
 
 
+@pytest.mark.skipif(not THOROUGH, reason="times need a machine at rest: THOROUGH=1 asks for them")
 @pytest.mark.slow
 def test_who_is_refused_is_told_at_once() -> None:
     server = started([TINY, f"server.max_requests={NUM_ACCEPTED}"])

@@ -13,7 +13,7 @@ from openai.lib._parsing._responses import type_to_text_format_param
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
-from tests.serving.server import PATIENCE_S, TINY, Server
+from tests.serving.server import PATIENCE_S, Server
 
 ADD: Any = {
     "type": "function",
@@ -36,17 +36,10 @@ class Sum(BaseModel):
     right: Literal[30]
 
 
-@pytest.fixture(scope="module")
-def served() -> Iterator[Server]:
-    server = Server(TINY, "server.tool_format=hermes", "server.reasoning=think").ready()
-    yield server
-    assert server.close() == 0
-
-
 @pytest.fixture
-def client(served: Server) -> Iterator[openai.OpenAI]:
+def client(thinker: Server) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(
-        base_url=f"{served.url}/v1", api_key="any", max_retries=0, timeout=PATIENCE_S
+        base_url=f"{thinker.url}/v1", api_key="any", max_retries=0, timeout=PATIENCE_S
     ) as client:
         yield client
 
@@ -72,11 +65,11 @@ def test_a_response_is_the_answer_of_a_chat(client: openai.OpenAI) -> None:
     assert first.instructions == "What is 12+30?"
 
 
-def test_what_is_sent_is_what_the_client_s_types_say(served: Server) -> None:
+def test_what_is_sent_is_what_the_client_s_types_say(thinker: Server) -> None:
     """By pydantic's strict reading, which the client itself leaves out."""
     body: dict[str, Any] = {"model": "tiny", "input": "What is 12+30?", "temperature": 0}
     body |= {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
-    url = f"{served.url}/v1/responses"
+    url = f"{thinker.url}/v1/responses"
     whole = httpx.post(url, json=body, timeout=PATIENCE_S).json()
     response = Response.model_validate(whole)
     told = response.output[0].content[0].logprobs  # type: ignore[union-attr, index]

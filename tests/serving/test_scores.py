@@ -42,11 +42,9 @@ def asked() -> Iterator[httpx.Client]:
 
 
 @pytest.fixture(scope="module")
-def compared() -> Iterator[httpx.Client]:
-    server = Server(TINY, "model.pooling=mean").ready()
-    with httpx.Client(base_url=server.url, timeout=PATIENCE_S) as client:
+def compared(pooled: Server) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=pooled.url, timeout=PATIENCE_S) as client:
         yield client
-    assert server.close() == 0
 
 
 @cache

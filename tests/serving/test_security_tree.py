@@ -5,8 +5,6 @@ from __future__ import annotations
 import ast
 import re
 import stat
-import subprocess
-import sys
 from pathlib import Path
 
 import httpx
@@ -28,46 +26,31 @@ KEYS = "first-key tenant-a\nsecond-key tenant-b\nthird-key\n"
 UNSAFE = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "joblib", "xmlrpc", "telnetlib"}
 
 
-def calls(path: Path) -> list[tuple[str, ast.Call]]:
-    """What a file calls, as it is written there."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    return [(ast.unparse(node.func), node) for node in ast.walk(tree) if isinstance(node, ast.Call)]
+def test_nothing_unpickles_or_runs_what_it_reads() -> None:
+    """CVE-2024-11041, CVE-2025-30165, CVE-2025-32434 and their kind: bytes that run when they are read.
 
-
-def test_nothing_unpickles() -> None:
-    """CVE-2024-11041, CVE-2025-30165, CVE-2025-32434 and their kind: bytes that run when they are read."""
+    Nor does anything load weights but safetensors, nor code of a model's own, nor YAML with objects, nor call
+    a shell. Ruff's rules of what is unsafe (S) know most of it, but not who is excused by a comment.
+    """
     found = []
     for path in RUNTIME:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             modules = [each.name for each in node.names] if isinstance(node, ast.Import) else []
             modules += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             found += [(name(path), each) for each in modules if each.partition(".")[0] in UNSAFE]
+            if isinstance(node, ast.Call) and is_unsafe(node):
+                found.append((name(path), ast.unparse(node)))
     assert not found
 
 
-def test_nothing_runs_what_it_reads() -> None:
-    """Nor loads weights but safetensors, nor code of a model's own, nor YAML with objects, nor by a shell."""
-    found = []
-    for path in RUNTIME:
-        for said, call in calls(path):
-            keywords = {each.arg: ast.unparse(each.value) for each in call.keywords}
-            bad = said in ("eval", "exec", "__import__", "os.system", "yaml.load", "yaml.unsafe_load")
-            bad |= said.endswith(("torch.load", "load_pickle", ".recv_pyobj", ".send_pyobj"))
-            bad |= keywords.get("trust_remote_code", "False") != "False"
-            bad |= (
-                keywords.get("shell", "False") != "False" or keywords.get("allow_pickle", "False") != "False"
-            )
-            if bad:
-                found.append((name(path), call.lineno, said))
-    assert not found
-
-
-@pytest.mark.slow
-def test_bandit_finds_nothing() -> None:
-    rooms = sorted({name(path).partition("/")[0] for path in RUNTIME})
-    command = [sys.executable, "-m", "bandit", "-q", "-c", "pyproject.toml", "-r", *rooms]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stdout
+def is_unsafe(call: ast.Call) -> bool:
+    said = ast.unparse(call.func)
+    on = {each.arg for each in call.keywords if ast.unparse(each.value) != "False"}
+    return (
+        said in ("eval", "exec", "__import__", "os.system", "yaml.load", "yaml.unsafe_load")
+        or said.endswith(("torch.load", "load_pickle", ".recv_pyobj", ".send_pyobj"))
+        or not on.isdisjoint(("trust_remote_code", "shell", "allow_pickle"))
+    )
 
 
 def test_the_server_fetches_nothing() -> None:

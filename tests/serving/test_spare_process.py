@@ -114,8 +114,10 @@ def test_it_goes_on_as_the_module_it_is_told() -> None:
 
 
 def test_who_shall_hurry_has_not_begun() -> None:
+    large = [f"recipes.build.{each}" for each in ("engine", "ranks")]
+    large += [f"serving.engine.{each}" for each in ("expert_readings", "facts", "page_exchange", "worker")]
     brief = (
-        "import sys, types; sys.modules['recipes.build.engine'] = types.SimpleNamespace(build=None);"
+        f"import sys; from unittest import mock; sys.modules |= dict.fromkeys({large}, mock.MagicMock());"
         " from serving.engine import main; sys.exit(main.main(['ipc:///nowhere', 'no.yaml']))"
     )
     pipe = subprocess.PIPE

@@ -118,13 +118,6 @@ def test_other_forms(client: openai.OpenAI, extra: dict[str, Any], form: str) ->
             assert re.fullmatch(form, choice.text, re.ASCII), choice.text
 
 
-def test_what_is_cut_says_so(client: openai.OpenAI) -> None:
-    answer = client.chat.completions.create(
-        model="tiny", messages=ASKED, response_format=schema_format(PERSON), max_tokens=3, temperature=0
-    )
-    assert answer.choices[0].finish_reason == "length"
-
-
 @pytest.mark.parametrize(
     ("extra", "said"),
     [

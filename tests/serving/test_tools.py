@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
 
-from tests.serving.server import PATIENCE_S, TINY, Server
+from tests.serving.server import PATIENCE_S, Server
 
 QUESTION: list[Any] = [{"role": "user", "content": "What is 12+30?"}]
 ADD: dict[str, Any] = {
@@ -30,43 +29,12 @@ CLOCK: dict[str, Any] = {"type": "function", "function": {"name": "clock"}}
 NAMED: Any = {"type": "function", "function": {"name": "add"}}
 
 
-@pytest.fixture(scope="module")
-def served() -> Iterator[Server]:
-    server = Server(TINY, "server.tool_format=hermes", "server.reasoning=think").ready()
-    yield server
-    assert server.close() == 0
-
-
 @pytest.fixture
-def client(served: Server) -> Iterator[openai.OpenAI]:
+def client(thinker: Server) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(
-        base_url=f"{served.url}/v1", api_key="any", max_retries=0, timeout=PATIENCE_S
+        base_url=f"{thinker.url}/v1", api_key="any", max_retries=0, timeout=PATIENCE_S
     ) as client:
         yield client
-
-
-def arguments_of(call: Any) -> dict[str, int]:
-    arguments: dict[str, int] = json.loads(call.function.arguments)
-    return arguments
-
-
-def test_an_agent_plans_calls_and_answers(client: openai.OpenAI) -> None:
-    asked: dict[str, Any] = {"model": "tiny", "tools": [ADD, CLOCK], "temperature": 0, "max_tokens": 100}
-    first = client.chat.completions.create(messages=QUESTION, tool_choice=NAMED, **asked).choices[0]
-    assert first.finish_reason == "tool_calls"
-    assert first.message.content is None
-    assert first.message.tool_calls is not None
-    (call,) = first.message.tool_calls
-    assert call.type == "function"
-    assert call.function.name == "add"
-    values = arguments_of(call)
-    result = {"role": "tool", "tool_call_id": call.id, "content": str(values["a"] + values["b"])}
-    messages = [*QUESTION, first.message.model_dump(exclude_none=True), result]
-    messages.append({"role": "user", "content": "What is 12+30?"})
-    last = client.chat.completions.create(messages=messages, tool_choice="none", **asked).choices[0]
-    assert last.finish_reason == "stop"
-    assert last.message.tool_calls is None
-    assert last.message.content
 
 
 @pytest.mark.parametrize("choice", ["required", NAMED])

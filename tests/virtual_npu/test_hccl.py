@@ -13,6 +13,7 @@ import pytest
 
 from recipes.schema.recipe import ROOT
 from tests.serving.server import PATIENCE_S
+from tests.thorough import cases
 
 pytestmark = pytest.mark.npu
 SHARED = Path("/dev/shm")
@@ -54,47 +55,34 @@ def ranks(folder: Path, size: int, mode: str, **environment: str) -> list[tuple[
     return told
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", cases([3], [2, 3]))
 def test_every_collective_does_what_torch_says(tmp_path: Path, size: int) -> None:
     before = left_behind()
     assert ranks(tmp_path, size, "right") == [("all right", 0)] * size
     assert left_behind() <= before
 
 
-def test_ranks_that_call_different_things_are_named(tmp_path: Path) -> None:
-    (one, _), (other, _) = ranks(tmp_path, 2, "differs")
-    assert "rank 0 calls all_reduce of 4 x float32 by sum, and rank 1 calls all_reduce of 5 x float32" in one
-    assert (
-        "rank 1 calls all_reduce of 5 x float32 by sum, and rank 0 calls all_reduce of 4 x float32" in other
-    )
-
-
-@pytest.mark.slow
-def test_ranks_that_call_different_kinds_are_named(tmp_path: Path) -> None:
-    (one, _), (other, _) = ranks(tmp_path, 2, "differs_in_kind")
-    assert "rank 0 calls all_reduce of 4 x float32 by sum, and rank 1 calls broadcast" in one
-    assert "rank 1 calls broadcast of 4 x float32 with root 0, and rank 0 calls all_reduce" in other
-
-
-@pytest.mark.slow
-def test_a_product_that_is_added_up_and_a_plain_sum_are_named(tmp_path: Path) -> None:
-    (one, _), (other, _) = ranks(tmp_path, 2, "differs_in_product")
-    assert "rank 0 calls mm_all_reduce of 16 x bfloat16 by sum, and rank 1 calls all_reduce" in one
-    assert "rank 1 calls all_reduce of 16 x bfloat16 by sum, and rank 0 calls mm_all_reduce" in other
-
-
-def test_tokens_in_a_communicator_of_sums_are_refused(tmp_path: Path) -> None:
-    (one, _), (other, _) = ranks(tmp_path, 2, "mixed")
-    assert "carries tokens to experts and another collective" in one
-    assert "make a group for each" in other
-
-
-def test_a_rank_that_is_killed_is_named_at_once(tmp_path: Path) -> None:
+def test_ranks_that_disagree_or_are_killed_are_named_at_once(tmp_path: Path) -> None:
     before = left_behind()
-    (one, _), (_, status) = ranks(tmp_path, 2, "killed")
-    assert status == -signal.SIGKILL
+    (one, _), (other, status) = ranks(tmp_path, 2, "wrong")
+    of_one, of_other = one.splitlines(), other.splitlines()
+    assert (len(of_one), len(of_other), status) == (5, 4, -signal.SIGKILL), (one, other)
+    assert (
+        "rank 0 calls all_reduce of 4 x float32 by sum, and rank 1 calls all_reduce of 5 x float32"
+        in of_one[0]
+    )
+    assert (
+        "rank 1 calls all_reduce of 5 x float32 by sum, and rank 0 calls all_reduce of 4 x float32"
+        in of_other[0]
+    )
+    assert "rank 0 calls all_reduce of 4 x float32 by sum, and rank 1 calls broadcast" in of_one[1]
+    assert "rank 1 calls broadcast of 4 x float32 with root 0, and rank 0 calls all_reduce" in of_other[1]
+    assert "rank 0 calls mm_all_reduce of 16 x bfloat16 by sum, and rank 1 calls all_reduce" in of_one[2]
+    assert "rank 1 calls all_reduce of 16 x bfloat16 by sum, and rank 0 calls mm_all_reduce" in of_other[2]
+    assert "carries tokens to experts and another collective" in of_one[3]
+    assert "make a group for each" in of_other[3]
     assert re.search(
-        r"rank 0 waits in all_reduce of 4 x float32 by sum for rank 1, whose process \d+ has ended", one
+        r"rank 0 waits in all_reduce of 4 x float32 by sum for rank 1, whose process \d+ has ended", of_one[4]
     )
     assert left_behind() <= before
 

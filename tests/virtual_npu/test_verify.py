@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.thorough import cases
 from virtual_npu.contract import Conditions
 from virtual_npu.operators import operator as contract_of
 from virtual_npu.sample_calls import MAKERS, makers, sample_call
@@ -43,9 +44,8 @@ def scaled(operator: str, arguments: Mapping[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize(("product", "operator"), CASES, ids=[f"{each.name}-{name}" for each, name in CASES])
-@pytest.mark.parametrize("count", [3, pytest.param(60, marks=pytest.mark.slow)])
-def test_the_contract_lets_an_engines_calls_through(product: Product, operator: str, count: int) -> None:
-    verdict = verify(operator, partial(by_reference, product=product), "cpu", count, 0, product)
+def test_the_contract_lets_an_engines_calls_through(product: Product, operator: str) -> None:
+    verdict = verify(operator, partial(by_reference, product=product), "cpu", cases(8, 60), 0, product)
     assert verdict.is_right, verdict.first_fault
     assert verdict.worst == 0
 

@@ -1,5 +1,5 @@
-/* What becomes of a task where it does not simply run: a capture keeps it, an update replaces another by it, and a
- * replay asks whether the update came before. */
+/* Handles a task that does not simply run: a capture keeps it, an update replaces another task by it, and a replay
+ * checks that the update came before. */
 #include "device.h"
 #include <stdio.h>
 
@@ -32,7 +32,7 @@ int capture(struct stream *stream, struct task task) {
         event->graph = graph;
         event->recorder = stream;
         event->num_captured = stream->num_captured;
-        return ACL_SUCCESS; /* order inside the graph is the order of capture */
+        return ACL_SUCCESS; /* the order inside the graph is the order of capture */
     }
     if (task.kind == WAIT && !event->external) {
         if (event->graph != graph)
@@ -50,7 +50,7 @@ int capture(struct stream *stream, struct task task) {
     return ACL_SUCCESS;
 }
 
-/* A stream outside a capture that waits for an event inside becomes part of it */
+/* A stream outside a capture that waits for an event inside becomes part of the capture. */
 int join_capture(struct stream *stream, const struct event *event) {
     if (!event->graph || event->external) return ACL_SUCCESS;
     if (!event->graph->capturing)
@@ -75,7 +75,7 @@ static bool before(const struct moment *moment, const struct stream *stream) {
     return stream->seen[id] >= moment->count || seen_by_host[id] >= moment->count;
 }
 
-/* Does the stream that replays come after the last update of the task's group? */
+/* Checks that the replaying stream comes after the last update of the task's group. */
 int in_order(struct stream *stream, const struct task *task) {
     if (!task->group || before(&task->group->updated, stream)) return ACL_SUCCESS;
     return refuse(
@@ -85,7 +85,7 @@ int in_order(struct stream *stream, const struct task *task) {
         "graph_task_update_end");
 }
 
-/* Has a replay that is under way begun this task? */
+/* Returns whether a replay that is under way has begun this task. */
 static bool begun(const struct graph *graph, size_t task) {
     for (const struct stream *each = all_streams(); each; each = each->next)
         for (size_t i = each->queue.first; i < each->queue.count; i++)
@@ -95,9 +95,9 @@ static bool begun(const struct graph *graph, size_t task) {
     return false;
 }
 
-/* May the arguments of a group be replaced on this stream now? The device reads them when a replay runs the group, so
- * the last run has to come before: vllm-ascend waits for it on the host (compilation/acl_graph.py) or on the update
- * stream (worker/v2/aclgraph_utils.py). */
+/* Checks that the arguments of a group may be replaced on this stream now. The device reads them when a replay runs
+ * the group, so the last run has to come before: vllm-ascend waits for it on the host (compilation/acl_graph.py) or
+ * on the update stream (worker/v2/aclgraph_utils.py). */
 int updatable(struct stream *stream, const struct group *group) {
     if (group->graph->dead)
         return refuse(ACL_ERROR_RT_INVALID_HANDLE, "a task group is updated that no living graph has");

@@ -1,8 +1,6 @@
-/* What does each collective do, piece by piece through the windows of its ranks?
- *
- * Ranks say first what they call. Where they do not say the same, the device would hang or mix up data: here the call
- * is refused on all of them, with both sides. Sums are made in the order of the ranks, so that all of them get the same
- * bits. */
+/* Performs each collective, piece by piece through the windows of its ranks. Ranks first state what they call.
+ * Where the statements differ, the device would hang or mix up data; here the call is refused on all ranks, with
+ * both statements. Sums are made in the order of the ranks, so that all ranks get the same bits. */
 #define _GNU_SOURCE
 #include "device.h"
 #include "communicator.h"
@@ -25,7 +23,7 @@ static uint16_t to_bfloat16(float value) {
     return (wide.bits + 0x7fff + ((wide.bits >> 16) & 1)) >> 16;
 }
 
-/* IEEE 754 half precision by hand: not every compiler has it as a type */
+/* IEEE 754 half precision is converted by hand, because not every compiler has it as a type. */
 static float from_float16(uint16_t bits) {
     int exponent = bits >> 10 & 31, mantissa = bits & 1023;
     float value = exponent == 31 ? (mantissa ? __builtin_nanf("") : __builtin_inff())
@@ -40,7 +38,7 @@ static uint16_t to_float16(float value) {
     if (size >= 65520) return sign | 0x7c00;
     int exponent = size < 0x1p-14f ? -14 : __builtin_ilogbf(size);
     int steps = (int)__builtin_rintf(__builtin_ldexpf(size, 10 - exponent)); /* to even, of 2^(exponent - 10) */
-    return sign | (uint16_t)(((exponent + 14) << 10) + steps); /* a carry goes into the exponent, as it should */
+    return sign | (uint16_t)(((exponent + 14) << 10) + steps); /* a carry correctly increments the exponent */
 }
 
 #define AS_IT_IS(value) (value)
@@ -61,7 +59,7 @@ static uint16_t to_float16(float value) {
         break;                                                                                               \
     }
 
-/* `count` elements of all windows, from element `at` of each */
+/* Reduces `count` elements of all windows, from element `at` of each. */
 static void reduce(struct communicator *c, const struct said *said, size_t at, size_t count, void *target) {
     switch (said->type) {
     case HCCL_DATA_TYPE_INT8: REDUCE_AS(int8_t, int8_t, AS_IT_IS, AS_IT_IS)
@@ -97,7 +95,7 @@ static int agree(struct communicator *c, const struct said *said) {
     return code;
 }
 
-/* What each rank sends to each is said in the windows, and compared there */
+/* The numbers of elements that each rank sends to each are written to the windows, and compared there. */
 static int agree_on_counts(struct communicator *c, const struct call *call, uint64_t *most) {
     memcpy(window(c, c->rank), call->counts[0], c->size * sizeof(uint64_t));
     int code = meet(c);
@@ -136,7 +134,7 @@ static int all_to_all(struct communicator *c, const struct call *call) {
     return code;
 }
 
-/* Elements [at, at + count) of what this rank brings, where the others can read them */
+/* Copies elements [at, at + count) of this rank's data to where the others can read them. */
 static void show(struct communicator *c, const struct call *call, uint64_t at, size_t count) {
     size_t size = width(call->said.type);
     uint32_t operation = call->said.operation;
@@ -155,7 +153,7 @@ static void take(struct communicator *c, const struct call *call, uint64_t at, s
     case ALL_REDUCE:
     case MATMUL_ALL_REDUCE:
     case DISPATCH:
-    case COMBINE: reduce(c, said, 0, count, to); break; /* each rank brings zeros but for its own */
+    case COMBINE: reduce(c, said, 0, count, to); break; /* each rank's elements are 0 except its own */
     case REDUCE:
         if (c->rank == said->root) reduce(c, said, 0, count, to);
         break;
@@ -178,7 +176,7 @@ static int collective(struct communicator *c, const struct call *call) {
     size_t most = c->window_bytes / width(said->type);
     if (said->operation == REDUCE_SCATTER || said->operation == SCATTER) most /= c->size;
     uint64_t at = 0;
-    do { /* once at least: nobody may say what it calls next before all have read what it calls now */
+    do { /* at least once: no rank may state its next call before all have read this one */
         size_t count = said->count - at < most ? said->count - at : most;
         show(c, call, at, count);
         if ((code = meet(c))) break;
@@ -189,7 +187,7 @@ static int collective(struct communicator *c, const struct call *call) {
     return code;
 }
 
-/* Moves one piece of a send or a receive, and how far it has come; is there nothing to move yet? */
+/* Moves one piece of a send or a receive, and advances `at`; `waits` says that there is nothing to move yet. */
 static int move(const struct call *call, uint64_t *at, bool *waits) {
     struct communicator *c = call->communicator;
     bool sends = call->said.operation == SEND;
@@ -211,7 +209,7 @@ static int move(const struct call *call, uint64_t *at, bool *waits) {
     return 0;
 }
 
-/* Whether all items before it that use its box are done: pieces of two must not mix */
+/* Returns whether all items before it that use its box are done: pieces of two items must not mix. */
 static bool is_first(const struct calls *calls, const uint64_t *at, size_t which) {
     const struct said *mine = &calls->items[which].said;
     for (size_t i = 0; i < which; i++) {
@@ -266,19 +264,20 @@ int perform_call(void *argument) {
     return code;
 }
 
-/* Of a communicator; 0 where there is none of that name */
+/* Returns the number of ranks; 0 where no communicator has that name. */
 int virtual_npu_ranks(const char *name) {
     struct communicator *communicator = communicator_of(name);
     return communicator ? (int)communicator->size : 0;
 }
 
-/* Which rank this process is of it */
+/* Returns this process's rank; -1 where no communicator has that name. */
 int virtual_npu_rank(const char *name) {
     struct communicator *communicator = communicator_of(name);
     return communicator ? (int)communicator->rank : -1;
 }
 
-/* What a computing operator adds up: `count` elements of each rank, in place. Who calls it holds no lock */
+/* Adds up the data of an operator that also computes: `count` elements of each rank, in place. The caller holds no
+ * lock. */
 int virtual_npu_add_up(const char *name, void *data, uint64_t count, HcclDataType type, int operation) {
     struct call call = {.communicator = communicator_of(name), .source = data, .target = data};
     call.said = (struct said){operation, type, HCCL_REDUCE_SUM, 0, count};

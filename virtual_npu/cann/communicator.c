@@ -1,4 +1,4 @@
-/* How do the ranks of a communicator find and wait for one another, and who did not come? */
+/* Lets the ranks of a communicator find and wait for one another, and names the rank that did not come. */
 #define _GNU_SOURCE
 #include "device.h"
 #include "communicator.h"
@@ -15,7 +15,7 @@
 
 #define SHARED_FOLDER "/dev/shm"
 
-static struct communicator *joined; /* the first; under the lock */
+static struct communicator *joined; /* the first of a list; guarded by the lock */
 
 static const char *const operations[] = {"nothing",        "init",       "all_reduce", "broadcast", "all_gather",
                                          "reduce_scatter", "all_to_all", "reduce",     "scatter",   "send",
@@ -56,8 +56,8 @@ struct box *box(struct communicator *communicator, uint32_t from, uint32_t to) {
     return communicator->boxes + from * communicator->size + to;
 }
 
-/* The system drops a lock when the process that holds it ends, however it ends, also where its parent has not asked
- * for its status yet */
+/* The system drops a lock when the process that holds it ends, however it ends, even if its parent has not yet
+ * asked for its status. */
 static struct flock lock_of(uint32_t rank) {
     return (struct flock){.l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = rank, .l_len = 1};
 }
@@ -104,7 +104,7 @@ static int say_late(struct communicator *communicator, uint32_t rank) {
                   late->is_inside ? "began" : "ended", in_words(&late->said, theirs, sizeof theirs), since_s);
 }
 
-/* Spins at first, for ranks that are about to come */
+/* Spins at first, for ranks that are about to come. */
 int pause_for(struct communicator *communicator, uint32_t rank, uint64_t *looks, uint64_t since_ns) {
     if (++*looks < 200) return 0;
     usleep(*looks < 2000 ? 0 : 50);
@@ -139,7 +139,7 @@ void forget_stale(void) {
 static HcclResult map(struct communicator *made, const char *object) {
     made->file = shm_open(object, O_RDWR | O_CREAT | O_CLOEXEC, 0600);
     if (made->file < 0) return refuse(HCCL_E_SYSCALL, "%s cannot be opened in " SHARED_FOLDER, object), HCCL_E_SYSCALL;
-    int code = posix_fallocate(made->file, 0, made->num_bytes); /* else the first write beyond the room would kill us */
+    int code = posix_fallocate(made->file, 0, made->num_bytes); /* a write beyond the limit would kill us later */
     if (code) {
         refuse(HCCL_E_MEMORY, SHARED_FOLDER " has no %zu KiB for a communicator of %u ranks: %s", made->num_bytes >> 10,
                made->size, strerror(code));
@@ -175,7 +175,7 @@ HcclResult join(const char *object, uint32_t size, uint32_t rank, double limit_s
             __atomic_store_n(&made->shared->ranks[rank].process, getpid(), __ATOMIC_RELEASE);
             if (meet(made)) code = made->failed;
             end_call(made);
-            shm_unlink(object); /* by all, for any may be the last that lives; who has mapped it keeps it */
+            shm_unlink(object); /* every rank does it, as any may be the last alive; a mapping keeps the object */
         }
     }
     if (code) return leave_communicator(made), code;

@@ -1,5 +1,5 @@
 /* A communicator: the ranks of one machine that meet in a shared-memory object. Each rank has a window there, which
- * all read, and a box for each other rank. The types are HCCL's, whose own header is C++. */
+ * all ranks read, and a box for each other rank. The types are HCCL's, whose own header is C++. */
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -29,34 +29,34 @@ enum {
     NUM_DATA_TYPES = 12
 };
 
-/* Containers have 64 MiB of shared memory for all communicators, so that what is large goes in pieces */
+/* Containers have 64 MiB of shared memory for all communicators, so large data is sent in pieces. */
 enum { MAX_RANKS = 16, MOST_WINDOW_BYTES = 1 << 20, ALL_WINDOWS_BYTES = 8 << 20, BOX_BYTES = 32 << 10 };
 
 enum operation { NOTHING, JOIN, ALL_REDUCE, BROADCAST, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, REDUCE, SCATTER, SEND,
                  RECEIVE, MATMUL_ALL_REDUCE, DISPATCH, COMBINE };
 
-/* What a rank calls; where ranks meet, all of them must say the same */
+/* What a rank calls; where ranks meet, all of them must state the same. */
 struct said {
     uint32_t operation;
     HcclDataType type;
     HcclReduceOp reduction;
     uint32_t root;  /* SEND, RECEIVE: the other rank */
-    uint64_t count; /* of elements */
+    uint64_t count; /* elements */
 };
 
-/* What a rank shows the others */
+/* What a rank shows the others. */
 struct shown {
-    uint64_t num_meetings; /* to which it has come */
+    uint64_t num_meetings; /* number of meetings to which it has come */
     struct said said;
-    bool is_inside; /* of a call; else the call has ended */
+    bool is_inside; /* whether it is inside a call; otherwise the call has ended */
     uint64_t since_ns;
     pid_t process; /* 0 before it has come for the first time */
 };
 
-/* What is on its way from one rank to another, piece by piece */
+/* The data on its way from one rank to another, piece by piece. */
 struct box {
     uint64_t is_full;
-    uint64_t num_bytes; /* of the piece */
+    uint64_t num_bytes; /* size of the piece */
     struct said said;
     char data[BOX_BYTES];
 };
@@ -68,16 +68,16 @@ struct shared {
 struct communicator {
     char name[128];
     uint32_t rank, size;
-    int file; /* of the shared memory: while it is open, a lock on it says that this rank lives */
+    int file; /* the shared memory; a lock on it, held while it is open, says that this rank lives */
     size_t num_bytes, window_bytes;
     struct shared *shared;
     char *windows;
     struct box *boxes;
     uint64_t num_meetings;
-    bool carries_tokens, carries_sums; /* of which it may carry one alone */
-    double limit_s; /* of waiting for a rank */
+    bool carries_tokens, carries_sums; /* it may carry only one of the two */
+    double limit_s; /* most seconds to wait for a rank */
     HcclResult failed;
-    struct communicator *next; /* of this process */
+    struct communicator *next; /* next communicator of this process */
 };
 
 /* communicator.c */
@@ -85,15 +85,15 @@ size_t width(HcclDataType type);
 const char *in_words(const struct said *said, char *text, size_t room);
 HcclResult join(const char *object, uint32_t size, uint32_t rank, double limit_s, struct communicator **made);
 void leave_communicator(struct communicator *communicator);
-struct communicator *communicator_of(const char *name); /* of this process; NULL where there is none */
-void forget_stale(void); /* shared memory that processes left which ended while they joined */
+struct communicator *communicator_of(const char *name); /* one of this process; NULL where there is none */
+void forget_stale(void); /* removes shared memory left by processes that ended while they joined */
 char *window(struct communicator *communicator, uint32_t rank);
 struct box *box(struct communicator *communicator, uint32_t from, uint32_t to);
 void begin_call(struct communicator *communicator, const struct said *said);
 void end_call(struct communicator *communicator);
-/* Wait for all ranks; 0, or a code whose sentence names who did not come */
+/* Waits for all ranks; returns 0, or a code whose message names the rank that did not come. */
 int meet(struct communicator *communicator);
-/* Wait a little for one, which was looked at so often since then; likewise */
+/* Waits a little for one rank, after `looks` looks since `since_ns`; returns likewise. */
 int pause_for(struct communicator *communicator, uint32_t rank, uint64_t *looks, uint64_t since_ns);
 uint64_t clock_ns(void);
 
@@ -103,15 +103,15 @@ struct call {
     struct said said;
     const void *source;
     void *target;
-    uint64_t counts[4][MAX_RANKS]; /* ALL_TO_ALL: sent elements, where they begin, received ones, where they begin */
+    uint64_t counts[4][MAX_RANKS]; /* ALL_TO_ALL: sent elements, their offsets, received elements, their offsets */
 };
 int perform_call(void *call);
 
-/* Sends and receives of one call, all at once: what is received may be what lets others go on */
+/* Sends and receives of one call, all at once: a receive may be what lets other ranks continue. */
 struct calls {
     size_t count;
     struct call items[];
 };
 int perform_calls(void *calls);
 
-/* hccl.c: what torch_npu calls, and nothing here */
+/* hccl.c has only functions that torch_npu calls. */

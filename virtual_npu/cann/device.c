@@ -1,4 +1,4 @@
-/* One Ascend device: what it is called, what it can do, and the sentence of its last error. */
+/* One Ascend device: its name, its properties, and the message of its last error. */
 #include "device.h"
 #include <stdarg.h>
 #include <stdio.h>
@@ -34,7 +34,7 @@ const char *aclGetRecentErrMsg(void) {
     return text;
 }
 
-/* Everything the wheel links to and the virtual device does not have */
+/* Answers for everything that the wheel links to and that the virtual device does not have. */
 int virtual_npu_missing(const char *name) {
     fprintf(stderr, "virtual NPU: %s is not part of it\n", name);
     return refuse(ACL_ERROR_RT_FEATURE_NOT_SUPPORT, "%s is not part of it", name);
@@ -53,7 +53,7 @@ aclError aclrtSetDevice(int32_t device) {
 }
 
 aclError aclrtGetDevice(int32_t *device) {
-    if (!chosen) return ACL_ERROR_RT_CONTEXT_NULL; /* torch_npu asks so as to learn that it has to choose */
+    if (!chosen) return ACL_ERROR_RT_CONTEXT_NULL; /* torch_npu asks to learn that it has to choose a device */
     *device = 0;
     return ACL_SUCCESS;
 }
@@ -70,7 +70,7 @@ aclError aclrtDeviceCanAccessPeer(int32_t *can, int32_t device, int32_t peer) {
     return *can = 0, ACL_SUCCESS;
 }
 aclError aclrtGetDeviceInfo(uint32_t device, aclrtDevAttr attribute, int64_t *value) {
-    *value = 24; /* the one kind torch_npu asks for: cores */
+    *value = 24; /* the number of cores, the only attribute that torch_npu asks for */
     return ACL_SUCCESS;
 }
 int aclGetDeviceCapability(uint32_t device, int kind, int64_t *value) { return *value = 24, ACL_SUCCESS; }
@@ -92,7 +92,7 @@ int vsnprintf_s(char *to, size_t room, size_t count, const char *format, va_list
 }
 int strcpy_s(char *to, size_t room, const char *from) { return snprintf(to, room, "%s", from), 0; }
 
-/* Settings that a synchronous device has no use for */
+/* These settings have no effect on a synchronous device. */
 aclError aclrtSetDeviceSatMode(aclrtFloatOverflowMode mode) { return ACL_SUCCESS; }
 aclError aclrtSetOpWaitTimeout(uint32_t timeout) { return ACL_SUCCESS; }
 aclError aclrtSetOpExecuteTimeOut(uint32_t timeout) { return ACL_SUCCESS; }
@@ -113,7 +113,7 @@ aclError aclrtGetSysParamOpt(aclSysParamOpt option, int64_t *value) {
 aclError aclrtSetStreamOverflowSwitch(aclrtStream stream, uint32_t flag) { return ACL_SUCCESS; }
 int aclSetCompileopt(int option, const char *value) { return ACL_SUCCESS; }
 
-/* The CANN that torch_npu 2.13.0 was made for, so that it takes its usual ways */
+/* The CANN that torch_npu 2.13.0 was made for, so that it takes its usual code paths. */
 static const char version[] = "9.0.0";
 aclError aclsysGetVersionStr(char *package, char *text) { return strcpy(text, version), ACL_SUCCESS; }
 aclError aclsysGetCANNVersion(aclCANNPackageName package, aclCANNPackageVersion *answer) {

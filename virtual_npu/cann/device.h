@@ -1,4 +1,5 @@
-/* What the files of the virtual device share, from the bottom up. The wheel's own headers check every signature. */
+/* Declarations that the files of the virtual device share, from the bottom up. The wheel's own headers check every
+ * signature. */
 #include <acl/acl_rt.h>
 #include <acl/error_codes/rt_error_codes.h>
 #include <pthread.h>
@@ -6,13 +7,13 @@
 
 enum kind { KERNEL, RECORD, WAIT, RESET, WRITE, AWAIT, COPY, FILL, CALL, MEET, UPDATE, REPLAY };
 
-/* More than torch_npu's pools have */
+/* more streams than torch_npu's pools have */
 enum { MAX_STREAMS = 128 };
 
-/* How far each stream is known to have come, by its id: what happened before */
+/* How far each stream is known to have come, by its id: a vector clock of what happened before. */
 typedef uint64_t clocks[MAX_STREAMS];
 
-/* One thing that a stream does, or that a graph holds */
+/* One thing that a stream does, or that a graph holds. */
 struct task {
     enum kind kind;
     uint64_t kernel; /* KERNEL: a number that the owner of the kernels knows */
@@ -24,9 +25,9 @@ struct task {
     int value;
     void (*function)(void *); /* CALL, with `target` */
     int (*meets)(void *);     /* MEET: a collective, with `target`, which belongs to the task */
-    struct graph *graph;      /* REPLAY, from task `next` on */
+    struct graph *graph;      /* REPLAY, which continues at task `next` */
     size_t next;
-    struct group *group; /* of a graph's task, and of an UPDATE */
+    struct group *group; /* the group of a graph's task, or of an UPDATE */
 };
 
 struct tasks {
@@ -36,34 +37,34 @@ struct tasks {
 
 struct event {
     bool external, recorded, destroyed;
-    uint64_t num_sent, num_recorded; /* records that streams were given, and that they did */
-    size_t num_tasks;                /* that name it, in queues and graphs */
+    uint64_t num_sent, num_recorded; /* records that streams were given, and records that they have made */
+    size_t num_tasks;                /* tasks that name it, in queues and graphs */
     uint64_t time_ns;
     clocks before;           /* what happened before it was recorded */
-    struct stream *recorder; /* in a capture */
+    struct stream *recorder; /* the stream that recorded it in a capture */
     struct graph *graph;     /* the capture that recorded it last, if one did */
-    uint64_t num_captured; /* of the recorder, when it was captured */
+    uint64_t num_captured; /* the recorder's count when it was captured */
 };
 
 struct stream {
     int id;
     bool dead, running;
     pthread_t runner;
-    struct tasks queue; /* what waits behind an event, or for the thread that runs the stream */
+    struct tasks queue; /* tasks that wait behind an event, or for the thread that runs the stream */
     uint64_t num_sent, num_left;
     int num_waiting; /* threads that wait to run what they sent */
     pthread_t sender;    /* the last thread that sent it something */
-    /* capture */
+    /* state of a capture */
     struct graph *graph;
     uint64_t num_captured, num_joined;
-    /* update of a task group */
+    /* state of an update of a task group */
     struct group *updated;
     struct tasks update;
-    clocks seen; /* of the stream itself too, where it counts updates of task groups and runs of them */
+    clocks seen; /* includes the stream's own clock, which counts updates and runs of task groups */
     struct stream *next;
 };
 
-/* A count of a stream's clock; no stream: never */
+/* A value of a stream's clock; no stream means never. */
 struct moment {
     const struct stream *stream;
     uint64_t count;
@@ -72,7 +73,7 @@ struct moment {
 struct group {
     struct graph *graph;
     size_t first, stop;
-    struct moment updated, ran; /* last */
+    struct moment updated, ran; /* the last update and the last run */
     struct group *next;
 };
 
@@ -81,49 +82,49 @@ struct graph {
     struct tasks tasks;
     struct stream *origin;
     struct group *groups, *open;
-    int mode, num_streams, num_replays; /* replays under way */
+    int mode, num_streams, num_replays; /* num_replays counts replays under way */
     bool capturing, dead;
     pthread_t thread;
     char broken[512]; /* why it cannot be replayed */
     struct graph *next;
 };
 
-/* Each file calls only what stands here under its own name or above it. */
+/* Each file calls only functions that are declared here under its own name or above it. */
 
 /* device.c */
-extern pthread_mutex_t lock; /* over all state; never held while a kernel runs */
-/* Remembers a sentence for aclGetRecentErrMsg, which torch_npu adds to its exception, and returns the code */
-extern int most_graphs; /* that the product holds; 0: as many as its streams allow */
+extern pthread_mutex_t lock; /* guards all state; never held while a kernel runs */
+extern int most_graphs; /* most graphs that the product holds; 0: as many as its streams allow */
 
+/* Stores a message for aclGetRecentErrMsg, which torch_npu adds to its exception, and returns the code. */
 int refuse(int code, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
-/* state.c; the lock is held, as for all that follows but memory.c */
+/* state.c; the lock is held here and in all that follows, except memory.c */
 extern struct graph *graphs;
-extern _Thread_local int thread_mode; /* of captures, for calls that this thread makes meanwhile */
-extern clocks seen_by_host; /* which waited for it */
+extern _Thread_local int thread_mode; /* the capture mode for calls that this thread makes during a capture */
+extern clocks seen_by_host; /* how far each stream had come when the host last waited for it */
 extern int (*run_kernel)(uint64_t kernel);
 extern void (*forget_kernel)(uint64_t kernel);
-/* What launch_log.py reads: waits of the host for a stream, an event or the device, and replays */
+/* launch_log.py reads these: waits of the host for a stream, an event or the device, and replays. */
 enum counted { STREAM_WAITS, EVENT_WAITS, DEVICE_WAITS, REPLAYS, NUM_COUNTED };
 void counted(enum counted what); /* the lock need not be held */
 struct stream *new_stream(void);
 struct stream *stream_of(aclrtStream handle);
 struct stream *all_streams(void);
 void append(struct tasks *tasks, struct task task);
-void release(struct event *event); /* a task that named it is gone */
+void release(struct event *event); /* called when a task that named it is gone */
 void learn(clocks known, const clocks more);
 struct moment tick(struct stream *stream);
 void count_busy(void);
 struct event *event_of(const void *word);
 bool capturing_anywhere(void);
-bool forbidden_in_capture(void); /* for calls that stop the host, in this thread */
+bool forbidden_in_capture(void); /* checks calls of this thread that stop the host */
 
 /* memory.c */
 bool within_device(const void *address);
 bool within_pinned(const void *address);
 
 /* capture.c */
-int broken(struct graph *graph, int code, const char *text); /* it cannot be replayed, for this reason */
+int broken(struct graph *graph, int code, const char *text); /* marks the graph as not replayable, for this reason */
 void join_graph(struct stream *stream, struct graph *graph);
 int capture(struct stream *stream, struct task task);
 int join_capture(struct stream *stream, const struct event *event);
@@ -133,13 +134,13 @@ int updatable(struct stream *stream, const struct group *group);
 
 /* execution.c */
 int submit(struct stream *stream, struct task task);
-void forget(struct tasks tasks); /* their kernels are needed no more; drops the lock meanwhile */
+void forget(struct tasks tasks); /* drops kernels that are no longer needed; releases the lock meanwhile */
 int settle(struct stream *stream, bool with_all);
 int settle_event(struct event *event);
 bool complete(const struct event *event);
-bool abandon(struct stream *stream); /* its queue and its open update; was there any? */
+bool abandon(struct stream *stream); /* drops its queue and its open update; returns whether there was any */
 
-/* streams.c, events.c, graphs.c, groups.c: what torch_npu and Python call, and nothing here */
+/* streams.c, events.c, graphs.c and groups.c have only functions that torch_npu and Python call. */
 
 #define LOCKED(expression)                                                                                   \
     do {                                                                                                     \

@@ -12,7 +12,7 @@ aclError aclrtCreateEventWithFlag(aclrtEvent *handle, uint32_t flag) {
     return aclrtCreateEventExWithFlag(handle, flag);
 }
 
-/* Queues and graphs may still name it: the last of them frees it */
+/* Queues and graphs may still name it; the last of them frees it. */
 static int destroy(struct event *event) {
     event->destroyed = true;
     event->num_tasks++;

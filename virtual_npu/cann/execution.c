@@ -1,6 +1,6 @@
-/* How streams do their work: a stream does its tasks at once, until it meets an event that nothing has recorded.
- * From then on they wait in its queue, as they would on the device; a host that waits for such a stream would hang,
- * and is told so. */
+/* Runs the work of streams: a stream does its tasks at once, until it meets an event that has not been recorded.
+ * From then on tasks wait in its queue, as they would on the device; a host that waits for such a stream would
+ * hang, and gets an error instead. */
 #define _GNU_SOURCE
 #include "device.h"
 #include <dlfcn.h>
@@ -17,7 +17,7 @@ static uint64_t now_ns(void) {
     return now.tv_sec * 1000000000ull + now.tv_nsec;
 }
 
-/* `event` is recorded, now */
+/* Records `event` now. */
 static void mark(struct stream *stream, struct event *event, uint64_t number) {
     event->recorded = true;
     if (event->num_recorded < number) event->num_recorded = number;
@@ -25,7 +25,7 @@ static void mark(struct stream *stream, struct event *event, uint64_t number) {
     memcpy(event->before, stream->seen, sizeof event->before);
 }
 
-/* Is a word of this value what an AWAIT waits for? */
+/* Returns whether a word of this value ends an AWAIT. */
 static bool met(const struct task *wait, uint64_t there) {
     uint64_t wanted = wait->count;
     switch (wait->value) {
@@ -38,7 +38,7 @@ static bool met(const struct task *wait, uint64_t there) {
 
 enum { DONE, BLOCKED, FAILED };
 
-/* Replaces the kernels of a task group; the lock is dropped while the old ones are forgotten */
+/* Replaces the kernels of a task group; the lock is released while the old ones are forgotten. */
 static int update(struct stream *stream, const struct task *task) {
     struct group *group = task->group;
     struct tasks kernels = {.items = task->target, .count = task->count};
@@ -54,7 +54,7 @@ static int update(struct stream *stream, const struct task *task) {
     return code;
 }
 
-/* Does one task but a replay; the lock is dropped while a kernel or a host function runs */
+/* Does one task other than a replay; the lock is released while a kernel or a host function runs. */
 static int perform(struct stream *stream, const struct task *task, int *code, bool *recorded) {
     switch (task->kind) {
     case WAIT:
@@ -93,8 +93,8 @@ static int perform(struct stream *stream, const struct task *task, int *code, bo
     return DONE;
 }
 
-/* Does the first task of a queue. How far a replay has come is written into the queue before each of its tasks, for
- * other threads look there while a kernel runs, and may move the queue by adding to it. */
+/* Does the first task of a queue. The progress of a replay is written into the queue before each of its tasks,
+ * because other threads look there while a kernel runs, and may move the queue by adding to it. */
 static int perform_first(struct stream *stream, int *code, bool *recorded) {
     struct task task = stream->queue.items[stream->queue.first];
     if (task.kind != REPLAY) return perform(stream, &task, code, recorded);
@@ -108,7 +108,7 @@ static int perform_first(struct stream *stream, int *code, bool *recorded) {
     return outcome;
 }
 
-/* The first task of a queue is done, or will never be */
+/* Removes the first task of a queue, which is done or never will be. */
 static void leave(struct stream *stream) {
     struct task task = stream->queue.items[stream->queue.first++];
     if (task.event) release(task.event);
@@ -118,7 +118,7 @@ static void leave(struct stream *stream) {
     pthread_cond_broadcast(&progress);
 }
 
-/* The first task of a queue will not be done */
+/* Drops the first task of a queue, which will not be done. */
 static void drop(struct stream *stream) {
     struct task task = stream->queue.items[stream->queue.first];
     if (task.kind == UPDATE) forget((struct tasks){.items = task.target, .count = task.count});
@@ -130,7 +130,7 @@ static void drop(struct stream *stream) {
     leave(stream);
 }
 
-/* A failed task takes the rest of the queue with it, but for its events: other streams would wait for them forever */
+/* Drops the rest of the queue after a failed task, except its events: other streams would wait for them forever. */
 static void fail(struct stream *stream, bool *recorded) {
     for (leave(stream); stream->queue.first < stream->queue.count; drop(stream)) {
         struct task task = stream->queue.items[stream->queue.first];
@@ -157,11 +157,11 @@ bool abandon(struct stream *stream) {
     return pending || open;
 }
 
-/* Does what can be done of a stream's queue. Beyond task `mine` it leaves the rest to the threads that sent it, where
- * they wait: else a thread would never come back from a stream that others keep busy. */
+/* Does what can be done of a stream's queue. Beyond task `mine` it leaves the rest to the threads that sent it, if
+ * they wait; otherwise a thread would never come back from a stream that others keep busy. */
 static int drain(struct stream *stream, uint64_t mine, bool *recorded) {
     int code = ACL_SUCCESS, outcome = DONE;
-    if (stream->running) return ACL_SUCCESS; /* by whoever runs it, here or in another thread */
+    if (stream->running) return ACL_SUCCESS; /* another caller runs it, in this thread or another */
     stream->running = true;
     stream->runner = pthread_self();
     while (outcome == DONE && stream->queue.first < stream->queue.count &&
@@ -176,15 +176,15 @@ static int drain(struct stream *stream, uint64_t mine, bool *recorded) {
     return code;
 }
 
-/* Kernels need Python's lock: a thread that holds it cannot wait for one, as torch's allocator does in empty_cache.
- * Nor need it, for what another thread's replay uses is not the allocator's to free. */
+/* Kernels need Python's lock: a thread that holds the lock cannot wait for a kernel, as torch's allocator would in
+ * empty_cache. It need not wait either, because the allocator may not free what another thread's replay uses. */
 static bool holds_python(void) {
     static int (*check)(void);
     if (!check) check = (int (*)(void))dlsym(RTLD_DEFAULT, "PyGILState_Check");
     return check && check();
 }
 
-/* Does the tasks of a stream up to `mine`, when no other thread runs it */
+/* Does the tasks of a stream up to `mine`, when no other thread runs it. */
 static int run(struct stream *stream, uint64_t mine, bool *recorded) {
     while (stream->running && stream->num_left < mine) {
         if (pthread_equal(stream->runner, pthread_self()) || holds_python()) return ACL_SUCCESS;
@@ -195,7 +195,7 @@ static int run(struct stream *stream, uint64_t mine, bool *recorded) {
     return drain(stream, mine, recorded);
 }
 
-/* A wait is for the last record that was asked for before it, and an event may be recorded again */
+/* A wait is for the last record that was requested before it, because an event may be recorded again. */
 static void count_event(struct task *task) {
     struct event *event = task->event;
     event->num_tasks++;
@@ -221,7 +221,7 @@ int submit(struct stream *stream, struct task task) {
     stream->sender = pthread_self();
     bool recorded = false;
     int code = run(stream, ++stream->num_sent, &recorded);
-    while (recorded) { /* others may go on, and record what others wait for */
+    while (recorded) { /* other streams may continue, and record what others wait for */
         recorded = false;
         for (struct stream *each = all_streams(); each; each = each->next) {
             int other = each->queue.first < each->queue.count ? drain(each, 0, &recorded) : ACL_SUCCESS;
@@ -242,7 +242,7 @@ void forget(struct tasks tasks) {
     free(tasks.items);
 }
 
-/* What a stream's first task waits for, if it waits */
+/* Returns what a stream's first task waits for, or NULL if it does not wait. */
 static const struct task *awaited(const struct stream *stream) {
     if (stream->queue.first == stream->queue.count) return NULL;
     const struct task *task = &stream->queue.items[stream->queue.first];
@@ -255,7 +255,7 @@ static bool records(const struct task *task, const struct task *wait) {
                               : task->kind == WRITE && task->target == wait->target && met(wait, task->count);
 }
 
-/* Why nothing goes on, as the end of a sentence: where the record of the first event stands that a stream awaits */
+/* Explains, as the end of a sentence, why nothing continues: where the record is for which a stream waits. */
 static const char *stuck(void) {
     static _Thread_local char text[160];
     for (const struct stream *each = all_streams(); each; each = each->next) {
@@ -274,18 +274,18 @@ static const char *stuck(void) {
     return "";
 }
 
-/* Does another thread do work, on any stream, that may be what is waited for? */
+/* Returns whether another thread does work, on any stream, that may be what is waited for. */
 static bool others_run(void) {
     for (const struct stream *each = all_streams(); each; each = each->next)
         if (each->num_waiting || (each->running && !pthread_equal(each->runner, pthread_self()))) return true;
     return false;
 }
 
-/* The host waits for what a stream was sent before, not for what other threads send it meanwhile. Who waits for all
- * streams waits for those of other threads too, which may be about to send what they wait for. */
+/* Makes the host wait for what a stream was sent before, not for what other threads send it meanwhile. A wait for
+ * all streams includes those of other threads, which may be about to send what it waits for. */
 int settle(struct stream *stream, bool with_all) {
     uint64_t sent = stream->num_sent;
-    bool inside = stream->running && pthread_equal(stream->runner, pthread_self()); /* of one of its kernels */
+    bool inside = stream->running && pthread_equal(stream->runner, pthread_self()); /* called by its kernel */
     while (stream->num_left < sent && (inside || others_run())) {
         if (holds_python()) return ACL_SUCCESS;
         if (inside) break;
@@ -310,7 +310,7 @@ int settle(struct stream *stream, bool with_all) {
 
 bool complete(const struct event *event) { return event->recorded && event->num_recorded == event->num_sent; }
 
-/* The host waits for an event */
+/* Makes the host wait for an event. */
 int settle_event(struct event *event) {
     uint64_t sent = event->num_sent;
     while (event->num_recorded < sent && others_run()) {

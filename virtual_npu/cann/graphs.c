@@ -1,15 +1,15 @@
-/* The interface to graphs: capture, replay and destroy, with what a device would refuse. */
+/* The interface to graphs: capture, replay and destruction, with the refusals of a device. */
 #include "device.h"
 #include <stdlib.h>
 
-/* A device has about 2,048 streams and every graph keeps those it was captured on; vllm-ascend plans with
- * 1,920 */
+/* A device has about 2,048 streams, and every graph keeps those on which it was captured; vllm-ascend plans with
+ * 1,920. */
 enum { MAX_CAPTURED_STREAMS = 1920 };
 
 static uint32_t num_graphs;
 
 static void open_capture(struct stream *stream, int mode) {
-    struct graph *graph = calloc(1, sizeof *graph); /* never freed: a stale handle must be told apart */
+    struct graph *graph = calloc(1, sizeof *graph); /* never freed, so that a stale handle can be recognised */
     graph->id = ++num_graphs;
     graph->origin = stream;
     graph->mode = mode;

@@ -55,7 +55,7 @@ aclError aclmdlRICaptureTaskUpdateBegin(aclrtStream handle, aclrtTaskGrp group_h
         code = refuse(ACL_ERROR_RT_STREAM_CAPTURED, "a task group is updated on a stream that is captured");
     else if (stream->updated)
         code = refuse(ACL_ERROR_RT_PARAM_INVALID, "a task group is updated inside the update of another");
-    else if (stream->queue.first == stream->queue.count) /* else it is known when its turn comes */
+    else if (stream->queue.first == stream->queue.count) /* otherwise it is checked when its turn comes */
         code = updatable(stream, group);
     if (!code) stream->updated = group;
     count_busy();
@@ -63,7 +63,7 @@ aclError aclmdlRICaptureTaskUpdateBegin(aclrtStream handle, aclrtTaskGrp group_h
     return code;
 }
 
-/* The kernel that the next one of an update replaces; 0: there is none */
+/* Returns the kernel that the next kernel of an update replaces; 0: there is none. */
 uint64_t virtual_npu_replaced(aclrtStream handle) {
     pthread_mutex_lock(&lock);
     const struct stream *stream = stream_of(handle);
@@ -97,7 +97,7 @@ aclError aclmdlRICaptureTaskUpdateEnd(aclrtStream handle) {
     return code;
 }
 
-/* Is a task group open in the capture of this stream? */
+/* Returns whether a task group is open in the capture of this stream. */
 int virtual_npu_in_group(aclrtStream handle) {
     pthread_mutex_lock(&lock);
     const struct graph *graph = stream_of(handle)->graph;

@@ -1,5 +1,5 @@
-/* The interface to collectives that torch_npu looks up by name. A call is a task of its stream: it waits its turn, is
- * captured and replayed as a kernel is. */
+/* The interface to collectives, which torch_npu looks up by name. A call is a task of its stream: it waits for its
+ * turn, and is captured and replayed like a kernel. */
 #define _GNU_SOURCE
 #include "device.h"
 #include "communicator.h"
@@ -14,7 +14,7 @@ enum { ROOT_INFO_BYTES = 4108, NAME_BYTES = 128, NOT_SET = -1 };
 typedef struct {
     char internal[ROOT_INFO_BYTES];
 } HcclRootInfo;
-typedef struct { /* as far as it is read here */
+typedef struct { /* only the fields that are read here */
     char reserved[24];
     uint32_t hcclBufferSize, hcclDeterministic;
     char hcclCommName[NAME_BYTES];
@@ -78,7 +78,7 @@ static HcclResult send_task(int (*function)(void *), void *target, struct commun
     return communicator->failed ? communicator->failed : code ? HCCL_E_RUNTIME : HCCL_SUCCESS;
 }
 
-/* What the stream does, or a graph keeps; whoever of them drops the task frees it */
+/* Sends the call as a task with its own copy; the stream or the graph that drops the task frees the copy. */
 static HcclResult go(struct call call, HcclComm communicator, aclrtStream stream) {
     struct call *kept = malloc(sizeof *kept);
     *kept = call;
@@ -140,7 +140,8 @@ HcclResult HcclAlltoAll(const void *source, uint64_t sent, HcclDataType type, co
     return go(call, communicator, stream);
 }
 
-/* Sends and receives between HcclGroupStart and HcclGroupEnd of a thread go at once, those of each communicator */
+/* Sends and receives between HcclGroupStart and HcclGroupEnd of a thread go at once, those of each communicator
+ * together. */
 static _Thread_local struct {
     int depth;
     uint32_t count;

@@ -11,14 +11,14 @@ enum { GRANULE = 1 << 16 };
 
 struct region {
     size_t start, size; /* bytes from the range's base */
-    bool of_capture;    /* handed out while a graph was captured: it belongs to a graph's pool */
+    bool of_capture;    /* handed out while a graph was captured, so that it belongs to a graph's pool */
     bool counted;
 };
 
 struct range {
     char *base;
     size_t size, used, peak, num_regions, room;
-    struct region *regions; /* by address */
+    struct region *regions; /* sorted by address */
 };
 
 static struct range device, pinned;
@@ -32,11 +32,11 @@ static int reserve(struct range *range, size_t size) {
     return ACL_SUCCESS;
 }
 
-/* bytes = 0 asks for as much as the host has */
+/* bytes = 0 asks for as much as the host has. */
 int virtual_npu_memory(size_t bytes) {
     host_is_the_limit = bytes == 0;
     memory_bytes = bytes ? bytes : (size_t)sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE);
-    size_t room = (memory_bytes / GRANULE + 1) * GRANULE * 4; /* addresses, not memory: room for holes */
+    size_t room = (memory_bytes / GRANULE + 1) * GRANULE * 4; /* addresses only, not memory: holes need some */
     int code = reserve(&device, room);
     return code ? code : reserve(&pinned, room);
 }
@@ -57,7 +57,7 @@ static struct region *region_of(const struct range *range, const void *address) 
     return NULL;
 }
 
-/* 0: freed or never handed out; 1: there; 2: in the pool of a graph */
+/* Returns 0: freed or never handed out; 1: in use; 2: in the pool of a graph. */
 int virtual_npu_holds(const void *address) {
     pthread_mutex_lock(&lock);
     const struct region *region = region_of(&device, address);

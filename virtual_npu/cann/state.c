@@ -1,9 +1,10 @@
-/* What there is: streams, graphs, the words that events are made of, and the two functions that own kernels. */
+/* The state of the device: streams, graphs, the words that events are made of, and the two functions that own
+ * kernels. */
 #include "device.h"
 #include <stdlib.h>
 
-/* Streams that capture, update or wait, or whose task groups the host has not waited for: while it is 0, kernels run
- * without a question */
+/* Number of streams that capture, update or wait, or for whose task groups the host has not waited; while it is 0,
+ * kernels run without a check. */
 int virtual_npu_busy;
 
 int (*run_kernel)(uint64_t kernel);
@@ -65,7 +66,7 @@ void count_busy(void) {
 
 struct word {
     const void *address;
-    struct event event; /* who wrote it last */
+    struct event event; /* the event that wrote it last */
     struct word *next;
 };
 static struct word *words;

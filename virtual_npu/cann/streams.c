@@ -1,4 +1,4 @@
-/* The interface to streams: create them, wait for them, and send them copies, host functions and kernels. */
+/* The interface to streams: creation, waits, and the copies, host functions and kernels that are sent to them. */
 #include "device.h"
 #include <string.h>
 
@@ -87,8 +87,8 @@ aclError aclrtSubscribeReport(uint64_t thread, aclrtStream stream) { return ACL_
 aclError aclrtUnSubscribeReport(uint64_t thread, aclrtStream stream) { return ACL_SUCCESS; }
 aclError aclrtProcessReport(int32_t timeout) { return ACL_ERROR_WAIT_CALLBACK_TIMEOUT; }
 
-/* What a kernel on this stream has to do: 0 run, 1 be captured, 2 wait its turn, 3 replace one of a task
- * group */
+/* Returns what a kernel on this stream has to do: 0 run, 1 be captured, 2 wait for its turn, 3 replace one of a
+ * task group. */
 int virtual_npu_state(aclrtStream handle) {
     pthread_mutex_lock(&lock);
     const struct stream *stream = stream_of(handle);
@@ -103,10 +103,10 @@ int virtual_npu_submit(aclrtStream handle, uint64_t kernel) {
     LOCKED(submit(stream_of(handle), (struct task){.kind = KERNEL, .kernel = kernel}));
 }
 
-/* The host reads what a stream has written */
+/* Waits for a stream whose results the host reads. */
 int virtual_npu_settle(aclrtStream handle) { LOCKED(settle(stream_of(handle), false)); }
 
-/* Drops what streams wait to do and never will; returns how many had such work */
+/* Drops work that streams wait to do and never will; returns how many had such work. */
 int virtual_npu_abandon(void) {
     int count = 0;
     pthread_mutex_lock(&lock);

@@ -1,4 +1,4 @@
-"""Which operators are checked and computed here?"""
+"""Collect the operators that the virtual NPU checks and computes, and find one by name."""
 
 from __future__ import annotations
 
@@ -37,7 +37,10 @@ OPERATORS: tuple[Operator, ...] = tuple(
 
 
 def operator(name: str) -> Operator:
-    """The operator of that name, with or without its namespace. Raises ValueError where there is none."""
+    """Return the operator of that name, with or without its namespace.
+
+    Raises ValueError for an unknown name.
+    """
     for each in OPERATORS:
         if name in (each.name, each.qualified):
             return each

@@ -1,4 +1,4 @@
-"""What are the fused activations, and when are they called right?"""
+"""Define the fused activations, with the rules of a correct call and their sources."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ON_310P = "CANN aclnnSwiGlu: the 310P; vllm-ascend _310p/ops/linear.py: _MLP_ALI
 CLIPPED = "op-plugin npu_clipped_swiglu"
 LIMIT = "CANN aclnnClippedSwigluV2: limit"
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
-HALF_BYTES = 64  # of which the 310P takes a multiple
+HALF_BYTES = 64  # the 310P requires a multiple of this
 
 
 def _swiglu(call: Call) -> Tensor:
@@ -28,7 +28,8 @@ def _swiglu(call: Call) -> Tensor:
 def _clipped(call: Call) -> Tensor:
     x: Tensor = call["x"]
     dim = call["dim"] % x.dim()
-    rows = x.float().flatten(dim).reshape(-1, x.shape[dim:].numel())  # the axis and those after it are one
+    # The axis and those after it are flattened into one.
+    rows = x.float().flatten(dim).reshape(-1, x.shape[dim:].numel())
     gate, up = (rows[:, ::2], rows[:, 1::2]) if call["interleaved"] else rows.chunk(2, 1)
     gate, up = gate.clamp(max=call["limit"]), up.clamp(-call["limit"], call["limit"])
     made = gate * torch.sigmoid(call["alpha"] * gate) * (up + call["bias"])

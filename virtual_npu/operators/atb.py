@@ -1,4 +1,4 @@
-"""Which operators of ATB does the 310P's attention call, and when are they called right?"""
+"""Define the ATB operators that attention on the 310P calls, with the rules of a correct call."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ PAGED = "CANN PagedAttentionOperation"
 PLACED = "ascend-transformer-boost PagedAttentionFusionVariantPackParam"
 FIELD = "vllm-ascend _310p/attention"
 MASK_SIDE = 2048
-PAGE_ELEMENTS = 128 * 128  # of a head in a page, at most
-MOST_SEQUENCES = 2000  # on the 310P
+PAGE_ELEMENTS = 128 * 128  # most elements of one head in a page
+MOST_SEQUENCES = 2000  # limit of the 310P
 HIDES = -10000.0  # what the compressed mask in rows adds to a hidden score
 COMPRESSED = {"_npu_flash_attention_v3": 3, "_npu_paged_attention_splitfuse_v2": 5}
 

@@ -1,7 +1,7 @@
-"""What do ATB's attention operators compute, which the 310P has instead of fused attention?
+"""Compute ATB's attention operators, which the 310P has in place of fused attention.
 
-Keys lie in pages as [P, C, B, 16] on the 310P, as [P, B, K, D] elsewhere. Masks are added to the scores: 0
-and -inf, in tiles of 16 columns, but for the second splitfuse, whose one mask lies in rows.
+Keys lie in pages as [P, C, B, 16] on the 310P, and as [P, B, K, D] elsewhere. Masks are added to the scores:
+they hold 0 and -inf in tiles of 16 columns, except that of the second splitfuse, which lies in rows.
 
 Legend: T tokens, S sequences, H query heads, K kv heads, D head dim, P pages, B tokens a page,
 C = K * D / 16.
@@ -24,26 +24,26 @@ QUERY_ROWS = 256
 
 @dataclass(frozen=True)
 class AtbAttentionCall:
-    """One call of ATB's attention; `paged` where its keys lie in pages."""
+    """One call of ATB's attention; `paged` says that its keys lie in pages."""
 
     call: Call
     paged: bool
 
     @cached_property
     def query_lens(self) -> list[int]:
-        """The queries of each sequence: one where the call does not say."""
+        """The number of queries of each sequence; 1 where the call does not say."""
         lens = self.call["seq_len"]
         return [1] * self.call["query"].shape[0] if lens is None else lens.tolist()
 
     @cached_property
     def key_lens(self) -> list[int]:
-        """The keys of each sequence."""
+        """The number of keys of each sequence."""
         lens: list[int] = self.call["context_lens" if self.paged else "seq_len"].tolist()
         return lens
 
     @cached_property
     def cache(self) -> Callable[[str], Tensor]:
-        """The cache of that name as [P, B, K, D]."""
+        """A function that returns the cache of a name as [P, B, K, D]."""
         split, kv_heads = self.call.conditions.product.split_heads, self.call["num_kv_heads"]
 
         def view(name: str) -> Tensor:
@@ -70,7 +70,7 @@ class AtbAttentionCall:
 
     @cached_property
     def read(self) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values of each sequence, [keys, K, D]."""
+        """The keys and values of each sequence, [keys, K, D]."""
         if self.paged:
             caches = [self.cache("key_cache"), self.cache("value_cache")]
             return [
@@ -101,7 +101,7 @@ def attend(asked: AtbAttentionCall) -> None:
 
 
 def in_tiles(mask: Tensor) -> Tensor:
-    """[rows, columns] as [1, columns / 16, rows, 16], both padded with 0 to multiples of 16."""
+    """Convert [rows, columns] to [1, columns / 16, rows, 16]; both are padded with 0 to multiples of 16."""
     rows, columns = (-(-size // 16) * 16 for size in mask.shape)
     padded = mask.new_zeros(rows, columns)
     padded[: mask.shape[0], : mask.shape[1]] = mask
@@ -109,5 +109,5 @@ def in_tiles(mask: Tensor) -> Tensor:
 
 
 def in_rows(mask: Tensor) -> Tensor:
-    """The inverse of `in_tiles`: [rows, columns]."""
+    """Invert `in_tiles`; returns [rows, columns]."""
     return mask[0].transpose(0, 1).flatten(1)

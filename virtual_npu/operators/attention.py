@@ -1,11 +1,11 @@
-"""What is fused attention, in both versions and all forms, and when is it called right?
+"""Define fused attention in both versions and all forms, with the rules of a correct call.
 
 `npu_fused_infer_attention_score` and `_v2` differ in the names of arguments, and in features that are not
 modelled here except for sinks, which only the second has. Each has a form with given outputs and workspace,
 for capture.
 
-Documented but not checked: that the cache has as many pages as all sequences have together, since shared
-prefixes count twice; and that the scale is not the default, since 1.0 can be intended.
+Two documented demands are not checked: that the cache has as many pages as all sequences have together, since
+shared prefixes count twice; and that the scale is not the default, since 1.0 can be intended.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from virtual_npu.operators.softmax import attend, forget_past, uniform
 from virtual_npu.operators.spans import LAYOUTS, FusedAttentionCall, in_order
 from virtual_npu.simulated_products import A2, A3, A5
 
-MOST_CAPTURED_QUERIES = 16  # of a sequence: one, and the tokens that are speculated
+MOST_CAPTURED_QUERIES = 16  # query tokens of a sequence: one, and the drafted tokens
 WORKSPACE = 16 * 2**20  # bytes that every call needs; workspace_bytes adds those for its query
 
 
 def fused_attention(asked: FusedAttentionCall) -> tuple[Tensor, Tensor]:
-    """The output in its layout, and the log of the sum of exponents in float32, empty where not wanted."""
+    """Return the output in its layout, and the log of the sum of exponents, float32, empty if not wanted."""
     if asked.averages:
         return in_order(uniform(asked), LAYOUTS[asked.layout][1]), torch.zeros(0)
     if asked.mode == 0 and asked.call["atten_mask"] is not None:
@@ -56,7 +56,7 @@ def _into(asked: FusedAttentionCall) -> tuple[Tensor, Tensor]:
 
 
 def workspace_bytes(query: Tensor) -> int:
-    """What a call with this query needs: its scores and partial outputs in float32."""
+    """Return the bytes that a call with this query needs: its scores and partial outputs in float32."""
     return WORKSPACE + 4 * 2 * query.numel()
 
 

@@ -1,4 +1,4 @@
-"""Which arguments does fused attention take beside its tensors: lengths, page table, options?
+"""Check the arguments of fused attention beside its tensors: lengths, page table, options.
 
 Lengths and the page table have to agree with the tensors; options are page size, precision, scale, output
 order, mask mode and sinks. Rules use the names of the operator's second version.
@@ -83,17 +83,17 @@ def _table(call: Call) -> Iterator[Breach]:
 
 
 def _heads_last(call: Call, tensor: Tensor) -> torch.Size:
-    """The shape of an unpacked query or key as [Q, S, heads, D]."""
+    """Return the shape of an unpacked query or key as [Q, S, heads, D]."""
     return heads_last(tensor, order(call), 1).shape
 
 
 def short(lens: list[int]) -> str:
-    """A list of lengths, as messages show it."""
+    """Abbreviate a list of lengths for a message."""
     return str(lens) if len(lens) <= 8 else f"{str(lens[:4])[:-1]}, ..., {lens[-1]}]"
 
 
 def _single(call: Call) -> bool:
-    """Whether each sequence has one query, as in decodes."""
+    """Return whether each sequence has one query, as in decodes."""
     query = heads_last(call["query"], order(call), call["num_query_heads"])
     if packed(call):
         return list(call["actual_seq_qlen"] or ()) == list(range(1, len(query) + 1))

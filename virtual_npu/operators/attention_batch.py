@@ -1,4 +1,4 @@
-"""Does the batch of a fused attention call hold together: keys, mask, and what is read?
+"""Check that the batch of a fused attention call is consistent: keys, mask, and the values that are read.
 
 Rules use the names of the operator's second version.
 """
@@ -19,13 +19,13 @@ from virtual_npu.operators.paging import holding_rules, page_id_rule, unwritten
 from virtual_npu.operators.spans import FusedAttentionCall
 
 MASK_SIDE = 2048
-MOST_KEYS = 262144  # of a sequence with a single query
-WRONG_PAST = 512  # where sparse_mode 0 loses its mask
+MOST_KEYS = 262144  # most keys of a sequence with a single query
+WRONG_PAST = 512  # the key from which sparse_mode 0 ignores its mask
 
 
 @cache
 def causal_mask() -> Tensor:
-    """The one mask of the sparse modes 2, 3 and 4: 1 hides, above the diagonal. int8 [2048, 2048]"""
+    """Return the one mask of the sparse modes 2, 3 and 4: 1, above the diagonal, hides. int8 [2048, 2048]"""
     return torch.ones(MASK_SIDE, MASK_SIDE, dtype=torch.int8).triu(1)
 
 
@@ -69,7 +69,10 @@ def _mask_shape(asked: FusedAttentionCall) -> Iterator[Breach]:
 
 
 def _own_shape(asked: FusedAttentionCall, mask: Tensor) -> bool:
-    """Whether a mask of one's own has a row a query and a column a key; more of either is padding."""
+    """Return whether a mask for modes 0 and 1 has a row for each query and a column for each key.
+
+    Further rows and columns are padding.
+    """
     rows, keys = asked.query.shape[1], max(asked.key_lens)
     if asked.single and mask.dim() == 2:
         return mask.shape[0] == asked.batch and mask.shape[1] >= keys
@@ -89,7 +92,8 @@ def _mask_content(asked: FusedAttentionCall) -> Iterator[Breach]:
     if mask is None or asked.mode not in (2, 3, 4):
         return
     mask = mask.view(torch.int8).reshape(MASK_SIDE, MASK_SIDE)
-    wide = torch.int64 if mask.storage_offset() % 8 == 0 else torch.int8  # eight elements compared at once
+    # The comparison takes eight elements at once where the alignment allows it.
+    wide = torch.int64 if mask.storage_offset() % 8 == 0 else torch.int8
     if not torch.equal(mask.view(wide), causal_mask().view(wide)):
         corner = f"its lower left corner is {int(mask[-1, 0])}, its upper right {int(mask[0, -1])}"
         yield "atten_mask", f"not 1 above the diagonal and 0 elsewhere: {corner}"

@@ -1,7 +1,7 @@
-"""Which shapes and types does fused attention take, before anything is read as a batch?
+"""Check the shapes and types of fused attention's arguments before they are read as a batch.
 
-Asked first, in order; the rules on options and on the batch rely on them. Rules use the names of the
-operator's second version.
+These rules are checked first, in order; the rules on options and on the batch rely on them. Rules use the
+names of the operator's second version.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from virtual_npu.operators.spans import LAYOUTS
 DOC = "op-plugin npu_fused_infer_attention_score_v2"
 FIELD = "vllm-ascend attention/attention_v1.py"
 
-# Arguments of either version that these rules and the reference know
+# These are the arguments of either version that the rules and the reference know.
 KNOWN = {
     *("query", "key", "value", "atten_mask", "actual_seq_qlen", "actual_seq_kvlen", "block_table"),
     *("num_query_heads", "num_key_value_heads", "softmax_scale", "pre_tokens", "next_tokens", "input_layout"),
@@ -33,29 +33,30 @@ KNOWN = {
     ),
     *("query_rope", "key_rope"),
 }
-LATENT, ROPE = 512, 64  # of queries and keys in the space of latents, and of the part that carries positions
+# Head sizes of queries and keys in the latent space, and of the part that carries positions.
+LATENT, ROPE = 512, 64
 MOST_LATENT_HEADS = 128
-# Axes of the query by its order
+# Number of the query's axes by their order.
 AXES = {"BSH": 3, "BSND": 4, "BNSD": 4, "TND": 3, "NTD": 3}
 
 
 def order(call: Call) -> str:
-    """The order of the query's axes."""
+    """Return the order of the query's axes."""
     return LAYOUTS[call["input_layout"]][0]
 
 
 def packed(call: Call) -> bool:
-    """Whether all sequences lie one after the other."""
+    """Return whether all sequences lie one after the other."""
     return order(call) in ("TND", "NTD")
 
 
 def num_kv_heads(call: Call) -> int:
-    """The kv heads; 0 in the call stands for as many as there are query heads."""
+    """Return the number of kv heads; 0 in the call stands for as many as there are query heads."""
     return int(call["num_key_value_heads"] or call["num_query_heads"])
 
 
 def head_dim(call: Call, name: str = "query") -> int:
-    """The size of a head of the query, or of the key or value."""
+    """Return the size of a head of the query, key or value."""
     tensor: Tensor = call[name]
     heads = int(call["num_query_heads"]) if name == "query" else num_kv_heads(call)
     paged = name != "query" and call["block_table"] is not None
@@ -65,7 +66,7 @@ def head_dim(call: Call, name: str = "query") -> int:
 
 
 def is_latent(call: Call) -> bool:
-    """Whether queries are in the space of latents, which are keys and values in one."""
+    """Return whether queries are in the latent space, where the latents are both keys and values."""
     return call["query_rope"] is not None and head_dim(call) == LATENT
 
 

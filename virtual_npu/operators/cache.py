@@ -1,4 +1,4 @@
-"""How are keys and values written into the paged cache, and when is that called right?
+"""Define the operators that write keys and values into the paged cache, with the rules of a correct call.
 
 Legend: T tokens, K kv heads, D head dim, P pages, B tokens a page, C = K * D / 16.
 """
@@ -22,14 +22,14 @@ ANY_TYPE = (torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.uint
 
 @dataclass(frozen=True)
 class CacheWriteCall:
-    """One call that writes rows to places of a cache; `split` where the cache is [P, C, B, 16]."""
+    """One call that writes rows to places of a cache; `split` says that the cache is [P, C, B, 16]."""
 
     call: Call
     split: bool
 
     @property
     def pairs(self) -> list[tuple[str, str]]:
-        """The names of the rows and of the cache that they are written to."""
+        """The names of the rows, each with the name of the cache that they are written to."""
         return [(name, f"{name}_cache") for name in ("key", "value") if name in self.call.arguments]
 
     @property
@@ -52,7 +52,7 @@ class CacheWriteCall:
 
 
 def write(asked: CacheWriteCall) -> None:
-    """Write the rows, in place."""
+    """Write the rows into the caches, in place."""
     pages, places = asked.pages, asked.slots.long() % asked.page_size
     for rows, cache in asked.pairs:
         into: Tensor = asked.call[cache]

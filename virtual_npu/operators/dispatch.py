@@ -1,7 +1,7 @@
-"""How do ranks send tokens to the ranks that hold their experts, and how do the results come back?
+"""Define the operators that send tokens to the ranks of their experts and bring the results back.
 
-Two operators, used in pairs. What the first returns for the second is opaque, but for the rows, their scales
-in int8, and how many each expert has. There are as many rows as could arrive: those after the counted ones
+The two are used in pairs. What the first returns for the second is opaque, except the rows, their scales in
+int8, and how many rows each expert has. There are as many rows as could arrive: those after the counted ones
 hold nothing.
 
 Legend: N ranks, B tokens of each, C experts that a token chooses, H columns, A rows that may arrive.
@@ -25,12 +25,12 @@ CANN = "CANN aclnnMoeDistributeDispatchV2, aclnnMoeDistributeCombineV2"
 CALLED = "vllm-ascend ops/fused_moe/token_dispatcher.py"
 HERE = "virtual_npu/operators/dispatch.py"
 HALVES = (torch.float16, torch.bfloat16)
-NOTE = 128  # numbers of the opaque part about each row: its rank, token and choice, the rest is not used
+NOTE = 128  # numbers of the opaque part for each row: rank, token and choice; the rest is unused
 MOST_TOKENS = 256
 
 
 class Limits(NamedTuple):
-    """Of a product: ranks, columns from and to, chosen experts, experts, and those of a rank."""
+    """A product's limits: ranks, least and most columns, chosen experts, experts, and experts of a rank."""
 
     ranks: frozenset[int]
     least_columns: int
@@ -44,7 +44,7 @@ LIMITS = {
     A2: Limits(frozenset({*range(2, 9), 16, 32, 64, 128, 256}), 32, 7168, 16, 512, 24),
     A3: Limits(frozenset(range(2, 769)), 1024, 8192, 12, 1024, 1024),
 }
-# What is not modelled, and what it is where nobody asks for it
+# Arguments that are not modelled, with the values that leave them unused.
 LEFT_OUT = {
     **dict.fromkeys(("scales", "x_active_mask", "elastic_info", "performance_info")),
     **dict.fromkeys(("shared_expert_x", "ori_x", "const_expert_alpha_1", "const_expert_alpha_2")),
@@ -63,7 +63,7 @@ LEFT_OUT = {
 
 
 def _of_all(call: Call, own: Tensor, operation: Summing) -> Tensor:
-    """[...] of each rank -> [N, ...]; nothing of the others where this process is the only rank."""
+    """Gather [...] of each rank as [N, ...]; the others' parts stay 0 where this process is the only rank."""
     every = own.new_zeros(call["ep_world_size"], *own.shape)
     every[call["ep_rank_id"]] = own
     communicators = call.conditions.communicators
@@ -75,15 +75,18 @@ def _num_held(call: Call) -> int:
 
 
 def _dispatched(call: Call) -> tuple[Tensor, ...]:
-    """Rows by expert, of each by rank and token; scales of rows in int8; the notes; rows of each expert, and
-    of each from each rank; and two that hold nothing here.
+    """Return the seven results of a dispatch.
+
+    They are the rows, sorted by expert, then by rank and token; the scales of int8 rows; the notes; the
+    number of rows of each expert; the same number by expert and rank; and two results that hold nothing here.
     """
     x, experts, held = call["x"], call["expert_ids"], _num_held(call)
     rows, scales = (x, x.new_zeros(len(x))) if call["quant_mode"] == 0 else by_rows(x.float())
-    rows = _of_all(call, rows.half() if rows.dtype == torch.int8 else rows, "dispatch")  # exact in it
+    # float16 represents int8 exactly.
+    rows = _of_all(call, rows.half() if rows.dtype == torch.int8 else rows, "dispatch")
     scales = _of_all(call, scales.float(), "dispatch")
     local = _of_all(call, experts.float(), "dispatch").long() - held * call["ep_rank_id"]
-    if call.conditions.communicators is None:  # of the others, there is nothing
+    if call.conditions.communicators is None:  # the other ranks' parts are missing
         local[torch.arange(len(local)) != call["ep_rank_id"]] = -1
     notes = ((local >= 0) & (local < held)).nonzero()
     expert = local[tuple(notes.t())]
@@ -103,7 +106,7 @@ def _dispatched(call: Call) -> tuple[Tensor, ...]:
 
 
 def _combined(call: Call) -> Tensor:
-    """[B, H]: the weighted sum, in float32, of what each token's experts made of it."""
+    """Return the weighted sum of the experts' results for each token, computed in float32, [B, H]."""
     rows, weights = call["expand_x"], call["expert_scales"]
     count = int(call["ep_send_counts"].sum())
     rank, token, choice = call["assist_info_for_combine"][: count * NOTE].view(count, NOTE)[:, :3].long().t()

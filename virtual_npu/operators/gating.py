@@ -1,4 +1,4 @@
-"""How are experts chosen within groups, and when is that called right?
+"""Define the operator that chooses experts within groups, with the rules of a correct call.
 
 Legend: T tokens, E experts, C experts that a token chooses.
 """
@@ -19,7 +19,7 @@ MOST_EXPERTS = 2048
 
 
 def _gated(call: Call) -> tuple[Tensor, Tensor, Tensor]:
-    """Weights [T, C], experts, and all scores [T, E], which are NaN where they are not asked for."""
+    """Return weights [T, C], experts, and all scores [T, E], which are NaN where they are not requested."""
     x: Tensor = call["x"]
     by_sigmoid = call["norm_type"] == 1
     scores = x.float().sigmoid() if by_sigmoid else x.float().softmax(-1)

@@ -1,7 +1,8 @@
-"""What are several products in one launch, and when is the call right?
+"""Define the operator that computes several matrix products in one launch, with the rules of a correct call.
 
-Products of their own (`group_type` -1): as many left and right sides as results. Products of experts
-(`group_type` 0): one left side, of which a list on the device says how many rows each expert has.
+With `group_type` -1 the products are independent: there are as many left and right sides as results. With
+`group_type` 0 they are products of experts: there is one left side, and a list on the device says how many of
+its rows each expert has.
 
 Legend: T rows, K inner, N columns, E experts.
 """
@@ -21,9 +22,10 @@ from virtual_npu.simulated_products import A2, A3, A5
 SOURCE = "op-plugin npu_grouped_matmul"
 MOST_GROUPS = 128
 MOST_EXPERTS = 1024
-INNER_LIMIT = 65536  # the last axis of either side is below it
+INNER_LIMIT = 65536  # the last axis of either side is smaller
 BIAS = {torch.float16: torch.float16, torch.bfloat16: torch.float32, torch.float32: torch.float32}
-SCALES = {torch.bfloat16: torch.bfloat16, torch.float16: torch.float32}  # of columns, by type of the result
+# Dtype of the columns' scales, by dtype of the result.
+SCALES = {torch.bfloat16: torch.bfloat16, torch.float16: torch.float32}
 LEFT_OUT = (
     *("offset", "activation_input"),
     *("activation_quant_scale", "activation_quant_offset", "tuning_config", "x_dtype", "weight_dtype"),
@@ -49,7 +51,7 @@ def _products(call: Call) -> list[Tensor]:
 
 
 def _product_of_experts(call: Call) -> Tensor:
-    """Rows beyond those of all experts are never written."""
+    """Multiply the experts' rows; rows beyond those of all experts are never written."""
     (x,), (weight,) = call["x"], call["weight"]
     weight = _widened(call) if weight.dtype == torch.int32 else weight
     counts = _counts(call["group_list"], call["group_list_type"])
@@ -66,7 +68,7 @@ def _product_of_experts(call: Call) -> Tensor:
 
 
 def _widened(call: Call) -> Tensor:
-    """The weight [E, K, N] of 4 bits in the type of x: each group of rows has its scale and its offset."""
+    """Return the 4-bit weight [E, K, N] in the dtype of x: each group of rows has a scale and an offset."""
     wide = numbers(call["weight"][0]).float()
     scale, offset = (_by_row(call[name][0], wide.shape[1]) for name in OF_4_BITS)
     made: Tensor = ((wide + offset) * scale).to(call["x"][0].dtype)
@@ -74,7 +76,7 @@ def _widened(call: Call) -> Tensor:
 
 
 def _by_row(groups: Tensor, count: int) -> Tensor:
-    """[E, N] or [E, G, N] -> float32 [E, K, N], or [E, 1, N]."""
+    """Expand [E, N] or [E, G, N] to float32 [E, K, N], or to [E, 1, N] where there are no groups."""
     if groups.dim() == 2:
         return groups.float()[:, None]
     return groups.float().repeat_interleave(count // groups.shape[1], 1)
@@ -131,12 +133,12 @@ def _sides(call: Call) -> Iterator[Breach]:
 
 
 def _columns(weight: Tensor) -> int:
-    """Of the matrices of experts."""
+    """Return the number of columns of the experts' matrices."""
     return weight.shape[2] * (IN_A_WORD if weight.dtype == torch.int32 else 1)
 
 
 def _antiquant(call: Call) -> Iterator[Breach]:
-    """Beside a weight of 4 bits, whose transpose is not taken here, and beside no other."""
+    """Check the scales of a 4-bit weight, whose transpose is not accepted here; other weights have none."""
     if not _is_of_experts(call):
         return
     x, weight = call["x"][0], call["weight"][0]
@@ -180,7 +182,7 @@ def _experts(call: Call) -> Iterator[Breach]:
 
 
 def _scaled(call: Call) -> Iterator[Breach]:
-    """In int8: as it is in int32, or by the scales of columns and of rows."""
+    """Check an int8 product: its result stays in int32, or has scales by column and by row."""
     if not _is_of_experts(call):
         return
     x, weight = call["x"][0], call["weight"][0]

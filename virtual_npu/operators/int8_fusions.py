@@ -1,4 +1,4 @@
-"""What are the fused operators that end in rows of int8, and when are they called right?
+"""Define the fused operators whose results are int8 rows, with the rules of a correct call.
 
 Legend: T tokens, H columns.
 """
@@ -19,11 +19,12 @@ from virtual_npu.simulated_products import A2, A3, A5
 NORM = "op-plugin npu_add_rms_norm_dynamic_quant"
 SWIGLU = "op-plugin npu_dequant_swiglu_quant"
 HALVES = (torch.float16, torch.bfloat16)
-MOST_GROUPED, GROUPED_STEP = 10496, 64  # columns of x in groups, and what half of them is a multiple of
+# Most columns of x in groups, and what half of the columns must be a multiple of.
+MOST_GROUPED, GROUPED_STEP = 10496, 64
 
 
 def _norm(call: Call) -> tuple[Tensor, ...]:
-    """Two forms of the quantised rows, of which the second may be left out; the sum; their scales."""
+    """Return two forms of the quantised rows, the second possibly empty, the sum, and the rows' scales."""
     total: Tensor = call["x1"] + call["x2"]
     normed = rms_norm(total.float(), call["gamma"].float(), call["epsilon"])[0]
     if call["beta"] is not None:
@@ -73,7 +74,7 @@ def _int8(call: Call) -> Iterator[Breach]:
 
 
 def _swiglu(call: Call) -> tuple[Tensor, Tensor]:
-    """Rows beyond those of all groups are never written."""
+    """Compute the activation; rows beyond those of all groups are never written."""
     x, counts = call["x"], call["group_index"]
     num_rows = len(x) if counts is None else int(counts.sum())
     wide: Tensor = x[:num_rows].float()

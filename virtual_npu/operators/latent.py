@@ -1,7 +1,7 @@
-"""What are the operators of latent attention, and when are they called right?
+"""Define two operators of latent attention, with the rules of a correct call.
 
-One norms a latent, turns its rope key and writes both to their caches; the other is a product by heads that
-takes and gives the axes as attention has them.
+One norms a latent, rotates its rope key and writes both to their caches; the other is a product by heads that
+accepts and returns the axes in attention's order.
 
 Legend: T tokens, N heads, P pages, B tokens a page.
 """
@@ -26,7 +26,7 @@ HALVES = (torch.bfloat16, torch.float16)
 
 
 def _write(call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The caches themselves, and what was written to them, which is NaN where it is not asked for."""
+    """Return the caches, and the rows written to them, which are NaN where they are not requested."""
     latent, pairs = call["kv"][:, 0, 0].split((LATENT, ROPE), -1)
     halves = torch.cat((pairs[:, ::2], pairs[:, 1::2]), -1).float()
     turned = torch.cat((-halves[:, ROPE // 2 :], halves[:, : ROPE // 2]), -1)

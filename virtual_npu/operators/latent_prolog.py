@@ -1,8 +1,8 @@
-"""What is all that comes before latent attention in one launch, and when is the call right?
+"""Define the operator that computes everything before latent attention in one launch, with its rules.
 
-Queries are compressed, normed and brought into the space of latents; latents are normed, rope keys turned,
-and both written to their caches. Pairs that are turned lie side by side in the weights' outputs, and come out
-as halves, as of npu_kv_rmsnorm_rope_cache: the two fill the same pages.
+Queries are compressed, normed and projected into the latent space; latents are normed, rope keys are rotated,
+and both are written to their caches. The pairs that are rotated are neighbours in the weights' outputs, and
+come out as halves, as with npu_kv_rmsnorm_rope_cache: the two operators fill the same pages.
 
 Legend: T tokens, N heads, P pages, B tokens a page, E hidden size, Q width of compressed queries.
 """
@@ -27,14 +27,14 @@ COMPRESSED = (1536, 2048)
 NOPE = (128, 192)
 MOST_HEADS = 128
 PAGE_STEP, MOST_PAGE = 16, 1024
-PLAIN, INT8 = 0, 2  # weight_quant_mode
+PLAIN, INT8 = 0, 2  # values of weight_quant_mode
 WEIGHTS = ("weight_dq", "weight_uq_qr", "weight_dkv_kr")
 OTHERS = (
     *("weight_uk", "rmsnorm_gamma_cq", "rmsnorm_gamma_ckv", "rope_sin", "rope_cos"),
     *("kv_cache", "kr_cache"),
 )
 SCALES = ("dequant_scale_x", *(f"dequant_scale_{name.replace('weight', 'w')}" for name in WEIGHTS))
-# What is not checked here: int8 caches, scales of queries and keys, and what the indexer of V3.2 reads
+# Features that are not checked here: int8 caches, scales of queries and keys, and inputs of V3.2's indexer.
 LEFT_OUT = {
     **dict.fromkeys(("quant_scale_ckv", "quant_scale_ckr", "smooth_scales_cq", "actual_seq_len")),
     **dict.fromkeys(("k_nope_clip_alpha", "token_x_dtype", "weight_dq_dtype", "weight_uq_qr_dtype")),
@@ -48,7 +48,7 @@ LEFT_OUT = {
 
 
 def _prolog(call: Call) -> tuple[Tensor, ...]:
-    """Queries in the space of latents and turned parts of them; what else it returns is empty."""
+    """Return queries in the latent space and their rotated parts; the other three results are empty."""
     x, gamma = call["token_x"], call["rmsnorm_gamma_cq"]
     dtype, nope = gamma.dtype, call["weight_uk"].shape[1]
     row_scale = call["dequant_scale_x"]
@@ -75,14 +75,14 @@ def _prolog(call: Call) -> tuple[Tensor, ...]:
 
 
 def turned(pairs: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Pairs of neighbours, turned, as halves; all [..., R]."""
+    """Rotate pairs of neighbours and return them as halves; all [..., R]."""
     halves = torch.cat((pairs[..., ::2], pairs[..., 1::2]), -1).float()
     across = torch.cat((-halves[..., ROPE // 2 :], halves[..., : ROPE // 2]), -1)
     return (halves * cos.float() + across * sin.float()).to(pairs.dtype)
 
 
 def _product(call: Call, x: Tensor, row_scale: Tensor | None, name: str, dtype: torch.dtype) -> Tensor:
-    """Of one of the weights; int8 by int8 is summed exactly."""
+    """Multiply by one of the weights; the sum of int8 products is exact."""
     if row_scale is None:
         return (x.float() @ call[name].float()).to(dtype)
     total = (x.double() @ call[name].double()).float()

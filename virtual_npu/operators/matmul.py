@@ -1,4 +1,4 @@
-"""What are the quantised matrix product, quantisation by token, and the cast to tiles?
+"""Define the quantised matrix product, quantisation by token, and the cast to tiles, with their rules.
 
 Legend: M rows, K inner, N columns.
 """
@@ -17,12 +17,12 @@ QUANT = "op-plugin npu_dynamic_quant"
 PRODUCT = "op-plugin npu_quant_matmul"
 FORMAT = "op-plugin npu_format_cast"
 MOST = 65535
-EXACT_IN_FLOAT = 1024  # so many products of int8 sum without rounding in float32
+EXACT_IN_FLOAT = 1024  # a sum of so many int8 products is exact in float32
 FORMATS = {2: "ND", 29: "FRACTAL_NZ"}
-# Numbers by which a schema's `int?` carries a dtype
+# A schema's `int?` carries a dtype as one of these numbers.
 DTYPES = {1: torch.int8, 3: torch.int32, 5: torch.float16, 15: torch.bfloat16}
 FLOATS = (torch.float32, torch.bfloat16, torch.int32)
-# scale, offset, bias, scale by token (None: it is not there), by type of the output
+# Dtypes of scale, offset, bias and scale by token (None: absent), by dtype of the output.
 COMBINATIONS: dict[torch.dtype, tuple[tuple[tuple[object, ...], ...], ...]] = {
     torch.int8: (((torch.float32,), (None, torch.float32), (None, torch.int32), (None,)),),
     torch.int32: (((torch.float32, torch.bfloat16), (None,), (None, torch.int32), (None,)),),
@@ -35,7 +35,7 @@ COMBINATIONS: dict[torch.dtype, tuple[tuple[tuple[object, ...], ...], ...]] = {
 
 
 def output_dtype(call: Call) -> torch.dtype | None:
-    """The type of the product; None where the number names none that is known here."""
+    """Return the dtype of the product; None for a number that is not known here."""
     given = call["output_dtype"]
     if given is None:
         return torch.int8
@@ -43,7 +43,7 @@ def output_dtype(call: Call) -> torch.dtype | None:
 
 
 def unwritten_beyond(rows: Tensor, num_rows: int) -> Tensor:
-    """The rows, and behind them what memory may have held: of floats NaN, so that whoever reads it shows."""
+    """Append rows that were never written: NaN, or the least integer, so that a read of them shows."""
     found = torch.nan if rows.is_floating_point() else torch.iinfo(rows.dtype).min
     return torch.cat((rows, rows.new_full((num_rows - len(rows), *rows.shape[1:]), found)))
 
@@ -72,14 +72,14 @@ def _quantise(call: Call) -> tuple[Tensor, Tensor]:
 
 
 def by_rows(wide: Tensor) -> tuple[Tensor, Tensor]:
-    """float32 as int8 by rows, and what to multiply each row by."""
+    """Quantise float32 rows to int8; returns them and the factor of each row."""
     scale = wide.abs().amax(-1) / 127
     rows = wide / scale.where(scale > 0, 1)[..., None]
     return rows.round().clamp(-128, 127).to(torch.int8), scale
 
 
 def _cast(call: Call) -> Tensor:
-    """The same elements: tiles are a matter of the device's memory, which the shape does not show."""
+    """Return the same elements: tiles are a layout of the device's memory, which the shape does not show."""
     tensor: Tensor = call["input"]
     return tensor.clone()
 

@@ -1,7 +1,4 @@
-"""How are tokens given to experts and collected again, and when are these calls right?
-
-Legend: T tokens, H columns, E experts, C experts that a token chooses.
-"""
+"""Define the operators that assign tokens to experts and combine the results, with their rules."""
 
 from __future__ import annotations
 
@@ -22,11 +19,11 @@ CALLED = "vllm-ascend ops/fused_moe/token_dispatcher.py"
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
 MOST_CHOSEN = 1024
 MOST_COMBINED = 512
-LARGEST = 2**24  # rows that are made of tokens
+LARGEST = 2**24  # most rows made of tokens
 
 
 def _gated(call: Call) -> tuple[Tensor, Tensor, Tensor]:
-    """Weights [T, C], which do not add up to one, and experts; of equal ones the first comes first."""
+    """Return weights [T, C], which do not add up to 1, and experts; of equal scores the first wins."""
     x: Tensor = call["x"]
     weights, experts = x.float().softmax(-1).sort(dim=-1, descending=True, stable=True)
     rows, chosen = x.shape[0], call["k"]
@@ -35,7 +32,7 @@ def _gated(call: Call) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _gated_as_one(call: Call) -> tuple[Tensor, Tensor, Tensor]:
-    """Weights [T, C] and experts; with `renorm` of the best scores alone, so that they add up to one."""
+    """Return weights [T, C] and experts; with `renorm`, the chosen experts' weights add up to 1."""
     x: Tensor = call["x"]
     scores = x.float() if call["renorm"] else x.float().softmax(-1)
     weights, experts = (each[:, : call["k"]] for each in scores.sort(dim=-1, descending=True, stable=True))
@@ -64,7 +61,7 @@ def _chosen(call: Call) -> Iterator[Breach]:
 
 
 def _routed(call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Rows by expert, where each choice went, how many rows an expert has; scales of rows in int8."""
+    """Return rows sorted by expert, the place of each choice, each expert's row count, and int8 scales."""
     x, experts = call["x"], call["expert_idx"]
     numbers, order = experts.flatten().sort(stable=True)
     places = torch.empty_like(order)
@@ -270,7 +267,7 @@ OPERATORS = (
         )
         for name, results, reference in (
             ("npu_moe_token_unpermute", "Tensor", _combined),
-            # What the other calls where gradients might be asked for
+            # The operator above calls this one where gradients might be requested.
             (
                 "_npu_moe_token_unpermute",
                 "(Tensor unpermuted_tokens, Tensor permuted_tokens_for_backward)",

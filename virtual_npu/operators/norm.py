@@ -1,4 +1,4 @@
-"""What are the fused norms, and when are they called right?
+"""Define the fused norms, with the rules of a correct call.
 
 Legend: N the axes that are not normed, D those that are.
 """
@@ -17,11 +17,11 @@ from virtual_npu.simulated_products import A2, A3, A5, P310
 RMS = "op-plugin npu_rms_norm"
 ADD = "op-plugin npu_add_rms_norm"
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
-ROW_BYTES = 32  # of a normed row on the 310P, at least
+ROW_BYTES = 32  # least bytes of a normed row on the 310P
 
 
 def rms_norm(x: Tensor, gamma: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """The normed input in its type, and the reciprocal of the root mean square, float32 [N, 1]."""
+    """Return the normed input in its dtype, and the reciprocal of the root mean square, float32 [N, 1]."""
     axes = tuple(range(-gamma.dim(), 0))
     wide = x.float()
     rstd = torch.rsqrt(wide.square().mean(axes, keepdim=True) + epsilon)

@@ -1,6 +1,6 @@
-"""Do the pages that a call reads or writes exist, does a request hold them, and have they been written?
+"""Check that the pages of a call exist, that a request holds them, and that they were written before a read.
 
-These rules apply to every operator that takes a page table or cache places.
+These rules apply to every operator that accepts a page table or cache places.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ NULL_PAGE = 0
 
 
 def outside(pages: Iterable[Tensor], num_pages: int, name: str) -> Iterator[Breach]:
-    """Page ids that do not exist. `pages` are int64, one tensor a sequence."""
+    """Yield page ids that do not exist. `pages` are int64, one tensor for each sequence."""
     for number, ids in enumerate(pages):
         wrong = ids[(ids < 0) | (ids >= num_pages)]
         if len(wrong):
@@ -25,7 +25,7 @@ def outside(pages: Iterable[Tensor], num_pages: int, name: str) -> Iterator[Brea
 
 
 def not_held(pages: Iterable[Tensor], conditions: Conditions, name: str) -> Iterator[Breach]:
-    """Pages that no request holds, where the conditions know; the null page has a rule of its own."""
+    """Yield pages that no request holds, if the holders are known; the null page has its own rule."""
     if conditions.held is None:
         return
     held = torch.tensor([NULL_PAGE, *conditions.held()])
@@ -36,7 +36,7 @@ def not_held(pages: Iterable[Tensor], conditions: Conditions, name: str) -> Iter
 
 
 def null_page(pages: Iterable[Tensor], conditions: Conditions, name: str) -> Iterator[Breach]:
-    """The null page instead of a request's own page, where the conditions know."""
+    """Yield the null page in place of a request's own page, if the conditions know the holders."""
     if conditions.held is None or NULL_PAGE in set(conditions.held()):
         return
     for number, ids in enumerate(pages):
@@ -45,7 +45,7 @@ def null_page(pages: Iterable[Tensor], conditions: Conditions, name: str) -> Ite
 
 
 def unwritten(read: Iterable[tuple[Tensor, Tensor]], names: tuple[str, str]) -> Iterator[Breach]:
-    """Sequences that read a NaN among their keys or values: a place that was never written."""
+    """Yield sequences that read a NaN in a key or value: the mark of a place that was never written."""
     for number, pair in enumerate(read):
         for name, tensor in zip(names, pair):
             if tensor.is_floating_point() and bool(tensor.isnan().any()):
@@ -57,7 +57,7 @@ Pages = Callable[[Any], list[Tensor]]
 
 
 def page_id_rule(name: str, pages: Pages, num_pages: Callable[[Any], int]) -> Rule:
-    """The rule that the page ids in argument `name` exist."""
+    """Return the rule that the page ids in argument `name` exist."""
     return Rule(
         "page-ids",
         "each page that is read is one of the cache's",
@@ -68,7 +68,7 @@ def page_id_rule(name: str, pages: Pages, num_pages: Callable[[Any], int]) -> Ru
 
 
 def holding_rules(name: str, pages: Pages) -> tuple[Rule, ...]:
-    """The rules on who holds the pages in argument `name`."""
+    """Return the rules on who holds the pages in argument `name`."""
     return (
         Rule(
             "null-page",
@@ -88,6 +88,6 @@ def holding_rules(name: str, pages: Pages) -> tuple[Rule, ...]:
 
 
 def conditions_of(asked: Any) -> Conditions:
-    """The conditions of a call, or of what was read from one."""
+    """Return the conditions of a call, or of an object that was read from one."""
     found: Conditions = asked.conditions if isinstance(asked, Call) else asked.call.conditions
     return found

@@ -1,4 +1,4 @@
-"""What does a prefetch of a weight do, and when is it called right? It computes nothing."""
+"""Define the prefetch of a weight, which computes nothing, with the rules of a correct call."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SOURCE = "op-plugin npu_prefetch"
 
 
 def _nothing(call: Call) -> None:
-    """A size beyond the weight's end is cut to it."""
+    """Compute nothing; a size beyond the weight's end is cut to it."""
 
 
 def _dependency(call: Call) -> Iterator[Breach]:

@@ -1,6 +1,6 @@
-"""What are the fused rotations, and when are they called right?
+"""Define the fused rotary embeddings, with the rules of a correct call.
 
-Documented and not asked for: cosines and sines within [-1, 1], since some models scale them.
+One documented demand is not checked: cosines and sines within [-1, 1], since some models scale them.
 
 Legend: T tokens, Q sequences, S tokens a sequence, H heads, D head dim.
 """
@@ -20,7 +20,7 @@ FIELD = "vllm-ascend _310p/ops/rotary_embedding.py"
 MULTIPLY = "op-plugin npu_rotary_mul"
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
 HEADS_AXIS = {"BSND": 2, "SBND": 2, "BNSD": 1, "TND": 1}
-# What r1 and r2 may be for each layout of four axes: 1 is an axis of one, else the input's
+# Shapes that r1 and r2 may have for each layout: 1 is an axis of size 1, a letter the input's size.
 SHAPES = {
     "BNSD": ("11SD", "B1SD", "BNSD"),
     "BSND": ("1S1D", "BS1D", "BSND"),
@@ -30,7 +30,7 @@ SHAPES = {
 
 
 def rotate(x: Tensor, mode: str) -> Tensor:
-    """Each pair turned by a right angle: halves of the head, its quarters, or neighbours."""
+    """Rotate each pair by a right angle; a pair is of the head's halves, its quarters, or neighbours."""
     if mode == "interleave":
         even, odd = x[..., ::2], x[..., 1::2]
         return torch.stack((-odd, even), -1).flatten(-2)
@@ -39,13 +39,13 @@ def rotate(x: Tensor, mode: str) -> Tensor:
 
 
 def turn(x: Tensor, cos: Tensor, sin: Tensor, mode: str) -> Tensor:
-    """x turned by the angles, computed in float32, in its own type."""
+    """Rotate x by the angles in float32; returns it in its own dtype."""
     wide = x.float()
     return (wide * cos.float() + rotate(wide, mode) * sin.float()).to(x.dtype)
 
 
 def _apply(call: Call) -> tuple[Tensor, Tensor]:
-    """Query and key, turned; the operator leaves them so in its inputs too."""
+    """Return the rotated query and key; the operator also writes them into its inputs."""
     query, key = (
         turn(call[name], call["cos"], call["sin"], call["rotary_mode"]) for name in ("query", "key")
     )
@@ -148,7 +148,7 @@ def _angles(call: Call) -> Iterator[Breach]:
 
 
 def _is_layout(x: Tensor, cos: Tensor, layout: str, mode: str) -> bool:
-    """Whether input and angles may be read in a layout, within its limits on sequences and heads."""
+    """Return whether input and angles fit a layout, within its limits on sequences and heads."""
     if x.dim() != len(layout):
         return False
     sizes = dict(zip(layout, x.shape))

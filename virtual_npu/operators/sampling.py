@@ -1,4 +1,4 @@
-"""What does the fused sampling filter keep, and when is it called right?
+"""Define the fused top-k and top-p filter, with the rules of a correct call.
 
 Legend: S rows, V vocabulary.
 """
@@ -19,7 +19,7 @@ MOST_K = 1024
 
 
 def _filter(call: Call) -> Tensor:
-    """Logits with -inf outside the k greatest, and outside the most probable that sum to p."""
+    """Return logits with -inf outside the k greatest, and outside the most probable that sum to p."""
     logits: Tensor = call["logits"]
     ordered, places = logits.sort(dim=-1, stable=True)
     if call["k"] is not None:

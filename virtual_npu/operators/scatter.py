@@ -1,4 +1,4 @@
-"""How are rows of a tensor replaced in place, and when is that called right?
+"""Define the operator that replaces rows of a tensor in place, with the rules of a correct call.
 
 Legend: T rows written.
 """

@@ -1,6 +1,4 @@
-"""What does attention over given keys compute?
-
-In float32, a few hundred query rows at a time.
+"""Compute attention over given keys, in float32 and a few hundred query rows at a time.
 
 Legend: R query rows, M keys, H query heads, K kv heads, D head dim, V value dim.
 """
@@ -13,11 +11,11 @@ from torch.nn import functional
 
 from virtual_npu.operators.spans import FusedAttentionCall
 
-QUERY_ROWS = 256  # computed at a time
+QUERY_ROWS = 256  # query rows computed at a time
 
 
 def attend(asked: FusedAttentionCall, lse: Tensor | None) -> Tensor:
-    """The output as [T, H, V] or [Q, S, H, V]; `lse` [T, H, 1] or [Q, S, H, 1] is filled in."""
+    """Return the output as [T, H, V] or [Q, S, H, V]; fills `lse` [T, H, 1] or [Q, S, H, 1]."""
     query, value = asked.query, asked.value
     out = torch.zeros(*query.shape[:-1], value.shape[-1], dtype=query.dtype)
     sink = asked.call["learnable_sink"]
@@ -50,10 +48,11 @@ def softmax_attention(
     *,
     want_lse: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of [R, H, D] over [M, K, D] and [M, K, V]: [R, H, V], and log of the sum of exponents [R, H].
+    """Compute attention of [R, H, D] over [M, K, D] and [M, K, V].
 
-    `mask` [R, M] is true where a key is seen; a row that sees none becomes zero. `sink` [H] is an additional
-    score of each row, without a value. The second result is valid only with `want_lse`.
+    Returns [R, H, V], and the log of the sum of exponents [R, H], which is valid only with `want_lse`. `mask`
+    [R, M] is true where a key is seen; a row that sees none becomes zero. `sink` [H] is an additional score
+    of each row, without a value.
     """
     rows, heads = query.shape[:2]
     if not key.shape[0]:
@@ -86,7 +85,7 @@ def softmax_attention(
 
 
 def uniform(asked: FusedAttentionCall) -> Tensor:
-    """What TND with sparse_mode 0 and no mask computes: the mean of the values (vllm-ascend #13699)."""
+    """Return what TND with sparse_mode 0 and no mask computes: the mean of values (vllm-ascend #13699)."""
     out = torch.zeros(*asked.query.shape[:-1], asked.value.shape[-1], dtype=asked.query.dtype)
     for sequence, (_, values) in zip(asked.sequences, asked.read):
         mean = values.float().mean(0).to(out.dtype)
@@ -95,7 +94,7 @@ def uniform(asked: FusedAttentionCall) -> Tensor:
 
 
 def forget_past(mask: Tensor, position: int) -> Tensor:
-    """A mask as a 910B applies it in sparse_mode 0: what it hides past a position is seen (#15503)."""
+    """Return a mask as a 910B applies it in sparse_mode 0: it hides nothing past a position (#15503)."""
     mask = mask.clone()
     mask[..., position:] = 0
     return mask

@@ -1,11 +1,11 @@
-"""How do the arguments of fused attention say which queries read which keys?
+"""Interpret the arguments of fused attention: which queries read which keys.
 
 A layout is an order of the axes; lengths and the page table divide the tensors into sequences.
-`FusedAttentionCall` is one call in plain terms, whatever the layout, the version of the operator, and where
-the keys lie.
+`FusedAttentionCall` presents one call in the same terms for every layout, either version of the operator, and
+keys with or without pages.
 
-Legend: T packed tokens, Q sequences, S tokens a sequence, H query heads, K kv heads, D head dim, P pages,
-B tokens a page.
+Legend: T packed tokens, Q sequences, S tokens a sequence, H query heads, K kv heads, D head dim, P pages, B
+tokens a page.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from virtual_npu.contract import Call
 
 UNBOUNDED = 2**31 - 1
 
-# The orders of query and output for each `input_layout`; keys and values have the query's order
+# The orders of query and output for each `input_layout`; keys and values have the query's order.
 LAYOUTS = {
     "BSH": ("BSH", "BSH"),
     "BSND": ("BSND", "BSND"),
@@ -38,14 +38,14 @@ LAYOUTS = {
 
 
 def heads_last(tensor: Tensor, order: str, heads: int) -> Tensor:
-    """A tensor in an input order as [T, heads, D] where it is packed, otherwise as [Q, S, heads, D]."""
+    """Return a tensor in an input order as [T, heads, D] if it is packed, otherwise as [Q, S, heads, D]."""
     if order == "BSH":
         return tensor.view(*tensor.shape[:-1], heads, -1)
     return tensor.transpose(-3, -2) if order in ("BNSD", "NTD") else tensor
 
 
 def in_order(tensor: Tensor, order: str) -> Tensor:
-    """[T, H, D] or [Q, S, H, D] in an output order, contiguous."""
+    """Return [T, H, D] or [Q, S, H, D] in an output order, contiguous."""
     match order:
         case "BSH":
             tensor = tensor.flatten(-2)
@@ -58,9 +58,9 @@ def in_order(tensor: Tensor, order: str) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Sequence:
-    """One sequence: where its queries and keys lie, and from which key on the mask shows them.
+    """One sequence: where its queries and keys lie, and the first key that the mask shows to any query.
 
-    `row` is its first row of the packed query, or its number in the batch; `reach` the first key that any
+    `row` is its first row of the packed query, or its number in the batch; `reach` is the first key that any
     of its queries reads.
     """
 
@@ -105,17 +105,17 @@ class FusedAttentionCall:
 
     @cached_property
     def query(self) -> Tensor:
-        """[T, H, D], or [Q, S, H, D]."""
+        """The query as [T, H, D], or [Q, S, H, D]."""
         return heads_last(self.call["query"], LAYOUTS[self.layout][0], self.num_heads)
 
     @cached_property
     def key(self) -> Tensor:
-        """The cache [P, B, K, D] with a page table; otherwise in the query's order, with the kv heads."""
+        """The cache [P, B, K, D] with a page table; otherwise the keys in the query's order."""
         return self._kv("key")
 
     @cached_property
     def value(self) -> Tensor:
-        """As the key."""
+        """The values, in the order of the keys."""
         return self._kv("value")
 
     def _kv(self, name: str) -> Tensor:
@@ -130,12 +130,12 @@ class FusedAttentionCall:
 
     @cached_property
     def batch(self) -> int:
-        """How many sequences."""
+        """The number of sequences."""
         return len(self.call["actual_seq_qlen"]) if self.packed else self.query.shape[0]
 
     @cached_property
     def query_lens(self) -> list[int]:
-        """The queries of each sequence."""
+        """The number of queries of each sequence."""
         given = self.call["actual_seq_qlen"]
         if self.packed:
             return _steps(given)
@@ -143,7 +143,7 @@ class FusedAttentionCall:
 
     @cached_property
     def key_lens(self) -> list[int]:
-        """The keys of each sequence."""
+        """The number of keys of each sequence."""
         given = self.call["actual_seq_kvlen"]
         if self.packed and self.table is None:
             return _steps(given)
@@ -165,12 +165,12 @@ class FusedAttentionCall:
 
     @property
     def single(self) -> bool:
-        """Whether the operator's path for one query a sequence is taken, which ignores `sparse_mode`."""
+        """Whether the operator takes its path for one query a sequence, which ignores `sparse_mode`."""
         return not self.packed and self.query.shape[1] == 1
 
     @property
     def averages(self) -> bool:
-        """Whether it comes to the mean of the values: packed spans of several queries, and no mask."""
+        """Whether the result is the mean of the values: packed spans of several queries without a mask."""
         bare = self.packed and self.mode == 0 and self.call["atten_mask"] is None
         return bare and any(length > 1 for length in self.query_lens)
 
@@ -184,7 +184,7 @@ class FusedAttentionCall:
 
     @cached_property
     def read(self) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values of each sequence from its reach on, [keys, K, D]."""
+        """The keys and values of each sequence from its reach on, [keys, K, D]."""
         found = [(self._gather(self.key, each), self._gather(self.value, each)) for each in self.sequences]
         if self.call["key_rope"] is None:
             return found
@@ -194,7 +194,7 @@ class FusedAttentionCall:
 
     @cached_property
     def full_query(self) -> Tensor:
-        """The query with the part that carries positions behind it, where that comes apart."""
+        """The query, followed by the part that carries positions where that is passed separately."""
         rope = self.call["query_rope"]
         if rope is None:
             return self.query
@@ -210,13 +210,13 @@ class FusedAttentionCall:
         return tensor[sequence.number, first:last]
 
     def queries(self, tensor: Tensor, sequence: Sequence) -> Tensor:
-        """A sequence's rows of the query, or of an output laid out as it."""
+        """Return a sequence's rows of the query, or of an output with the same layout."""
         if self.packed:
             return tensor[sequence.row : sequence.row + sequence.num_queries]
         return tensor[sequence.number, : sequence.num_queries]
 
     def chunks(self, sequence: Sequence, rows: int) -> Iterator[tuple[slice, slice, Tensor | None]]:
-        """Query rows, the keys (from the reach on) that they may see, and a mask of these, None for all."""
+        """Yield query rows, the keys (from the reach on) that they may see, and a mask of these or None."""
         for start in range(0, sequence.num_queries, rows):
             stop = min(start + rows, sequence.num_queries)
             yield from self._chunk(sequence, start, stop)
@@ -240,7 +240,7 @@ class FusedAttentionCall:
         yield slice(start, stop), slice(0, places.shape[1]), None if bool(seen.all()) else seen
 
     def _own_mask(self, sequence: Sequence, start: int, stop: int) -> Tensor | None:
-        """The keys that the caller's mask lets rows see; 1 in the mask hides a key."""
+        """Return which keys the caller's mask shows to the rows; 1 in the caller's mask hides a key."""
         mask: Tensor | None = self.call["atten_mask"]
         if mask is None or (self.single and self.mode in (2, 3, 4)):
             return None

@@ -1,4 +1,4 @@
-"""What is the product whose parts all ranks of a communicator have, and add up in the same launch?
+"""Define the matrix product that the ranks of a communicator compute in parts and sum in the same launch.
 
 Legend: M rows, K inner (of this rank), N columns.
 """
@@ -15,19 +15,20 @@ from virtual_npu.simulated_products import A2
 
 SOURCE = "op-plugin npu_mm_all_reduce_base"
 HERE = "virtual_npu/operators/summed_matmul.py"
-SIZES = (1, 2, 4, 8)  # of communicators: the ranks of one machine, each linked to each
+SIZES = (1, 2, 4, 8)  # sizes of communicators: the fully linked ranks of one machine
 HALVES = (torch.float16, torch.bfloat16)
-# Of quantised products, and what else of the schema is not modelled
+# Arguments of quantised products, and other parts of the schema that are not modelled.
 OTHERS = (
     *("antiquant_scale", "antiquant_offset", "x3", "dequant_scale", "pertoken_scale"),
     *("comm_quant_scale_1", "comm_quant_scale_2", "group_sizes", "y_dtype", "x1_dtype", "x2_dtype"),
     *("dequant_scale_dtype", "pertoken_scale_dtype", "comm_mode"),
 )
-NUMBERS = ("antiquant_group_size", "comm_turn", "comm_quant_mode")  # 0 unless one asks for more
+# Arguments that are 0 unless the feature is requested.
+NUMBERS = ("antiquant_group_size", "comm_turn", "comm_quant_mode")
 
 
 def _summed(call: Call) -> Tensor:
-    """The product of each rank is rounded before it is added, as it travels in its type."""
+    """Sum the ranks' products; each is rounded to its dtype first, in which it is sent."""
     made: Tensor = (call["x1"].float() @ call["x2"].float()).to(call["x1"].dtype)
     communicators = call.conditions.communicators
     return made if communicators is None else communicators.add_up(call["hcom"], made, "mm_all_reduce")

@@ -1,7 +1,8 @@
-"""What are the product with a weight of 4 bits, and the packing of such a weight?
+"""Define the product with a 4-bit weight and the packing of such a weight, with their rules.
 
-In how an int32 holds eight numbers the pages say only that they interleave; here the first lies lowest. So no
-call may pass a weight that npu_convert_weight_to_int4pack has not made, which cannot be checked.
+On how an int32 holds eight numbers, the documents say only that they interleave; here the first number is in
+the lowest bits. A call must therefore pass only a weight that npu_convert_weight_to_int4pack has made, which
+cannot be checked.
 
 Legend: M rows, K inner, N columns, G groups of inner.
 """
@@ -34,13 +35,13 @@ def _packed(call: Call) -> Tensor:
 
 
 def numbers(words: Tensor) -> Tensor:
-    """Eight of each word, side by side."""
+    """Unpack the eight numbers of each word, side by side."""
     apart = torch.stack([(words >> (4 * place)) & 15 for place in range(IN_A_WORD)], -1).flatten(-2)
     return torch.where(apart > GREATEST, apart - 16, apart)
 
 
 def _product(call: Call) -> Tensor:
-    """The weight is brought into x's type, by scales of one row a group, before it is multiplied."""
+    """Convert the weight to x's dtype by scales of one row for each group, then multiply."""
     x, scale, offset, bias = (call[name] for name in ("x", "antiquant_scale", "antiquant_offset", "bias"))
     wide = numbers(call["weight"]).to(torch.float32)
     if offset is not None:
@@ -51,7 +52,7 @@ def _product(call: Call) -> Tensor:
 
 
 def _by_row(scale: Tensor, call: Call) -> Tensor:
-    """Of each row [K, N], or of all [1, N]."""
+    """Expand scales to each row [K, N]; without groups they stay [1, N] or [1, 1]."""
     wide = scale.float().reshape(-1, scale.shape[-1])
     if not call["antiquant_group_size"]:
         return wide

@@ -1,4 +1,4 @@
-"""Which question does the first day on hardware answer of latent attention, and how is it asked?
+"""Ask a device whether the fused prolog of latent attention is right and faster.
 
 Legend: T tokens of the step.
 """
@@ -29,7 +29,7 @@ from recipes.build.families import decoder_config
 from recipes.build.machine import Npu
 
 PAGE, ROWS = 128, 32
-DEEPSEEK: dict[str, Any] = {  # attention of one of sixteen ranks of DeepSeek-V3
+DEEPSEEK: dict[str, Any] = {  # one of sixteen ranks' share of DeepSeek-V3's attention
     "model_type": "deepseek_v3",
     "num_hidden_layers": 1,
     "first_k_dense_replace": 1,
@@ -61,7 +61,10 @@ DEEPSEEK: dict[str, Any] = {  # attention of one of sixteen ranks of DeepSeek-V3
 
 
 class OneLayer:
-    """Latent attention of one layer over empty pages; its weights are those of a seed, whatever it joins."""
+    """Latent attention of one layer over empty pages, with or without the fused prolog.
+
+    Its weights are drawn from one seed, so that both ways have the same.
+    """
 
     def __init__(self, machine: Npu, config: DecoderConfig, *, joins: bool) -> None:
         from attention.npu.latent_attention import FusedLatentAttention
@@ -95,7 +98,7 @@ class OneLayer:
             norm.data.copy_(1 + torch.randn(norm.shape, generator=generator) / 4)
 
     def inputs(self) -> tuple[Tensor, Tensor, Tensor, StepInputs]:
-        """Of one token of each row, at the positions from 0 on."""
+        """Return the inputs of a step of decodes: one token for each row, at position 0."""
         rows = np.arange(ROWS)
         nothing = np.empty(0, np.int64)
         batch = Batch(rows, np.zeros(ROWS, np.int64), np.ones(ROWS, np.int64), nothing, nothing, nothing)
@@ -108,15 +111,16 @@ class OneLayer:
         return x, cos, sin, StepInputs(positions, positions, metadata, self.cache)
 
     def found(self, output: Tensor) -> list[Tensor]:
-        """What it made and wrote, in float32 on the host."""
+        """Return the output and the rows written to both caches, in float32 on the host."""
         return [
             each.cpu().float() for each in (output, self.cache.keys[0][1:, 0], self.cache.values[0][1:, 0])
         ]
 
 
 def joins_latents(machine: Npu) -> Found:
-    """Of decodes, with weights in bfloat16 and in int8: against the launches whose place it takes, and in a
-    graph against itself.
+    """Ask whether the fused prolog is right for decodes and faster, with weights in bfloat16 and in int8.
+
+    It is compared with the launches that it replaces, and in a graph with itself outside of one.
     """
     said, is_yes = [], True
     hidden = PROLOG_HIDDEN[0] if machine.asked.virtual else DEEPSEEK["hidden_size"]

@@ -1,8 +1,8 @@
-"""The question whether decodes are right without a mask, asked in captured steps as the engine replays them.
+"""Ask a device whether decodes without a mask are right in captured steps, replayed as the engine does.
 
-vllm-ascend #12605 found wrong answers in graph mode alone. So the engine's own attention captures a step, and
-replays it with other lengths, pages and numbers of filler rows, in layers with windows and without. Each
-replay is held to the masked call of the same batch, which is made outside of graphs.
+vllm-ascend #12605 found wrong answers in graph mode only. The engine's own attention therefore captures a
+step, and replays it with other lengths, pages and numbers of filler rows, in layers with windows and without.
+Each replay is compared with the masked call of the same batch, made outside of graphs.
 
 Legend: R rows of the captured step, P pages, B tokens a page, H query heads, K key and value heads, D head
 dim, L latent.
@@ -25,10 +25,10 @@ from devices.shapes import AttentionShape, LatentShape
 from doctor.verify.npu.questions import NEAR, Found, Probe, fused, time_us
 from recipes.build.machine import Npu
 
-# The step has 12 rows. A page has 128 tokens, a cache 24 pages, and a request 16 of them at most
+# The step has 12 rows, a page 128 tokens, the cache 24 pages, and a request at most 16 of them.
 ROWS, PAGE, POOL, WIDTH = 12, 128, 24, 16
-# The keys of each request, by replay: at the edges of pages and between, all longer or shorter than before.
-# Rows without a request are filler, as the engine has it: one key of the null page
+# The keys of each request, by replay: lengths at and between the edges of pages, all longer or shorter than
+# before. Rows without a request are filler as in the engine: one key of the null page.
 REPLAYS: tuple[tuple[int, ...], ...] = (
     (1, 2, 127, 128, 129, 300, 700, 64, 5, 256, 257, 31),
     (2000, 1, 128, 640, 3, 129, 17),
@@ -36,8 +36,9 @@ REPLAYS: tuple[tuple[int, ...], ...] = (
     (129, 700, 2048, 699, 513, 512, 511, 385, 384, 383, 257, 1999),
     (1, 2, 127, 128, 129, 300, 700, 64, 5, 256, 257, 31),
 )
-WINDOWS = (None, 200, None)  # one layer has a window, so that one graph has calls with a mask and without
-HEADS = ((8, 8), (32, 8), (28, 4), (8, 1))  # query heads over key and value heads; a stand-in has the last
+WINDOWS = (None, 200, None)  # one layer has a window, so that one graph has calls with and without a mask
+# (query heads, key and value heads); a stand-in is asked only the last.
+HEADS = ((8, 8), (32, 8), (28, 4), (8, 1))
 LATENT = LatentShape(rope_dim=LATENT_ROPE, nope_dim=128, value_dim=128)
 
 
@@ -73,12 +74,12 @@ class Decodes:
         return torch.randn(*sizes, generator=self.generator).to(self.shape.dtype).to(self.device)
 
     def _cache(self) -> tuple[Tensor, Tensor]:
-        """Keys and values [P, B, K, D]; or latents and the parts of keys beside them."""
+        """Return keys and values [P, B, K, D]; or latents and the parts of the keys that carry positions."""
         sizes = POOL, PAGE, self.shape.num_kv_heads
         latent = self.shape.latent
         keys = self._drawn(*sizes, self.shape.head_dim)
         values = self._drawn(*sizes, self.shape.head_dim if latent is None else latent.rope_dim)
-        if self.shape.first_key:  # what stands before it, wherever a request begins
+        if self.shape.first_key:  # any page may be a request's first, so each begins with the uncounted key
             keys[:, 0], values[:, 0] = 0, 0
         return keys, values
 
@@ -90,7 +91,7 @@ class Decodes:
         return NpuOps(machine.product).pack_up(keys / latent.nope_dim**0.5, values / width**0.5)
 
     def next_batch(self, kv_lens: tuple[int, ...]) -> list[int]:
-        """Write other queries and pages to where captured steps read them; the lengths of all rows."""
+        """Write other queries and pages where captured steps read them; returns the lengths of all rows."""
         for each in self.queries:
             each.copy_(self._drawn(*each.shape))
         pages = torch.randint(1, POOL, (ROWS, WIDTH), generator=self.generator, dtype=torch.int32)
@@ -99,7 +100,7 @@ class Decodes:
         return [*kv_lens, *[1] * (ROWS - len(kv_lens))]
 
     def planned(self, attention: Any, kv_lens: list[int] | None = None) -> Any:
-        """The metadata of a step that is captured, or of one that is made at once over these lengths."""
+        """Return the metadata of a step to capture, or of a step that runs at once over these lengths."""
         rows = torch.zeros(ROWS, dtype=torch.int32, device=self.device)
         made = attention.plan_static(StaticDecodes(rows, self.pages, rows + 1))
         if kv_lens is None:
@@ -108,7 +109,7 @@ class Decodes:
         return replace(made, parts=(replace(part, kv_lens=kv_lens),))
 
     def attend(self, attention: Any, metadata: Any) -> Tensor:
-        """What the queries read in each layer: [layers, R, H, D]."""
+        """Return the attention output of each layer: [layers, R, H, D]."""
         found = []
         for layer, cache in enumerate(self.caches):
             if self.shape.latent is None:
@@ -118,14 +119,14 @@ class Decodes:
         return torch.stack(found)
 
     def captured(self, attention: Any) -> tuple[Any, Any, Tensor]:
-        """The graph of a step, its metadata and its output."""
+        """Capture a step; returns its graph, its metadata and its output."""
         graph, metadata = torch.npu.NPUGraph(), self.planned(attention)
         with torch.npu.graph(graph):
             output = self.attend(attention, metadata)
         return graph, metadata, output
 
     def apart(self) -> float:
-        """How far decodes without a mask are from those with one, at once and in replays of one graph."""
+        """Return how far unmasked decodes are from masked ones, both at once and in replays of one graph."""
         graph, metadata, output = self.captured(self.unmasked)
         furthest = 0.0
         for replay in REPLAYS:
@@ -138,13 +139,13 @@ class Decodes:
         return furthest
 
     def replay_us(self, machine: Npu, attention: Any) -> float:
-        """Microseconds of a replay."""
+        """Return the microseconds of a replay."""
         graph, metadata, _ = self.captured(attention)
         return time_us(machine, partial(attention.replay, graph, metadata, self.next_batch(REPLAYS[-1])))
 
 
 def unmasks_decodes(machine: Npu) -> Found:
-    """In each type and of each shape that the product takes; of one of them, both ways are timed."""
+    """Ask for each dtype and shape that the product supports; both ways are timed for one of the shapes."""
     for name, shape in _shapes(machine.product, HEADS[-1:] if machine.asked.virtual else HEADS):
         furthest = Decodes(machine, shape).apart()
         if not furthest <= NEAR[shape.dtype]:
@@ -157,7 +158,7 @@ def unmasks_decodes(machine: Npu) -> Found:
 def _shapes(
     product: AscendProduct, heads_over: Sequence[tuple[int, int]]
 ) -> Iterator[tuple[str, AttentionShape]]:
-    """What engines on the product ask for, by the words that name it; the last is an ordinary one."""
+    """Yield the shapes that engines on the product request, with their names; the last is an ordinary one."""
     plain = AttentionShape(8, 8, 128, PAGE, 128**-0.5, product.dtypes[0], WINDOWS)
     if product.has_latents:
         whole = replace(plain, num_kv_heads=1, head_dim=512, scale=192**-0.5, windows=(None, None))

@@ -1,4 +1,4 @@
-"""Which questions does the first day on hardware answer, and how is each asked?
+"""Ask a single device the questions that only hardware can answer.
 
 Legend of a call of attention: H query heads, K key and value heads, D head dim, S spans.
 """
@@ -24,18 +24,19 @@ from recipes.build.machine import Npu
 Found = tuple[bool, str]  # the answer, and what it was judged by
 
 HEADS, DIM, PAGE = 8, 128, 128
-MASK_SIDE = 2048  # of the one mask of sparse_mode 3
-NEAR = {torch.float16: 4e-3, torch.bfloat16: 3e-2}  # of attention, as virtual_npu.verify allows
-WEIGHTS = 12  # 32 MiB each: more than the L2 cache of 192 MiB
-SIDE, ROWS, CALLS = 4096, (1, 32), 50  # of the products that are timed
+MASK_SIDE = 2048  # side of the one mask of sparse_mode 3
+NEAR = {torch.float16: 4e-3, torch.bfloat16: 3e-2}  # tolerance of attention, as in virtual_npu.verify
+WEIGHTS = 12  # number of weights of 32 MiB: together more than the L2 cache of 192 MiB
+SIDE, ROWS, CALLS = 4096, (1, 32), 50  # sizes and number of the products that are timed
 VOCABULARY = 151_936
-DRAWN = [(0.8, 0, 0.9), (1.0, 20, 1.0), (0.7, 50, 0.5), (0.0, 0, 1.0)]  # temperature, top_k and top_p of rows
+# (temperature, top_k, top_p) of each row.
+DRAWN = [(0.8, 0, 0.9), (1.0, 20, 1.0), (0.7, 50, 0.5), (0.0, 0, 1.0)]
 MOST_POSITION, NEAR_ANGLE = 131072, 1e-5
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """A question about a product, named as the field of its limits that follows the answer."""
+    """A question about a product; its name is the field of the product's limits that follows the answer."""
 
     name: str
     question: str
@@ -44,7 +45,7 @@ class Probe:
 
 
 def keeps_nan(machine: Npu) -> Found:
-    """In each type of logits, with a NaN in the first, a middle and the last place of a wide row."""
+    """Ask whether a maximum keeps a NaN, for each dtype, in the first, a middle and the last place."""
     bad = []
     for dtype in (*machine.product.dtypes, torch.float32):
         logits = torch.randn(3, VOCABULARY).to(dtype)
@@ -56,9 +57,10 @@ def keeps_nan(machine: Npu) -> Found:
 
 
 def packs_float16(machine: Npu) -> Found:
-    """Over a prompt, a chunk and a decode, with as many key heads as query heads and with fewer.
+    """Ask whether packed attention over a prompt, a chunk and a decode is right in float16.
 
-    In one call, or in as many as attention makes of them where the product does not take them together.
+    It is asked with as many key heads as query heads and with fewer, in one call, or in as many calls as
+    attention makes of the spans where the product does not accept them together.
     """
     spans = [(300, 300), (40, 500), (1, 260)]
     cuts = machine.product.cuts(np.array([queries for queries, _ in spans]))
@@ -71,7 +73,7 @@ def packs_float16(machine: Npu) -> Found:
 
 
 def tiles_weights(machine: Npu) -> Found:
-    """Right, in a graph too, and faster than rows at few and at many rows of x."""
+    """Ask whether a tiled weight is right, also in graphs, and faster than rows at few and many rows of x."""
     import torch_npu
 
     dtype = machine.product.dtypes[0]
@@ -91,13 +93,13 @@ def tiles_weights(machine: Npu) -> Found:
             (time_us(machine, partial(F.linear, x, tiles)), time_us(machine, partial(F.linear, x, weight)))
         )
     said = ", ".join(f"{nz:.0f} us against {nd:.0f}" for nz, nd in times)
-    if machine.asked.virtual:  # whose times mean nothing
+    if machine.asked.virtual:  # a stand-in's times mean nothing
         return machine.product.tiles_weights, "right, and as it was: a stand-in has no times"
     return all(nz <= nd for nz, nd in times), said
 
 
 def slices_tiles(machine: Npu) -> Found:
-    """Whether slices of a cache in tiles are zeroed and copied, here and to the host and back."""
+    """Ask whether slices of a tiled cache can be zeroed and copied, on the device and by way of the host."""
     import torch_npu
 
     numbers = torch.arange(1, 7).half()[:, None, None, None].expand(6, 8, PAGE, 16)
@@ -117,7 +119,7 @@ def slices_tiles(machine: Npu) -> Found:
 
 
 def exact_angles(machine: Npu) -> Found:
-    """Cosines and sines in float32 of positions up to MOST_POSITION, in radians."""
+    """Ask whether cosines and sines in float32 are exact at positions up to MOST_POSITION, in radians."""
     angles = torch.arange(0, MOST_POSITION, 7).float()
     there = angles.to(machine.device)
     apart = max(
@@ -128,7 +130,7 @@ def exact_angles(machine: Npu) -> Found:
 
 
 def captures_draws(machine: Npu) -> Found:
-    """Whether a graph draws the tokens that the same calls draw outside of it, by top-k and top-p."""
+    """Ask whether a graph draws, by top-k and top-p, the tokens that the same calls draw outside of it."""
     from models.ops.npu import NpuOps
 
     generator = torch.Generator().manual_seed(5)
@@ -150,7 +152,9 @@ def captures_draws(machine: Npu) -> Found:
 
 
 def prefetches(machine: Npu) -> Found:
-    """Attention of decodes and a product, by turns, over more weights than the L2 cache holds; in a graph the
+    """Ask whether prefetching a product's weight during attention makes decoding faster.
+
+    Attention of decodes and a product alternate over more weights than the L2 cache holds; in a graph the
     product has to stay right.
     """
     from models.ops.npu import NpuOps, prefetch
@@ -180,13 +184,13 @@ def prefetches(machine: Npu) -> Found:
     if not torch.equal(found, wanted):
         return False, "a product after a prefetch is another in a graph"
     plain_us, fetched_us = (time_us(machine, partial(step, fetches)) for fetches in (False, True))
-    if machine.asked.virtual:  # whose times mean nothing
+    if machine.asked.virtual:  # a stand-in's times mean nothing
         return machine.product.prefetches, "right, and as it was: a stand-in has no times"
     return fetched_us < plain_us, f"{fetched_us:.0f} us against {plain_us:.0f} us"
 
 
 def fused(product: AscendProduct) -> bool:
-    """Whether the product has fused attention."""
+    """Return whether the product has fused attention."""
     return product.is_fused
 
 
@@ -217,7 +221,7 @@ QUESTIONS = (
 
 
 def _attention_apart(machine: Npu, dtype: torch.dtype, lens: list[tuple[int, int]], kv_heads: int) -> float:
-    """How far one call over (queries, keys) of each span is from plain torch in float32."""
+    """Return how far one call over (queries, keys) of each span is from plain torch in float32."""
     call, wanted = _attention(machine, dtype, lens, kv_heads)
     return float((call().cpu().float() - wanted).abs().nan_to_num(nan=torch.inf).max())
 
@@ -225,7 +229,7 @@ def _attention_apart(machine: Npu, dtype: torch.dtype, lens: list[tuple[int, int
 def _attention(
     machine: Npu, dtype: torch.dtype, lens: list[tuple[int, int]], kv_heads: int
 ) -> tuple[Callable[[], Tensor], Tensor]:
-    """A causal call over pages, and what plain torch has for it in float32."""
+    """Return a causal call over pages, and the result of plain torch in float32."""
     import torch_npu
 
     generator = torch.Generator().manual_seed(kv_heads)
@@ -271,7 +275,7 @@ def _attention(
 
 
 def time_us(machine: Npu, call: Callable[[], object]) -> float:
-    """Microseconds of one of CALLS calls after another; of a stand-in, those of a single call."""
+    """Return the microseconds of one of CALLS consecutive calls; a stand-in makes a single call."""
     num_calls = 1 if machine.asked.virtual else CALLS
     call()
     torch.npu.synchronize()

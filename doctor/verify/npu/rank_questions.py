@@ -1,4 +1,4 @@
-"""Which questions does the first day on hardware answer that take several ranks, and how is each asked?"""
+"""Ask several ranks the questions about their device that a single rank cannot answer."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from recipes.build.in_ranks import Body, in_ranks
 from recipes.build.machine import Npu, start
 from recipes.schema.recipe import Recipe
 
-HIDDEN, INNER = 4096, 14336  # of the down projection of an 8B model, whose inner axis the ranks share
+HIDDEN, INNER = 4096, 14336  # sizes of an 8B model's down projection; the ranks share its inner axis
 PROMPT = 2048  # rows
-EXPERTS = 2048, 768, 16  # hidden and inner size, of Qwen3-30B-A3B, and how many a rank has
-FEW_TOKENS = 8  # of each rank, which decode
+EXPERTS = 2048, 768, 16  # hidden and inner size of Qwen3-30B-A3B's experts, and the experts of a rank
+FEW_TOKENS = 8  # tokens of each rank in a step of decodes
 
 
 def of_ranks(recipe: Recipe) -> list[Probe]:
-    """What is asked where the recipe has several ranks."""
+    """Return the questions for a recipe with several ranks; none for a single rank."""
     if recipe.parallel.ranks < 2:
         return []
 
@@ -40,7 +40,10 @@ def of_ranks(recipe: Recipe) -> list[Probe]:
 
 
 def sums_products(recipe: Recipe, group: Group) -> Found:
-    """In each rank: against the product and the sum apart, in the first type of the product."""
+    """Ask each rank whether the product with its sum in one launch is right and faster than the two apart.
+
+    The product is in the first dtype of the device's product.
+    """
     from models.ops.npu import NpuOps
 
     machine = start(recipe.device)
@@ -58,8 +61,11 @@ def sums_products(recipe: Recipe, group: Group) -> Found:
 
 
 def dispatches(recipe: Recipe, group: Group) -> Found:
-    """In each rank, captured: of experts of Qwen3-30B's sizes, in the first type of the product, for few
-    tokens and for as many as are sent at most, against each rank's own experts for all tokens, and the sum.
+    """Ask each rank whether sending tokens to their experts' ranks is right and faster, in captured calls.
+
+    The experts have the sizes of Qwen3-30B's, in the first dtype of the product. The question is asked for
+    few tokens and for as many as may be sent; the other way computes each rank's own experts for all tokens,
+    and sums the results.
     """
     from models.ops.npu import NpuOps
 
@@ -89,7 +95,7 @@ def dispatches(recipe: Recipe, group: Group) -> Found:
     for num_tokens in (FEW_TOKENS, dispatch.most_tokens):
         x = drawn(num_tokens * world.size, hidden, seed=num_tokens)
         weights, chosen = ops.route(x, router, None, config)
-        numbers = (chosen - own.start) % config.num_experts  # its own come first
+        numbers = (chosen - own.start) % config.num_experts  # the rank's own experts come first
         apart = partial(ops.joined_mixture, x, weights, numbers, packed, config.num_experts, ops.swiglu)
         sent = partial(dispatch.mixture, x, weights, chosen, packed, ops.swiglu)
         ways = [_captured(call) for call in (lambda apart=apart: world.all_reduce(apart()), sent)]
@@ -98,7 +104,7 @@ def dispatches(recipe: Recipe, group: Group) -> Found:
 
 
 def _captured(call: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """The call as a graph does it, once it has been done outside of one."""
+    """Call once outside of a graph, capture the call, and return its replay."""
     call()
     graph = torch.npu.NPUGraph()
     with torch.npu.graph(graph):
@@ -119,11 +125,12 @@ def _judged(
     joined: Callable[[], Tensor],
     as_it_was: bool,
 ) -> Found:
-    """Whether the second way gives what the first does, on every rank, and is faster."""
+    """Return whether the second way agrees with the first on every rank, and is faster."""
     expected, found = (call().cpu().float() for call in (apart, joined))
     furthest = float((found - expected).abs().max())
     is_near = furthest <= NEAR[dtype] * float(expected.abs().max())
-    if not group.least(int(is_near), machine.device):  # or others would wait for this rank
+    # Without agreement, the other ranks would wait for this one.
+    if not group.least(int(is_near), machine.device):
         return False, f"{furthest:.2g} from what is made apart, or too far on another rank"
     if machine.asked.virtual:
         return as_it_was, "right, and as it was: a stand-in has no times"
@@ -136,9 +143,9 @@ def _sends(product: AscendProduct) -> bool:
 
 
 def _sums(product: AscendProduct) -> bool:
-    return product.name == "910B"  # the document lists no other
+    return product.name == "910B"  # the document lists no other product
 
 
 def _all(found: list[Found]) -> Found:
-    """A yes of every rank, and what the first said that says no."""
+    """Combine the ranks' answers: yes if all say yes, otherwise the first answer that says no."""
     return min(found, key=lambda each: each[0])

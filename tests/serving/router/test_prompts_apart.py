@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -14,18 +16,23 @@ import pytest
 
 from tests.serving.router.under_fire import figure, fleet, wait, wait_ready
 from tests.serving.server import PATIENCE_S, TINY, Server
-from tests.serving.test_prompts_apart import free_port
+from tests.thorough import cases
 
-TRANSPORTS = ("tcp", "shared_memory")
+TRANSPORTS = cases(("shared_memory",), ("shared_memory", "tcp"))
 WORDS = "the little green fox and the river "
 SHORT = "348+275="
 
 
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
 @pytest.fixture(scope="module")
 def servers() -> Iterator[dict[str, Server]]:
-    """A plain one, one of prompts, and one of answers for each transport."""
+    """One of prompts, which is asked as a plain one too, and one of answers for each transport."""
     endpoint = f"tcp://127.0.0.1:{free_port()}"
-    found = {"plain": Server(TINY), "prompts": Server(TINY, f"server.pages_at={endpoint}")}
+    found = {"prompts": Server(TINY, f"server.pages_at={endpoint}")}
     for each in TRANSPORTS:
         found[each] = Server(TINY, f"server.prompt_replicas=[{endpoint}]", f"server.page_transport={each}")
     try:
@@ -37,11 +44,16 @@ def servers() -> Iterator[dict[str, Server]]:
             each.close()
 
 
-def ask(url: str, prompt: str) -> Any:
+def asked(url: str, prompt: str) -> dict[str, Any]:
     body = {"model": "tiny", "prompt": prompt, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
     answer = httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE_S)
     assert answer.status_code == 200, answer.text
-    (choice,) = answer.json()["choices"]
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def ask(url: str, prompt: str) -> Any:
+    (choice,) = asked(url, prompt)["choices"]
     return choice["text"], choice["finish_reason"]
 
 
@@ -63,23 +75,27 @@ def routed(servers: dict[str, Server], transport: str, split: str) -> Server:
 def test_answers_are_those_of_a_plain_server_also_when_prompts_are_killed(
     servers: dict[str, Server], transport: str
 ) -> None:
-    plain, answers = servers["plain"].url, servers[transport]
+    """A plain server is asked afterwards: it shall not have computed what the other one fetches."""
+    plain, answers = servers["prompts"].url, servers[transport]
     router = routed(servers, transport, "always")
     try:
         first = f"{transport} first {WORDS * 20}"
-        assert ask(router.url, first) == ask(plain, first)
+        answer = asked(router.url, first)
         told = fleet(router.url)
         (choice,) = told["choices"]
         assert (told["split"], choice["replica"]) == (1, answers.url)
-        assert choice["prompt_at"] == servers["prompts"].url
-        wait(lambda: figure(answers, "cb_arrived_pages_total") == (choice["prompt_tokens"] - 1) // 16)
+        assert choice["prompt_at"] == plain
+        num_pages = (choice["prompt_tokens"] - 1) // 16
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 16 * num_pages
+        wait(lambda: figure(answers, "cb_arrived_pages_total") == num_pages)
+        assert figure(answers, "cb_missed_pages_total") == 0
+        assert answer["choices"] == asked(plain, first)["choices"]
 
         assert ask(router.url, SHORT) == ask(plain, SHORT)
         told = fleet(router.url)
         assert (told["split"], told["choices"][0]["prompt_at"]) == (1, None), "a short prompt stays"
 
-        asked = texts(transport, 16)
-        alone = [ask(plain, each) for each in asked]
+        prompts = texts(transport, 10)
 
         def kill() -> None:
             wait(lambda: fleet(router.url)["split"] > 1)  # beside the first
@@ -88,32 +104,54 @@ def test_answers_are_those_of_a_plain_server_also_when_prompts_are_killed(
         killer = threading.Thread(target=kill)
         with ThreadPoolExecutor(8) as threads:
             killer.start()
-            assert [*threads.map(lambda each: ask(router.url, each), asked)] == alone
+            said = [*threads.map(lambda each: ask(router.url, each), prompts)]
         killer.join()
         wait(lambda: figure(answers, "cb_kv_page_leak_total") == 0)
-        wait_ready(router.url, 2)  # it comes back
+        wait_ready(router.url, 2)  # it comes back, and so does what it computes
+        assert said == [ask(plain, each) for each in prompts], "no answer is lost, cut or another"
+        before = figure(answers, "cb_arrived_pages_total")
+
+        def comes_back() -> bool:
+            ask(router.url, f"{time.monotonic()} {WORDS * 20}")
+            return figure(answers, "cb_arrived_pages_total") > before
+
+        wait(comes_back)
     finally:
         router.close()
 
 
 @pytest.mark.slow
 def test_a_router_says_which_were_split_and_why(servers: dict[str, Server]) -> None:
-    router = routed(servers, "tcp", "cost")
+    plain = servers["prompts"].url
+    router = routed(servers, TRANSPORTS[0], "cost")
     try:
         alone = "alone " + WORDS * 20
-        assert ask(router.url, alone) == ask(servers["plain"].url, alone)
+        said = ask(router.url, alone)
         (choice,) = fleet(router.url)["choices"]
         assert choice["prompt_at"] is None, "nothing else runs there"
         assert choice["cost_here"] == choice["prompt_tokens"] < choice["cost_there"]
+        assert said == ask(plain, alone)
 
-        asked = texts("together", 20)
-        with ThreadPoolExecutor(len(asked)) as threads:
-            said = [*threads.map(lambda each: ask(router.url, each), asked)]
+        prompts = texts("together", 12)
+        with ThreadPoolExecutor(len(prompts)) as threads:
+            answers = [*threads.map(lambda each: ask(router.url, each), prompts)]
         told = fleet(router.url)
-        assert said == [ask(servers["plain"].url, each) for each in asked]
+        assert answers == [ask(plain, each) for each in prompts]
         for each in told["choices"]:
             is_cheaper = each["cost_there"] < each["cost_here"]
-            assert is_cheaper == (each["prompt_at"] == servers["prompts"].url), each
-        assert 0 < told["split"] < len(asked)
+            assert is_cheaper == (each["prompt_at"] == plain), each
+        assert 0 < told["split"] < len(prompts)
     finally:
         router.close()
+
+
+@pytest.mark.slow
+def test_a_server_says_whose_name_it_does_not_know(servers: dict[str, Server]) -> None:
+    answer = httpx.post(
+        f"{servers[TRANSPORTS[0]].url}/v1/completions",
+        json={"model": "tiny", "prompt": WORDS},
+        headers={"x-prompt-replica": "tcp://192.0.2.1:1"},
+        timeout=PATIENCE_S,
+    )
+    assert answer.status_code == 400
+    assert "x-prompt-replica is none of this server's server.prompt_replicas" in answer.text

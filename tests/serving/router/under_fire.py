@@ -14,9 +14,10 @@ import aiohttp
 import httpx
 
 from tests.serving.server import PATIENCE_S, Server
+from tests.thorough import cases
 
 PROMPTS = ["348+275=", "One day, ", "What is 17 + 25?", "Tell me of the sea. ", "A fox ", "Once upon a time "]
-NUM_CLIENTS, NUM_TOKENS = 24, 96
+NUM_CLIENTS, NUM_TOKENS = 24, cases(32, 96)
 
 
 @dataclass(slots=True)
