@@ -36,7 +36,8 @@ class Report:
     def pytest_collectreport(self, report: Any) -> None:
         """Pytest calls this for each file that it has read."""
         if report.failed:
-            self.problem = f"{report.nodeid} cannot be read: {str(report.longrepr)[-300:]}"
+            last_line = str(report.longrepr).strip().splitlines()[-1]
+            self.problem = f"{report.nodeid} cannot be read: {last_line}"
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         """Pytest calls this for the set-up, the call and the end of each test."""
