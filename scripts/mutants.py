@@ -1,4 +1,4 @@
-"""Check the tests by mutation: plant faults, one at a time, and run the tests that should fail.
+"""Check the tests by mutation: plant faults, one at a time, and run the test that each names.
 
 The faults are defined with the tests (tests/mutation), which run in a process of their own.
 """

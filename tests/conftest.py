@@ -32,6 +32,7 @@ settings.register_profile(
     report_multiple_bugs=False,
     print_blob=False,
     deadline=None,
+    derandomize=not THOROUGH,
 )
 
 

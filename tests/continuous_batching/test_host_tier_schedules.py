@@ -11,13 +11,12 @@ from continuous_batching.policies.stall_free import StallFree
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.slots import SlotPool
-from kv_cache import page_keys
 from kv_cache.pages import PagePool
 from tests.continuous_batching.checksum import VOCAB_SIZE, alone
 from tests.continuous_batching.recount import recount
 from tests.continuous_batching.test_machine import SpoilingRunner
 from tests.continuous_batching.test_schedules import try_add, try_resize
-from tests.continuous_batching.test_weak_keys import FourBits
+from tests.kv_cache.short_keys import shorten_keys
 
 NUM_REQUESTS, NUM_PROMPTS, LARGEST = 40, 6, 40
 NUM_SEEDS = 40
@@ -79,7 +78,7 @@ def test_prompts_that_come_again_through_the_host_give_the_answers_of_each_alone
     has_weak_keys: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if has_weak_keys:
-        monkeypatch.setattr(page_keys, "hashlib", FourBits)
+        shorten_keys(monkeypatch, bits=4)
     runs = [storm(seed) for seed in range(NUM_SEEDS)]
     print(f"{sum(each.promoted_pages for each in runs)} pages brought back in {len(runs)} schedules")
     assert sum(each.host_hit_tokens > 0 for each in runs) > NUM_SEEDS // 2

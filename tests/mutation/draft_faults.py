@@ -1,133 +1,127 @@
-"""Faults of guesses that are checked: who makes them, what counts, what is recorded and what is told."""
+"""Faults of drafts: from n-grams, from other texts, from a draft model, and how many are worth it."""
 
 from __future__ import annotations
 
 from tests.mutation.fault import Fault
 
-ROOM = "continuous_batching/"
-NGRAM = ROOM + "speculation/ngram.py"
-SPECULATION = ROOM + "speculation/speculation.py"
-BATCH, RECORDED = ROOM + "batch.py", ROOM + "recording/recorded_drafts.py"
-REPLAY = ROOM + "recording/replay.py"
-SAMPLER, PROCESSORS = "models/sampling/sampler.py", "models/sampling/logit_processors.py"
-JOBS, MESSAGES = "serving/answers/jobs.py", "serving/engine/messages.py"
-
-DRAFT_FAULTS = {
+FAULTS = {
     "ngram_finds_itself": Fault(
-        NGRAM + "::NGram._look",
+        "continuous_batching/speculation/ngram.py::NGram._look",
         "self._tables[entries[:-1]] = positions[LENGTH:-1].astype(np.int32)",
         "self._tables[entries] = positions[LENGTH:].astype(np.int32)",
         "the last tokens are found at the end of the row, where nothing follows",
+        "tests/continuous_batching/test_ngram.py::test_it_guesses_what_followed_the_most_recent_earlier_place",
     ),
     "ngram_keeps_the_request_before": Fault(
-        NGRAM + "::NGram._forget",
+        "continuous_batching/speculation/ngram.py::NGram._forget",
         "self._tables.reshape(len(self._number), -1)[rows] = 0",
         "",
         "a request is given tokens of the one that had its row before, perhaps another tenant's",
-    ),
-    "ngram_compares_one_token": Fault(
-        NGRAM + "::NGram._is_same",
-        "LENGTH + 1",
-        "2",
-        "what two entries of a table have in common is taken for a quotation",
-    ),
-    "ngram_goes_on_after_a_wrong_guess": Fault(
-        NGRAM + "::NGram._followed",
-        "np.where(self._is_same(rows, moved, known), moved, 0)",
-        "moved",
-        "one quotation is guessed for ever",
+        "tests/continuous_batching/test_ngram.py::test_a_row_knows_nothing_of_the_request_before",
     ),
     "a_draft_in_the_last_place": Fault(
-        SPECULATION + "::Speculation.propose",
+        "continuous_batching/speculation/speculation.py::Speculation.propose",
         "slots.limit[rows] - known - 1",
         "slots.limit[rows] - known",
         "a draft stands where no token may follow it",
+        "tests/continuous_batching/test_drafts.py::test_drafts_bring_the_same_tokens_in_fewer_steps",
     ),
     "a_request_cannot_do_without_drafts": Fault(
-        SPECULATION + "::Speculation.propose",
+        "continuous_batching/speculation/speculation.py::Speculation.propose",
         "slots.most_drafts[rows]",
         "self.most",
         "max_draft_tokens of a request is not read",
-    ),
-    "steps_wait_for_drafts_that_nobody_may_have": Fault(
-        SPECULATION + "::Speculation.is_hopeful",
-        "self.lengths.is_hopeful and bool(self._slots.most_drafts[self._slots.busy].any())",
-        "self.lengths.is_hopeful",
-        "steps are not scheduled ahead although no request may have drafts",
-    ),
-    "a_place_too_many_is_counted": Fault(
-        SPECULATION + "::Speculation._count",
-        "accepted > position",
-        "accepted >= position",
-        "more is accepted by place than altogether",
-    ),
-    "many_rows_ask_in_each_step": Fault(
-        SPECULATION + "::Speculation.propose",
-        "self._pause > 0 or not self.lengths.asks",
-        "not self.lengths.asks",
-        "proposing costs the host as much as the whole step",
-    ),
-    "the_token_after_the_drafts_is_recorded": Fault(
-        BATCH + "::Batch.is_draft",
-        "self.targets < self.stops[self.sampled]",
-        "self.targets <= self.stops[self.sampled]",
-        "a replay reads drafts of other places",
+        "tests/continuous_batching/test_drafts.py::test_a_request_may_have_fewer_drafts_or_none",
     ),
     "a_replay_guesses_itself": Fault(
-        REPLAY + "::replay",
+        "continuous_batching/recording/replay.py::replay",
         "scheduler.speculation is not None",
         "False",
         "a replay knows less than the proposer did, and decides otherwise",
-    ),
-    "a_simulation_looks_ahead_of_drafts": Fault(
-        RECORDED + "::RecordedDrafts.is_hopeful",
-        "isinstance(self._upcoming(), Committed)",
-        "False",
-        "a simulation makes a batch where the engine waited for tokens to guess from",
+        "tests/continuous_batching/test_draft_schedules.py::test_who_follows_a_recording_proposes_nothing",
     ),
     "one_uniform_for_all_drafts": Fault(
-        SAMPLER + "::Sampler._parameters",
+        "models/sampling/sampler.py::Sampler._parameters",
         '"uniform": uniforms(slots.seed[rows], targets)',
         '"uniform": uniforms(slots.seed[rows], slots.num_tokens[rows])',
         "every place of a span draws by the noise of the first",
+        "tests/models/test_drafts.py::test_every_token_and_logprob_is_that_without_drafts",
     ),
     "penalties_forget_the_drafts": Fault(
-        PROCESSORS + "::_occurrences",
+        "models/sampling/logit_processors.py::_occurrences",
         "targets[asking]",
         "slots.num_tokens[rows[asking]]",
         "the second token of a run is not penalised for the first",
-    ),
-    "min_tokens_asks_for_the_first_of_a_run": Fault(
-        PROCESSORS + "::_biases",
-        "targets < slots.min_total[rows]",
-        "slots.num_tokens[rows] < slots.min_total[rows]",
-        "no end token may come in a run that begins before min_tokens",
-    ),
-    "log_probabilities_stay_with_dropped_tokens": Fault(
-        BATCH + "::Sampled.take",
-        "{index_of[old]: each for old, each in self.logprobs.items() if old in index_of}",
-        "dict(self.logprobs)",
-        "behind a wrong draft, tokens are told with the log-probabilities of others",
+        "tests/models/test_drafts.py::test_every_token_and_logprob_is_that_without_drafts",
     ),
     "the_first_of_a_run_ends_the_answer": Fault(
-        JOBS + "::JobRun._read_along",
+        "serving/answers/jobs.py::JobRun._read_along",
         "request.finish_reason if index == last[row] else None",
         "request.finish_reason",
         "an answer ends with the first token of the run that ended it",
+        "tests/serving/test_drafts.py::test_answers_end_where_they_do_without_drafts",
     ),
-    "the_first_sent_of_a_run_ends_the_answer": Fault(
-        MESSAGES + "::Stepped.ends_at",
-        "{stream: at for at, stream in enumerate(self.streams)}",
-        "{stream: self.streams.index(stream) for stream in self.streams}",
-        "a served answer ends with the first token of the run that ended it",
+    "prompt_not_computed_by_the_draft_model": Fault(
+        "continuous_batching/speculation/draft_model.py::model_spans",
+        "has_drafts | ~slots.decoding(rows, starts, known)",
+        "has_drafts",
+        "drafts follow from a prompt that the draft model has not read",
+        "tests/continuous_batching/test_draft_model.py::test_rows_lack_tokens_while_they_have_no_drafts_and_catch_up",
     ),
-}
-_BATCHING = "tests/continuous_batching/"
-_OURS = (_BATCHING + "test_drafts.py", _BATCHING + "test_draft_schedules.py")
-DRAFT_TESTS_OF = {
-    NGRAM: (_BATCHING + "test_ngram.py",),
-    **dict.fromkeys((SPECULATION, RECORDED, REPLAY), _OURS),
-    BATCH: (*_OURS, "tests/models/test_drafts.py"),
-    **dict.fromkeys((SAMPLER, PROCESSORS), ("tests/models/test_drafts.py",)),
-    **dict.fromkeys((JOBS, MESSAGES), ("tests/serving/test_drafts.py",)),
+    "lag_lost_in_a_swap": Fault(
+        "continuous_batching/paging/slot_lifecycle.py::SlotLifecycle._swap_in",
+        "slots.draft_lag[row] = swapped.draft_lag",
+        "",
+        "a request that comes back counts as read by the draft model where it is not",
+        "tests/continuous_batching/test_draft_model.py::test_rows_lack_tokens_while_they_have_no_drafts_and_catch_up",
+    ),
+    "draft_fed_at_the_place_behind": Fault(
+        "models/drafter.py::Drafter.run",
+        "known + ahead - 1",
+        "known + ahead",
+        "a draft is turned by the position of the next, whose keys it leaves out",
+        "tests/models/test_draft_model.py::test_a_draft_model_changes_no_token",
+    ),
+    "drafts_of_rows_that_dropped_out": Fault(
+        "models/drafter.py::Drafter.follow",
+        "tokens[to_device(places, self._device)]",
+        "tokens[: len(places)]",
+        "rows are fed what was drafted for others",
+        "tests/models/test_draft_model.py::test_a_draft_model_changes_no_token",
+    ),
+    "estimate_stays_with_the_row": Fault(
+        "continuous_batching/speculation/acceptance.py::Acceptance._follow",
+        "numbers != self._number[rows]",
+        "self._number[rows] < 0",
+        "a new request is drafted for as the one before it in its row deserved",
+        "tests/continuous_batching/test_lengths.py::test_an_estimate_follows_its_request_to_another_row",
+    ),
+    "drafts_free_of_charge": Fault(
+        "continuous_batching/speculation/throughput.py::Throughput._seconds",
+        "plain_s + drafted_s * (counts > 0) + token_s * counts",
+        "plain_s + drafted_s * (counts > 0)",
+        "every likely draft is checked, however long the step gets for it",
+        "tests/continuous_batching/test_lengths.py::test_throughput_never_falls_below_plain",
+    ),
+    "never_probed": Fault(
+        "continuous_batching/speculation/throughput.py::Throughput._best",
+        "likeliest if is_due and gains[likeliest] >= (_LEAST_GAIN - 1) * num_rows else 0",
+        "0 if is_due and gains[likeliest] >= (_LEAST_GAIN - 1) * num_rows else 0",
+        "what once did not pay is never tried again",
+        "tests/continuous_batching/test_lengths.py::test_each_row_has_drafts_by_its_own_acceptance",
+    ),
+    "guesses_made_whatever_they_cost": Fault(
+        "continuous_batching/speculation/worth.py::Worth.observe",
+        "times >= _LEAST_TIMES",
+        "True",
+        "where making guesses takes longer than they save, all answers are slower for it",
+        "tests/continuous_batching/test_lengths.py::test_guesses_that_pay_again_are_made_again",
+    ),
+    "guess_across_salts": Fault(
+        "continuous_batching/speculation/suffix.py::Suffix._is_same",
+        "self._salt_of_chunk[places // _CHUNK] == self._salt[rows]",
+        "self._salt_of_chunk[places // _CHUNK] >= 0",
+        "what one tenant's text held shows in how fast another is answered",
+        "tests/continuous_batching/test_suffix.py::test_entries_that_meet_in_a_table_tell_nothing_across_salts",
+    ),
 }

@@ -32,13 +32,15 @@ class Fault:
     `new` is the like, or empty to delete what is not an expression. A body that is `...` stands for any body:
     `if is_full: ...` becomes `if True: ...` whatever is done then. An f-string is compared as a whole.
 
-    `why` says what is wrong with `new`, or where it was seen.
+    `why` says what is wrong with `new`, or where it was seen. `killed_by` is the quickest test that fails
+    because of it, as pytest names it without parameters ("tests/kv_cache/test_pages.py::test_share").
     """
 
     place: str
     old: str
     new: str
     why: str
+    killed_by: str
 
     @property
     def file(self) -> str:

@@ -1,168 +1,183 @@
-"""Which faults are seeded where answers are held to grammars?"""
+"""Faults of grammars, thoughts, channels and calls of tools."""
 
 from __future__ import annotations
 
-from tests.mutation.fault import Fault, TextFault
+from tests.mutation.fault import Fault
 
-CONSTRAINTS, TOKEN_MASKS = "continuous_batching/constraints.py", "models/sampling/token_masks.py"
-GRAMMARS = "serving/grammars/"
-MATCHING, JSON_SCHEMA, ASKED = (
-    GRAMMARS + name for name in ("matching.py", "json_schema.py", "structured_output.py")
-)
-GRAMMAR_QUEUE = "serving/engine/grammar_queue.py"
-MASK_MAKER = "continuous_batching/sampling/mask_maker.py"
-IN_FLIGHT, DRAFTS = "continuous_batching/scheduling/in_flight.py", "continuous_batching/sampling/drafts.py"
-SCHEDULES = "tests/serving/test_constrained_schedules.py"
-GRAMMAR_TESTS_OF = {
-    CONSTRAINTS: (
-        "tests/continuous_batching/test_constraints.py",
-        "tests/continuous_batching/test_mask_maker.py",
-    ),
-    MASK_MAKER: ("tests/continuous_batching/test_mask_maker.py", SCHEDULES),
-    TOKEN_MASKS: (SCHEDULES,),
-    MATCHING: ("tests/serving/test_grammar_masks.py", "tests/serving/test_schema_answers.py"),
-    JSON_SCHEMA: ("tests/serving/test_grammar_fields.py",),
-    ASKED: ("tests/serving/test_grammar_fields.py",),
-    GRAMMAR_QUEUE: ("tests/serving/test_grammar_queue.py",),
-}
-
-GRAMMAR_FAULTS = {
+FAULTS = {
     "drafts_stay_consumed": Fault(
-        CONSTRAINTS + "::Constraint.masks",
+        "continuous_batching/constraints.py::Constraint.masks",
         "len(masks) - 1",
         "0",
         'vLLM #44006: "failed to advance FSM", for drafts that were refused have advanced it',
+        "tests/continuous_batching/test_constraints.py::test_every_place_of_a_run_has_the_mask_that_it_has_alone",
     ),
     "state_outlives_its_row": Fault(
-        CONSTRAINTS + "::Constraint._at",
+        "continuous_batching/constraints.py::Constraint._at",
         "self._matcher is None or len(answer) < self._num_consumed",
         "self._matcher is None",
         "an answer that is shorter than before is taken for one that goes on",
-    ),
-    "guess_fails_the_answer": Fault(
-        CONSTRAINTS + "::Constraint.masks",
-        "self.leave()",
-        "self.error = matcher.error",
-        "speculation ends requests that end well without it",
+        "tests/continuous_batching/test_constraints.py::test_a_request_that_comes_back_is_where_it_was",
     ),
     "failed_grammar_lets_all_come": Fault(
-        CONSTRAINTS + "::Constraint.masks",
+        "continuous_batching/constraints.py::Constraint.masks",
         "if self._has_failed(matcher):\n    return [NOTHING] * num_places",
         "if self._has_failed(matcher):\n    return [None] * num_places",
         "an answer goes on without its form when its grammar grows too complex",
+        "tests/continuous_batching/test_constraints.py::test_a_grammar_that_fails_lets_nothing_come_and_says_why",
     ),
     "masks_of_other_guesses": Fault(
-        CONSTRAINTS + "::Making.masks_for",
+        "continuous_batching/constraints.py::Making.masks_for",
         "self._masks[: 1 + (int(differs[0]) if len(differs) else count)]",
         "self._masks",
         "what was made behind one guess is used behind another",
-    ),
-    "guesses_where_a_thread_works": Fault(
-        CONSTRAINTS + "::Constraint._is_out_of_reach",
-        "self.making is not None and not self.making.is_done",
-        "False",
-        "two threads move one matcher",
-    ),
-    "slow_guesses_are_asked_for_again": Fault(
-        CONSTRAINTS + "::Constraint._is_out_of_reach",
-        "self._guesses_were_slow or self.is_slow",
-        "self.is_slow",
-        "a grammar whose masks are quick and whose guesses are not holds up every step of all",
+        "tests/continuous_batching/test_mask_maker.py::test_masks_behind_guesses_count_as_far_as_the_guesses_stayed",
     ),
     "prompt_counts_for_the_grammar": Fault(
-        MASK_MAKER + "::_places",
+        "continuous_batching/sampling/mask_maker.py::_places",
         "slots.token_ids[row, num_prompt:last]",
         "slots.token_ids[row, 0:last]",
         "the grammar begins with the prompt",
-    ),
-    "late_for_ever_behind_another": Fault(
-        MASK_MAKER + "::MaskMaker._begin",
-        "if job.is_begun or not again: ...",
-        "...",
-        "who stands behind a mask that takes long waits as long",
+        "tests/continuous_batching/test_mask_maker.py::test_a_row_that_takes_long_comes_when_it_is_ready",
     ),
     "first_token_late": Fault(
-        MASK_MAKER + "::MaskMaker._wait",
+        "continuous_batching/sampling/mask_maker.py::MaskMaker._wait",
         "not len(job.answer)",
         "len(job.answer) < 0",
         "a late first token is computed again in pages that others share",
-    ),
-    "late_row_goes_on": Fault(
-        IN_FLIGHT + "::InFlight.put_off",
-        "slots.num_computed[rows] = slots.num_tokens[rows] - 1",
-        "",
-        "a row whose mask is late never computes its last token again",
-    ),
-    "late_token_counts": Fault(
-        DRAFTS + "::book_drafts",
-        "row not in ended and sampled.tokens[index] != LATE",
-        "row not in ended",
-        "a late token behind right guesses becomes part of the answer",
+        "tests/continuous_batching/test_mask_maker.py::test_a_first_token_is_waited_for",
     ),
     "highest_bit_lost": Fault(
-        TOKEN_MASKS + "::unpacked",
+        "models/sampling/token_masks.py::unpacked",
         "(words[:, :, None] & place) != 0",
         "(words[:, :, None] & place) > 0",
         "the last token of every 32 may come exactly where the sign says otherwise",
+        "tests/serving/test_constrained_schedules.py::test_answers_have_their_form",
     ),
     "one_end_token": Fault(
-        MATCHING + "::Grammars._ready",
+        "serving/grammars/matching.py::Grammars._ready",
         "list(self._eos_token_ids)",
         "list(self._eos_token_ids[:1])",
         "a model with two end tokens cannot end its answer with the other",
-    ),
-    "forced_tokens": TextFault(
-        MATCHING,
-        '{"no_forcing": true}',
-        '{"no_forcing": false}',
-        "what must come may only come as its usual tokens, which behind other text may be others",
+        "tests/serving/test_grammar_masks.py::test_all_end_tokens_may_end_it",
     ),
     "control_tokens_are_text": Fault(
-        MATCHING + "::_Tokens.__init__",
+        "serving/grammars/matching.py::_Tokens.__init__",
         "control | set(eos_token_ids)",
         "set(eos_token_ids)",
         "an answer spells the markers of the template by control tokens",
-    ),
-    "endless_whitespace": Fault(
-        MATCHING,
-        'r"(\\x20|\\n[\\x20\\t]{0,32})"',
-        'r"[\\x20\\n\\t]+"',
-        "xgrammar and llguidance by default (vLLM #38696): a model writes spaces for ever",
+        "tests/serving/test_grammar_masks.py::test_a_control_token_is_no_text",
     ),
     "unknown_keyword_ignored": Fault(
-        JSON_SCHEMA + "::SchemaCheck._value",
+        "serving/grammars/json_schema.py::SchemaCheck._value",
         "if keyword in _PLAIN: ...\nelse: ...",
         'if keyword in _PLAIN: ...\nelif keyword == "": ...',
         "sglang #40083: what a schema says is passed over in silence",
-    ),
-    "names_may_repeat": Fault(
-        JSON_SCHEMA + "::_may_repeat_names",
-        'least > max(1, len(schema.get("required", [])))',
-        "False",
-        "a name that comes twice counts as two properties",
-    ),
-    "steep_multiples": Fault(
-        JSON_SCHEMA + "::SchemaCheck._value",
-        "_digits(value) > LARGEST_STEP",
-        "_digits(value) < 0",
-        "multipleOf: 9999991 takes minutes to compile",
-    ),
-    "second_form_ignored": Fault(
-        ASKED + "::grammar_of",
-        "len(given) > 1",
-        "len(given) > len(FIELDS)",
-        "of two forms one is passed over",
+        "tests/serving/test_grammar_fields.py::test_what_is_not_is_refused",
     ),
     "late_grammar_waited_for": Fault(
-        GRAMMAR_QUEUE + "::GrammarQueue._lateness",
+        "serving/engine/grammar_queue.py::GrammarQueue._lateness",
         "now_s - each.begun_s < self._most_s",
         "now_s > 0",
         "a grammar that takes for ever is waited for as long (vLLM #54003)",
+        "tests/serving/test_grammar_queue.py::test_what_takes_too_long_is_refused",
     ),
     "end_while_compiling_lost": Fault(
-        GRAMMAR_QUEUE + "::GrammarQueue.end",
+        "serving/engine/grammar_queue.py::GrammarQueue.end",
         "each.ends[stream] = reason",
         "",
         "who goes away while his grammar is compiled is answered to the end",
+        "tests/serving/test_grammar_queue.py::test_who_ends_meanwhile_ends_when_it_has_begun",
+    ),
+    "thoughts_without_a_bound": Fault(
+        "serving/grammars/thinking.py::ThinkingMatcher._must_end",
+        "self._num_thoughts >= budget",
+        "self._num_thoughts > budget",
+        "a budget of thoughts is not kept",
+        "tests/serving/test_thinking.py::test_what_may_come_is_what_the_definition_says",
+    ),
+    "an_answer_ends_in_its_thoughts": Fault(
+        "serving/grammars/thinking.py::ThinkingMatcher.mask",
+        "None if self._follows is None else ~self._of(sorted(self._end_tokens))",
+        "None",
+        "an answer that is to be JSON may end before it begins",
+        "tests/serving/test_thinking.py::test_what_may_come_is_what_the_definition_says",
+    ),
+    "undecided_call_is_shown": Fault(
+        "serving/tools/parsing.py::ToolParser._in_content",
+        "end == _NO",
+        "end < 0",
+        "vLLM #43436: a marker that is cut in two pieces is shown as text, and its call is lost",
+        "tests/serving/test_tool_parsing.py::test_no_way_to_cut_an_answer_changes_what_is_found",
+    ),
+    "escaped_quote_ends_a_string": Fault(
+        "serving/tools/parsing.py::_Scan._step",
+        'char == "\\\\"',
+        'char == "\\0"',
+        "brackets in a string with an escaped quote end the arguments",
+        "tests/serving/test_tool_parsing.py::test_calls_are_found_with_all_their_arguments",
+    ),
+    "single_call_is_repeated": Fault(
+        "serving/tools/grammar.py::lark_of",
+        "is_single",
+        "not schemas",
+        "a named function is called twice",
+        "tests/serving/test_tool_grammars.py::test_a_named_call_is_one_of_that_function",
+    ),
+    "calls_end_with_stop": Fault(
+        "serving/api/chat.py::ChatFormat._choice",
+        'delta.finish_reason == "stop"',
+        'delta.finish_reason == "length"',
+        "an agent takes the answer for its last",
+        "tests/serving/test_tools.py::test_a_stream_adds_up_to_the_same_calls",
+    ),
+    "cut_end_of_thoughts_is_shown": Fault(
+        "serving/tools/reasoning.py::ReasoningParser._thoughts",
+        "next((size for size in sizes if self._held.endswith(END[:size])), 0)",
+        "0 * len(sizes)",
+        "vLLM #32152: an end mark in two deltas leaves the whole answer in the thoughts",
+        "tests/serving/test_reasoning.py::test_a_block_is_found_however_it_is_cut",
+    ),
+    "opened_thoughts_are_an_answer": Fault(
+        "serving/text/tokenizer.py::Text.opens_thoughts",
+        "self._end_of(prompt).endswith(BEGIN)",
+        "self._end_of(prompt) == BEGIN",
+        "vLLM #53284: where the template opens the block, thoughts are shown as the answer",
+        "tests/serving/test_tools.py::test_what_the_prompt_opened_is_thought",
+    ),
+    "half_an_end_mark_is_lost": Fault(
+        "serving/tools/channel_parsing.py::ChannelParser._in_text",
+        "held[len(held) - kept :]",
+        '""',
+        "a mark that comes in two pieces ends no message",
+        "tests/serving/test_channels.py::test_what_is_no_message_is_given_back_and_what_is_none_yet_says_nothing",
+    ),
+    "a_call_to_nobody_is_made": Fault(
+        "serving/tools/channel_parsing.py::ChannelParser._in_head",
+        "not to.startswith(prefix) or self._name not in self._names",
+        "not to.startswith(prefix)",
+        "clients are told to call a function that they do not have",
+        "tests/serving/test_channels.py::test_a_call_is_found_as_models_and_templates_write_it",
+    ),
+    "prompt_s_own_head_is_said": Fault(
+        "serving/tools/channel_parsing.py::ChannelParser.__init__",
+        "len(self._held)",
+        "0",
+        "an answer that is no message begins with the end of its prompt",
+        "tests/serving/test_channels.py::test_what_is_no_message_is_given_back_and_what_is_none_yet_says_nothing",
+    ),
+    "notes_before_a_form": Fault(
+        "serving/tools/channel_grammar.py::channel_grammar",
+        "[form.thoughts] if must_call or answer is not None else [form.thoughts, form.notes]",
+        "[form.thoughts, form.notes]",
+        "content that is to be JSON begins with a note",
+        "tests/serving/test_channels.py::test_a_form_begins_behind_the_mark_of_the_final_channel",
+    ),
+    "thoughts_without_calls": Fault(
+        "recipes/schema/answer_checks.py::answer_contradictions",
+        '(tool_format == "harmony") != (reasoning == "harmony")',
+        'tool_format == "harmony" and reasoning != "harmony"',
+        "a recipe serves thoughts on channels, and refuses the calls on them",
+        "tests/serving/test_channels.py::test_channels_need_their_marks_and_both_keys",
     ),
 }

@@ -1,330 +1,176 @@
-"""Which faults are seeded in what calls Ascend's operators, and in the rules that they are called by?"""
+"""Faults of the calls of Ascend's operators, and of the rules that they are called by."""
 
 from __future__ import annotations
 
 from tests.mutation.fault import Fault, TextFault
 
-NPU, ATB, ASCEND = (
-    "attention/npu/fused_attention.py",
-    "attention/npu/atb_attention.py",
-    "attention/npu/ascend_attention.py",
-)
-PRODUCTS, FUSED = "devices/ascend_limits.py", "models/ops/npu.py"
-RULES = "virtual_npu/operators/"
-ARGUMENTS = RULES + "attention_arguments.py"
-SHAPES, PAGING, SPANS = RULES + "attention_shapes.py", RULES + "paging.py", RULES + "spans.py"
-WRITES, ATB_RULES = RULES + "cache.py", RULES + "atb.py"
-CAPTURE, EXECUTION = "virtual_npu/cann/capture.c", "virtual_npu/cann/execution.c"
-DEFERRED, KERNELS = "virtual_npu/deferred_calls.py", "virtual_npu/kernels.py"
-MACHINE, QUESTIONS = "recipes/build/machine.py", "doctor/verify/npu/questions.py"
-MASKS, ANSWERS = "doctor/verify/npu/mask_questions.py", "devices/ascend_answers.py"
-ROPE, FILTERS = "models/rope.py", "models/sampling/top_k_top_p.py"
-
-CALLS = (
-    "tests/models/test_npu.py",
-    "tests/models/test_decode_masks.py",
-    "tests/attention/test_attention.py",
-    "tests/virtual_npu/test_aclop.py",
-    "tests/doctor/test_probes.py",
-)
-ATB_CALLS = (
-    "tests/attention/test_products.py",
-    "tests/attention/test_atb.py",
-    "tests/devices/test_ascend_answers.py",
-    "tests/virtual_npu/test_aclop.py",
-    "tests/models/test_310p.py",
-)
-RULE_TESTS = tuple(
-    f"tests/virtual_npu/test_{name}.py" for name in ("wrong_calls", "attention", "right_calls")
-)
-GRAPH_TESTS = tuple(f"tests/virtual_npu/test_{name}.py" for name in ("graphs", "task_groups"))
-NPU_TESTS_OF = {
-    **dict.fromkeys((NPU, ASCEND), CALLS),
-    FUSED: (
-        *CALLS,
-        "tests/models/test_quantization.py",
-        "tests/models/test_prefetch.py",
-        "tests/models/test_tensor_parallel_npu.py",
-    ),
-    **dict.fromkeys((ATB, PRODUCTS), ATB_CALLS),
-    **dict.fromkeys((ARGUMENTS, SHAPES, PAGING, SPANS, WRITES, ATB_RULES), RULE_TESTS),
-    DEFERRED: (*GRAPH_TESTS, "tests/models/test_npu.py"),
-    **dict.fromkeys((CAPTURE, EXECUTION), (*GRAPH_TESTS, "tests/virtual_npu/test_hammer.py")),
-    KERNELS: ("tests/virtual_npu/test_launch_log.py",),
-    MACHINE: ("tests/models/test_npu.py",),
-    **dict.fromkeys((QUESTIONS, MASKS), ("tests/doctor/test_probes.py",)),
-    ANSWERS: ("tests/devices/test_ascend_answers.py",),
-    ROPE: ("tests/models/test_rope.py",),
-    FILTERS: ("tests/models/test_sampler.py",),
-}
-
-NPU_FAULTS = {
+FAULTS = {
     "updates_behind_the_replay_that_waits": Fault(
-        NPU + "::FusedAttention.replay",
+        "attention/npu/fused_attention.py::FusedAttention.replay",
         "self.update_stream == current",
         "False",
         "where the current stream is the one of the pool that updates are sent to, a replay waits for ever",
-    ),
-    "plain_operators_know_no_product": Fault(
-        MACHINE + "::Npu.operators",
-        "PlainNpuOps(self.product)",
-        "Ops()",
-        "the first 910 computes W8A8, which its limits refuse, and follows no answer of a probe",
-    ),
-    "float16_is_probed_as_no_attention_calls_it": Fault(
-        QUESTIONS + "::packs_float16",
-        "machine.product.cuts(np.array([queries for queries, _ in spans]))",
-        "[(0, len(spans))]",
-        "the 950 refuses prompts and decodes in one call, so that float16 would be found wrong there",
-    ),
-    "masks_probed_in_one_replay": Fault(
-        MASKS + "::Decodes.apart",
-        "REPLAYS",
-        "REPLAYS[:1]",
-        "vllm-ascend #12605: without a mask graphs are wrong, which calls of the first lengths do not show",
-    ),
-    "decodes_without_a_mask_on_trust": Fault(
-        PRODUCTS + "::AscendProduct",
-        "unmasks_decodes: bool = False",
-        "unmasks_decodes: bool = True",
-        "no probe has said that they are right",
-    ),
-    "withdrawn_answer_counts_as_another": Fault(
-        ANSWERS + "::answered",
-        "del found[name]",
-        'found["unmasks_decodes"] = found.pop(name)',
-        "a yes of one call outside of graphs turns the mask off in graphs",
-    ),
-    "mask_shows_what_it_should_hide": Fault(
-        NPU + "::FusedAttention.__init__",
-        "torch.ones(MASK_SIDE, MASK_SIDE, dtype=torch.int8).triu(1)",
-        "torch.ones(MASK_SIDE, MASK_SIDE, dtype=torch.int8).tril()",
-        "op-plugin's third example of sparse_mode 3 passes the mask so: queries see the future",
+        "tests/models/test_captured_draws.py::test_updates_are_not_sent_behind_the_replay_that_waits_for_them",
     ),
     "prompts_without_a_mask": Fault(
-        NPU + "::FusedAttention._unsunk",
+        "attention/npu/fused_attention.py::FusedAttention._unsunk",
         "part.is_decodes and self.product.unmasks_decodes",
         "self.product.unmasks_decodes",
         "vllm-ascend #13699: with several queries a span this comes to the mean of the values",
+        "tests/models/test_decode_masks.py::test_a_call_of_decodes_alone_has_no_mask_where_the_probe_said_yes",
     ),
     "decodes_of_a_window_without_a_mask": Fault(
-        NPU + "::FusedAttention._unsunk",
+        "attention/npu/fused_attention.py::FusedAttention._unsunk",
         "window is not None",
         "window is not None and not part.is_decodes",
         "a decode sees what lies before its window",
-    ),
-    "mask_of_half_the_side": Fault(
-        ASCEND, "MASK_SIDE = 2048", "MASK_SIDE = 1024", "the compressed modes read past its end"
+        "tests/attention/test_attention.py::test_mixed_spans_decodes_and_leavers",
     ),
     "query_lengths_one_by_one": Fault(
-        NPU + "::FusedAttention.plan",
+        "attention/npu/fused_attention.py::FusedAttention.plan",
         "np.cumsum(lens[spans])",
         "lens[spans]",
         "TND wants them to add up: else error 561002",
+        "tests/attention/test_attention.py::test_all_rows_decode_with_unequal_lengths",
     ),
     "keys_without_the_token_itself": Fault(
-        NPU + "::FusedAttention.plan",
+        "attention/npu/fused_attention.py::FusedAttention.plan",
         "batch.stops[spans]",
         "batch.stops[spans] - 1",
         "a decode does not see its own key",
-    ),
-    "window_one_too_long": Fault(
-        NPU + "::FusedAttention._unsunk",
-        '"pre_tokens": window - 1',
-        '"pre_tokens": window',
-        "the query itself is one of the window",
-    ),
-    "default_cache_mode": Fault(
-        NPU + "::FusedAttention.write",
-        'cache_mode="Norm"',
-        'cache_mode="PA_NZ"',
-        "the operator's own default is another order of the cache",
-    ),
-    "default_scale": Fault(
-        NPU + "::FusedAttention._unsunk", '"scale": self.shape.scale', "", "the operator's own is 1.0"
+        "tests/attention/test_attention.py::test_all_rows_decode_with_unequal_lengths",
     ),
     "replay_of_old_lengths": Fault(
-        NPU + "::FusedAttention.replay",
+        "attention/npu/fused_attention.py::FusedAttention.replay",
         "call.arguments | {lengths: kv_lens}",
         "call.arguments",
         "vllm-ascend #4649: a replay attends to what was there when it was captured",
-    ),
-    "replayed_before_the_last_was_waited_for": Fault(
-        NPU + "::FusedAttention.replay",
-        "self.update_stream.wait_stream(current)",
-        "",
-        "a step reads the lengths of the one after it",
-    ),
-    "rows_of_the_next_call": Fault(
-        ASCEND + "::AscendAttention.cuts",
-        "ends[last]",
-        "ends[last - 1]",
-        "a call is given fewer rows than its lengths say",
+        "tests/models/test_npu.py::test_captured_steps_give_the_same_tokens_and_ask_for_no_operator",
     ),
     "columns_within_places": Fault(
-        ATB + "::AtbAttention.new_pages",
+        "attention/npu/atb_attention.py::AtbAttention.new_pages",
         "(shape.num_kv_heads * shape.head_dim // COLUMN, shape.page_size, COLUMN)",
         "(shape.page_size, shape.num_kv_heads * shape.head_dim // COLUMN, COLUMN)",
         "the cache lies as on a 910B, whose operators it is not read by",
-    ),
-    "pages_in_rows": Fault(
-        ATB + "::AtbAttention.new_pages",
-        "acl_format=FRACTAL_NZ",
-        "acl_format=2",
-        "ATB takes the 310P's cache in its inner format alone",
-    ),
-    "decodes_among_prompts": Fault(
-        ATB + "::AtbAttention.plan",
-        "(lens[spans] > 1).any()",
-        "(lens[spans] > 1).all()",
-        "a mixed batch goes to the operator for one query a sequence",
+        "tests/attention/test_atb.py::test_the_cache_keeps_its_format_through_all_that_is_done_to_pages",
     ),
     "lengths_of_queries_sent": Fault(
-        ATB + "::AtbAttention.plan",
+        "attention/npu/atb_attention.py::AtbAttention.plan",
         "torch.from_numpy(lens[spans])",
         "to_device(lens[spans], self.device)",
         "ascend-transformer-boost reads them on the host: its hostData is null",
-    ),
-    "mask_that_rewards": Fault(ATB, "-10000.0", "10000.0", "what is hidden outweighs all else"),
-    "swiglu_of_any_width": Fault(
-        PRODUCTS, "swiglu_bytes=64", "", "npu_swiglu of the 310P takes halves of a multiple of 64 bytes"
-    ),
-    "rotary_mul_forgotten": Fault(
-        FUSED + "::NpuOps.rotary",
-        "turned or self.product.is_fused",
-        "turned",
-        "heads beyond the buffer are turned in plain torch on every product",
+        "tests/attention/test_atb.py::test_mixed_spans_decodes_and_leavers",
     ),
     "gate_and_up_exchanged": Fault(
-        FUSED + "::NpuOps.mlp_int8",
+        "models/ops/npu.py::NpuOps.mlp_int8",
         "activate_left=True",
         "activate_left=False",
         "the operator's own default gates by the second half",
-    ),
-    "scale_of_the_other_output": Fault(
-        FUSED + "::NpuOps.add_rms_norm_int8",
-        (
-            "rows, _, total, scale, _ = torch_npu.npu_add_rms_norm_dynamic_quant(x, residual, weight,"
-            " epsilon=eps, output_mask=[True, False])"
-        ),
-        (
-            "rows, _, total, _, scale = torch_npu.npu_add_rms_norm_dynamic_quant(x, residual, weight,"
-            " epsilon=eps, output_mask=[True, False])"
-        ),
-        "the second output is left out, and its scale is empty",
-    ),
-    "table_without_the_longest": Fault(
-        ROPE + "::Rope.tabulate",
-        "num_positions + 1",
-        "num_positions",
-        "a request at its full length reads past the table of dynamic rope",
-    ),
-    "dropped_share_for_the_kept": Fault(
-        FILTERS + "::sort_parameters",
-        '"excess": 1 - top_p',
-        '"excess": top_p',
-        "over rising weights the running sum is first of what top_p drops",
-    ),
-    "captured_calls_counted_twice": Fault(
-        KERNELS + "::Kernels._kernel.run", "state != CAPTURED", "True", "a capture launches nothing"
-    ),
-    "sum_of_queries_unasked": Fault(
-        ARGUMENTS + "::_query_sum",
-        'call["actual_seq_qlen"][-1] != tokens',
-        'call["actual_seq_qlen"][-1] > tokens',
-        "padding rows without a sequence of their own pass: error 561002 on the device",
-    ),
-    "falling_lengths_pass": Fault(
-        ARGUMENTS + "::_query_lens",
-        "lens[0] < 0 or any(after < before for before, after in pairwise(lens))",
-        "lens[0] < 0",
-        "lengths one by one pass where their sum happens to fit",
+        "tests/models/test_quantization.py::test_each_device_norms_and_gates_in_int8_as_it_is_defined",
     ),
     "pages_of_any_size": Fault(
-        ARGUMENTS + "::_page_size",
+        "virtual_npu/operators/attention_arguments.py::_page_size",
         "size % step or not least <= size <= most",
         "not least <= size <= most",
         "pages that are no multiple of 16 pass",
-    ),
-    "wrong_type_passes": Fault(
-        SHAPES + "::_dtype",
-        "not is_dtype(tensor, call.conditions.product.dtypes, call.conditions) or tensor.dtype != query",
-        "not is_dtype(tensor, call.conditions.product.dtypes, call.conditions)",
-        "float16 queries over a bfloat16 cache pass",
-    ),
-    "page_beyond_the_last": Fault(
-        PAGING + "::outside", "ids >= num_pages", "ids > num_pages", "the first page that is none passes"
+        "tests/virtual_npu/test_wrong_calls.py::test_a_wrong_call_is_refused",
     ),
     "held_by_nobody": Fault(
-        PAGING + "::not_held",
+        "virtual_npu/operators/paging.py::not_held",
         "~torch.isin(ids, held)",
         "ids < 0",
         "a page that was released is read and no one says so",
+        "tests/virtual_npu/test_pages_held.py::test_a_page_that_nobody_holds_is_refused",
     ),
     "causal_but_for_oneself": Fault(
-        SPANS + "::FusedAttentionCall._chunk",
+        "virtual_npu/operators/spans.py::FusedAttentionCall._chunk",
         "places <= at + after",
         "places < at + after",
         "the reference hides each query's own key",
+        "tests/virtual_npu/test_attention.py::test_mixed_batches",
     ),
     "written_twice": Fault(
-        WRITES + "::_unique",
+        "virtual_npu/operators/cache.py::_unique",
         "len(places) != len(slots)",
         "len(places) > len(slots)",
         "two tokens in one place pass, of which the device keeps either",
-    ),
-    "lengths_lie_anywhere": Fault(
-        ATB_RULES + "::_placed",
-        "on_device(call[name]) != wanted",
-        "on_device(call[name]) is None",
-        "lengths that the device cannot find pass",
-    ),
-    "lengths_frozen_unseen": Fault(
-        ATB_RULES + "::_frozen",
-        'call.conditions.capture() != "group"',
-        'call.conditions.capture() == "none"',
-        "every replay reads as many keys as there were when it was captured",
-    ),
-    "lengths_read_when_replayed": Fault(
-        DEFERRED + "::DeferredCalls.defer",
-        'if call.name != "aten::copy_": ...',
-        "if not call.mixed: ...",
-        "what the host writes after the capture would reach the device, where it never does",
-    ),
-    "updated_while_it_runs": TextFault(
-        CAPTURE,
-        "if (!before(&group->ran, stream))",
-        "if (group->ran.count < 0)",
-        "a replay that nobody waited for may read the arguments of the next",
+        "tests/virtual_npu/test_wrong_calls.py::test_a_wrong_call_is_refused",
     ),
     "older_record_will_do": TextFault(
-        EXECUTION,
+        "virtual_npu/cann/execution.c",
         "    if (task->kind == WAIT) task->count = event->num_sent;\n",
         "",
         "a wait passes by an older record of its event",
+        "tests/virtual_npu/test_graphs.py::test_a_wait_is_for_the_last_record_of_an_event",
     ),
     "failure_without_records": TextFault(
-        EXECUTION,
+        "virtual_npu/cann/execution.c",
         "if (task.kind == RECORD || task.kind == WRITE || task.kind == RESET)",
         "if (task.kind == RESET)",
         "other streams wait forever for one that failed",
-    ),
-    "host_waits_for_nobody": TextFault(
-        EXECUTION,
-        "while (stream->num_left < sent && (inside || others_run())) {",
-        "while (stream->num_left < sent && inside) {",
-        "a stream is called blocked while another thread is about to record its event",
+        "tests/virtual_npu/test_graphs.py::test_a_stream_that_fails_does_not_hold_up_others",
     ),
     "update_that_writes_elsewhere": Fault(
-        DEFERRED + "::DeferredCalls._updated",
+        "virtual_npu/deferred_calls.py::DeferredCalls._updated",
         "old.writes != deferred.writes",
         "not deferred.writes",
         "what follows in the graph reads the old place",
+        "tests/virtual_npu/test_task_groups.py::test_an_update_is_of_the_same_operators_at_the_same_places",
     ),
     "what_is_captured_is_there": Fault(
-        DEFERRED + "::DeferredCalls.defer",
+        "virtual_npu/deferred_calls.py::DeferredCalls.defer",
         "if state == CAPTURED: ...",
         "if state == UPDATING: ...",
         "a value read while a graph is captured looks like a result",
+        "tests/virtual_npu/test_graphs.py::test_a_capture_runs_nothing_and_a_replay_all",
+    ),
+    "online_capture_passes": Fault(
+        "virtual_npu/aclop.py::_online",
+        "not npu.is_jit_compile_false()",
+        "npu.is_jit_compile_false()",
+        "a 310P captures what it compiles when it is called",
+        "tests/virtual_npu/test_aclop.py::test_before_the_910b_nothing_is_captured_online_and_no_sum_takes_tiles",
+    ),
+    "copy_by_index_passes": Fault(
+        "virtual_npu/aclop.py",
+        '{"index_fill_", "index_fill", "index_copy_", "index_copy", "index_select", "index_put_"}',
+        '{"index_fill_", "index_fill", "index_select", "index_put_"}',
+        "every page that is copied is read back by the host",
+        "tests/virtual_npu/test_aclop.py::test_tiles_are_not_reached_by_index",
+    ),
+    "bias_added_with_tiles": Fault(
+        "models/ops/npu.py::NpuOps.linear",
+        "self.product.adds_to_tiles",
+        "not self.product.adds_to_tiles",
+        "addmm with a weight in tiles on a 310P",
+        "tests/models/test_npu.py::test_every_line_of_every_npu_file_runs",
+    ),
+    "gaps_wider_than_a_page": Fault(
+        "devices/ascend_limits.py::AscendProduct.graph_sizes",
+        "size <= page_size",
+        "size <= 2 * page_size",
+        "padding rows beyond the null page write to somebody's page",
+        "tests/attention/test_products.py::test_of_more_sizes_than_a_product_holds_a_sample_is_captured",
+    ),
+    "answers_without_effect": Fault(
+        "devices/ascend_answers.py::answered",
+        "replace(product, **found)",
+        "product",
+        "the first day on hardware changes nothing",
+        "tests/devices/test_ascend_answers.py::test_answers_are_followed_and_said",
+    ),
+    "nan_that_the_maximum_lost": Fault(
+        "models/ops/npu.py::PlainNpuOps.greedy",
+        "is_finite & ~logits.isnan().any(-1)",
+        "is_finite",
+        "a row of NaN gives a token, where the device's maximum does not keep it",
+        "tests/doctor/test_probes.py::test_a_maximum_that_loses_nan_is_found_and_followed",
+    ),
+    "tiles_of_every_weight": Fault(
+        "models/ops/npu.py::NpuOps.pack",
+        "in_tiles(weight) if self.product.tiles_weights else weight",
+        "in_tiles(weight)",
+        "vllm-ascend #4960: bfloat16 in FRACTAL_NZ failed in captured steps",
+        "tests/doctor/test_probes.py::test_weights_lie_in_tiles_where_the_answer_is_yes",
     ),
 }

@@ -1,33 +1,12 @@
-"""Which faults are seeded in how ranks hear the leader, and in how one that is lost is found?"""
+"""Faults of ranks: what they hear, which layers and slices they hold, and what they sum."""
 
 from __future__ import annotations
 
 from tests.mutation.fault import Fault
-from tests.mutation.graph_faults import GRAPHS
 
-ENGINE = "continuous_batching/engine.py"
-SCHEDULER = "continuous_batching/scheduling/scheduler.py"
-RECORDER, LISTENERS, FOLLOWER, REPLAY = (
-    f"continuous_batching/recording/{name}.py" for name in ("recorder", "listeners", "follower", "replay")
-)
-BUILT = "recipes/build/engine.py"
-IN_FLIGHT, SHARE = "continuous_batching/scheduling/in_flight.py", "models/share.py"
-STAGE_RUNNER, WAITS = "models/stage_runner.py", "benchmark/micro/stages.py"
-RANK_TESTS = (
-    "tests/continuous_batching/test_follower.py",
-    "tests/continuous_batching/test_starting_ranks.py",
-)
-BUILT_RANK_TESTS = ("tests/recipes/test_tensor_ranks.py",)
-RANK_TESTS_OF = dict.fromkeys((ENGINE, RECORDER, LISTENERS, FOLLOWER), RANK_TESTS) | {
-    BUILT: BUILT_RANK_TESTS,
-    REPLAY: ("tests/continuous_batching/test_recorder.py",),
-    STAGE_RUNNER: ("tests/models/test_stage_runner.py",),
-    WAITS: ("tests/benchmark/test_stages.py",),
-}
-
-RANK_FAULTS = {
+FAULTS = {
     "resize_told_too_late": Fault(
-        ENGINE + "::Engine.resize",
+        "continuous_batching/engine.py::Engine.resize",
         (
             "self.observer.resized(num_pages, give_up)\n"
             "self.runner.resize(num_pages, self.scheduler.tables.take_copies())"
@@ -37,168 +16,125 @@ RANK_FAULTS = {
             "self.observer.resized(num_pages, give_up)"
         ),
         "the leader waits in a resize for ranks that have not heard of it",
+        "tests/continuous_batching/test_follower.py::test_a_resize_is_told_before_ranks_wait_for_each_other_in_it",
     ),
     "forgotten_by_the_leader_alone": Fault(
-        REPLAY + "::_replay_held",
+        "continuous_batching/recording/replay.py::_replay_held",
         "scheduler.prefix.forget_all()",
         "pass",
         "ranks find pages of a run before, which the leader computes again",
-    ),
-    "broken_recording_closed": Fault(
-        RECORDER + "::_Records.append",
-        "self._is_broken = True",
-        "pass",
-        "a recording that misses entries says that nothing is missing",
+        "tests/continuous_batching/test_recorder.py::test_a_replay_searches_the_same",
     ),
     "masks_untold": Fault(
-        RECORDER + "::_recorded",
+        "continuous_batching/recording/recorder.py::_recorded",
         "allowed[:4]",
         "None",
         "ranks that follow take a masked row for a greedy one, and wait for logits that nobody brings",
-    ),
-    "overlap_not_followed": Fault(
-        FOLLOWER + "::Follower.start",
-        "self._overlap",
-        "False",
-        "ranks wait in a broadcast for one that calls none",
+        "tests/continuous_batching/test_follower.py::test_a_rank_hears_that_tokens_are_masked_and_not_how",
     ),
     "another_engine_followed": Fault(
-        FOLLOWER + "::Follower._compare",
+        "continuous_batching/recording/follower.py::Follower._compare",
         "header.facts",
         "own",
         "a rank with other settings goes on until something differs",
-    ),
-    "rank_that_ended_unseen": Fault(
-        LISTENERS + "::Listeners._receive_once",
-        "not self._is_closed",
-        "self._is_closed",
-        "the engine waits for a rank that has ended",
+        "tests/continuous_batching/test_follower.py::test_an_engine_made_of_something_else_is_refused",
     ),
     "silent_rank_unseen": Fault(
-        LISTENERS + "::Listeners._receive_once",
+        "continuous_batching/recording/listeners.py::Listeners._receive_once",
         "any(now_s - rank.heard_s > self.limit_s for rank in self._ranks)",
         "False",
         "a rank that is stopped is never named",
-    ),
-    "long_step_unseen": Fault(
-        LISTENERS + "::Listeners._receive_once",
-        "now_s - since_s > self.limit_s",
-        "False",
-        "a step that waits for ever is never ended",
-    ),
-    "start_limited_as_a_step": Fault(
-        LISTENERS + "::Listeners._receive_once",
-        "not self.has_started",
-        "False",
-        "a rank that loads longer than a step may take ends the engine",
-    ),
-    "lost_at_once": Fault(
-        FOLLOWER + "::Beats._tell",
-        "not self._has_ended.wait(_LAST_WORDS_S)",
-        "True",
-        "a rank that ends in order after its leader is killed before it has cleaned up",
-    ),
-    "endless_start": Fault(
-        LISTENERS + "::Listeners._check_start",
-        "took_s > self._start_limit_s",
-        "False",
-        "a start that hangs is never ended",
-    ),
-    "last_record_lost": Fault(
-        LISTENERS + "::Listeners.close",
-        "self._records.put(last)",
-        "",
-        "ranks take the end in order for the loss of their leader",
+        "tests/continuous_batching/test_follower.py::test_a_rank_that_is_stopped_is_named_while_the_leader_is_idle",
     ),
     "pages_of_this_rank": Fault(
-        BUILT + "::_least",
+        "recipes/build/engine.py::_least",
         "world.least(memory.num_pages, machine.device)",
         "memory.num_pages",
         "a rank with less memory has fewer pages than the leader gives out",
+        "tests/recipes/test_tensor_ranks.py::test_all_ranks_take_the_pages_that_the_least_of_them_has_room_for",
     ),
     "row_in_two_batches": Fault(
-        IN_FLIGHT + "::InFlight.withheld",
+        "continuous_batching/scheduling/in_flight.py::InFlight.withheld",
         "if self._depth > 1:\n    return self.rows",
         "",
         "a row is computed twice, by batches in two stages",
-    ),
-    "first_batch_takes_all": Fault(
-        SCHEDULER + "::Scheduler.schedule",
-        "rows = rows[:most]",
-        "pass",
-        "the other stages have nothing to compute",
+        "tests/continuous_batching/test_depth.py::test_batches_in_flight_share_no_row_and_each_has_its_part",
     ),
     "pages_moved_under_a_stage": Fault(
-        SCHEDULER + "::Scheduler.schedule",
+        "continuous_batching/scheduling/scheduler.py::Scheduler.schedule",
         "self._compaction is not None and (self.depth == 1 or not ahead)",
         "self._compaction is not None",
         "the last stage reads pages where they are not yet",
+        "tests/continuous_batching/test_depth.py::test_samples_searches_and_those_that_are_outranked_share_no_row_in_flight",
     ),
     "layer_of_two_stages": Fault(
-        SHARE + "::Share.layers", "range(first, stop)", "range(first, stop + 1)", "a layer is computed twice"
-    ),
-    "head_of_the_first_stage": Fault(
-        SHARE + "::Share.is_elsewhere",
-        "not self.is_last",
-        "self.is_last",
-        "a stage complains of a head that it has no place for",
-    ),
-    "windows_of_the_first_layers": Fault(
-        SHARE + "::Share.part",
-        "config.windows[layers.start : layers.stop]",
-        "config.windows[: len(layers)]",
-        "layers of the last stage see as far as those of the first",
-    ),
-    "captured_where_the_last_stage_launches": Fault(
-        STAGE_RUNNER + "::StageRunner._prepared",
-        "wanted, graphs = of_prompts.wanted_of(batch, self.slots), self.graphs",
-        (
-            "last = self.decoder.share.is_last\n"
-            "wanted = of_prompts.wanted_of(batch, self.slots) if last else None\n"
-            "graphs = self.graphs"
-        ),
-        "a stage sends as many rows as are captured, and the next receives as many as there are",
+        "models/share.py::Share.layers",
+        "range(first, stop)",
+        "range(first, stop + 1)",
+        "a layer is computed twice",
+        "tests/models/test_share.py::test_stages_hold_each_layer_once_and_the_first_ranks_hold_the_last",
     ),
     "inputs_of_a_later_table": Fault(
-        STAGE_RUNNER + "::StageRunner.start",
+        "models/stage_runner.py::StageRunner.start",
         "self._prepared(batch)",
         "lambda: self._prepared(batch)()",
         "the leader reads pages that were moved for a batch after this one",
-    ),
-    "leader_waits_for_its_neighbours": Fault(
-        STAGE_RUNNER + "::StageRunner.start",
-        "share.is_last and share.tensor == 0",
-        "False",
-        "stages compute one batch after the other",
-    ),
-    "sizes_of_own_layers": Fault(
-        GRAPHS + "::captured_sizes",
-        "attention.graph_sizes(wanted, len(spans), most_layers, joins=joins)",
-        "attention.graph_sizes(wanted, len(spans), joins=joins)",
-        "a shorter stage captures a size that the longer has no streams for",
+        "tests/models/test_stage_runner.py::test_the_leader_computes_a_step_when_it_is_asked_for_as_it_was_when_it_was_made",
     ),
     "inputs_for_two_batches": Fault(
-        GRAPHS + "::DecodeGraphs.__init__",
+        "models/graphs.py::DecodeGraphs.__init__",
         "max(2, stages)",
         "2",
         "with three stages, the third batch takes the place of the first, which nobody has computed",
+        "tests/models/test_captured_draws.py::test_as_many_captured_steps_as_there_are_stages_wait_with_inputs_of_their_own",
     ),
-    "wait_of_the_later_batch": Fault(
-        WAITS + "::TimedStage._computed",
-        "has_prompt + self._had_prompt",
-        "2 * has_prompt",
-        "a wait between a prompt and decodes counts as one between prompts",
+    "bias_of_every_rank": Fault(
+        "models/share.py::Share.slices",
+        "(slice(0, 0),)",
+        "()",
+        "each rank brings the bias to a sum that is to have it once",
+        "tests/models/test_share.py::test_a_tensor_is_cut_by_its_role",
     ),
-    "wait_counted_as_computing": Fault(
-        WAITS + "::TimedStage._computed",
-        "time.perf_counter() - start_s - (self._links.waited_s - since_s)",
-        "time.perf_counter() - start_s",
-        "the simulation learns that a stage computes while it waits",
+    "kv_heads_in_turn": Fault(
+        "models/share.py::Share._kv_heads",
+        "self.tensor * config.num_kv_heads // self.tensors",
+        "self.tensor * max(1, config.num_kv_heads // self.tensors) % config.num_kv_heads",
+        "with fewer heads than ranks, query heads read the keys of another group",
+        "tests/models/test_share.py::test_a_rank_holds_the_key_value_heads_that_its_query_heads_read",
     ),
-    "receive_without_a_name": Fault(
-        "models/group.py::StageLinks.receive",
-        'self.inside = "receive"',
-        "",
-        "a stage that waits for another is said to be behind",
+    "tokens_rounded_down": Fault(
+        "models/share.py::Share.tokens",
+        "-(-config.vocab_size // self.tensors)",
+        "config.vocab_size // self.tensors",
+        "the last tokens of an odd vocabulary are nowhere",
+        "tests/models/test_share.py::test_the_ranks_hold_each_token_once",
+    ),
+    "first_token_of_a_rank_lost": Fault(
+        "models/decoder.py::Decoder._embedding_rows",
+        "token_ids >= tokens.start",
+        "token_ids > tokens.start",
+        "one token a rank has an embedding of zeros",
+        "tests/models/test_tensor_parallel.py::test_ranks_compute_what_one_computes",
+    ),
+    "last_of_equal_tokens": Fault(
+        "models/logit_parts.py::LogitParts.greedy",
+        "torch.where(logits == best, tokens, MOST_TOKENS).amin(0)",
+        "torch.where(logits == best, tokens, -1).amax(0)",
+        "of equal logits, which bfloat16 has many of, ranks take another token than one rank does",
+        "tests/models/test_logit_parts.py::test_the_best_of_all_parts_is_the_first_of_the_best",
+    ),
+    "nan_of_another_rank": Fault(
+        "models/logit_parts.py::LogitParts.own_best",
+        "torch.where(is_finite | (logit == -torch.inf), logit, torch.inf)",
+        "torch.where(is_finite, logit, -torch.inf)",
+        "a row with a NaN on one rank gets a token of another",
+        "tests/models/test_logit_parts.py::test_a_row_fails_by_its_largest_logit_alone",
+    ),
+    "logits_joined_for_the_best": Fault(
+        "models/runner.py::ModelRunner._chosen",
+        "takes_best(batch.owners, self.slots)",
+        "False",
+        "greedy steps bring the whole vocabulary together, of which nobody reads more than a token",
+        "tests/models/test_tensor_parallel.py::test_all_ranks_choose_the_best_tokens_of_one_without_joining_logits",
     ),
 }

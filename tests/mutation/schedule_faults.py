@@ -1,153 +1,141 @@
-"""Which faults are seeded where it is decided who runs when?"""
+"""Faults of the scheduler: admission, preemption, resizes, ends, and batches in flight."""
 
 from __future__ import annotations
 
 from tests.mutation.fault import Fault
 
-ROOM = "continuous_batching/"
-ADMISSION, DOOR, QUEUE = (
-    ROOM + "scheduling/admission.py",
-    ROOM + "scheduling/validation.py",
-    ROOM + "queueing/waiting_queue.py",
-)
-ENDINGS, PREEMPTION = ROOM + "sampling/stopping.py", ROOM + "scheduling/preemption.py"
-SCHEDULER, SLOTS = ROOM + "scheduling/scheduler.py", ROOM + "slots.py"
-DRAFTS = ROOM + "sampling/drafts.py"
-
-SCHEDULE_FAULTS = {
+FAULTS = {
     "draft_after_a_wrong_one": Fault(
-        DRAFTS + "::accepted",
+        "continuous_batching/sampling/drafts.py::accepted",
         "np.cumsum(~is_right) - ~is_right",
         "0 * np.cumsum(~is_right)",
         "tokens are booked that follow from what the model never said",
-    ),
-    "wrong_drafts_computed": Fault(
-        DRAFTS + "::book_drafts",
-        "slots.num_computed[batch.owners[counted]] = batch.targets[counted]",
-        "",
-        "the keys of a rejected draft are read as those of the token in its place",
-    ),
-    "drafts_beyond_the_end": Fault(
-        DRAFTS + "::book_drafts", "ended.add(row)", "pass", "an answer goes on after its end token"
+        "tests/continuous_batching/test_drafts.py::test_drafts_bring_the_same_tokens_in_fewer_steps",
     ),
     "drafts_evict": Fault(
-        DRAFTS + "::extend_by_drafts",
+        "continuous_batching/sampling/drafts.py::extend_by_drafts",
         "extra and extra > tables.pool.num_free - lifecycle.num_promised()",
         "False",
         "a guess takes pages from a running request",
-    ),
-    "drafts_of_preempted_rows": Fault(
-        SCHEDULER + "::Scheduler.schedule",
-        "num_drafts = int(np.maximum(stops - slots.num_tokens[rows], 0).sum())",
-        "pass",
-        "a policy takes drafts that are gone for fewer tokens of prompts; a replay has none of them",
+        "tests/continuous_batching/test_drafts.py::test_a_row_without_room_for_its_drafts_decodes_without_them",
     ),
     "resumed_at_its_prompt": Fault(
-        SLOTS + "::SlotPool.take",
+        "continuous_batching/slots.py::SlotPool.take",
         "self.num_tokens[row] = count",
         "self.num_tokens[row] = request.num_prompt_tokens",
         "a preempted request forgets what it has answered",
-    ),
-    "published_count_stays": Fault(
-        SLOTS + "::SlotPool.take",
-        "(self.num_computed, self.num_drafts, self.num_pages, self.num_published)",
-        "(self.num_computed, self.num_drafts, self.num_pages)",
-        "a row's next request publishes nothing",
+        "tests/continuous_batching/test_drafts.py::test_drafts_bring_the_same_tokens_in_fewer_steps",
     ),
     "newcomers_at_the_end": Fault(
-        SLOTS + "::SlotPool.take",
+        "continuous_batching/slots.py::SlotPool.take",
         "int(np.searchsorted(self.number[self.busy], request.number))",
         "len(self.busy)",
         "a resumed request loses its place and is preempted first again",
+        "tests/continuous_batching/test_scheduler.py::test_the_slot_table_takes_and_frees_rows_oldest_first",
     ),
     "aborted_while_swapped": Fault(
-        SCHEDULER + "::Scheduler.end",
+        "continuous_batching/scheduling/scheduler.py::Scheduler.end",
         "self.lifecycle.swap.forget(request)",
         "",
         "an abort during a swap leaks host pages",
-    ),
-    "abort_of_the_unknown": Fault(
-        SCHEDULER + "::Scheduler.end",
-        "None if row is None else self._finish(row, reason)",
-        "self._finish(row, reason)",
-        "an abort that comes after the end stops the engine",
+        "tests/continuous_batching/test_slot_lifecycle.py::test_a_swapped_request_that_is_aborted_leaves_nothing_behind",
     ),
     "victim_stays_in_the_batch": Fault(
-        PREEMPTION + "::Preemption.make_room",
+        "continuous_batching/scheduling/preemption.py::Preemption.make_room",
         "~np.isin(rows, self._beam_searches.rows_of(victim))",
         "rows >= 0",
         "a request is computed in the row that it was just thrown out of",
-    ),
-    "victim_not_requeued": Fault(
-        PREEMPTION + "::Preemption.preempt",
-        "self._waiting.push(request)",
-        "",
-        "a preempted request is never heard of again",
+        "tests/continuous_batching/test_scheduler.py::test_the_youngest_is_preempted_and_resumes_where_its_pages_are_found",
     ),
     "oldest_preempted": Fault(
-        PREEMPTION + "::Preemption.make_room",
+        "continuous_batching/scheduling/preemption.py::Preemption.make_room",
         "self.victim(slots, others)",
         "self.victim(slots, slots.busy)",
         "two requests that do not fit together take turns for ever",
-    ),
-    "resize_evicts_nothing": Fault(
-        SCHEDULER + "::Scheduler.resize",
-        "tables.evict(max(0, pool.num_held - (num_pages - 1)))",
-        "",
-        "held pages are cut off with the pool",
+        "tests/continuous_batching/test_small_pools.py::test_the_oldest_is_never_preempted_whoever_is_chosen",
     ),
     "resize_without_compaction": Fault(
-        SCHEDULER + "::Scheduler.resize",
+        "continuous_batching/scheduling/scheduler.py::Scheduler.resize",
         "tables.compact(pool.num_pages)",
         "",
         "held pages at the high end are cut off",
-    ),
-    "resize_forgets_followers": Fault(
-        SCHEDULER + "::Scheduler.resize",
-        "[*self.waiting.requests, *slots.requests[slots.busy], *self._parallel_samples.requests]",
-        "[*self.waiting.requests, *slots.requests[slots.busy]]",
-        "the pool shrinks below what a sample will need",
+        "tests/continuous_batching/test_slot_lifecycle.py::test_the_pool_shrinks_and_grows_while_serving",
     ),
     "followers_orphaned": Fault(
-        SCHEDULER + "::Scheduler._part",
+        "continuous_batching/scheduling/scheduler.py::Scheduler._part",
         "if request.followers:\n    self._parallel_samples.part(request)",
         "",
         "when the first sample is aborted the others never answer",
-    ),
-    "nan_becomes_a_token": Fault(
-        ENDINGS + "::StopConditions.of",
-        "tokens < 0",
-        "tokens < -1",
-        "logits that are not finite go on as an answer",
-    ),
-    "idle_pages_counted_twice": Fault(
-        ADMISSION + "::Admission._pages",
-        "-(-reserved // self._lifecycle.slots.page_size) - len(shared) + idle",
-        "-(-reserved // self._lifecycle.slots.page_size) - len(shared)",
-        "a newcomer is let in on pages that are its own prefix, and thrown out again",
+        "tests/continuous_batching/test_slot_lifecycle.py::test_when_a_leader_is_aborted_the_next_sample_leads",
     ),
     "stale_lookup": Fault(
-        ADMISSION + "::Admission._match",
+        "continuous_batching/scheduling/admission.py::Admission._match",
         "number != request.number or version != self._lifecycle.prefix.version",
         "number != request.number",
         "a newcomer shares pages that were evicted since it was refused",
-    ),
-    "last_token_needs_a_page": Fault(
-        ADMISSION + "::Admission.admit",
-        "longest_tokens(request) - 1",
-        "longest_tokens(request) + 1",
-        "a request that just fits is never admitted",
+        "tests/continuous_batching/test_scheduler.py::test_the_youngest_is_preempted_and_resumes_where_its_pages_are_found",
     ),
     "door_counts_the_null_page": Fault(
-        DOOR + "::_capacity",
+        "continuous_batching/scheduling/validation.py::_capacity",
         "pool.num_pages - 1",
         "pool.num_pages",
         "a request is taken that can never fit, and blocks all",
+        "tests/continuous_batching/test_scheduler.py::test_a_request_that_can_never_fit_is_refused_at_the_door",
     ),
     "queue_keeps_the_dead": Fault(
-        QUEUE + "::WaitingQueue._top",
+        "continuous_batching/queueing/waiting_queue.py::WaitingQueue._top",
         "heap and self._waiting.get(heap[0][2].id) is not heap[0][2]",
         "False",
         "an aborted request is admitted",
+        "tests/continuous_batching/test_ordering.py::test_equal_ones_go_by_arrival_and_a_queue_finds_what_it_holds",
+    ),
+    "ended_under_the_batch": Fault(
+        "continuous_batching/scheduling/scheduler.py::Scheduler._finish",
+        "len(self.in_flight)",
+        "False",
+        "a row is freed while the device computes it, and booked after",
+        "tests/continuous_batching/test_scheduler.py::test_a_row_that_ends_between_schedule_and_commit_is_freed_by_the_commit",
+    ),
+    "late_token_kept": Fault(
+        "continuous_batching/scheduling/scheduler.py::Scheduler.commit",
+        "np.flatnonzero(~np.isin(rows, list(outrun)))",
+        "np.arange(len(rows))",
+        "a client gets a token after it hung up",
+        "tests/continuous_batching/test_scheduler.py::test_logprobs_stay_aligned_with_the_answer_when_a_request_is_ended_in_flight",
+    ),
+    "unknown_token_read_by_the_host": Fault(
+        "continuous_batching/scheduling/scheduler.py::Scheduler.schedule",
+        "self.in_flight.is_unknown(rows)",
+        "EMPTY",
+        "the device computes token 0 in place of the one that it chose",
+        "tests/continuous_batching/test_overlap.py::test_the_next_step_begins_before_the_tokens_of_this_one_are_waited_for",
+    ),
+    "ahead_without_pages": Fault(
+        "continuous_batching/scheduling/scheduler.py::Scheduler.can_look_ahead",
+        "missing + len(tables.forked) <= tables.num_available",
+        "True",
+        "a row is preempted whose last token nobody knows",
+        "tests/continuous_batching/test_overlap.py::test_no_step_is_begun_ahead_where_pages_may_run_short",
+    ),
+    "ahead_of_what_edits_read": Fault(
+        "continuous_batching/scheduling/in_flight.py::InFlight.takes_another",
+        "bool(self._slots.plain[self.last.owners].all())",
+        "True",
+        "a penalty counts a token that is not there yet",
+        "tests/continuous_batching/test_overlap.py::test_no_step_is_begun_ahead_of_what_it_depends_on",
+    ),
+    "unknown_token_answered": Fault(
+        "continuous_batching/scheduling/in_flight.py::InFlight.outrun_by",
+        "self._slots.num_tokens[row] -= 1",
+        "",
+        "an aborted answer ends in a token that nobody chose",
+        "tests/continuous_batching/test_overlap.py::test_an_answer_ends_before_a_token_that_nobody_knows",
+    ),
+    "freed_before_it_landed": Fault(
+        "continuous_batching/scheduling/in_flight.py::InFlight.take_landed",
+        "not self.holds(row)",
+        "True",
+        "a row is given away that the device still writes",
+        "tests/continuous_batching/test_overlap.py::test_a_stop_is_noticed_a_step_late_and_reported_at_once",
     ),
 }

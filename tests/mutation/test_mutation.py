@@ -1,16 +1,23 @@
-"""Every seeded fault finds its place and changes the code there, and a test kills it."""
+"""Every seeded fault finds its place, changes the code there, and names a test that is there to kill it."""
 
 from __future__ import annotations
 
 import ast
+import os
 import re
+import subprocess
+import sys
+import time
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-from tests.mutation.__main__ import FAULTS, GROUPS, HOST_TESTS, TESTS_OF, main
+from tests.mutation.__main__ import main
+from tests.mutation.every import FAULTS
 from tests.mutation.fault import KINDS, Fault, TextFault, read
+from tests.mutation.warm import read_until
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = '''\
@@ -63,9 +70,40 @@ def shapes(code: str) -> list[object]:
     return found if any(found) else code.split()
 
 
-def test_faults_have_names_of_their_own_and_tests_that_exist() -> None:
-    assert len(FAULTS) == sum(map(len, GROUPS)) >= 30
-    assert all((ROOT / path).is_file() for path in sum(TESTS_OF.values(), HOST_TESTS))
+def test_every_fault_names_a_test_that_exists() -> None:
+    """Where a test was renamed or deleted, the fault needs its new name or another that fails."""
+    gone = {name: fault.killed_by for name, fault in FAULTS.items() if not exists(fault.killed_by)}
+    assert not gone
+    assert not exists("tests/mutation/test_mutation.py::test_that_is_not_there")
+
+
+def exists(test: str) -> bool:
+    file, _, name = test.partition("::")
+    return name in defined_in(ROOT / file) or (not name and bool(defined_in(ROOT / file)))
+
+
+@cache
+def defined_in(path: Path) -> set[str]:
+    """What the file defines as tests, and the names that it gives to state machines."""
+    body = ast.parse(path.read_text(encoding="utf-8")).body if path.is_file() else []
+    functions = {each.name for each in body if isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef))}
+    assigned = {
+        ast.unparse(target) for each in body if isinstance(each, ast.Assign) for target in each.targets
+    }
+    return {name for name in functions | assigned if name.lower().startswith("test")}
+
+
+def test_a_fault_uses_no_name_that_is_unknown_at_its_place(tmp_path: Path) -> None:
+    """Any test would kill it by a NameError, which proves nothing."""
+    for name, fault in FAULTS.items():
+        if fault.file.endswith(".py"):
+            changed = fault.applied_to((ROOT / fault.file).read_text(encoding="utf-8"))
+            (tmp_path / f"{name}.py").write_text(changed, encoding="utf-8")
+    ruff = [sys.executable, "-m", "ruff", "check", "--isolated", "--no-cache", "--select", "F821,F822,F823"]
+    done = subprocess.run(
+        [*ruff, "--output-format", "concise", tmp_path], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout.replace(f"{tmp_path}/", "") + done.stderr
 
 
 @pytest.mark.parametrize(
@@ -118,7 +156,7 @@ def test_faults_have_names_of_their_own_and_tests_that_exist() -> None:
 def test_a_fault_changes_its_code_and_no_other(
     place: str, old: str, new: str, before: str, after: str
 ) -> None:
-    changed = Fault(f"pool.py::{place}", old, new, "").applied_to(SOURCE)
+    changed = Fault(f"pool.py::{place}", old, new, "", "").applied_to(SOURCE)
     assert SOURCE.count(before) == 1
     assert changed == SOURCE.replace(before, after)
 
@@ -135,22 +173,57 @@ def test_a_fault_changes_its_code_and_no_other(
 )
 def test_a_fault_whose_code_is_gone_says_what_stands_there(place: str, old: str, problem: str) -> None:
     with pytest.raises(ValueError, match=re.escape(problem)):
-        Fault(f"pool.py::{place}", old, "x", "").applied_to(SOURCE)
+        Fault(f"pool.py::{place}", old, "x", "", "").applied_to(SOURCE)
 
 
 def test_a_fault_in_another_language_quotes_text() -> None:
-    fault = TextFault("capture.c", "count += 1;", "", "")
+    fault = TextFault("capture.c", "count += 1;", "", "", "")
     assert fault.applied_to("if (a) count += 1;\n") == "if (a) \n"
     with pytest.raises(ValueError, match=r"capture\.c has 'count \+= 1;' 2 times, not once"):
         fault.applied_to("count += 1; count += 1;")
 
 
-def test_an_unknown_fault_is_named() -> None:
-    with pytest.raises(ValueError, match="there is no fault called nothing; --list names them"):
-        main(["--only", "nothing"])
+def test_several_faults_may_be_chosen(capsys: pytest.CaptureFixture[str]) -> None:
+    first, second, third, *_ = FAULTS
+    assert main(["--list", "--only", third, first, "--only", second]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [first, second, third]
+
+
+def test_unknown_faults_are_named() -> None:
+    with pytest.raises(ValueError, match="there is no fault called neither, nothing; --list names them"):
+        main(["--only", next(iter(FAULTS)), "nothing", "--only", "neither"])
+
+
+def test_a_report_is_waited_for_until_its_line_its_end_or_its_time() -> None:
+    reader, writer = os.pipe()
+    assert read_until(reader, time.monotonic()) is None
+    os.write(writer, b"{}\n")
+    assert read_until(reader, time.monotonic() + 600) == b"{}\n"
+    os.write(writer, b"{")
+    os.close(writer)
+    assert read_until(reader, time.monotonic() + 600) == b"{"
+    os.close(reader)
 
 
 @pytest.mark.slow
-def test_a_fault_is_killed_and_the_test_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--only", "ngram_finds_itself", "--timeout-s", "900"]) == 0
-    assert "killed by continuous_batching/test_ngram.py::" in capsys.readouterr().out
+def test_a_fault_is_killed_or_not_by_the_test_that_it_names(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process of the tests has the first, one that a test starts the second, and none sees the third."""
+    here, elsewhere, unseen = "freed_while_shared", "ended_in_a_process", "salt_dropped"
+    follower = "tests/continuous_batching/test_follower.py::"
+    follows = "Follower(Beats(connection), made, runner, FACTS).follow()"
+    in_order = follower + "test_a_rank_in_order_ends_in_order"
+    ended = Fault(follower + "follow_in_process", follows, "raise SystemExit(3)", "", in_order)
+    monkeypatch.setitem(FAULTS, elsewhere, ended)
+    monkeypatch.setitem(FAULTS, unseen, replace(FAULTS[unseen], killed_by=FAULTS[here].killed_by))
+    assert main(["--only", here, elsewhere, unseen, "--jobs", "1", "--timeout-s", "900"]) == 1
+    said = capsys.readouterr().out
+    for verdict in (
+        r"  \(no fault\) .* s  passes",
+        rf"  {here} .* s  killed by {FAULTS[here].killed_by}",
+        rf"  {elsewhere} .* s  killed by {in_order}",
+        rf"! {unseen} .* s  NOT KILLED by {FAULTS[here].killed_by}",
+        rf"2 of 3 faults killed\n! {unseen}",
+    ):
+        assert re.search(f"^{verdict}$", said, re.MULTILINE), said

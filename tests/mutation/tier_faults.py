@@ -1,197 +1,155 @@
-"""Which faults are seeded where pages rest on disk or in a server, and come from there?"""
+"""Faults of the pages that rest in the host's memory, and of those in a store that outlives the engine."""
 
 from __future__ import annotations
 
 from tests.mutation.fault import Fault, TextFault
 
-TIER = "kv_cache/tier/"
-ENTRIES, DISK, READS = (f"{TIER}{name}.py" for name in ("entries", "disk", "reads"))
-REDIS, WRITES, HEALTH = (f"{TIER}{name}.py" for name in ("redis_store", "writes", "health"))
-PREFIX, MATCHING = "kv_cache/prefix_cache.py", "continuous_batching/paging/prefix_matching.py"
-ENGINE, ADMISSION = "continuous_batching/engine.py", "continuous_batching/scheduling/admission.py"
-SCHEDULER, BYTES = "continuous_batching/scheduling/scheduler.py", "kv_cache/page_bytes.py"
-BUILD = "recipes/build/page_tier.py"
-
-STORES = ("tests/kv_cache/test_tier_stores.py",)
-THREADS = ("tests/kv_cache/test_page_tier.py",)
-TIER_TESTS_OF = {
-    ENTRIES: ("tests/kv_cache/test_tier_entries.py",),
-    **dict.fromkeys((DISK, REDIS), STORES),
-    **dict.fromkeys((READS, WRITES, HEALTH), THREADS),
-    BYTES: ("tests/kv_cache/test_page_bytes.py",),
-    BUILD: ("tests/kv_cache/test_tier_model.py",),
-}
-
-TIER_FAULTS = {
+FAULTS = {
+    "rests_by_name_only": Fault(
+        "continuous_batching/paging/page_tables.py::PageTables.evict",
+        "self.copy(copy)",
+        "",
+        "a page is found in the host's pool that was never copied there",
+        "tests/continuous_batching/test_slot_lifecycle.py::test_a_swapped_request_finds_its_shared_pages_at_rest_beside_its_own",
+    ),
+    "given_away_while_it_comes_back": Fault(
+        "kv_cache/prefix_cache.py::PrefixCache.keep",
+        "del self._resting[name]",
+        "self._resting.move_to_end(name, last=False)",
+        "the pages evicted for a lookup take the place of those that it found",
+        "tests/kv_cache/test_host_tier.py::test_pages_that_are_about_to_come_back_give_way_to_nobody",
+    ),
+    "parents_rest_before_leaves": Fault(
+        "kv_cache/prefix_cache.py::PrefixCache._rest",
+        "(-targets).tolist()",
+        "(-targets[::-1]).tolist()",
+        "a chain at rest loses its first page, and its others can never be found",
+        "tests/kv_cache/test_host_tier.py::test_resting_pages_give_way_to_later_ones",
+    ),
+    "lookup_believed_after_resting": Fault(
+        "kv_cache/prefix_cache.py::PrefixCache._rest",
+        "self.version += 1",
+        "",
+        "a newcomer shares a page of the device that has gone to the host",
+        "tests/continuous_batching/test_host_tier_schedules.py::test_prompts_that_come_again_through_the_host_give_the_answers_of_each_alone",
+    ),
+    "resting_has_right_of_way": Fault(
+        "continuous_batching/paging/swap.py::SwapTier.leave",
+        "not self._prefix.yield_host(num_pages)",
+        "num_pages > self.pool.num_free",
+        "a full host pool never takes in what a preempted request computed",
+        "tests/continuous_batching/test_host_tier.py::test_pages_of_a_waiting_request_have_right_of_way_in_the_host",
+    ),
+    "forgotten_on_the_device_only": Fault(
+        "kv_cache/prefix_index.py::PrefixIndex.with_what_follows",
+        "self.names",
+        "self.names[self.names > 0]",
+        "what continues a failed request's pages is found at rest",
+        "tests/kv_cache/test_host_tier.py::test_what_continues_a_forgotten_page_is_forgotten_at_rest_too",
+    ),
+    "resting_need_no_pages": Fault(
+        "continuous_batching/scheduling/admission.py::Admission._pages",
+        "len(shared)",
+        "len(matched)",
+        "a newcomer is let in though its resting pages have nowhere to go",
+        "tests/continuous_batching/test_host_tier.py::test_a_newcomer_waits_for_the_pages_that_its_resting_ones_need",
+    ),
     "any_checksum": Fault(
-        ENTRIES + "::content_of",
+        "kv_cache/tier/entries.py::content_of",
         "entry[_SUM_AT:HEAD_BYTES] != _sum(content, key, identity)",
         "False",
         "a page that was damaged on the disk is used",
-    ),
-    "sum_of_content_alone": Fault(
-        ENTRIES + "::_sum",
-        "hashlib.sha256(identity + key)",
-        "hashlib.sha256()",
-        "a page whose name was damaged stands for another",
-    ),
-    "any_model": Fault(
-        ENTRIES + "::content_of",
-        "entry[_IDENTITY_AT:_KEY_AT] != identity",
-        "False",
-        "pages of another model are refused for another reason, if at all",
+        "tests/kv_cache/test_tier_entries.py::test_no_byte_of_an_entry_may_change",
     ),
     "written_in_place": Fault(
-        DISK + "::DiskStore._put",
+        "kv_cache/tier/disk.py::DiskStore._put",
         "self._folder / INCOMING",
         "path",
         "a page is found while it is being written, and half of it after a kill",
+        "tests/kv_cache/test_tier_stores.py::test_a_disk_that_fails_is_told_as_such",
     ),
     "folder_without_bound": Fault(
-        DISK + "::DiskStore.write",
+        "kv_cache/tier/disk.py::DiskStore.write",
         "used + size > self._most_bytes",
         "used > self._most_bytes",
         "the folder outgrows its bound by a page",
-    ),
-    "newest_file_goes": Fault(
-        DISK + "::DiskStore._make_room",
-        "sorted(self._files())",
-        "sorted(self._files(), reverse=True)",
-        "those used last make room",
+        "tests/kv_cache/test_tier_stores.py::test_a_folder_holds_no_more_than_its_bound_at_any_time",
     ),
     "use_is_not_noticed": Fault(
-        DISK + "::DiskStore._read",
+        "kv_cache/tier/disk.py::DiskStore._read",
         "_use(path)",
         "",
         "a page goes by when it was written, however often it is used",
-    ),
-    "sum_forgets_what_was_removed": TextFault(
-        REDIS,
-        "return redis.call('DECRBY', KEYS[3], size)",
-        "return redis.call('DECRBY', KEYS[3], 0)",
-        "the server seems full for ever",
-    ),
-    "server_without_bound": TextFault(
-        REDIS, "while sum + size > most do", "while sum > most do", "the server holds a page more than it may"
+        "tests/kv_cache/test_tier_stores.py::test_those_used_longest_ago_make_room",
     ),
     "full_server_goes_on": TextFault(
-        REDIS,
+        "kv_cache/tier/redis_store.py",
         "redis.call('INCRBY', KEYS[3], 0) --",
         "--",
         "a script that has written is not stopped by a full memory",
+        "tests/kv_cache/test_tier_stores.py::test_a_server_that_is_full_gone_or_wants_a_password_fails",
     ),
     "found_after_a_gap": Fault(
-        READS + "::PageReads._look",
+        "kv_cache/tier/reads.py::PageReads._look",
         "if content is None:\n    return",
         "if content is None:\n    continue",
         "a page stands for the one before it, which was not there",
-    ),
-    "wrong_entry_stays": Fault(
-        READS + "::PageReads._checked",
-        "self._take_off([key])",
-        "",
-        "a damaged page is read again by each who asks, and never replaced",
+        "tests/kv_cache/test_page_tier.py::test_what_is_kept_is_found_up_to_the_first_page_that_is_not_there",
     ),
     "dead_store_is_asked": Fault(
-        READS + "::PageReads.begin",
+        "kv_cache/tier/reads.py::PageReads.begin",
         "not self._health.may_be_asked or len(self._queue) >= MOST_LOOKUPS or self._is_stuck()",
         "len(self._queue) >= MOST_LOOKUPS or self._is_stuck()",
         "each request waits for a server that is gone",
-    ),
-    "waits_for_ever": Fault(
-        READS + "::PageReads.is_over",
-        "time.monotonic() < lookup.until_s",
-        "not lookup.has_ended",
-        "a disk that hangs holds up the whole queue",
+        "tests/kv_cache/test_page_tier.py::test_a_dead_store_is_told_once_left_alone_and_asked_again",
     ),
     "queue_without_bound": Fault(
-        WRITES + "::PageWrites.room",
+        "kv_cache/tier/writes.py::PageWrites.room",
         "min(wanted, self._most_queued - self._num_queued)",
         "wanted",
         "pages fill the host's memory where the disk is slow",
-    ),
-    "told_each_time": Fault(
-        HEALTH + "::StoreHealth.failed", "self.is_well", "True", "a dead server fills the log"
+        "tests/kv_cache/test_page_tier.py::test_what_does_not_fit_into_the_queue_is_dropped_and_counted",
     ),
     "saved_twice_or_not": Fault(
-        MATCHING + "::PrefixMatching._save",
+        "continuous_batching/paging/prefix_matching.py::PrefixMatching._save",
         "standing == pages[first:]",
         "standing != pages[first:]",
         "what others computed is written, and what this row computed is not",
-    ),
-    "key_of_the_page_before": Fault(
-        MATCHING + "::PrefixMatching._save",
-        "first + index",
-        "first + index - 1",
-        "a page is kept under another's key",
+        "tests/continuous_batching/test_tier.py::test_a_restart_finds_the_pages_of_prompts_and_answers",
     ),
     "wrong_pages_stay_in_the_tier": Fault(
-        MATCHING + "::PrefixMatching.forget",
+        "continuous_batching/paging/prefix_matching.py::PrefixMatching.forget",
         'self._tables.copy(PageCopy(EMPTY, EMPTY, "off_tier", tuple(keys)))',
         "pass",
         "what failed is found again in the tier, and fails again",
+        "tests/continuous_batching/test_tier.py::test_nothing_of_a_request_that_failed_stays_in_the_tier",
     ),
     "arrives_by_name_only": Fault(
-        MATCHING + "::PrefixMatching.arrive",
+        "continuous_batching/paging/prefix_matching.py::PrefixMatching.arrive",
         'self._tables.copy(PageCopy(pages, pages, "from_tier"))',
         "",
         "a page is found in the host's pool that holds something else",
-    ),
-    "taken_in_after_a_gap": Fault(
-        MATCHING + "::PrefixMatching.arrive",
-        "at < first",
-        "at < first - 100",
-        "pages continue others than they were computed after",
-    ),
-    "beginning_of_what_was_found": Fault(
-        MATCHING + "::PrefixMatching.arrive",
-        "slice(at - first, at - first + len(pages))",
-        "slice(0, len(pages))",
-        "where others brought the first pages, the next get their content",
-    ),
-    "matched_gives_way_to_what_arrives": Fault(
-        PREFIX + "::PrefixCache.take_in",
-        "self._host.num_free + len(self._resting) - len(resting)",
-        "self._host.num_free + len(self._resting)",
-        "pages take the places of those that they continue",
-    ),
-    "arrived_leaves_go_last": Fault(
-        PREFIX + "::PrefixCache.take_in",
-        "pages[::-1]",
-        "pages",
-        "a page goes before the one that continues it",
-    ),
-    "nobody_waits_for_pages": Fault(
-        ADMISSION + "::Admission.admit",
-        "request.awaits_pages",
-        "False",
-        "a request computes what is on its way",
-    ),
-    "waits_after_its_pages_came": Fault(
-        MATCHING + "::PrefixMatching.arrive", "request.awaits_pages = False", "", "a request waits for ever"
+        "tests/continuous_batching/test_tier.py::test_a_restart_finds_the_pages_of_prompts_and_answers",
     ),
     "given_up_and_taken_in": Fault(
-        ENGINE + "::Engine._take_in",
+        "continuous_batching/engine.py::Engine._take_in",
         "if self.scheduler.waiting.find(request.id) is request: ...",
         "...",
         "pages arrive for who has gone, or for another of its name",
-    ),
-    "last_pages_wait_for_a_batch": Fault(
-        SCHEDULER + "::Scheduler.commit",
-        "self._has_tier and not self.has_work",
-        "False",
-        "what the last request computed is not kept until another comes",
+        "tests/continuous_batching/test_tier_schedules.py::test_every_schedule_gives_the_same_tokens_with_a_tier_that_several_engines_share",
     ),
     "layers_in_another_order": Fault(
-        BYTES + "::PageBytes.write_host",
+        "kv_cache/page_bytes.py::PageBytes.write_host",
         "each.host_tensors",
         "each.host_tensors[::-1]",
         "a page's values come back as its keys",
+        "tests/kv_cache/test_page_bytes.py::test_pages_go_to_bytes_and_to_the_host_and_back",
     ),
     "any_weights": Fault(
-        BUILD + "::_facts",
+        "recipes/build/page_tier.py::_facts",
         '"weights": _weights(recipe)',
         "",
         "a model finds the pages of one with other weights",
+        "tests/kv_cache/test_tier_model.py::test_pages_of_another_model_are_never_found",
     ),
 }

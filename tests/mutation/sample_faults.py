@@ -1,0 +1,127 @@
+"""Faults of attention on the CPU, of samples, of beams, and of what a prompt's tokens score."""
+
+from __future__ import annotations
+
+from tests.mutation.fault import Fault
+
+FAULTS = {
+    "prompt_weighs_what_nobody_wrote": Fault(
+        "attention/cpu/attention.py::CpuAttention._matrices",
+        "values[:, prompt.known :] = 0",
+        "",
+        "a NaN beyond a prompt's end reaches it, for zero times NaN is NaN",
+        "tests/attention/test_attention.py::test_a_span_longer_than_a_query_block",
+    ),
+    "prompt_looks_past_its_window": Fault(
+        "attention/cpu/attention.py::CpuAttention._weigh",
+        "(key >= first[:, None]) & (key <= last[:, None])",
+        "key <= last[:, None]",
+        "a sliding window slides for decodes only",
+        "tests/attention/test_attention.py::test_a_span_longer_than_a_query_block",
+    ),
+    "tiles_joined_unscaled": Fault(
+        "attention/cpu/attention.py::_combine",
+        "torch.exp(peaks - top)",
+        "is_tile[:, :, None].float()",
+        "each tile counts alike, whatever its scores",
+        "tests/attention/test_attention.py::test_a_span_longer_than_a_query_block",
+    ),
+    "failed_sample_is_the_best": Fault(
+        "serving/answers/answers.py::_rank",
+        'whole.finish_reason == "error"',
+        "False",
+        "a sample that failed at once has the highest log-probability of all",
+        "tests/serving/test_samples.py::test_the_best_samples_are_answers_when_all_have_ended",
+    ),
+    "best_of_those_who_were_first": Fault(
+        "serving/answers/answers.py::SampleAnswers._grow",
+        "self.num_open",
+        "self.num_open > len(self.samples) - self.num_answers",
+        "the shortest samples are taken for the best, and others answer twice",
+        "tests/serving/test_samples.py::test_the_best_samples_are_answers_when_all_have_ended",
+    ),
+    "cached_prompt_told_of_its_end": Fault(
+        "continuous_batching/request.py::Request.num_findable",
+        "self.num_scored if self.is_scoring else len(self.tokens) - 1",
+        "len(self.tokens) - 1",
+        "what is found in the cache is not computed, and nothing is told of it",
+        "tests/models/test_prompt_logprobs.py::test_each_device_tells_what_transformers_finds",
+    ),
+    "recomputed_positions_told_again": Fault(
+        "models/sampling/prompt_logprobs.py::wanted_of",
+        "np.maximum(batch.starts, known)",
+        "batch.starts",
+        "where fewer pages are found than were computed, some positions come twice",
+        "tests/models/test_prompt_logprobs.py::test_who_leads_in_place_of_one_that_gave_up_tells_the_rest",
+    ),
+    "cached_beginning_left_out_of_a_mean": Fault(
+        "continuous_batching/request.py::Request.is_scoring",
+        'self.params.prompt_logprobs is not None or self.params.pooling == "mean"',
+        "self.params.prompt_logprobs is not None",
+        "a mean is of the tokens that were computed, not of those that were found",
+        "tests/models/test_pooling.py::test_a_cached_beginning_serves_the_last_token_and_not_the_mean",
+    ),
+    "embedding_of_a_neighbour": Fault(
+        "models/sampling/pooling.py::pooled_of",
+        "(np.cumsum(lens) - batch.stops)[spans]",
+        "-batch.starts[spans]",
+        "every prompt gets the states of the first one in its step",
+        "tests/models/test_pooling.py::test_each_device_finds_what_transformers_finds",
+    ),
+    "spare_candidates_end": Fault(
+        "continuous_batching/sampling/beam_scoring.py::choose",
+        "order[:width][over[:width]]",
+        "order[over][:width]",
+        "a candidate that only stands in for an ended one becomes an answer",
+        "tests/continuous_batching/test_beam_scoring.py::test_the_best_live_on_and_only_the_very_best_end",
+    ),
+    "equal_is_better": Fault(
+        "continuous_batching/sampling/beam_scoring.py::is_over",
+        "score(best, num_tokens, params) <= hypotheses[-1].score",
+        "score(best, num_tokens, params) < hypotheses[-1].score",
+        "a search goes on for what cannot replace an answer",
+        "tests/continuous_batching/test_beam_scoring.py::test_a_search_ends_when_transformers_does",
+    ),
+    "two_beams_in_a_row": Fault(
+        "continuous_batching/sampling/beam_scoring.py::place",
+        "taken.discard(row)",
+        "",
+        "two continuations of one beam overwrite each other",
+        "tests/continuous_batching/test_beam_scoring.py::test_beams_move_no_more_than_they_must",
+    ),
+    "beams_not_promised": Fault(
+        "continuous_batching/sampling/beam_search.py::BeamSearches.extra_pages",
+        "max(0, -(-reserved // size) - search.num_shared(size)) * (len(search.beams) - 1)",
+        "0",
+        "a search comes in on pages for one beam, and is thrown out again",
+        "tests/continuous_batching/test_beam_search.py::test_a_search_is_promised_pages_for_all_its_beams",
+    ),
+    "beams_go_on_alone": Fault(
+        "continuous_batching/sampling/beam_search.py::BeamSearches.keep_together",
+        "not ready.issuperset(search.rows)",
+        "False",
+        "a beam computes its last token, and nobody chooses what follows",
+        "tests/continuous_batching/test_beam_search.py::test_a_search_may_be_aborted_while_it_comes_back",
+    ),
+    "best_not_first_after_preemption": Fault(
+        "continuous_batching/sampling/beam_search.py::BeamSearches.suspend",
+        "search.beams = [slots.requests[each] for each in search.rows]",
+        "pass",
+        "beams come back with the scores of others",
+        "tests/continuous_batching/test_beam_search.py::test_a_search_that_loses_its_rows_again_and_again_finds_the_same",
+    ),
+    "tokens_of_former_beam": Fault(
+        "continuous_batching/paging/slot_lifecycle.py::SlotLifecycle.continue_beam",
+        "slots.token_ids[row, :count] = slots.token_ids[source, :count]",
+        "",
+        "a beam has the pages of one answer and the tokens of another",
+        "tests/continuous_batching/test_beam_search.py::test_beams_share_all_that_they_have_in_common",
+    ),
+    "dropped_beam_keeps_pages": Fault(
+        "continuous_batching/paging/page_tables.py::PageTables.fork",
+        "self.prefix.release(old[kept:])",
+        "",
+        "every step leaks the pages of beams that nobody continues",
+        "tests/continuous_batching/test_beam_search.py::test_beams_share_all_that_they_have_in_common",
+    ),
+}

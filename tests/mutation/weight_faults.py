@@ -1,0 +1,132 @@
+"""Faults of packed and rounded weights, and of what single families do otherwise."""
+
+from __future__ import annotations
+
+from tests.mutation.fault import Fault
+
+FAULTS = {
+    "nibbles_the_other_way_round": Fault(
+        "models/unpacking.py::Unpacking._values",
+        "(octets & 15, octets >> 4)",
+        "(octets >> 4, octets & 15)",
+        "neighbours change places",
+        "tests/models/test_packed_weights.py::test_what_autoawq_wrote_is_what_it_was_given",
+    ),
+    "zero_not_less_one": Fault(
+        "models/packing.py::_gptq",
+        'kind == "gptq"',
+        'kind == "gptq_v2"',
+        "every weight is off by a step",
+        "tests/models/test_packed_weights.py::test_the_model_answers_as_with_the_numbers_that_are_stored",
+    ),
+    "group_counted_from_the_rank_s_first_input": Fault(
+        "models/unpacking.py::Unpacking._groups",
+        "torch.arange(self.columns.start, self.columns.stop)",
+        "torch.arange(self.columns.stop - self.columns.start)",
+        "the second rank's weights have the first one's scales",
+        "tests/models/test_packed_weights.py::test_each_rank_makes_its_part",
+    ),
+    "group_of_an_input_passed_over": Fault(
+        "models/unpacking.py::Unpacking._groups",
+        "found[self.layout.group].long()",
+        "torch.arange(len(found[self.layout.group])) // (self.form.group_size or self.shape[1])",
+        "inputs that were reordered have the scales of others",
+        "tests/models/test_packed_weights.py::test_what_autogptq_wrote_is_what_it_was_given",
+    ),
+    "bias_passed_over": Fault(
+        "models/unpacking.py::Unpacking._apart",
+        "BIAS in found and bool(found[BIAS].any())",
+        "False",
+        "a bias of the checkpoint is silently left out",
+        "tests/models/test_packed_weights.py::test_a_bias_of_nothing_is_passed_over_and_another_refused",
+    ),
+    "kept_nibbles_the_other_way_round": Fault(
+        "models/int4_weight.py::in_words",
+        "values[:, ::2] | values[:, 1::2] << 4",
+        "values[:, 1::2] | values[:, ::2] << 4",
+        "neighbours change places",
+        "tests/models/test_int4.py::test_numbers_and_scales_are_those_of_the_file",
+    ),
+    "zero_and_middle_exchanged": Fault(
+        "models/unpacking.py::Unpacking.int4",
+        "MIDDLE - zeros[:, groups]",
+        "zeros[:, groups] - MIDDLE",
+        "every weight of a group is off by twice its zero",
+        "tests/models/test_int4.py::test_numbers_and_scales_are_those_of_the_file",
+    ),
+    "a_group_on_two_ranks": Fault(
+        "models/int4.py::check_groups",
+        "inputs // ranks",
+        "inputs",
+        "a rank's words begin within a group",
+        "tests/models/test_int4.py::test_ranks_do_not_divide_a_group",
+    ),
+    "int8_truncated": Fault(
+        "devices/int8.py::quantize_rows",
+        "(wide / scale).round()",
+        "wide / scale",
+        "a cast rounds towards zero: twice the error, and every number too small",
+        "tests/attention/test_int8_pages.py::test_numbers_are_nearest_by_the_scale_of_their_own_head",
+    ),
+    "int8_scale_not_swapped": Fault(
+        "kv_cache/storage.py::_exchange",
+        "source, target = _flat(source, stays=stays), _flat(target, stays=stays)",
+        (
+            "is_int8 = source.dtype == torch.int8\n"
+            "source, target = _flat(source, stays=stays), _flat(target, stays=stays)\n"
+            "if is_int8:\n"
+            "    source, target = (e.view(torch.int8)[..., :-4] for e in (source, target))"
+        ),
+        "what comes back from the host has the scales of the page's last owner",
+        "tests/kv_cache/test_storage.py::test_values_that_are_wider_than_keys_and_caches_without_any",
+    ),
+    "int8_scale_not_planned": Fault(
+        "models/config.py::DecoderConfig.kv_layer_bytes",
+        "width + 2 * SCALE_BYTES",
+        "width",
+        "the plan holds more pages than the memory does",
+        "tests/attention/test_int8_pages.py::test_a_page_takes_as_many_bytes_as_are_planned",
+    ),
+    "logit_cap_not_multiplied": Fault(
+        "models/decoder.py::Decoder.head_logits",
+        "(logits / cap).tanh() * cap",
+        "(logits / cap).tanh()",
+        "greedy tokens stay, and chances do not",
+        "tests/models/test_stored_otherwise.py::test_a_prompt_scores_as_in_transformers",
+    ),
+    "kernel_cap_not_multiplied": Fault(
+        "attention/cuda/triton_kernels.py::_read",
+        "CAP * LOG2_E",
+        "LOG2_E",
+        "scores lie between -1 and 1, whatever the cap",
+        "tests/attention/test_cuda.py::test_sinks_and_caps_of_scores",
+    ),
+    "sink_left_out_of_prompts": Fault(
+        "attention/cpu/attention.py::CpuAttention._weigh",
+        "weights.sum(-1) + sunk",
+        "weights.sum(-1)",
+        "the weights of keys add up to one",
+        "tests/attention/test_attention.py::test_sinks_and_caps_of_scores",
+    ),
+    "one_base_for_all_layers": Fault(
+        "models/decoder.py::Decoder.forward",
+        "0 if self.part.windows[number] is None else -1",
+        "0",
+        "layers with a window are turned as those that see all",
+        "tests/models/test_stored_otherwise.py::test_a_prompt_scores_as_in_transformers",
+    ),
+    "one_added_to_norms_of_layers_alone": Fault(
+        "models/weights.py::placed",
+        'name.endswith("norm.weight")',
+        'name.endswith("layernorm.weight")',
+        "norms of heads and the last one are about 0, not about 1",
+        "tests/models/test_stored_otherwise.py::test_a_prompt_scores_as_in_transformers",
+    ),
+    "gelu_lost_in_int8": Fault(
+        "models/mlp.py::MLP.joins_int8",
+        "self.is_swiglu and self.gate_up.takes_int8 and self.down.takes_int8",
+        "self.gate_up.takes_int8 and self.down.takes_int8",
+        "the operator that joins gate and rounding knows no other gate",
+        "tests/models/test_gemma3.py::test_in_int8_it_is_gated_by_the_same_function",
+    ),
+}
