@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from attention.reference import Attention, AttentionMetadata, Span
 from continuous_batching.batch import Batch, ragged_ranges
 from devices.shapes import LatentShape
-from kv_cache.transfer import to_device
+from kv_cache.device.transfer import to_device
 
 
 @dataclass(frozen=True, slots=True)

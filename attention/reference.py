@@ -20,7 +20,7 @@ from torch import Tensor
 from attention.int8_pages import packed, row_bytes, unpacked
 from continuous_batching.batch import Batch
 from devices.shapes import AttentionShape
-from kv_cache.transfer import to_device
+from kv_cache.device.transfer import to_device
 
 # Query positions computed at a time, because the scores of a long prompt grow with its square
 QUERY_ROWS = 256

@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmark.offline.offline import serve
 from benchmark.offline.timeline import Timeline, summarise
-from recipes.build.engine import build
+from recipes.assembly.engine import build
 from recipes.schema.reader import read
 from recipes.tiny.corpus import demo_requests
 from serving.answers.jobs import Job

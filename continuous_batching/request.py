@@ -13,9 +13,9 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from borders.refusal import BadRequest
 from continuous_batching.constraints import Constraint
 from continuous_batching.own_processors import OwnProcessors
-from continuous_batching.refusal import BadRequest
 
 TokenIds = NDArray[np.int32]
 TokenSequence = tuple[int, ...]

@@ -21,10 +21,10 @@ from collections.abc import Sequence
 
 import zmq
 
+from kv_cache.event_messages import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch, encode
 from kv_cache.page_keys import TokenIds, short_key
 from kv_cache.prefix_cache import PageListener
 from kv_cache.prefix_index import PrefixIndex
-from kv_cache.vllm import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch, encode
 
 END = (-1).to_bytes(8, "big", signed=True)
 SEQUENCE_BYTES = 8

@@ -17,19 +17,19 @@ from torch.nn import functional as F
 from attention.latent import LatentAttention
 from attention.reference import Attention
 from models.config import FUSED, DecoderConfig
-from models.dtypes import TORCH_DTYPES
-from models.group import ALONE, NO_LINKS, Group, StageLinks
-from models.latent import LatentSelfAttention, UpProjection
-from models.linear import Linear, SplitLinear, SummedLinear, parameter
-from models.logit_parts import LogitParts
-from models.low_rank import AdapterRooms
-from models.mixture import Mixture
-from models.mlp import MLP
+from models.layers.dtypes import TORCH_DTYPES
+from models.layers.latent import LatentSelfAttention, UpProjection
+from models.layers.linear import Linear, SplitLinear, SummedLinear, parameter
+from models.layers.logit_parts import LogitParts
+from models.layers.low_rank import AdapterRooms
+from models.layers.mixture import Mixture
+from models.layers.mlp import MLP
+from models.layers.rope import Rope, head_order
 from models.ops.int8 import Int8Rows
 from models.ops.reference import Ops
-from models.rope import Rope, head_order
-from models.share import Share
-from models.step import StepInputs
+from models.parallel.group import ALONE, NO_LINKS, Group, StageLinks
+from models.parallel.share import Share
+from models.step_inputs import StepInputs
 
 
 class SelfAttention(nn.Module):
@@ -188,7 +188,7 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A decoder over packed spans. Fill its weights (models/weights.py), then `pack` it once.
+    """A decoder over packed spans. Fill its weights (models/checkpoint/weights.py), then `pack` it once.
 
     Of the decoder that `config` describes, it holds the `part` of this rank, which is its `share`: the ranks
     of `group` share its layers, and `stages` leads to the ranks that hold other layers. Every rank of a group
@@ -213,8 +213,8 @@ class Decoder(nn.Module):
         dtype, device = TORCH_DTYPES[config.dtype], attention.device
         self.ops, self.attention = ops, attention
         sharing = self.share.of_an_expert[1]
-        self.counts_experts = False  # whether experts count their tokens, see models/expert_counts.py
-        self.adapters: AdapterRooms | None = None  # places for adapters, see models/adapters.py
+        self.counts_experts = False  # whether experts count their tokens, see models/step/expert_counts.py
+        self.adapters: AdapterRooms | None = None  # places for adapters, see models/step/adapters.py
         num_embedded = vocab if self.share.holds_embedding(config) else 0
         self.embedding = parameter(num_embedded, hidden, dtype=dtype, device=device)
         self.layers = nn.ModuleList(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kv_cache.storage import KVCache
+from kv_cache.device.storage import KVCache
 
 
 class FeaturePages:

@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from attention.reference import Attention
 from models.config import DecoderConfig
 from models.decoder import Decoder
-from models.dtypes import TORCH_DTYPES
 from models.features import FeaturePages
-from models.linear import Linear
-from models.logit_parts import LogitParts
+from models.layers.dtypes import TORCH_DTYPES
+from models.layers.linear import Linear
+from models.layers.logit_parts import LogitParts
+from models.layers.rope import Rope
 from models.ops.reference import Ops
-from models.rope import Rope
-from models.step import StepInputs
+from models.step_inputs import StepInputs
 
 FIRST_KEY = 1  # there is no feature before the first position, and so no key at it
 

@@ -19,8 +19,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from borders.shown import shown
 from models.quantization import KEY, PACKED_FORMAT, covers, ignored
-from models.shown import shown
 
 WORD_BITS = 32
 MOST_GROUP = 2**24

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from models.shown import shown
+from borders.shown import shown
 
 KEY = "quantization_config"
 FLOATS = "fp8"  # the method of 8-bit floats

@@ -42,8 +42,9 @@ def show(path: str, overrides: Sequence[str], profile: str | None = None) -> Non
     loaded = read(path, overrides, profile)
 
     # These are imported here because they import torch, which takes a second.
-    from recipes.build import machine, memory_plan, sizing
-    from recipes.build.families import share_of
+    from recipes import machine
+    from recipes.assembly import memory_plan, sizing
+    from recipes.assembly.families import share_of
 
     planned_gib = loaded.recipe.device.memory_gib
     memory_bytes = None if planned_gib is None else int(planned_gib * memory_plan.GIB)

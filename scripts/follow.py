@@ -14,7 +14,7 @@ import logging
 import os
 import sys
 
-from recipes.build.cluster import find_cluster
+from recipes.cluster.cluster import find_cluster
 from recipes.schema import verb
 from recipes.schema.command_line import add_recipe
 from recipes.schema.reader import load
@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
             f"this machine is the first of {cluster.num_nodes} ({cluster.source}), which leads",
             "start a verb here, such as scripts.serve, and scripts.follow on the others",
         )
-    from recipes.build.node import hold  # imported here because it imports torch, which takes a second
+    from recipes.cluster.node import hold  # imported here because it imports torch, which takes a second
 
     return hold(recipe, cluster, in_turn=asked.in_turn)
 

@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from tqdm import tqdm
 
 from benchmark import outputs
-from recipes.build.engine import build
+from recipes.assembly.engine import build
 from recipes.schema import verb
 from recipes.schema.command_line import add_recipe, keep_apart
 from recipes.schema.numbers import whole

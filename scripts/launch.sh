@@ -60,7 +60,7 @@ shift
 python=${PYTHON:-.venv/bin/python}
 command -v "$python" >/dev/null || die "there is no Python at $python; run bash scripts/setup.sh, or set PYTHON=..."
 # Where no recipe is among the arguments, the verb itself says what it takes
-found=$("$python" -m recipes.build.launched "$@") || exit 2
+found=$("$python" -m recipes.cluster.launched "$@") || exit 2
 mapfile -t found <<<"$found"
 device=${found[0]} node=${found[1]}
 
@@ -97,7 +97,7 @@ else
 fi
 echo "launch: ${command[*]@Q}" >&2
 if [[ -n $dry_run ]]; then
-    "$python" -m recipes.build.launched --table "$@" >&2
+    "$python" -m recipes.cluster.launched --table "$@" >&2
 else
     exec "${command[@]}"
 fi

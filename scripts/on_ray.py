@@ -14,11 +14,11 @@ from __future__ import annotations
 import argparse
 import sys
 
-from continuous_batching.scaling import MOST_REPLICAS, ScalingBounds
-from recipes.build import ray_cluster, ray_fleet
-from recipes.build.ray_cluster import ray_job
-from recipes.build.ray_fleet import RayFleet
-from recipes.build.ray_replica import ReplicaJob
+from continuous_batching.routing.scaling import MOST_REPLICAS, ScalingBounds
+from recipes.cluster import ray_cluster, ray_fleet
+from recipes.cluster.ray_cluster import ray_job
+from recipes.cluster.ray_fleet import RayFleet
+from recipes.cluster.ray_replica import ReplicaJob
 from recipes.schema import verb
 from recipes.schema.numbers import real, span, whole
 from recipes.schema.reader import load

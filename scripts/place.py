@@ -15,8 +15,8 @@ import argparse
 import json
 from pathlib import Path
 
-from continuous_batching.whole_file import whole_file
-from models.placement import proposed
+from borders.whole_file import whole_file
+from models.parallel.placement import proposed
 from recipes.schema import verb
 from recipes.schema.command_line import keep_apart
 from recipes.schema.numbers import whole

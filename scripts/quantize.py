@@ -12,9 +12,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from models.file_bounds import read_bounded
-from recipes.build.int8_checkpoint import quantize
-from recipes.build.scoring import check, comparison, score
+from borders.file_bounds import read_bounded
+from recipes.assembly.int8_checkpoint import quantize
+from recipes.assembly.scoring import check, comparison, score
 from recipes.schema import verb
 from serving.text.tokenizer import Text
 

@@ -20,11 +20,11 @@ from benchmark.recordings import perfetto
 from benchmark.recordings.explain import Story
 from benchmark.recordings.recording_file import Recording
 from benchmark.recordings.what_if import change, compare
+from borders.file_bounds import opened
+from borders.whole_file import whole_file
 from continuous_batching.recording.replay import Divergence, Event, Replayed, replay
 from continuous_batching.scheduling.scheduler import Scheduler
-from continuous_batching.whole_file import whole_file
-from models.file_bounds import opened
-from recipes.build.scheduler import scheduler_from
+from recipes.assembly.scheduler import scheduler_from
 from recipes.schema import verb
 from recipes.schema.command_line import keep_apart
 

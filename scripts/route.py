@@ -15,8 +15,8 @@ from __future__ import annotations
 import argparse
 import os
 
-from continuous_batching.routing import ROUTES
-from continuous_batching.splitting import SPLITS
+from continuous_batching.routing.routing import ROUTES
+from continuous_batching.routing.splitting import SPLITS
 from recipes.schema import verb
 from recipes.schema.numbers import real, whole
 from serving.metrics.logs import FORMATS

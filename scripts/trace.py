@@ -23,7 +23,7 @@ import json
 import sys
 
 from benchmark.workloads.command_line import check, fill_in, made, parser, summary
-from continuous_batching.whole_file import whole_file
+from borders.whole_file import whole_file
 from recipes.schema import verb
 from recipes.schema.command_line import keep_apart
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from continuous_batching.refusal import BadRequest, shown
-from continuous_batching.system_error import in_one_line
-from models.adapter_files import AdapterFiles, look_at
+from borders.refusal import BadRequest, shown
+from borders.system_error import in_one_line
+from models.checkpoint.adapter_files import AdapterFiles, look_at
 from recipes.schema.adapters_section import AdaptersSection
 from recipes.schema.recipe import ROOT
 from recipes.schema.recipe_error import RecipeError

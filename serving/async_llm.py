@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from continuous_batching.refusal import BadRequest
+from borders.refusal import BadRequest
 from continuous_batching.request import Request
 from recipes.schema.reader import load
 from serving.answers.answers import AnswerDelta, AnswerStream, collect

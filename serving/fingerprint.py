@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from recipes.build import versions
+from recipes.assembly import versions
 from recipes.schema.keys import keys_of
 from recipes.schema.recipe import Recipe
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from continuous_batching.refusal import BadRequest
+from borders.refusal import BadRequest
 from continuous_batching.request import Request
 from recipes.schema.server_section import ServerSection
 from serving.answers.answers import AnswerStream

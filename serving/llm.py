@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from continuous_batching.engine import Engine
 from continuous_batching.scheduling.validation import longest_allowed
-from recipes.build.engine import build
+from recipes.assembly.engine import build
 from recipes.schema.reader import load
 from serving.adapters import KnownAdapters
 from serving.answers.answers import AnswerDelta

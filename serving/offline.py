@@ -15,12 +15,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import IO, Any
 
+from borders.file_bounds import bounded_lines, lines_of
+from borders.refusal import BadRequest
+from borders.system_error import naming
 from continuous_batching.engine import Engine, Step
-from continuous_batching.refusal import BadRequest
 from continuous_batching.request import TokenLogprobs
 from continuous_batching.scheduling.validation import longest_allowed
-from continuous_batching.system_error import naming
-from models.file_bounds import bounded_lines, lines_of
 from recipes.schema.recipe import Recipe
 from serving.adapters import NO_ADAPTERS, KnownAdapters
 from serving.answers.answers import finite

@@ -11,8 +11,8 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from borders.refusal import BadRequest, shown
 from continuous_batching.own_processors import OwnProcessors, Processor
-from continuous_batching.refusal import BadRequest, shown
 from continuous_batching.request import Request
 from recipes.schema.recipe import Recipe
 

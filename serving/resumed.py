@@ -8,8 +8,8 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
-from continuous_batching.whole_file import whole_file
-from models.file_bounds import lines_of
+from borders.file_bounds import lines_of
+from borders.whole_file import whole_file
 from serving.answers.jobs import Job
 
 Record = dict[str, Any]

@@ -9,10 +9,10 @@ import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from continuous_batching.refusal import BadRequest
+from borders.refusal import BadRequest
+from borders.system_error import in_one_line
 from continuous_batching.request import Request
-from continuous_batching.system_error import in_one_line
-from models.adapter_files import CONFIG, WEIGHTS, look_at
+from models.checkpoint.adapter_files import CONFIG, WEIGHTS, look_at
 from recipes.schema.adapters_section import AdaptersSection
 from serving.adapters import KnownAdapters, NamedAdapter
 from serving.engine.messages import AdapterPut, PutAdapter

@@ -1,6 +1,6 @@
 """What if some engines compute prompts for others, which answer?
 
-As `serving.router` does it: `continuous_batching.routing` chooses who answers, `splitting` whether another
+As `serving.router` does it: `continuous_batching.routing.routing` chooses who answers, `splitting` whether another
 computes the prompt. Who answers takes pages for it then, by the calls that a server makes; they come over a
 link, and the request is an ordinary hit. While a layer is computed, those before it are on their way. Not
 modelled: that a transfer fails or is late, the link's end at the engine that answers, and what a device loses
@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 from continuous_batching.engine import Engine, Step
 from continuous_batching.request import Request, SamplingParams
-from continuous_batching.routing import Route, Routing
+from continuous_batching.routing.routing import Route, Routing
+from continuous_batching.routing.splitting import Split, Splitting, SplitWeights
 from continuous_batching.scheduling.scheduler import Scheduler
-from continuous_batching.splitting import Split, Splitting, SplitWeights
 from simulation.fleet import Fleet, Passing
 from simulation.replica import Replica
 from simulation.run_totals import DONE, RunTotals

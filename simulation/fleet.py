@@ -1,6 +1,6 @@
 """How would many engines behind a router serve a trace?
 
-The router is the one that serves (`continuous_batching.routing`). It is told of pages as they are stored and
+The router is the one that serves (`continuous_batching.routing.routing`). It is told of pages as they are stored and
 removed, of loads as often as servers tell them, and sees when a request begins to answer and has ended.
 """
 
@@ -15,7 +15,7 @@ import numpy as np
 
 from continuous_batching.inspection import queued_tokens
 from continuous_batching.request import Request
-from continuous_batching.routing import Route, RoutedPrompt, Routing, Sent
+from continuous_batching.routing.routing import Route, RoutedPrompt, Routing, Sent
 from kv_cache.page_keys import TokenIds, page_keys, short_key
 from kv_cache.prefix_cache import PageListener
 from simulation.replica import Replica

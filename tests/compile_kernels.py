@@ -21,8 +21,8 @@ from attention.cuda.attention import CHUNK, CudaAttention
 from attention.cuda.triton_kernels import attend_tiles, join_parts, write_places
 from devices.shapes import AttentionShape
 from devices.triton_types import kernel_dtype
-from models.ops.cuda import SMALL_TILE, TILE
-from models.ops.triton_kernels import multiply_rows, norm_rows, turn_heads, weigh_by_gate
+from models.ops.cuda.ops import SMALL_TILE, TILE
+from models.ops.cuda.triton_kernels import multiply_rows, norm_rows, turn_heads, weigh_by_gate
 
 TYPES = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32"}
 INTEGERS = {  # of arguments; all others that are no constants point to numbers of the case's dtype

@@ -18,7 +18,7 @@ import torch
 from attention.reference import Attention
 from devices.shapes import AttentionShape
 from models.ops.reference import Ops
-from recipes.build.machine import Machine, start
+from recipes.machine import Machine, start
 from recipes.schema.recipe import DeviceSection
 
 Kind = Literal["cpu", "npu", "cuda"]

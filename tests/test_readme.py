@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.build.families import FAMILIES
+from recipes.assembly.families import FAMILIES
 from recipes.schema.keys import table
 from recipes.schema.recipe import ROOT, Recipe
 from serving.text import field_reference

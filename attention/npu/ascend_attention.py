@@ -18,7 +18,7 @@ from attention.reference import Attention
 from continuous_batching.batch import Batch
 from devices.ascend_limits import AscendProduct
 from devices.shapes import AttentionShape
-from kv_cache.transfer import to_device
+from kv_cache.device.transfer import to_device
 
 MASK_SIDE = 2048  # side of the mask that the operators take for sequences of any length
 

@@ -24,7 +24,7 @@ from attention.reference import AttentionMetadata, StaticDecodes
 from continuous_batching.batch import Batch
 from devices.ascend_limits import FRACTAL_NZ, AscendProduct
 from devices.shapes import AttentionShape
-from kv_cache.transfer import to_device
+from kv_cache.device.transfer import to_device
 
 COLUMN = 16  # numbers of a token that are contiguous in a page
 HIDDEN = -10000.0  # added by the mask to a hidden score (vllm-ascend, _310p/attention/attention_mask.py)

@@ -25,7 +25,7 @@ from attention.npu.fused_attention import ALL, CAUSAL, FusedAttention, FusedMeta
 from attention.reference import AttentionMetadata, StaticDecodes
 from continuous_batching.batch import Batch, ragged_ranges
 from devices.ascend_latents import MOST_LATENT_QUERIES, takes_prolog
-from kv_cache.transfer import to_device
+from kv_cache.device.transfer import to_device
 
 INT8_WEIGHTS = 2  # value of weight_quant_mode of npu_mla_prolog_v3
 SCALES_OF_WEIGHTS = ("dequant_scale_w_dq", "dequant_scale_w_uq_qr", "dequant_scale_w_dkv_kr")

@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmark.gate.gate import Verdict
 from benchmark.gate.sources import rows
-from models.file_bounds import read_bounded
+from borders.file_bounds import read_bounded
 
 MOST_BYTES = 2**27  # most bytes of a result: 100,000 records have some 50 MiB
 

@@ -20,9 +20,9 @@ import torch
 from benchmark.options import add_json, show
 from benchmark.run_clock import RunClock
 from continuous_batching.request import Request, SamplingParams
-from models.low_rank import LowRank
-from recipes.build import versions
-from recipes.build.engine import BuiltEngine, build
+from models.layers.low_rank import LowRank
+from recipes.assembly import versions
+from recipes.assembly.engine import BuiltEngine, build
 from recipes.schema.adapters_section import MOST_ADAPTERS, MOST_RANK, AdaptersSection
 from recipes.schema.command_line import add_recipe
 from recipes.schema.numbers import MOST_COUNT, whole

@@ -15,12 +15,12 @@ from torch import Tensor
 from attention.int8_pages import row_bytes
 from attention.reference import Attention
 from benchmark.options import add_json, show
+from borders.file_bounds import read_bounded
 from continuous_batching.batch import Batch
 from devices.shapes import AttentionShape
 from models.config import DType
-from models.file_bounds import read_bounded
-from recipes.build import versions
-from recipes.build.scoring import score
+from recipes.assembly import versions
+from recipes.assembly.scoring import score
 from recipes.schema.recipe import ROOT
 from serving.text.tokenizer import Text
 

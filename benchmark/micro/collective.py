@@ -18,10 +18,10 @@ from torch import Tensor
 
 from benchmark.options import add_json, show
 from benchmark.run_clock import RunClock
-from models.group import Group
-from recipes.build import versions
-from recipes.build.in_ranks import in_ranks
-from recipes.build.machine import start
+from models.parallel.group import Group
+from recipes.assembly import versions
+from recipes.cluster.in_ranks import in_ranks
+from recipes.machine import start
 from recipes.schema.command_line import add_recipe
 from recipes.schema.numbers import MOST_COUNT, whole, wholes
 from recipes.schema.reader import load

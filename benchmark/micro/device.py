@@ -25,12 +25,12 @@ from benchmark.micro.step_loads import StepLoad, cached_bytes, operations, pair,
 from benchmark.options import add_json, show
 from benchmark.run_clock import RunClock
 from continuous_batching.batch import Batch
-from models.dtypes import TORCH_DTYPES
-from models.runner import ModelRunner
-from recipes.build import versions
-from recipes.build.engine import build
-from recipes.build.families import model_config
-from recipes.build.machine import start
+from models.layers.dtypes import TORCH_DTYPES
+from models.step.runner import ModelRunner
+from recipes.assembly import versions
+from recipes.assembly.engine import build
+from recipes.assembly.families import model_config
+from recipes.machine import start
 from recipes.schema.command_line import add_recipe
 from recipes.schema.numbers import MOST_COUNT, whole
 from recipes.schema.reader import read

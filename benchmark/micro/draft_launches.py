@@ -13,20 +13,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from models import weights
+from models.checkpoint import weights
 from models.config import DecoderConfig
 from models.decoder import Decoder
-from models.drafter import Drafter
-from models.eagle3 import Eagle3, Eagle3Config
-from models.group import ALONE
+from models.drafting.drafter import Drafter
+from models.drafting.eagle3 import Eagle3, Eagle3Config
+from models.drafting.head_config import HeadConfig
+from models.drafting.mtp import Mtp, MtpConfig, mtp_config
 from models.head import Head
-from models.head_config import HeadConfig
-from models.mtp import Mtp, MtpConfig, mtp_config
-from models.share import Share
-from recipes.build import decoders
-from recipes.build.decoders import cache_of, shape_of
-from recipes.build.engine import BuiltEngine
-from recipes.build.machine import Npu
+from models.parallel.group import ALONE
+from models.parallel.share import Share
+from recipes.assembly import decoders
+from recipes.assembly.decoders import cache_of, shape_of
+from recipes.assembly.engine import BuiltEngine
+from recipes.machine import Npu
 from recipes.schema.recipe import Recipe
 
 

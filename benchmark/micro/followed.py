@@ -30,8 +30,8 @@ from continuous_batching.recording.recorder import Recorder, RecordingFile
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.scheduling.scheduler import Scheduler
 from kv_cache.pages import PageCopy
-from recipes.build import versions
-from recipes.build.scheduler import SchedulerLimits, scheduler_of
+from recipes.assembly import versions
+from recipes.assembly.scheduler import SchedulerLimits, scheduler_of
 from recipes.schema.numbers import MOST_COUNT, whole
 from recipes.schema.recipe import CacheSection
 from recipes.schema.scheduler_section import SchedulerSection

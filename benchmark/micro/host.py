@@ -34,7 +34,7 @@ from continuous_batching.speculation.speculation import Speculation
 from continuous_batching.speculation.suffix import Suffix
 from continuous_batching.speculation.throughput import Throughput
 from kv_cache.pages import PagePool
-from recipes.build import versions
+from recipes.assembly import versions
 from recipes.schema.numbers import MOST_COUNT, whole, wholes
 
 VOCAB_SIZE = 32_000

@@ -18,11 +18,11 @@ from continuous_batching.policies.stall_free import StallFree
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.slots import SlotPool
+from kv_cache.device.storage import KVCache
 from kv_cache.page_keys import page_keys
 from kv_cache.pages import PageCopy, PagePool
 from kv_cache.prefix_cache import PrefixCache
-from kv_cache.storage import KVCache
-from recipes.build import versions
+from recipes.assembly import versions
 from recipes.schema.numbers import MOST_COUNT, whole, wholes
 
 PROMPT_TOKENS = 32_768

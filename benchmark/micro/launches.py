@@ -27,9 +27,9 @@ from devices.ascend_experts import fuses_gate
 from devices.ascend_latents import PROLOG_HIDDEN
 from models.config import DecoderConfig
 from models.head import Head
-from recipes.build.engine import build
-from recipes.build.families import draft_config, model_config, read
-from recipes.build.machine import Npu, start
+from recipes.assembly.engine import build
+from recipes.assembly.families import draft_config, model_config, read
+from recipes.machine import Npu, start
 from recipes.schema.command_line import add_recipe
 from recipes.schema.parallel_section import ParallelSection
 from recipes.schema.reader import load

@@ -18,8 +18,8 @@ from benchmark.options import add_json, show
 from benchmark.run_clock import RunClock
 from continuous_batching.request import Request, SamplingParams
 from kv_cache.pages import Index
-from recipes.build import versions
-from recipes.build.engine import BuiltEngine, build
+from recipes.assembly import versions
+from recipes.assembly.engine import BuiltEngine, build
 from recipes.schema.command_line import add_recipe
 from recipes.schema.numbers import MOST_COUNT, whole
 from recipes.schema.reader import load

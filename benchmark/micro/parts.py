@@ -20,8 +20,8 @@ from benchmark.offline.offline import load_trace, serve
 from benchmark.offline.throughput import at_once
 from benchmark.options import add_json, show
 from continuous_batching.batch import Batch
-from models.linear import Linear
-from recipes.build.engine import BuiltEngine, build
+from models.layers.linear import Linear
+from recipes.assembly.engine import BuiltEngine, build
 from recipes.schema.command_line import add_recipe
 from recipes.schema.reader import load
 from recipes.schema.recipe import Recipe

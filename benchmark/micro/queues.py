@@ -18,7 +18,7 @@ from benchmark.options import verdict_line
 from continuous_batching.batch import Sampled
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.scheduling.scheduler import Scheduler
-from recipes.build.scheduler import SchedulerLimits, scheduler_of
+from recipes.assembly.scheduler import SchedulerLimits, scheduler_of
 from recipes.schema.recipe import CacheSection
 from recipes.schema.scheduler_section import SchedulerSection
 

@@ -28,12 +28,12 @@ from continuous_batching.engine import Engine, Runner
 from continuous_batching.slots import SlotPool
 from kv_cache.pages import PageCopy
 from models.config import DecoderConfig
-from models.dtypes import TORCH_DTYPES
-from models.group import ALONE, Group
-from recipes.build import versions
-from recipes.build.engine import BuiltEngine, assemble
-from recipes.build.families import model_config
-from recipes.build.in_ranks import in_ranks
+from models.layers.dtypes import TORCH_DTYPES
+from models.parallel.group import ALONE, Group
+from recipes.assembly import versions
+from recipes.assembly.engine import BuiltEngine, assemble
+from recipes.assembly.families import model_config
+from recipes.cluster.in_ranks import in_ranks
 from recipes.schema.command_line import add_recipe
 from recipes.schema.numbers import MOST_COUNT, whole
 from recipes.schema.parallel_section import ParallelSection

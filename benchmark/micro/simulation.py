@@ -24,8 +24,8 @@ from benchmark.run_clock import RunClock
 from benchmark.simulate.placement import Placement, place
 from benchmark.workloads.lengths import Draw, lengths
 from continuous_batching.request import Request, SamplingParams
-from recipes.build import versions
-from recipes.build.scheduler import scheduler_of
+from recipes.assembly import versions
+from recipes.assembly.scheduler import scheduler_of
 from recipes.schema.numbers import MOST_COUNT, RATES_PER_S, real, whole
 from recipes.schema.reader import read
 from simulation.serve import serve

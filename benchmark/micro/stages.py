@@ -26,10 +26,10 @@ from continuous_batching.engine import Engine, Runner
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.slots import SlotPool
 from kv_cache.pages import PageCopy
-from models.group import Group, StageLinks
-from recipes.build import versions
-from recipes.build.engine import assemble
-from recipes.build.in_ranks import in_ranks
+from models.parallel.group import Group, StageLinks
+from recipes.assembly import versions
+from recipes.assembly.engine import assemble
+from recipes.cluster.in_ranks import in_ranks
 from recipes.schema.command_line import add_recipe
 from recipes.schema.numbers import MOST_COUNT, whole
 from recipes.schema.reader import load

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from benchmark.offline.timeline import StepRecord, Timeline, end_s
 from continuous_batching.engine import Engine
 from continuous_batching.request import Request
-from recipes.build.engine import BuiltEngine
+from recipes.assembly.engine import BuiltEngine
 from recipes.schema.recipe import Recipe
 from simulation.device_profile import named
 from simulation.run_totals import rounded

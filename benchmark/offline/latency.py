@@ -21,8 +21,8 @@ from benchmark.offline.timeline import Timeline, summarise
 from benchmark.options import add_json, show
 from benchmark.run_clock import RunClock
 from continuous_batching.request import Request
-from recipes.build import versions
-from recipes.build.engine import build
+from recipes.assembly import versions
+from recipes.assembly.engine import build
 from recipes.schema.command_line import add_recipe
 from recipes.schema.numbers import MOST_COUNT, MOST_SEED, MOST_TOKENS, whole
 from recipes.schema.reader import read

@@ -14,11 +14,11 @@ from benchmark.offline.accounts import accounts, hardware
 from benchmark.offline.timeline import Timeline, readings, summarise
 from benchmark.options import add_json, show, verdict_line
 from benchmark.run_clock import RunClock
+from borders.file_bounds import check_rereadable
 from continuous_batching.engine import Engine
 from continuous_batching.inspection import usage
-from models.file_bounds import check_rereadable
-from recipes.build import versions
-from recipes.build.engine import BuiltEngine, build
+from recipes.assembly import versions
+from recipes.assembly.engine import BuiltEngine, build
 from recipes.schema.command_line import add_recipe
 from recipes.schema.numbers import MOST_COUNT, whole
 from recipes.schema.reader import read

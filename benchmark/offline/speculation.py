@@ -32,10 +32,10 @@ from continuous_batching.speculation.lengths import Fixed, Lengths
 from continuous_batching.speculation.source import Source
 from continuous_batching.speculation.speculation import Speculation
 from continuous_batching.speculation.throughput import Throughput
-from recipes.build import versions
-from recipes.build.engine import build
-from recipes.build.machine import start
-from recipes.build.speculation import ON_DEVICE, PROPOSERS
+from recipes.assembly import versions
+from recipes.assembly.engine import build
+from recipes.assembly.speculation import ON_DEVICE, PROPOSERS
+from recipes.machine import start
 from recipes.schema.command_line import add_recipe
 from recipes.schema.numbers import MOST_COUNT, MOST_TOKENS, whole, wholes
 from recipes.schema.reader import read

@@ -20,9 +20,9 @@ from benchmark.offline.timeline import percentiles
 from benchmark.options import add_json, show
 from benchmark.run_clock import RunClock
 from continuous_batching.request import Request, SamplingParams
-from recipes.build import versions
-from recipes.build.engine import build
-from recipes.build.machine import start
+from recipes.assembly import versions
+from recipes.assembly.engine import build
+from recipes.machine import start
 from recipes.schema.command_line import add_recipe
 from recipes.schema.numbers import MOST_COUNT, MOST_TOKENS, real, whole
 from recipes.schema.reader import read

@@ -13,7 +13,7 @@ from benchmark.offline import offline
 from benchmark.options import add_json, show
 from benchmark.workloads.lengths import lengths
 from benchmark.workloads.synthetic import SyntheticLoad, draw_requests
-from recipes.build.engine import BuiltEngine
+from recipes.assembly.engine import BuiltEngine
 from recipes.schema.command_line import add_recipe
 from recipes.schema.numbers import MOST_COUNT, MOST_SEED, MOST_TOKENS, whole
 from recipes.schema.reader import read

@@ -19,9 +19,9 @@ import torch
 from benchmark.gate.gate import with_verdict
 from benchmark.offline import offline
 from benchmark.options import show
-from models.dtypes import TORCH_DTYPES
-from recipes.build.families import model_config
-from recipes.build.machine import start
+from models.layers.dtypes import TORCH_DTYPES
+from recipes.assembly.families import model_config
+from recipes.machine import start
 from recipes.schema.numbers import MOST_COUNT, whole
 from recipes.schema.reader import read
 from recipes.schema.recipe import Recipe

@@ -6,8 +6,8 @@ import sys
 from collections.abc import Iterator
 from typing import IO
 
+from borders.framing import CutShort, DamagedRecording
 from continuous_batching.recording.format import FORMAT, Added, Entry, Header, read_entries
-from continuous_batching.recording.framing import CutShort, DamagedRecording
 
 DAMAGED, CUT_SHORT = 2, 3  # exit statuses of a command that has read such a recording
 

@@ -21,7 +21,7 @@ from continuous_batching.recording.format import Added
 from continuous_batching.recording.replay import Event, Replayed, request_of
 from continuous_batching.request import Request
 from continuous_batching.scheduling.scheduler import Scheduler
-from recipes.build.scheduler import changed, scheduler_from
+from recipes.assembly.scheduler import changed, scheduler_from
 from recipes.schema.speculation_section import DRAFTERS, SpeculationSection, speculation_contradictions
 from simulation.fit_trust import in_words
 from simulation.fitted import Timed, fit, timed

@@ -11,7 +11,7 @@ from benchmark.reproduce import batching, capacity, chunks, goodput, paging, sta
 from benchmark.reproduce.case_runs import run_all
 from benchmark.reproduce.experiment import Experiment
 from benchmark.reproduce.report import plain, write
-from continuous_batching.whole_file import whole_file
+from borders.whole_file import whole_file
 
 GROUPS = (batching, goodput, chunks, capacity, stages, paging)
 

@@ -10,7 +10,7 @@ from typing import Any
 from benchmark.gate.sources import PATH, Row, rows
 from benchmark.reproduce.case_runs import KEYS, OBJECTIVES, RECIPE, Result, Results
 from benchmark.reproduce.experiment import Experiment, figure
-from continuous_batching.whole_file import whole_file
+from borders.whole_file import whole_file
 
 NAME = "reproduced"  # the report is NAME.md, and its pictures are in the folder NAME
 HEAD = """# The sources' experiments, re-run

@@ -17,7 +17,7 @@ from benchmark import outputs
 from benchmark.options import add_json, show, verdict_line
 from benchmark.serve import trace_requests
 from benchmark.serve.objectives import Objectives, objective
-from continuous_batching.whole_file import whole_file
+from borders.whole_file import whole_file
 from recipes.schema.numbers import MOST_COUNT, MOST_SEED, MOST_WAIT_S, RATES_PER_S, real, whole
 
 LATENCIES = {

@@ -24,7 +24,7 @@ from benchmark.options import add_json, show
 from benchmark.run_clock import RunClock
 from benchmark.serve.running import started
 from benchmark.serve.sse import Events, read_chunk
-from recipes.build import versions
+from recipes.assembly import versions
 from recipes.schema.command_line import add_recipe
 from recipes.schema.numbers import MOST_COUNT, real, whole
 

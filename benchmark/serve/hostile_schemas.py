@@ -23,7 +23,7 @@ from benchmark.run_clock import RunClock
 from benchmark.serve.fleet import ready
 from benchmark.serve.running import started
 from benchmark.serve.sse import Events
-from recipes.build import versions
+from recipes.assembly import versions
 from recipes.schema.command_line import add_recipe
 from recipes.schema.numbers import MOST_COUNT, whole
 

@@ -22,7 +22,7 @@ from benchmark.serve.objectives import Objectives
 from benchmark.serve.sending import SendSchedule, serve
 from benchmark.serve.server_metrics import MetricsReadings
 from benchmark.serve.trace_requests import TraceRequest, at_rate, clients
-from recipes.build import versions
+from recipes.assembly import versions
 
 READY_S = 0.5  # seconds between two checks of a starting server
 _INFO_S = 10.0  # seconds to wait for a server's description of itself

@@ -21,7 +21,7 @@ from benchmark.gate import names
 from benchmark.gate.gate import audit
 from benchmark.gate.printing import read_result
 from benchmark.serve import charts, html_page
-from continuous_batching.whole_file import whole_file
+from borders.whole_file import whole_file
 from recipes.schema.command_line import keep_apart
 
 Result = dict[str, Any]

@@ -25,7 +25,7 @@ from benchmark.options import add_json, show
 from benchmark.run_clock import RunClock
 from benchmark.serve.fleet import ready
 from benchmark.serve.running import Running, started
-from recipes.build import versions
+from recipes.assembly import versions
 from recipes.schema.numbers import MOST_COUNT, whole, wholes
 
 WAYS = ("server", "bytes", "http", "router")

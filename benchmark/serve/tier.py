@@ -27,7 +27,7 @@ from benchmark.serve.fleet import ready
 from benchmark.serve.running import started
 from kv_cache.tier.disk import DiskStore
 from kv_cache.tier.store import PageStore
-from recipes.build import versions
+from recipes.assembly import versions
 from recipes.schema.command_line import add_recipe
 from recipes.schema.numbers import MOST_COUNT, whole, wholes
 

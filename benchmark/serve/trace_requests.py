@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from models.file_bounds import check_rereadable, lines_of
-from models.shown import shown
+from borders.file_bounds import check_rereadable, lines_of
+from borders.shown import shown
 
 PROMPTS = ("prompt_token_ids", "prompt", "messages")
 OURS = {

@@ -8,7 +8,7 @@ from pathlib import Path
 from benchmark import outputs
 from benchmark.options import add_json
 from benchmark.workloads.lengths import lengths
-from continuous_batching.routing import ROUTES
+from continuous_batching.routing.routing import ROUTES
 from recipes.schema.command_line import add_recipe
 from recipes.schema.numbers import MOST_SEED, RATES_PER_S, real, whole, wholes
 

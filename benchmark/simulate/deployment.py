@@ -10,8 +10,8 @@ from benchmark.simulate.placement import Placement
 from benchmark.simulate.trace_events import TraceEventFile
 from continuous_batching.batch import Batch
 from continuous_batching.request import Request
-from continuous_batching.routing import Route
-from continuous_batching.splitting import Split, SplitWeights
+from continuous_batching.routing.routing import Route
+from continuous_batching.routing.splitting import Split, SplitWeights
 from simulation.disaggregated import DisaggregatedFleet
 from simulation.fleet import serve_fleet
 from simulation.pipeline import Pipeline, Stages

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 
 from benchmark.recordings.recording_file import Recording
-from continuous_batching.whole_file import whole_file
-from models.file_bounds import opened
-from recipes.build.scheduler import scheduler_from
+from borders.file_bounds import opened
+from borders.whole_file import whole_file
+from recipes.assembly.scheduler import scheduler_from
 from recipes.schema.command_line import keep_apart
 from simulation.fit_trust import in_words
 from simulation.fitted import NAMES, learn

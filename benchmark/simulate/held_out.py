@@ -23,7 +23,7 @@ from benchmark.simulate.interleaved import MeasuredRun, serve_in_turn, steps_of
 from benchmark.simulate.one_run import trust_of
 from benchmark.simulate.placement import place
 from benchmark.simulate.trace_loading import requests_of
-from models.file_bounds import check_rereadable
+from borders.file_bounds import check_rereadable
 from recipes.schema.reader import read
 from simulation.fitted import fit
 from simulation.run_totals import RunTotals

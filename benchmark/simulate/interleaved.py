@@ -14,7 +14,7 @@ import numpy as np
 
 from continuous_batching.engine import Engine, Step
 from continuous_batching.request import Request
-from recipes.build.engine import build
+from recipes.assembly.engine import build
 from recipes.schema.recipe import Recipe
 from simulation.fitted import Timed, features
 from simulation.run_totals import RunTotals, StepCounter

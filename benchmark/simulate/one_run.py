@@ -13,11 +13,11 @@ from benchmark.simulate.deployment import SIMULATED, Deployment, Result
 from benchmark.simulate.placement import place
 from benchmark.simulate.trace_events import TraceEventFile
 from benchmark.simulate.trace_loading import requests_of
+from borders.file_bounds import MOST_JSON_BYTES, read_bounded
+from borders.whole_file import whole_file
 from continuous_batching.request import Request
-from continuous_batching.routing import Route
-from continuous_batching.splitting import Split
-from continuous_batching.whole_file import whole_file
-from models.file_bounds import MOST_JSON_BYTES, read_bounded
+from continuous_batching.routing.routing import Route
+from continuous_batching.routing.splitting import Split
 from recipes.schema.command_line import keep_apart
 from recipes.schema.reader import read
 from simulation.fit_trust import in_words

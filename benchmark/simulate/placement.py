@@ -7,11 +7,11 @@ from typing import Any
 
 from continuous_batching.scheduling.scheduler import Scheduler
 from models.config import DecoderConfig
-from models.share import check_ranks
-from recipes.build.families import model_config
-from recipes.build.memory_plan import GIB, MemoryPlan
-from recipes.build.scheduler import SchedulerLimits, scheduler_of
-from recipes.build.sizing import plan_memory
+from models.parallel.share import check_ranks
+from recipes.assembly.families import model_config
+from recipes.assembly.memory_plan import GIB, MemoryPlan
+from recipes.assembly.scheduler import SchedulerLimits, scheduler_of
+from recipes.assembly.sizing import plan_memory
 from recipes.schema.recipe import Recipe
 from simulation.device import SimulatedDevice
 from simulation.fitted import Fitted
@@ -47,7 +47,7 @@ class Placement:
         return SchedulerLimits.of(self.config, num_pages, self.memory.num_host_pages, longest)
 
     def scheduler(self, **changes: Any) -> Scheduler:
-        """Return an empty scheduler as `recipes.build.engine` makes it, with changes to its section."""
+        """Return an empty scheduler as `recipes.assembly.engine` makes it, with changes to its section."""
         section = replace(self.recipe.scheduler, **changes)
         return scheduler_of(section, self.recipe.cache, self.limits())
 

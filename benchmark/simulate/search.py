@@ -18,9 +18,9 @@ from benchmark.gate.gate import with_verdict
 from benchmark.simulate.deployment import SIMULATED, Deployment, Result
 from benchmark.simulate.placement import device_name, place
 from benchmark.simulate.trace_loading import requests_of
+from borders.file_bounds import check_rereadable
 from continuous_batching.request import Request
-from models.file_bounds import check_rereadable
-from recipes.build.families import model_config
+from recipes.assembly.families import model_config
 from recipes.schema.reader import read
 
 

@@ -22,7 +22,7 @@ from benchmark.simulate.fleet_estimates import draw, estimates
 from benchmark.simulate.placement import place
 from benchmark.workloads.lengths import lengths
 from continuous_batching.request import Request, SamplingParams
-from recipes.build.scheduler import SchedulerLimits, scheduler_of
+from recipes.assembly.scheduler import SchedulerLimits, scheduler_of
 from recipes.schema.reader import read
 from recipes.schema.recipe import CacheSection
 from recipes.schema.scheduler_section import SchedulerSection

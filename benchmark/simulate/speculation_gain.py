@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmark.options import add_json, show
 from models.config import DecoderConfig
-from recipes.build.families import model_config
+from recipes.assembly.families import model_config
 from recipes.schema.command_line import add_recipe
 from recipes.schema.numbers import MOST_TOKENS, real, whole, wholes
 from recipes.schema.reader import read

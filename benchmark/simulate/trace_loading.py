@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 
+from borders.file_bounds import lines_of
 from continuous_batching.request import Request
-from models.file_bounds import lines_of
 from recipes.schema.recipe import Recipe
 from serving.text.request_fields import parse_request
 from serving.text.tokenizer import Text

@@ -16,8 +16,8 @@ from benchmark.simulate.deployment import SIMULATED, Deployment, Result
 from benchmark.simulate.one_run import run
 from benchmark.simulate.placement import place
 from benchmark.simulate.trace_loading import requests_of
-from continuous_batching.routing import ROUTES
-from continuous_batching.splitting import SplitWeights
+from continuous_batching.routing.routing import ROUTES
+from continuous_batching.routing.splitting import SplitWeights
 from recipes.schema.reader import read
 
 FACTORS = (0.5, 2.0)  # factors by which a weight of a split is varied

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from continuous_batching.system_error import in_one_line
-from models.file_bounds import MOST_JSON_BYTES, read_bounded
+from borders.file_bounds import MOST_JSON_BYTES, read_bounded
+from borders.system_error import in_one_line
 from recipes.schema.numbers import MOST_TOKENS
 
 Draw = Callable[[np.random.Generator, int], NDArray[np.int64]]

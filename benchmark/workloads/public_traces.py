@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from benchmark.workloads.synthetic import ARRIVAL, OUTPUT, THINK, Line, SyntheticLoad, bounded, line_of, mark
-from models.file_bounds import lines_of, read_bounded
+from borders.file_bounds import lines_of, read_bounded
 from recipes.schema.numbers import MOST_TOKENS
 
 MOST_CONVERSATION_BYTES = 2**31  # the published list has 640 MiB, and is one JSON value

@@ -15,10 +15,10 @@ from typing import Any
 
 import msgspec
 
+from borders.framing import CutShort
 from continuous_batching.batch import Batch
 from continuous_batching.engine import Runner
 from continuous_batching.recording.format import Entry, Header, read_entries
-from continuous_batching.recording.framing import CutShort
 from continuous_batching.recording.listeners import BEAT_S, LAST_WORDS, beat
 from continuous_batching.recording.replay import replay
 from continuous_batching.scheduling.scheduler import Scheduler

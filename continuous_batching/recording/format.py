@@ -16,8 +16,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from borders.framing import CutShort, DamagedRecording, read_frames
 from continuous_batching.batch import Batch, Candidates, Sampled
-from continuous_batching.recording.framing import CutShort, DamagedRecording, read_frames
 from continuous_batching.request import SamplingParams
 from continuous_batching.slots import SlotPool
 from kv_cache.pages import Index

@@ -18,6 +18,8 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
+from borders.framing import framed
+from borders.system_error import in_one_line
 from continuous_batching.batch import Batch, Sampled
 from continuous_batching.engine import Observer
 from continuous_batching.paging.held_pages import Arrival
@@ -43,12 +45,10 @@ from continuous_batching.recording.format import (
     committed,
     packed,
 )
-from continuous_batching.recording.framing import framed
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.scheduling.admission import HeldBack
 from continuous_batching.scheduling.validation import GiveUp
 from continuous_batching.slots import SlotPool
-from continuous_batching.system_error import in_one_line
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from continuous_batching.counters import Counters
 from continuous_batching.paging.slot_lifecycle import SlotLifecycle
 from continuous_batching.queueing.waiting_queue import WaitingQueue
 from continuous_batching.request import Request
-from continuous_batching.sampling.beam_search import BeamSearches
+from continuous_batching.samples.beam_search import BeamSearches
 from continuous_batching.scheduling.in_flight import InFlight
 from continuous_batching.scheduling.victims import Victim
 from kv_cache.pages import Index

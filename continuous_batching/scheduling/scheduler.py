@@ -18,10 +18,10 @@ from continuous_batching.policies.policy import Busy, Policy
 from continuous_batching.queueing.limits import QueueGate, QueueLimits
 from continuous_batching.queueing.waiting_queue import WaitingQueue
 from continuous_batching.request import Request
-from continuous_batching.sampling.beam_search import BeamSearches
-from continuous_batching.sampling.drafts import book_drafts, extend_by_drafts, yield_at_drafts
-from continuous_batching.sampling.parallel_samples import ParallelSamples
-from continuous_batching.sampling.stopping import FAILURES, StopConditions, complaint
+from continuous_batching.samples.beam_search import BeamSearches
+from continuous_batching.samples.drafts import book_drafts, extend_by_drafts, yield_at_drafts
+from continuous_batching.samples.parallel_samples import ParallelSamples
+from continuous_batching.samples.stopping import FAILURES, StopConditions, complaint
 from continuous_batching.scheduling.admission import Admission, HeldBack
 from continuous_batching.scheduling.in_flight import InFlight
 from continuous_batching.scheduling.preemption import Preemption

@@ -11,8 +11,8 @@ from typing import Literal
 
 import numpy as np
 
+from borders.refusal import BadRequest
 from continuous_batching.policies.policy import Policy
-from continuous_batching.refusal import BadRequest
 from continuous_batching.request import Request
 from continuous_batching.slots import SlotPool
 from kv_cache.pages import Index, PagePool

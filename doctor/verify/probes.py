@@ -19,7 +19,7 @@ from doctor.verify.npu.latent_questions import LATENT_PROBES
 from doctor.verify.npu.mask_questions import MASK_PROBES
 from doctor.verify.npu.questions import QUESTIONS, Probe
 from doctor.verify.npu.rank_questions import of_ranks
-from recipes.build.machine import ANSWERS, Npu, one_line, start
+from recipes.machine import ANSWERS, Npu, one_line, start
 from recipes.schema import verb
 from recipes.schema.command_line import add_recipe
 from recipes.schema.reader import load

@@ -13,9 +13,9 @@ import json
 from dataclasses import asdict, dataclass
 
 from devices.ascend_limits import AscendProduct
-from models.dtypes import TORCH_DTYPES
-from recipes.build.families import model_config
-from recipes.build.machine import Npu, start
+from models.layers.dtypes import TORCH_DTYPES
+from recipes.assembly.families import model_config
+from recipes.machine import Npu, start
 from recipes.schema import verb
 from recipes.schema.command_line import add_recipe
 from recipes.schema.reader import load

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from recipes.build import versions
+from recipes.assembly import versions
 from recipes.schema.recipe import ROOT
 
 TRACE = "trace.jsonl"

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from recipes.build.engine import build
-from recipes.build.machine import Npu, start
+from recipes.assembly.engine import build
+from recipes.machine import Npu, start
 from recipes.schema import verb
 from recipes.schema.command_line import add_recipe
 from recipes.schema.reader import load

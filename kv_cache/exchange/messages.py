@@ -19,7 +19,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from kv_cache.request_bounds import LAST_ID, LONGEST_NAME, MOST_LEASE_S
+from borders.request_bounds import LAST_ID, LONGEST_NAME, MOST_LEASE_S
 
 VERSION = 1
 HEAD = struct.Struct("<III")

@@ -17,11 +17,11 @@ from torch.nn import functional as F
 
 from attention.latent import LatentLinears, LatentUp
 from devices.int8 import quantize_rows
-from models.filled import ExpertKind, Filled
-from models.group import Group
-from models.int4_weight import Int4Weight
 from models.mixture_config import MixtureConfig
+from models.ops.filled import ExpertKind, Filled
+from models.ops.int4_weight import Int4Weight
 from models.ops.int8 import Int8Rows
+from models.parallel.group import Group
 
 LEAST_SUM = 1e-20  # added to the sum of a token's independent scores, which may all be 0
 WIDENED_ROWS = 256  # rows of a 4-bit weight that are converted to the model's type at once

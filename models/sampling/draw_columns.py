@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kv_cache.transfer import Arrays, Tensors
+from kv_cache.device.transfer import Arrays, Tensors
 
 FLOATS = ("uniform", "sharpness", "excess", "k_share", "min_p")
 COLUMNS = len(FLOATS) + 3  # two places of top_k, and whether the row is drawn at all

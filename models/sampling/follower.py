@@ -1,7 +1,7 @@
 """Which tokens do the ranks get that do not lead? Those that the leader chose.
 
 A choice of their own could differ from the leader's by the last bit of a logit, and every step after it would
-too; only among the best of all parts (models/logit_parts.py) do all choose alike. The host hears the leader's
+too; only among the best of all parts (models/layers/logit_parts.py) do all choose alike. The host hears the leader's
 tokens with its decisions; `ModelRunner.start`, whose next step may begin before that, fetches them from
 device to device.
 
@@ -16,9 +16,9 @@ from torch import Tensor
 
 from continuous_batching.batch import Sampled
 from continuous_batching.slots import SlotPool
+from kv_cache.device.transfer import to_host
 from kv_cache.pages import Index
-from kv_cache.transfer import to_host
-from models.logit_parts import LogitParts
+from models.layers.logit_parts import LogitParts
 from models.sampling.sampler import Best, Chosen
 
 

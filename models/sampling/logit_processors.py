@@ -22,8 +22,8 @@ from torch import Tensor
 from continuous_batching.batch import ragged_ranges
 from continuous_batching.own_processors import OwnProcessors
 from continuous_batching.slots import SlotPool
+from kv_cache.device.transfer import Arrays
 from kv_cache.pages import Index
-from kv_cache.transfer import Arrays
 from models.sampling.token_masks import apply_masks, gather_masks
 
 

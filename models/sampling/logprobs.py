@@ -17,8 +17,8 @@ from torch import Tensor
 from continuous_batching.batch import Candidates
 from continuous_batching.request import MOST_LOGPROBS, TokenLogprobs
 from continuous_batching.slots import SlotPool
+from kv_cache.device.transfer import Arrays, Tensors
 from kv_cache.pages import Index
-from kv_cache.transfer import Arrays, Tensors
 from models.sampling.logit_processors import apply_changes, changes_logits, gather_changes
 
 

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from continuous_batching.batch import Batch, Vector, ragged_ranges
 from continuous_batching.slots import SlotPool
+from kv_cache.device.transfer import to_device, to_host
 from kv_cache.pages import Index
-from kv_cache.transfer import to_device, to_host
 from models.decoder import Decoder
 
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from continuous_batching.batch import Batch, ragged_ranges
 from continuous_batching.request import MOST_LOGPROBS, TokenLogprobs
 from continuous_batching.slots import SlotPool
+from kv_cache.device.transfer import all_to_host, to_device
 from kv_cache.pages import Index
-from kv_cache.transfer import all_to_host, to_device
 from models.decoder import Decoder
 from models.sampling.logprobs import token_logprobs, top_logprobs
 

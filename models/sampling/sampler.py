@@ -20,11 +20,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from continuous_batching.batch import LATE, NONE_LEFT, NOT_FINITE, Sampled
-from continuous_batching.sampling.mask_maker import MaskMaker
+from continuous_batching.samples.mask_maker import MaskMaker
 from continuous_batching.slots import SlotPool
+from kv_cache.device.transfer import Arrays, Tensors, all_to_device, all_to_host, to_host
 from kv_cache.pages import Index
-from kv_cache.transfer import Arrays, Tensors, all_to_device, all_to_host, to_host
-from models.logit_parts import LogitParts
+from models.layers.logit_parts import LogitParts
 from models.ops.reference import Ops
 from models.sampling.draw_columns import packed, unpacked
 from models.sampling.logit_processors import (

@@ -18,8 +18,8 @@ from torch import Tensor
 from continuous_batching.constraints import Mask
 from continuous_batching.request import TokenSequence
 from continuous_batching.slots import SlotPool
+from kv_cache.device.transfer import Arrays, Tensors
 from kv_cache.pages import Index
-from kv_cache.transfer import Arrays, Tensors
 
 _PLACES = (np.uint32(1) << np.arange(32, dtype=np.uint32)).view(np.int32)  # the bits of a word
 

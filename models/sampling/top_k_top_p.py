@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kv_cache.transfer import Arrays, Tensors
+from kv_cache.device.transfer import Arrays, Tensors
 
 
 def top_k_threshold(weights: Tensor, top_k: Tensor, top_p: Tensor, largest_k: int) -> Tensor:

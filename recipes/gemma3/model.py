@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from models.config import DecoderConfig
-from models.huggingface import (
+from models.checkpoint.huggingface import (
     boolean,
     decoder_config,
     integer,
@@ -15,7 +14,8 @@ from models.huggingface import (
     rope_config,
     ropes_by_layer_type,
 )
-from models.huggingface_windows import windows_by_layer_type
+from models.checkpoint.huggingface_windows import windows_by_layer_type
+from models.config import DecoderConfig
 
 DEFAULTS = {
     "max_position_embeddings": 131072,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from models.checkpoint.huggingface import boolean, decoder_config, integer
 from models.config import GATE_UP, NORMS, DecoderConfig
-from models.huggingface import boolean, decoder_config, integer
 
 DEFAULTS = {
     "max_position_embeddings": 131072,

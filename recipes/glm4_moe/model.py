@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from models.checkpoint.huggingface import boolean, decoder_config, integer
+from models.checkpoint.huggingface_parts import grouped_experts
 from models.config import DecoderConfig
-from models.huggingface import boolean, decoder_config, integer
-from models.huggingface_parts import grouped_experts
 
 DEFAULTS = {
     "max_position_embeddings": 131072,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from models.checkpoint.huggingface import boolean, decoder_config, integer, refused
 from models.config import DecoderConfig
-from models.huggingface import boolean, decoder_config, integer, refused
 
 DEFAULTS = {
     "max_position_embeddings": 32768,

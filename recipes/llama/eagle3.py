@@ -1,6 +1,6 @@
 """Define the EAGLE-3 head of one Llama layer.
 
-Its config.json is a Llama's with `draft_vocab_size`; see models/eagle3.py for the sources.
+Its config.json is a Llama's with `draft_vocab_size`; see models/drafting/eagle3.py for the sources.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import fields
 from typing import Any
 
+from borders.shown import shown
+from models.checkpoint.huggingface import boolean, integer
 from models.config import DecoderConfig
-from models.eagle3 import Eagle3Config
-from models.head_weights import EMBEDDING
-from models.huggingface import boolean, integer
-from models.shown import shown
+from models.drafting.eagle3 import Eagle3Config
+from models.drafting.head_weights import EMBEDDING
 from recipes.llama.model import config as llama
 
 LEAST_LAYERS = 7  # the three layers that it reads would otherwise not be in ascending order

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from models.checkpoint.huggingface import decoder_config, integer
+from models.checkpoint.huggingface_windows import windows_of_types
 from models.config import DecoderConfig
-from models.huggingface import decoder_config, integer
-from models.huggingface_windows import windows_of_types
 
 DEFAULTS = {
     "max_position_embeddings": 131072,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from models.checkpoint.huggingface import decoder_config, integer
+from models.checkpoint.huggingface_parts import experts
 from models.config import DecoderConfig
-from models.huggingface import decoder_config, integer
-from models.huggingface_parts import experts
 from models.mixture_config import MixtureConfig
 
 DEFAULTS = {

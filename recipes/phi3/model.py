@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from models.checkpoint.huggingface import decoder_config, integer
 from models.config import GATE_UP, QKV, DecoderConfig
-from models.huggingface import decoder_config, integer
 
 DEFAULTS = {
     "max_position_embeddings": 4096,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from models.checkpoint.huggingface import boolean, decoder_config, integer, refused
+from models.checkpoint.huggingface_parts import sparse_layers
+from models.checkpoint.huggingface_windows import FULL, SLIDING, switched_window, windows_by_layer_type
 from models.config import DecoderConfig
-from models.huggingface import boolean, decoder_config, integer, refused
-from models.huggingface_parts import sparse_layers
-from models.huggingface_windows import FULL, SLIDING, switched_window, windows_by_layer_type
 from models.mixture_config import MixtureConfig
 
 DEFAULTS = {

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from models.checkpoint.huggingface import boolean, decoder_config, integer
+from models.checkpoint.huggingface_parts import experts, sparse_layers
+from models.checkpoint.huggingface_windows import switched_window
 from models.config import DecoderConfig
-from models.huggingface import boolean, decoder_config, integer
-from models.huggingface_parts import experts, sparse_layers
-from models.huggingface_windows import switched_window
 from models.mixture_config import MixtureConfig
 
 DEFAULTS = {

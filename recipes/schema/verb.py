@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
-from continuous_batching.system_error import in_one_line
+from borders.system_error import in_one_line
 
 # Characters of an error, shortened in the middle, since both of its ends say what is wrong.
 _LONGEST_LINE = 2000

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from continuous_batching.refusal import BadRequest
+from borders.refusal import BadRequest
 from continuous_batching.request import Hypothesis, Request, TokenLogprobs, Vector
 from serving.engine.messages import BeamHypothesis, Begun, SampleEnd
 from serving.failures import CutOff, Failure, RequestFailed

@@ -10,7 +10,7 @@ from fastapi.routing import APIRoute
 from pydantic import Field
 from starlette.responses import PlainTextResponse, Response
 
-from continuous_batching.refusal import BadRequest
+from borders.refusal import BadRequest
 from serving.api.model_names import ModelNames
 from serving.api.schemas import StrictBody
 from serving.async_llm import AsyncLLM

@@ -13,7 +13,7 @@ from fastapi import APIRouter, Query, Request
 from fastapi.routing import APIRoute
 from pydantic import Field
 
-from continuous_batching.refusal import BadRequest, shown
+from borders.refusal import BadRequest, shown
 from serving.api.batch_runner import Batches
 from serving.api.errors import NotFound
 from serving.api.files import listed

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
-from continuous_batching.refusal import BadRequest
+from borders.refusal import BadRequest
 from serving.answers.answers import AnswerDelta, AnswerStream
 from serving.api.errors import body_of
 from serving.api.pieces import Json, is_short, object_around, to_json

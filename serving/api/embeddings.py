@@ -11,7 +11,7 @@ from fastapi import Request
 from pydantic import Field
 from starlette.responses import Response
 
-from continuous_batching.refusal import BadRequest
+from borders.refusal import BadRequest
 from continuous_batching.request import Vector
 from serving.answers.answers import AnswerDelta, AnswerStream
 from serving.answers.embeddings import unit

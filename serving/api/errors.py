@@ -12,7 +12,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from continuous_batching.refusal import BadRequest
+from borders.refusal import BadRequest
 from serving.failures import Failure
 
 _KINDS = {  # types that differ from OpenAI's two usual ones, for mistakes of the client and of the server

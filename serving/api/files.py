@@ -12,7 +12,7 @@ from fastapi import APIRouter, Query, Request
 from fastapi.routing import APIRoute
 from starlette.responses import Response
 
-from continuous_batching.refusal import BadRequest, shown
+from borders.refusal import BadRequest, shown
 from serving.api.batch_runner import Batches
 from serving.api.errors import NotFound
 from serving.api.multipart import FormField, read_form

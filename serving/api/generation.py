@@ -16,8 +16,8 @@ from fastapi import Request
 from starlette.responses import Response
 from starlette.types import Receive
 
-from continuous_batching.refusal import BadRequest
-from continuous_batching.splitting import PROMPT_REPLICA_HEADER
+from borders.refusal import BadRequest
+from continuous_batching.routing.splitting import PROMPT_REPLICA_HEADER
 from serving.answers.answers import AnswerDelta, AnswerStream, collect
 from serving.api.api_keys import Client
 from serving.api.model_names import ModelNames

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from email.message import Message
 
-from continuous_batching.refusal import BadRequest
+from borders.refusal import BadRequest
 
 _MOST_FIELDS = 16
 _LONGEST_HEAD = 4096

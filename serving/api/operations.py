@@ -14,8 +14,8 @@ from fastapi import APIRouter, Request
 from fastapi.routing import APIRoute
 from starlette.responses import JSONResponse, Response
 
-from continuous_batching.refusal import BadRequest
-from recipes.build import versions
+from borders.refusal import BadRequest
+from recipes.assembly import versions
 from serving.api.api_keys import Client
 from serving.api.errors import NotFound
 from serving.api.model_names import ModelNames

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from continuous_batching.refusal import BadRequest
+from borders.refusal import BadRequest
 
 
 def prompts_of(given: str | list[Any]) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from fastapi import Request
 from pydantic import Field, model_validator
 from starlette.responses import Response
 
-from continuous_batching.refusal import BadRequest
+from borders.refusal import BadRequest
 from serving.answers.answers import AnswerDelta, AnswerStream
 from serving.api.errors import whole
 from serving.api.generation import Generation, fields_as_sent

@@ -10,7 +10,7 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from continuous_batching.refusal import BadRequest, shown
+from borders.refusal import BadRequest, shown
 from serving.api.pieces import Json
 from serving.text.vocabulary import check_unicode
 

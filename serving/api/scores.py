@@ -16,7 +16,7 @@ from fastapi import Request
 from pydantic import Field
 from starlette.responses import Response
 
-from continuous_batching.refusal import BadRequest
+from borders.refusal import BadRequest
 from serving.answers.answers import AnswerDelta, AnswerStream
 from serving.answers.embeddings import unit
 from serving.api.embeddings import embedding_of, usage_of

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from continuous_batching.refusal import shown
+from borders.refusal import shown
 from serving.text.field_types import LONGEST_NAME
 
 MOST_LINES = 50_000  # OpenAI's limit for a file

@@ -5,9 +5,9 @@ from __future__ import annotations
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from continuous_batching.system_error import in_one_line
-from models.adapter_files import look_at
-from models.adapters import Adapters, Parts
+from borders.system_error import in_one_line
+from models.checkpoint.adapter_files import look_at
+from models.step.adapters import Adapters, Parts
 from serving.engine.messages import AdapterPut, PutAdapter
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from serving.engine.messages import ExpertTable
 
 if TYPE_CHECKING:
-    from recipes.build.engine import BuiltEngine
+    from recipes.assembly.engine import BuiltEngine
 
 READ_S = 10.0  # interval between readings, each of which waits for the steps in flight
 

@@ -10,7 +10,7 @@ from serving.engine.silence import COMPILER_S, SHORTEST_S
 
 if TYPE_CHECKING:
     from kv_cache.tier.page_tier import PageTier
-    from recipes.build.engine import BuiltEngine
+    from recipes.assembly.engine import BuiltEngine
 
 
 def tier_reading(tier: PageTier | None) -> TierReading | None:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import msgspec
 
+from borders.refusal import BadRequest
 from continuous_batching.counters import Counters
 from continuous_batching.inspection import Usage
-from continuous_batching.refusal import BadRequest
 from continuous_batching.request import Request, SamplingParams, TokenLogprobs
 from kv_cache.tier.health import TierCounters
 from serving.grammars.matching import GrammarCounters

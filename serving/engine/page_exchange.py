@@ -9,9 +9,9 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
+from borders.system_error import in_one_line
 from continuous_batching.engine import Step
 from continuous_batching.request import Request
-from continuous_batching.system_error import in_one_line
 from kv_cache.exchange.connection import Wake
 from kv_cache.exchange.identity import PageIdentity
 from kv_cache.exchange.page_server import PageServer
@@ -23,7 +23,7 @@ from serving.engine.page_fetches import Fetch, PageFetches
 from serving.engine.page_sends import PageSends
 
 if TYPE_CHECKING:
-    from recipes.build.engine import BuiltEngine
+    from recipes.assembly.engine import BuiltEngine
 
 _MIB = 2**20
 _MOST_PART_BYTES = 2**22  # most bytes of pages in one message, unless one layer's page is larger

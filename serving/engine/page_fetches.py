@@ -19,10 +19,10 @@ from queue import Empty
 
 from continuous_batching.engine import Engine
 from continuous_batching.request import Request
+from kv_cache.device.storage import KVCache
 from kv_cache.exchange.connection import Connection, Wake
 from kv_cache.exchange.messages import AllSent, NotSent, PagePart, one_line
 from kv_cache.exchange.prompt_source import Came, PromptSource, taken, unwanted
-from kv_cache.storage import KVCache
 
 MOST_WRITTEN_BYTES = 2**24  # most bytes written between two steps
 _HEARD_BYTES = 2**16  # what a message without pages counts as, which bounds their number between two steps

@@ -17,15 +17,15 @@ from typing import Any
 
 import numpy as np
 
+from borders.refusal import BadRequest
 from continuous_batching.batch import Batch, Sampled
 from continuous_batching.engine import Engine, Step
 from continuous_batching.queueing.limits import QueueFull
-from continuous_batching.refusal import BadRequest
 from continuous_batching.request import Request, SamplingParams
+from kv_cache.device.storage import KVCache
 from kv_cache.exchange.messages import AllSent, NotSent, PagesWanted, one_line
 from kv_cache.exchange.page_server import PageLink, PageServer
 from kv_cache.pages import Index
-from kv_cache.storage import KVCache
 from models.decoder import Decoder
 
 MOST_UNSENT_BYTES = 2**26  # most bytes read for one other engine and not yet sent

@@ -23,7 +23,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-LARGE = "recipes.build.engine"  # it imports torch
+LARGE = "recipes.assembly.engine"  # it imports torch
 # Used only for compiling, so the import is never waited for.
 LARGE_AND_RARE = "torch.fx.experimental.symbolic_shapes"
 LAST = 19  # the niceness of a process that runs only when no other wants to

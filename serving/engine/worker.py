@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import zmq
 
+from borders.refusal import BadRequest
 from continuous_batching.engine import Engine, Step
 from continuous_batching.inspection import Recount, Usage, recount, tokens_not_found, usage
 from continuous_batching.queueing.limits import QueueFull
-from continuous_batching.refusal import BadRequest
 from continuous_batching.request import Request
 from kv_cache.page_keys import KEY_BYTES
 from serving.engine.adapter_loads import AdapterLoads
@@ -55,7 +55,7 @@ _IDLE_MS = 1  # interval between checks of a queue that waits for a fuller batch
 _RECOUNTS_COST = 1000  # the pause after a recount of the pages, as a multiple of the recount's duration
 
 if TYPE_CHECKING:
-    from models.adapters import Adapters
+    from models.step.adapters import Adapters
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from decimal import Decimal
 from typing import Any
 
-from continuous_batching.refusal import BadRequest, shown
+from borders.refusal import BadRequest, shown
 
 MOST_BYTES = 65_536  # bytes of a schema as compact JSON
 MOST_LEVELS = 32  # levels of nested schemas

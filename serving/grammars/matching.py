@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from borders.refusal import BadRequest
 from continuous_batching.constraints import Constraint, Mask, Matcher
-from continuous_batching.refusal import BadRequest
 from continuous_batching.request import Request
 from serving.grammars.structured_output import CHANNELS
 from serving.grammars.thinking import KIND, Thinking, ThinkingMatcher, reader

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from continuous_batching.refusal import BadRequest, shown
+from borders.refusal import BadRequest, shown
 from serving.grammars.json_schema import SchemaCheck
 from serving.grammars.thinking import KIND as THINKING
 

@@ -10,10 +10,10 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4 as CONTENT_TYP
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
+from serving.metrics.dashboard_names import VLLM, cache_config
 from serving.metrics.prometheus_names import OURS, Value
 from serving.metrics.prometheus_names import Metric as Ours
 from serving.metrics.server_stats import Histogram, ServerStats
-from serving.metrics.vllm import VLLM, cache_config
 
 __all__ = ["CONTENT_TYPE", "NAMESPACE", "Exposition"]
 NAMESPACE = "cb_"

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from continuous_batching.routing import RoutedPrompt, Routing, Sent
-from continuous_batching.splitting import SplitChoice
+from continuous_batching.routing.routing import RoutedPrompt, Routing, Sent
+from continuous_batching.routing.splitting import SplitChoice
 from serving.router.fair_turns import FairTurns
 from serving.router.replicas import FleetReplica
 

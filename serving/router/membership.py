@@ -12,7 +12,7 @@ import logging
 import socket
 from collections.abc import Sequence
 
-from continuous_batching.routing import Routing
+from continuous_batching.routing.routing import Routing
 from serving.router.fleet_model import FleetModel
 from serving.router.replicas import FleetReplica, Learned, address_of, replicas_of, untold
 from serving.router.upstream import HeaderLines, Upstream

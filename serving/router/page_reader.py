@@ -16,9 +16,9 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from continuous_batching.routing import Routing
+from continuous_batching.routing.routing import Routing
+from kv_cache.event_messages import AllBlocksCleared, BlockRemoved, BlockStored, decode
 from kv_cache.events import END, SEQUENCE_BYTES, replay_endpoint
-from kv_cache.vllm import AllBlocksCleared, BlockRemoved, BlockStored, decode
 
 log = logging.getLogger("route")
 

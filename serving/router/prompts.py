@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
-from continuous_batching.refusal import BadRequest
-from continuous_batching.routing import RoutedPrompt
+from borders.refusal import BadRequest
+from continuous_batching.routing.routing import RoutedPrompt
 from kv_cache.page_keys import page_keys, short_key
 from serving.adapters import NO_ADAPTERS, KnownAdapters
 from serving.api.api_keys import Client

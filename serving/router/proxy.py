@@ -16,8 +16,8 @@ from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
-from continuous_batching.routing import RoutedPrompt, Routing, Sent
-from continuous_batching.splitting import PROMPT_REPLICA_HEADER, PromptPlace, Splitting
+from continuous_batching.routing.routing import RoutedPrompt, Routing, Sent
+from continuous_batching.routing.splitting import PROMPT_REPLICA_HEADER, PromptPlace, Splitting
 from serving.api.api_keys import ANYBODY, Client
 from serving.api.errors import error_body, error_response
 from serving.router.fair_turns import FairTurns

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from continuous_batching.routing import Routing
+from continuous_batching.routing.routing import Routing
 from serving.router.fleet_model import FleetModel
 from serving.router.page_reader import PageReader, reached_at
 from serving.router.replica_answers import (

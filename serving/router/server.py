@@ -14,8 +14,8 @@ import numpy as np
 import uvicorn
 import uvloop
 
-from continuous_batching.routing import Route, Routing
-from continuous_batching.splitting import Split, Splitting
+from continuous_batching.routing.routing import Route, Routing
+from continuous_batching.routing.splitting import Split, Splitting
 from recipes.schema.reader import load
 from serving.adapters import NO_ADAPTERS, KnownAdapters
 from serving.api import access

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from continuous_batching.refusal import BadRequest, shown
+from borders.refusal import BadRequest, shown
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MOST_CALLS = 128  # most calls in one message

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from continuous_batching.refusal import BadRequest
+from borders.refusal import BadRequest
 from serving.text.effort import check_effort
 from serving.text.vocabulary import SPECIAL_KEYS
 

@@ -19,7 +19,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from continuous_batching.refusal import BadRequest
+from borders.refusal import BadRequest
 from serving.text.chat_messages import Message
 from serving.text.chat_options import ChatOptions, up_to_mark, with_end_marked
 from serving.text.effort import variables_for

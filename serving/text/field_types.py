@@ -10,9 +10,9 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from continuous_batching.refusal import BadRequest, shown
+from borders.refusal import BadRequest, shown
+from borders.request_bounds import LAST_ID, LONGEST_NAME
 from continuous_batching.request import packed_ids
-from kv_cache.request_bounds import LAST_ID, LONGEST_NAME
 from serving.text.vocabulary import check_unicode
 
 Reader = Callable[[str, Any], Any]

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from continuous_batching.refusal import BadRequest, shown
+from borders.refusal import BadRequest, shown
 from continuous_batching.request import MOST_LOGPROBS, Request, SamplingParams
 from continuous_batching.scheduling.validation import too_long
 from kv_cache.pages import Index

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from continuous_batching.refusal import BadRequest
+from borders.refusal import BadRequest
 from continuous_batching.request import SamplingParams
 from kv_cache.pages import Index
 from recipes.schema.recipe import Recipe

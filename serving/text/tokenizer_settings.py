@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from models.file_bounds import check_regular, is_there
-from models.shown import shown
+from borders.file_bounds import check_regular, is_there
+from borders.shown import shown
 
 SPECIAL_KEYS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 MORE_KEYS = ("additional_special_tokens", "extra_special_tokens")

@@ -6,7 +6,7 @@ the answer. What the tokenizer or the chat template puts at the beginning is cut
 
 from __future__ import annotations
 
-from continuous_batching.refusal import BadRequest
+from borders.refusal import BadRequest
 from continuous_batching.request import Request, TokenIds
 
 

@@ -16,8 +16,8 @@ import torch
 
 from devices.ascend_limits import FRACTAL_NZ, product
 from devices.shapes import AttentionShape
+from kv_cache.device.storage import KVCache
 from kv_cache.pages import PageCopy
-from kv_cache.storage import KVCache
 from tests.attention.test_attention import ROWS, Bench, shape
 from tests.device_kinds import machine, stand_in_alone
 

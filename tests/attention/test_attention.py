@@ -18,7 +18,7 @@ from attention.int8_pages import packed, unpacked
 from attention.reference import QUERY_ROWS, Attention
 from continuous_batching.batch import Batch
 from devices.shapes import AttentionShape
-from kv_cache.storage import KVCache
+from kv_cache.device.storage import KVCache
 from tests.attention.planned import planned
 from tests.device_kinds import Kind, Way, on_each, operators
 

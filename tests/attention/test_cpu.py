@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from attention.cpu.attention import SHORT, CpuAttention
 from continuous_batching.batch import Batch
 from devices.compiled import Compiled
-from kv_cache.storage import KVCache
+from kv_cache.device.storage import KVCache
 from tests.attention.planned import planned
 from tests.attention.test_attention import NOTHING, ROWS, Bench, shape
 from tests.thorough import cases

@@ -12,10 +12,10 @@ import torch
 from attention.int8_pages import packed, row_bytes, unpacked
 from attention.reference import Attention
 from devices.shapes import AttentionShape
+from kv_cache.device.storage import KVCache
 from kv_cache.pages import PageCopy
-from kv_cache.storage import KVCache
 from models.config import DecoderConfig
-from recipes.build.families import decoder_config
+from recipes.assembly.families import decoder_config
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -18,9 +18,9 @@ from attention.reference import AttentionMetadata, StaticDecodes
 from continuous_batching.batch import Batch
 from devices.shapes import AttentionShape, LatentShape
 from doctor.verify.npu.latent_questions import joins_latents
-from kv_cache.storage import KVCache
+from kv_cache.device.storage import KVCache
 from models.ops.reference import Ops
-from recipes.build.machine import Npu, start
+from recipes.machine import Npu, start
 from tests.attention.planned import planned
 from tests.device_kinds import Kind, Way, has_npu, on_each, operators, section
 

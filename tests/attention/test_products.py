@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from devices.ascend_limits import MOST_SPANS, PRODUCTS, product
-from models.graphs import ladder
+from models.step.graphs import ladder
 from tests.attention.test_attention import shape
 
 NAMES = ["910B", "910C", "950"]

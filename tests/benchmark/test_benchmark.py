@@ -14,7 +14,7 @@ from benchmark.micro import device, host, kv, queues, simulation
 from benchmark.offline import offline, transformers_beside
 from benchmark.offline.accounts import means_over_time
 from benchmark.offline.timeline import StepRecord, percentiles
-from recipes.build.families import model_config
+from recipes.assembly.families import model_config
 from recipes.schema.reader import read
 from scripts.benchmark import main
 from serving.offline import Job

@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 
 from benchmark.micro import launches
 from devices.ascend_answers import answers_file, write_answers
-from recipes.build import machine as machines
-from recipes.build.machine import Npu, start
+from recipes import machine as machines
+from recipes.machine import Npu, start
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from tests.device_kinds import section, stand_in_alone

@@ -14,7 +14,7 @@ import pytest
 
 from benchmark import outputs
 from benchmark.serve import command, report
-from continuous_batching.whole_file import whole_file
+from borders.whole_file import whole_file
 from recipes.schema.recipe import ROOT
 
 URL, RECIPE = "http://127.0.0.1:1", "recipes/tiny/cpu.yaml"

@@ -15,7 +15,7 @@ from benchmark.simulate.held_out import compared
 from benchmark.simulate.interleaved import steps_of
 from benchmark.simulate.placement import place
 from benchmark.simulate.shards import Drawn, Shard, run
-from continuous_batching.routing import ROUTES
+from continuous_batching.routing.routing import ROUTES
 from recipes.schema.reader import load
 from scripts.simulate import main
 from scripts.trace import main as make_trace

@@ -14,7 +14,7 @@ from benchmark.micro import stages
 from continuous_batching.batch import Batch, Sampled
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.slots import SlotPool
-from models.group import ALONE, StageLinks
+from models.parallel.group import ALONE, StageLinks
 from scripts.benchmark import main
 
 RECIPE = "recipes/tiny/cpu.yaml"

@@ -9,7 +9,7 @@ from benchmark.offline.timeline import Timeline
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.speculation.lengths import Fixed
 from continuous_batching.speculation.speculation import Speculation
-from recipes.build.engine import build
+from recipes.assembly.engine import build
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from tests.models.test_draft_identity import Knowing

@@ -9,7 +9,7 @@ from continuous_batching.batch import Batch
 from continuous_batching.engine import Engine
 from continuous_batching.policies.stall_free import StallFree
 from continuous_batching.request import Request, SamplingParams
-from continuous_batching.sampling.drafts import accepted
+from continuous_batching.samples.drafts import accepted
 from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.slots import SlotPool
 from continuous_batching.speculation.lengths import Fixed, Offers, Verdicts

@@ -20,11 +20,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from borders.framing import HEAD, CutShort, DamagedRecording, framed
 from continuous_batching.batch import Batch, Sampled
 from continuous_batching.engine import Engine, Observer
 from continuous_batching.recording.follower import Beats, Follower, LeaderLost
 from continuous_batching.recording.format import BEGIN, Added, Committed, Entry, read_entries
-from continuous_batching.recording.framing import HEAD, CutShort, DamagedRecording, framed
 from continuous_batching.recording.listeners import Listeners, RankLost
 from continuous_batching.recording.recorder import Recorder, RecordingFile, Sink
 from continuous_batching.recording.replay import Divergence, request_of

@@ -10,7 +10,7 @@ import pytest
 
 from continuous_batching.constraints import SLOW_S, Constraint
 from continuous_batching.request import Request, SamplingParams
-from continuous_batching.sampling.mask_maker import Made, MaskMaker
+from continuous_batching.samples.mask_maker import Made, MaskMaker
 from continuous_batching.slots import SlotPool
 from tests.continuous_batching.test_constraints import Counting
 

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from borders.framing import DamagedRecording, framed
 from continuous_batching.engine import Engine
 from continuous_batching.policies.stall_free import StallFree
 from continuous_batching.policies.static import Static
@@ -29,7 +30,6 @@ from continuous_batching.recording.format import (
     Scheduled,
     read_entries,
 )
-from continuous_batching.recording.framing import DamagedRecording, framed
 from continuous_batching.recording.recorder import Recorder, RecordingFile
 from continuous_batching.recording.replay import Divergence, Replayed, replay
 from continuous_batching.request import Request, SamplingParams

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from borders.framing import HEAD, CutShort, DamagedRecording
 from continuous_batching.recording.format import Entry, read_entries
-from continuous_batching.recording.framing import HEAD, CutShort, DamagedRecording
 from tests.continuous_batching.test_recorder import record, scheduler
 from tests.thorough import cases
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from continuous_batching.scaling import FleetDemand, Scale, ScalingBounds, decide
+from continuous_batching.routing.scaling import FleetDemand, Scale, ScalingBounds, decide
 from tests.thorough import cases
 
 BOUNDS = ScalingBounds(2, 4, queued_tokens=1000, more_after_s=5, fewer_after_s=60, slots=10)

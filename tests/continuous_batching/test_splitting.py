@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from continuous_batching.routing import RoutedPrompt, Routing
-from continuous_batching.splitting import Splitting
+from continuous_batching.routing.routing import RoutedPrompt, Routing
+from continuous_batching.routing.splitting import Splitting
 
 HERE, PROMPTS, OTHER = 0, 1, 2
 

@@ -26,7 +26,7 @@ from devices.compiled import (
     missing_for_compiling,
     processor,
 )
-from recipes.build.machine import Cpu, decided
+from recipes.machine import Cpu, decided
 from recipes.schema.recipe import ROOT, DeviceSection
 from tests.thorough import THOROUGH
 
@@ -106,7 +106,7 @@ def test_auto_does_not_compile_where_the_path_has_no_compiler(
 def test_auto_compiles_where_there_is_a_compiler_and_attention_is_the_devices_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("recipes.build.machine.missing_for_compiling", lambda: None)
+    monkeypatch.setattr("recipes.machine.missing_for_compiling", lambda: None)
     assert Cpu(DeviceSection(kind="cpu"))._compiles() == (True, "there is a C++ compiler")
     assert not Cpu(DeviceSection(kind="cpu", attention="reference"))._compiles()[0]
     assert not Cpu(DeviceSection(kind="cpu", compile=False))._compiles()[0]
@@ -171,7 +171,7 @@ def test_processors_that_share_a_folder_share_no_results(
 SMALLEST = """
 import torch
 from devices.compiled import Compiled, keep_results
-from models.ops.cpu import _greedy
+from models.ops.cpu.ops import _greedy
 keep_results()
 greedy = Compiled(_greedy, ((0,),))
 for seed in range(40):

@@ -18,8 +18,8 @@ from devices.ascend_limits import FRACTAL_NZ, PRODUCTS, product
 from doctor.verify import probes
 from doctor.verify.npu.rank_questions import of_ranks
 from doctor.verify.probes import PROBES, answer
-from recipes.build import machine as machines
-from recipes.build.machine import Npu, start
+from recipes import machine as machines
+from recipes.machine import Npu, start
 from recipes.schema.reader import load
 from tests.attention.test_atb import answering_as
 from tests.attention.test_attention import shape
@@ -100,7 +100,7 @@ def largest_but_nan(x: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor,
 def test_a_maximum_that_loses_nan_is_found_and_followed(
     npu: Npu, wrong: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from models.ops.npu import NpuOps
+    from models.ops.npu.ops import NpuOps
 
     wrong("aten::max.dim", largest_but_nan)
     assert not ask("keeps_nan", npu)
@@ -191,7 +191,7 @@ def test_tiles_that_no_graph_takes_are_found(npu: Npu, monkeypatch: pytest.Monke
 def test_weights_lie_in_tiles_where_the_answer_is_yes(npu: Npu) -> None:
     import torch_npu
 
-    from models.ops.npu import NpuOps
+    from models.ops.npu.ops import NpuOps
 
     weight = torch.ones(32, 16, dtype=torch.bfloat16, device=npu.device)
     for tiles in (False, True):
@@ -213,7 +213,7 @@ def test_slices_that_are_copies_are_found_and_not_used(npu: Npu, wrong: Any) -> 
 
 def test_draws_that_no_graph_takes_are_found_and_launched_one_by_one(npu: Npu, wrong: Any) -> None:
     import virtual_npu
-    from models.ops.npu import NpuOps
+    from models.ops.npu.ops import NpuOps
 
     wrong("aten::sort", torch.ops.aten.sort.default)  # puts back what follows
     virtual_npu.start(fp32=True).implement("aten::sort", torch.ops.aten.sort.default, no_sort_in_a_graph)

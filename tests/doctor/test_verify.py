@@ -18,7 +18,7 @@ from doctor.verify import report as reporting
 from doctor.verify import tokens
 from doctor.verify.product import needed
 from doctor.verify.report import PartOutcome, VerifyPart, needed_overrides
-from recipes.build.machine import Npu
+from recipes.machine import Npu
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from recipes.tiny.corpus import held_out_sums

@@ -23,14 +23,14 @@ from continuous_batching.policies.stall_free import StallFree
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.slots import SlotPool
+from kv_cache.device.storage import KVCache
 from kv_cache.pages import PageCopy, PagePool
-from kv_cache.storage import KVCache
-from models.dtypes import TORCH_DTYPES
-from models.ops import cpu
-from models.ops.cpu import CpuOps
+from models.layers.dtypes import TORCH_DTYPES
+from models.ops.cpu import ops as cpu
+from models.ops.cpu.ops import CpuOps
 from models.ops.reference import Packed
-from models.runner import ModelRunner
-from recipes.build.engine import build
+from models.step.runner import ModelRunner
+from recipes.assembly.engine import build
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from tests.continuous_batching.recount import recount

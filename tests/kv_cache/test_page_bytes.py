@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from kv_cache.page_bytes import PageBytes
+from kv_cache.device.page_bytes import PageBytes
+from kv_cache.device.storage import KVCache
 from kv_cache.pages import PageCopy
-from kv_cache.storage import KVCache
 
 
 def filled(dtype: torch.dtype, *, indexed: bool, seed: int) -> KVCache:

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kv_cache import storage
+from kv_cache.device import storage
+from kv_cache.device.storage import KVCache
 from kv_cache.pages import Index, PageCopy
-from kv_cache.storage import KVCache
 
 Way = Callable[[Tensor, Index, Tensor, Index], None]
 

@@ -11,12 +11,12 @@ from safetensors.numpy import save_file
 
 from continuous_batching.engine import Engine
 from continuous_batching.request import Request, SamplingParams
-from kv_cache.page_bytes import PageBytes
+from kv_cache.device.page_bytes import PageBytes
 from kv_cache.tier.disk import DiskStore
 from kv_cache.tier.page_tier import PageTier
-from models.runner import ModelRunner
-from recipes.build.engine import build
-from recipes.build.page_tier import digests
+from models.step.runner import ModelRunner
+from recipes.assembly.engine import build
+from recipes.assembly.page_tier import digests
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from tests.kv_cache import device

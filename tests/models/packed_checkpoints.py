@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from models.checkpoint import INDEX, SINGLE
+from models.checkpoint.files import INDEX, SINGLE
 
 LINEAR = re.compile(r"(_proj|\.w[123])\.weight$")  # of a layer: routers are never packed
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which output the first four bits hold, which the next four, ...

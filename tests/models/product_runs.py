@@ -17,8 +17,8 @@ import numpy as np
 
 from continuous_batching.engine import Engine
 from continuous_batching.request import Request, SamplingParams
-from models.ops.cpu import keep_memory
-from recipes.build.engine import build
+from models.ops.cpu.ops import keep_memory
+from recipes.assembly.engine import build
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 

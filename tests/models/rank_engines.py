@@ -1,6 +1,6 @@
 """What do the ranks of an engine answer together, engine after engine in the same processes?
 
-`serve_all` is what each rank runs, see recipes/build/in_ranks.py: the first leads, the others follow its
+`serve_all` is what each rank runs, see recipes/cluster/in_ranks.py: the first leads, the others follow its
 recording, as in a server. So two processes serve any number of checkpoints, and start once.
 """
 
@@ -25,9 +25,9 @@ from continuous_batching.recording.recorder import Recorder
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.slots import SlotPool
 from kv_cache.pages import Index
-from models.group import Group
+from models.parallel.group import Group
 from models.sampling.sampler import Best, Chosen
-from recipes.build.engine import BuiltEngine, assemble
+from recipes.assembly.engine import BuiltEngine, assemble
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT, Recipe
 from tests.serving.server import PATIENCE_S

@@ -32,21 +32,21 @@ from continuous_batching.batch import Batch, Sampled
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.slots import SlotPool
 from devices.ascend_dispatch import BUFFER_MIB
-from kv_cache.storage import KVCache
-from models import weights
+from kv_cache.device.storage import KVCache
+from models.checkpoint import weights
 from models.config import DecoderConfig, DType
 from models.decoder import Decoder
-from models.dtypes import TORCH_DTYPES
-from models.group import Backend, Group, divided, join
-from models.logit_parts import LogitParts
+from models.layers.dtypes import TORCH_DTYPES
+from models.layers.logit_parts import LogitParts
 from models.ops.reference import Ops
+from models.parallel.group import Backend, Group, divided, join
+from models.parallel.share import Share
 from models.quantization import Quantization
-from models.runner import ModelRunner
 from models.sampling.follower import FollowerSampler
 from models.sampling.sampler import Best, Chosen, Sampler
-from models.share import Share
-from recipes.build.decoders import shape_of
-from recipes.build.families import decoder_config, read
+from models.step.runner import ModelRunner
+from recipes.assembly.decoders import shape_of
+from recipes.assembly.families import decoder_config, read
 from tests.device_kinds import Kind, Way, machine
 from tests.serving.server import PATIENCE_S
 
@@ -234,7 +234,7 @@ def stepped(runner: ModelRunner, slots: SlotPool) -> Tensor:
 
 def joined_sums(decoder: Decoder) -> int:
     """From now on products are added up in one launch; returns how often, of all that `logits_of` asks."""
-    from models.ops import npu
+    from models.ops.npu import ops as npu
 
     npu.LEAST_SUMMED_ROWS = 2  # the decodes of two rows, too
     ops, log = decoder.ops, machine("npu").launch_log

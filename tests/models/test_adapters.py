@@ -22,10 +22,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from continuous_batching.request import Request, SamplingParams
-from models.adapter_files import look_at
-from models.low_rank import AdapterRooms, LowRank
+from models.checkpoint.adapter_files import look_at
+from models.layers.low_rank import AdapterRooms, LowRank
 from models.ops.reference import Ops
-from recipes.build.engine import BuiltEngine, build
+from recipes.assembly.engine import BuiltEngine, build
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from recipes.schema.recipe_error import RecipeError

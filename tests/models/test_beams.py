@@ -17,7 +17,7 @@ import transformers
 
 from continuous_batching.engine import Engine
 from continuous_batching.request import Request, SamplingParams
-from recipes.build.engine import build
+from recipes.assembly.engine import build
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from tests.models.families import VARIANTS, VOCABULARY, expected_logprobs, fresh_rope, make

@@ -12,17 +12,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from attention.latent import LatentAttention
-from models import weights
-from models.block_scales import SUFFIX, scaled
-from models.checkpoint import INDEX, SINGLE
+from models.checkpoint import weights
+from models.checkpoint.block_scales import SUFFIX, scaled
+from models.checkpoint.files import INDEX, SINGLE
 from models.decoder import Decoder
 from models.ops.reference import Ops
+from models.parallel.share import Share
 from models.quantization import BlockScales
-from models.share import Share
-from recipes.build.decoders import shape_of
-from recipes.build.families import config_in
-from recipes.build.int8_checkpoint import quantize
-from recipes.build.scoring import score
+from recipes.assembly.decoders import shape_of
+from recipes.assembly.families import config_in
+from recipes.assembly.int8_checkpoint import quantize
+from recipes.assembly.scoring import score
 from tests.models.families import VARIANTS, expected_logprobs, make
 from tests.models.test_shared_weights import Rank
 

@@ -10,10 +10,10 @@ import pytest
 from attention.reference import Attention
 from continuous_batching.engine import Engine
 from continuous_batching.request import Request, SamplingParams
-from models.graphs import ladder
-from models.runner import ModelRunner
-from recipes.build.engine import build
-from recipes.build.machine import Npu, start
+from models.step.graphs import ladder
+from models.step.runner import ModelRunner
+from recipes.assembly.engine import build
+from recipes.machine import Npu, start
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from tests.device_kinds import settings, stand_in_alone

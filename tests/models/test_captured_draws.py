@@ -13,11 +13,11 @@ from continuous_batching.engine import Engine
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.speculation.lengths import Fixed
 from continuous_batching.speculation.speculation import Speculation
-from models.graphs import DecodeGraphs
-from models.runner import ModelRunner
 from models.sampling import draw_columns
 from models.sampling.sampler import Sampler
-from recipes.build.engine import build
+from models.step.graphs import DecodeGraphs
+from models.step.runner import ModelRunner
+from recipes.assembly.engine import build
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from tests.device_kinds import settings, stand_in_alone

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from models.runner import ModelRunner
+from models.step.runner import ModelRunner
 from tests.device_kinds import stand_in_alone
 from tests.models.eagle3_heads import Published, check_head_drafts, head_for, target_of
 from tests.models.families import wide

@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 
-from recipes.build.families import FAMILIES, decoder_config, read
+from recipes.assembly.families import FAMILIES, decoder_config, read
 from tests.models.families import VARIANTS, VOCABULARY, Variant, expected_logprobs, make
 from tests.models.test_decoder import make_decoder, run_in_chunks
 

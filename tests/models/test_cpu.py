@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.ops.cpu import CpuOps
+from models.ops.cpu.ops import CpuOps
 from models.ops.reference import Ops
 
 NEAR = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}

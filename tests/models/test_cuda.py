@@ -8,10 +8,10 @@ import torch
 
 from continuous_batching.engine import Engine
 from continuous_batching.request import Request, SamplingParams
-from models.ops.cuda import CudaOps
-from recipes.build import machine
-from recipes.build.engine import build
-from recipes.build.machine import Cuda, Machine, host_memory_bytes
+from models.ops.cuda.ops import CudaOps
+from recipes import machine
+from recipes.assembly.engine import build
+from recipes.machine import Cuda, Machine, host_memory_bytes
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT, DeviceSection
 from tests.interpreter import DEVICE, multiply_rows_alone

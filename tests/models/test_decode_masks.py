@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from devices.ascend_answers import answers_file, write_answers
-from recipes.build import machine as machines
-from recipes.build.machine import Npu, start
+from recipes import machine as machines
+from recipes.machine import Npu, start
 from tests.attention import test_latent
 from tests.attention.test_attention import Bench, shape
 from tests.device_kinds import has_npu, operators, section

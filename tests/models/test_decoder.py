@@ -13,15 +13,15 @@ from torch import Tensor
 from continuous_batching.batch import Batch, Sampled
 from continuous_batching.request import Request
 from continuous_batching.slots import SlotPool
-from kv_cache.storage import KVCache
-from models import weights
+from kv_cache.device.storage import KVCache
+from models.checkpoint import weights
 from models.config import DType
 from models.decoder import Decoder
-from models.dtypes import TORCH_DTYPES
-from models.runner import ModelRunner
+from models.layers.dtypes import TORCH_DTYPES
 from models.sampling.sampler import Chosen
-from recipes.build import families as recipe_families
-from recipes.build.decoders import shape_of
+from models.step.runner import ModelRunner
+from recipes.assembly import families as recipe_families
+from recipes.assembly.decoders import shape_of
 from tests.device_kinds import Kind, Way, on_each, operators
 from tests.models.families import VARIANTS, VOCABULARY, Variant, expected_logprobs, make, wide
 from tests.thorough import cases

@@ -14,20 +14,20 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkR
 
 from attention.latent import LatentAttention
 from devices.ascend_limits import product
-from kv_cache.storage import KVCache
-from models import weights
+from kv_cache.device.storage import KVCache
+from models.checkpoint import weights
 from models.config import DecoderConfig
 from models.decoder import Decoder
-from models.latent import LatentSelfAttention
-from models.mixture import Mixture
+from models.layers.latent import LatentSelfAttention
+from models.layers.mixture import Mixture
 from models.mixture_config import MixtureConfig
-from models.ops.cpu import CpuOps
+from models.ops.cpu.ops import CpuOps
 from models.ops.reference import Ops
+from models.parallel.share import Share
 from models.quantization import Quantization
-from models.share import Share
-from recipes.build.decoders import shape_of
-from recipes.build.families import config_in, decoder_config
-from recipes.build.scoring import score
+from recipes.assembly.decoders import shape_of
+from recipes.assembly.families import config_in, decoder_config
+from recipes.assembly.scoring import score
 from tests.device_kinds import has_npu, npu, operators
 from tests.models.families import VARIANTS, expected_logprobs, make
 from tests.models.test_shared_weights import Rank

@@ -21,10 +21,10 @@ from continuous_batching.speculation.ngram import NGram
 from continuous_batching.speculation.proposer import Guesses, Proposer
 from continuous_batching.speculation.speculation import Speculation
 from kv_cache.pages import Index
-from models.graphs import FilledStep, StepOutputs
-from models.last_tokens import LastTokens
-from models.runner import ModelRunner
-from recipes.build.engine import build
+from models.step.graphs import FilledStep, StepOutputs
+from models.step.last_tokens import LastTokens
+from models.step.runner import ModelRunner
+from recipes.assembly.engine import build
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from tests.device_kinds import Kind, on_each, settings

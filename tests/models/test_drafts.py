@@ -13,7 +13,7 @@ from continuous_batching.speculation.lengths import Fixed
 from continuous_batching.speculation.proposer import Guesses
 from continuous_batching.speculation.speculation import Speculation
 from kv_cache.pages import Index
-from recipes.build.engine import build
+from recipes.assembly.engine import build
 from recipes.schema.reader import load
 
 SETTINGS = ["device.threads=1", "device.compile=false", "model.dtype=float32", "scheduler.num_slots=4"]

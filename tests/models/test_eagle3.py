@@ -18,7 +18,7 @@ from continuous_batching.engine import Engine
 from continuous_batching.request import Request
 from continuous_batching.speculation.lengths import Fixed, Offers
 from kv_cache.pages import Index
-from recipes.build.engine import build
+from recipes.assembly.engine import build
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from tests.device_kinds import Kind

@@ -23,8 +23,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.dtypes import TORCH_DTYPES
-from recipes.build.engine import build
+from models.layers.dtypes import TORCH_DTYPES
+from recipes.assembly.engine import build
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from tests.device_kinds import stand_in_alone

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from models.expert_counts import ExpertCounts
-from models.group import ALONE
-from models.mixture import Mixture
+from models.layers.mixture import Mixture
 from models.ops.reference import Ops
-from recipes.build.engine import build
+from models.parallel.group import ALONE
+from models.step.expert_counts import ExpertCounts
+from recipes.assembly.engine import build
 from recipes.schema.reader import load
 from recipes.schema.recipe_error import RecipeError
 from tests.device_kinds import stand_in_alone

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from continuous_batching.batch import Batch
-from kv_cache.storage import KVCache
+from kv_cache.device.storage import KVCache
+from models.drafting.head_drafter import HeadDrafter
 from models.features import FeaturePages
-from models.head_drafter import HeadDrafter
 
 PAGE, KEPT = 8, 3
 

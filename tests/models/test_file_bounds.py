@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from benchmark.gate.printing import read_result
-from models import file_bounds
-from models.checkpoint import checkpoint_files
-from models.file_bounds import MOST_JSON_BYTES, lines_of, read_bounded
-from recipes.build.families import config_in, read
+from borders import file_bounds
+from borders.file_bounds import MOST_JSON_BYTES, lines_of, read_bounded
+from models.checkpoint.files import checkpoint_files
+from recipes.assembly.families import config_in, read
 from recipes.schema.recipe import ROOT
 from serving.text.tokenizer import Text
 

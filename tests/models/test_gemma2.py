@@ -8,8 +8,8 @@ import pytest
 import torch
 import transformers
 
-from recipes.build.decoders import shape_of
-from recipes.build.families import decoder_config
+from recipes.assembly.decoders import shape_of
+from recipes.assembly.families import decoder_config
 from tests.device_kinds import machine, stand_in_alone
 
 HUB = {  # what the hub's file of the 9B says

@@ -12,9 +12,9 @@ import transformers
 from torch.nn import functional as F
 
 from models.decoder import Decoder
-from models.group import ALONE
-from recipes.build.families import decoder_config
-from recipes.build.sizing import max_positions
+from models.parallel.group import ALONE
+from recipes.assembly.families import decoder_config
+from recipes.assembly.sizing import max_positions
 from tests.device_kinds import Kind, on_each
 from tests.models.families import VARIANTS, Variant, make, wide
 from tests.models.tensor_rank import built

@@ -13,12 +13,12 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from models.checkpoint.stacked_experts import unpacked
 from models.ops.reference import Ops
-from models.stacked_experts import unpacked
-from recipes.build.families import decoder_config
-from recipes.build.int8_checkpoint import quantize
-from recipes.build.scoring import score
-from recipes.build.sizing import max_positions
+from recipes.assembly.families import decoder_config
+from recipes.assembly.int8_checkpoint import quantize
+from recipes.assembly.scoring import score
+from recipes.assembly.sizing import max_positions
 from tests.attention.test_attention import shape
 from tests.device_kinds import has_npu, operators
 from tests.models.families import VARIANTS, expected_logprobs, make

@@ -13,9 +13,9 @@ from continuous_batching.batch import Batch
 from continuous_batching.slots import SlotPool
 from devices.ascend_limits import product
 from devices.shapes import AttentionShape
-from models.graph_inputs import PLACE, SOURCE, GraphInputs, num_values, split
-from models.graphs import captured_sizes, doubling, ladder, smallest
-from models.share import Share
+from models.parallel.share import Share
+from models.step.graph_inputs import PLACE, SOURCE, GraphInputs, num_values, split
+from models.step.graphs import captured_sizes, doubling, ladder, smallest
 from tests.models.test_share import WHOLE
 
 

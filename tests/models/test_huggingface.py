@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import transformers
 
-from models.dtypes import TORCH_DTYPES
-from recipes.build.families import FAMILIES, decoder_config, read
+from models.layers.dtypes import TORCH_DTYPES
+from recipes.assembly.families import FAMILIES, decoder_config, read
 from tests.models.families import VARIANTS, Variant, make
 
 LLAMA = {

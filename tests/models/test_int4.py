@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from devices.ascend_limits import PRODUCTS
-from models import weights
+from models.checkpoint import weights
+from models.checkpoint.int4 import check_groups, kept_int4
 from models.config import DecoderConfig
 from models.decoder import Decoder
-from models.group import ALONE
-from models.int4 import check_groups, kept_int4
-from models.int4_weight import Int4Weight, in_words
-from recipes.build.families import config_in
+from models.ops.int4_weight import Int4Weight, in_words
+from models.parallel.group import ALONE
+from recipes.assembly.families import config_in
 from tests.device_kinds import Kind, Way, machine, on_each
 from tests.models.families import VARIANTS, expected_logprobs, make, wide
 from tests.models.packed_checkpoints import AWQ, FORMS, GPTQ, Form, compressed, store

@@ -12,12 +12,12 @@ import torch
 
 from continuous_batching.request import Request, SamplingParams
 from devices.ascend_limits import product
-from models import weights
+from models.checkpoint import weights
+from models.checkpoint.int4 import check_groups, inputs_of_experts, kept_int4, largest_side
 from models.config import DecoderConfig
-from models.int4 import check_groups, inputs_of_experts, kept_int4, largest_side
-from models.mixture import Mixture
-from recipes.build.engine import build
-from recipes.build.families import config_in
+from models.layers.mixture import Mixture
+from recipes.assembly.engine import build
+from recipes.assembly.families import config_in
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from tests.device_kinds import Kind, Way, machine, npu, on_each, settings
@@ -72,7 +72,7 @@ def test_an_engine_answers_as_transformers_does(
         pytest.skip("a real NPU takes no float32")
     if device[0] == "npu":  # which the stand-in takes, and no product
         machine(*device)
-        monkeypatch.setattr("models.npu.int4_ops.Int4Check.check_int4", lambda *_: None)
+        monkeypatch.setattr("models.ops.npu.int4_ops.Int4Check.check_int4", lambda *_: None)
     texts = [
         *settings(device[0]),
         *(f"{key}={value}" for key, value in asked.items()),

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from recipes.build.families import decoder_config
+from recipes.assembly.families import decoder_config
 
 HUB = {  # what the hub's file of the 8B says
     "model_type": "internlm3", "bias": False, "qkv_bias": False, "eos_token_id": 2, "head_dim": 128,

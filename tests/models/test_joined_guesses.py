@@ -13,10 +13,10 @@ import pytest
 
 from continuous_batching.engine import Engine
 from continuous_batching.request import Request, SamplingParams
-from models.mtp import Mtp
-from models.runner import ModelRunner
-from recipes.build import machine as machines
-from recipes.build.machine import Npu
+from models.drafting.mtp import Mtp
+from models.step.runner import ModelRunner
+from recipes import machine as machines
+from recipes.machine import Npu
 from tests.device_kinds import section, stand_in_alone
 from tests.models.eagle3_heads import check_head_drafts
 from tests.models.families import VOCABULARY, generated

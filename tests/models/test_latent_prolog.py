@@ -23,23 +23,23 @@ from continuous_batching.request import Request, SamplingParams
 from devices.ascend_answers import answers_file, write_answers
 from devices.ascend_latents import takes_prolog
 from devices.ascend_limits import FRACTAL_NZ
-from kv_cache.storage import KVCache
-from models import weights
+from kv_cache.device.storage import KVCache
+from models.checkpoint import weights
 from models.config import DecoderConfig
 from models.decoder import Decoder
-from models.group import ALONE
-from models.latent import LatentSelfAttention
-from models.ops.cpu import CpuOps
+from models.layers.latent import LatentSelfAttention
+from models.ops.cpu.ops import CpuOps
 from models.ops.reference import Ops
+from models.parallel.group import ALONE
+from models.parallel.share import Share
 from models.quantization import Quantization
-from models.runner import ModelRunner
-from models.share import Share
-from models.step import StepInputs
-from recipes.build import machine as machines
-from recipes.build.decoders import shape_of
-from recipes.build.engine import build
-from recipes.build.families import config_in, decoder_config
-from recipes.build.machine import Npu, start
+from models.step.runner import ModelRunner
+from models.step_inputs import StepInputs
+from recipes import machine as machines
+from recipes.assembly.decoders import shape_of
+from recipes.assembly.engine import build
+from recipes.assembly.families import config_in, decoder_config
+from recipes.machine import Npu, start
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from tests.attention.planned import planned

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from models import weights
+from models.checkpoint import weights
 from models.quantization import Quantization
-from recipes.build.families import config_in
+from recipes.assembly.families import config_in
 from tests.models.families import VARIANTS, make
 from tests.models.packed_checkpoints import FORMS, store
 from tests.models.test_block_scales import stored as stored_in_blocks

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.group import Group
-from models.logit_parts import LogitParts
+from models.layers.logit_parts import LogitParts
 from models.ops.reference import Ops
-from models.share import Share
+from models.parallel.group import Group
+from models.parallel.share import Share
 from tests.models.test_share import WHOLE
 
 NAN, INF = float("nan"), float("inf")

@@ -9,10 +9,10 @@ import pytest
 
 from continuous_batching.engine import Engine
 from continuous_batching.request import Request, SamplingParams
-from recipes.build.engine import build
-from recipes.build.families import model_config
-from recipes.build.memory_plan import report
-from recipes.build.sizing import plan_memory
+from recipes.assembly.engine import build
+from recipes.assembly.families import model_config
+from recipes.assembly.memory_plan import report
+from recipes.assembly.sizing import plan_memory
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT, Recipe
 from tests.models.families import Variant, generated, make

@@ -7,7 +7,7 @@ import pytest
 
 from continuous_batching.constraints import Constraint, Mask
 from continuous_batching.request import Request, SamplingParams, packed_ids
-from recipes.build.engine import build
+from recipes.assembly.engine import build
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from tests.device_kinds import has_npu, settings

@@ -14,19 +14,19 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from devices.shapes import AttentionShape
-from models import weights
-from models.checkpoint import SINGLE
+from models.checkpoint import weights
+from models.checkpoint.files import SINGLE
 from models.config import DecoderConfig
 from models.decoder import Decoder
-from models.filled import ExpertKind, Filled
-from models.mixture import Mixture
+from models.layers.mixture import Mixture
 from models.mixture_config import MixtureConfig
-from models.ops.cpu import CpuOps
-from models.ops.cuda import CudaOps
+from models.ops.cpu.ops import CpuOps
+from models.ops.cuda.ops import CudaOps
+from models.ops.filled import ExpertKind, Filled
 from models.ops.reference import Ops
 from models.quantization import Quantization
-from recipes.build.families import decoder_config, read
-from recipes.build.int8_checkpoint import quantize
+from recipes.assembly.families import decoder_config, read
+from recipes.assembly.int8_checkpoint import quantize
 from tests.device_kinds import has_npu, npu, operators
 from tests.interpreter import DEVICE
 from tests.models.families import VARIANTS, make

@@ -15,11 +15,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from continuous_batching.engine import Engine
-from models.mtp import Mtp
-from models.runner import ModelRunner
-from recipes.build.engine import build
-from recipes.build.families import draft_config, share_of
-from recipes.build.int8_checkpoint import quantize
+from models.drafting.mtp import Mtp
+from models.step.runner import ModelRunner
+from recipes.assembly.engine import build
+from recipes.assembly.families import draft_config, share_of
+from recipes.assembly.int8_checkpoint import quantize
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from recipes.schema.recipe_error import RecipeError

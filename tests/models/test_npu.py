@@ -21,13 +21,13 @@ from attention.reference import StaticDecodes
 from continuous_batching.engine import Engine
 from continuous_batching.request import Request, SamplingParams
 from devices.ascend_limits import PRODUCTS, product
-from models.filled import ExpertKind, Filled
-from models.group import ALONE, Group, join
-from models.int4_weight import Int4Weight
 from models.mixture_config import MixtureConfig
+from models.ops.filled import ExpertKind, Filled
+from models.ops.int4_weight import Int4Weight
 from models.ops.reference import Ops
-from recipes.build.engine import build
-from recipes.build.machine import Npu, start
+from models.parallel.group import ALONE, Group, join
+from recipes.assembly.engine import build
+from recipes.machine import Npu, start
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from tests.attention.test_atb import answering_as, atb
@@ -274,7 +274,7 @@ def _as_a_310p(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run what an engine runs there alone."""
     import torch_npu
 
-    from models.ops.npu import NpuOps
+    from models.ops.npu.ops import NpuOps
 
     bench = Bench(atb())
     bench.step({0: 20, 3: 1})
@@ -382,9 +382,9 @@ def test_every_line_of_every_npu_file_runs(monkeypatch: pytest.MonkeyPatch) -> N
     start(section("npu"))
     import torch_npu
 
-    from models.ops.npu import NpuOps, chip
+    from models.ops.npu.ops import NpuOps, chip
 
-    files = [ROOT / "models/ops/npu.py", *sorted((ROOT / "models/npu").glob("[!_]*.py"))]
+    files = [ROOT / "models/ops/npu/ops.py", *sorted((ROOT / "models/npu").glob("[!_]*.py"))]
     files += sorted((ROOT / "attention/npu").glob("*_attention.py"))
     with Lines(files) as lines:
         serve(engine_of("device.graphs=2"))

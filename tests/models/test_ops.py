@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.ops.cuda import CudaOps
+from models.ops.cuda.ops import CudaOps
 from models.ops.reference import Ops
 from tests.attention.test_attention import shape
 from tests.device_kinds import machine, on_each, operators

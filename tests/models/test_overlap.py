@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from continuous_batching.request import Request, SamplingParams
-from recipes.build.engine import build
+from recipes.assembly.engine import build
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from tests.device_kinds import Kind, Way, on_each, settings

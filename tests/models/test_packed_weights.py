@@ -12,12 +12,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from models import weights
+from models.checkpoint import weights
+from models.checkpoint.unpacking import Unpacking
 from models.packing import Packing, packing
-from models.unpacking import Unpacking
-from recipes.build.families import config_in
-from recipes.build.int8_checkpoint import quantize
-from recipes.build.scoring import score
+from recipes.assembly.families import config_in
+from recipes.assembly.int8_checkpoint import quantize
+from recipes.assembly.scoring import score
 from tests.models.families import VARIANTS, expected_logprobs, make
 from tests.models.packed_checkpoints import AWQ, FORMS, GPTQ, compressed, store
 from tests.models.test_block_scales import fill

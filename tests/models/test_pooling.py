@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM
 
 from continuous_batching.request import Request, SamplingParams, Vector
-from recipes.build.engine import build
+from recipes.assembly.engine import build
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from tests.device_kinds import Kind, Way, npu, on_each, settings

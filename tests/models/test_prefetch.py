@@ -9,8 +9,8 @@ import torch
 
 from benchmark.micro import launches
 from devices.ascend_answers import answers_file, write_answers
-from recipes.build import machine as machines
-from recipes.build.machine import Npu, start
+from recipes import machine as machines
+from recipes.machine import Npu, start
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from tests.device_kinds import section, stand_in_alone
@@ -58,7 +58,7 @@ def test_each_captured_layer_asks_for_one_which_is_no_launch(request: pytest.Fix
 def test_it_fetches_no_more_than_its_share_of_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch_npu
 
-    from models.ops.npu import PREFETCHED_BYTES, prefetch
+    from models.ops.npu.ops import PREFETCHED_BYTES, prefetch
 
     asked = []
     monkeypatch.setattr(torch_npu, "npu_prefetch", lambda weight, after, size: asked.append(size))

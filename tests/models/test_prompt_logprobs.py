@@ -16,8 +16,8 @@ from continuous_batching.recording.format import Header, read_entries
 from continuous_batching.recording.replay import Replayed, replay
 from continuous_batching.request import Request, SamplingParams
 from models.sampling import prompt_logprobs
-from recipes.build.engine import build
-from recipes.build.scheduler import scheduler_from
+from recipes.assembly.engine import build
+from recipes.assembly.scheduler import scheduler_from
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from serving.text.tokenizer import Text

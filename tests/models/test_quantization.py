@@ -14,13 +14,13 @@ from safetensors.torch import load_file, save_file
 
 from devices.int8 import quantize_rows
 from devices.shapes import AttentionShape
-from models import weights
-from models.checkpoint import SINGLE
+from models.checkpoint import weights
+from models.checkpoint.files import SINGLE
 from models.decoder import Decoder
-from models.ops.cpu import CpuOps
+from models.ops.cpu.ops import CpuOps
 from models.ops.reference import Ops
 from models.quantization import ACTIVATIONS, WEIGHTS, Quantization, quantization
-from recipes.build.families import decoder_config, read
+from recipes.assembly.families import decoder_config, read
 from tests import device_kinds
 from tests.device_kinds import Kind, Way, on_each
 from tests.models.families import VARIANTS, make

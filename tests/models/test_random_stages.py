@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from attention.reference import Attention, AttentionShape
-from models import weights
+from models.checkpoint import weights
 from models.decoder import Decoder
-from models.group import ALONE, Alone, Group
 from models.mixture_config import MixtureConfig
 from models.ops.reference import Ops
-from models.share import Share
+from models.parallel.group import ALONE, Alone, Group
+from models.parallel.share import Share
 from tests.models.test_share import WHOLE
 
 # Two kinds of layers, so that a stage may have none of the others' kind

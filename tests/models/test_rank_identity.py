@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from recipes.build.in_ranks import in_ranks
+from recipes.cluster.in_ranks import in_ranks
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from tests.device_kinds import stand_in_alone

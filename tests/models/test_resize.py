@@ -11,8 +11,8 @@ import torch
 
 from continuous_batching.engine import Engine
 from continuous_batching.request import Request, SamplingParams
-from models.runner import ModelRunner
-from recipes.build.engine import build
+from models.step.runner import ModelRunner
+from recipes.assembly.engine import build
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from tests.continuous_batching.recount import recount

@@ -10,8 +10,8 @@ import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from models.huggingface import rope_config
-from models.rope import Rope
+from models.checkpoint.huggingface import rope_config
+from models.layers.rope import Rope
 
 DIM, MAX_POSITIONS = 32, 256
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}

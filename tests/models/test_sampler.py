@@ -16,7 +16,7 @@ from continuous_batching.batch import NONE_LEFT, Sampled
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.slots import SlotPool
 from devices.shapes import AttentionShape
-from kv_cache.transfer import all_to_device
+from kv_cache.device.transfer import all_to_device
 from models.ops.reference import Ops
 from models.sampling import sampler as sampler_module
 from models.sampling import top_k_top_p

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from models.config import DecoderConfig
+from models.parallel.share import Share
 from models.rope_config import RopeConfig
-from models.share import Share
 
 WHOLE = DecoderConfig(
     family="llama",

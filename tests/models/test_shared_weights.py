@@ -13,16 +13,16 @@ from torch import Tensor
 
 from attention.reference import Attention
 from devices.shapes import AttentionShape
-from models import weights
-from models.checkpoint import SINGLE
+from models.checkpoint import weights
+from models.checkpoint.files import SINGLE
 from models.config import DecoderConfig
 from models.decoder import Decoder
-from models.dtypes import TORCH_DTYPES
-from models.group import Alone
+from models.layers.dtypes import TORCH_DTYPES
 from models.ops.reference import Ops
+from models.parallel.group import Alone
+from models.parallel.share import Share
 from models.quantization import Quantization
-from models.share import Share
-from recipes.build.families import decoder_config, read
+from recipes.assembly.families import decoder_config, read
 from tests.models.families import VARIANTS, make
 from tests.models.test_quantization import held_bytes
 

@@ -13,18 +13,18 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from attention.reference import Attention
-from models import weights
-from models.checkpoint import SINGLE
+from models.checkpoint import weights
+from models.checkpoint.files import SINGLE
 from models.config import DecoderConfig
 from models.decoder import Decoder
-from models.group import ALONE, Group
 from models.mixture_config import MixtureConfig
-from models.ops.cpu import CpuOps
+from models.ops.cpu.ops import CpuOps
 from models.ops.reference import Ops
+from models.parallel.group import ALONE, Group
+from models.parallel.share import Share
 from models.quantization import Quantization
-from models.share import Share
-from recipes.build.decoders import shape_of
-from recipes.build.families import decoder_config, read
+from recipes.assembly.decoders import shape_of
+from recipes.assembly.families import decoder_config, read
 from tests.models.families import VARIANTS, expected_logprobs, make
 from tests.models.tensor_rank import PAGE_SIZE, STOPS, built, empty, logits_of, table
 from tests.models.test_random_shares import drawn, logits_with, together

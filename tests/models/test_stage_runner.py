@@ -15,16 +15,16 @@ from continuous_batching.batch import Batch
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.slots import SlotPool
 from devices.shapes import AttentionShape
-from kv_cache.storage import KVCache
-from models import weights
+from kv_cache.device.storage import KVCache
+from models.checkpoint import weights
 from models.decoder import Decoder
-from models.graphs import StepOutputs
-from models.group import ALONE, StageLinks
 from models.ops.reference import Ops
+from models.parallel.group import ALONE, StageLinks
+from models.parallel.share import Share
 from models.sampling.follower import FollowerSampler
 from models.sampling.sampler import Best
-from models.share import Share
-from models.stage_runner import StageRunner
+from models.step.graphs import StepOutputs
+from models.step.stage_runner import StageRunner
 from tests.models.tensor_rank import Kept
 from tests.models.test_share import WHOLE
 

@@ -9,18 +9,18 @@ import pytest
 import torch
 
 from attention.reference import Attention
-from models import weights
+from models.checkpoint import weights
 from models.decoder import Decoder
-from models.linear import Linear
+from models.layers.linear import Linear
+from models.layers.rope import Rope, head_order
 from models.ops.reference import Ops
+from models.parallel.share import Share
 from models.quantization import Quantization
-from models.rope import Rope, head_order
 from models.rope_config import RopeConfig
-from models.share import Share
-from recipes.build.decoders import shape_of
-from recipes.build.families import config_in
-from recipes.build.int8_checkpoint import quantize
-from recipes.build.scoring import score
+from recipes.assembly.decoders import shape_of
+from recipes.assembly.families import config_in
+from recipes.assembly.int8_checkpoint import quantize
+from recipes.assembly.scoring import score
 from tests.models.families import VARIANTS, Variant, expected_logprobs, make
 from tests.models.test_shared_weights import Rank
 

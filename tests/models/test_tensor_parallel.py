@@ -21,10 +21,10 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
 
-from models.checkpoint import SINGLE
+from models.checkpoint.files import SINGLE
 from models.decoder import Decoder
-from models.group import _TOLD_HCCL, ALONE, Backend, hccl_timeouts, join, tell_hccl
 from models.ops.reference import Ops, Packed
+from models.parallel.group import _TOLD_HCCL, ALONE, Backend, hccl_timeouts, join, tell_hccl
 from recipes.schema.recipe import ROOT
 from tests.device_kinds import Way
 from tests.models.families import VARIANTS, make

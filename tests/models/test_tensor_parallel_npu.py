@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from models.group import ALONE
+from models.parallel.group import ALONE
 from tests.device_kinds import stand_in_alone
 from tests.models.families import VARIANTS, make, wide
 from tests.models.tensor_rank import NUM_DRAWN, built, logits_of

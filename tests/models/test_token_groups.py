@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from models.group import Group
+from models.parallel.group import Group
 
 
 class Opened(Group):

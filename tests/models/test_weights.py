@@ -15,13 +15,13 @@ from torch import Tensor
 
 from attention.reference import Attention
 from devices.shapes import AttentionShape
-from models import weights
-from models.checkpoint import INDEX, SINGLE, tensor_names
+from models.checkpoint import weights
+from models.checkpoint.files import INDEX, SINGLE, tensor_names
 from models.config import DecoderConfig, DType
 from models.decoder import Decoder
-from models.dtypes import TORCH_DTYPES
+from models.layers.dtypes import TORCH_DTYPES
 from models.ops.reference import Ops
-from recipes.build.families import decoder_config, read
+from recipes.assembly.families import decoder_config, read
 from tests.models.families import VARIANTS, make
 
 VARIANT = {variant.name: variant for variant in VARIANTS}

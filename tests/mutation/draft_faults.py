@@ -76,14 +76,14 @@ FAULTS = {
         "tests/continuous_batching/test_draft_model.py::test_rows_lack_tokens_while_they_have_no_drafts_and_catch_up",
     ),
     "draft_fed_at_the_place_behind": Fault(
-        "models/drafter.py::Drafter.run",
+        "models/drafting/drafter.py::Drafter.run",
         "known + ahead - 1",
         "known + ahead",
         "a draft is turned by the position of the next, whose keys it leaves out",
         "tests/models/test_draft_model.py::test_a_draft_model_changes_no_token",
     ),
     "drafts_of_rows_that_dropped_out": Fault(
-        "models/drafter.py::Drafter.follow",
+        "models/drafting/drafter.py::Drafter.follow",
         "tokens[to_device(places, self._device)]",
         "tokens[: len(places)]",
         "rows are fed what was drafted for others",

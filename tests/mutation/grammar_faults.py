@@ -34,14 +34,14 @@ FAULTS = {
         "tests/continuous_batching/test_mask_maker.py::test_masks_behind_guesses_count_as_far_as_the_guesses_stayed",
     ),
     "prompt_counts_for_the_grammar": Fault(
-        "continuous_batching/sampling/mask_maker.py::_places",
+        "continuous_batching/samples/mask_maker.py::_places",
         "slots.token_ids[row, num_prompt:last]",
         "slots.token_ids[row, 0:last]",
         "the grammar begins with the prompt",
         "tests/continuous_batching/test_mask_maker.py::test_a_row_that_takes_long_comes_when_it_is_ready",
     ),
     "first_token_late": Fault(
-        "continuous_batching/sampling/mask_maker.py::MaskMaker._wait",
+        "continuous_batching/samples/mask_maker.py::MaskMaker._wait",
         "not len(job.answer)",
         "len(job.answer) < 0",
         "a late first token is computed again in pages that others share",

@@ -6,14 +6,14 @@ from tests.mutation.fault import Fault
 
 FAULTS = {
     "a_features_place_in_a_graph_is_its_own": Fault(
-        "models/graphs.py::_before_index",
+        "models/step/graphs.py::_before_index",
         "(positions.long() - 1).clamp(min=0)",
         "positions.long()",
         "the same in a captured step",
         "tests/models/test_captured_heads.py::test_captured_steps_make_the_published_drafts",
     ),
     "head_reads_no_prompt": Fault(
-        "models/head_drafter.py::HeadDrafter.run",
+        "models/drafting/head_drafter.py::HeadDrafter.run",
         "self._lacking(batch, np.flatnonzero(~drafting))",
         "None",
         "drafts follow from a prompt that the head has not read",
@@ -34,14 +34,14 @@ FAULTS = {
         "tests/models/test_features.py::test_what_a_head_says_stands_at_ends_of_spans_alone",
     ),
     "features_stay_behind": Fault(
-        "recipes/build/decoders.py::cache_of",
+        "recipes/assembly/decoders.py::cache_of",
         "beside=beside",
         "beside=None if isinstance(config, HeadConfig) else beside",
         "a page that is copied, swapped or moved leaves its features",
         "tests/recipes/test_heads.py::test_requests_may_be_longer_than_the_heads_positions",
     ),
     "draft_tokens_taken_for_the_targets": Fault(
-        "models/drafter.py::Greedy.best",
+        "models/drafting/drafter.py::Greedy.best",
         "tokens = tokens + self._offsets[tokens]",
         "pass",
         "a draft of a smaller vocabulary is another token",
@@ -62,7 +62,7 @@ FAULTS = {
         "tests/attention/test_attention.py::test_no_query_sees_what_lies_before_the_first_key",
     ),
     "feature_before_the_embedding": Fault(
-        "models/mtp.py::Mtp._inputs",
+        "models/drafting/mtp.py::Mtp._inputs",
         "(embedded, feature)",
         "(feature, embedded)",
         "the paper has the parts in this order, and published weights in the other",

@@ -62,7 +62,7 @@ FAULTS = {
         "tests/attention/test_atb.py::test_mixed_spans_decodes_and_leavers",
     ),
     "gate_and_up_exchanged": Fault(
-        "models/ops/npu.py::NpuOps.mlp_int8",
+        "models/ops/npu/ops.py::NpuOps.mlp_int8",
         "activate_left=True",
         "activate_left=False",
         "the operator's own default gates by the second half",
@@ -139,7 +139,7 @@ FAULTS = {
         "tests/virtual_npu/test_aclop.py::test_tiles_are_not_reached_by_index",
     ),
     "bias_added_with_tiles": Fault(
-        "models/ops/npu.py::NpuOps.linear",
+        "models/ops/npu/ops.py::NpuOps.linear",
         "self.product.adds_to_tiles",
         "not self.product.adds_to_tiles",
         "addmm with a weight in tiles on a 310P",
@@ -160,14 +160,14 @@ FAULTS = {
         "tests/devices/test_ascend_answers.py::test_answers_are_followed_and_said",
     ),
     "nan_that_the_maximum_lost": Fault(
-        "models/ops/npu.py::PlainNpuOps.greedy",
+        "models/ops/npu/ops.py::PlainNpuOps.greedy",
         "is_finite & ~logits.isnan().any(-1)",
         "is_finite",
         "a row of NaN gives a token, where the device's maximum does not keep it",
         "tests/doctor/test_probes.py::test_a_maximum_that_loses_nan_is_found_and_followed",
     ),
     "tiles_of_every_weight": Fault(
-        "models/ops/npu.py::NpuOps.pack",
+        "models/ops/npu/ops.py::NpuOps.pack",
         "in_tiles(weight) if self.product.tiles_weights else weight",
         "in_tiles(weight)",
         "vllm-ascend #4960: bfloat16 in FRACTAL_NZ failed in captured steps",

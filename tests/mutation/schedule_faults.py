@@ -6,14 +6,14 @@ from tests.mutation.fault import Fault
 
 FAULTS = {
     "draft_after_a_wrong_one": Fault(
-        "continuous_batching/sampling/drafts.py::accepted",
+        "continuous_batching/samples/drafts.py::accepted",
         "np.cumsum(~is_right) - ~is_right",
         "0 * np.cumsum(~is_right)",
         "tokens are booked that follow from what the model never said",
         "tests/continuous_batching/test_drafts.py::test_drafts_bring_the_same_tokens_in_fewer_steps",
     ),
     "drafts_evict": Fault(
-        "continuous_batching/sampling/drafts.py::extend_by_drafts",
+        "continuous_batching/samples/drafts.py::extend_by_drafts",
         "extra and extra > tables.pool.num_free - lifecycle.num_promised()",
         "False",
         "a guess takes pages from a running request",

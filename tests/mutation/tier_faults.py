@@ -139,14 +139,14 @@ FAULTS = {
         "tests/continuous_batching/test_tier_schedules.py::test_every_schedule_gives_the_same_tokens_with_a_tier_that_several_engines_share",
     ),
     "layers_in_another_order": Fault(
-        "kv_cache/page_bytes.py::PageBytes.write_host",
+        "kv_cache/device/page_bytes.py::PageBytes.write_host",
         "each.host_tensors",
         "each.host_tensors[::-1]",
         "a page's values come back as its keys",
         "tests/kv_cache/test_page_bytes.py::test_pages_go_to_bytes_and_to_the_host_and_back",
     ),
     "any_weights": Fault(
-        "recipes/build/page_tier.py::_facts",
+        "recipes/assembly/page_tier.py::_facts",
         '"weights": _weights(recipe)',
         "",
         "a model finds the pages of one with other weights",

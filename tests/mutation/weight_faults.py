@@ -6,7 +6,7 @@ from tests.mutation.fault import Fault
 
 FAULTS = {
     "nibbles_the_other_way_round": Fault(
-        "models/unpacking.py::Unpacking._values",
+        "models/checkpoint/unpacking.py::Unpacking._values",
         "(octets & 15, octets >> 4)",
         "(octets >> 4, octets & 15)",
         "neighbours change places",
@@ -20,42 +20,42 @@ FAULTS = {
         "tests/models/test_packed_weights.py::test_the_model_answers_as_with_the_numbers_that_are_stored",
     ),
     "group_counted_from_the_rank_s_first_input": Fault(
-        "models/unpacking.py::Unpacking._groups",
+        "models/checkpoint/unpacking.py::Unpacking._groups",
         "torch.arange(self.columns.start, self.columns.stop)",
         "torch.arange(self.columns.stop - self.columns.start)",
         "the second rank's weights have the first one's scales",
         "tests/models/test_packed_weights.py::test_each_rank_makes_its_part",
     ),
     "group_of_an_input_passed_over": Fault(
-        "models/unpacking.py::Unpacking._groups",
+        "models/checkpoint/unpacking.py::Unpacking._groups",
         "found[self.layout.group].long()",
         "torch.arange(len(found[self.layout.group])) // (self.form.group_size or self.shape[1])",
         "inputs that were reordered have the scales of others",
         "tests/models/test_packed_weights.py::test_what_autogptq_wrote_is_what_it_was_given",
     ),
     "bias_passed_over": Fault(
-        "models/unpacking.py::Unpacking._apart",
+        "models/checkpoint/unpacking.py::Unpacking._apart",
         "BIAS in found and bool(found[BIAS].any())",
         "False",
         "a bias of the checkpoint is silently left out",
         "tests/models/test_packed_weights.py::test_a_bias_of_nothing_is_passed_over_and_another_refused",
     ),
     "kept_nibbles_the_other_way_round": Fault(
-        "models/int4_weight.py::in_words",
+        "models/ops/int4_weight.py::in_words",
         "values[:, ::2] | values[:, 1::2] << 4",
         "values[:, 1::2] | values[:, ::2] << 4",
         "neighbours change places",
         "tests/models/test_int4.py::test_numbers_and_scales_are_those_of_the_file",
     ),
     "zero_and_middle_exchanged": Fault(
-        "models/unpacking.py::Unpacking.int4",
+        "models/checkpoint/unpacking.py::Unpacking.int4",
         "MIDDLE - zeros[:, groups]",
         "zeros[:, groups] - MIDDLE",
         "every weight of a group is off by twice its zero",
         "tests/models/test_int4.py::test_numbers_and_scales_are_those_of_the_file",
     ),
     "a_group_on_two_ranks": Fault(
-        "models/int4.py::check_groups",
+        "models/checkpoint/int4.py::check_groups",
         "inputs // ranks",
         "inputs",
         "a rank's words begin within a group",
@@ -69,7 +69,7 @@ FAULTS = {
         "tests/attention/test_int8_pages.py::test_numbers_are_nearest_by_the_scale_of_their_own_head",
     ),
     "int8_scale_not_swapped": Fault(
-        "kv_cache/storage.py::_exchange",
+        "kv_cache/device/storage.py::_exchange",
         "source, target = _flat(source, stays=stays), _flat(target, stays=stays)",
         (
             "is_int8 = source.dtype == torch.int8\n"
@@ -116,14 +116,14 @@ FAULTS = {
         "tests/models/test_stored_otherwise.py::test_a_prompt_scores_as_in_transformers",
     ),
     "one_added_to_norms_of_layers_alone": Fault(
-        "models/weights.py::placed",
+        "models/checkpoint/weights.py::placed",
         'name.endswith("norm.weight")',
         'name.endswith("layernorm.weight")',
         "norms of heads and the last one are about 0, not about 1",
         "tests/models/test_stored_otherwise.py::test_a_prompt_scores_as_in_transformers",
     ),
     "gelu_lost_in_int8": Fault(
-        "models/mlp.py::MLP.joins_int8",
+        "models/layers/mlp.py::MLP.joins_int8",
         "self.is_swiglu and self.gate_up.takes_int8 and self.down.takes_int8",
         "self.gate_up.takes_int8 and self.down.takes_int8",
         "the operator that joins gate and rounding knows no other gate",

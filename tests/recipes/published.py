@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from models.quantization import Quantization
-from recipes.build.int8_checkpoint import ROUTERS, UP_PROJECTIONS
+from recipes.assembly.int8_checkpoint import ROUTERS, UP_PROJECTIONS
 
 LLAMA2_7B = {
     "architectures": ["LlamaForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from continuous_batching.request import Request, SamplingParams, packed_ids
-from recipes.build.engine import build
+from recipes.assembly.engine import build
 from recipes.schema.reader import load
 from tests.recipes.test_tensor_ranks import served
 

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 
+from models.layers.rope import Rope
 from models.quantization import Quantization
-from models.rope import Rope
-from recipes.build.families import FAMILIES, decoder_config, model_config, read
-from recipes.build.memory_plan import GIB
-from recipes.build.scoring import score
-from recipes.build.sizing import plan_memory
+from recipes.assembly.families import FAMILIES, decoder_config, model_config, read
+from recipes.assembly.memory_plan import GIB
+from recipes.assembly.scoring import score
+from recipes.assembly.sizing import plan_memory
 from recipes.schema.recipe import CacheSection, DeviceSection, ModelSection, Recipe
 from recipes.schema.scheduler_section import SchedulerSection
 from tests.thorough import cases

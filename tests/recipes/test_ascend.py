@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from devices.ascend_limits import product
-from models.dtypes import TORCH_DTYPES
-from models.graphs import ladder
-from models.int4 import largest_side
+from models.checkpoint.int4 import largest_side
+from models.layers.dtypes import TORCH_DTYPES
+from models.step.graphs import ladder
 from recipes.__main__ import main
-from recipes.build.decoders import shape_of
-from recipes.build.families import share_of
-from recipes.build.memory_plan import GIB, report
-from recipes.build.sizing import plan_memory
+from recipes.assembly.decoders import shape_of
+from recipes.assembly.families import share_of
+from recipes.assembly.memory_plan import GIB, report
+from recipes.assembly.sizing import plan_memory
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT, Recipe
 from recipes.schema.recipe_error import RecipeError

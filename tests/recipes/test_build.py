@@ -14,12 +14,12 @@ from attention.reference import Attention
 from continuous_batching.policies.static import Static
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.scheduling.victims import lowest_priority
-from models.warm_up import largest_step_bytes
-from recipes.build import engine as building
-from recipes.build.engine import build
-from recipes.build.machine import start
-from recipes.build.scheduler import policy
-from recipes.build.sizing import plan_memory
+from models.step.warm_up import largest_step_bytes
+from recipes.assembly import engine as building
+from recipes.assembly.engine import build
+from recipes.assembly.scheduler import policy
+from recipes.assembly.sizing import plan_memory
+from recipes.machine import start
 from recipes.schema.recipe import CacheSection, DeviceSection, ModelSection, Recipe, SchedulerSection
 
 CONFIG = {
@@ -126,7 +126,7 @@ def test_the_policy_is_the_one_named():
 )
 def test_every_policy_serves_with_its_defaults_and_logs_them(keys, taken, caplog):
     scheduler = SchedulerSection(**{"num_slots": 3, "max_batch_tokens": 16, **keys})
-    with caplog.at_level(logging.INFO, "recipes.build.engine"):
+    with caplog.at_level(logging.INFO, "recipes.assembly.engine"):
         assert answers(replace(made(), scheduler=scheduler)) == answers(made())
     lines = [line for line in caplog.messages if line.startswith("scheduler.")]
     assert len(lines) == len(taken)
@@ -135,7 +135,7 @@ def test_every_policy_serves_with_its_defaults_and_logs_them(keys, taken, caplog
 
 
 def test_what_was_chosen_is_logged(caplog):
-    with caplog.at_level(logging.INFO, "recipes.build.engine"):
+    with caplog.at_level(logging.INFO, "recipes.assembly.engine"):
         build(made(attention="reference"))
     assert [line.partition(":")[0] for line in caplog.messages] == [
         "device",

@@ -9,7 +9,7 @@ import pytest
 
 from continuous_batching.counters import Counters
 from continuous_batching.request import Request, SamplingParams
-from recipes.build.engine import build
+from recipes.assembly.engine import build
 from recipes.schema.reader import load
 
 RECIPE = """\

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from recipes.build.cluster import Cluster, find_cluster, hosts
-from recipes.build.launched import table
+from recipes.cluster.cluster import Cluster, find_cluster, hosts
+from recipes.cluster.launched import table
 from recipes.schema.parallel_section import ParallelSection
 from recipes.schema.reader import load
 from recipes.schema.recipe_error import RecipeError

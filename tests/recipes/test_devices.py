@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from recipes.build.machine import Cpu, host_memory_bytes, start
+from recipes.machine import Cpu, host_memory_bytes, start
 from recipes.schema.recipe import ROOT, DeviceSection
 from recipes.schema.recipe_error import RecipeError
 from tests.recipes.test_sizing import made, refusal, sized

@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from continuous_batching.speculation.draft_model import head_spans
-from models.head_drafter import HeadDrafter
-from recipes.build.engine import build
-from recipes.build.memory_plan import report
-from recipes.build.scheduler import scheduler_from
+from models.drafting.head_drafter import HeadDrafter
+from recipes.assembly.engine import build
+from recipes.assembly.memory_plan import report
+from recipes.assembly.scheduler import scheduler_from
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT, Recipe
 from recipes.schema.recipe_error import RecipeError

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from models.group import Group
-from recipes.build.in_ranks import in_ranks
+from models.parallel.group import Group
+from recipes.cluster.in_ranks import in_ranks
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT, Recipe
 from tests.device_kinds import stand_in_alone

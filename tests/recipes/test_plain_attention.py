@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from attention.latent import LatentAttention, LatentUp
 from attention.reference import Attention
 from continuous_batching.batch import Batch
-from recipes.build.decoders import shape_of
-from recipes.build.families import model_config
-from recipes.build.sizing import STEP_BYTES, estimate
+from recipes.assembly.decoders import shape_of
+from recipes.assembly.families import model_config
+from recipes.assembly.sizing import STEP_BYTES, estimate
 from tests.attention.planned import planned
 from tests.recipes.test_sizing import made
 

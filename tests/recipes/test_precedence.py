@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from recipes.__main__ import main
-from recipes.build.scheduler import changed
+from recipes.assembly.scheduler import changed
 from recipes.schema.reader import load, profiles, read
 from recipes.schema.recipe import ROOT
 from recipes.schema.recipe_error import RecipeError

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from recipes.build.families import model_config
-from recipes.build.memory_plan import GIB, MemoryPlan, report
-from recipes.build.sizing import plan_memory
+from recipes.assembly.families import model_config
+from recipes.assembly.memory_plan import GIB, MemoryPlan, report
+from recipes.assembly.sizing import plan_memory
 from recipes.schema.reader import load, profiles, read
 from recipes.schema.recipe import ROOT, Recipe
 from recipes.schema.recipe_error import RecipeError

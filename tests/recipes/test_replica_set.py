@@ -7,9 +7,9 @@ from itertools import pairwise
 
 import pytest
 
-from continuous_batching.scaling import ScalingBounds
-from recipes.build.replica_set import ReplicaSet
-from recipes.build.router_client import RouterClient, ToldFleet, ToldReplica
+from continuous_batching.routing.scaling import ScalingBounds
+from recipes.cluster.replica_set import ReplicaSet
+from recipes.cluster.router_client import RouterClient, ToldFleet, ToldReplica
 
 DRAIN_S = 100.0
 

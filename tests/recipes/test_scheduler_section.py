@@ -15,7 +15,7 @@ from continuous_batching.policies.stall_free import StallFree
 from continuous_batching.policies.static import Static
 from continuous_batching.queueing.ordering import Aged, EarliestDeadline, shortest_first
 from continuous_batching.request import Request
-from recipes.build.scheduler import (
+from recipes.assembly.scheduler import (
     SchedulerLimits,
     chunks,
     facts_of,

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from recipes.__main__ import main
-from recipes.build.families import FAMILIES
+from recipes.assembly.families import FAMILIES
 from recipes.schema import verb
 from recipes.schema.keys import table
 from recipes.schema.recipe import ROOT, Recipe

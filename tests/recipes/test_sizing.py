@@ -11,18 +11,18 @@ import torch
 
 from attention.reference import Attention
 from devices.shapes import AttentionShape
-from kv_cache.storage import KVCache
+from kv_cache.device.storage import KVCache
 from models.decoder import Decoder
-from models.dtypes import TORCH_DTYPES
-from models.linear import Linear
-from models.ops.cpu import CpuOps
+from models.layers.dtypes import TORCH_DTYPES
+from models.layers.linear import Linear
+from models.ops.cpu.ops import CpuOps
 from models.ops.reference import Ops
 from models.quantization import Quantization
-from models.warm_up import _process_bytes
-from recipes.build.families import model_config
-from recipes.build.machine import group_limits, host_memory_bytes
-from recipes.build.memory_plan import GIB, report
-from recipes.build.sizing import estimate, max_positions, plan_memory
+from models.step.warm_up import _process_bytes
+from recipes.assembly.families import model_config
+from recipes.assembly.memory_plan import GIB, report
+from recipes.assembly.sizing import estimate, max_positions, plan_memory
+from recipes.machine import group_limits, host_memory_bytes
 from recipes.schema.recipe import CacheSection, DeviceSection, ModelSection, Recipe, SchedulerSection
 from recipes.schema.recipe_error import RecipeError
 from tests.device_kinds import has_npu, operators, section

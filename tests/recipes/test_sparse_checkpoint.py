@@ -16,15 +16,15 @@ import pytest
 import torch
 
 from attention.reference import Attention
-from models import weights
-from models.checkpoint import INDEX
+from models.checkpoint import weights
+from models.checkpoint.files import INDEX
+from models.checkpoint.stored_parts import in_parts
 from models.decoder import Decoder
 from models.ops.reference import Ops
 from models.packing import LAYOUTS
-from models.stored_parts import in_parts
 from recipes.__main__ import main
-from recipes.build.decoders import shape_of
-from recipes.build.families import config_in
+from recipes.assembly.decoders import shape_of
+from recipes.assembly.families import config_in
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from tests.models.packed_checkpoints import AWQ

@@ -12,11 +12,11 @@ from continuous_batching.speculation.draft_model import model_spans
 from continuous_batching.speculation.lengths import Fixed
 from continuous_batching.speculation.source import Source
 from continuous_batching.speculation.throughput import Throughput
-from recipes.build.engine import build
-from recipes.build.families import draft_config, model_config
-from recipes.build.memory_plan import report
-from recipes.build.scheduler import SchedulerLimits, facts_of, scheduler_from, scheduler_of
-from recipes.build.speculation import PROPOSERS, lengths_of
+from recipes.assembly.engine import build
+from recipes.assembly.families import draft_config, model_config
+from recipes.assembly.memory_plan import report
+from recipes.assembly.scheduler import SchedulerLimits, facts_of, scheduler_from, scheduler_of
+from recipes.assembly.speculation import PROPOSERS, lengths_of
 from recipes.schema.keys import keys_of
 from recipes.schema.reader import load
 from recipes.schema.recipe import CacheSection, SchedulerSection

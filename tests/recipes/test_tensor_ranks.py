@@ -15,10 +15,10 @@ import torch
 
 from continuous_batching.engine import Engine
 from continuous_batching.request import Request, SamplingParams, packed_ids
-from models.group import Alone
+from models.parallel.group import Alone
 from recipes.__main__ import show
-from recipes.build.engine import BuiltEngine, assemble, build
-from recipes.build.rank_process import restored
+from recipes.assembly.engine import BuiltEngine, assemble, build
+from recipes.cluster.rank_process import restored
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from recipes.schema.recipe_error import RecipeError

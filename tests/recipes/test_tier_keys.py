@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from recipes.__main__ import show
-from recipes.build.engine import build
-from recipes.build.page_tier import attach_tier
-from recipes.build.scheduler import SchedulerLimits, facts_of, scheduler_from
+from recipes.assembly.engine import build
+from recipes.assembly.page_tier import attach_tier
+from recipes.assembly.scheduler import SchedulerLimits, facts_of, scheduler_from
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from recipes.schema.recipe_error import RecipeError

@@ -15,9 +15,9 @@ from typing import ClassVar
 import httpx
 import pytest
 
-from recipes.build import node as nodes
-from recipes.build.cluster import Cluster
-from recipes.build.rank_process import ALONE
+from recipes.cluster import node as nodes
+from recipes.cluster.cluster import Cluster
+from recipes.cluster.rank_process import ALONE
 from recipes.schema.reader import load
 from recipes.schema.recipe import Recipe
 from serving.llm import LLM, SamplingParams

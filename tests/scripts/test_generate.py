@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from benchmark.recordings.recording_file import CUT_SHORT
-from continuous_batching.system_error import in_one_line
-from recipes.build.engine import build
+from borders.system_error import in_one_line
+from recipes.assembly.engine import build
 from recipes.schema import verb
 from recipes.schema.reader import load
 from recipes.tiny.corpus import messages

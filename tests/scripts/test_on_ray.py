@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from recipes.build.ray_cluster import LaunchActor, ray_job
+from recipes.cluster.ray_cluster import LaunchActor, ray_job
 from recipes.schema.recipe import ROOT
 from scripts.on_ray import main
 from tests.serving.server import PATIENCE_S

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from models.placement import balanced, imbalance
-from recipes.build.families import share_of
-from recipes.build.rank_process import common
+from models.parallel.placement import balanced, imbalance
+from recipes.assembly.families import share_of
+from recipes.cluster.rank_process import common
 from recipes.schema.reader import load
 from recipes.schema.recipe_error import RecipeError
 from scripts.place import main

@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from models.checkpoint import INDEX, SINGLE
-from recipes.build.int8_checkpoint import quantize
-from recipes.build.scoring import Score, score
+from models.checkpoint.files import INDEX, SINGLE
+from recipes.assembly.int8_checkpoint import quantize
+from recipes.assembly.scoring import Score, score
 from recipes.schema.recipe import ROOT
 from recipes.tiny.corpus import held_out_sums
 from scripts import quantize as quantize_verb

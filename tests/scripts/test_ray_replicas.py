@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from recipes.build.ray_replica import Ports
+from recipes.cluster.ray_replica import Ports
 from recipes.schema.recipe import ROOT
 from scripts.on_ray import fleet, parser
 from tests.serving.server import PATIENCE_S
@@ -86,7 +86,7 @@ def test_an_agent_ends_with_what_it_holds(tmp_path: Path) -> None:
                     f"trap '' TERM\necho $$ >{told}\nwhile :; do sleep 0.1; done\n")  # fmt: skip
     fake.chmod(0o755)
     code = (
-        "import sys, time\nfrom recipes.build.ray_replica import ReplicaAgent, ReplicaJob\n"
+        "import sys, time\nfrom recipes.cluster.ray_replica import ReplicaAgent, ReplicaJob\n"
         "agent = ReplicaAgent()\n_, ports = agent.where()\n"
         f"agent.start(*ReplicaJob(({TINY!r},), 1, {{}}).command(ports, ['a']))\n"
         "assert agent.status() is None\ntime.sleep(600)"

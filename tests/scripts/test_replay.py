@@ -10,8 +10,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from borders.framing import framed
 from continuous_batching.recording.format import BEGIN, FORMAT, Closed, Header, read_entries
-from continuous_batching.recording.framing import framed
 from scripts.generate import main as generate
 from scripts.replay import main
 from scripts.simulate import main as simulate

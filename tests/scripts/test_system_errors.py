@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from continuous_batching.system_error import in_one_line
-from models import file_bounds
+from borders import file_bounds
+from borders.system_error import in_one_line
 from recipes.schema.recipe import ROOT
 from serving import server
 
@@ -150,7 +150,7 @@ def test_a_server_with_too_few_descriptors_is_refused(monkeypatch: pytest.Monkey
 
 
 def test_a_recording_that_cannot_be_made_is_refused_before_the_model(tmp_path: Path) -> None:
-    from recipes.build.engine import build
+    from recipes.assembly.engine import build
     from recipes.schema.reader import load
 
     (tmp_path / "there").touch()

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import torch
 
-import recipes.build.engine
+import recipes.assembly.engine
 from continuous_batching.batch import Batch
-from models.step import StepInputs
-from recipes.build.engine import BuiltEngine
+from models.step_inputs import StepInputs
+from recipes.assembly.engine import BuiltEngine
 from recipes.schema.recipe import Recipe
 from serving.engine import main
 
@@ -73,6 +73,6 @@ def set_clock(folder: Path) -> Callable[[], None]:
 
 
 if __name__ == "__main__":
-    recipes.build.engine.build = broken(recipes.build.engine.build, Path(os.environ["BREAK"]))
+    recipes.assembly.engine.build = broken(recipes.assembly.engine.build, Path(os.environ["BREAK"]))
     set_clock(Path(os.environ["BREAK"]))
     sys.exit(main.main(sys.argv[1:]))

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import pytest
 
-from continuous_batching.refusal import BadRequest
+from borders.refusal import BadRequest
 from serving.async_llm import AsyncLLM
 from serving.llm import LLM, RequestOutput, SamplingParams
 

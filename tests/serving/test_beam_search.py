@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from continuous_batching.request import SamplingParams
-from recipes.build.engine import build
+from recipes.assembly.engine import build
 from recipes.schema.reader import load
 from serving.offline import read_jobs, run_jobs
 from serving.text.request_fields import parse_request

@@ -12,7 +12,7 @@ import httpx
 import numpy as np
 import pytest
 
-from continuous_batching.refusal import BadRequest
+from borders.refusal import BadRequest
 from continuous_batching.request import Request, SamplingParams
 from recipes.schema.server_section import ServerSection
 from serving.answers.answers import AnswerStream

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from continuous_batching.refusal import BadRequest
+from borders.refusal import BadRequest
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from recipes.schema.recipe_error import RecipeError

@@ -21,12 +21,12 @@ from continuous_batching.recording.format import Committed, Header, read_entries
 from continuous_batching.recording.recorder import Recorder, RecordingFile
 from continuous_batching.recording.replay import Replayed, replay
 from continuous_batching.request import Request
-from continuous_batching.sampling.mask_maker import Made, MaskMaker
+from continuous_batching.samples.mask_maker import Made, MaskMaker
 from continuous_batching.slots import SlotPool
 from kv_cache.pages import Index
 from models.sampling.sampler import Sampler
-from recipes.build.engine import BuiltEngine, build
-from recipes.build.scheduler import scheduler_from
+from recipes.assembly.engine import BuiltEngine, build
+from recipes.assembly.scheduler import scheduler_from
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from serving.grammars.matching import Grammars

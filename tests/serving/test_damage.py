@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.build.engine import build
+from recipes.assembly.engine import build
 from recipes.schema.reader import load
 from serving.text.tokenizer import Text
 from tests.serving.damage import WEIGHTS, Damage, cut, kinds

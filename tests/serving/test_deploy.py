@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import yaml
 
-from recipes.build.cluster import Cluster, find_cluster
-from recipes.build.families import share_of
-from recipes.build.launched import Launched
-from recipes.build.sizing import plan_memory
+from recipes.assembly.families import share_of
+from recipes.assembly.sizing import plan_memory
+from recipes.cluster.cluster import Cluster, find_cluster
+from recipes.cluster.launched import Launched
 from recipes.schema.reader import load
 from recipes.schema.server_section import ServerSection
 from scripts.serve import parser

@@ -8,7 +8,7 @@ import httpx
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from continuous_batching.refusal import BadRequest
+from borders.refusal import BadRequest
 from serving.text.chat_options import ChatOptions
 from serving.text.chat_template import ChatTemplate
 from serving.text.request_fields import parse_request

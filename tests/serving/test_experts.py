@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from models.placement import balanced
+from models.parallel.placement import balanced
 from scripts.place import main as place
 from tests.models.test_expert_counts import NUM_CHOSEN, checkpoint
 from tests.serving.server import PATIENCE_S, Server

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from continuous_batching.refusal import BadRequest
+from borders.refusal import BadRequest
 from serving.grammars.json_schema import MOST_BRANCHES, MOST_BYTES, MOST_LEVELS, MOST_PROPERTIES, MOST_VALUES
 from serving.grammars.structured_output import MOST_CHARACTERS, MOST_CHOICES, grammar_of
 

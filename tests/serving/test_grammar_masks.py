@@ -7,8 +7,8 @@ import json
 import numpy as np
 import pytest
 
+from borders.refusal import BadRequest
 from continuous_batching.constraints import Constraint
-from continuous_batching.refusal import BadRequest
 from continuous_batching.request import Request, SamplingParams
 from serving.grammars.matching import Grammars
 from serving.text.tokenizer import Text

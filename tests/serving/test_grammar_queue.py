@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from borders.refusal import BadRequest
 from continuous_batching.queueing.limits import QueueFull
-from continuous_batching.refusal import BadRequest
 from continuous_batching.request import Request
 from serving.engine.grammar_queue import GrammarQueue
 from serving.grammars.matching import Grammars

@@ -14,7 +14,7 @@ import httpx
 import pytest
 from starlette.exceptions import HTTPException
 
-from continuous_batching.refusal import shown
+from borders.refusal import shown
 from serving.api import bodies, protocol
 from serving.api.bodies import MOST_CONTAINERS, check_size
 from tests.serving.faults import Served

@@ -11,7 +11,7 @@ import pytest
 from tqdm import tqdm
 
 from continuous_batching.batch import Batch, Sampled
-from recipes.build.engine import build
+from recipes.assembly.engine import build
 from recipes.schema.reader import load
 from serving.llm import LLM, CompletionOutput, SamplingParams
 from serving.offline import read_jobs, run_jobs

@@ -29,7 +29,7 @@ OPTIONS = (
     *("scheduler.num_slots=8", "scheduler.max_batch_tokens=16"),  # so that a prompt takes many steps
 )
 NO_LIMIT = "server.step_timeout_s=300"
-FOLLOWER = "recipes.build.follower_process"
+FOLLOWER = "recipes.assembly.follower_process"
 
 
 def parents_of_ranks() -> dict[int, int]:

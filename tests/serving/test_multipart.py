@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from continuous_batching.refusal import BadRequest
+from borders.refusal import BadRequest
 from serving.api.multipart import read_form
 from tests.thorough import cases
 

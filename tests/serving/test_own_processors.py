@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from continuous_batching.refusal import BadRequest
-from recipes.build.engine import build
+from borders.refusal import BadRequest
+from recipes.assembly.engine import build
 from recipes.schema.reader import load
 from serving.offline import read_jobs, run_jobs
 from serving.own_processors import KnownProcessors, read_processors

@@ -16,7 +16,7 @@ import zmq
 from continuous_batching.request import Request, SamplingParams
 from kv_cache import page_keys as page_keys_module
 from kv_cache.page_keys import page_keys
-from recipes.build.engine import BuiltEngine, build
+from recipes.assembly.engine import BuiltEngine, build
 from recipes.schema.reader import load
 from serving.answers.jobs import Job, JobRun
 from serving.api.api_keys import ApiKeys, Rights

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from continuous_batching.refusal import BadRequest
+from borders.refusal import BadRequest
 from serving.llm import LLM, SamplingParams
 from serving.offline import read_jobs, run_jobs
 from serving.text.chat_options import LONGEST_KWARGS, ChatOptions

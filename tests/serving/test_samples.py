@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from continuous_batching.request import Request, TokenLogprobs
-from recipes.build.engine import build
+from recipes.assembly.engine import build
 from recipes.schema.reader import load
 from serving.answers.answers import SampleAnswers
 from serving.offline import read_jobs, run_jobs

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from continuous_batching.refusal import BadRequest
+from borders.refusal import BadRequest
 from continuous_batching.request import Request, SamplingParams
 from recipes.schema.recipe import ROOT
 from serving.grammars.matching import Grammars

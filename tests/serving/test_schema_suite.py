@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from borders.refusal import BadRequest
 from continuous_batching.constraints import Constraint
-from continuous_batching.refusal import BadRequest
 from continuous_batching.request import Request, SamplingParams
 from recipes.schema.recipe import ROOT
 from serving.grammars.matching import Grammars

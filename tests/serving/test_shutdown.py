@@ -20,8 +20,8 @@ import aiohttp
 import httpx
 import pytest
 
+from borders.framing import CutShort
 from continuous_batching.recording.format import read_entries
-from continuous_batching.recording.framing import CutShort
 from tests.serving.faults import Told, ask
 from tests.serving.server import PATIENCE_S, TINY, Server
 from tests.test_imports import ROOT

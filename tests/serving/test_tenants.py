@@ -11,9 +11,9 @@ import httpx
 import numpy as np
 import pytest
 
+from borders.refusal import BadRequest
 from continuous_batching.counters import Counters
 from continuous_batching.inspection import Usage
-from continuous_batching.refusal import BadRequest
 from continuous_batching.request import Request, SamplingParams
 from serving.adapters import NO_ADAPTERS
 from serving.answers.answers import AnswerStream

@@ -10,10 +10,10 @@ import jsonschema
 import numpy as np
 import pytest
 
+from borders.refusal import BadRequest
 from continuous_batching.constraints import Constraint, Mask
-from continuous_batching.refusal import BadRequest
 from continuous_batching.request import Request
-from recipes.build.engine import build
+from recipes.assembly.engine import build
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from serving.api.spoken import Spoken

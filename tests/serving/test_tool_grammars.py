@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from continuous_batching.refusal import BadRequest
+from borders.refusal import BadRequest
 from serving.grammars.structured_output import FormedAnswer
 from serving.tools.definitions import ToolUse, tool_use
 from serving.tools.formats import TOOL_FORMATS, ToolFormat

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import zmq
 
+from borders.refusal import BadRequest
 from continuous_batching.inspection import Recount
-from continuous_batching.refusal import BadRequest
 from continuous_batching.request import SamplingParams
-from recipes.build.engine import build
+from recipes.assembly.engine import build
 from recipes.schema.reader import load
 from serving.engine.facts import facts_of
 from serving.engine.messages import Add, AddRefused, Beat, Finish, decode_from_engine, encode

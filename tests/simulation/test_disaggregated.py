@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from continuous_batching.request import Request, SamplingParams
-from continuous_batching.splitting import Split
+from continuous_batching.routing.splitting import Split
 from simulation.disaggregated import DisaggregatedFleet
 from simulation.run_totals import RunTotals
 from tests.simulation.test_serve import Fixed, requests, scheduler

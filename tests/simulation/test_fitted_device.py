@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from models.config import DecoderConfig
-from recipes.build.families import decoder_config
+from recipes.assembly.families import decoder_config
 from simulation.device import SimulatedDevice
 from simulation.fitted_device import StepSize, fitted_device, predicted_s, with_links
 from simulation.roofline import Roofline

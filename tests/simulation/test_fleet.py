@@ -10,7 +10,7 @@ import pytest
 
 from continuous_batching.batch import Batch
 from continuous_batching.request import Request, SamplingParams
-from continuous_batching.routing import Route, Routing
+from continuous_batching.routing.routing import Route, Routing
 from kv_cache.page_keys import short_key
 from simulation.fleet import Fleet, serve_fleet
 from simulation.pipeline import Pipeline, Stages

@@ -11,7 +11,7 @@ import pytest
 from continuous_batching.recording.format import Entry, Header, Scheduled, read_entries
 from continuous_batching.recording.replay import Divergence
 from continuous_batching.scheduling.scheduler import Scheduler
-from recipes.build.scheduler import scheduler_from
+from recipes.assembly.scheduler import scheduler_from
 from scripts.generate import main as generate
 from scripts.trace import main as make_trace
 from simulation.recorded import follow, recorded_run

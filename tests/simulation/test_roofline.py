@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from models.config import DecoderConfig
-from recipes.build.families import decoder_config
+from recipes.assembly.families import decoder_config
 from simulation.device import SimulatedDevice
 from simulation.roofline import Roofline, attention_operations, attention_products
 from tests.recipes import published

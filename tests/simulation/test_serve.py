@@ -18,8 +18,8 @@ from continuous_batching.request import Request, SamplingParams
 from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.slots import SlotPool
 from kv_cache.pages import PageCopy
-from models.huggingface import decoder_config
-from recipes.build.scheduler import SchedulerLimits, scheduler_of
+from models.checkpoint.huggingface import decoder_config
+from recipes.assembly.scheduler import SchedulerLimits, scheduler_of
 from recipes.schema.recipe import CacheSection
 from recipes.schema.scheduler_section import SchedulerSection
 from simulation import trace

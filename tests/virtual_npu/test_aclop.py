@@ -37,8 +37,8 @@ def captured(call):
         call()
 
 from devices.ascend_limits import product
-from models.ops.npu import NpuOps
-from recipes.build.machine import start
+from models.ops.npu.ops import NpuOps
+from recipes.machine import start
 from tests.device_kinds import section
 
 ops = NpuOps(product("310P", ""))

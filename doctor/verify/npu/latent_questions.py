@@ -18,15 +18,15 @@ from devices.ascend_latents import LATENT_ROPE, PROLOG_HIDDEN
 from devices.ascend_limits import AscendProduct
 from devices.int8 import quantize_rows
 from doctor.verify.npu.questions import NEAR, Found, Probe, time_us
-from kv_cache.storage import KVCache
+from kv_cache.device.storage import KVCache
 from models.config import DecoderConfig
-from models.group import ALONE
-from models.latent import LatentSelfAttention
+from models.layers.latent import LatentSelfAttention
+from models.parallel.group import ALONE
 from models.quantization import Quantization
-from models.step import StepInputs
-from recipes.build.decoders import shape_of
-from recipes.build.families import decoder_config
-from recipes.build.machine import Npu
+from models.step_inputs import StepInputs
+from recipes.assembly.decoders import shape_of
+from recipes.assembly.families import decoder_config
+from recipes.machine import Npu
 
 PAGE, ROWS = 128, 32
 DEEPSEEK: dict[str, Any] = {  # one of sixteen ranks' share of DeepSeek-V3's attention
@@ -68,7 +68,7 @@ class OneLayer:
 
     def __init__(self, machine: Npu, config: DecoderConfig, *, joins: bool) -> None:
         from attention.npu.latent_attention import FusedLatentAttention
-        from models.ops.npu import NpuOps
+        from models.ops.npu.ops import NpuOps
 
         product = replace(machine.product, joins_latents=joins)
         self.config, self.device = config, machine.device

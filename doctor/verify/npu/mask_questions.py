@@ -23,7 +23,7 @@ from devices.ascend_latents import LATENT_ROPE
 from devices.ascend_limits import AscendProduct
 from devices.shapes import AttentionShape, LatentShape
 from doctor.verify.npu.questions import NEAR, Found, Probe, fused, time_us
-from recipes.build.machine import Npu
+from recipes.machine import Npu
 
 # The step has 12 rows, a page 128 tokens, the cache 24 pages, and a request at most 16 of them.
 ROWS, PAGE, POOL, WIDTH = 12, 128, 24, 16
@@ -84,7 +84,7 @@ class Decodes:
         return keys, values
 
     def _projections(self, machine: Npu, latent: LatentShape) -> Any:
-        from models.ops.npu import NpuOps
+        from models.ops.npu.ops import NpuOps
 
         heads, width = self.shape.num_heads, self.shape.head_dim
         keys, values = self._drawn(heads, latent.nope_dim, width), self._drawn(heads, width, latent.value_dim)

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from continuous_batching.slots import SlotPool
 from devices.ascend_limits import FRACTAL_NZ, AscendProduct
 from models.sampling.sampler import Sampler
-from recipes.build.machine import Npu
+from recipes.machine import Npu
 
 Found = tuple[bool, str]  # the answer, and what it was judged by
 
@@ -131,7 +131,7 @@ def exact_angles(machine: Npu) -> Found:
 
 def captures_draws(machine: Npu) -> Found:
     """Ask whether a graph draws, by top-k and top-p, the tokens that the same calls draw outside of it."""
-    from models.ops.npu import NpuOps
+    from models.ops.npu.ops import NpuOps
 
     npu, generator = torch.get_device_module("npu"), torch.Generator().manual_seed(5)
     sampler = Sampler((), VOCABULARY, NpuOps(replace(machine.product, captures_draws=True)))
@@ -157,7 +157,7 @@ def prefetches(machine: Npu) -> Found:
     Attention of decodes and a product alternate over more weights than the L2 cache holds; in a graph the
     product has to stay right.
     """
-    from models.ops.npu import NpuOps, prefetch
+    from models.ops.npu.ops import NpuOps, prefetch
 
     npu = torch.get_device_module("npu")
     dtype, side = machine.product.dtypes[0], npu.Stream()

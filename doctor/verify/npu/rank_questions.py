@@ -12,12 +12,12 @@ from torch import Tensor
 from devices.ascend_dispatch import DISPATCHING
 from devices.ascend_limits import AscendProduct
 from doctor.verify.npu.questions import NEAR, Found, Probe, time_us
-from models.filled import Filled
-from models.group import Group, divided
 from models.mixture_config import MixtureConfig
-from models.share import Share
-from recipes.build.in_ranks import Body, in_ranks
-from recipes.build.machine import Npu, start
+from models.ops.filled import Filled
+from models.parallel.group import Group, divided
+from models.parallel.share import Share
+from recipes.cluster.in_ranks import Body, in_ranks
+from recipes.machine import Npu, start
 from recipes.schema.recipe import Recipe
 
 HIDDEN, INNER = 4096, 14336  # sizes of an 8B model's down projection; the ranks share its inner axis
@@ -44,7 +44,7 @@ def sums_products(recipe: Recipe, group: Group) -> Found:
 
     The product is in the first dtype of the device's product.
     """
-    from models.ops.npu import NpuOps
+    from models.ops.npu.ops import NpuOps
 
     machine = start(recipe.device)
     assert isinstance(machine, Npu), "the probes ask an NPU"
@@ -67,7 +67,7 @@ def dispatches(recipe: Recipe, group: Group) -> Found:
     few tokens and for as many as may be sent; the other way computes each rank's own experts for all tokens,
     and sums the results.
     """
-    from models.ops.npu import NpuOps
+    from models.ops.npu.ops import NpuOps
 
     machine = start(recipe.device)
     assert isinstance(machine, Npu), "the probes ask an NPU"

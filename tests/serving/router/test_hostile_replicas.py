@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from continuous_batching.routing import Routing
+from continuous_batching.routing.routing import Routing
 from serving.router import proxy, replica_answers, upstream
 from serving.router import replicas as of_replicas
 from serving.router.membership import FleetMembers

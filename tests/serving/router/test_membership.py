@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from continuous_batching.routing import Routing
+from continuous_batching.routing.routing import Routing
 from serving.api.api_keys import ANYBODY, ApiKeys, Client, Rights
 from serving.router.app import FleetApplication
 from serving.router.fair_turns import FairTurns

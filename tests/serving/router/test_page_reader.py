@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import zmq
 
-from continuous_batching.routing import Routing
-from kv_cache.vllm import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch, encode
+from continuous_batching.routing.routing import Routing
+from kv_cache.event_messages import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch, encode
 from serving.router import page_reader
 from serving.router.fair_turns import FairTurns
 from serving.router.page_reader import PageReader

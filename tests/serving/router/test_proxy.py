@@ -7,8 +7,8 @@ import json
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from continuous_batching.routing import Routing
-from continuous_batching.splitting import Split, Splitting
+from continuous_batching.routing.routing import Routing
+from continuous_batching.routing.splitting import Split, Splitting
 from serving.router.fair_turns import FairTurns
 from serving.router.fleet_figures import FleetFigures
 from serving.router.prompts import Prompts

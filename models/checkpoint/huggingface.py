@@ -1,0 +1,334 @@
+"""What does a Hugging Face config.json say of the decoder?
+
+The keys and their defaults are those of transformers' configuration classes; a value that the decoder
+cannot honour is refused by its key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from borders.shown import shown
+from models.config import (
+    DTYPE_BYTES,
+    NORMS,
+    DecoderConfig,
+    DType,
+    check_fused,
+)
+from models.latent_config import LatentConfig
+from models.mixture_config import MixtureConfig
+from models.packing import packing
+from models.quantization import block_scales, quantization
+from models.rope_config import ROPE_KINDS, RopeConfig
+
+Windows = tuple[int | None, ...]
+
+UNQUANTISED = "linears that are stored joined are read unquantised or packed: use the original checkpoint"
+STACKED = "mxfp4 is of experts in one tensor (gpt_oss), which no other form is read of"
+
+# Far above every published model, and low enough that values derived from them can be computed and planned
+MOST = {
+    "num_hidden_layers": 2**12,
+    "max_window_layers": 2**31,
+    "num_attention_heads": 2**14,
+    "num_key_value_heads": 2**14,
+    "head_dim": 2**14,
+    "vocab_size": 2**24,
+    "hidden_size": 2**24,
+    "intermediate_size": 2**24,
+    "moe_intermediate_size": 2**24,
+    "shared_expert_intermediate_size": 2**24,
+    "kv_lora_rank": 2**14,
+    "q_lora_rank": 2**24,
+    "qk_nope_head_dim": 2**14,
+    "qk_rope_head_dim": 2**14,
+    "v_head_dim": 2**14,
+    "n_routed_experts": 2**10,
+    "n_shared_experts": 2**10,
+    "n_group": 2**10,
+    "topk_group": 2**10,
+    "first_k_dense_replace": 2**12,
+    "num_nextn_predict_layers": 2**6,
+    "num_experts": 2**10,
+    "num_experts_per_tok": 2**10,
+    "decoder_sparse_step": 2**12,
+    "sliding_window": 2**31,
+    "sliding_window_pattern": 2**12,
+    "query_pre_attn_scalar": 2**24,
+    "max_position_embeddings": 2**31,
+    "original_max_position_embeddings": 2**31,
+    "rms_norm_eps": 1.0,
+    "rope_theta": 1e18,
+    "rope_local_base_freq": 1e18,
+}
+MOST_NUMBER = 2.0**24  # limit of the other numbers, which are factors
+
+
+def decoder_config(
+    hf: Mapping[str, Any],
+    family: str,
+    *,
+    windows: Windows,
+    attention_bias: bool = False,
+    output_bias: bool = False,
+    mlp_bias: bool = False,
+    qk_norm: bool = False,
+    mixture: MixtureConfig | None = None,
+    latent: LatentConfig | None = None,
+    turned: float | None = None,
+    interleaved: bool = False,
+    norms: tuple[str, ...] = NORMS,
+    stored_joined: tuple[str, ...] = (),
+) -> DecoderConfig:
+    """Return the decoder of `hf`, a parsed config.json; the keywords are where families differ.
+
+    `turned` is the default share of a head that is rotated, in families that rotate a part of it.
+    """
+    packed = packing(hf)
+    _check_joined(hf, bool(stored_joined) and packed is None, mixture is not None and mixture.is_stacked)
+    if hf.get("hidden_act", "silu") != "silu":
+        raise refused("hidden_act", hf["hidden_act"], "it must be silu")
+    num_heads, num_kv_heads, head_dim = _heads(hf, latent)
+    max_positions = integer(hf, "max_position_embeddings")
+    config = DecoderConfig(
+        family=family,
+        vocab_size=integer(hf, "vocab_size"),
+        hidden_size=integer(hf, "hidden_size"),
+        num_layers=integer(hf, "num_hidden_layers"),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        intermediate_size=integer(hf, "intermediate_size"),
+        rms_eps=number(hf, "rms_norm_eps", 1e-6),
+        rope=replace(
+            rope_config(hf, head_dim if latent is None else latent.rope_dim, max_positions, turned),
+            interleaved=interleaved,
+        ),
+        windows=windows,
+        tie_embeddings=boolean(hf, "tie_word_embeddings", False),
+        attention_bias=attention_bias,
+        output_bias=output_bias,
+        mlp_bias=mlp_bias,
+        qk_norm=qk_norm,
+        dtype=_dtype(hf),
+        max_positions=max_positions,
+        eos_token_ids=_token_ids(hf, "eos_token_id"),
+        quantization=quantization(hf),
+        mixture=mixture,
+        latent=latent,
+        stored_form=packed or block_scales(hf),
+        stored_joined=stored_joined,
+        norms=norms,
+        num_unread_layers=integer(hf, "num_nextn_predict_layers", 0, least=0),
+    )
+    check_fused(config)
+    return config
+
+
+def _check_joined(hf: Mapping[str, Any], is_joined: bool, is_stacked: bool) -> None:
+    """Raise ValueError if a checkpoint's joined linears or experts are quantised in an unread form."""
+    said = hf.get("quantization_config")
+    if isinstance(said, Mapping) and said:
+        method = said.get("quant_method")
+        if is_stacked != (method == "mxfp4"):
+            raise refused("quantization_config.quant_method", method, STACKED)
+        if is_joined:
+            raise refused("quantization_config.quant_method", method, UNQUANTISED)
+
+
+def _heads(hf: Mapping[str, Any], latent: LatentConfig | None) -> tuple[int, int, int]:
+    """Return the query heads, key-value heads and the width of each, as the cache has them."""
+    hidden_size = integer(hf, "hidden_size")
+    num_heads = integer(hf, "num_attention_heads")
+    if latent is not None:
+        return num_heads, 1, latent.rank
+    num_kv_heads = integer(hf, "num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        raise refused(
+            "num_key_value_heads", num_kv_heads, f"it must divide num_attention_heads ({num_heads})"
+        )
+    if hf.get("head_dim") is None and hidden_size % num_heads:
+        raise refused(
+            "hidden_size", hidden_size, f"give head_dim, or a multiple of num_attention_heads ({num_heads})"
+        )
+    head_dim = integer(hf, "head_dim", hidden_size // num_heads)
+    if head_dim % 2:
+        raise refused("head_dim", head_dim, "the rotary embedding turns pairs: it must be even")
+    return num_heads, num_kv_heads, head_dim
+
+
+def rope_config(
+    hf: Mapping[str, Any], head_dim: int, max_positions: int, turned: float | None = None
+) -> RopeConfig:
+    """Return the rotary embedding of `rope_scaling` beside `rope_theta`, or else of `rope_parameters`."""
+    key = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
+    rope = hf.get(key) or {}
+    if not isinstance(rope, Mapping):
+        raise refused(key, rope, "it must be a mapping")
+    if any(isinstance(value, Mapping) for value in rope.values()):
+        raise refused(key, rope, "one rotary embedding for all layer types is supported, not one for each")
+    rope = {name: value for name, value in rope.items() if value is not None}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    kind = "longrope" if kind == "su" else kind  # the name in older files
+    if kind not in ROPE_KINDS:
+        raise refused(f"{key}.rope_type", kind, f"supported are {', '.join(ROPE_KINDS)}")
+    dim = _turned_dim(hf, rope, head_dim, turned)
+
+    original = max_positions
+    if kind in ("llama3", "yarn", "longrope"):
+        place = hf if hf.get("original_max_position_embeddings") is not None else rope
+        original = integer(place, "original_max_position_embeddings", max_positions)
+    factor = 1.0
+    if kind in ("yarn", "longrope"):  # DeepSeek's factor is null, and Phi has none
+        factor = number(rope, "factor", max_positions / original)
+    elif kind != "default":
+        factor = number(rope, "factor")
+    if factor < 1:
+        raise refused(f"{key}.factor", factor, "it must be at least 1")
+    if kind == "dynamic" and dim <= 2:
+        raise refused("head_dim", head_dim, "dynamic rope needs more than 2")
+    theta = number(rope, "rope_theta", number(hf, "rope_theta", 10000.0))
+    if theta <= 1:
+        raise refused("rope_theta", theta, "it must be more than 1")
+    low, high = 1.0, 4.0
+    if kind == "llama3":
+        low, high = number(rope, "low_freq_factor"), number(rope, "high_freq_factor")
+        if not 0 < low < high:
+            raise refused(f"{key}.low_freq_factor", low, f"it must be from 0 to high_freq_factor ({high:g})")
+    return RopeConfig(
+        kind=kind,
+        theta=theta,
+        dim=dim,
+        width=head_dim,
+        factor=factor,
+        original_max_positions=original,
+        max_positions=max_positions,
+        low_freq_factor=low,
+        high_freq_factor=high,
+        beta_fast=number(rope, "beta_fast", 32.0) or 32.0,
+        beta_slow=number(rope, "beta_slow", 1.0) or 1.0,
+        attention_factor=number(rope, "attention_factor") if "attention_factor" in rope else None,
+        mscale=number(rope, "mscale", 0.0) or None,
+        mscale_all_dim=number(rope, "mscale_all_dim", 0.0) or None,
+        truncate=boolean(rope, "truncate", True),
+        short_factors=_factors(rope, "short_factor", dim) if kind == "longrope" else (),
+        long_factors=_factors(rope, "long_factor", dim) if kind == "longrope" else (),
+    )
+
+
+def _factors(rope: Mapping[str, Any], key: str, dim: int) -> tuple[float, ...]:
+    """Return a factor for each pair of dimensions."""
+    values: Any = rope.get(key)
+    is_right = isinstance(values, list) and len(values) == dim // 2
+    if not is_right or not all(type(each) in (int, float) and 0 < each <= MOST_NUMBER for each in values):
+        raise refused(
+            f"rope_parameters.{key}", values, f"it must be {dim // 2} numbers above 0, one of each pair"
+        )
+    return tuple(map(float, values))
+
+
+def _turned_dim(hf: Mapping[str, Any], rope: Mapping[str, Any], head_dim: int, turned: float | None) -> int:
+    """Return how many dimensions of a head are rotated."""
+    place = rope if rope.get("partial_rotary_factor") is not None else hf
+    share = number(place, "partial_rotary_factor", turned or 1.0)
+    dim = int(head_dim * share)
+    if turned is None and share != 1:
+        raise refused("partial_rotary_factor", share, "whole heads are turned: it must be 1")
+    if not 0 < share <= 1 or dim < 2 or dim % 2:
+        raise refused("partial_rotary_factor", share, f"an even part of {head_dim} dimensions is turned")
+    return dim
+
+
+def ropes_by_layer_type(
+    hf: Mapping[str, Any], *, theta: float, local_theta: float
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the rotary embeddings of layers that see all positions and of those with a window.
+
+    Both are given in the form of `rope_parameters`; older files give each a base of its own, and
+    `rope_scaling` for the first alone.
+    """
+    said, scaling = (hf.get(key) or {} for key in ("rope_parameters", "rope_scaling"))
+    kinds = ("full_attention", "sliding_attention")
+    if not isinstance(said, Mapping) or set(said) - set(kinds):
+        raise refused("rope_parameters", said, f"it must be a mapping of {' and '.join(kinds)}")
+    parts = {**{f"rope_parameters.{kind}": said.get(kind) or {} for kind in kinds}, "rope_scaling": scaling}
+    for key, part in parts.items():
+        if not isinstance(part, Mapping):
+            raise refused(key, part, "it must be a mapping")
+        kind = part.get("rope_type", part.get("type"))
+        if kind in ("dynamic", "longrope", "su"):
+            raise refused(f"{key}.rope_type", kind, "of layers that differ, no angles depend on lengths")
+        if part.get("truncate") not in (None, True):
+            fix = "transformers ignores it where layers differ: it must be true"
+            raise refused(f"{key}.truncate", part["truncate"], fix)
+    if scaling.get("rope_type") is None and scaling.get("type", "default") != "default":
+        fix = "transformers reads rope_type where layers differ, and ignores type: call it rope_type"
+        raise refused("rope_scaling.type", scaling["type"], fix)
+    full, local, scaled = parts.values()
+    return (
+        {"rope_theta": number(hf, "rope_theta", theta), **full, **scaled},
+        {"rope_theta": number(hf, "rope_local_base_freq", local_theta), **local},
+    )
+
+
+def integer(hf: Mapping[str, Any], key: str, default: int | None = None, least: int = 1) -> int:
+    """Return `hf[key]`, an integer from `least` to MOST; the default replaces a missing or null key."""
+    value = hf.get(key)
+    value = default if value is None else value
+    if value is None:
+        raise _missing(key)
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MOST[key]:
+        raise refused(key, value, f"it must be an integer from {least} to {MOST[key]}")
+    return value
+
+
+def number(hf: Mapping[str, Any], key: str, default: float | None = None) -> float:
+    """Return `hf[key]`, a number from 0 to MOST; the default replaces a missing or null key."""
+    value = hf.get(key)
+    value = default if value is None else value
+    if value is None:
+        raise _missing(key)
+    most = MOST.get(key, MOST_NUMBER)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= most:
+        raise refused(key, value, f"it must be a number from 0 to {most:g}")
+    return float(value)
+
+
+def boolean(hf: Mapping[str, Any], key: str, default: bool) -> bool:
+    """Return `hf[key]`, true or false; the default replaces a missing or null key."""
+    value = hf.get(key)
+    value = default if value is None else value
+    if not isinstance(value, bool):
+        raise refused(key, value, "it must be true or false")
+    return value
+
+
+def _dtype(hf: Mapping[str, Any]) -> DType:
+    """Return the type of the weights: dtype, or torch_dtype in older files, or float32."""
+    key = "dtype" if hf.get("dtype") is not None else "torch_dtype"
+    value = hf.get(key)
+    name = "float32" if value is None else str(value).removeprefix("torch.")
+    for dtype in DTYPE_BYTES:
+        if name == dtype:
+            return dtype
+    raise refused(key, value, f"supported are {', '.join(DTYPE_BYTES)}")
+
+
+def _token_ids(hf: Mapping[str, Any], key: str) -> tuple[int, ...]:
+    value = hf.get(key)
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if any(isinstance(token, bool) or not isinstance(token, int) for token in ids):
+        raise refused(key, value, "it must be a token id or a list of them")
+    return tuple(ids)
+
+
+def refused(key: str, value: object, mend: str) -> ValueError:
+    """Return the error for a value that the decoder cannot honour, with the fix."""
+    return ValueError(f"the model's configuration has {key}: {shown(value)}; {mend}")
+
+
+def _missing(key: str) -> ValueError:
+    return ValueError(f"the model's configuration has no {key}; give it in config.json or under model.config")

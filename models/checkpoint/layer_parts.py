@@ -1,0 +1,57 @@
+"""List the tensors of a layer that are filled from a checkpoint, by their names there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from models.config import DecoderConfig
+from models.decoder import DecoderLayer, SelfAttention
+from models.layers.latent import UpProjection
+from models.layers.linear import Linear
+from models.layers.mixture import Mixture
+
+SINKS = "sinks"  # attention sinks, one number for each query head
+
+
+@dataclass(frozen=True, slots=True)
+class LayerParts:
+    """What is filled of one layer or several, by names in a checkpoint."""
+
+    whole: dict[str, Tensor | None]  # held whole by every rank, except sinks, which are cut by heads
+    # Linears of a checkpoint that a linear joins
+    joined: list[tuple[str, tuple[str, ...], Linear | UpProjection]]
+    orders: dict[str, Tensor | None]  # orders of rows, as in `Place.order`
+
+    @staticmethod
+    def of(layer: DecoderLayer, prefix: str, config: DecoderConfig, number: int = 0) -> LayerParts:
+        """List the parts of layer `number` of the config, whose checkpoint names begin with `prefix`."""
+        attention, mlp = layer.attention, layer.mlp
+        parts = LayerParts({}, [], {})
+        whole, joined, orders = parts.whole, parts.joined, parts.orders
+        norms = (layer.input_norm, layer.mlp_norm, layer.attention_post_norm, layer.mlp_post_norm)
+        whole |= {f"{prefix}{name}.weight": norm for name, norm in zip(config.norms, norms)}
+        for name, norm in attention.norms().items():
+            whole[f"{prefix}self_attn.{name}.weight"] = norm
+            orders[f"{prefix}self_attn.{name}"] = attention.order(name)
+        for names, linear in attention.joined():
+            joined.append((f"{prefix}self_attn.", names, linear))
+            orders |= {f"{prefix}self_attn.{name}": attention.order(name) for name in names}
+        if isinstance(attention, SelfAttention):
+            whole[f"{prefix}self_attn.{SINKS}"] = attention.sinks
+        names = config.mlp_names(number, prefix)
+        experts = mlp.experts.items() if isinstance(mlp, Mixture) else [("0", mlp)]
+        for which, expert in experts:
+            gate, up, down = names[int(which)]
+            joined += [("", (gate, up), expert.gate_up), ("", (down,), expert.down)]
+        if isinstance(mlp, Mixture):
+            block = f"{prefix}{mlp.config.block}."
+            whole[f"{block}{mlp.config.router}.weight"] = mlp.router
+            whole[f"{block}{mlp.config.router}.bias"] = mlp.router_bias
+            whole[f"{block}gate.e_score_correction_bias"] = mlp.correction
+            whole[f"{block}{mlp.config.shared_block}_gate.weight"] = mlp.shared_gate
+            shared = config.shared_names(number, prefix)
+            if mlp.shared is not None and shared is not None:
+                joined += [("", shared[:2], mlp.shared.gate_up), ("", shared[2:], mlp.shared.down)]
+        return parts

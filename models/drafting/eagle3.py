@@ -1,0 +1,122 @@
+"""How does an EAGLE-3 head compute its drafts?
+
+Li et al., "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test", 2025.
+Names and formulas are those of SafeAILab/EAGLE, eagle/model/cnets.py, which vLLM and SGLang follow in their
+llama_eagle3.py: `fc` makes one feature of three hidden states of the target; one Llama layer attends over the
+norms of a token's embedding and of the feature before it, and adds to the feature; what comes out, before the
+last norm, is the next feature. The published code has the pair of token p + 1 and feature p at position p;
+here it is at p + 1. Rotary embeddings depend on differences of positions, so the result is the same.
+
+Legend: T tokens of the step, R rows, V draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from attention.reference import Attention
+from models.decoder import SelfAttention, pad_rows
+from models.drafting.head_config import HeadConfig
+from models.head import FIRST_KEY, Head
+from models.layers.linear import Linear, parameter
+from models.layers.mlp import MLP
+from models.ops.reference import Ops
+from models.parallel.group import ALONE
+from models.step_inputs import StepInputs
+
+LAYER = "midlayer."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Eagle3Config(HeadConfig):
+    """The configuration of the layer of an EAGLE-3 head."""
+
+    draft_vocab_size: int
+    owns_embedding: bool
+    norm_before_residual: bool  # whether the layer adds to the normed feature
+
+    def linears(self) -> list[tuple[str, int, int]]:
+        """Return the checkpoint name, inputs and outputs of every linear."""
+        hidden, inner = self.hidden_size, self.intermediate_size
+        heads, kv_heads = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        return [
+            ("fc", len(self.taps) * hidden, hidden),
+            (f"{LAYER}self_attn.q_proj", 2 * hidden, heads),
+            (f"{LAYER}self_attn.k_proj", 2 * hidden, kv_heads),
+            (f"{LAYER}self_attn.v_proj", 2 * hidden, kv_heads),
+            (f"{LAYER}self_attn.o_proj", heads, hidden),
+            (f"{LAYER}mlp.gate_proj", hidden, inner),
+            (f"{LAYER}mlp.up_proj", hidden, inner),
+            (f"{LAYER}mlp.down_proj", inner, hidden),
+            ("lm_head", hidden, self.draft_vocab_size),
+        ]
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of weights of the head, without those that it shares with the target."""
+        norms = 4 * self.hidden_size
+        embedding = self.owns_embedding * self.vocab_size * self.hidden_size
+        return norms + embedding + sum(inputs * outputs for _, inputs, outputs in self.linears())
+
+
+class Eagle3(Head):
+    """An EAGLE-3 head of one layer. Fill its weights (models/drafting/head_weights.py), then `pack` it once."""
+
+    def __init__(self, config: Eagle3Config, ops: Ops, attention: Attention) -> None:
+        super().__init__(config, ops, attention)
+        self.taps, self.eps = config.taps, config.rms_eps
+        self.adds_normed = config.norm_before_residual
+        hidden, dtype, device = config.hidden_size, self.dtype, attention.device
+        self.fc = Linear(ops, len(self.taps) * hidden, hidden, False, dtype, device)
+        self.input_norm = parameter(hidden, dtype=dtype, device=device)
+        self.hidden_norm = parameter(hidden, dtype=dtype, device=device)
+        self.self_attention = SelfAttention(config, 0, LAYER, ops, attention, ALONE, 2 * hidden)
+        self.mlp_norm = parameter(hidden, dtype=dtype, device=device)
+        self.mlp = MLP(config, config.mlp_names(0, LAYER)[0], config.intermediate_size, ops, device, ALONE)
+        self.norm = parameter(hidden, dtype=dtype, device=device)
+        self.head = Linear(ops, hidden, config.draft_vocab_size, False, dtype, device)
+        self.embedding: nn.Parameter | None = None
+        if config.owns_embedding:
+            self.embedding = parameter(config.vocab_size, hidden, dtype=dtype, device=device)
+        if config.draft_vocab_size < config.vocab_size:
+            self.offsets = torch.zeros(config.draft_vocab_size, dtype=torch.int64, device=device)
+
+    def fused(self, tapped: Tensor) -> Tensor:
+        """Map three hidden states [T, 3 * hidden] to a feature [T, hidden]."""
+        num_tokens = len(tapped)
+        return self.fc(pad_rows(tapped, self.ops.padded(num_tokens)))[:num_tokens]
+
+    def computed(self, step: StepInputs, features: Tensor) -> Tensor:
+        """Return the layer's output [T, hidden], which is the next feature."""
+        x, residual, cos, sin = self._inputs(step, features)
+        x = self.self_attention(x, cos, sin, step)
+        x, residual = self.ops.add_rms_norm(x, residual, self.mlp_norm, self.eps)
+        return (self.mlp(x) + residual)[: len(features)]
+
+    def fill(self, step: StepInputs, features: Tensor) -> None:
+        """Write the layer's keys and values, zeros at a position that has none."""
+        x, _, cos, sin = self._inputs(step, features)
+        self.self_attention.write(x, cos, sin, step, pad_rows(step.positions, len(x)) < FIRST_KEY)
+
+    def own_logits(self, hidden: Tensor) -> Tensor:
+        """Return logits [R, V] of hidden states [R, hidden]."""
+        num_rows = len(hidden)
+        hidden = pad_rows(hidden, self.ops.padded(num_rows))
+        return self.head(self.ops.rms_norm(hidden, self.norm, self.eps))[:num_rows]
+
+    def _inputs(self, step: StepInputs, features: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return what attention reads [T, 2 * hidden], what the layer adds to, and the rotary embedding."""
+        num_rows = self.ops.padded(len(features))
+        token_ids, positions = pad_rows(step.token_ids, num_rows), pad_rows(step.positions, num_rows)
+        features = pad_rows(features, num_rows)
+        embedded = (
+            self._embedded(token_ids) if self.embedding is None else F.embedding(token_ids, self.embedding)
+        )
+        normed = self.ops.rms_norm(features, self.hidden_norm, self.eps)
+        x = torch.cat((self.ops.rms_norm(embedded, self.input_norm, self.eps), normed), -1)
+        cos, sin = self.rope.cos_sin(positions, None, features.dtype)
+        return x, normed if self.adds_normed else features, cos, sin

@@ -1,0 +1,133 @@
+"""How does the layer compute that a checkpoint has to predict one token more?
+
+Multi-token prediction: DeepSeek-V3 (arXiv 2412.19437, section 2.2), and GLM-4.5 after it. `eh_proj` joins the
+norms of a token's embedding and of what the target made of the position before, one layer of the target's own
+kind follows, and embedding and head are the target's. As SGLang's deepseek_nextn.py: what is read of the
+target comes after its last norm, and what the layer itself made, in its place for a further token, after its
+own. The published code has the pair of token p + 1 and feature p at position p; here it is at p + 1. Rotary
+embeddings depend on differences of positions, so the result is the same.
+
+Legend: T tokens of the step, R rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+from attention.reference import Attention
+from models.config import DecoderConfig
+from models.decoder import Decoder, DecoderLayer, pack, pad_rows
+from models.drafting.head_config import HeadConfig
+from models.features import FeaturePages
+from models.head import FIRST_KEY, Head
+from models.layers.linear import Linear, parameter
+from models.ops.reference import Ops
+from models.parallel.group import Group
+from models.parallel.share import Share
+from models.step_inputs import StepInputs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MtpConfig(HeadConfig):
+    """The configuration of layer `number` of the target's checkpoint, behind the target's own."""
+
+    number: int
+
+    @property
+    def prefix(self) -> str:
+        """How the names of its tensors begin."""
+        return f"model.layers.{self.number}."
+
+    @property
+    def joining(self) -> str:
+        """The linear that joins embedding and feature."""
+        return f"{self.prefix}eh_proj"
+
+    def linears(self) -> Iterator[tuple[str, int, int]]:
+        """Yield the checkpoint name, inputs and outputs of every linear; the head is the target's."""
+        for name, inputs, outputs in DecoderConfig.linears(self):
+            yield name.replace("model.layers.0.", self.prefix), inputs, outputs
+        yield self.joining, 2 * self.hidden_size, self.hidden_size
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of weights of the layer, without those that it shares with the target."""
+        layer: int = DecoderConfig.num_parameters.fget(self)  # type: ignore[attr-defined]
+        return layer + 2 * self.hidden_size * (1 + self.hidden_size) - self.vocab_size * self.hidden_size
+
+
+def mtp_config(target: DecoderConfig, num_kept: int) -> MtpConfig:
+    """Return the configuration of the first of these layers of `target`; raises ValueError if it has none."""
+    if not target.num_unread_layers:
+        raise ValueError(
+            "the model's configuration has num_nextn_predict_layers: 0, so its checkpoint has no layer that"
+            " predicts further tokens"
+        )
+    values = {each.name: getattr(target, each.name) for each in fields(target)}
+    mixture = target.mixture and replace(target.mixture, layers=(True,), placement=())
+    values |= {"family": "mtp", "num_layers": 1, "windows": (None,), "mixture": mixture}
+    values |= {"tie_embeddings": True, "eos_token_ids": (), "num_unread_layers": 0}
+    return MtpConfig(**values, taps=(target.num_layers,), num_kept=num_kept, number=target.num_layers)
+
+
+class Mtp(Head):
+    """The layer that predicts further tokens. Fill its weights (models/drafting/mtp_weights.py), then `pack` it once.
+
+    The ranks of `group` share it as they share the target's layers.
+    """
+
+    def __init__(self, config: MtpConfig, ops: Ops, attention: Attention, group: Group, share: Share) -> None:
+        super().__init__(config, ops, attention)
+        self.part, self.share = share.part(config), share
+        self.taps, self.eps = config.taps, config.rms_eps
+        hidden, dtype, device = config.hidden_size, self.dtype, attention.device
+        self.embedding_norm = parameter(hidden, dtype=dtype, device=device)
+        self.hidden_norm = parameter(hidden, dtype=dtype, device=device)
+        form = config.form(config.joining)
+        self.joining = Linear(ops, 2 * hidden, hidden, False, dtype, device, form)
+        self.layer = DecoderLayer(self.part, 0, config.prefix, ops, attention, group, share.of_an_expert[1])
+        self.norm = parameter(hidden, dtype=dtype, device=device)
+
+    def pack(self) -> None:
+        """Pack it, as `Decoder.pack` does."""
+        pack(self)
+
+    def attach(self, target: Decoder, features: FeaturePages) -> None:
+        """From now on, store the target's features in `features`, and use its embedding, norm and head."""
+        super().attach(target, features)
+        self._target_norm: Tensor = target.norm
+        self._head_logits: Callable[[Tensor, int], Tensor] = target.head_logits
+        self.parts = target.parts
+
+    def fused(self, tapped: Tensor) -> Tensor:
+        """Apply the target's last norm: [T, hidden] to [T, hidden]."""
+        return self.ops.rms_norm(tapped, self._target_norm, self.eps)
+
+    def computed(self, step: StepInputs, features: Tensor) -> Tensor:
+        """Return the layer's output [T, hidden], after its norm, which is the next feature."""
+        x, cos, sin = self._inputs(step, features)
+        x, residual = self.layer(x, None, cos, sin, step)
+        return self.ops.rms_norm(x + residual, self.norm, self.eps)[: len(features)]
+
+    def fill(self, step: StepInputs, features: Tensor) -> None:
+        """Write what the layer's attention caches, zeros at a position that has none."""
+        x, cos, sin = self._inputs(step, features)
+        normed = self.ops.rms_norm(x, self.layer.input_norm, self.eps)
+        self.layer.attention.write(normed, cos, sin, step, pad_rows(step.positions, len(x)) < FIRST_KEY)
+
+    def own_logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits [R, V] of the layer's output [R, hidden], for this rank's vocabulary shard."""
+        return self._head_logits(pad_rows(hidden, self.ops.padded(len(hidden))), len(hidden))
+
+    def _inputs(self, step: StepInputs, features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what the layer reads [T, hidden], and the rotary embedding."""
+        num_rows = self.ops.padded(len(features))
+        token_ids, positions = pad_rows(step.token_ids, num_rows), pad_rows(step.positions, num_rows)
+        embedded = self.ops.rms_norm(self._embedded(token_ids), self.embedding_norm, self.eps)
+        feature = self.ops.rms_norm(pad_rows(features, num_rows), self.hidden_norm, self.eps)
+        cos, sin = self.rope.cos_sin(positions, None, features.dtype)
+        return self.joining(torch.cat((embedded, feature), -1)), cos, sin

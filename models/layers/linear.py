@@ -1,0 +1,190 @@
+"""Define linears: how they hold their weight and multiply with it.
+
+A linear is filled in the checkpoint's form, packed once for the device, and then multiplies by the device's
+`ops`. Variants split their outputs or sum over tensor ranks.
+
+Legend: T tokens of the step.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from devices.int8 import quantize_rows
+from models.config import Form
+from models.layers.low_rank import LowRank
+from models.ops.filled import Filled
+from models.ops.int4_weight import Int4Weight
+from models.ops.int8 import Int8Rows
+from models.ops.reference import Ops, Widths
+from models.packing import IN_A_WORD, Int4
+from models.parallel.group import Group
+
+ROUNDED_ROWS = 512  # rows that are quantised at once, because several copies of them are in float32
+
+
+def parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    """Allocate a weight without filling it."""
+    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+
+
+class Linear(nn.Module):
+    """A linear whose weight is filled as [out, in], then packed for the device.
+
+    `form` says whether the weight is kept in the model's type ("plain"), read in int8 beside a scale
+    ("int8"), read in the model's type and quantised at once ("quantize"), or in 4 bits (`Int4`).
+    """
+
+    def __init__(
+        self,
+        ops: Ops,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+        form: Form = "plain",
+        widths: Widths = (),
+    ) -> None:
+        super().__init__()
+        self.ops, self.form, self.widths, self.dtype = ops, form, widths, dtype
+        self.scale_dtype = torch.float32  # type to which scales are rounded, if an operator takes another one
+        stored, width = torch.int8 if self.is_int8 else dtype, in_features
+        self.weight_scale: nn.Parameter | None = None
+        self.weight_offset: nn.Parameter | None = None
+        if self.is_int8:
+            self.weight_scale = parameter(out_features, 1, dtype=torch.float32, device=device)
+        elif isinstance(form, Int4):
+            stored, width, count = torch.int32, in_features // IN_A_WORD, form.num_groups(in_features)
+            self.weight_scale = parameter(out_features, count, dtype=dtype, device=device)
+            if form.has_zeros:
+                self.weight_offset = parameter(out_features, count, dtype=dtype, device=device)
+        self.weight: nn.Parameter | None = parameter(out_features, width, dtype=stored, device=device)
+        self.bias = parameter(out_features, dtype=dtype, device=device) if bias else None
+        self.packed = None
+        self.low_rank: LowRank | None = None  # what the adapters of requests add
+
+    def pack(self) -> None:
+        """Pack the filled weight for the device, once, and drop the unpacked one."""
+        filled, ops = self.filled(), self.ops
+        weight, scale, bias = filled.weight, filled.scale, filled.bias
+        if isinstance(weight, Int4Weight):
+            int4 = weight, bias
+            self.packed = ops.pack_int4_split(*int4, self.widths) if self.widths else ops.pack_int4(*int4)
+        else:
+            given = (weight, bias) if scale is None else (weight, scale.float(), bias)
+            pack, split = ops.pack, ops.pack_split
+            if self.is_int8:
+                pack, split = ops.pack_int8, ops.pack_int8_split
+            self.packed = split(*given, self.widths) if self.widths else pack(*given)
+        self.weight = self.weight_scale = self.weight_offset = None
+
+    def _int4_weight(self, form: Int4) -> Int4Weight:
+        assert self.weight is not None, "a linear is packed once"
+        assert self.weight_scale is not None, "a weight in 4 bits has scales"
+        offset, inputs = self.weight_offset, IN_A_WORD * self.weight.shape[1]
+        return Int4Weight(
+            self.weight.data,
+            self.weight_scale.data,
+            None if offset is None else offset.data,
+            min(inputs, form.group_size or inputs),
+        )
+
+    def filled(self) -> Filled:
+        """Return the weight as it is multiplied, with its scale and bias."""
+        bias = None if self.bias is None else self.bias.data
+        if isinstance(self.form, Int4):
+            return Filled(self._int4_weight(self.form), None, bias)
+        assert self.weight is not None, "a linear is packed once"
+        weight, scale = self.weight.data, self.weight_scale
+        return Filled(weight, None if scale is None else scale[:, 0].to(self.scale_dtype), bias)
+
+    @property
+    def rounds(self) -> bool:
+        """Whether it is filled by numbers that `round_to` quantises."""
+        return self.form == "quantize"
+
+    def round_to(self, rows: Tensor, scale: Tensor, numbers: Tensor) -> None:
+        """Quantise numbers [n, in] in the model's type to int8 rows [n, in] and float32 scales [n, 1]."""
+        parts = numbers.split(ROUNDED_ROWS)
+        largest = self.largest(torch.cat([part.abs().amax(-1, keepdim=True).float() for part in parts]))
+        rooms = (each.split(ROUNDED_ROWS) for each in (rows, scale, largest))
+        for part, some_rows, some_scale, most in zip(parts, *rooms):
+            made, found = quantize_rows(part, most)
+            some_rows.copy_(made)
+            some_scale.copy_(found)
+
+    def largest(self, largest: Tensor) -> Tensor:
+        """Return the greatest magnitudes [n, 1] of whole rows, given those of the part on this rank."""
+        return largest
+
+    @property
+    def is_int8(self) -> bool:
+        """Whether it multiplies in int8."""
+        return self.form in ("int8", "quantize")
+
+    @property
+    def takes_int8(self) -> bool:
+        """Whether its inputs may come in int8, which adapters cannot read."""
+        return self.is_int8 and self.low_rank is None
+
+    def forward(self, x: Tensor | Int8Rows) -> Tensor:
+        """Map [T, in] to [T, out]; rows in int8 require a linear that `takes_int8`."""
+        assert self.packed is not None, "pack the decoder before its first step"
+        linear = self.ops.linear_int8 if self.is_int8 else self.ops.linear
+        linear = self.ops.linear_int4 if isinstance(self.form, Int4) else linear
+        y = linear(x, self.packed)
+        if self.low_rank is not None:
+            self.low_rank.add(y.split(self.low_rank.widths, dim=-1), x)
+        return y
+
+
+class SplitLinear(Linear):
+    """A linear whose outputs are returned in parts, the first of width widths[0], and so on."""
+
+    def forward(self, x: Tensor | Int8Rows) -> tuple[Tensor, ...]:
+        """Map [T, in] to a tensor [T, width] for each width."""
+        assert self.packed is not None, "pack the decoder before its first step"
+        linear = self.ops.linear_int8_split if self.is_int8 else self.ops.linear_split
+        linear = self.ops.linear_int4_split if isinstance(self.form, Int4) else linear
+        parts = linear(x, self.packed, self.widths)
+        if self.low_rank is not None:
+            self.low_rank.add(parts, x)
+        return parts
+
+
+class SummedLinear(Linear):
+    """A linear whose inputs are divided among the ranks of a group, so that the ranks' products add up."""
+
+    def __init__(
+        self,
+        ops: Ops,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+        form: Form,
+        group: Group,
+    ) -> None:
+        super().__init__(ops, in_features, out_features, bias, dtype, device, form)
+        self.group = group
+
+    def largest(self, largest: Tensor) -> Tensor:
+        """Return the maxima over all ranks, so that int8 weights do not depend on the number of ranks."""
+        return self.group.all_reduce_max(largest)
+
+    def forward(self, x: Tensor | Int8Rows) -> Tensor:
+        """Map [T, in] to [T, out], the same on every rank.
+
+        In int8, each rank scales its own part of a token.
+        """
+        if self.form != "plain" or self.low_rank is not None:
+            return self.group.all_reduce(self.part(x))
+        assert self.packed is not None, "pack the decoder before its first step"
+        return self.ops.linear_summed(x, self.packed, self.group)
+
+    def part(self, x: Tensor | Int8Rows) -> Tensor:
+        """Return this rank's summand."""
+        return super().forward(x)

@@ -1,0 +1,129 @@
+"""Define mixtures of experts.
+
+A router scores the experts, the best of them compute the token, and their results are summed with the
+router's weights: arXiv 2401.04088 (Mixtral), 2505.09388 (Qwen3). A shared expert may compute every token
+beside them: arXiv 2401.06066 (DeepSeekMoE), 2412.19437 (DeepSeek-V3).
+
+Legend: T tokens of the step, E experts, C experts that a token chooses.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from models.config import DecoderConfig
+from models.layers.dtypes import TORCH_DTYPES
+from models.layers.linear import Linear, parameter
+from models.layers.mlp import MLP
+from models.ops.filled import ExpertKind
+from models.ops.reference import Ops, Packed
+from models.packing import Int4
+from models.parallel.group import Group, sharing_experts
+
+
+class Mixture(nn.Module):
+    """The mixture of the layer with the checkpoint prefix `name`: a router, its experts and a shared one.
+
+    Every rank of a group holds the whole router, and so chooses the same experts. `sharing` ranks divide each
+    expert, and other ranks hold other experts: their results for a token add up in the sum over the group.
+    """
+
+    gate_up = None  # no linear alone reads the input: the router reads it too, and is never in int8
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        layer: int,
+        name: str,
+        ops: Ops,
+        device: torch.device,
+        group: Group,
+        sharing: int,
+    ) -> None:
+        super().__init__()
+        mixture = config.mixture_of(layer)
+        assert mixture is not None, f"layer {layer} has a dense MLP"
+        self.config, self.ops, self.group = mixture, ops, group
+        self.router = parameter(mixture.num_experts, config.hidden_size, dtype=torch.float32, device=device)
+        held, few = mixture.held_in(layer), sharing_experts(group, sharing)
+        self.experts = nn.ModuleDict(
+            {
+                str(number): MLP(config, names, mixture.inner_size, ops, device, few)
+                for number, names in zip(held, config.mlp_names(layer, name))
+            }
+        )
+        for expert in self.experts.values() if config.dtype == "bfloat16" else ():
+            expert.down.scale_dtype = torch.bfloat16  # the type in published checkpoints of this form
+        self._parts = [expert.part for expert in self.experts.values()]
+        self._gated = next(iter(self.experts.values())).gated
+        # Number of each expert in an order that begins with this rank's own
+        self._numbers: Tensor | None = None
+        self._dispatch: Any = None  # sends tokens to the ranks of their experts, if they are sent
+        self._by_place, self._places = mixture.places(layer), torch.empty(0)
+        if list(held) != list(range(mixture.num_experts)):
+            others = [each for each in range(mixture.num_experts) if str(each) not in self.experts]
+            order = torch.tensor([*held, *others], device=device)
+            self._numbers = order.argsort().int()
+        self.correction: nn.Parameter | None = None
+        self.router_bias: nn.Parameter | None = None
+        if mixture.is_biased:
+            self.router_bias = parameter(mixture.num_experts, dtype=torch.float32, device=device)
+        if mixture.is_corrected:
+            self.correction = parameter(mixture.num_experts, dtype=torch.float32, device=device)
+        shared = config.shared_names(layer, name)
+        self.shared = None if shared is None else MLP(config, shared, mixture.shared_size, ops, device, group)
+        self.shared_gate: nn.Parameter | None = None
+        if mixture.has_shared_gate:
+            dtype = TORCH_DTYPES[config.dtype]
+            self.shared_gate = parameter(1, config.hidden_size, dtype=dtype, device=device)
+        self._joined: Packed | None = None
+        self.counts: Tensor | None = None  # int32 [E]: tokens that chose each expert, if they are counted
+
+    def pack(self) -> None:
+        """Pack the filled experts, once, before linears are packed; this may join them."""
+        experts = self.experts.values()
+        linears = [linear for expert in experts for linear in (expert.gate_up, expert.down)]
+        forms, one = {_form(linear) for linear in linears}, next(iter(experts))
+        has_bias, sizes = one.down.bias is not None, (self.router.shape[1], self.config.inner_size)
+        if len(forms) == 1 and self.ops.joins_experts(ExpertKind(*sizes, *forms, one.is_swiglu, has_bias)):
+            filled = [linear.filled() for linear in linears]
+            self._joined = self.ops.pack_experts(filled[::2], filled[1::2])
+            self.experts, self._parts = nn.ModuleDict(), []
+            if self.shared is None:  # otherwise the ranks' shared parts would have to be summed separately
+                self._dispatch = self.ops.dispatch_of(sizes[0], self.config, self.group)
+                order = torch.tensor(list(self._by_place), device=self.router.device)
+                self._places = order.argsort().int()  # place of each expert
+
+    def forward(self, x: Tensor, is_asked: Tensor | None = None) -> Tensor:
+        """Map [T, hidden] to [T, hidden]; `is_asked` says which tokens count, as in `StepInputs`."""
+        weights, chosen = self.ops.route(x, self.router, self.correction, self.config, self.router_bias)
+        if self.counts is not None:
+            one = self.counts.new_ones(len(x)) if is_asked is None else is_asked
+            self.counts.index_add_(0, chosen.flatten(), one[:, None].expand_as(chosen).flatten())
+        if self._dispatch is not None and self._dispatch.takes(x):
+            places = self._places.index_select(0, chosen.flatten()).view_as(chosen)
+            sent: Tensor = self._dispatch.mixture(x, weights, places, self._joined, self._gated)
+            return sent
+        if self._numbers is not None:
+            chosen = self._numbers.index_select(0, chosen.flatten()).view_as(chosen)
+        if self._joined is not None:
+            packed, count = self._joined, self.config.num_experts
+            part = self.ops.joined_mixture(x, weights, chosen, packed, count, self._gated)
+        else:
+            part = self.ops.mixture(x, weights, chosen, self._parts)
+        if self.shared is not None:
+            shared = self.shared.part(x)
+            if self.shared_gate is not None:
+                shared = F.linear(x, self.shared_gate).sigmoid() * shared
+            part = part + shared
+        return self.group.all_reduce(part)
+
+
+def _form(linear: Linear) -> Literal["plain", "int8", "int4"]:
+    if isinstance(linear.form, Int4):
+        return "int4"
+    return "int8" if linear.is_int8 else "plain"

@@ -1,0 +1,29 @@
+"""Define the inputs of one step's forward pass.
+
+Legend: T tokens of the step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from attention.reference import AttentionMetadata
+from kv_cache.device.storage import KVCache
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """The inputs of one step's forward pass, all of them on the device."""
+
+    token_ids: Tensor  # [T]
+    positions: Tensor  # [T] position of each token in its request
+    metadata: AttentionMetadata  # where each token's key and value go, and what each query sees
+    cache: KVCache
+    rope_lens: Tensor | None = None  # [T] lengths that set the base of dynamic rope (see Rope.cos_sin)
+    before_index: Tensor | None = None  # [T] cache place of the position before each token, for heads
+    # int32 [T], 0 for padding of a captured step and 1 otherwise; None if there is no padding
+    is_asked: Tensor | None = None
+    # int32 [T], the place of each token's adapter, 0 for none; None if no token has one
+    adapters: Tensor | None = None

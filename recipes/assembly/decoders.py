@@ -1,0 +1,147 @@
+"""Build the decoders of a recipe: the model's shape for operators, its cache, and the drafter beside it."""
+
+from __future__ import annotations
+
+import torch
+
+from continuous_batching.slots import SlotPool
+from devices.shapes import AttentionShape, LatentShape
+from kv_cache.device.storage import KVCache
+from models.checkpoint import weights
+from models.config import DecoderConfig
+from models.decoder import Decoder
+from models.drafting import head_weights, mtp_weights
+from models.drafting.drafter import Drafter
+from models.drafting.eagle3 import Eagle3, Eagle3Config
+from models.drafting.head_config import HeadConfig
+from models.drafting.head_drafter import HeadDrafter
+from models.drafting.mtp import Mtp, MtpConfig
+from models.features import FeaturePages
+from models.head import FIRST_KEY, Head
+from models.layers.dtypes import TORCH_DTYPES
+from models.parallel.group import Group
+from models.parallel.share import Share
+from recipes.assembly.families import draft_config
+from recipes.assembly.memory_plan import MemoryPlan
+from recipes.machine import Machine
+from recipes.schema.recipe import Recipe
+from recipes.schema.recipe_error import RecipeError
+from recipes.schema.speculation_section import DRAFTERS
+
+
+def shape_of(page_size: int, config: DecoderConfig) -> AttentionShape:
+    """Return what this decoder needs of the attention operators, in pages of `page_size` tokens."""
+    latent = config.latent
+    return AttentionShape(
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        page_size=page_size,
+        scale=config.scale,
+        dtype=TORCH_DTYPES[config.dtype],
+        windows=config.windows,
+        int8_pages=config.int8_cache,
+        first_key=FIRST_KEY if isinstance(config, HeadConfig) else 0,
+        score_cap=config.score_cap,
+        has_sinks=config.has_sinks,
+        latent=None if latent is None else LatentShape(latent.rope_dim, latent.nope_dim, latent.value_dim),
+    )
+
+
+def draft_decoder(
+    recipe: Recipe,
+    config: DecoderConfig,
+    memory: MemoryPlan,
+    machine: Machine,
+    group: Group,
+    share: Share,
+) -> Decoder | Head | None:
+    """Return the loaded draft model, or head, of a recipe, if it names one.
+
+    Raises ValueError for one that cannot be used. A rank of the group holds only its share of the model's own
+    prediction layer.
+    """
+    path, draft = recipe.speculation.draft_path, draft_config(recipe, config)
+    if isinstance(draft, MtpConfig):
+        return _own_layer(recipe, draft, machine, group, share)
+    if draft is None or path is None:
+        return None
+    try:
+        ops, attention = machine.operators(shape_of(recipe.cache.page_size, draft))
+        attention.check()
+        attention.check_longest(memory.longest_tokens)
+        if draft.quantization is not None:
+            ops.check_int8(TORCH_DTYPES[draft.dtype])
+        if isinstance(draft, Eagle3Config):
+            head = Eagle3(draft, ops, attention)
+            head_weights.load(head, path)
+            return head
+        decoder = Decoder(draft, ops, attention)
+        weights.load(decoder, path)
+    except ValueError as error:
+        name = DRAFTERS[recipe.speculation.kind]
+        raise RecipeError("speculation.draft_path", f"the {name}: {error}", value=path) from error
+    return decoder
+
+
+def _own_layer(recipe: Recipe, config: MtpConfig, machine: Machine, group: Group, share: Share) -> Mtp:
+    """Return the loaded layer by which the model's checkpoint predicts further tokens (MTP).
+
+    Its needs of the device are those of the model's own layers.
+    """
+    assert recipe.model.path is not None, "the layer is read from the model's checkpoint"
+    head = Mtp(config, *machine.operators(shape_of(recipe.cache.page_size, share.part(config))), group, share)
+    try:
+        mtp_weights.load(head, recipe.model.path)
+    except ValueError as error:
+        raise RecipeError("speculation.kind", f"its layer: {error}", value="mtp") from error
+    return head
+
+
+def features_of(config: HeadConfig, recipe: Recipe, memory: MemoryPlan, device: torch.device) -> KVCache:
+    """Return the cache of target features that a head reads, in as many pages as were planned."""
+    return KVCache(
+        1,
+        memory.num_pages,
+        config.num_kept,
+        1,
+        config.hidden_size,
+        TORCH_DTYPES[config.dtype],
+        device,
+        num_host_pages=memory.num_host_pages,
+        keys_only=True,
+    )
+
+
+def drafter_of(
+    draft: Decoder | Head, target: Decoder, beside: KVCache, slots: SlotPool, most_tokens: int, recipe: Recipe
+) -> Drafter:
+    """Return the drafter, whose keys and values are in the cache `beside` the target's."""
+    if isinstance(draft, Decoder):
+        return Drafter(draft, beside, slots, most_tokens)
+    assert beside.beside is not None, "features lie beside a head's keys"
+    draft.attach(target, FeaturePages(beside.beside, recipe.cache.page_size))
+    return HeadDrafter(draft, beside, slots, most_tokens, recipe.speculation.max_tokens)
+
+
+def cache_of(
+    decoder: Decoder | Head, recipe: Recipe, memory: MemoryPlan, beside: KVCache | None = None
+) -> KVCache:
+    """Return the cache of a decoder's keys and values, in as many pages as were planned."""
+    config, attention = decoder.part, decoder.attention
+    if isinstance(config, HeadConfig):
+        beside = features_of(config, recipe, memory, attention.device)
+    return KVCache(
+        config.num_layers,
+        memory.num_pages,
+        recipe.cache.page_size,
+        config.num_kv_heads,
+        config.head_dim,
+        TORCH_DTYPES[config.dtype],
+        attention.device,
+        num_host_pages=memory.num_host_pages,
+        allocate=attention.new_pages,
+        allocate_values=attention.new_value_pages,
+        indexed=attention.indexed,
+        beside=beside,
+    )

@@ -1,0 +1,328 @@
+"""Build an engine from a recipe: load the weights, plan the memory, warm up and measure."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from attention.reference import Attention
+from borders.system_error import in_one_line
+from continuous_batching.engine import Engine
+from continuous_batching.recording.recorder import Recorder, RecordingFile, Sink
+from kv_cache.tier.page_tier import PageTier
+from models.checkpoint import weights
+from models.checkpoint.adapter_files import look_at
+from models.checkpoint.int4 import inputs_of_experts, largest_side
+from models.config import DecoderConfig
+from models.decoder import Decoder
+from models.layers.dtypes import TORCH_DTYPES
+from models.ops.reference import Ops
+from models.parallel.group import ALONE, Group, StageLinks, divided
+from models.parallel.share import Share
+from models.sampling.follower import FollowerSampler
+from models.sampling.sampler import Sampler
+from models.step.adapters import Adapters
+from models.step.expert_counts import ExpertCounts
+from models.step.graphs import captured_sizes
+from models.step.runner import ModelRunner, RowSampler
+from models.step.stage_runner import StageRunner
+from models.step.warm_up import capture, largest_step_bytes, warm_up
+from recipes.assembly.decoders import cache_of, draft_decoder, drafter_of, shape_of
+from recipes.assembly.families import share_of
+from recipes.assembly.memory_plan import MemoryPlan, report
+from recipes.assembly.page_events import publish_pages
+from recipes.assembly.page_tier import attach_tier
+from recipes.assembly.scheduler import SchedulerLimits, facts_of, scheduler_of
+from recipes.assembly.sizing import plan_memory
+from recipes.cluster.cluster import find_cluster
+from recipes.cluster.ranks import Ranks, recipe_of_a_rank
+from recipes.machine import Machine, start
+from recipes.schema.recipe import ROOT, Recipe
+from recipes.schema.recipe_error import RecipeError
+from recipes.schema.scheduler_defaults import completed
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltEngine:
+    """An engine that is ready to serve, and the parts that it was built of."""
+
+    engine: Engine
+    runner: ModelRunner
+    config: DecoderConfig
+    memory: MemoryPlan  # the plan at the start; a later resize changes only the engine's pools
+    device_name: str
+    largest_step_s: float  # measured before serving
+    facts: dict[str, Any]  # what its scheduler is made of, for recordings
+    experts: ExpertCounts | None = None  # set where experts are counted
+    ranks: Ranks | None = None  # set where there are several ranks
+    adapters: Adapters | None = None  # set where there is room for adapters
+    tier: PageTier | None = None  # set where pages rest in a tier below the host's memory
+
+
+def build(recipe: Recipe, clock: Callable[[], float] = time.monotonic) -> BuiltEngine:
+    """Return the engine of a recipe, with its other ranks, if it has any.
+
+    Raises ValueError for a recipe that cannot be built, and OSError where a rank is lost meanwhile. The
+    choices made are logged, one line each for the device, the model, the cache, the defaults that the
+    scheduler's policy took, and the operators.
+    """
+    if recipe.scheduler.record is not None:
+        _check_recording(recipe.scheduler.record)  # checked before the build, which takes minutes
+    sinks: list[Sink] = []
+    if recipe.parallel.ranks == 1:
+        built = assemble(recipe, clock=clock)
+    else:
+        share_of(recipe, 0)  # invalid shares are refused before processes are started
+        cluster = find_cluster(recipe.parallel, os.environ)
+        recipe = recipe_of_a_rank(recipe, len(cluster.ranks_of(0, recipe.parallel.ranks)))
+        ranks = Ranks(recipe, cluster)
+        with ranks.building():
+            built = assemble(recipe, ranks.group, clock, ranks.wait_s, ranks.tell)
+        built.engine.runner = ranks.watched(built.runner, built.largest_step_s)
+        built, sinks = replace(built, ranks=ranks), [ranks]
+    if recipe.scheduler.record is not None:
+        sinks = [RecordingFile(recipe.scheduler.record), *sinks]
+    if sinks:
+        built.engine.observer = Recorder(built.facts, *sinks)
+    if recipe.cache.events is not None:
+        publish_pages(built.engine.scheduler.prefix, recipe.cache)
+    if recipe.cache.tier is not None:
+        built = replace(built, tier=attach_tier(recipe, built.engine, built.runner, built.memory))
+    return built
+
+
+def assemble(
+    recipe: Recipe,
+    world: Group = ALONE,
+    clock: Callable[[], float] = time.monotonic,
+    wait_s: float = 0.0,
+    tell: Callable[[str], None] = lambda _: None,
+) -> BuiltEngine:
+    """Build this rank's part of the engine of a recipe.
+
+    All ranks of the world build theirs at the same time, and wait for each other for `wait_s` at most; `tell`
+    is given what this rank does, stage by stage.
+    """
+    tell("planning its memory")
+    config, share = share_of(recipe, world.rank)
+    group, stages = divided(world, share, wait_s)
+    machine = start(recipe.device)
+    machine.join(group)
+    memory = plan_memory(recipe, config, machine.memory_bytes(), share=share)
+    memory = _least(recipe, config, memory, world, share, machine)
+    tell("loading its weights")
+    # The smaller model is loaded first, so that a mistake in it is refused before the larger one is read.
+    draft = draft_decoder(recipe, config, memory, machine, group, share)
+    decoder = _loaded(recipe, config, memory, machine, (group, share, stages))
+    adapters = _adapters(recipe, decoder)
+    tell("")
+    world.meet("the meeting after loading", wait_s)
+    beside = None if draft is None else cache_of(draft, recipe, memory)
+    cache = cache_of(decoder, recipe, memory, beside)
+    drafts = None if draft is None else draft.config
+    most = (memory.num_pages, memory.num_host_pages, memory.longest_tokens)
+    limits = SchedulerLimits.of(config, *most, drafts)
+    depth = recipe.parallel.pipeline
+    scheduler = scheduler_of(recipe.scheduler, recipe.cache, limits, recipe.speculation, depth)
+    sampler: RowSampler = FollowerSampler()
+    if world.rank == 0:
+        sampler = Sampler(config.eos_token_ids, config.vocab_size, decoder.ops)
+    drafter = None
+    if draft is not None and beside is not None:
+        slots, most_tokens = scheduler.slots, scheduler.max_batch_tokens
+        drafter = drafter_of(draft, decoder, beside, slots, most_tokens, recipe)
+    kind = ModelRunner if depth == 1 else StageRunner
+    runner = kind(decoder, cache, decoder.attention, sampler, scheduler.slots, drafter)
+    engine = Engine(scheduler, runner, clock, overlap=recipe.scheduler.overlap)
+    log.info("device: %s", machine.name)
+    experts = ExpertCounts(decoder) if recipe.device.count_experts and world.rank == 0 else None
+    captured_bytes = _first_steps(recipe, runner, scheduler.max_batch_tokens, tell)
+    world.meet("the meeting after compiling", wait_s)  # then the time of the largest step includes no wait
+    tell("running its largest step")
+    memory, largest_step_s = _measure(recipe, config, memory, engine, runner, machine, world, captured_bytes)
+    machine.settle(runner)
+    tell("")
+    world.meet("the meeting before the first step", wait_s)
+    if experts is not None:
+        experts.restart()
+    _log(recipe, config, memory, decoder)
+    limits = replace(limits, num_pages=memory.num_pages)
+    facts = facts_of(recipe.scheduler, recipe.cache, limits, recipe.speculation, depth)
+    return BuiltEngine(
+        engine, runner, config, memory, machine.name, largest_step_s, facts, experts, adapters=adapters
+    )
+
+
+def _loaded(
+    recipe: Recipe,
+    config: DecoderConfig,
+    memory: MemoryPlan,
+    machine: Machine,
+    place: tuple[Group, Share, StageLinks],
+) -> Decoder:
+    """Return this rank's part of the decoder, with its weights."""
+    group, share, stages = place
+    ops, attention = machine.operators(shape_of(recipe.cache.page_size, share.part(config)))
+    attention.check()
+    attention.check_longest(memory.longest_tokens)
+    if config.quantization is not None:
+        ops.check_int8(TORCH_DTYPES[config.dtype])
+    if config.kept_form is not None:
+        part, size = share.part(config), config.kept_form.group_size
+        ops.check_int4(TORCH_DTYPES[config.dtype], size, largest_side(part), inputs_of_experts(part))
+    if recipe.device.graphs:
+        most_layers = share.most_layers(config)
+        # This refuses sizes that cannot be captured before weights are loaded.
+        captured_sizes(attention, *_captured(recipe), most_layers, joins=share.tensors > 1)
+    decoder = Decoder(config, ops, attention, group, share, stages)
+    if recipe.model.weights == "random":
+        weights.random(decoder, recipe.model.seed)
+    else:
+        assert recipe.model.path is not None, "a checkpoint has a path"
+        weights.load(decoder, recipe.model.path)
+    return decoder
+
+
+def _adapters(recipe: Recipe, decoder: Decoder) -> Adapters | None:
+    """Return the places for the recipe's adapters, with those loaded that are there from the start."""
+    asked = recipe.adapters
+    if not asked.most:
+        return None
+    adapters = Adapters(decoder, asked.most, asked.rank)
+    for number, (name, folder) in enumerate((asked.folders or {}).items(), 1):
+        try:
+            adapters.put(number, adapters.read(look_at(ROOT / folder, asked.rank)))
+        except (ValueError, OSError) as error:
+            raise RecipeError(
+                f"adapters.folders.{name}", in_one_line(error), "mend it, or leave it out"
+            ) from error
+    return adapters
+
+
+def _least(
+    recipe: Recipe,
+    config: DecoderConfig,
+    memory: MemoryPlan,
+    world: Group,
+    share: Share,
+    machine: Machine,
+) -> MemoryPlan:
+    """Return the plan with the smallest number of pages that any rank has room for."""
+    pages = world.least(memory.num_pages, machine.device)
+    host_pages = world.least(memory.num_host_pages, machine.device)
+    if (pages, host_pages) == (memory.num_pages, memory.num_host_pages):
+        return memory
+    cache = replace(recipe.cache, num_pages=pages, memory_gib=None, memory_fraction=None)
+    activation_bytes = memory.activation_bytes if memory.is_measured else None
+    return plan_memory(
+        replace(recipe, cache=cache),
+        config,
+        memory.memory_bytes,
+        activation_bytes,
+        num_host_pages=host_pages,
+        share=share,
+    )
+
+
+def _check_recording(path: Path) -> None:
+    """Raise RecipeError unless a new file can be made there."""
+    if path.exists():
+        problem, fix = "is there already", "name a new file: a recording is never overwritten"
+    elif not path.parent.is_dir():
+        problem, fix = f"cannot be made, since there is no directory {path.parent}", "make it first"
+    elif not os.access(path.parent, os.W_OK):
+        problem, fix = f"cannot be made, since {path.parent} may not be written to", "name another place"
+    else:
+        return
+    raise RecipeError("scheduler.record", f"{path} {problem}", fix, value=path)
+
+
+def _first_steps(recipe: Recipe, runner: ModelRunner, budget: int, tell: Callable[[str], None]) -> int:
+    """Compile and capture what steps need.
+
+    Returns the bytes of device memory that captured graphs hold.
+    """
+    tell("compiling and running its first steps")
+    warm_up(runner, budget)
+    captured_bytes = 0
+    if recipe.device.graphs:
+        tell("capturing graphs")
+        captured_bytes = capture(runner, *_captured(recipe))
+    tell("")
+    return captured_bytes
+
+
+def _measure(
+    recipe: Recipe,
+    config: DecoderConfig,
+    estimated: MemoryPlan,
+    engine: Engine,
+    runner: ModelRunner,
+    machine: Machine,
+    world: Group,
+    captured_bytes: int,
+) -> tuple[MemoryPlan, float]:
+    """Run the largest step, and plan again if it and the captured graphs take more memory than was estimated.
+
+    Returns the plan, and the duration of that step in seconds. A smaller figure does not change the plan: an
+    earlier engine of this process may have left memory that is used again and does not show.
+    """
+    budget = engine.scheduler.max_batch_tokens
+    start_s = time.perf_counter()
+    measured = largest_step_bytes(runner, budget)
+    step_s = time.perf_counter() - start_s
+    memory = estimated
+    if measured is not None and measured + captured_bytes > estimated.activation_bytes:
+        memory = plan_memory(
+            recipe,
+            config,
+            machine.memory_bytes(),
+            measured + captured_bytes,
+            num_host_pages=estimated.num_host_pages,  # they are allocated already, and stay
+            share=runner.decoder.share,
+        )
+        memory = replace(memory, host_because=estimated.host_because)
+    memory = _least(recipe, config, memory, world, runner.decoder.share, machine)
+    if memory.num_pages != estimated.num_pages:
+        engine.resize(memory.num_pages)
+        warm_up(runner, budget)
+    return memory, step_s
+
+
+def _captured(recipe: Recipe) -> tuple[int, int]:
+    """Return the most tokens of a captured step, and of a row of it."""
+    asked = recipe.speculation
+    width = 1 if asked.kind == "none" else 1 + asked.max_tokens
+    return min(recipe.device.graphs, recipe.scheduler.num_slots * width), width
+
+
+def _log(recipe: Recipe, config: DecoderConfig, memory: MemoryPlan, decoder: Decoder) -> None:
+    ops, attention = decoder.ops, decoder.attention
+    lines = dict(report(recipe, config, memory, decoder.share))
+    log.info("model: %s, weights %s (%s)", lines["model"], lines["weights"], recipe.model.weights)
+    log.info("cache: %s pages of %s, %s", f"{memory.num_pages:,}", lines["a page"], lines["cache"])
+    if memory.host_because:
+        log.info("host tier: %s", lines["host tier"])
+    section, sources = completed(recipe.scheduler, memory.longest_tokens)
+    for key, source in sources.items():
+        log.info("scheduler.%s: %s, %s", key, getattr(section, key), source)
+    log.info("operators of %s: %s", type(ops).__name__, _overridden(ops, Ops))
+    log.info("attention of %s: %s", type(attention).__name__, _overridden(attention, Attention))
+
+
+def _overridden(operators: object, plain: type) -> str:
+    """Return which of the plain operators a device overrides, in words."""
+    names = [name for name in vars(plain) if name[0] != "_" and callable(getattr(plain, name))]
+    overridden = [
+        name
+        for name in names
+        if getattr(getattr(operators, name), "__func__", None) is not getattr(plain, name)
+    ]
+    return f"fused are {', '.join(overridden)}" if overridden else "all plain torch"

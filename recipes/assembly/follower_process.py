@@ -1,0 +1,164 @@
+"""Run a rank that follows the leader, as a process of its own.
+
+    python -m recipes.assembly.follower_process --leader HOST:PORT --rank RANK [--adopt]
+
+Its standard input carries the recipe, and ends when its parent does: then this process ends too. It joins the
+other ranks, builds its part of the engine, and follows the leader's recording.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from continuous_batching.recording.follower import Beats, Follower, differences
+from models.parallel.group import BACKENDS, join
+from recipes.assembly.engine import assemble
+from recipes.cluster.rank_process import (
+    ALONE,
+    FAILED,
+    LENGTH,
+    RECIPE,
+    RECORDING,
+    WAIT_S,
+    adopted,
+    common,
+    restored,
+)
+from recipes.machine import start
+from recipes.schema.numbers import whole
+from recipes.schema.parallel_section import MOST_RANKS
+from recipes.schema.recipe import Recipe
+
+log = logging.getLogger(__name__)
+
+LEADER_SILENT_S = 20.0  # a leader whose machine acknowledges nothing for this long is gone
+
+
+class NoLeader(ConnectionError):
+    """There is no leader, for example because the leader has ended for good."""
+
+
+def _recipe() -> Recipe:
+    """Return the recipe that the parent has sent."""
+    (length,) = LENGTH.unpack(_read(LENGTH.size))
+    return restored(_read(length))
+
+
+def _read(length: int) -> bytes:
+    data = b""
+    while len(data) < length:
+        more = os.read(0, length - len(data))
+        if not more:
+            os._exit(FAILED)
+        data += more
+    return data
+
+
+def _end_with_parent() -> None:
+    os.read(0, 1)
+    os._exit(FAILED)  # a step may wait for ranks that have ended
+
+
+def _end_without_leader() -> None:
+    """End even while this rank waits: a collective waits for lost ranks as long as for slow ones."""
+    log.error("the leader is gone")
+    os._exit(FAILED)
+
+
+def follow(recipe: Recipe, rank: int, leader: str, *, adopts: bool = False) -> None:
+    """Join, build, and follow until the leader closes its recording; with its settings, if `adopts`."""
+    host, _, port = leader.rpartition(":")
+    within = timedelta(seconds=recipe.parallel.connect_timeout_s)
+    try:
+        store = dist.TCPStore(host, int(port), is_master=False, timeout=within)
+        near, _, port = store.get(RECORDING).decode().rpartition(":")
+    except dist.DistError as error:
+        raise NoLeader(f"no leader at {leader} within {within.total_seconds():g} s") from error
+    with socket.create_connection((near, int(port)), within.total_seconds()) as connection:
+        connection.settimeout(None)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux has it
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * LEADER_SILENT_S))
+        try:
+            leaders = json.loads(store.get(RECIPE))
+            recipe = adopted(recipe, leaders) if adopts else recipe
+            _compare(recipe, leaders)
+        except ValueError as error:
+            connection.sendall(f"rank {rank}: {error}\n".encode())
+            raise
+        connection.sendall(f"{rank} process {os.getpid()} on {socket.gethostname()}\n".encode())
+        beats = Beats(connection, _end_without_leader)
+
+        def tell(doing: str) -> None:
+            beats.doing = doing
+
+        try:
+            start(recipe.device)  # it imports the library of the collectives
+            wait_s = float(store.get(WAIT_S))
+            group = join(BACKENDS[recipe.device.kind], store, rank, recipe.parallel.ranks, wait_s)
+            beats.inside = lambda: group.inside
+            built = assemble(recipe, group, wait_s=wait_s, tell=tell)
+            decoder = built.runner.decoder
+            beats.inside = lambda: decoder.group.inside or decoder.stages.inside
+            gc.collect()
+            gc.freeze()
+        except Exception as error:
+            beats.end(str(error))
+            raise
+        scheduler = built.engine.scheduler
+        overlap = recipe.scheduler.overlap or scheduler.depth > 1
+        Follower(beats, scheduler, built.runner, built.facts, overlap=overlap).follow()
+
+
+def _compare(recipe: Recipe, leaders: dict[str, Any]) -> None:
+    """Raise ValueError where this rank's recipe differs from the leader's.
+
+    The ranks would otherwise wait for each other, or compute two models.
+    """
+    own = json.loads(json.dumps(common(recipe)))
+    for name, mine, theirs in differences(own, leaders):
+        raise ValueError(f"{name} is {mine!r} here, and {theirs!r} on the leader; make them equal")
+
+
+def main(argv: list[str]) -> int:
+    """Follow; the leader is told the reason if this rank cannot."""
+    options = argparse.ArgumentParser(prog="python -m recipes.assembly.follower_process")
+    options.add_argument("--leader", required=True)
+    options.add_argument("--rank", type=whole(1, MOST_RANKS), required=True)
+    options.add_argument("--adopt", action="store_true", help="take the settings from the leader")
+    asked = options.parse_args(argv)
+    gc.freeze()  # What is imported stays: the collection before the first step need not visit it
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, signal.SIG_IGN)  # these signals are for the leader, whose end ends this process
+    logging.basicConfig(
+        level=logging.WARNING, format=f"%(levelname)s rank {asked.rank}: %(message)s", stream=sys.stderr
+    )
+    recipe = _recipe()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    status = FAILED
+    try:
+        follow(recipe, asked.rank, asked.leader, adopts=asked.adopt)
+        status = 0
+    except (ValueError, OSError, RuntimeError, MemoryError) as error:
+        log.error("%s", error)
+        if isinstance(error, NoLeader):
+            return ALONE
+    return status
+
+
+if __name__ == "__main__":
+    ended = main(sys.argv[1:])
+    sys.stderr.flush()
+    os._exit(ended)  # the interpreter's normal exit waits for threads that may wait for other ranks

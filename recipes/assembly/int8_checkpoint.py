@@ -1,0 +1,130 @@
+"""Write an int8 version of a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from devices.int8 import quantize_rows
+from models.checkpoint.block_scales import SUFFIX, scaled
+from models.checkpoint.files import INDEX, check_finite, checkpoint_files, names_in, open_checkpoint
+from models.config import DecoderConfig
+from models.drafting.mtp import mtp_config
+from models.layers.dtypes import TORCH_DTYPES
+from models.packing import Packing
+from models.quantization import KEY, BlockScales, Quantization
+from recipes.assembly.families import config_in
+
+# These belong to latent attention, which multiplies with them in the model's type.
+UP_PROJECTIONS = r"re:.*\.kv_b_proj$"
+# Readers of the checkpoint see them as linears, and they are too small to gain from int8.
+ROUTERS = r"re:.*\.gate$"
+# Weight files of any format, which are not copied.
+LEFT_OUT = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+
+
+def quantize(source: Path, target: Path) -> tuple[int, int]:
+    """Write the quantised checkpoint, and return the bytes of all weights before and after.
+
+    `target` appears whole or not at all. Raises ValueError for a target that is not empty, and for a source
+    that is quantised or not supported.
+    """
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ValueError(f"{target} is there and not empty; name a new directory")
+    config = config_in(source)
+    if config.quantization is not None:
+        raise ValueError(f"{source} is quantised already; name the original checkpoint")
+    if isinstance(config.stored_form, Packing):
+        raise ValueError(f"{source} is packed ({config.stored_form}); set model.quantization: w8a8 instead")
+    if config.stored_joined:
+        joined = " and ".join(config.stored_joined)
+        raise ValueError(f"{source} stores linears joined ({joined}); set model.quantization: w8a8 instead")
+    if config.mixture is not None and config.mixture.is_stacked:
+        raise ValueError(f"{source} stores experts joined; set model.quantization: w8a8 instead")
+    ignore = ["lm_head"]
+    if config.mixture is not None:
+        ignore.append(ROUTERS)
+    if config.latent is not None:
+        ignore.append(UP_PROJECTIONS)
+    scheme = Quantization(tuple(ignore))
+    names = {f"{name}.weight" for name, *_ in config.linears() if scheme.covers(name)}
+    further = set()  # weights of a prediction layer behind the model's own layers, which may be absent
+    if config.num_unread_layers:
+        further = {f"{name}.weight" for name, *_ in mtp_config(config, 1).linears() if scheme.covers(name)}
+    files = checkpoint_files(source)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as room:
+        made = Path(room) / target.name
+        made.mkdir()
+        places: dict[str, str] = {}
+        sizes = {"before": 0, "after": 0}
+        for file in files:
+            tensors = dict(_quantized(file, names | further, sizes, config, files))
+            save_file(tensors, made / file.name, metadata={"format": "pt"})
+            shutil.copymode(file, made / file.name)
+            places |= dict.fromkeys(tensors, file.name)
+            del tensors
+        absent = sorted(names - set(places))
+        if absent:
+            raise ValueError(f"{source} lacks {', '.join(absent[:3])}{' ...' * (len(absent) > 3)}")
+        if (source / INDEX).is_file():
+            index = {"metadata": {"total_size": sizes["after"]}, "weight_map": places}
+            (made / INDEX).write_text(json.dumps(index, indent=2))
+        _copy_the_rest(source, made, scheme)
+        if target.exists():
+            target.rmdir()
+        os.replace(made, target)
+    return sizes["before"], sizes["after"]
+
+
+def _quantized(
+    file: Path, names: set[str], sizes: dict[str, int], config: DecoderConfig, files: list[Path]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a file as they are to be written.
+
+    Scales of 8-bit floats are applied and dropped.
+    """
+    with open_checkpoint(file) as opened:
+        for name in names_in(opened):
+            tensor = opened.get_tensor(name)
+            sizes["before"] += tensor.nbytes
+            if isinstance(config.stored_form, BlockScales) and name.endswith(SUFFIX):
+                continue
+            if isinstance(config.stored_form, BlockScales) and tensor.dtype == torch.float8_e4m3fn:
+                scales = _found(name + SUFFIX, [file, *files])
+                tensor = scaled(tensor, scales, config.stored_form).to(TORCH_DTYPES[config.dtype])
+            check_finite(file, name, tensor, tensor.dtype)
+            made = {name: tensor}
+            if name in names:
+                weight, scale = quantize_rows(tensor)
+                made = {name: weight, f"{name}_scale": scale}
+            sizes["after"] += sum(each.nbytes for each in made.values())
+            yield from made.items()
+
+
+def _found(name: str, files: list[Path]) -> Tensor:
+    """Return a tensor that is in one of these files, usually in the first."""
+    for file in files:
+        with open_checkpoint(file) as opened:
+            if name in names_in(opened):
+                found: Tensor = opened.get_tensor(name)
+                return found
+    raise ValueError(f"{files[0].parent} lacks {name}; download it again")
+
+
+def _copy_the_rest(source: Path, target: Path, scheme: Quantization) -> None:
+    """Copy tokenizer, chat template and the other files beside the weights; config.json names the scheme."""
+    for file in sorted(source.iterdir()):
+        if file.is_file() and file.suffix not in LEFT_OUT and not file.name.endswith(".index.json"):
+            shutil.copyfile(file, target / file.name)
+    said = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    text = json.dumps(said | {KEY: scheme.in_json()}, indent=2, ensure_ascii=False)
+    (target / "config.json").write_text(text + "\n", encoding="utf-8")

@@ -1,0 +1,103 @@
+"""Explain why a recipe does not fit into the machine, and which key makes it fit."""
+
+from __future__ import annotations
+
+import math
+
+from recipes.assembly.memory_plan import GIB, MemoryPlan, in_gib
+from recipes.schema.recipe import Recipe
+from recipes.schema.recipe_error import RecipeError
+
+
+def check_fits(recipe: Recipe, sizing: MemoryPlan) -> None:
+    """Raise RecipeError if the recipe needs more than the device's memory."""
+    if sizing.num_pages <= sizing.num_pages_fitting:
+        return
+    cache, missing = recipe.cache, sizing.total_bytes - sizing.memory_bytes
+    problem = (
+        f"{_parts(sizing)} and {in_gib(sizing.cache_bytes)} of cache are {in_gib(missing)} more than the"
+        f" {in_gib(sizing.memory_bytes)} of this machine"
+    )
+    host_bytes = sizing.host_beside_bytes
+    if host_bytes - missing >= 2 * sizing.page_bytes or host_bytes >= sizing.memory_bytes:
+        most = max(0.0, _floor(host_bytes - missing))
+        raise RecipeError("cache.host_gib", problem, f"set at most {most}", value=cache.host_gib, limit=most)
+    name = next(
+        name
+        for name in ("cache.num_pages", "cache.memory_gib", "cache.memory_fraction")
+        if recipe.value(name) is not None
+    )
+    fitting = sizing.num_pages_fitting
+    if fitting < 2:
+        lacking = sizing.beside_bytes + 2 * sizing.page_bytes - sizing.memory_bytes
+        raise RecipeError(name, problem, _other_fix(sizing, lacking), value=recipe.value(name))
+    limit = fitting if cache.num_pages is not None else _floor(fitting * sizing.page_bytes)
+    raise RecipeError(name, problem, f"set at most {limit}", value=recipe.value(name), limit=limit)
+
+
+def too_small_a_part(recipe: Recipe, sizing: MemoryPlan, lacking: int) -> RecipeError:
+    """Return the error for a `cache.memory_fraction` that leaves no room for two pages."""
+    fraction = recipe.cache.memory_fraction
+    assert fraction is not None, "only a recipe with a fraction can have too small a one"
+    least = math.ceil(1000 * (fraction + lacking / sizing.memory_bytes)) / 1000
+    return RecipeError(
+        "cache.memory_fraction",
+        f"{fraction} of the {in_gib(sizing.memory_bytes)} of this machine are {in_gib(lacking)} less than"
+        f" {_parts(sizing)} and a cache of 2 pages",
+        f"set at least {least}" if least <= 1 else _other_fix(sizing, lacking),
+        value=fraction,
+        limit=least,
+    )
+
+
+def too_few_pages(name: str, gib: float, num_pages: int, page_bytes: int) -> RecipeError:
+    """Return the error for memory that holds less than the null page and one to use."""
+    least = math.ceil(2000 * page_bytes / GIB) / 1000
+    return RecipeError(
+        (name, "cache.page_size"),
+        f"{gib} GiB hold {num_pages} pages of {page_bytes} bytes, and 2 is the least",
+        f"set at least {least}, or a smaller cache.page_size",
+        value=gib,
+        limit=least,
+    )
+
+
+def too_much_of_the_host(gib: float, memory_bytes: int) -> RecipeError:
+    """Return the error for a host tier larger than the host's memory, where the device has its own."""
+    most = _floor(memory_bytes)
+    return RecipeError(
+        "cache.host_gib",
+        f"{gib} is more than the {in_gib(memory_bytes)} of this host",
+        f"set at most {most}",
+        value=gib,
+        limit=most,
+    )
+
+
+def _parts(sizing: MemoryPlan) -> str:
+    parts = {
+        "weights": sizing.weight_bytes,
+        "adapters": sizing.adapter_bytes,
+        "activations": sizing.activation_bytes,
+        "reserve": sizing.reserve_bytes,
+        "slot table": sizing.slot_bytes,
+        "host tier": sizing.host_beside_bytes,
+    }
+    return ", ".join(f"{in_gib(count)} of {name}" for name, count in parts.items() if count)
+
+
+def _other_fix(sizing: MemoryPlan, lacking: int) -> str:
+    """Return what to change where no number of pages helps."""
+    for name, count in (
+        ("cache.host_gib", sizing.host_beside_bytes),
+        ("scheduler.max_batch_tokens", sizing.activation_bytes),
+        ("cache.reserve_gib", sizing.reserve_bytes),
+        ("scheduler.max_request_tokens", sizing.slot_bytes),
+    ):
+        if count > lacking:
+            return f"lower {name}, or choose a smaller model or model.dtype"
+    return "choose a smaller model or model.dtype"
+
+
+def _floor(count: int) -> float:
+    return int(1000 * count / GIB) / 1000

@@ -1,0 +1,131 @@
+"""Attach the tier in which an engine's pages rest below the host's memory.
+
+The module also computes the identity of the pages: two engines may use the same pages only if everything that
+their content depends on is equal.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from continuous_batching.engine import Engine
+from kv_cache.device.page_bytes import PageBytes
+from kv_cache.tier.disk import DiskStore
+from kv_cache.tier.entries import identity_of
+from kv_cache.tier.page_tier import PageTier
+from kv_cache.tier.store import PageStore
+from models.checkpoint.files import checkpoint_files
+from models.layers.rope import needs_long_factors
+from models.step.runner import ModelRunner
+from recipes.assembly.families import draft_config
+from recipes.assembly.memory_plan import MemoryPlan
+from recipes.schema.recipe import ROOT, Recipe
+from recipes.schema.recipe_error import RecipeError
+from recipes.schema.tier_section import NAME, TierSection, place_of, tier_of
+
+_GIB = 2**30
+_PIECE_BYTES, _READERS = 2**20, 4
+
+log = logging.getLogger(__name__)
+
+
+def attach_tier(recipe: Recipe, engine: Engine, runner: ModelRunner, memory: MemoryPlan) -> PageTier:
+    """Let an engine use the tier that its recipe asks for; raises RecipeError where that is not possible.
+
+    A server that does not answer is no such reason: the engine runs without it until it answers.
+    """
+    asked = tier_of(recipe.cache.tier)
+    assert asked is not None, "there is no tier"
+    if not memory.num_host_pages:
+        problem = "pages come from there by way of the host's memory, which has no room for any"
+        raise RecipeError(
+            (NAME, "cache.host_fraction"), problem, "raise cache.host_fraction, or leave this out"
+        )
+    began_s, cache = time.perf_counter(), runner.cache
+    pages = PageBytes(cache)
+    identity = identity_of(_facts(recipe, runner, memory.longest_tokens, pages))
+    store, where = _store(asked, identity)
+    tier = PageTier(store, pages, cache.apply, identity, asked.wait_s, where)
+    cache.tier = engine.tier = tier
+    took_s = time.perf_counter() - began_s
+    log.info("tier of pages: %s, identity %s, known after %.1f s", where, identity.hex()[:16], took_s)
+    return tier
+
+
+def _facts(recipe: Recipe, runner: ModelRunner, longest_tokens: int, pages: PageBytes) -> dict[str, object]:
+    """Return all that a page's content depends on besides its tokens and its salt.
+
+    The salt includes the request's adapter.
+    """
+    config = runner.config
+    draft = draft_config(recipe, config)
+    return {
+        "layout": pages.layout,
+        "page size": recipe.cache.page_size,
+        "model": repr(config),
+        "weights": _weights(recipe),
+        "draft": None if draft is None else [repr(draft), digests(recipe.speculation.draft_path)],
+        "share": repr(runner.decoder.share),
+        "long factors": needs_long_factors(config.rope, longest_tokens),
+        "attention": [type(runner.attention).__qualname__, runner.attention.device.type],
+    }
+
+
+def _weights(recipe: Recipe) -> object:
+    if recipe.model.weights == "random":
+        return ["random", recipe.model.seed, str(torch.__version__)]
+    return digests(recipe.model.path)
+
+
+def digests(path: Path | None) -> list[str] | None:
+    """Return the digests of all tensor files of a checkpoint.
+
+    A checkpoint in which a single number differs is another model.
+    """
+    if path is None:
+        return None
+    with ThreadPoolExecutor(_READERS) as readers:
+        return [*readers.map(_file_digest, sorted(checkpoint_files(path)))]
+
+
+def _file_digest(file: Path) -> str:
+    hashed = hashlib.sha256()
+    with file.open("rb") as data:
+        while piece := data.read(_PIECE_BYTES):
+            hashed.update(piece)
+    return hashed.hexdigest()
+
+
+def _store(asked: TierSection, identity: bytes) -> tuple[PageStore, str]:
+    """Return the store, and its name in the log."""
+    most_bytes = int(asked.gib * _GIB)
+    if asked.kind == "disk":
+        folder = place_of(asked, ROOT)
+        try:
+            return DiskStore(folder, most_bytes, identity), str(folder)
+        except OSError as error:
+            problem, fix = f"{folder} cannot be used: {error.strerror or error}", "choose another"
+            raise RecipeError((f"{NAME}.path", NAME), problem, fix, value=asked.path) from error
+    assert asked.url is not None, "a server has a url"
+    try:
+        from kv_cache.tier.redis_store import RedisStore
+    except ImportError as error:
+        problem, fix = f"needs {error.name}", "bash scripts/setup.sh redis installs it"
+        raise RecipeError((f"{NAME}.kind", NAME), problem, fix, value=asked.kind) from error
+    password = None if asked.password_file is None else _password(asked.password_file)
+    return RedisStore(asked.url, most_bytes, identity, asked.wait_s, password), asked.url
+
+
+def _password(name: str) -> str:
+    file = ROOT / Path(name).expanduser()
+    try:
+        return file.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        problem = f"{file} cannot be read: {getattr(error, 'strerror', None) or error}"
+        raise RecipeError((f"{NAME}.password_file", NAME), problem, value=name) from error

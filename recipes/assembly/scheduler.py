@@ -1,0 +1,219 @@
+"""Build a scheduler from a recipe; this needs no model and no device."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from continuous_batching.policies.adaptive_prefill_budget import AdaptiveChunks
+from continuous_batching.policies.long_prompts import LongPrompts
+from continuous_batching.policies.orca import Orca
+from continuous_batching.policies.policy import ALL, Policy
+from continuous_batching.policies.prefill_budget import Chunks, FixedChunks, StagedChunks
+from continuous_batching.policies.prefill_first import PrefillFirst
+from continuous_batching.policies.split import Split
+from continuous_batching.policies.stall_free import StallFree
+from continuous_batching.policies.static import Static
+from continuous_batching.queueing.fair_share import FairShare
+from continuous_batching.queueing.limits import QueueLimits
+from continuous_batching.queueing.ordering import Aged, EarliestDeadline, QueueOrder, shortest_first
+from continuous_batching.queueing.waiting_queue import WaitingQueue
+from continuous_batching.scheduling.scheduler import Scheduler
+from continuous_batching.scheduling.victims import Victim, fewest_lost, lowest_priority, youngest
+from continuous_batching.slots import SlotPool
+from kv_cache.pages import PagePool
+from recipes.assembly.speculation import speculation_of
+from recipes.schema.keys import keys_of
+from recipes.schema.precedence import COMMAND_LINE, FILE, Entry, settled
+from recipes.schema.recipe import CacheSection, SchedulerSection
+from recipes.schema.scheduler_checks import contradictions
+from recipes.schema.scheduler_defaults import completed, longest_request
+from recipes.schema.speculation_section import SpeculationSection
+
+if TYPE_CHECKING:
+    from models.config import DecoderConfig
+
+Value = TypeVar("Value")
+
+VICTIMS: dict[str, Victim] = {
+    "youngest": youngest,
+    "fewest_lost": fewest_lost,
+    "lowest_priority": lowest_priority,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """What the model and the memory add to the numbers of a recipe."""
+
+    num_pages: int
+    num_host_pages: int
+    longest_tokens: int  # most tokens of a request, prompt and answer
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    max_shared_tokens: int | None  # most tokens of a prompt that shares pages (see Scheduler)
+
+    @classmethod
+    def of(
+        cls,
+        config: DecoderConfig,
+        num_pages: int,
+        num_host_pages: int,
+        longest_tokens: int,
+        draft: DecoderConfig | None = None,
+    ) -> SchedulerLimits:
+        """Return the limits for this model, with the draft model beside it, and a cache of this size."""
+        shared = [config.max_shared_positions, None if draft is None else draft.max_shared_positions]
+        return cls(
+            num_pages=num_pages,
+            num_host_pages=num_host_pages,
+            longest_tokens=longest_tokens,
+            vocab_size=config.vocab_size,
+            eos_token_ids=config.eos_token_ids,
+            max_shared_tokens=min((each for each in shared if each is not None), default=None),
+        )
+
+
+NO_SPECULATION = SpeculationSection()
+
+
+def scheduler_of(
+    asked: SchedulerSection,
+    cache: CacheSection,
+    limits: SchedulerLimits,
+    speculation: SpeculationSection = NO_SPECULATION,
+    depth: int = 1,
+) -> Scheduler:
+    """Return an empty scheduler, for a model in `depth` pipeline stages."""
+    longest_tokens = longest_request(asked, limits.longest_tokens)
+    asked = completed(asked, longest_tokens).section
+    slots = SlotPool(asked.num_slots, longest_tokens, cache.page_size)
+    return Scheduler(
+        slots,
+        PagePool(limits.num_pages),
+        policy(asked),
+        waiting=waiting(asked, slots),
+        limits=QueueLimits(
+            max_waiting_requests=asked.max_waiting_requests or ALL,
+            max_waiting_tokens=asked.max_waiting_tokens or ALL,
+            max_queue_wait_s=asked.max_queue_wait_s or math.inf,
+        ),
+        outrank=asked.outrank,
+        victim=VICTIMS[asked.victim],
+        host_pool=PagePool(limits.num_host_pages) if limits.num_host_pages else None,
+        has_tier=cache.tier is not None and limits.num_host_pages > 0,
+        max_batch_tokens=_said(asked.max_batch_tokens),
+        vocab_size=limits.vocab_size,
+        eos_token_ids=limits.eos_token_ids,
+        speculation=speculation_of(speculation, slots),
+        prefix_sharing=cache.prefix_sharing,
+        max_shared_tokens=limits.max_shared_tokens,
+        compact_every_steps=cache.compact_every_steps,
+        compact_pages_per_step=cache.compact_pages_per_step,
+        seed=asked.seed,
+        depth=depth,
+    )
+
+
+def facts_of(
+    asked: SchedulerSection,
+    cache: CacheSection,
+    limits: SchedulerLimits,
+    speculation: SpeculationSection = NO_SPECULATION,
+    depth: int = 1,
+) -> dict[str, Any]:
+    """Return what a scheduler is made of, defaults included, as plain values for a recording's header."""
+    asked = completed(asked, longest_request(asked, limits.longest_tokens)).section
+    scheduler = {name: value for name, value in asdict(asked).items() if name != "record"}
+    drafts = {name: value for name, value in asdict(speculation).items() if not name.startswith("draft_")}
+    return {
+        "scheduler": scheduler,
+        "cache": asdict(cache),
+        "speculation": drafts,  # the draft model's own keys decide nothing here
+        "limits": asdict(limits),
+        "depth": depth,
+    }
+
+
+def scheduler_from(facts: dict[str, Any]) -> Scheduler:
+    """Return the scheduler of a recording's header; raises ValueError if another version wrote it."""
+    try:
+        asked, cache = SchedulerSection(**facts["scheduler"]), CacheSection(**facts["cache"])
+        speculation = SpeculationSection(**facts["speculation"])
+        limits = SchedulerLimits(
+            **{**facts["limits"], "eos_token_ids": tuple(facts["limits"]["eos_token_ids"])}
+        )
+    except (KeyError, TypeError) as error:
+        raise ValueError(
+            f"the recording is of another version: {error}; replay it with that version"
+        ) from error
+    for section, values in (("scheduler", asked), ("cache", cache), ("speculation", speculation)):
+        for key in keys_of(type(values), f"{section}."):
+            key.check(getattr(values, key.name.partition(".")[2]))
+    for problem in contradictions(asked):
+        raise problem
+    return scheduler_of(asked, cache, limits, speculation, facts.get("depth", 1))
+
+
+def changed(section: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """Return a recording's section with `changes`; recorded keys that contradict them give way."""
+    entries = {f"scheduler.{key}": Entry(value, "the recording", FILE) for key, value in section.items()}
+    for key, value in changes.items():
+        entries[f"scheduler.{key}"] = Entry(value, f"command line: scheduler.{key}", COMMAND_LINE)
+    return {name.partition(".")[2]: entry.value for name, entry in settled(entries).items()}
+
+
+def policy(asked: SchedulerSection) -> Policy:
+    """Return the batching policy that a completed section names."""
+    long_prompts = None
+    if asked.max_long_prefills is not None:
+        long_prompts = LongPrompts(asked.max_long_prefills, _said(asked.long_prompt_tokens))
+    match asked.policy:
+        case "stall_free":
+            return StallFree(chunks(asked), long_prompts)
+        case "split":
+            prompt_tokens = int(_said(asked.prompt_share) * _said(asked.max_batch_tokens))
+            return Split(prompt_tokens, chunks(asked), long_prompts)
+        case "prefill_first":
+            return PrefillFirst()
+        case "orca":
+            return Orca()
+        case "static":
+            return Static(_said(asked.batch_size), _said(asked.max_wait_ms) / 1000)
+
+
+def chunks(asked: SchedulerSection) -> Chunks | None:
+    """Return how long a prompt's chunks are; None: as long as the budget allows."""
+    if asked.chunk == "fixed":
+        return None if asked.chunk_tokens is None else FixedChunks(asked.chunk_tokens)
+    least, most = _said(asked.min_chunk_tokens), _said(asked.max_chunk_tokens)
+    tile = _said(asked.tile_tokens)
+    if asked.chunk == "dynamic":
+        return StagedChunks(least, most, _said(asked.chunk_stages), _said(asked.staged_tokens), tile)
+    return AdaptiveChunks(_said(asked.target_itl_ms) / 1000, least, most, tile)
+
+
+def waiting(asked: SchedulerSection, slots: SlotPool) -> WaitingQueue:
+    """Return an empty queue in the order that a recipe names."""
+    shares = FairShare(slots, asked.tenant_weights or {}) if asked.fair_tenants else None
+    return WaitingQueue(order(asked), shares, asked.long_prompt_tokens or ALL)
+
+
+def order(asked: SchedulerSection) -> QueueOrder | None:
+    """Return the order in which requests are admitted; None: by arrival."""
+    match asked.queue:
+        case "fcfs":
+            return None
+        case "sjf":
+            return shortest_first
+        case "priority":
+            return Aged(_said(asked.priority_s), _said(asked.length_s))
+        case "deadline":
+            return EarliestDeadline(_said(asked.deadline_s))
+
+
+def _said(value: Value | None) -> Value:
+    """Return the value of a key that a completed section has."""
+    assert value is not None, "the section has not been completed"
+    return value

@@ -1,0 +1,359 @@
+"""Compute how much memory a recipe needs, and how many pages that leaves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from devices.ascend_limits import PRODUCTS
+from devices.onednn import product_dtype
+from models.config import DecoderConfig
+from models.drafting.head_config import HeadConfig
+from models.drafting.mtp import MtpConfig
+from models.layers.dtypes import TORCH_DTYPES
+from models.ops.reference import WIDENED_ROWS
+from models.parallel.share import Share
+from models.step.adapters import bytes_of_adapters
+from recipes.assembly.families import draft_config
+from recipes.assembly.memory_errors import check_fits, too_few_pages, too_much_of_the_host, too_small_a_part
+from recipes.assembly.memory_plan import GIB, WHOLE, MemoryPlan, in_gib
+from recipes.machine import host_memory_bytes, start
+from recipes.schema.recipe import Recipe
+from recipes.schema.recipe_error import RecipeError
+from recipes.schema.scheduler_defaults import completed, longest_request
+
+SCORED_ROWS = 256  # queries whose scores are in memory at once
+# Bytes per logit beside the logits: float32 scores, weights, and what choosing from them takes.
+LOGIT_BYTES = 16
+STEP_BYTES = 16 * 2**20  # bytes that operators keep however small a step is
+
+
+def plan_memory(
+    recipe: Recipe,
+    config: DecoderConfig,
+    memory_bytes: int | None = None,
+    activation_bytes: int | None = None,
+    *,
+    tensor: int = 1,
+    stages: int = 1,
+    share: Share = WHOLE,
+    host_memory: int | None = None,
+    num_host_pages: int | None = None,
+) -> MemoryPlan:
+    """Return the plan of a recipe.
+
+    Raises RecipeError if it cannot fit, with what is missing and the key to change.
+
+    With `memory_bytes` None, the memory is that of the recipe's device; with `activation_bytes` None, it is
+    estimated; with `host_memory` None, it is that of this machine; with `num_host_pages` None, it follows
+    from the recipe. The model lies on `stages` groups of `tensor` devices that share each layer, all with
+    this memory; then the sizing is that of all devices together, and so is what the cache may take. With a
+    `share`, it is that of one rank's device.
+    """
+    cache, num_devices = recipe.cache, tensor * stages
+    both = _decoders(recipe, config, share)
+    device_bytes = start(recipe.device).memory_bytes() if memory_bytes is None else memory_bytes
+    host_bytes = host_memory_bytes() if host_memory is None else host_memory
+    most_tokens = min(recipe.scheduler.max_request_tokens or 2**31, max_positions(config))
+    sizing = MemoryPlan(
+        num_parameters=both[0].num_parameters,
+        weight_bytes=sum(each.weight_bytes + _packed_bytes(recipe, each) for each in both),
+        adapter_bytes=_adapter_bytes(recipe, both[0]),
+        page_bytes=cache.page_size * tensor * sum(each.kv_bytes_per_token(tensor) for each in both)
+        + sum(each.feature_bytes for each in both if isinstance(each, HeadConfig)),
+        num_pages=0,
+        num_pages_fitting=0,
+        num_host_pages=0,
+        host_because="",
+        host_is_device=recipe.device.kind == "cpu",
+        cache_tokens=0,
+        longest_tokens=0,
+        longest_because="",
+        slot_bytes=num_devices * _slot_bytes(recipe, both, most_tokens),
+        activation_bytes=stages * _estimate(recipe, both, config.vocab_size)
+        if activation_bytes is None
+        else activation_bytes,
+        is_measured=activation_bytes is not None,
+        reserve_bytes=num_devices * int(cache.reserve_gib * GIB),
+        memory_bytes=num_devices * device_bytes,
+    )
+    if num_host_pages is None:
+        sizing = _with_host_tier(recipe, sizing, host_bytes, num_devices)
+    else:
+        sizing = replace(sizing, num_host_pages=num_host_pages)
+    return _with_pages(recipe, both, sizing, num_devices)
+
+
+def _with_pages(
+    recipe: Recipe, both: list[DecoderConfig], sizing: MemoryPlan, num_devices: int
+) -> MemoryPlan:
+    """Return the plan with its cache, and with the longest request that this cache allows."""
+    cache = recipe.cache
+    num_pages = _num_pages(recipe, sizing, num_devices)
+    cache_tokens = (num_pages - 1) * cache.page_size + 1  # the last token is never cached
+    longest_tokens, longest_because = _longest(recipe, both, cache_tokens)
+    sizing = replace(
+        sizing,
+        num_pages=num_pages,
+        cache_tokens=cache_tokens,
+        longest_tokens=longest_tokens,
+        longest_because=longest_because,
+        slot_bytes=num_devices * _slot_bytes(recipe, both, longest_tokens),
+    )
+    spare_bytes = sizing.memory_bytes - sizing.beside_bytes
+    sizing = replace(sizing, num_pages_fitting=max(0, spare_bytes // sizing.page_bytes))
+    check_fits(recipe, sizing)
+    return sizing
+
+
+def estimate(recipe: Recipe, config: DecoderConfig, vocab_size: int | None = None) -> int:
+    """Return the bytes that the largest step takes beside weights and cache.
+
+    The estimate serves plans that are made before a model is loaded.
+
+    They consist of all that one layer holds at once, the scores of the longest span that the budget allows,
+    what plain attention makes of the longest request, and the logits of all slots as the sampler works on
+    them. The logits have `vocab_size` tokens where `config` is a rank's part.
+    """
+    num_tokens, num_slots = step_tokens(recipe, config), recipe.scheduler.num_slots
+    heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    inner = max(config.inner_size(layer) for layer in range(config.num_layers))
+    widths = 4 * config.hidden_size + 4 * (heads + kv_heads) + 3 * inner
+    if config.mixture is not None:  # a row for each choice, the experts' intermediate results, and routing
+        of_choices = config.mixture.num_chosen * (2 * config.hidden_size + 3 * config.mixture.inner_size)
+        widths += max(8 * config.hidden_size, of_choices) + 8 * config.mixture.num_experts
+    is_latent, is_npu = config.latent is not None, recipe.device.kind == "npu"
+    is_plain = recipe.device.attention == "reference" or (is_latent and not is_npu)
+    seen = min(num_tokens, max_positions(config))
+    if is_plain:  # a span may attend to more of its request's keys and values than it computes
+        seen = max(seen, _longest_cached(recipe, config))
+    scores = config.num_heads * min(num_tokens, SCORED_ROWS) * seen * (8 + config.dtype_bytes)
+    item_bytes, dtype = config.dtype_bytes, TORCH_DTYPES[config.dtype]
+    if recipe.device.kind == "cpu" and product_dtype(dtype) != dtype:
+        item_bytes += torch.float32.itemsize  # rows are widened to float32, and their results lie beside them
+    logits = num_slots * (vocab_size or config.vocab_size) * (config.dtype_bytes + LOGIT_BYTES)
+    read = 0
+    if is_plain or is_latent:
+        read = _read_bytes(config, _longest_cached(recipe, config), in_float32=is_plain)
+    widened = 0
+    if (
+        config.kept_form is not None and not is_npu
+    ):  # int4 weights as read, twice in float32, and in the model's type
+        most = max(config.hidden_size, heads, inner)
+        widened = WIDENED_ROWS * most * (2 * torch.float32.itemsize + 2 + item_bytes)
+    return STEP_BYTES + num_tokens * widths * item_bytes + scores + read + logits + widened
+
+
+def _read_bytes(config: DecoderConfig, num_tokens: int, *, in_float32: bool) -> int:
+    """Return the bytes of one request's keys and values as plain attention multiplies with them.
+
+    They are gathered and converted to float32. Latents are expanded to the keys and values of each head, and
+    copied to the order that fused attention takes.
+    """
+    width = 2 * config.num_kv_heads * config.head_dim
+    if config.latent is not None:
+        width = config.latent.token_width
+        width += config.num_heads * (2 * config.latent.query_dim + 2 * config.latent.value_dim)
+    return num_tokens * width * (config.dtype_bytes + in_float32 * torch.float32.itemsize)
+
+
+def step_tokens(recipe: Recipe, config: DecoderConfig) -> int:
+    """Return the most tokens of a step.
+
+    Where the longest request sets it, the longest possible request is assumed.
+    """
+    num_tokens = completed(recipe.scheduler, _longest_cached(recipe, config)).section.max_batch_tokens
+    assert num_tokens is not None, "only a policy of whole prompts can do without it"
+    return num_tokens
+
+
+def _longest_cached(recipe: Recipe, config: DecoderConfig) -> int:
+    """Return the most tokens of a request, as far as they are known before the cache is planned."""
+    longest_tokens = recipe.scheduler.max_request_tokens or max_positions(config)
+    if recipe.cache.num_pages is None:
+        return longest_tokens
+    return min(longest_tokens, (recipe.cache.num_pages - 1) * recipe.cache.page_size + 1)
+
+
+def max_positions(config: DecoderConfig) -> int:
+    """Return the positions that a model reaches.
+
+    Its rotary embedding is scaled as its configuration says.
+    """
+    rope = config.rope
+    if rope.is_within:
+        return config.max_positions
+    if rope.kind == "yarn":
+        return max(config.max_positions, int(rope.original_max_positions * rope.factor))
+    if rope.kind in ("linear", "dynamic"):
+        return int(config.max_positions * rope.factor)
+    return config.max_positions
+
+
+def _packed_bytes(recipe: Recipe, config: DecoderConfig) -> int:
+    """Return what linear layers take beyond their stored size.
+
+    The device may multiply them in another form.
+
+    A CPU without bfloat16 keeps them in float32, and a tied head is kept apart from the embedding in its own
+    order.
+    """
+    device, stored, num_bytes = recipe.device, TORCH_DTYPES[config.dtype], 0
+    dtype = stored
+    if device.kind == "cpu":
+        dtype = product_dtype(stored)
+        plain = (each for each in config.linears() if config.form(each[0]) == "plain")
+        num_elements = sum(inputs * outputs for _, inputs, outputs in plain)
+        num_bytes = num_elements * (dtype.itemsize - stored.itemsize)
+        is_packed = torch.backends.mkldnn.is_available() or dtype != stored
+    else:
+        tiles = {each.name for each in PRODUCTS if each.tiles_weights}
+        is_packed = device.kind == "npu" and device.product in tiles and stored != torch.float32
+    is_kept_twice = is_packed and config.tie_embeddings
+    return num_bytes + is_kept_twice * config.vocab_size * config.hidden_size * dtype.itemsize
+
+
+def _adapter_bytes(recipe: Recipe, part: DecoderConfig) -> int:
+    """Return the bytes of the places for adapters.
+
+    Raises RecipeError for a model that cannot have adapters.
+    """
+    asked = recipe.adapters
+    if not asked.most:
+        return 0
+    if part.latent is not None:
+        raise RecipeError(
+            "adapters.most", "attention over latents has no adapters here", "set it to 0", value=asked.most
+        )
+    return bytes_of_adapters(part, asked.most, asked.rank)
+
+
+def _decoders(recipe: Recipe, config: DecoderConfig, share: Share) -> list[DecoderConfig]:
+    """Return a rank's part of the model and of its own prediction layer, or the whole draft model or head."""
+    draft, part = draft_config(recipe, config), share.part(config)
+    if isinstance(draft, MtpConfig):
+        draft = share.part(draft)
+    return [part] if draft is None else [part, draft]
+
+
+def _estimate(recipe: Recipe, decoders: list[DecoderConfig], vocab_size: int) -> int:
+    """Estimate the largest step of decoders that compute one after the other.
+
+    The features that a head reads of the first decoder are included.
+    """
+    tapped = sum(
+        step_tokens(recipe, each) * (len(each.taps) + 1) * each.hidden_size * each.dtype_bytes
+        for each in decoders
+        if isinstance(each, HeadConfig)
+    )
+    return tapped + max(estimate(recipe, each, vocab_size) for each in decoders)
+
+
+def _check_positions(recipe: Recipe, decoders: list[DecoderConfig], longest_tokens: int) -> None:
+    """Raise RecipeError where requests are longer than a draft model's positions."""
+    most = min(max_positions(each) for each in decoders)
+    if longest_tokens > most:  # the model's own positions have already bounded the requests
+        raise RecipeError(
+            ("speculation.draft_path", "scheduler.max_request_tokens"),
+            f"the draft model has {most} positions, and a request up to {longest_tokens} tokens",
+            f"set scheduler.max_request_tokens to {most} or less, or name a draft model of more positions",
+            value=recipe.speculation.draft_path,
+            limit=most,
+        )
+
+
+def _slot_bytes(recipe: Recipe, configs: list[DecoderConfig], longest_tokens: int) -> int:
+    """Return the bytes of the slot table and of the tables of rotary embeddings.
+
+    The slot table has the token ids and the page table of each slot.
+    """
+    rope_bytes = sum(
+        longest_tokens * 2 * max(rope.dim, rope.width) * each.dtype_bytes
+        for each in configs
+        for rope in (each.rope, each.window_rope)
+        if rope is not None
+    )
+    return rope_bytes + recipe.scheduler.num_slots * 4 * (
+        longest_tokens + -(-longest_tokens // recipe.cache.page_size)
+    )
+
+
+def _num_pages(recipe: Recipe, sizing: MemoryPlan, num_devices: int) -> int:
+    cache, page_bytes = recipe.cache, sizing.page_bytes
+    if cache.num_pages is not None:
+        return cache.num_pages
+    if cache.memory_fraction is not None:
+        budget = int(cache.memory_fraction * sizing.memory_bytes) - sizing.beside_bytes
+        if budget < 2 * page_bytes:
+            raise too_small_a_part(recipe, sizing, 2 * page_bytes - budget)
+        return min(budget // page_bytes, 2**31 - 1)
+    assert cache.memory_gib is not None, "a recipe says how many pages there are"
+    num_pages = int(num_devices * cache.memory_gib * GIB) // page_bytes
+    if num_pages < 2:
+        raise too_few_pages("cache.memory_gib", cache.memory_gib, num_pages, page_bytes)
+    return min(num_pages, 2**31 - 1)
+
+
+def _with_host_tier(recipe: Recipe, sizing: MemoryPlan, host_bytes: int, num_devices: int) -> MemoryPlan:
+    """Return the plan with its host tier: as large as the recipe says, or as its share of the host allows."""
+    host_gib, share, page_bytes = recipe.cache.host_gib, recipe.cache.host_fraction, sizing.page_bytes
+    if not host_gib:
+        return sizing
+    wanted = int(host_gib * GIB) // page_bytes
+    if wanted < 2:
+        raise too_few_pages("cache.host_gib", host_gib, wanted, page_bytes)
+    if share is None:
+        if host_gib * GIB > host_bytes and recipe.device.kind != "cpu":
+            raise too_much_of_the_host(host_gib, host_bytes)
+        return replace(sizing, num_host_pages=min(wanted, 2**31 - 1))
+    left = max(0, _left_for_the_host(recipe, sizing, num_devices) if sizing.host_is_device else host_bytes)
+    allowed = int(share * left) // page_bytes
+    if wanted <= allowed:
+        return replace(sizing, num_host_pages=min(wanted, 2**31 - 1))
+    allows = f"cache.host_fraction allows {share:g} of the {in_gib(left)} left"
+    because = f"cache.host_gib is {host_gib:g}, and {allows}"
+    return replace(sizing, num_host_pages=allowed if allowed >= 2 else 0, host_because=because)
+
+
+def _left_for_the_host(recipe: Recipe, sizing: MemoryPlan, num_devices: int) -> int:
+    """Return the bytes left in a memory that also holds the cache, before the host tier is sized.
+
+    A cache that takes a share of all memory takes what the host tier leaves of that share.
+    """
+    fraction = recipe.cache.memory_fraction
+    if fraction is not None:
+        return int(fraction * sizing.memory_bytes) - sizing.beside_bytes
+    num_pages = _num_pages(recipe, sizing, num_devices)
+    return sizing.memory_bytes - sizing.beside_bytes - num_pages * sizing.page_bytes
+
+
+def _longest(recipe: Recipe, decoders: list[DecoderConfig], cache_tokens: int) -> tuple[int, str]:
+    """Return the most tokens of a request, and the reason for this limit."""
+    longest, because = _longest_of_model(recipe, decoders[0], cache_tokens)
+    _check_positions(recipe, decoders, longest)
+    return longest, because
+
+
+def _longest_of_model(recipe: Recipe, config: DecoderConfig, cache_tokens: int) -> tuple[int, str]:
+    asked, positions = recipe.scheduler.max_request_tokens, max_positions(config)
+    if asked is None:
+        policy = recipe.scheduler.policy
+        limits = ((positions, "the model's positions"), (cache_tokens, "what the cache holds"))
+        longest, because = min(limits, key=lambda limit: limit[0])
+        in_a_step = longest_request(recipe.scheduler, longest)
+        return (
+            (longest, because)
+            if in_a_step == longest
+            else (in_a_step, f"one step, in which {policy} computes a prompt")
+        )
+    for limit, what in ((positions, "positions of the model"), (cache_tokens, "tokens that the cache holds")):
+        if asked > limit:
+            raise RecipeError(
+                "scheduler.max_request_tokens",
+                f"{asked} is more than the {limit} {what}",
+                f"lower it to {limit}" + ("" if limit == positions else ", or give the cache more pages"),
+                value=asked,
+                limit=limit,
+            )
+    return asked, "scheduler.max_request_tokens"

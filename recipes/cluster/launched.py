@@ -1,0 +1,85 @@
+"""Tell scripts/launch.sh what it needs to know about the verb that it is to run.
+
+    python -m recipes.cluster.launched [ARGUMENT ...]            the device's kind, this machine's number, and
+                                                               what a machine that does not lead is to be told
+    python -m recipes.cluster.launched --table [ARGUMENT ...]    where each rank is, and its environment
+
+The arguments are those of the verb: its recipe and the keys that are changed are found among them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from recipes.cluster.cluster import Cluster, find_cluster
+from recipes.schema import verb
+from recipes.schema.command_line import positionals
+from recipes.schema.reader import load
+from recipes.schema.recipe import Recipe
+
+VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}  # keyed by the kind of device
+_CHANGE = re.compile(r"[a-z]+\.[a-z_.]+=")
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """The recipe among a verb's arguments, loaded; None if there is none."""
+
+    arguments: list[str]  # recipe, changes and profile
+    recipe: Recipe | None
+
+    @staticmethod
+    def of(arguments: Sequence[str]) -> Launched:
+        """Find the recipe; raises ValueError for one that cannot be used."""
+        given = positionals(arguments)
+        recipes = [each for each in given if each.endswith((".yaml", ".yml"))][:1]
+        changes = [each for each in given if _CHANGE.match(each)]
+        profile = [f"--profile={each}" for each in _profiles(arguments)][-1:]
+        if not recipes:
+            return Launched([], None)
+        name = profile[0].partition("=")[2] if profile else None
+        return Launched([*recipes, *changes, *profile], load(recipes[0], changes, name))
+
+
+def _profiles(arguments: Sequence[str]) -> Iterator[str]:
+    for at, argument in enumerate(arguments):
+        if argument.startswith("--profile="):
+            yield argument.partition("=")[2]
+        elif argument == "--profile":
+            yield from arguments[at + 1 : at + 2]
+
+
+def table(recipe: Recipe, cluster: Cluster) -> Iterator[str]:
+    """Yield a line for each rank: its machine, its device, and the environment that it alone has."""
+    kind, ranks = recipe.device.kind, recipe.parallel.ranks
+    each = ranks // cluster.num_nodes
+    for node in range(cluster.num_nodes):
+        for at, rank in enumerate(cluster.ranks_of(node, ranks)):
+            where = "leads" if rank == 0 else f"follows {cluster.leader}:{cluster.port or 'any port'}"
+            device = f"{kind} {at}" if kind in VISIBLE and not recipe.device.virtual else kind
+            own = f"{VISIBLE[kind]}={at}" if kind in VISIBLE and not recipe.device.virtual else ""
+            if kind == "cpu":
+                own = f"threads: {recipe.device.threads or f'cores / {each}'}"
+            yield f"rank {rank}: machine {node} of {cluster.num_nodes}, {device}, {where}; {own}".rstrip("; ")
+
+
+def main(argv: list[str]) -> None:
+    """Print what was asked for; raises ValueError for a recipe, or a cluster, that cannot be used."""
+    is_table, rest = argv[:1] == ["--table"], [each for each in argv if each != "--table"]
+    asked = Launched.of(rest)
+    recipe = asked.recipe
+    cluster = Cluster("this machine") if recipe is None else find_cluster(recipe.parallel, os.environ)
+    if is_table:
+        if recipe is not None and recipe.parallel.ranks > 1:
+            print(f"{recipe.parallel.ranks} ranks, placed by {cluster.source}")
+            print("\n".join(table(recipe, cluster)))
+        return
+    device = "cpu" if recipe is None else "virtual" if recipe.device.virtual else recipe.device.kind
+    print("\n".join([device, str(cluster.node), *asked.arguments]))
+
+
+if __name__ == "__main__":
+    verb.run(main)

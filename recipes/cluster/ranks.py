@@ -1,0 +1,290 @@
+"""Bring the ranks of an engine together, as the rank that leads them does, and end it when one is lost.
+
+The leader is rank 0. The other ranks of its machine are its children; all join through its store, and then
+follow its recording. Nothing can be computed without a rank, so the leader ends when any of them is lost.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from continuous_batching.batch import Batch, Sampled
+from continuous_batching.engine import Runner
+from continuous_batching.recording.listeners import Listeners, RankLost
+from kv_cache.pages import PageCopy
+from models.parallel.group import BACKENDS, join
+from recipes.cluster.cluster import HERE, Cluster, own_address
+from recipes.cluster.rank_process import RECIPE, RECORDING, VISIBLE, WAIT_S, RankProcess, common
+from recipes.machine import start
+from recipes.schema.recipe import Recipe
+from recipes.schema.recipe_error import RecipeError
+
+LOST = 70  # the status of a process that ends because a rank is lost
+# A rank's silence and a step may last this long, unless server.step_timeout_s says otherwise.
+SHORTEST_LIMIT_S = 20.0
+LARGEST_STEPS = 5  # a step may take this multiple of the largest step that was measured
+_GRACE_S = 2.0  # time for a step to notice that a rank is lost, and for ranks to end by themselves
+_LONGEST_LINE = 2000  # most bytes of the line by which a rank joins
+_TOLD_S = 1.0  # time from a failed collective to the news of the lost rank
+
+
+class Ranks:
+    """All ranks of an engine, as rank 0 sees them; see `models/parallel/group.py` for `group`.
+
+    The object is a sink of the engine's recording. When a rank is lost, the others are ended, and a step
+    raises RankLost; a step that cannot, since it waits for the lost rank, ends the process with status LOST.
+    With `ends_process`, an idle process is ended likewise.
+    """
+
+    def __init__(self, recipe: Recipe, cluster: Cluster) -> None:
+        self.ends_process = False
+        self._is_building = True
+        self._processes: list[RankProcess] = []
+        fixed_s, start_limit_s = recipe.server.step_timeout_s, recipe.parallel.start_timeout_s
+        self._limit_s = fixed_s or SHORTEST_LIMIT_S
+        self._follows_steps = fixed_s is None
+        # A collective waits for ranks that still load or compile. The listeners end a step that takes too
+        # long, so nothing needs a shorter limit of its own.
+        self.wait_s = max(start_limit_s, self._limit_s)
+        stay_near(cluster)
+        start(recipe.device)  # it imports the library of the collectives
+        try:
+            store, connections = self._gathered(recipe, cluster)
+            self._listeners = Listeners(connections, self._limit_s, self._lost, start_limit_s)
+            self._end = weakref.finalize(self, _close, self._processes, self._listeners)
+            with watched(self._listeners):
+                backend, ranks = BACKENDS[recipe.device.kind], recipe.parallel.ranks
+                self.group = join(backend, store, 0, ranks, self.wait_s)
+            self._listeners.inside = lambda: self.group.inside
+        except BaseException:
+            for process in self._processes:
+                process.end()
+            raise
+        self.write = self._listeners.write
+
+    def _gathered(self, recipe: Recipe, cluster: Cluster) -> tuple[dist.Store, dict[str, socket.socket]]:
+        """Return the ranks' store, and the connections of all other ranks by name."""
+        ranks, within_s = recipe.parallel.ranks, recipe.parallel.connect_timeout_s
+        here = cluster.ranks_of(0, ranks)
+        devices = devices_of(recipe, len(here))
+        # Other machines may know this one by an address that is not its own, such as a service's.
+        near = HERE if cluster.leader in (HERE, "localhost") else ""
+        with bound(near, 0) as server, bound(near, cluster.port) as of_store:
+            port = of_store.getsockname()[1]
+            store = dist.TCPStore(
+                cluster.leader,
+                port,
+                is_master=True,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=within_s),
+                master_listen_fd=of_store.detach(),
+            )
+            store.set(RECORDING, f"{near or own_address()}:{server.getsockname()[1]}")
+            store.set(WAIT_S, str(self.wait_s))
+            store.set(RECIPE, json.dumps(common(recipe)))
+            for rank, device in list(zip(here, devices))[1:]:
+                self._processes.append(RankProcess(recipe, rank, f"{cluster.leader}:{port}", device))
+            return store, self._accepted(server, ranks, within_s)
+
+    def _accepted(self, server: socket.socket, ranks: int, within_s: float) -> dict[str, socket.socket]:
+        found: dict[int, tuple[str, socket.socket]] = {}
+        end_s = time.monotonic() + within_s
+        server.settimeout(0.1)
+        with ExitStack() as opened:  # closed where the ranks do not come together
+            while len(found) < ranks - 1:
+                missing = [rank for rank in range(1, ranks) if rank not in found]
+                for process in self._processes:
+                    if process.ended is not None:
+                        raise RankLost(f"rank {process.rank} has ended {process.ended} before it joined")
+                if time.monotonic() > end_s:
+                    who = ", ".join(map(str, missing))
+                    raise RankLost(
+                        f"of {ranks} ranks, {who} has not joined within {within_s:g} s; see its log, or raise"
+                        " parallel.connect_timeout_s"
+                    )
+                try:
+                    connection, _ = server.accept()
+                except socket.timeout:  # noqa: UP041, which Python 3.10 knows apart from TimeoutError
+                    continue
+                opened.enter_context(connection)
+                rank, name = introduced(connection, _TOLD_S)
+                if rank not in missing:
+                    raise RankLost(
+                        f"{name} joins, and of {ranks} ranks only {missing} are missing: is one twice?"
+                    )
+                found[rank] = name, connection
+            opened.pop_all()
+        return dict(found[rank] for rank in sorted(found))
+
+    def close(self, last: bytes = b"") -> None:
+        """Send the ranks the last record, and let them end."""
+        self._listeners.close(last)
+        self._end()
+
+    def tell(self, doing: str) -> None:
+        """Note what this rank does during the start, for messages about a start that takes long."""
+        self._listeners.doing = doing
+
+    @contextmanager
+    def building(self) -> Iterator[None]:
+        """Report a rank that is lost inside this context by name, and end all others."""
+        try:
+            with watched(self._listeners):
+                yield
+        except BaseException:
+            self.close()
+            raise
+        self._is_building = False
+
+    def watched(self, runner: Runner, largest_step_s: float) -> Runner:
+        """Return the runner of the built engine with a limit on its steps, whose errors name a lost rank."""
+        if self._follows_steps:
+            self._listeners.limit_s = max(self._limit_s, LARGEST_STEPS * largest_step_s)
+        self._listeners.begin()
+        return WatchedRunner(runner, self._listeners)
+
+    def _lost(self, _: str) -> None:
+        """End what cannot continue without a lost rank; called in a thread of the listeners."""
+        for process in self._processes:
+            process.end()
+        until_s = time.monotonic() + _GRACE_S
+        while time.monotonic() < until_s and not self.ends_process:
+            if self._listeners.busy_since_s is None and not self._is_building:
+                return  # the next step raises RankLost
+            time.sleep(0.02)
+        logging.shutdown()
+        os._exit(LOST)
+
+
+def _close(processes: Sequence[RankProcess], listeners: Listeners) -> None:
+    listeners.close()
+    for process in processes:
+        process.end(_GRACE_S)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def bound(address: str, port: int) -> socket.socket:
+    """Return a socket that listens there; raises OSError that says how to find another port."""
+    try:
+        return socket.create_server((address, port))
+    except OSError as error:
+        if not port:
+            raise
+        raise RankLost(
+            f"port {port}, at which the ranks of other machines join, cannot be used"
+            f" ({error.strerror or error}); end what uses it, or set MASTER_PORT to another on all machines"
+        ) from error
+
+
+def introduced(connection: socket.socket, within_s: float) -> tuple[int, str]:
+    """Return the rank at the other end of a new connection, and its name, from its first line."""
+    connection.settimeout(within_s)
+    line = b""
+    while not line.endswith(b"\n"):
+        more = connection.recv(1)
+        if not more or len(line) > _LONGEST_LINE:
+            break
+        line += more
+    if not line[:1].isdigit():
+        said = line.decode("utf-8", "replace").strip()
+        raise RankLost(f"a rank cannot join: {said or 'it has said nothing'}")
+    connection.settimeout(None)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    rank, _, where = line.decode().strip().partition(" ")
+    return int(rank), f"rank {rank} ({where})"
+
+
+def devices_of(recipe: Recipe, ranks: int) -> list[str | None]:
+    """Return the device of each of this machine's ranks, as the variable that makes it visible names it."""
+    kind = recipe.device.kind
+    if kind == "cpu" or recipe.device.virtual:
+        return [None] * ranks
+    there = torch.get_device_module(kind).device_count()
+    if there < ranks:
+        raise RecipeError(
+            "parallel.tensor",
+            f"{ranks} ranks of this machine take a device each, and this process sees {there}",
+            f"lower it, or let it see more by {VISIBLE[kind]}",
+            value=ranks,
+            limit=there,
+        )
+    seen = os.environ.get(VISIBLE[kind])
+    return list(seen.split(",") if seen else map(str, range(there)))[:ranks]
+
+
+def stay_near(cluster: Cluster) -> None:
+    """Let the ranks of one machine meet on its loopback.
+
+    Its host name may resolve to another address.
+    """
+    if cluster.leader in (HERE, "localhost"):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+
+def recipe_of_a_rank(recipe: Recipe, ranks_here: int) -> Recipe:
+    """Return the recipe with the number of threads that each rank of this machine computes with."""
+    if recipe.device.kind != "cpu" or recipe.device.threads is not None:
+        return recipe
+    threads = max(1, len(os.sched_getaffinity(0)) // ranks_here)
+    return replace(recipe, device=replace(recipe.device, threads=threads))
+
+
+class WatchedRunner:
+    """A runner that marks when it computes, and that explains why a collective failed."""
+
+    def __init__(self, runner: Runner, listeners: Listeners) -> None:
+        self._runner, self._listeners = runner, listeners
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def run(self, batch: Batch) -> Sampled:
+        """Run a batch as the wrapped runner does."""
+        with watched(self._listeners):
+            return self._runner.run(batch)
+
+    def start(self, batch: Batch) -> Callable[[], Sampled]:
+        """Start a batch as the wrapped runner does; the wait for its result is watched too."""
+        with watched(self._listeners):
+            wait = self._runner.start(batch)
+
+        def waited() -> Sampled:
+            with watched(self._listeners):
+                return wait()
+
+        return waited
+
+    def resize(self, num_pages: int, copies: tuple[PageCopy, ...]) -> None:
+        """Resize the cache as the wrapped runner does."""
+        with watched(self._listeners):
+            self._runner.resize(num_pages, copies)
+
+
+@contextmanager
+def watched(listeners: Listeners) -> Iterator[None]:
+    """Mark that this rank computes with the others while inside this context."""
+    listeners.busy_since_s = time.monotonic()
+    try:
+        yield
+    except RuntimeError:  # torch.distributed raises it, and names an address at most
+        until_s = time.monotonic() + _TOLD_S
+        while listeners.lost is None and time.monotonic() < until_s:
+            time.sleep(0.01)
+        listeners.check()
+        raise
+    finally:
+        listeners.busy_since_s = None

@@ -1,0 +1,169 @@
+"""How are there always as many replicas as are wanted, whatever happens to them?
+
+Again and again: what has ended is replaced, the router is told who is there, `continuous_batching.routing.scaling`
+says how many there should be by what waits, and one comes or goes. Nothing depends on what was told before,
+so a router that was started anew knows all again within a turn. A replica that goes gets no new request, and
+is stopped when its last one has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from continuous_batching.routing.scaling import FleetDemand, Scale, ScalingBounds, decide
+from recipes.cluster.router_client import RouterClient, ToldFleet
+
+MOST_PAUSE_S = 60.0  # longest pause between replicas that end before they were ever ready
+
+
+class PlacedReplica(Protocol):
+    """A replica that was requested; none of its methods waits."""
+
+    url: str | None  # address on which it listens, or will listen
+
+    @property
+    def ended(self) -> str | None:
+        """The reason why it has ended; None while it runs."""
+
+    def stop(self) -> None:
+        """Let it end when its requests have ended."""
+
+    def kill(self) -> None:
+        """End it now."""
+
+
+@dataclass(slots=True)
+class _Member:
+    name: str
+    replica: PlacedReplica
+    leaves_since_s: float | None = None
+    is_stopped: bool = False
+    was_ready: bool = False
+
+
+class ReplicaSet:
+    """Replicas that `place` starts by name; one that leaves may take `drain_s` for its requests."""
+
+    def __init__(
+        self,
+        place: Callable[[str], PlacedReplica],
+        router: RouterClient,
+        bounds: ScalingBounds,
+        drain_s: float,
+        say: Callable[[str], None],
+    ) -> None:
+        self._place = place
+        self._router = router
+        self._bounds = bounds
+        self._drain_s = drain_s
+        self._say = say
+        self._scale = Scale(bounds.least)
+        self._members: list[_Member] = []
+        self._gone: set[str] = set()  # addresses that the router is to forget
+        self._num_placed = self._num_failed = 0
+        self._not_before_s = float("-inf")
+
+    @property
+    def count(self) -> int:
+        """The number of replicas that have not ended."""
+        return len(self._members)
+
+    def turn(self, now_s: float) -> None:
+        """Look at all replicas once, and do what is due."""
+        told = self._router.told()
+        self.bury(now_s)
+        for each in self._staying:
+            known = told and told.replicas.get(each.replica.url or "")
+            if known and known.state == "ready":
+                each.was_ready, self._num_failed = True, 0
+        before = self._scale.wanted
+        self._scale = decide(self._bounds, self._scale, self._demand(told), now_s)
+        if self._scale.wanted != before:
+            self._say(f"{self._scale.wanted} replicas are wanted, after {before}")
+        self._adjust(told, now_s)
+        if told is not None:
+            self._tell(told)
+            self._stop_drained(told, now_s)
+
+    def stop(self) -> None:
+        """Let all replicas end with their requests; the caller continues with `bury` until `count` is 0."""
+        for each in self._members:
+            if each.replica.url is not None:
+                self._router.remove(each.replica.url)
+            each.replica.stop()
+            each.is_stopped, each.leaves_since_s = True, each.leaves_since_s or 0.0
+
+    def kill(self) -> None:
+        """End all replicas now."""
+        for each in self._members:
+            each.replica.kill()
+
+    def bury(self, now_s: float) -> None:
+        """Remove replicas that have ended."""
+        for each in [each for each in self._members if each.replica.ended is not None]:
+            self._members.remove(each)
+            self._say(f"{each.name} has ended: {each.replica.ended}")
+            if each.replica.url is not None:
+                self._gone.add(each.replica.url)
+            if each.leaves_since_s is None and not each.was_ready:
+                self._num_failed += 1
+                self._not_before_s = now_s + min(2.0**self._num_failed, MOST_PAUSE_S)
+
+    @property
+    def _staying(self) -> list[_Member]:
+        return [each for each in self._members if each.leaves_since_s is None]
+
+    def _demand(self, told: ToldFleet | None) -> FleetDemand | None:
+        if told is None:
+            return None
+        ours = [told.replicas[url] for each in self._staying if (url := each.replica.url) in told.replicas]
+        return FleetDemand(
+            sum(each.state == "ready" for each in ours),
+            sum(each.queued_tokens for each in ours) + told.waiting_tokens,
+            sum(each.requests for each in ours),
+        )
+
+    def _adjust(self, told: ToldFleet | None, now_s: float) -> None:
+        """Start missing replicas, or let a surplus one leave.
+
+        A replica that is not ready leaves first, then the one with the fewest requests.
+        """
+        while len(self._staying) < self._scale.wanted and now_s >= self._not_before_s:
+            self._num_placed += 1
+            name = f"replica {self._num_placed}"
+            self._members.append(_Member(name, self._place(name)))
+        if len(self._staying) > self._scale.wanted:
+
+            def requests(each: _Member) -> int:
+                known = told.replicas.get(each.replica.url or "") if told else None
+                return known.requests if known and known.state == "ready" else -1
+
+            least = min(reversed(self._staying), key=requests)
+            least.leaves_since_s = now_s
+            self._say(f"{least.name} leaves")
+
+    def _tell(self, told: ToldFleet) -> None:
+        known = {url: each.leaves for url, each in told.replicas.items()}
+        for each in self._members:
+            if (url := each.replica.url) is None:
+                continue
+            self._gone.discard(url)  # one that has ended had this address before
+            if each.leaves_since_s is None and known.get(url, True):
+                self._router.add(url)
+            elif each.leaves_since_s is not None and not known.get(url, True):
+                self._router.remove(url)
+        for url in self._gone & {url for url, leaves in known.items() if not leaves}:
+            self._router.remove(url)
+        self._gone &= {*known}
+
+    def _stop_drained(self, told: ToldFleet, now_s: float) -> None:
+        """Stop the leaving replicas that the router has forgotten."""
+        for each in self._members:
+            if each.leaves_since_s is None or each.is_stopped:
+                continue
+            is_forgotten = each.replica.url is None or each.replica.url not in told.replicas
+            if is_forgotten or now_s - each.leaves_since_s > self._drain_s:
+                each.is_stopped = True
+                each.replica.stop()

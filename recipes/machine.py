@@ -1,0 +1,334 @@
+"""Provide the operators, the memory and the name of each kind of machine.
+
+The libraries of a kind are imported only where a recipe asks for that kind.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import platform
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from attention.latent import LatentAttention
+from attention.reference import Attention
+from devices.ascend_answers import answered, answers_file
+from devices.ascend_dispatch import buffer_mib
+from devices.ascend_limits import PRODUCTS, product
+from devices.compiled import LIMIT_S, CompileLimit, keep_results, missing_for_compiling
+from devices.cpu_threads import Threads
+from devices.openmp import barriers
+from devices.shapes import AttentionShape
+from models.ops.reference import Ops
+from models.parallel.group import Group
+from models.step.runner import ModelRunner
+from models.step.warm_up import decode_step
+from recipes.schema.recipe import ROOT, DeviceSection
+from recipes.schema.recipe_error import RecipeError, in_yaml
+
+if TYPE_CHECKING:
+    from attention.npu.ascend_attention import AscendAttention
+    from virtual_npu import VirtualDevice
+    from virtual_npu.launch_log import LaunchLog
+
+log = logging.getLogger(__name__)
+
+ANSWERS = ROOT / "out" / "ascend"  # answers of the probes of verify_npu.sh
+# The folders and file names of memory limits in control groups of version 2 and of version 1.
+CONTROL_GROUPS = (
+    (Path("/sys/fs/cgroup"), "memory.max"),
+    (
+        Path("/sys/fs/cgroup/memory"),
+        "memory.limit_in_bytes",
+    ),
+)
+
+
+class Machine(ABC):
+    """A machine that is ready to compute on `device`."""
+
+    device: torch.device
+
+    def __init__(self, asked: DeviceSection) -> None:
+        self.asked = asked
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """The machine's name for the log and for result files."""
+
+    @abstractmethod
+    def operators(self, shape: AttentionShape) -> tuple[Ops, Attention]:
+        """Return the device's operators and attention.
+
+        The attention is plain torch where the recipe asks for it.
+        """
+
+    def join(self, group: Group) -> None:
+        """Do what the ranks of an engine do together before its memory is measured."""
+        return
+
+    @abstractmethod
+    def memory_bytes(self) -> int:
+        """The bytes of the device's memory that this process may use."""
+
+    @abstractmethod
+    def settle(self, runner: ModelRunner) -> None:
+        """Choose what only the model's own steps can show; its slots must be free."""
+
+
+class Cpu(Machine):
+    """The host's processor; `operators` sets the number of its threads and its allocator."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, asked: DeviceSection) -> None:
+        super().__init__(asked)
+        self.threads = Threads(asked.threads, barriers())
+        self._compile_limit_s = LIMIT_S
+        self._others_compile = True
+
+    @property
+    def name(self) -> str:
+        return platform.machine()
+
+    def join(self, group: Group) -> None:
+        """Compile on all ranks that share layers or on none of them, and on each to the end.
+
+        What every rank computes for itself, as a router's choice of experts, must come out alike.
+        """
+        if group.size > 1:
+            self._others_compile = bool(group.least(int(self._compiles()[0]), self.device))
+            self._compile_limit_s = math.inf
+
+    def operators(self, shape: AttentionShape) -> tuple[Ops, Attention]:
+        from attention.cpu.attention import CpuAttention
+        from models.ops.cpu.ops import CpuOps, keep_memory
+
+        keep_memory()
+        self.threads.use(self.threads.patient)
+        compiles, why = self._compiles()
+        folder = keep_results() if compiles else None
+        kept = f"; results are kept in {folder}" if folder else ""
+        log.info("compile: %s, %s%s", "yes" if compiles else "no", why, kept)
+        limit = CompileLimit(self._compile_limit_s) if self.asked.compile == "auto" else None
+        ops = CpuOps(compile=compiles, limit=limit)
+        if shape.latent is not None:
+            return ops, LatentAttention(shape)
+        plain = self.asked.attention == "reference"
+        return ops, Attention(shape) if plain else CpuAttention(shape, compile=compiles, limit=limit)
+
+    def settle(self, runner: ModelRunner) -> None:
+        self.threads.settle(decode_step(runner), runner.decoder)
+        runner.cache.clear_null_page()
+
+    def decided(self) -> Iterator[tuple[str, str]]:
+        """Yield the keys that are left to the machine, with the value chosen here and the reason."""
+        if self.asked.compile == "auto":
+            compiles, why = self._compiles()
+            yield "device.compile", f"{in_yaml(compiles)}, since {why}"
+        candidates = [str(way) for way in self.threads.candidates]
+        if len(candidates) > 1:
+            yield "device.threads", f"{' or '.join(candidates)}, whichever is measured faster at start-up"
+
+    def memory_bytes(self) -> int:
+        return host_memory_bytes()
+
+    def _compiles(self) -> tuple[bool, str]:
+        """Return whether functions are compiled, and why."""
+        if self.asked.compile != "auto":
+            return self.asked.compile, "as device.compile says"
+        if self.asked.attention == "reference":
+            return False, "device.attention is reference, the plain torch"
+        if not self._others_compile:
+            return False, "another rank does not"
+        missing = missing_for_compiling()
+        return missing is None, missing or "there is a C++ compiler"
+
+
+class Accelerator(Machine):
+    """A machine whose device has memory of its own."""
+
+    def memory_bytes(self) -> int:
+        """Return the bytes that are free or held by this process's allocator already."""
+        memory = torch.get_device_module(self.device)
+        return memory.mem_get_info(self.device)[0] + memory.memory_reserved(self.device)
+
+    def settle(self, runner: ModelRunner) -> None:
+        """Do nothing, since nothing is left to choose."""
+
+
+class Cuda(Accelerator):
+    """The first CUDA device that this process sees."""
+
+    def __init__(self, asked: DeviceSection) -> None:
+        super().__init__(asked)
+        if not torch.cuda.is_available():
+            raise RecipeError(
+                "device.kind",
+                f"torch {torch.__version__} finds no CUDA device",
+                "see nvidia-smi, install a torch with CUDA, or set device.kind to cpu",
+                value="cuda",
+            )
+        self.device = torch.device("cuda", 0)
+
+    @property
+    def name(self) -> str:
+        return torch.cuda.get_device_name(self.device)
+
+    def operators(self, shape: AttentionShape) -> tuple[Ops, Attention]:
+        from attention.cuda.attention import CudaAttention
+        from models.ops.cuda.ops import CudaOps
+
+        # Where other types or devices compute, torch's grouped product waits for the device to report where
+        # groups end.
+        is_grouped = shape.dtype == torch.bfloat16 and torch.cuda.get_device_capability(self.device) >= (9, 0)
+        ops = CudaOps(
+            batch_invariant=self.asked.batch_invariant,
+            groups_products=is_grouped and hasattr(torch.nn.functional, "grouped_mm"),
+        )
+        if shape.latent is not None:
+            return ops, LatentAttention(shape, self.device)
+        if self.asked.attention == "reference":
+            return ops, Attention(shape, self.device)
+        return ops, CudaAttention(shape, self.device, batch_invariant=self.asked.batch_invariant)
+
+
+class Npu(Accelerator):
+    """The first Ascend NPU that this process sees, or a stand-in for one."""
+
+    def __init__(self, asked: DeviceSection) -> None:
+        super().__init__(asked)
+        self._stand_in = _stand_in(asked) if asked.virtual else None
+        if self._stand_in is None and "virtual_npu" in sys.modules:
+            raise RecipeError(
+                "device.virtual",
+                "this process has a stand-in already, and would take it for the NPU",
+                "start another process",
+                value=False,
+            )
+        try:
+            from models.ops.npu.ops import cann, chip, use_compiled_kernels
+
+            self.chip = chip()
+            named = product(asked.product, self.chip)
+            use_compiled_kernels()
+            self.cann = cann()
+            path = answers_file(ANSWERS, named.name, self.cann, virtual=asked.virtual)
+            self.product = answered(named, path)
+            self.buffer_mib = buffer_mib(os.environ)
+        except (ImportError, ValueError) as error:
+            raise RecipeError(
+                "device.kind",
+                f"no NPU can be used here ({one_line(error)})",
+                "correct that, or set device.virtual to true, or device.kind to cpu",
+                value="npu",
+            ) from error
+        self.device = torch.device("npu", 0)
+
+    @property
+    def name(self) -> str:
+        kind = f"{self.chip} ({self.product.name})"
+        if not self.asked.virtual:
+            return kind
+        wide = ", and takes float32 as no product does" if self.asked.virtual_fp32 else ""
+        return f"VIRTUAL {kind}: a stand-in, whose figures say nothing{wide}"
+
+    @property
+    def launch_log(self) -> LaunchLog | None:
+        """The log of launches, where the device is the stand-in, which records them."""
+        return None if self._stand_in is None else self._stand_in.log
+
+    def join(self, group: Group) -> None:
+        """Make the communicator for tokens of experts, where verify_npu.sh found that it gains time."""
+        group.open_for_tokens(self.buffer_mib if self.product.dispatches else 0, self.device)
+
+    def operators(self, shape: AttentionShape) -> tuple[Ops, Attention]:
+        from attention.npu.atb_attention import AtbAttention
+        from attention.npu.fused_attention import FusedAttention
+        from attention.npu.latent_attention import FusedLatentAttention
+        from models.ops.npu.ops import NpuOps, PlainNpuOps
+
+        has_none = not (self.product.is_fused or self.product.is_atb)  # true for the first 910
+        ops = PlainNpuOps(self.product) if has_none else NpuOps(self.product)
+        self.product.check_dtype(shape.dtype)
+        if self.asked.attention == "reference":
+            plain = Attention if shape.latent is None else LatentAttention
+            return ops, plain(shape, self.device)
+        kind: type[AscendAttention] = AtbAttention if self.product.is_atb else FusedAttention
+        if shape.latent is not None:
+            kind = FusedLatentAttention
+        return ops, kind(shape, self.device, self.product, takes_float32=self.asked.virtual_fp32)
+
+
+def start(asked: DeviceSection) -> Machine:
+    """Return the machine of a recipe, ready to be used; raises RecipeError where there is none."""
+    kinds: dict[str, type[Machine]] = {"cpu": Cpu, "cuda": Cuda, "npu": Npu}
+    return kinds[asked.kind](asked)
+
+
+def decided(asked: DeviceSection) -> list[tuple[str, str]]:
+    """Return the keys left to the machine, with value and reason; no device is started for it."""
+    return list(Cpu(asked).decided()) if asked.kind == "cpu" else []
+
+
+def _stand_in(asked: DeviceSection) -> VirtualDevice:
+    import virtual_npu
+
+    chip = next(each.chip for each in PRODUCTS if each.name == (asked.product or "910B"))
+    try:
+        return virtual_npu.start(chip, fp32=asked.virtual_fp32)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise RecipeError(
+            "device.virtual", f"the stand-in does not start: {one_line(error)}", value=True
+        ) from error
+
+
+def one_line(error: Exception) -> str:
+    """Return the text of an error on one line."""
+    return " ".join(str(error).split())
+
+
+def host_memory_bytes() -> int:
+    """Return the bytes that this process may use: the host's memory, or less if a control group limits it."""
+    whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    names = _text_of(Path("/proc/self/cgroup"))
+    return min(
+        [whole, *(limit for root, file in CONTROL_GROUPS for limit in group_limits(names, root, file))]
+    )
+
+
+def group_limits(names: str, root: Path, file: str) -> list[int]:
+    """Return the memory limits of a process's control groups and of their parents.
+
+    `names` is the content of its /proc/PID/cgroup, and `file` the limit's name in the folder of each group
+    below `root`. In a container, the folder of its own group may be `root` itself, while the name is the
+    host's.
+    """
+    folders = {root}
+    for line in filter(None, names.splitlines()):
+        _, controllers, name = [*line.split(":", 2), "", ""][:3]
+        of_memory = not controllers if file == "memory.max" else "memory" in controllers.split(",")
+        if of_memory and ".." not in name:
+            group = root / name.lstrip("/")
+            folders |= {group, *(each for each in group.parents if each.is_relative_to(root))}
+    found = [_text_of(each / file).strip() for each in folders]
+    return [int(limit) for limit in found if limit.isascii() and limit.isdigit()]
+
+
+def _text_of(path: Path) -> str:
+    """Return a file's text, or "" if it is missing or must not be read.
+
+    No limit is known then.
+    """
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
