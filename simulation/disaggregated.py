@@ -1,10 +1,10 @@
 """What if some engines compute prompts for others, which answer?
 
-As `serving.router` does it: `continuous_batching.routing.routing` chooses who answers, `splitting` whether another
-computes the prompt. Who answers takes pages for it then, by the calls that a server makes; they come over a
-link, and the request is an ordinary hit. While a layer is computed, those before it are on their way. Not
-modelled: that a transfer fails or is late, the link's end at the engine that answers, and what a device loses
-while it sends.
+As `serving.router` does it: `continuous_batching.routing.routing` chooses who answers, `splitting` whether
+another computes the prompt. Who answers takes pages for it then, by the calls that a server makes; they come
+over a link, and the request is an ordinary hit. While a layer is computed, those before it are on their way.
+Not modelled: that a transfer fails or is late, the end of the link at the engine that answers, and what a
+device loses while it sends.
 """
 
 from __future__ import annotations

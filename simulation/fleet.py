@@ -1,7 +1,8 @@
 """How would many engines behind a router serve a trace?
 
-The router is the one that serves (`continuous_batching.routing.routing`). It is told of pages as they are stored and
-removed, of loads as often as servers tell them, and sees when a request begins to answer and has ended.
+The router is the one that serves (`continuous_batching.routing.routing`). It is told of pages as they are
+stored and removed, of loads as often as servers tell them, and sees when a request begins to answer and has
+ended.
 """
 
 from __future__ import annotations

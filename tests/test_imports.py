@@ -10,28 +10,32 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 
+HOST = {"borders", "kv_cache", "continuous_batching"}
+MODEL = HOST | {"devices", "attention", "models"}
+
 # What each room may import beside itself; `virtual_npu` knows none of them, and only recipes start it
 MAY_IMPORT = {
-    "kv_cache": set(),
+    "borders": set(),
     "virtual_npu": set(),
-    "continuous_batching": {"kv_cache"},
-    "devices": {"kv_cache", "continuous_batching"},
-    "attention": {"kv_cache", "continuous_batching", "devices"},
-    "models": {"kv_cache", "continuous_batching", "devices", "attention"},
-    "recipes": {"kv_cache", "continuous_batching", "devices", "attention", "models", "virtual_npu"},
-    "serving": {"kv_cache", "continuous_batching", "devices", "attention", "models", "recipes"},
-    "simulation": {"kv_cache", "continuous_batching"},
-    "doctor": {"kv_cache", "continuous_batching", "devices", "attention", "models", "recipes", "serving"},
+    "kv_cache": {"borders"},
+    "continuous_batching": {"borders", "kv_cache"},
+    "simulation": HOST,
+    "devices": HOST,
+    "attention": HOST | {"devices"},
+    "models": HOST | {"devices", "attention"},
+    "recipes": MODEL | {"virtual_npu"},
+    "serving": MODEL | {"recipes"},
+    "doctor": MODEL | {"recipes", "serving"},
 }
 # One module of a room that it may not import otherwise: what a model is, without what computes it
 MAY_IMPORT_ALONE = {"simulation": "models.config"}
 MAY_IMPORT["benchmark"] = set(MAY_IMPORT) - {"virtual_npu", "doctor"}
 MAY_IMPORT["scripts"] = set(MAY_IMPORT) - {"virtual_npu"}
 
-HOST_WING = [
+HOST_WING = [  # folders, and files of folders that know torch otherwise
+    "borders",
     "continuous_batching",
-    "kv_cache/exchange",
-    *(f"kv_cache/{each}.py" for each in ("pages", "page_keys", "prefix_cache", "prefix_index")),
+    *(f"kv_cache/{each.name}" for each in sorted((ROOT / "kv_cache").iterdir()) if each.name != "device"),
     "models/config.py",
     "models/checkpoint/huggingface.py",
     "models/checkpoint/huggingface_parts.py",
@@ -40,7 +44,6 @@ HOST_WING = [
     "models/mixture_config.py",
     "models/quantization.py",
     "models/parallel/share.py",
-    "borders/shown.py",
     "simulation",
 ]
 UNWANTED = {"utils", "util", "core", "common", "helpers", "misc"}

@@ -64,7 +64,7 @@ class Eagle3Config(HeadConfig):
 
 
 class Eagle3(Head):
-    """An EAGLE-3 head of one layer. Fill its weights (models/drafting/head_weights.py), then `pack` it once."""
+    """An EAGLE-3 head of one layer. models/drafting/head_weights.py fills its weights; then `pack` it."""
 
     def __init__(self, config: Eagle3Config, ops: Ops, attention: Attention) -> None:
         super().__init__(config, ops, attention)

@@ -22,7 +22,7 @@ EMBEDDING, OFFSETS, FOLLOWS = "embed_tokens.weight", "d2t", "t2d"
 def load(head: Eagle3, path: str | Path) -> int:
     """Fill a head from the checkpoint directory `path`, and pack it; return the bytes of the tensors read.
 
-    Raises ValueError as models/checkpoint/weights.py does, and for draft tokens that the target does not have.
+    Raises ValueError as models/checkpoint/weights.py does, and for draft tokens that the target lacks.
     """
     places = _places(head)
     _, num_bytes = fill(Path(path), places, places, lambda name: name == FOLLOWS)

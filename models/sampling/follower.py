@@ -1,9 +1,9 @@
-"""Which tokens do the ranks get that do not lead? Those that the leader chose.
+"""A sampler for the ranks that follow a leader: it takes the tokens that the leader chose.
 
-A choice of their own could differ from the leader's by the last bit of a logit, and every step after it would
-too; only among the best of all parts (models/layers/logit_parts.py) do all choose alike. The host hears the leader's
-tokens with its decisions; `ModelRunner.start`, whose next step may begin before that, fetches them from
-device to device.
+A choice of a follower's own could differ from the leader's by the last bit of a logit, and every later step
+would differ with it; only among the best tokens of all vocabulary shards (models/layers/logit_parts.py) do
+all ranks choose alike. The host receives the leader's tokens with its decisions. `ModelRunner.start`, whose
+next step may begin before that, fetches them from device to device.
 
 Legend: R sampled rows, V vocabulary.
 """

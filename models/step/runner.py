@@ -23,7 +23,6 @@ from kv_cache.device.storage import KVCache
 from kv_cache.device.transfer import to_device, to_host
 from kv_cache.pages import Index, PageCopy
 from models.decoder import Decoder
-from models.drafting.drafter import Drafter
 from models.sampling import of_prompts
 from models.sampling.sampler import Best, Chosen, arriving, takes_best
 from models.step.graphs import CapturedSampler, DecodeGraphs, FilledStep, StepOutputs
@@ -49,6 +48,24 @@ class RowSampler(CapturedSampler, Protocol):
         ...
 
 
+class DraftSource(Protocol):
+    """Makes the drafts of a step on the device, as models/drafting does."""
+
+    graphs: DecodeGraphs | None
+
+    def capture(self, target: DecodeGraphs) -> None:
+        """Capture the steps that make drafts, if the device has room for them beside the target's."""
+        ...
+
+    def run(self, batch: Batch) -> Tensor | None:
+        """Return the drafts that a batch asks for, int64 [D], span after span, or None."""
+        ...
+
+    def finish(self) -> None:
+        """Compute what later drafts need of the target's step, which has just been computed."""
+        ...
+
+
 class ModelRunner:
     """One step on the device: drafts, inputs from the slot table, forward, sample.
 
@@ -62,7 +79,7 @@ class ModelRunner:
         attention: Attention,
         sampler: RowSampler,
         slots: SlotPool,
-        drafter: Drafter | None = None,
+        drafter: DraftSource | None = None,
     ) -> None:
         self.config = decoder.config
         self.graphs: DecodeGraphs | None = None

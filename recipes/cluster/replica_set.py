@@ -1,8 +1,9 @@
 """How are there always as many replicas as are wanted, whatever happens to them?
 
-Again and again: what has ended is replaced, the router is told who is there, `continuous_batching.routing.scaling`
-says how many there should be by what waits, and one comes or goes. Nothing depends on what was told before,
-so a router that was started anew knows all again within a turn. A replica that goes gets no new request, and
+Again and again: what has ended is replaced, the router is told who is there,
+`continuous_batching.routing.scaling` says how many there should be by what waits, and one comes or goes.
+Nothing depends on what was told before, so a router that was started anew knows all again within a turn. A
+replica that goes gets no new request, and
 is stopped when its last one has ended.
 """
 
