@@ -1,16 +1,166 @@
-"""Which decoder is it: its sizes, its options, its rotary embedding?"""
+"""The configuration of a decoder: its sizes, its options, and what it computes in place of the plain layers.
+
+`RopeConfig`, `LatentConfig` and `MixtureConfig` describe the rotary embedding, latent attention and mixtures
+of experts; `DecoderConfig` joins them, and `HeadConfig` describes a head that drafts from the hidden states
+of a target. Nothing here imports torch: the host and the simulator read configurations, too.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from models.latent_config import LatentConfig
-from models.mixture_config import MLP_ROLES, MixtureConfig
 from models.packing import Int4, Packing
 from models.quantization import BlockScales, Quantization
-from models.rope_config import RopeConfig
+
+ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """A rotary position embedding; which fields count depends on `kind`, one of ROPE_KINDS.
+
+    `max_positions` is the reach that the checkpoint claims, `original_max_positions` the length that it was
+    first trained on; `attention_factor` None means that yarn derives it.
+    """
+
+    kind: str
+    theta: float
+    dim: int
+    factor: float = 1.0
+    original_max_positions: int = 0
+    max_positions: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+    # Factor of each pair, if no request is longer than the original length
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()  # factor of each pair, if one may be
+    width: int = 0  # width of a head, of which `dim` dimensions are rotated
+    is_within: bool = False  # whether `max_positions` is the whole reach, however the embedding is stretched
+    # Whether rotated pairs lie side by side in a checkpoint, and not halves apart
+    interleaved: bool = False
+
+    @property
+    def num_fixed(self) -> int:
+        """Number of dimensions of a head that are not rotated."""
+        return max(0, self.width - self.dim)
+
+
+NORM_EPS = 1e-6  # eps of the norms of compressed queries and of latents, whatever the model's own is
+
+
+@dataclass(frozen=True, slots=True)
+class LatentConfig:
+    """Latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values of all heads come from one latent."""
+
+    query_rank: int | None  # width of compressed queries; None: queries come from the hidden state
+    rank: int  # width of a latent
+    nope_dim: int  # width of the part of a head's query that does not carry the position
+    rope_dim: int  # width of the part that does
+    value_dim: int  # width of a head's value
+    scale: float  # scale of the scores
+
+    @property
+    def query_dim(self) -> int:
+        """Width of a head's query, both parts together."""
+        return self.nope_dim + self.rope_dim
+
+    @property
+    def token_width(self) -> int:
+        """Numbers that the cache holds of a token in one layer: its latent and its rope key."""
+        return self.rank + self.rope_dim
+
+    def first(self) -> tuple[str, str]:
+        """Return the linears that read the hidden state, which are multiplied as one."""
+        return ("q_proj" if self.query_rank is None else "q_a_proj", "kv_a_proj_with_mqa")
+
+    def linears(self, hidden_size: int, num_heads: int) -> Iterator[tuple[str, int, int]]:
+        """Yield the checkpoint name, inputs and outputs of every linear of a layer's attention."""
+        queries = num_heads * self.query_dim
+        if self.query_rank is None:
+            yield "q_proj", hidden_size, queries
+        else:
+            yield "q_a_proj", hidden_size, self.query_rank
+            yield "q_b_proj", self.query_rank, queries
+        yield "kv_a_proj_with_mqa", hidden_size, self.token_width
+        yield "kv_b_proj", self.rank, num_heads * (self.nope_dim + self.value_dim)
+        yield "o_proj", num_heads * self.value_dim, hidden_size
+
+    @property
+    def norm_width(self) -> int:
+        """Number of weights of its norms."""
+        return self.rank + (self.query_rank or 0)
+
+
+MLP_ROLES = ("gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True, slots=True)
+class MixtureConfig:
+    """The mixtures of experts of a decoder.
+
+    A router's `scores` of the experts are their probabilities ("softmax"), or an independent number from 0 to
+    1 for each ("sigmoid"). Of `num_groups` equal groups of experts, a token chooses within the
+    `num_chosen_groups` groups whose `group_best` best experts have the highest sum. If it `is_corrected`, a
+    bias is added to the scores for the choice alone. The weights are the scores of the chosen experts, which
+    are divided by their sum if it `normalizes`, times `scale`.
+
+    The experts of a layer lie in places, in the order of `placement`; with several ranks, a rank may have
+    only those in the places that are `held`.
+    """
+
+    num_experts: int
+    num_chosen: int  # experts that each token chooses
+    inner_size: int  # inner size of each expert
+    normalizes: bool
+    layers: tuple[bool, ...]  # whether a layer has a mixture, one entry a layer
+    block: str = "mlp"  # name of a layer's mixture in a checkpoint
+    roles: tuple[str, str, str] = MLP_ROLES  # names of an expert's gate, up and down
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    num_groups: int = 1
+    num_chosen_groups: int = 1
+    group_best: int = 1
+    is_corrected: bool = False
+    router: str = "gate"  # name of the router in a checkpoint
+    is_biased: bool = False  # whether the router has a bias
+    is_stacked: bool = False  # whether a checkpoint has all experts of a layer in one tensor
+    scale: float = 1.0
+    shared_size: int = 0  # inner size of an expert that computes every token; 0: there is none
+    shared_block: str = "shared_experts"  # name of the shared expert in a checkpoint
+    has_shared_gate: bool = False  # whether a gate from 0 to 1 weighs the shared expert's result
+    placement: tuple[
+        tuple[int, ...], ...
+    ] = ()  # the experts of each layer by place; empty: in the order of their numbers
+    held: range | None = None  # places of the experts on this rank; None: all
+
+    def places(self, layer: int) -> Sequence[int]:
+        """Return the experts of a layer in the order of their places."""
+        return self.placement[layer] if self.placement else range(self.num_experts)
+
+    def held_in(self, layer: int) -> Sequence[int]:
+        """Return the experts of a layer on this rank: all by number, or some by place."""
+        if self.held is None:
+            return range(self.num_experts)
+        places = self.places(layer)
+        return [places[each] for each in self.held]
+
+    @property
+    def num_held(self) -> int:
+        """Number of experts of a layer on this rank."""
+        return self.num_experts if self.held is None else len(self.held)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the experts with the highest probabilities are chosen, with these as weights."""
+        return self.scores == "softmax" and self.num_groups == 1 and not self.is_corrected
+
 
 DType = Literal["float32", "bfloat16", "float16"]
 Gate = Literal["silu", "gelu_tanh", "clamped"]
@@ -343,3 +493,20 @@ def check_fused(config: DecoderConfig) -> None:
             raise ValueError(
                 f"quantization_config.ignore names some of the experts of layer {layer}: name all or none"
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadConfig(DecoderConfig):
+    """The layers of a head. `vocab_size` is the target's; a page keeps `num_kept` features.
+
+    `taps` are the layers of the target whose inputs it reads, in rising order; a number one past the last
+    layer stands for its output.
+    """
+
+    taps: tuple[int, ...]
+    num_kept: int
+
+    @property
+    def feature_bytes(self) -> int:
+        """Bytes of the features that one page holds."""
+        return self.num_kept * self.hidden_size * self.dtype_bytes

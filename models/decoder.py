@@ -25,7 +25,7 @@ from models.layers.low_rank import AdapterRooms
 from models.layers.mixture import Mixture
 from models.layers.mlp import MLP
 from models.layers.rope import Rope, head_order
-from models.ops.int8 import Int8Rows
+from models.ops.operands import Int8Rows
 from models.ops.reference import Ops
 from models.parallel.group import ALONE, NO_LINKS, Group, StageLinks
 from models.parallel.share import Share

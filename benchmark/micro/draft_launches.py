@@ -14,11 +14,10 @@ import numpy as np
 import torch
 
 from models.checkpoint import weights
-from models.config import DecoderConfig
+from models.config import DecoderConfig, HeadConfig
 from models.decoder import Decoder
 from models.drafting.drafter import Drafter
-from models.drafting.eagle3 import Eagle3, Eagle3Config
-from models.drafting.head_config import HeadConfig
+from models.drafting.eagle import Eagle3, Eagle3Config
 from models.drafting.mtp import Mtp, MtpConfig, mtp_config
 from models.head import Head
 from models.parallel.group import ALONE

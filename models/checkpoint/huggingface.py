@@ -1,11 +1,14 @@
-"""What does a Hugging Face config.json say of the decoder?
+"""Read a decoder's configuration from the config.json of a Hugging Face checkpoint.
 
-The keys and their defaults are those of transformers' configuration classes; a value that the decoder
-cannot honour is refused by its key.
+The keys and their defaults are those of transformers' configuration classes; a value that the decoder cannot
+honour is refused by its key. Beside the plain decoder the keys describe experts, attention by latents, and
+which positions a layer attends to: all earlier ones, or the last of them, its window. Families differ in the
+keys that say so; what no family computes here, such as attention to later positions, is refused in one place.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -14,15 +17,16 @@ from borders.shown import shown
 from models.config import (
     DTYPE_BYTES,
     NORMS,
+    ROPE_KINDS,
     DecoderConfig,
     DType,
+    LatentConfig,
+    MixtureConfig,
+    RopeConfig,
     check_fused,
 )
-from models.latent_config import LatentConfig
-from models.mixture_config import MixtureConfig
 from models.packing import packing
 from models.quantization import block_scales, quantization
-from models.rope_config import ROPE_KINDS, RopeConfig
 
 Windows = tuple[int | None, ...]
 
@@ -332,3 +336,146 @@ def refused(key: str, value: object, mend: str) -> ValueError:
 
 def _missing(key: str) -> ValueError:
     return ValueError(f"the model's configuration has no {key}; give it in config.json or under model.config")
+
+
+def experts(hf: Mapping[str, Any]) -> tuple[int, int]:
+    """Return how many experts a mixture has, and how many of them a token chooses.
+
+    Hub files of Qwen3 say num_experts, those of Mixtral and all that transformers 5 writes num_local_experts.
+    """
+    said = {key: hf[key] for key in ("num_experts", "num_local_experts") if hf.get(key) is not None}
+    if len(set(map(str, said.values()))) > 1:
+        other = shown(said["num_local_experts"])
+        raise refused("num_experts", said["num_experts"], f"num_local_experts says {other}: remove one")
+    num_experts = integer({"num_experts": next(iter(said.values()), None)}, "num_experts")
+    num_chosen = integer(hf, "num_experts_per_tok")
+    if num_chosen > num_experts:
+        raise refused("num_experts_per_tok", num_chosen, f"there are {num_experts} experts")
+    return num_experts, num_chosen
+
+
+def sparse_layers(hf: Mapping[str, Any]) -> tuple[bool, ...]:
+    """Return which layers have experts: each `decoder_sparse_step`-th, except those in `mlp_only_layers`."""
+    step, dense = integer(hf, "decoder_sparse_step", 1), hf.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(type(each) is int for each in dense):
+        raise refused("mlp_only_layers", dense, "it must be a list of layers")
+    layers = range(integer(hf, "num_hidden_layers"))
+    return tuple(layer not in dense and (layer + 1) % step == 0 for layer in layers)
+
+
+def grouped_experts(
+    hf: Mapping[str, Any], *, first_dense: int, num_shared: int, **more: Any
+) -> MixtureConfig:
+    """Return experts as DeepSeek's files describe them, in all layers but the first.
+
+    `more` is of the family.
+    """
+    num_layers, size = integer(hf, "num_hidden_layers"), integer(hf, "moe_intermediate_size")
+    dense = integer(hf, "first_k_dense_replace", first_dense, least=0)
+    num_experts, num_groups = integer(hf, "n_routed_experts"), integer(hf, "n_group", 1)
+    num_chosen, num_chosen_groups = integer(hf, "num_experts_per_tok"), integer(hf, "topk_group", 1)
+    best = more.get("group_best", 1)
+    if num_experts % num_groups or num_experts // num_groups < best:
+        raise refused("n_group", num_groups, f"equal groups of {num_experts} experts, of {best} at least")
+    if not num_chosen_groups <= num_groups:
+        raise refused("topk_group", num_chosen_groups, f"there are {num_groups} groups")
+    if num_chosen > num_chosen_groups * (num_experts // num_groups):
+        raise refused("num_experts_per_tok", num_chosen, "the chosen groups have fewer experts")
+    return MixtureConfig(
+        num_experts,
+        num_chosen,
+        inner_size=size,
+        layers=tuple(layer >= dense for layer in range(num_layers)),
+        num_groups=num_groups,
+        num_chosen_groups=num_chosen_groups,
+        scale=number(hf, "routed_scaling_factor", 1.0),
+        shared_size=size * integer(hf, "n_shared_experts", num_shared, least=0),
+        **{"normalizes": False} | more,
+    )
+
+
+def latent_config(hf: Mapping[str, Any]) -> LatentConfig:
+    """Return latent attention as DeepSeek's files describe it."""
+    if boolean(hf, "attention_bias", False):
+        raise refused("attention_bias", True, "latent attention is supported without it")
+    interleaves = hf.get("rope_interleave", True)
+    if interleaves is None or not boolean(hf, "rope_interleave", True):  # transformers takes null for false
+        raise refused("rope_interleave", interleaves, "pairs must lie side by side: it must be true")
+    nope_dim, rope_dim = integer(hf, "qk_nope_head_dim"), integer(hf, "qk_rope_head_dim")
+    if rope_dim % 2:
+        raise refused("qk_rope_head_dim", rope_dim, "the rotary embedding turns pairs: it must be even")
+    rope = rope_config(hf, rope_dim, integer(hf, "max_position_embeddings"))
+    scale = (nope_dim + rope_dim) ** -0.5
+    if rope.kind == "yarn" and rope.mscale_all_dim and rope.factor > 1:
+        scale *= (0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0) ** 2
+    return LatentConfig(
+        query_rank=None if hf.get("q_lora_rank") is None else integer(hf, "q_lora_rank"),
+        rank=integer(hf, "kv_lora_rank"),
+        nope_dim=nope_dim,
+        rope_dim=rope_dim,
+        value_dim=integer(hf, "v_head_dim"),
+        scale=scale,
+    )
+
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+_CAUSAL = (
+    "such a model, made for embeddings, attends to both sides, and this engine computes causal attention:"
+    " use a causal checkpoint, or an engine for bidirectional models"
+)
+
+
+def switched_window(hf: Mapping[str, Any]) -> int | None:
+    """Return Qwen's window: `sliding_window` if `use_sliding_window` is true, and otherwise None."""
+    if not boolean(hf, "use_sliding_window", False) or hf.get("sliding_window", 4096) is None:
+        return None
+    return integer(hf, "sliding_window", 4096)
+
+
+def windows_by_layer_type(hf: Mapping[str, Any]) -> Windows:
+    """Return the windows of `layer_types`, or else Qwen2's: sliding from layer `max_window_layers` on."""
+    window = switched_window(hf)
+    if hf.get("layer_types") is None:
+        first = integer(hf, "max_window_layers", 28, least=0)
+        return tuple(window if layer >= first else None for layer in range(integer(hf, "num_hidden_layers")))
+    return windows_of_types(hf, window, "sliding layers need use_sliding_window: true and sliding_window")
+
+
+def windows_of_types(hf: Mapping[str, Any], window: int | None, fix: str) -> Windows:
+    """Return `window` for each layer that `layer_types` calls sliding; `fix` says what such layers need."""
+    types, num_layers = hf["layer_types"], integer(hf, "num_hidden_layers")
+    known = (FULL, SLIDING)
+    if not isinstance(types, list) or len(types) != num_layers or any(kind not in known for kind in types):
+        raise refused("layer_types", types, f"one of {' or '.join(known)} for each of {num_layers} layers")
+    if window is None and SLIDING in types:
+        raise refused("layer_types", types, fix)
+    return tuple(window if kind == SLIDING else None for kind in types)
+
+
+def check_attended(hf: Mapping[str, Any], windows: Windows, max_positions: int) -> None:
+    """Raise ValueError where config.json asks for other attention than causal attention over `windows`.
+
+    transformers reads `is_causal` for every family, and takes null and 0 for false. A family whose windows do
+    not follow `layer_types` ignores it there, or at times applies it to the cache alone; a list that agrees
+    with the windows says nothing new, and any other cannot be honoured.
+    """
+    if (causal := hf.get("is_causal", True)) is not True:
+        raise refused("is_causal", causal, _CAUSAL)
+    if hf.get("use_bidirectional_attention"):
+        raise refused("use_bidirectional_attention", hf["use_bidirectional_attention"], _CAUSAL)
+    if hf.get("per_layer_config"):
+        raise refused(
+            "per_layer_config", hf["per_layer_config"], "all layers have one configuration: remove it"
+        )
+    types, computed = hf.get("layer_types"), [FULL if window is None else SLIDING for window in windows]
+    if types is not None and types != computed:
+        fix = f"this family's layers are {shown(computed)} by its other keys: remove it"
+        raise refused("layer_types", types, fix)
+    # Without layer_types, transformers cuts its cache to such a window in families whose layers attend to all
+    # positions, so that its generated tokens differ from its own forward pass. Qwen's files have a window
+    # that is switched off.
+    has_switch = str(hf.get("model_type")).startswith("qwen")
+    for key in ("attention_chunk_size",) if has_switch else ("attention_chunk_size", "sliding_window"):
+        window = hf.get(key)
+        if types is None and not any(windows) and isinstance(window, int) and window < max_positions:
+            raise refused(key, window, "this family's layers attend to all earlier positions: remove it")

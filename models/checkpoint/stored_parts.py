@@ -15,10 +15,9 @@ from typing import Any
 
 from torch import Tensor
 
-from models.checkpoint.block_scales import STORED, SUFFIX, scaled
 from models.checkpoint.files import check_finite, checkpoint_files, names_in, open_checkpoint
 from models.checkpoint.place import FLOATS, Place
-from models.checkpoint.unpacking import Unpacking
+from models.checkpoint.unpacking import STORED, SUFFIX, Unpacking, scaled
 from models.packing import IN_A_WORD, LAYOUTS, Packing
 from models.parallel.share import Slices
 from models.quantization import BlockScales

@@ -1,6 +1,10 @@
-"""How do packed integers become numbers again?
+"""Make numbers of the integers and the 8-bit floats that a checkpoint holds.
 
-A weight is (integer - zero) * scale, with the zero and the scale of its output and of its input's group.
+A packed weight is (integer - zero) * scale, with the zero and the scale of its output and of its input's
+group. DeepSeek-V3 (arXiv 2412.19437, quant_method fp8 of config.json) holds `X.weight` in E4M3 beside
+`X.weight_scale_inv`, float32, a number for each block of rows and columns, which its weights are multiplied
+with. They are read into the model's type, and into int8 from there: no Ascend product before the 950
+multiplies such floats.
 
 Legend: O outputs and I inputs of the part that a rank reads, G groups of the whole weight.
 """
@@ -14,9 +18,24 @@ import torch
 from torch import Tensor
 
 from models.checkpoint.place import FLOATS
-from models.ops.int4_weight import MIDDLE, in_words
+from models.ops.operands import MIDDLE, in_words
 from models.packing import LAYOUTS, Layout, Packing
 from models.parallel.share import Slices
+from models.quantization import BlockScales
+
+SUFFIX = "_scale_inv"
+STORED = "F8_E4M3"  # name of the type in safetensors
+
+
+def scaled(weight: Tensor, scales: Tensor, blocks: BlockScales, first: tuple[int, int] = (0, 0)) -> Tensor:
+    """Return a part of a weight [out, in] in float32.
+
+    `first` is its row and column; `scales` are those of all blocks.
+    """
+    of_rows = (first[0] + torch.arange(weight.shape[0])) // blocks.rows
+    of_columns = (first[1] + torch.arange(weight.shape[1])) // blocks.columns
+    return weight.float() * scales.float()[of_rows][:, of_columns]
+
 
 BIAS = "bias"  # GPTQ's first packages wrote one for every linear
 ROWS_AT_ONCE = 512  # outputs that are in float32 at once

@@ -23,12 +23,11 @@ from models.checkpoint.layer_parts import SINKS, LayerParts
 from models.checkpoint.place import Place, Rounding
 from models.checkpoint.stacked_experts import AnyPlace, PackedStack, Places, in_stacks
 from models.checkpoint.stored_parts import PartPlace, in_parts
-from models.config import FUSED, GATE_UP, QKV, DecoderConfig, Form
+from models.config import FUSED, GATE_UP, MLP_ROLES, QKV, DecoderConfig, Form
 from models.decoder import Decoder
 from models.layers.latent import UpProjection
 from models.layers.linear import Linear
-from models.mixture_config import MLP_ROLES
-from models.ops.int4_weight import MIDDLE
+from models.ops.operands import MIDDLE
 from models.packing import IN_A_WORD, Int4
 from models.parallel.share import Share, Slices
 

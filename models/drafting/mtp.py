@@ -1,11 +1,12 @@
-"""How does the layer compute that a checkpoint has to predict one token more?
+"""The layer that a checkpoint has to predict one token more (MTP), and the tensors that it holds.
 
 Multi-token prediction: DeepSeek-V3 (arXiv 2412.19437, section 2.2), and GLM-4.5 after it. `eh_proj` joins the
 norms of a token's embedding and of what the target made of the position before, one layer of the target's own
-kind follows, and embedding and head are the target's. As SGLang's deepseek_nextn.py: what is read of the
-target comes after its last norm, and what the layer itself made, in its place for a further token, after its
-own. The published code has the pair of token p + 1 and feature p at position p; here it is at p + 1. Rotary
-embeddings depend on differences of positions, so the result is the same.
+kind follows, and embedding and head are the target's; a checkpoint has copies of both, which are not read. As
+in SGLang's deepseek_nextn.py, what is read of the target comes after its last norm, and what the layer itself
+made, in its place for a further token, after its own. The published code has the pair of token p + 1 and
+feature p at position p; here it is at p + 1. Rotary embeddings depend on differences of positions, so the
+result is the same.
 
 Legend: T tokens of the step, R rows, V vocabulary.
 """
@@ -14,16 +15,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from attention.reference import Attention
-from models.config import DecoderConfig
+from models.checkpoint.layer_parts import LayerParts
+from models.checkpoint.stored_parts import in_parts
+from models.checkpoint.weights import fill, placed
+from models.config import DecoderConfig, HeadConfig
 from models.decoder import Decoder, DecoderLayer, pack, pad_rows
-from models.drafting.head_config import HeadConfig
-from models.features import FeaturePages
-from models.head import FIRST_KEY, Head
+from models.head import FIRST_KEY, FeaturePages, Head
 from models.layers.linear import Linear, parameter
 from models.ops.reference import Ops
 from models.parallel.group import Group
@@ -75,7 +78,7 @@ def mtp_config(target: DecoderConfig, num_kept: int) -> MtpConfig:
 
 
 class Mtp(Head):
-    """The layer that predicts further tokens. Fill its weights (models/drafting/mtp_weights.py), then `pack` it once.
+    """The layer that predicts further tokens. Fill its weights (models/drafting/mtp.py), then `pack` it once.
 
     The ranks of `group` share it as they share the target's layers.
     """
@@ -131,3 +134,37 @@ class Mtp(Head):
         feature = self.ops.rms_norm(pad_rows(features, num_rows), self.hidden_norm, self.eps)
         cos, sin = self.rope.cos_sin(positions, None, features.dtype)
         return self.joining(torch.cat((embedded, feature), -1)), cos, sin
+
+
+SHARED = ("embed_tokens.", "shared_head.head.")  # shared with the target
+
+
+def load(head: Mtp, path: str | Path) -> int:
+    """Fill the layer from the target's checkpoint directory `path`, and pack it; return the bytes read.
+
+    Raises ValueError as models/checkpoint/weights.py does.
+    """
+    config, path = head.config, Path(path)
+    assert isinstance(config, MtpConfig), "the layer has its own configuration"
+    prefix = config.prefix
+    parts = LayerParts.of(head.layer, prefix, config)
+    norms = {
+        f"{prefix}enorm.weight": head.embedding_norm,
+        f"{prefix}hnorm.weight": head.hidden_norm,
+        f"{prefix}shared_head.norm.weight": head.norm,
+    }
+    parts.whole.update(norms)
+    parts.joined.append(("", (config.joining,), head.joining))
+    held = {name: outputs for name, _, outputs in head.part.linears()}
+    places = placed(parts, config, held, head.share)
+    read = in_parts(places, config.stored_form, path)
+    is_shared = tuple(prefix + name for name in SHARED)
+
+    def is_unread(name: str) -> bool:
+        if not name.startswith(prefix) or name.startswith(is_shared):
+            return True
+        return head.share.is_others_expert(name, config, 0, prefix)
+
+    _, num_bytes = fill(path, read, read, is_unread)
+    head.pack()
+    return num_bytes

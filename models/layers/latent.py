@@ -14,11 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from attention.latent import LatentAttention, LatentProlog, LatentUp
-from models.config import DecoderConfig, Form
-from models.latent_config import NORM_EPS
+from models.config import NORM_EPS, DecoderConfig, Form
 from models.layers.dtypes import TORCH_DTYPES
 from models.layers.linear import Linear, SplitLinear, SummedLinear, parameter
-from models.ops.int8 import Int8Rows
+from models.ops.operands import Int8Rows
 from models.ops.reference import Ops
 from models.packing import Int4
 from models.parallel.group import Group

@@ -14,9 +14,7 @@ from torch import Tensor, nn
 from devices.int8 import quantize_rows
 from models.config import Form
 from models.layers.low_rank import LowRank
-from models.ops.filled import Filled
-from models.ops.int4_weight import Int4Weight
-from models.ops.int8 import Int8Rows
+from models.ops.operands import Filled, Int4Weight, Int8Rows
 from models.ops.reference import Ops, Widths
 from models.packing import IN_A_WORD, Int4
 from models.parallel.group import Group

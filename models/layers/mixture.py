@@ -19,7 +19,7 @@ from models.config import DecoderConfig
 from models.layers.dtypes import TORCH_DTYPES
 from models.layers.linear import Linear, parameter
 from models.layers.mlp import MLP
-from models.ops.filled import ExpertKind
+from models.ops.operands import ExpertKind
 from models.ops.reference import Ops, Packed
 from models.packing import Int4
 from models.parallel.group import Group, sharing_experts

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from models.config import DecoderConfig, Gate
 from models.layers.dtypes import TORCH_DTYPES
 from models.layers.linear import Linear, SummedLinear
-from models.ops.int8 import Int8Rows
+from models.ops.operands import Int8Rows
 from models.ops.reference import Ops
 from models.parallel.group import Group
 

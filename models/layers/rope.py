@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from models.rope_config import RopeConfig
+from models.config import RopeConfig
 
 
 class Rope:

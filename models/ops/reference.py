@@ -17,10 +17,8 @@ from torch.nn import functional as F
 
 from attention.latent import LatentLinears, LatentUp
 from devices.int8 import quantize_rows
-from models.mixture_config import MixtureConfig
-from models.ops.filled import ExpertKind, Filled
-from models.ops.int4_weight import Int4Weight
-from models.ops.int8 import Int8Rows
+from models.config import MixtureConfig
+from models.ops.operands import ExpertKind, Filled, Int4Weight, Int8Rows
 from models.parallel.group import Group
 
 LEAST_SUM = 1e-20  # added to the sum of a token's independent scores, which may all be 0

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from models.config import DecoderConfig
-from models.mixture_config import MLP_ROLES, MixtureConfig
+from models.config import MLP_ROLES, DecoderConfig, MixtureConfig
 
 Slices = tuple[slice, ...]  # slices of a tensor's first dimensions; later dimensions are whole
 

@@ -15,13 +15,12 @@ from torch import Tensor
 
 from models.checkpoint.adapter_files import WEIGHTS, AdapterFiles
 from models.checkpoint.files import check_finite, names_in, open_checkpoint
-from models.config import FUSED, GATE_UP, QKV, DecoderConfig
+from models.config import FUSED, GATE_UP, MLP_ROLES, QKV, DecoderConfig
 from models.decoder import Decoder
 from models.layers.dtypes import TORCH_DTYPES
 from models.layers.linear import Linear
 from models.layers.low_rank import AdapterRooms, LowRank
 from models.layers.mlp import MLP
-from models.mixture_config import MLP_ROLES
 
 _TENSOR = re.compile(r"base_model\.model\.(model\.layers\.\d+\.[\w.]+)\.lora_([AB])\.weight")
 # Linears that a checkpoint, and so an adapter, may store as one

@@ -34,7 +34,7 @@ from models.head import Head
 from models.layers.logit_parts import LogitParts
 from models.sampling.sampler import Best, takes_best
 from models.step.graph_inputs import DRAW, PLACE, GraphInputs, num_values, split
-from models.step.last_tokens import LastTokens
+from models.step.inputs import LastTokens
 from models.step_inputs import StepInputs
 
 log = logging.getLogger(__name__)

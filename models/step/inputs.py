@@ -1,13 +1,21 @@
-"""What does a decoder read in one step, and where does it come from?"""
+"""Gather what a decoder reads in one step from the slot table, and send it to the device.
+
+`LastTokens` are the tokens that the device chose last: the next step may begin before the host knows them.
+
+Legend: N rows of the slot table, R sampled rows, U of the next step's spans end in a token of no value yet.
+"""
 
 from __future__ import annotations
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from continuous_batching.batch import Batch
 from continuous_batching.slots import SlotPool
 from kv_cache.device.storage import KVCache
 from kv_cache.device.transfer import to_device
+from kv_cache.pages import Index
 from models.decoder import Decoder
 from models.head import Head
 from models.step_inputs import StepInputs
@@ -35,3 +43,21 @@ def step_inputs(batch: Batch, slots: SlotPool, decoder: Decoder | Head, cache: K
         numbers = np.repeat(slots.adapter[batch.slots], batch.stops - batch.starts)
         adapters = to_device(numbers, attention.device)
     return StepInputs(token_ids, positions, metadata, cache, rope_lens, before_index, adapters=adapters)
+
+
+class LastTokens:
+    """The tokens of the step before, and the place of each row's token among them."""
+
+    def __init__(self, num_rows: int, device: torch.device) -> None:
+        self.tokens = torch.zeros(0, dtype=torch.int64, device=device)  # [R]; negative if there is none
+        self._places = np.zeros(num_rows, dtype=np.int64)  # [N]
+
+    def keep(self, tokens: Tensor, owners: Index) -> None:
+        """Store the tokens [R] that a step chose for the rows `owners` [R]."""
+        self.tokens = tokens
+        self._places[owners] = np.arange(len(owners))
+
+    def places(self, batch: Batch) -> Index:
+        """Return where in `tokens` the last tokens of the spans `batch.unknown` are. [U]"""
+        places: Index = self._places[batch.slots[batch.unknown]]
+        return places

@@ -26,8 +26,7 @@ from models.decoder import Decoder
 from models.sampling import of_prompts
 from models.sampling.sampler import Best, Chosen, arriving, takes_best
 from models.step.graphs import CapturedSampler, DecodeGraphs, FilledStep, StepOutputs
-from models.step.inputs import step_inputs
-from models.step.last_tokens import LastTokens
+from models.step.inputs import LastTokens, step_inputs
 from models.step_inputs import StepInputs
 
 

@@ -8,16 +8,14 @@ from continuous_batching.slots import SlotPool
 from devices.shapes import AttentionShape, LatentShape
 from kv_cache.device.storage import KVCache
 from models.checkpoint import weights
-from models.config import DecoderConfig
+from models.config import DecoderConfig, HeadConfig
 from models.decoder import Decoder
-from models.drafting import head_weights, mtp_weights
-from models.drafting.drafter import Drafter
-from models.drafting.eagle3 import Eagle3, Eagle3Config
-from models.drafting.head_config import HeadConfig
-from models.drafting.head_drafter import HeadDrafter
+from models.drafting import eagle as head_weights
+from models.drafting import mtp as mtp_weights
+from models.drafting.drafter import Drafter, HeadDrafter
+from models.drafting.eagle import Eagle3, Eagle3Config
 from models.drafting.mtp import Mtp, MtpConfig
-from models.features import FeaturePages
-from models.head import FIRST_KEY, Head
+from models.head import FIRST_KEY, FeaturePages, Head
 from models.layers.dtypes import TORCH_DTYPES
 from models.parallel.group import Group
 from models.parallel.share import Share

@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from devices.int8 import quantize_rows
-from models.checkpoint.block_scales import SUFFIX, scaled
 from models.checkpoint.files import INDEX, check_finite, checkpoint_files, names_in, open_checkpoint
+from models.checkpoint.unpacking import SUFFIX, scaled
 from models.config import DecoderConfig
 from models.drafting.mtp import mtp_config
 from models.layers.dtypes import TORCH_DTYPES

@@ -8,8 +8,7 @@ import torch
 
 from devices.ascend_limits import PRODUCTS
 from devices.onednn import product_dtype
-from models.config import DecoderConfig
-from models.drafting.head_config import HeadConfig
+from models.config import DecoderConfig, HeadConfig
 from models.drafting.mtp import MtpConfig
 from models.layers.dtypes import TORCH_DTYPES
 from models.ops.reference import WIDENED_ROWS

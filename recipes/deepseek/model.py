@@ -8,8 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from models.checkpoint.huggingface import boolean, decoder_config, integer, refused
-from models.checkpoint.huggingface_parts import grouped_experts, latent_config
+from models.checkpoint.huggingface import (
+    boolean,
+    decoder_config,
+    grouped_experts,
+    integer,
+    latent_config,
+    refused,
+)
 from models.config import DecoderConfig
 
 SHAPE = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}

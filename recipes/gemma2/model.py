@@ -6,8 +6,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from models.checkpoint.huggingface import boolean, decoder_config, integer, number, refused
-from models.checkpoint.huggingface_windows import windows_by_layer_type
+from models.checkpoint.huggingface import (
+    boolean,
+    decoder_config,
+    integer,
+    number,
+    refused,
+    windows_by_layer_type,
+)
 from models.config import DecoderConfig
 from recipes.gemma3.model import NORMS
 

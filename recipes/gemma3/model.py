@@ -13,8 +13,8 @@ from models.checkpoint.huggingface import (
     refused,
     rope_config,
     ropes_by_layer_type,
+    windows_by_layer_type,
 )
-from models.checkpoint.huggingface_windows import windows_by_layer_type
 from models.config import DecoderConfig
 
 DEFAULTS = {

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from models.checkpoint.huggingface import boolean, decoder_config, integer
-from models.checkpoint.huggingface_parts import grouped_experts
+from models.checkpoint.huggingface import boolean, decoder_config, grouped_experts, integer
 from models.config import DecoderConfig
 
 DEFAULTS = {

@@ -6,12 +6,17 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from models.checkpoint.huggingface import boolean, decoder_config, integer, number, refused
-from models.checkpoint.huggingface_parts import experts
-from models.checkpoint.huggingface_windows import windows_by_layer_type
+from models.checkpoint.huggingface import (
+    boolean,
+    decoder_config,
+    experts,
+    integer,
+    number,
+    refused,
+    windows_by_layer_type,
+)
 from models.checkpoint.stacked_experts import BLOCK
-from models.config import DecoderConfig
-from models.mixture_config import MixtureConfig
+from models.config import DecoderConfig, MixtureConfig
 
 DEFAULTS = {
     "max_position_embeddings": 131072,

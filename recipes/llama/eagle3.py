@@ -1,6 +1,6 @@
 """Define the EAGLE-3 head of one Llama layer.
 
-Its config.json is a Llama's with `draft_vocab_size`; see models/drafting/eagle3.py for the sources.
+Its config.json is a Llama's with `draft_vocab_size`; see models/drafting/eagle.py for the sources.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from typing import Any
 from borders.shown import shown
 from models.checkpoint.huggingface import boolean, integer
 from models.config import DecoderConfig
-from models.drafting.eagle3 import Eagle3Config
-from models.drafting.head_weights import EMBEDDING
+from models.drafting.eagle import EMBEDDING, Eagle3Config
 from recipes.llama.model import config as llama
 
 LEAST_LAYERS = 7  # the three layers that it reads would otherwise not be in ascending order

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from models.checkpoint.huggingface import decoder_config, integer
-from models.checkpoint.huggingface_windows import windows_of_types
+from models.checkpoint.huggingface import decoder_config, integer, windows_of_types
 from models.config import DecoderConfig
 
 DEFAULTS = {

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from models.checkpoint.huggingface import decoder_config, integer
-from models.checkpoint.huggingface_parts import experts
-from models.config import DecoderConfig
-from models.mixture_config import MixtureConfig
+from models.checkpoint.huggingface import decoder_config, experts, integer
+from models.config import DecoderConfig, MixtureConfig
 
 DEFAULTS = {
     "max_position_embeddings": 131072,

@@ -5,11 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from models.checkpoint.huggingface import boolean, decoder_config, integer, refused
-from models.checkpoint.huggingface_parts import sparse_layers
-from models.checkpoint.huggingface_windows import FULL, SLIDING, switched_window, windows_by_layer_type
-from models.config import DecoderConfig
-from models.mixture_config import MixtureConfig
+from models.checkpoint.huggingface import (
+    FULL,
+    SLIDING,
+    boolean,
+    decoder_config,
+    integer,
+    refused,
+    sparse_layers,
+    switched_window,
+    windows_by_layer_type,
+)
+from models.config import DecoderConfig, MixtureConfig
 
 DEFAULTS = {
     "max_position_embeddings": 32768,

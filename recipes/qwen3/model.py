@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from models.checkpoint.huggingface import boolean, decoder_config
-from models.checkpoint.huggingface_windows import windows_by_layer_type
+from models.checkpoint.huggingface import boolean, decoder_config, windows_by_layer_type
 from models.config import DecoderConfig
 
 DEFAULTS = {"max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128}

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from models.checkpoint.huggingface import boolean, decoder_config, integer
-from models.checkpoint.huggingface_parts import experts, sparse_layers
-from models.checkpoint.huggingface_windows import switched_window
-from models.config import DecoderConfig
-from models.mixture_config import MixtureConfig
+from models.checkpoint.huggingface import (
+    boolean,
+    decoder_config,
+    experts,
+    integer,
+    sparse_layers,
+    switched_window,
+)
+from models.config import DecoderConfig, MixtureConfig
 
 DEFAULTS = {
     "max_position_embeddings": 32768,

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from attention.latent import LatentAttention
 from models.checkpoint import weights
-from models.checkpoint.block_scales import SUFFIX, scaled
 from models.checkpoint.files import INDEX, SINGLE
+from models.checkpoint.unpacking import SUFFIX, scaled
 from models.decoder import Decoder
 from models.ops.reference import Ops
 from models.parallel.share import Share

@@ -16,11 +16,10 @@ from attention.latent import LatentAttention
 from devices.ascend_limits import product
 from kv_cache.device.storage import KVCache
 from models.checkpoint import weights
-from models.config import DecoderConfig
+from models.config import DecoderConfig, MixtureConfig
 from models.decoder import Decoder
 from models.layers.latent import LatentSelfAttention
 from models.layers.mixture import Mixture
-from models.mixture_config import MixtureConfig
 from models.ops.cpu.ops import CpuOps
 from models.ops.reference import Ops
 from models.parallel.share import Share

@@ -22,7 +22,7 @@ from continuous_batching.speculation.proposer import Guesses, Proposer
 from continuous_batching.speculation.speculation import Speculation
 from kv_cache.pages import Index
 from models.step.graphs import FilledStep, StepOutputs
-from models.step.last_tokens import LastTokens
+from models.step.inputs import LastTokens
 from models.step.runner import ModelRunner
 from recipes.assembly.engine import build
 from recipes.schema.reader import load

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from continuous_batching.batch import Batch
 from kv_cache.device.storage import KVCache
-from models.drafting.head_drafter import HeadDrafter
-from models.features import FeaturePages
+from models.drafting.drafter import HeadDrafter
+from models.head import FeaturePages
 
 PAGE, KEPT = 8, 3
 

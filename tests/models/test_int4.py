@@ -15,7 +15,7 @@ from models.checkpoint import weights
 from models.checkpoint.int4 import check_groups, kept_int4
 from models.config import DecoderConfig
 from models.decoder import Decoder
-from models.ops.int4_weight import Int4Weight, in_words
+from models.ops.operands import Int4Weight, in_words
 from models.parallel.group import ALONE
 from recipes.assembly.families import config_in
 from tests.device_kinds import Kind, Way, machine, on_each

@@ -16,13 +16,12 @@ from torch import Tensor
 from devices.shapes import AttentionShape
 from models.checkpoint import weights
 from models.checkpoint.files import SINGLE
-from models.config import DecoderConfig
+from models.config import DecoderConfig, MixtureConfig
 from models.decoder import Decoder
 from models.layers.mixture import Mixture
-from models.mixture_config import MixtureConfig
 from models.ops.cpu.ops import CpuOps
 from models.ops.cuda.ops import CudaOps
-from models.ops.filled import ExpertKind, Filled
+from models.ops.operands import ExpertKind, Filled
 from models.ops.reference import Ops
 from models.quantization import Quantization
 from recipes.assembly.families import decoder_config, read

@@ -21,9 +21,8 @@ from attention.reference import StaticDecodes
 from continuous_batching.engine import Engine
 from continuous_batching.request import Request, SamplingParams
 from devices.ascend_limits import PRODUCTS, product
-from models.mixture_config import MixtureConfig
-from models.ops.filled import ExpertKind, Filled
-from models.ops.int4_weight import Int4Weight
+from models.config import MixtureConfig
+from models.ops.operands import ExpertKind, Filled, Int4Weight
 from models.ops.reference import Ops
 from models.parallel.group import ALONE, Group, join
 from recipes.assembly.engine import build

@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from models.checkpoint import weights
-from models.config import DecoderConfig
+from models.config import DecoderConfig, RopeConfig
 from models.parallel.group import ALONE, Alone, Group
 from models.parallel.share import check_ranks
-from models.rope_config import RopeConfig
 from tests.models.tensor_rank import empty, logits_of
 from tests.serving.server import PATIENCE_S
 from tests.thorough import cases

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from attention.reference import Attention, AttentionShape
 from models.checkpoint import weights
+from models.config import MixtureConfig
 from models.decoder import Decoder
-from models.mixture_config import MixtureConfig
 from models.ops.reference import Ops
 from models.parallel.group import ALONE, Alone, Group
 from models.parallel.share import Share

@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from models.config import DecoderConfig
+from models.config import DecoderConfig, RopeConfig
 from models.parallel.share import Share
-from models.rope_config import RopeConfig
 
 WHOLE = DecoderConfig(
     family="llama",

@@ -15,9 +15,8 @@ from torch import Tensor
 from attention.reference import Attention
 from models.checkpoint import weights
 from models.checkpoint.files import SINGLE
-from models.config import DecoderConfig
+from models.config import DecoderConfig, MixtureConfig
 from models.decoder import Decoder
-from models.mixture_config import MixtureConfig
 from models.ops.cpu.ops import CpuOps
 from models.ops.reference import Ops
 from models.parallel.group import ALONE, Group

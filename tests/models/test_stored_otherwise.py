@@ -10,13 +10,13 @@ import torch
 
 from attention.reference import Attention
 from models.checkpoint import weights
+from models.config import RopeConfig
 from models.decoder import Decoder
 from models.layers.linear import Linear
 from models.layers.rope import Rope, head_order
 from models.ops.reference import Ops
 from models.parallel.share import Share
 from models.quantization import Quantization
-from models.rope_config import RopeConfig
 from recipes.assembly.decoders import shape_of
 from recipes.assembly.families import config_in
 from recipes.assembly.int8_checkpoint import quantize

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from devices.ascend_experts import MOST_GATED, fuses_gate
-from models.mixture_config import MixtureConfig
-from models.ops.filled import Filled
+from models.config import MixtureConfig
+from models.ops.operands import Filled
 from models.ops.reference import Ops
 from tests.attention.test_attention import shape
 from tests.device_kinds import has_npu, operators

@@ -13,7 +13,7 @@ FAULTS = {
         "tests/models/test_captured_heads.py::test_captured_steps_make_the_published_drafts",
     ),
     "head_reads_no_prompt": Fault(
-        "models/drafting/head_drafter.py::HeadDrafter.run",
+        "models/drafting/drafter.py::HeadDrafter.run",
         "self._lacking(batch, np.flatnonzero(~drafting))",
         "None",
         "drafts follow from a prompt that the head has not read",
@@ -27,7 +27,7 @@ FAULTS = {
         "tests/models/test_eagle3.py::test_a_head_changes_no_token_and_says_what_the_published_one_does",
     ),
     "features_of_accepted_drafts_written_over": Fault(
-        "models/features.py::FeaturePages.write_ends",
+        "models/head.py::FeaturePages.write_ends",
         "self._places(index).masked_fill(is_followed, 0)",
         "self._places(index)",
         "what the head said takes the place of the target's feature at the end of a page",

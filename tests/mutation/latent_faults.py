@@ -62,7 +62,7 @@ FAULTS = {
         "tests/models/test_deepseek.py::test_a_prompt_scores_as_in_transformers",
     ),
     "columns_of_a_block_as_rows": Fault(
-        "models/checkpoint/block_scales.py::scaled",
+        "models/checkpoint/unpacking.py::scaled",
         "blocks.columns",
         "blocks.rows",
         "weights have the scales of other blocks",

@@ -41,7 +41,7 @@ FAULTS = {
         "tests/models/test_packed_weights.py::test_a_bias_of_nothing_is_passed_over_and_another_refused",
     ),
     "kept_nibbles_the_other_way_round": Fault(
-        "models/ops/int4_weight.py::in_words",
+        "models/ops/operands.py::in_words",
         "values[:, ::2] | values[:, 1::2] << 4",
         "values[:, 1::2] | values[:, ::2] << 4",
         "neighbours change places",

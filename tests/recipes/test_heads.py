@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from continuous_batching.speculation.draft_model import head_spans
-from models.drafting.head_drafter import HeadDrafter
+from models.drafting.drafter import HeadDrafter
 from recipes.assembly.engine import build
 from recipes.assembly.memory_plan import report
 from recipes.assembly.scheduler import scheduler_from

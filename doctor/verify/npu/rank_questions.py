@@ -12,8 +12,8 @@ from torch import Tensor
 from devices.ascend_dispatch import DISPATCHING
 from devices.ascend_limits import AscendProduct
 from doctor.verify.npu.questions import NEAR, Found, Probe, time_us
-from models.mixture_config import MixtureConfig
-from models.ops.filled import Filled
+from models.config import MixtureConfig
+from models.ops.operands import Filled
 from models.parallel.group import Group, divided
 from models.parallel.share import Share
 from recipes.cluster.in_ranks import Body, in_ranks

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from devices.triton_types import kernel_dtype, stored_dtype
 from models.ops.cuda.triton_kernels import multiply_rows, norm_rows, turn_heads, weigh_by_gate
-from models.ops.filled import ExpertKind, Filled
+from models.ops.operands import ExpertKind, Filled
 from models.ops.reference import Ops, Packed
 
 GROUPED_STEP = 8  # 16-bit elements: rows of grouped products begin at multiples of 16 bytes

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from devices.ascend_experts import fuses_gate
 from devices.ascend_limits import FRACTAL_NZ
-from models.ops.filled import Filled
-from models.ops.int4_weight import Int4Weight
+from models.ops.operands import Filled, Int4Weight
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ import torch_npu
 from torch import Tensor
 
 from devices.ascend_limits import AscendProduct
-from models.ops.int4_weight import Int4Weight
+from models.ops.operands import Int4Weight
 
 PACKED_ROWS = 512  # rows of a weight that are expanded to int32 at once
 

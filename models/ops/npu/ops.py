@@ -19,13 +19,12 @@ from torch.nn import functional as F
 from attention.latent import LatentLinears, LatentUp
 from devices.ascend_dispatch import most_dispatched
 from devices.ascend_limits import FRACTAL_NZ, AscendProduct
-from models.mixture_config import MixtureConfig
-from models.ops.filled import ExpertKind, Filled
-from models.ops.int8 import Int8Rows
+from models.config import MixtureConfig
 from models.ops.npu.dispatch import Dispatch
 from models.ops.npu.grouped import gated_by_width, joined, mixture
 from models.ops.npu.int4_ops import Int4Check, Int4Ops
 from models.ops.npu.latent_up import NpuLatentUp
+from models.ops.operands import ExpertKind, Filled, Int8Rows
 from models.ops.reference import Ops, Packed, Widths
 from models.parallel.group import Group
 

@@ -1,17 +1,30 @@
-"""What does a linear hold whose weight is in 4 bits, and what are its numbers?
+"""The operands that linears and operators hand to a device.
 
-A weight is (number + offset) * scale, with a number of 4 bits and its sign, and with the scale and the offset
-of its output and its input's group.
+`Filled` is what a linear was filled with before a device packs it, `ExpertKind` what the experts of a mixture
+have in common, `Int8Rows` inputs that are quantised already, and `Int4Weight` a weight in 4 bits: it is
+(number + offset) * scale, with a number of 4 bits and its sign, and with the scale and the offset of its
+output and its input's group.
 
-Legend: O outputs, I inputs, G groups of inputs.
+Legend: T tokens of the step, O outputs, I inputs, G groups of inputs.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Int8Rows:
+    """Rows that an operator before a linear has quantised already."""
+
+    rows: Tensor  # int8 [T, n]
+    scale: Tensor  # float32 [T]
+    dtype: torch.dtype  # type of the rows before quantisation
+
 
 MIDDLE = 8  # added to a number in a file, so that it has no sign
 
@@ -60,3 +73,26 @@ class Int4Weight:
 def in_words(values: Tensor) -> Tensor:
     """Pack uint8 [O, I] from 0 to 15 into int32 [O, I / 8]."""
     return (values[:, ::2] | values[:, 1::2] << 4).contiguous().view(torch.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """What a linear was filled with, before a device packs it."""
+
+    weight: Tensor | Int4Weight  # [out, in]
+    scale: Tensor | None = None  # [out], if the weight is int8
+    bias: Tensor | None = None  # [out]
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertKind:
+    """What all experts of a mixture have in common.
+
+    A device decides by it whether to pack them together.
+    """
+
+    hidden: int
+    inner: int  # inner size on this rank
+    form: Literal["plain", "int8", "int4"] = "plain"
+    is_swiglu: bool = True  # otherwise it has another gate
+    has_bias: bool = False

@@ -1,11 +1,12 @@
-"""How does an EAGLE-3 head compute its drafts?
+"""An EAGLE-3 head: how it computes its drafts, and which tensors of its checkpoint it holds.
 
 Li et al., "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test", 2025.
 Names and formulas are those of SafeAILab/EAGLE, eagle/model/cnets.py, which vLLM and SGLang follow in their
 llama_eagle3.py: `fc` makes one feature of three hidden states of the target; one Llama layer attends over the
 norms of a token's embedding and of the feature before it, and adds to the feature; what comes out, before the
 last norm, is the next feature. The published code has the pair of token p + 1 and feature p at position p;
-here it is at p + 1. Rotary embeddings depend on differences of positions, so the result is the same.
+here it is at p + 1. Rotary embeddings depend on differences of positions, so the result is the same. In a
+checkpoint, `d2t` holds what is added to a draft token for the target's token; `t2d` follows from it.
 
 Legend: T tokens of the step, R rows, V draft vocabulary.
 """
@@ -13,14 +14,17 @@ Legend: T tokens of the step, R rows, V draft vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attention.reference import Attention
+from models.checkpoint.place import Place
+from models.checkpoint.weights import fill, rooms_of
+from models.config import HeadConfig
 from models.decoder import SelfAttention, pad_rows
-from models.drafting.head_config import HeadConfig
 from models.head import FIRST_KEY, Head
 from models.layers.linear import Linear, parameter
 from models.layers.mlp import MLP
@@ -64,7 +68,7 @@ class Eagle3Config(HeadConfig):
 
 
 class Eagle3(Head):
-    """An EAGLE-3 head of one layer. models/drafting/head_weights.py fills its weights; then `pack` it."""
+    """An EAGLE-3 head of one layer. models/drafting/eagle.py fills its weights; then `pack` it."""
 
     def __init__(self, config: Eagle3Config, ops: Ops, attention: Attention) -> None:
         super().__init__(config, ops, attention)
@@ -120,3 +124,56 @@ class Eagle3(Head):
         x = torch.cat((self.ops.rms_norm(embedded, self.input_norm, self.eps), normed), -1)
         cos, sin = self.rope.cos_sin(positions, None, features.dtype)
         return x, normed if self.adds_normed else features, cos, sin
+
+
+EMBEDDING, OFFSETS, FOLLOWS = "embed_tokens.weight", "d2t", "t2d"
+
+
+def load(head: Eagle3, path: str | Path) -> int:
+    """Fill a head from the checkpoint directory `path`, and pack it; return the bytes of the tensors read.
+
+    Raises ValueError as models/checkpoint/weights.py does, and for draft tokens that the target lacks.
+    """
+    places = _places(head)
+    _, num_bytes = fill(Path(path), places, places, lambda name: name == FOLLOWS)
+    if head.offsets is not None:
+        tokens = torch.arange(len(head.offsets), device=head.offsets.device) + head.offsets
+        if not bool(((tokens >= 0) & (tokens < head.config.vocab_size)).all()):
+            raise ValueError(
+                f"{OFFSETS} in {path} leads out of the model's vocabulary of {head.config.vocab_size};"
+                " take the head that was trained for this model"
+            )
+    head.pack()
+    return num_bytes
+
+
+def _places(head: Eagle3) -> dict[str, Place]:
+    config, attention, mlp = head.config, head.self_attention, head.mlp
+    assert isinstance(config, Eagle3Config), "an EAGLE-3 head has its own configuration"
+    whole: dict[str, Tensor | None] = {
+        "norm.weight": head.norm,
+        f"{LAYER}input_layernorm.weight": head.input_norm,
+        f"{LAYER}hidden_norm.weight": head.hidden_norm,
+        f"{LAYER}post_attention_layernorm.weight": head.mlp_norm,
+        OFFSETS: head.offsets,
+        EMBEDDING: head.embedding,
+    }
+    places = {
+        name: Place(each.data, tuple(each.shape), ()) for name, each in whole.items() if each is not None
+    }
+    joined: list[tuple[str, tuple[str, ...], Linear]] = [
+        ("", ("fc",), head.fc),
+        ("", ("lm_head",), head.head),
+        (f"{LAYER}self_attn.", ("q_proj", "k_proj", "v_proj"), attention.qkv),
+        (f"{LAYER}self_attn.", ("o_proj",), attention.output),
+        (f"{LAYER}mlp.", ("gate_proj", "up_proj"), mlp.gate_up),
+        (f"{LAYER}mlp.", ("down_proj",), mlp.down),
+    ]
+    sizes = {name: outputs for name, _, outputs in config.linears()}
+    for prefix, names, linear in joined:
+        names = tuple(prefix + name for name in names)
+        for kind, rooms in rooms_of(linear, [sizes[name] for name in names]):
+            places |= {
+                f"{name}.{kind}": Place(room, tuple(room.shape), ()) for name, room in zip(names, rooms)
+            }
+    return places
