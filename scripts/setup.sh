@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes .venv and installs the pinned requirements into it; when nothing has changed, does nothing.
 #
-#   bash scripts/setup.sh [EXTRA ...]     an EXTRA is a requirements-EXTRA.txt
+#   bash scripts/setup.sh [EXTRA ...]     an EXTRA is a requirements/EXTRA.txt, or npu (requirements-npu.txt)
 #   PYTHON=python3.12 bash scripts/setup.sh
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -12,13 +12,14 @@ die() {
 }
 
 known=()
-for file in requirements-*.txt; do
-    [[ -e $file ]] && file=${file#requirements-} && known+=("${file%.txt}")
+for file in requirements-npu.txt requirements/*.txt; do
+    file=${file##*[/-]}
+    known+=("${file%.txt}")
 done
 wanted=(requirements.txt)
 for extra in "$@"; do
     [[ " ${known[*]} " == *" $extra "* ]] || die "there is no extra '$extra'; there is: ${known[*]}"
-    wanted+=("requirements-$extra.txt")
+    if [[ $extra == npu ]]; then wanted+=(requirements-npu.txt); else wanted+=("requirements/$extra.txt"); fi
 done
 
 mkdir -p .venv
@@ -45,13 +46,13 @@ fi
 
 usual=() # what pip installs as it comes
 for file in "${wanted[@]}"; do
-    [[ $file == requirements-npu.txt || $file == requirements-clients.txt ]] || usual+=("$file")
+    [[ $file == requirements-npu.txt || $file == requirements/clients.txt ]] || usual+=("$file")
 done
-is_new() { ! sha256sum --check --status ".venv/$1.sha256" 2>/dev/null; }
+is_new() { ! sha256sum --check --status ".venv/${1//\//-}.sha256" 2>/dev/null; }
 is_wanted() { [[ " ${wanted[*]} " == *" $1 "* ]]; }
 done_with() {
     for file in "$@"; do
-        sha256sum "$file" >".venv/$file.sha256"
+        sha256sum "$file" >".venv/${file//\//-}.sha256"
     done
 }
 
@@ -87,17 +88,17 @@ if is_wanted requirements-npu.txt; then
 fi
 
 # these clients bring other versions of what .venv pins: theirs lie apart and come first, .venv's behind them
-if is_wanted requirements-clients.txt && is_new requirements-clients.txt; then
+if is_wanted requirements/clients.txt && is_new requirements/clients.txt; then
     apart=.venv/clients
     echo "setup: installing clients into $apart (some minutes)"
     "$python" -m venv --clear "$apart"
     packages() { "$1" -c 'import os, sysconfig; print(os.path.realpath(sysconfig.get_path("purelib")))'; }
     packages "$python" >"$(packages "$apart/bin/python")/behind.pth"
-    "$apart/bin/python" "${pip[@]:1}" --requirement=requirements-clients.txt
+    "$apart/bin/python" "${pip[@]:1}" --requirement=requirements/clients.txt
     if command -v npm >/dev/null; then
         cp tests/serving/clients/package.json "$apart"
         npm install --prefix "$apart" --silent --no-audit --no-fund ||
             echo "setup: npm installs no openai; the client for Node.js is not tried" >&2
     fi
-    done_with requirements-clients.txt
+    done_with requirements/clients.txt
 fi

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import pytest
 
+from borders.version import VERSION
 from recipes.assembly.families import FAMILIES
 from recipes.schema.keys import table
 from recipes.schema.recipe import ROOT, Recipe
@@ -284,3 +285,13 @@ def test_every_family_stands_in_the_table_of_supported_models() -> None:
     words = {14: "Fourteen", 15: "Fifteen", 16: "Sixteen", 17: "Seventeen"}
     assert f"{words[len(FAMILIES)]} kinds of `model_type`" in page
     assert f"{len(FAMILIES)} kinds of models](docs/models.md)" in (ROOT / "README.md").read_text()
+
+
+def test_the_newest_change_is_of_this_version() -> None:
+    newest = re.search(r"^## (\S+)", read(ROOT / "CHANGELOG.md"), re.MULTILINE)
+    assert newest is not None
+    assert newest[1] == VERSION
+    said = subprocess.run(
+        [sys.executable, "-m", "recipes", "--version"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert said.stdout == f"{VERSION}\n"

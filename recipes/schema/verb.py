@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from borders.system_error import in_one_line
+from borders.version import VERSION
 
 # Characters of an error, shortened in the middle, since both of its ends say what is wrong.
 _LONGEST_LINE = 2000
@@ -23,6 +24,9 @@ def run(main: Callable[[list[str]], int | None]) -> NoReturn:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     open_missing_streams()
     try:
+        if sys.argv[1:] == ["--version"]:
+            print(VERSION)
+            sys.exit(0)
         status = main(sys.argv[1:]) or 0
         sys.stdout.flush()
     except BrokenPipeError:  # the reader has seen enough, as in `... | head`

@@ -9,6 +9,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
+from borders.version import VERSION
 from serving import fingerprint
 from serving.api import adapters as adapter_routes
 from serving.api import batches as batch_routes
@@ -45,7 +46,7 @@ def application(
     """
     app = FastAPI(
         title="Continuous batching",
-        version=operations.VERSION,
+        version=VERSION,
         redirect_slashes=False,
         docs_url=None,
         redoc_url=None,
@@ -53,7 +54,7 @@ def application(
     errors.install(app)
     names = ModelNames(model, llm.recipe.server.model_names, llm.adapters)
     turns = Turns()
-    generation = Generation(llm, names, fingerprint.of(llm.recipe, operations.VERSION), turns)
+    generation = Generation(llm, names, fingerprint.of(llm.recipe, VERSION), turns)
     route = bounded_route(llm.recipe.server.max_body_values, turns)
     app.router.route_class = route
     answers = {

@@ -15,6 +15,7 @@ from fastapi.routing import APIRoute
 from starlette.responses import JSONResponse, Response
 
 from borders.refusal import BadRequest
+from borders.version import VERSION
 from recipes.assembly import versions
 from serving.api.api_keys import Client
 from serving.api.errors import NotFound
@@ -25,8 +26,6 @@ from serving.failures import CutOff
 from serving.metrics.exposition import CONTENT_TYPE, Exposition
 from serving.text.chat_options import ChatOptions
 from serving.text.tokenizer import Text
-
-VERSION = "0.1.0"
 
 
 def router(llm: AsyncLLM, names: ModelNames) -> APIRouter:

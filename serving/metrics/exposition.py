@@ -10,6 +10,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4 as CONTENT_TYP
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
+from borders.version import VERSION
 from serving.metrics.dashboard_names import VLLM, cache_config
 from serving.metrics.prometheus_names import OURS, Value
 from serving.metrics.prometheus_names import Metric as Ours
@@ -57,6 +58,10 @@ class Exposition(Collector):
         info = GaugeMetricFamily("vllm:cache_config_info", "Sizes of the cache", labels=list(self._config))
         info.add_metric(list(self._config.values()), 1)
         yield info
+        labels = self._labels | {"version": VERSION}
+        build = GaugeMetricFamily(f"{NAMESPACE}build_info", "The version of this server", labels=list(labels))
+        build.add_metric(list(labels.values()), 1)
+        yield build
 
     def _family(self, name: str, metric: Ours, found: Value) -> Metric:
         names, values = list(self._labels), list(self._labels.values())

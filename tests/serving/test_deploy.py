@@ -155,7 +155,8 @@ def test_an_image_holds_what_it_starts(name: str) -> None:
     copied = re.findall(r"^COPY ((?!\.).+) \S+$", text, re.MULTILINE)
     assert all((ROOT / each).is_file() for line in copied for each in line.split())
     assert all(
-        f"requirements-{each}.txt" in text for each in re.findall(r"setup.sh ([a-z ]+?) &&", text)[0].split()
+        ("requirements-npu.txt" if each == "npu" else f"requirements/{each}.txt") in text
+        for each in re.findall(r"setup.sh ([a-z ]+?) &&", text)[0].split()
     )
     assert re.findall(r"^EXPOSE (\d+)", text, re.MULTILINE) == [str(PORT)]
     assert set(re.findall(rf"http://127.0.0.1:{PORT}(/\w+)", text)) <= set(OPEN_PATHS)

@@ -174,7 +174,7 @@ def test_a_ray_job_keeps_replicas_and_tells_the_router(
     (head,) = cluster["headGroupSpec"]["template"]["spec"]["containers"]
     assert head["env"] == worker["env"]
     assert "API_KEY" in {each["name"] for each in worker["env"]}
-    pinned = (ROOT / "requirements-ray.txt").read_text(encoding="utf-8")
+    pinned = (ROOT / "requirements/ray.txt").read_text(encoding="utf-8")
     assert f"ray=={cluster['rayVersion']}\n" in pinned
     image = (FOLDER / "Dockerfile.ray").read_text(encoding="utf-8")
     assert f'"ray[default]=={cluster["rayVersion"]}"' in image

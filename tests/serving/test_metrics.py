@@ -17,6 +17,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from borders.version import VERSION
 from recipes.schema.recipe import ROOT
 from tests.serving.promql import OF_TARGET, grouping, in_prometheus, selectors
 from tests.serving.server import PATIENCE_S, TINY, Server
@@ -130,6 +131,7 @@ def test_every_name_is_there_with_its_labels_and_buckets(labels: dict[str, Label
         if not name.startswith(("process_", "cb_engine_process_")):
             assert own["model_name"] == {"tiny"}
             assert own["engine"] == {"0"}
+    assert labels["cb_build_info"]["version"] == {VERSION}
     for name, bounds in BUCKETS.items():
         told = sorted(float(bound) for bound in labels[f"{name}_bucket"]["le"])
         assert told == [*bounds, float("inf")]

@@ -16,6 +16,7 @@ from openai.resources.completions import Completions
 from openai.resources.embeddings import Embeddings
 from openai.resources.responses import Responses
 
+from borders.version import VERSION
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from serving import fingerprint
@@ -143,7 +144,7 @@ def test_an_alias_is_listed_and_answers_by_its_name(client: openai.OpenAI) -> No
         streamed = list(client.chat.completions.create(model=name, stream=True, **HELLO))
         assert {each.model for each in streamed} == {name}
         marks |= {answer.system_fingerprint, *(each.system_fingerprint for each in streamed)}
-    assert marks == {fingerprint.of(load(TINY), "0.1.0")}
+    assert marks == {fingerprint.of(load(TINY), VERSION)}
     with pytest.raises(openai.NotFoundError, match="serves 'tiny', 'gpt-4o', 'org/other'"):
         client.models.retrieve("other")
 
