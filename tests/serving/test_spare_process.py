@@ -114,7 +114,7 @@ def test_it_goes_on_as_the_module_it_is_told() -> None:
 
 
 def test_who_shall_hurry_has_not_begun() -> None:
-    large = [f"recipes.build.{each}" for each in ("engine", "ranks")]
+    large = [f"recipes.{each}" for each in ("assembly.engine", "cluster.ranks")]
     large += [f"serving.engine.{each}" for each in ("expert_readings", "facts", "page_exchange", "worker")]
     brief = (
         f"import sys; from unittest import mock; sys.modules |= dict.fromkeys({large}, mock.MagicMock());"
