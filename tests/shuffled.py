@@ -1,5 +1,6 @@
 """Run the test files, and the tests within each, in an order drawn from a seed that is printed.
 
+The tests of a file that is marked `in_order` keep their order: they share one server, or one group of ranks.
 `scripts/test.sh -p tests.shuffled` draws a seed; `--order-seed N` repeats the order of an earlier run.
 """
 
@@ -50,5 +51,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     files = list(of_file.values())
     draw.shuffle(files)
     for tests in files:
-        draw.shuffle(tests)
+        if not tests[0].get_closest_marker("in_order"):
+            draw.shuffle(tests)
     items[:] = [item for tests in files for item in tests]

@@ -26,6 +26,8 @@ from tests.recipes.published import QWEN3_30B_A3B
 from tests.serving.server import TINY
 from tests.thorough import cases
 
+pytestmark = pytest.mark.in_order
+
 # Few pages and a small host tier: requests preempt each other, and are swapped or computed again
 CROWDED = (
     "cache.num_pages=40",

@@ -13,6 +13,8 @@ import pytest
 
 from tests.serving.server import PATIENCE_S, TINY, Server
 
+pytestmark = pytest.mark.in_order
+
 COMPLETION = {"prompt": "One day", "max_tokens": 4}
 LONG = {"prompt": "One day", "max_tokens": 200, "ignore_eos": True, "stream": True}
 KEY = {"authorization": "Bearer secret"}

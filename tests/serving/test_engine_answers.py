@@ -24,6 +24,8 @@ from serving.text.tokenizer import Text
 from tests.serving.test_schema_answers import SCHEMAS
 from tests.thorough import cases
 
+pytestmark = pytest.mark.in_order
+
 PLAIN = ("cache.num_pages=400", "scheduler.num_slots=8", "device.threads=1", "model.dtype=float32")
 NGRAM = ("speculation.kind=ngram", "speculation.adaptive=fixed", "speculation.max_tokens=4")
 AT_ONCE = 10

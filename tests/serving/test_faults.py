@@ -24,6 +24,8 @@ from tests.serving.broken_engine import ALWAYS, NAN, ONCE
 from tests.serving.faults import PROMPTS, Served, ask, events
 from tests.thorough import cases
 
+pytestmark = pytest.mark.in_order
+
 SMALL = ("scheduler.num_slots=8", "scheduler.max_batch_tokens=64", "server.step_timeout_s=300")
 LONG = {"max_tokens": 400, "ignore_eos": True}
 

@@ -21,6 +21,8 @@ from tests.serving.server import PATIENCE_S, TINY, Server
 from tests.thorough import THOROUGH, cases
 from tests.virtual_npu.test_hccl import left_behind
 
+pytestmark = pytest.mark.in_order
+
 TENSOR, STAGES = "parallel.tensor=2", "parallel.pipeline=2"
 OPTIONS = (
     "device.compile=false",

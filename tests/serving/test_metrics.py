@@ -22,6 +22,8 @@ from recipes.schema.recipe import ROOT
 from tests.serving.promql import OF_TARGET, grouping, in_prometheus, selectors
 from tests.serving.server import PATIENCE_S, TINY, Server
 
+pytestmark = pytest.mark.in_order
+
 KEY, CANARY = "key-canary-7f3a", "prompt-canary-91bd"
 HEADERS = {"authorization": f"Bearer {KEY}"}
 DEPLOY = ROOT / "serving/deploy"

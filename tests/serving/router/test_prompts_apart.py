@@ -18,6 +18,8 @@ from tests.serving.router.under_fire import figure, fleet, wait, wait_ready
 from tests.serving.server import PATIENCE_S, TINY, Server
 from tests.thorough import cases
 
+pytestmark = pytest.mark.in_order
+
 TRANSPORTS = cases(("shared_memory",), ("shared_memory", "tcp"))
 WORDS = "the little green fox and the river "
 SHORT = "348+275="
