@@ -11,7 +11,8 @@ import httpx
 import openai
 import pytest
 
-from tests.serving.server import PATIENCE_S, TINY, Server
+from tests.patience import PATIENCE_S
+from tests.serving.server import TINY, Server
 
 COMPLETION = {"prompt": "One day", "max_tokens": 4}
 LONG = {"prompt": "One day", "max_tokens": 200, "ignore_eos": True, "stream": True}
