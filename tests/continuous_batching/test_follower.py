@@ -36,9 +36,9 @@ from tests.continuous_batching import test_draft_schedules, test_schedules
 from tests.continuous_batching.checksum import ChecksumRunner, Free
 from tests.continuous_batching.test_recorder import scheduler as plain_scheduler
 from tests.continuous_batching.test_schedules import DEPTHS, Arrival, arrivals, serve
+from tests.patience import PATIENCE_S
 from tests.thorough import cases
 
-PATIENCE_S = 60.0
 FACTS: dict[str, Any] = {"scheduler": {"num_slots": 4}}
 
 

@@ -14,8 +14,8 @@ import pytest
 
 from continuous_batching.recording.follower import Beats
 from continuous_batching.recording.listeners import Listeners
+from tests.patience import PATIENCE_S
 
-PATIENCE_S = 60.0
 NAME = "rank 1 (process 7 on node2)"
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-PATIENCE_S = 60.0
+from tests.patience import PATIENCE_S
 
 
 def binary() -> str:

@@ -28,6 +28,7 @@ from kv_cache.exchange.messages import (
 )
 from kv_cache.exchange.prompt_source import PromptSource
 from kv_cache.exchange.transports import Ring, SharedMemory, Tcp
+from tests.patience import PATIENCE_S
 from tests.thorough import cases
 
 
@@ -187,5 +188,5 @@ def test_an_engine_that_is_never_reached_leaves_no_name_in_shared_memory(way: st
             peer, _ = listener.accept()
             assert peer.recv(HEAD.size)
             peer.close()
-        assert source.came.get(timeout=120).message is None
+        assert source.came.get(timeout=PATIENCE_S).message is None
     assert not [each for each in {*os.listdir("/dev/shm")} - before if each.startswith("pages-")]

@@ -17,8 +17,8 @@ from kv_cache.tier.entries import entry_of
 from kv_cache.tier.page_tier import PageTier
 from kv_cache.tier.reads import MOST_LOOKUPS, Lookup
 from kv_cache.tier.store import StoreFailed
+from tests.patience import PATIENCE_S
 
-PATIENCE_S = 60.0
 IDENTITY, OTHER = b"i" * 32, b"o" * 32
 EMPTY = np.empty(0, dtype=np.int64)
 

@@ -20,8 +20,8 @@ from recipes.assembly.page_tier import digests
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from tests.kv_cache import device
+from tests.patience import PATIENCE_S
 
-PATIENCE_S = 60.0
 COUNT = 40
 
 

@@ -17,12 +17,12 @@ from kv_cache.tier.disk import INCOMING, DiskStore
 from kv_cache.tier.entries import HEAD_BYTES, content_of, entry_of
 from kv_cache.tier.store import PageStore, StoreFailed
 from tests.kv_cache import redis_server
+from tests.patience import PATIENCE_S
 from tests.test_imports import ROOT
 from tests.thorough import cases
 
 Open = Callable[..., PageStore]
 ONE, OTHER = b"1" * 32, b"2" * 32  # identities
-PATIENCE_S = 60.0
 SIZE = 1000
 
 

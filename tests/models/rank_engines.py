@@ -30,7 +30,7 @@ from models.sampling.sampler import Best, Chosen
 from recipes.assembly.engine import BuiltEngine, assemble
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT, Recipe
-from tests.serving.server import PATIENCE_S
+from tests.patience import PATIENCE_S
 
 NUM_TOP = 3  # log-probabilities that are asked for beside that of each token
 

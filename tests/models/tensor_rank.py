@@ -48,7 +48,7 @@ from models.step.runner import ModelRunner
 from recipes.assembly.decoders import shape_of
 from recipes.assembly.families import decoder_config, read
 from tests.device_kinds import Kind, Way, machine
-from tests.serving.server import PATIENCE_S
+from tests.patience import PATIENCE_S
 
 PAGE_SIZE, NUM_PAGES = 16, 8
 LENS = (41, 22)  # of two requests, the last tokens of which are computed one by one

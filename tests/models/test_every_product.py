@@ -41,7 +41,7 @@ from tests.models.product_runs import (
     request_of,
     serve,
 )
-from tests.serving.server import PATIENCE_S
+from tests.patience import PATIENCE_S
 from tests.thorough import THOROUGH, cases
 
 # A test waits for the process that runs all of its product, for as long as a busy machine takes

@@ -20,7 +20,7 @@ from models.config import DecoderConfig, RopeConfig
 from models.parallel.group import ALONE, Alone, Group
 from models.parallel.share import check_ranks
 from tests.models.tensor_rank import empty, logits_of
-from tests.serving.server import PATIENCE_S
+from tests.patience import PATIENCE_S
 from tests.thorough import cases
 
 Made = TypeVar("Made")

@@ -30,7 +30,7 @@ from tests.device_kinds import Way
 from tests.models.families import VARIANTS, make
 from tests.models.tensor_rank import built, collectives, greedy_of, held, logits_of, tokens_of
 from tests.models.test_quantization import stored_in_int8
-from tests.serving.server import PATIENCE_S
+from tests.patience import PATIENCE_S
 from tests.thorough import THOROUGH
 
 # Each family, and together: biases, norms of heads, windows, a tied head, a vocabulary that no number of

@@ -181,6 +181,7 @@ def test_random_weights_follow_their_seed(name: str, tmp_path: Path) -> None:
     one, same, another = (each.layers[2].attention.qkv.packed[0] for each in (first, again, other))
     assert torch.equal(one, same)
     assert not torch.equal(one, another)
+    assert not torch.equal(one, first.layers[1].attention.qkv.packed[0])
     hidden = torch.randn(200, config.hidden_size).to(TORCH_DTYPES[config.dtype])
     assert 0.5 < first.logits(hidden).float().std() < 2
 

@@ -5,6 +5,13 @@ from __future__ import annotations
 from tests.mutation.fault import Fault
 
 FAULTS = {
+    "weights_of_one_seed": Fault(
+        "models/checkpoint/weights.py::random",
+        "_seed_of(decoder, name, seed)",
+        "seed",
+        "all layers have the same weights",
+        "tests/models/test_weights.py::test_random_weights_follow_their_seed",
+    ),
     "nibbles_the_other_way_round": Fault(
         "models/checkpoint/unpacking.py::Unpacking._values",
         "(octets & 15, octets >> 4)",

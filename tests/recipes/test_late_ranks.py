@@ -17,7 +17,7 @@ from recipes.cluster.in_ranks import in_ranks
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT, Recipe
 from tests.device_kinds import stand_in_alone
-from tests.serving.server import PATIENCE_S
+from tests.patience import PATIENCE_S
 from tests.thorough import THOROUGH, cases
 
 LATE_S = cases(25, 60)  # more than a step may take

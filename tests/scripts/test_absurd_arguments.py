@@ -14,6 +14,7 @@ from recipes.schema.recipe import ROOT
 from recipes.schema.verb import refused
 from scripts import benchmark, generate, replay, serve, simulate, trace
 from serving import server
+from tests.patience import PATIENCE_S
 
 TINY = "recipes/tiny/cpu.yaml"
 
@@ -80,7 +81,7 @@ def test_a_server_whose_terminal_is_closed_leaves_nothing(tmp_path: Path) -> Non
                 break
         process.send_signal(signal.SIGHUP)
         process.stderr.read()
-        assert process.wait(timeout=120) == 0
+        assert process.wait(timeout=PATIENCE_S) == 0
     assert not list(tmp_path.glob("engine-*"))
 
 
@@ -109,7 +110,7 @@ def test_no_command_writes_over_what_it_reads(tmp_path: Path) -> None:
 @pytest.mark.parametrize("verb", ["benchmark", "simulate", "trace"])
 def test_help_is_there_without_docstrings(verb: str) -> None:
     command = [sys.executable, "-OO", "-m", f"scripts.{verb}", "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False, timeout=PATIENCE_S)
     assert (done.returncode, done.stderr) == (0, "")
     assert "None" not in done.stdout
 
@@ -134,4 +135,4 @@ def test_an_interrupt_ends_a_command_that_still_imports(package: str, tmp_path: 
         assert process.stdout.readline() == "imports\n"
         process.send_signal(signal.SIGINT)
         assert process.stderr.read() == ""
-        assert process.wait(timeout=60) == -signal.SIGINT
+        assert process.wait(timeout=PATIENCE_S) == -signal.SIGINT

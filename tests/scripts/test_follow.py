@@ -21,7 +21,8 @@ from recipes.cluster.rank_process import ALONE
 from recipes.schema.reader import load
 from recipes.schema.recipe import Recipe
 from serving.llm import LLM, SamplingParams
-from tests.serving.server import PATIENCE_S, TINY, Server
+from tests.patience import PATIENCE_S
+from tests.serving.server import TINY, Server
 from tests.serving.test_lost_ranks import followers, wait_for_end
 from tests.test_imports import ROOT
 

@@ -11,7 +11,7 @@ import pytest
 from recipes.cluster.ray_cluster import LaunchActor, ray_job
 from recipes.schema.recipe import ROOT
 from scripts.on_ray import main
-from tests.serving.server import PATIENCE_S
+from tests.patience import PATIENCE_S
 
 TINY = "recipes/tiny/cpu.yaml"
 NPU = ["recipes/tiny/npu.yaml", "parallel.tensor=8"]

@@ -20,7 +20,7 @@ import pytest
 from recipes.cluster.ray_replica import Ports
 from recipes.schema.recipe import ROOT
 from scripts.on_ray import fleet, parser
-from tests.serving.server import PATIENCE_S
+from tests.patience import PATIENCE_S
 
 TINY = "recipes/tiny/cpu.yaml"
 HEAD = """

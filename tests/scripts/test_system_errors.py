@@ -18,6 +18,7 @@ from borders import file_bounds
 from borders.system_error import in_one_line
 from recipes.schema.recipe import ROOT
 from serving import server
+from tests.patience import PATIENCE_S
 
 TINY = "recipes/tiny/cpu.yaml"
 # Each command with a file that it reads in place of FILE
@@ -161,5 +162,5 @@ def test_a_recording_that_cannot_be_made_is_refused_before_the_model(tmp_path: P
 
 def _shell(command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        ["bash", "-c", command], capture_output=True, text=True, cwd=ROOT, check=False, timeout=120
+        ["bash", "-c", command], capture_output=True, text=True, cwd=ROOT, check=False, timeout=PATIENCE_S
     )

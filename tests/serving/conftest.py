@@ -25,7 +25,8 @@ from tokenizers import (
 )
 
 from serving.text.tokenizer import Text
-from tests.serving.server import PATIENCE_S, TINY, Server, started
+from tests.patience import PATIENCE_S
+from tests.serving.server import TINY, Server, started
 
 CORPUS = [f"What is {n} plus {n * 3}? It is {n * 4}, of course." for n in range(200)] + [
     f"你好，世界！今天是第{n}天，天气很好。" for n in range(150)

@@ -20,7 +20,8 @@ from serving.api.api_keys import ApiKeys
 from serving.api.app import application
 from serving.async_llm import AsyncLLM
 from serving.server import SignalFreeServer, configuration, listener_at
-from tests.serving.server import PATIENCE_S, TINY
+from tests.patience import PATIENCE_S
+from tests.serving.server import TINY
 
 PROMPTS = ["348+275=", "One day, ", "What is 17 + 25?", "Tell me of the sea. "]
 

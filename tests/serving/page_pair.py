@@ -26,8 +26,8 @@ from serving.engine.page_fetches import PageFetches
 from serving.engine.page_sends import PageSends
 from tests.continuous_batching.recount import recount
 from tests.kv_cache import device
+from tests.patience import PATIENCE_S
 
-WAIT_S = 120.0  # for what must come
 HERE = "tcp://127.0.0.1:0"  # the name of the engine of prompts in these tests, wherever it listens
 Between = Callable[[int], int]  # from the port of the engine of prompts to the one that is dialled
 
@@ -49,7 +49,7 @@ class Pair:
         between: Between = lambda port: port,
         most_part_bytes: int = 1 << 11,
         window_bytes: int = 1 << 14,
-        most_wait_s: float = WAIT_S,
+        most_wait_s: float = PATIENCE_S,
         answers_model: str = "the model",
         num_prompt_pages: int = 60,
         num_answer_pages: int = 60,
@@ -128,7 +128,7 @@ class Pair:
         return [each.answer.tolist() for each in requests]
 
     def until(self, holds: Callable[[], bool]) -> None:
-        until_s = time.monotonic() + WAIT_S
+        until_s = time.monotonic() + PATIENCE_S
         while not holds():
             assert time.monotonic() < until_s, "what must come did not"
             self.turn()

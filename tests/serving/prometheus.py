@@ -15,7 +15,8 @@ import pytest
 import yaml
 
 from recipes.schema.recipe import ROOT
-from tests.serving.server import PATIENCE_S, Server
+from tests.patience import PATIENCE_S
+from tests.serving.server import Server
 
 DEPLOY = ROOT / "serving/deploy"
 EVERY_S = 1

@@ -14,13 +14,13 @@ from collections.abc import Sequence
 
 import httpx
 
+from tests.patience import PATIENCE_S
 from tests.test_imports import ROOT
 
 TINY = "recipes/tiny/cpu.yaml"
 
 # How long a test waits for what must come. It is an end and no claim: a slow machine whose cores others use
 # takes minutes where another takes seconds.
-PATIENCE_S = 300.0
 
 
 class Server:

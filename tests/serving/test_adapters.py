@@ -30,7 +30,8 @@ from serving.llm import LLM, SamplingParams
 from serving.served_adapters import ServedAdapters
 from serving.text.tokenizer import Text
 from tests.models.test_adapters import adapted
-from tests.serving.server import PATIENCE_S, TINY, Server
+from tests.patience import PATIENCE_S
+from tests.serving.server import TINY, Server
 
 WEIGHTS = ROOT / "recipes/tiny/weights"
 PROMPTS = ["348+275=", "One day, a fox", "Ben has 506 books and gets 3 more."]

@@ -16,7 +16,8 @@ import openai
 import pytest
 
 from recipes.tiny.agent_corpus import HELLO, ITEMS, NO_TOOL
-from tests.serving.server import PATIENCE_S, Server
+from tests.patience import PATIENCE_S
+from tests.serving.server import Server
 from tests.test_imports import ROOT
 from tests.thorough import cases
 

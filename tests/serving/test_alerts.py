@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from recipes.schema.recipe import ROOT
+from tests.patience import PATIENCE_S
 
 RULES = ROOT / "serving/deploy/alerts.yaml"
 SCRAPED = 'instance="a:8000",job="continuous-batching"'
@@ -162,7 +163,9 @@ def promtool(
         pytest.skip("there is no promtool here")
     file = folder / "tests.yaml"
     file.write_text(yaml.safe_dump({"rule_files": [str(rules)], "evaluation_interval": "1m", "tests": tests}))
-    return subprocess.run(["promtool", "test", "rules", file], capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        ["promtool", "test", "rules", file], capture_output=True, text=True, timeout=PATIENCE_S
+    )
 
 
 def test_every_alert_has_a_case() -> None:

@@ -18,7 +18,8 @@ from openai.types import Batch
 from serving.api.batches import MOST_OPEN, BatchBody, created
 from serving.batches.store import BatchStore
 from serving.failures import Overloaded
-from tests.serving.server import PATIENCE_S, TINY, Server
+from tests.patience import PATIENCE_S
+from tests.serving.server import TINY, Server
 from tests.thorough import cases
 
 CHAT, PLAIN = "/v1/chat/completions", "/v1/completions"

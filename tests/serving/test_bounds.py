@@ -23,6 +23,7 @@ from serving.api.turns import Turns
 from serving.failures import Overloaded
 from serving.limits import ServerLimits
 from serving.text.tokenizer import TextOptions
+from tests.patience import PATIENCE_S
 from tests.serving.faults import Served
 from tests.serving.test_faults import SMALL
 
@@ -44,7 +45,7 @@ def served() -> Iterator[Served]:
 
 
 def post(served: Served, path: str, body: dict[str, Any]) -> httpx.Response:
-    return httpx.post(served.url + path, json=body, timeout=60, trust_env=False)
+    return httpx.post(served.url + path, json=body, timeout=PATIENCE_S, trust_env=False)
 
 
 def wait_until_released(served: Served) -> None:
@@ -133,7 +134,7 @@ def test_a_small_body_cannot_ask_for_gigabytes(
 
 def test_a_long_answer_leaves_in_parts_and_is_the_same(served: Served) -> None:
     url = served.url + COMPLETIONS
-    with httpx.stream("POST", url, json=ALL | {"prompt": [PROMPT] * 2}, timeout=60) as response:
+    with httpx.stream("POST", url, json=ALL | {"prompt": [PROMPT] * 2}, timeout=PATIENCE_S) as response:
         assert response.headers["transfer-encoding"] == "chunked"
         parts = [*response.iter_raw()]
     assert len(parts) > 4
@@ -145,7 +146,7 @@ def test_a_long_answer_leaves_in_parts_and_is_the_same(served: Served) -> None:
         assert lists["top_logprobs"][0] is None
         assert len(lists["top_logprobs"][1]) >= 20
     assert answer["usage"]["prompt_tokens"] == 1000
-    streamed_text = httpx.post(url, json=ALL | {"stream": True}, timeout=60).text
+    streamed_text = httpx.post(url, json=ALL | {"stream": True}, timeout=PATIENCE_S).text
     events = [json.loads(line[6:]) for line in streamed_text.splitlines() if line.startswith("data: {")]
     assert events[0]["choices"][0]["logprobs"] == answer["choices"][0]["logprobs"]
     assert streamed_text.endswith("data: [DONE]\n\n")
@@ -154,7 +155,7 @@ def test_a_long_answer_leaves_in_parts_and_is_the_same(served: Served) -> None:
 
 def test_what_others_ask_for_counts_until_it_is_sent_or_dropped(served: Served) -> None:
     body = {"prompt": "a", "logprobs": 20, "max_tokens": 1500, "ignore_eos": True, "stream": True}
-    with httpx.stream("POST", served.url + COMPLETIONS, json=body, timeout=60) as response:
+    with httpx.stream("POST", served.url + COMPLETIONS, json=body, timeout=PATIENCE_S) as response:
         assert response.status_code == 200
         assert served.llm.limits.num_logprobs == 1500 * 21
         refused = post(served, COMPLETIONS, ALL | {"prompt": [PROMPT] * 4})

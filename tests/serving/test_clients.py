@@ -17,6 +17,7 @@ import sentencepiece
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.patience import PATIENCE_S
 from tests.serving.server import Server
 from tests.test_imports import ROOT
 
@@ -43,7 +44,7 @@ def run(*command: str | Path, folder: Path) -> str:
         env=os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "hf"), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PATIENCE_S,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return done.stdout

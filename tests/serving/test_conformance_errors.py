@@ -11,7 +11,8 @@ import httpx
 import openai
 import pytest
 
-from tests.serving.server import PATIENCE_S, TINY, Server
+from tests.patience import PATIENCE_S
+from tests.serving.server import TINY, Server
 
 pytestmark = pytest.mark.in_order
 

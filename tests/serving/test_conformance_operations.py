@@ -22,7 +22,8 @@ from serving.api.schemas import (
     StrictBody,
     TokenizeBody,
 )
-from tests.serving.server import PATIENCE_S, Server
+from tests.patience import PATIENCE_S
+from tests.serving.server import Server
 from tests.test_imports import ROOT
 
 WEIGHTS = ROOT / "recipes/tiny/weights"

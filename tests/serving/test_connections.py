@@ -12,8 +12,9 @@ import pytest
 
 from serving import server as serving_server
 from serving.api import generation, protocol
+from tests.patience import PATIENCE_S
 from tests.serving.faults import Served
-from tests.serving.server import PATIENCE_S, TINY, Server
+from tests.serving.server import TINY, Server
 from tests.serving.test_faults import SMALL
 from tests.thorough import cases
 

@@ -21,7 +21,8 @@ from serving.llm import LLM
 from serving.offline import read_jobs, run_jobs
 from serving.text.request_fields import parse_request
 from serving.text.tokenizer import Text
-from tests.serving.server import PATIENCE_S, TINY, Server
+from tests.patience import PATIENCE_S
+from tests.serving.server import TINY, Server
 
 WEIGHTS = ROOT / "recipes/tiny/weights"
 TEXTS = ["348+275=623. Ben has 506 books and gets 3 more.", "狐狸是红色的，跑得很快。", "One day"]

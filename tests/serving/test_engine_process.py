@@ -11,7 +11,7 @@ import uvloop
 
 from serving.engine import process
 from serving.engine.process import EngineLost, EngineProcess
-from tests.serving.server import PATIENCE_S
+from tests.patience import PATIENCE_S
 
 LOOPS = pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
 Run = Callable[[Coroutine[None, None, None]], None]

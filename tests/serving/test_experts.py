@@ -12,7 +12,8 @@ import pytest
 from models.parallel.placement import balanced
 from scripts.place import main as place
 from tests.models.test_expert_counts import NUM_CHOSEN, checkpoint
-from tests.serving.server import PATIENCE_S, Server
+from tests.patience import PATIENCE_S
+from tests.serving.server import Server
 
 PROMPT, NUM_NEW = list(range(3, 43)), 12
 SPREAD = ("parallel.tensor=2", "parallel.expert=2")

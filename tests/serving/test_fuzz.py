@@ -22,7 +22,8 @@ import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis.specs.openapi.schemas import OpenApiSchema
 
-from tests.serving.server import PATIENCE_S, Server, defects
+from tests.patience import PATIENCE_S
+from tests.serving.server import Server, defects
 from tests.thorough import cases
 
 NUM_INPUTS = int(os.environ.get("FUZZ_INPUTS", cases("300", "2000")))

@@ -14,7 +14,7 @@ from continuous_batching.queueing.limits import QueueFull
 from continuous_batching.request import Request
 from serving.engine.grammar_queue import GrammarQueue
 from serving.grammars.matching import Grammars
-from tests.serving.server import PATIENCE_S
+from tests.patience import PATIENCE_S
 
 
 class Slow(Grammars):

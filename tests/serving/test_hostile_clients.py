@@ -21,8 +21,9 @@ from serving.api.api_keys import ApiKeys, Rights
 from serving.api.app import application
 from serving.async_llm import AsyncLLM
 from serving.engine.messages import Ready
+from tests.patience import PATIENCE_S
 from tests.serving.faults import Served
-from tests.serving.server import PATIENCE_S, TINY
+from tests.serving.server import TINY
 from tests.serving.test_connections import connected, request
 from tests.serving.test_faults import SMALL
 from tests.serving.test_supervisor import FACTS

@@ -34,8 +34,9 @@ from kv_cache.exchange.messages import (
 from serving.engine import page_sends
 from serving.text import field_types
 from tests.kv_cache import device
+from tests.patience import PATIENCE_S
 from tests.serving.hostile_peer import AnswersPeer, Frame, PromptsPeer, framed_body
-from tests.serving.page_pair import WAIT_S, Pair, alone, prompts
+from tests.serving.page_pair import Pair, alone, prompts
 
 TOKENS = struct.pack("<16i", *range(5, 21))  # two pages
 WISH = {"number": 1, "tokens": TOKENS, "cache_salt": "", "first_page": 0, "lease_s": 5.0}
@@ -284,7 +285,7 @@ def test_a_flood_of_short_messages_waits_in_its_own_memory(monkeypatch: pytest.M
     honest.say(PagesWanted(**(WISH | {"number": 7})))
     numbers = [1]
     while numbers[-1] != 7:
-        asked = pair.server.asked.get(timeout=WAIT_S)
+        asked = pair.server.asked.get(timeout=PATIENCE_S)
         assert asked.message is not None
         numbers.append(asked.message.number)
     assert len(numbers) < 2**17 // 2**10 + 2

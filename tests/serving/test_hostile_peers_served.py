@@ -11,9 +11,10 @@ import httpx
 import pytest
 
 from kv_cache.exchange.messages import HEAD, Hello, NotSent, PagesWanted, Unfit, Welcome
+from tests.patience import PATIENCE_S
 from tests.serving.hostile_peer import AnswersPeer
 from tests.serving.router.test_prompts_apart import free_port
-from tests.serving.server import PATIENCE_S, TINY, Server
+from tests.serving.server import TINY, Server
 from tests.serving.test_hostile_peers import BAD_WISHES, NO_WISHES, WISH
 
 BODY = {

@@ -17,6 +17,7 @@ from starlette.exceptions import HTTPException
 from borders.refusal import shown
 from serving.api import bodies, protocol
 from serving.api.bodies import MOST_CONTAINERS, check_size
+from tests.patience import PATIENCE_S
 from tests.serving.faults import Served
 from tests.serving.test_connections import connected, request
 from tests.serving.test_faults import SMALL
@@ -110,13 +111,15 @@ def test_a_body_with_too_many_values_is_not_decoded(served: Served, monkeypatch:
 
     def post() -> None:
         headers = {"content-type": "application/json"}
-        answer = httpx.post(served.url + "/v1/completions", content=LISTS, headers=headers, timeout=60)
+        answer = httpx.post(
+            served.url + "/v1/completions", content=LISTS, headers=headers, timeout=PATIENCE_S
+        )
         statuses.append(answer.status_code)
 
     posts = [threading.Thread(target=post) for _ in range(6)]
     for each in posts:
         each.start()
-    with httpx.Client(base_url=served.url, timeout=60, trust_env=False) as client:
+    with httpx.Client(base_url=served.url, timeout=PATIENCE_S, trust_env=False) as client:
         while any(each.is_alive() for each in posts):
             start_s = time.monotonic()
             assert client.get("/health").status_code == 200
@@ -125,7 +128,9 @@ def test_a_body_with_too_many_values_is_not_decoded(served: Served, monkeypatch:
     assert not decoded
     print(f"longest wait for /health: {max(waits):.3f} s")
     assert max(waits) <= STALL_S
-    small = httpx.post(served.url + "/v1/completions", json={"prompt": "a", "max_tokens": 1}, timeout=60)
+    small = httpx.post(
+        served.url + "/v1/completions", json={"prompt": "a", "max_tokens": 1}, timeout=PATIENCE_S
+    )
     assert small.status_code == 200
     assert len(decoded) == 1
 
@@ -134,16 +139,20 @@ def test_other_encodings_than_utf_8_are_refused(served: Served) -> None:
     content = json.dumps({"prompt": "a", "max_tokens": 1}).encode("utf-16")
     headers = {"content-type": "application/json"}
     assert (
-        httpx.post(served.url + "/v1/completions", content=content, headers=headers, timeout=60).status_code
+        httpx.post(
+            served.url + "/v1/completions", content=content, headers=headers, timeout=PATIENCE_S
+        ).status_code
         == 400
     )
 
 
 def test_a_short_text_of_many_tokens_is_not_answered_at_any_length(served: Served) -> None:
-    answer = httpx.post(served.url + "/tokenize", json={"prompt": "7" * 350_000}, timeout=60)
+    answer = httpx.post(served.url + "/tokenize", json={"prompt": "7" * 350_000}, timeout=PATIENCE_S)
     assert answer.status_code == 400
     assert "a response may hold 300000 (server.max_body_values)" in answer.json()["error"]["message"]
-    assert httpx.post(served.url + "/tokenize", json={"prompt": "777"}, timeout=60).json()["count"] >= 3
+    assert (
+        httpx.post(served.url + "/tokenize", json={"prompt": "777"}, timeout=PATIENCE_S).json()["count"] >= 3
+    )
 
 
 def test_a_message_quotes_what_it_can_show_and_writes_no_more() -> None:

@@ -17,7 +17,8 @@ from recipes.schema.recipe import ROOT
 from serving.api.live_page import CACHED, FREE, HELD, SHARED, page_map
 from serving.engine.messages import View
 from serving.text.tokenizer import Text
-from tests.serving.server import PATIENCE_S, Server
+from tests.patience import PATIENCE_S
+from tests.serving.server import Server
 
 FORM = {
     "type": "object",

@@ -17,7 +17,8 @@ import httpx
 import pytest
 
 from tests.device_kinds import stand_in_alone
-from tests.serving.server import PATIENCE_S, TINY, Server
+from tests.patience import PATIENCE_S
+from tests.serving.server import TINY, Server
 from tests.thorough import THOROUGH, cases
 from tests.virtual_npu.test_hccl import left_behind
 

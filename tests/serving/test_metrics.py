@@ -19,8 +19,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from borders.version import VERSION
 from recipes.schema.recipe import ROOT
+from tests.patience import PATIENCE_S
 from tests.serving.promql import OF_TARGET, grouping, in_prometheus, selectors
-from tests.serving.server import PATIENCE_S, TINY, Server
+from tests.serving.server import TINY, Server
 
 pytestmark = pytest.mark.in_order
 

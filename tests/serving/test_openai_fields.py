@@ -25,7 +25,8 @@ from serving.api.ignored_fields import IGNORED, problem_of
 from serving.api.responses import ResponsesBody
 from serving.api.schemas import ChatBody, CompletionBody
 from serving.failures import ClientGone, CutOff, ShutDown
-from tests.serving.server import PATIENCE_S, TINY, Server
+from tests.patience import PATIENCE_S
+from tests.serving.server import TINY, Server
 
 OWN = {"self", "extra_body", "extra_headers", "extra_query", "timeout"}  # of the client, never sent
 HELLO = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}

@@ -13,7 +13,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.serving.server import PATIENCE_S, TINY, Server
+from tests.patience import PATIENCE_S
+from tests.serving.server import TINY, Server
 from tests.thorough import cases
 
 messages = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")

@@ -14,7 +14,8 @@ import aiohttp
 import numpy as np
 import pytest
 
-from tests.serving.server import PATIENCE_S, TINY, Server, started
+from tests.patience import PATIENCE_S
+from tests.serving.server import TINY, Server, started
 from tests.serving.test_shutdown import metrics, num_in, total
 from tests.thorough import THOROUGH
 

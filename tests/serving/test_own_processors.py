@@ -15,7 +15,8 @@ from recipes.schema.reader import load
 from serving.offline import read_jobs, run_jobs
 from serving.own_processors import KnownProcessors, read_processors
 from serving.text.tokenizer import Text
-from tests.serving.server import PATIENCE_S, TINY, Server
+from tests.patience import PATIENCE_S
+from tests.serving.server import TINY, Server
 
 CLASSES = "server.logits_processors=[{}]".format(
     ", ".join(f"'tests.serving.own_classes:{name}'" for name in ("Ban", "Echo", "Fail"))

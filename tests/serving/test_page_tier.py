@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from tests.kv_cache import redis_server
-from tests.serving.server import PATIENCE_S, TINY, Server, started
+from tests.patience import PATIENCE_S
+from tests.serving.server import TINY, Server, started
 
 PAGE_SIZE, NUM_PROMPTS, LONG = 16, 8, 100
 PROMPTS = np.random.default_rng(4).integers(10, 300, (NUM_PROMPTS, LONG)).tolist()

@@ -15,7 +15,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.serving.server import PATIENCE_S, TINY, Server
+from tests.patience import PATIENCE_S
+from tests.serving.server import TINY, Server
 from tests.thorough import THOROUGH
 
 NUM_PROMPTS = int(os.environ.get("TIMING_PROMPTS", "40"))

@@ -13,7 +13,8 @@ from openai.lib._parsing._responses import type_to_text_format_param
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
-from tests.serving.server import PATIENCE_S, Server
+from tests.patience import PATIENCE_S
+from tests.serving.server import Server
 
 ADD: Any = {
     "type": "function",

@@ -21,7 +21,8 @@ from serving.offline import read_jobs, run_jobs
 from serving.text.questions import Question
 from serving.text.tokenizer import Text
 from tests.models.test_prompt_logprobs import SETTINGS, engine_of, serve
-from tests.serving.server import PATIENCE_S, TINY, Server
+from tests.patience import PATIENCE_S
+from tests.serving.server import TINY, Server
 from tests.serving.test_embeddings import expected
 
 WEIGHTS = ROOT / "recipes/tiny/weights"

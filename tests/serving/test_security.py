@@ -14,7 +14,8 @@ import httpx
 import pytest
 
 from serving.api.bodies import MOST_CONTAINERS
-from tests.serving.server import PATIENCE_S, TINY, Server, defects
+from tests.patience import PATIENCE_S
+from tests.serving.server import TINY, Server, defects
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 SUM = {"prompt": "348+275=", "max_tokens": 8, "temperature": 0}

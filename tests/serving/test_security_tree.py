@@ -18,7 +18,8 @@ from serving.api.api_keys import ApiKeys, Rights
 from serving.engine import messages
 from serving.engine.process import EngineProcess
 from serving.text.chat_template import ChatTemplate
-from tests.serving.server import PATIENCE_S, TINY, Server
+from tests.patience import PATIENCE_S
+from tests.serving.server import TINY, Server
 from tests.test_imports import MAY_IMPORT, ROOT, files, name
 
 RUNTIME = files(*MAY_IMPORT)

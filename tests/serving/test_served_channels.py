@@ -10,8 +10,9 @@ import jsonschema
 import openai
 import pytest
 
+from tests.patience import PATIENCE_S
 from tests.serving.channel_model import tokenizer, write_model
-from tests.serving.server import PATIENCE_S, Server
+from tests.serving.server import Server
 from tests.serving.test_tools import ADD, CLOCK, QUESTION
 
 FORM = {

@@ -13,7 +13,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.serving.server import PATIENCE_S, TINY, Server, started
+from tests.patience import PATIENCE_S
+from tests.serving.server import TINY, Server, started
 from tests.thorough import cases
 
 SETTINGS = (

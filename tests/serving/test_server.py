@@ -15,7 +15,8 @@ import pytest
 
 from serving.api.api_keys import ApiKeys, Rights
 from serving.server import ServerOptions, listener_at
-from tests.serving.server import PATIENCE_S, TINY, Server, started
+from tests.patience import PATIENCE_S
+from tests.serving.server import TINY, Server, started
 from tests.test_imports import ROOT
 
 SUM = {"prompt": "348+275=", "max_tokens": 8, "temperature": 0}

@@ -22,8 +22,9 @@ import pytest
 
 from borders.framing import CutShort
 from continuous_batching.recording.format import read_entries
+from tests.patience import PATIENCE_S
 from tests.serving.faults import Told, ask
-from tests.serving.server import PATIENCE_S, TINY, Server
+from tests.serving.server import TINY, Server
 from tests.test_imports import ROOT
 from tests.thorough import cases
 
@@ -133,7 +134,7 @@ def test_a_full_disk_ends_a_recording_and_nothing_else(tmp_path: Path) -> None:
     os.kill(server.engine_pid, signal.SIGKILL)
     server.wait_until("/health", 503)
     server.ready()
-    httpx.post(f"{server.url}/v1/completions", json=body | {"max_tokens": 20}, timeout=60)
+    httpx.post(f"{server.url}/v1/completions", json=body | {"max_tokens": 20}, timeout=PATIENCE_S)
     assert server.close() == 0
     with record.open("rb") as full, pytest.raises(CutShort):
         list(read_entries(full))

@@ -17,7 +17,7 @@ from recipes.schema.recipe import ROOT
 from serving.engine import spare_process
 from serving.engine.messages import BEGIN, HURRY
 from serving.engine.spare_process import LAST, restore_priority, session_niceness
-from tests.serving.server import PATIENCE_S
+from tests.patience import PATIENCE_S
 
 TELL = """
 import importlib, os, sys, threading, time

@@ -14,7 +14,8 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from tests.serving.server import PATIENCE_S, TINY, Server, started
+from tests.patience import PATIENCE_S
+from tests.serving.server import TINY, Server, started
 
 PERSON = {
     "type": "object",

@@ -17,7 +17,8 @@ from serving.engine.messages import EngineFacts, Ready, encode
 from serving.engine.process import EngineLost, EngineProcess
 from serving.engine.supervisor import Supervisor
 from serving.failures import Unavailable
-from tests.serving.server import PATIENCE_S, TINY
+from tests.patience import PATIENCE_S
+from tests.serving.server import TINY
 
 FACTS = EngineFacts(*[1, (2,)], *[64] * 6, "cpu", 1, 64, True, None, 1.0, 8)
 

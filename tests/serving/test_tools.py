@@ -8,7 +8,8 @@ from typing import Any
 import openai
 import pytest
 
-from tests.serving.server import PATIENCE_S, Server
+from tests.patience import PATIENCE_S
+from tests.serving.server import Server
 
 QUESTION: list[Any] = [{"role": "user", "content": "What is 12+30?"}]
 ADD: dict[str, Any] = {

@@ -23,8 +23,9 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
+from tests.patience import PATIENCE_S
 from tests.serving.prometheus import DEPLOY, RANGE, Prometheus
-from tests.serving.server import PATIENCE_S, TINY, Server
+from tests.serving.server import TINY, Server
 
 KEY = "key-of-prometheus"
 HEADERS = {"authorization": f"Bearer {KEY}"}

@@ -20,6 +20,7 @@ from recipes.schema.reader import load
 from serving.engine.facts import facts_of
 from serving.engine.messages import Add, AddRefused, Beat, Finish, decode_from_engine, encode
 from serving.engine.worker import Worker
+from tests.patience import PATIENCE_S
 from tests.serving import page_pair
 from tests.serving.server import TINY
 from tests.test_imports import ROOT
@@ -56,7 +57,9 @@ def test_what_is_loaded_is_not_looked_through_again(process: str, tmp_path: Path
     read, write = os.pipe()  # an engine begins when it reads a byte, and ends with its parent
     try:
         os.write(write, b"!")
-        run = subprocess.run(command, cwd=ROOT, stdin=read, capture_output=True, text=True, timeout=120)
+        run = subprocess.run(
+            command, cwd=ROOT, stdin=read, capture_output=True, text=True, timeout=PATIENCE_S
+        )
     finally:
         os.close(read)
         os.close(write)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.serving.server import PATIENCE_S
+from tests.patience import PATIENCE_S
 from tests.thorough import THOROUGH
 from virtual_npu import libraries
 

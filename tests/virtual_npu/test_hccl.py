@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from recipes.schema.recipe import ROOT
-from tests.serving.server import PATIENCE_S
+from tests.patience import PATIENCE_S
 from tests.thorough import cases
 
 pytestmark = pytest.mark.npu

@@ -12,6 +12,7 @@ import aiohttp
 import httpx
 import pytest
 
+from tests.patience import PATIENCE_S
 from tests.serving.router.under_fire import (
     NUM_CLIENTS,
     PROMPTS,
@@ -25,7 +26,7 @@ from tests.serving.router.under_fire import (
     wait,
     wait_ready,
 )
-from tests.serving.server import PATIENCE_S, TINY, Server
+from tests.serving.server import TINY, Server
 from tests.thorough import THOROUGH, cases
 
 RUNS = cases(1, 50)

@@ -14,8 +14,9 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.patience import PATIENCE_S
 from tests.serving.router.under_fire import figure, fleet, wait, wait_ready
-from tests.serving.server import PATIENCE_S, TINY, Server
+from tests.serving.server import TINY, Server
 from tests.thorough import cases
 
 pytestmark = pytest.mark.in_order

@@ -13,7 +13,8 @@ from typing import Any
 import aiohttp
 import httpx
 
-from tests.serving.server import PATIENCE_S, Server
+from tests.patience import PATIENCE_S
+from tests.serving.server import Server
 from tests.thorough import cases
 
 PROMPTS = ["348+275=", "One day, ", "What is 17 + 25?", "Tell me of the sea. ", "A fox ", "Once upon a time "]
