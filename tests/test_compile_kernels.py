@@ -13,22 +13,20 @@ from typing import Any
 
 import pytest
 
+from tests.pairs import pairs
 from tests.test_imports import ROOT
 
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}  # of a program, by compute capability (CUDA's guide)
+KINDS = ((True, False), (False, False), (False, True))  # few tokens, and the same bits in any batch
 CASES: list[tuple[Any, ...]] = [
-    (capability, dtype, head_dim, few, batch_invariant)
-    for capability in SHARED_BYTES
-    for dtype in ("bfloat16", "float32")
-    for head_dim in (64, 80, 128, 256)
-    for few, batch_invariant in ((True, False), (False, False), (False, True))
+    (capability, dtype, head_dim, *kind)
+    for capability, dtype, head_dim, kind in pairs(
+        list(SHARED_BYTES), ["bfloat16", "float32"], [64, 80, 128, 256], KINDS
+    )
 ]
-CASES += [
-    (capability, dtype, name)
-    for capability in SHARED_BYTES
-    for dtype in ("bfloat16", "float32")
-    for name in ("write", "join", "norm", "turn", "weigh", "multiply")
-]
+CASES += pairs(
+    list(SHARED_BYTES), ["bfloat16", "float32"], ["write", "join", "norm", "turn", "weigh", "multiply"]
+)
 
 
 @pytest.fixture(scope="module")
