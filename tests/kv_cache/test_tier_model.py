@@ -87,7 +87,7 @@ LATENT = (
 
 def served(folder: Path, *overrides: str) -> tuple[list[list[int]], int, Engine]:
     """The answers of an engine to some prompts, how many tokens it found, and the engine, which has ended."""
-    tier = f"cache.tier={{kind: disk, gib: 0.1, path: {folder}, wait_s: {PATIENCE_S:g}}}"
+    tier = f"cache.tier={{kind: disk, gib: 0.1, path: {folder}, wait_s: 60}}"
     given = [f"{key}={value}" for key, value in device.OVERRIDES.items()]
     recipe = load(ROOT / "recipes/any/cpu.yaml", [*given, "cache.host_gib=0.01", tier, *overrides])
     built = build(recipe)
