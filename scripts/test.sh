@@ -9,7 +9,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-cores=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
+cores=$(env -u OMP_NUM_THREADS nproc 2>/dev/null || getconf _NPROCESSORS_ONLN) # nproc heeds that variable
 arguments=(-n $((cores + 1)) --dist loadfile --no-loadscope-reorder -p tests.progress --durations=5)
 case ${1:-} in
 --all) shift ;;

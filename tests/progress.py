@@ -30,16 +30,19 @@ class Progress:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_report_teststatus(self, report: pytest.TestReport) -> tuple[str, str, str] | None:
-        """Print no letter for a test that passes or is skipped; its count stays."""
+        """Print no letter for a test: its count stays, and one that fails is named in a line of its own."""
         if report.passed and report.when != "call":
             return "", "", ""
-        if report.failed or hasattr(report, "wasxfail"):
-            return None
-        return report.outcome, "", ""
+        if report.failed and report.when != "call":
+            return "error", "", "ERROR"
+        return report.outcome, "", report.outcome.upper()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Count a test that has ended."""
+        """Count a test that has ended, and name it at once where it failed."""
         self._num_failed += report.failed
+        if report.failed:
+            self._terminal.ensure_newline()
+            self._terminal.write_line(f"FAILED {report.nodeid}", red=True)
         if report.when != "teardown":
             return
         self._num_ended += 1
