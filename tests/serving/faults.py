@@ -51,6 +51,8 @@ class Served:
         self._server.should_exit = True
         self._thread.join(PATIENCE_S)
         gc.unfreeze()
+        gc.collect()
+        gc.freeze()  # what the run has imported stays frozen, as it was before
         assert not self._thread.is_alive(), "the server does not end"
 
     def _run(self) -> None:
