@@ -1,4 +1,4 @@
-"""What if some engines compute prompts for others, which answer?
+"""Simulate engines that compute prompts for others, which answer.
 
 As `serving.router` does it: `continuous_batching.routing.routing` chooses who answers, `splitting` whether
 another computes the prompt. Who answers takes pages for it then, by the calls that a server makes; they come

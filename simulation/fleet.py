@@ -1,4 +1,4 @@
-"""How would many engines behind a router serve a trace?
+"""Simulate many engines behind a router that serve a trace.
 
 The router is the one that serves (`continuous_batching.routing.routing`). It is told of pages as they are
 stored and removed, of loads as often as servers tell them, and sees when a request begins to answer and has

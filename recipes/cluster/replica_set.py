@@ -1,10 +1,9 @@
-"""How are there always as many replicas as are wanted, whatever happens to them?
+"""Keep as many replicas running as are wanted, and tell the router which there are.
 
-Again and again: what has ended is replaced, the router is told who is there,
-`continuous_batching.routing.scaling` says how many there should be by what waits, and one comes or goes.
-Nothing depends on what was told before, so a router that was started anew knows all again within a turn. A
-replica that goes gets no new request, and
-is stopped when its last one has ended.
+Each turn replaces the replicas that have ended, tells the router which ones are there, asks
+`continuous_batching.routing.scaling` how many there should be for the requests that wait, and starts or stops
+one. A turn does not depend on what earlier ones told, so a restarted router knows all again within a turn. A
+replica that is to stop gets no new request, and stops when its last one has ended.
 """
 
 from __future__ import annotations
