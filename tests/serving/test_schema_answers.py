@@ -19,6 +19,8 @@ from serving.grammars.matching import Grammars
 from serving.grammars.structured_output import grammar_of
 from serving.text.tokenizer import Text
 
+pytestmark = pytest.mark.in_order  # the last test counts what those before it saw
+
 EXAMPLES = 2000 if os.environ.get("THOROUGH") else 60
 NAMES = st.sampled_from(["a", "b", "name", "näme", 'quo"te', "with space", "", "x/y~z"])
 VALUES = st.recursive(
