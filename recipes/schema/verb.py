@@ -26,8 +26,9 @@ def run(main: Callable[[list[str]], int | None]) -> NoReturn:
     try:
         if sys.argv[1:] == ["--version"]:
             print(VERSION)
-            sys.exit(0)
-        status = main(sys.argv[1:]) or 0
+            status = 0
+        else:
+            status = main(sys.argv[1:]) or 0
         sys.stdout.flush()
     except BrokenPipeError:  # the reader has seen enough, as in `... | head`
         _discard_output()
