@@ -18,7 +18,7 @@ from benchmark.options import add_json, show
 from borders.file_bounds import read_bounded
 from continuous_batching.batch import Batch
 from devices.shapes import AttentionShape
-from models.config import DType
+from kv_cache.groups import DType
 from recipes.assembly import versions
 from recipes.assembly.scoring import score
 from recipes.schema.recipe import ROOT

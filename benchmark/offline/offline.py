@@ -53,7 +53,11 @@ def serve(engine: Engine, text: Text | None, jobs: Sequence[Job | Record]) -> tu
 
 def cache_figures(built: BuiltEngine) -> dict[str, object]:
     """Return what the pools hold now, and what was moved in them since the engine was built."""
-    figures = asdict(usage(built.engine.scheduler, built.memory.page_bytes))
+    memory = built.memory
+    of_windows = [each.page_bytes for each in memory.windows]
+    figures = asdict(usage(built.engine.scheduler, memory.page_bytes, of_windows))
+    if not of_windows:
+        figures = {name: value for name, value in figures.items() if not name.startswith("window_")}
     return {name: round(value, 4) if isinstance(value, float) else value for name, value in figures.items()}
 
 

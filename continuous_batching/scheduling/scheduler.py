@@ -7,6 +7,8 @@ scheduler owns them and their order.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from continuous_batching.batch import LATE, NO_BATCH, Batch, Booked, Sampled
@@ -36,6 +38,7 @@ from continuous_batching.scheduling.validation import (
 from continuous_batching.scheduling.victims import Victim, youngest
 from continuous_batching.slots import SlotPool
 from continuous_batching.speculation.speculation import Speculation
+from kv_cache.groups import WindowGroup
 from kv_cache.pages import PagePool
 
 
@@ -54,7 +57,8 @@ class Scheduler:
     below: published pages are copied to it, and pages found there come to rest in the host pool. With
     `speculation`, decoding rows have drafts verified. Every `compact_every_steps` steps (0: never) held pages
     start to move to the low end, at most `compact_pages_per_step` of them in a step (0: all). `depth` batches
-    are in flight at once (Orca's n_workers), each with its share of the rows.
+    are in flight at once (Orca's n_workers), each with its share of the rows. `groups` are the pages of
+    layers that see a window; `pool` and `host_pool` are those of all other layers.
     """
 
     def __init__(
@@ -79,6 +83,7 @@ class Scheduler:
         compact_pages_per_step: int = 0,
         seed: int = 0,
         depth: int = 1,
+        groups: Sequence[WindowGroup] = (),
     ) -> None:
         check_budget(max_batch_tokens, policy, slots)
         self.slots, self.pool, self.host_pool = slots, pool, host_pool
@@ -91,7 +96,9 @@ class Scheduler:
             max_shared_tokens=max_shared_tokens,
             host=host_pool,
             has_tier=has_tier,
+            groups=groups,
         )
+        slots.window_tables = tuple(group.table for group in groups)
         self.prefix, self.tables = self.lifecycle.prefix, self.lifecycle.tables
         self.waiting = WaitingQueue() if waiting is None else waiting
         self.in_flight = InFlight(slots, depth)
@@ -161,7 +168,7 @@ class Scheduler:
             if is_running or each.id in self._parallel_samples.leader_of or self.waiting.find(each.id):
                 raise is_here(each)
             stops = self._stop_conditions.stop_tokens(each.params)
-            check_request(each, self.vocab_size, stops, self.slots, self.pool)
+            check_request(each, self.vocab_size, stops, self.slots, self.pool, self.tables.groups)
 
     def end(self, request_id: str, reason: str) -> Request | None:
         """End a request now, wherever it is; return None if it is not here.
@@ -196,14 +203,13 @@ class Scheduler:
         logits (the latter two are allowed if batches have no row in common). Nor can it if a row may have to
         be preempted, for pages or by priority, because the row's request would not know its last token.
         """
-        slots, tables, busy = self.slots, self.tables, self.slots.busy
+        busy = self.slots.busy
         if self._parallel_samples.leader_of or self._beam_searches.by_number:
             return False
         is_hopeful = self.depth == 1 and self.speculation is not None and self.speculation.is_hopeful
         if is_hopeful or not self.in_flight.takes_another or (self._outrank and len(self.waiting)):
             return False
-        missing = int(tables.missing(busy, slots.num_tokens[busy] + 1).sum())
-        return missing + len(tables.forked) <= tables.num_available
+        return self.tables.can_go_on(busy)
 
     def schedule(self, now_s: float) -> Batch:
         """Admit requests, share the budget, make room for pages, and only then make the batch.
@@ -216,6 +222,7 @@ class Scheduler:
             assert self.can_look_ahead, "the next batch depends on those in flight"
             self.in_flight.advance()
         self.lifecycle.withheld = self.in_flight.withheld() if ahead else EMPTY
+        self.tables.free_behind()
         if len(self.waiting):
             self._admission.admit(self.max_batch_tokens, now_s)
             self._gate.measure(now_s)
@@ -239,6 +246,8 @@ class Scheduler:
             granted = todo > 0
             rows, starts, todo = rows[granted], starts[granted], todo[granted]
         stops = starts + todo
+        if not only_decodes:
+            stops = self.tables.fitting(rows, starts, stops)
         if self._beam_searches.by_number:
             rows, starts, stops = self._beam_searches.keep_together(rows, starts, stops)
         num_drafts = 0

@@ -14,12 +14,12 @@ from dataclasses import replace
 from typing import Any
 
 from borders.shown import shown
+from kv_cache.groups import DType
 from models.config import (
     DTYPE_BYTES,
     NORMS,
     ROPE_KINDS,
     DecoderConfig,
-    DType,
     LatentConfig,
     MixtureConfig,
     RopeConfig,

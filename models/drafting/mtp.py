@@ -73,7 +73,7 @@ def mtp_config(target: DecoderConfig, num_kept: int) -> MtpConfig:
     values = {each.name: getattr(target, each.name) for each in fields(target)}
     mixture = target.mixture and replace(target.mixture, layers=(True,), placement=())
     values |= {"family": "mtp", "num_layers": 1, "windows": (None,), "mixture": mixture}
-    values |= {"tie_embeddings": True, "eos_token_ids": (), "num_unread_layers": 0}
+    values |= {"tie_embeddings": True, "eos_token_ids": (), "num_unread_layers": 0, "window_groups": ()}
     return MtpConfig(**values, taps=(target.num_layers,), num_kept=num_kept, number=target.num_layers)
 
 

@@ -38,6 +38,7 @@ from tests.continuous_batching.test_schedules import (
     check_answers,
     serve,
 )
+from tests.continuous_batching.windows import drawn_groups
 from tests.thorough import cases
 
 
@@ -99,9 +100,13 @@ def schedulers(draw: st.DrawFn, depths: Sequence[int] = (1,)) -> tuple[Scheduler
     longest_pages = -(-(30 + 12 + 20 - 1) // page_size)
     num_host_pages = draw(st.sampled_from([None, None, 3, 60]))
     outrank = draw(st.sampled_from([False, False, True]))
+    slots = SlotPool(num_slots, MAX_TOKENS, page_size)
+    pool = PagePool(1 + longest_pages + draw(st.integers(0, longest_pages)))
+    host = None if num_host_pages is None else PagePool(num_host_pages)
+    groups = draw(drawn_groups(slots, pool, host, 30 + 12 + 20 - 1, draw(st.sampled_from([1, 3]))))
     scheduler = Scheduler(
-        SlotPool(num_slots, MAX_TOKENS, page_size),
-        PagePool(1 + longest_pages + draw(st.integers(0, longest_pages))),
+        slots,
+        pool,
         policy,
         max_batch_tokens=least + draw(st.sampled_from([0, 1, 3, 30])),
         vocab_size=VOCAB_SIZE,
@@ -111,12 +116,13 @@ def schedulers(draw: st.DrawFn, depths: Sequence[int] = (1,)) -> tuple[Scheduler
         prefix_sharing=draw(st.sampled_from([True, True, True, False])),
         max_shared_tokens=draw(st.sampled_from([None, None, 12])),
         victim=draw(st.sampled_from([youngest, fewest_lost, lowest_priority])),
-        host_pool=None if num_host_pages is None else PagePool(num_host_pages),
+        host_pool=host,
         compact_every_steps=draw(st.sampled_from([0, 1, 5])),
         compact_pages_per_step=draw(st.sampled_from([0, 1])),
         depth=draw(st.sampled_from(depths)),
+        groups=groups,
     )
-    runner = ChecksumRunner(scheduler.slots, scheduler.pool, scheduler.host_pool)
+    runner = ChecksumRunner(slots, pool, host, groups)
     runner.defers = scheduler.depth > 1 and draw(st.booleans())
     return scheduler, runner
 

@@ -33,8 +33,9 @@ from continuous_batching.request import Request, SamplingParams
 from continuous_batching.slots import SlotPool
 from devices.ascend_dispatch import BUFFER_MIB
 from kv_cache.device.storage import KVCache
+from kv_cache.groups import DType
 from models.checkpoint import weights
-from models.config import DecoderConfig, DType
+from models.config import DecoderConfig
 from models.decoder import Decoder
 from models.layers.dtypes import TORCH_DTYPES
 from models.layers.logit_parts import LogitParts

@@ -133,7 +133,7 @@ class Decodes:
         for replay in REPLAYS:
             kv_lens = self.next_batch(replay)
             wanted = self.attend(self.masked, self.planned(self.masked, kv_lens))
-            self.unmasked.replay(graph, metadata, kv_lens)
+            self.unmasked.replay(graph, [metadata], kv_lens)
             for found in (output, self.attend(self.unmasked, self.planned(self.unmasked, kv_lens))):
                 far = (found - wanted)[:, : len(replay)].float().abs().nan_to_num(nan=torch.inf)
                 furthest = max(furthest, float(far.max()))
@@ -142,7 +142,7 @@ class Decodes:
     def replay_us(self, machine: Npu, attention: Any) -> float:
         """Return the microseconds of a replay."""
         graph, metadata, _ = self.captured(attention)
-        return time_us(machine, partial(attention.replay, graph, metadata, self.next_batch(REPLAYS[-1])))
+        return time_us(machine, partial(attention.replay, graph, [metadata], self.next_batch(REPLAYS[-1])))
 
 
 def unmasks_decodes(machine: Npu) -> Found:
