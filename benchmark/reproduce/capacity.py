@@ -72,9 +72,9 @@ def _capacity(results: Results) -> list[str]:
     return [
         *sentences,
         f"At {RATES[-1]:g}/s the longest gap is {figure(first, 'itl_ms.max'):,.0f} ms with prompts first and"
-        f" {figure(sarathi, 'itl_ms.max'):,.0f} ms with chunks. FasterTransformer's way computes all prompts"
-        " of a batch, 8,192 tokens a step, before the first decode, which is its longest gap, and stalls no"
-        f" decode after that. At {RATES[0]:g}/s its median request waits"
+        f" {figure(sarathi, 'itl_ms.max'):,.0f} ms with chunks. The longest gap of FasterTransformer's way is"
+        " the prompts of a batch, 8,192 tokens a step, before its first decode; at"
+        f" {RATES[0]:g}/s its median request waits"
         f" {figure(results[slow + f', {RATES[0]:g}/s'], 'ttft_ms.p50') / 1e3:,.1f} s for its first token, at"
         f" {RATES[-1]:g}/s {figure(results[slow + top], 'ttft_ms.p50') / 1e3:,.1f} s.",
     ]

@@ -62,14 +62,14 @@ def _whole_chunked(results: Results) -> list[str]:
     return [
         f"At {RATE:g}/s the longest gap falls from {figure(before, 'itl_ms.max'):.0f} to"
         f" {figure(after, 'itl_ms.max'):.0f} ms, {ratio(before, after, 'itl_ms.max'):.1f} times; the mean"
-        f" TPOT goes from {figure(before, 'tpot_ms.mean'):.1f} to {figure(after, 'tpot_ms.mean'):.1f} ms. The"
-        f" claim's {CLAIMED_TIMES} times of the mean cannot be: a stall is one gap of {gaps:.0f}.",
+        f" TPOT goes from {figure(before, 'tpot_ms.mean'):.1f} to {figure(after, 'tpot_ms.mean'):.1f} ms,"
+        f" not to a {CLAIMED_TIMES}th: a stall is one gap of {gaps:.0f}.",
         f"At saturation chunks of 512 serve {ratio(cut, full, 'requests_per_s'):.3f} times the requests of"
         f" whole prompts (claimed: {1 - CLAIMED_LOSS:.2f}).",
         f"A prompt of 4,096 tokens alone takes {1e3 * one_s:.0f} ms by the roofline, not 4 s, which would be"
         f" {rate / 1e12:.0f} TFLOP/s of eight devices with 2,048 at their peak. In 8 chunks it takes"
         f" {1e3 * parts_s:.0f} ms ({1e3 * parts_s / 8:.0f} ms each, not 0.5): {parts_s / one_s:.2f} times the"
-        " whole, as each step is launched and summed over the devices anew.",
+        " whole.",
         f"The price of short chunks is the first token: its p99 goes from {figure(before, 'ttft_ms.p99'):.0f}"
         f" ms with whole prompts to {figure(after, 'ttft_ms.p99'):.0f} ms in chunks of 512 and"
         f" {figure(short, 'ttft_ms.p99'):.0f} ms in chunks of 128.",
@@ -119,13 +119,12 @@ def _chunk_kinds(results: Results) -> list[str]:
     adaptive = results["adaptive, ITL p99 of 30 ms"]
     return [
         f"Over the whole, a prompt of 2,048 tokens costs {costs} (roofline, alone). The claim of at most"
-        f" {CLAIMED_OVERHEAD} holds where a chunk keeps the device busy for longer than the launches and sums"
-        " of a step; on 8 devices that share each layer that takes more tokens than on one.",
-        f"257 tokens cost {tile:.0%} more than 256 here (tiles of 128 rows; the rest of a step does not grow"
-        " with tiles), not 32 %.",
+        f" {CLAIMED_OVERHEAD} holds where a chunk takes longer than the launches and sums of a step, which"
+        " takes more tokens on 8 devices than on one.",
+        f"257 tokens cost {tile:.0%} more than 256 here (tiles of 128 rows), not 32 %.",
         f"The adaptive chunk was asked for an ITL p99 of 30 ms and gives {figure(adaptive, 'itl_ms.p99'):.1f}"
-        " ms; a fixed length gives what it happens to give. Dynamic lengths bound the chunk of a prompt, not"
-        " the step: two prompts at once make longer steps than a fixed 512 does.",
+        " ms. Dynamic lengths bound the chunk of a prompt, not the step: two prompts at once make longer"
+        " steps than a fixed 512 does.",
     ]
 
 

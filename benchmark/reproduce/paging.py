@@ -59,12 +59,10 @@ def _prefix(results: Results) -> list[str]:
     long, apart = shares(512, 16), shares(512, 16, is_shared=False)
     return [
         f"7 tokens share nothing ({figure(shares(7, 16), 'prefix_hit_rate'):.3f} of the prompts' tokens):"
-        " they fill no page of 16, and a page that is filled in part is still written to by its owner. They"
-        " would be one page, not 2.",
+        " they fill no page of 16, and they would be one page, not 2.",
         f"512 tokens save {figure(long, 'prefix_hit_rate'):.0%} of the prompts' tokens and bring the median"
         f" TTFT from {figure(apart, 'ttft_ms.p50'):.0f} to {figure(long, 'ttft_ms.p50'):.0f} ms; the TPOT is"
-        f" {ratio(long, apart, 'tpot_ms.mean'):.2f} times what it was, as fewer steps compute prompts;"
-        " decodes read the shared keys all the same.",
+        f" {ratio(long, apart, 'tpot_ms.mean'):.2f} times what it was, because fewer steps compute prompts.",
         f"Pages of 128 find less: of 100 shared tokens {figure(shares(100, 128), 'prefix_hit_rate'):.3f},"
         f" where pages of 16 find {figure(shares(100, 16), 'prefix_hit_rate'):.3f}.",
     ]
@@ -108,7 +106,7 @@ def _page_sizes(results: Results) -> list[str]:
         f" {figure(large, 'preemptions'):.0f} preemptions against {figure(small, 'preemptions'):.0f}. Half a"
         f" page of each request stands empty: {64 / mean:.0%} and {8 / mean:.0%} of a request of {mean:.0f}"
         " tokens at its end.",
-        "What an operator gains by larger pages is not in the roofline, which reads keys at one rate.",
+        "The roofline reads keys at one rate, and so does not show what an operator gains by larger pages.",
     ]
 
 
@@ -146,8 +144,8 @@ def _compaction(results: Results) -> list[str]:
         "Here only pages that lie above a gap move, and few do, because the pages that were freed last are"
         f" handed out first. Every 1,000 steps they cost {ratio(rarely, never, 'tpot_ms.mean') - 1:+.2%} of"
         f" TPOT, every 10 steps {ratio(often, never, 'tpot_ms.mean') - 1:+.2%}.",
-        "The premise is wrong: pages need not lie together, and nothing runs out of memory for holes."
-        " Compaction is of use to cut off or export a dense cache, and is off by default.",
+        "Pages need not lie together, and nothing runs out of memory for holes. Compaction serves to shrink"
+        " or export a dense cache, and is off by default.",
     ]
 
 

@@ -15,12 +15,14 @@ from borders.whole_file import whole_file
 NAME = "reproduced"  # the report is NAME.md, and its pictures are in the folder NAME
 HEAD = """# The sources' experiments, re-run
 
-**SIMULATED, not measured.** The real scheduler ran against a virtual clock; the time of a step is the
-roofline of a device that is not here. Trust ratios and orders of magnitude, not the second digit.
+This page answers: what the sources' experiments come to when the real scheduler runs them, beside each claim.
+
+**SIMULATED, not measured.** The scheduler ran against a virtual clock, and the time of a step is the roofline
+of a device that is not here. Trust ratios and orders of magnitude, not the second digit.
 
 Device profile `{device}`: {costs}.
 
-Made by this command, which gives the same bytes again:
+This command gives the same bytes again:
 
     {command}
 
@@ -28,8 +30,8 @@ The model is LLaMA-7B's shape (`{recipe} {keys}`)
 on 8 devices that share each layer, unless a row says otherwise. Lengths of prompts and answers are
 log-normal, of 256 tokens each on average unless said otherwise; arrivals are Poisson, and seeds fixed.
 "Good" requests have their first token within {ttft:g} ms and a mean TPOT within {tpot:g} ms. The verdict is
-the gate's (`python -m scripts.audit`): each row of ours was held to its laws with the records of all its
-requests; {num_passed} of {num_results} pass. A claim's row carries the laws that it breaks.
+the gate's (`python -m scripts.audit`) on the records of all requests; {num_passed} of {num_results} pass. A
+claim's row names the laws that it breaks.
 """
 
 

@@ -66,7 +66,7 @@ def _bubbles(results: Results) -> list[str]:
         f" {gain:.2f} times the first's.",
         f"The most requests are served in {best}. PB3, of steps that hold no prompt, is"
         f" {figure(results[after], 'bubble_s.PB3') / idle_s(after):.0%} of what remains with chunks of 512:"
-        " chunks make prompts even, and cannot fill the steps of a time without prompts.",
+        " chunks cannot fill the steps of a time without prompts.",
     ]
 
 
@@ -105,11 +105,11 @@ def _split(results: Results) -> list[str]:
     return [
         f"At {rate} the split's ITL p99 is {figure(apart, 'itl_ms.p99'):.1f} ms and the chunks'"
         f" {figure(together, 'itl_ms.p99'):.1f} ms: no answer shares a step with a prompt. Its throughput at"
-        f" this load is {ratio(apart, together, 'requests_per_s'):.2f} times that of chunks: one engine of"
-        " two computes the prompts, and its memory's bandwidth is of no use to the answers.",
+        f" this load is {ratio(apart, together, 'requests_per_s'):.2f} times that of chunks, because the"
+        " bandwidth of the engine of prompts is of no use to the answers.",
         f"The TTFT p99 is {figure(apart, 'ttft_ms.p99'):,.0f} ms apart and"
-        f" {figure(together, 'ttft_ms.p99'):,.0f} ms in chunks: a prompt's keys and values go over one link a"
-        " device while later layers are computed, and its last token takes a step more where it is answered.",
+        f" {figure(together, 'ttft_ms.p99'):,.0f} ms in chunks; keys and values go over one link a device"
+        " while later layers are computed, and the last prompt token takes a step more where it is answered.",
     ]
 
 
