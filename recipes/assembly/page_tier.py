@@ -21,7 +21,7 @@ from kv_cache.tier.entries import identity_of
 from kv_cache.tier.page_tier import PageTier
 from kv_cache.tier.store import PageStore
 from models.checkpoint.files import checkpoint_files
-from models.layers.rope import needs_long_factors
+from models.config import needs_long_factors
 from models.step.runner import ModelRunner
 from recipes.assembly.families import draft_config
 from recipes.assembly.memory_plan import MemoryPlan
