@@ -140,6 +140,27 @@ def test_what_a_replica_tells_of_its_pages_is_bounded(
     run(test)
 
 
+def test_a_request_that_is_cancelled_waits_no_longer() -> None:
+    async def test() -> None:
+        turns = FairTurns(lambda: 1)
+        await turns.enter("first", 1)
+        waiting = [asyncio.ensure_future(turns.enter("many", tokens)) for tokens in (10, 20, 30)]
+        gone = asyncio.ensure_future(turns.enter("gone", 5))
+        await asyncio.sleep(0)
+        assert (turns.num_waiting, turns.waiting_tokens) == (4, 65)
+        for each in (gone, waiting[1]):
+            each.cancel()
+        await asyncio.wait((gone, waiting[1]))
+        assert (turns.num_waiting, turns.waiting_tokens) == (2, 40), "no turn has come meanwhile"
+        for each in (waiting[0], waiting[2]):
+            turns.leave()
+            await each
+        turns.leave()
+        assert (turns.num_open, turns.num_waiting) == (0, 0)
+
+    run(test)
+
+
 def test_tenants_take_turns_however_many_requests_they_have() -> None:
     async def test() -> None:
         turns, order = FairTurns(lambda: 1), list[str]()
