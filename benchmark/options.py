@@ -1,4 +1,4 @@
-"""Define the option and the output that all verbs share."""
+"""Define the option that all verbs share, and print their results."""
 
 from __future__ import annotations
 
@@ -24,3 +24,15 @@ def show(result: Any, options: argparse.Namespace, print_table: Callable[[Any], 
         print(json.dumps(result, indent=2))
     else:
         print_table(result)
+
+
+def print_figures(result: Mapping[str, Any]) -> None:
+    """Print the figures of one run, one a line; details of each request, moment or key are for programs."""
+    for name, value in result.items():
+        if name in ("records", "metrics", "counters", "counters_after_all_runs", "settings", "facts"):
+            continue
+        if name == "verdict" and isinstance(value, dict):
+            value = verdict_line(value)
+        elif isinstance(value, dict):
+            value = ", ".join(f"{key} {each}" for key, each in value.items())
+        print(f"{name:22} {value}")

@@ -54,6 +54,14 @@ class RopeConfig:
         return max(0, self.width - self.dim)
 
 
+def needs_long_factors(config: RopeConfig, longest_tokens: int) -> bool:
+    """Whether requests may have more tokens than the short factors allow.
+
+    The last token of a request is never computed.
+    """
+    return config.kind == "longrope" and longest_tokens - 1 > config.original_max_positions
+
+
 NORM_EPS = 1e-6  # eps of the norms of compressed queries and of latents, whatever the model's own is
 
 
@@ -493,6 +501,18 @@ class DecoderConfig:
 def _joined(prefix: str, roles: tuple[str, str, str]) -> tuple[str, str, str]:
     gate, up, down = roles
     return prefix + gate, prefix + up, prefix + down
+
+
+def bytes_of_adapters(config: DecoderConfig, most: int, rank: int) -> int:
+    """Return the bytes of the adapters' places of a decoder, or of a rank's part of one."""
+    numbers = 0
+    for layer in range(config.num_layers):
+        sizes = [(inputs, outputs) for _, inputs, outputs in config.attention_linears()]
+        if config.mixture_of(layer) is None:
+            hidden, inner = config.hidden_size, config.intermediate_size
+            sizes += [(hidden, inner), (hidden, inner), (inner, hidden)]
+        numbers += sum(inputs + outputs for inputs, outputs in sizes)
+    return most * rank * numbers * config.dtype_bytes
 
 
 def check_fused(config: DecoderConfig) -> None:

@@ -20,6 +20,7 @@ PACKED, PACKED_FORMAT = (
     ("awq", "gptq", "mxfp4"),
     "pack-quantized",
 )  # the methods, and a format, of models/packing.py
+MXFP4_BLOCK = 32  # inputs that share a scale in mxfp4
 MOST_BLOCK = 2**16
 WEIGHTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
 ACTIVATIONS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}

@@ -17,7 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from benchmark.offline.offline import print_table
+from benchmark.options import print_figures
 from benchmark.simulate.command_line import (
     fit_parser,
     fleet_parser,
@@ -29,7 +29,6 @@ from benchmark.simulate.command_line import (
 )
 from benchmark.simulate.deployment import Result
 from benchmark.simulate.fitting import fit_main
-from benchmark.simulate.held_out import held_out
 from benchmark.simulate.one_run import simulate
 from benchmark.simulate.search import search_main
 from benchmark.simulate.shards import fleet_main
@@ -42,7 +41,7 @@ def show(options: argparse.Namespace, result: Result) -> None:
     if options.json:
         print(json.dumps(result, indent=2))
     else:
-        print_table(result)
+        print_figures(result)
 
 
 def main(argv: list[str]) -> None:
@@ -51,6 +50,8 @@ def main(argv: list[str]) -> None:
         fit_main(fit_parser().parse_args(argv[1:]))
     elif argv[:1] == ["held-out"]:
         options = held_out_parser().parse_intermixed_args(argv[1:])
+        from benchmark.simulate.held_out import held_out  # imported here because it runs an engine
+
         show(options, held_out(options))
     elif argv[:1] == ["fleet"]:
         options = fleet_parser().parse_intermixed_args(argv[1:])

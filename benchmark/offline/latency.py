@@ -18,7 +18,7 @@ from benchmark.offline import offline
 from benchmark.offline.accounts import hardware
 from benchmark.offline.throughput import jobs
 from benchmark.offline.timeline import Timeline, summarise
-from benchmark.options import add_json, show
+from benchmark.options import add_json, print_figures, show
 from benchmark.run_clock import RunClock
 from continuous_batching.request import Request
 from recipes.assembly import versions
@@ -85,7 +85,7 @@ def main(options: argparse.Namespace) -> None:
         "max_tokens_per_step": 1,
         **hardware(built, recipe, where),
     }
-    show(with_verdict(result), options, offline.print_table)
+    show(with_verdict(result), options, print_figures)
 
 
 def by_the_wall(requests: Sequence[Request], timeline: Timeline) -> dict[str, float]:

@@ -12,7 +12,7 @@ from benchmark import outputs
 from benchmark.gate.gate import with_verdict
 from benchmark.offline.accounts import accounts, hardware
 from benchmark.offline.timeline import Timeline, readings, summarise
-from benchmark.options import add_json, show, verdict_line
+from benchmark.options import add_json, print_figures, show
 from benchmark.run_clock import RunClock
 from borders.file_bounds import check_rereadable
 from continuous_batching.engine import Engine
@@ -137,18 +137,6 @@ def measure(
     return with_verdict(result)
 
 
-def print_table(result: dict[str, object]) -> None:
-    """Print the figures of one run, one a line."""
-    for name, value in result.items():
-        if name in ("records", "metrics", "counters", "counters_after_all_runs", "settings", "facts"):
-            continue  # details of each request, moment or key are for programs
-        if name == "verdict" and isinstance(value, dict):
-            value = verdict_line(value)
-        elif isinstance(value, dict):
-            value = ", ".join(f"{key} {each}" for key, each in value.items())
-        print(f"{name:22} {value}")
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `offline`."""
     add_trace_arguments(parser)
@@ -173,4 +161,4 @@ def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> None:
     given = (options.recipe, options.overrides, options.profile, options.trace, options.runs)
     result = run(*given, options.plot)
-    show(result, options, print_table)
+    show(result, options, print_figures)

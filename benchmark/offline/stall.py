@@ -17,7 +17,7 @@ import numpy as np
 from benchmark.gate.gate import with_verdict
 from benchmark.offline import offline
 from benchmark.offline.timeline import percentiles
-from benchmark.options import add_json, show
+from benchmark.options import add_json, print_figures, show
 from benchmark.run_clock import RunClock
 from continuous_batching.request import Request, SamplingParams
 from recipes.assembly import versions
@@ -145,4 +145,4 @@ def main(options: argparse.Namespace) -> None:
         options.answer_tokens,
         options.chunk,
     )
-    show(run(options.recipe, options.overrides, options.profile, load), options, offline.print_table)
+    show(run(options.recipe, options.overrides, options.profile, load), options, print_figures)

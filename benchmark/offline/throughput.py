@@ -10,7 +10,7 @@ import argparse
 
 from benchmark.gate.gate import with_verdict
 from benchmark.offline import offline
-from benchmark.options import add_json, show
+from benchmark.options import add_json, print_figures, show
 from benchmark.workloads.lengths import lengths
 from benchmark.workloads.synthetic import SyntheticLoad, draw_requests
 from recipes.assembly.engine import BuiltEngine
@@ -85,7 +85,7 @@ def main(options: argparse.Namespace) -> None:
         options.trace or f"{num_prompts} prompts of {input_len} tokens, answers of {output_len}"
     )
     result = offline.measure(described, recipe, text, load, options.runs)
-    show(with_verdict(in_their_names(result)), options, offline.print_table)
+    show(with_verdict(in_their_names(result)), options, print_figures)
 
 
 def in_their_names(result: dict[str, object]) -> dict[str, object]:

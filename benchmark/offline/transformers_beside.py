@@ -18,7 +18,7 @@ import torch
 
 from benchmark.gate.gate import with_verdict
 from benchmark.offline import offline
-from benchmark.options import show
+from benchmark.options import print_figures, show
 from models.layers.dtypes import TORCH_DTYPES
 from recipes.assembly.families import model_config
 from recipes.machine import start
@@ -171,4 +171,4 @@ def main(options: argparse.Namespace) -> None:
     result = run(
         options.recipe, options.overrides, options.profile, options.trace, options.runs, options.static
     )
-    show(result, options, offline.print_table)
+    show(result, options, print_figures)

@@ -12,9 +12,10 @@ from models.config import DecoderConfig, HeadConfig
 from models.decoder import Decoder
 from models.drafting import eagle as head_weights
 from models.drafting import mtp as mtp_weights
+from models.drafting.config import Eagle3Config, MtpConfig
 from models.drafting.drafter import Drafter, HeadDrafter
-from models.drafting.eagle import Eagle3, Eagle3Config
-from models.drafting.mtp import Mtp, MtpConfig
+from models.drafting.eagle import Eagle3
+from models.drafting.mtp import Mtp
 from models.head import FIRST_KEY, FeaturePages, Head
 from models.layers.dtypes import TORCH_DTYPES
 from models.parallel.group import Group

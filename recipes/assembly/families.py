@@ -15,8 +15,7 @@ from models.checkpoint.files import tensor_names
 from models.checkpoint.huggingface import check_attended
 from models.checkpoint.int4 import check_groups, kept_int4
 from models.config import DecoderConfig
-from models.drafting.eagle import Eagle3Config
-from models.drafting.mtp import MtpConfig, mtp_config
+from models.drafting.config import Eagle3Config, MtpConfig, mtp_config
 from models.parallel.placement import read as read_placement
 from models.parallel.share import Share, check_experts, check_ranks, check_stages
 from models.quantization import Quantization

@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 
 from kv_cache.tier.entries import HEAD_BYTES
 from kv_cache.tier.writes import MOST_QUEUED_BYTES
-from models.config import DecoderConfig, HeadConfig
-from models.layers.rope import needs_long_factors
+from models.config import DecoderConfig, HeadConfig, needs_long_factors
 from models.parallel.share import Share
 from recipes.assembly.families import draft_config
 from recipes.schema.recipe import Recipe

@@ -5,25 +5,21 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-import torch
-
 from devices.ascend_limits import PRODUCTS
-from devices.onednn import product_dtype
+from devices.host_memory import host_memory_bytes
 from kv_cache.groups import most_pages
-from models.config import DecoderConfig, HeadConfig
-from models.drafting.mtp import MtpConfig
-from models.layers.dtypes import TORCH_DTYPES
-from models.ops.reference import WIDENED_ROWS
+from models.config import DTYPE_BYTES, DecoderConfig, HeadConfig, bytes_of_adapters
+from models.drafting.config import MtpConfig
+from models.packing import WIDENED_ROWS
 from models.parallel.share import Share
-from models.step.adapters import bytes_of_adapters
 from recipes.assembly.families import draft_config
 from recipes.assembly.memory_errors import check_fits, too_few_pages, too_much_of_the_host, too_small_a_part
 from recipes.assembly.memory_plan import GIB, WHOLE, MemoryPlan, WindowPages, in_gib
-from recipes.machine import host_memory_bytes, start
 from recipes.schema.recipe import Recipe
 from recipes.schema.recipe_error import RecipeError
 from recipes.schema.scheduler_defaults import completed, longest_request
 
+FLOAT32_BYTES = DTYPE_BYTES["float32"]
 MOST_PAGES = 2**31 - 1
 SCORED_ROWS = 256  # queries whose scores are in memory at once
 # Bytes per logit beside the logits: float32 scores, weights, and what choosing from them takes.
@@ -56,7 +52,7 @@ def plan_memory(
     """
     cache, num_devices = recipe.cache, tensor * stages
     both = _decoders(recipe, config, share)
-    device_bytes = start(recipe.device).memory_bytes() if memory_bytes is None else memory_bytes
+    device_bytes = _device_bytes(recipe) if memory_bytes is None else memory_bytes
     host_bytes = host_memory_bytes() if host_memory is None else host_memory
     most_tokens = min(recipe.scheduler.max_request_tokens or 2**31, max_positions(config))
     sizing = MemoryPlan(
@@ -138,9 +134,9 @@ def estimate(recipe: Recipe, config: DecoderConfig, vocab_size: int | None = Non
     if is_plain:  # a span may attend to more of its request's keys and values than it computes
         seen = max(seen, _longest_cached(recipe, config))
     scores = config.num_heads * min(num_tokens, SCORED_ROWS) * seen * (8 + config.dtype_bytes)
-    item_bytes, dtype = config.dtype_bytes, TORCH_DTYPES[config.dtype]
-    if recipe.device.kind == "cpu" and product_dtype(dtype) != dtype:
-        item_bytes += torch.float32.itemsize  # rows are widened to float32, and their results lie beside them
+    item_bytes = config.dtype_bytes
+    if recipe.device.kind == "cpu" and _product_bytes(config) != item_bytes:
+        item_bytes += FLOAT32_BYTES  # rows are widened to float32, and their results lie beside them
     logits = num_slots * (vocab_size or config.vocab_size) * (config.dtype_bytes + LOGIT_BYTES)
     read = 0
     if is_plain or is_latent:
@@ -150,7 +146,7 @@ def estimate(recipe: Recipe, config: DecoderConfig, vocab_size: int | None = Non
         config.kept_form is not None and not is_npu
     ):  # int4 weights as read, twice in float32, and in the model's type
         most = max(config.hidden_size, heads, inner)
-        widened = WIDENED_ROWS * most * (2 * torch.float32.itemsize + 2 + item_bytes)
+        widened = WIDENED_ROWS * most * (2 * FLOAT32_BYTES + 2 + item_bytes)
     return STEP_BYTES + num_tokens * widths * item_bytes + scores + read + logits + widened
 
 
@@ -164,7 +160,7 @@ def _read_bytes(config: DecoderConfig, num_tokens: int, *, in_float32: bool) -> 
     if config.latent is not None:
         width = config.latent.token_width
         width += config.num_heads * (2 * config.latent.query_dim + 2 * config.latent.value_dim)
-    return num_tokens * width * (config.dtype_bytes + in_float32 * torch.float32.itemsize)
+    return num_tokens * width * (config.dtype_bytes + in_float32 * FLOAT32_BYTES)
 
 
 def step_tokens(recipe: Recipe, config: DecoderConfig) -> int:
@@ -208,19 +204,38 @@ def _packed_bytes(recipe: Recipe, config: DecoderConfig) -> int:
     A CPU without bfloat16 keeps them in float32, and a tied head is kept apart from the embedding in its own
     order.
     """
-    device, stored, num_bytes = recipe.device, TORCH_DTYPES[config.dtype], 0
-    dtype = stored
+    device, item_bytes, num_bytes = recipe.device, config.dtype_bytes, 0
     if device.kind == "cpu":
-        dtype = product_dtype(stored)
+        item_bytes = _product_bytes(config)
         plain = (each for each in config.linears() if config.form(each[0]) == "plain")
         num_elements = sum(inputs * outputs for _, inputs, outputs in plain)
-        num_bytes = num_elements * (dtype.itemsize - stored.itemsize)
-        is_packed = torch.backends.mkldnn.is_available() or dtype != stored
+        num_bytes = num_elements * (item_bytes - config.dtype_bytes)
+        is_packed = True  # a torch without oneDNN, which would leave float32 as it is, is not counted on
     else:
         tiles = {each.name for each in PRODUCTS if each.tiles_weights}
-        is_packed = device.kind == "npu" and device.product in tiles and stored != torch.float32
+        is_packed = device.kind == "npu" and device.product in tiles and config.dtype != "float32"
     is_kept_twice = is_packed and config.tie_embeddings
-    return num_bytes + is_kept_twice * config.vocab_size * config.hidden_size * dtype.itemsize
+    return num_bytes + is_kept_twice * config.vocab_size * config.hidden_size * item_bytes
+
+
+def _product_bytes(config: DecoderConfig) -> int:
+    """Return the bytes of a number in the type in which this CPU multiplies the model's."""
+    if config.dtype == "float32":
+        return FLOAT32_BYTES
+    # These are imported here because only torch, whose import takes a second, knows what a processor has.
+    from devices.onednn import product_dtype
+    from models.layers.dtypes import TORCH_DTYPES
+
+    return product_dtype(TORCH_DTYPES[config.dtype]).itemsize
+
+
+def _device_bytes(recipe: Recipe) -> int:
+    """Return the memory of the recipe's device; any but a CPU is started for it."""
+    if recipe.device.kind == "cpu":
+        return host_memory_bytes()
+    from recipes.machine import start  # imported here because it imports torch
+
+    return start(recipe.device).memory_bytes()
 
 
 def _adapter_bytes(recipe: Recipe, part: DecoderConfig) -> int:

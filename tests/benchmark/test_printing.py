@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from benchmark.offline import offline
+from benchmark.options import print_figures
 from benchmark.serve import command, sweep
 from scripts.benchmark import VERBS, main
 from tests.benchmark.openai_server import Stub, running
@@ -117,7 +117,7 @@ def test_an_engines_figures_stand_beside_their_names(
         elif name.endswith("_ms"):
             assert lines[name] == ", ".join(f"{part} {each}" for part, each in value.items())
     assert lines["verdict"].startswith(result["verdict"]["outcome"])
-    assert REFUSED in printed(offline.print_table, {**result, "verdict": VERDICT})
+    assert REFUSED in printed(print_figures, {**result, "verdict": VERDICT})
 
 
 @pytest.fixture(scope="module")

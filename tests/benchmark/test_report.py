@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from benchmark.serve.charts import VARIABLES
 from scripts.benchmark import main
 from tests.benchmark.openai_server import Stub, running
 from tests.simulation.queue import honest
@@ -55,6 +54,8 @@ def checked(path: Path) -> Page:
     assert not [link for link in page.links if not link.startswith("#")]
     assert "url(http" not in text
     assert 'name="viewport"' in text
+    from benchmark.serve.charts import VARIABLES  # imported here because it imports matplotlib
+
     assert not [colour for colour in VARIABLES if colour in text]
     used, style = set(re.findall(r"var\((--\w+)\)", text)), text.partition("</style>")[0]
     assert used <= set(re.findall(r"(--\w+):", style))

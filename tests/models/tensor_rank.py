@@ -106,7 +106,7 @@ def built(
     decoder = empty(config, group, kind, way, experts)
     if dispatches:
         product = decoder.ops.product  # type: ignore[attr-defined]
-        dtypes = *product.dtypes, torch.float32  # which the stand-in takes here
+        dtypes = *product.dtypes, "float32"  # which the stand-in takes here
         decoder.ops.product = replace(product, dtypes=dtypes)  # type: ignore[attr-defined]
     return decoder, weights.load(decoder, path)
 

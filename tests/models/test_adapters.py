@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -30,6 +29,7 @@ from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from recipes.schema.recipe_error import RecipeError
 from tests.device_kinds import settings
+from tests.lazy import peft
 from tests.models.families import VARIANTS, VOCABULARY, generated, make, wide
 from tests.thorough import cases
 

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
-import openai
 import pytest
 
+from tests.lazy import openai
 from tests.patience import PATIENCE_S
 from tests.serving.server import TINY, Server
 

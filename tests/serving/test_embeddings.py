@@ -9,10 +9,8 @@ from typing import Any
 
 import httpx
 import numpy as np
-import openai
 import pytest
 import torch
-from transformers import AutoModel
 
 from continuous_batching.request import Vector
 from recipes.schema.recipe import ROOT
@@ -21,6 +19,7 @@ from serving.llm import LLM
 from serving.offline import read_jobs, run_jobs
 from serving.text.request_fields import parse_request
 from serving.text.tokenizer import Text
+from tests.lazy import openai, transformers
 from tests.patience import PATIENCE_S
 from tests.serving.server import TINY, Server
 
@@ -38,7 +37,7 @@ def client(pooled: Server) -> Iterator[openai.OpenAI]:
 
 @cache
 def model() -> Any:
-    return AutoModel.from_pretrained(WEIGHTS, dtype=torch.float32)
+    return transformers.AutoModel.from_pretrained(WEIGHTS, dtype=torch.float32)
 
 
 def expected(text: str, pooling: str = "mean") -> Vector:

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from borders.refusal import BadRequest
 from serving.llm import LLM, SamplingParams
@@ -15,6 +14,7 @@ from serving.text.chat_options import LONGEST_KWARGS, ChatOptions
 from serving.text.chat_template import ChatTemplate
 from serving.text.request_fields import parse_request, text_options
 from serving.text.tokenizer import Text
+from tests.lazy import transformers
 from tests.serving.conftest import CHATML
 from tests.serving.server import TINY
 
@@ -41,7 +41,8 @@ def test_a_conversation_ends_as_transformers_lets_it_end(
     talk = [TALK[0], {"role": "assistant", "content": final}]
     ours = ChatTemplate(template, {}).render(talk, ChatOptions(**options))
     asked = {"add_generation_prompt": True} | options
-    theirs, _ = render_jinja_template([talk], chat_template=template, **asked)
+    render = transformers.utils.chat_template_utils.render_jinja_template
+    theirs, _ = render([talk], chat_template=template, **asked)
     assert [ours] == theirs
 
 

@@ -23,6 +23,7 @@ from devices.ascend_latents import LATENT_ROPE
 from devices.ascend_limits import AscendProduct
 from devices.shapes import AttentionShape, LatentShape
 from doctor.verify.npu.questions import NEAR, Found, Probe, fused, time_us
+from models.layers.dtypes import TORCH_DTYPES
 from recipes.machine import Npu
 
 # The step has 12 rows, a page 128 tokens, the cache 24 pages, and a request at most 16 of them.
@@ -160,19 +161,19 @@ def _shapes(
     product: AscendProduct, heads_over: Sequence[tuple[int, int]]
 ) -> Iterator[tuple[str, AttentionShape]]:
     """Yield the shapes that engines on the product request, with their names; the last is an ordinary one."""
-    plain = AttentionShape(8, 8, 128, PAGE, 128**-0.5, product.dtypes[0], WINDOWS)
+    plain = AttentionShape(8, 8, 128, PAGE, 128**-0.5, TORCH_DTYPES[product.dtypes[0]], WINDOWS)
     if product.has_latents:
         whole = replace(plain, num_kv_heads=1, head_dim=512, scale=192**-0.5, windows=(None, None))
         yield "latents", replace(whole, latent=LATENT)
     yield "a first key that does not count", replace(plain, windows=(None,), first_key=1)
-    if product.dtypes[0] == torch.bfloat16:
+    if product.dtypes[0] == "bfloat16":
         yield "attention sinks", replace(plain, num_heads=16, num_kv_heads=2, head_dim=64, has_sinks=True)
-    for dtype in product.dtypes if product.packs_float16 else product.dtypes[:1]:
+    for dtype_name in product.dtypes if product.packs_float16 else product.dtypes[:1]:
         for dim in product.head_dims:
             for heads, kv_heads in heads_over:
                 sizes = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": dim, "scale": dim**-0.5}
-                name = f"{heads} heads of {dim} over {kv_heads} in {str(dtype).removeprefix('torch.')}"
-                yield name, replace(plain, dtype=dtype, **sizes)
+                name = f"{heads} heads of {dim} over {kv_heads} in {dtype_name}"
+                yield name, replace(plain, dtype=TORCH_DTYPES[dtype_name], **sizes)
 
 
 MASK_PROBES = (
