@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 
+from borders.field_types import LAST_ID
 from borders.file_bounds import MOST_JSON_BYTES, read_bounded
 from borders.refusal import BadRequest, shown
 from borders.system_error import in_one_line
-from serving.text.field_types import LAST_ID
 
 GATEWAY = "*"  # stands for a key's tenant where the key may name the tenant of each request
 _PRIORITY = "max_priority="

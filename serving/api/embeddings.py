@@ -19,12 +19,13 @@ from serving.api.generation import Generation, fields_as_sent
 from serving.api.ignored_fields import Ignored
 from serving.api.pieces import Json, Parts, pieces_of
 from serving.api.prompts import prompts_of
-from serving.api.schemas import Prompt, RequestBody
+from serving.api.schemas import Prompt, RequestBody, takes
 from serving.failures import RequestFailed
 
 _AS_SENT = {"prompt": "input", "prompt_token_ids": "input"}
 
 
+@takes("embeddings")
 class EmbeddingsBody(RequestBody):
     """The body of `POST /v1/embeddings`."""
 

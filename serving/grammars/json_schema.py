@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping
 from decimal import Decimal
 from typing import Any
 
+from borders.field_table import MOST_SCHEMA_BYTES
 from borders.refusal import BadRequest, shown
 
-MOST_BYTES = 65_536  # bytes of a schema as compact JSON
 MOST_LEVELS = 32  # levels of nested schemas
 MOST_PROPERTIES = 500  # properties of all objects together; a step's cost grows with them
 MOST_VALUES = 1000  # values of all enums together
@@ -49,9 +49,9 @@ class SchemaCheck:
         if not isinstance(schema, Mapping):
             raise self._bad("", f"is {shown(schema)}; it must be a JSON schema, as an object")
         size = _num_bytes(schema, self._field)
-        if size > MOST_BYTES:
-            problem = f"is a schema of {size} bytes as compact JSON; it must be of at most {MOST_BYTES}"
-            raise BadRequest(self._field, problem, value=size, limit=MOST_BYTES, fix="make it smaller")
+        if size > MOST_SCHEMA_BYTES:
+            problem = f"is a schema of {size} bytes as compact JSON; it may have {MOST_SCHEMA_BYTES}"
+            raise BadRequest(self._field, problem, value=size, limit=MOST_SCHEMA_BYTES, fix="make it smaller")
         self._schema(schema, "", 1)
 
     def _schema(self, schema: object, place: str, level: int) -> None:

@@ -12,13 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from borders.field_table import DEEPEST_KWARGS, LONGEST_KWARGS, MOST_KWARGS
 from borders.refusal import BadRequest
 from serving.text.effort import check_effort
 from serving.text.vocabulary import SPECIAL_KEYS
 
-MOST_KWARGS = 32
-LONGEST_KWARGS = 16 * 1024  # characters of JSON
-DEEPEST_KWARGS = 8
 _END = "\ue002 "  # a private-use character; the space shows whether the template strips a message
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
 _RESERVED = {  # the server's own names, arguments of transformers that are no variables, and Jinja's globals

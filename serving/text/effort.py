@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from borders.field_table import EFFORTS
 from borders.refusal import BadRequest
 
 FIELD = "reasoning_effort"
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _LEAST = ("none", "minimal")
 _SWITCHES = ("enable_thinking", "thinking")  # Qwen3 and GLM-4.5; DeepSeek-V3.1 and Granite
 

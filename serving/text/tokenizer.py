@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from borders.field_types import check_unicode
 from borders.refusal import BadRequest
 from continuous_batching.request import SamplingParams
 from kv_cache.pages import Index
@@ -30,7 +31,6 @@ from serving.text.vocabulary import (
     SentencePieceVocabulary,
     Vocabulary,
     any_of,
-    check_unicode,
     read_tokenizer_files,
     token_text,
 )
