@@ -17,6 +17,7 @@ from borders.field_types import (
     LONGEST_NAME,
     Biases,
     FieldType,
+    Numeric,
     Object,
     String,
     Strings,
@@ -25,7 +26,7 @@ from borders.field_types import (
     integer,
     number,
 )
-from borders.numbers import numbers
+from borders.numbers import Range, numbers
 
 MOST_SAMPLES = 128  # each sample takes a slot, so more samples of one request would crowd out other requests
 MOST_LOGPROBS = 20  # most alternatives whose log-probabilities are reported at a position
@@ -111,7 +112,7 @@ _PROMPT = (
 )  # fmt: skip
 _SAMPLING = (
     _parameter("max_tokens", integer(1), 16, _GENERATED + _PYTHON,
-        "the longest answer; without it, that of a chat or of `/v1/responses` may fill the context"),
+        "the most tokens of the answer"),
     RequestField("max_completion_tokens", integer(1), "`max_tokens`", ("chats",),
         "another name of `max_tokens`"),
     _parameter("min_tokens", integer(0, allowed="an integer from 0 to `max_tokens`"), 0, _SAMPLED + _PYTHON,
@@ -242,6 +243,13 @@ WITHOUT_ANSWER = frozenset(each.name for each in (*_PROMPT, *_POOLING, *_QUEUE))
 def taken_by(form: Form) -> Iterator[RequestField]:
     """Yield the fields that an interface takes."""
     return (each for each in FIELDS.values() if form in each.forms)
+
+
+def range_of(name: str) -> Range[Any]:
+    """Return the numbers that a field may have."""
+    kind = FIELDS[name].kind
+    assert isinstance(kind, Numeric), f"{name} is no number"
+    return kind.range
 
 
 def default(name: str) -> Any:

@@ -9,6 +9,7 @@ limit, which is `str` of the range.
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -54,9 +55,11 @@ class Range(Generic[Number]):
             return None
         if self.kind is float:
             try:
-                return self.read(float(text))
+                number = float(text)
             except ValueError:
                 return None
+            is_overflow = math.isinf(number) and "inf" not in text.lower()
+            return None if is_overflow else self.read(number)
         digits = text.removeprefix("-")
         return self.read(int(text)) if digits.isdecimal() and len(digits) <= _MOST_DIGITS else None
 
@@ -71,7 +74,11 @@ def numbers(least: float, most: float, unit: str = "") -> Range[float]:
     return Range(float, least, most, unit)
 
 
+PORTS = integers(0, 2**16 - 1)  # 0 is any that is free
+POSITIVE = Range(float, 0.0, sys.float_info.max, is_open=True)
+
+
 def _words(number: float) -> str:
     """Return a bound in the fewest digits that say it exactly, if it is not too long."""
-    is_whole = isinstance(number, int) or (math.isfinite(number) and number == int(number) < 1e9)
+    is_whole = isinstance(number, int) or (abs(number) < 1e9 and number == int(number))
     return str(int(number)) if is_whole else f"{number:g}"

@@ -11,6 +11,7 @@ from fastapi import Request
 from pydantic import Field
 from starlette.responses import Response
 
+from borders.numbers import integers
 from borders.refusal import BadRequest
 from continuous_batching.request import Vector
 from serving.answers.answers import AnswerDelta, AnswerStream
@@ -91,8 +92,9 @@ class EmbeddingList:
 
 def check_dimensions(dimensions: int, most: int) -> None:
     """Raise BadRequest unless `dimensions` is between 1 and `most`."""
-    if not 1 <= dimensions <= most:
-        raise BadRequest("dimensions", value=dimensions, limit=f"from 1 to {most}")
+    allowed = integers(1, most)
+    if dimensions not in allowed:
+        raise BadRequest("dimensions", value=dimensions, limit=str(allowed))
 
 
 def embedding_of(answer: AnswerStream) -> Vector:
