@@ -183,10 +183,10 @@ class Request:
     params: SamplingParams = field(default_factory=SamplingParams)
     tenant: str = ""
     cache_salt: str = ""
-    priority: int = 0  # larger goes first
+    priority: int = default("priority")  # larger goes first
     # Number of its LoRA adapter on the device, from 1; `cache_salt` keeps its cached pages apart
     adapter: int = 0
-    arrival_s: float = 0.0
+    arrival_s: float = default("arrival_s")
     # Time after its arrival at which it ends wherever it is; None: never
     timeout_s: float | None = None
     prompt_replica: str = ""  # address of an engine that may compute its prompt, if any

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from borders.field_table import DEEPEST_KWARGS, LONGEST_KWARGS, MOST_KWARGS
+from borders.field_table import DEEPEST_KWARGS, LONGEST_KWARGS, MOST_KWARGS, default
 from borders.refusal import BadRequest
 from serving.text.effort import check_effort
 from serving.text.vocabulary import SPECIAL_KEYS
@@ -29,10 +29,13 @@ _RESERVED = {  # the server's own names, arguments of transformers that are no v
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
-    """What a request says about its conversation besides the messages; raises BadRequest if it is invalid."""
+    """What a request says about its conversation besides the messages; raises BadRequest if it is invalid.
 
-    add_generation_prompt: bool = True  # the prompt ends where the assistant's turn begins
-    continue_final_message: bool = False  # the prompt ends within the last message, which is continued
+    borders/field_table.py says what the fields mean.
+    """
+
+    add_generation_prompt: bool = default("add_generation_prompt")
+    continue_final_message: bool = default("continue_final_message")
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # variables of the template
     tools: Sequence[Mapping[str, Any]] = ()  # the form is that of the OpenAI API
     reasoning_effort: str | None = None  # None: the template's default

@@ -93,9 +93,7 @@ def parse_request(
             tenant=values.get("tenant", values.get("user", "")),
             cache_salt=salt if adapter is None else adapter.salted(salt),
             adapter=0 if adapter is None else adapter.number,
-            priority=values.get("priority", 0),
-            arrival_s=values.get("arrival_s", 0.0),
-            timeout_s=values.get("timeout_s"),
+            **{name: values[name] for name in ("priority", "arrival_s", "timeout_s") if name in values},
         )
         for index, params in enumerate(_samples(values, text, tools, prompt))
     )

@@ -139,7 +139,7 @@ def test_lines_of_a_file_get_embeddings_too() -> None:
 def test_nothing_chooses_the_tokens_of_an_embedding() -> None:
     with pytest.raises(ValueError, match="temperature must be left out beside pooling"):
         parse_request({"id": "a", "prompt_token_ids": [1], "pooling": "last", "temperature": 0}, None)
-    with pytest.raises(ValueError, match='pooling is "max"; it must be last or mean'):
+    with pytest.raises(ValueError, match='pooling is "max"; it must be "last" or "mean"'):
         parse_request({"id": "a", "prompt_token_ids": [1], "pooling": "max"}, None)
 
 
