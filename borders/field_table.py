@@ -15,16 +15,17 @@ from typing import Any, Literal
 from borders.field_types import (
     LAST_ID,
     LONGEST_NAME,
-    Biases,
     FieldType,
     Numeric,
     Object,
     String,
-    Strings,
-    TokenIds,
+    biases,
     choice,
     integer,
+    label,
     number,
+    strings,
+    token_ids,
 )
 from borders.numbers import Range, numbers
 
@@ -48,7 +49,7 @@ EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 Form = Literal["completions", "chats", "responses", "embeddings", "scores", "tokenize", "Python"]
 _GENERATED: tuple[Form, ...] = ("completions", "chats")
 _SAMPLED: tuple[Form, ...] = (*_GENERATED, "responses")
-_TALKS: tuple[Form, ...] = ("chats", "responses")
+_CHATS: tuple[Form, ...] = ("chats", "responses")
 _TEMPLATED: tuple[Form, ...] = ("chats", "tokenize")
 _EVERY: tuple[Form, ...] = (*_SAMPLED, "embeddings", "scores")
 _PYTHON: tuple[Form, ...] = ("Python",)
@@ -80,7 +81,7 @@ def _parameter(
 
 
 _BOOLEAN = choice(True, False)
-_NAME = String(str, f"a string of at most {LONGEST_NAME} characters", LONGEST_NAME)
+_NAME = label()
 
 _PROMPT = (
     RequestField("id", _NAME, "required", (),
@@ -89,8 +90,8 @@ _PROMPT = (
         "a text to continue"),
     RequestField("messages", FieldType(list[Any], "a list of `{role, content}`"), "one of three is required",
         ("chats",), "a conversation, which becomes a prompt through the model's own template"),
-    RequestField("prompt_token_ids", TokenIds(list[int], "a list of token ids", LAST_ID),
-        "one of three is required", (), "the prompt's tokens as they are"),
+    RequestField("prompt_token_ids", token_ids(), "one of three is required", (),
+        "the prompt's tokens as they are"),
     RequestField("truncate_prompt_tokens",
         integer(1, also=-1, allowed="-1, or 1 to the model's maximum context length"),
         "none are cut", _EVERY + _PYTHON,
@@ -111,15 +112,14 @@ _PROMPT = (
         "its `enable_thinking` or `thinking`; a template without a word for it refuses; needs `messages`"),
 )  # fmt: skip
 _SAMPLING = (
-    _parameter("max_tokens", integer(1), 16, _GENERATED + _PYTHON,
-        "the most tokens of the answer"),
+    _parameter("max_tokens", integer(1), 16, _GENERATED + _PYTHON, "the most tokens of the answer"),
     RequestField("max_completion_tokens", integer(1), "`max_tokens`", ("chats",),
         "another name of `max_tokens`"),
     _parameter("min_tokens", integer(0, allowed="an integer from 0 to `max_tokens`"), 0, _SAMPLED + _PYTHON,
         "nothing ends the answer before it has so many tokens"),
     _parameter("temperature", number(0, 100), 1.0, _SAMPLED + _PYTHON, "0: always the likeliest token"),
-    _parameter("top_k", integer(0, allowed=f"an integer from -1 to {LAST_ID}", zero=-1), 0,
-        _SAMPLED + _PYTHON, "choose among so many likeliest tokens; 0, or -1: among all"),
+    _parameter("top_k", integer(0, zero=-1), 0, _SAMPLED + _PYTHON,
+        "choose among so many likeliest tokens; 0, or -1: among all"),
     _parameter("top_p", number(0, 1, is_open=True), 1.0, _SAMPLED + _PYTHON,
         "choose among the likeliest tokens that have this probability together"),
     _parameter("min_p", number(0, 1), 0.0, _SAMPLED + _PYTHON,
@@ -132,17 +132,11 @@ _SAMPLING = (
         "subtracted from the logit of a token for each time that the answer holds it"),
     _parameter("seed", integer(0, 2**63 - 1), "drawn", _SAMPLED + _PYTHON,
         "with it, the same request gets the same tokens, whatever else runs"),
-    _parameter("logit_bias",
-        Biases(dict[str, float], f"an object of up to {MOST_NAMED_TOKENS} token ids and -100 to 100",
-            MOST_NAMED_TOKENS, numbers(-100, 100)),
-        "none", _SAMPLED + _PYTHON, "added to the logits of these tokens"),
-    RequestField("allowed_token_ids",
-        TokenIds(list[int], f"a list of 1 to {MOST_ALLOWED} of the model's token ids", MOST_ALLOWED, least=1),
-        "all", _SAMPLED + _PYTHON,
+    _parameter("logit_bias", biases(MOST_NAMED_TOKENS, numbers(-100, 100)), "none", _SAMPLED + _PYTHON,
+        "added to the logits of these tokens"),
+    RequestField("allowed_token_ids", token_ids(MOST_ALLOWED, least=1), "all", _SAMPLED + _PYTHON,
         "no other tokens may be chosen; log-probabilities stay the model's own"),
-    RequestField("bad_words",
-        Strings(list[str], "a list of up to 128 strings, of up to 128 characters each", 128, 128),
-        "none", _SAMPLED + _PYTHON,
+    RequestField("bad_words", strings(128, 128), "none", _SAMPLED + _PYTHON,
         "the answer never holds the tokens of such a word in a row, with or without a space before it"),
     RequestField("logits_processors",
         FieldType(list[Any], f'up to {MOST_PROCESSORS} of `{{"name": ..., "args": {{...}}}}`; the args in up '
@@ -150,12 +144,11 @@ _SAMPLING = (
         "none", _SAMPLED,
         "the operator's own that change the logits, of those that the recipe names (docs/serving.md); not "
         "beside `beam_width`"),
-    _parameter("stop",
-        Strings(str | list[str], "a string, or a list of up to 16, of up to 1024 characters each", 16, 1024),
-        "none", _SAMPLED + _PYTHON, "ends the text before it, also across the borders of tokens"),
-    _parameter("stop_token_ids",
-        TokenIds(list[int], f"a list of up to {MOST_NAMED_TOKENS} token ids", MOST_NAMED_TOKENS),
-        "none", _SAMPLED + _PYTHON, "end the answer, as the model's own end tokens do"),
+    # As much of an answer's text is held back as a stop string has characters
+    _parameter("stop", strings(16, 1024, or_one=True), "none", _SAMPLED + _PYTHON,
+        "ends the text before it, also across the borders of tokens"),
+    _parameter("stop_token_ids", token_ids(MOST_NAMED_TOKENS), "none", _SAMPLED + _PYTHON,
+        "end the answer, as the model's own end tokens do"),
     _parameter("ignore_eos", _BOOLEAN, False, _SAMPLED + _PYTHON,
         "the model's own end tokens do not end the answer"),
     _parameter("beam_width", integer(0, MOST_SAMPLES, f"0, or 2 to {MOST_SAMPLES}"), 0, _GENERATED + _PYTHON,
@@ -171,7 +164,7 @@ _SAMPLING = (
     _parameter("logprobs",
         integer(0, MOST_LOGPROBS, f"0 to {MOST_LOGPROBS}, or in chats true", takes_bool=True), "none",
         _GENERATED + _PYTHON, "log-probabilities of each token and of so many likeliest ones"),
-    RequestField("top_logprobs", integer(0, MOST_LOGPROBS), "none", _TALKS,
+    RequestField("top_logprobs", integer(0, MOST_LOGPROBS), "none", _CHATS,
         "how many likeliest tokens, where `logprobs` is true"),
     _parameter("prompt_logprobs", integer(0, MOST_LOGPROBS), "none", _GENERATED + _PYTHON,
         "log-probabilities of each prompt token but the first; the prompt is then computed whole, whatever "
@@ -181,7 +174,7 @@ _POOLING = (
     _parameter("pooling", choice("last", "mean"), "none", (),
         "the prompt's embedding in place of an answer: its last hidden state at the last token, or the mean "
         "over all; takes no other field that chooses tokens"),
-    _parameter("label_token_ids", TokenIds(list[int], "a list of up to 128 token ids", 128), "none", (),
+    _parameter("label_token_ids", token_ids(128), "none", (),
         "in place of the embedding, how likely each of these tokens comes next; needs `pooling: last`"),
 )  # fmt: skip
 _ANSWER = (
@@ -206,13 +199,13 @@ _ANSWER = (
     RequestField("guided_grammar", FieldType(str, f"up to {LONGEST_GRAMMAR} characters"), "any", _GENERATED,
         "a grammar of the answer, as Lark or GBNF"),
     RequestField("tools", FieldType(list[Any], f"a list of up to {MOST_TOOLS} `{{type, function}}`"),
-        "none", _TALKS, "functions that the answer may call (docs/tools.md); needs `messages`"),
+        "none", _CHATS, "functions that the answer may call (docs/tools.md); needs `messages`"),
     RequestField("tool_choice",
         FieldType(str | dict[str, Any], "`none`, `auto`, `required`, or `{type, function: {name}}`"),
-        "auto", _TALKS, "whether it may call any of them, must, or must call a named one"),
-    RequestField("parallel_tool_calls", FieldType(bool, "true or false"), True, _TALKS,
+        "auto", _CHATS, "whether it may call any of them, must, or must call a named one"),
+    RequestField("parallel_tool_calls", FieldType(bool, "true or false"), True, _CHATS,
         "one answer may call several, or one several times"),
-    RequestField("thinking_token_budget", integer(0), "any number", _TALKS,
+    RequestField("thinking_token_budget", integer(0), "any number", _CHATS,
         "so many tokens of thoughts, and then their block ends; needs `messages`, and `server.reasoning` of "
         "the recipe"),
     RequestField("include_stop_str_in_output", _BOOLEAN, False, _GENERATED + _PYTHON,

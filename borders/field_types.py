@@ -183,6 +183,8 @@ def integer(
 ) -> Numeric:
     """Return the type of integers within bounds."""
     values = Range(int, least, most, also=also)
+    if zero is not None:
+        allowed = str(integers(zero, most))
     return Numeric(int | bool if takes_bool else int, allowed or str(values), values, takes_bool, zero)
 
 
@@ -207,6 +209,34 @@ def _check_count(name: str, value: Sized, least: int, most: int, of_what: str) -
         limit = f"{least} to {most}" if least else f"at most {most}"
         problem = f"has {len(value)} {of_what}; it must have {limit}"
         raise BadRequest(name, problem, value=len(value), limit=limit)
+
+
+def label() -> String:
+    """Return the type of names, which are stored, sent on, and may be shown."""
+    return String(str, f"a string of at most {LONGEST_NAME} characters", LONGEST_NAME)
+
+
+def strings(most: int, longest: int, *, or_one: bool = False) -> Strings:
+    """Return the type of lists of strings; `or_one` says that one string alone is a usual form."""
+    allowed = f"a list of up to {most} strings, of up to {longest} characters each"
+    return Strings(
+        str | list[str] if or_one else list[str],
+        f"a string, or {allowed}" if or_one else allowed,
+        most,
+        longest,
+    )
+
+
+def token_ids(most: int = LAST_ID, *, least: int = 0) -> TokenIds:
+    """Return the type of lists of token ids."""
+    bounds = f" of {least} to {most}" if least else f" of up to {most}" if most < LAST_ID else " of"
+    return TokenIds(list[int], f"a list{bounds} token ids", most, least)
+
+
+def biases(most: int, range: Range[float]) -> Biases:
+    """Return the type of objects of numbers by token ids."""
+    allowed = f"an object of up to {most} token ids, each with {range}"
+    return Biases(dict[str, float], allowed, most, range)
 
 
 def check_unicode(field: str, text: str, *, place: str = "") -> None:
