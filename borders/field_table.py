@@ -44,7 +44,6 @@ LONGEST_GRAMMAR = 32_768  # characters of a regex or a grammar, and of all choic
 MOST_CHOICES = 1000
 MOST_SECONDS = 1e15
 MOST_LEASE_S = 86_400  # longest time for which pages are held for another engine: a day
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 Form = Literal["completions", "chats", "responses", "embeddings", "scores", "tokenize", "Python"]
 _GENERATED: tuple[Form, ...] = ("completions", "chats")
@@ -105,11 +104,11 @@ _PROMPT = (
             f"{DEEPEST_KWARGS} levels"),
         "none", (*_TEMPLATED, "responses"),
         "variables for the template, such as `enable_thinking`; none that the server itself gives it"),
-    RequestField("reasoning_effort",
-        String(str, f"{', '.join(EFFORTS)}; none also where the model never thinks"),
+    RequestField("reasoning_effort", choice("none", "minimal", "low", "medium", "high", "xhigh", "max"),
         "the template's", _TEMPLATED,
         "how hard the model thinks: the template's variable `reasoning_effort`, or for `none` and `minimal` "
-        "its `enable_thinking` or `thinking`; a template without a word for it refuses; needs `messages`"),
+        "its `enable_thinking` or `thinking`; a template without a word for it refuses, but `none` where the "
+        "model never thinks; needs `messages`"),
 )  # fmt: skip
 _SAMPLING = (
     _parameter("max_tokens", integer(1), 16, _GENERATED + _PYTHON, "the most tokens of the answer"),
@@ -229,6 +228,7 @@ _QUEUE = (
 )  # fmt: skip
 
 FIELDS = {each.name: each for each in (*_PROMPT, *_SAMPLING, *_POOLING, *_ANSWER, *_QUEUE)}
+PROMPT = [each.name for each in _PROMPT if each.name != "id"]  # the fields that make a prompt
 # The fields that hold for a request without an answer, which `pooling` asks for
 WITHOUT_ANSWER = frozenset(each.name for each in (*_PROMPT, *_POOLING, *_QUEUE))
 

@@ -14,7 +14,6 @@ from typing import Any
 
 from borders.field_table import DEEPEST_KWARGS, LONGEST_KWARGS, MOST_KWARGS, default
 from borders.refusal import BadRequest
-from serving.text.effort import check_effort
 from serving.text.vocabulary import SPECIAL_KEYS
 
 _END = "\ue002 "  # a private-use character; the space shows whether the template strips a message
@@ -49,8 +48,6 @@ class ChatOptions:
                 fix="set add_generation_prompt to false",
             )
         _check_kwargs(self.chat_template_kwargs)
-        if self.reasoning_effort is not None:
-            check_effort(self.reasoning_effort)
 
 
 def with_end_marked(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -5,18 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from borders.field_table import EFFORTS
 from borders.refusal import BadRequest
 
 FIELD = "reasoning_effort"
 _LEAST = ("none", "minimal")
 _SWITCHES = ("enable_thinking", "thinking")  # Qwen3 and GLM-4.5; DeepSeek-V3.1 and Granite
-
-
-def check_effort(effort: object) -> None:
-    """Raise BadRequest for a value that is no effort."""
-    if effort not in EFFORTS:
-        raise BadRequest(FIELD, value=effort, limit=f"one of {', '.join(EFFORTS)}")
 
 
 def variables_for(
