@@ -20,8 +20,7 @@ Prompt = str | Mapping[str, Any]
 def _with_fields(params: type[Params]) -> type[Params]:
     """Return the class as a dataclass of the fields that Python takes."""
     for each in taken_by("Python"):
-        hint = each.kind.hint
-        params.__annotations__[each.name] = hint | None if each.default is None else hint
+        params.__annotations__[each.name] = each.kind.hint | None
         setattr(params, each.name, each.default)
     return dataclass(slots=True, kw_only=True)(params)
 
