@@ -33,9 +33,6 @@ class Usage:
     held_pages: int  # pages in use by rows
     idle_pages: int  # cached pages that no row uses
     free_pages: int
-    window_held_pages: int
-    window_idle_pages: int
-    window_free_pages: int
     fragmentation: float
     swapped_host_pages: int  # host pages of preempted requests that wait
     resting_host_pages: int  # evicted pages that can still be found in the host pool
@@ -49,6 +46,9 @@ class Usage:
     swapped_in_bytes: int
     rested_bytes: int
     promoted_bytes: int
+    window_held_pages: int = 0
+    window_idle_pages: int = 0
+    window_free_pages: int = 0
 
 
 def usage(scheduler: Scheduler, page_bytes: int, window_page_bytes: Sequence[int] = ()) -> Usage:

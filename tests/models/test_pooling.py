@@ -130,7 +130,7 @@ def test_a_cached_beginning_serves_the_last_token_and_not_the_mean() -> None:
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"pooling": "max", "max_tokens": 1}, 'pooling is "max"; it must be last or mean'),
+        ({"pooling": "max", "max_tokens": 1}, 'pooling is "max"; it must be "last" or "mean"'),
         ({"pooling": "last"}, "max_tokens is 16; it must be 1 beside pooling"),
         ({"pooling": "last", "max_tokens": 1, "prompt_logprobs": 1}, "prompt_logprobs is 1; it must be left"),
         ({"pooling": "mean", "max_tokens": 1, "beam_width": 2}, "beam_width is 2; it must be left out"),

@@ -216,5 +216,5 @@ def test_a_recording_is_decided_again_without_the_numbers(tmp_path: Path) -> Non
 def test_a_search_is_not_told_of_its_prompt() -> None:
     with pytest.raises(ValueError, match=r"prompt_logprobs is 1; it must be left out beside beam_width"):
         SamplingParams(beam_width=2, prompt_logprobs=1)
-    with pytest.raises(ValueError, match=r"prompt_logprobs is 21; it must be from 0 to 20"):
+    with pytest.raises(ValueError, match=r"prompt_logprobs is 21; it must be an integer from 0 to 20"):
         SamplingParams(prompt_logprobs=21)

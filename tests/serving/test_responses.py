@@ -180,7 +180,11 @@ def test_a_parsed_response_can_be_sent_back(client: openai.OpenAI) -> None:
         ({"top_logprobs": 2}, "top_logprobs needs", None),
         ({"reasoning": {"summary": "auto"}}, "reasoning.summary is not supported", None),
         ({"reasoning": {"effort": "high"}}, 'reasoning.effort is "high"; it must be', "reasoning.effort"),
-        ({"reasoning": {"effort": 1}}, "reasoning.effort is 1; it must be a string", "reasoning.effort"),
+        (
+            {"reasoning": {"effort": 1}},
+            'reasoning.effort is 1; it must be "none", "minimal"',
+            "reasoning.effort",
+        ),
         ({"input": []}, "input is empty", None),
         (
             {"input": [{"type": "item_reference", "id": "msg_1"}]},
