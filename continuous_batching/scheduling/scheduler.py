@@ -39,7 +39,7 @@ from continuous_batching.scheduling.victims import Victim, youngest
 from continuous_batching.slots import SlotPool
 from continuous_batching.speculation.speculation import Speculation
 from kv_cache.groups import WindowGroup
-from kv_cache.pages import PagePool
+from kv_cache.pages import Index, PagePool
 
 
 class Scheduler:
@@ -214,7 +214,6 @@ class Scheduler:
     def schedule(self, now_s: float) -> Batch:
         """Admit requests, share the budget, make room for pages, and only then make the batch.
 
-
         The batch may be empty. With a batch in flight, this may be called only if `can_look_ahead`.
         """
         ahead = len(self.in_flight) > 0
@@ -238,16 +237,7 @@ class Scheduler:
             return NO_BATCH
         if self._compaction is not None and (self.depth == 1 or not ahead):
             self._compaction.step(self.counters.steps)
-        starts, known = slots.num_computed[rows], slots.num_tokens[rows]
-        todo, decodes = known - starts, slots.decoding(rows, starts, known)
-        only_decodes = bool(decodes.all())
-        if not only_decodes:
-            todo = self._policy.share(Busy(todo, starts, decodes), self.max_batch_tokens)
-            granted = todo > 0
-            rows, starts, todo = rows[granted], starts[granted], todo[granted]
-        stops = starts + todo
-        if not only_decodes:
-            stops = self.tables.fitting(rows, starts, stops)
+        rows, starts, stops, only_decodes = self._shared(rows)
         if self._beam_searches.by_number:
             rows, starts, stops = self._beam_searches.keep_together(rows, starts, stops)
         num_drafts = 0
@@ -274,6 +264,18 @@ class Scheduler:
         batch = Batch(rows, starts, stops, sampled, owners, targets, copies, unknown, num_drafts, *drafter)
         self.in_flight.launch(batch, involved, EMPTY if only_decodes else involved, now_s)
         return batch
+
+    def _shared(self, rows: Index) -> tuple[Index, Index, Index, bool]:
+        """Share the budget of a step; return the spans, and whether all of them are decodes."""
+        slots = self.slots
+        starts, known = slots.num_computed[rows], slots.num_tokens[rows]
+        todo, decodes = known - starts, slots.decoding(rows, starts, known)
+        if decodes.all():
+            return rows, starts, known, True
+        todo = self._policy.share(Busy(todo, starts, decodes), self.max_batch_tokens)
+        granted = todo > 0
+        rows, starts, todo = rows[granted], starts[granted], todo[granted]
+        return rows, starts, self.tables.fitting(rows, starts, starts + todo), False
 
     def commit(self, batch: Batch, sampled: Sampled, now_s: float) -> Booked:
         """Book the device's answer to a batch.

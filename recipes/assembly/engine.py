@@ -128,8 +128,7 @@ def assemble(
     cache = cache_of(decoder, recipe, memory, beside)
     drafts = None if draft is None else draft.config
     most = (memory.num_pages, memory.num_host_pages, memory.longest_tokens)
-    windows = tuple((each.window, each.num_pages, each.num_host_pages) for each in memory.windows)
-    limits = SchedulerLimits.of(config, *most, drafts, windows)
+    limits = SchedulerLimits.of(config, *most, drafts, memory.window_pools)
     depth = recipe.parallel.pipeline
     scheduler = scheduler_of(recipe.scheduler, recipe.cache, limits, recipe.speculation, depth)
     sampler: RowSampler = FollowerSampler()

@@ -58,6 +58,11 @@ class MemoryPlan:
     memory_bytes: int
 
     @property
+    def window_pools(self) -> tuple[tuple[int, int, int], ...]:
+        """For each window its size, its pages, and its pages in the host tier."""
+        return tuple((each.window, each.num_pages, each.num_host_pages) for each in self.windows)
+
+    @property
     def window_bytes(self) -> int:
         """Bytes of the pages of windows."""
         return sum(each.num_pages * each.page_bytes for each in self.windows)
