@@ -38,7 +38,7 @@ from tests.continuous_batching.test_schedules import (
     check_answers,
     serve,
 )
-from tests.continuous_batching.windows import drawn_groups
+from tests.continuous_batching.windows import drawn_groups, window_groups
 from tests.thorough import cases
 
 
@@ -283,6 +283,22 @@ def test_a_search_waits_for_all_its_rows_and_nobody_overtakes_it() -> None:
     check_search(request, set())
     assert short.finish_s is not None
     assert request.first_token_s is not None
+
+
+def test_a_resumed_search_keeps_the_window_from_which_its_beams_start() -> None:
+    """Its leader has computed what beams have in common, and far more, when the others begin."""
+    slots, pool = SlotPool(4, MAX_TOKENS, 2), PagePool(120)
+    groups = window_groups([3], slots, pool, None, [30])
+    scheduler = Scheduler(slots, pool, StallFree(), max_batch_tokens=60, vocab_size=VOCAB_SIZE, groups=groups)
+    engine = Engine(scheduler, ChecksumRunner(slots, pool, None, groups), clock=lambda: 0.0)
+    request = search("a", num_prompt=9, max_tokens=16, width=3)
+    engine.add(request)
+    for _ in range(12):
+        engine.step()
+    scheduler.preemption.preempt(int(slots.busy[0]))
+    scheduler.tables.evict(scheduler.prefix.num_idle)
+    run_out(engine)
+    check_search(request, set())
 
 
 def test_a_search_is_promised_pages_for_all_its_beams() -> None:
