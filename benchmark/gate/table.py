@@ -37,7 +37,7 @@ FIGURES: dict[str, tuple[str, ...]] = {  # a figure -> its unit, and the names t
         for ours, theirs in LATENCIES.items()
         for part in PARTS
     },
-    **dict.fromkeys(("completed", "failed", "unfinished", "rejected", "retried"), ("count",)),
+    **dict.fromkeys(("completed", "failed", "rejected", "retried"), ("count",)),
     **dict.fromkeys(("ended_by.stop", "ended_by.length", "steps", "preemptions", "itl_gaps"), ("count",)),
     **dict.fromkeys(("total_num_tokens", "asked_output_tokens"), ("count",)),
     **dict.fromkeys(("least_output_tokens", "most_output_tokens", "max_concurrent_requests"), ("count",)),
@@ -65,13 +65,16 @@ def _gap_rounding_ms(figures: Figures) -> float:
 
 STATEMENTS = {  # a law of ties -> its statement, and the field without which it does not apply
     "served <= offered": ("X <= the rate of arrivals, but for chance", ""),
-    "all counted": ("every request is completed, failed or said to be unfinished", ""),
+    "all counted": ("every request is completed or failed", ""),
     "rate x duration": ("a rate times the duration is the count, within 1 %", ""),
     "median run": ("the reported run is no better than the median one", ""),
     "Little": ("N = X W, within 5 % and a step", ""),
     "Little, running": ("X x TPOT x gaps <= the mean number running, within 5 %", ""),
     "Little, records": ("N = the sum of W over the duration, within 5 % and a step", ""),
-    "slots": ("X W of those that decode <= slots, and so is every mean number of them", ""),
+    "slots": (
+        "X W of those that decode <= slots, and so is every mean number of them; the recipe has as many",
+        "",
+    ),
     "spans": ("mean batch x steps >= output tokens", ""),
     "percentiles": ("percentiles do not fall, and a mean is within min and max", ""),
     "TTFT <= E2E": ("in the mean and in every percentile", ""),
@@ -91,7 +94,7 @@ STATEMENTS = {  # a law of ties -> its statement, and the field without which it
 }
 TIES = (
     # Counts.
-    Tie("all counted", "requests", "is", by.counted()),
+    Tie("all counted", "requests", "is", by.total("completed", "failed")),
     Tie("every request", "requests", "is", by.num_records()),
     Tie("every request", "requests", "is", by.num_ids()),
     Tie("every request", "completed", "is", by.num_ended(*DONE)),
@@ -104,8 +107,8 @@ TIES = (
     Tie("recount", "itl_gaps", "is", by.recorded_gaps()),
     Tie("at once", "slots", "at least", by.in_slots()),
     # Times and rates.
-    Tie("recount", "duration_s", "at least", by.taken_s(False), exact, 1e-4),
-    Tie("recount", "duration_s", "at most", by.taken_s(True), exact, 1e-4),
+    Tie("recount", "duration_s", "at least", by.taken_s(are_all_needed=False), exact, 1e-4),
+    Tie("recount", "duration_s", "at most", by.taken_s(are_all_needed=True), exact, 1e-4),
     Tie("rate x duration", "requests_per_s", "is", per_s("completed"), 0.01, 0.001),
     Tie("rate x duration", "output_tokens_per_s", "is", per_s("output_tokens"), 0.01, 0.001),
     Tie("rate x duration", "total_tokens_per_s", "is", per_s("prompt_tokens", "output_tokens"), 0.01, 0.001),
@@ -134,13 +137,14 @@ TIES = (
     Tie("roofline", "tpot_ms.mean", "at least", by.floor_ms(), SLACK, ROUNDING_MS),
     # How many are there, by Little's law N = X W, and how many there is room for.
     Tie("Little", "mean_in_system", "is", by.x_times_w(), LITTLE, by.unseen),
-    Tie("Little, records", "mean_in_system", "is", by.mean_number(True), LITTLE, by.unseen),
-    Tie("Little, records", "mean_in_flight", "is", by.mean_number(False), SLACK, 0.001),
+    Tie("Little, records", "mean_in_system", "is", by.mean_number(are_all_answered=True), LITTLE, by.unseen),
+    Tie("Little, records", "mean_in_flight", "is", by.mean_number(are_all_answered=False), SLACK, 0.001),
     Tie("Little, running", "mean_running", "at least", by.decoding(), LITTLE),
     Tie("Little, running", "mean_running", "at most", figure("mean_in_system"), SLACK),
     Tie("slots", "slots", "at least", by.decoding(), SLACK),
     Tie("slots", "slots", "at least", figure("mean_running")),
     Tie("slots", "slots", "at least", figure("mean_batch")),
+    Tie("slots", "slots", "is", figure("settings.scheduler.num_slots")),
     Tie("spans", "output_tokens", "at most", product("mean_batch", "steps", "max_tokens_per_step"), SLACK),
     # What an engine counted at its steps, and before and after them.
     Tie("counters", "steps", "is", growth("steps")),

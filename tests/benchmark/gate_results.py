@@ -44,6 +44,7 @@ def engine() -> Result:
         "prefix_hit_rate": 0.0,
         "total_num_tokens": result["prompt_tokens"] + result["output_tokens"],
         "cache_after_all_runs": {"free_pages": 90, "idle_pages": 10},
+        "settings": {"scheduler": {"num_slots": result["slots"]}},
         "num_pages": 100,
         "page_size": 16,
         "page_bytes": 16 * 147456,
