@@ -19,7 +19,7 @@ from benchmark.gate.result import Fields, Figures, NotCheckable
 from benchmark.gate.table import under_ours
 
 SMALL = ("host", "device", "kv", "simulation", "stall", "speculation")  # have tables of other figures
-LATER = ("facts", "verdict")  # fields that are added when the others are known
+LATER = ("digests", "verdict")  # fields that are added when the others are known
 SHOWN = 16  # hexadecimal digits of a digest that are kept
 PUBLISHED = Path(__file__).with_name("published.json")
 
@@ -36,7 +36,7 @@ def digests(fields: Mapping[str, Any]) -> dict[str, str]:
 
 def unchanged(figures: Figures) -> str | None:
     """Check that every field is there, and is as it was when the result was made."""
-    stated = figures.raw("facts")
+    stated = figures.raw("digests")
     if not isinstance(stated, dict):
         raise NotCheckable("facts is absent")
     found = digests(figures.stated)
@@ -48,7 +48,7 @@ def unchanged(figures: Figures) -> str | None:
 LAWS: tuple[Law, ...] = (*table.LAWS, *machine.LAWS, *records.LAWS)
 ANYWHERE: tuple[Law, ...] = (
     *machine.ANYWHERE,
-    Law("facts", "each field is as it was when the result was made", unchanged, "facts"),
+    Law("digests", "each field is as it was when the result was made", unchanged, "digests"),
 )
 
 
@@ -94,7 +94,7 @@ def audit(fields: Fields, laws: Iterable[Law] | None = None) -> Verdict:
 
 def with_verdict(result: dict[str, object]) -> dict[str, object]:
     """Return the result with its fields' digests and its verdict; the records come last."""
-    whole = {**result, "facts": digests(result)}
+    whole = {**result, "digests": digests(result)}
     kept = whole.pop("records", None)
     verdict = audit(whole if kept is None else {**whole, "records": kept}).describe()
     return {**whole, "verdict": verdict, **({} if kept is None else {"records": kept})}

@@ -69,12 +69,6 @@ def of_batches(figures: Figures, says: str, of: Callable[[Array], float]) -> flo
 
 
 @reading
-def percentile_of_batches(figures: Figures, percent: float) -> float:
-    """Return percentile {0} of the batches."""
-    return float(np.percentile(figures.numbers("latencies"), percent))
-
-
-@reading
 def of_all_batches(figures: Figures, name: str) -> float:
     """Return {0} of all batches."""
     return len(figures.numbers("latencies")) * figures.number(name)

@@ -136,7 +136,7 @@ def measure(
 def print_table(result: dict[str, object]) -> None:
     """Print the figures of one run, one a line."""
     for name, value in result.items():
-        if name in ("records", "metrics", "counters", "counters_after_all_runs", "settings", "facts"):
+        if name in ("records", "metrics", "counters", "counters_after_all_runs", "settings", "digests"):
             continue  # details of each request, moment or key are for programs
         if name == "verdict" and isinstance(value, dict):
             value = verdict_line(value)

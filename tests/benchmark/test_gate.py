@@ -172,7 +172,7 @@ def test_a_good_result_passes(name: str) -> None:
 
 
 def test_each_law_has_a_tampering() -> None:
-    tried = {law for law, _, _ in TAMPERINGS} | {*STATEMENTS} | {"facts"}
+    tried = {law for law, _, _ in TAMPERINGS} | {*STATEMENTS} | {"digests"}
     assert {law.name for law in (*LAWS, *ANYWHERE)} == tried
 
 
@@ -210,14 +210,14 @@ def test_each_changed_field_is_refused_by_its_digest() -> None:
     result = with_verdict(engine())
     assert result["verdict"]["outcome"] == "pass"
     assert refused(json.loads(json.dumps(result))) == {}
-    for name in result.keys() - {"verdict", "facts"}:
+    for name in result.keys() - {"verdict", "digests"}:
         for changed in (
             {**result, name: [result[name]]},
             {each: result[each] for each in result if each != name},
         ):
-            digest_law = [law for law in ANYWHERE if law.name == "facts"]
-            assert audit(changed, digest_law).describe()["refused"] == {"facts": f"{name} was changed"}
-    assert "more was changed" in refused({**result, "more": 1})["facts"]
+            digest_law = [law for law in ANYWHERE if law.name == "digests"]
+            assert audit(changed, digest_law).describe()["refused"] == {"digests": f"{name} was changed"}
+    assert "more was changed" in refused({**result, "more": 1})["digests"]
 
 
 def test_a_field_is_a_fact_whatever_its_order() -> None:
