@@ -60,6 +60,11 @@ def exact(figures: Figures) -> float:
     return 5e-4 if figures.raw("SIMULATED") is None else SLACK
 
 
+def rated(figures: Figures) -> float:
+    """Return the relative tolerance of a rate beside its count: 1 %, and a duration has four decimals."""
+    return 0.01 + 1e-4 / figures.positive("duration_s")
+
+
 def _gap_rounding_ms(figures: Figures) -> float:
     return ROUNDING_MS * (1 + figures.number("completed") / by.num_gaps(figures))
 
@@ -110,10 +115,10 @@ TIES = (
     # Times and rates.
     Tie("recount", "duration_s", "at least", by.taken_s(are_all_needed=False), exact, 1e-4),
     Tie("recount", "duration_s", "at most", by.taken_s(are_all_needed=True), exact, 1e-4),
-    Tie("rate x duration", "requests_per_s", "is", per_s("completed"), 0.01, 0.001),
-    Tie("rate x duration", "output_tokens_per_s", "is", per_s("output_tokens"), 0.01, 0.001),
-    Tie("rate x duration", "total_tokens_per_s", "is", per_s("prompt_tokens", "output_tokens"), 0.01, 0.001),
-    Tie("rate x duration", "total_num_tokens", "is", product("total_tokens_per_s", "duration_s"), 0.01, 1.0),
+    Tie("rate x duration", "requests_per_s", "is", per_s("completed"), rated, 0.001),
+    Tie("rate x duration", "output_tokens_per_s", "is", per_s("output_tokens"), rated, 0.001),
+    Tie("rate x duration", "total_tokens_per_s", "is", per_s("prompt_tokens", "output_tokens"), rated, 0.001),
+    Tie("rate x duration", "total_num_tokens", "is", product("total_tokens_per_s", "duration_s"), rated, 1.0),
     Tie("served <= offered", "requests_per_s", "at most", figure("offered_per_s"), 0.0, by.chance),
     Tie("offered, records", "offered_per_s", "is", by.arrivals_per_s(), 0.01, 0.001),
     Tie("median run", "output_tokens_per_s", "at most", by.median_run(), 0.01),

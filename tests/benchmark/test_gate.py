@@ -242,6 +242,11 @@ def test_what_is_absent_is_not_assumed() -> None:
     assert "completed is absent" in only.describe()["not_checkable"].values()
 
 
+def test_nobody_who_asked_was_late() -> None:
+    nobody = {"records": [], "requests": 0, "completed": 0, "failed": 0, "duration_s": 1.0}
+    assert list(refused({**nobody, "requests_per_s": 0.0, "offered_per_s": 0.0})) == ["samples"]
+
+
 def test_preempted_requests_leave_their_slots() -> None:
     """As many as there were preemptions, and no more."""
     result = honest(1)
