@@ -18,7 +18,6 @@ from benchmark.gate.law import Law, Outcome, Ruling, first, rule
 from benchmark.gate.result import Fields, Figures, NotCheckable
 from benchmark.gate.table import under_ours
 
-SMALL = ("host", "device", "kv", "simulation", "stall", "speculation")  # have tables of other figures
 LATER = ("digests", "verdict")  # fields that are added when the others are known
 SHOWN = 16  # hexadecimal digits of a digest that are kept
 PUBLISHED = Path(__file__).with_name("published.json")
@@ -79,11 +78,12 @@ class Verdict:
 def audit(fields: Fields, laws: Iterable[Law] | None = None) -> Verdict:
     """Check a result against the laws, with figures under our names or vllm's.
 
-    Small benchmarks have tables of their own under the names of figures, so that only the laws of any result
-    apply to them. Raises ValueError if a figure cannot be read, or if there is none that a law could check.
+    Benchmarks of parts, such as `host` and `kv`, have tables of their own under the names of figures, so that
+    only the laws of any result apply to them. Raises ValueError if a figure cannot be read, or if there is none
+    that a law could check.
     """
     if laws is None:
-        laws = (*(() if fields.get("benchmark") in SMALL else LAWS), *ANYWHERE)
+        laws = (*(LAWS if fields.get("benchmark", "serve") == "serve" else ()), *ANYWHERE)
     known = under_ours(fields)
     met = [law for law in laws if not law.about or known.get(law.about) is not None]
     verdict = Verdict([rule(law, known, fields) for law in met])
