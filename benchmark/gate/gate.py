@@ -79,8 +79,8 @@ def audit(fields: Fields, laws: Iterable[Law] | None = None) -> Verdict:
     """Check a result against the laws, with figures under our names or vllm's.
 
     Benchmarks of parts, such as `host` and `kv`, have tables of their own under the names of figures, so that
-    only the laws of any result apply to them. Raises ValueError if a figure cannot be read, or if there is none
-    that a law could check.
+    only the laws of any result apply to them. Raises ValueError if a figure cannot be read, or if there is
+    none that a law could check.
     """
     if laws is None:
         laws = (*(LAWS if fields.get("benchmark", "serve") == "serve" else ()), *ANYWHERE)

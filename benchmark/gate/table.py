@@ -7,7 +7,7 @@ in a result, and is no measurement, is guarded by its digest alone.
 from __future__ import annotations
 
 from functools import partial
-from itertools import combinations
+from itertools import chain, combinations
 from typing import Any
 
 import numpy as np
@@ -21,33 +21,38 @@ LATENCIES = {"ttft_ms": "ttft", "tpot_ms": "tpot", "itl_ms": "itl", "e2e_ms": "e
 PERCENTS = {"min": 0.0, "p50": 50.0, "p90": 90.0, "p95": 95.0, "p99": 99.0, "max": 100.0}
 PARTS: dict[str, float | None] = {"mean": None, "std": None, **PERCENTS}
 BATCH_PERCENTS = (10, 25, 50, 75, 90, 99)
-FIGURES: dict[str, tuple[str, ...]] = {  # a figure -> its unit, and the names that vllm gives it
-    "requests": ("count", "num_prompts", "num_requests"),
-    "prompt_tokens": ("count", "total_input_tokens"),
-    "output_tokens": ("count", "total_output_tokens"),
-    "duration_s": ("s", "duration", "elapsed_time"),
-    "requests_per_s": ("per s", "request_throughput", "requests_per_second"),
-    "output_tokens_per_s": ("per s", "output_throughput"),
-    "total_tokens_per_s": ("per s", "total_token_throughput", "tokens_per_second"),
-    **{
-        f"{ours}.{part}": (
-            "ms",
-            *(["median_" + theirs + "_ms"] if part == "p50" else []),
-            f"{part}_{theirs}_ms",
-        )
-        for ours, theirs in LATENCIES.items()
-        for part in PARTS
-    },
-    **dict.fromkeys(("completed", "failed", "rejected", "retried"), ("count",)),
-    **dict.fromkeys(("ended_by.stop", "ended_by.length", "steps", "preemptions", "itl_gaps"), ("count",)),
-    **dict.fromkeys(("total_num_tokens", "asked_output_tokens"), ("count",)),
-    **dict.fromkeys(("least_output_tokens", "most_output_tokens", "max_concurrent_requests"), ("count",)),
-    **dict.fromkeys(("slots", "page_size", "num_pages", "num_devices"), ("count",)),
-    **dict.fromkeys(("weight_bytes_per_step", "kv_bytes_per_token", "page_bytes"), ("bytes",)),
-    **dict.fromkeys(("mean_batch", "mean_running", "mean_in_system", "mean_in_flight"), ("mean",)),
-    **dict.fromkeys(("offered_per_s", "request_goodput"), ("per s",)),
-    **dict.fromkeys(("good_share", "fluidity", "prefix_hit_rate", "mean_page_use"), ("share",)),
-    **dict.fromkeys(("avg_latency", *(f"percentiles.{part}" for part in BATCH_PERCENTS)), ("s",)),
+UNITS: dict[str, tuple[str, ...]] = {  # a unit -> the figures that have it
+    "count": (
+        *("requests", "completed", "failed", "rejected", "retried", "ended_by.stop", "ended_by.length"),
+        *("prompt_tokens", "output_tokens", "total_num_tokens", "asked_output_tokens", "least_output_tokens"),
+        *("most_output_tokens", "itl_gaps", "steps", "preemptions", "max_concurrent_requests"),
+        *("slots", "page_size", "num_pages", "num_devices"),
+    ),
+    "bytes": ("weight_bytes_per_step", "kv_bytes_per_token", "page_bytes"),
+    "ms": tuple(f"{name}.{part}" for name in LATENCIES for part in PARTS),
+    "s": ("duration_s", "avg_latency", *(f"percentiles.{part}" for part in BATCH_PERCENTS)),
+    "per s": (
+        *("requests_per_s", "output_tokens_per_s", "total_tokens_per_s", "offered_per_s"),
+        "request_goodput",
+    ),
+    "mean over time": ("mean_batch", "mean_running", "mean_in_system", "mean_in_flight"),
+    "share": ("good_share", "fluidity", "prefix_hit_rate", "mean_page_use"),
+}
+THEIRS: dict[str, tuple[str, ...]] = {  # a figure -> the names that vllm gives it
+    "requests": ("num_prompts", "num_requests"),
+    "prompt_tokens": ("total_input_tokens",),
+    "output_tokens": ("total_output_tokens",),
+    "duration_s": ("duration", "elapsed_time"),
+    "requests_per_s": ("request_throughput", "requests_per_second"),
+    "output_tokens_per_s": ("output_throughput",),
+    "total_tokens_per_s": ("total_token_throughput", "tokens_per_second"),
+}
+THEIR_PARTS = {
+    f"{ours}.{part}": tuple(
+        f"{word}_{theirs}_ms" for word in (("median", "p50") if part == "p50" else (part,))
+    )
+    for ours, theirs in LATENCIES.items()
+    for part in PARTS
 }
 SLACK = 0.02  # relative tolerance of figures that are the same by definition, and were rounded
 LITTLE = 0.05  # relative tolerance of an average over time, taken at the ends of steps
@@ -195,18 +200,18 @@ TIES = (
 
 def signs(figures: Figures) -> str | None:
     """Check the signs of all figures, and that no share is above 1."""
-    values = {name: value for name in FIGURES if (value := figures.given(name)) is not None}
-    if not values:
+    found = {name: value for name in chain(*UNITS.values()) if (value := figures.given(name)) is not None}
+    if not found:
         raise NotCheckable("no figure is known by its name")
-    below = [f"{name} is {value:g}, below 0" for name, value in values.items() if value < 0]
-    shares = [name for name in values if FIGURES[name][0] == "share"]
-    return first(below + [exceeds(name, values[name], "the whole", 1) for name in shares])
+    below = [f"{name} is {value:g}, below 0" for name, value in found.items() if value < 0]
+    shares = [name for name in UNITS["share"] if name in found]
+    return first(below + [exceeds(name, found[name], "the whole", 1) for name in shares])
 
 
 def both_names(figures: Figures) -> str | None:
     """Check that a figure under two names has one value; `under_ours` has added missing names."""
     wrongs = []
-    for name, (_, *aliases) in FIGURES.items():
+    for name, aliases in (THEIRS | THEIR_PARTS).items():
         for alias in aliases:
             mine, again = figures.given(name), figures.given(alias)
             if mine is not None and again is not None:
@@ -218,9 +223,8 @@ def both_names(figures: Figures) -> str | None:
 
 def parts_of(fields: Fields, name: str) -> dict[str, Any]:
     """Return the parts of a latency that stand under vllm's names, such as `mean_ttft_ms`."""
-    aliases = {part: FIGURES[f"{name}.{part}"][1:] for part in PARTS}
-    known = {part: [fields[each] for each in names if each in fields] for part, names in aliases.items()}
-    return {part: values[0] for part, values in known.items() if values}
+    known = {part: [each for each in THEIR_PARTS[f"{name}.{part}"] if each in fields] for part in PARTS}
+    return {part: fields[names[0]] for part, names in known.items() if names}
 
 
 def under_ours(fields: Fields) -> Fields:
@@ -228,10 +232,8 @@ def under_ours(fields: Fields) -> Fields:
 
     Their ITL is the mean of gaps between pieces, which is of use only where the gaps are counted.
     """
-    found: dict[str, Any] = {}
-    for name, (_, *aliases) in FIGURES.items():
-        if known := [fields[alias] for alias in aliases if alias in fields and "." not in name]:
-            found[name] = known[0]
+    known = {name: [each for each in aliases if each in fields] for name, aliases in THEIRS.items()}
+    found: dict[str, Any] = {name: fields[names[0]] for name, names in known.items() if names}
     if isinstance(fields.get("itls"), list):  # gaps of each request, in files with details
         found["itl_gaps"] = sum(len(each) for each in fields["itls"])
     for name in LATENCIES:
