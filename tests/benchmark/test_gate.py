@@ -88,6 +88,18 @@ def hurry_beside_a_failure(result: Result) -> None:
     result |= {"requests": result["requests"] + 1, "failed": 1, "duration_s": result["duration_s"] / 10}
 
 
+def all_of(*acts: Tampering) -> Tampering:
+    """Change several fields."""
+    return lambda result: [act(result) for act in acts]
+
+
+def skip_tokens(result: Result) -> None:
+    """Fewer tokens were computed than there were, as if some had been found and nobody told."""
+    result["counters"]["after"]["computed_tokens"] -= 7
+    for reading in result["metrics"]["readings"]:
+        reading[3] -= 7
+
+
 def at_one_instant(result: Result) -> None:
     times_s = max((record["token_times_s"] for record in result["records"]), key=len)
     times_s[1:-1] = [times_s[-1]] * (len(times_s) - 2)
@@ -99,6 +111,8 @@ def together(result: Result) -> None:
         record["piece_times_s"] = [times_s[0], *[times_s[-1]] * (len(times_s) - 1)]
 
 
+ON_ASCEND = put("machine.device", "Ascend910B4")
+ON_CPU = all_of(put("machine.device", "x86_64"), put("computed_on.kind", "cpu"), put("device_profile", None))
 # A law, a result that it passes, and a tampering that it refuses.
 TAMPERINGS: tuple[tuple[str, str, Tampering], ...] = (
     ("signs", "engine", put("mean_batch", -1.0)),
@@ -113,14 +127,22 @@ TAMPERINGS: tuple[tuple[str, str, Tampering], ...] = (
     ("whole records", "engine", put("records.6.token_times_s", None)),
     ("clock", "engine", lambda result: result["records"][3]["token_times_s"].reverse()),
     ("clock", "engine", put("records.5.finish_s", 0.0)),
+    ("clock", "engine", put("records.5.arrival_s", 1e3)),
+    (
+        "clock",
+        "engine",
+        lambda result: result["records"][5].update(first_token_s=result["records"][5]["arrival_s"]),
+    ),
     ("clock", "client", put("records.5.end_s", 0.0)),
     ("tokens by request", "engine", put("records.4.output_tokens", 400)),
     ("tokens by request", "engine", lambda result: result["records"][3]["token_times_s"].pop()),
+    ("tokens by request", "engine", put("records.4.max_tokens", 1)),
     ("tokens by request", "client", put("records.3.piece_tokens", [1, 2])),
     ("one token a step", "engine", at_one_instant),
     ("pieces apart", "client", together),
     ("computed tokens", "engine", put("counters.after.refound_tokens", 7)),
     ("computed tokens", "engine", put("counters.after.computed_tokens", 7)),
+    ("computed tokens", "engine", skip_tokens),
     ("steps of requests", "engine", put("metrics.readings.20.1", 3)),
     ("steps of requests", "engine", put("metrics.readings.20.2", 50)),
     ("counters grow", "engine", put("counters.before.steps", 10_000)),
@@ -135,6 +157,12 @@ TAMPERINGS: tuple[tuple[str, str, Tampering], ...] = (
     ("machine", "engine", put("computed_on.kind", "cpu")),
     ("machine", "engine", put("computed_on.attention", "attention.npu.fused.Fused")),
     ("machine", "engine", put("device_profile", "ascend910b")),
+    (
+        "machine",
+        "engine",
+        all_of(ON_ASCEND, put("computed_on.kind", "npu"), put("device_profile", "ascend910b")),
+    ),
+    ("machine", "engine", all_of(ON_CPU, put("num_devices", 8))),
     # Changes that agree with others, and changes of single ties that are easily made.
     ("Little", "engine", hurry),
     ("Little", "engine", hide_the_wait),
@@ -151,7 +179,10 @@ TAMPERINGS: tuple[tuple[str, str, Tampering], ...] = (
     ("recount", "engine", scale("tpot_ms", by=0.5)),
     ("recount", "client", lambda result: result["records"][3]["piece_times_s"].pop(1)),
     ("E2E = TTFT + gaps", "engine", scale("itl_ms", by=0.5)),
+    ("E2E = TTFT + gaps", "client", put("itl_gaps", 5)),
+    ("Little, running", "engine", scale("mean_running", by=0.8)),
     ("percentiles", "engine", put("ttft_ms.p50", 1e6)),
+    ("roofline", "engine", put("kv_bytes_per_token", 1e9)),
     ("roofline", "engine", put("weight_bytes_per_step", 140e9)),
     ("at once", "engine", put("slots", 1)),
     ("batches", "batches", put("latencies", [0.001] * 12)),
@@ -164,6 +195,25 @@ def test_a_law_refuses_a_tampered_result(law: str, good: str, tamper: Tampering)
     tampered = copy.deepcopy(GOOD[good])
     tamper(tampered)
     assert law in refused(tampered)
+
+
+@pytest.mark.parametrize(
+    ("law", "good", "change"),
+    [
+        ("one token a step", "engine", all_of(put("max_tokens_per_step", 4), at_one_instant)),
+        ("pieces apart", "client", all_of(put("metrics.after.itl_s", 0.031), together)),
+        ("machine", "engine", all_of(ON_ASCEND, put("computed_on.virtual", True))),
+        ("machine", "engine", ON_CPU),
+        ("batches", "batches", all_of(put("output_len", 1), put("output_tokens", 48))),
+        ("server", "client", all_of(put("metrics.after.requests", 99), put("metrics.after.ttft_s", 1e6))),
+        ("counters", "engine", all_of(put("records.0.token_times_s", None), put("steps", 1))),
+        ("steps of requests", "engine", lambda result: result["metrics"]["readings"][1].__setitem__(1, None)),
+    ],
+)
+def test_a_law_is_silent_where_it_does_not_apply(law: str, good: str, change: Tampering) -> None:
+    changed = copy.deepcopy(GOOD[good])
+    change(changed)
+    assert law not in refused(changed)
 
 
 @pytest.mark.parametrize("name", GOOD)
@@ -280,6 +330,11 @@ def test_preempted_requests_leave_their_slots() -> None:
         (
             {"metrics": {"before": {"a": []}, "after": {"a": 1}}, "benchmark": "serve"},
             "must be a finite number",
+        ),
+        ({**engine(), "num_devices": 0}, "num_devices is 0; it must be above 0"),
+        (
+            {**engine(), "clock": {"started_at": "2026-01-01", "ended_at": "2026-01-01"}},
+            "it must have a zone",
         ),
         ({**engine(), "metrics": {"columns": ["at_s"], "readings": [[1, 2]]}}, "must be lists of 1 numbers"),
     ],
