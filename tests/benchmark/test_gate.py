@@ -200,6 +200,7 @@ def test_a_law_refuses_a_tampered_result(law: str, good: str, tamper: Tampering)
 @pytest.mark.parametrize(
     ("law", "good", "change"),
     [
+        ("Little, running", "engine", all_of(put("preemptions", 1), put("mean_running", 0.1))),
         ("one token a step", "engine", all_of(put("max_tokens_per_step", 4), at_one_instant)),
         ("pieces apart", "client", all_of(put("metrics.after.itl_s", 0.031), together)),
         ("machine", "engine", all_of(ON_ASCEND, put("computed_on.virtual", True))),
@@ -352,7 +353,10 @@ def test_a_file_of_vllm_is_audited() -> None:
     told |= {"output_throughput": 500.0, "total_token_throughput": 600.0, "mean_ttft_ms": 50.0}
     told |= {"median_ttft_ms": 45.0, "p99_ttft_ms": 90.0, "mean_itl_ms": 40.0}
     assert not refused(told)
-    assert list(refused({**told, "request_throughput": 48.2, "itls": [[0.04]] * 100})) == ["rate x duration"]
+    assert list(refused({**told, "request_throughput": 48.2})) == ["rate x duration"]
+    told |= {"itls": [[0.04]] * 100, "mean_e2el_ms": 90.0}
+    assert not refused(told)
+    assert list(refused({**told, "mean_itl_ms": 80.0})) == ["E2E = TTFT + gaps"]
 
 
 def test_a_late_client_says_that_the_machine_was_busy_and_what_to_do() -> None:
