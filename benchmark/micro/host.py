@@ -17,9 +17,9 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from benchmark.gate.gate import with_verdict
-from benchmark.gate.micro import median_of_runs
 from benchmark.micro import queues
 from benchmark.options import add_json, show, verdict_line
 from benchmark.run_clock import RunClock
@@ -44,6 +44,7 @@ CHUNKS_PER_PROMPT = 16
 
 PROPOSERS: dict[str, Callable[[SlotPool], Proposer]] = {"ngram": NGram, "suffix": Suffix}
 MOST_DRAFTS = 4
+STEPS_OF_A_RUN = 100  # more steps than proposers skip between two looks at many rows
 
 
 def full_scheduler(
@@ -85,6 +86,12 @@ def step_us(scheduler: Scheduler, random: np.random.Generator) -> float:
     computed = time.perf_counter()
     scheduler.commit(batch, sampled, computed)
     return 1e6 * (time.perf_counter() - computed + scheduled - start)
+
+
+def median_of_runs(times: NDArray[np.float64]) -> float:
+    """Return the median over means of `STEPS_OF_A_RUN` steps each, or over single steps if fewer exist."""
+    runs = times[: len(times) // STEPS_OF_A_RUN * STEPS_OF_A_RUN].reshape(-1, STEPS_OF_A_RUN)
+    return float(np.median(runs.mean(axis=1) if len(runs) else times))
 
 
 def measure(

@@ -176,7 +176,7 @@ def run(page_sizes: list[int], repeats: int, num_requests: int) -> dict[str, obj
 def print_table(result: dict[str, object]) -> None:
     """Print the figures, one row for each page size."""
     for name, value in result.items():
-        if name == "facts":
+        if name == "digests":
             continue  # digests are for programs
         if name == "verdict" and isinstance(value, dict):
             print(verdict_line(value))

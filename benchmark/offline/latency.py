@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from benchmark.gate.batches import COLUMNS
 from benchmark.gate.gate import with_verdict
 from benchmark.offline import offline
 from benchmark.offline.accounts import hardware
@@ -29,6 +28,10 @@ from recipes.schema.reader import read
 from serving.answers.jobs import Job
 
 PERCENTILES = (10, 25, 50, 75, 90, 99)
+COLUMNS = (  # columns of one batch
+    *("latency_s", "first_step_s", "wall_s", "ttft_ms", "tpot_ms", "e2e_ms"),
+    *("steps", "mean_batch", "prompt_tokens", "output_tokens", "completed"),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

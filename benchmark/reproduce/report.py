@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmark.gate.sources import PATH, Row, rows
+from benchmark.gate.gate import PublishedRow, published
 from benchmark.reproduce.case_runs import KEYS, OBJECTIVES, RECIPE, Result, Results
 from benchmark.reproduce.experiment import Experiment, figure
 from borders.whole_file import whole_file
@@ -88,10 +87,9 @@ def _table(experiment: Experiment, results: Results) -> Iterator[str]:
         result = results[case.label]
         cells = [f"{figure(result, column.name):,.{column.places}f}" for column in columns]
         yield f"| {case.label} | {' | '.join(cells)} | {verdict(result)} |"
-    claims = {each["row"]: each["result"] for each in json.loads(PATH.read_text(encoding="utf-8"))}
-    audited = {row.name: row for row in rows()}
+    audited = {row.name: row for row in published()}
     for name in experiment.rows:
-        cells = [_claimed(claims[name], column.name) for column in columns]
+        cells = [_claimed(audited[name].result, column.name) for column in columns]
         yield f"| *claimed: {name}* | {' | '.join(cells)} | {_broken(audited[name])} |"
 
 
@@ -108,5 +106,5 @@ def _claimed(claim: Any, name: str) -> str:
     return f"{claim:,g}" if isinstance(claim, (int, float)) else ""
 
 
-def _broken(row: Row) -> str:
+def _broken(row: PublishedRow) -> str:
     return "refused: " + ", ".join(each.law.name for each in row.verdict.of("refused"))

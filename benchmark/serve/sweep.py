@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmark import outputs
 from benchmark.gate.gate import audit
-from benchmark.gate.printing import read_result
+from benchmark.gate.result import read_result
 from benchmark.serve import command, settings
 
 Result = dict[str, Any]
