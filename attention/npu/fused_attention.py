@@ -58,7 +58,7 @@ class CapturedCall:
     event: Any  # recorded when the lengths have been updated; the replay waits for it
     handle: Any  # handle of its task group
     arguments: dict[str, Any]
-    layer: int
+    layer: int  # orders the calls of several groups; 0 if there is one group
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ class FusedAttention(AscendAttention):
         call: dict[str, Any],
         captured: list[CapturedCall],
         workspaces: dict[int | None, Tensor],
-        layer: int,
+        layer: int = 0,
     ) -> Tensor:
         """Capture the call as a task group, which a replay enters once its event is recorded."""
         kind = call.get("pre_tokens")
