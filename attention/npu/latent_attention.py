@@ -234,7 +234,9 @@ class FusedLatentAttention(LatentAttention, FusedAttention):
             del call["atten_mask"]
             call["sparse_mode"] = ALL
         if torch.npu.is_current_stream_capturing():
-            return up.raised(self._capture(call, metadata.captured, metadata.workspaces))
+            # All latent layers are one group, in which the calls run in the order of their capture
+            captured = metadata.captured
+            return up.raised(self._capture(call, captured, metadata.workspaces, len(captured)))
         return up.raised(torch_npu.npu_fused_infer_attention_score(**call)[0])
 
     def _expanded(
