@@ -231,8 +231,8 @@ class AscendProduct:
                 f"{group_size} inputs of a linear share a scale; products in 4 bits of the {self.name} take a"
                 f" multiple of {INT4_GROUP}: {mend}"
             )
-        for inputs in of_experts if group_size is not None else ():
-            if inputs % group_size:
+        for inputs in of_experts:
+            if group_size is not None and inputs % group_size:
                 raise ValueError(
                     f"experts have linears of {inputs} inputs, of which {group_size} share a scale; their"
                     f" products in 4 bits on the {self.name} take whole groups alone: {mend}"
