@@ -217,7 +217,7 @@ def configuration(app: ASGIApp, most_connections: int) -> uvicorn.Config:
     """Return uvicorn's configuration."""
     return uvicorn.Config(
         app,
-        http=partial(Protocol, most_connections=most_connections),
+        http=partial(Protocol, most_connections=most_connections),  # type: ignore[arg-type] # it is only called
         ws="none",
         log_config=None,
         access_log=False,

@@ -113,7 +113,8 @@ class Batches:
         for each in self._active:
             if each.batch.id in found:
                 each.batch = found.pop(each.batch.id)
-        self._active.extend(each for batch in found.values() if (each := self._begun(batch)) is not None)
+        begun = (self._begun(batch) for batch in found.values())
+        self._active.extend(active for active in begun if active is not None)
         for each in list(self._active):
             if each.failure is not None and not each.tasks:
                 each.begin_again()

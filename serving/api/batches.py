@@ -102,7 +102,8 @@ async def _found(batches: Batches, batch_id: str, owner: str) -> StoredBatch:
 
 def described(batch: StoredBatch) -> dict[str, Any]:
     """Describe a batch in the form of OpenAI's API."""
-    ends = {f"{each}_at": None for each in ("completed", "expired", "cancelled", "failed", "finalizing")}
+    names = ("completed", "expired", "cancelled", "failed", "finalizing")
+    ends: dict[str, int | None] = {f"{each}_at": None for each in names}
     if batch.status not in OPEN:
         ends |= {"finalizing_at": batch.ended_s, f"{batch.status}_at": batch.ended_s}
     return {

@@ -62,8 +62,15 @@ def files_router(batches: Batches, route: type[APIRoute]) -> APIRouter:
         """List the files of this key, the newest first unless asked otherwise."""
         owner = request.state.client.lasting
         place = None if after is None else (await _found(batches, after, owner)).place
-        chosen = {"after": place, "most": limit + 1, "is_ascending": order == "asc", "purpose": purpose}
-        return listed(await batches.call(partial(BatchStore.files, owner=owner, **chosen)), limit, described)
+        found = partial(
+            BatchStore.files,
+            owner=owner,
+            after=place,
+            most=limit + 1,
+            is_ascending=order == "asc",
+            purpose=purpose,
+        )
+        return listed(await batches.call(found), limit, described)
 
     @routes.get("/{file_id}")
     async def retrieve(file_id: str, request: Request) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import httptools
 from starlette.responses import Response
-from uvicorn._types import HTTPScope
+from uvicorn._types import ASGI3Application, HTTPScope
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from serving.api import heads
@@ -40,6 +40,11 @@ _TOO_LARGE = f"path and headers may be {MOST_HEAD_BYTES} bytes and {MOST_HEADERS
 
 def _nobody_asks() -> None:
     pass
+
+
+def _application(response: Response) -> ASGI3Application:
+    """Return a response as the application that it is; starlette and uvicorn only spell the types apart."""
+    return cast(ASGI3Application, response)
 
 
 class ResponseTransport:
@@ -171,7 +176,8 @@ class Protocol(HttpToolsProtocol):
         if is_idle and self._due is None and self.timeout_keep_alive_task is None:
             self._start_timer()  # only a line break between requests came, or the rest of a refused request
 
-    def eof_received(self) -> bool:
+    # uvicorn annotates None, but asyncio's transports read the result
+    def eof_received(self) -> bool:  # type: ignore[override]
         """Handle the end of the client's sending.
 
         Complete requests are answered, unless the client is gone.
@@ -307,14 +313,14 @@ class Protocol(HttpToolsProtocol):
         # The head of the last request is incomplete.
         if not self.pipeline or not self.pipeline[0][0].more_body:
             self.cycle = self._nothing()
-            self.pipeline.appendleft((self.cycle, response))
+            self.pipeline.appendleft((self.cycle, _application(response)))
         self._refuse_last(response, lingers)
 
     def _refuse_last(self, response: Response, lingers: bool) -> None:
         self._is_refused, self._lingers = True, lingers
         self.cycle.keep_alive = self.cycle.more_body = False
         self.cycle.body.clear()
-        self.pipeline[0] = self.cycle, response
+        self.pipeline[0] = self.cycle, _application(response)
 
     def _nothing(self) -> RequestResponseCycle:
         """Return a request cycle for a request of which nothing is known."""

@@ -136,8 +136,8 @@ class OutputItems:
         if item.kind == "function_call":
             call = {"call_id": item.call_id, "name": item.name, "arguments": "".join(item.pieces)}
             return head | call
-        head |= {"role": "assistant"} if item.kind == "message" else {"summary": []}
-        return head | {"content": [] if status == "in_progress" else parts([self._part(item)])}
+        role: Json = {"role": "assistant"} if item.kind == "message" else {"summary": []}
+        return head | role | {"content": [] if status == "in_progress" else parts([self._part(item)])}
 
     def _part(self, item: Item, text: str | None = None) -> Json:
         part: Json = {"type": item.part, "text": "".join(item.pieces) if text is None else text}

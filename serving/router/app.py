@@ -76,9 +76,16 @@ class FleetApplication:
                 self._members.remove(url)
             case "drain" | "resume":
                 replica.drain(order == "drain")
-        told = {"drained": replica.is_drained, "leaves": replica.leaves, "open": replica.num_open}
-        told |= {"trouble": replica.trouble}
-        return JSONResponse({"replica": url, "state": replica.state, **told})
+        return JSONResponse(
+            {
+                "replica": url,
+                "state": replica.state,
+                "drained": replica.is_drained,
+                "leaves": replica.leaves,
+                "open": replica.num_open,
+                "trouble": replica.trouble,
+            }
+        )
 
     def _refusal(self, scope: Scope) -> Response | None:
         """Refuse orders that no operator gave: replicas see all prompts, and the router's own key."""

@@ -251,6 +251,7 @@ class Upstream:
             raise Lost(f"no connection within {CONNECT_S:g} s", may_be_done=False) from None
         except OSError as error:
             raise Lost(f"no connection: {error.strerror or error}", may_be_done=False) from None
+        assert answer.transport is not None, "a connection that is made has a transport"
         with suppress(AttributeError):
             answer.transport.set_write_buffer_limits(2**20)
             _notice_silence(answer.transport.get_extra_info("socket"))

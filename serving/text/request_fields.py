@@ -17,9 +17,8 @@ import numpy as np
 
 from borders.field_table import FIELDS, MOST_SAMPLES, WITHOUT_ANSWER, taken_by
 from borders.refusal import BadRequest, shown
-from continuous_batching.request import Request, SamplingParams, packed_ids
+from continuous_batching.request import Request, SamplingParams, TokenIds, packed_ids
 from continuous_batching.scheduling.validation import too_long
-from kv_cache.pages import Index
 from serving.adapters import NO_ADAPTERS, KnownAdapters
 from serving.grammars.structured_output import FIELDS as STRUCTURED
 from serving.grammars.structured_output import formed_answer, grammar_of
@@ -173,7 +172,7 @@ def _least_answer(values: dict[str, Any], *, fills: bool) -> int:
 
 
 def _params(
-    values: dict[str, Any], text: Text | None, tools: ToolUse | None, prompt: Index
+    values: dict[str, Any], text: Text | None, tools: ToolUse | None, prompt: TokenIds
 ) -> SamplingParams:
     named = {FIELDS[name].attribute: value for name, value in values.items() if FIELDS[name].attribute}
     named["logprobs"] = _logprobs(values)
@@ -209,7 +208,7 @@ def _check_one_form(are_two: bool, values: dict[str, Any]) -> None:
 
 
 def _after_thoughts(
-    grammar: str | None, values: dict[str, Any], text: Text | None, prompt: Index
+    grammar: str | None, values: dict[str, Any], text: Text | None, prompt: TokenIds
 ) -> str | None:
     """Put the grammar after the reasoning with which a chat's answer may begin."""
     budget = values.get(BUDGET)
@@ -224,7 +223,7 @@ def _after_thoughts(
 
 
 def _samples(
-    values: dict[str, Any], text: Text | None, tools: ToolUse | None, prompt: Index
+    values: dict[str, Any], text: Text | None, tools: ToolUse | None, prompt: TokenIds
 ) -> list[SamplingParams]:
     """Return the parameters of each sample: `best_of` of them, or `n`, each with its own seed.
 
