@@ -208,7 +208,7 @@ def introduced(connection: socket.socket, within_s: float) -> tuple[int, str]:
     return int(rank), f"rank {rank} ({where})"
 
 
-def devices_of(recipe: Recipe, ranks: int) -> list[str | None]:
+def devices_of(recipe: Recipe, ranks: int) -> Sequence[str | None]:
     """Return the device of each of this machine's ranks, as the variable that makes it visible names it."""
     kind = recipe.device.kind
     if kind == "cpu" or recipe.device.virtual:
