@@ -29,7 +29,7 @@ MOST_IGNORED = 2**14  # names or patterns of linears that are left unquantised
 # A pattern comes from a downloaded file. Repeated groups take exponential time on names that they do not
 # match, and each further repeat adds another power of the name's length
 REPEATED_GROUP, REPEAT, MOST_REPEATS, MOST_PATTERN = re.compile(r"\)[*+{]"), re.compile(r"[*+{]"), 4, 256
-MEND = (
+FIX = (
     "use the original checkpoint with model.quantization: w8a8, or quantise it by python -m scripts.quantize"
 )
 
@@ -188,5 +188,5 @@ def _refused(key: str, value: str) -> ValueError:
     return ValueError(
         f"the model's configuration has {key}: {value}; read are int8 weights by channel with int8"
         " activations by token in compressed-tensors' int-quantized format, its pack-quantized format, awq"
-        f" and gptq: {MEND}"
+        f" and gptq: {FIX}"
     )

@@ -43,7 +43,9 @@ class KnownAdapters:
                 files = look_at(ROOT / folder, section.rank)
             except (ValueError, OSError) as error:
                 problem = in_one_line(error)
-                raise RecipeError(f"adapters.folders.{name}", problem, "mend it, or leave it out") from error
+                raise RecipeError(
+                    f"adapters.folders.{name}", problem, "correct it, or leave it out"
+                ) from error
             self._by_name[name] = NamedAdapter(name, number, files)
 
     @property

@@ -332,9 +332,9 @@ def _token_ids(hf: Mapping[str, Any], key: str) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def refused(key: str, value: object, mend: str) -> ValueError:
+def refused(key: str, value: object, fix: str) -> ValueError:
     """Return the error for a value that the decoder cannot honour, with the fix."""
-    return ValueError(f"the model's configuration has {key}: {shown(value)}; {mend}")
+    return ValueError(f"the model's configuration has {key}: {shown(value)}; {fix}")
 
 
 def _missing(key: str) -> ValueError:

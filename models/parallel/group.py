@@ -31,7 +31,7 @@ HCCL_RANGES_S = {"HCCL_EXEC_TIMEOUT": (1, 17340), "HCCL_CONNECT_TIMEOUT": (120, 
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")  # the same for a machine and its containers
 # Names the HCCL variables that were set here and not by the user
-_TOLD_HCCL = "CONTINUOUS_BATCHING_TOLD_HCCL"
+_SET_HCCL = "CONTINUOUS_BATCHING_SET_HCCL"
 HCCL_FIRST_S = 10.0  # margin in which HCCL reports what it waits for before torch_npu's watchdog does
 
 log = logging.getLogger(__name__)
@@ -269,7 +269,7 @@ def hccl_timeouts(timeout_s: float) -> dict[str, str]:
 def tell_hccl(timeout_s: float) -> float:
     """Set HCCL's time limits unless the user has; return how long its collectives wait then."""
     # Set by an earlier engine of this process, or by its parent
-    ours = os.environ.get(_TOLD_HCCL, "").split()
+    ours = os.environ.get(_SET_HCCL, "").split()
     for name, seconds in hccl_timeouts(timeout_s).items():
         said = os.environ.get(name)
         if said is None or name in ours:
@@ -281,5 +281,5 @@ def tell_hccl(timeout_s: float) -> float:
                 " allows %s s; unset it to let the recipe say",
                 *(name, said, seconds),
             )
-    os.environ[_TOLD_HCCL] = " ".join(sorted(set(ours)))
+    os.environ[_SET_HCCL] = " ".join(sorted(set(ours)))
     return float(integers(0, 2**31).parse(os.environ["HCCL_EXEC_TIMEOUT"]) or 0)

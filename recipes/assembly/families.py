@@ -175,8 +175,8 @@ def _as_asked(config: DecoderConfig, recipe: Recipe, quantization: str, dtype: D
         try:
             config = kept_int4(config)
         except ValueError as error:
-            mend = "leave it out"
-            raise RecipeError("model.quantization", str(error), mend, value=quantization) from error
+            fix = "leave it out"
+            raise RecipeError("model.quantization", str(error), fix, value=quantization) from error
     if dtype != "auto":
         config = replace(config, dtype=dtype)
     return replace(config, int8_cache=recipe.cache.dtype == "int8")

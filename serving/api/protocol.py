@@ -17,7 +17,7 @@ from starlette.responses import Response
 from uvicorn._types import ASGI3Application, HTTPScope
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from serving.api import heads
+from serving.api import http_head
 from serving.api.errors import error_response
 
 MOST_HEAD_BYTES = 64 * 1024
@@ -238,10 +238,10 @@ class Protocol(HttpToolsProtocol):
         if self._is_refused or self.parser.should_upgrade():
             return
         version = self.parser.get_http_version()
-        if refused := heads.refusal(self.headers, version):
+        if refused := http_head.refusal(self.headers, version):
             self._refuse(*refused)
             return
-        heads.take_host(self.headers, self.url)
+        http_head.take_host(self.headers, self.url)
         # A client of HTTP/1.0 would take "100 Continue" for the response.
         self.expect_100_continue &= version == "1.1"
         super().on_headers_complete()

@@ -79,7 +79,7 @@ class _Turns:
             return
         if self._turn is not None and (self._turn["content"] or "tool_calls" in self._turn):
             self._turn = None
-        self._spoken().update(message)
+        self._open_message().update(message)
 
     def _call(self, place: str, given: Mapping[str, Any]) -> None:
         name, arguments = (_string(f"{place}.{each}", given.get(each)) for each in ("name", "arguments"))
@@ -89,7 +89,7 @@ class _Turns:
             raise BadRequest("input", f"is no JSON: {error}", place=f"{place}.arguments") from error
         call = {"type": "function", "function": {"name": name, "arguments": arguments}}
         call["id"] = _string(f"{place}.call_id", given.get("call_id"))
-        self._spoken().setdefault("tool_calls", []).append(call)
+        self._open_message().setdefault("tool_calls", []).append(call)
 
     def _thoughts(self, place: str, given: Mapping[str, Any]) -> None:
         if "summary" in given and "content" not in given:
@@ -102,9 +102,9 @@ class _Turns:
                 raise _wrong(at, part, '{"type": "reasoning_text", "text": ...}')
             thoughts.append(_string(f"{at}.text", part.get("text")))
         self._turn = None
-        self._spoken()["reasoning_content"] = "\n".join(thoughts)
+        self._open_message()["reasoning_content"] = "\n".join(thoughts)
 
-    def _spoken(self) -> Json:
+    def _open_message(self) -> Json:
         """Return the open message of the assistant, or a new one if there is none."""
         if self._turn is None:
             self._turn = {"role": "assistant", "content": ""}

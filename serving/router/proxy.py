@@ -238,7 +238,7 @@ class Proxy:
             if wants_done and not last.rstrip().endswith(_ENDS):
                 raise Lost("the stream ended before its end")
         except Lost as lost:
-            self._told(replica, lost)
+            self._record_loss(replica, lost)
             message = f"the replica was lost during the answer ({lost}); send the request again"
             unsent += b"" if last.endswith(b"\n\n") or not last else b"\n\n"
             unsent += _error_event(scope["path"], message)
@@ -266,13 +266,13 @@ class Proxy:
                 await send({"type": "http.response.body", "body": part, "more_body": True})
                 part = await answer.next()
         except Lost as lost:
-            self._told(replica, lost)
+            self._record_loss(replica, lost)
             cut_off: Callable[[], None] = scope["state"]["cut_off"]
             cut_off()
             return
         await send({"type": "http.response.body", "body": b""})
 
-    def _told(self, replica: FleetReplica, lost: Lost) -> None:
+    def _record_loss(self, replica: FleetReplica, lost: Lost) -> None:
         replica.num_lost += 1
         self._figures.cut_off()
         log.warning("%s: %s; its client is told", replica.url, lost)

@@ -50,7 +50,7 @@ _TELLS_NO_MODEL = (401, 403, 404)  # the statuses of a server that has no `/v1/m
 Learned = Callable[[int, str, Sequence[str], int], None]  # `Splitting.is_known` has this signature
 
 
-def untold(replica: int, endpoint: str, sources: Sequence[str], slots: int) -> None:
+def ignore_learned(replica: int, endpoint: str, sources: Sequence[str], slots: int) -> None:
     """Ignore what was learned of a replica."""
 
 
@@ -64,7 +64,7 @@ class FleetReplica:
         server: Upstream,
         routing: Routing,
         headers: HeaderLines,
-        learned: Learned = untold,
+        learned: Learned = ignore_learned,
         model: FleetModel | None = None,
     ) -> None:
         self.number, self.url, self.server = number, url, server
@@ -83,7 +83,7 @@ class FleetReplica:
         self._num_silent = 0
         self._is_asked = False  # whether its pages' endpoint and its prompt replicas are known
         self._names: Sequence[str] = ()  # names of the model that it serves
-        self._told_once: set[str] = set()  # paths whose answer was warned of, and has not been good since
+        self._warned_paths: set[str] = set()  # paths whose answer was warned of, and has not been good since
 
     async def watch(self, page_size: int) -> None:
         """Poll for ever; `page_size` is that of the pages whose events are to be read, or 0."""
@@ -167,7 +167,7 @@ class FleetReplica:
         self._become("ready", "")
         if QUEUED in figures:
             requests = figures.get(WAITING, 0) + figures.get(RUNNING, 0)
-            self._routing.told(self.number, figures[QUEUED], requests, since_s - _BEAT_S)
+            self._routing.report_load(self.number, figures[QUEUED], requests, since_s - _BEAT_S)
 
     def _keep_out(self, state: State, trouble: str) -> None:
         """Send it no new requests, and ask again for what it reports about itself."""
@@ -211,9 +211,9 @@ class FleetReplica:
         That is done once until they are good again (`trouble` is "").
         """
         if not trouble:
-            self._told_once.discard(path)
-        elif path not in self._told_once:
-            self._told_once.add(path)
+            self._warned_paths.discard(path)
+        elif path not in self._warned_paths:
+            self._warned_paths.add(path)
             log.warning("%s: %s", self.url, trouble)
 
     async def _read_info(self, page_size: int) -> None:
