@@ -12,7 +12,7 @@ import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from borders.file_bounds import check_regular
 from borders.numbers import integers, numbers
@@ -47,6 +47,7 @@ _CONVERT = (
     "convert it with peft: model.save_pretrained(FOLDER, path_initial_model_for_weight_conversion=INITIAL),"
     " where INITIAL holds the adapter as it was before training"
 )
+Number = TypeVar("Number", int, float)
 _MERGE = "merge it with peft: model.merge_and_unload(), and serve the checkpoint that this makes"
 
 
@@ -139,7 +140,7 @@ def _pattern(folder: Path, config: dict[str, Any], name: str) -> dict[str, Any]:
     return pattern
 
 
-def _by_name(pattern: dict[str, Any], linear: str, default: Any) -> Any:
+def _by_name(pattern: dict[str, Number], linear: str, default: Number) -> Number:
     """Return the value of the first name that fits, as peft chooses it; after `^`, it is the whole name."""
     for name, value in pattern.items():
         # Peft's names are regular expressions; here only letters and dots are allowed, which match any letter

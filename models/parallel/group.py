@@ -103,7 +103,7 @@ class Group:
         self._num_met += 1
         ours = [f"meeting/{self._num_met}/{rank}" for rank in range(self.size)]
         self.inside = name
-        self.store.set(ours[self.rank], b"")
+        self.store.set(ours[self.rank], "")
         self.store.wait(ours, timedelta(seconds=timeout_s))
         self.inside = ""
 
@@ -115,7 +115,8 @@ class Group:
         a graph is captured.
         """
         if self._hccl_name is None:
-            backend = self._ranks._get_backend(torch.device("npu"))
+            # Of torch_npu, whose backends have more methods than torch knows
+            backend: Any = self._ranks._get_backend(torch.device("npu"))
             self._hccl_name = backend.get_hccl_comm_name(self.rank)
         return self._hccl_name
 
@@ -206,8 +207,8 @@ class StageLinks:
         if x.device.type != "cpu":  # the stream waits and not the host, and a captured step has no other way
             dist.send(x, self._after)
         else:
-            for work, _ in self._sending:
-                work.wait()
+            for before, _ in self._sending:
+                before.wait()
             work = dist.isend(x, self._after)
             self._sending = [] if work is None else [(work, x)]
         self.inside = ""

@@ -159,7 +159,8 @@ class CpuOps(Ops):
         rows = x.to(weight.dtype)
         if not weight.is_mkldnn:
             return F.linear(rows, weight, bias).to(x.dtype)
-        return torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "").to(x.dtype)
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
+        return y.to(x.dtype)
 
 
 def _rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

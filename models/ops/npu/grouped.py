@@ -36,6 +36,7 @@ class JoinedLinear:
         A single count is its own running sum, and is passed as one: op-plugin's page of 2026-08 accepts no
         list of one count.
         """
+        made: Tensor
         (made,) = torch_npu.npu_grouped_matmul(
             [rows],
             [self.weight],
