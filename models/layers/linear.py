@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from devices.int8 import quantize_rows
 from models.config import Form
 from models.layers.low_rank import LowRank
-from models.ops.operands import Filled, Int4Weight, Int8Rows
+from models.ops.operands import Int4Weight, Int8Rows, UnpackedLinear
 from models.ops.reference import Ops, Packed, Widths
 from models.packing import IN_A_WORD, Int4
 from models.parallel.group import Group
@@ -65,8 +65,8 @@ class Linear(nn.Module):
 
     def pack(self) -> None:
         """Pack the filled weight for the device, once, and drop the unpacked one."""
-        filled, ops = self.filled(), self.ops
-        weight, scale, bias = filled.weight, filled.scale, filled.bias
+        given, ops = self.unpacked(), self.ops
+        weight, scale, bias = given.weight, given.scale, given.bias
         if isinstance(weight, Int4Weight):
             int4 = weight, bias
             self.packed = ops.pack_int4_split(*int4, self.widths) if self.widths else ops.pack_int4(*int4)
@@ -89,14 +89,14 @@ class Linear(nn.Module):
             min(inputs, form.group_size or inputs),
         )
 
-    def filled(self) -> Filled:
+    def unpacked(self) -> UnpackedLinear:
         """Return the weight as it is multiplied, with its scale and bias."""
         bias = None if self.bias is None else self.bias.data
         if isinstance(self.form, Int4):
-            return Filled(self._int4_weight(self.form), None, bias)
+            return UnpackedLinear(self._int4_weight(self.form), None, bias)
         assert self.weight is not None, "a linear is packed once"
         weight, scale = self.weight.data, self.weight_scale
-        return Filled(weight, None if scale is None else scale[:, 0].to(self.scale_dtype), bias)
+        return UnpackedLinear(weight, None if scale is None else scale[:, 0].to(self.scale_dtype), bias)
 
     @property
     def rounds(self) -> bool:

@@ -94,8 +94,8 @@ class Mixture(nn.Module):
         has_bias = one.down.bias is not None
         kind = ExpertKind(hidden, self.config.inner_size, form, one.is_swiglu, has_bias)
         if all(_form(linear) == form for linear in linears) and self.ops.joins_experts(kind):
-            filled = [linear.filled() for linear in linears]
-            self._joined = self.ops.pack_experts(filled[::2], filled[1::2])
+            unpacked = [linear.unpacked() for linear in linears]
+            self._joined = self.ops.pack_experts(unpacked[::2], unpacked[1::2])
             self.experts, self._parts = nn.ModuleDict(), []
             if self.shared is None:  # otherwise the ranks' shared parts would have to be summed separately
                 self._dispatch = self.ops.dispatch_of(hidden, self.config, self.group)

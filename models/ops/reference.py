@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from attention.latent import LatentLinears, LatentUp
 from devices.int8 import quantize_rows
 from models.config import MixtureConfig
-from models.ops.operands import ExpertKind, Filled, Int4Weight, Int8Rows
+from models.ops.operands import ExpertKind, Int4Weight, Int8Rows, UnpackedLinear
 from models.packing import WIDENED_ROWS
 from models.parallel.group import Group
 
@@ -259,7 +259,7 @@ class Ops:
         """Whether a mixture's experts of this kind are packed together."""
         return False
 
-    def pack_experts(self, gate_ups: Sequence[Filled], downs: Sequence[Filled]) -> Packed:
+    def pack_experts(self, gate_ups: Sequence[UnpackedLinear], downs: Sequence[UnpackedLinear]) -> Packed:
         """Return the weights of all experts for `joined_mixture`, if the device `joins_experts`."""
         raise NotImplementedError
 

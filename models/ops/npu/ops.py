@@ -25,7 +25,7 @@ from models.ops.npu.dispatch import Dispatch
 from models.ops.npu.grouped import gated_by_width, joined, mixture
 from models.ops.npu.int4_ops import Int4Check, Int4Ops
 from models.ops.npu.latent_up import NpuLatentUp
-from models.ops.operands import ExpertKind, Filled, Int8Rows
+from models.ops.operands import ExpertKind, Int8Rows, UnpackedLinear
 from models.ops.reference import Ops, Packed, Widths
 from models.parallel.group import Group
 
@@ -259,7 +259,7 @@ class NpuOps(Int4Ops, PlainNpuOps):
         """
         return self.product.has_mixtures and (kind.form != "int8" or (kind.is_swiglu and not kind.has_bias))
 
-    def pack_experts(self, gate_ups: Sequence[Filled], downs: Sequence[Filled]) -> Packed:
+    def pack_experts(self, gate_ups: Sequence[UnpackedLinear], downs: Sequence[UnpackedLinear]) -> Packed:
         """Pack both linears.
 
         In int8, scales of the second have the type that it needs for results in bfloat16.
