@@ -37,7 +37,7 @@ class RouterClient:
     def __init__(self, url: str, say: Callable[[str], None]) -> None:
         kind, _, rest = url.partition("://")
         if kind != "http" or not rest:
-            raise ValueError(f"--router {url} is no http://HOST:PORT")
+            raise ValueError(f"--router {url} is not of the form http://HOST:PORT")
         self._url = url.rstrip("/")
         self._say = say
         self._trouble = ""

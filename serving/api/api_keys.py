@@ -142,7 +142,7 @@ class ApiKeys:
         try:
             text = read_bounded(Path(path), MOST_JSON_BYTES).decode("utf-8-sig")
         except UnicodeDecodeError as error:
-            raise ValueError(f"{path} is not UTF-8: byte {error.start} is wrong; save it as such") from error
+            raise ValueError(f"{path} is not UTF-8: byte {error.start} is wrong; save it as UTF-8") from error
         except OSError as error:
             raise OSError(f"--api-keys {in_one_line(error)}") from error
         for number, line in enumerate(text.splitlines(), 1):
@@ -154,7 +154,7 @@ class ApiKeys:
             except ValueError as error:
                 raise ValueError(f"{path}:{number}: {error}") from None
             if key in rights_of:
-                raise ValueError(f"{path}:{number}: this key stands there twice")
+                raise ValueError(f"{path}:{number}: this key is listed twice; remove one line")
             rights_of[key] = rights
         if not rights_of:
             raise ValueError(f"{path} holds no key; write one a line")

@@ -107,7 +107,7 @@ def _kept(store: BatchStore, owner: str, content_type: str, body: bytes) -> Stor
     except sqlite3.OperationalError as error:
         if "full" not in str(error):
             raise
-        raise NoSpace(f"the file is not kept, {error}: delete files that are not needed any more") from error
+        raise NoSpace(f"the file cannot be stored, {error}: delete files that are not needed") from error
 
 
 def _uploaded(form: Mapping[str, FormField]) -> tuple[bytes, str]:

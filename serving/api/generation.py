@@ -97,7 +97,7 @@ class Generation:
         fields["cache_salt"] = client.salted(body.cache_salt or "")
         if replica := request.headers.get(PROMPT_REPLICA_HEADER):
             if replica not in self.llm.recipe.server.prompt_replicas:
-                problem = "is none of this server's server.prompt_replicas"
+                problem = "is not one of server.prompt_replicas"
                 raise BadRequest(PROMPT_REPLICA_HEADER, problem, value=replica, fix="leave it out")
             fields[PROMPT_REPLICA] = replica
         if body.model is not None and self.llm.adapters.knows(body.model):

@@ -29,8 +29,8 @@ PROBE_S = 0.5  # interval between checks whether a client that has ended its sen
 WHOLE_S = 60.0  # time from a request's first byte, or a connection's start, to the request's last byte
 
 _TOO_MANY = (
-    f"behind a request {MOST_WAITING} others and {MOST_WAITING_BYTES} bytes may wait on one connection; send"
-    " them when it is answered, or on more connections"
+    f"at most {MOST_WAITING} requests and {MOST_WAITING_BYTES} bytes may wait on one connection behind"
+    " another request; wait for its answer, or use more connections"
 )
 # A client of HTTP/1.1 ignores it at any time before the response.
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -167,7 +167,7 @@ class Protocol(HttpToolsProtocol):
             self._read(data)
         # HttpParserUpgrade here means CONNECT
         except (httptools.HttpParserError, httptools.HttpParserUpgrade):
-            self._refuse(400, "this is not HTTP/1.1, or not as its standard has it")
+            self._refuse(400, "the request is not valid HTTP/1.1; send it as RFC 9112 defines")
         if self._in_request and not self._has_reported:
             self._count(len(data))
         if self.pipeline and not self.transport.is_closing():
@@ -184,7 +184,7 @@ class Protocol(HttpToolsProtocol):
         """
         self._responses.flush()
         if self._in_request and not self._responses.is_closing():
-            self._refuse(400, "the request ended before it was whole; send it again", lingers=False)
+            self._refuse(400, "the request ended before it was complete; send it again", lingers=False)
         last = self.cycle
         if last is None or last.more_body or last.response_complete or self._responses.is_closing():
             return False  # the transport then closes itself
@@ -368,6 +368,6 @@ class Protocol(HttpToolsProtocol):
         if answers or self.pipeline:
             self._start_timer()
         elif self._in_head or (self.cycle is not None and not self.cycle.response_started):
-            self._refuse(408, f"the request has not come whole in {WHOLE_S:g} s; send it again")
+            self._refuse(408, f"the request was not complete within {WHOLE_S:g} s; send it again")
         else:
             self.transport.close()

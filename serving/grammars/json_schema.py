@@ -119,7 +119,7 @@ class SchemaCheck:
                 raise self._bad(place, f"{problem}, at most {LARGEST_STEP}")
         elif keyword in _PLAIN:
             if not _PLAIN_CHECKS[keyword](value):
-                raise self._bad(place, f"is {shown(value)}, which this keyword cannot be")
+                raise self._bad(place, f"is {shown(value)}, which this keyword does not accept")
         else:
             problem = f"uses the keyword {shown(keyword)}, which is not supported"
             raise self._bad(place.removesuffix(f".{keyword}"), problem, "leave it out")
@@ -138,7 +138,7 @@ def _num_bytes(schema: object, field: str) -> int:
     try:
         return len(json.dumps(schema, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode())
     except (ValueError, TypeError, RecursionError) as error:
-        raise BadRequest(field, f"is no JSON that could be written again ({error})") from error
+        raise BadRequest(field, f"cannot be written as JSON ({error})") from error
 
 
 def _may_repeat_names(schema: Mapping[str, Any]) -> bool:

@@ -39,7 +39,7 @@ def grammar_of(values: Mapping[str, Any]) -> str | None:
     if not given:
         return None
     if len(given) > 1:
-        raise BadRequest(given[0], f"and {given[1]} both say which form the answer has; give one of them")
+        raise BadRequest(given[0], f"and {given[1]} both set the form of the answer; give one of them")
     field, value = given[0], values[given[0]]
     if field == "response_format":
         return _response_format(value)

@@ -137,7 +137,7 @@ class Proxy:
         if said is not None:
             await _send_whole(send, *said)
         else:
-            why = "no replica could be asked; ask again"
+            why = "no replica could be reached; send the request again"
             await error_response(503, why, retry_after_s=RETRY_S)(scope, _nothing, send)
 
     async def _read(self, body: bytes, client: Client) -> tuple[RoutedBody, RoutedPrompt]:
@@ -198,12 +198,12 @@ class Proxy:
         if refusal is not None:
             await _send_whole(send, *refusal)
         else:
-            why = "no replica can take a request now; ask again"
+            why = "no replica can take a request now; send it again"
             await error_response(503, why, retry_after_s=RETRY_S)(scope, _nothing, send)
 
     async def _may_be_done(self, scope: Scope, send: Send, replica: FleetReplica, lost: Lost) -> None:
         log.warning("%s: %s; its client is told", replica.url, lost)
-        why = f"the replica was lost ({lost}), and it is not known whether it did this: look, or ask again"
+        why = f"the replica was lost ({lost}), and may have done this or not: check, or send it again"
         await error_response(502, why, code="replica_lost")(scope, _nothing, send)
 
     def _sent(self, prompt: RoutedPrompt, session: str, tried: list[int]) -> Sent | None:

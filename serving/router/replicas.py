@@ -191,7 +191,7 @@ class FleetReplica:
                 why = f"{path} says {status}"
             else:
                 raise Unreadable(f"{path} says {status}")
-        self._warn_once(path, "" if names else f"the model there is unknown, and taken as it is: {why}")
+        self._warn_once(path, "" if names else f"its model is unknown, and is not checked: {why}")
         return names
 
     async def _ask_figures(self) -> dict[bytes, int]:
@@ -270,7 +270,7 @@ def address_of(url: str) -> tuple[str, int]:
     kind, _, rest = url.rstrip("/").partition("://")
     host, _, port = rest.rpartition(":")
     if kind != "http" or not host or integers(1, 2**16 - 1).parse(port) is None:
-        raise ValueError(f"{url} is no http://HOST:PORT")
+        raise ValueError(f"{url} is not of the form http://HOST:PORT")
     return host.strip("[]"), int(port)
 
 
@@ -279,7 +279,7 @@ def replicas_of(
 ) -> list[FleetReplica]:
     """Return the replicas at these addresses; raises ValueError for one that is no address."""
     if len({*urls}) < len(urls):
-        raise ValueError("an address stands twice among --replica; name each once")
+        raise ValueError("an address appears twice among --replica; name each once")
     return [
         FleetReplica(number, url, Upstream(*address_of(url)), routing, headers, learned, model)
         for number, url in enumerate(urls)

@@ -123,11 +123,11 @@ class UpstreamAnswer(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
-            self.fail(f"it answered with what is no HTTP: {error}")
+            self.fail(f"its answer is not HTTP: {error}")
         except httptools.HttpParserUpgrade:
-            self.fail("it answered with another protocol, for which it was not asked")
+            self.fail("it switched to another protocol, which was not requested")
         if self._num_overhead > _MOST_OVERHEAD:
-            self.fail(f"it answered with more than {_MOST_OVERHEAD} bytes that are no answer's")
+            self.fail(f"its answer has more than {_MOST_OVERHEAD} bytes beside the body")
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Handle a header."""

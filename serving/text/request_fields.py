@@ -204,7 +204,7 @@ def _params(
 def _check_one_form(are_two: bool, values: dict[str, Any]) -> None:
     if are_two:
         asked = next(name for name in STRUCTURED if name in values)
-        raise BadRequest(asked, "and the tools both say which form the answer has; give one of them")
+        raise BadRequest(asked, "and the tools both set the form of the answer; give one of them")
 
 
 def _after_thoughts(

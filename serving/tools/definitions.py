@@ -94,7 +94,7 @@ def _function(index: int, tool: object, known: Mapping[str, Any]) -> tuple[str, 
         limit = "1 to 64 letters, digits, _, . and -"
         raise BadRequest("tools", value=name, limit=limit, place=f"{place}.name")
     if name in known:
-        raise BadRequest("tools", f"is {shown(name)}, as of a tool before it", place=f"{place}.name")
+        raise BadRequest("tools", f"is {shown(name)}, which an earlier tool has", place=f"{place}.name")
     if strict not in (None, True, False):
         raise BadRequest("tools", value=strict, limit="true or false", place=f"{place}.strict")
     schema = function.get("parameters")

@@ -220,5 +220,5 @@ def test_a_router_that_does_not_answer_is_spoken_of_once() -> None:
     assert client.report() is client.report() is None
     assert len(said) == 1
     assert said[0].startswith("the router at http://127.0.0.1:9 does not take GET /fleet: ")
-    with pytest.raises(ValueError, match="--router 8080 is no http://HOST:PORT"):
+    with pytest.raises(ValueError, match="--router 8080 is not of the form http://HOST:PORT"):
         RouterClient("8080", said.append)
