@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from borders.shown import shown
+from borders.abbreviate import abbreviate
 from models.quantization import KEY, PACKED_FORMAT, covers, ignored
 
 WORD_BITS = 32
@@ -217,4 +217,4 @@ def _group_size(value: object) -> int | None:
 
 
 def _refused(name: str, value: object, limit: str) -> ValueError:
-    return ValueError(f"the model's configuration has {KEY}.{name}: {shown(value)}; {limit}: {FIX}")
+    return ValueError(f"the model's configuration has {KEY}.{name}: {abbreviate(value)}; {limit}: {FIX}")

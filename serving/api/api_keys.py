@@ -16,7 +16,7 @@ from pathlib import Path
 from borders.field_types import LAST_ID
 from borders.file_bounds import MOST_JSON_BYTES, read_bounded
 from borders.numbers import integers
-from borders.refusal import BadRequest, shown
+from borders.refusal import BadRequest, abbreviate_json
 from borders.system_error import in_one_line
 
 GATEWAY = "*"  # stands for a key's tenant where the key may name the tenant of each request
@@ -69,7 +69,7 @@ class Client:
         if named and named != self.tenant:
             raise BadRequest(
                 "tenant",
-                f"is {shown(named)}, and this key has a tenant of its own",
+                f"is {abbreviate_json(named)}, and this key has a tenant of its own",
                 value=named,
                 fix=f"leave it out; a key whose tenant is {GATEWAY} in the keys file may name others",
             )
@@ -199,5 +199,5 @@ def _line(words: list[str]) -> tuple[str, Rights]:
         return key, Rights(tenant, None if tenant == GATEWAY else 0)
     priorities = integers(-LAST_ID, LAST_ID)
     if (bound := priorities.parse(bounds[0])) is None:
-        raise ValueError(f"{_PRIORITY} must be {priorities}, not {shown(bounds[0])}")
+        raise ValueError(f"{_PRIORITY} must be {priorities}, not {abbreviate_json(bounds[0])}")
     return key, Rights(tenant, bound)

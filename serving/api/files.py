@@ -13,7 +13,7 @@ from fastapi.routing import APIRoute
 from starlette.responses import Response
 
 from borders.field_types import LONGEST_NAME
-from borders.refusal import BadRequest, shown
+from borders.refusal import BadRequest, abbreviate_json
 from serving.api.batch_runner import Batches
 from serving.api.errors import NotFound
 from serving.api.multipart import FormField, read_form
@@ -113,7 +113,7 @@ def _kept(store: BatchStore, owner: str, content_type: str, body: bytes) -> Stor
 def _uploaded(form: Mapping[str, FormField]) -> tuple[bytes, str]:
     """Return the file of a form and its name; raises BadRequest for a form that asks for anything else."""
     for name in sorted(form.keys() - _FIELDS):
-        raise BadRequest(shown(name).strip('"'), "is not supported", fix="leave it out")
+        raise BadRequest(abbreviate_json(name).strip('"'), "is not supported", fix="leave it out")
     purpose, file = (form.get(name) for name in ("purpose", "file"))
     given = "" if purpose is None else purpose.content.decode("utf-8", "replace")
     if given != "batch":

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from borders.field_types import check_unicode
-from borders.refusal import BadRequest, shown
+from borders.refusal import BadRequest, abbreviate_json
 from serving.api.pieces import Json
 
 # Fields of any item; items that this server made may be sent back unchanged.
@@ -183,7 +183,7 @@ def _check_names(
 ) -> None:
     for name in given:
         if name not in known:
-            problem = f"has no {shown(name)}; it may have {', '.join(sorted(known))}"
+            problem = f"has no {abbreviate_json(name)}; it may have {', '.join(sorted(known))}"
             raise BadRequest(field, problem, place=place)
 
 

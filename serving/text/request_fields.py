@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from borders.field_table import FIELDS, MOST_SAMPLES, WITHOUT_ANSWER, taken_by
-from borders.refusal import BadRequest, shown
+from borders.refusal import BadRequest, abbreviate_json
 from continuous_batching.request import Request, SamplingParams, TokenIds, packed_ids
 from continuous_batching.scheduling.validation import too_long
 from serving.adapters import NO_ADAPTERS, KnownAdapters
@@ -57,7 +57,7 @@ def parse_request(
     being loaded.
     """
     if not isinstance(fields, Mapping):
-        raise BadRequest(None, f"a request must be a JSON object, not {shown(fields)}")
+        raise BadRequest(None, f"a request must be a JSON object, not {abbreviate_json(fields)}")
     given = {name: value for name, value in fields.items() if value is not None}
     for name in given:
         if name not in FIELDS:
@@ -254,14 +254,14 @@ def _logprobs(values: dict[str, Any]) -> int | None:
     if logprobs is True:
         return top or 0
     if top is not None:
-        raise BadRequest("top_logprobs", f"needs logprobs: true, not {shown(logprobs)}")
+        raise BadRequest("top_logprobs", f"needs logprobs: true, not {abbreviate_json(logprobs)}")
     return None if logprobs is False else logprobs
 
 
 def _unknown(name: object) -> BadRequest:
     near = difflib.get_close_matches(str(name), FIELDS, n=1)
     rest = f"did you mean {near[0]}?" if near else "docs/request_fields.md lists the fields"
-    return BadRequest(str(name), f"{shown(name)}; {rest}", subject="unknown field")
+    return BadRequest(str(name), f"{abbreviate_json(name)}; {rest}", subject="unknown field")
 
 
 BUDGET = "thinking_token_budget"

@@ -14,7 +14,7 @@ import httpx
 import pytest
 from starlette.exceptions import HTTPException
 
-from borders.refusal import shown
+from borders.refusal import abbreviate_json
 from serving.api import bodies, protocol
 from serving.api.bodies import MOST_CONTAINERS, check_size
 from tests.patience import PATIENCE_S
@@ -165,11 +165,11 @@ def test_a_message_quotes_what_it_can_show_and_writes_no_more() -> None:
                 Counted.num_read += 1
                 yield pair
 
-    assert shown(Counted({str(index): 1 for index in range(9000)})).endswith("...")
+    assert abbreviate_json(Counted({str(index): 1 for index in range(9000)})).endswith("...")
     assert Counted.num_read < 100
     for given in ("a" * 58, "a" * 59, "a" * 10**6, [1] * 20, [1] * 10**6, [["a" * 9]] * 9):
         whole = json.dumps(given)
-        assert shown(given) == (whole if len(whole) <= 60 else whole[:57] + "...")
+        assert abbreviate_json(given) == (whole if len(whole) <= 60 else whole[:57] + "...")
 
 
 @pytest.mark.parametrize("stream", [True, False])
