@@ -47,8 +47,8 @@ def response_of(text: Text) -> ResponseObject:
     request = Request("resp_1", np.array([1, 2], dtype=np.int32), SamplingParams())
     answer = AnswerStream(request, text, TextOptions(), num_answers=1, max_unread_tokens=10)
     fields = {"tools": [{"type": "function", "function": {"name": each["name"]}} for each in TOOLS]}
-    spoken = AnswerParser(text, request, fields, thinks=True)
-    return ResponseObject(text, answer, spoken, ResponsesBody(input="a", tools=TOOLS), "tiny")
+    parser = AnswerParser(text, request, fields, thinks=True)
+    return ResponseObject(text, answer, parser, ResponsesBody(input="a", tools=TOOLS), "tiny")
 
 
 def deltas(pieces: list[str], reason: str) -> list[AnswerDelta]:
