@@ -76,12 +76,12 @@ def print_table(result: Result) -> None:
     for name, each in ways.items():
         if is_routed:
             best = each["routed_hits_of_best"]
-            told = f"{each['prefix_hit_rate']:.3f} | {best or '':.5} | {each['routed_most_of_mean']:.2f}"
+            routed = f"{each['prefix_hit_rate']:.3f} | {best or '':.5} | {each['routed_most_of_mean']:.2f}"
         else:
-            told = f"{each.get('prompts_apart', 0):,}"
+            routed = f"{each.get('prompts_apart', 0):,}"
         ttft, tpot = each["ttft_ms"], each["tpot_ms"]
         print(
-            f"| {name} | {told} | {ttft['p50']:,.0f} ms | {ttft['p99']:,.0f} ms | {tpot['p50']:.1f} ms"
+            f"| {name} | {routed} | {ttft['p50']:,.0f} ms | {ttft['p99']:,.0f} ms | {tpot['p50']:.1f} ms"
             f" | {tpot['p99']:.1f} ms | {each['requests_per_s']:.2f} | {each['busy_share']:.2f} |"
         )
 
