@@ -9,7 +9,7 @@ from __future__ import annotations
 from urllib.parse import urlsplit
 
 from benchmark.gate.law import Figures, Law, NotCheckable, differs, exceeds, first
-from simulation.device_profile import load, named
+from devices.profile import load, named
 
 ACCELERATORS = {"npu": "Ascend", "cuda": "NVIDIA"}  # names that devices of a kind report
 HERE = ("127.0.0.1", "localhost", "::1")

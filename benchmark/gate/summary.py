@@ -11,7 +11,7 @@ import math
 from itertools import pairwise
 
 from benchmark.gate.law import Figures, Law, NotCheckable, differs, exceeds, first
-from simulation.device_profile import load
+from devices.profile import load
 
 LATENCIES = ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms")
 ORDER = {"min": 0.0, "p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "max": 1.0}

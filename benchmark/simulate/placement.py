@@ -6,16 +6,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from continuous_batching.scheduling.scheduler import Scheduler
+from devices.rates import DeviceRates
 from models.config import DecoderConfig
+from models.cost import ModelPart
 from models.parallel.share import check_ranks
 from recipes.assembly.families import model_config
 from recipes.assembly.memory_plan import GIB, MemoryPlan
 from recipes.assembly.scheduler import SchedulerLimits, scheduler_of
 from recipes.assembly.sizing import plan_memory
 from recipes.schema.recipe import Recipe
-from simulation.device import SimulatedDevice
 from simulation.fitted import Fitted
-from simulation.roofline import ModelPart, Roofline
+from simulation.roofline import Roofline
 from simulation.runner import CostModel
 
 PRODUCTS = {"310P": None, "910": "ascend910", "910B": "ascend910b", "910C": "ascend910c", "950": None}
@@ -29,7 +30,7 @@ class Placement:
 
     recipe: Recipe
     config: DecoderConfig
-    device: SimulatedDevice
+    device: DeviceRates
     memory: MemoryPlan  # plan for all devices together
     tensor: int = 1
     pipeline: int = 1
@@ -103,7 +104,7 @@ def device_name(recipe: Recipe, device: str | None) -> str:
     name = device or PRODUCTS.get(recipe.device.product or "") or KINDS[recipe.device.kind]
     if name is None:
         raise ValueError("the recipe names no device that has a profile; name one with --device")
-    return SimulatedDevice.load(name).name
+    return DeviceRates.load(name).name
 
 
 def place(
@@ -118,7 +119,7 @@ def place(
         raise ValueError(f"--tp: {error}") from error
     if pipeline < 1 or config.num_layers % pipeline:
         raise ValueError(f"--pp is {pipeline}; it must divide the model's {config.num_layers} layers")
-    found = SimulatedDevice.load(name)
+    found = DeviceRates.load(name)
     memory_bytes = int(found.memory_gib * GIB)
     try:
         memory = plan_memory(

@@ -10,7 +10,7 @@ import pytest
 
 from benchmark.gate.gate import LAWS, audit
 from benchmark.gate.sources import rows
-from simulation.device_profile import load, named
+from devices.profile import load, named
 from tests.simulation.queue import PARTS, honest, summarised
 
 Result = dict[str, Any]
