@@ -1,8 +1,10 @@
-"""Count what a step of a decoder computes, moves and launches.
+"""Count what a step of a decoder computes, moves and launches, and derive from it what its steps cost.
 
 The counts are those of one device: matrix products, attention, activations between operators, and launches.
-`Counts` has them for a decoder that `tensor` devices share, or for a stage of its layers; how long a device
-takes for them is left to others (`simulation.roofline`). Nothing here imports torch.
+`Counts` has them for a decoder that `tensor` devices share, or for a stage of its layers. `step_costs` joins
+them with the rates of a device to the coefficients from which `continuous_batching.step_time` starts. These
+are straight lines through the roofline (Williams et al., CACM 2009); its kinks, such as tiles, belong to the
+simulated device (`simulation.roofline`), which keeps a clock of its own. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -11,6 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from continuous_batching.step_time import UNKNOWN, Coefficients, StepCosts
+from devices.rates import DeviceRates
 from models.config import ROUTER_BYTES, DecoderConfig
 
 # Operators of a layer if fused: norms, products, rotary, write, attention, gate, residuals
@@ -19,6 +23,7 @@ OPERATORS = 10
 MIXTURE_OPERATORS = 10
 REDUCTIONS = 2  # sums over devices that share a layer
 ENDS = 4  # operators before the first layer and after the last
+SMALL_CHUNK = 128  # tokens of a prompt's chunk that costs little more than reading the weights
 ACTIVATIONS = 12  # times that a layer's hidden states are read or written between its products
 
 
@@ -198,3 +203,55 @@ def attention_operations(config: DecoderConfig, context: float, pairs: float) ->
     absorbed = 2 * (2 * latent.rank + latent.rope_dim) * pairs
     expanded = 2 * (latent.query_dim + latent.value_dim) * pairs + 2 * up * context
     return min(absorbed, expanded)
+
+
+def step_costs(
+    counts: Counts, device: DeviceRates, most_decodes: int, most_tokens: int, *, graphs: int = 0
+) -> StepCosts:
+    """Return the seconds of a step for each unit of what it computes; `UNKNOWN` where a rate is.
+
+    Steps of up to `graphs` decodes are captured graphs. The lines go through the times of two sizes: a step
+    of one decode and one of `most_decodes`, drafts included; a chunk of SMALL_CHUNK and one of `most_tokens`.
+    Layers with a window read a bounded number of tokens, which is left out.
+    """
+    config = counts.config
+    needed = {config.dtype, *(each.dtype for each in counts.products(1, 1))}
+    if not needed <= set(device.tflop_per_s):
+        return UNKNOWN
+    growing = counts.share * sum(window is None for window in config.windows)
+    read_bytes = growing * -(-config.num_kv_heads // counts.tensor) * config.kv_layer_bytes
+    operations = growing * -(-config.num_heads // counts.tensor) * attention_operations(config, 1, 1)
+    few, many = 1, max(2, most_decodes)
+    decode_s, decodes_s = (_step_s(counts, device, each, each, graphs) for each in (few, many))
+    token_s = max(0.0, (decodes_s - decode_s) / (many - few))
+    decodes = Coefficients(
+        step_s=max(0.0, decode_s - few * token_s),
+        token_s=token_s,
+        context_s=device.operator_s(operations, config.dtype, read_bytes),
+    )
+    few, many = min(SMALL_CHUNK, max(1, most_tokens // 2)), max(2, most_tokens)
+    chunk_s, largest_s = (_step_s(counts, device, each, 1, 0) for each in (few, many))
+    token_s = max(0.0, (largest_s - chunk_s) / (many - few))
+    pair = growing * -(-config.num_heads // counts.tensor) * attention_operations(config, 0, 1)
+    prompts = Coefficients(
+        step_s=max(0.0, chunk_s - few * token_s),
+        token_s=token_s,
+        context_s=read_bytes / device.bytes_per_s,
+        pair_s=pair / device.flop_per_s(config.dtype),
+    )
+    return StepCosts(decodes, prompts)
+
+
+def _step_s(counts: Counts, device: DeviceRates, num_tokens: int, num_sampled: int, graphs: int) -> float:
+    """Return the seconds of a step without attention: products, activations, sums over devices, launches."""
+    busy_s = sum(
+        each.times * device.operator_s(each.operations, each.dtype, each.num_bytes)
+        for each in counts.products(num_tokens, num_sampled)
+    )
+    busy_s += counts.activation_bytes(num_tokens) / device.bytes_per_s
+    sum_s = device.all_reduce_s(counts.hidden_bytes(num_tokens), counts.tensor)
+    busy_s += REDUCTIONS * counts.held.num_layers * sum_s + counts.num_operators * device.kernel_us * 1e-6
+    host_s = 1e-6 * (device.host_us + device.row_us * num_sampled)
+    if num_tokens <= graphs:
+        return host_s + busy_s + device.graph_us * 1e-6
+    return host_s + max(busy_s, counts.num_operators * device.launch_us * 1e-6)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from continuous_batching.scheduling.scheduler import Scheduler
+from continuous_batching.step_time import UNKNOWN, StepCosts
 from devices.rates import DeviceRates
 from models.config import DecoderConfig
 from models.cost import ModelPart
@@ -14,6 +15,7 @@ from recipes.assembly.families import model_config
 from recipes.assembly.memory_plan import GIB, MemoryPlan
 from recipes.assembly.scheduler import SchedulerLimits, scheduler_of
 from recipes.assembly.sizing import plan_memory
+from recipes.assembly.step_costs import costs_on
 from recipes.schema.recipe import Recipe
 from simulation.fitted import Fitted
 from simulation.roofline import Roofline
@@ -50,7 +52,7 @@ class Placement:
     def scheduler(self, **changes: Any) -> Scheduler:
         """Return an empty scheduler as `recipes.assembly.engine` makes it, with changes to its section."""
         section = replace(self.recipe.scheduler, **changes)
-        return scheduler_of(section, self.recipe.cache, self.limits())
+        return scheduler_of(section, self.recipe.cache, self.limits(), step_costs=self._step_costs())
 
     def stage_schedulers(self) -> list[Scheduler]:
         """Return one scheduler for each stage, with its part of the slots and the pages."""
@@ -58,7 +60,17 @@ class Placement:
         if section.num_slots % count:
             raise ValueError(f"--pp is {count}; it must divide scheduler.num_slots ({section.num_slots})")
         section = replace(section, num_slots=section.num_slots // count)
-        return [scheduler_of(section, self.recipe.cache, self.limits(count)) for _ in range(count)]
+        costs = self._step_costs()
+        return [
+            scheduler_of(section, self.recipe.cache, self.limits(count), step_costs=costs)
+            for _ in range(count)
+        ]
+
+    def _step_costs(self) -> StepCosts:
+        """Return what the scheduler starts from, as on a real device of this profile."""
+        if self.fitted is not None:
+            return UNKNOWN
+        return costs_on(self.recipe, self.config, self.device, self.tensor, self.pipeline)
 
     def costs(self) -> CostModel:
         """Return the costs of a step: as fitted to a recording, or by the device's roofline."""
