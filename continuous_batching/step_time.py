@@ -18,9 +18,9 @@ After entries i = 1 ... n with features x_i and times t_i, the coefficients w >=
 in which w' are the coefficients so far, those of `StepCosts` at first: a ridge regression of relative errors
 that forgets, and keeps what recent steps do not show. The costs that a model of the device states are right
 about proportions rather than about absolute times, so the median of the first steps' ratios scales them.
-Without such costs everything is taken to cost nothing, so that what has never been tried is tried. A time
-far above its prediction, or at first above the median, counts as a smaller one: it is that of a compilation
-or of another process.
+Without such costs everything is taken to cost nothing, so that what has never been tried is tried. The
+longer a step took, the less its relative error counts: a compilation, or another process, moves the fit by
+little.
 
 The coefficients depend on the observed steps alone, and not on when they are asked for, so that every rank
 and every replay that observes the same steps predicts the same.
@@ -45,7 +45,8 @@ Features = tuple[float, float, float, float]  # step, tokens, context, and draft
 _TRUST = 1e-3  # weight of the coefficients so far, as a share of that of the entries
 _MEAN_STEP = 0.1  # weight of the latest step in a mean
 _PLAIN_STEPS = 8  # steps without drafts of one size, whose median is one entry
-# Limit of measured to predicted time; what exceeds it is a disturbance of the machine
+# Limit of measured to predicted time. The longer a step took, the less its relative error counts, so that a
+# machine that has become much slower would be followed only when its faster steps are forgotten.
 _MOST_RATIO = 2.0
 
 
@@ -183,7 +184,7 @@ class _Fit:
         rows, took_s = np.array(self._features) / self._scales, np.array(self._took_s)
         if not self.is_fitted:
             self.is_fitted = True
-            took_s = self._scaled(rows, took_s)
+            self._scale(rows, took_s)
         rows /= took_s[:, None]
         kept = self._kind.kept ** np.arange(len(rows) - 1, -1, -1)
         faded = self._kind.kept ** len(rows)
@@ -195,15 +196,11 @@ class _Fit:
         self._features.clear()
         self._took_s.clear()
 
-    def _scaled(self, rows: Floats, took_s: Floats) -> Floats:
-        """Scale the given costs to the first times; return these, limited by what is then predicted."""
+    def _scale(self, rows: Floats, took_s: Floats) -> None:
+        """Scale the given costs, if there are any, to the first times."""
         given_s = rows @ self._weights
-        predicted_s = np.full(len(rows), median_low(took_s.tolist()))
         if given_s.min() > 0:
             self._weights = self._weights * median_low((took_s / given_s).tolist())
-            predicted_s = rows @ self._weights
-        limited: Floats = np.minimum(took_s, _MOST_RATIO * predicted_s)
-        return limited
 
     def _solved(self) -> Floats:
         """Solve least squares without negative weights, dropping the most negative one repeatedly."""
