@@ -8,7 +8,7 @@
     python -m scripts.simulate held-out RECIPE [key=value] --train FILE [--held FILE] [--runs N]
     python -m scripts.simulate fit RECORDING --output COSTS.json     what --costs takes
 
-The scheduler is the real one; the time of a step comes from a model of the device (`simulation/profiles`), or
+The scheduler is the real one; the time of a step comes from a model of the device (`devices/profiles`), or
 was fitted to a recorded run (`scheduler.record` in its recipe).
 """
 

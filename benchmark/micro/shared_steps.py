@@ -26,6 +26,7 @@ from benchmark.simulate.placement import device_name
 from continuous_batching.batch import Batch, Sampled
 from continuous_batching.engine import Engine, Runner
 from continuous_batching.slots import SlotPool
+from devices.rates import DeviceRates
 from kv_cache.pages import PageCopy
 from models.config import DecoderConfig
 from models.layers.dtypes import TORCH_DTYPES
@@ -40,7 +41,6 @@ from recipes.schema.parallel_section import ParallelSection
 from recipes.schema.reader import load
 from recipes.schema.recipe import Recipe
 from recipes.schema.recipe_error import RecipeError
-from simulation.device import SimulatedDevice
 from simulation.fitted_device import StepSize, fitted_device, predicted_s, with_links
 from simulation.roofline import Roofline
 
@@ -58,7 +58,7 @@ class TimedSteps:
     def __init__(self, runner: Runner, group: Group, slots: SlotPool, config: DecoderConfig) -> None:
         self._runner, self._group, self._slots = runner, group, slots
         # No rate of the device changes what a step reads.
-        self._seen = Roofline(config, SimulatedDevice.load("epyc")).seen
+        self._seen = Roofline(config, DeviceRates.load("epyc")).seen
         self.steps: Steps = []
 
     def run(self, batch: Batch) -> Sampled:
@@ -157,7 +157,7 @@ def measure(recipe: Recipe, num_requests: int, num_rounds: int) -> dict[str, Any
         )  # fmt: skip
     (rounds, sums, read_gb_per_s), *_ = in_ranks(recipe, body, num_requests, num_rounds)
     config = model_config(recipe)
-    base = SimulatedDevice.load(device_name(recipe, None))
+    base = DeviceRates.load(device_name(recipe, None))
     device = fitted_device(base, config, [each for one, _ in rounds for each in one], read_gb_per_s)
     device = with_links(device, ranks, sums)
     rows = {

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from models.config import DecoderConfig
+from models.cost import attention_operations
 from recipes.schema.numbers import MOST_TOKENS, whole
-from simulation.roofline import attention_operations
 
 
 @dataclass(frozen=True, slots=True)

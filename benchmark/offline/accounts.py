@@ -9,9 +9,9 @@ from dataclasses import asdict
 from benchmark.offline.timeline import StepRecord, Timeline, end_s
 from continuous_batching.engine import Engine
 from continuous_batching.request import Request
+from devices.profile import named
 from recipes.assembly.engine import BuiltEngine
 from recipes.schema.recipe import Recipe
-from simulation.device_profile import named
 from simulation.run_totals import rounded
 
 DONE = ("stop", "length")

@@ -192,6 +192,4 @@ def _add_ways(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_device(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--device", metavar="NAME", help="a name in simulation/profiles; else the recipe's own"
-    )
+    parser.add_argument("--device", metavar="NAME", help="a name in devices/profiles; else the recipe's own")

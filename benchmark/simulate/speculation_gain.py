@@ -11,12 +11,12 @@ import argparse
 from typing import Any
 
 from benchmark.options import add_json, show
+from devices.rates import DeviceRates
 from models.config import DecoderConfig
 from recipes.assembly.families import model_config
 from recipes.schema.command_line import add_recipe
 from recipes.schema.numbers import MOST_TOKENS, real, whole, wholes
 from recipes.schema.reader import read
-from simulation.device import SimulatedDevice
 from simulation.roofline import Roofline
 
 
@@ -45,7 +45,7 @@ def gain(
 def table(
     config: DecoderConfig,
     draft_config: DecoderConfig | None,
-    device: SimulatedDevice,
+    device: DeviceRates,
     options: argparse.Namespace,
 ) -> list[dict[str, Any]]:
     """Return a row for each number of rows and context: with all drafts, and with the best number of them."""
@@ -84,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `drafts`."""
     add_recipe(parser)
     add = parser.add_argument
-    add("--device", default="ascend910b", metavar="NAME", help="of simulation/profiles")
+    add("--device", default="ascend910b", metavar="NAME", help="of devices/profiles")
     add("--rows", type=wholes(1, 2**16), default=[1, 16, 64, 128, 256], metavar="N,N,...")
     add("--contexts", type=wholes(1, MOST_TOKENS), default=[1000, 8000], metavar="N,N,...")
     add("--drafts", type=whole(1, 64), default=5, metavar="N", help="of a row in a step")
@@ -96,7 +96,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> None:
     config = model_config(read(options.recipe, options.overrides, options.profile).recipe)
     draft_config = model_config(read(options.drafter).recipe) if options.drafter else None
-    device = SimulatedDevice.load(options.device)
+    device = DeviceRates.load(options.device)
     asked = {"device": device.name, "basis": device.basis, "drafts": options.drafts}
     rows = table(config, draft_config, device, options)
     show({**asked, "acceptance": options.acceptance, "rows": rows}, options, print_table)
