@@ -25,9 +25,9 @@ from recipes.assembly.scheduler import (
     scheduler_from,
     scheduler_of,
 )
+from recipes.schema.checks import contradictions
 from recipes.schema.recipe import CacheSection
 from recipes.schema.recipe_error import RecipeError
-from recipes.schema.scheduler_checks import contradictions
 from recipes.schema.scheduler_defaults import LONGEST_STEP, completed, longest_request
 from recipes.schema.scheduler_section import SchedulerSection
 
