@@ -181,13 +181,16 @@ class PageTables:
     def resumable(self, entries: Index, row: int | None = None) -> Index:
         """Return the first of these cached pages, up to the last from which every window can be resumed.
 
-        They are those of a request's start, or continue the pages of a row.
+        They are those of a request's start, or continue the pages of a row. Nothing was promised to such a
+        row for copies of resting pages.
         """
         if not self.groups or not len(entries):
             return entries
         held = 0 if row is None else int(self.slots.num_pages[row])
-        firsts = [0 if row is None else int(group.first[row]) for group in self.groups]
-        able = [group.resumable(entries, held, first) for group, first in zip(self.groups, firsts)]
+        able = []
+        for group in self.groups:
+            first = 0 if row is None else int(group.first[row])
+            able.append(group.resumable(entries, held, first, rests=row is None))
         longest = int(np.flatnonzero(np.logical_and.reduce(able))[-1])
         return entries[: max(0, longest - held)]
 
