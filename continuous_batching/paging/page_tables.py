@@ -37,7 +37,6 @@ class PageTables:
         self._counters = counters
         self.groups = prefix.groups
         self._copies: list[PageCopy] = []
-        self.keep_from: dict[int, int] = {}  # row -> tokens behind which its windows' pages are kept
         self.pinned: Index = EMPTY  # pages that must not be moved
         self.forked: set[int] = set()  # rows whose last page may be shared with the rows they forked from
         # Row of a beam that waits for its leader -> number of pages to share
@@ -124,9 +123,6 @@ class PageTables:
             return
         slots, busy = self.slots, self.slots.busy
         computed = slots.num_computed[busy]
-        if self.keep_from:
-            most = [self.keep_from.get(row, slots.max_tokens) for row in busy.tolist()]
-            computed = np.minimum(computed, most)
         published = np.where(
             slots.num_published[busy] < slots.num_shareable[busy], slots.num_published[busy], slots.max_pages
         )
@@ -262,7 +258,6 @@ class PageTables:
     def clear(self, row: int) -> None:
         """Release all pages of a row."""
         self.forked.discard(row)
-        self.keep_from.pop(row, None)
         self.prefix.release(self.slots.pages(row))
         self.slots.num_pages[row] = 0
         for group in self.groups:

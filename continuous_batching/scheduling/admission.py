@@ -166,6 +166,6 @@ class Admission:
         """
         number, version, matched = self._head
         if number != request.number or version != self._lifecycle.prefix.version:
-            matched = self._lifecycle.find(request)
+            matched = self._lifecycle.find(request, self._beam_searches.most_found(request))
             self._head = (request.number, self._lifecycle.prefix.version, matched)
         return matched
