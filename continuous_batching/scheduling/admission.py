@@ -127,6 +127,7 @@ class Admission:
     def _enter(self, request: Request, matched: Index, reserved: int, now_s: float) -> int:
         """Give a request a row; on its first admission, count its prompt and its hits."""
         lifecycle, first_time = self._lifecycle, not request.num_preemptions
+        self._head = (-1, -1, EMPTY)  # it may come back with other tokens, as a beam, and find others
         if first_time:
             request.admitted_s = now_s
             lifecycle.matching.count_lookup(request, matched)

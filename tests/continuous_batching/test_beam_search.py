@@ -326,6 +326,20 @@ def test_a_resumed_search_that_just_fits_finishes(is_found: bool) -> None:
     check_search(request, set())
 
 
+def test_a_search_preempted_again_finds_pages_by_the_tokens_that_it_has_by_then() -> None:
+    """Its first beam may continue another one, and nothing else has changed what can be found."""
+    for num_steps in range(4, 16):
+        engine, request = make(), search("a", num_prompt=3, max_tokens=19, width=2, early_stopping="never")
+        engine.add(request)
+        for _ in range(num_steps):
+            engine.step()
+        for _ in range(2):
+            engine.scheduler.preemption.preempt(int(engine.slots.busy[0]))
+            engine.step()
+        run_out(engine)
+        check_search(request, set())
+
+
 def test_a_search_is_promised_pages_for_all_its_beams() -> None:
     engine = make(num_pages=1 + 8)
     other = Request("o", np.arange(13), SamplingParams(max_tokens=2))
