@@ -153,7 +153,7 @@ class PageTables:
     def grow(self, rows: Index, counts: Index) -> None:
         """Give each row `counts` more pages, and a copy of the page that it writes if that page is shared.
 
-        Idle cached pages are evicted if too few pages are free. This is of group 0 alone.
+        Idle cached pages are evicted if too few pages are free. Only group 0 grows here.
         """
         slots = self.slots
         total = int(counts.sum())
@@ -191,8 +191,10 @@ class PageTables:
         return entries[: max(0, longest - held)]
 
     def resume(self, row: int, entries: Index) -> None:
-        """Let a row go on after these cached pages, in the groups of windows; `extend` shares those of group
-        0."""
+        """Let a row go on after these cached pages in the groups of windows.
+
+        `extend` shares those of group 0.
+        """
         for group in self.groups:
             self._copies += group.resume(row, entries)
 
