@@ -125,6 +125,22 @@ FAULTS = {
         "tests/continuous_batching/test_beam_search.py"
         "::test_a_resumed_search_keeps_the_window_from_which_its_beams_start",
     ),
+    "resting_page_taken_unpromised": Fault(
+        "kv_cache/groups.py::WindowGroup.resumable",
+        "beside == 0 if rests else beside <= 0",
+        "beside == 0",
+        "a row that waited takes pages for copies, while other rows hold all of them",
+        "tests/continuous_batching/test_window_schedules.py"
+        "::test_a_row_that_waited_for_pages_takes_none_for_copies_of_resting_ones",
+    ),
+    "search_found_by_former_tokens": Fault(
+        "continuous_batching/scheduling/admission.py::Admission._enter",
+        "self._head = (-1, -1, EMPTY)",
+        "",
+        "a search that is preempted again starts from pages of tokens that its first beam no longer has",
+        "tests/continuous_batching/test_beam_search.py"
+        "::test_a_search_preempted_again_finds_pages_by_the_tokens_that_it_has_by_then",
+    ),
     "leader_found_beyond_its_beams": Fault(
         "continuous_batching/samples/beam_search.py::BeamSearches.most_found",
         "search.num_shared(self._slots.page_size)",
