@@ -232,16 +232,19 @@ class WindowGroup:
         self.table[row, held] = 0
         self.first[row] = self.stop[row] = 0
 
-    def resumable(self, entries: Index, held: int = 0, first_held: int = 0) -> NDArray[np.bool_]:
+    def resumable(
+        self, entries: Index, held: int = 0, first_held: int = 0, *, rests: bool = True
+    ) -> NDArray[np.bool_]:
         """Return for each length of a prefix, in pages, whether its next query finds all that it sees.
 
         The prefix consists of `held` pages of a row, which holds those from `first_held` on, and of the pages
-        beside these cached `entries` of group 0. [held + entries + 1], of which 0 pages are always enough.
+        beside these cached `entries` of group 0; they may rest in the host's pool if `rests`.
+        [held + entries + 1], of which 0 pages are always enough.
         """
-        count = held + len(entries)
+        count, beside = held + len(entries), self.beside[entries]
         lacks = np.zeros(count + 1, dtype=np.bool_)
         lacks[1 : 1 + first_held] = True
-        lacks[1 + held :] = self.beside[entries] == 0
+        lacks[1 + held :] = beside == 0 if rests else beside <= 0
         # One past the last page that is lacking, 0 if none is
         last_lacking = np.maximum.accumulate(np.where(lacks, np.arange(count + 1), 0))
         able: NDArray[np.bool_] = last_lacking <= self.first_seen(np.arange(count + 1) * self.page_size)

@@ -37,7 +37,6 @@ class PageTables:
         self._counters = counters
         self.groups = prefix.groups
         self._copies: list[PageCopy] = []
-        self.keep_from: dict[int, int] = {}  # row -> tokens behind which its windows' pages are kept
         self.pinned: Index = EMPTY  # pages that must not be moved
         self.forked: set[int] = set()  # rows whose last page may be shared with the rows they forked from
         # Row of a beam that waits for its leader -> number of pages to share
@@ -124,9 +123,6 @@ class PageTables:
             return
         slots, busy = self.slots, self.slots.busy
         computed = slots.num_computed[busy]
-        if self.keep_from:
-            most = [self.keep_from.get(row, slots.max_tokens) for row in busy.tolist()]
-            computed = np.minimum(computed, most)
         published = np.where(
             slots.num_published[busy] < slots.num_shareable[busy], slots.num_published[busy], slots.max_pages
         )
@@ -157,7 +153,7 @@ class PageTables:
     def grow(self, rows: Index, counts: Index) -> None:
         """Give each row `counts` more pages, and a copy of the page that it writes if that page is shared.
 
-        Idle cached pages are evicted if too few pages are free. This is of group 0 alone.
+        Idle cached pages are evicted if too few pages are free. Only group 0 grows here.
         """
         slots = self.slots
         total = int(counts.sum())
@@ -181,19 +177,24 @@ class PageTables:
     def resumable(self, entries: Index, row: int | None = None) -> Index:
         """Return the first of these cached pages, up to the last from which every window can be resumed.
 
-        They are those of a request's start, or continue the pages of a row.
+        They are those of a request's start, or continue the pages of a row. Nothing was promised to such a
+        row for copies of resting pages.
         """
         if not self.groups or not len(entries):
             return entries
         held = 0 if row is None else int(self.slots.num_pages[row])
-        firsts = [0 if row is None else int(group.first[row]) for group in self.groups]
-        able = [group.resumable(entries, held, first) for group, first in zip(self.groups, firsts)]
+        able = []
+        for group in self.groups:
+            first = 0 if row is None else int(group.first[row])
+            able.append(group.resumable(entries, held, first, rests=row is None))
         longest = int(np.flatnonzero(np.logical_and.reduce(able))[-1])
         return entries[: max(0, longest - held)]
 
     def resume(self, row: int, entries: Index) -> None:
-        """Let a row go on after these cached pages, in the groups of windows; `extend` shares those of group
-        0."""
+        """Let a row go on after these cached pages in the groups of windows.
+
+        `extend` shares those of group 0.
+        """
         for group in self.groups:
             self._copies += group.resume(row, entries)
 
@@ -259,7 +260,6 @@ class PageTables:
     def clear(self, row: int) -> None:
         """Release all pages of a row."""
         self.forked.discard(row)
-        self.keep_from.pop(row, None)
         self.prefix.release(self.slots.pages(row))
         self.slots.num_pages[row] = 0
         for group in self.groups:

@@ -73,13 +73,13 @@ class SlotLifecycle:
             num_full = request.num_prompt_tokens // self.slots.page_size
             self.held.lease(request.id, self.slots.pages(row)[:num_full])
 
-    def find(self, request: Request) -> Index:
-        """Return the cached pages that a request can start from.
+    def find(self, request: Request, most: int | None = None) -> Index:
+        """Return the cached pages that a request can start from, at most so many.
 
         If its swapped pages continue them, they are cut there. What its windows see has been swapped, too, so
         that nothing needs to be found for them.
         """
-        pages = self.matching.find(request)
+        pages = self.matching.find(request)[:most]
         swapped = self.swap.left(request)
         if swapped is not None and len(pages) >= swapped.first:
             return pages[: swapped.first]

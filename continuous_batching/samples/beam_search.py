@@ -110,8 +110,6 @@ class BeamSearches:
         for beam in search.beams:
             if beam is not request:
                 row_of[beam] = self._lifecycle.enter_beam(beam, num_shared, reserved)
-        if search.has_begun:  # these beams start where their leader has long been
-            self._lifecycle.tables.keep_from[row] = num_shared * slots.page_size
         search.all_rows = list(row_of.values())
         search.rows = [row_of[beam] for beam in search.beams] if search.has_begun else [row]
         self._search_of |= dict.fromkeys(search.all_rows, search)
@@ -126,7 +124,33 @@ class BeamSearches:
             if self._slots.num_computed[leader] >= waiting[others[0]] * size:
                 for row in others:
                     self._lifecycle.start_beam(leader, row)
-                self._lifecycle.tables.keep_from.pop(leader, None)
+                if self._lifecycle.tables.groups:  # it stopped here, too
+                    self._lifecycle.matching.block_until_looked_up(leader)
+
+    def most_found(self, request: Request) -> int | None:
+        """Return the most cached pages from which a waiting request may go on; None: any number.
+
+        The leader of a resumed search must have what the windows of its other beams see when these start.
+        """
+        search = self.by_number.get(request.number)
+        if search is None or not search.has_begun or not self._lifecycle.tables.groups:
+            return None
+        return search.num_shared(self._slots.page_size)
+
+    def wait_for_beams(self, rows: Index, stops: Index) -> Index:
+        """Stop leaders of resumed searches where their other beams start, and return the ends of the spans.
+
+        Behind that they would free what the windows of these beams see, and take pages that these need.
+        """
+        if not self._lifecycle.tables.groups:
+            return stops
+        waiting, stops = self._lifecycle.waiting_beams, stops.copy()
+        for search in self._running():
+            leader, other = search.all_rows[:2]
+            if search.has_begun and other in waiting:
+                most = waiting[other] * self._slots.page_size
+                stops[rows == leader] = np.minimum(stops[rows == leader], most)
+        return stops
 
     def keep_together(self, rows: Index, starts: Index, stops: Index) -> tuple[Index, Index, Index]:
         """Hold back the last tokens of beams whose search cannot compute all of them in this step."""

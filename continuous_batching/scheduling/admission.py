@@ -127,6 +127,7 @@ class Admission:
     def _enter(self, request: Request, matched: Index, reserved: int, now_s: float) -> int:
         """Give a request a row; on its first admission, count its prompt and its hits."""
         lifecycle, first_time = self._lifecycle, not request.num_preemptions
+        self._head = (-1, -1, EMPTY)  # it may come back with other tokens, as a beam, and find others
         if first_time:
             request.admitted_s = now_s
             lifecycle.matching.count_lookup(request, matched)
@@ -166,6 +167,6 @@ class Admission:
         """
         number, version, matched = self._head
         if number != request.number or version != self._lifecycle.prefix.version:
-            matched = self._lifecycle.find(request)
+            matched = self._lifecycle.find(request, self._beam_searches.most_found(request))
             self._head = (request.number, self._lifecycle.prefix.version, matched)
         return matched

@@ -242,6 +242,7 @@ class Scheduler:
             self._compaction.step(self.counters.steps)
         rows, starts, stops, only_decodes = self._shared(rows)
         if self._beam_searches.by_number:
+            stops = self._beam_searches.wait_for_beams(rows, stops)
             rows, starts, stops = self._beam_searches.keep_together(rows, starts, stops)
         num_drafts = 0
         if self.speculation is not None and (self.depth > 1 or not ahead):

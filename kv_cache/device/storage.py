@@ -31,7 +31,7 @@ class KVCache:
     """Keys and values of all layers, allocated once; `keys[layer]` and `values[layer]` are [P, B, K, D].
 
     Layer i belongs to group `groups[i]`, and all to group 0 by default. Group 0 has `num_pages` pages, and
-    the groups of windows `window_pages`; `window_host_pages` of these lie in the host's memory.
+    the groups of windows have `window_pages`, and `window_host_pages` further ones in the host's memory.
 
     `allocate` makes such a tensor of a given number of pages, filled with zeros, for attention that uses its
     own order within a page or its own type: only the first axis matters here, and whatever a page holds, such

@@ -389,10 +389,14 @@ def _with_host_tier(recipe: Recipe, sizing: MemoryPlan, host_bytes: int, num_dev
     page_bytes = sizing.page_bytes + of_windows
 
     def with_host_pages(count: int, because: str = "") -> MemoryPlan:
-        windows = tuple(
-            replace(each, num_host_pages=max(2, int(part * count)) if count else 0)
-            for part, each in zip(shares, sizing.windows)
-        )
+        counts = [max(2, int(part * count)) if count else 0 for part in shares]
+        # A request is swapped out only if there is room for what its windows see, so that takes precedence
+        least = [max(at, 1 + each.most_of_a_request) for at, each in zip(counts, sizing.windows)]
+        beyond = sum(each.page_bytes * at for at, each in zip(least, sizing.windows)) - count * of_windows
+        left = count - math.ceil(max(0, beyond) / max(1, sizing.page_bytes))
+        if count and left >= 2:
+            counts, count = least, left
+        windows = tuple(replace(each, num_host_pages=at) for at, each in zip(counts, sizing.windows))
         return replace(sizing, num_host_pages=count, windows=windows, host_because=because)
 
     wanted = int(host_gib * GIB / page_bytes)

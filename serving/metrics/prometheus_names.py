@@ -48,7 +48,7 @@ def expert_imbalance(stats: ServerStats) -> dict[str, float]:
 
 
 def pages_part(stats: ServerStats) -> float:
-    """Return the fraction of the pages that requests use: of windows, if it is larger than of the others."""
+    """Return the fraction of the pages that requests use, or that of the windows' pages if it is larger."""
     gauges = stats.gauges
     all_pages = gauges.held_pages + gauges.idle_pages + gauges.free_pages
     of_windows = gauges.window_held_pages + gauges.window_idle_pages + gauges.window_free_pages

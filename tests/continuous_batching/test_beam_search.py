@@ -301,6 +301,45 @@ def test_a_resumed_search_keeps_the_window_from_which_its_beams_start() -> None:
     check_search(request, set())
 
 
+@pytest.mark.parametrize("is_found", [False, True])
+def test_a_resumed_search_that_just_fits_finishes(is_found: bool) -> None:
+    """Its leader computes, or finds, what beams have in common, and stops there until the others begin."""
+    slots, pool = SlotPool(4, MAX_TOKENS, 2), PagePool(120)
+    groups = window_groups([3], slots, pool, None, [4 * 2])
+    scheduler = Scheduler(slots, pool, StallFree(), max_batch_tokens=60, vocab_size=VOCAB_SIZE, groups=groups)
+    engine = Engine(scheduler, ChecksumRunner(slots, pool, None, groups), clock=lambda: 0.0)
+    request = search("a", num_prompt=3, max_tokens=18, width=4, early_stopping="never")
+    engine.add(request)
+    for _ in range(12):
+        engine.step()
+    leader = int(slots.busy[0])
+    own = set(groups[0].table[leader, groups[0].first[leader] : groups[0].stop[leader]].tolist())
+    scheduler.preemption.preempt(leader)
+    if is_found:  # the others lose what their windows would see
+        (group,) = groups
+        for page in [page for page in group._idle if page in own]:
+            group._idle.move_to_end(page)
+        group.evict(sum(page not in own for page in group._idle))
+    else:
+        scheduler.tables.evict(scheduler.prefix.num_idle)
+    run_out(engine)
+    check_search(request, set())
+
+
+def test_a_search_preempted_again_finds_pages_by_the_tokens_that_it_has_by_then() -> None:
+    """Its first beam may continue another one, and nothing else has changed what can be found."""
+    for num_steps in range(4, 16):
+        engine, request = make(), search("a", num_prompt=3, max_tokens=19, width=2, early_stopping="never")
+        engine.add(request)
+        for _ in range(num_steps):
+            engine.step()
+        for _ in range(2):
+            engine.scheduler.preemption.preempt(int(engine.slots.busy[0]))
+            engine.step()
+        run_out(engine)
+        check_search(request, set())
+
+
 def test_a_search_is_promised_pages_for_all_its_beams() -> None:
     engine = make(num_pages=1 + 8)
     other = Request("o", np.arange(13), SamplingParams(max_tokens=2))

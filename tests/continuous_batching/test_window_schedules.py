@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from continuous_batching.engine import Engine
+from continuous_batching.policies.prefill_budget import FixedChunks
 from continuous_batching.policies.stall_free import StallFree
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.scheduling.scheduler import Scheduler
@@ -151,6 +152,38 @@ def test_chunks_leave_a_shared_beginning_to_be_found_wherever_they_were_cut() ->
     serve(engine, "a", STORY[:45])
     other = np.concatenate([STORY[:8], STORY[30:50]])
     assert serve(engine, "b", other).num_cached_tokens == 8
+
+
+def test_a_row_that_waited_for_pages_takes_none_for_copies_of_resting_ones() -> None:
+    """Other rows hold all pages of the device by then, and nothing was promised for copies."""
+    slots, pool, host = SlotPool(3, LARGEST, 4), PagePool(41), PagePool(41)
+    groups = window_groups([9], slots, pool, host, [6], 20)
+    scheduler = Scheduler(
+        slots,
+        pool,
+        StallFree(FixedChunks(16)),
+        max_batch_tokens=60,
+        vocab_size=VOCAB_SIZE,
+        host_pool=host,
+        groups=groups,
+    )
+    engine = Engine(scheduler, ChecksumRunner(slots, pool, host, groups), clock=lambda: 0.0)
+    follower = Request("follower", STORY[:42], SamplingParams(max_tokens=4))
+    engine.add(Request("leader", STORY[:42], SamplingParams(max_tokens=4)))
+    engine.add(follower)
+    engine.step()
+    assert scheduler.lifecycle.matching.blocked
+    engine.abort("leader")
+    copy = groups[0].evict(groups[0].num_idle)
+    assert copy is not None
+    scheduler.tables.copy(copy)
+    holder = groups[0].pool.take(groups[0].pool.num_free - 1)
+    engine.step()
+    groups[0].pool.release(holder)
+    while engine.has_work:
+        engine.step()
+        recount(scheduler)
+    assert follower.answer.tolist() == alone(follower.prompt.tolist(), 4)
 
 
 def test_pages_are_as_many_as_a_window_may_touch() -> None:

@@ -118,12 +118,35 @@ FAULTS = {
         "::test_a_long_chunk_preempts_nobody_for_pages_that_it_needs_for_one_step",
     ),
     "beams_lose_where_they_start": Fault(
-        "continuous_batching/samples/beam_search.py::BeamSearches.take_rows",
-        "self._lifecycle.tables.keep_from[row] = num_shared * slots.page_size",
+        "continuous_batching/samples/beam_search.py::BeamSearches.wait_for_beams",
+        "stops[rows == leader] = np.minimum(stops[rows == leader], most)",
         "",
         "a resumed search has freed what its other beams start from",
         "tests/continuous_batching/test_beam_search.py"
         "::test_a_resumed_search_keeps_the_window_from_which_its_beams_start",
+    ),
+    "resting_page_taken_unpromised": Fault(
+        "kv_cache/groups.py::WindowGroup.resumable",
+        "beside == 0 if rests else beside <= 0",
+        "beside == 0",
+        "a row that waited takes pages for copies, while other rows hold all of them",
+        "tests/continuous_batching/test_window_schedules.py"
+        "::test_a_row_that_waited_for_pages_takes_none_for_copies_of_resting_ones",
+    ),
+    "search_found_by_former_tokens": Fault(
+        "continuous_batching/scheduling/admission.py::Admission._enter",
+        "self._head = (-1, -1, EMPTY)",
+        "",
+        "a search that is preempted again starts from pages of tokens that its first beam no longer has",
+        "tests/continuous_batching/test_beam_search.py"
+        "::test_a_search_preempted_again_finds_pages_by_the_tokens_that_it_has_by_then",
+    ),
+    "leader_found_beyond_its_beams": Fault(
+        "continuous_batching/samples/beam_search.py::BeamSearches.most_found",
+        "search.num_shared(self._slots.page_size)",
+        "None",
+        "a leader starts behind its other beams, and does not have what their windows see",
+        "tests/continuous_batching/test_beam_search.py::test_a_resumed_search_that_just_fits_finishes",
     ),
     "windows_captured_with_other_pages": Fault(
         "models/step/graph_inputs.py::GraphInputs.fill",

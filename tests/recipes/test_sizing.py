@@ -247,6 +247,21 @@ def test_a_part_that_is_too_small_is_refused_with_what_is_missing():
     assert text.endswith("; lower cache.reserve_gib, or choose a smaller model or model.dtype")
 
 
+def test_a_host_tier_has_room_for_what_the_windows_of_a_request_see():
+    """By its share of the device's pages it would have 3, and no request could be swapped out."""
+    windows = {
+        "model_type": "qwen2",
+        "use_sliding_window": True,
+        "max_window_layers": 1,
+        "sliding_window": 64,
+    }
+    recipe = made(windows, pages=512, host_gib=40 * PAGE_BYTES / GIB, num_window_pages=33)
+    (window,) = sized(recipe).windows
+    assert window.most_of_a_request == 5
+    assert window.num_host_pages == 6
+    assert sized(recipe).host_bytes <= 40 * PAGE_BYTES
+
+
 def test_a_host_tier_is_whole_pages_and_must_fit_beside_the_cache():
     sizing = sized(made(host_gib=1))
     assert sizing.num_host_pages == GIB // PAGE_BYTES
