@@ -14,56 +14,13 @@ was fitted to a recorded run (`scheduler.record` in its recipe).
 
 from __future__ import annotations
 
-import argparse
-import json
-
-from benchmark.offline.offline import print_table
-from benchmark.simulate.command_line import (
-    fit_parser,
-    fleet_parser,
-    held_out_parser,
-    routes_parser,
-    search_parser,
-    serve_parser,
-    splits_parser,
-)
-from benchmark.simulate.deployment import Result
-from benchmark.simulate.fitting import fit_main
-from benchmark.simulate.held_out import held_out
-from benchmark.simulate.one_run import simulate
-from benchmark.simulate.search import search_main
-from benchmark.simulate.shards import fleet_main
-from benchmark.simulate.ways import routes_main, splits_main
+from benchmark.verbs import simulate
 from recipes.schema import verb
-
-
-def show(options: argparse.Namespace, result: Result) -> None:
-    """Print the result as JSON or as a table."""
-    if options.json:
-        print(json.dumps(result, indent=2))
-    else:
-        print_table(result)
 
 
 def main(argv: list[str]) -> None:
     """Simulate, search or fit; raises ValueError or OSError for what cannot be read or is impossible."""
-    if argv[:1] == ["fit"]:
-        fit_main(fit_parser().parse_args(argv[1:]))
-    elif argv[:1] == ["held-out"]:
-        options = held_out_parser().parse_intermixed_args(argv[1:])
-        show(options, held_out(options))
-    elif argv[:1] == ["fleet"]:
-        options = fleet_parser().parse_intermixed_args(argv[1:])
-        show(options, fleet_main(options))
-    elif argv[:1] == ["search"]:
-        search_main(search_parser().parse_intermixed_args(argv[1:]))
-    elif argv[:1] == ["routes"]:
-        routes_main(routes_parser().parse_intermixed_args(argv[1:]))
-    elif argv[:1] == ["splits"]:
-        splits_main(splits_parser().parse_intermixed_args(argv[1:]))
-    else:
-        options = serve_parser(__doc__ or "").parse_intermixed_args(argv)
-        show(options, simulate(options))
+    simulate(argv, __doc__ or "Simulate a recipe on a machine that is not here; nothing of it is measured.")
 
 
 if __name__ == "__main__":

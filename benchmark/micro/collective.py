@@ -16,14 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmark.options import add_json, show
-from benchmark.run_clock import RunClock
+from benchmark.options import markdown
 from models.parallel.group import Group
-from recipes.assembly import versions
 from recipes.cluster.in_ranks import in_ranks
 from recipes.machine import start
-from recipes.schema.command_line import add_recipe
-from recipes.schema.numbers import MOST_COUNT, whole, wholes
 from recipes.schema.reader import load
 from recipes.schema.recipe import Recipe
 from recipes.schema.recipe_error import RecipeError
@@ -66,49 +62,27 @@ def body(
     return machine.name, list(times_us(group, machine.device, sizes, repeats))
 
 
-def measure(recipe: Recipe, sizes: list[int], repeats: int) -> dict[str, Any]:
+def run(options: argparse.Namespace) -> dict[str, Any]:
     """Return the figures of the first rank."""
+    recipe = load(options.recipe, options.overrides, options.profile)
     ranks = recipe.parallel.ranks
     if ranks < 2:
         raise RecipeError("parallel.tensor", "one rank waits for nobody", "set it to 2 or more", value=ranks)
-    (name, rows), *_ = in_ranks(recipe, body, sizes, repeats)
+    (name, rows), *_ = in_ranks(recipe, body, options.sizes, options.repeats)
     figures = [
         {"method": method, "bytes": size, "us": round(us, 1), "gb_per_s": round(size / us / 1e3, 3)}
         for method, size, us in rows
     ]
-    return {"device": name, "ranks": ranks, "calls": figures}
+    return {"collective": {"device": name, "ranks": ranks, "calls": figures}}
 
 
 def print_table(result: Mapping[str, Any]) -> None:
     """Print a Markdown row for each size."""
     found = result["collective"]
-    names = list(dict.fromkeys(row["method"] for row in found["calls"]))
-    by_size: dict[int, dict[str, Any]] = {}
+    by_size: dict[int, dict[str, str]] = {}
     for row in found["calls"]:
-        by_size.setdefault(row["bytes"], {})[row["method"]] = row
+        cell = f"{row['us']:,.1f} ({row['gb_per_s']:.3f})"
+        by_size.setdefault(row["bytes"], {})[row["method"]] = cell
     print(f"{found['ranks']} ranks of {found['device']}: µs of a call (GB/s)\n")
-    print(f"| bytes of a rank | {' | '.join(names)} |\n|{'---|' * (1 + len(names))}")
-    for size, row in by_size.items():
-        cells = [f"{row[name]['us']:,.1f} ({row[name]['gb_per_s']:.3f})" for name in names]
-        print(f"| {size:,} | {' | '.join(cells)} |")
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `collective`."""
-    add_recipe(parser)
-    parser.add_argument(
-        "--sizes",
-        type=wholes(4, 2**32),
-        default=[8 << 10, 64 << 10, 512 << 10, 4 << 20],
-        metavar="BYTES,...",
-        help="what a rank brings",
-    )
-    parser.add_argument("--repeats", type=whole(1, MOST_COUNT), default=20, metavar="N", help="of a round")
-    add_json(parser)
-
-
-def main(options: argparse.Namespace) -> None:
-    recipe, clock = load(options.recipe, options.overrides, options.profile), RunClock()
-    found = measure(recipe, options.sizes, options.repeats)
-    described = {"benchmark": "collective", "machine": versions.describe(), "clock": clock.read()}
-    show({**described, "collective": found}, options, print_table)
+    heads = ("bytes of a rank", *next(iter(by_size.values())))
+    print(markdown(heads, [(f"{size:,}", *cells.values()) for size, cells in by_size.items()]))

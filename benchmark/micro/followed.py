@@ -20,8 +20,6 @@ from typing import Any
 
 import numpy as np
 
-from benchmark.options import add_json, show
-from benchmark.run_clock import RunClock
 from continuous_batching.batch import Batch, Sampled
 from continuous_batching.engine import Engine
 from continuous_batching.recording.follower import Beats, Follower
@@ -30,9 +28,7 @@ from continuous_batching.recording.recorder import Recorder, RecordingFile
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.scheduling.scheduler import Scheduler
 from kv_cache.pages import PageCopy
-from recipes.assembly import versions
 from recipes.assembly.scheduler import SchedulerLimits, scheduler_of
-from recipes.schema.numbers import MOST_COUNT, whole
 from recipes.schema.recipe import CacheSection
 from recipes.schema.scheduler_section import SchedulerSection
 
@@ -102,9 +98,9 @@ def turn(engine: Engine, num_steps: int) -> float:
     return statistics.median(times_us)
 
 
-def measure(num_slots: int, num_steps: int) -> dict[str, Any]:
+def run(options: argparse.Namespace) -> dict[str, Any]:
     """Time steps alone and followed; returns both, and the median of their ratios."""
-    total = ROUNDS * num_steps
+    num_slots, total = options.slots, ROUNDS * options.steps
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as server:
         rank = context.Process(target=follow, args=(server.getsockname(), num_slots, total), daemon=True)
@@ -118,20 +114,16 @@ def measure(num_slots: int, num_steps: int) -> dict[str, Any]:
         alone = decoding(num_slots, total, Recorder({}, next(files)))
         followed = decoding(num_slots, total, Recorder({}, next(files), listeners))
         gc.collect()
-        rounds = [(turn(alone, num_steps), turn(followed, num_steps)) for _ in range(ROUNDS)]
+        rounds = [(turn(alone, options.steps), turn(followed, options.steps)) for _ in range(ROUNDS)]
         for engine in (alone, followed):
             engine.observer.close()
         rank.join(PATIENCE_S)
         assert rank.exitcode == 0, "the follower did not end in order"
-    ratios = [with_one / without for without, with_one in rounds]
-    without, with_one = (statistics.median(each) for each in zip(*rounds))
-    return {
-        "slots": num_slots,
-        "alone_us": round(without, 1),
-        "followed_us": round(with_one, 1),
-        "ratio": round(statistics.median(ratios), 3),
-        "ratios": [round(each, 3) for each in ratios],
-    }
+    ratios = [round(with_one / without, 3) for without, with_one in rounds]
+    row = {"slots": num_slots, "ratio": statistics.median(ratios), "ratios": ratios}
+    for name, times_us in zip(("alone_us", "followed_us"), zip(*rounds)):
+        row[name] = round(statistics.median(times_us), 1)
+    return {"followed": row}
 
 
 def print_table(result: Mapping[str, Any]) -> None:
@@ -142,16 +134,3 @@ def print_table(result: Mapping[str, Any]) -> None:
         f"{row['slots']} slots, a step of decodes: {row['alone_us']} µs alone, {row['followed_us']} µs"
         f" followed, {row['ratio']} times (median of {len(row['ratios'])}, {least} to {most})"
     )
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `followed`."""
-    parser.add_argument("--slots", type=whole(1, 2**16), default=256, metavar="N")
-    parser.add_argument("--steps", type=whole(1, MOST_COUNT), default=60, metavar="N", help="of a turn")
-    add_json(parser)
-
-
-def main(options: argparse.Namespace) -> None:
-    described, clock = {"benchmark": "followed", "machine": versions.describe()}, RunClock()
-    row = measure(options.slots, options.steps)
-    show({**described, "clock": clock.read(), "followed": row}, options, print_table)

@@ -6,23 +6,25 @@ each proposer of drafts, which finds nothing to guess and so costs the most with
 slot works on prompts of 16 chunks each, so that a step also computes and publishes a chunk, and every 16th
 step admits and ends a request. Work that proposers do every few steps shows in the median of the means of
 many consecutive steps.
+
+With --waiting it is measured under each policy and queue order, while many requests wait. Every slot is busy
+and requests come and go: about one decode of each step is its request's last, and a new request is added for
+each that is admitted (outside the measured time, as hashing is off the step).
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
-from benchmark.gate.gate import with_verdict
 from benchmark.gate.micro import median_of_runs
-from benchmark.micro import queues
-from benchmark.options import add_json, show, verdict_line
-from benchmark.run_clock import RunClock
+from benchmark.options import verdict_line
 from continuous_batching.batch import Sampled
 from continuous_batching.policies.stall_free import StallFree
 from continuous_batching.request import Request, SamplingParams
@@ -34,8 +36,9 @@ from continuous_batching.speculation.speculation import Speculation
 from continuous_batching.speculation.suffix import Suffix
 from continuous_batching.speculation.throughput import Throughput
 from kv_cache.pages import PagePool
-from recipes.assembly import versions
-from recipes.schema.numbers import MOST_COUNT, whole, wholes
+from recipes.assembly.scheduler import SchedulerLimits, scheduler_of
+from recipes.schema.recipe import CacheSection
+from recipes.schema.scheduler_section import SchedulerSection
 
 VOCAB_SIZE = 32_000
 CONTEXT_TOKENS = (1000, 1300)
@@ -108,65 +111,138 @@ def measure(
     return {**{name: round(float(each), 1) for name, each in found.items()}, "times_us": times_us}
 
 
-def run(
-    slots: list[int], page_sizes: list[int], chunk_tokens: int, num_steps: int
-) -> list[dict[str, object]]:
-    """Return one row for each number of slots and page size."""
-    return [
-        {
-            "slots": num_slots,
-            "page_size": page_size,
-            "decode": measure(num_slots, page_size, 0, num_steps),
-            **{
-                f"decode_beside_{name}": measure(num_slots, page_size, 0, num_steps, name)
-                for name in PROPOSERS
-            },
-            f"decode_and_{chunk_tokens}_token_chunk": measure(num_slots, page_size, chunk_tokens, num_steps),
-        }
-        for num_slots in slots
-        for page_size in page_sizes
-    ]
+PAGE_SIZE = 16
+SHORT_PROMPTS = (16, 112)
+STEP_S = 0.02  # seconds of virtual time
+BASE = "stall_free, fcfs"
 
 
-def print_table(result: dict[str, Any]) -> None:
-    """Print a row for each number of slots and page size."""
-    rows = result["host"]
-    columns = [name for name in rows[0] if name not in ("slots", "page_size")]
-    print("µs, p50 / p99 / runs".ljust(24) + "".join(name.replace("_", " ").rjust(34) for name in columns))
-    for row in rows:
-        texts = [
-            " / ".join(str(row[name][part]) for part in ("p50_us", "p99_us", "runs_us")) for name in columns
-        ]
-        print(
-            f"{row['slots']:>6} slots, page {row['page_size']}".ljust(24)
-            + "".join(text.rjust(34) for text in texts)
+def variants(num_slots: int) -> dict[str, dict[str, Any]]:
+    """Return the scheduler's keys for each row; the others are compared with the first."""
+    chunks = {"min_chunk_tokens": 32, "max_chunk_tokens": 512}
+    return {
+        BASE: {},
+        "stall_free, sjf": {"queue": "sjf"},
+        "stall_free, priority": {"queue": "priority"},
+        "stall_free, priority, outrank": {"queue": "priority", "outrank": True},
+        "stall_free, deadline": {"queue": "deadline", "deadline_s": 60.0},
+        "stall_free, fcfs, tenants": {"fair_tenants": True},
+        "stall_free, priority, tenants": {"queue": "priority", "fair_tenants": True},
+        "stall_free, fcfs, long prompts": {"max_long_prefills": 2, "long_prompt_tokens": 96},
+        "stall_free, dynamic": {"chunk": "dynamic", **chunks, "chunk_stages": 4, "staged_tokens": 512},
+        "stall_free, adaptive": {"chunk": "adaptive", **chunks, "target_itl_ms": 50.0},
+        "split, fcfs": {"policy": "split", "prompt_share": 0.5},
+        "prefill_first, fcfs": {"policy": "prefill_first"},
+        "orca, fcfs": {"policy": "orca"},
+        "static, fcfs": {"policy": "static", "batch_size": num_slots, "max_wait_ms": 0.0},
+    }
+
+
+class KeptFull:
+    """A scheduler that is kept full."""
+
+    def __init__(self, num_slots: int, num_waiting: int, keys: dict[str, Any]) -> None:
+        self._random = np.random.default_rng(0)
+        # This mean lets one request of num_slots end in each step.
+        self._answer = (num_slots // 2, num_slots + num_slots // 2)
+        longest = SHORT_PROMPTS[1] + self._answer[1]
+        budget = max(2 * num_slots, longest) + 512
+        asked = SchedulerSection(num_slots=num_slots, max_batch_tokens=budget, **keys)
+        pages = 1 + num_slots * -(-longest // PAGE_SIZE)
+        limits = SchedulerLimits(pages, 0, longest, VOCAB_SIZE, (), None)
+        self.scheduler: Scheduler = scheduler_of(
+            asked, CacheSection(page_size=PAGE_SIZE, num_pages=pages), limits
         )
+        self._num_waiting = num_waiting
+        self._number = 0
+        self._now_s = 0.0
+
+    def fill(self) -> None:
+        """Fill the queue to its length."""
+        random = self._random
+        while len(self.scheduler.waiting) < self._num_waiting:
+            self._number += 1
+            params = SamplingParams(max_tokens=int(random.integers(*self._answer)), temperature=0.0)
+            prompt = random.integers(0, VOCAB_SIZE, int(random.integers(*SHORT_PROMPTS))).astype(np.int32)
+            request = Request(
+                str(self._number),
+                prompt,
+                params,
+                tenant=f"tenant {random.integers(100)}",
+                priority=int(random.integers(-2, 3)),
+                arrival_s=self._now_s,
+            )
+            self.scheduler.add(request)
+
+    def step_us(self) -> float:
+        """Return the microseconds of one step's schedule, batch inputs and commit."""
+        self.fill()
+        self._now_s += STEP_S
+        start = time.perf_counter()
+        self.scheduler.expire(self._now_s)
+        batch = self.scheduler.schedule(self._now_s)
+        self.scheduler.slots.inputs(batch)
+        scheduled = time.perf_counter()
+        sampled = Sampled(np.full(len(batch.sampled), 7, dtype=np.int64))  # the device's work
+        self._now_s += STEP_S
+        computed = time.perf_counter()
+        self.scheduler.commit(batch, sampled, self._now_s)
+        return 1e6 * (time.perf_counter() - computed + scheduled - start)
+
+
+def measure_waiting(num_slots: int, num_waiting: int, num_steps: int) -> Iterator[dict[str, Any]]:
+    """Yield one row for each variant: microseconds of a step, also relative to the first variant."""
+    base_us = 0.0
+    for name, keys in variants(num_slots).items():
+        bench = KeptFull(num_slots, num_waiting, keys)
+        for _ in range(2 * num_slots):  # runs until requests end at every step
+            bench.step_us()
+        gc.collect()
+        times_us = [bench.step_us() for _ in range(num_steps)]
+        p50, p99 = np.percentile(times_us, [50, 99])
+        mean_us = float(np.mean(times_us))
+        base_us = base_us or mean_us
+        yield {
+            "variant": name,
+            "mean_us": round(mean_us, 1),
+            "p50_us": round(float(p50), 1),
+            "p99_us": round(float(p99), 1),
+            "times_the_first": round(mean_us / base_us, 2),
+            "times_us": [round(each, 1) for each in times_us],
+        }
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Return a row for each number of slots and page size, or for each policy and order while many wait."""
+    slots, num_steps, chunk = options.slots, options.steps, options.chunk
+    if options.waiting is not None:
+        waited = {str(each): list(measure_waiting(each, options.waiting, num_steps)) for each in slots}
+        return {"waiting": options.waiting, "slots": waited}
+    rows = []
+    for num_slots, page_size in itertools.product(slots, options.page_sizes):
+        row: dict[str, Any] = {"slots": num_slots, "page_size": page_size}
+        row["decode"] = measure(num_slots, page_size, 0, num_steps)
+        for name in PROPOSERS:
+            row[f"decode_beside_{name}"] = measure(num_slots, page_size, 0, num_steps, name)
+        row[f"decode_and_{chunk}_token_chunk"] = measure(num_slots, page_size, chunk, num_steps)
+        rows.append(row)
+    return {"host": rows}
+
+
+def print_table(result: Mapping[str, Any]) -> None:
+    """Print a row for each number of slots and page size, or for each policy and order."""
+    if "host" in result:
+        columns = [name for name in result["host"][0] if name not in ("slots", "page_size")]
+        titles = "".join(name.replace("_", " ").rjust(34) for name in columns)
+        print("µs, p50 / p99 / runs".ljust(24) + titles)
+        for row in result["host"]:
+            parts = [[str(row[name][part]) for part in ("p50_us", "p99_us", "runs_us")] for name in columns]
+            cells = "".join(" / ".join(each).rjust(34) for each in parts)
+            print(f"{row['slots']:>6} slots, page {row['page_size']}".ljust(24) + cells)
+    for num_slots, rows in result["slots"].items() if "waiting" in result else ():
+        head = f"{num_slots} slots, {result['waiting']} waiting"
+        print(head.ljust(36) + "µs a step: mean, p50, p99; times the first")
+        for row in rows:
+            name, *figures = (value for part, value in row.items() if part != "times_us")
+            print(f"  {name}".ljust(36) + "".join(f"{figure:>10}" for figure in figures))
     print(verdict_line(result["verdict"]))
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `host`."""
-    add = parser.add_argument
-    add("--slots", type=wholes(2, 2**16), default=[64, 256, 1024, 4096], metavar="N,N,...")
-    add("--page-sizes", type=wholes(1, 2**16), default=[16, 128], metavar="N,N,...")
-    add("--chunk", type=whole(0, 2**16), default=512, metavar="TOKENS", help="the new prompt in each step")
-    add("--steps", type=whole(1, MOST_COUNT), default=300, metavar="N")
-    add(
-        "--waiting",
-        type=whole(1, MOST_COUNT),
-        metavar="N",
-        help="instead: under each policy and order, while so many wait",
-    )
-    add_json(parser)
-
-
-def main(options: argparse.Namespace) -> None:
-    described, clock = {"benchmark": "host", "machine": versions.describe()}, RunClock()
-    if options.waiting is None:
-        rows = run(options.slots, options.page_sizes, options.chunk, options.steps)
-        show(with_verdict({**described, "clock": clock.read(), "host": rows}), options, print_table)
-        return
-    waited = {str(each): list(queues.run(each, options.waiting, options.steps)) for each in options.slots}
-    timed = {"clock": clock.read(), "waiting": options.waiting, "slots": waited}
-    result = with_verdict({**described, **timed})
-    show(result, options, lambda each: queues.print_table(each, options.waiting))

@@ -19,19 +19,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmark.options import add_json, show
-from benchmark.run_clock import RunClock
+from benchmark.options import markdown
 from continuous_batching.batch import Batch, Sampled
 from continuous_batching.engine import Engine, Runner
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.slots import SlotPool
 from kv_cache.pages import PageCopy
 from models.parallel.group import Group, StageLinks
-from recipes.assembly import versions
 from recipes.assembly.engine import assemble
 from recipes.cluster.in_ranks import in_ranks
-from recipes.schema.command_line import add_recipe
-from recipes.schema.numbers import MOST_COUNT, whole
 from recipes.schema.reader import load
 from recipes.schema.recipe import Recipe
 from recipes.schema.recipe_error import RecipeError
@@ -157,18 +153,22 @@ def serve(engine: Engine, random: np.random.Generator, num_requests: int, vocab_
         engine.step()
 
 
-def measure(recipe: Recipe, num_requests: int) -> dict[str, Any]:
+def check_cpu(recipe: Recipe) -> None:
+    """Raise RecipeError for a device that computes while the host goes on."""
+    if recipe.device.kind != "cpu":
+        reason = "only a CPU computes while the host waits for it"
+        raise RecipeError("device.kind", reason, "set it to cpu", value=recipe.device.kind)
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
     """Return shares of the time of all stages, each the median of the rounds."""
+    recipe, num_requests = load(options.recipe, options.overrides, options.profile), options.requests
     stages = recipe.parallel.pipeline
     if stages < 2:
         raise RecipeError(
             "parallel.pipeline", "one stage waits for nobody", "set it to 2 or more", value=stages
         )
-    if recipe.device.kind != "cpu":
-        raise RecipeError(
-            "device.kind", "only a CPU computes while the host waits for it", "set it to cpu",
-            value=recipe.device.kind,
-        )  # fmt: skip
+    check_cpu(recipe)
     ranks = in_ranks(recipe, body, num_requests)
     rounds = [list(each) for each in zip(*ranks[:: recipe.parallel.tensor])]
     rows = [shares([each[at]]) for each in rounds for at in range(stages)]
@@ -178,20 +178,19 @@ def measure(recipe: Recipe, num_requests: int) -> dict[str, Any]:
     }
     named["all"] = [shares(each) for each in rounds]
     named["simulated"] = [simulated_shares(each[0], stages) for each in rounds]
-    return {
+    order = sorted(named.items(), key=lambda each: (each[0] in ("all", "simulated"), each[0]))
+    times = [each[0]["simulated_seconds"] / each[0]["seconds"] for each in rounds]
+    found = {
         "stages": stages,
         "requests": num_requests,
         "shares": {
             name: {key: round(statistics.median(each[key] for each in many), 4) for key in many[0]}
-            for name, many in sorted(
-                named.items(), key=lambda each: (each[0] in ("all", "simulated"), each[0])
-            )
+            for name, many in order
         },
         "seconds": round(statistics.median(each[0]["seconds"] for each in rounds), 3),
-        "simulated_of_measured": round(
-            statistics.median(each[0]["simulated_seconds"] / each[0]["seconds"] for each in rounds), 3
-        ),
+        "simulated_of_measured": round(statistics.median(times), 3),
     }
+    return {"stages": found}
 
 
 def shares(of_stages: list[dict[str, Any]]) -> dict[str, float]:
@@ -214,20 +213,5 @@ def print_table(result: Mapping[str, Any]) -> None:
     names = [*reversed(KINDS), "busy"]
     print(f"{found['requests']} requests over {found['stages']} stages in {found['seconds']} s, of which")
     print(f"the simulation says {found['simulated_of_measured']} times; shares of the time\n")
-    print(f"| | {' | '.join(names)} |\n|{'---|' * (1 + len(names))}")
-    for name, row in found["shares"].items():
-        print(f"| {name} | {' | '.join(f'{row[each]:.1%}' for each in names)} |")
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `stages`."""
-    add_recipe(parser)
-    parser.add_argument("--requests", type=whole(1, MOST_COUNT), default=48, metavar="N", help="of a round")
-    add_json(parser)
-
-
-def main(options: argparse.Namespace) -> None:
-    recipe, clock = load(options.recipe, options.overrides, options.profile), RunClock()
-    found = measure(recipe, options.requests)
-    described = {"benchmark": "stages", "machine": versions.describe(), "clock": clock.read()}
-    show({**described, "stages": found}, options, print_table)
+    rows = [(name, *(f"{row[each]:.1%}" for each in names)) for name, row in found["shares"].items()]
+    print(markdown(("", *names), rows))

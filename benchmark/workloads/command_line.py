@@ -6,11 +6,19 @@ import argparse
 import math
 from pathlib import Path
 
-from benchmark import outputs
+from benchmark import options as kinds
 from benchmark.workloads import public_traces
-from benchmark.workloads.arrivals import Arrivals, arrivals
-from benchmark.workloads.lengths import lengths
-from benchmark.workloads.synthetic import Line, SyntheticLoad, draw_requests, levels, shared_prompts, shares
+from benchmark.workloads.synthetic import (
+    Arrivals,
+    Line,
+    SyntheticLoad,
+    arrivals,
+    draw_requests,
+    lengths,
+    levels,
+    shared_prompts,
+    shares,
+)
 from recipes.schema.numbers import MOST_SEED, MOST_WAIT_S, RATES_PER_S, real, whole
 
 MOST_REQUESTS = 10**7  # most requests of a trace, which is made in memory
@@ -97,7 +105,7 @@ def parser(doc: str) -> argparse.ArgumentParser:
         help=_help("vocab_size", "ids go from 0 to N - 1"),
     )
     top.add_argument("--seed", type=whole(0, MOST_SEED), default=0)
-    top.add_argument("--output", type=outputs.file, required=True, metavar="FILE.jsonl")
+    top.add_argument("--output", type=kinds.file, required=True, metavar="FILE.jsonl")
     return top
 
 

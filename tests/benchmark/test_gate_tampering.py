@@ -47,9 +47,8 @@ SMALL_VERBS = {
     "host, waiting": ["--slots", "4", "--waiting", "3", "--steps", "10"],
     "device": [*ENGINE, "--decode", "2x32", "--prefill", "1x32", "--mixed", "1x32+1x32", "--repeats", "2"],
     "kv": ["--page-sizes", "128", "--repeats", "2", "--requests", "10"],
-    "simulation": ["--slots", "4", "--requests", "8"],
-    "stall": [
-        *[*ENGINE, "--prompt-tokens", "100", "--every", "0.02", "--prompts", "2"],
+    "offline, stall": [
+        *["--stall", *ENGINE, "--prompt-tokens", "100", "--every", "0.02", "--prompts", "2"],
         *["--answers", "2", "--answer-tokens", "16", "--chunk", "32"],
     ],
 }
@@ -92,12 +91,12 @@ class Measured:
 
     def throughput(self, seed: int = 0) -> Result:
         sizes = ("--num-prompts", "31", "--input-len", str(9 + seed % 7), "--output-len", "5")
-        return self.told("throughput", *ENGINE, *sizes, "--seed", str(seed))
+        return self.told("offline", "--at-once", *ENGINE, *sizes, "--seed", str(seed))
 
     def latency(self, seed: int = 0) -> Result:
         sizes = ("--batch-size", str(3 + seed % 4), "--input-len", "9", "--output-len", "4")
         counts = ("--num-iters", "10", "--num-iters-warmup", "1", "--seed", str(seed))
-        return self.told("latency", *ENGINE, *sizes, *counts)
+        return self.told("offline", "--one-batch", *ENGINE, *sizes, *counts)
 
     def served(self, seed: int = 0) -> Result:
         path = trace(self.folder / f"served-{seed}.jsonl", 0, 0.004, seed)
@@ -187,7 +186,7 @@ def test_a_hundred_honest_results_pass(measured: Measured) -> None:
     for seed in range(10):
         found = [measured.offline(number, seed) for number in range(len(SETTINGS))]
         found += [measured.throughput(seed), measured.latency(seed)]
-        found += [measured.served(seed), measured.small("stall")]
+        found += [measured.served(seed), measured.small("offline, stall")]
         wrong.update(law for result in found for law in refused(result))
     assert not wrong
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmark.serve.charts import VARIABLES
+from benchmark.serve.report import VARIABLES
 from scripts.benchmark import main
 from tests.benchmark.openai_server import Stub, running
 from tests.simulation.queue import honest

@@ -10,11 +10,11 @@ from scripts.benchmark import main
 
 
 @pytest.mark.slow
-def test_a_router_and_two_bare_ones_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_router_and_a_bare_proxy_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
     small = ("--turns", "1", "--requests", "20", "--clients", "4", "--streams", "20,40")
-    main(["router", *small, "--json"])
+    main(["serve", "--router-cost", *small, "--json"])
     found = json.loads(capsys.readouterr().out)["router"]
-    for way in ("server", "bytes", "http", "router"):
+    for way in ("server", "proxy", "router"):
         assert 0 < found[f"{way}_p50_ms"] <= found[f"{way}_p99_ms"]
     assert found["router_added_p50_ms"] == pytest.approx(
         found["router_p50_ms"] - found["server_p50_ms"], abs=1e-3
@@ -26,4 +26,4 @@ def test_a_router_and_two_bare_ones_are_measured(capsys: pytest.CaptureFixture[s
 
 def test_a_slope_needs_two_numbers() -> None:
     with pytest.raises(ValueError, match="a slope needs two numbers"):
-        main(["router", "--streams", "5"])
+        main(["serve", "--router-cost", "--streams", "5"])

@@ -25,7 +25,7 @@ def test_waits_of_stages_are_measured_beside_those_that_are_simulated(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     plain = ("device.compile=false", "device.threads=1")
-    main(["stages", RECIPE, "parallel.pipeline=2", *plain, "--requests", "8", "--json"])
+    main(["collective", "--pipeline", RECIPE, "parallel.pipeline=2", *plain, "--requests", "8", "--json"])
     found = json.loads(capsys.readouterr().out)["stages"]
     assert list(found["shares"]) == ["stage 1", "stage 2", "all", "simulated"]
     for row in found["shares"].values():
@@ -38,7 +38,7 @@ def test_waits_of_stages_are_measured_beside_those_that_are_simulated(
 
 def test_stages_that_cannot_be_timed_are_refused() -> None:
     with pytest.raises(ValueError, match=r"parallel\.pipeline: one stage waits for nobody; set it to 2"):
-        main(["stages", RECIPE])
+        main(["collective", "--pipeline", RECIPE])
 
 
 def batch(row: int, start: int, stop: int) -> Batch:

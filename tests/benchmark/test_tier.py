@@ -13,7 +13,7 @@ from tests.serving.server import TINY
 @pytest.mark.slow
 def test_a_server_with_a_folder_finds_what_one_without_computes(capsys: pytest.CaptureFixture[str]) -> None:
     small = ("--prompts", "2", "--lengths", "40,100", "--entry-kib", "4", "--json")
-    main(["tier", TINY, "cache.host_gib=0.05", *small])
+    main(["serve", "--tier", TINY, "cache.host_gib=0.05", *small])
     found = json.loads(capsys.readouterr().out)["tier"]
     for length, tokens in (("40", 32), ("100", 96)):
         assert found["ways"]["none"][length]["found"] == 0

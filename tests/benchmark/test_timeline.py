@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from benchmark.offline.charts import accepted
-from benchmark.offline.timeline import Timeline
+from benchmark.charts import accepted
+from benchmark.run_record import Timeline
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.speculation.lengths import Fixed
 from continuous_batching.speculation.speculation import Speculation

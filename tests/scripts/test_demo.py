@@ -6,8 +6,8 @@ import pytest
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 
-from benchmark.offline.charts import bars, save_slots
-from benchmark.offline.timeline import StepRecord, Timeline
+from benchmark.charts import bars, save_slots
+from benchmark.run_record import StepRecord, Timeline
 from continuous_batching.counters import Counters
 
 

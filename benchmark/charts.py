@@ -1,9 +1,11 @@
-"""Draw a run: its slots and pages over time."""
+"""Draw pictures: the slots and pages of a run over time, what speculation gains, and simulated figures."""
 
 from __future__ import annotations
 
 import colorsys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import matplotlib as mpl
 
@@ -13,9 +15,19 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
-from benchmark.offline.timeline import Timeline
+from benchmark.run_record import Timeline
+
+if TYPE_CHECKING:  # matplotlib 3.10, the last for Python 3.10, does not have it
+    from matplotlib.typing import RcKeyType
 
 Bar = tuple[float, float]  # start and width, in seconds
+Panel = tuple[str, Sequence[float], str]  # its heading, a value for each bar, and the format of a value
+PLAIN: dict[RcKeyType, Any] = {  # style of pictures of figures
+    "axes.grid": True,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "font.size": 8,
+}
 
 
 def request_colour(number: int, *, decode: bool) -> tuple[float, float, float]:
@@ -112,3 +124,74 @@ def save_slots(path: Path, runs: list[tuple[str, Timeline, float]]) -> None:
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     plt.close(figure)
+
+
+def save_speculation(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Draw one field for each text: gain over plain decoding by requests at once, one line for each kind."""
+    texts = list(dict.fromkeys(row["text"] for row in rows))
+    figure, fields = plt.subplots(1, len(texts), sharey=True, figsize=(4.2 * len(texts), 4), squeeze=False)
+    for axes, text in zip(fields[0], texts):
+        of_text = [row for row in rows if row["text"] == text]
+        for kind in dict.fromkeys(row["kind"] for row in of_text):
+            points = [(row["slots"], row["times_plain"]) for row in of_text if row["kind"] == kind]
+            axes.plot(*zip(*points), marker="o", label=kind)
+        axes.axhline(0.98, color="grey", linestyle=":")
+        axes.set_xscale("log", base=2)
+        axes.set_title(f"{text} text", loc="left")
+        axes.set_xlabel("requests at once")
+    fields[0, 0].set_ylabel("tokens a second, times plain")
+    fields[0, -1].legend(frameon=False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def save_simulated(
+    path: Path,
+    count: int,
+    size: tuple[float, float],
+    draw: Callable[[Sequence[Axes]], object],
+    top: float = 1,
+) -> None:
+    """Draw simulated figures over `count` pairs of axes, side by side, and say that they are simulated."""
+    with mpl.rc_context(PLAIN):
+        figure, axes = plt.subplots(1, count, figsize=size, squeeze=False)
+        draw(axes[0].tolist())
+        figure.suptitle("SIMULATED", x=0.01, ha="left", fontsize=7)
+        figure.tight_layout(rect=(0, 0, 1, top))
+        figure.savefig(path, dpi=100, metadata={"Software": None} if path.suffix == ".png" else None)
+        plt.close(figure)
+
+
+def draw_bars(all_axes: Sequence[Axes], names: Sequence[str], panels: Sequence[Panel], *, log: bool) -> None:
+    """Draw a bar for each name in each panel; the names stand at the left."""
+    for axes, (heading, values, form) in zip(all_axes, panels):
+        shown = axes.barh(names, values, color="#35608d", height=0.65)
+        axes.bar_label(shown, [form.format(value) for value in values], padding=2, fontsize=7)
+        axes.set_title(heading)
+        axes.margins(x=0.25)
+        axes.grid(axis="y", visible=False)
+        axes.invert_yaxis()
+        axes.tick_params(labelleft=axes is all_axes[0])
+        if log:
+            axes.set_xscale("log")
+
+
+def draw_lines(
+    all_axes: Sequence[Axes],
+    panels: Mapping[str, Mapping[str, tuple[Sequence[float], Sequence[float]]]],
+    *,
+    log: bool,
+) -> None:
+    """Draw in each panel, by its heading, a line for each name: values over offered rates."""
+    for axes, (heading, lines) in zip(all_axes, panels.items()):
+        for name, (rates, values) in lines.items():
+            axes.plot(rates, values, marker=".", label=name)
+        axes.set_xlabel("requests/s offered")
+        axes.set_title(heading)
+        if log:
+            axes.set_yscale("log")
+    handles, names = all_axes[0].get_legend_handles_labels()
+    figure = all_axes[0].get_figure()
+    assert figure is not None, "axes are in a figure"
+    figure.legend(handles, names, loc="upper right", ncols=len(names), frameon=False)

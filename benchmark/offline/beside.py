@@ -18,11 +18,9 @@ import torch
 
 from benchmark.gate.gate import with_verdict
 from benchmark.offline import offline
-from benchmark.options import show
 from models.layers.dtypes import TORCH_DTYPES
 from recipes.assembly.families import model_config
 from recipes.machine import start
-from recipes.schema.numbers import MOST_COUNT, whole
 from recipes.schema.reader import read
 from recipes.schema.recipe import Recipe
 from serving.answers.jobs import Job
@@ -32,27 +30,21 @@ PATIENCE_S = 600.0  # most seconds to wait for the next answer
 _PAGE_TOKENS = 256  # tokens in a page of transformers' cache, which is its own default
 
 
-def run(
-    recipe_path: str,
-    overrides: Sequence[str],
-    profile: str | None,
-    trace_path: str,
-    num_runs: int,
-    static: int | None = None,
-) -> dict[str, object]:
+def run(options: argparse.Namespace) -> dict[str, object]:
     """Return output tokens a second of both, and the ratio ours / theirs; `static` is a batch's size."""
-    recipe = read(recipe_path, overrides, profile).recipe
-    ours = offline.run(recipe_path, overrides, profile, trace_path, num_runs)
+    recipe = read(options.recipe, options.overrides, options.profile).recipe
+    ours = offline.run(options)
     _give_back(recipe)
     text = Text.load(recipe.model.path) if recipe.model.path else None
-    jobs = [job for job in offline.load_trace(trace_path, text) if isinstance(job, Job)]
+    jobs = [job for job in offline.load_trace(options.trace, text) if isinstance(job, Job)]
     model = _model(recipe)
     model.config.eos_token_id = model.generation_config.eos_token_id = None
+    static = options.static
     rates = [
         _serve(model, jobs, recipe) if static is None else _serve_batches(model, jobs, static)
-        for _ in range(1 + num_runs)
+        for _ in range(1 + options.runs)
     ]
-    theirs = sorted(rates[1:])[num_runs // 2]  # the first is left out, because it is cold
+    theirs = sorted(rates[1:])[options.runs // 2]  # the first is left out, because it is cold
     beside = {
         "transformers_batch_size": static,
         "transformers_output_tokens_per_s": round(theirs, 2),
@@ -154,21 +146,3 @@ def _serve_batches(model: Any, jobs: Sequence[Job], size: int) -> float:
                 f"transformers ended after {made.shape[1] - tokens.shape[1]} of {longest} tokens"
             )
     return sum(job.request.params.max_tokens for job in jobs) / (time.perf_counter() - began)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `beside`."""
-    offline.add_trace_arguments(parser)
-    parser.add_argument(
-        "--static",
-        type=whole(1, MOST_COUNT),
-        metavar="REQUESTS",
-        help="transformers in static batches of so many; if not, its own continuous batching",
-    )
-
-
-def main(options: argparse.Namespace) -> None:
-    result = run(
-        options.recipe, options.overrides, options.profile, options.trace, options.runs, options.static
-    )
-    show(result, options, offline.print_table)

@@ -19,10 +19,9 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from benchmark.micro.stages import serve
-from benchmark.options import add_json, show
-from benchmark.run_clock import RunClock
-from benchmark.simulate.placement import device_name
+from benchmark.micro.stages import check_cpu, serve
+from benchmark.options import markdown
+from benchmark.simulate.deployment import device_name
 from continuous_batching.batch import Batch, Sampled
 from continuous_batching.engine import Engine, Runner
 from continuous_batching.slots import SlotPool
@@ -30,12 +29,9 @@ from kv_cache.pages import PageCopy
 from models.config import DecoderConfig
 from models.layers.dtypes import TORCH_DTYPES
 from models.parallel.group import ALONE, Group
-from recipes.assembly import versions
 from recipes.assembly.engine import BuiltEngine, assemble
 from recipes.assembly.families import model_config
 from recipes.cluster.in_ranks import in_ranks
-from recipes.schema.command_line import add_recipe
-from recipes.schema.numbers import MOST_COUNT, whole
 from recipes.schema.parallel_section import ParallelSection
 from recipes.schema.reader import load
 from recipes.schema.recipe import Recipe
@@ -44,7 +40,6 @@ from simulation.device import SimulatedDevice
 from simulation.fitted_device import StepSize, fitted_device, predicted_s, with_links
 from simulation.roofline import Roofline
 
-ROUNDS = 5  # the median of the rounds counts; one more before them warms up; --rounds takes another number
 SUMMED_TOKENS = (1, 8, 64, 256)  # numbers of tokens whose hidden states are summed
 REPEATS = 10  # repetitions in a round
 READ_SIDE, READ_WEIGHTS = 4096, 4  # sizes of products with one row: more than caches hold
@@ -140,40 +135,6 @@ def timed(built: BuiltEngine, group: Group, seed: int, num_requests: int) -> Ste
     return runner.steps
 
 
-def measure(recipe: Recipe, num_requests: int, num_rounds: int) -> dict[str, Any]:
-    """Return the measured and the simulated times, and the device that was fitted."""
-    ranks = recipe.parallel.tensor
-    if ranks < 2 or recipe.parallel.pipeline > 1:
-        raise RecipeError(
-            "parallel.tensor",
-            "ranks are held against one",
-            "set it to 2 or more, and parallel.pipeline to 1",
-            value=ranks,
-        )
-    if recipe.device.kind != "cpu":
-        raise RecipeError(
-            "device.kind", "only a CPU computes while the host waits for it", "set it to cpu",
-            value=recipe.device.kind,
-        )  # fmt: skip
-    (rounds, sums, read_gb_per_s), *_ = in_ranks(recipe, body, num_requests, num_rounds)
-    config = model_config(recipe)
-    base = SimulatedDevice.load(device_name(recipe, None))
-    device = fitted_device(base, config, [each for one, _ in rounds for each in one], read_gb_per_s)
-    device = with_links(device, ranks, sums)
-    rows = {
-        name: compared(Roofline(config, device, tensor), [pair[at] for pair in rounds])
-        for at, (name, tensor) in enumerate((("1", 1), (str(ranks), ranks)))
-    }
-    fields = ("tflop_per_s", "memory_gb_per_s", "host_us", "row_us", "link_us", "link_gb_per_s")
-    said = asdict(device)
-    return {
-        "requests": num_requests,
-        "ranks": rows,
-        "device": {name: said[name] for name in fields} | {"tflop_per_s": said["tflop_per_s"][config.dtype]},
-        "sums": [{"bytes": num_bytes, "us": round(1e6 * seconds, 1)} for num_bytes, seconds in sums],
-    }
-
-
 def compared(roofline: Roofline, rounds: list[Steps]) -> dict[str, float]:
     """Return medians: seconds of a round's steps, measured and predicted, and the error of a step."""
     measured_s = [sum(taken_s for _, taken_s in steps) for steps in rounds]
@@ -187,6 +148,33 @@ def compared(roofline: Roofline, rounds: list[Steps]) -> dict[str, float]:
     }
 
 
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the measured and the simulated times, and the device that was fitted."""
+    recipe = load(options.recipe, options.overrides, options.profile)
+    ranks, fix = recipe.parallel.tensor, "set it to 2 or more, and parallel.pipeline to 1"
+    if ranks < 2 or recipe.parallel.pipeline > 1:
+        raise RecipeError("parallel.tensor", "ranks are held against one", fix, value=ranks)
+    check_cpu(recipe)
+    (rounds, sums, read_gb_per_s), *_ = in_ranks(recipe, body, options.requests, options.rounds)
+    config = model_config(recipe)
+    base = SimulatedDevice.load(device_name(recipe, None))
+    device = fitted_device(base, config, [each for one, _ in rounds for each in one], read_gb_per_s)
+    device = with_links(device, ranks, sums)
+    rows = {
+        name: compared(Roofline(config, device, tensor), [pair[at] for pair in rounds])
+        for at, (name, tensor) in enumerate((("1", 1), (str(ranks), ranks)))
+    }
+    fields = ("tflop_per_s", "memory_gb_per_s", "host_us", "row_us", "link_us", "link_gb_per_s")
+    said = asdict(device)
+    found = {
+        "requests": options.requests,
+        "ranks": rows,
+        "device": {name: said[name] for name in fields} | {"tflop_per_s": said["tflop_per_s"][config.dtype]},
+        "sums": [{"bytes": num_bytes, "us": round(1e6 * seconds, 1)} for num_bytes, seconds in sums],
+    }
+    return {"ranks": found}
+
+
 def print_table(result: Mapping[str, Any]) -> None:
     """Print a Markdown row for each number of ranks."""
     found = result["ranks"]
@@ -197,32 +185,9 @@ def print_table(result: Mapping[str, Any]) -> None:
         f" {device['row_us']:.0f} a row, and a sum as hops of {device['link_us']:.0f} us and"
         f" {device['link_gb_per_s']:.2f} GB/s\n"
     )
-    print("| ranks | measured, s | simulated, s | error | of a step, median |\n|---|---|---|---|---|")
-    for name, row in found["ranks"].items():
-        print(
-            f"| {name} | {row['seconds']:.2f} | {row['simulated_seconds']:.2f} | {row['error']:+.1%}"
-            f" | {row['error_of_a_step']:.1%} |"
-        )
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `ranks`."""
-    add_recipe(parser)
-    parser.add_argument(
-        "--requests", type=whole(1, MOST_COUNT), default=32, metavar="N", help="of a round (default: 32)"
-    )
-    parser.add_argument(
-        "--rounds",
-        type=whole(1, MOST_COUNT),
-        default=ROUNDS,
-        metavar="N",
-        help=f"of which the median counts, after one that warms up (default: {ROUNDS})",
-    )
-    add_json(parser)
-
-
-def main(options: argparse.Namespace) -> None:
-    recipe, clock = load(options.recipe, options.overrides, options.profile), RunClock()
-    found = measure(recipe, options.requests, options.rounds)
-    described = {"benchmark": "ranks", "machine": versions.describe(), "clock": clock.read()}
-    show({**described, "ranks": found}, options, print_table)
+    rows = [
+        (name, f"{row['seconds']:.2f}", f"{row['simulated_seconds']:.2f}", f"{row['error']:+.1%}",
+         f"{row['error_of_a_step']:.1%}")
+        for name, row in found["ranks"].items()
+    ]  # fmt: skip
+    print(markdown(("ranks", "measured, s", "simulated, s", "error", "of a step, median"), rows))

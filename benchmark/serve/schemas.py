@@ -18,14 +18,9 @@ from typing import Any
 
 import aiohttp
 
-from benchmark.options import add_json, show
-from benchmark.run_clock import RunClock
-from benchmark.serve.fleet import ready
-from benchmark.serve.running import started
-from benchmark.serve.sse import Events
-from recipes.assembly import versions
-from recipes.schema.command_line import add_recipe
-from recipes.schema.numbers import MOST_COUNT, whole
+from benchmark.options import markdown
+from benchmark.processes import started
+from benchmark.serve.client import chunks
 
 SETTLE_S = 0.3
 ALONE_S = 5.0
@@ -54,31 +49,26 @@ def optional(count: int) -> dict[str, Any]:
     return {"type": "object", "properties": {f"p{number}": {"type": "string"} for number in range(count)}}
 
 
-def schema(value: Any) -> str:
-    """Return the request's field for a JSON schema."""
-    return f'"guided_json": {json.dumps(value)}'
-
-
-def regex(text: str) -> str:
-    """Return the request's field for a regular expression."""
-    return f'"guided_regex": {json.dumps(text)}'
+def field(name: str, value: Any) -> str:
+    """Return a field of a request as JSON."""
+    return f'"{name}": {json.dumps(value)}'
 
 
 _PATTERNS = [{"type": "string", "pattern": f"^(a|b)*{number:03}(a|b){{9}}$"} for number in range(200)]
 FORMS = {  # content -> field of the request; the first six are far beyond the caps
     "a nest of 500": f'"guided_json": {nested(500)}',
-    "an enum of 100,000": schema({"enum": [f"value {number}" for number in range(100_000)]}),
-    "oneOf, 12 deep": schema(either(12)),
-    "5,000 optional properties": schema(optional(5000)),
-    "((a{99}){99}){99}": regex("((a{99}){99}){99}"),
-    "not, if, uniqueItems": schema({"not": {}, "if": {}, "uniqueItems": True}),
+    "an enum of 100,000": field("guided_json", {"enum": [f"value {number}" for number in range(100_000)]}),
+    "oneOf, 12 deep": field("guided_json", either(12)),
+    "5,000 optional properties": field("guided_json", optional(5000)),
+    "((a{99}){99}){99}": field("guided_regex", "((a{99}){99}){99}"),
+    "not, if, uniqueItems": field("guided_json", {"not": {}, "if": {}, "uniqueItems": True}),
     "a nest of 31": f'"guided_json": {nested(31)}',
-    "an enum of 1,000": schema({"enum": [f"value {number}" for number in range(1000)]}),
-    "500 optional properties": schema(optional(500)),
-    "anyOf of 200 patterns": schema({"anyOf": _PATTERNS}),
-    "(a|b)*a(a|b){18}": regex("(a|b)*a(a|b){18}"),
-    "[a-z]{1,30000}": regex("[a-z]{1,30000}"),
-    "an endless nest": '"guided_grammar": ' + json.dumps('root ::= "(" root ")" | "(" root "]" | "x"'),
+    "an enum of 1,000": field("guided_json", {"enum": [f"value {number}" for number in range(1000)]}),
+    "500 optional properties": field("guided_json", optional(500)),
+    "anyOf of 200 patterns": field("guided_json", {"anyOf": _PATTERNS}),
+    "(a|b)*a(a|b){18}": field("guided_regex", "(a|b)*a(a|b){18}"),
+    "[a-z]{1,30000}": field("guided_regex", "[a-z]{1,30000}"),
+    "an endless nest": field("guided_grammar", 'root ::= "(" root ")" | "(" root "]" | "x"'),
 }
 
 
@@ -94,12 +84,11 @@ class FreeClient:
         """Stream until cancelled."""
         body = {"prompt": PROMPT, "max_tokens": FREE_TOKENS, "ignore_eos": True, "stream": True}
         while True:
-            self._last_s, events = None, Events()
+            self._last_s = None
             async with self._http.post(f"{self._url}/v1/completions", json=body) as response:
                 response.raise_for_status()
-                async for received in response.content.iter_any():
-                    now_s = time.perf_counter()
-                    if not [data for data in events.feed(received) if data != b"[DONE]"]:
+                async for now_s, chunk in chunks(response):
+                    if chunk is None:
                         continue
                     if self._last_s is not None:
                         self.gaps.append((now_s, now_s - self._last_s))
@@ -150,35 +139,23 @@ async def measured(url: str, rounds: int) -> list[dict[str, Any]]:
     return rows
 
 
-def print_table(result: Mapping[str, Any]) -> None:
-    """Print Markdown rows."""
-    print("| beside | longest gap, ms | it took, s | how it ended |\n|---|---|---|---|")
-    for row in result["rows"]:
-        took = f"{row['took_s']:.2f}" if row["ended"] else ""
-        ended = row["ended"] if len(row["ended"]) <= 100 else f"{row['ended'][:97]}..."
-        beside = row["beside"].replace("|", "\\|")
-        print(f"| {beside} | {1e3 * row['longest_gap_s']:.0f} | {took} | {ended} |")
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `schemas`."""
-    add_recipe(parser)
-    parser.add_argument(
-        "--rounds",
-        type=whole(1, MOST_COUNT),
-        default=3,
-        metavar="N",
-        help="how often each form comes, of which the longest gap is told (default: 3)",
-    )
-    add_json(parser)
-
-
-def main(options: argparse.Namespace) -> None:
-    clock = RunClock()
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Start a server of the recipe, and measure it."""
     profile = [] if options.profile is None else ["--profile", options.profile]
     command = ["scripts.serve", str(options.recipe), *options.overrides, *profile, "--port", "0"]
     with started(*command, "server.spare_engine=false") as server:
-        asyncio.run(ready(server.url, 0))
-        rows = asyncio.run(measured(server.url, options.rounds))
-    described = {"benchmark": "schemas", "machine": versions.describe(), "clock": clock.read()}
-    show(described | {"rows": rows}, options, print_table)
+        return {"rows": asyncio.run(measured(server.url, options.rounds))}
+
+
+def print_table(result: Mapping[str, Any]) -> None:
+    """Print Markdown rows."""
+    rows = [
+        (
+            row["beside"].replace("|", "\\|"),
+            f"{1e3 * row['longest_gap_s']:.0f}",
+            f"{row['took_s']:.2f}" if row["ended"] else "",
+            row["ended"] if len(row["ended"]) <= 100 else f"{row['ended'][:97]}...",
+        )
+        for row in result["rows"]
+    ]
+    print(markdown(("beside", "longest gap, ms", "it took, s", "how it ended"), rows))
