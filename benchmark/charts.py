@@ -147,18 +147,14 @@ def save_speculation(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def save_simulated(
-    path: Path,
-    count: int,
-    size: tuple[float, float],
-    draw: Callable[[Sequence[Axes]], object],
-    top: float = 1,
+    path: Path, size: tuple[float, float], count: int, draw: Callable[[Sequence[Axes]], object]
 ) -> None:
     """Draw simulated figures over `count` pairs of axes, side by side, and say that they are simulated."""
     with mpl.rc_context(PLAIN):
         figure, axes = plt.subplots(1, count, figsize=size, squeeze=False)
         draw(axes[0].tolist())
         figure.suptitle("SIMULATED", x=0.01, ha="left", fontsize=7)
-        figure.tight_layout(rect=(0, 0, 1, top))
+        figure.tight_layout(rect=(0, 0, 1, 0.97 if figure.legends else 1))
         figure.savefig(path, dpi=100, metadata={"Software": None} if path.suffix == ".png" else None)
         plt.close(figure)
 

@@ -29,9 +29,40 @@ from continuous_batching.request import Request, SamplingParams
 from recipes.schema.reader import read
 from simulation.roofline import Roofline
 
+Result = dict[str, Any]
+Results = dict[str, Result]  # results by the label of the case
+RECIPE = "recipes/bench/llama2_7b_cuda.yaml"  # Llama-2-7B has the shape of LLaMA-7B
+KEYS = (  # Ascend 910 has no bfloat16; a prompt of 4,096 tokens needs room for its answer
+    "model.dtype=float16",
+    "device.graphs=0",
+    "model.config.max_position_embeddings=8192",
+    "scheduler.max_request_tokens=8192",
+)
+DEVICE, NUM_DEVICES = "ascend910", 8
+OBJECTIVES = {"ttft": 1000.0, "tpot": 50.0}  # milliseconds
 VOCAB_SIZE = 32_000
 SIGMA = 0.8  # sigma of the logarithm of lengths: most are short, few are long
 QUICK_REQUESTS, QUICK_SHORTER = 48, 8
+WHOLE_TOKENS = 8192  # budget of a step that holds the longest prompt, and more
+REPORT = "reproduced"  # the report is REPORT.md, and its pictures are in the folder REPORT
+HEAD = """# The sources' experiments, re-run
+
+**SIMULATED, not measured.** The real scheduler ran against a virtual clock; the time of a step is the
+roofline of a device that is not here. Trust ratios and orders of magnitude, not the second digit.
+
+Device profile `{device}`: {costs}.
+
+Made by this command, which gives the same bytes again:
+
+    {command}
+
+The model is LLaMA-7B's shape (`{recipe} {keys}`)
+on 8 devices that share each layer. Lengths of prompts and answers are
+log-normal, of 256 tokens each on average unless said otherwise; arrivals are Poisson, and seeds fixed.
+"Good" requests have their first token within {ttft:g} ms and a mean TPOT within {tpot:g} ms. The verdict is
+the gate's (`python -m scripts.audit`): each row of ours was held to its laws with the records of all its
+requests; {num_passed} of {num_results} pass. A claim's row carries the laws that it breaks.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,19 +81,12 @@ class Offered:
     most_answer_tokens: int = 1024
     long_every: int = 0
     long_tokens: int = 0
-    shared_tokens: int = 0  # tokens that begin every prompt
     seed: int = 7
 
     def trace(self) -> list[Request]:
         """Return the requests, in order of arrival."""
-        load = SyntheticLoad(
-            self._prompts,
-            _drawn(self.answer_tokens, self.most_answer_tokens),
-            VOCAB_SIZE,
-            self.seed,
-            self.rate_per_s,
-            system_prompts=(1, lengths(str(self.shared_tokens))) if self.shared_tokens else None,
-        )
+        answers = _drawn(self.answer_tokens, self.most_answer_tokens)
+        load = SyntheticLoad(self._prompts, answers, VOCAB_SIZE, self.seed, self.rate_per_s)
         return [
             Request(
                 line["id"],
@@ -96,29 +120,16 @@ def _drawn(mean: int, most: int) -> Draw:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One run: the load, and the recipe's keys that it sets.
-
-    `tensor` devices share each layer; `replicas` engines run side by side; `split` are engines for prompts
-    and for answers, and all prompts go to the former.
-    """
+    """One run: the load, and the recipe's keys that it sets."""
 
     label: str
     offered: Offered
     keys: tuple[str, ...] = ()
-    device: str = "ascend910"
-    tensor: int = 8
-    pipeline: int = 1
-    replicas: int = 1
-    split: tuple[int, int] | None = None
 
     @property
     def series(self) -> str:
         """The label without the rate, which names a line in a chart."""
         return self.label.partition(", ")[0]
-
-    def quick(self) -> Case:
-        """Return the case with a small part of its load."""
-        return replace(self, offered=self.offered.quick())
 
     def at(self, rate_per_s: float) -> Case:
         """Return the case at another rate."""
@@ -135,13 +146,8 @@ def keys(**values: object) -> tuple[str, ...]:
 
 def static(batch_size: int) -> tuple[str, ...]:
     """Return the keys of FasterTransformer's batching; the first of a batch waits 100 ms for the others."""
-    return keys(
-        policy="static",
-        batch_size=batch_size,
-        max_wait_ms=100,
-        num_slots=batch_size,
-        max_batch_tokens=WHOLE_TOKENS,
-    )
+    sizes = {"num_slots": batch_size, "max_batch_tokens": WHOLE_TOKENS}
+    return keys(policy="static", batch_size=batch_size, max_wait_ms=100, **sizes)
 
 
 def chunked(tokens: int, num_slots: int = 64) -> tuple[str, ...]:
@@ -154,30 +160,14 @@ def whole(policy: str, num_slots: int = 64) -> tuple[str, ...]:
     return keys(policy=policy, num_slots=num_slots, max_batch_tokens=WHOLE_TOKENS)
 
 
-WHOLE_TOKENS = 8192  # budget of a step that holds the longest prompt, and more
-
-
-Result = dict[str, Any]
-Results = dict[str, Result]  # results by the label of the case
-RECIPE = "recipes/bench/llama2_7b_cuda.yaml"  # Llama-2-7B has the shape of LLaMA-7B
-KEYS = (  # Ascend 910 has no bfloat16; a prompt of 4,096 tokens needs room for its answer
-    "model.dtype=float16",
-    "device.graphs=0",
-    "model.config.max_position_embeddings=8192",
-    "scheduler.max_request_tokens=8192",
-)
-OBJECTIVES = {"ttft": 1000.0, "tpot": 50.0}  # milliseconds
-
-
 def placement_of(case: Case) -> Placement:
     """Return the engine of a case; raises ValueError if it cannot run."""
-    recipe = read(RECIPE, [*KEYS, *case.keys], None).recipe
-    return place(recipe, case.device, case.tensor, case.pipeline)
+    return place(read(RECIPE, [*KEYS, *case.keys], None).recipe, DEVICE, NUM_DEVICES)
 
 
 def run(case: Case) -> Result:
     """Return the figures of one case, with their verdict and their records."""
-    deployment = Deployment(placement_of(case), case.replicas, "least_loaded", case.split, "always")
+    deployment = Deployment(placement_of(case))
     totals, own = deployment.serve(case.offered.trace(), None, records=True)
     figures = totals.figures()
     records = totals.records or []
@@ -216,20 +206,15 @@ def num_good(records: Iterable[Result], ttft: float, tpot: float) -> int:
 
 def run_all(cases: Iterable[Case], jobs: int, report: Callable[[str], None]) -> dict[Case, Result]:
     """Run each case once, in several processes; the results do not depend on the order in which they end."""
-    wanted = sorted(dict.fromkeys(cases), key=_work, reverse=True)
+    work = {case: case.offered.requests * case.offered.answer_tokens for case in cases}
     found: dict[Case, Result] = {}
     with process_pool(jobs) as pool:
-        futures = {pool.submit(run, case): case for case in wanted}
+        futures = {pool.submit(run, case): case for case in sorted(work, key=work.__getitem__, reverse=True)}
         for number, future in enumerate(as_completed(futures), 1):
             case = futures[future]
             found[case] = future.result()
-            outcome = found[case]["verdict"]["outcome"]
-            report(f"{number}/{len(wanted)}  {outcome:8} {case.label}")
+            report(f"{number}/{len(work)}  {found[case]['verdict']['outcome']:8} {case.label}")
     return found
-
-
-def _work(case: Case) -> int:
-    return case.offered.requests * case.offered.answer_tokens
 
 
 def alone_s(case: Case, num_tokens: int, chunk: int) -> float:
@@ -286,7 +271,7 @@ class Experiment:
         for case in self.cases:
             rates = [each.offered.rate_per_s for each in self.cases if each.series == case.series]
             if case.offered.rate_per_s in (min(rates), max(rates)):
-                kept.append(case.quick())
+                kept.append(replace(case, offered=case.offered.quick()))
         return replace(self, cases=tuple(kept))
 
 
@@ -298,33 +283,37 @@ TTFT_99 = Column("ttft_ms.p99", "TTFT p99, ms", 0)
 TPOT = Column("tpot_ms.mean", "TPOT mean, ms")
 ITL_99 = Column("itl_ms.p99", "ITL p99, ms")
 ITL_MAX = Column("itl_ms.max", "ITL max, ms")
-E2E = Column("e2e_ms.p50", "E2E p50, ms", 0)
 BATCH = Column("mean_batch", "mean batch")
 PAGES = Column("mean_page_use", "pages in use, share", 4)
-HITS = Column("prefix_hit_rate", "prompt tokens found cached", 3)
-PREEMPTIONS = Column("preemptions", "preemptions", 0)
-BUSY = Column("busy_share", "share of time busy", 3)
 
 
-REPORT = "reproduced"  # the report is REPORT.md, and its pictures are in the folder REPORT
-HEAD = """# The sources' experiments, re-run
+def reproduce(
+    chosen: Sequence[Experiment], command: str, output: Path, jobs: int, figures: Path | None
+) -> tuple[int, int, Path]:
+    """Run experiments, and write report and pictures into a folder, and `figures` as JSON.
 
-**SIMULATED, not measured.** The real scheduler ran against a virtual clock; the time of a step is the
-roofline of a device that is not here. Trust ratios and orders of magnitude, not the second digit.
-
-Device profile `{device}`: {costs}.
-
-Made by this command, which gives the same bytes again:
-
-    {command}
-
-The model is LLaMA-7B's shape (`{recipe} {keys}`)
-on 8 devices that share each layer, unless a row says otherwise. Lengths of prompts and answers are
-log-normal, of 256 tokens each on average unless said otherwise; arrivals are Poisson, and seeds fixed.
-"Good" requests have their first token within {ttft:g} ms and a mean TPOT within {tpot:g} ms. The verdict is
-the gate's (`python -m scripts.audit`): each row of ours was held to its laws with the records of all its
-requests; {num_passed} of {num_results} pass. A claim's row carries the laws that it breaks.
-"""
+    Returns the number of cases, the number that the gate refused, and the path of the report.
+    """
+    output.mkdir(parents=True, exist_ok=True)
+    if figures is not None:
+        kinds.file(figures)  # checked before the runs; it may be in that folder
+    found = run_all(
+        [case for each in chosen for case in each.cases], jobs, lambda line: print(line, flush=True)
+    )
+    results = [(each, {case.label: found[case] for case in each.cases}) for each in chosen]
+    path = write(output, command, results)
+    if figures is not None:
+        by_name = {
+            each.name: {
+                label: {name: value for name, value in one.items() if name != "records"}
+                for label, one in ours.items()
+            }
+            for each, ours in results
+        }
+        with whole_file(figures) as file:
+            json.dump(by_name, file, indent=1)
+    num_refused = sum(result["verdict"]["outcome"] != "pass" for result in found.values())
+    return len(found), num_refused, path
 
 
 def write(folder: Path, command: str, experiments: Sequence[tuple[Experiment, Results]]) -> Path:
@@ -333,65 +322,16 @@ def write(folder: Path, command: str, experiments: Sequence[tuple[Experiment, Re
     pictures.mkdir(parents=True, exist_ok=True)
     path = folder / f"{REPORT}.md"
     results = [result for _, found in experiments for result in found.values()]
-    first = results[0]
-    parts = [
-        HEAD.format(
-            device=first["device_profile"],
-            costs=first["costs"],
-            command=command,
-            recipe=RECIPE,
-            keys=" ".join(KEYS),
-            **OBJECTIVES,
-            num_passed=sum(each["verdict"]["outcome"] == "pass" for each in results),
-            num_results=len(results),
-        )
-    ]
+    said = {"device": results[0]["device_profile"], "costs": results[0]["costs"], "command": command}
+    num_passed = sum(each["verdict"]["outcome"] == "pass" for each in results)
+    counts = {"num_passed": num_passed, "num_results": len(results)}
+    parts = [HEAD.format(**said, recipe=RECIPE, keys=" ".join(KEYS), **OBJECTIVES, **counts)]
     for experiment, found in experiments:
         draw(pictures / f"{experiment.name}.png", experiment, found)
         parts.append("\n".join(_section(experiment, found)))
     with whole_file(path) as file:
         file.write("\n".join(parts))
     return path
-
-
-def draw(path: Path, experiment: Experiment, results: Results) -> None:
-    """Draw the chart of an experiment."""
-    # The import is here because it brings matplotlib: each process that runs cases imports this module too
-    from benchmark.charts import draw_bars, draw_lines, save_simulated
-
-    chart, cases = experiment.chart, experiment.cases
-    width = 1.2 + 3.6 * len(chart.columns)
-
-    def values(column: Column, of: Sequence[Case]) -> list[float]:
-        return [figure(results[case.label], column.name) for case in of]
-
-    if chart.over_rate:
-        series = {name: [case for case in cases if case.series == name] for name in map(_series, cases)}
-        lines = {
-            column.heading: {
-                name: ([case.offered.rate_per_s for case in same], values(column, same))
-                for name, same in series.items()
-            }
-            for column in chart.columns
-        }
-        save_simulated(
-            path, len(lines), (width, 3.2), lambda axes: draw_lines(axes, lines, log=chart.log), 0.97
-        )
-        return
-    panels = [(each.heading, values(each, cases), f"{{:,.{each.places}f}}") for each in chart.columns]
-    labels, height = [case.label for case in cases], 0.8 + 0.22 * len(results)
-    save_simulated(
-        path, len(panels), (width, height), lambda axes: draw_bars(axes, labels, panels, log=chart.log)
-    )
-
-
-def _series(case: Case) -> str:
-    return case.series
-
-
-def without_records(result: Result) -> Result:
-    """Return a result without the records of its requests."""
-    return {name: value for name, value in result.items() if name != "records"}
 
 
 def _section(experiment: Experiment, results: Results) -> Iterator[str]:
@@ -431,25 +371,29 @@ def _broken(row: Row) -> str:
     return "refused: " + ", ".join(each.law.name for each in row.verdict.of("refused"))
 
 
-def reproduce(
-    chosen: Sequence[Experiment], command: str, output: Path, jobs: int, figures: Path | None
-) -> tuple[int, int, Path]:
-    """Run experiments, and write report and pictures into a folder, and `figures` as JSON.
+def draw(path: Path, experiment: Experiment, results: Results) -> None:
+    """Draw the chart of an experiment."""
+    # The import is here because it brings matplotlib: each process that runs cases imports this module too
+    from benchmark.charts import draw_bars, draw_lines, save_simulated
 
-    Returns the number of cases, the number that the gate refused, and the path of the report.
-    """
-    output.mkdir(parents=True, exist_ok=True)
-    if figures is not None:
-        kinds.file(figures)  # checked before the runs; it may be in that folder
-    cases = [case for each in chosen for case in each.cases]
-    found = run_all(cases, jobs, lambda line: print(line, flush=True))
-    results = [(each, {case.label: found[case] for case in each.cases}) for each in chosen]
-    path = write(output, command, results)
-    if figures is not None:
-        by_name = {
-            each.name: {label: without_records(one) for label, one in ours.items()} for each, ours in results
+    chart, cases = experiment.chart, experiment.cases
+    width = 1.2 + 3.6 * len(chart.columns)
+
+    def values(column: Column, of: Sequence[Case]) -> list[float]:
+        return [figure(results[case.label], column.name) for case in of]
+
+    if chart.over_rate:
+        names = dict.fromkeys(case.series for case in cases)
+        series = {name: [case for case in cases if case.series == name] for name in names}
+        lines = {
+            column.heading: {
+                name: ([case.offered.rate_per_s for case in same], values(column, same))
+                for name, same in series.items()
+            }
+            for column in chart.columns
         }
-        with whole_file(figures) as file:
-            json.dump(by_name, file, indent=1)
-    num_refused = sum(result["verdict"]["outcome"] != "pass" for result in found.values())
-    return len(found), num_refused, path
+        save_simulated(path, (width, 3.2), len(lines), lambda axes: draw_lines(axes, lines, log=chart.log))
+        return
+    panels = [(each.heading, values(each, cases), f"{{:,.{each.places}f}}") for each in chart.columns]
+    labels, size = [case.label for case in cases], (width, 0.8 + 0.22 * len(results))
+    save_simulated(path, size, len(panels), lambda axes: draw_bars(axes, labels, panels, log=chart.log))

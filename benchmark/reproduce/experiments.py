@@ -12,15 +12,12 @@ from dataclasses import dataclass
 
 from benchmark.reproduce.cases import (
     BATCH,
-    BUSY,
     GOOD,
-    HITS,
     ITL_99,
     ITL_MAX,
     OBJECTIVES,
     OUTPUT,
     PAGES,
-    PREEMPTIONS,
     REQUESTS,
     TPOT,
     TTFT,
@@ -42,9 +39,7 @@ from benchmark.simulate.one_run import figure
 
 # The article's "mean seq=512" is read as prompt and answer together, bounded by its 2,048.
 BATCH_LOAD = Offered(requests=960)
-SHORT_LOAD = Offered(
-    requests=240
-)  # load for batches of 8, whose rate does not depend on the number of requests
+SHORT_LOAD = Offered(requests=240)  # for batches of 8, whose rate does not depend on how many there are
 CLAIMED_X, CLAIMED_TPOT_S, OFFERED_X = 482.0, 0.187, 50.0
 
 
@@ -361,142 +356,8 @@ def _capacity(results: Results) -> list[str]:
     ]
 
 
-STAGED = Offered(240, prompt_tokens=768, most_prompt_tokens=3072)
-BUBBLES = tuple(Column(f"bubble_s.{kind}", f"{kind}, s") for kind in ("PB1", "PB2", "PB3"))
-
-
-def bubbles() -> Experiment:
-    """Return the experiment on four stages of two devices."""
-    cases = tuple(
-        Case(label, STAGED, way, tensor=2, pipeline=4)
-        for label, way in (
-            ("whole prompts beside decodes", whole("orca")),
-            ("whole prompts first", whole("prefill_first")),
-            ("chunks of 1024", chunked(1024)),
-            ("chunks of 512", chunked(512)),
-            ("chunks of 256", chunked(256)),
-        )
-    )
-    return Experiment(
-        "bubbles",
-        "Pipeline bubbles with and without chunks",
-        "stages stand idle between prompts of different lengths (PB1), between a prompt and decodes (PB2)"
-        " and between decodes over caches of different lengths (PB3); chunks of even size make bubbles small"
-        " (Sarathi article). Here 4 stages of 2 devices, all requests at once.",
-        cases,
-        (REQUESTS, ITL_99, ITL_MAX, BUSY, *BUBBLES),
-        Chart((REQUESTS, BUSY, *BUBBLES)),
-        _bubbles,
-    )
-
-
-def _bubbles(results: Results) -> list[str]:
-    def idle_s(name: str) -> float:
-        return sum(figure(results[name], column.name) for column in BUBBLES)
-
-    before, after = "whole prompts beside decodes", "chunks of 512"
-    first = "whole prompts first"
-    best = max(results, key=lambda name: figure(results[name], "requests_per_s"))
-    gain = ratio(results[after], results[before], "requests_per_s")
-    return [
-        f"Bubbles of all stages together: {idle_s(before):.1f} s with whole prompts beside decodes,"
-        f" {idle_s(first):.1f} s with prompts first, {idle_s(after):.1f} s in chunks of 512; throughput is"
-        f" {gain:.2f} times the first's.",
-        f"The most requests are served in {best}. PB3, of steps that hold no prompt, is"
-        f" {figure(results[after], 'bubble_s.PB3') / idle_s(after):.0%} of what remains with chunks of 512:"
-        " chunks make prompts even, and cannot fill the steps of a time without prompts.",
-    ]
-
-
 COPIED = Column("copied_pages", "pages moved", 0)
-SIZES = (16, 128)
-SHARED_TOKENS = (7, 100, 512)
-POOL_TOKENS = 12_288  # scarce for 64 slots
 CLAIMED_COPY_MS, CLAIMED_PAGES = 10.0, 32_768
-
-
-def prefix() -> Experiment:
-    """Return the experiment on a prefix that all prompts share."""
-    cases = [
-        Case(
-            f"{shared} tokens, pages of {size}, {'shared' if is_shared else 'each its own'}",
-            Offered(300, rate_per_s=10, prompt_tokens=128, most_prompt_tokens=512, shared_tokens=shared),
-            (*chunked(1024), f"cache.page_size={size}", f"cache.prefix_sharing={str(is_shared).lower()}"),
-        )
-        for shared in SHARED_TOKENS
-        for size in SIZES
-        for is_shared in ((False, True) if size == SIZES[0] else (True,))
-    ]
-    return Experiment(
-        "prefix",
-        "A shared beginning of prompts",
-        "two requests with a beginning of 7 tokens share its 2 pages of 16 (CANN article).",
-        tuple(cases),
-        (REQUESTS, HITS, TTFT, TTFT_99, TPOT, PAGES),
-        Chart((HITS, TTFT, PAGES)),
-        _prefix,
-        ("pages of a prefix",),
-    )
-
-
-def _prefix(results: Results) -> list[str]:
-    def shares(shared: int, size: int, *, is_shared: bool = True) -> dict[str, object]:
-        return results[f"{shared} tokens, pages of {size}, {'shared' if is_shared else 'each its own'}"]
-
-    long, apart = shares(512, 16), shares(512, 16, is_shared=False)
-    return [
-        f"7 tokens share nothing ({figure(shares(7, 16), 'prefix_hit_rate'):.3f} of the prompts' tokens):"
-        " they fill no page of 16, and a page that is filled in part is still written to by its owner. They"
-        " would be one page, not 2.",
-        f"512 tokens save {figure(long, 'prefix_hit_rate'):.0%} of the prompts' tokens and bring the median"
-        f" TTFT from {figure(apart, 'ttft_ms.p50'):.0f} to {figure(long, 'ttft_ms.p50'):.0f} ms; the TPOT is"
-        f" {ratio(long, apart, 'tpot_ms.mean'):.2f} times what it was, as fewer steps compute prompts;"
-        " decodes read the shared keys all the same.",
-        f"Pages of 128 find less: of 100 shared tokens {figure(shares(100, 128), 'prefix_hit_rate'):.3f},"
-        f" where pages of 16 find {figure(shares(100, 16), 'prefix_hit_rate'):.3f}.",
-    ]
-
-
-def page_sizes() -> Experiment:
-    """Return the experiment on small and large pages in a small pool."""
-    load = Offered(300)
-    cases = [
-        Case(
-            f"pages of {size}",
-            load,
-            (
-                *chunked(1024),
-                f"cache.page_size={size}",
-                f"cache.num_pages={POOL_TOKENS // size + 1}",
-                "cache.memory_fraction=null",
-                "cache.prefix_sharing=false",
-            ),
-        ).at(load.rate_per_s)
-        for size in (16, 32, 64, 128)
-    ]
-    return Experiment(
-        "page_sizes",
-        f"Sizes of pages, in a pool of {POOL_TOKENS:,} tokens",
-        "a request of 2,048 tokens takes 128 pages of 16 that need not lie together, so memory is hardly"
-        " wasted (CANN article; the fused operators of Ascend want pages of 128).",
-        tuple(cases),
-        (REQUESTS, PAGES, PREEMPTIONS, TTFT, TPOT, ITL_MAX),
-        Chart((REQUESTS, PREEMPTIONS)),
-        _page_sizes,
-        ("pages of a request", "pages in use"),
-    )
-
-
-def _page_sizes(results: Results) -> list[str]:
-    small, large = (results[f"pages of {size}, all at once"] for size in SIZES)
-    mean = (figure(large, "prompt_tokens") + figure(large, "output_tokens")) / figure(large, "completed")
-    return [
-        f"Pages of 128 serve {ratio(large, small, 'requests_per_s'):.3f} times what pages of 16 do, with"
-        f" {figure(large, 'preemptions'):.0f} preemptions against {figure(small, 'preemptions'):.0f}. Half a"
-        f" page of each request stands empty: {64 / mean:.0%} and {8 / mean:.0%} of a request of {mean:.0f}"
-        " tokens at its end.",
-        "What an operator gains by larger pages is not in the roofline, which reads keys at one rate.",
-    ]
 
 
 def compaction() -> Experiment:
@@ -540,5 +401,5 @@ def _compaction(results: Results) -> list[str]:
 
 def experiments() -> list[Experiment]:
     """Return all experiments, in the order of the report."""
-    made = (static_continuous, goodput, whole_chunked, capacity, bubbles, prefix, page_sizes, compaction)
+    made = (static_continuous, goodput, whole_chunked, capacity, compaction)
     return [each() for each in made]

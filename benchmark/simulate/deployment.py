@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from benchmark.recordings.trace_events import TraceEventFile
+from benchmark.recordings.trace_events import SimulatedTrace
 from continuous_batching.batch import Batch
 from continuous_batching.request import Request
 from continuous_batching.routing.routing import Route
@@ -173,7 +173,7 @@ class Deployment:
         return self.placement.recipe.scheduler.num_slots * (sum(self.split) if self.split else self.replicas)
 
     def serve(
-        self, trace: Iterable[Request], timeline: TraceEventFile | None, *, records: bool
+        self, trace: Iterable[Request], timeline: SimulatedTrace | None, *, records: bool
     ) -> tuple[RunTotals, Result]:
         """Serve a trace; returns its totals, and figures that only this deployment has."""
         totals = RunTotals(records=[] if records else None)
@@ -212,7 +212,7 @@ class Deployment:
         }
 
     def _pipeline(
-        self, trace: Iterable[Request], totals: RunTotals, timeline: TraceEventFile | None
+        self, trace: Iterable[Request], totals: RunTotals, timeline: SimulatedTrace | None
     ) -> Result:
         def observe(stage: int, number: int, batch: Batch, begin_s: float, end_s: float) -> None:
             if timeline is not None:

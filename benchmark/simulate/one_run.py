@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmark.gate.gate import with_verdict
 from benchmark.options import markdown, verdict_line
-from benchmark.recordings.trace_events import TraceEventFile
+from benchmark.recordings.trace_events import SimulatedTrace
 from benchmark.simulate.deployment import SIMULATED, Deployment, Result, place
 from borders.file_bounds import MOST_JSON_BYTES, lines_of, read_bounded
 from borders.whole_file import whole_file
@@ -87,7 +87,7 @@ def deployment_of(options: argparse.Namespace) -> Deployment:
 
 
 def figures_of(
-    deployment: Deployment, requests: Iterator[Request], timeline: TraceEventFile | None = None
+    deployment: Deployment, requests: Iterator[Request], timeline: SimulatedTrace | None = None
 ) -> Result:
     """Return the figures of one simulated figures_of, without a verdict."""
     began_s = time.perf_counter()
@@ -139,7 +139,7 @@ def run(options: argparse.Namespace) -> Result:
         figures = figures_of(deployment, requests())
     else:
         with whole_file(options.timeline) as file:
-            timeline = TraceEventFile(file)
+            timeline = SimulatedTrace(file)
             figures = figures_of(deployment, requests(), timeline)
             timeline.close()
     said = {"recipe": options.recipe, "overrides": list(options.overrides), "trace": Path(options.trace).name}
@@ -226,9 +226,9 @@ def run_routes(options: argparse.Namespace) -> Result:
         panels = [
             (heading, [figure(each, name) for each in ways.values()], form) for name, heading, form in PANELS
         ]
-        size = (10, 0.9 + 0.3 * len(ways))
+        size, names = (10, 0.9 + 0.3 * len(ways)), [*ways]
         save_simulated(
-            options.plot, len(panels), size, lambda axes: draw_bars(axes, [*ways], panels, log=False)
+            options.plot, size, len(panels), lambda axes: draw_bars(axes, names, panels, log=False)
         )
     return result
 
