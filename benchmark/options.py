@@ -16,6 +16,7 @@ from typing import Any
 from recipes.schema.numbers import RATES_PER_S, real
 
 PICTURES = (".png", ".svg", ".pdf")
+LAYOUTS = ("mooncake", "burstgpt", "sharegpt")
 LATENCIES = ("ttft", "tpot", "itl", "e2el")
 rate = real(*RATES_PER_S, endless=True)  # requests a second; `inf` for all at once
 
@@ -75,6 +76,14 @@ def body(text: str) -> dict[str, Any]:
 def rates(text: str) -> list[float]:
     """Parse rates, separated by commas."""
     return [rate(each) for each in text.split(",")]
+
+
+def source(text: str) -> tuple[str, Path]:
+    """Parse the layout and the file of a public trace from `LAYOUT:FILE`."""
+    layout, _, path = text.partition(":")
+    if layout not in LAYOUTS or not path:
+        raise argparse.ArgumentTypeError(f"{text!r} is no source; write {', '.join(LAYOUTS)}, and :FILE")
+    return layout, Path(path)
 
 
 def objective(text: str) -> tuple[str, float]:

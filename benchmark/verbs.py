@@ -17,7 +17,7 @@ from typing import Any
 from benchmark import options as kinds
 from benchmark.options import markdown, rate, show
 from benchmark.run_clock import RunClock
-from benchmark.workloads.synthetic import drawn_lengths
+from benchmark.workloads.synthetic import arrivals, drawn_lengths, lengths, levels, shared_prompts, shares
 from continuous_batching.routing.routing import ROUTES
 from recipes.schema.adapters_section import MOST_ADAPTERS, MOST_RANK
 from recipes.schema.command_line import add_recipe
@@ -329,6 +329,27 @@ BENCHMARKS = (
                 "help": "one, or more to compare"}),
          Option("--output", {"type": Path, "default": Path("report.html"), "metavar": "FILE.html"}),
          table="", takes_recipe=False),
+)  # fmt: skip
+
+TRACE_MAKER = verb(
+    "", "a trace: drawn lengths at drawn times, or those of a public trace", "",
+    option("--from", kinds.source, "LAYOUT:FILE", ", ".join(kinds.LAYOUTS), dest="source"),
+    switch("--skip-bad", "report lines that cannot be read, and go on"),
+    option("--tokenizer", metavar="FOLDER", help="counts the tokens of sharegpt's answers"),
+    count("--requests", None, "default: 64; where a file is read, at most so many", most=10**7),
+    option("--rate", rate, "PER_S", "mean arrivals a second; inf if not given"),
+    option("--arrivals", arrivals, "PROCESS", "poisson, gamma:CV, ramp:LAST_PER_S, closed:CLIENTS"),
+    option("--prompt-tokens", lengths, "LENGTHS", "default: uniform:16:200"),
+    option("--output-tokens", lengths, "LENGTHS", "default: uniform:8:48"),
+    option("--system-prompts", shared_prompts, "COUNT:LENGTHS", "one begins each prompt"),
+    option("--turns", lengths, "LENGTHS", "of a session"),
+    option("--think-s", real(0, MOST_WAIT_S), "SECONDS", "mean time between the turns' arrivals"),
+    option("--tenants", shares, "NAME=SHARE,..."),
+    option("--priorities", levels, "LEVEL=SHARE,..."),
+    count("--vocab-size", None, "ids go from 0 to N - 1 (default: 1024)", most=10**7),
+    SEED,
+    option("--output", kinds.file, "FILE.jsonl", required=True),
+    table="", takes_recipe=False,
 )  # fmt: skip
 
 engines = whole(1, 10**6)  # most engines of a fleet

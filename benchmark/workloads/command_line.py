@@ -1,29 +1,19 @@
-"""Define the command-line options of a trace, and make the trace that they describe."""
+"""Check the options of a trace, and make the trace that they describe."""
 
 from __future__ import annotations
 
 import argparse
 import math
-from pathlib import Path
 
-from benchmark import options as kinds
 from benchmark.workloads import public_traces
 from benchmark.workloads.synthetic import (
     Arrivals,
     Line,
     SyntheticLoad,
-    arrivals,
     draw_requests,
     lengths,
-    levels,
-    shared_prompts,
-    shares,
 )
-from recipes.schema.numbers import MOST_SEED, MOST_WAIT_S, RATES_PER_S, real, whole
 
-MOST_REQUESTS = 10**7  # most requests of a trace, which is made in memory
-MOST_VOCABULARY = 10**7  # the largest published vocabularies have 262,144 tokens
-FORMS = ("mooncake", "burstgpt", "sharegpt")
 # These defaults are a load that the tiny model of this repository serves too.
 DRAWN_DEFAULTS = {"requests": "64", "prompt_tokens": "uniform:16:200", "output_tokens": "uniform:8:48"}
 VOCABULARY_DEFAULT = {"vocab_size": "1024"}
@@ -42,71 +32,6 @@ NO_USE = {
     "burstgpt": TIMED,
     "sharegpt": (*DRAWN, "vocab_size"),
 }
-
-
-def source(text: str) -> tuple[str, Path]:
-    """Parse the layout and the file from `LAYOUT:FILE`."""
-    form, _, path = text.partition(":")
-    if form not in FORMS or not path:
-        raise argparse.ArgumentTypeError(f"{text!r} is no source; write {', '.join(FORMS)}, and :FILE")
-    return form, Path(path)
-
-
-def _help(name: str, text: str = "") -> str:
-    """Return an option's help text with its default."""
-    default = f"default: {DEFAULTS[None][name]}"
-    return f"{text} ({default})" if text else default
-
-
-def parser(doc: str) -> argparse.ArgumentParser:
-    """Return the options, with the script's description."""
-    top = argparse.ArgumentParser(
-        prog="python -m scripts.trace", description=doc, formatter_class=argparse.RawTextHelpFormatter
-    )
-    top.add_argument("--from", type=source, dest="source", metavar="LAYOUT:FILE", help=", ".join(FORMS))
-    top.add_argument("--skip-bad", action="store_true", help="report lines that cannot be read, and go on")
-    top.add_argument("--tokenizer", metavar="FOLDER", help="counts the tokens of sharegpt's answers")
-    top.add_argument(
-        "--requests",
-        type=whole(1, MOST_REQUESTS),
-        metavar="N",
-        help="default: 64; where a file is read, at most so many",
-    )
-    top.add_argument(
-        "--rate",
-        type=real(*RATES_PER_S, endless=True),
-        metavar="PER_S",
-        help="mean arrivals a second; inf if not given",
-    )
-    top.add_argument(
-        "--arrivals",
-        type=arrivals,
-        metavar="PROCESS",
-        help="poisson, gamma:CV, ramp:LAST_PER_S, closed:CLIENTS",
-    )
-    top.add_argument("--prompt-tokens", type=lengths, metavar="LENGTHS", help=_help("prompt_tokens"))
-    top.add_argument("--output-tokens", type=lengths, metavar="LENGTHS", help=_help("output_tokens"))
-    top.add_argument(
-        "--system-prompts", type=shared_prompts, metavar="COUNT:LENGTHS", help="one begins each prompt"
-    )
-    top.add_argument("--turns", type=lengths, metavar="LENGTHS", help="of a session")
-    top.add_argument(
-        "--think-s",
-        type=real(0, MOST_WAIT_S),
-        metavar="SECONDS",
-        help="mean time between the turns' arrivals",
-    )
-    top.add_argument("--tenants", type=shares, metavar="NAME=SHARE,...")
-    top.add_argument("--priorities", type=levels, metavar="LEVEL=SHARE,...")
-    top.add_argument(
-        "--vocab-size",
-        type=whole(1, MOST_VOCABULARY),
-        metavar="N",
-        help=_help("vocab_size", "ids go from 0 to N - 1"),
-    )
-    top.add_argument("--seed", type=whole(0, MOST_SEED), default=0)
-    top.add_argument("--output", type=kinds.file, required=True, metavar="FILE.jsonl")
-    return top
 
 
 def check(options: argparse.Namespace) -> None:
