@@ -26,6 +26,11 @@ Figures = dict[str, float]
 Result = dict[str, object]
 MOST_READINGS = 500
 DONE = ("stop", "length")
+COLUMNS = (  # columns of a reading: clocks and states of the moment, then sums since the run began
+    *("at_s", "running", "waiting", "kv_usage", "held_pages", "wall_s", "cpu_s"),
+    *("steps", "spans", "tokens", "sampled", "ended", "page_steps", "running_s"),
+    *("prompt_tokens", "hit_tokens", "preemptions"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,13 +116,6 @@ def _accepted(step: Step, num_slots: int) -> list[int]:
     booked = np.bincount(step.owners, minlength=num_slots)[step.batch.slots]
     accepted: list[int] = np.where(step.batch.drafts_by_span, booked - 1, 0).clip(0).tolist()
     return accepted
-
-
-COLUMNS = (  # columns of a reading: clocks and states of the moment, then sums since the run began
-    *("at_s", "running", "waiting", "kv_usage", "held_pages", "wall_s", "cpu_s"),
-    *("steps", "spans", "tokens", "sampled", "ended", "page_steps", "running_s"),
-    *("prompt_tokens", "hit_tokens", "preemptions"),
-)
 
 
 def readings(timeline: Timeline, origin_s: float, num_pages: int) -> dict[str, object]:

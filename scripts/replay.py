@@ -17,9 +17,7 @@ import argparse
 from collections.abc import Iterator
 
 from benchmark.recordings import trace_events
-from benchmark.recordings.explain import Story
-from benchmark.recordings.recording_file import Recording
-from benchmark.recordings.what_if import change, compare
+from benchmark.recordings.recorded import Recording, Story, change, compare
 from borders.file_bounds import opened
 from borders.whole_file import whole_file
 from continuous_batching.recording.replay import Divergence, Event, Replayed, replay

@@ -23,7 +23,7 @@ import json
 import sys
 
 from benchmark.verbs import TRACE_MAKER, parser_of
-from benchmark.workloads.command_line import check, fill_in, made, summary
+from benchmark.workloads.traces import check, fill_in, made, summary
 from borders.whole_file import whole_file
 from recipes.schema import verb
 from recipes.schema.command_line import keep_apart

@@ -34,6 +34,23 @@ from recipes.schema.reader import read
 from recipes.schema.recipe_error import RecipeError
 from simulation.roofline import attention_operations
 
+COPIED_BYTES, SIDE = {"cpu": 2**26, "other": 2**32}, {"cpu": 512, "other": 8192}
+WARM_UPS = 3
+NOT_MEASURED = "not measured"
+COLUMNS = {
+    "step_ms": "step, ms",
+    "tokens_per_s": "tokens/s",
+    "share_of_copy_rate": "of the copy rate",
+    "share_of_product_rate": "of the product rate",
+    "attention_ms": "attention, ms",
+    "attention_share_of_copy_rate": "of the copy rate",
+}
+MIXED_COLUMNS = {
+    "step_ms": "step, ms",
+    "parts_ms": "its parts apart, ms",
+    "over_sum_of_parts": "over their sum",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class StepLoad:
@@ -97,10 +114,6 @@ def operations(config: DecoderConfig, load: StepLoad) -> int:
     context = sum(load.stops) * len(config.windows)
     scores = config.num_heads * attention_operations(config, context, pairs)
     return 2 * (linears * sum(load.lens) + table * spans) + int(scores)
-
-
-COPIED_BYTES, SIDE = {"cpu": 2**26, "other": 2**32}, {"cpu": 512, "other": 8192}
-WARM_UPS = 3
 
 
 def rates(device: torch.device, dtype: torch.dtype, repeats: int) -> dict[str, float]:
@@ -253,22 +266,6 @@ def _against_parts(runner: ModelRunner, load: StepLoad, repeats: int) -> dict[st
         "parts_ms": [round(1e3 * part, 4) for part in apart],
         "over_sum_of_parts": round(whole / sum(apart), 4),
     }
-
-
-NOT_MEASURED = "not measured"
-COLUMNS = {
-    "step_ms": "step, ms",
-    "tokens_per_s": "tokens/s",
-    "share_of_copy_rate": "of the copy rate",
-    "share_of_product_rate": "of the product rate",
-    "attention_ms": "attention, ms",
-    "attention_share_of_copy_rate": "of the copy rate",
-}
-MIXED_COLUMNS = {
-    "step_ms": "step, ms",
-    "parts_ms": "its parts apart, ms",
-    "over_sum_of_parts": "over their sum",
-}
 
 
 def print_table(result: Mapping[str, Any]) -> None:

@@ -45,6 +45,24 @@ COPIED_BYTES = 128 * 2**20  # bytes of each timed copy
 VICTIM_TOKENS = 2048
 # Lengths of the trace for unused places.
 MEDIAN_PROMPT, MEDIAN_ANSWER, SIGMA, LONGEST = 150, 200, 0.8, 4096
+MOST_TEXT_BYTES = 2**20
+WAYS: tuple[tuple[DType, bool], ...] = (
+    ("float32", False),
+    ("float32", True),
+    ("bfloat16", False),
+    ("bfloat16", True),
+)
+# Sizes of attention over random numbers.
+HEADS, SMALL_KV_HEADS, SMALL_PAGE = 8, 2, 16
+DIMS, LENGTHS = (64, 128), (128, 2048)
+LARGE_CHANNELS, LARGE = 4, 20.0  # keys of language models have a few channels that are large for every token
+TITLES = {
+    "logprob": "log-probability a token",
+    "perplexity": "perplexity",
+    "distance": "distance from float32",
+    "agreement": "likeliest token as in float32",
+    "row_bytes": "bytes a token, head and layer",
+}
 
 
 def median_us(act: Callable[[], object], repeats: int) -> float:
@@ -198,26 +216,6 @@ def print_table(result: dict[str, object]) -> None:
                 print(f"{name.replace('_', ' '):14} {figures}")
         else:
             print(f"{name.replace('_', ' ')}: {value}")
-
-
-MOST_TEXT_BYTES = 2**20
-WAYS: tuple[tuple[DType, bool], ...] = (
-    ("float32", False),
-    ("float32", True),
-    ("bfloat16", False),
-    ("bfloat16", True),
-)
-# Sizes of attention over random numbers.
-HEADS, SMALL_KV_HEADS, SMALL_PAGE = 8, 2, 16
-DIMS, LENGTHS = (64, 128), (128, 2048)
-LARGE_CHANNELS, LARGE = 4, 20.0  # keys of language models have a few channels that are large for every token
-TITLES = {
-    "logprob": "log-probability a token",
-    "perplexity": "perplexity",
-    "distance": "distance from float32",
-    "agreement": "likeliest token as in float32",
-    "row_bytes": "bytes a token, head and layer",
-}
 
 
 def texts(model: Path, text: Path) -> list[dict[str, object]]:

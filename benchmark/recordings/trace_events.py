@@ -13,7 +13,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from benchmark.recordings.recording_file import Recording
+from benchmark.recordings.recorded import Recording
 from continuous_batching.engine import Engine, Step
 from continuous_batching.recording.format import Ended
 from continuous_batching.recording.replay import Event, Replayed

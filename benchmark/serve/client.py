@@ -27,6 +27,8 @@ MANY = ("n", "best_of", "beam_width")  # fields that ask for several answers, wh
 STREAM = {"include_usage": True, "continuous_usage_stats": True}
 MOST_ARRIVAL_S = 1e9  # seconds, some thirty years
 MOST_TOKENS = 2**31 - 1
+DONE = {"stop": "stop", "length": "length", "tool_calls": "stop", "content_filter": "stop"}
+SHOWN = 200  # characters of a server's message
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,10 +249,6 @@ def _data(event: bytes) -> bytes:
         return event[6:]
     lines = [line[5:].removeprefix(b" ") for line in event.split(b"\n") if line.startswith(b"data:")]
     return b"\n".join(lines)
-
-
-DONE = {"stop": "stop", "length": "length", "tool_calls": "stop", "content_filter": "stop"}
-SHOWN = 200  # characters of a server's message
 
 
 @dataclass(slots=True)

@@ -23,6 +23,37 @@ from benchmark.serve.client import ClientAnswer, ClientRun, authorization
 
 PERCENTILES = (50, 90, 99)
 Result = dict[str, object]
+EVERY_S = 1.0
+# Each figure has the names that vLLM, its older versions and SGLang give it.
+GAUGES = {
+    "running": ("vllm:num_requests_running", "sglang:num_running_reqs"),
+    "waiting": ("vllm:num_requests_waiting", "sglang:num_queue_reqs"),
+    "kv_usage": ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "sglang:token_usage"),
+}
+COUNTERS = {
+    "prefix_queries": ("vllm:prefix_cache_queries_total", "vllm:prefix_cache_queries"),
+    "prefix_hits": ("vllm:prefix_cache_hits_total", "vllm:prefix_cache_hits"),
+    "preemptions": ("vllm:num_preemptions_total", "vllm:num_preemptions"),
+    "requests": ("vllm:request_success_total", "vllm:request_success"),
+    "prompt_tokens": ("vllm:prompt_tokens_total", "vllm:prompt_tokens", "sglang:prompt_tokens_total"),
+    "output_tokens": (
+        "vllm:generation_tokens_total",
+        "vllm:generation_tokens",
+        "sglang:generation_tokens_total",
+    ),
+}
+TIMES = {  # histograms in seconds, of requests that have ended
+    "queue": "vllm:request_queue_time_seconds",
+    "prefill": "vllm:request_prefill_time_seconds",
+    "ttft": "vllm:time_to_first_token_seconds",
+    "itl": "vllm:inter_token_latency_seconds",
+    "e2e": "vllm:e2e_request_latency_seconds",
+}
+NAMED_TIMES = ("queue", "prefill")  # means of the others would differ from the client's, which waits longer
+SETTLE_S = 2.0  # seconds for counters that a server updates shortly after its answers
+COUNTERS |= {f"{name}_s": (f"{metric}_sum",) for name, metric in TIMES.items()}
+COUNTERS |= {f"{name}_count": (f"{metric}_count",) for name, metric in TIMES.items()}
+LINE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{[^\n]*\})? +(\S+)", re.MULTILINE)
 
 
 def latencies(done: Sequence[ClientAnswer]) -> tuple[Result, int]:
@@ -229,39 +260,6 @@ def token_times_s(answer: ClientAnswer) -> np.ndarray:
         return np.repeat(times_s, answer.piece_tokens)
     behind = max(0, answer.output_tokens - len(times_s))
     return np.append(times_s, np.full(behind, times_s[-1]))[: answer.output_tokens]
-
-
-EVERY_S = 1.0
-# Each figure has the names that vLLM, its older versions and SGLang give it.
-GAUGES = {
-    "running": ("vllm:num_requests_running", "sglang:num_running_reqs"),
-    "waiting": ("vllm:num_requests_waiting", "sglang:num_queue_reqs"),
-    "kv_usage": ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "sglang:token_usage"),
-}
-COUNTERS = {
-    "prefix_queries": ("vllm:prefix_cache_queries_total", "vllm:prefix_cache_queries"),
-    "prefix_hits": ("vllm:prefix_cache_hits_total", "vllm:prefix_cache_hits"),
-    "preemptions": ("vllm:num_preemptions_total", "vllm:num_preemptions"),
-    "requests": ("vllm:request_success_total", "vllm:request_success"),
-    "prompt_tokens": ("vllm:prompt_tokens_total", "vllm:prompt_tokens", "sglang:prompt_tokens_total"),
-    "output_tokens": (
-        "vllm:generation_tokens_total",
-        "vllm:generation_tokens",
-        "sglang:generation_tokens_total",
-    ),
-}
-TIMES = {  # histograms in seconds, of requests that have ended
-    "queue": "vllm:request_queue_time_seconds",
-    "prefill": "vllm:request_prefill_time_seconds",
-    "ttft": "vllm:time_to_first_token_seconds",
-    "itl": "vllm:inter_token_latency_seconds",
-    "e2e": "vllm:e2e_request_latency_seconds",
-}
-NAMED_TIMES = ("queue", "prefill")  # means of the others would differ from the client's, which waits longer
-SETTLE_S = 2.0  # seconds for counters that a server updates shortly after its answers
-COUNTERS |= {f"{name}_s": (f"{metric}_sum",) for name, metric in TIMES.items()}
-COUNTERS |= {f"{name}_count": (f"{metric}_count",) for name, metric in TIMES.items()}
-LINE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{[^\n]*\})? +(\S+)", re.MULTILINE)
 
 
 def parse_metrics(text: str) -> dict[str, float]:

@@ -42,6 +42,32 @@ from borders.whole_file import whole_file
 from recipes.assembly import versions
 
 LOOK_S = 0.02  # seconds between two measurements of how late the event loop is
+READY_S = 0.5  # seconds between two checks of a starting server
+_INFO_S = 10.0  # seconds to wait for a server's description of itself
+_SECRET = re.compile(r"api_?key|passw|secret|hf_token|auth|^token$", re.IGNORECASE)
+KEPT_OPEN_S = 2.0  # seconds that idle connections stay open; servers close theirs after five seconds or more
+TITLES = {
+    "ttft": "time to first token",
+    "tpot": "time per output token",
+    "itl": "between two pieces",
+    "e2el": "whole request",
+}
+COLUMNS = ("mean", "median", "std", "p90", "p99")
+TOLD = {  # rows of the table, where the result has them
+    "completed": "requests answered",
+    "failed": "failed",
+    "rejected": "of these rejected (busy)",
+    "retried": "tried again",
+    "duration": "seconds",
+    "request_throughput": "requests/s",
+    "request_goodput": "requests/s within objectives",
+    "good_share": "share of requests within them",
+    "fluidity": "share of tokens in time",
+    "output_throughput": "output tokens/s",
+    "total_token_throughput": "all tokens/s",
+    "mean_in_flight": "requests on their way, mean",
+    "max_concurrent_requests": "requests on their way, most",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,12 +148,6 @@ async def _watch_loop(lags_s: list[float]) -> None:
         due_s = time.perf_counter() + LOOK_S
         await asyncio.sleep(LOOK_S)
         lags_s.append(time.perf_counter() - due_s)
-
-
-READY_S = 0.5  # seconds between two checks of a starting server
-_INFO_S = 10.0  # seconds to wait for a server's description of itself
-_SECRET = re.compile(r"api_?key|passw|secret|hf_token|auth|^token$", re.IGNORECASE)
-KEPT_OPEN_S = 2.0  # seconds that idle connections stay open; servers close theirs after five seconds or more
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,30 +309,6 @@ async def _warm_up(server: StreamingClient, plan: ServePlan) -> None:
             answer = await _answer(server, plan, ask)
         if answer.error is not None:
             raise ValueError(f"{server.url(ask)}: the warm-up request failed: {answer.error}")
-
-
-TITLES = {
-    "ttft": "time to first token",
-    "tpot": "time per output token",
-    "itl": "between two pieces",
-    "e2el": "whole request",
-}
-COLUMNS = ("mean", "median", "std", "p90", "p99")
-TOLD = {  # rows of the table, where the result has them
-    "completed": "requests answered",
-    "failed": "failed",
-    "rejected": "of these rejected (busy)",
-    "retried": "tried again",
-    "duration": "seconds",
-    "request_throughput": "requests/s",
-    "request_goodput": "requests/s within objectives",
-    "good_share": "share of requests within them",
-    "fluidity": "share of tokens in time",
-    "output_throughput": "output tokens/s",
-    "total_token_throughput": "all tokens/s",
-    "mean_in_flight": "requests on their way, mean",
-    "max_concurrent_requests": "requests on their way, most",
-}
 
 
 def plan_of(options: argparse.Namespace, request_rate: float | None) -> ServePlan:

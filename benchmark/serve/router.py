@@ -39,6 +39,12 @@ WAYS = ("server", "proxy", "router")
 MOST_OPEN = 2**17  # streams at each replica, so that no request waits
 SETTLE_S = 0.5  # seconds until a router has read what it was sent
 EXTRAPOLATED = 10_000  # streams
+END = b"0\r\n\r\n"  # ends a chunked body
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+EVENT = b'data: {"id":"cmpl-1","object":"text_completion","choices":[{"index":0,"text":" word"}]}\n\n'
+DONE = b"data: [DONE]\n\n"
+LONGEST_HEAD = 2**16
+MOST_CONNECTIONS = 2**14
 
 
 def body_of(prompt_bytes: int) -> dict[str, Any]:
@@ -159,14 +165,6 @@ def print_table(result: Mapping[str, Any]) -> None:
     held = ", ".join(f"{kib / 1024:.1f} MiB at {count}" for count, kib in found["streams"].items())
     print(f"open streams: {held}; {found['kib_a_stream']:.1f} KiB each,", end=" ")
     print(f"so {found['mib_extrapolated']:.0f} MiB at {EXTRAPOLATED:,} (extrapolated)")
-
-
-END = b"0\r\n\r\n"  # ends a chunked body
-HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
-EVENT = b'data: {"id":"cmpl-1","object":"text_completion","choices":[{"index":0,"text":" word"}]}\n\n'
-DONE = b"data: [DONE]\n\n"
-LONGEST_HEAD = 2**16
-MOST_CONNECTIONS = 2**14
 
 
 def chunk(data: bytes) -> bytes:

@@ -27,6 +27,8 @@ from benchmark.serve.measure import ServePlan, measure, plan_of, save
 from recipes.schema.reader import load
 
 MOST_NAME = 120  # characters of a folder's name
+Result = dict[str, Any]
+WITHIN = 0.99  # least share of requests within the objectives at a rate that a server is said to bear
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +88,6 @@ class ForeignServer:
 
     def check(self) -> None:
         """Check nothing: requests report the failures of a server that this sweep did not start."""
-
-
-Result = dict[str, Any]
-WITHIN = 0.99  # least share of requests within the objectives at a rate that a server is said to bear
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,8 @@ from simulation.runner import CostModel
 PRODUCTS = {"310P": None, "910": "ascend910", "910B": "ascend910b", "910C": "ascend910c", "950": None}
 KINDS = {"cpu": "epyc", "cuda": "h200", "npu": None}
 HOST_MEMORY = 2**50  # bytes; a device profile does not state its host's memory, so nothing is refused for it
+Result = dict[str, Any]
+SIMULATED = "not measured: the real scheduler against a cost model"
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,10 +146,6 @@ def place(
             f"simulated on {num_devices} x {found.name} of {found.memory_gib:g} GiB: {error}; or raise --tp"
         ) from error
     return Placement(recipe, config, found, memory, tensor, pipeline, fitted)
-
-
-Result = dict[str, Any]
-SIMULATED = "not measured: the real scheduler against a cost model"
 
 
 @dataclass(frozen=True, slots=True)

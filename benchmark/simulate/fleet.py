@@ -38,6 +38,12 @@ from simulation.run_totals import RunTotals
 from simulation.runner import CostModel
 from simulation.serve import serve
 
+MOST_GROUPS = 30
+SHARES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
+NORMAL = 1.959964  # 95 % of a normal distribution lie within this bound on both sides
+Estimate = dict[str, float]
+Ends = tuple[float, float, float]  # a value, and the ends of its interval
+
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
@@ -143,14 +149,6 @@ def run(options: argparse.Namespace) -> dict[str, object]:
             "simulated_requests_per_wall_s": round(totals.requests / took_s, 1),
         }
     )
-
-
-MOST_GROUPS = 30
-SHARES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
-NORMAL = 1.959964  # 95 % of a normal distribution lie within this bound on both sides
-
-Estimate = dict[str, float]
-Ends = tuple[float, float, float]  # a value, and the ends of its interval
 
 
 def draw(num_engines: int, count: int, seed: int) -> list[list[int]]:

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmark.recordings.recording_file import Recording
+from benchmark.recordings.recorded import Recording
 from benchmark.simulate.deployment import SIMULATED, Result, place
 from benchmark.simulate.one_run import requests_of, trust_of
 from borders.file_bounds import check_rereadable, opened
@@ -47,6 +47,7 @@ RATE = "output_tokens_per_s"
 FLOOR = (
     "the largest difference of one measured run from the others; a prediction cannot be expected to be nearer"
 )
+NUM_BLOCKS = 10
 
 
 def run(options: argparse.Namespace) -> Result:
@@ -120,9 +121,6 @@ def _figures(runs: Sequence[RunTotals]) -> dict[str, float]:
             for part in ("p50", "p99")
         },
     }
-
-
-NUM_BLOCKS = 10
 
 
 class WorkClock:

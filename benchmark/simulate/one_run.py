@@ -33,6 +33,16 @@ from simulation import trace
 from simulation.fit_trust import in_words
 from simulation.fitted import Fitted
 
+MOST_RECORDS = 20_000  # most records that a result keeps, for the gate to recount
+PANELS = (  # of a picture of routes: a figure, its heading, and its format
+    ("prefix_hit_rate", "prompt tokens found", "{:.2f}"),
+    ("routed_most_of_mean", "most loaded engine / mean", "{:.2f}"),
+    ("ttft_ms.p50", "TTFT p50, ms", "{:,.0f}"),
+    ("ttft_ms.p99", "TTFT p99, ms", "{:,.0f}"),
+)
+FACTORS = (0.5, 2.0)  # factors by which a weight of a split is varied
+ROUTED = ("prefix_hit_rate", "routed_hits_of_best", "routed_most_of_mean")
+
 
 def requests_of(
     path: str, recipe: Recipe, vocab_size: int, *, skip_bad: bool
@@ -59,9 +69,6 @@ def requests_of(
             raise ValueError(f"{path} holds no request that can be simulated; make one with scripts.trace")
 
     return opened
-
-
-MOST_RECORDS = 20_000  # most records that a result keeps, for the gate to recount
 
 
 def deployment_of(options: argparse.Namespace) -> Deployment:
@@ -144,16 +151,6 @@ def run(options: argparse.Namespace) -> Result:
             timeline.close()
     said = {"recipe": options.recipe, "overrides": list(options.overrides), "trace": Path(options.trace).name}
     return with_verdict({"SIMULATED": SIMULATED, **said, **figures})
-
-
-PANELS = (  # of a picture of routes: a figure, its heading, and its format
-    ("prefix_hit_rate", "prompt tokens found", "{:.2f}"),
-    ("routed_most_of_mean", "most loaded engine / mean", "{:.2f}"),
-    ("ttft_ms.p50", "TTFT p50, ms", "{:,.0f}"),
-    ("ttft_ms.p99", "TTFT p99, ms", "{:,.0f}"),
-)
-FACTORS = (0.5, 2.0)  # factors by which a weight of a split is varied
-ROUTED = ("prefix_hit_rate", "routed_hits_of_best", "routed_most_of_mean")
 
 
 def routes(whole: Deployment) -> Iterator[tuple[str, Deployment]]:

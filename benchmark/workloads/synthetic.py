@@ -17,6 +17,16 @@ from borders.system_error import in_one_line
 from recipes.schema.numbers import MOST_COUNT, MOST_TOKENS, RATES_PER_S, real, whole
 
 Draw = Callable[[np.random.Generator, int], NDArray[np.int64]]
+# Coefficient of variation of the gaps between arrivals: from a clock to rare, huge bursts.
+VARIATIONS = (0.01, 100)
+Line = dict[str, Any]
+Shares = Mapping[str, float]
+MOST_TRACE_TOKENS = 2**28
+MOST_SYSTEM_PROMPTS = 10**4
+MOST_PRIORITY = 2**31 - 1
+LEAST_SHARE = 1e-9
+# Each quantity has its own random stream, so that changing one leaves the others.
+ARRIVAL, PROMPT, OUTPUT, TOKEN, SYSTEM, TURNS, THINK, TENANT, PRIORITY, ANSWER = range(10)
 
 
 def lengths(text: str) -> Draw:
@@ -83,10 +93,6 @@ def _from_file(path: Path) -> Draw:
     return lambda random, count: random.choice(np.array(found, np.int64), count)
 
 
-# Coefficient of variation of the gaps between arrivals: from a clock to rare, huge bursts.
-VARIATIONS = (0.01, 100)
-
-
 @dataclass(frozen=True, slots=True)
 class Arrivals:
     """A process of arrivals.
@@ -137,16 +143,6 @@ def arrivals(text: str) -> Arrivals:
     raise argparse.ArgumentTypeError(
         f"{text!r} is no process of arrivals; write poisson, gamma:CV, ramp:LAST_PER_S or closed:CLIENTS"
     )
-
-
-Line = dict[str, Any]
-Shares = Mapping[str, float]
-MOST_TRACE_TOKENS = 2**28
-MOST_SYSTEM_PROMPTS = 10**4
-MOST_PRIORITY = 2**31 - 1
-LEAST_SHARE = 1e-9
-# Each quantity has its own random stream, so that changing one leaves the others.
-ARRIVAL, PROMPT, OUTPUT, TOKEN, SYSTEM, TURNS, THINK, TENANT, PRIORITY, ANSWER = range(10)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmark.micro import stages
+from benchmark.micro import collective
 from continuous_batching.batch import Batch, Sampled
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.slots import SlotPool
@@ -75,11 +75,11 @@ class Computes:
 
 def test_a_wait_counts_by_the_prompts_of_the_batches_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
-    monkeypatch.setattr(stages.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(collective.time, "perf_counter", lambda: clock[0])
     slots = SlotPool(1, 16, 4)
     row = slots.take(Request("a", np.arange(6), SamplingParams()))
-    links = stages.TimedLinks(Sends(clock))
-    runner = stages.TimedStage(Computes(links, clock), links, ALONE, slots, [])
+    links = collective.TimedLinks(Sends(clock))
+    runner = collective.TimedStage(Computes(links, clock), links, ALONE, slots, [])
     for start, stop in ((0, 3), (3, 6), (6, 7), (7, 8)):
         runner.start(batch(row, start, stop))()
     assert runner.waited_s == {"PB1": 1.0, "PB2": 2.0, "PB3": 1.0}

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmark.workloads.command_line import summary
 from benchmark.workloads.synthetic import (
     SyntheticLoad,
     arrivals,
@@ -20,6 +19,7 @@ from benchmark.workloads.synthetic import (
     shared_prompts,
     shares,
 )
+from benchmark.workloads.traces import summary
 from scripts.trace import main
 from serving.offline import Job, read_jobs
 
