@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 import numpy as np
@@ -126,23 +126,21 @@ def readings(timeline: Timeline, origin_s: float, num_pages: int) -> dict[str, o
     source.
     """
     steps, before = timeline.steps, timeline.before
-    ends_s = np.array([step.end_s for step in steps])
-    sums = {
-        "spans": np.cumsum([len(step.rows) for step in steps]),
-        "tokens": np.cumsum([sum(step.num_tokens) for step in steps]),
-        "sampled": np.cumsum([step.num_sampled for step in steps]),
-        "ended": np.cumsum([step.num_ended for step in steps]),
-        "page_steps": np.cumsum([step.held_pages for step in steps]),
-        "running_s": np.cumsum([step.num_running * taken_s for step, taken_s in zip(steps, _taken_s(steps))]),
-    }
+    counted = [
+        (len(each.rows), sum(each.num_tokens), each.num_sampled, each.num_ended, each.held_pages)
+        for each in steps
+    ]
+    sums = np.cumsum(np.array(counted, np.int64).reshape(-1, 5), axis=0).tolist()
+    running_s = np.cumsum(
+        [step.num_running * (step.end_s - since_s) for step, since_s, _ in _stretches(steps)]
+    )
     every = -(-len(steps) // MOST_READINGS) or 1
-    chosen = sorted({*range(0, len(steps), every), len(steps) - 1}) if steps else []
     rows = []
-    for number in chosen:
+    for number in sorted({*range(0, len(steps), every), len(steps) - 1}) if steps else []:
         step, counters = steps[number], steps[number].counters
         rows.append(
             [
-                round(float(ends_s[number]) - origin_s, 6),
+                round(step.end_s - origin_s, 6),
                 step.num_running,
                 step.num_waiting,
                 round(step.held_pages / num_pages, 4),
@@ -150,8 +148,8 @@ def readings(timeline: Timeline, origin_s: float, num_pages: int) -> dict[str, o
                 round(step.wall_s, 6),
                 round(step.cpu_s - steps[0].cpu_s, 6),
                 number + 1,
-                *(int(sums[name][number]) for name in ("spans", "tokens", "sampled", "ended", "page_steps")),
-                round(float(sums["running_s"][number]), 6),
+                *sums[number],
+                round(float(running_s[number]), 6),
                 counters.prompt_tokens - before.prompt_tokens,
                 counters.hit_tokens - before.hit_tokens,
                 counters.preemptions - before.preemptions,
@@ -160,25 +158,23 @@ def readings(timeline: Timeline, origin_s: float, num_pages: int) -> dict[str, o
     return {"columns": list(COLUMNS), "readings": rows}
 
 
-def _taken_s(steps: Sequence[StepRecord]) -> list[float]:
-    """Return the time since the step before, or since the step's own start where no request was left then."""
-    taken_s, before_s, left = [], 0.0, 0
+def _stretches(steps: Sequence[StepRecord]) -> Iterator[tuple[StepRecord, float, int]]:
+    """Yield each step, since when it counts, and how many requests were left by the step before.
+
+    It counts since the step before, or since its own start where no request was left then.
+    """
+    before_s, left = 0.0, 0
     for step in steps:
-        taken_s.append(step.end_s - (before_s if left else step.start_s))
+        yield step, before_s if left else step.start_s, left
         before_s, left = step.end_s, step.num_running + step.num_waiting - step.num_ended
-    return taken_s
 
 
 def percentiles(values_s: Sequence[float]) -> Figures:
     """Return mean and percentiles in milliseconds of durations in seconds; empty for no values."""
     if not len(values_s):
         return {}
-    p50, p90, p99 = np.percentile(values_s, [50, 90, 99]) * 1e3
-    mean = float(np.mean(values_s)) * 1e3
-    return {
-        key: round(float(value), 3)
-        for key, value in zip(("mean", "p50", "p90", "p99"), (mean, p50, p90, p99))
-    }
+    found_s = [float(np.mean(values_s)), *np.percentile(values_s, [50, 90, 99]).tolist()]
+    return {name: round(1e3 * value, 3) for name, value in zip(("mean", "p50", "p90", "p99"), found_s)}
 
 
 def end_s(request: Request, times_s: Sequence[float]) -> float | None:
@@ -293,15 +289,10 @@ def means_over_time(steps: Sequence[StepRecord], arrivals_s: Sequence[float], du
     left then; a request that came during a step, which cannot join it, is counted from its arrival.
     """
     running, present = 0.0, -sum(arrivals_s)
-    before_s, left = 0.0, 0
-    for step in steps:
-        since_s = before_s if left else step.start_s
-        taken_s = step.end_s - since_s
+    for step, since_s, left in _stretches(steps):
+        taken_s, num_present = step.end_s - since_s, step.num_running + step.num_waiting
         running += step.num_running * taken_s
-        present += (step.num_running + step.num_waiting) * taken_s
-        # Newcomers, counted from their arrivals.
-        present += (step.num_running + step.num_waiting - left) * since_s
-        before_s, left = step.end_s, step.num_running + step.num_waiting - step.num_ended
+        present += num_present * taken_s + (num_present - left) * since_s  # newcomers, from their arrivals
     per_s = 1 / duration_s if duration_s > 0 else 0.0
     return {"mean_running": round(running * per_s, 4), "mean_in_system": round(present * per_s, 4)}
 

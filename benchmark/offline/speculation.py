@@ -21,7 +21,7 @@ import gc
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -193,29 +193,20 @@ def _rows(
                 if answers.setdefault(name, answer) != answer:
                     raise ValueError(f"{kind} changed the answer of request {name} on {text} text")
     engine.scheduler.speculation = None
-    rates = {
-        kind: float(np.median([each.tokens / each.seconds for each in of_kind]))
-        for kind, of_kind in windows.items()
-    }
-    return [
-        {
-            "text": text,
-            "slots": len(prompts) // ROUNDS,
-            "kind": kind,
-            "window_s": [round(each.seconds, 4) for each in windows[kind]],
-            "window_tokens": [each.tokens for each in windows[kind]],
-            "tokens_per_s": round(rates[kind], 2),
-            "times_plain": round(rates[kind] / rates[kinds[0]], 4),
-            "steps": sum(each.steps for each in windows[kind]),
-            "drafted": sum(each.drafted for each in windows[kind]),
-            "accepted": sum(each.accepted for each in windows[kind]),
-        }
-        for kind in kinds
-    ]
+    rows: list[dict[str, Any]] = []
+    plain_per_s = 0.0
+    for kind, of_kind in windows.items():
+        per_s = float(np.median([each.tokens / each.seconds for each in of_kind]))
+        plain_per_s = plain_per_s or per_s
+        row = {"text": text, "slots": len(prompts) // ROUNDS, "kind": kind}
+        row["window_s"] = [round(each.seconds, 4) for each in of_kind]
+        row["window_tokens"] = [each.tokens for each in of_kind]
+        row |= {"tokens_per_s": round(per_s, 2), "times_plain": round(per_s / plain_per_s, 4)}
+        rows.append(row | {n: sum(getattr(each, n) for each in of_kind) for n in Window._fields[2:]})
+    return rows
 
 
-@dataclass(frozen=True, slots=True)
-class Window:
+class Window(NamedTuple):
     """What was computed while all slots were busy."""
 
     seconds: float

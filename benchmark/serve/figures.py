@@ -59,15 +59,10 @@ LINE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{[^\n]*\})? +(\S+)", re.MULTILINE)
 def latencies(done: Sequence[ClientAnswer]) -> tuple[Result, int]:
     """Return all four latencies in milliseconds, and the number of gaps between pieces."""
     gaps = [np.diff(each.piece_times_s) for each in done if len(each.piece_times_s) > 1]
+    spent = [(each.piece_times_s[-1] - each.piece_times_s[0], each.output_tokens - 1) for each in done]
     values_s = {
         "ttft": np.array([each.piece_times_s[0] - each.sent_s for each in done]),
-        "tpot": np.array(
-            [
-                (each.piece_times_s[-1] - each.piece_times_s[0]) / (each.output_tokens - 1)
-                for each in done
-                if each.output_tokens > 1
-            ]
-        ),
+        "tpot": np.array([spent_s / count for spent_s, count in spent if count > 0]),
         "itl": np.concatenate(gaps) if gaps else np.array([]),
         "e2el": np.array([each.piece_times_s[-1] - each.sent_s for each in done]),
     }

@@ -316,23 +316,26 @@ def plan_of(options: argparse.Namespace, request_rate: float | None) -> ServePla
     asks, skipped = read_requests(options.trace, skip_bad=options.skip_bad)
     for reason in skipped:
         print(f"skipped {reason}", file=sys.stderr)
+    same = (
+        "endpoint",
+        "model",
+        "max_concurrency",
+        "num_warmups",
+        "seed",
+        "request_timeout_s",
+        "retry_rejected",
+    )
     return ServePlan(
         base_url=options.base_url or "",
         asks=asks[: options.num_prompts],
         trace=options.trace.name,
         trace_sha256=digest(options.trace),
-        endpoint=options.endpoint,
-        model=options.model,
         request_rate=request_rate,
-        max_concurrency=options.max_concurrency,
-        num_warmups=options.num_warmups,
-        seed=options.seed,
         extra={**({"ignore_eos": True} if options.ignore_eos else {}), **options.extra_body},
         objectives=figures.Objectives(dict(options.goodput)) if options.goodput else None,
-        request_timeout_s=options.request_timeout_s,
         ready_timeout_s=options.ready_check_timeout_sec,
-        retry_rejected=options.retry_rejected,
         progress=True,
+        **{name: getattr(options, name) for name in same},
     )
 
 

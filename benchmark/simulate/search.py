@@ -29,18 +29,11 @@ class TriedSetting:
 
     tensor: int
     replicas: int
-    chunk: int | None
-    slots: int | None
+    overrides: tuple[str, ...]  # the recipe's keys that it sets
 
     @property
     def num_devices(self) -> int:
         return self.tensor * self.replicas
-
-    @property
-    def overrides(self) -> list[str]:
-        """The recipe's keys that it sets."""
-        named = {"scheduler.max_batch_tokens": self.chunk, "scheduler.num_slots": self.slots}
-        return [f"{name}={value}" for name, value in named.items() if value is not None]
 
     def __str__(self) -> str:
         return " ".join([f"--tp {self.tensor} --dp {self.replicas}", *self.overrides])
@@ -48,8 +41,13 @@ class TriedSetting:
 
 def settings(options: argparse.Namespace) -> list[TriedSetting]:
     """Return all settings that may be tried, fewest devices first."""
-    made = itertools.product(options.tp, options.dp, options.chunk or [None], options.slots or [None])
-    return sorted((TriedSetting(*each) for each in made), key=lambda each: each.num_devices)
+    keys: list[list[tuple[str, ...]]] = [
+        [(f"scheduler.{name}={value}",) for value in given] or [()]
+        for name, given in (("max_batch_tokens", options.chunk or ()), ("num_slots", options.slots or ()))
+    ]
+    made = itertools.product(options.tp, options.dp, *keys)
+    found = [TriedSetting(tensor, replicas, (*chunk, *slots)) for tensor, replicas, chunk, slots in made]
+    return sorted(found, key=lambda each: each.num_devices)
 
 
 def tried(options: argparse.Namespace, setting: TriedSetting) -> Result:

@@ -12,7 +12,6 @@ import torch
 from benchmark.gate.gate import audit
 from benchmark.micro import device, host, kv
 from benchmark.offline import beside, offline
-from benchmark.run_record import StepRecord, means_over_time, percentiles
 from recipes.assembly.families import model_config
 from recipes.schema.reader import read
 from scripts.benchmark import main
@@ -47,45 +46,6 @@ def test_a_followed_engine_is_timed_beside_one_that_is_not(capsys: pytest.Captur
     assert row["slots"] == 8
     assert row["ratio"] == sorted(row["ratios"])[len(row["ratios"]) // 2]
     assert row["alone_us"] > 0
-
-
-def test_collectives_are_timed_between_ranks(capsys: pytest.CaptureFixture[str]) -> None:
-    main(
-        ["collective", RECIPE, "parallel.tensor=2", *QUICK, "--sizes", "64,4096", "--repeats", "2", "--json"]
-    )
-    found = json.loads(capsys.readouterr().out)["collective"]
-    assert found["ranks"] == 2
-    rows = [(row["method"], row["bytes"]) for row in found["calls"]]
-    assert rows == [(name, size) for name in ("all_reduce", "all_gather", "broadcast") for size in (64, 4096)]
-    assert all(row["us"] > 0 for row in found["calls"])
-    with pytest.raises(ValueError, match=r"parallel\.tensor: one rank waits for nobody; set it to 2 or more"):
-        main(["collective", RECIPE])
-
-
-@pytest.mark.slow
-def test_steps_of_ranks_are_held_against_what_is_said_of_them(capsys: pytest.CaptureFixture[str]) -> None:
-    main(
-        [
-            "collective",
-            "--tensor",
-            RECIPE,
-            "parallel.tensor=2",
-            *QUICK,
-            "--requests",
-            "3",
-            "--rounds",
-            "1",
-            "--json",
-        ]
-    )
-    found = json.loads(capsys.readouterr().out)["ranks"]
-    assert list(found["ranks"]) == ["1", "2"]
-    for row in found["ranks"].values():
-        assert row["simulated_seconds"] == pytest.approx(row["seconds"] * (1 + row["error"]), rel=0.3)
-    assert [row["bytes"] for row in found["sums"]] == sorted(row["bytes"] for row in found["sums"])
-    assert all(figure >= 0 for figure in found["device"].values())
-    with pytest.raises(ValueError, match=r"parallel\.tensor: ranks are held against one; set"):
-        main(["collective", "--tensor", RECIPE])
 
 
 def test_requests_come_and_go_while_many_wait() -> None:
@@ -165,16 +125,6 @@ def test_samples_that_the_figures_leave_out_are_not_audited_as_requests(
     assert "mean_in_system is absent" in result["verdict"]["not_checkable"]["Little"]
 
 
-def test_means_over_time_count_idle_time_and_no_gap_between_steps() -> None:
-    def step(start_s: float, end_s: float, running: int, waiting: int, ended: int) -> StepRecord:
-        return StepRecord(start_s, end_s, [0], ["a"], [1], [True], 0, running, waiting, ended)
-
-    steps = [step(0, 1, 2, 1, 1), step(1.5, 2, 2, 0, 2), step(8, 9, 1, 0, 1)]
-    assert means_over_time(steps, [0, 0, 0, 8], 10.0) == {"mean_running": 0.5, "mean_in_system": 0.6}
-    long = [step(0, 1, 2, 0, 1), step(1, 2, 2, 0, 2)]
-    assert means_over_time(long, [0, 0, 0.25], 2.0)["mean_in_system"] == 2.375, "it came during a step"
-
-
 def test_a_trace_with_a_bad_line_is_refused(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     trace.write_text('{"id": "a", "prompt_token_ids": [1]}\n{"id": "b"}\n')
@@ -211,11 +161,6 @@ def test_nothing_is_measured_no_times(arguments: list[str], capsys: pytest.Captu
     with pytest.raises(SystemExit):
         main(arguments)
     assert "'0' must be a whole number from 1 to" in capsys.readouterr().err
-
-
-def test_percentiles_are_in_milliseconds() -> None:
-    assert percentiles([0.001, 0.002, 0.003]) == {"mean": 2.0, "p50": 2.0, "p90": 2.8, "p99": 2.98}
-    assert percentiles([]) == {}
 
 
 def test_a_trace_that_the_recipe_cannot_serve_is_refused(tmp_path: Path) -> None:

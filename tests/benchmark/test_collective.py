@@ -1,4 +1,4 @@
-"""Are the waits of stages counted as what they are?"""
+"""Ranks wait for each other as long as is told: in collectives, in steps, and between stages."""
 
 from __future__ import annotations
 
@@ -18,14 +18,53 @@ from models.parallel.group import ALONE, StageLinks
 from scripts.benchmark import main
 
 RECIPE = "recipes/tiny/cpu.yaml"
+QUICK = ["device.compile=false", "device.threads=1"]
+
+
+def test_collectives_are_timed_between_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    main(
+        ["collective", RECIPE, "parallel.tensor=2", *QUICK, "--sizes", "64,4096", "--repeats", "2", "--json"]
+    )
+    found = json.loads(capsys.readouterr().out)["collective"]
+    assert found["ranks"] == 2
+    rows = [(row["method"], row["bytes"]) for row in found["calls"]]
+    assert rows == [(name, size) for name in ("all_reduce", "all_gather", "broadcast") for size in (64, 4096)]
+    assert all(row["us"] > 0 for row in found["calls"])
+    with pytest.raises(ValueError, match=r"parallel\.tensor: one rank waits for nobody; set it to 2 or more"):
+        main(["collective", RECIPE])
+
+
+@pytest.mark.slow
+def test_steps_of_ranks_are_held_against_what_is_said_of_them(capsys: pytest.CaptureFixture[str]) -> None:
+    main(
+        [
+            "collective",
+            "--tensor",
+            RECIPE,
+            "parallel.tensor=2",
+            *QUICK,
+            "--requests",
+            "3",
+            "--rounds",
+            "1",
+            "--json",
+        ]
+    )
+    found = json.loads(capsys.readouterr().out)["ranks"]
+    assert list(found["ranks"]) == ["1", "2"]
+    for row in found["ranks"].values():
+        assert row["simulated_seconds"] == pytest.approx(row["seconds"] * (1 + row["error"]), rel=0.3)
+    assert [row["bytes"] for row in found["sums"]] == sorted(row["bytes"] for row in found["sums"])
+    assert all(figure >= 0 for figure in found["device"].values())
+    with pytest.raises(ValueError, match=r"parallel\.tensor: ranks are held against one; set"):
+        main(["collective", "--tensor", RECIPE])
 
 
 @pytest.mark.slow
 def test_waits_of_stages_are_measured_beside_those_that_are_simulated(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    plain = ("device.compile=false", "device.threads=1")
-    main(["collective", "--pipeline", RECIPE, "parallel.pipeline=2", *plain, "--requests", "8", "--json"])
+    main(["collective", "--pipeline", RECIPE, "parallel.pipeline=2", *QUICK, "--requests", "8", "--json"])
     found = json.loads(capsys.readouterr().out)["stages"]
     assert list(found["shares"]) == ["stage 1", "stage 2", "all", "simulated"]
     for row in found["shares"].values():

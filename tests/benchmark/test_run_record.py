@@ -1,11 +1,11 @@
-"""What a picture of a run shows is what its steps did."""
+"""What is told of a run, in figures and in a picture, is what its steps did."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from benchmark.charts import accepted
-from benchmark.run_record import Timeline
+from benchmark.run_record import StepRecord, Timeline, means_over_time, percentiles
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.speculation.lengths import Fixed
 from continuous_batching.speculation.speculation import Speculation
@@ -39,3 +39,18 @@ def test_right_drafts_are_drawn_where_they_were_checked() -> None:
     assert sum(counts) == engine.scheduler.counters.accepted_tokens > 10
     drawn = sum(len(stretches) for stretches in accepted(timeline).values())
     assert drawn == sum(count > 0 for count in counts)
+
+
+def test_means_over_time_count_idle_time_and_no_gap_between_steps() -> None:
+    def step(start_s: float, end_s: float, running: int, waiting: int, ended: int) -> StepRecord:
+        return StepRecord(start_s, end_s, [0], ["a"], [1], [True], 0, running, waiting, ended)
+
+    steps = [step(0, 1, 2, 1, 1), step(1.5, 2, 2, 0, 2), step(8, 9, 1, 0, 1)]
+    assert means_over_time(steps, [0, 0, 0, 8], 10.0) == {"mean_running": 0.5, "mean_in_system": 0.6}
+    long = [step(0, 1, 2, 0, 1), step(1, 2, 2, 0, 2)]
+    assert means_over_time(long, [0, 0, 0.25], 2.0)["mean_in_system"] == 2.375, "it came during a step"
+
+
+def test_percentiles_are_in_milliseconds() -> None:
+    assert percentiles([0.001, 0.002, 0.003]) == {"mean": 2.0, "p50": 2.0, "p90": 2.8, "p99": 2.98}
+    assert percentiles([]) == {}
