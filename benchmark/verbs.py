@@ -212,7 +212,7 @@ BENCHMARKS = (
          RUNS,
          count("--static", None, "requests of its static batches; if not, its continuous ones")),
     verb("serve", "what clients see of any OpenAI-compatible server",
-         "serve.measure:serve_verb",
+         "serve.measure:run",
          option("--base-url", kinds.url, "URL", "of any OpenAI-compatible server", required=True),
          *LOAD,
          option("--request-rate", rate, "PER_S", "Poisson, or inf; if not, the trace's own times"),

@@ -238,7 +238,7 @@ def _reason(results: Results) -> str:
 LONG_PROMPT = 4096
 CHUNK_RATE = 8.0
 LONG_LOAD = Offered(600, long_every=20, long_tokens=LONG_PROMPT)
-CLAIMED_STALL_S, CLAIMED_TIMES, CLAIMED_LOSS, CLAIMED_OVERHEAD = 4.0, 20, 0.03, 1.25
+CLAIMED_STALL_S, CLAIMED_TIMES, CLAIMED_LOSS = 4.0, 20, 0.03
 FLOP_PER_TOKEN = 2 * 6.6e9
 
 
@@ -357,7 +357,7 @@ def _capacity(results: Results) -> list[str]:
 
 
 COPIED = Column("copied_pages", "pages moved", 0)
-CLAIMED_COPY_MS, CLAIMED_PAGES = 10.0, 32_768
+CLAIMED_PAGES = 32_768
 
 
 def compaction() -> Experiment:

@@ -339,7 +339,7 @@ def plan_of(options: argparse.Namespace, request_rate: float | None) -> ServePla
     )
 
 
-def serve_verb(options: argparse.Namespace) -> dict[str, object]:
+def run(options: argparse.Namespace) -> dict[str, object]:
     """Serve the trace, save the result where that is asked for, and return it."""
     result = measure(plan_of(options, options.request_rate))
     if options.save_result:
