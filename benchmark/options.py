@@ -106,6 +106,19 @@ def values(text: str) -> list[str]:
     return found
 
 
+def why(error: Exception) -> str:
+    """Return why a line or an entry of a file cannot be read, in a few words."""
+    if isinstance(error, json.JSONDecodeError):
+        return f"not JSON: {error.msg} at column {error.colno}"
+    if isinstance(error, UnicodeDecodeError):
+        return f"not UTF-8 at byte {error.start}"
+    if isinstance(error, UnicodeEncodeError):
+        return f"half a surrogate pair at character {error.start} of a turn's value"
+    if isinstance(error, KeyError):
+        return f"{error} is missing"
+    return "the JSON is nested too deeply" if isinstance(error, RecursionError) else str(error)
+
+
 def show(result: Any, *, as_json: bool, print_table: Callable[[Any], None]) -> None:
     """Print a result in the requested form."""
     if as_json:

@@ -17,6 +17,7 @@ import aiohttp
 import msgspec
 import numpy as np
 
+from benchmark.options import why
 from borders.file_bounds import check_rereadable, lines_of
 from borders.shown import shown
 
@@ -86,7 +87,7 @@ def read_requests(path: Path, *, skip_bad: bool) -> tuple[list[TraceRequest], li
             if ask.id in asks:
                 raise ValueError(f"the id {ask.id} is taken by an earlier line")
         except (ValueError, RecursionError) as error:
-            reason = f"{path}: line {number}: {_reason(error)}"
+            reason = f"{path}: line {number}: {why(error)}"
             if not skip_bad:
                 raise ValueError(f"{reason}; --skip-bad leaves such lines out") from error
             skipped.append(reason)
@@ -129,14 +130,6 @@ def at_rate(asks: Sequence[TraceRequest], rate_per_s: float, seed: int) -> list[
         gaps_s = np.random.default_rng(seed).exponential(1 / rate_per_s, len(asks))
     times_s = np.cumsum(gaps_s) - gaps_s[0]
     return [replace(ask, due_s=float(time_s)) for ask, time_s in zip(asks, times_s)]
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, json.JSONDecodeError):
-        return f"not JSON: {error.msg} at column {error.colno}"
-    if isinstance(error, UnicodeDecodeError):
-        return f"not UTF-8 at byte {error.start}"
-    return "the JSON is nested too deeply" if isinstance(error, RecursionError) else str(error)
 
 
 def _ask(line: bytes) -> TraceRequest:

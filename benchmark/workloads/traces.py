@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmark.options import why
 from benchmark.workloads.synthetic import (
     ARRIVAL,
     OUTPUT,
@@ -35,6 +36,7 @@ from benchmark.workloads.synthetic import (
     mark,
 )
 from borders.file_bounds import lines_of, read_bounded
+from borders.shown import shown
 from recipes.schema.numbers import MOST_TOKENS
 
 # These defaults are a load that the tiny model of this repository serves too.
@@ -58,7 +60,6 @@ NO_USE = {
 MOST_CONVERSATION_BYTES = 2**31  # the published list has 640 MiB, and is one JSON value
 MOONCAKE_TOKENS = 512  # tokens of a prompt for each of its hash_ids
 MOONCAKE, BURSTGPT = 20, 21  # numbers of random streams
-SHOWN = 60  # characters of an invalid value
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 CountTokens = Callable[[str], int]
 Item = tuple[str, Callable[[], Any]]  # its position, and how to read it
@@ -141,14 +142,14 @@ def _length(fields: Any, name: str) -> int:
     value = fields.get(name)
     number = math.nan if isinstance(value, bool) or value is None else _float(value)
     if not number.is_integer() or not 1 <= number <= MOST_TOKENS:
-        raise ValueError(f"{name} is {_shown(value)}; it must be a whole number from 1 to {MOST_TOKENS}")
+        raise ValueError(f"{name} is {shown(value)}; it must be a whole number from 1 to {MOST_TOKENS}")
     return int(number)
 
 
 def _time(fields: Any, name: str) -> float:
     time = _float(fields[name])
     if not 0 <= time < math.inf:
-        raise ValueError(f"{name} is {_shown(fields[name])}; it must be a finite number of 0 or more")
+        raise ValueError(f"{name} is {shown(fields[name])}; it must be a finite number of 0 or more")
     return time
 
 
@@ -160,11 +161,6 @@ def _float(value: Any) -> float:
         return math.inf
     except (ValueError, TypeError):
         return math.nan
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
 def mooncake(path: Path, load: SyntheticLoad) -> Iterator[Item]:
@@ -180,7 +176,7 @@ def mooncake(path: Path, load: SyntheticLoad) -> Iterator[Item]:
             ids = [-number * 10**6 - part for part in range(-(-length // MOONCAKE_TOKENS))]
         if not isinstance(ids, list) or len(ids) != -(-length // MOONCAKE_TOKENS):
             raise ValueError(
-                f"{length} tokens and hash_ids {_shown(ids)}; there must be one for each 512 tokens"
+                f"{length} tokens and hash_ids {shown(ids)}; there must be one for each 512 tokens"
             )
         parts = [
             np.random.default_rng([load.seed, MOONCAKE, int(each < 0), abs(each)])
@@ -211,7 +207,7 @@ def burstgpt(path: Path, load: SyntheticLoad) -> Iterator[Item]:
     try:
         names = _cells(next(lines, b""))
     except (ValueError, csv.Error) as error:
-        raise ValueError(f"{path}: line 1: {_reason(error)}") from error
+        raise ValueError(f"{path}: line 1: {why(error)}") from error
     if missing := {"Timestamp", "Request tokens", "Response tokens"} - {*names}:
         raise ValueError(f"{path} has no column {', '.join(sorted(missing))}; is it BurstGPT's?")
     for number, line in enumerate(lines, 2):
@@ -236,7 +232,7 @@ def conversations(path: Path) -> Iterator[Item]:
             value = turn.get("value") if isinstance(turn, dict) else None
             if not isinstance(value, str) or not value or str(turn.get("from")) not in ROLES:
                 raise ValueError(
-                    f"a turn is {_shown(turn)}; it must have from ({', '.join(ROLES)}) and a value of text"
+                    f"a turn is {shown(turn)}; it must have from ({', '.join(ROLES)}) and a value of text"
                 )
             value.encode()  # JSON can write halves of surrogate pairs, which no tokenizer reads
             messages.append({"role": ROLES[turn["from"]], "content": value})
@@ -247,7 +243,7 @@ def conversations(path: Path) -> Iterator[Item]:
     try:
         entries = json.loads(read_bounded(path, MOST_CONVERSATION_BYTES).decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON: {_reason(error)}") from error
+        raise ValueError(f"{path} is not JSON: {why(error)}") from error
     if not isinstance(entries, list):
         raise ValueError(f"{path} is no list of conversations")
     for number, entry in enumerate(entries, 1):
@@ -267,22 +263,12 @@ def good(path: Path, items: Iterable[Item], skip_bad: bool, skipped: list[str]) 
         try:
             found = read()
         except (ValueError, KeyError, TypeError, RecursionError, csv.Error) as error:
-            reason = _reason(error)
+            reason = why(error)
             if not skip_bad:
                 raise ValueError(f"{path}: {where}: {reason}; --skip-bad leaves such out") from error
             skipped.append(f"{path}: {where}: {reason}")
         else:
             yield where, found
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, KeyError):
-        return f"{error} is missing"
-    if isinstance(error, UnicodeDecodeError):
-        return f"not UTF-8 at byte {error.start}"
-    if isinstance(error, UnicodeEncodeError):
-        return f"half a surrogate pair at character {error.start} of a turn's value"
-    return "the JSON is nested too deeply" if isinstance(error, RecursionError) else str(error)
 
 
 def timed(
