@@ -523,10 +523,13 @@ def main(argv: list[str]) -> None:
     run(verb, parser_of(verb, prog, modes).parse_intermixed_args(argv[1:]))
 
 
-def simulate(argv: list[str], doc: str) -> None:
+def simulate(argv: list[str]) -> None:
     """Run one simulation; without a verb, one trace is served."""
-    known = {each.name: each for each in SIMULATIONS}
-    verb = known.get(argv[0] if argv else "", known[""])
-    parser = parser_of(verb, "python -m scripts.simulate")
-    parser.description = doc if verb is known[""] else f"{parser.description} Nothing is measured."
-    run(verb, parser.parse_intermixed_args(argv[1:] if verb.name else argv))
+    own, *others = SIMULATIONS
+    one = next((each for each in others if argv[:1] == [each.name]), own)
+    parser = parser_of(one, "python -m scripts.simulate")
+    parser.description = f"SIMULATED, not measured: {one.help}."
+    if one is own:
+        verbs = "".join(f"\n  {each.name:10} {each.help}" for each in others)
+        parser.description += f"\n\nOr a verb, each with its own --help:{verbs}"
+    run(one, parser.parse_intermixed_args(argv[1:] if one.name else argv))

@@ -112,7 +112,7 @@ def conversation(value: Any, role: Any = "gpt") -> Any:
 
 
 BAD = [
-    ("mooncake", json_lines(MOONCAKE[:1]) + "{oops\n" + json_lines(MOONCAKE[1:2]), "line 2: not JSON: Expecting", 2),
+    ("mooncake", json_lines(MOONCAKE[:1]) + "{oops\n" + json_lines(MOONCAKE[1:2]), "line 2: not JSON", 2),
     ("mooncake", json_lines([*MOONCAKE, {**MOONCAKE[0], "hash_ids": [1]}]), "line 4: 1300 tokens and", 3),
     (
         "mooncake",
