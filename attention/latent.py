@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from attention.reference import Attention, AttentionMetadata, Span
+from attention.reference import Attention, AttentionMetadata, Span, Windows
 from continuous_batching.batch import Batch, ragged_ranges
 from devices.shapes import LatentShape
 from kv_cache.device.transfer import to_device
@@ -111,10 +111,14 @@ class LatentAttention(Attention):
         return num_tokens * saved > width * (latent.nope_dim + latent.value_dim)
 
     def plan(
-        self, batch: Batch, page_table: NDArray[np.int32], write_index: NDArray[np.int64]
+        self,
+        batch: Batch,
+        page_table: NDArray[np.int32],
+        write_index: NDArray[np.int64],
+        windows: Windows = None,
     ) -> AttentionMetadata:
         """Compute what all layers of this step share; see Attention.plan."""
-        whole = super().plan(batch, page_table, write_index)
+        whole = super().plan(batch, page_table, write_index, windows)
         lens = batch.stops - batch.starts
         is_long = np.array([self.expands(each) for each in lens.tolist()], dtype=bool)
         # First row of each short span among the rows of all short spans

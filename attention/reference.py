@@ -9,6 +9,7 @@ Legend: T tokens of the step, S spans, H query heads, K kv heads, D head dim, P 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,9 @@ from kv_cache.device.transfer import to_device
 
 # Query positions computed at a time, because the scores of a long prompt grow with its square
 QUERY_ROWS = 256
+
+
+Windows = Sequence[int | None] | None  # of the layers of a group
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +115,17 @@ class Attention:
         return torch.zeros(*page, width, dtype=shape.dtype, device=self.device)
 
     def plan(
-        self, batch: Batch, page_table: NDArray[np.int32], write_index: NDArray[np.int64]
+        self,
+        batch: Batch,
+        page_table: NDArray[np.int32],
+        write_index: NDArray[np.int64],
+        windows: Windows = None,
     ) -> AttentionMetadata:
-        """Compute what all layers of this step share.
+        """Compute what all layers of a group share in this step.
 
-        `page_table` [N, max_pages] and `write_index` [T], the cache place of every token, are on the host.
+        `page_table` [N, max_pages] and `write_index` [T], the cache place of every token, are the group's, on
+        the host. Its layers have these `windows`; None: any that the shape has. Entries of the table before
+        what a window sees may be the null page, whose content is not read, or counts nothing.
         """
         num_pages = -(-batch.stops // self.shape.page_size)
         first_rows = np.cumsum(batch.stops - batch.starts) - (batch.stops - batch.starts)
@@ -213,12 +223,12 @@ class Attention:
         except ValueError:
             return False
 
-    def plan_static(self, decodes: StaticDecodes) -> AttentionMetadata:
-        """Plan a step that is captured: a replay computes with what `decodes` then holds."""
+    def plan_static(self, decodes: StaticDecodes, windows: Windows = None) -> AttentionMetadata:
+        """Plan a step that is captured, as `plan` does: a replay computes with what `decodes` then holds."""
         raise AssertionError("graph_sizes refuses an attention without plan_static")
 
-    def replay(self, graph: Any, metadata: AttentionMetadata, kv_lens: list[int]) -> None:
-        """Run a captured step.
+    def replay(self, graph: Any, metadata: Sequence[AttentionMetadata], kv_lens: list[int]) -> None:
+        """Run a captured step, with the metadata of each group.
 
         `kv_lens` [R] equal those on the device, for operators that read them on the host.
         """

@@ -141,7 +141,7 @@ def markdown(heads: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
 def print_figures(result: Mapping[str, Any]) -> None:
     """Print the figures of one run, one a line; details of each request, moment or key are for programs."""
     for name, value in result.items():
-        if name in ("records", "metrics", "counters", "counters_after_all_runs", "settings", "facts"):
+        if name in ("records", "metrics", "counters", "counters_after_all_runs", "settings", "digests"):
             continue
         if name == "verdict" and isinstance(value, dict):
             value = verdict_line(value)

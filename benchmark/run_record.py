@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,10 +18,12 @@ from benchmark.run_clock import with_wall
 from continuous_batching.counters import Counters
 from continuous_batching.engine import Engine, Step
 from continuous_batching.request import Request
-from recipes.assembly.engine import BuiltEngine
 from recipes.schema.recipe import Recipe
 from simulation.device_profile import named
 from simulation.run_totals import rounded
+
+if TYPE_CHECKING:  # it imports torch
+    from recipes.assembly.engine import BuiltEngine
 
 Figures = dict[str, float]
 Result = dict[str, object]

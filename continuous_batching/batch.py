@@ -167,8 +167,13 @@ class PackedTokens:
 
     token_ids: NDArray[np.int32]  # [T]
     positions: Index  # [T] position of each token in its request
-    # [T] cache address of each token's key and value: page * page_size + offset
-    write_index: Index
+    # For each group [T]: cache address of each token's key and value, page * page_size + offset
+    write_indexes: tuple[Index, ...]
+
+    @property
+    def write_index(self) -> Index:
+        """The cache addresses in group 0. [T]"""
+        return self.write_indexes[0]
 
 
 def ragged_ranges(starts: Index, stops: Index) -> Index:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from continuous_batching.request import Request
 from continuous_batching.scheduling.scheduler import Scheduler
+from kv_cache.groups import WindowGroup
 from kv_cache.pages import NULL_PAGE
 from kv_cache.prefix_index import Lookup
 
@@ -17,6 +18,7 @@ from kv_cache.prefix_index import Lookup
 class Usage:
     """One reading of the pools and the queue. The null page of each pool is not counted.
 
+    Pages are those of layers that keep all tokens; `window_..._pages` are those of layers with a window.
     `fragmentation` is the share of the free pages that lie below the highest page in use: a smaller pool
     could not give back that many without compaction, while a paged operator is not affected. `lookups` counts
     how new requests fared in the prefix cache: "whole", or the reason why they found no more of their usable
@@ -44,12 +46,26 @@ class Usage:
     swapped_in_bytes: int
     rested_bytes: int
     promoted_bytes: int
+    window_held_pages: int = 0
+    window_idle_pages: int = 0
+    window_free_pages: int = 0
 
 
-def usage(scheduler: Scheduler, page_bytes: int) -> Usage:
-    """Read the usage between steps; `page_bytes` is the size of a page over all layers."""
+def usage(scheduler: Scheduler, page_bytes: int, window_page_bytes: Sequence[int] = ()) -> Usage:
+    """Read the usage between steps.
+
+    `page_bytes` is the size of a page over all layers that keep all tokens, `window_page_bytes` that over the
+    layers of each window.
+    """
     pool, prefix, host = scheduler.pool, scheduler.prefix, scheduler.host_pool
-    counters = scheduler.counters
+    counters, groups = scheduler.counters, scheduler.tables.groups
+    sizes = [page_bytes, *window_page_bytes]
+
+    def moved(name: str) -> int:
+        """Return the bytes of all pages of which a counter has this name."""
+        counts = [getattr(each, name) for each in (counters, *groups)]
+        return sum(count * size for count, size in zip(counts, sizes))
+
     holes = pool.highest_held - pool.num_held
     num_prompt = max(1, counters.prompt_tokens)
     return Usage(
@@ -59,6 +75,9 @@ def usage(scheduler: Scheduler, page_bytes: int) -> Usage:
         held_pages=pool.num_held - prefix.num_idle,
         idle_pages=prefix.num_idle,
         free_pages=pool.num_free,
+        window_held_pages=sum(each.pool.num_held - each.num_idle for each in groups),
+        window_idle_pages=sum(each.num_idle for each in groups),
+        window_free_pages=sum(each.pool.num_free for each in groups),
         fragmentation=holes / max(1, pool.num_free),
         swapped_host_pages=0 if host is None else host.num_held - prefix.num_resting,
         resting_host_pages=prefix.num_resting,
@@ -66,12 +85,12 @@ def usage(scheduler: Scheduler, page_bytes: int) -> Usage:
         hit_rate=counters.hit_tokens / num_prompt,
         host_hit_rate=counters.host_hit_tokens / num_prompt,
         lookups=dict(prefix.lookups),
-        copied_on_write_bytes=counters.copied_pages * page_bytes,
-        compacted_bytes=counters.compacted_pages * page_bytes,
-        swapped_out_bytes=counters.swapped_out_pages * page_bytes,
-        swapped_in_bytes=counters.swapped_in_pages * page_bytes,
-        rested_bytes=counters.rested_pages * page_bytes,
-        promoted_bytes=counters.promoted_pages * page_bytes,
+        copied_on_write_bytes=moved("copied_pages"),
+        compacted_bytes=moved("compacted_pages"),
+        swapped_out_bytes=moved("swapped_out_pages"),
+        swapped_in_bytes=moved("swapped_in_pages"),
+        rested_bytes=moved("rested_pages"),
+        promoted_bytes=moved("promoted_pages"),
     )
 
 
@@ -116,5 +135,17 @@ def recount(scheduler: Scheduler) -> Recount:
     holders[NULL_PAGE] = 1
     is_free = np.zeros(pool.num_pages, dtype=np.bool_)
     is_free[pool.free_pages] = True
-    wrong = (holders != pool.holders) | (is_free != (holders == 0))
-    return Recount(int((users[1:] > 1).sum()), int(wrong.sum()))
+    wrong = int(((holders != pool.holders) | (is_free != (holders == 0))).sum())
+    wrong += sum(_wrong_of(group, scheduler) for group in scheduler.tables.groups)
+    return Recount(int((users[1:] > 1).sum()), wrong)
+
+
+def _wrong_of(group: WindowGroup, scheduler: Scheduler) -> int:
+    """Return how many pages of a window are wrong."""
+    pool, table = group.pool, group.table[scheduler.slots.busy]
+    holders = np.bincount(table[table > 0], minlength=pool.num_pages)
+    holders[group.cached_pages] += 1
+    holders[NULL_PAGE] = 1
+    is_free = np.zeros(pool.num_pages, dtype=np.bool_)
+    is_free[pool.free_pages] = True
+    return int(((holders != pool.holders) | (is_free != (holders == 0))).sum())

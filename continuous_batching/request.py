@@ -1,7 +1,9 @@
 """Define a request, its sampling parameters and its results.
 
-`SamplingParams` checks every value against its range. `Request` carries the prompt, the tokens known so far
-and the state that outlives a slot, so that a request can leave its slot and resume.
+borders/field_table.py declares the fields from which these parameters come, with their bounds and defaults;
+`SamplingParams` holds every value to those bounds, and checks which values exclude each other. `Request`
+carries the prompt, the tokens known so far and the state that outlives a slot, so that a request can leave
+its slot and resume.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from borders.field_table import FIELDS, default
 from borders.refusal import BadRequest
 from continuous_batching.constraints import Constraint
 from continuous_batching.own_processors import OwnProcessors
@@ -20,7 +23,6 @@ from continuous_batching.own_processors import OwnProcessors
 TokenIds = NDArray[np.int32]
 TokenSequence = tuple[int, ...]
 Vector = NDArray[np.float32]
-MOST_LOGPROBS = 20  # most alternatives whose log-probabilities are reported at a position
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,15 +32,15 @@ class SamplingParams:
     Raises BadRequest for a value out of its range.
     """
 
-    max_tokens: int = 16
-    min_tokens: int = 0
-    temperature: float = 1.0
-    top_k: int = 0  # 0: off
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
+    max_tokens: int = default("max_tokens")
+    min_tokens: int = default("min_tokens")
+    temperature: float = default("temperature")
+    top_k: int = default("top_k")  # 0: off
+    top_p: float = default("top_p")
+    min_p: float = default("min_p")
+    repetition_penalty: float = default("repetition_penalty")
+    presence_penalty: float = default("presence_penalty")
+    frequency_penalty: float = default("frequency_penalty")
     seed: int | None = None  # None: the engine draws one
     logit_bias: dict[int, float] = field(default_factory=dict)
     allowed_token_ids: bytes | None = None  # int32 ids, encoded by `packed_ids`; None allows all
@@ -56,52 +58,23 @@ class SamplingParams:
     label_token_ids: TokenSequence = ()
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
+    ignore_eos: bool = default("ignore_eos")
     # 0: off; otherwise the answers come from a search with so many beams and are not sampled
-    beam_width: int = 0
-    length_penalty: float = 1.0  # a hypothesis scores its log-probability / tokens**length_penalty
-    early_stopping: bool | Literal["never"] = False  # has the meaning of transformers' generate
+    beam_width: int = default("beam_width")
+    # A hypothesis scores its log-probability / tokens**length_penalty
+    length_penalty: float = default("length_penalty")
+    # It has the meaning of transformers' generate
+    early_stopping: bool | Literal["never"] = default("early_stopping")
     # Drafts that one step verifies; None: the number in the recipe; 0: none
     max_draft_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        _check("max_tokens", self.max_tokens, 1 <= self.max_tokens <= _MOST, f"from 1 to {_MOST}")
-        _check(
-            "min_tokens",
-            self.min_tokens,
-            0 <= self.min_tokens <= self.max_tokens,
-            f"from 0 to max_tokens ({self.max_tokens})",
-        )
-        _check("temperature", self.temperature, 0 <= self.temperature <= 100, "from 0 to 100")
-        _check("top_k", self.top_k, 0 <= self.top_k <= _MOST, f"from 0 (off) to {_MOST}")
-        _check("top_p", self.top_p, 0 < self.top_p <= 1, "above 0, at most 1")
-        _check("min_p", self.min_p, 0 <= self.min_p <= 1, "from 0 to 1")
-        _check(
-            "repetition_penalty",
-            self.repetition_penalty,
-            0.01 <= self.repetition_penalty <= 100,  # logits times 100 are finite
-            "from 0.01 to 100",
-        )
-        for name in ("presence_penalty", "frequency_penalty"):
-            value = getattr(self, name)
-            _check(name, value, -2 <= value <= 2, "from -2 to 2")
-        if self.seed is not None:
-            _check("seed", self.seed, 0 <= self.seed < 2**63, "from 0 to 2**63 - 1")
-        for name in ("logprobs", "prompt_logprobs"):
-            value = getattr(self, name)
-            _check(name, value, value is None or 0 <= value <= MOST_LOGPROBS, f"from 0 to {MOST_LOGPROBS}")
-        drafts = self.max_draft_tokens
-        _check("max_draft_tokens", drafts, drafts is None or 0 <= drafts <= _MOST, f"from 0 to {_MOST}")
-        num_biases, num_ends = len(self.logit_bias), len(self.stop_token_ids)
-        _check("logit_bias", num_biases, num_biases <= _MOST_TOKENS, f"of at most {_MOST_TOKENS} tokens")
-        _check("stop_token_ids", num_ends, num_ends <= _MOST_TOKENS, f"at most {_MOST_TOKENS} tokens")
+        for name, kind in _KINDS.items():
+            if (value := getattr(self, name)) is not None:
+                kind.check(name, value)
+        most, least = self.max_tokens, self.min_tokens
+        _check("min_tokens", least, least <= most, f"from 0 to max_tokens ({most})")
         self._check_masks()
-        for token, bias in self.logit_bias.items():
-            _check("logit_bias", bias, -100 <= bias <= 100, "from -100 to 100", place=f"[{token}]")
-        _check("stop", len(self.stop), len(self.stop) <= 16, "at most 16 strings")
-        _check("stop", self.stop, all(self.stop), "strings of at least one character")
-        longest = max(map(len, self.stop), default=0)
-        _check("stop", longest, longest <= _LONGEST_STOP, f"strings of at most {_LONGEST_STOP} characters")
         self._check_beams()
         self._check_pooling()
         if self.grammar is not None:
@@ -124,9 +97,7 @@ class SamplingParams:
 
     def _check_beams(self) -> None:
         width, penalty, early = self.beam_width, self.length_penalty, self.early_stopping
-        _check("beam_width", width, width == 0 or width >= 2, "0 (off) or at least 2")
-        _check("length_penalty", penalty, -10 <= penalty <= 10, "from -10 to 10")
-        _check("early_stopping", early, early in (False, True, "never"), 'false, true or "never"')
+        _check("beam_width", width, width != 1, "0 (off) or at least 2")
         if not width:
             _check("length_penalty", penalty, penalty == 1, "left out without beam_width")
             _check("early_stopping", early, early is False, "left out without beam_width")
@@ -144,9 +115,7 @@ class SamplingParams:
 
     def _check_pooling(self) -> None:
         pooling = self.pooling
-        _check("pooling", pooling, pooling in (None, "last", "mean"), "last or mean")
         labels = len(self.label_token_ids)
-        _check("label_token_ids", labels, labels <= _MOST_LABELS, f"at most {_MOST_LABELS} tokens")
         _check("label_token_ids", labels, not labels or pooling == "last", 'left out without pooling: "last"')
         if pooling is not None:
             _check("max_tokens", self.max_tokens, self.max_tokens == 1, "1 beside pooling")
@@ -155,10 +124,8 @@ class SamplingParams:
             _check("beam_width", self.beam_width, not self.beam_width, "left out beside pooling")
 
 
-_MOST = 2**31 - 1  # limit of numbers that become columns and tensors
-_MOST_TOKENS = 1024  # tokens that a request may name, because each of its samples carries them
-_LONGEST_STOP = 1024  # characters of a stop string, because as much of the answer's text is held back
-_MOST_LABELS = 128
+# The fields whose values are attributes of SamplingParams as they were read
+_KINDS = {each.attribute: each.kind for each in FIELDS.values() if each.attribute}
 _MOST_BAD_WORDS = 256  # each is compared with the end of the answer in every step
 _MOST_BAD_TOKENS = 4096
 _ENDS_BY_GRAMMAR = "left out beside structured output, whose grammar says where the answer ends"
@@ -216,10 +183,10 @@ class Request:
     params: SamplingParams = field(default_factory=SamplingParams)
     tenant: str = ""
     cache_salt: str = ""
-    priority: int = 0  # larger goes first
+    priority: int = default("priority")  # larger goes first
     # Number of its LoRA adapter on the device, from 1; `cache_salt` keeps its cached pages apart
     adapter: int = 0
-    arrival_s: float = 0.0
+    arrival_s: float = default("arrival_s")
     # Time after its arrival at which it ends wherever it is; None: never
     timeout_s: float | None = None
     prompt_replica: str = ""  # address of an engine that may compute its prompt, if any

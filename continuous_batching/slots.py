@@ -37,6 +37,8 @@ class SlotPool:
         # Columns are 32-bit if the device reads them or they are large, and 64-bit if numpy indexes with them
         self.token_ids = np.zeros((num_slots, max_tokens), dtype=np.int32)
         self.page_table = np.zeros((num_slots, self.max_pages), dtype=np.int32)
+        # The page tables of the groups of windows, which own them (`kv_cache/groups.py`)
+        self.window_tables: tuple[NDArray[np.int32], ...] = ()
         self.number = self._integers()  # order of arrival
         self.priority = self._integers()
         self.adapter = np.zeros(num_slots, dtype=np.int32)  # number of its adapter on the device; 0: none
@@ -230,9 +232,12 @@ class SlotPool:
         else:
             positions = ragged_ranges(batch.starts, batch.stops)
             rows = np.repeat(batch.slots, batch.stops - batch.starts)
-        pages = self.page_table[rows, positions // self.page_size]
+        indexes, offsets = positions // self.page_size, positions % self.page_size
         return PackedTokens(
             token_ids=self.token_ids[rows, positions],
             positions=positions,
-            write_index=pages * np.int64(self.page_size) + positions % self.page_size,
+            write_indexes=tuple(
+                table[rows, indexes] * np.int64(self.page_size) + offsets
+                for table in (self.page_table, *self.window_tables)
+            ),
         )

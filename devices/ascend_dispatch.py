@@ -12,6 +12,8 @@ import math
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
+from borders.numbers import integers
+
 BUFFER_NAME, BUFFER_MIB = "HCCL_BUFFSIZE", 200  # an environment variable, and its default
 MOST_TOKENS = 64  # tokens of each rank; the probe times so many, and the operators take 256
 HIDDEN_STEP = 32
@@ -61,11 +63,10 @@ def most_dispatched(
 def buffer_mib(environment: Mapping[str, str]) -> int:
     """Return HCCL's buffer size in MiB. Raises ValueError if the variable is no number of MiB."""
     said = environment.get(BUFFER_NAME, str(BUFFER_MIB))
-    if not said.isdecimal() or int(said) < 1:
-        raise ValueError(
-            f"{BUFFER_NAME} is {said!r}; it is a number of MiB from 1: unset it for {BUFFER_MIB}"
-        )
-    return int(said)
+    allowed = integers(1, 2**31 - 1, "MiB")
+    if (size_mib := allowed.parse(said)) is None:
+        raise ValueError(f"{BUFFER_NAME} is {said!r}; it must be {allowed}: unset it for {BUFFER_MIB}")
+    return size_mib
 
 
 def _up(size: int, step: int) -> int:

@@ -5,9 +5,12 @@ Sources: op-plugin, npu_kv_rmsnorm_rope_cache and npu_mla_prolog_v3; vllm-ascend
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
 
-from devices.shapes import AttentionShape
+from devices.shapes import AttentionShape, dtype_name
+
+if TYPE_CHECKING:
+    import torch
 
 LATENT, LATENT_ROPE, LATENT_HEAD = 512, 64, 128
 MOST_LATENT_HEADS = 128
@@ -39,5 +42,5 @@ def takes_prolog(
     dtype: torch.dtype, hidden_size: int, query_rank: int | None, *, takes_float32: bool = False
 ) -> bool:
     """Whether one operator computes what precedes attention, for a shape that passes `check_latent`."""
-    is_type = dtype == torch.bfloat16 or (takes_float32 and dtype == torch.float32)
+    is_type = dtype_name(dtype) in ("bfloat16", *(["float32"] if takes_float32 else []))
     return is_type and hidden_size in PROLOG_HIDDEN and query_rank in PROLOG_QUERIES

@@ -10,13 +10,16 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-import torch
 
 from devices.ascend_latents import check_latent
-from devices.shapes import AttentionShape
+from devices.shapes import AttentionShape, dtype_name
 from kv_cache.pages import Index
+
+if TYPE_CHECKING:
+    import torch
 
 FRACTAL_NZ = 29  # the format that the matrix unit reads: tiles of 16 x 16, columns of tiles first
 MOST_SPANS = 4096  # spans in one call of a packed batch
@@ -40,7 +43,7 @@ class AscendProduct:
     name: str
     chip: str  # device name of one of its chips
     chips: str  # pattern of the device names of all its chips
-    dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
+    dtypes: tuple[Literal["bfloat16", "float16"], ...] = ("bfloat16", "float16")
     head_dims: tuple[int, ...] = (64, 128)
     is_fused: bool = True  # it has npu_fused_infer_attention_score
     is_atb: bool = False  # it has ATB's paged attention instead
@@ -83,13 +86,12 @@ class AscendProduct:
                 f"device.product is {self.name}, for which there is no fused attention here, but for {fused}:"
                 f" use one of these, {plain}"
             )
-        names = [_name(each) for each in self.dtypes]
-        if shape.dtype not in self.dtypes and not takes_float32:
+        if not (self.has_dtype(shape.dtype) or takes_float32):
             raise ValueError(
-                f"model.dtype is {_name(shape.dtype)}; fused attention of the {self.name} takes"
-                f" {' or '.join(names)}: set model.dtype to {names[0]}, {plain}"
+                f"model.dtype is {dtype_name(shape.dtype)}; fused attention of the {self.name} takes"
+                f" {' or '.join(self.dtypes)}: set model.dtype to {self.dtypes[0]}, {plain}"
             )
-        if self.is_fused and shape.dtype == torch.float16 and not self.packs_float16:
+        if self.is_fused and dtype_name(shape.dtype) == "float16" and not self.packs_float16:
             raise ValueError(
                 "model.dtype is float16; verify_npu.sh found that fused attention of this"
                 f" {self.name} is wrong in it: set model.dtype to bfloat16, {plain}"
@@ -111,13 +113,17 @@ class AscendProduct:
         else:
             self._check_fused(shape, plain)
 
+    def has_dtype(self, dtype: torch.dtype) -> bool:
+        """Whether the operators of this product take 16-bit numbers of this type."""
+        return dtype_name(dtype) in self.dtypes
+
     def check_dtype(self, dtype: torch.dtype) -> None:
         """Raise ValueError for a type in which this product cannot compute, whatever the attention."""
-        if dtype not in (*self.dtypes, torch.float32):
-            names = [_name(each) for each in self.dtypes]
+        name = dtype_name(dtype)
+        if name not in (*self.dtypes, "float32"):
             raise ValueError(
-                f"model.dtype is {_name(dtype)}; the {self.name} computes in {', '.join(names)} or float32:"
-                f" set model.dtype to {names[0]}"
+                f"model.dtype is {name}; the {self.name} computes in {', '.join(self.dtypes)} or float32:"
+                f" set model.dtype to {self.dtypes[0]}"
             )
 
     def _check_atb(self, shape: AttentionShape, plain: str) -> None:
@@ -194,10 +200,10 @@ class AscendProduct:
                 f"the model is in W8A8; the {self.name} takes no scale for each token, {some} do: use one of"
                 " these, or the original checkpoint with model.quantization: auto"
             )
-        if dtype not in (torch.bfloat16, torch.float16):
+        if dtype_name(dtype) not in ("bfloat16", "float16"):
             raise ValueError(
-                f"model.dtype is {_name(dtype)}; products of int8 give bfloat16 or float16: set model.dtype"
-                " to bfloat16"
+                f"model.dtype is {dtype_name(dtype)}; products of int8 give bfloat16 or float16: set"
+                " model.dtype to bfloat16"
             )
 
     def check_int4(
@@ -215,10 +221,10 @@ class AscendProduct:
                 f"model.quantization is w4a16; the {self.name} multiplies no weights of 4 bits, {some} do:"
                 f" use one of these, or {mend}"
             )
-        if dtype not in self.dtypes:
+        if not self.has_dtype(dtype):
             raise ValueError(
-                f"model.dtype is {_name(dtype)}; products in 4 bits take bfloat16 or float16: set model.dtype"
-                " to float16"
+                f"model.dtype is {dtype_name(dtype)}; products in 4 bits take bfloat16 or float16: set"
+                " model.dtype to float16"
             )
         if group_size is not None and group_size % INT4_GROUP:
             raise ValueError(
@@ -277,7 +283,7 @@ PRODUCTS = (
         name="310P",
         chip="Ascend310P3",
         chips=r"Ascend310P\d",
-        dtypes=(torch.float16,),
+        dtypes=("float16",),
         is_fused=False,
         is_atb=True,
         swiglu_bytes=64,
@@ -318,7 +324,7 @@ PRODUCTS = (
         name="910",
         chip="Ascend910A",
         chips=r"Ascend910(A|B|ProA|ProB|PremiumA)?$",
-        dtypes=(torch.float16,),
+        dtypes=("float16",),
         is_fused=False,
         has_int8=False,
         has_mixtures=False,
@@ -336,7 +342,3 @@ def product(name: str | None, chip: str) -> AscendProduct:
         f"the device calls itself {chip!r}, which is no product known here: set device.product to the nearest"
         f" of {known}"
     )
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

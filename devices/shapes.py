@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,3 +46,8 @@ class AttentionShape:
         False
     )
     latent: LatentShape | None = None  # if set, there is one key-value head, as wide as a latent
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a type as a recipe has it, such as bfloat16."""
+    return str(dtype).removeprefix("torch.")

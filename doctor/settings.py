@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from borders.numbers import integers
 from doctor.facts import VISIBLE, MachineFacts
 from doctor.finding import Check, Finding
 
@@ -52,7 +53,7 @@ def _allocator(facts: MachineFacts) -> Finding | None:
 
 def _hccl_timeout(facts: MachineFacts) -> Finding | None:
     said = facts.environment.get("HCCL_CONNECT_TIMEOUT")
-    if said is None or (said.isdecimal() and LEAST_TIMEOUT_S <= int(said) <= 7200):
+    if said is None or integers(LEAST_TIMEOUT_S, 7200).parse(said):
         return None
     return Finding(
         f"HCCL_CONNECT_TIMEOUT is {said!r}",

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 
 import zmq
 
+from borders.numbers import integers
 from kv_cache.event_messages import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch, encode
 from kv_cache.page_keys import TokenIds, short_key
 from kv_cache.prefix_cache import PageListener
@@ -45,7 +46,7 @@ def replay_endpoint(endpoint: str) -> str:
     host, _, port = rest.rpartition(":")
     if kind == "ipc" and rest:
         return f"{endpoint}.replay"
-    if kind == "tcp" and host and port.isdecimal() and 0 < int(port) < 2**16 - 1:
+    if kind == "tcp" and host and integers(1, 2**16 - 2).parse(port):
         return f"tcp://{host}:{int(port) + 1}"
     raise ValueError(f"{endpoint!r} is no tcp://HOST:PORT (up to port 65534) and no ipc://PATH")
 

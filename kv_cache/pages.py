@@ -19,7 +19,9 @@ NULL_PAGE = 0  # never handed out: a legal page number for padding and for unuse
 
 @dataclass(frozen=True, slots=True)
 class PageCopy:
-    """Whole pages to copy in all layers, sources[i] to targets[i]; within the device these are disjoint.
+    """Whole pages of one group to copy in all its layers, sources[i] to targets[i].
+
+    Within the device, sources and targets are disjoint.
 
     With a tier below, `to_tier` copies pages of the device there, under `keys`; `from_tier` writes what was
     found there to pages of the host; `off_tier` removes pages that turned out wrong, and lists only their
@@ -30,6 +32,7 @@ class PageCopy:
     targets: Index
     way: Literal["within", "to_host", "from_host", "to_tier", "from_tier", "off_tier"] = "within"
     keys: tuple[bytes, ...] = ()  # keys of pages that go to the tier or are removed from it
+    group: int = 0  # whose pages these are, see `groups`
 
 
 class PagePool:

@@ -13,6 +13,7 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
+from kv_cache.groups import WindowGroup
 from kv_cache.page_keys import TokenIds
 from kv_cache.pages import Index, PageCopy, PagePool
 from kv_cache.prefix_index import EMPTY, Lookup, PrefixIndex
@@ -41,9 +42,18 @@ class PrefixCache:
     a request that needs them, which pays as far as copying a page is cheaper than computing it. Any other use
     of that pool takes precedence. A page is in one place at a time: one that was brought back is copied out
     again if it is evicted again, so that no two copies have to be kept equal.
+
+    The pages here are those of group 0. The `groups` of windows have pages that belong to the same tokens
+    beside them, which follow what happens to the entries.
     """
 
-    def __init__(self, pool: PagePool, page_size: int, host: PagePool | None = None) -> None:
+    def __init__(
+        self,
+        pool: PagePool,
+        page_size: int,
+        host: PagePool | None = None,
+        groups: Sequence[WindowGroup] = (),
+    ) -> None:
         self._pool = pool
         self._host = host
         self._page_size = page_size
@@ -51,12 +61,18 @@ class PrefixCache:
         self.index = PrefixIndex(pool.num_pages, num_host_pages, page_size)
         self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._resting: OrderedDict[int, None] = OrderedDict()  # names in `index`, in the same order
-        self.version = 0  # changes whenever what can be found changes
+        self.groups = groups
+        self._version = 0
         self.listener = PageListener()
         self.lookups: Counter[Lookup] = Counter()  # outcomes of the lookups of new requests
         # Keys that were evicted recently, the oldest first
         self._evicted: OrderedDict[bytes, None] = OrderedDict()
         self._most_evicted = pool.num_pages + num_host_pages
+
+    @property
+    def version(self) -> int:
+        """A number that changes whenever what can be found changes."""
+        return self._version + sum(each.changes for each in self.groups)
 
     @property
     def num_idle(self) -> int:
@@ -111,6 +127,8 @@ class PrefixCache:
             found: Lookup = "whole" if keys else "too_short"
         elif keys[at] in self._evicted:
             found = "evicted"
+        elif self.groups and self.index.page_of(keys[at]) is not None:
+            found = "window_evicted"  # the pages of a window before it are gone
         else:
             found = self.index.why_missed(tokens, salt, matched)
         self.lookups[found] += 1
@@ -242,7 +260,7 @@ class PrefixCache:
             self._resting.move_to_end(name)
         for key in new:
             self._evicted.pop(key, None)
-        self.version += 1
+        self._version += 1
         self.listener.stored(new, content, _last(keys[:first]), salt)
         return pages
 
@@ -263,15 +281,17 @@ class PrefixCache:
         """Follow pages that were moved from `sources` to `targets`."""
         cached = self.is_cached(sources)
         sources, targets = sources[cached], targets[cached]
-        self.index.rename(sources, targets)
+        self._rename(sources, targets)
         target_of = dict(zip(sources.tolist(), targets.tolist()))
         if not self._idle.keys().isdisjoint(target_of):  # a page keeps its place in the order of eviction
             self._idle = OrderedDict((target_of.get(page, page), None) for page in self._idle)
-        self.version += 1
+        self._version += 1
 
     def resize(self, num_pages: int) -> None:
         """Follow the pool to another number of pages; no page that is removed may be cached."""
         self.index.resize(num_pages)
+        for group in self.groups:
+            group.resize_entries(num_pages)
         self._most_evicted = num_pages + (0 if self._host is None else self._host.num_pages)
 
     def _equal(self, key: bytes, tokens: TokenIds, parent: int, salt: str) -> int | None:
@@ -296,7 +316,7 @@ class PrefixCache:
         if not self._evicted.keys().isdisjoint(keys):
             for key in keys:
                 self._evicted.pop(key, None)
-        self.version += 1
+        self._version += 1
 
     def _rest(self, pages: list[int]) -> PageCopy:
         """Move idle pages to the host, in their order of eviction; resting pages give way to them."""
@@ -304,12 +324,12 @@ class PrefixCache:
         has_room = self.yield_host(len(pages))
         assert has_room, f"{len(pages)} pages find no room in the host's pool"
         sources, targets = np.array(pages, dtype=np.int64), self._host.take(len(pages))
-        self.index.rename(sources, -targets)
+        self._rename(sources, -targets)
         for page in pages:
             del self._idle[page]
         self._resting.update(dict.fromkeys((-targets).tolist()))
         self._pool.release(sources)
-        self.version += 1
+        self._version += 1
         return PageCopy(sources, targets, "to_host")
 
     def _wake(self, names: Index, pages: Index) -> None:
@@ -317,10 +337,16 @@ class PrefixCache:
         assert self._host is not None, "there is no host pool"
         for name in names.tolist():
             self._resting.pop(name, None)
-        self.index.rename(names, pages)
+        self._rename(names, pages)
         self._pool.share(pages)
         self._host.release(-names)
-        self.version += 1
+        self._version += 1
+
+    def _rename(self, sources: Index, targets: Index) -> None:
+        """Rename entries, and what lies beside them."""
+        self.index.rename(sources, targets)
+        for group in self.groups:
+            group.renamed(sources, targets)
 
     def _drop(self, names: list[int]) -> None:
         """Remove cached pages for lack of room."""
@@ -333,13 +359,15 @@ class PrefixCache:
         """Remove cached pages and release them."""
         gone, keys = np.array(names, dtype=np.int64), [*map(self.index.key, names)]
         self.index.remove(names)
+        for group in self.groups:
+            group.removed(names)
         for name in names:
             self._idle.pop(name, None)
             self._resting.pop(name, None)
         self._pool.release(gone[gone > 0])
         if self._host is not None:
             self._host.release(-gone[gone < 0])
-        self.version += 1
+        self._version += 1
         self.listener.removed(keys)
 
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from kv_cache.page_keys import TokenIds
 from kv_cache.pages import Index
 
-Lookup = Literal["whole", "too_short", "other_salt", "evicted", "unaligned", "unseen"]
+Lookup = Literal["whole", "too_short", "other_salt", "evicted", "window_evicted", "unaligned", "unseen"]
 ROOT = 0  # serial number before a request's first page
 EMPTY: Index = np.empty(0, dtype=np.int64)
 

@@ -8,9 +8,10 @@ of a target. Nothing here imports torch: the host and the simulator read configu
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
+from kv_cache.groups import ALL_TOKENS, DType, LayerCache, Lifetime, Plane
 from models.packing import Int4, Packing
 from models.quantization import BlockScales, Quantization
 
@@ -51,6 +52,14 @@ class RopeConfig:
     def num_fixed(self) -> int:
         """Number of dimensions of a head that are not rotated."""
         return max(0, self.width - self.dim)
+
+
+def needs_long_factors(config: RopeConfig, longest_tokens: int) -> bool:
+    """Whether requests may have more tokens than the short factors allow.
+
+    The last token of a request is never computed.
+    """
+    return config.kind == "longrope" and longest_tokens - 1 > config.original_max_positions
 
 
 NORM_EPS = 1e-6  # eps of the norms of compressed queries and of latents, whatever the model's own is
@@ -162,7 +171,6 @@ class MixtureConfig:
         return self.scores == "softmax" and self.num_groups == 1 and not self.is_corrected
 
 
-DType = Literal["float32", "bfloat16", "float16"]
 Gate = Literal["silu", "gelu_tanh", "clamped"]
 # How a linear is stored; with "quantize", in the model's type, and in int8 from loading on
 Form = Literal["plain", "int8", "quantize"] | Int4
@@ -228,6 +236,27 @@ class DecoderConfig:
     window_rope: RopeConfig | None = None  # rotary embedding of layers with a window, if it differs
     # Layers that a checkpoint may have behind its own, to predict further tokens; they are not read here
     num_unread_layers: int = 0
+    # Windows whose layers keep only the pages that a query can see, in a group of pages for each; layers with
+    # other windows keep all pages, as those without a window do (see kv_cache/groups.py)
+    window_groups: tuple[int, ...] = ()
+
+    def group_of(self, layer: int) -> int:
+        """Return the group of a layer's pages: 0, or one more than the place of its window."""
+        window = self.windows[layer]
+        return 1 + self.window_groups.index(window) if window in self.window_groups else 0
+
+    def layer_cache(self, layer: int) -> LayerCache:
+        """Return what a layer keeps of each token, and for how long."""
+        group = self.group_of(layer)
+        lifetime = Lifetime("window", self.window_groups[group - 1]) if group else ALL_TOKENS
+        if self.latent is not None:
+            widths = {"latents": self.latent.rank, "rope_keys": self.latent.rope_dim}
+        else:
+            widths = {"keys": self.head_dim, "values": self.head_dim}
+        stored, scale_bytes = ("int8", SCALE_BYTES) if self.int8_cache else (self.dtype, 0)
+        heads = self.num_kv_heads
+        planes = [Plane(name, (heads, width), stored, heads * scale_bytes) for name, width in widths.items()]
+        return LayerCache(lifetime, tuple(planes))
 
     def form(self, name: str) -> Form:
         """Return how the linear with this checkpoint name is stored.
@@ -335,22 +364,25 @@ class DecoderConfig:
     def dtype_bytes(self) -> int:
         return DTYPE_BYTES[self.dtype]
 
-    @property
-    def kv_layer_bytes(self) -> int:
-        """Bytes that the cache holds of one head of a token in one layer.
-
-        These are a key and a value, or what latent attention has in their place.
-        """
-        width = 2 * self.head_dim if self.latent is None else self.latent.token_width
-        return width + 2 * SCALE_BYTES if self.int8_cache else width * self.dtype_bytes
-
-    def kv_bytes_per_token(self, num_devices: int = 1) -> int:
-        """Return the bytes of a token's keys and values over all layers, on each device that shares them.
+    def kv_bytes_by_group(self, num_devices: int = 1) -> tuple[int, ...]:
+        """Return the bytes that each group of layers keeps of a token, on each device that shares the layers.
 
         With more devices than key-value heads, several devices hold the same head.
         """
-        num_heads = -(-self.num_kv_heads // num_devices)
-        return self.num_layers * num_heads * self.kv_layer_bytes
+        part = replace(self, num_kv_heads=-(-self.num_kv_heads // num_devices))
+        sums = [0] * (1 + len(self.window_groups))
+        for layer in range(self.num_layers):
+            sums[self.group_of(layer)] += part.layer_cache(layer).token_bytes
+        return tuple(sums)
+
+    def kv_bytes_per_token(self, num_devices: int = 1) -> int:
+        """Return the bytes of a token's keys and values over all layers, as `kv_bytes_by_group` does."""
+        return sum(self.kv_bytes_by_group(num_devices))
+
+    @property
+    def kv_head_bytes(self) -> int:
+        """Bytes that a layer keeps of one key-value head of a token."""
+        return replace(self, num_kv_heads=1).layer_cache(0).token_bytes
 
     def page_bytes(self, page_size: int) -> int:
         """Return the bytes of keys and values of all layers, for the tokens of one page."""
@@ -362,8 +394,8 @@ class DecoderConfig:
 
         Layers with a window are left out, because they read a bounded number of tokens.
         """
-        num_growing = sum(window is None for window in self.windows)
-        return self.kv_bytes_per_token() * num_growing // max(1, self.num_layers)
+        growing = (layer for layer, window in enumerate(self.windows) if window is None)
+        return sum(self.layer_cache(layer).token_bytes for layer in growing)
 
     @property
     def step_weight_bytes(self) -> int:
@@ -469,6 +501,18 @@ class DecoderConfig:
 def _joined(prefix: str, roles: tuple[str, str, str]) -> tuple[str, str, str]:
     gate, up, down = roles
     return prefix + gate, prefix + up, prefix + down
+
+
+def bytes_of_adapters(config: DecoderConfig, most: int, rank: int) -> int:
+    """Return the bytes of the adapters' places of a decoder, or of a rank's part of one."""
+    numbers = 0
+    for layer in range(config.num_layers):
+        sizes = [(inputs, outputs) for _, inputs, outputs in config.attention_linears()]
+        if config.mixture_of(layer) is None:
+            hidden, inner = config.hidden_size, config.intermediate_size
+            sizes += [(hidden, inner), (hidden, inner), (inner, hidden)]
+        numbers += sum(inputs + outputs for inputs, outputs in sizes)
+    return most * rank * numbers * config.dtype_bytes
 
 
 def check_fused(config: DecoderConfig) -> None:

@@ -46,7 +46,7 @@ class SelfAttention(nn.Module):
         width: int | None = None,
     ) -> None:
         super().__init__()
-        self.layer = layer
+        self.layer, self.group = layer, config.group_of(layer)
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
         self.head_dim, self.head_order = config.head_dim, head_order(config.rope)
         self.eps = config.rms_eps
@@ -87,7 +87,7 @@ class SelfAttention(nn.Module):
         query = self.write(x, cos, sin, step)
         self.ops.prefetch(self.output.packed, query)
         keys, values = step.cache.keys[self.layer], step.cache.values[self.layer]
-        attended = self.attention.attend(query, keys, values, step.metadata, self.layer)
+        attended = self.attention.attend(query, keys, values, step.metadata_of(self.group), self.layer)
         self.ops.await_prefetch()
         return self.output(attended.flatten(1))
 
@@ -111,7 +111,7 @@ class SelfAttention(nn.Module):
             key = self.ops.rms_norm(key, self.key_norm, self.eps)
         query, key = self.ops.rotary(query, key, cos, sin)
         keys, values = step.cache.keys[self.layer], step.cache.values[self.layer]
-        self.attention.write(key, value, keys, values, step.metadata)
+        self.attention.write(key, value, keys, values, step.metadata_of(self.group))
         return query
 
 
@@ -209,6 +209,11 @@ class Decoder(nn.Module):
         self.group, self.stages = group, stages
         self.share = share or Share(group.rank, group.size)
         self.config, self.part = config, self.share.part(config)
+        # For each group of layers the windows that it has, for planning; None: whatever the layers have
+        self.group_windows: tuple[tuple[int | None, ...] | None, ...] = (None,)
+        if config.window_groups:
+            kept = {window for window in self.part.windows if window not in config.window_groups}
+            self.group_windows = (tuple(kept), *((window,) for window in config.window_groups))
         hidden, vocab = config.hidden_size, self.part.vocab_size
         dtype, device = TORCH_DTYPES[config.dtype], attention.device
         self.ops, self.attention = ops, attention

@@ -85,6 +85,7 @@ class Head(nn.Module, ABC):
     taps: tuple[int, ...]  # the target's layers whose inputs it reads, in rising order
     offsets: Tensor | None = None  # int64 [V]: offset from a draft token to the target's token
     parts: LogitParts | None = None  # same meaning as a decoder's
+    group_windows = (None,)  # its layers keep all pages
 
     def __init__(self, config: DecoderConfig, ops: Ops, attention: Attention) -> None:
         super().__init__()

@@ -25,6 +25,7 @@ from models.quantization import KEY, PACKED_FORMAT, covers, ignored
 WORD_BITS = 32
 MOST_GROUP = 2**24
 IN_A_WORD = 8  # numbers of 4 bits in a word
+WIDENED_ROWS = 256  # rows of a 4-bit weight that are converted to the model's type at once
 ORDERS = ("group", "weight", "static", "dynamic", None)  # values of compressed-tensors' actorder
 # What awq leaves unpacked, as transformers' should_convert_module reads it: a pattern for the beginning of a
 # name, up to a dot or its end; or the end of a name. So "gate" is the router of an MLP, and not its gate_proj

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from borders.numbers import integers
 from borders.shown import shown
 
 KEY = "quantization_config"
@@ -20,6 +21,7 @@ PACKED, PACKED_FORMAT = (
     ("awq", "gptq", "mxfp4"),
     "pack-quantized",
 )  # the methods, and a format, of models/packing.py
+MXFP4_BLOCK = 32  # inputs that share a scale in mxfp4
 MOST_BLOCK = 2**16
 WEIGHTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
 ACTIVATIONS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
@@ -82,7 +84,7 @@ def block_scales(hf: Mapping[str, Any]) -> BlockScales | None:
         return None
     size: Any = said.get("weight_block_size")
     is_pair = isinstance(size, list) and len(size) == 2
-    if not (is_pair and all(type(each) is int and 0 < each <= MOST_BLOCK for each in size)):
+    if not (is_pair and all(integers(1, MOST_BLOCK).read(each) for each in size)):
         raise _not_read("weight_block_size", size, "a scale for each block of two sizes is read")
     if said.get("fmt", "e4m3") != "e4m3":
         raise _not_read("fmt", said["fmt"], "it must be e4m3")

@@ -27,3 +27,8 @@ class StepInputs:
     is_asked: Tensor | None = None
     # int32 [T], the place of each token's adapter, 0 for none; None if no token has one
     adapters: Tensor | None = None
+    window_metadata: tuple[AttentionMetadata, ...] = ()  # as `metadata`, for each group of windows
+
+    def metadata_of(self, group: int) -> AttentionMetadata:
+        """Return what the layers of a group share (see kv_cache/groups.py)."""
+        return self.window_metadata[group - 1] if group else self.metadata

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from recipes.assembly import memory_plan, sizing
+from recipes.assembly.families import share_of
 from recipes.schema import verb
 from recipes.schema.command_line import add_recipe
 from recipes.schema.keys import keys_of, table
@@ -40,12 +42,6 @@ def main(given: list[str]) -> None:
 def show(path: str, overrides: Sequence[str], profile: str | None = None) -> None:
     """Print the keys of a recipe, their origins and the memory that it takes; raises ValueError."""
     loaded = read(path, overrides, profile)
-
-    # These are imported here because they import torch, which takes a second.
-    from recipes import machine
-    from recipes.assembly import memory_plan, sizing
-    from recipes.assembly.families import share_of
-
     planned_gib = loaded.recipe.device.memory_gib
     memory_bytes = None if planned_gib is None else int(planned_gib * memory_plan.GIB)
     try:
@@ -56,8 +52,16 @@ def show(path: str, overrides: Sequence[str], profile: str | None = None) -> Non
         raise placed(error, loaded.entries, path) from None
     _print_columns(_rows(loaded, plan.longest_tokens))
     print()
-    decided = machine.decided(loaded.recipe.device)
-    _print_columns([*memory_plan.report(loaded.recipe, config, plan, share), *decided])
+    _print_columns([*memory_plan.report(loaded.recipe, config, plan, share), *_decided(loaded.recipe)])
+
+
+def _decided(recipe: Recipe) -> list[tuple[str, str]]:
+    """Return the keys that are left to the machine, with value and reason."""
+    if recipe.device.kind != "cpu":
+        return []
+    from recipes import machine  # imported here because it imports torch, which takes a second
+
+    return machine.decided(recipe.device)
 
 
 def _rows(loaded: LoadedRecipe, longest_tokens: int | None) -> Iterator[tuple[str, str, str]]:

@@ -12,7 +12,6 @@ import platform
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,6 +23,7 @@ from devices.ascend_dispatch import buffer_mib
 from devices.ascend_limits import PRODUCTS, product
 from devices.compiled import LIMIT_S, CompileLimit, keep_results, missing_for_compiling
 from devices.cpu_threads import Threads
+from devices.host_memory import host_memory_bytes
 from devices.openmp import barriers
 from devices.shapes import AttentionShape
 from models.ops.reference import Ops
@@ -41,14 +41,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ANSWERS = ROOT / "out" / "ascend"  # answers of the probes of verify_npu.sh
-# The folders and file names of memory limits in control groups of version 2 and of version 1.
-CONTROL_GROUPS = (
-    (Path("/sys/fs/cgroup"), "memory.max"),
-    (
-        Path("/sys/fs/cgroup/memory"),
-        "memory.limit_in_bytes",
-    ),
-)
 
 
 class Machine(ABC):
@@ -294,41 +286,3 @@ def _stand_in(asked: DeviceSection) -> VirtualDevice:
 def one_line(error: Exception) -> str:
     """Return the text of an error on one line."""
     return " ".join(str(error).split())
-
-
-def host_memory_bytes() -> int:
-    """Return the bytes that this process may use: the host's memory, or less if a control group limits it."""
-    whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    names = _text_of(Path("/proc/self/cgroup"))
-    return min(
-        [whole, *(limit for root, file in CONTROL_GROUPS for limit in group_limits(names, root, file))]
-    )
-
-
-def group_limits(names: str, root: Path, file: str) -> list[int]:
-    """Return the memory limits of a process's control groups and of their parents.
-
-    `names` is the content of its /proc/PID/cgroup, and `file` the limit's name in the folder of each group
-    below `root`. In a container, the folder of its own group may be `root` itself, while the name is the
-    host's.
-    """
-    folders = {root}
-    for line in filter(None, names.splitlines()):
-        _, controllers, name = [*line.split(":", 2), "", ""][:3]
-        of_memory = not controllers if file == "memory.max" else "memory" in controllers.split(",")
-        if of_memory and ".." not in name:
-            group = root / name.lstrip("/")
-            folders |= {group, *(each for each in group.parents if each.is_relative_to(root))}
-    found = [_text_of(each / file).strip() for each in folders]
-    return [int(limit) for limit in found if limit.isascii() and limit.isdigit()]
-
-
-def _text_of(path: Path) -> str:
-    """Return a file's text, or "" if it is missing or must not be read.
-
-    No limit is known then.
-    """
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""

@@ -13,9 +13,8 @@ import argparse
 import json
 from pathlib import Path
 
-from benchmark.gate.gate import LAWS, audit
-from benchmark.gate.printing import print_sources, print_verdict, read_result
-from benchmark.gate.sources import rows
+from benchmark.gate.gate import ANYWHERE, LAWS, audit, print_published, print_verdict, published
+from benchmark.gate.result import read_result
 from recipes.schema import verb
 
 
@@ -36,15 +35,15 @@ def main(argv: list[str]) -> int:
     """Audit; raises ValueError or OSError for a file that cannot be used."""
     options = parser().parse_args(argv)
     if options.laws:
-        for law in LAWS:
+        for law in (*LAWS, *ANYWHERE):
             print(f"{law.name:18} {law.statement}")
         return 0
     if options.sources:
         if options.json:
-            found = [{"source": row.source, "row": row.name, **row.verdict.describe()} for row in rows()]
+            found = [{"source": row.source, "row": row.name, **row.verdict.describe()} for row in published()]
             print(json.dumps(found, indent=2))
         else:
-            print_sources()
+            print_published()
         return 0
     try:
         verdict = audit(read_result(options.file))

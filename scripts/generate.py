@@ -22,8 +22,7 @@ from tqdm import tqdm
 from benchmark import options as kinds
 from recipes.assembly.engine import build
 from recipes.schema import verb
-from recipes.schema.command_line import add_recipe, keep_apart
-from recipes.schema.numbers import whole
+from recipes.schema.command_line import add_field, add_recipe, keep_apart
 from recipes.schema.reader import read
 from serving.offline import lines_in, opened, read_jobs, run_jobs, write_record
 from serving.resumed import unanswered
@@ -41,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
     source.add_argument("--chat", metavar="TEXT", help="what the user says, as a chat of one turn")
     top.add_argument("--output", metavar="FILE.jsonl", help="answers, one a line; - for standard output")
     top.add_argument("--resume", action="store_true", help="serve only what --output does not answer yet")
-    top.add_argument("--max-tokens", type=whole(1, 2**31 - 1), default=64, metavar="N", help="of its answer")
+    add_field(top, "max_tokens", default=64)
     top.add_argument("--log", action="store_true", help="say on stderr what is built")
     return top
 

@@ -12,9 +12,10 @@ from __future__ import annotations
 import argparse
 import os
 
+from borders.numbers import PORTS
 from recipes.schema import verb
 from recipes.schema.command_line import add_recipe
-from recipes.schema.numbers import whole
+from recipes.schema.numbers import option
 from serving.metrics.logs import FORMATS
 from serving.server import ServerOptions, run_server
 
@@ -26,9 +27,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add_recipe(top)
     top.add_argument("--host", default="127.0.0.1", help="the address to listen at")
-    top.add_argument(
-        "--port", type=whole(0, 2**16 - 1), default=8000, help="0: any that is free, which is logged"
-    )
+    top.add_argument("--port", type=option(PORTS), default=8000, help="0: any that is free, which is logged")
     top.add_argument(
         "--served-model-name", dest="model_name", metavar="NAME", help="what clients call the model"
     )

@@ -3,58 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from borders.field_table import taken_by
 from borders.refusal import BadRequest
 from continuous_batching.request import Request, TokenLogprobs
 from serving.answers.answers import AnswerDelta
 from serving.text.tokenizer import Text
 
+Params = TypeVar("Params")
 # {"prompt": ...} or {"prompt_token_ids": ...}, and optionally "cache_salt", "adapter"
 Prompt = str | Mapping[str, Any]
 
 
-@dataclass(slots=True)
+def _with_fields(params: type[Params]) -> type[Params]:
+    """Return the class as a dataclass of the fields that Python takes."""
+    for each in taken_by("Python"):
+        params.__annotations__[each.name] = each.kind.hint | None
+        setattr(params, each.name, each.default)
+    return dataclass(slots=True, kw_only=True)(params)
+
+
+@_with_fields
 class VllmSamplingParams:
     """How to choose the tokens of answers, and when to end, by the names of vLLM's SamplingParams.
 
-    The values are checked when they are used, by serving/text/request_fields.py. `max_tokens` None: as many
-    as fit. `beam_width` searches for the `n` best answers instead of drawing them.
+    borders/field_table.py declares the fields; `help` lists their names, types and defaults. The values are
+    checked when they are used, by serving/text/request_fields.py, where None counts as absent: an answer
+    without `max_tokens` has as many tokens as fit.
     """
 
-    n: int = 1
-    best_of: int | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0  # 0, -1: off
-    min_p: float = 0.0
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool = False
-    max_tokens: int | None = 16
-    min_tokens: int = 0
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    skip_special_tokens: bool = True
-    include_stop_str_in_output: bool = False
-    logit_bias: dict[int, float] | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
-    truncate_prompt_tokens: int | None = None
-    beam_width: int = 0
-    length_penalty: float = 1.0
-    early_stopping: bool | Literal["never"] = False
-    structured_outputs: Mapping[str, Any] | None = None  # {"json": ...}, or a key regex, choice or grammar
-    max_draft_tokens: int | None = None  # most drafts in a step; None: the recipe's number; 0: no speculation
+    if TYPE_CHECKING:
+
+        def __init__(self, **fields: Any) -> None: ...
+        def __getattr__(self, name: str) -> Any: ...
 
     def asked(self) -> dict[str, Any]:
         """Return the fields of a request with these values."""
-        return {each.name: getattr(self, each.name) for each in fields(self)}
+        return {each.name: getattr(self, each.name) for each in taken_by("Python")}
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,13 +11,12 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from borders.field_table import LONGEST_ARGUMENTS, MOST_PROCESSORS
 from borders.refusal import BadRequest, shown
 from continuous_batching.own_processors import OwnProcessors, Processor
 from continuous_batching.request import Request
 from recipes.schema.recipe import Recipe
 
-MOST_PROCESSORS = 8  # most processors of a request
-LONGEST_ARGUMENTS = 4096  # most characters of the JSON of a processor's arguments
 _KEY = "server.logits_processors"
 
 

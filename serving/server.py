@@ -18,6 +18,7 @@ import uvicorn
 import uvloop
 from starlette.types import ASGIApp
 
+from borders.numbers import PORTS
 from serving.api import access
 from serving.api.api_keys import ApiKeys, Rights, key_of_environment
 from serving.api.app import application
@@ -35,7 +36,6 @@ log = logging.getLogger("serve")
 IDLE_S = 75
 _LOG_EVERY_S = 10.0  # interval between log lines about the server's work
 _BACKLOG = 2048  # connections that may wait to be accepted
-_LAST_PORT = 2**16 - 1
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _UNHEARD_S = 60  # time that a peer may acknowledge nothing, or have no room for data
 _SENT_BYTES = 2**18  # bytes that the system holds for a reader; more waits in the server, where it is counted
@@ -165,8 +165,8 @@ async def _serve(
 
 def listener_at(host: str, port: int) -> socket.socket:
     """Return a socket that listens; raises OSError or ValueError whose message is one line."""
-    if not 0 <= port <= _LAST_PORT:
-        raise ValueError(f"--port is {port}; it must be from 0 (any that is free) to {_LAST_PORT}")
+    if port not in PORTS:
+        raise ValueError(f"--port is {port}; it must be {PORTS}, where 0 is any that is free")
     if not host:  # the system would take an empty host for every address
         raise ValueError("--host is empty; name an address, such as 127.0.0.1 (0.0.0.0 is every one)")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET

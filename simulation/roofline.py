@@ -215,7 +215,7 @@ class Roofline:
         config, device = self.config, self.device
         heads = -(-config.num_heads // self.tensor)
         kv_heads = -(-config.num_kv_heads // self.tensor)
-        moved = kv_heads * config.kv_layer_bytes * (context + config.num_layers * num_tokens)
+        moved = kv_heads * config.kv_head_bytes * (context + config.num_layers * num_tokens)
         operations = heads * attention_operations(config, context, pairs)
         return device.operator_s(operations, config.dtype, moved)
 

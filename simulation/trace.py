@@ -7,7 +7,6 @@ tokens that no other prompt has.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from typing import Any
@@ -15,6 +14,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from borders.field_table import FIELDS, default
+from borders.numbers import integers
 from continuous_batching.request import Request, SamplingParams, TokenIds
 
 Parse = Callable[[dict[str, Any]], Request]
@@ -24,13 +25,13 @@ MOST_PROMPT_TOKENS = 2**20  # the longest contexts are of this size
 
 class _Line(msgspec.Struct, frozen=True):
     id: str | None = None
-    max_tokens: int = 16
-    arrival_s: float = 0.0
+    max_tokens: int = default("max_tokens")
+    arrival_s: float = default("arrival_s")
     prompt_token_ids: list[int] | None = None
     num_prompt_tokens: int | None = None
     tenant: str = ""
     cache_salt: str = ""
-    priority: int = 0
+    priority: int = default("priority")
     timeout_s: float | None = None
     n: int | None = None
     best_of: int | None = None
@@ -78,10 +79,9 @@ def full_length(request: Request) -> Request:
 def _request(line: _Line, raw: bytes, number: int, vocab_size: int, parse: Parse | None) -> Request:
     if line.beam_width:
         raise ValueError(f"beam_width is {line.beam_width}: a search is not simulated; leave it out")
-    if not 0 <= line.arrival_s < math.inf:
-        raise ValueError(f"arrival_s is {line.arrival_s!r}; it must be a number of 0 or more")
-    if line.timeout_s is not None and line.timeout_s <= 0:
-        raise ValueError(f"timeout_s is {line.timeout_s!r}; it must be above 0 seconds")
+    for name in ("arrival_s", "timeout_s", "priority"):
+        if (value := getattr(line, name)) is not None:
+            FIELDS[name].kind.check(name, value)
     several = max(line.n or 1, line.best_of or 1) > 1
     if line.prompt_token_ids is not None and not several:
         prompt = _given(line.prompt_token_ids, vocab_size)
@@ -114,8 +114,9 @@ def _given(tokens: list[int], vocab_size: int) -> TokenIds:
 
 
 def _unique(number: int, count: int, vocab_size: int) -> TokenIds:
-    if not 1 <= count <= MOST_PROMPT_TOKENS:
-        raise ValueError(f"num_prompt_tokens is {count}; it must be from 1 to {MOST_PROMPT_TOKENS}")
+    lengths = integers(1, MOST_PROMPT_TOKENS)
+    if count not in lengths:
+        raise ValueError(f"num_prompt_tokens is {count}; it must be {lengths}")
     return np.random.default_rng(number).integers(0, vocab_size, count, dtype=np.int32)
 
 

@@ -98,6 +98,24 @@ def test_a_test_says_itself_how_long_it_waits() -> None:
     assert not silent
 
 
+def test_a_test_file_imports_what_takes_a_second_only_where_it_is_used() -> None:
+    """Every worker collects every file; tests/lazy.py imports the rest at first use."""
+    slow = {"matplotlib", "openai", "peft", "schemathesis", "transformers"}
+    found = [
+        f"{name(path)}:{each.lineno}"
+        for path in files("tests")
+        for each in parsed(path).body
+        if isinstance(each, (ast.Import, ast.ImportFrom))
+        and slow & {alias.partition(".")[0] for alias in modules_of(each)}
+    ]
+    assert not found
+
+
+def modules_of(node: ast.Import | ast.ImportFrom) -> list[str]:
+    """The modules that an import names."""
+    return [str(node.module)] if isinstance(node, ast.ImportFrom) else [each.name for each in node.names]
+
+
 def public(node: ast.Module | ast.ClassDef) -> list[Definition]:
     """The public classes and functions of a module, and the methods of such classes."""
     found: list[Definition] = []

@@ -44,6 +44,8 @@ HOST_WING = [  # folders, and files of folders that know torch otherwise
     "models/config.py",
     "models/quantization.py",
     "models/parallel/share.py",
+    "recipes/assembly/memory_plan.py",
+    "recipes/assembly/sizing.py",
     "simulation",
 ]
 UNWANTED = {"utils", "util", "core", "common", "helpers", "misc"}

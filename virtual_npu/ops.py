@@ -1,14 +1,16 @@
 """List the operators that the virtual NPU checks, with their rules and the rules' sources.
 
-python -m virtual_npu.ops                            one line for each operator python -m virtual_npu.ops
-npu_rms_norm               one operator, rule by rule python -m virtual_npu.ops --json                     all
-of it as JSON
+python -m virtual_npu.ops                 one line for each operator
+python -m virtual_npu.ops npu_rms_norm    one operator, rule by rule
+python -m virtual_npu.ops --json          all of them as JSON
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
 import sys
 from typing import Any
 
@@ -72,5 +74,16 @@ def main(argv: list[str]) -> int:
     return 0
 
 
+def run() -> int:
+    """Run the command; one whose reader has seen enough, as in `... | head`, ends without a traceback."""
+    try:
+        status = main(sys.argv[1:])
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more as it ends
+        status = 128 + signal.SIGPIPE
+    return status
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run())

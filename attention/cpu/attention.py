@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from attention.cpu.tiles import DecodeTiles, PromptSpan, QueryChunk
-from attention.reference import Attention, AttentionMetadata
+from attention.reference import Attention, AttentionMetadata, Windows
 from continuous_batching.batch import Batch, ragged_ranges
 from devices.compiled import Compiled, CompileLimit
 from devices.onednn import product_dtype
@@ -86,7 +86,11 @@ class CpuAttention(Attention):
             self._scatter = Compiled(self._scatter, ((0,), (1,), (1,), (0,)), limit=limit)
 
     def plan(
-        self, batch: Batch, page_table: NDArray[np.int32], write_index: NDArray[np.int64]
+        self,
+        batch: Batch,
+        page_table: NDArray[np.int32],
+        write_index: NDArray[np.int64],
+        windows: Windows = None,
     ) -> CpuMetadata:
         """Compute what all layers of this step share; see Attention.plan."""
         shape, tile = self.shape, self.tile
@@ -94,7 +98,7 @@ class CpuAttention(Attention):
         place = np.stack((address, *np.divmod(offset, self.key_view[-1]), offset))
         lens = batch.stops - batch.starts
         first_rows = np.cumsum(lens) - lens
-        windows = set(shape.windows)
+        windows = dict.fromkeys(shape.windows if windows is None else windows)
 
         is_short = lens <= SHORT
         counts, starts = lens[is_short], batch.starts[is_short]

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from attention.cuda.query_tiles import JOIN_FIELDS, TILE_FIELDS, QueryTiles, TileSizes
 from attention.cuda.triton_kernels import attend_tiles, join_parts, write_places
-from attention.reference import Attention, AttentionMetadata, StaticDecodes
+from attention.reference import Attention, AttentionMetadata, StaticDecodes, Windows
 from continuous_batching.batch import Batch, Index
 from devices.shapes import AttentionShape
 from devices.triton_types import kernel_dtype, stored_dtype
@@ -114,19 +114,24 @@ class CudaAttention(Attention):
             )
 
     def plan(
-        self, batch: Batch, page_table: NDArray[np.int32], write_index: NDArray[np.int64]
+        self,
+        batch: Batch,
+        page_table: NDArray[np.int32],
+        write_index: NDArray[np.int64],
+        windows: Windows = None,
     ) -> CudaMetadata:
         """Compute what all layers of this step share; see Attention.plan."""
         starts, stops = batch.starts, batch.stops
         num_rows = self._num_rows(int((stops - starts).max()))
-        planned = self._planned(starts, stops, num_rows)
+        used = self.windows if windows is None else windows
+        planned = self._planned(starts, stops, num_rows, used)
         width = -(-int(stops.max()) // self.shape.page_size)
         arrays = [write_index, page_table[batch.slots, :width], *_tables(planned)]
         sizes = [-(-each.nbytes // 4 // ALIGNED) * ALIGNED for each in arrays]
         sent = self._pinned(arrays, sizes).to(self.device, non_blocking=True)
         pieces = [piece[: a.nbytes // 4] for piece, a in zip(sent.split(sizes), arrays)]
         places, pages, *tables = pieces
-        launches = self._launches(tables, [each.num_parts for each in planned])
+        launches = self._launches(tables, [each.num_parts for each in planned], used)
         pages = pages.view(arrays[1].shape)
         return CudaMetadata(places.view(torch.int64), (), pages, num_rows, sent, launches)
 
@@ -136,23 +141,25 @@ class CudaAttention(Attention):
         """Return all of these sizes, each of which can be captured."""
         return sizes
 
-    def plan_static(self, decodes: StaticDecodes) -> CudaMetadata:
+    def plan_static(self, decodes: StaticDecodes, windows: Windows = None) -> CudaMetadata:
         """Plan a step that is captured: allocate the tables, which `replay` fills."""
-        num_spans = len(decodes.kv_lens)
+        used, num_spans = self.windows if windows is None else windows, len(decodes.kv_lens)
         num_tiles = 2 * num_spans + self.num_tiles  # a span has up to two further tiles, one at each end
-        sizes = [num_tiles * TILE_FIELDS, num_spans * JOIN_FIELDS] * len(self.windows)
+        sizes = [num_tiles * TILE_FIELDS, num_spans * JOIN_FIELDS] * len(used)
         tables = torch.empty(sum(sizes), dtype=torch.int32, device=self.device)
         if self.device.type == "cpu" or not torch.cuda.is_current_stream_capturing():
             tables.zero_()  # all entries are padding; within a capture this would be repeated at each replay
-        launches = self._launches(tables.split(sizes), [num_tiles] * len(self.windows))
+        launches = self._launches(tables.split(sizes), [num_tiles] * len(used), used)
         return CudaMetadata(decodes.write_index, (), decodes.page_table, self._num_rows(1), tables, launches)
 
-    def replay(self, graph: Any, metadata: CudaMetadata, kv_lens: list[int]) -> None:
+    def replay(self, graph: Any, metadata: Sequence[CudaMetadata], kv_lens: list[int]) -> None:
         """Plan for these lengths [R], and run a captured step."""
         stops = np.array(kv_lens)
-        planned = self._planned(stops - 1, stops, metadata.num_rows)
-        sizes = [table.numel() for each in metadata.launches.values() for table in (each.tiles, each.joins)]
-        metadata.tables.copy_(self._pinned(_tables(planned), sizes), non_blocking=True)
+        for group in metadata:
+            launches = group.launches
+            planned = self._planned(stops - 1, stops, group.num_rows, list(launches))
+            sizes = [table.numel() for each in launches.values() for table in (each.tiles, each.joins)]
+            group.tables.copy_(self._pinned(_tables(planned), sizes), non_blocking=True)
         graph.replay()
 
     def write(
@@ -202,20 +209,24 @@ class CudaAttention(Attention):
         """
         return -(-PROGRAMS_PER_PROCESSOR * self.num_processors // self.shape.num_kv_heads)
 
-    def _planned(self, starts: Index, stops: Index, num_rows: int) -> list[QueryTiles]:
-        """Return the tables of packed spans, for each window in use."""
+    def _planned(
+        self, starts: Index, stops: Index, num_rows: int, windows: Sequence[int | None]
+    ) -> list[QueryTiles]:
+        """Return the tables of packed spans, for each of these windows."""
         least = -(-LEAST_SHARE // self.step) * self.step
         chunk = CHUNK if self.batch_invariant else 0
         sizes = TileSizes(
             num_rows // self.group, self.step, self.num_tiles, least, chunk, self.shape.first_key
         )
-        return [QueryTiles.of(starts, stops, window, sizes) for window in self.windows]
+        return [QueryTiles.of(starts, stops, window, sizes) for window in windows]
 
-    def _launches(self, tables: Sequence[Tensor], num_parts: list[int]) -> dict[int | None, LaunchTables]:
+    def _launches(
+        self, tables: Sequence[Tensor], num_parts: list[int], windows: Sequence[int | None]
+    ) -> dict[int | None, LaunchTables]:
         """Pair the tiles and joins of each window, given one window after the other."""
         tiles = [each.view(-1, TILE_FIELDS) for each in tables[::2]]
         joins = [each.view(-1, JOIN_FIELDS) for each in tables[1::2]]
-        return {window: LaunchTables(*each) for window, *each in zip(self.windows, tiles, joins, num_parts)}
+        return {window: LaunchTables(*each) for window, *each in zip(windows, tiles, joins, num_parts)}
 
     def _num_rows(self, longest: int) -> int:
         """Return the rows of a tile: the fewest that hold the longest span, if it is short."""

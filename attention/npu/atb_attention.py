@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from attention.npu.ascend_attention import MASK_SIDE, AscendAttention
-from attention.reference import AttentionMetadata, StaticDecodes
+from attention.reference import AttentionMetadata, StaticDecodes, Windows
 from continuous_batching.batch import Batch
 from devices.ascend_limits import FRACTAL_NZ, AscendProduct
 from devices.shapes import AttentionShape
@@ -87,7 +87,11 @@ class AtbAttention(AscendAttention):
         return pages.zero_()
 
     def plan(
-        self, batch: Batch, page_table: NDArray[np.int32], write_index: NDArray[np.int64]
+        self,
+        batch: Batch,
+        page_table: NDArray[np.int32],
+        write_index: NDArray[np.int64],
+        windows: Windows = None,
     ) -> AtbMetadata:
         """Compute what all layers of this step share; see Attention.plan."""
         table, lens = self.page_table(batch, page_table), (batch.stops - batch.starts).astype(np.int32)
@@ -103,7 +107,7 @@ class AtbAttention(AscendAttention):
         )
         return AtbMetadata(self.places(write_index), (), parts)
 
-    def plan_static(self, decodes: StaticDecodes) -> AtbMetadata:
+    def plan_static(self, decodes: StaticDecodes, windows: Windows = None) -> AtbMetadata:
         """Plan a captured step with one decode for each row."""
         part = AtbSpans(slice(0, len(decodes.kv_lens)), None, decodes.kv_lens, decodes.page_table)
         return AtbMetadata(decodes.write_index, (), (part,))

@@ -9,6 +9,7 @@ Legend: T tokens of the step, S spans, H query heads, K kv heads, D head dim, P 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from attention.npu.ascend_attention import MASK_SIDE, AscendAttention
-from attention.reference import AttentionMetadata, StaticDecodes
+from attention.reference import AttentionMetadata, StaticDecodes, Windows
 from continuous_batching.batch import Batch
 from devices.ascend_limits import AscendProduct
 from devices.shapes import AttentionShape
@@ -57,6 +58,7 @@ class CapturedCall:
     event: Any  # recorded when the lengths have been updated; the replay waits for it
     handle: Any  # handle of its task group
     arguments: dict[str, Any]
+    layer: int
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,11 @@ class FusedAttention(AscendAttention):
         self.update_stream = torch.npu.Stream(self.device)
 
     def plan(
-        self, batch: Batch, page_table: NDArray[np.int32], write_index: NDArray[np.int64]
+        self,
+        batch: Batch,
+        page_table: NDArray[np.int32],
+        write_index: NDArray[np.int64],
+        windows: Windows = None,
     ) -> FusedMetadata:
         """Compute what all layers of this step share; see Attention.plan."""
         table, lens = self.page_table(batch, page_table), batch.stops - batch.starts
@@ -116,7 +122,7 @@ class FusedAttention(AscendAttention):
         """Let each query [T, H, D] attend to its request's positions up to its own; see Attention.attend."""
         calls = [self._arguments(query, layer_keys, layer_values, part, layer) for part in metadata.parts]
         if torch.npu.is_current_stream_capturing():
-            return self._capture(calls[0], metadata.captured, metadata.workspaces)
+            return self._capture(calls[0], metadata.captured, metadata.workspaces, layer)
         parts = [self._seen(*self._operator(**call)) for call in calls]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -179,7 +185,7 @@ class FusedAttention(AscendAttention):
             return arguments | {"sparse_mode": ALL}
         return arguments | {"sparse_mode": CAUSAL, "atten_mask": self.mask}
 
-    def plan_static(self, decodes: StaticDecodes) -> FusedMetadata:
+    def plan_static(self, decodes: StaticDecodes, windows: Windows = None) -> FusedMetadata:
         """Plan a captured step; `replay` gives the lengths on the host."""
         num_tokens, num_rows = len(decodes.write_index), len(decodes.page_table)
         width = num_tokens // num_rows
@@ -188,7 +194,11 @@ class FusedAttention(AscendAttention):
         return FusedMetadata(decodes.write_index, (), (part,))
 
     def _capture(
-        self, call: dict[str, Any], captured: list[CapturedCall], workspaces: dict[int | None, Tensor]
+        self,
+        call: dict[str, Any],
+        captured: list[CapturedCall],
+        workspaces: dict[int | None, Tensor],
+        layer: int,
     ) -> Tensor:
         """Capture the call as a task group, which a replay enters once its event is recorded."""
         kind = call.get("pre_tokens")
@@ -206,12 +216,15 @@ class FusedAttention(AscendAttention):
         event.reset(stream)
         torch.npu.graph_task_group_begin(stream)
         self._operator.out(**call)
-        captured.append(CapturedCall(event, torch.npu.graph_task_group_end(stream), call))
+        captured.append(CapturedCall(event, torch.npu.graph_task_group_end(stream), call, layer))
         return self._seen(output, lse)
 
-    def replay(self, graph: Any, metadata: FusedMetadata, kv_lens: list[int]) -> None:
+    def replay(self, graph: Any, metadata: Sequence[FusedMetadata], kv_lens: list[int]) -> None:
         """Run a captured step, and update its calls with the lengths of this step."""
         current = torch.npu.current_stream()
+        calls = metadata[0].captured
+        if len(metadata) > 1:  # in the order in which the layers of all groups run
+            calls = sorted((call for each in metadata for call in each.captured), key=lambda call: call.layer)
         # Torch hands out the streams of a pool in turn. On the current stream, updates would wait behind the
         # replay that waits for them.
         while self.update_stream == current:
@@ -222,7 +235,7 @@ class FusedAttention(AscendAttention):
         graph.replay()
         lengths = "actual_seq_kvlen" if self.shape.has_sinks else "actual_seq_lengths_kv"
         with torch.npu.stream(self.update_stream):
-            for call in metadata.captured:
+            for call in calls:
                 torch.npu.graph_task_update_begin(self.update_stream, call.handle)
                 self._operator.out(**call.arguments | {lengths: kv_lens})
                 torch.npu.graph_task_update_end(self.update_stream)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from attention.latent import LatentAttention, LatentProlog, LatentUp
 from attention.npu.fused_attention import ALL, CAUSAL, FusedAttention, FusedMetadata, FusedSpans
-from attention.reference import AttentionMetadata, StaticDecodes
+from attention.reference import AttentionMetadata, StaticDecodes, Windows
 from continuous_batching.batch import Batch, ragged_ranges
 from devices.ascend_latents import MOST_LATENT_QUERIES, takes_prolog
 from kv_cache.device.transfer import to_device
@@ -58,7 +58,11 @@ class FusedLatentAttention(LatentAttention, FusedAttention):
     leaves_first_out = False
 
     def plan(
-        self, batch: Batch, page_table: NDArray[np.int32], write_index: NDArray[np.int64]
+        self,
+        batch: Batch,
+        page_table: NDArray[np.int32],
+        write_index: NDArray[np.int64],
+        windows: Windows = None,
     ) -> FusedLatentMetadata:
         """Compute what all layers of this step share; see Attention.plan."""
         index = to_device(write_index, self.device)
@@ -82,9 +86,9 @@ class FusedLatentAttention(LatentAttention, FusedAttention):
             )
         return FusedLatentMetadata(index, (), parts, short_rows=short_rows, long=long)
 
-    def plan_static(self, decodes: StaticDecodes) -> FusedLatentMetadata:
+    def plan_static(self, decodes: StaticDecodes, windows: Windows = None) -> FusedLatentMetadata:
         """Plan a captured step; `replay` gives the lengths on the host."""
-        made = super().plan_static(decodes)
+        made = super().plan_static(decodes, windows)
         return FusedLatentMetadata(made.write_index.long(), (), made.parts)
 
     def write_raw(

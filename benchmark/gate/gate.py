@@ -1,53 +1,54 @@
-"""Audit a result of a benchmark against all laws that concern it."""
+"""Audit a result of a benchmark against all laws that concern it, and print what they say.
+
+Each field of a result is kept with its digest, so that a file that was changed since is refused. This guards
+against a changed file, not against someone who computes the digests again.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from benchmark.gate import (
-    batches,
-    claims,
-    client,
-    clocks,
-    facts,
-    machine,
-    micro,
-    names,
-    readings,
-    records,
-    runs,
-    served,
-    server,
-    settings,
-    shape,
-    summary,
-    table,
-)
-from benchmark.gate.law import Fields, Law, Outcome, Ruling, rule
-from benchmark.gate.names import under_ours
+from benchmark.gate import machine, records, table
+from benchmark.gate.law import Law, Outcome, Ruling, first, rule
+from benchmark.gate.result import Fields, Figures, NotCheckable
+from benchmark.gate.table import under_ours
 
-LAWS: tuple[Law, ...] = (
-    *summary.LAWS,
-    *records.LAWS,
-    *served.LAWS,
-    *client.LAWS,
-    *server.LAWS,
-    *batches.LAWS,
-    *names.LAWS,
-    *claims.LAWS,
-    *table.LAWS,
-    *readings.LAWS,
-    *runs.LAWS,
-)
+LATER = ("digests", "verdict")  # fields that are added when the others are known
+SHOWN = 16  # hexadecimal digits of a digest that are kept
+PUBLISHED = Path(__file__).with_name("published.json")
+
+
+def digests(fields: Mapping[str, Any]) -> dict[str, str]:
+    """Return the digest of each field as JSON, whatever the order in its objects."""
+    texts = {
+        name: json.dumps(json.loads(json.dumps(value)), sort_keys=True)
+        for name, value in sorted(fields.items())
+        if name not in LATER
+    }
+    return {name: hashlib.sha256(text.encode()).hexdigest()[:SHOWN] for name, text in texts.items()}
+
+
+def unchanged(figures: Figures) -> str | None:
+    """Check that every field is there, and is as it was when the result was made."""
+    stated = figures.raw("digests")
+    if not isinstance(stated, dict):
+        raise NotCheckable("facts is absent")
+    found = digests(figures.stated)
+    return first(
+        [f"{name} was changed" for name in sorted({*stated, *found}) if stated.get(name) != found.get(name)]
+    )
+
+
+LAWS: tuple[Law, ...] = (*table.LAWS, *machine.LAWS, *records.LAWS)
 ANYWHERE: tuple[Law, ...] = (
-    *clocks.LAWS,
-    *machine.LAWS,
-    *settings.LAWS,
-    *shape.LAWS,
-    *facts.LAWS,
-)  # apply to every verb's results
+    *machine.ANYWHERE,
+    Law("digests", "each field is as it was when the result was made", unchanged, "digests"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,17 +75,15 @@ class Verdict:
         }
 
 
-def laws_for(fields: Fields) -> tuple[Law, ...]:
-    """Return the laws for a kind of benchmark; small benchmarks have figures and laws of their own."""
-    return (*micro.LAWS.get(str(fields.get("benchmark")), LAWS), *ANYWHERE)
-
-
 def audit(fields: Fields, laws: Iterable[Law] | None = None) -> Verdict:
     """Check a result against the laws, with figures under our names or vllm's.
 
-    Raises ValueError if a figure cannot be read, or if there is no figure that a law could check.
+    Benchmarks of parts, such as `host` and `kv`, have tables of their own under the names of figures, so that
+    only the laws of any result apply to them. Raises ValueError if a figure cannot be read, or if there is
+    none that a law could check.
     """
-    laws = laws_for(fields) if laws is None else laws
+    if laws is None:
+        laws = (*(LAWS if fields.get("benchmark", "serve") == "serve" else ()), *ANYWHERE)
     known = under_ours(fields)
     met = [law for law in laws if not law.about or known.get(law.about) is not None]
     verdict = Verdict([rule(law, known, fields) for law in met])
@@ -94,8 +93,48 @@ def audit(fields: Fields, laws: Iterable[Law] | None = None) -> Verdict:
 
 
 def with_verdict(result: dict[str, object]) -> dict[str, object]:
-    """Return the result with its facts' digests and its verdict; the records come last."""
-    whole = {**result, "facts": facts.digests(result)}
+    """Return the result with its fields' digests and its verdict; the records come last."""
+    whole = {**result, "digests": digests(result)}
     kept = whole.pop("records", None)
     verdict = audit(whole if kept is None else {**whole, "records": kept}).describe()
     return {**whole, "verdict": verdict, **({} if kept is None else {"records": kept})}
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedRow:
+    """One row of a published table, or a figure that its author states in passing, with the verdict on it."""
+
+    source: str
+    name: str
+    result: dict[str, Any]
+    verdict: Verdict
+
+
+def published() -> list[PublishedRow]:
+    """Audit all published rows, in the order of their file."""
+    stated = json.loads(PUBLISHED.read_text(encoding="utf-8"))
+    return [
+        PublishedRow(each["source"], each["row"], each["result"], audit(each["result"])) for each in stated
+    ]
+
+
+def print_verdict(verdict: Verdict) -> None:
+    """Print one law a line, the refused ones first, with the numbers that each read."""
+    for outcome in ("refused", "pass", "not checkable"):
+        for ruling in verdict.of(outcome):
+            used = ", ".join(f"{name} {number:g}" for name, number in ruling.used.items())
+            why = ruling.why or ruling.law.statement
+            print(f"{outcome:14} {ruling.law.name:18} {why}" + (f"  [{used}]" if used else ""))
+
+
+def print_published() -> None:
+    """Print each published row, with each law that it breaks."""
+    source = ""
+    for row in published():
+        if row.source != source:
+            source = row.source
+            print(source)
+        for ruling in row.verdict.of("refused"):
+            print(f"  {row.name:30} {ruling.law.name:18} {ruling.why}")
+        if row.verdict.passed:
+            print(f"  {row.name:30} {'pass':18}")

@@ -1,100 +1,23 @@
-"""Define a law and the ruling that it makes on a result.
+"""Define a law, the ruling that it makes on a result, and the ties from which most laws are derived.
 
-A law reads the figures that it needs by name, and its ruling keeps what it read. A figure that is absent is
-never assumed: the law is then not checkable.
+A law says what is wrong with a result, or nothing. A tie is what a law says of one figure: it is a reading, a
+number that another place in the same result has, or that reading bounds it. The law that a tie names consists
+of all ties of that name.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from functools import partial
+from typing import Concatenate, Literal, ParamSpec
 
-import numpy as np
-from numpy.typing import NDArray
+from benchmark.gate.result import Fields, Figures, NotCheckable
 
+P = ParamSpec("P")
 Outcome = Literal["pass", "refused", "not checkable"]
-Fields = Mapping[str, Any]
+Tolerance = float | Callable[[Figures], float]
 MALFORMED = (TypeError, AttributeError, KeyError, IndexError, ArithmeticError)
-
-
-class NotCheckable(Exception):
-    """A law does not apply; the text says why."""
-
-
-class Figures:
-    """The figures of one result; a dotted name reaches into nested objects, as in `ttft_ms.p50`."""
-
-    def __init__(self, fields: Fields, stated: Fields | None = None) -> None:
-        self.fields = fields
-        self.stated = fields if stated is None else stated  # the file's own fields, under its own names
-        self.used: dict[str, float] = {}
-
-    def number(self, name: str) -> float:
-        """Return a figure; raises NotCheckable if it is absent or null, ValueError unless it is finite."""
-        value = self.given(name)
-        if value is None:
-            raise NotCheckable(f"{name} is absent")
-        return value
-
-    def given(self, name: str) -> float | None:
-        """Return a figure, or None if it is absent."""
-        value = self.raw(name)
-        if value is None:
-            return None
-        self.used[name] = finite(name, value)
-        return self.used[name]
-
-    def positive(self, name: str) -> float:
-        """Return a figure that others are divided by; raises ValueError unless it is above 0."""
-        value = self.number(name)
-        if value <= 0:
-            raise ValueError(f"{name} is {value:g}; it must be above 0")
-        return value
-
-    def raw(self, name: str) -> Any:
-        """Return the value under a name, of any type, or None."""
-        value: Any = self.fields
-        for part in name.split("."):
-            if not isinstance(value, Mapping):
-                raise ValueError(f"{name} is looked for in {value!r}, which is no object")
-            value = value.get(part)
-            if value is None:
-                return None
-        return value
-
-    def records(self) -> list[Fields]:
-        """Return the requests' own records; raises NotCheckable if none were kept."""
-        kept = self.raw("records")
-        if kept is None:
-            raise NotCheckable("records is absent")
-        if not isinstance(kept, list) or not all(isinstance(each, Mapping) for each in kept):
-            raise ValueError("records must be a list of objects, one for each request")
-        return kept
-
-    def column(self, name: str, series: str = "metrics") -> NDArray[np.float64]:
-        """Return one column of the readings; raises NotCheckable if it is absent or has gaps."""
-        columns, rows = self.raw(f"{series}.columns"), self.raw(f"{series}.readings")
-        if not isinstance(columns, list) or not isinstance(rows, list) or name not in columns or not rows:
-            raise NotCheckable(f"{series} has no readings of {name}")
-        at = columns.index(name)
-        if not all(isinstance(row, list) and len(row) == len(columns) for row in rows):
-            raise ValueError(f"{series}.readings must be lists of {len(columns)} numbers, as its columns")
-        if any(row[at] is None for row in rows):
-            raise NotCheckable(f"{series} has readings without {name}")
-        self.used[f"last {name}"] = finite(name, rows[-1][at])
-        return np.array([finite(f"{name} of a reading", row[at]) for row in rows])
-
-
-def finite(name: str, value: Any) -> float:
-    """Return a finite number; raises ValueError for anything else."""
-    try:
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
-            return float(value)
-    except OverflowError:
-        value = "an integer that no float holds"
-    raise ValueError(f"{name} is {value!r}; it must be a finite number")
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +59,87 @@ def rule(law: Law, fields: Fields, stated: Fields | None = None) -> Ruling:
     return Ruling(law, "refused" if wrong else "pass", wrong or "", figures.used)
 
 
-def exceeds(what: str, value: float, bound: str, most: float, slack: float) -> str | None:
+@dataclass(frozen=True, slots=True)
+class SecondReading:
+    """A number that another place in the result has; reading it raises NotCheckable where that is absent."""
+
+    says: str
+    value: Callable[[Figures], float]
+
+    def __call__(self, figures: Figures) -> float:
+        return self.value(figures)
+
+
+def reading(value: Callable[Concatenate[Figures, P], float]) -> Callable[P, SecondReading]:
+    """Make readings of a function, whose docstring says what it returns.
+
+    The docstring may have `{0}` and so on for the other arguments, and `{all}` for all of them.
+    """
+    says = (value.__doc__ or "").partition("\n")[0].removeprefix("Return ").rstrip(".")
+
+    def of(*args: P.args, **kwargs: P.kwargs) -> SecondReading:
+        words = says.format(*args, all=" and ".join(map(str, args)))
+        return SecondReading(words, lambda figures: value(figures, *args, **kwargs))
+
+    return of
+
+
+@dataclass(frozen=True, slots=True)
+class Tie:
+    """What one law says of one figure: that it is a reading, or is at most or at least that.
+
+    Both numbers may differ by `relative` times the reading, plus `absolute`. Either may depend on the result.
+    """
+
+    law: str
+    figure: str
+    kind: Literal["is", "at most", "at least"]
+    other: SecondReading
+    relative: Tolerance = 0.0
+    absolute: Tolerance = 0.0
+
+    def wrong(self, figures: Figures) -> str | None:
+        """Return what is wrong with the figure, or None."""
+        expected, stated = self.other(figures), figures.number(self.figure)
+        slack = _number(self.relative, figures) * abs(expected) + _number(self.absolute, figures)
+        if self.kind == "is":
+            return differs(self.figure, stated, self.other.says, expected, slack)
+        if self.kind == "at most":
+            return exceeds(self.figure, stated, self.other.says, expected, slack)
+        return exceeds(self.other.says, expected, self.figure, stated, slack)
+
+
+def _number(tolerance: Tolerance, figures: Figures) -> float:
+    return tolerance(figures) if callable(tolerance) else tolerance
+
+
+def laws_of(ties: Iterable[Tie], statements: dict[str, tuple[str, str]]) -> tuple[Law, ...]:
+    """Return the laws that ties name.
+
+    `statements` gives a law's statement, and the field without which it does not apply.
+    """
+    of: dict[str, list[Tie]] = {name: [] for name in statements}
+    for tie in ties:
+        of[tie.law].append(tie)
+    return tuple(
+        Law(name, statement, partial(_hold, of[name]), about)
+        for name, (statement, about) in statements.items()
+    )
+
+
+def _hold(ties: Sequence[Tie], figures: Figures) -> str | None:
+    wrongs, reasons = [], []
+    for tie in ties:
+        try:
+            wrongs.append(tie.wrong(figures))
+        except NotCheckable as reason:
+            reasons.append(str(reason))
+    if not wrongs:
+        raise NotCheckable(reasons[0])
+    return first(wrongs)
+
+
+def exceeds(what: str, value: float, bound: str, most: float, slack: float = 0.0) -> str | None:
     """Return what is wrong where `value` is above `most` by more than `slack`."""
     if value <= most + slack:
         return None
@@ -144,7 +147,7 @@ def exceeds(what: str, value: float, bound: str, most: float, slack: float) -> s
     return f"{what} is {value:.6g}, above {bound}, {most:.6g}{times}{_tolerance(slack)}"
 
 
-def differs(what: str, value: float, other: str, expected: float, slack: float) -> str | None:
+def differs(what: str, value: float, other: str, expected: float, slack: float = 0.0) -> str | None:
     """Return what is wrong where two figures of the same quantity differ by more than `slack`."""
     if abs(value - expected) <= slack:
         return None

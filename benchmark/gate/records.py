@@ -1,65 +1,22 @@
-"""Define the laws that compare a result's figures with the requests' own records.
+"""Define the laws of single requests and of single steps, which no figure of a whole run shows.
 
-A record has `id`, `arrival_s`, `first_token_s`, `finish_s`, `prompt_tokens`, `max_tokens`, `output_tokens`,
-`finish_reason` and perhaps `token_times_s`; where a client saw tokens in pieces, it has `piece_times_s` and,
-if the client knows how many tokens are in each, `piece_tokens`. Answers that ended by "stop" or "length" are
-completed.
+A record's times are in order, and its tokens are those that were asked for. A reading has what was there at
+the end of a step, and what was counted from the start of the run up to then.
 """
 
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
-from benchmark.gate.law import Fields, Figures, Law, NotCheckable, differs, exceeds, finite, first
-from benchmark.gate.summary import LITTLE_SLACK, SLACK
+from benchmark.gate.law import Law, differs, exceeds, first
+from benchmark.gate.recount import growth, plain, server_growth
+from benchmark.gate.result import Fields, Figures, NotCheckable, finite, of_each, times_of, value_of
 
-DONE = ("stop", "length")
 NEEDED = ("arrival_s", "first_token_s", "finish_s", "output_tokens")  # fields of each completed record
 SHOWN = 3  # number of requests that a message names
-PARTS = {"p50": 50, "p90": 90, "p95": 95, "p99": 99, "min": 0, "max": 100}
-RECOUNT_SLACK_MS = 0.02  # tolerance of times given in microseconds
-EXACT = 5e-4  # relative tolerance of figures computed from the records' own times
 SAME_S = 5e-6  # tolerance between two entries of one time, in microseconds
-
-
-def value(record: Fields, name: str) -> float:
-    """Return a number of a record; raises NotCheckable if it is absent, ValueError if it is no number."""
-    found = record.get(name)
-    if found is None:
-        raise NotCheckable(f"{name} of request {record.get('id')} is absent")
-    return finite(f"{name} of request {record.get('id')}", found)
-
-
-def done(figures: Figures) -> list[Fields]:
-    """Return the records of completed requests; raises NotCheckable if there are none."""
-    found = [each for each in figures.records() if each.get("finish_reason") in DONE]
-    if not found:
-        raise NotCheckable("no record is of a completed request")
-    figures.used["completed records"] = len(found)
-    return found
-
-
-def column(records: list[Fields], name: str) -> NDArray[np.float64]:
-    """Return one number of each record."""
-    return np.array([value(record, name) for record in records])
-
-
-def times_of(record: Fields) -> list[float] | None:
-    """Return the times of a record's tokens, or of its pieces; None if they were not kept."""
-    kept = record.get("token_times_s", record.get("piece_times_s"))
-    if kept is None:
-        return None
-    name = f"a time of request {record.get('id')}"
-    if not isinstance(kept, list):
-        raise ValueError(f"{name}: {kept!r} is given where a list of times must be")
-    return [finite(name, each) for each in kept]
-
-
-def ends_of(records: list[Fields]) -> list[float]:
-    """Return when requests ended, answered or not, for the records that say so."""
-    names = [(each, "finish_s" if each.get("finish_reason") in DONE else "end_s") for each in records]
-    return [value(each, name) for each, name in names if each.get(name) is not None]
+LEAST_ITL_MS = 1.0  # the least ITL at which a client can tell a server's tokens apart
+MOST_TOGETHER = 0.75  # share of all pieces that a client on a busy machine may read at one time
 
 
 def _named(wrongs: list[str]) -> str | None:
@@ -69,174 +26,143 @@ def _named(wrongs: list[str]) -> str | None:
 
 def whole(figures: Figures) -> str | None:
     """Require all times of completed records, without which they cannot be recounted."""
-    completed = done(figures)
+    has_tokens = any(times_of(record) is not None for record in figures.completed)
     wrongs = [
-        f"{name} of request {record.get('id')} is absent"
-        for record in completed
+        f"request {record.get('id')} has no {name}"
+        for record in figures.completed
         for name in NEEDED
         if record.get(name) is None
     ]
-    without = [record for record in completed if times_of(record) is None]
-    if 0 < len(without) < len(completed):
-        wrongs += [f"the times of request {record.get('id')}'s tokens are absent" for record in without]
+    wrongs += [
+        f"request {record.get('id')} has no times of its tokens"
+        for record in figures.completed
+        if has_tokens and times_of(record) is None
+    ]
     return _named(wrongs)
 
 
 def clock(figures: Figures) -> str | None:
     """Check that arrival, first token and end are in order, and that tokens lie between first and end."""
-    wrongs, measured_from_s = [], figures.given("measured_from_s")
-    for record in done(figures):
-        times_s = [value(record, name) for name in ("arrival_s", "first_token_s", "finish_s")]
-        tokens_s = times_of(record) or []
+    wrongs = []
+    for record in figures.completed:
+        who, tokens_s = f"request {record.get('id')}", times_of(record) or []
+        times_s = [value_of(record, name) for name in NEEDED[:3]]
         if times_s != sorted(times_s) or tokens_s != sorted(tokens_s):
-            wrongs.append(f"request {record.get('id')} goes back in time: {times_s}")
+            wrongs.append(f"{who} goes back in time: {times_s}")
         elif tokens_s and max(abs(tokens_s[0] - times_s[1]), abs(tokens_s[-1] - times_s[2])) > SAME_S:
-            ends_s = f"{tokens_s[0]:g} and {tokens_s[-1]:g} s"
-            wrongs.append(f"request {record.get('id')} has tokens between {ends_s}, but gives {times_s[1:]}")
-        if record.get("end_s") is not None and value(record, "end_s") < times_s[2] - SAME_S:
-            wrongs.append(f"request {record.get('id')} has tokens after its connection ended")
-        if measured_from_s is not None and times_s[0] < measured_from_s:
             wrongs.append(
-                f"request {record.get('id')} came at {times_s[0]:g} s, in the warm-up, and is counted"
+                f"{who} has tokens between {tokens_s[0]:g} and {tokens_s[-1]:g} s, not {times_s[1:]}"
             )
+        if record.get("end_s") is not None and value_of(record, "end_s") < times_s[2] - SAME_S:
+            wrongs.append(f"{who} has tokens after its connection ended")
     return _named(wrongs)
 
 
 def tokens(figures: Figures) -> str | None:
-    """Check that answers have the tokens asked for, or stopped earlier, and that their numbers add up."""
-    completed = done(figures)
-    wrongs = []
-    for record in completed:
-        given, most = value(record, "output_tokens"), value(record, "max_tokens")
-        exact = record["finish_reason"] == "length"
-        times = record.get("token_times_s")
-        if not 1 <= given <= most or (exact and given != most) or value(record, "prompt_tokens") < 1:
-            asked = f"{most:g} asked for, ended by {record['finish_reason']}"
-            wrongs.append(f"request {record.get('id')} has {given:g} tokens, {asked}")
-        elif times is not None and len(times) != given:
-            wrongs.append(f"request {record.get('id')} has {given:g} tokens at {len(times)} times")
-        elif (pieces := record.get("piece_tokens")) is not None and (
-            sum(pieces) != given or len(pieces) != len(record.get("piece_times_s") or [])
-        ):
-            wrongs.append(f"request {record.get('id')} has {given:g} tokens, and {sum(pieces):g} in pieces")
-    for name in ("prompt_tokens", "output_tokens"):
-        stated, count = figures.given(name), float(column(completed, name).sum())
-        if stated is not None and (wrong := differs(name, stated, "their sum over the records", count, 0)):
-            wrongs.append(wrong)
+    """Check that answers have the tokens asked for, or stopped earlier, and as many times."""
+    wrongs = [wrong for record in figures.completed if (wrong := _tokens_of(record))]
     return _named(wrongs)
 
 
-def every_request(figures: Figures) -> str | None:
-    """Require one record for each request, and none twice."""
-    records = figures.records()
-    ids = [str(record.get("id")) for record in records]
-    wrong = None if len(set(ids)) == len(ids) else f"{len(ids) - len(set(ids))} ids stand more than once"
-    stated, completed = figures.given("completed"), sum(each.get("finish_reason") in DONE for each in records)
-    ended, reasons = figures.raw("ended_by"), 0.0
-    if isinstance(ended, dict):
-        reasons = sum(finite(f"ended_by.{name}", each) for name, each in ended.items())
+def _tokens_of(record: Fields) -> str | None:
+    who, reason = f"request {record.get('id')}", record["finish_reason"]
+    given, most = value_of(record, "output_tokens"), value_of(record, "max_tokens")
+    is_short = reason == "length" and given != most
+    if not 1 <= given <= most or is_short or value_of(record, "prompt_tokens") < 1:
+        return f"{who} has {given:g} tokens, {most:g} asked for, ended by {reason}"
+    times, pieces = record.get("token_times_s"), record.get("piece_tokens")
+    if times is not None and len(times) != given:
+        return f"{who} has {given:g} tokens at {len(times)} times"
+    if pieces is not None and (sum(pieces) != given or len(pieces) != len(record.get("piece_times_s") or [])):
+        return f"{who} has {given:g} tokens, and {sum(pieces):g} in pieces"
+    return None
+
+
+def one_a_step(figures: Figures) -> str | None:
+    """Check that no two tokens of a request come at one time, where a step gives a request one token."""
+    if figures.number("max_tokens_per_step") != 1:
+        raise NotCheckable("a step may give a request several tokens")
+    if not (timed := [each for each in figures.completed if each.get("token_times_s") is not None]):
+        raise NotCheckable("token_times_s is absent")
+    wrongs = [
+        f"two tokens of request {record.get('id')} came at {times_s[1:][same][0]:g} s, in one step"
+        for record in timed
+        if (same := np.diff(times_s := np.array(times_of(record))) <= 0).any()
+    ]
+    return _named(wrongs)
+
+
+def pieces_apart(figures: Figures) -> str | None:
+    """Check that pieces which a server sent one after the other are not mostly read at one time."""
+    grown_s, count = server_growth("itl_s")(figures), server_growth("itl_count")(figures)
+    if 1e3 * grown_s < LEAST_ITL_MS * max(1.0, count):
+        raise NotCheckable("the server itself sent its tokens at once")
+    gaps_ms = figures.latencies_ms.get("itl_ms")
+    if gaps_ms is None or not len(gaps_ms):
+        raise NotCheckable("there are no gaps between pieces")
+    share, what = float((gaps_ms <= 0).mean()), "the share of pieces that came with the one before"
+    return exceeds(what, share, "the most by chance", MOST_TOGETHER)
+
+
+def computed(figures: Figures) -> str | None:
+    """Check that each token is computed once, and lost tokens once more.
+
+    Computed are the tokens of prompts that were not hits, sampled tokens except an answer's last, and what
+    preemption lost and did not find again.
+    """
+    plain(figures)
+    counted, hits = (float(figures.column(name)[-1]) for name in ("tokens", "hit_tokens"))
+    expected = figures.number("prompt_tokens") - hits
+    expected += figures.number("output_tokens") - figures.number("completed")
+    expected += growth("lost_tokens")(figures) - growth("refound_tokens")(figures)
+    # A stopped answer may have had one more token computed where the next step had begun.
+    ahead = figures.number("completed") if figures.raw("settings.scheduler.overlap") else 0.0
+    all_tokens, what = "the tokens of all steps", "prompt_tokens - hits + output_tokens - completed + lost"
     return first(
         [
-            wrong,
-            differs("requests", figures.number("requests"), "the number of records", len(ids), 0),
-            None
-            if not isinstance(ended, dict)
-            else differs("ended_by, together,", reasons, "the records that ended", completed, 0),
-            None
-            if stated is None
-            else differs("completed", stated, "their number in the records", completed, 0),
+            differs(all_tokens, counted, "computed_tokens (counters)", growth("computed_tokens")(figures)),
+            exceeds(what, expected, all_tokens, counted),
+            exceeds(all_tokens, counted, what, expected, ahead),
         ]
     )
 
 
-def latencies_of(completed: list[Fields]) -> dict[str, NDArray[np.float64]]:
-    """Return latencies in seconds, by name; gaps only if the times of all tokens, or pieces, are known."""
-    arrival_s, begin_s, end_s = (column(completed, name) for name in NEEDED[:3])
-    num_gaps = column(completed, "output_tokens") - 1
-    longer = num_gaps > 0
-    of_one = (end_s - begin_s)[longer] / num_gaps[longer]
-    found = {"ttft_ms": begin_s - arrival_s, "e2e_ms": end_s - arrival_s, "tpot_ms": of_one}
-    times = [times_of(record) for record in completed]
-    if all(each is not None for each in times):
-        found["itl_ms"] = np.concatenate([np.diff(each) for each in times if each] or [np.empty(0)])
-    return found
-
-
-def recount_slack(figures: Figures) -> float:
-    """Return the relative tolerance of a latency beside the records; simulated ones come from a sketch."""
-    return SLACK if figures.raw("SIMULATED") is not None else EXACT
-
-
-def recount(figures: Figures) -> str | None:
-    """Recompute duration and latencies from the records."""
-    latencies, wrongs = latencies_of(done(figures)), []
-    if "itl_ms" in latencies and (stated := figures.given("itl_gaps")) is not None:
-        wrongs.append(differs("itl_gaps", stated, "the records'", len(latencies["itl_ms"]), 0))
-    if (stated := figures.given("duration_s")) is not None:
-        records = figures.records()
-        ends_s, came_s = ends_of(records), column(records, "arrival_s")
-        taken_s, what = max(ends_s) - float(came_s.min()), "from first arrival to last end"
-        slack = recount_slack(figures) * taken_s + 0.0001
-        if len(ends_s) == len(records):
-            wrongs.append(differs("duration_s", stated, what, taken_s, slack))
-        else:  # the run may have gone on for requests whose end is not given
-            wrongs.append(exceeds(what, taken_s, "duration_s", stated, slack))
-    for name, found_s in latencies.items():
-        for part in ("mean", *PARTS) if len(found_s) else ():
-            stated = figures.given(f"{name}.{part}")
-            found = 1e3 * float(found_s.mean() if part == "mean" else np.percentile(found_s, PARTS[part]))
-            if stated is not None:
-                slack = recount_slack(figures) * found + RECOUNT_SLACK_MS
-                wrongs.append(differs(f"{name}.{part}", stated, "the records'", found, slack))
+def at_steps(figures: Figures) -> str | None:
+    """Check that tokens and requests' ends came at the ends of steps, as many as each reading counted."""
+    plain(figures)
+    at_s = figures.column("at_s")
+    came_s = np.sort(np.concatenate([np.array(times_of(each) or []) for each in figures.completed]))
+    ended_s = np.sort(of_each(figures.completed, "finish_s"))
+    wrongs: list[str | None] = []
+    for name, times_s in (("sampled", came_s), ("ended", ended_s)):
+        by_then = np.searchsorted(times_s, at_s + SAME_S, side="right")
+        if (off := np.flatnonzero(figures.column(name) != by_then)).size:
+            at, counted = int(off[0]), figures.column(name)
+            what, records = f"{name} at reading {at + 1}", "the records' number by then"
+            wrongs.append(differs(what, float(counted[at]), records, float(by_then[at])))
     return first(wrongs)
 
 
-def at_once(figures: Figures) -> str | None:
-    """Check that requests between their first and last token never outnumber the slots."""
-    most, completed = figures.number("slots"), done(figures)
-    most += figures.number("preemptions")  # a preemption takes a request out of its slot between two tokens
-    begin_s, end_s = column(completed, "first_token_s"), column(completed, "finish_s")
-    kept = end_s > begin_s
-    times = np.concatenate([end_s[kept], begin_s[kept]])
-    change = np.concatenate([np.full(kept.sum(), -1), np.full(kept.sum(), 1)])
-    together = int(np.cumsum(change[np.lexsort((change, times))]).max(initial=0))  # ends come first
-    return exceeds("the most requests at once", together, "slots + preemptions", most, 0)
-
-
-def in_system(figures: Figures) -> str | None:
-    """Check the mean number in the system by Little's law, from the records' own times."""
-    completed = done(figures)
-    if len(completed) != len(figures.records()):
-        raise NotCheckable("some requests have no end, and were in the system too")
-    waited_s = column(completed, "finish_s") - column(completed, "arrival_s")
-    expected = float(waited_s.sum()) / figures.positive("duration_s")
-    steps, held = figures.given("steps"), figures.number("mean_in_system")
-    slack = LITTLE_SLACK * max(held, expected) + (len(completed) / steps if steps else 0.0)
-    return differs("mean_in_system", held, "the sum of W / duration", expected, slack)
-
-
-def offered(figures: Figures) -> str | None:
-    """Check that the stated rate is that of the arrivals, except for a client's delays."""
-    stated, came_s = figures.number("offered_per_s"), column(figures.records(), "arrival_s")
-    if len(came_s) != figures.number("requests") or len(came_s) < 2:
-        raise NotCheckable("the arrivals of all requests are not given")
-    if figures.given("retried"):
-        raise NotCheckable("refused requests were sent again, and their records give the last arrival")
-    if stated <= 0:
-        return f"offered_per_s is {stated:g}, and {len(came_s)} requests came"
-    late_ms = sum(figures.given(f"client.{name}.max") or 0.0 for name in ("late_ms", "held_ms"))
-    spread_s, gaps = float(came_s.max() - came_s.min()), len(came_s) - 1
-    slack_s = SLACK / 2 * spread_s + late_ms / 1e3 + 0.001
-    return differs("(requests - 1) / offered_per_s", gaps / stated, "the arrivals' spread", spread_s, slack_s)
+def counters(figures: Figures) -> str | None:
+    """Check that the counters of an engine or a server only grow: one that was started again counts anew."""
+    place = "metrics" if figures.raw("benchmark") == "serve" else "counters"
+    before, after = figures.raw(f"{place}.before"), figures.raw(f"{place}.after")
+    if not isinstance(before, dict) or not isinstance(after, dict):
+        raise NotCheckable("counters are absent")
+    wrongs = [
+        exceeds(f"{name} before", finite(name, before[name]), "after", finite(name, after[name]))
+        for name in before.keys() & after.keys()
+    ]
+    return first(wrongs)
 
 
 LAWS = (
     Law("whole records", "completed ones have their times; of their tokens all, or none", whole),
-    Law("clock", "arrival <= first token <= end, as tokens say, and none came in the warm-up", clock),
-    Law("every request", "one record for each request, and none twice", every_request),
-    Law("tokens by request", "each answer has the tokens that were asked for; they add up", tokens),
-    Law("recount", "latencies and duration are those of the records, within 2 %", recount),
-    Law("at once", "never more requests between first and last token than slots, but preempted", at_once),
-    Law("offered, records", "the rate of arrivals is that of the records", offered),
-    Law("Little, records", "N = the sum of W over the duration, within 5 % and a step", in_system),
+    Law("clock", "arrival <= first token <= end, as its tokens say", clock),
+    Law("tokens by request", "each answer has the tokens that were asked for", tokens),
+    Law("one token a step", "no two tokens of a request come at one time", one_a_step, "records"),
+    Law("pieces apart", "pieces came one after the other, as the server sent them", pieces_apart, "metrics"),
+    Law("computed tokens", "each token is computed once, and what was lost once more", computed, "metrics"),
+    Law("steps of requests", "tokens and ends came at steps, as many as each counted", at_steps, "metrics"),
+    Law("counters grow", "the counters of an engine or a server only grow", counters),
 )

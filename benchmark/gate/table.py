@@ -1,331 +1,249 @@
-"""Declare the figures of a result: unit, names, and what each is checked against.
+"""Declare the figures of a result: unit, vllm's names, and what each is checked against.
 
-The gate's checks, the names of `vllm bench` and the signs of figures are derived from this table alone. A
-figure has ties to other sources in the file, or is read by the named laws; a figure with neither says why.
-What is stated once and is no measurement is a fact: `benchmark.gate.facts`.
+The signs of figures, the names of `vllm bench` and most laws are derived from this table. What is stated once
+in a result, and is no measurement, is guarded by its digest alone.
 """
 
 from __future__ import annotations
 
-from benchmark.gate import elsewhere as other
-from benchmark.gate.law import Law
-from benchmark.gate.tie import Figure, Tie, laws_of
+from functools import partial
+from itertools import chain, combinations
+from typing import Any
 
-READINGS, COUNTERS, RECORDS = "readings", "counters", "of the records"
-SETTINGS, CACHE, SERVER = "settings", "cache", "server"
-STATEMENTS = {  # a source -> its law's statement, and the field without which there is no such source
-    READINGS: ("figures are the sums of the last reading, and fit the others", "metrics"),
-    COUNTERS: ("figures are what the engine's counters grew by in the run", "counters"),
-    RECORDS: ("what is summed over requests is the sum of their records", "records"),
-    SETTINGS: ("what was set in the recipe is what ran", "settings"),
-    CACHE: ("pools add up, and moved what the engine's counters say", "cache_after_all_runs"),
-    SERVER: ("figures are what the server's own counters grew by", "metrics"),
-}
-RATE = 6e-5  # tolerance of a share given with four decimals
-TOLERANCE_MS = 1.0  # how far a server's clock may begin from the client's
+import numpy as np
+
+from benchmark.gate import recount as by
+from benchmark.gate.law import Law, Tie, differs, exceeds, first, laws_of
+from benchmark.gate.recount import figure, growth, per_s, product
+from benchmark.gate.result import DONE, Fields, Figures, NotCheckable
+
 LATENCIES = {"ttft_ms": "ttft", "tpot_ms": "tpot", "itl_ms": "itl", "e2e_ms": "e2el"}
-PARTS = {"mean": "mean", "p50": "median", "p90": "p90", "p95": "p95", "p99": "p99"}
-LATENCY_LAWS = ("recount", "percentiles", "means", "signs")
-
-
-def _latency(name: str) -> tuple[Figure, ...]:
-    theirs = LATENCIES[name]
-    ties = {
-        ("ttft_ms", "mean"): Tie(
-            SERVER,
-            "the server's own mean time to the first token",
-            other.ours_at_server(other.server_ratio("ttft_s", "ttft_count", 1e3)),
-            "at least",
-            relative=0.01,
-            absolute=TOLERANCE_MS,
-        ),
-        ("e2e_ms", "mean"): Tie(
-            SERVER,
-            "the server's own mean time of a request",
-            other.ours_at_server(other.server_ratio("e2e_s", "e2e_count", 1e3)),
-            "at least",
-            relative=0.01,
-            absolute=TOLERANCE_MS,
-        ),
-    }
-    return tuple(
-        Figure(
-            f"{name}.{part}",
-            "ms",
-            tuple(f"{each}_{theirs}_ms" for each in ((PARTS[part], "p50") if part == "p50" else (word,))),
-            ties=(ties[name, part],) if (name, part) in ties else (),
-            laws=LATENCY_LAWS,
-        )
-        for part, word in (*PARTS.items(), ("min", "min"), ("max", "max"))
+PERCENTS = {"min": 0.0, "p50": 50.0, "p90": 90.0, "p95": 95.0, "p99": 99.0, "max": 100.0}
+PARTS: dict[str, float | None] = {"mean": None, "std": None, **PERCENTS}
+BATCH_PERCENTS = (10, 25, 50, 75, 90, 99)
+UNITS: dict[str, tuple[str, ...]] = {  # a unit -> the figures that have it
+    "count": (
+        *("requests", "completed", "failed", "rejected", "retried", "ended_by.stop", "ended_by.length"),
+        *("prompt_tokens", "output_tokens", "total_num_tokens", "asked_output_tokens", "least_output_tokens"),
+        *("most_output_tokens", "itl_gaps", "steps", "preemptions", "max_concurrent_requests"),
+        *("slots", "page_size", "num_pages", "num_devices"),
+    ),
+    "bytes": ("weight_bytes_per_step", "kv_bytes_per_token", "page_bytes"),
+    "ms": tuple(f"{name}.{part}" for name in LATENCIES for part in PARTS),
+    "s": ("duration_s", "avg_latency", *(f"percentiles.{part}" for part in BATCH_PERCENTS)),
+    "per s": (
+        *("requests_per_s", "output_tokens_per_s", "total_tokens_per_s", "offered_per_s"),
+        "request_goodput",
+    ),
+    "mean over time": ("mean_batch", "mean_running", "mean_in_system", "mean_in_flight"),
+    "share": ("good_share", "fluidity", "prefix_hit_rate", "mean_page_use"),
+}
+THEIRS: dict[str, tuple[str, ...]] = {  # a figure -> the names that vllm gives it
+    "requests": ("num_prompts", "num_requests"),
+    "prompt_tokens": ("total_input_tokens",),
+    "output_tokens": ("total_output_tokens",),
+    "duration_s": ("duration", "elapsed_time"),
+    "requests_per_s": ("request_throughput", "requests_per_second"),
+    "output_tokens_per_s": ("output_throughput",),
+    "total_tokens_per_s": ("total_token_throughput", "tokens_per_second"),
+}
+THEIR_PARTS = {
+    f"{ours}.{part}": tuple(
+        f"{word}_{theirs}_ms" for word in (("median", "p50") if part == "p50" else (part,))
     )
+    for ours, theirs in LATENCIES.items()
+    for part in PARTS
+}
+SLACK = 0.02  # relative tolerance of figures that are the same by definition, and were rounded
+LITTLE = 0.05  # relative tolerance of an average over time, taken at the ends of steps
+ROUNDING_MS = 0.002  # tolerance of latencies with three decimals
+RATE = 6e-5  # tolerance of a share with four decimals
 
 
-COUNTED = (
-    Figure("requests", "count", ("num_prompts", "num_requests"), laws=("every request", "all counted")),
-    Figure(
-        "completed",
-        "count",
-        ties=(
-            Tie(READINGS, "the requests that ended", other.last("ended")),
-            Tie(SERVER, "the requests that it answered", other.server_growth("requests"), "at most"),
-        ),
-        laws=("every request", "all counted", "whole batches"),
+def exact(figures: Figures) -> float:
+    """Return the relative tolerance of a figure beside the records; simulated ones come from a sketch."""
+    return 5e-4 if figures.raw("SIMULATED") is None else SLACK
+
+
+def rated(figures: Figures) -> float:
+    """Return the relative tolerance of a rate beside its count: 1 %, and a duration has four decimals."""
+    return 0.01 + 1e-4 / figures.positive("duration_s")
+
+
+def _gap_rounding_ms(figures: Figures) -> float:
+    return ROUNDING_MS * (1 + figures.number("completed") / by.num_gaps(figures))
+
+
+STATEMENTS = {  # a law of ties -> its statement, and the field without which it does not apply
+    "served <= offered": ("X <= the rate of arrivals, but for chance", ""),
+    "all counted": ("every request is completed or failed", ""),
+    "rate x duration": ("a rate times the duration is the count, within 1 %", ""),
+    "median run": ("the reported run is no better than the median one", ""),
+    "Little": ("N = X W, within 5 % and a step", ""),
+    "Little, running": ("X x TPOT x gaps <= the mean number running, within 5 %", ""),
+    "Little, records": ("N = the sum of W over the duration, within 5 % and a step", ""),
+    "slots": (
+        "X W of those that decode <= slots, and so is every mean number of them; the recipe has as many",
+        "",
     ),
-    Figure("failed", "count", laws=("all counted", "errors")),
-    Figure("unfinished", "count", laws=("all counted",)),
-    Figure("rejected", "count", laws=("errors",)),
-    Figure("retried", "count", alone="records hold the last attempt of a request, not how many there were"),
-    Figure(
-        "prompt_tokens",
-        "count",
-        ("total_input_tokens",),
-        ties=(
-            Tie(READINGS, "the tokens of prompts", other.last("prompt_tokens")),
-            Tie(COUNTERS, "prompt_tokens", other.growth("prompt_tokens")),
-            Tie(SERVER, "its prompt_tokens", other.ours_at_server(other.server_growth("prompt_tokens"))),
-        ),
-        laws=("tokens by request", "whole batches"),
-    ),
-    Figure(
-        "output_tokens",
-        "count",
-        ("total_output_tokens",),
-        ties=(
-            Tie(READINGS, "the sampled tokens", other.last("sampled")),
-            Tie(COUNTERS, "sampled_tokens", other.growth("sampled_tokens")),
-            Tie(SERVER, "its output_tokens", other.ours_at_server(other.server_growth("output_tokens"))),
-        ),
-        laws=("tokens by request", "whole batches"),
-    ),
-    Figure("asked_output_tokens", "count", ties=(Tie(RECORDS, "the sum of max_tokens", other.asked_tokens),)),
-    Figure("ended_by.stop", "count", ties=(Tie(RECORDS, "those that ended so", other.ended_by("stop")),)),
-    Figure("ended_by.length", "count", ties=(Tie(RECORDS, "those that ended so", other.ended_by("length")),)),
-    Figure(
-        "least_output_tokens",
-        "count",
-        ties=(Tie(RECORDS, "the shortest answer", other.extreme_answer(min)),),
-    ),
-    Figure(
-        "most_output_tokens",
-        "count",
-        ties=(Tie(RECORDS, "the longest answer", other.extreme_answer(max)),),
-    ),
-    Figure("itl_gaps", "count", laws=("recount",)),
-    Figure("total_num_tokens", "count", laws=("all tokens",)),
-    Figure(
-        "max_concurrent_requests",
-        "count",
-        ties=(
-            Tie(RECORDS, "the most at once", other.together(ends_first=True), "at least"),
-            Tie(RECORDS, "the most at once", other.together(ends_first=False), "at most"),
-        ),
-    ),
-)
-TIMES = (
-    Figure("duration_s", "s", ("duration", "elapsed_time"), laws=("recount", "clocks", "recount, batches")),
-    Figure(
-        "requests_per_s", "per s", ("request_throughput", "requests_per_second"), laws=("rate x duration",)
-    ),
-    Figure("output_tokens_per_s", "per s", ("output_throughput",), laws=("rate x duration", "runs")),
-    Figure(
-        "total_tokens_per_s",
-        "per s",
-        ("total_token_throughput", "tokens_per_second"),
-        laws=("rate x duration",),
-    ),
-    Figure("offered_per_s", "per s", laws=("offered, records", "served <= offered", "sent when due")),
-    Figure("request_goodput", "per s", laws=("goodput",)),
-    Figure("good_share", "share", laws=("goodput",)),
-    Figure("fluidity", "share", laws=("fluidity",)),
-    *(row for name in LATENCIES for row in _latency(name)),
-)
-LOAD = (
-    Figure(
-        "steps",
-        "count",
-        ties=(
-            Tie(READINGS, "the number of the last step", other.last("steps")),
-            Tie(READINGS, "the number of readings", other.num_readings, "at least"),
-            Tie(READINGS, "the number of readings of so few steps", other.steps_of_few),
-            Tie(COUNTERS, "steps", other.growth("steps")),
-        ),
-        laws=("spans",),
-    ),
-    Figure(
-        "mean_batch",
-        "mean",
-        ties=(
-            Tie(READINGS, "spans / steps", other.per("spans", "steps"), absolute=0.006),
-            Tie(
-                READINGS,
-                "the mean number running at steps",
-                other.mean_running_at_steps,
-                "at most",
-                absolute=0.01,
-            ),
-        ),
-        laws=("spans", "slots"),
-    ),
-    Figure(
-        "mean_page_use",
-        "share",
-        ties=(
-            Tie(READINGS, "pages held / pages, over all steps", other.page_use, absolute=RATE),
-            Tie(READINGS, "the mean kv_usage of all steps", other.mean_usage_at_steps, absolute=1e-4),
-        ),
-    ),
-    Figure(
-        "prefix_hit_rate",
-        "share",
-        ties=(
-            Tie(
-                READINGS, "hits / tokens of prompts", other.per("hit_tokens", "prompt_tokens"), absolute=RATE
-            ),
-            Tie(COUNTERS, "hit_tokens / prompt_tokens", other.hit_share, absolute=RATE),
-            Tie(CACHE, "hit_rate over all runs", other.most_hits, "at most", absolute=1e-3),
-            Tie(RECORDS, "cached_tokens / prompt_tokens", other.cached_share, absolute=RATE),
-        ),
-    ),
-    Figure(
-        "preemptions",
-        "count",
-        ties=(
-            Tie(READINGS, "preemptions", other.last("preemptions")),
-            Tie(COUNTERS, "preemptions", other.growth("preemptions")),
-        ),
-    ),
-    Figure(
-        "mean_running",
-        "mean",
-        ties=(
-            Tie(READINGS, "requests x seconds / duration", other.over_time, relative=1e-3, absolute=1e-4),
-            Tie(
-                RECORDS, "those between first and last token", other.decoding, "at least", 1e-3, absolute=1e-3
-            ),
-        ),
-        laws=("Little, running", "slots"),
-    ),
-    Figure(
-        "mean_in_system",
-        "mean",
-        ties=(Tie(RECORDS, "the sum of W / duration", other.in_system, relative=1e-3, absolute=1e-3),),
-        laws=("Little", "Little, records"),
-    ),
-    Figure("mean_in_flight", "mean", laws=("in flight",)),
-)
-MACHINE = (
-    Figure(
-        "slots",
-        "count",
-        ties=(Tie(SETTINGS, "scheduler.num_slots", other.figure("settings.scheduler.num_slots")),),
-        laws=("at once", "slots"),
-    ),
-    Figure(
-        "page_size",
-        "count",
-        ties=(Tie(SETTINGS, "cache.page_size", other.figure("settings.cache.page_size")),),
-    ),
-    Figure(
-        "num_pages",
-        "count",
-        ties=(Tie(SETTINGS, "cache.num_pages less one", other.figure("settings.cache.num_pages", -1)),),
-    ),
-    Figure(
-        "num_devices", "count", ties=(Tie(SETTINGS, "the devices used", other.figure("computed_on.count")),)
-    ),
-    Figure(
-        "page_bytes",
-        "bytes",
-        ties=(Tie(SETTINGS, "page_size x kv_bytes_per_token", other.grown_page, "at least"),),
-    ),
-)
-POOLS = (
+    "spans": ("mean batch x steps >= output tokens", ""),
+    "percentiles": ("percentiles do not fall, and a mean is within min and max", ""),
+    "TTFT <= E2E": ("in the mean and in every percentile", ""),
+    "E2E = TTFT + gaps": ("summed over all requests, within 2 %", ""),
+    "roofline": ("TPOT >= bytes of weights and keys and values / bandwidth", ""),
+    "every request": ("one record for each request, none twice, and each is counted by its end", ""),
+    "recount": ("latencies, duration and sums are those of the records", ""),
+    "at once": ("never more requests at once than slots, but preempted", ""),
+    "offered, records": ("the rate of arrivals is that of the records", ""),
+    "goodput": ("good requests are those that meet the objectives", "request_goodput"),
+    "counters": ("figures are what the engine's counters grew by in the run", "counters"),
+    "memory": ("weights and pages fit into the device's memory, and tokens into their pages", "computed_on"),
+    "cache": ("an engine at rest holds no page", "cache_after_all_runs"),
+    "server": ("figures are what the server's own counters grew by; no client waits less", "metrics"),
+    "batches": ("figures are those of the batches, each of which was answered in full", "latencies"),
+    "claim": ("a number that is claimed in passing fits those beside it, within 5 %", "claim"),
+}
+TIES = (
+    # Counts.
+    Tie("all counted", "requests", "is", by.total("completed", "failed")),
+    Tie("every request", "requests", "is", by.num_records()),
+    Tie("every request", "requests", "is", by.num_ids()),
+    Tie("every request", "completed", "is", by.num_ended(*DONE)),
+    Tie("every request", "ended_by.stop", "is", by.num_ended("stop")),
+    Tie("every request", "ended_by.length", "is", by.num_ended("length")),
+    Tie("recount", "prompt_tokens", "is", by.of_answers("prompt_tokens", "sum", np.sum)),
+    Tie("recount", "output_tokens", "is", by.of_answers("output_tokens", "sum", np.sum)),
+    Tie("recount", "least_output_tokens", "is", by.of_answers("output_tokens", "least", np.min)),
+    Tie("recount", "most_output_tokens", "is", by.of_answers("output_tokens", "most", np.max)),
+    Tie("recount", "itl_gaps", "is", by.recorded_gaps()),
+    Tie("at once", "slots", "at least", by.in_slots()),
+    # Times and rates.
+    Tie("recount", "duration_s", "at least", by.taken_s(are_all_needed=False), exact, 1e-4),
+    Tie("recount", "duration_s", "at most", by.taken_s(are_all_needed=True), exact, 1e-4),
+    Tie("rate x duration", "requests_per_s", "is", per_s("completed"), rated, 0.001),
+    Tie("rate x duration", "output_tokens_per_s", "is", per_s("output_tokens"), rated, 0.001),
+    Tie("rate x duration", "total_tokens_per_s", "is", per_s("prompt_tokens", "output_tokens"), rated, 0.001),
+    Tie("rate x duration", "total_num_tokens", "is", product("total_tokens_per_s", "duration_s"), rated, 1.0),
+    Tie("served <= offered", "requests_per_s", "at most", figure("offered_per_s"), 0.0, by.chance),
+    Tie("offered, records", "offered_per_s", "is", by.arrivals_per_s(), 0.01, 0.001),
+    Tie("median run", "output_tokens_per_s", "at most", by.median_run(), 0.01),
+    Tie("goodput", "request_goodput", "at most", figure("requests_per_s"), 0.001),
+    Tie("goodput", "request_goodput", "is", by.good_per_s(), 0.0, by.good_slack),
+    # Latencies.
     *(
-        Figure(
-            f"cache_after_all_runs.{name}",
-            "count",
-            ties=(Tie(CACHE, "that of an engine at rest", other.zero),),
-        )
-        for name in ("running_requests", "waiting_requests", "queued_tokens", "held_pages")
-    ),
-    Figure(
-        "cache_after_all_runs.free_pages",
-        "count",
-        ties=(Tie(CACHE, "what is neither held nor cached", other.free_pages),),
-    ),
-    Figure("cache_after_all_runs.idle_pages", "count", laws=(CACHE,)),
-    *(
-        Figure(
-            f"cache_after_all_runs.{rate}",
-            "share",
-            ties=(Tie(CACHE, part, other.hit_share_in("counters_after_all_runs", part), absolute=RATE),),
-        )
-        for rate, part in (("hit_rate", "hit_tokens"), ("host_hit_rate", "host_hit_tokens"))
+        Tie("recount", f"{name}.{part}", "is", by.latency_ms(name, part, percent), exact, 0.02)
+        for name in LATENCIES
+        for part, percent in PARTS.items()
     ),
     *(
-        Figure(
-            f"cache_after_all_runs.{name}_bytes", "bytes", ties=(Tie(CACHE, counter, other.moved(counter)),)
-        )
-        for name, counter in (
-            ("copied_on_write", "copied_pages"),
-            ("compacted", "compacted_pages"),
-            ("swapped_out", "swapped_out_pages"),
-            ("swapped_in", "swapped_in_pages"),
-            ("rested", "rested_pages"),
-            ("promoted", "promoted_pages"),
-        )
+        Tie("percentiles", f"{name}.{low}", "at most", figure(f"{name}.{high}"), 1e-3, ROUNDING_MS)
+        for name in LATENCIES
+        for low, high in (*combinations(PERCENTS, 2), ("min", "mean"), ("mean", "max"))
     ),
+    *(
+        Tie("TTFT <= E2E", f"ttft_ms.{part}", "at most", figure(f"e2e_ms.{part}"), 0.0, ROUNDING_MS)
+        for part in ("mean", *PERCENTS)
+    ),
+    Tie("E2E = TTFT + gaps", "itl_ms.mean", "is", by.gap_ms(), SLACK, _gap_rounding_ms),
+    Tie("roofline", "tpot_ms.mean", "at least", by.floor_ms(), SLACK, ROUNDING_MS),
+    # How many are there, by Little's law N = X W, and how many there is room for.
+    Tie("Little", "mean_in_system", "is", by.x_times_w(), LITTLE, by.unseen),
+    Tie("Little, records", "mean_in_system", "is", by.mean_number(are_all_answered=True), LITTLE, by.unseen),
+    Tie("Little, records", "mean_in_flight", "is", by.mean_number(are_all_answered=False), SLACK, 0.001),
+    Tie("Little, running", "mean_running", "at least", by.decoding(), LITTLE),
+    Tie("Little, running", "mean_running", "at most", figure("mean_in_system"), SLACK),
+    Tie("slots", "slots", "at least", by.decoding(), SLACK),
+    Tie("slots", "slots", "at least", figure("mean_running")),
+    Tie("slots", "slots", "at least", figure("mean_batch")),
+    Tie("slots", "slots", "is", figure("settings.scheduler.num_slots")),
+    Tie("spans", "output_tokens", "at most", product("mean_batch", "steps", "max_tokens_per_step"), SLACK),
+    # What an engine counted at its steps, and before and after them.
+    Tie("counters", "steps", "is", growth("steps")),
+    Tie("counters", "prompt_tokens", "is", growth("prompt_tokens")),
+    Tie("counters", "output_tokens", "is", growth("sampled_tokens")),
+    Tie("counters", "preemptions", "is", growth("preemptions")),
+    Tie("counters", "prefix_hit_rate", "is", by.hit_share(), 0.0, RATE),
+    Tie("memory", "page_bytes", "at least", product("page_size", "kv_bytes_per_token")),
+    Tie("memory", "computed_on.memory_gib", "at least", by.memory_gib()),
+    Tie("cache", "cache_after_all_runs.idle_pages", "is", by.idle_pages()),
+    # What a server counted.
+    Tie("server", "completed", "at most", by.server_growth("requests")),
+    Tie("server", "prompt_tokens", "is", by.own_growth("prompt_tokens")),
+    Tie("server", "output_tokens", "is", by.own_growth("output_tokens")),
+    Tie("server", "ttft_ms.mean", "at least", by.own_mean_ms("ttft"), 0.01, 1.0),
+    Tie("server", "e2e_ms.mean", "at least", by.own_mean_ms("e2e"), 0.01, 1.0),
+    # Batches that were served one after the other.
+    Tie("batches", "requests", "is", by.of_all_batches("batch_size")),
+    Tie("batches", "completed", "is", by.of_all_batches("batch_size")),
+    Tie("batches", "prompt_tokens", "is", product("completed", "input_len")),
+    Tie("batches", "output_tokens", "is", product("completed", "output_len")),
+    Tie("batches", "duration_s", "is", by.of_batches("sum", np.sum), 1e-3, 1e-4),
+    Tie("batches", "avg_latency", "is", by.of_batches("mean", np.mean), 1e-3, 2e-6),
+    Tie("batches", "tpot_ms.mean", "at most", by.batch_per_gap_ms(), 0.01),
+    *(
+        Tie(
+            "batches",
+            f"percentiles.{part}",
+            "is",
+            by.of_batches(f"percentile {part}", partial(np.percentile, q=part)),
+            1e-3,
+            2e-6,
+        )
+        for part in BATCH_PERCENTS
+    ),
+    # What an author says in passing.
+    Tie("claim", "claim.is", "is", by.claimed(), LITTLE),
+    Tie("claim", "claim.at_most", "at most", by.claimed(), LITTLE),
+    Tie("claim", "claim.at_least", "at least", by.claimed(), LITTLE),
 )
-CLIENT = (
-    *(
-        Figure(
-            f"client.{name}_ms.{part}",
-            "ms",
-            ties=(
-                Tie(
-                    RECORDS, f"that of {name}_ms", other.part_of_column(f"{name}_ms", percent), absolute=0.002
-                ),
-            ),
-            laws=("client on time",),
-        )
-        for name in ("late", "held")
-        for part, percent in (("p50", 50), ("p99", 99), ("max", 100))
-    ),
-    *(
-        Figure(
-            f"metrics.mean_{name}",
-            "mean",
-            ties=(Tie(READINGS, "their mean", other.mean_reading(name), absolute=1e-4),),
-        )
-        for name in ("running", "waiting", "kv_usage")
-    ),
-    *(
-        Figure(
-            f"metrics.mean_{name}_ms",
-            "ms",
-            ties=(
-                Tie(
-                    SERVER,
-                    "seconds / requests",
-                    other.server_ratio(f"{name}_s", f"{name}_count", 1e3),
-                    absolute=0.002,
-                ),
-            ),
-        )
-        for name in ("queue", "prefill")
-    ),
-    Figure(
-        "metrics.prefix_hit_rate",
-        "share",
-        ties=(
-            Tie(SERVER, "hits / queries", other.server_ratio("prefix_hits", "prefix_queries"), absolute=RATE),
-        ),
-    ),
-    Figure(
-        "metrics.preemptions",
-        "count",
-        ties=(Tie(SERVER, "its preemptions", other.server_growth("preemptions")),),
-    ),
+
+
+def signs(figures: Figures) -> str | None:
+    """Check the signs of all figures, and that no share is above 1."""
+    found = {name: value for name in chain(*UNITS.values()) if (value := figures.given(name)) is not None}
+    if not found:
+        raise NotCheckable("no figure is known by its name")
+    below = [f"{name} is {value:g}, below 0" for name, value in found.items() if value < 0]
+    shares = [name for name in UNITS["share"] if name in found]
+    return first(below + [exceeds(name, found[name], "the whole", 1) for name in shares])
+
+
+def both_names(figures: Figures) -> str | None:
+    """Check that a figure under two names has one value; `under_ours` has added missing names."""
+    wrongs = []
+    for name, aliases in (THEIRS | THEIR_PARTS).items():
+        for alias in aliases:
+            mine, again = figures.given(name), figures.given(alias)
+            if mine is not None and again is not None:
+                wrongs.append(differs(name, mine, alias, again, 0.001 * abs(again)))
+    if not wrongs:
+        raise NotCheckable("no figure stands under two names")
+    return first(wrongs)
+
+
+def parts_of(fields: Fields, name: str) -> dict[str, Any]:
+    """Return the parts of a latency that stand under vllm's names, such as `mean_ttft_ms`."""
+    known = {part: [each for each in THEIR_PARTS[f"{name}.{part}"] if each in fields] for part in PARTS}
+    return {part: fields[names[0]] for part, names in known.items() if names}
+
+
+def under_ours(fields: Fields) -> Fields:
+    """Return the result with the gate's name added to each figure that it has only under vllm's.
+
+    Their ITL is the mean of gaps between pieces, which is of use only where the gaps are counted.
+    """
+    known = {name: [each for each in aliases if each in fields] for name, aliases in THEIRS.items()}
+    found: dict[str, Any] = {name: fields[names[0]] for name, names in known.items() if names}
+    if isinstance(fields.get("itls"), list):  # gaps of each request, in files with details
+        found["itl_gaps"] = sum(len(each) for each in fields["itls"])
+    for name in LATENCIES:
+        if (name != "itl_ms" or "itl_gaps" in {*fields, *found}) and (stated := parts_of(fields, name)):
+            found[name] = stated
+    return {**found, **fields}
+
+
+LAWS: tuple[Law, ...] = (
+    Law("signs", "no figure is negative, and no share is above 1", signs),
+    *laws_of(TIES, STATEMENTS),
+    Law("both names", "a figure under two names has one value", both_names),
 )
-FIGURES: tuple[Figure, ...] = (*COUNTED, *TIMES, *LOAD, *MACHINE, *POOLS, *CLIENT)
-LAWS: tuple[Law, ...] = laws_of(FIGURES, STATEMENTS)

@@ -98,7 +98,7 @@ def read_bytes(config: DecoderConfig, load: StepLoad) -> int:
 def cached_bytes(config: DecoderConfig, load: StepLoad) -> int:
     """Return the bytes of keys and values that the spans of a step see, over all layers."""
     seen = sum(min(stop, window or stop) for window in config.windows for stop in load.stops)
-    return config.num_kv_heads * config.kv_layer_bytes * seen
+    return config.num_kv_heads * config.kv_head_bytes * seen
 
 
 def operations(config: DecoderConfig, load: StepLoad) -> int:

@@ -31,8 +31,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from benchmark.gate.micro import median_of_runs
 from benchmark.options import verdict_line
 from continuous_batching.batch import Batch, Sampled
 from continuous_batching.engine import Engine
@@ -64,6 +64,7 @@ BASE = "stall_free, fcfs"
 FOLLOWED_PROMPT = 1000  # tokens
 ROUNDS = 9  # rounds in turns of an engine alone and one that is followed, whose median counts
 PATIENCE_S = 60.0
+STEPS_OF_A_RUN = 100  # more steps than proposers skip between two looks at many rows
 
 
 def full_scheduler(
@@ -105,6 +106,12 @@ def step_us(scheduler: Scheduler, random: np.random.Generator) -> float:
     computed = time.perf_counter()
     scheduler.commit(batch, sampled, computed)
     return 1e6 * (time.perf_counter() - computed + scheduled - start)
+
+
+def median_of_runs(times: NDArray[np.float64]) -> float:
+    """Return the median over means of `STEPS_OF_A_RUN` steps each, or over single steps if fewer exist."""
+    runs = times[: len(times) // STEPS_OF_A_RUN * STEPS_OF_A_RUN].reshape(-1, STEPS_OF_A_RUN)
+    return float(np.median(runs.mean(axis=1) if len(runs) else times))
 
 
 def measure(

@@ -28,10 +28,10 @@ from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.slots import SlotPool
 from devices.shapes import AttentionShape
 from kv_cache.device.storage import KVCache
+from kv_cache.groups import DType
 from kv_cache.page_keys import page_keys
 from kv_cache.pages import PageCopy, PagePool
 from kv_cache.prefix_cache import PrefixCache
-from models.config import DType
 from recipes.assembly.scoring import score
 from recipes.schema.recipe import ROOT
 from serving.text.tokenizer import Text
@@ -206,7 +206,7 @@ def run(options: argparse.Namespace) -> dict[str, object]:
 def print_table(result: dict[str, object]) -> None:
     """Print the figures, one row for each page size."""
     for name, value in result.items():
-        if name == "facts":
+        if name == "digests":
             continue  # digests are for programs
         if name == "verdict" and isinstance(value, dict):
             print(verdict_line(value))

@@ -29,9 +29,10 @@ from devices.ascend_latents import PROLOG_HIDDEN
 from models.checkpoint import weights
 from models.config import DecoderConfig, HeadConfig
 from models.decoder import Decoder
+from models.drafting.config import Eagle3Config, MtpConfig, mtp_config
 from models.drafting.drafter import Drafter
-from models.drafting.eagle import Eagle3, Eagle3Config
-from models.drafting.mtp import Mtp, MtpConfig, mtp_config
+from models.drafting.eagle import Eagle3
+from models.drafting.mtp import Mtp
 from models.head import Head
 from models.parallel.group import ALONE
 from models.parallel.share import Share

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from benchmark.gate.batches import COLUMNS
 from benchmark.gate.gate import with_verdict
 from benchmark.run_clock import RunClock
 from benchmark.run_record import Timeline, accounts, hardware, readings, summarise
@@ -35,6 +34,10 @@ from serving.text.tokenizer import Text
 
 INPUT_LEN, OUTPUT_LEN, NUM_PROMPTS = 512, 128, 64
 PERCENTILES = (10, 25, 50, 75, 90, 99)
+COLUMNS = (  # columns of one batch
+    *("latency_s", "first_step_s", "wall_s", "ttft_ms", "tpot_ms", "e2e_ms"),
+    *("steps", "mean_batch", "prompt_tokens", "output_tokens", "completed"),
+)
 
 
 def load_trace(path: str, text: Text | None) -> list[Job | Record]:
@@ -62,7 +65,11 @@ def serve(engine: Engine, text: Text | None, jobs: Sequence[Job | Record]) -> tu
 
 def cache_figures(built: BuiltEngine) -> dict[str, object]:
     """Return what the pools hold now, and what was moved in them since the engine was built."""
-    figures = asdict(usage(built.engine.scheduler, built.memory.page_bytes))
+    memory = built.memory
+    of_windows = [each.page_bytes for each in memory.windows]
+    figures = asdict(usage(built.engine.scheduler, memory.page_bytes, of_windows))
+    if not of_windows:
+        figures = {name: value for name, value in figures.items() if not name.startswith("window_")}
     return {name: round(value, 4) if isinstance(value, float) else value for name, value in figures.items()}
 
 

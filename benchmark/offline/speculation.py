@@ -34,10 +34,8 @@ from continuous_batching.speculation.source import Source
 from continuous_batching.speculation.speculation import Speculation
 from continuous_batching.speculation.throughput import Throughput
 from recipes.assembly import versions
-from recipes.assembly.engine import build
 from recipes.assembly.families import model_config
 from recipes.assembly.speculation import ON_DEVICE, PROPOSERS
-from recipes.machine import start
 from recipes.schema.reader import read
 from recipes.schema.speculation_section import DRAFTERS
 from simulation.device import SimulatedDevice
@@ -104,6 +102,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         if proposer_of(kind) in absent:
             raise ValueError(f"--kinds {kind!r}: {_not_named(proposer_of(kind))}")
     kinds = [kind for kind in asked or KINDS if proposer_of(kind) not in absent]
+    from recipes.assembly.engine import build  # imported here because it imports torch
+
     built = build(recipe)
     rows: list[dict[str, Any]] = []
     for text in TEXTS:
@@ -122,7 +122,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "answer_tokens": load.answer_tokens,
         "most_drafts": load.most_drafts,
         "left_out": sorted(absent) if asked is None else [],
-        "machine": versions.describe(start(recipe.device).name),
+        "machine": versions.describe(built.device_name),
         "rows": rows,
     }
 

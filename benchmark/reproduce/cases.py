@@ -18,8 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmark import options as kinds
-from benchmark.gate.gate import with_verdict
-from benchmark.gate.sources import PATH, Row, rows
+from benchmark.gate.gate import PublishedRow, published, with_verdict
 from benchmark.processes import process_pool
 from benchmark.simulate.deployment import SIMULATED, Deployment, Placement, place
 from benchmark.simulate.one_run import figure
@@ -47,12 +46,14 @@ WHOLE_TOKENS = 8192  # budget of a step that holds the longest prompt, and more
 REPORT = "reproduced"  # the report is REPORT.md, and its pictures are in the folder REPORT
 HEAD = """# The sources' experiments, re-run
 
-**SIMULATED, not measured.** The real scheduler ran against a virtual clock; the time of a step is the
-roofline of a device that is not here. Trust ratios and orders of magnitude, not the second digit.
+This page answers: what the sources' experiments come to when the real scheduler runs them, beside each claim.
+
+**SIMULATED, not measured.** The scheduler ran against a virtual clock, and the time of a step is the roofline
+of a device that is not here. Trust ratios and orders of magnitude, not the second digit.
 
 Device profile `{device}`: {costs}.
 
-Made by this command, which gives the same bytes again:
+This command gives the same bytes again:
 
     {command}
 
@@ -60,8 +61,8 @@ The model is LLaMA-7B's shape (`{recipe} {keys}`)
 on 8 devices that share each layer. Lengths of prompts and answers are
 log-normal, of 256 tokens each on average unless said otherwise; arrivals are Poisson, and seeds fixed.
 "Good" requests have their first token within {ttft:g} ms and a mean TPOT within {tpot:g} ms. The verdict is
-the gate's (`python -m scripts.audit`): each row of ours was held to its laws with the records of all its
-requests; {num_passed} of {num_results} pass. A claim's row carries the laws that it breaks.
+the gate's (`python -m scripts.audit`) on the records of all requests; {num_passed} of {num_results} pass. A
+claim's row names the laws that it breaks.
 """
 
 
@@ -353,10 +354,9 @@ def _table(experiment: Experiment, results: Results) -> Iterator[str]:
         cells = [f"{figure(result, column.name):,.{column.places}f}" for column in columns]
         outcome, broken = (result["verdict"][part] for part in ("outcome", "refused"))
         yield f"| {case.label} | {' | '.join(cells)} | {outcome}{': ' * bool(broken)}{', '.join(broken)} |"
-    claims = {each["row"]: each["result"] for each in json.loads(PATH.read_text(encoding="utf-8"))}
-    audited = {row.name: row for row in rows()}
+    audited = {row.name: row for row in published()}
     for name in experiment.rows:
-        cells = [_claimed(claims[name], column.name) for column in columns]
+        cells = [_claimed(audited[name].result, column.name) for column in columns]
         yield f"| *claimed: {name}* | {' | '.join(cells)} | {_broken(audited[name])} |"
 
 
@@ -367,7 +367,7 @@ def _claimed(claim: Any, name: str) -> str:
     return f"{claim:,g}" if isinstance(claim, (int, float)) else ""
 
 
-def _broken(row: Row) -> str:
+def _broken(row: PublishedRow) -> str:
     return "refused: " + ", ".join(each.law.name for each in row.verdict.of("refused"))
 
 

@@ -77,16 +77,16 @@ def _static_continuous(results: Results) -> list[str]:
     return [
         f"Throughput at saturation is {times:.2f} times that of static batches of 64, not 10.9:"
         f" {_bound(ours, static_64)}",
-        f"482 req/s cannot be served of {OFFERED_X:g} that arrive, whatever the scheduler.",
+        f"482 req/s cannot be served of {OFFERED_X:g} that arrive.",
         f"By Little's law 482 req/s at a TPOT of 187 ms and {gaps:.0f} gaps an answer hold {needed:,.0f}"
         " requests at once; the table has a mean batch of 53.2. At most 64 of them in steps of"
         f" {figure(ours, 'itl_ms.mean'):.1f} ms give {figure(ours, 'requests_per_s'):.1f} req/s here.",
-        "Static batching does not raise the TPOT: once a batch runs, its steps are shorter"
+        "Static batching does not raise the TPOT, because its steps are shorter"
         f" ({figure(static_64, 'tpot_ms.mean'):.1f} ms) than those that also compute prompts"
-        f" ({figure(ours, 'tpot_ms.mean'):.1f} ms). What it raises is the wait before the first token:"
+        f" ({figure(ours, 'tpot_ms.mean'):.1f} ms); it raises the wait before the first token:"
         f" {figure(static_64, 'ttft_ms.p50') / 1e3:.0f} s against {figure(ours, 'ttft_ms.p50') / 1e3:.0f} s."
         f" A step reads {figure(ours, 'weight_bytes_per_step') / 1e9:.1f} GB of weights on 8 devices,"
-        f" {floor_ms:.1f} ms at 1.2 TB/s each, so that 4,890 ms a token is no cost of decoding.",
+        f" {floor_ms:.1f} ms at 1.2 TB/s each, not 4,890 ms.",
     ]
 
 
@@ -99,9 +99,8 @@ def _bound(ours: Result, static_64: Result) -> str:
     most = static_64["most_output_tokens"] / answer_tokens(static_64)
     return (
         f"a step has {fill:.2f} times the rows ({figure(ours, 'mean_batch'):.1f} against"
-        f" {figure(static_64, 'mean_batch'):.1f}), and takes {slower:.2f} times as long. Rows that stay with"
-        " the longest of a batch are wasted, and nothing else: no ratio of throughput can be above longest /"
-        f" mean answer, {most:.2f} here, in the article's own rule 2,048 / 512 = 4."
+        f" {figure(static_64, 'mean_batch'):.1f}) and takes {slower:.2f} times as long. The ratio is at most"
+        f" longest / mean answer, {most:.2f} here and 2,048 / 512 = 4 in the article."
     )
 
 
@@ -194,7 +193,7 @@ def _goodput(results: Results) -> list[str]:
         sentences.append(
             f"Goodput: the largest ratio of {len(tried)} pairs of load and objectives is {best}; {num} of"
             f" them reach {CLAIMED_RATIO}. Pairs under which static batches serve less than {LEAST_SHARE:.0%}"
-            " of the requests well are left out: there the ratio is larger still, and says nothing."
+            " of the requests well are left out."
         )
     if steady:
         best = max(steady, key=lambda each: each.times)
@@ -215,10 +214,8 @@ def _throughput(results: Results) -> str:
     theirs = results[f"static {at}"]
     bound = theirs["most_output_tokens"] / (theirs["output_tokens"] / theirs["completed"])
     return (
-        f"Throughput: the largest ratio is {times[at]:.2f} ({at}). {CLAIMED_RATIO} is not possible: a row"
-        " that waits for the longest of its batch is busy for mean / longest of the time, so the ratio is at"
-        f" most {bound:.2f} with these answers, and by the gate's laws (Little, slots) nobody runs more than"
-        " 64 at once."
+        f"Throughput: the largest ratio is {times[at]:.2f} ({at}); longest / mean answer bounds it by"
+        f" {bound:.2f} here, so that {CLAIMED_RATIO} is not possible."
     )
 
 
@@ -227,11 +224,10 @@ def _reason(results: Results) -> str:
     low = next(each for name, each in results.items() if name.startswith("static"))
     batch_s = figure(low, "most_output_tokens") * figure(low, "itl_ms.mean") / 1e3
     return (
-        f"Goodput's ratio is no property of the engine alone. A static batch runs for up to {batch_s:.0f} s,"
-        " and who comes meanwhile waits for its end: with an objective for the first token far below that,"
-        " only the first arrivals of each batch are served well, and the ratio grows without bound as the"
-        f" objective falls or the queue grows. With the report's own objectives ({OBJECTIVES['ttft']:g} and"
-        f" {OBJECTIVES['tpot']:g} ms) the table has both goodputs."
+        f"A static batch runs for up to {batch_s:.0f} s, and requests that arrive meanwhile wait for its"
+        " end. With an objective for the first token far below that, the ratio grows without bound as the"
+        f" objective falls or the queue grows. The table has both goodputs at {OBJECTIVES['ttft']:g} and"
+        f" {OBJECTIVES['tpot']:g} ms."
     )
 
 
@@ -278,14 +274,14 @@ def _whole_chunked(results: Results) -> list[str]:
     return [
         f"At {CHUNK_RATE:g}/s the longest gap falls from {figure(before, 'itl_ms.max'):.0f} to"
         f" {figure(after, 'itl_ms.max'):.0f} ms, {ratio(before, after, 'itl_ms.max'):.1f} times; the mean"
-        f" TPOT goes from {figure(before, 'tpot_ms.mean'):.1f} to {figure(after, 'tpot_ms.mean'):.1f} ms. The"
-        f" claim's {CLAIMED_TIMES} times of the mean cannot be: a stall is one gap of {gaps:.0f}.",
+        f" TPOT goes from {figure(before, 'tpot_ms.mean'):.1f} to {figure(after, 'tpot_ms.mean'):.1f} ms,"
+        f" not to a {CLAIMED_TIMES}th: a stall is one gap of {gaps:.0f}.",
         f"At saturation chunks of 512 serve {ratio(cut, full, 'requests_per_s'):.3f} times the requests of"
         f" whole prompts (claimed: {1 - CLAIMED_LOSS:.2f}).",
         f"A prompt of 4,096 tokens alone takes {1e3 * one_s:.0f} ms by the roofline, not 4 s, which would be"
         f" {rate / 1e12:.0f} TFLOP/s of eight devices with 2,048 at their peak. In 8 chunks it takes"
         f" {1e3 * parts_s:.0f} ms ({1e3 * parts_s / 8:.0f} ms each, not 0.5): {parts_s / one_s:.2f} times the"
-        " whole, as each step is launched and summed over the devices anew.",
+        " whole.",
         f"The price of short chunks is the first token: its p99 goes from {figure(before, 'ttft_ms.p99'):.0f}"
         f" ms with whole prompts to {figure(after, 'ttft_ms.p99'):.0f} ms in chunks of 512 and"
         f" {figure(short, 'ttft_ms.p99'):.0f} ms in chunks of 128.",
@@ -348,9 +344,9 @@ def _capacity(results: Results) -> list[str]:
     return [
         *sentences,
         f"At {PER_S[-1]:g}/s the longest gap is {figure(first, 'itl_ms.max'):,.0f} ms with prompts first and"
-        f" {figure(sarathi, 'itl_ms.max'):,.0f} ms with chunks. FasterTransformer's way computes all prompts"
-        " of a batch, 8,192 tokens a step, before the first decode, which is its longest gap, and stalls no"
-        f" decode after that. At {PER_S[0]:g}/s its median request waits"
+        f" {figure(sarathi, 'itl_ms.max'):,.0f} ms with chunks. The longest gap of FasterTransformer's way is"
+        " the prompts of a batch, 8,192 tokens a step, before its first decode; at"
+        f" {PER_S[0]:g}/s its median request waits"
         f" {figure(results[slow + f', {PER_S[0]:g}/s'], 'ttft_ms.p50') / 1e3:,.1f} s for its first token, at"
         f" {PER_S[-1]:g}/s {figure(results[slow + top], 'ttft_ms.p50') / 1e3:,.1f} s.",
     ]
@@ -394,8 +390,8 @@ def _compaction(results: Results) -> list[str]:
         "Here only pages that lie above a gap move, and few do, because the pages that were freed last are"
         f" handed out first. Every 1,000 steps they cost {ratio(rarely, never, 'tpot_ms.mean') - 1:+.2%} of"
         f" TPOT, every 10 steps {ratio(often, never, 'tpot_ms.mean') - 1:+.2%}.",
-        "The premise is wrong: pages need not lie together, and nothing runs out of memory for holes."
-        " Compaction is of use to cut off or export a dense cache, and is off by default.",
+        "Pages need not lie together, and nothing runs out of memory for holes. Compaction serves to shrink"
+        " or export a dense cache, and is off by default.",
     ]
 
 

@@ -24,9 +24,9 @@ import numpy as np
 from matplotlib import pyplot as plt
 from matplotlib.ticker import LogFormatter
 
-from benchmark.gate import names
 from benchmark.gate.gate import audit
-from benchmark.gate.printing import read_result
+from benchmark.gate.result import read_result
+from benchmark.gate.table import parts_of, under_ours
 from borders.whole_file import whole_file
 from recipes.schema.command_line import keep_apart
 
@@ -159,8 +159,8 @@ def _result(path: Path) -> Result:
         verdict = audit(fields).describe()  # audited again, since the file may have been changed
     except ValueError as error:
         raise ValueError(f"{path} is no result of a benchmark: {error}") from error
-    itl_ms = names.latency(fields, "itl")  # the gate ignores it where the gaps were not counted
-    return {**({"itl_ms": itl_ms} if itl_ms else {}), **names.under_ours(fields), "verdict": verdict}
+    itl_ms = parts_of(fields, "itl_ms")  # the gate ignores it where the gaps were not counted
+    return {**({"itl_ms": itl_ms} if itl_ms else {}), **under_ours(fields), "verdict": verdict}
 
 
 def figure(result: Mapping[str, Any], name: str) -> float | None:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmark.gate.gate import audit
-from benchmark.gate.printing import read_result
+from benchmark.gate.result import read_result
 from benchmark.processes import END_S, ServerProcess, serving
 from benchmark.serve.measure import ServePlan, measure, plan_of, save
 from recipes.schema.reader import load

@@ -61,7 +61,12 @@ class Placement:
         num_pages = self.memory.num_pages // parts
         held = (num_pages - 1) * self.recipe.cache.page_size + 1  # the last token is never cached
         longest = min(self.memory.longest_tokens, held)
-        return SchedulerLimits.of(self.config, num_pages, self.memory.num_host_pages, longest)
+        windows = tuple(
+            (each.window, max(2, each.num_pages // parts), each.num_host_pages)
+            for each in self.memory.windows
+        )
+        most = (num_pages, self.memory.num_host_pages, longest)
+        return SchedulerLimits.of(self.config, *most, windows=windows)
 
     def scheduler(self, **changes: Any) -> Scheduler:
         """Return an empty scheduler as `recipes.assembly.engine` makes it, with changes to its section."""

@@ -31,7 +31,6 @@ from borders.file_bounds import check_rereadable, opened
 from borders.whole_file import whole_file
 from continuous_batching.engine import Engine, Step
 from continuous_batching.request import Request
-from recipes.assembly.engine import build
 from recipes.assembly.scheduler import scheduler_from
 from recipes.schema.command_line import keep_apart
 from recipes.schema.reader import read
@@ -146,6 +145,8 @@ class MeasuredRun:
     """One engine, the trace that it serves, and the times of its steps."""
 
     def __init__(self, recipe: Recipe, trace: Iterator[Request]) -> None:
+        from recipes.assembly.engine import build  # imported here because it imports torch
+
         self.clock = WorkClock()
         self.engine: Engine = build(recipe, self.clock).engine
         self.totals = RunTotals()

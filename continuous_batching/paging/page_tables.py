@@ -1,7 +1,9 @@
-"""Keep the page table of each row, and change it together with the holders of its pages.
+"""Keep the page tables of each row, and change them together with the holders of their pages.
 
-It covers growth, sharing, copy on write after a fork, compaction and resizing. Which pages a prompt finds in
-the cache is left to `prefix_matching`, and who has to give pages up to the scheduler.
+A row has a table of group 0, and one of each group of layers that see a window (`kv_cache/groups.py`). They
+grow, are shared and are released together, so that few callers need to know the groups. This covers growth,
+sharing, copy on write after a fork, compaction and resizing. Which pages a prompt finds in the cache is left
+to `prefix_matching`, and who has to give pages up to the scheduler.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import numpy as np
 from continuous_batching.batch import ragged_ranges
 from continuous_batching.counters import Counters
 from continuous_batching.slots import SlotPool
+from kv_cache.groups import WindowGroup
 from kv_cache.pages import Index, PageCopy, PagePool
 from kv_cache.prefix_cache import PrefixCache
 
@@ -23,7 +26,8 @@ class PageTables:
     """The page tables of all rows, changed together with the holders of their pages.
 
     After every change the holders of a page are the rows whose table names it, and the prefix cache if it is
-    cached. Copies that the device must make are collected until the next batch takes them.
+    cached. Copies that the device must make are collected until the next batch takes them. `groups` are those
+    of windows; what is said of pages without a group is said of group 0.
     """
 
     def __init__(self, slots: SlotPool, pool: PagePool, prefix: PrefixCache, counters: Counters) -> None:
@@ -31,9 +35,13 @@ class PageTables:
         self.pool = pool
         self.prefix = prefix
         self._counters = counters
+        self.groups = prefix.groups
         self._copies: list[PageCopy] = []
+        self.keep_from: dict[int, int] = {}  # row -> tokens behind which its windows' pages are kept
         self.pinned: Index = EMPTY  # pages that must not be moved
         self.forked: set[int] = set()  # rows whose last page may be shared with the rows they forked from
+        # Row of a beam that waits for its leader -> number of pages to share
+        self.waiting_beams: dict[int, int] = {}
 
     @property
     def num_available(self) -> int:
@@ -57,6 +65,74 @@ class PageTables:
         holders = self.pool.holders
         return sum(min(count, int(holders[page]) - 1) for page, count in Counter(pages).items())
 
+    def fitting(self, rows: Index, starts: Index, stops: Index) -> Index:
+        """Return how far spans may go with the available pages of windows (see `WindowGroup.fitting`)."""
+        for group in self.groups:
+            stops = group.fitting(rows, starts, stops, group.num_shared(*self._forked_among(rows)))
+        return stops
+
+    def can_go_on(self, rows: Index) -> bool:
+        """Whether each of these rows can compute at least its next token without a preemption.
+
+        A row that lacks pages for all of its known tokens may need pages of group 0 for all of them, and of a
+        window at most one more, since its spans are shortened to those that fit.
+        """
+        stops, forked = self.slots.num_tokens[rows] + 1, len(self.forked)
+        if int(self.missing(rows, stops).sum()) + forked > self.num_available:
+            return False
+        return all(
+            int(np.minimum(group.missing(rows, stops), 1).sum()) + forked <= group.num_available
+            for group in self.groups
+        )
+
+    def has_free(self, rows: Index, stops: Index, longer: Index) -> bool:
+        """Whether pages that are free and promised to nobody let spans end at `longer` in place of `stops`.
+
+        Nothing is evicted for them. A group in which they need no more pages is not asked.
+        """
+        extra = int((self.missing(rows, longer) - self.missing(rows, stops)).sum())
+        if extra and extra > self.pool.num_free - self.num_promised():
+            return False
+        for group in self.groups:
+            extra = int((group.missing(rows, longer) - group.missing(rows, stops)).sum())
+            if extra and extra > group.pool.num_free - self.promised_of(group):
+                return False
+        return True
+
+    def num_promised(self) -> int:
+        """Return how many pages busy rows will still need for their known tokens or their reservation."""
+        slots, busy = self.slots, self.slots.busy
+        wanted = self.pages_for(np.maximum(slots.reserved[busy], slots.num_tokens[busy]))
+        promised = int(np.maximum(wanted - slots.num_pages[busy], 0).sum()) + len(self.forked)
+        return promised - sum(self.waiting_beams.values())
+
+    def promised_of(self, group: WindowGroup) -> int:
+        """Return what `num_promised` does, for a group of windows."""
+        slots, busy = self.slots, self.slots.busy
+        tokens = np.maximum(slots.reserved[busy], slots.num_tokens[busy])
+        promised = int(group.promised(busy, tokens).sum()) + len(self.forked)
+        size = slots.page_size
+        return promised - sum(group.needed(count * size) for count in self.waiting_beams.values())
+
+    def free_behind(self) -> None:
+        """Give back the pages of windows that no query of a row will see, once they have been published.
+
+        The next query of a row stands at its first token that is not computed. Pages that are still to be
+        published stay, so that what is found again does not depend on how a prompt was cut.
+        """
+        if not self.groups:
+            return
+        slots, busy = self.slots, self.slots.busy
+        computed = slots.num_computed[busy]
+        if self.keep_from:
+            most = [self.keep_from.get(row, slots.max_tokens) for row in busy.tolist()]
+            computed = np.minimum(computed, most)
+        published = np.where(
+            slots.num_published[busy] < slots.num_shareable[busy], slots.num_published[busy], slots.max_pages
+        )
+        for group in self.groups:
+            group.free_behind(busy, np.minimum(group.first_seen(computed), published))
+
     def grow_to(self, rows: Index, stops: Index) -> bool:
         """Give each row the pages for its first `stops` tokens.
 
@@ -66,6 +142,14 @@ class PageTables:
         total = int(missing.sum())
         if total + self.num_copies(rows) > self.num_available:
             return False
+        forked = self._forked_among(rows)
+        lacking = [group.missing(rows, stops) for group in self.groups]
+        for group, counts in zip(self.groups, lacking):
+            if int(counts.sum()) + group.num_shared(*forked) > group.num_available:
+                return False
+        for group, counts in zip(self.groups, lacking):
+            self._copies += group.copy_on_write(*forked)
+            self._copies += group.grow(rows, counts)
         if total or self.forked:
             self.grow(rows, missing)
         return True
@@ -73,7 +157,7 @@ class PageTables:
     def grow(self, rows: Index, counts: Index) -> None:
         """Give each row `counts` more pages, and a copy of the page that it writes if that page is shared.
 
-        Idle cached pages are evicted if too few pages are free.
+        Idle cached pages are evicted if too few pages are free. This is of group 0 alone.
         """
         slots = self.slots
         total = int(counts.sum())
@@ -93,6 +177,32 @@ class PageTables:
             owners, indexes = np.repeat(rows, counts), ragged_ranges(held, held + counts)
         slots.page_table[owners, indexes] = self.pool.take(total)
         slots.num_pages[rows] = held + counts
+
+    def resumable(self, entries: Index, row: int | None = None) -> Index:
+        """Return the first of these cached pages, up to the last from which every window can be resumed.
+
+        They are those of a request's start, or continue the pages of a row.
+        """
+        if not self.groups or not len(entries):
+            return entries
+        held = 0 if row is None else int(self.slots.num_pages[row])
+        firsts = [0 if row is None else int(group.first[row]) for group in self.groups]
+        able = [group.resumable(entries, held, first) for group, first in zip(self.groups, firsts)]
+        longest = int(np.flatnonzero(np.logical_and.reduce(able))[-1])
+        return entries[: max(0, longest - held)]
+
+    def resume(self, row: int, entries: Index) -> None:
+        """Let a row go on after these cached pages, in the groups of windows; `extend` shares those of group
+        0."""
+        for group in self.groups:
+            self._copies += group.resume(row, entries)
+
+    def publish(self, row: int, first: int, entries: Index) -> None:
+        """Let the row's pages of windows from page `first` on be found beside these cached entries."""
+        if self.groups:
+            is_cached = self.prefix.is_cached(entries)
+            for group in self.groups:
+                group.publish(row, first, entries, is_cached)
 
     def extend(self, row: int, pages: Index) -> None:
         """Append these held pages to a row, sharing them."""
@@ -131,6 +241,8 @@ class PageTables:
         slots.num_pages[row] = kept
         self.extend(row, new[kept:])
         self.prefix.release(old[kept:])
+        for group in self.groups:
+            group.fork(source, row, -(-num_tokens // slots.page_size))
         self.forked.discard(row)
         if num_tokens % slots.page_size:
             self.forked |= {source, row}
@@ -147,13 +259,16 @@ class PageTables:
     def clear(self, row: int) -> None:
         """Release all pages of a row."""
         self.forked.discard(row)
+        self.keep_from.pop(row, None)
         self.prefix.release(self.slots.pages(row))
         self.slots.num_pages[row] = 0
+        for group in self.groups:
+            group.clear(row)
 
     def compact(self, max_pages: int) -> int:
-        """Move at most `max_pages` held pages towards the low end.
+        """Move at most `max_pages` held pages of each group towards the low end.
 
-        Returns how many moved (see compaction.py).
+        Returns the most that moved of one group (see compaction.py).
         """
         sources, targets = self.pool.scattered(max_pages)
         if len(self.pinned):
@@ -165,10 +280,19 @@ class PageTables:
             self.slots.rename_pages(sources, targets, self.pool.num_pages)
             self.copy(PageCopy(sources, targets))
             self._counters.compacted_pages += len(sources)
-        return len(sources)
+        moved = len(sources)
+        for group in self.groups:
+            copy = group.compact(max_pages)
+            if copy is not None:
+                self.copy(copy)
+                moved = max(moved, len(copy.sources))
+        return moved
 
     def resize(self, num_pages: int) -> None:
-        """Change the number of pages; the held pages must fit, and must have been moved to the low end."""
+        """Change the number of pages; the held pages must fit, and must have been moved to the low end.
+
+        Pools of windows keep their size.
+        """
         self.pool.resize(num_pages)
         self.prefix.resize(num_pages)
 
@@ -180,6 +304,13 @@ class PageTables:
         """Return the copies requested since the last call, to be made one after the other."""
         copies, self._copies = self._copies, []
         return tuple(copies)
+
+    def _forked_among(self, rows: Index) -> tuple[list[int], list[int]]:
+        """Return which rows may write to a shared page, and the index of that page in their requests."""
+        if not self.forked:
+            return [], []
+        forked = [row for row in rows.tolist() if row in self.forked]
+        return forked, (self.slots.num_computed[forked] // self.slots.page_size).tolist()
 
     def _written_page(self, row: int) -> int:
         """Return the page that the row's next token is written to."""

@@ -59,7 +59,10 @@ class PrefixMatching:
         return page_keys(tokens, self._slots.page_size, request.cache_salt, request.page_keys)
 
     def find(self, request: Request) -> Index:
-        """Return the cached pages that a request can start from (see `PrefixCache.find`)."""
+        """Return the cached pages of a request (see `PrefixCache.find`).
+
+        A request may start from as many of them as `PageTables.resumable` returns.
+        """
         return self._prefix.find(self._usable_keys(request), request.tokens, request.cache_salt)
 
     def lacking(self, request: Request) -> tuple[int, list[bytes]]:
@@ -95,10 +98,15 @@ class PrefixMatching:
             keys = self._usable_keys(request)
             self._prefix.count_lookup(keys, request.tokens, request.cache_salt, matched)
 
-    def start_from(self, row: int, pages: Index) -> None:
-        """Let a row that has computed nothing itself continue from these cached pages."""
+    def start_from(self, row: int, pages: Index, *, resumes: bool = True) -> None:
+        """Let a row that has computed nothing itself continue from these cached pages.
+
+        Unless it `resumes` from them, what its windows see is swapped in.
+        """
         slots = self._slots
         resting = pages[pages < 0]
+        if resumes:
+            self._tables.resume(row, pages)
         self._tables.extend(row, pages[: len(pages) - len(resting)])
         if len(resting):
             self._tables.bring_back(row, resting)
@@ -142,6 +150,7 @@ class PrefixMatching:
             keys, held = self._usable_keys(request), slots.pages(row)
             pages = self._prefix.find(keys, request.tokens, request.cache_salt, held)
             pages = pages[pages > 0]  # no pages were promised to this row for copies of resting pages
+            pages = self._tables.resumable(pages, row)
             if len(pages):
                 self.start_from(row, pages)
         self.block_if_in_progress(row)
@@ -203,6 +212,7 @@ class PrefixMatching:
             request.page_keys, slots.token_ids[row], pages, first, request.cache_salt
         )
         slots.num_published[row] = stop
+        self._tables.publish(row, first, standing)
         if self._has_tier:
             self._save(request, standing, pages, first)
         doubles = np.flatnonzero(standing != pages[first:])

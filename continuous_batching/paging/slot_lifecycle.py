@@ -6,15 +6,18 @@ computed pages in the prefix cache or in the host pool. When that happens is dec
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from continuous_batching.counters import Counters
 from continuous_batching.paging.held_pages import Arrival, HeldPages
 from continuous_batching.paging.page_tables import EMPTY, PageTables
 from continuous_batching.paging.prefix_matching import PrefixMatching
-from continuous_batching.paging.swap import SwapTier
+from continuous_batching.paging.swap import Swapped, SwapTier
 from continuous_batching.request import Request
 from continuous_batching.slots import SlotPool
+from kv_cache.groups import WindowGroup
 from kv_cache.page_keys import TokenIds
 from kv_cache.pages import Index, PageCopy, PagePool
 from kv_cache.prefix_cache import PrefixCache
@@ -23,8 +26,8 @@ from kv_cache.prefix_cache import PrefixCache
 class SlotLifecycle:
     """Moves requests into rows with the pages found for them, and out again.
 
-    `max_shared_tokens` and `has_tier` are as in `Scheduler`; `host` is the pool of pages in the host's
-    memory, or None.
+    `max_shared_tokens`, `has_tier` and `groups` are as in `Scheduler`; `host` is the pool of pages in the
+    host's memory, or None.
     """
 
     def __init__(
@@ -37,10 +40,11 @@ class SlotLifecycle:
         max_shared_tokens: int | None,
         host: PagePool | None,
         has_tier: bool = False,
+        groups: Sequence[WindowGroup] = (),
     ) -> None:
         assert host is not None or not has_tier, "pages come from a tier by way of the host's pool"
         self.slots = slots
-        self.prefix = PrefixCache(pool, slots.page_size, host)
+        self.prefix = PrefixCache(pool, slots.page_size, host, groups)
         self.tables = PageTables(slots, pool, self.prefix, counters)
         self.swap = SwapTier(host, self.prefix, counters)
         self.held = HeldPages(self.tables, self.prefix, counters)
@@ -54,20 +58,12 @@ class SlotLifecycle:
             has_tier=has_tier,
         )
         self._counters = counters
-        # Row of a beam that waits for its leader -> number of pages to share
-        self.waiting_beams: dict[int, int] = {}
+        self.waiting_beams = self.tables.waiting_beams
         self.withheld = EMPTY  # rows that end, or may end, with a batch in flight
-
-    def num_promised(self) -> int:
-        """Return how many pages busy rows will still need for their known tokens or their reservation."""
-        slots, busy = self.slots, self.slots.busy
-        wanted = self.tables.pages_for(np.maximum(slots.reserved[busy], slots.num_tokens[busy]))
-        promised = int(np.maximum(wanted - slots.num_pages[busy], 0).sum()) + len(self.tables.forked)
-        return promised - sum(self.waiting_beams.values())
 
     def expect(self, name: str, tokens: TokenIds, cache_salt: str, known: list[bytes]) -> Arrival | None:
         """Allocate pages that no row will need for another engine to fill (see `HeldPages.expect`)."""
-        num_spare = self.tables.num_available - self.num_promised()
+        num_spare = self.tables.num_available - self.tables.num_promised()
         return self.held.expect(name, tokens, cache_salt, num_spare, known)
 
     def lease(self, row: int, reason: str) -> None:
@@ -78,10 +74,21 @@ class SlotLifecycle:
             self.held.lease(request.id, self.slots.pages(row)[:num_full])
 
     def find(self, request: Request) -> Index:
-        """Return the cached pages that a request can start from, cut where its swapped pages continue."""
+        """Return the cached pages that a request can start from.
+
+        If its swapped pages continue them, they are cut there. What its windows see has been swapped, too, so
+        that nothing needs to be found for them.
+        """
         pages = self.matching.find(request)
-        swapped = self.swap.left(request) if request.num_preemptions else None
-        return pages if swapped is None else pages[: swapped.first]
+        swapped = self.swap.left(request)
+        if swapped is not None and len(pages) >= swapped.first:
+            return pages[: swapped.first]
+        return self.tables.resumable(pages)
+
+    def comes_back(self, request: Request, matched: Index) -> bool:
+        """Whether the request left pages in the host pool that continue its `matched` pages."""
+        swapped = self.swap.left(request)
+        return swapped is not None and len(matched) == swapped.first
 
     def enter(self, request: Request, matched: Index, reserved: int) -> int:
         """Give a request a row that starts from its `matched` pages; return the row.
@@ -91,10 +98,15 @@ class SlotLifecycle:
         """
         row = self.slots.take(request)
         self.slots.reserved[row] = reserved
+        swapped, comes_back = self.swap.left(request), self.comes_back(request, matched)
         if len(matched):
-            self.matching.start_from(row, matched)
-        if request.num_preemptions:
-            self._swap_in(row, request)
+            self.matching.start_from(row, matched, resumes=not comes_back)
+        if swapped is not None:
+            if comes_back:
+                self._swap_in(row, swapped)
+            else:
+                self._counters.broken_swaps += 1
+            self.swap.forget(request)
         self.matching.block_if_in_progress(row)
         return row
 
@@ -120,6 +132,8 @@ class SlotLifecycle:
         """Start a waiting beam from its leader's pages; what is cached beyond them is looked up next."""
         slots, pages = self.slots, self.slots.pages(leader)[: self.waiting_beams.pop(row)]
         self.tables.extend(row, pages)
+        for group in self.tables.groups:
+            group.fork(leader, row, len(pages))
         slots.num_computed[row] = len(pages) * slots.page_size
         slots.num_published[row] = min(len(pages), slots.num_published[leader])
         self.matching.block_until_looked_up(row)
@@ -191,10 +205,13 @@ class SlotLifecycle:
         request: Request = slots.requests[row]
         first, num_computed = int(slots.num_published[row]), int(slots.num_computed[row])
         sources = slots.pages(row)[first : -(-num_computed // slots.page_size)]
-        targets = self.swap.leave(request, first, len(sources), num_computed, int(slots.draft_lag[row]))
-        if targets is None:
+        seen = [group.seen(row, num_computed) for group in self.tables.groups]
+        left = self.swap.leave(request, first, len(sources), num_computed, int(slots.draft_lag[row]), seen)
+        if left is None:
             return None
-        self.tables.copy(PageCopy(sources, targets, "to_host"))
+        self.tables.copy(PageCopy(sources, left.pages, "to_host"))
+        for group, (_, pages), (_, targets) in zip(self.tables.groups, seen, left.windows):
+            self.tables.copy(PageCopy(pages, targets, "to_host", group=group.number))
         slots.hand_back(row)
         self._free(row)
         return request
@@ -205,18 +222,14 @@ class SlotLifecycle:
         self.tables.clear(row)
         self.slots.release(row)
 
-    def _swap_in(self, row: int, request: Request) -> None:
-        """Copy a request's swapped pages back, if the shared pages before them were found."""
-        slots, swapped = self.slots, self.swap.left(request)
-        if swapped is None:
-            return
-        if slots.num_pages[row] == swapped.first:
-            count = len(swapped.pages)
-            self.tables.grow(np.array([row]), np.array([count]))
-            self.tables.copy(PageCopy(swapped.pages, slots.pages(row)[swapped.first :], "from_host"))
-            slots.num_computed[row] = swapped.num_computed
-            slots.draft_lag[row] = swapped.draft_lag
-            self._counters.swapped_in_pages += count
-        else:
-            self._counters.broken_swaps += 1
-        self.swap.forget(request)
+    def _swap_in(self, row: int, swapped: Swapped) -> None:
+        """Copy a request's swapped pages back, behind the shared pages that were found."""
+        slots, count = self.slots, len(swapped.pages)
+        self.tables.grow(np.array([row]), np.array([count]))
+        self.tables.copy(PageCopy(swapped.pages, slots.pages(row)[swapped.first :], "from_host"))
+        for group, (first, pages) in zip(self.tables.groups, swapped.windows):
+            for copy in group.come_back(row, first, pages):
+                self.tables.copy(copy)
+        slots.num_computed[row] = swapped.num_computed
+        slots.draft_lag[row] = swapped.draft_lag
+        self._counters.swapped_in_pages += count

@@ -5,6 +5,7 @@ Only pages that no other request shares are kept here; shared ones are found aga
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from continuous_batching.counters import Counters
@@ -22,6 +23,8 @@ class Swapped:
     pages: Index  # host pages
     num_computed: int  # tokens computed in the shared and swapped pages together
     draft_lag: int  # copied from SlotPool.draft_lag
+    # For each group of windows: the index of the first page that the next query sees, and its host pages
+    windows: tuple[tuple[int, Index], ...] = ()
 
 
 class SwapTier:
@@ -37,18 +40,30 @@ class SwapTier:
         self._left: dict[int, Swapped] = {}  # keyed by the request's arrival number
 
     def leave(
-        self, request: Request, first: int, num_pages: int, num_computed: int, draft_lag: int
-    ) -> Index | None:
-        """Allocate host pages for `num_pages` pages of a request, or return None if they do not fit."""
+        self,
+        request: Request,
+        first: int,
+        num_pages: int,
+        num_computed: int,
+        draft_lag: int,
+        seen: Sequence[tuple[int, Index]] = (),
+    ) -> Swapped | None:
+        """Allocate host pages for `num_pages` pages of a request, or return None if they do not fit.
+
+        `seen` are the pages that its windows see, whose copies need host pages of their groups.
+        """
         if self.pool is None or not num_pages:
             return None
-        if not self._prefix.yield_host(num_pages):
+        groups = self._prefix.groups
+        fits = all(group.yield_host(len(pages)) for group, (_, pages) in zip(groups, seen))
+        if not fits or not self._prefix.yield_host(num_pages):
             self._counters.refused_swaps += 1
             return None
-        pages = self.pool.take(num_pages)
-        self._left[request.number] = Swapped(first, pages, num_computed, draft_lag)
+        windows = tuple((at, group.swap_out(len(pages))) for group, (at, pages) in zip(groups, seen))
+        left = Swapped(first, self.pool.take(num_pages), num_computed, draft_lag, windows)
+        self._left[request.number] = left
         self._counters.swapped_out_pages += num_pages
-        return pages
+        return left
 
     def left(self, request: Request) -> Swapped | None:
         """The pages that a request left, or None."""
@@ -62,6 +77,8 @@ class SwapTier:
         swapped = self._left.pop(request.number, None)
         if swapped is not None and self.pool is not None:
             self.pool.release(swapped.pages)
+            for group, (_, pages) in zip(self._prefix.groups, swapped.windows):
+                group.release_host(pages)
 
     @property
     def all_left(self) -> dict[int, Swapped]:

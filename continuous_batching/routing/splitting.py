@@ -27,8 +27,8 @@ class SplitWeights:
     """The costs and savings of a split, in prompt tokens that could be computed in the same time.
 
     The values are guesses that were fitted to no machine: the times of steps give what an answer loses beside
-    a prompt, but not what a sooner first token is worth. docs/fleet.md has the values of a simulated device,
-    and the effect of other weights there.
+    a prompt, but not what a sooner first token is worth. docs/measured/fleet.md has the values of a
+    simulated device, and the effect of other weights there.
     """
 
     transfer: float = 32.0  # cost of beginning and ending a transfer

@@ -110,6 +110,8 @@ class BeamSearches:
         for beam in search.beams:
             if beam is not request:
                 row_of[beam] = self._lifecycle.enter_beam(beam, num_shared, reserved)
+        if search.has_begun:  # these beams start where their leader has long been
+            self._lifecycle.tables.keep_from[row] = num_shared * slots.page_size
         search.all_rows = list(row_of.values())
         search.rows = [row_of[beam] for beam in search.beams] if search.has_begun else [row]
         self._search_of |= dict.fromkeys(search.all_rows, search)
@@ -124,6 +126,7 @@ class BeamSearches:
             if self._slots.num_computed[leader] >= waiting[others[0]] * size:
                 for row in others:
                     self._lifecycle.start_beam(leader, row)
+                self._lifecycle.tables.keep_from.pop(leader, None)
 
     def keep_together(self, rows: Index, starts: Index, stops: Index) -> tuple[Index, Index, Index]:
         """Hold back the last tokens of beams whose search cannot compute all of them in this step."""

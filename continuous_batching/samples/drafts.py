@@ -27,8 +27,7 @@ def extend_by_drafts(lifecycle: SlotLifecycle, rows: Index, stops: Index, left: 
     wanted = np.where(stops == slots.num_tokens[rows], slots.num_drafts[rows], 0)
     drafts = in_order(wanted, max(0, left))
     longer: Index = stops + drafts
-    extra = int((tables.missing(rows, longer) - tables.missing(rows, stops)).sum())
-    if extra and extra > tables.pool.num_free - lifecycle.num_promised():
+    if not tables.has_free(rows, stops, longer):
         return stops, 0
     return longer, int(drafts.sum())
 

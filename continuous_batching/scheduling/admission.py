@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+import numpy as np
+
 from continuous_batching.counters import Counters
 from continuous_batching.paging.page_tables import EMPTY
 from continuous_batching.paging.slot_lifecycle import SlotLifecycle
@@ -64,7 +66,7 @@ class Admission:
         tokens_left, requests_left, longs_left = room.tokens, room.requests, room.long_requests
         if tokens_left <= 0 or requests_left <= 0:
             return
-        spare = self._num_spare()
+        spare = self._spare()
         while tokens_left > 0 and requests_left > 0:
             request = waiting.peek(short_only=longs_left <= 0)
             if request is None:
@@ -74,7 +76,7 @@ class Admission:
                 return
             if slots.num_free < max(1, request.params.beam_width):
                 if self._outrank and self._preemption.make_way(request):
-                    spare = self._num_spare()
+                    spare = self._spare()
                     continue
                 self.held_back = "slots"
                 return
@@ -85,12 +87,12 @@ class Admission:
             if room.whole and len(request.tokens) - len(matched) * slots.page_size > tokens_left:
                 self.held_back = "tokens"
                 return
-            if wanted > spare:
+            if (wanted > spare).any():
                 # If nothing runs whose end could be waited for, pages held for other engines give way
                 if (self._outrank and self._preemption.make_way(request)) or (
                     not len(slots.busy) and self._lifecycle.held.give_way()
                 ):
-                    spare = self._num_spare()
+                    spare = self._spare()
                     continue
                 self.held_back = "pages"
                 return
@@ -115,9 +117,12 @@ class Admission:
         self.held_back = "tokens" if int(busy.todo.sum()) >= max_batch_tokens else "policy"
         return self._policy.room(busy, max_batch_tokens, queue)
 
-    def _num_spare(self) -> int:
-        """Return the number of available pages that are not promised to a row."""
-        return self._lifecycle.tables.num_available - self._lifecycle.num_promised()
+    def _spare(self) -> Index:
+        """Return the number of available pages of each group that are not promised to a row."""
+        tables = self._lifecycle.tables
+        spare = [tables.num_available - tables.num_promised()]
+        spare += [group.num_available - tables.promised_of(group) for group in tables.groups]
+        return np.array(spare)
 
     def _enter(self, request: Request, matched: Index, reserved: int, now_s: float) -> int:
         """Give a request a row; on its first admission, count its prompt and its hits."""
@@ -136,15 +141,23 @@ class Admission:
                 self._waiting.shares.charge_prompt(request, missing)
         return row
 
-    def _pages(self, request: Request, matched: Index, reserved: int) -> int:
-        """Return how many of the available pages a new request takes for so many tokens."""
+    def _pages(self, request: Request, matched: Index, reserved: int) -> Index:
+        """Return how many of each group's available pages a new request takes for so many tokens."""
+        tables = self._lifecycle.tables
         shared = matched[matched > 0]  # resting pages need a device page each, as computed ones do
         # These counted as available until they are shared
-        idle = int((self._lifecycle.tables.pool.holders[shared] == 1).sum())
-        wanted = -(-reserved // self._lifecycle.slots.page_size) - len(shared) + idle
+        idle = int((tables.pool.holders[shared] == 1).sum())
+        wanted = [-(-reserved // self._lifecycle.slots.page_size) - len(shared) + idle]
+        comes_back = self._lifecycle.comes_back(request, matched)
+        wanted += [
+            group.needed(reserved) if comes_back else group.wanted(matched, reserved)
+            for group in tables.groups
+        ]
         if request.params.beam_width:
-            wanted += self._beam_searches.extra_pages(request, reserved)
-        return wanted
+            wanted[0] += self._beam_searches.extra_pages(request, reserved)
+            for at, group in enumerate(tables.groups, 1):
+                wanted[at] += (request.params.beam_width - 1) * group.needed(reserved)
+        return np.array(wanted)
 
     def _match(self, request: Request) -> Index:
         """Return the cached pages that the head of the queue can share.

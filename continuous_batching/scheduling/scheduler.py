@@ -7,6 +7,8 @@ scheduler owns them and their order.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from continuous_batching.batch import LATE, NO_BATCH, Batch, Booked, Sampled
@@ -36,7 +38,8 @@ from continuous_batching.scheduling.validation import (
 from continuous_batching.scheduling.victims import Victim, youngest
 from continuous_batching.slots import SlotPool
 from continuous_batching.speculation.speculation import Speculation
-from kv_cache.pages import PagePool
+from kv_cache.groups import WindowGroup
+from kv_cache.pages import Index, PagePool
 
 
 class Scheduler:
@@ -54,7 +57,8 @@ class Scheduler:
     below: published pages are copied to it, and pages found there come to rest in the host pool. With
     `speculation`, decoding rows have drafts verified. Every `compact_every_steps` steps (0: never) held pages
     start to move to the low end, at most `compact_pages_per_step` of them in a step (0: all). `depth` batches
-    are in flight at once (Orca's n_workers), each with its share of the rows.
+    are in flight at once (Orca's n_workers), each with its share of the rows. `groups` are the pages of
+    layers that see a window; `pool` and `host_pool` are those of all other layers.
     """
 
     def __init__(
@@ -79,6 +83,7 @@ class Scheduler:
         compact_pages_per_step: int = 0,
         seed: int = 0,
         depth: int = 1,
+        groups: Sequence[WindowGroup] = (),
     ) -> None:
         check_budget(max_batch_tokens, policy, slots)
         self.slots, self.pool, self.host_pool = slots, pool, host_pool
@@ -91,7 +96,9 @@ class Scheduler:
             max_shared_tokens=max_shared_tokens,
             host=host_pool,
             has_tier=has_tier,
+            groups=groups,
         )
+        slots.window_tables = tuple(group.table for group in groups)
         self.prefix, self.tables = self.lifecycle.prefix, self.lifecycle.tables
         self.waiting = WaitingQueue() if waiting is None else waiting
         self.in_flight = InFlight(slots, depth)
@@ -161,7 +168,7 @@ class Scheduler:
             if is_running or each.id in self._parallel_samples.leader_of or self.waiting.find(each.id):
                 raise is_here(each)
             stops = self._stop_conditions.stop_tokens(each.params)
-            check_request(each, self.vocab_size, stops, self.slots, self.pool)
+            check_request(each, self.vocab_size, stops, self.slots, self.pool, self.tables.groups)
 
     def end(self, request_id: str, reason: str) -> Request | None:
         """End a request now, wherever it is; return None if it is not here.
@@ -196,18 +203,16 @@ class Scheduler:
         logits (the latter two are allowed if batches have no row in common). Nor can it if a row may have to
         be preempted, for pages or by priority, because the row's request would not know its last token.
         """
-        slots, tables, busy = self.slots, self.tables, self.slots.busy
+        busy = self.slots.busy
         if self._parallel_samples.leader_of or self._beam_searches.by_number:
             return False
         is_hopeful = self.depth == 1 and self.speculation is not None and self.speculation.is_hopeful
         if is_hopeful or not self.in_flight.takes_another or (self._outrank and len(self.waiting)):
             return False
-        missing = int(tables.missing(busy, slots.num_tokens[busy] + 1).sum())
-        return missing + len(tables.forked) <= tables.num_available
+        return self.tables.can_go_on(busy)
 
     def schedule(self, now_s: float) -> Batch:
         """Admit requests, share the budget, make room for pages, and only then make the batch.
-
 
         The batch may be empty. With a batch in flight, this may be called only if `can_look_ahead`.
         """
@@ -216,6 +221,7 @@ class Scheduler:
             assert self.can_look_ahead, "the next batch depends on those in flight"
             self.in_flight.advance()
         self.lifecycle.withheld = self.in_flight.withheld() if ahead else EMPTY
+        self.tables.free_behind()
         if len(self.waiting):
             self._admission.admit(self.max_batch_tokens, now_s)
             self._gate.measure(now_s)
@@ -231,14 +237,7 @@ class Scheduler:
             return NO_BATCH
         if self._compaction is not None and (self.depth == 1 or not ahead):
             self._compaction.step(self.counters.steps)
-        starts, known = slots.num_computed[rows], slots.num_tokens[rows]
-        todo, decodes = known - starts, slots.decoding(rows, starts, known)
-        only_decodes = bool(decodes.all())
-        if not only_decodes:
-            todo = self._policy.share(Busy(todo, starts, decodes), self.max_batch_tokens)
-            granted = todo > 0
-            rows, starts, todo = rows[granted], starts[granted], todo[granted]
-        stops = starts + todo
+        rows, starts, stops, only_decodes = self._shared(rows)
         if self._beam_searches.by_number:
             rows, starts, stops = self._beam_searches.keep_together(rows, starts, stops)
         num_drafts = 0
@@ -265,6 +264,18 @@ class Scheduler:
         batch = Batch(rows, starts, stops, sampled, owners, targets, copies, unknown, num_drafts, *drafter)
         self.in_flight.launch(batch, involved, EMPTY if only_decodes else involved, now_s)
         return batch
+
+    def _shared(self, rows: Index) -> tuple[Index, Index, Index, bool]:
+        """Share the budget of a step; return the spans, and whether all of them are decodes."""
+        slots = self.slots
+        starts, known = slots.num_computed[rows], slots.num_tokens[rows]
+        todo, decodes = known - starts, slots.decoding(rows, starts, known)
+        if decodes.all():
+            return rows, starts, known, True
+        todo = self._policy.share(Busy(todo, starts, decodes), self.max_batch_tokens)
+        granted = todo > 0
+        rows, starts, todo = rows[granted], starts[granted], todo[granted]
+        return rows, starts, self.tables.fitting(rows, starts, starts + todo), False
 
     def commit(self, batch: Batch, sampled: Sampled, now_s: float) -> Booked:
         """Book the device's answer to a batch.

@@ -15,6 +15,7 @@ from borders.refusal import BadRequest
 from continuous_batching.policies.policy import Policy
 from continuous_batching.request import Request
 from continuous_batching.slots import SlotPool
+from kv_cache.groups import WindowGroup
 from kv_cache.pages import Index, PagePool
 
 GiveUp = Literal["nothing", "cached", "running"]
@@ -53,7 +54,12 @@ def check_samples(leader: Request) -> None:
 
 
 def check_request(
-    request: Request, vocab_size: int, stop_tokens: Index, slots: SlotPool, pool: PagePool
+    request: Request,
+    vocab_size: int,
+    stop_tokens: Index,
+    slots: SlotPool,
+    pool: PagePool,
+    groups: Sequence[WindowGroup] = (),
 ) -> None:
     """Raise BadRequest for a request with unknown tokens or one that can never fit."""
     _check_tokens(request, vocab_size)
@@ -83,6 +89,20 @@ def check_request(
             limit=usable * size,
             fix="lower beam_width or max_tokens",
         )
+
+    for group in groups:
+        # A row needs the pages of one window, and every beam may have those of its own
+        needed = max(1, width) * group.needed(longest_tokens(request) - 1)
+        usable = group.pool.num_pages - 1
+        if needed > usable:
+            raise BadRequest(
+                "beam_width" if width else "max_tokens",
+                f"needs {needed} pages of the layers that see {group.window} tokens; the cache has {usable}",
+                value=needed,
+                limit=usable,
+                fix="lower beam_width" if width else "give the cache more pages (cache.num_window_pages)",
+                subject="this request",
+            )
 
 
 def is_here(request: Request) -> BadRequest:

@@ -21,8 +21,6 @@ from recipes.schema.command_line import add_recipe
 from recipes.schema.reader import load
 from recipes.schema.recipe import Recipe
 
-NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
-
 
 @dataclass(frozen=True, slots=True)
 class FoundProduct:
@@ -40,7 +38,7 @@ def needed(recipe: Recipe, product: AscendProduct) -> list[str]:
     try:
         product.check_dtype(dtype)
     except ValueError:
-        overrides.append(f"model.dtype={NAMES[product.dtypes[0]]}")
+        overrides.append(f"model.dtype={product.dtypes[0]}")
     if not (product.is_fused or product.is_atb) and recipe.device.attention == "fused":
         overrides += ["device.attention=reference", "device.graphs=0"]
     return overrides

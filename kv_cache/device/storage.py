@@ -1,6 +1,7 @@
 """Store keys and values in the device's memory, and copy pages within it and to and from the host.
 
-The scheduler decides which pages are copied; the cache makes the copies, in order, in all layers.
+Layers belong to groups (`kv_cache/groups.py`), each with pages of its own. The scheduler decides which pages
+are copied; the cache makes the copies, in order, in all layers of a group.
 
 Legend: P pages, B tokens a page, K kv heads, D head dim.
 """
@@ -29,6 +30,9 @@ WIDE = torch.complex128  # the widest type, as which a CPU copies pages
 class KVCache:
     """Keys and values of all layers, allocated once; `keys[layer]` and `values[layer]` are [P, B, K, D].
 
+    Layer i belongs to group `groups[i]`, and all to group 0 by default. Group 0 has `num_pages` pages, and
+    the groups of windows `window_pages`; `window_host_pages` of these lie in the host's memory.
+
     `allocate` makes such a tensor of a given number of pages, filled with zeros, for attention that uses its
     own order within a page or its own type: only the first axis matters here, and whatever a page holds, such
     as scales, is copied with it; `allocate_values` does so if values differ from keys. If the cache is not
@@ -52,6 +56,9 @@ class KVCache:
         device: torch.device | str = "cpu",
         *,
         num_host_pages: int = 0,
+        groups: Sequence[int] | None = None,
+        window_pages: Sequence[int] = (),
+        window_host_pages: Sequence[int] = (),
         allocate: Callable[[int], Tensor] | None = None,
         allocate_values: Callable[[int], Tensor] | None = None,
         indexed: bool = True,
@@ -63,20 +70,25 @@ class KVCache:
         def plain(count: int) -> Tensor:
             return torch.zeros(count, page_size, num_kv_heads, head_dim, dtype=dtype, device=device)
 
-        def on_host(pages: Tensor) -> Tensor:
+        def on_host(layer: int, pages: Tensor) -> Tensor:
             pinned = device.type != "cpu"  # so that the device copies without involving the host
-            return torch.zeros(num_host_pages, *pages.shape[1:], dtype=pages.dtype, pin_memory=pinned)
+            count = (num_host_pages, *window_host_pages)[self.groups[layer]]
+            return torch.zeros(count, *pages.shape[1:], dtype=pages.dtype, pin_memory=pinned)
 
+        self.groups = tuple(groups or [0] * num_layers)
+        counts = (num_pages, *window_pages)
         self.num_pages = num_pages
         self.page_size = page_size
         self.beside = beside
         self._indexed, self._allocate = indexed, allocate or plain
         self._allocate_values = allocate_values or self._allocate
-        self.keys = [self._allocate(num_pages) for _ in range(num_layers)]
-        self.values = [self._allocate_values(num_pages) for _ in range(0 if keys_only else num_layers)]
+        self.keys = [self._allocate(counts[group]) for group in self.groups]
+        self.values = [self._allocate_values(counts[group]) for group in self.groups if not keys_only]
         self.tier: PageTier | None = None
         self._swapped: Callable[[], None] = _nothing  # waits for the last copies to or from the host
-        self._host_keys, self._host_values = (list(map(on_host, each)) for each in (self.keys, self.values))
+        self._host_keys, self._host_values = (
+            [on_host(layer, pages) for layer, pages in enumerate(each)] for each in (self.keys, self.values)
+        )
 
     @staticmethod
     def page_bytes(
@@ -132,7 +144,7 @@ class KVCache:
         """Make page copies, one after the other. Off the CPU they are only queued, in that order."""
         for each in copies:
             if each.way in ("within", "to_host", "from_host"):
-                for cache in self.all:
+                for cache in self.all if each.group == 0 else [self]:
                     cache._make(each)
             else:
                 assert self.tier is not None, f"{len(each.keys)} pages go {each.way}, and there is none"
@@ -147,6 +159,13 @@ class KVCache:
     def tensors(self) -> list[Tensor]:
         """The tensors of its own pages, in all layers."""
         return [*self.keys, *self.values]
+
+    def _of_group(self, group: int) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the tensors of a group's own pages, on the device and on the host."""
+        pairs = [*zip(self.keys, self._host_keys), *zip(self.values, self._host_values)]
+        groups = [*self.groups, *self.groups[: len(self.values)]]
+        own = [pair for pair, each in zip(pairs, groups) if each == group]
+        return [device for device, _ in own], [host for _, host in own]
 
     @property
     def host_tensors(self) -> list[Tensor]:
@@ -167,9 +186,12 @@ class KVCache:
         """Wait until the requested copies to and from the host's memory are done."""
         self._swapped()
 
-    def copy(self, sources: Index, targets: Index) -> None:
-        """Copy page sources[i] to targets[i] in all layers; no page is both a source and a target."""
-        for tensor in (*self.keys, *self.values):
+    def copy(self, sources: Index, targets: Index, group: int = 0) -> None:
+        """Copy page sources[i] to targets[i] in all layers of a group.
+
+        No page is both a source and a target.
+        """
+        for tensor in self._of_group(group)[0]:
             pages = _flat(tensor)
             for read, written in _chunks(pages, sources, targets):
                 _copy(pages, read, pages, written, indexed=self._indexed)
@@ -195,26 +217,28 @@ class KVCache:
             self.beside.clear_null_page()
 
     def resize(self, num_pages: int) -> None:
-        """Change the number of pages; pages that remain keep their content.
+        """Change the number of pages of group 0; pages that remain keep their content.
 
         Tensors are copied one by one, and memory that is no longer needed is returned to the system.
         """
         kept = np.arange(min(num_pages, self.num_pages))
         for tensors, allocate in ((self.keys, self._allocate), (self.values, self._allocate_values)):
-            for layer, old in enumerate(tensors):
-                new = allocate(num_pages)
-                for read, written in _chunks(old, kept, kept):
-                    _copy(old, read, new, written, indexed=self._indexed)
-                tensors[layer] = new
+            for layer, group in enumerate(self.groups[: len(tensors)]):
+                if group == 0:
+                    tensors[layer] = self._resized(tensors[layer], allocate(num_pages), kept)
         self.num_pages = num_pages
-        del old, new
         _release_memory(self.keys[0].device)
         if self.beside is not None:
             self.beside.resize(num_pages)
 
+    def _resized(self, old: Tensor, new: Tensor, kept: Index) -> Tensor:
+        for read, written in _chunks(old, kept, kept):
+            _copy(old, read, new, written, indexed=self._indexed)
+        return new
+
     def _make(self, copy: PageCopy) -> None:
         if copy.way == "within":
-            self.copy(copy.sources, copy.targets)
+            self.copy(copy.sources, copy.targets, copy.group)
             return
         self._swap(copy)
         device = self.keys[0].device
@@ -227,7 +251,7 @@ class KVCache:
         to_host = copy.way == "to_host"
         order = np.argsort(copy.targets if to_host else copy.sources)  # host pages are then in runs
         sources, targets = copy.sources[order], copy.targets[order]
-        device, host = self.tensors, self.host_tensors
+        device, host = self._of_group(copy.group)
         for source, target in zip(*((device, host) if to_host else (host, device))):
             _exchange(source, sources, target, targets, to_host=to_host, indexed=self._indexed)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from borders.numbers import PORTS
 from kv_cache.exchange.messages import VERSION, Hello
 
 
@@ -35,6 +36,6 @@ def address_of_pages(endpoint: str) -> tuple[str, int]:
     """Return host and port of tcp://HOST:PORT; raises ValueError."""
     kind, _, rest = endpoint.partition("://")
     host, _, port = rest.rpartition(":")
-    if kind != "tcp" or not host or not port.isdecimal() or not 0 <= int(port) < 2**16:
+    if kind != "tcp" or not host or PORTS.parse(port) is None:
         raise ValueError(f"{endpoint!r} is no tcp://HOST:PORT")
     return host.strip("[]"), int(port)

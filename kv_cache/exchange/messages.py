@@ -19,7 +19,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from borders.request_bounds import LAST_ID, LONGEST_NAME, MOST_LEASE_S
+from borders.field_table import MOST_LEASE_S
+from borders.field_types import LAST_ID, LONGEST_NAME
 
 VERSION = 1
 HEAD = struct.Struct("<III")

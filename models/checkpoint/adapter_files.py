@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from borders.file_bounds import check_regular
+from borders.numbers import integers, numbers
 from borders.refusal import shown
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -101,8 +102,8 @@ def look_at(folder: Path, most_rank: int) -> AdapterFiles:
         ((each, alpha) for each in ranks.values()),
         ((rank, each) for each in alphas.values()),
     )
-    for numbers in ((rank, alpha), *of_ranks, *of_alphas):
-        _check_numbers(folder, *numbers, most_rank)
+    for pair in ((rank, alpha), *of_ranks, *of_alphas):
+        _check_numbers(folder, *pair, most_rank)
     hashed = hashlib.sha256(text)
     with (folder / WEIGHTS).open("rb") as file:
         while data := file.read(2**20):
@@ -111,20 +112,13 @@ def look_at(folder: Path, most_rank: int) -> AdapterFiles:
 
 
 def _check_numbers(folder: Path, rank: object, alpha: object, most_rank: int) -> None:
-    """Raise ValueError for a rank or an alpha out of its bounds.
-
-    Each is compared with them before it is converted, because JSON has integers that no float holds.
-    """
-    if not isinstance(rank, int) or isinstance(rank, bool):
-        raise ValueError(f"{folder / CONFIG}: r is {shown(rank)}; it must be a whole number")
-    if not 1 <= rank <= most_rank:
-        raise ValueError(
-            f"{folder} has rank {shown(rank)}, and adapters.rank leaves room for 1 to {most_rank}"
-        )
-    is_number = isinstance(alpha, int | float) and not isinstance(alpha, bool)
-    if not is_number or not abs(alpha) <= MOST_ALPHA:
-        limit = f"a number from {-MOST_ALPHA} to {MOST_ALPHA}"
-        raise ValueError(f"{folder / CONFIG}: lora_alpha is {shown(alpha)}; it must be {limit}")
+    """Raise ValueError for a rank or an alpha out of its bounds."""
+    ranks, alphas = integers(1, most_rank), numbers(-MOST_ALPHA, MOST_ALPHA)
+    if ranks.read(rank) is None:
+        fix = f"it must be {ranks}, for which adapters.rank leaves room"
+        raise ValueError(f"{folder / CONFIG}: r is {shown(rank)}; {fix}")
+    if alphas.read(alpha) is None:
+        raise ValueError(f"{folder / CONFIG}: lora_alpha is {shown(alpha)}; it must be {alphas}")
 
 
 def _pattern(folder: Path, config: dict[str, Any], name: str) -> dict[str, Any]:

@@ -1,19 +1,16 @@
-"""List the safetensors files of a checkpoint directory, open them, and check their tensors.
+"""List the safetensors files of a checkpoint directory, open them, and name their tensors.
 
 Checkpoints are Hugging Face directories of safetensors, one file or an index over shards. Where the tensors
-go is the task of `weights`.
+go is the task of `weights`. torch is imported only when a tensor is read.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from borders.file_bounds import check_regular, is_there
 
@@ -44,7 +41,8 @@ def checkpoint_files(path: Path) -> list[Path]:
 
 def tensor_names(path: Path) -> set[str]:
     """Return the names of all tensors of a checkpoint; raises ValueError if files are absent or damaged."""
-    return {name for file in checkpoint_files(path) for name in names_in(open_checkpoint(file))}
+    opened = (open_checkpoint(file, "numpy") for file in checkpoint_files(path))
+    return {name for file in opened for name in names_in(file)}
 
 
 def _first(names: list[str]) -> str:
@@ -53,10 +51,13 @@ def _first(names: list[str]) -> str:
     return ", ".join(name[:100] for name in names[:MOST_NAMES]) + more
 
 
-def open_checkpoint(file: Path) -> Any:
-    """Map a safetensors file; raises ValueError if it is damaged or something else."""
+def open_checkpoint(file: Path, framework: Literal["pt", "numpy"] = "pt") -> Any:
+    """Map a safetensors file, whose tensors are those of `framework`.
+
+    Raises ValueError if the file is damaged or something else.
+    """
     try:
-        return safe_open(str(file), framework="pt", device="cpu")
+        return safe_open(str(file), framework=framework, device="cpu")
     except SafetensorError as error:
         raise ValueError(f"{file} cannot be read as safetensors ({error}); download it again") from error
 
@@ -64,21 +65,3 @@ def open_checkpoint(file: Path) -> Any:
 def names_in(opened: Any) -> list[str]:
     """Return the tensor names of a file from `open_checkpoint`, which is no mapping."""
     return list(opened.keys())
-
-
-def check_finite(file: Path, name: str, tensor: Tensor, dtype: torch.dtype) -> None:
-    """Raise ValueError for a tensor that `dtype` cannot hold; a single NaN would spoil every answer."""
-    if not tensor.is_floating_point() or not tensor.numel():
-        return
-    least, most = (each.item() for each in tensor.aminmax())
-    largest = torch.finfo(dtype).max if dtype.is_floating_point else math.inf
-    if not (math.isfinite(least) and math.isfinite(most)):  # both are NaN if any number is
-        raise ValueError(f"{file} is damaged: {name} holds NaN or infinity; download it again")
-    if max(-least, most) > largest:
-        kind = str(dtype).removeprefix("torch.")
-        raise ValueError(
-            f"{file}: {name} holds {max(-least, most):.3g}, and {kind} reaches {largest:.3g}; set"
-            " model.dtype: bfloat16 or float32"
-        )
-    if name.endswith(".weight_scale") and least < 0:
-        raise ValueError(f"{file} is damaged: {name} holds {least:.3g}, and no scale is negative")

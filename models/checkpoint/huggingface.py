@@ -13,13 +13,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from borders.numbers import Number, Range, integers, numbers
 from borders.shown import shown
+from kv_cache.groups import DType
 from models.config import (
     DTYPE_BYTES,
     NORMS,
     ROPE_KINDS,
     DecoderConfig,
-    DType,
     LatentConfig,
     MixtureConfig,
     RopeConfig,
@@ -227,7 +228,8 @@ def _factors(rope: Mapping[str, Any], key: str, dim: int) -> tuple[float, ...]:
     """Return a factor for each pair of dimensions."""
     values: Any = rope.get(key)
     is_right = isinstance(values, list) and len(values) == dim // 2
-    if not is_right or not all(type(each) in (int, float) and 0 < each <= MOST_NUMBER for each in values):
+    factors = Range(float, 0.0, MOST_NUMBER, is_open=True)
+    if not is_right or not all(factors.read(each) for each in values):
         raise refused(
             f"rope_parameters.{key}", values, f"it must be {dim // 2} numbers above 0, one of each pair"
         )
@@ -284,9 +286,7 @@ def integer(hf: Mapping[str, Any], key: str, default: int | None = None, least: 
     value = default if value is None else value
     if value is None:
         raise _missing(key)
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MOST[key]:
-        raise refused(key, value, f"it must be an integer from {least} to {MOST[key]}")
-    return value
+    return _read(key, value, integers(least, int(MOST[key])))
 
 
 def number(hf: Mapping[str, Any], key: str, default: float | None = None) -> float:
@@ -295,10 +295,13 @@ def number(hf: Mapping[str, Any], key: str, default: float | None = None) -> flo
     value = default if value is None else value
     if value is None:
         raise _missing(key)
-    most = MOST.get(key, MOST_NUMBER)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= most:
-        raise refused(key, value, f"it must be a number from 0 to {most:g}")
-    return float(value)
+    return _read(key, value, numbers(0, MOST.get(key, MOST_NUMBER)))
+
+
+def _read(key: str, value: object, allowed: Range[Number]) -> Number:
+    if (found := allowed.read(value)) is None:
+        raise refused(key, value, f"it must be {allowed}")
+    return found
 
 
 def boolean(hf: Mapping[str, Any], key: str, default: bool) -> bool:

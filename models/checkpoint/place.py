@@ -1,7 +1,8 @@
-"""Describe where a tensor of a checkpoint goes, and which part of it a rank reads."""
+"""Describe where a tensor of a checkpoint goes and which part of it a rank reads, and check its numbers."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models.checkpoint.files import check_finite
 from models.layers.linear import Linear
 from models.parallel.share import Slices
 
@@ -76,3 +76,21 @@ class Place:
         for room in rooms:
             if len(tensor) < len(room):
                 room[len(tensor) :].zero_()
+
+
+def check_finite(file: Path, name: str, tensor: Tensor, dtype: torch.dtype) -> None:
+    """Raise ValueError for a tensor that `dtype` cannot hold; a single NaN would spoil every answer."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return
+    least, most = (each.item() for each in tensor.aminmax())
+    largest = torch.finfo(dtype).max if dtype.is_floating_point else math.inf
+    if not (math.isfinite(least) and math.isfinite(most)):  # both are NaN if any number is
+        raise ValueError(f"{file} is damaged: {name} holds NaN or infinity; download it again")
+    if max(-least, most) > largest:
+        kind = str(dtype).removeprefix("torch.")
+        raise ValueError(
+            f"{file}: {name} holds {max(-least, most):.3g}, and {kind} reaches {largest:.3g}; set"
+            " model.dtype: bfloat16 or float32"
+        )
+    if name.endswith(".weight_scale") and least < 0:
+        raise ValueError(f"{file} is damaged: {name} holds {least:.3g}, and no scale is negative")

@@ -24,11 +24,11 @@ from models.checkpoint.place import FLOATS, Place
 from models.checkpoint.stored_parts import PartPlace
 from models.config import DecoderConfig
 from models.parallel.share import Slices
+from models.quantization import MXFP4_BLOCK
 
 # Which of gate, up and down are interleaved in each tensor
 STACKS = {"gate_up_proj": (0, 1), "down_proj": (2,)}
 BLOCKS, SCALES = "_blocks", "_scales"
-BLOCK = 32  # inputs that share a scale
 E2M1 = (
     0.0,
     0.5,
@@ -102,7 +102,7 @@ class PackedStack:
             return
         self.found[self.end] = tensor
         blocks, scales = self.found.pop(BLOCKS), self.found.pop(SCALES)
-        first = self.columns.start % BLOCK
+        first = self.columns.start % MXFP4_BLOCK
         for number, each in enumerate(zip(blocks, scales), self.slices[0].start):
             numbers = unpacked(*each)[:, first : first + self.columns.stop - self.columns.start]
             self.stack.take_expert(file, name, number, numbers)
@@ -162,10 +162,10 @@ def _stacked(
         shape = num_experts, *one.shape[1:], outputs
         return {name + suffix: Stack(shape, (experts, *columns, rows), places, is_turned=bool(columns))}
     (cut,) = columns
-    shape = num_experts, outputs, one.shape[1] // BLOCK
-    groups = slice(cut.start // BLOCK, -(-cut.stop // BLOCK))
+    shape = num_experts, outputs, one.shape[1] // MXFP4_BLOCK
+    groups = slice(cut.start // MXFP4_BLOCK, -(-cut.stop // MXFP4_BLOCK))
     stack, found = Stack(shape, (experts, rows, groups), places), dict[str, Tensor]()
     return {
-        name + BLOCKS: PackedStack(stack, cut, BLOCKS, (*shape, BLOCK // 2), found),
+        name + BLOCKS: PackedStack(stack, cut, BLOCKS, (*shape, MXFP4_BLOCK // 2), found),
         name + SCALES: PackedStack(stack, cut, SCALES, shape, found),
     }

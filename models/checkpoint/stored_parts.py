@@ -15,8 +15,8 @@ from typing import Any
 
 from torch import Tensor
 
-from models.checkpoint.files import check_finite, checkpoint_files, names_in, open_checkpoint
-from models.checkpoint.place import FLOATS, Place
+from models.checkpoint.files import checkpoint_files, names_in, open_checkpoint
+from models.checkpoint.place import FLOATS, Place, check_finite
 from models.checkpoint.unpacking import STORED, SUFFIX, Unpacking, scaled
 from models.packing import IN_A_WORD, LAYOUTS, Packing
 from models.parallel.share import Slices

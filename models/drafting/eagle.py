@@ -13,7 +13,6 @@ Legend: T tokens of the step, R rows, V draft vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -23,48 +22,14 @@ from torch.nn import functional as F
 from attention.reference import Attention
 from models.checkpoint.place import Place
 from models.checkpoint.weights import fill, rooms_of
-from models.config import HeadConfig
 from models.decoder import SelfAttention, pad_rows
+from models.drafting.config import EMBEDDING, LAYER, Eagle3Config
 from models.head import FIRST_KEY, Head
 from models.layers.linear import Linear, parameter
 from models.layers.mlp import MLP
 from models.ops.reference import Ops
 from models.parallel.group import ALONE
 from models.step_inputs import StepInputs
-
-LAYER = "midlayer."
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Eagle3Config(HeadConfig):
-    """The configuration of the layer of an EAGLE-3 head."""
-
-    draft_vocab_size: int
-    owns_embedding: bool
-    norm_before_residual: bool  # whether the layer adds to the normed feature
-
-    def linears(self) -> list[tuple[str, int, int]]:
-        """Return the checkpoint name, inputs and outputs of every linear."""
-        hidden, inner = self.hidden_size, self.intermediate_size
-        heads, kv_heads = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        return [
-            ("fc", len(self.taps) * hidden, hidden),
-            (f"{LAYER}self_attn.q_proj", 2 * hidden, heads),
-            (f"{LAYER}self_attn.k_proj", 2 * hidden, kv_heads),
-            (f"{LAYER}self_attn.v_proj", 2 * hidden, kv_heads),
-            (f"{LAYER}self_attn.o_proj", heads, hidden),
-            (f"{LAYER}mlp.gate_proj", hidden, inner),
-            (f"{LAYER}mlp.up_proj", hidden, inner),
-            (f"{LAYER}mlp.down_proj", inner, hidden),
-            ("lm_head", hidden, self.draft_vocab_size),
-        ]
-
-    @property
-    def num_parameters(self) -> int:
-        """Number of weights of the head, without those that it shares with the target."""
-        norms = 4 * self.hidden_size
-        embedding = self.owns_embedding * self.vocab_size * self.hidden_size
-        return norms + embedding + sum(inputs * outputs for _, inputs, outputs in self.linears())
 
 
 class Eagle3(Head):
@@ -126,7 +91,7 @@ class Eagle3(Head):
         return x, normed if self.adds_normed else features, cos, sin
 
 
-EMBEDDING, OFFSETS, FOLLOWS = "embed_tokens.weight", "d2t", "t2d"
+OFFSETS, FOLLOWS = "d2t", "t2d"
 
 
 def load(head: Eagle3, path: str | Path) -> int:

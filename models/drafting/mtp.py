@@ -13,8 +13,7 @@ Legend: T tokens of the step, R rows, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -24,57 +23,14 @@ from attention.reference import Attention
 from models.checkpoint.layer_parts import LayerParts
 from models.checkpoint.stored_parts import in_parts
 from models.checkpoint.weights import fill, placed
-from models.config import DecoderConfig, HeadConfig
 from models.decoder import Decoder, DecoderLayer, pack, pad_rows
+from models.drafting.config import MtpConfig
 from models.head import FIRST_KEY, FeaturePages, Head
 from models.layers.linear import Linear, parameter
 from models.ops.reference import Ops
 from models.parallel.group import Group
 from models.parallel.share import Share
 from models.step_inputs import StepInputs
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MtpConfig(HeadConfig):
-    """The configuration of layer `number` of the target's checkpoint, behind the target's own."""
-
-    number: int
-
-    @property
-    def prefix(self) -> str:
-        """How the names of its tensors begin."""
-        return f"model.layers.{self.number}."
-
-    @property
-    def joining(self) -> str:
-        """The linear that joins embedding and feature."""
-        return f"{self.prefix}eh_proj"
-
-    def linears(self) -> Iterator[tuple[str, int, int]]:
-        """Yield the checkpoint name, inputs and outputs of every linear; the head is the target's."""
-        for name, inputs, outputs in DecoderConfig.linears(self):
-            yield name.replace("model.layers.0.", self.prefix), inputs, outputs
-        yield self.joining, 2 * self.hidden_size, self.hidden_size
-
-    @property
-    def num_parameters(self) -> int:
-        """Number of weights of the layer, without those that it shares with the target."""
-        layer: int = DecoderConfig.num_parameters.fget(self)  # type: ignore[attr-defined]
-        return layer + 2 * self.hidden_size * (1 + self.hidden_size) - self.vocab_size * self.hidden_size
-
-
-def mtp_config(target: DecoderConfig, num_kept: int) -> MtpConfig:
-    """Return the configuration of the first of these layers of `target`; raises ValueError if it has none."""
-    if not target.num_unread_layers:
-        raise ValueError(
-            "the model's configuration has num_nextn_predict_layers: 0, so its checkpoint has no layer that"
-            " predicts further tokens"
-        )
-    values = {each.name: getattr(target, each.name) for each in fields(target)}
-    mixture = target.mixture and replace(target.mixture, layers=(True,), placement=())
-    values |= {"family": "mtp", "num_layers": 1, "windows": (None,), "mixture": mixture}
-    values |= {"tie_embeddings": True, "eos_token_ids": (), "num_unread_layers": 0}
-    return MtpConfig(**values, taps=(target.num_layers,), num_kept=num_kept, number=target.num_layers)
 
 
 class Mtp(Head):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from models.config import DType
+from kv_cache.groups import DType
 
 TORCH_DTYPES: dict[DType, torch.dtype] = {
     "float32": torch.float32,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from models.config import RopeConfig
+from models.config import RopeConfig, needs_long_factors
 
 
 class Rope:
@@ -82,14 +82,6 @@ class Rope:
         base = self.config.theta * (growth.double() ** (dim / (dim - 2))).float()
         stretched = F.pad(1.0 / base[:, None] ** _exponents(self.config), (0, self.config.num_fixed // 2))
         return torch.where((lens > original)[:, None], stretched, self.frequencies)
-
-
-def needs_long_factors(config: RopeConfig, longest_tokens: int) -> bool:
-    """Whether requests may have more tokens than the short factors allow.
-
-    The last token of a request is never computed.
-    """
-    return config.kind == "longrope" and longest_tokens - 1 > config.original_max_positions
 
 
 def head_order(config: RopeConfig) -> Tensor | None:

@@ -19,10 +19,10 @@ from attention.latent import LatentLinears, LatentUp
 from devices.int8 import quantize_rows
 from models.config import MixtureConfig
 from models.ops.operands import ExpertKind, Filled, Int4Weight, Int8Rows
+from models.packing import WIDENED_ROWS
 from models.parallel.group import Group
 
 LEAST_SUM = 1e-20  # added to the sum of a token's independent scores, which may all be 0
-WIDENED_ROWS = 256  # rows of a 4-bit weight that are converted to the model's type at once
 EXACT_SUM = 1024  # products of two int8 that float32 sums exactly: 128 * 128 * 1024 = 2**24
 
 Packed = Any  # a linear's weight and bias in the form that the device multiplies fastest

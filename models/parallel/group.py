@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from borders.numbers import integers
 from models.parallel.share import Share
 
 Backend = Literal["gloo", "nccl", "hccl"]
@@ -274,12 +275,11 @@ def tell_hccl(timeout_s: float) -> float:
         if said is None or name in ours:
             os.environ[name] = seconds
             ours = [*ours, name]
-        elif said.isdecimal() and 0 < int(said) < int(seconds):  # 0 means no limit
+        elif integers(1, int(seconds) - 1).parse(said):  # 0 means no limit
             log.warning(
                 "%s=%s stays: ranks that start further apart than that end, though parallel.start_timeout_s"
                 " allows %s s; unset it to let the recipe say",
                 *(name, said, seconds),
             )
     os.environ[_TOLD_HCCL] = " ".join(sorted(set(ours)))
-    said = os.environ["HCCL_EXEC_TIMEOUT"]
-    return float(said) if said.isdecimal() else 0.0
+    return float(integers(0, 2**31).parse(os.environ["HCCL_EXEC_TIMEOUT"]) or 0)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from borders.file_bounds import read_bounded
+from borders.numbers import integers
 from models.config import DecoderConfig
 
 MOST_BYTES = 2**24  # bytes of a file: a thousand layers of a thousand experts need a third of it
@@ -60,7 +61,7 @@ def of_layers(path: Path, name: str) -> tuple[Layers, dict[str, Any]]:
 
 
 def _is_numbers(value: object) -> bool:
-    return isinstance(value, list) and all(type(each) is int and each >= 0 for each in value)
+    return isinstance(value, list) and all(integers(0, 2**31).read(each) is not None for each in value)
 
 
 def read(path: Path, config: DecoderConfig) -> Layers:

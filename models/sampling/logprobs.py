@@ -14,8 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from borders.field_table import MOST_LOGPROBS
 from continuous_batching.batch import Candidates
-from continuous_batching.request import MOST_LOGPROBS, TokenLogprobs
+from continuous_batching.request import TokenLogprobs
 from continuous_batching.slots import SlotPool
 from kv_cache.device.transfer import Arrays, Tensors
 from kv_cache.pages import Index

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from models.checkpoint.adapter_files import WEIGHTS, AdapterFiles
-from models.checkpoint.files import check_finite, names_in, open_checkpoint
+from models.checkpoint.files import names_in, open_checkpoint
+from models.checkpoint.place import check_finite
 from models.config import FUSED, GATE_UP, MLP_ROLES, QKV, DecoderConfig
 from models.decoder import Decoder
 from models.layers.dtypes import TORCH_DTYPES
@@ -140,15 +141,3 @@ def _linears(
         ((gate, up, down),) = config.mlp_names(number, prefix)
         yield [gate, up], mlp.gate_up, [None, None]
         yield [down], mlp.down, [None]
-
-
-def bytes_of_adapters(config: DecoderConfig, most: int, rank: int) -> int:
-    """Return the bytes of the adapters' places of a decoder, or of a rank's part of one."""
-    numbers = 0
-    for layer in range(config.num_layers):
-        sizes = [(inputs, outputs) for _, inputs, outputs in config.attention_linears()]
-        if config.mixture_of(layer) is None:
-            hidden, inner = config.hidden_size, config.intermediate_size
-            sizes += [(hidden, inner), (hidden, inner), (inner, hidden)]
-        numbers += sum(inputs + outputs for inputs, outputs in sizes)
-    return most * rank * numbers * config.dtype_bytes

@@ -1,6 +1,7 @@
 """Lay out what the host sends to a captured step.
 
-There are columns for each token, and the pages of each row. A row has W tokens; the tokens of a batch stand
+There are columns for each token, and the pages of each row, those of each further group of layers
+(`kv_cache/groups.py`) at the end. A row has W tokens; the tokens of a batch stand
 at its end, so that the last of them sees all keys of the row, and padding precedes them.
 
 Legend: R rows, W tokens of each.
@@ -29,16 +30,27 @@ COLUMNS = PLACE + 1
 class GraphInputs:
     """Views of `values`, int32 on the host: [COLUMNS, R * W], then [max_pages, R].
 
+    Each of the `num_windows` groups of windows adds a column of addresses to write [R * W], and its pages.
+
     Padding is the first token of the null page, and its keys are written there. A row of nothing but padding
     has W keys, so that no query is left without one.
     """
 
-    def __init__(self, values: Tensor, num_rows: int, width: int, slots: SlotPool, first_token: int) -> None:
+    def __init__(
+        self,
+        values: Tensor,
+        num_rows: int,
+        width: int,
+        slots: SlotPool,
+        first_token: int,
+        num_windows: int = 0,
+    ) -> None:
         self.values, self.width = values, width
         self._slots = slots
-        columns, pages = split(values, num_rows, width)
+        columns, pages, windows = split(values, num_rows, width, num_windows)
         self.columns: NDArray[np.int32] = columns.numpy()
         self._pages: NDArray[np.int32] = pages.numpy()
+        self._windows = [(places.numpy(), pages.numpy()) for places, pages in windows]
         self._sources = first_token + np.arange(num_rows * width)  # places of the token ids that are sent
         self._pad(0, 0)
         self.columns[SOURCE] = self._sources
@@ -66,6 +78,10 @@ class GraphInputs:
         columns[SOURCE] = self._sources
         width = -(-int(batch.stops.max()) // slots.page_size)
         self._pages[:width, : len(owners)] = slots.page_table[owners, :width].T
+        groups = zip(self._windows, slots.window_tables, packed.write_indexes[1:])
+        for (window_places, pages), table, index in groups:
+            window_places[places] = index
+            pages[:width, : len(owners)] = table[owners, :width].T
 
     def read_from(self, batch: Batch, sources: Index) -> None:
         """Let the last tokens of the spans `batch.unknown` be read from other places."""
@@ -91,17 +107,29 @@ class GraphInputs:
         """Make padding of everything from this token and this row on."""
         columns = self.columns[:, first:]
         columns[:] = 0
-        columns[2] = np.arange(columns.shape[1]) % self._slots.page_size  # places in the null page
+        in_null_page = np.arange(columns.shape[1]) % self._slots.page_size
+        columns[2] = in_null_page
         columns[3:5] = self.width
         self._pages[:, first_row:] = 0
+        for places, pages in self._windows:
+            places[first:] = in_null_page
+            pages[:, first_row:] = 0
 
 
-def num_values(num_rows: int, width: int, max_pages: int) -> int:
+def num_values(num_rows: int, width: int, max_pages: int, num_windows: int = 0) -> int:
     """Return the number of values in a captured step's inputs."""
-    return num_rows * (width * COLUMNS + max_pages)
+    return num_rows * (width * (COLUMNS + num_windows) + (1 + num_windows) * max_pages)
 
 
-def split(values: Tensor, num_rows: int, width: int) -> tuple[Tensor, Tensor]:
-    """Return the columns and the pages of a captured step's inputs."""
+def split(
+    values: Tensor, num_rows: int, width: int, num_windows: int = 0
+) -> tuple[Tensor, Tensor, list[tuple[Tensor, Tensor]]]:
+    """Return the columns and the pages of a captured step's inputs, and those of each group of windows."""
     num_tokens = num_rows * width
-    return values[: COLUMNS * num_tokens].view(COLUMNS, -1), values[COLUMNS * num_tokens :].view(-1, num_rows)
+    num_columns = COLUMNS * num_tokens
+    num_pages = (len(values) - num_columns - num_windows * num_tokens) // (1 + num_windows)
+    columns, pages, *further = values.split(
+        [num_columns, num_pages, *(size for _ in range(num_windows) for size in (num_tokens, num_pages))]
+    )
+    windows = [(places, table.view(-1, num_rows)) for places, table in zip(further[::2], further[1::2])]
+    return columns.view(COLUMNS, -1), pages.view(-1, num_rows), windows

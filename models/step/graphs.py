@@ -112,7 +112,7 @@ class CapturedStep:
     graph: Any
     inputs: list[GraphInputs]  # buffers in pinned memory, filled by the host in turn
     sent: Tensor  # the same values on the device
-    metadata: AttentionMetadata
+    metadata: tuple[AttentionMetadata, ...]  # of each group of layers
     logits: Tensor  # [R * W, V], the tokens of the batch first
     best: Best
     joins: Any  # the graph that joins the ranks' parts of these logits; None if one rank has them all
@@ -160,6 +160,7 @@ class DecodeGraphs:
     ) -> None:
         self.decoder, self.cache, self.attention, self.slots = decoder, cache, attention, slots
         self.sampler, self.width = sampler, width
+        self._num_windows = len(decoder.group_windows) - 1
         self._joins = isinstance(decoder, Decoder) and decoder.share.tensors > 1 and sampler.reads_logits
         self.sizes, self.span_rows = captured_sizes(attention, most, width, most_layers, joins=self._joins)
         wanted = ladder(most, slots.page_size)
@@ -177,7 +178,7 @@ class DecodeGraphs:
         # The tokens that the step before chose [N], then what this step is sent, so that one gather reads
         # either
         self._first_sent = -(-max(slots.num_slots, self.sizes[-1]) // ALIGNED) * ALIGNED
-        sent = max(num_values(*step, slots.max_pages) for step in self._all())
+        sent = max(num_values(*step, slots.max_pages, self._num_windows) for step in self._all())
         self._table = torch.zeros(self._first_sent + sent, dtype=torch.int32, device=attention.device)
         self._held: Tensor | None = None  # the tokens with which the table begins
 
@@ -266,14 +267,17 @@ class DecodeGraphs:
         return StepOutputs(logits, best, drawn)
 
     def _captured(self, rows: int, width: int, pool: Any, scratch: KVCache) -> CapturedStep:
-        size = num_values(rows, width, self.slots.max_pages)
+        size = num_values(rows, width, self.slots.max_pages, self._num_windows)
         pinned = torch.zeros(self._num_inputs, size, dtype=torch.int32, pin_memory=True)
-        inputs = [GraphInputs(each, rows, width, self.slots, self._first_sent) for each in pinned]
+        inputs = [
+            GraphInputs(each, rows, width, self.slots, self._first_sent, self._num_windows) for each in pinned
+        ]
         sent = self._table[self._first_sent :][:size]
         sent.copy_(pinned[0])
-        columns, pages = split(sent, rows, width)
+        parts_sent = split(sent, rows, width, self._num_windows)
+        columns = parts_sent[0]
         # Operators compile and allocate in their first run, which is not allowed in a capture
-        logits, best, _ = self._step(columns, pages, scratch)
+        logits, best, _ = self._step(*parts_sent, scratch)
         parts = self.decoder.parts if self._joins else None
         if parts is not None:
             logits = parts.joined(logits)
@@ -282,7 +286,7 @@ class DecodeGraphs:
         if self.sampler.captures_draws:
             self._drawn(logits, best, columns)
         with self.device.graph(graph, pool=pool):
-            logits, best, metadata = self._step(columns, pages, self.cache)
+            logits, best, metadata = self._step(*parts_sent, self.cache)
         if parts is not None:
             joins = graph_of()
             with self.device.graph(joins, pool=pool):
@@ -300,14 +304,27 @@ class DecodeGraphs:
                 ) from error
         return CapturedStep(graph, inputs, sent, metadata, logits, best, joins, draw, drawn)
 
-    def _step(self, columns: Tensor, pages: Tensor, cache: KVCache) -> tuple[Tensor, Best, AttentionMetadata]:
+    def _step(
+        self, columns: Tensor, pages: Tensor, windows: list[tuple[Tensor, Tensor]], cache: KVCache
+    ) -> tuple[Tensor, Best, tuple[AttentionMetadata, ...]]:
         _, positions, write_index, kv_lens, rope_lens, source, adapters = columns[: DRAW.start]
         # A row that failed has no token: its request ends, and this step's result for it is dropped
         token_ids = self._table.index_select(0, source).clamp_(min=0)
         page_table = pages.t().contiguous()
-        metadata = self.attention.plan_static(StaticDecodes(write_index, page_table, kv_lens))
+        tables = [(write_index, page_table), *((index, table.t().contiguous()) for index, table in windows)]
+        metadata, *of_windows = [
+            self.attention.plan_static(StaticDecodes(index, table, kv_lens), seen)
+            for (index, table), seen in zip(tables, self.decoder.group_windows)
+        ]
         is_dynamic = self.decoder.config.rope.kind == "dynamic"
-        step = StepInputs(token_ids, positions, metadata, cache, rope_lens if is_dynamic else None)
+        step = StepInputs(
+            token_ids,
+            positions,
+            metadata,
+            cache,
+            rope_lens if is_dynamic else None,
+            window_metadata=tuple(of_windows),
+        )
         if isinstance(self.decoder, Decoder) and self.decoder.counts_experts:  # padding is on the null page
             step = replace(step, is_asked=(write_index >= self.slots.page_size).int())
         if isinstance(self.decoder, Decoder) and self.decoder.adapters is not None:
@@ -320,7 +337,7 @@ class DecodeGraphs:
         logits = self.decoder.own_logits(hidden)
         best = self.sampler.best(logits, self.decoder.parts)
         self._table[: len(logits)].copy_(best.chosen)
-        return logits, best, metadata
+        return logits, best, (metadata, *of_windows)
 
     def _drawn(self, logits: Tensor, best: Best, columns: Tensor) -> Tensor:
         tokens = self.sampler.draw(logits, best, columns[DRAW])

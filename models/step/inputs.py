@@ -30,7 +30,8 @@ def step_inputs(batch: Batch, slots: SlotPool, decoder: Decoder | Head, cache: K
         num_prompt = np.repeat(slots.num_prompt[batch.slots], batch.stops - batch.starts)
         rope_lens = to_device(np.maximum(num_prompt, packed.positions + 1), attention.device)
     token_ids = to_device(packed.token_ids, attention.device)
-    metadata = attention.plan(batch, slots.page_table, packed.write_index)
+    tables = zip((slots.page_table, *slots.window_tables), packed.write_indexes, decoder.group_windows)
+    metadata, *of_windows = [attention.plan(batch, *each) for each in tables]
     positions = to_device(packed.positions, attention.device)
     before_index = None
     if isinstance(decoder, Head):
@@ -42,7 +43,16 @@ def step_inputs(batch: Batch, slots: SlotPool, decoder: Decoder | Head, cache: K
     if isinstance(decoder, Decoder) and decoder.adapters is not None and slots.adapter[batch.slots].any():
         numbers = np.repeat(slots.adapter[batch.slots], batch.stops - batch.starts)
         adapters = to_device(numbers, attention.device)
-    return StepInputs(token_ids, positions, metadata, cache, rope_lens, before_index, adapters=adapters)
+    return StepInputs(
+        token_ids,
+        positions,
+        metadata,
+        cache,
+        rope_lens,
+        before_index,
+        adapters=adapters,
+        window_metadata=tuple(of_windows),
+    )
 
 
 class LastTokens:

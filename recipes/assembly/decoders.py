@@ -12,9 +12,10 @@ from models.config import DecoderConfig, HeadConfig
 from models.decoder import Decoder
 from models.drafting import eagle as head_weights
 from models.drafting import mtp as mtp_weights
+from models.drafting.config import Eagle3Config, MtpConfig
 from models.drafting.drafter import Drafter, HeadDrafter
-from models.drafting.eagle import Eagle3, Eagle3Config
-from models.drafting.mtp import Mtp, MtpConfig
+from models.drafting.eagle import Eagle3
+from models.drafting.mtp import Mtp
 from models.head import FIRST_KEY, FeaturePages, Head
 from models.layers.dtypes import TORCH_DTYPES
 from models.parallel.group import Group
@@ -138,6 +139,9 @@ def cache_of(
         TORCH_DTYPES[config.dtype],
         attention.device,
         num_host_pages=memory.num_host_pages,
+        groups=[config.group_of(layer) for layer in range(config.num_layers)],
+        window_pages=[each.num_pages for each in memory.windows],
+        window_host_pages=[each.num_host_pages for each in memory.windows],
         allocate=attention.new_pages,
         allocate_values=attention.new_value_pages,
         indexed=attention.indexed,

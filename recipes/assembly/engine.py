@@ -128,7 +128,7 @@ def assemble(
     cache = cache_of(decoder, recipe, memory, beside)
     drafts = None if draft is None else draft.config
     most = (memory.num_pages, memory.num_host_pages, memory.longest_tokens)
-    limits = SchedulerLimits.of(config, *most, drafts)
+    limits = SchedulerLimits.of(config, *most, drafts, memory.window_pools)
     depth = recipe.parallel.pipeline
     scheduler = scheduler_of(recipe.scheduler, recipe.cache, limits, recipe.speculation, depth)
     sampler: RowSampler = FollowerSampler()
@@ -217,7 +217,15 @@ def _least(
     """Return the plan with the smallest number of pages that any rank has room for."""
     pages = world.least(memory.num_pages, machine.device)
     host_pages = world.least(memory.num_host_pages, machine.device)
-    if (pages, host_pages) == (memory.num_pages, memory.num_host_pages):
+    windows = tuple(
+        replace(
+            each,
+            num_pages=world.least(each.num_pages, machine.device),
+            num_host_pages=world.least(each.num_host_pages, machine.device),
+        )
+        for each in memory.windows
+    )
+    if (pages, host_pages, windows) == (memory.num_pages, memory.num_host_pages, memory.windows):
         return memory
     cache = replace(recipe.cache, num_pages=pages, memory_gib=None, memory_fraction=None)
     activation_bytes = memory.activation_bytes if memory.is_measured else None
@@ -227,6 +235,7 @@ def _least(
         memory.memory_bytes,
         activation_bytes,
         num_host_pages=host_pages,
+        windows=windows,
         share=share,
     )
 
@@ -285,7 +294,8 @@ def _measure(
             config,
             machine.memory_bytes(),
             measured + captured_bytes,
-            num_host_pages=estimated.num_host_pages,  # they are allocated already, and stay
+            num_host_pages=estimated.num_host_pages,  # these are allocated already, and stay
+            windows=estimated.windows,
             share=runner.decoder.share,
         )
         memory = replace(memory, host_because=estimated.host_because)

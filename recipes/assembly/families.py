@@ -10,12 +10,12 @@ from typing import Any, Literal
 
 from borders.file_bounds import check_regular, is_there
 from borders.shown import shown
+from kv_cache.groups import DType
 from models.checkpoint.files import tensor_names
 from models.checkpoint.huggingface import check_attended
 from models.checkpoint.int4 import check_groups, kept_int4
-from models.config import DecoderConfig, DType
-from models.drafting.eagle import Eagle3Config
-from models.drafting.mtp import MtpConfig, mtp_config
+from models.config import DecoderConfig
+from models.drafting.config import Eagle3Config, MtpConfig, mtp_config
 from models.parallel.placement import read as read_placement
 from models.parallel.share import Share, check_experts, check_ranks, check_stages
 from models.quantization import Quantization
@@ -72,7 +72,20 @@ def model_config(recipe: Recipe) -> DecoderConfig:
     config = _as_asked(config, recipe, model.quantization, model.dtype)
     if model.weights == "random" and config.quantization is not None:
         config = replace(config, quantization=replace(config.quantization, is_stored=False))
-    return config
+    return replace(config, window_groups=window_groups(recipe, config))
+
+
+def window_groups(recipe: Recipe, config: DecoderConfig) -> tuple[int, ...]:
+    """Return the windows whose layers have pages of their own, which are given back behind the window.
+
+    Pages that go to a tier or to another engine hold all layers, so there are none with these. A window that
+    holds the longest request would give nothing back.
+    """
+    asked = recipe.server
+    if recipe.cache.tier is not None or asked.pages_at is not None or asked.prompt_replicas:
+        return ()
+    longest = recipe.scheduler.max_request_tokens or config.max_positions
+    return tuple(sorted({each for each in config.windows if each is not None and each < longest}))
 
 
 def share_of(recipe: Recipe, rank: int) -> tuple[DecoderConfig, Share]:

@@ -14,10 +14,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from devices.int8 import quantize_rows
-from models.checkpoint.files import INDEX, check_finite, checkpoint_files, names_in, open_checkpoint
+from models.checkpoint.files import INDEX, checkpoint_files, names_in, open_checkpoint
+from models.checkpoint.place import check_finite
 from models.checkpoint.unpacking import SUFFIX, scaled
 from models.config import DecoderConfig
-from models.drafting.mtp import mtp_config
+from models.drafting.config import mtp_config
 from models.layers.dtypes import TORCH_DTYPES
 from models.packing import Packing
 from models.quantization import KEY, BlockScales, Quantization

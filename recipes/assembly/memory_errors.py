@@ -29,9 +29,10 @@ def check_fits(recipe: Recipe, sizing: MemoryPlan) -> None:
     )
     fitting = sizing.num_pages_fitting
     if fitting < 2:
-        lacking = sizing.beside_bytes + 2 * sizing.page_bytes - sizing.memory_bytes
+        lacking = sizing.beside_bytes + sizing.window_bytes + 2 * sizing.page_bytes - sizing.memory_bytes
         raise RecipeError(name, problem, _other_fix(sizing, lacking), value=recipe.value(name))
-    limit = fitting if cache.num_pages is not None else _floor(fitting * sizing.page_bytes)
+    fitting_bytes = fitting * sizing.page_bytes + sizing.window_bytes
+    limit = fitting if cache.num_pages is not None else _floor(fitting_bytes)
     raise RecipeError(name, problem, f"set at most {limit}", value=recipe.value(name), limit=limit)
 
 
@@ -50,12 +51,15 @@ def too_small_a_part(recipe: Recipe, sizing: MemoryPlan, lacking: int) -> Recipe
     )
 
 
-def too_few_pages(name: str, gib: float, num_pages: int, page_bytes: int) -> RecipeError:
+def too_few_pages(
+    name: str, gib: float, num_pages: int, page_bytes: int, window_bytes: int = 0
+) -> RecipeError:
     """Return the error for memory that holds less than the null page and one to use."""
-    least = math.ceil(2000 * page_bytes / GIB) / 1000
+    least = math.ceil(1000 * (2 * page_bytes + window_bytes) / GIB) / 1000
+    beside = f" beside {in_gib(window_bytes)} of pages for windows" if window_bytes else ""
     return RecipeError(
         (name, "cache.page_size"),
-        f"{gib} GiB hold {num_pages} pages of {page_bytes} bytes, and 2 is the least",
+        f"{gib} GiB hold {num_pages} pages of {page_bytes} bytes{beside}, and 2 is the least",
         f"set at least {least}, or a smaller cache.page_size",
         value=gib,
         limit=least,

@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 
 from kv_cache.tier.entries import HEAD_BYTES
 from kv_cache.tier.writes import MOST_QUEUED_BYTES
-from models.config import DecoderConfig, HeadConfig
-from models.layers.rope import needs_long_factors
+from models.config import DecoderConfig, HeadConfig, needs_long_factors
 from models.parallel.share import Share
 from recipes.assembly.families import draft_config
 from recipes.schema.recipe import Recipe
@@ -21,13 +20,29 @@ WHOLE = Share()  # a single rank, which holds everything
 
 
 @dataclass(frozen=True, slots=True)
+class WindowPages:
+    """The pages of the layers that see a window of one size (see kv_cache/groups.py)."""
+
+    window: int  # positions that a query sees
+    page_bytes: int  # bytes of one page, over these layers
+    most_of_a_request: int  # pages that a request holds at most while it decodes
+    num_pages: int = 0  # allocated pages, including the null page
+    num_host_pages: int = 0  # pages in the host tier, including the null page; 0: no host tier
+
+    def held(self, num_tokens: int, page_size: int) -> int:
+        """Return the pages that a request of so many cached tokens holds at most while it decodes."""
+        return min(-(-num_tokens // page_size), self.most_of_a_request)
+
+
+@dataclass(frozen=True, slots=True)
 class MemoryPlan:
     """What a recipe needs of the machine's memory, and what that leaves for a request."""
 
     num_parameters: int
     weight_bytes: int
     adapter_bytes: int  # bytes of the places for adapters
-    page_bytes: int  # bytes of one page: keys and values of all layers
+    page_bytes: int  # bytes of one page: keys and values of all layers but those of `windows`
+    windows: tuple[WindowPages, ...]
     num_pages: int  # allocated pages, including the null page
     num_pages_fitting: int  # pages that would fit beside everything else
     num_host_pages: int  # pages of the host tier, including the null page; 0: no host tier
@@ -43,12 +58,23 @@ class MemoryPlan:
     memory_bytes: int
 
     @property
+    def window_pools(self) -> tuple[tuple[int, int, int], ...]:
+        """For each window its size, its pages, and its pages in the host tier."""
+        return tuple((each.window, each.num_pages, each.num_host_pages) for each in self.windows)
+
+    @property
+    def window_bytes(self) -> int:
+        """Bytes of the pages of windows."""
+        return sum(each.num_pages * each.page_bytes for each in self.windows)
+
+    @property
     def cache_bytes(self) -> int:
-        return self.num_pages * self.page_bytes
+        return self.num_pages * self.page_bytes + self.window_bytes
 
     @property
     def host_bytes(self) -> int:
-        return self.num_host_pages * self.page_bytes
+        of_windows = sum(each.num_host_pages * each.page_bytes for each in self.windows)
+        return self.num_host_pages * self.page_bytes + of_windows
 
     @property
     def host_beside_bytes(self) -> int:
@@ -76,7 +102,7 @@ def report(
     how = "measured" if sizing.is_measured else "estimated"
     memory = in_gib(sizing.memory_bytes)
     draft = draft_config(recipe, config)
-    num_layers, beside = len(share.layers(config)), []
+    num_layers, beside = sum(config.group_of(layer) == 0 for layer in share.layers(config)), []
     if draft is not None:
         num_layers += draft.num_layers
         beside = [("head" if isinstance(draft, HeadConfig) else "draft model", _model(draft))]
@@ -99,6 +125,7 @@ def report(
             + (", int8 and scales" if config.int8_cache else ""),
         ),
         ("pages", f"{sizing.num_pages:,}; {sizing.num_pages_fitting:,} would fit into {memory}"),
+        *_windows(config, sizing, share),
         ("cache", f"{in_gib(sizing.cache_bytes)}, {sizing.cache_tokens - 1:,} tokens"),
         ("host tier", host_tier(sizing)),
         *_tier(recipe, sizing),
@@ -107,12 +134,36 @@ def report(
         ("reserve", in_gib(sizing.reserve_bytes)),
         ("sum", f"{in_gib(sizing.total_bytes)} of {memory}"),
         ("longest request", f"{sizing.longest_tokens:,} tokens ({sizing.longest_because})"),
+        *_longest(sizing, page_size, pages_each),
         *_rotary(config, sizing.longest_tokens),
         (
             "all slots at longest",
             f"{num_slots} x {pages_each:,} pages; the cache holds {(sizing.num_pages - 1) / wanted:.0%}",
         ),
     ]
+
+
+def _windows(config: DecoderConfig, sizing: MemoryPlan, share: Share) -> list[tuple[str, str]]:
+    """Return a row for each group of layers with a window."""
+    rows = []
+    for number, each in enumerate(sizing.windows, 1):
+        num_layers = sum(config.group_of(layer) == number for layer in share.layers(config))
+        page = f"{each.page_bytes / 1024:,.1f} KiB a page over {num_layers} layers"
+        rows.append((f"window of {each.window:,}", f"{each.num_pages:,} pages, {page}"))
+    return rows
+
+
+def _longest(sizing: MemoryPlan, page_size: int, num_pages: int) -> list[tuple[str, str]]:
+    """Return what the longest request holds, and what it would hold if no window gave pages back."""
+    if not sizing.windows:
+        return []
+    held = [(each, each.held(sizing.longest_tokens - 1, page_size)) for each in sizing.windows]
+    pages = " and ".join(
+        [f"{num_pages:,} pages", *(f"{count:,} of window {e.window:,}" for e, count in held)]
+    )
+    num_bytes = num_pages * sizing.page_bytes + sum(count * each.page_bytes for each, count in held)
+    without = num_pages * (sizing.page_bytes + sum(each.page_bytes for each in sizing.windows))
+    return [("its pages", f"{pages}: {in_gib(num_bytes)}; {in_gib(without)} if windows gave none back")]
 
 
 def _tier(recipe: Recipe, sizing: MemoryPlan) -> list[tuple[str, str]]:

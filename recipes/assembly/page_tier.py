@@ -21,15 +21,14 @@ from kv_cache.tier.entries import identity_of
 from kv_cache.tier.page_tier import PageTier
 from kv_cache.tier.store import PageStore
 from models.checkpoint.files import checkpoint_files
-from models.layers.rope import needs_long_factors
+from models.config import needs_long_factors
 from models.step.runner import ModelRunner
 from recipes.assembly.families import draft_config
-from recipes.assembly.memory_plan import MemoryPlan
+from recipes.assembly.memory_plan import GIB, MemoryPlan
 from recipes.schema.recipe import ROOT, Recipe
 from recipes.schema.recipe_error import RecipeError
 from recipes.schema.tier_section import NAME, TierSection, place_of, tier_of
 
-_GIB = 2**30
 _PIECE_BYTES, _READERS = 2**20, 4
 
 log = logging.getLogger(__name__)
@@ -104,7 +103,7 @@ def _file_digest(file: Path) -> str:
 
 def _store(asked: TierSection, identity: bytes) -> tuple[PageStore, str]:
     """Return the store, and its name in the log."""
-    most_bytes = int(asked.gib * _GIB)
+    most_bytes = int(asked.gib * GIB)
     if asked.kind == "disk":
         folder = place_of(asked, ROOT)
         try:

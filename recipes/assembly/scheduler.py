@@ -22,6 +22,7 @@ from continuous_batching.queueing.waiting_queue import WaitingQueue
 from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.scheduling.victims import Victim, fewest_lost, lowest_priority, youngest
 from continuous_batching.slots import SlotPool
+from kv_cache.groups import WindowGroup
 from kv_cache.pages import PagePool
 from recipes.assembly.speculation import speculation_of
 from recipes.schema.keys import keys_of
@@ -53,6 +54,8 @@ class SchedulerLimits:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     max_shared_tokens: int | None  # most tokens of a prompt that shares pages (see Scheduler)
+    # For each group of layers with a window: its size, its pages, and its pages in the host's memory
+    windows: tuple[tuple[int, int, int], ...] = ()
 
     @classmethod
     def of(
@@ -62,6 +65,7 @@ class SchedulerLimits:
         num_host_pages: int,
         longest_tokens: int,
         draft: DecoderConfig | None = None,
+        windows: tuple[tuple[int, int, int], ...] = (),
     ) -> SchedulerLimits:
         """Return the limits for this model, with the draft model beside it, and a cache of this size."""
         shared = [config.max_shared_positions, None if draft is None else draft.max_shared_positions]
@@ -72,6 +76,7 @@ class SchedulerLimits:
             vocab_size=config.vocab_size,
             eos_token_ids=config.eos_token_ids,
             max_shared_tokens=min((each for each in shared if each is not None), default=None),
+            windows=windows,
         )
 
 
@@ -89,9 +94,11 @@ def scheduler_of(
     longest_tokens = longest_request(asked, limits.longest_tokens)
     asked = completed(asked, longest_tokens).section
     slots = SlotPool(asked.num_slots, longest_tokens, cache.page_size)
+    pool = PagePool(limits.num_pages)
+    host_pool = PagePool(limits.num_host_pages) if limits.num_host_pages else None
     return Scheduler(
         slots,
-        PagePool(limits.num_pages),
+        pool,
         policy(asked),
         waiting=waiting(asked, slots),
         limits=QueueLimits(
@@ -101,7 +108,7 @@ def scheduler_of(
         ),
         outrank=asked.outrank,
         victim=VICTIMS[asked.victim],
-        host_pool=PagePool(limits.num_host_pages) if limits.num_host_pages else None,
+        host_pool=host_pool,
         has_tier=cache.tier is not None and limits.num_host_pages > 0,
         max_batch_tokens=_said(asked.max_batch_tokens),
         vocab_size=limits.vocab_size,
@@ -113,6 +120,20 @@ def scheduler_of(
         compact_pages_per_step=cache.compact_pages_per_step,
         seed=asked.seed,
         depth=depth,
+        groups=[
+            WindowGroup(
+                number,
+                window,
+                slots.page_size,
+                slots.num_slots,
+                slots.max_pages,
+                PagePool(num_pages),
+                PagePool(num_host_pages) if num_host_pages else None,
+                limits.num_pages,
+                limits.num_host_pages,
+            )
+            for number, (window, num_pages, num_host_pages) in enumerate(limits.windows, 1)
+        ],
     )
 
 
@@ -141,8 +162,10 @@ def scheduler_from(facts: dict[str, Any]) -> Scheduler:
     try:
         asked, cache = SchedulerSection(**facts["scheduler"]), CacheSection(**facts["cache"])
         speculation = SpeculationSection(**facts["speculation"])
+        given = facts["limits"]
+        windows = tuple((window, pages, host) for window, pages, host in given.get("windows", ()))
         limits = SchedulerLimits(
-            **{**facts["limits"], "eos_token_ids": tuple(facts["limits"]["eos_token_ids"])}
+            **{**given, "eos_token_ids": tuple(given["eos_token_ids"]), "windows": windows}
         )
     except (KeyError, TypeError) as error:
         raise ValueError(

@@ -16,9 +16,10 @@ from attention.reference import Attention
 from continuous_batching.batch import Batch
 from continuous_batching.request import Request
 from continuous_batching.slots import SlotPool
+from devices.host_memory import host_memory_bytes
 from kv_cache.device.storage import KVCache
+from kv_cache.groups import DType
 from models.checkpoint import weights
-from models.config import DType
 from models.decoder import Decoder
 from models.layers.dtypes import TORCH_DTYPES
 from models.ops.cpu.ops import CpuOps
@@ -26,7 +27,6 @@ from models.step_inputs import StepInputs
 from recipes.assembly.decoders import shape_of
 from recipes.assembly.families import config_in
 from recipes.assembly.memory_plan import in_gib
-from recipes.machine import host_memory_bytes
 
 PAGE_SIZE = 16
 

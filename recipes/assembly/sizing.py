@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
-import torch
-
 from devices.ascend_limits import PRODUCTS
-from devices.onednn import product_dtype
-from models.config import DecoderConfig, HeadConfig
-from models.drafting.mtp import MtpConfig
-from models.layers.dtypes import TORCH_DTYPES
-from models.ops.reference import WIDENED_ROWS
+from devices.host_memory import host_memory_bytes
+from kv_cache.groups import most_pages
+from models.config import DTYPE_BYTES, DecoderConfig, HeadConfig, bytes_of_adapters
+from models.drafting.config import MtpConfig
+from models.packing import WIDENED_ROWS
 from models.parallel.share import Share
-from models.step.adapters import bytes_of_adapters
 from recipes.assembly.families import draft_config
 from recipes.assembly.memory_errors import check_fits, too_few_pages, too_much_of_the_host, too_small_a_part
-from recipes.assembly.memory_plan import GIB, WHOLE, MemoryPlan, in_gib
-from recipes.machine import host_memory_bytes, start
+from recipes.assembly.memory_plan import GIB, WHOLE, MemoryPlan, WindowPages, in_gib
 from recipes.schema.recipe import Recipe
 from recipes.schema.recipe_error import RecipeError
 from recipes.schema.scheduler_defaults import completed, longest_request
 
+FLOAT32_BYTES = DTYPE_BYTES["float32"]
+MOST_PAGES = 2**31 - 1
 SCORED_ROWS = 256  # queries whose scores are in memory at once
 # Bytes per logit beside the logits: float32 scores, weights, and what choosing from them takes.
 LOGIT_BYTES = 16
@@ -39,6 +38,7 @@ def plan_memory(
     share: Share = WHOLE,
     host_memory: int | None = None,
     num_host_pages: int | None = None,
+    windows: tuple[WindowPages, ...] | None = None,
 ) -> MemoryPlan:
     """Return the plan of a recipe.
 
@@ -46,28 +46,29 @@ def plan_memory(
 
     With `memory_bytes` None, the memory is that of the recipe's device; with `activation_bytes` None, it is
     estimated; with `host_memory` None, it is that of this machine; with `num_host_pages` None, it follows
-    from the recipe. The model lies on `stages` groups of `tensor` devices that share each layer, all with
-    this memory; then the sizing is that of all devices together, and so is what the cache may take. With a
-    `share`, it is that of one rank's device.
+    from the recipe, as the pages of `windows` do where these are None. The model lies on `stages` groups of
+    `tensor` devices that share each layer, all with this memory; then the sizing is that of all devices
+    together, and so is what the cache may take. With a `share`, it is that of one rank's device.
     """
     cache, num_devices = recipe.cache, tensor * stages
     both = _decoders(recipe, config, share)
-    device_bytes = start(recipe.device).memory_bytes() if memory_bytes is None else memory_bytes
+    device_bytes = _device_bytes(recipe) if memory_bytes is None else memory_bytes
     host_bytes = host_memory_bytes() if host_memory is None else host_memory
     most_tokens = min(recipe.scheduler.max_request_tokens or 2**31, max_positions(config))
     sizing = MemoryPlan(
         num_parameters=both[0].num_parameters,
         weight_bytes=sum(each.weight_bytes + _packed_bytes(recipe, each) for each in both),
         adapter_bytes=_adapter_bytes(recipe, both[0]),
-        page_bytes=cache.page_size * tensor * sum(each.kv_bytes_per_token(tensor) for each in both)
+        page_bytes=cache.page_size * tensor * sum(each.kv_bytes_by_group(tensor)[0] for each in both)
         + sum(each.feature_bytes for each in both if isinstance(each, HeadConfig)),
+        windows=_windows(recipe, both[0], tensor) if windows is None else windows,
         num_pages=0,
         num_pages_fitting=0,
         num_host_pages=0,
         host_because="",
         host_is_device=recipe.device.kind == "cpu",
         cache_tokens=0,
-        longest_tokens=0,
+        longest_tokens=most_tokens,
         longest_because="",
         slot_bytes=num_devices * _slot_bytes(recipe, both, most_tokens),
         activation_bytes=stages * _estimate(recipe, both, config.vocab_size)
@@ -77,6 +78,8 @@ def plan_memory(
         reserve_bytes=num_devices * int(cache.reserve_gib * GIB),
         memory_bytes=num_devices * device_bytes,
     )
+    if windows is None:
+        sizing = _with_windows(recipe, sizing, num_devices)
     if num_host_pages is None:
         sizing = _with_host_tier(recipe, sizing, host_bytes, num_devices)
     else:
@@ -90,7 +93,9 @@ def _with_pages(
     """Return the plan with its cache, and with the longest request that this cache allows."""
     cache = recipe.cache
     num_pages = _num_pages(recipe, sizing, num_devices)
-    cache_tokens = (num_pages - 1) * cache.page_size + 1  # the last token is never cached
+    # A window's pool that is smaller than the window bounds requests as well
+    bounds = [each.num_pages for each in sizing.windows if each.num_pages <= each.most_of_a_request]
+    cache_tokens = (min([num_pages, *bounds]) - 1) * cache.page_size + 1  # the last token is never cached
     longest_tokens, longest_because = _longest(recipe, both, cache_tokens)
     sizing = replace(
         sizing,
@@ -100,8 +105,9 @@ def _with_pages(
         longest_because=longest_because,
         slot_bytes=num_devices * _slot_bytes(recipe, both, longest_tokens),
     )
-    spare_bytes = sizing.memory_bytes - sizing.beside_bytes
-    sizing = replace(sizing, num_pages_fitting=max(0, spare_bytes // sizing.page_bytes))
+    spare_bytes = sizing.memory_bytes - sizing.beside_bytes - sizing.window_bytes
+    fitting = spare_bytes // sizing.page_bytes if sizing.page_bytes else MOST_PAGES * (spare_bytes >= 0)
+    sizing = replace(sizing, num_pages_fitting=max(0, fitting))
     check_fits(recipe, sizing)
     return sizing
 
@@ -128,9 +134,9 @@ def estimate(recipe: Recipe, config: DecoderConfig, vocab_size: int | None = Non
     if is_plain:  # a span may attend to more of its request's keys and values than it computes
         seen = max(seen, _longest_cached(recipe, config))
     scores = config.num_heads * min(num_tokens, SCORED_ROWS) * seen * (8 + config.dtype_bytes)
-    item_bytes, dtype = config.dtype_bytes, TORCH_DTYPES[config.dtype]
-    if recipe.device.kind == "cpu" and product_dtype(dtype) != dtype:
-        item_bytes += torch.float32.itemsize  # rows are widened to float32, and their results lie beside them
+    item_bytes = config.dtype_bytes
+    if recipe.device.kind == "cpu" and _product_bytes(config) != item_bytes:
+        item_bytes += FLOAT32_BYTES  # rows are widened to float32, and their results lie beside them
     logits = num_slots * (vocab_size or config.vocab_size) * (config.dtype_bytes + LOGIT_BYTES)
     read = 0
     if is_plain or is_latent:
@@ -140,7 +146,7 @@ def estimate(recipe: Recipe, config: DecoderConfig, vocab_size: int | None = Non
         config.kept_form is not None and not is_npu
     ):  # int4 weights as read, twice in float32, and in the model's type
         most = max(config.hidden_size, heads, inner)
-        widened = WIDENED_ROWS * most * (2 * torch.float32.itemsize + 2 + item_bytes)
+        widened = WIDENED_ROWS * most * (2 * FLOAT32_BYTES + 2 + item_bytes)
     return STEP_BYTES + num_tokens * widths * item_bytes + scores + read + logits + widened
 
 
@@ -154,7 +160,7 @@ def _read_bytes(config: DecoderConfig, num_tokens: int, *, in_float32: bool) -> 
     if config.latent is not None:
         width = config.latent.token_width
         width += config.num_heads * (2 * config.latent.query_dim + 2 * config.latent.value_dim)
-    return num_tokens * width * (config.dtype_bytes + in_float32 * torch.float32.itemsize)
+    return num_tokens * width * (config.dtype_bytes + in_float32 * FLOAT32_BYTES)
 
 
 def step_tokens(recipe: Recipe, config: DecoderConfig) -> int:
@@ -198,19 +204,38 @@ def _packed_bytes(recipe: Recipe, config: DecoderConfig) -> int:
     A CPU without bfloat16 keeps them in float32, and a tied head is kept apart from the embedding in its own
     order.
     """
-    device, stored, num_bytes = recipe.device, TORCH_DTYPES[config.dtype], 0
-    dtype = stored
+    device, item_bytes, num_bytes = recipe.device, config.dtype_bytes, 0
     if device.kind == "cpu":
-        dtype = product_dtype(stored)
+        item_bytes = _product_bytes(config)
         plain = (each for each in config.linears() if config.form(each[0]) == "plain")
         num_elements = sum(inputs * outputs for _, inputs, outputs in plain)
-        num_bytes = num_elements * (dtype.itemsize - stored.itemsize)
-        is_packed = torch.backends.mkldnn.is_available() or dtype != stored
+        num_bytes = num_elements * (item_bytes - config.dtype_bytes)
+        is_packed = True  # a torch without oneDNN, which would leave float32 as it is, is not counted on
     else:
         tiles = {each.name for each in PRODUCTS if each.tiles_weights}
-        is_packed = device.kind == "npu" and device.product in tiles and stored != torch.float32
+        is_packed = device.kind == "npu" and device.product in tiles and config.dtype != "float32"
     is_kept_twice = is_packed and config.tie_embeddings
-    return num_bytes + is_kept_twice * config.vocab_size * config.hidden_size * dtype.itemsize
+    return num_bytes + is_kept_twice * config.vocab_size * config.hidden_size * item_bytes
+
+
+def _product_bytes(config: DecoderConfig) -> int:
+    """Return the bytes of a number in the type in which this CPU multiplies the model's."""
+    if config.dtype == "float32":
+        return FLOAT32_BYTES
+    # These are imported here because only torch, whose import takes a second, knows what a processor has.
+    from devices.onednn import product_dtype
+    from models.layers.dtypes import TORCH_DTYPES
+
+    return product_dtype(TORCH_DTYPES[config.dtype]).itemsize
+
+
+def _device_bytes(recipe: Recipe) -> int:
+    """Return the memory of the recipe's device; any but a CPU is started for it."""
+    if recipe.device.kind == "cpu":
+        return host_memory_bytes()
+    from recipes.machine import start  # imported here because it imports torch
+
+    return start(recipe.device).memory_bytes()
 
 
 def _adapter_bytes(recipe: Recipe, part: DecoderConfig) -> int:
@@ -278,41 +303,112 @@ def _slot_bytes(recipe: Recipe, configs: list[DecoderConfig], longest_tokens: in
     )
 
 
-def _num_pages(recipe: Recipe, sizing: MemoryPlan, num_devices: int) -> int:
-    cache, page_bytes = recipe.cache, sizing.page_bytes
+def _windows(recipe: Recipe, config: DecoderConfig, tensor: int) -> tuple[WindowPages, ...]:
+    """Return the pages of each window, with no number of them yet."""
+    size = recipe.cache.page_size
+    return tuple(
+        WindowPages(window, size * tensor * token_bytes, most_pages(window, size))
+        for window, token_bytes in zip(config.window_groups, config.kv_bytes_by_group(tensor)[1:])
+    )
+
+
+def _with_windows(recipe: Recipe, sizing: MemoryPlan, num_devices: int) -> MemoryPlan:
+    """Return the plan with the numbers of pages of windows.
+
+    By default a window has pages for twice as many requests as there are slots, so that prefixes can be
+    resumed from while all slots run, and for the prompts of one step. They take at most half of the cache's
+    memory, and are no more than all other pages; without layers that keep all tokens, they take all of it.
+    """
+    if recipe.cache.num_window_pages is not None and not sizing.windows:
+        raise RecipeError(
+            "cache.num_window_pages",
+            "is read for models with a window shorter than a request, whose pages go neither to a tier nor to"
+            " another engine",
+            "leave it out",
+            value=recipe.cache.num_window_pages,
+        )
+    cache, scheduler = recipe.cache, recipe.scheduler
+    budget, placed = _cache_bytes(recipe, sizing, num_devices), []
+    for each in sizing.windows:
+        num_pages = cache.num_window_pages
+        if num_pages is None:
+            step_pages = -(-(scheduler.max_batch_tokens or 0) // cache.page_size)
+            wanted = 1 + 2 * scheduler.num_slots * each.most_of_a_request + step_pages
+            if budget is None:
+                assert cache.num_pages is not None, "the number of pages is given"
+                num_pages = min(wanted, cache.num_pages)
+            else:
+                equal = budget // max(
+                    1, sizing.page_bytes + sum(other.page_bytes for other in sizing.windows)
+                )
+                half = budget // (2 * len(sizing.windows) * max(1, each.page_bytes))
+                num_pages = min(wanted, half, equal) if sizing.page_bytes else equal
+        placed.append(replace(each, num_pages=min(max(2, num_pages), MOST_PAGES)))
+    return replace(sizing, windows=tuple(placed))
+
+
+def _cache_bytes(recipe: Recipe, sizing: MemoryPlan, num_devices: int) -> int | None:
+    """Return the memory for all pages; None if their number is given."""
+    cache = recipe.cache
     if cache.num_pages is not None:
-        return cache.num_pages
+        return None
     if cache.memory_fraction is not None:
-        budget = int(cache.memory_fraction * sizing.memory_bytes) - sizing.beside_bytes
-        if budget < 2 * page_bytes:
-            raise too_small_a_part(recipe, sizing, 2 * page_bytes - budget)
-        return min(budget // page_bytes, 2**31 - 1)
+        return int(cache.memory_fraction * sizing.memory_bytes) - sizing.beside_bytes
     assert cache.memory_gib is not None, "a recipe says how many pages there are"
-    num_pages = int(num_devices * cache.memory_gib * GIB) // page_bytes
-    if num_pages < 2:
-        raise too_few_pages("cache.memory_gib", cache.memory_gib, num_pages, page_bytes)
-    return min(num_pages, 2**31 - 1)
+    return int(num_devices * cache.memory_gib * GIB)
+
+
+def _num_pages(recipe: Recipe, sizing: MemoryPlan, num_devices: int) -> int:
+    """Return the number of pages of group 0, beside those of windows."""
+    cache, page_bytes = recipe.cache, sizing.page_bytes
+    budget = _cache_bytes(recipe, sizing, num_devices)
+    if budget is None:
+        assert cache.num_pages is not None, "the number of pages is given"
+        return cache.num_pages
+    left, least = budget - sizing.window_bytes, 2 * page_bytes
+    if left < least and cache.memory_fraction is not None:
+        raise too_small_a_part(recipe, sizing, least - left)
+    if left < least:
+        assert cache.memory_gib is not None, "a recipe says how many pages there are"
+        num_pages = max(0, left) // max(1, page_bytes)
+        raise too_few_pages("cache.memory_gib", cache.memory_gib, num_pages, page_bytes, sizing.window_bytes)
+    if not page_bytes:  # all layers have a window: such pages only name what windows hold
+        return 1 + 2 * recipe.scheduler.num_slots * -(-sizing.longest_tokens // cache.page_size)
+    return min(left // page_bytes, MOST_PAGES)
 
 
 def _with_host_tier(recipe: Recipe, sizing: MemoryPlan, host_bytes: int, num_devices: int) -> MemoryPlan:
     """Return the plan with its host tier: as large as the recipe says, or as its share of the host allows."""
-    host_gib, share, page_bytes = recipe.cache.host_gib, recipe.cache.host_fraction, sizing.page_bytes
+    host_gib, share = recipe.cache.host_gib, recipe.cache.host_fraction
     if not host_gib:
         return sizing
-    wanted = int(host_gib * GIB) // page_bytes
+    # Windows have the same share of the host's pages as of the device's
+    num_pages = _num_pages(recipe, sizing, num_devices)
+    shares = [each.num_pages / num_pages for each in sizing.windows]
+    of_windows = sum(part * each.page_bytes for part, each in zip(shares, sizing.windows))
+    page_bytes = sizing.page_bytes + of_windows
+
+    def with_host_pages(count: int, because: str = "") -> MemoryPlan:
+        windows = tuple(
+            replace(each, num_host_pages=max(2, int(part * count)) if count else 0)
+            for part, each in zip(shares, sizing.windows)
+        )
+        return replace(sizing, num_host_pages=count, windows=windows, host_because=because)
+
+    wanted = int(host_gib * GIB / page_bytes)
     if wanted < 2:
-        raise too_few_pages("cache.host_gib", host_gib, wanted, page_bytes)
+        raise too_few_pages("cache.host_gib", host_gib, wanted, math.ceil(page_bytes))
     if share is None:
         if host_gib * GIB > host_bytes and recipe.device.kind != "cpu":
             raise too_much_of_the_host(host_gib, host_bytes)
-        return replace(sizing, num_host_pages=min(wanted, 2**31 - 1))
+        return with_host_pages(min(wanted, MOST_PAGES))
     left = max(0, _left_for_the_host(recipe, sizing, num_devices) if sizing.host_is_device else host_bytes)
-    allowed = int(share * left) // page_bytes
+    allowed = int(share * left / page_bytes)
     if wanted <= allowed:
-        return replace(sizing, num_host_pages=min(wanted, 2**31 - 1))
+        return with_host_pages(min(wanted, MOST_PAGES))
     allows = f"cache.host_fraction allows {share:g} of the {in_gib(left)} left"
     because = f"cache.host_gib is {host_gib:g}, and {allows}"
-    return replace(sizing, num_host_pages=allowed if allowed >= 2 else 0, host_because=because)
+    return with_host_pages(allowed if allowed >= 2 else 0, because)
 
 
 def _left_for_the_host(recipe: Recipe, sizing: MemoryPlan, num_devices: int) -> int:
@@ -324,7 +420,7 @@ def _left_for_the_host(recipe: Recipe, sizing: MemoryPlan, num_devices: int) -> 
     if fraction is not None:
         return int(fraction * sizing.memory_bytes) - sizing.beside_bytes
     num_pages = _num_pages(recipe, sizing, num_devices)
-    return sizing.memory_bytes - sizing.beside_bytes - num_pages * sizing.page_bytes
+    return sizing.memory_bytes - sizing.beside_bytes - sizing.window_bytes - num_pages * sizing.page_bytes
 
 
 def _longest(recipe: Recipe, decoders: list[DecoderConfig], cache_tokens: int) -> tuple[int, str]:

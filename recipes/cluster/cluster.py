@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from borders.numbers import integers
 from recipes.schema.parallel_section import LEADER_PORT, ParallelSection
 from recipes.schema.recipe_error import RecipeError
 
@@ -240,10 +241,11 @@ def _needed(environment: Environment, name: str) -> int:
 
 def _number(environment: Environment, name: str, end: int) -> int | None:
     """Return an integer from 0 to `end` - 1, or None if it is not set."""
-    text = environment.get(name)
-    if text is None or (text.isascii() and text.isdigit() and int(text) < end):
-        return None if text is None else int(text)
-    raise RecipeError((), f"{name} is {text!r}", f"it must be a number from 0 to {end - 1}")
+    text, allowed = environment.get(name), integers(0, end - 1)
+    number = None if text is None else allowed.parse(text)
+    if text is not None and number is None:
+        raise RecipeError((), f"{name} is {text!r}", f"it must be {allowed}")
+    return number
 
 
 def names_of_this_machine() -> set[str]:

@@ -15,12 +15,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from recipes.cluster.cluster import Cluster, find_cluster
+from recipes.cluster.rank_process import VISIBLE
 from recipes.schema import verb
 from recipes.schema.command_line import positionals
 from recipes.schema.reader import load
 from recipes.schema.recipe import Recipe
 
-VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}  # keyed by the kind of device
 _CHANGE = re.compile(r"[a-z]+\.[a-z_.]+=")
 
 

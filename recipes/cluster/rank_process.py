@@ -18,6 +18,7 @@ from recipes.schema.keys import NAMES, keys_of
 from recipes.schema.reader import made
 from recipes.schema.recipe import ROOT, Recipe
 
+# The variable by which a process sees some devices alone, by the kind of device
 VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
 RECORDING = "recording"  # key under which the leader's store holds the address of its recording
 FAILED = 3  # status of a rank that has lost its leader, or has told it why it ends

@@ -15,8 +15,8 @@ from models.checkpoint.huggingface import (
     refused,
     windows_by_layer_type,
 )
-from models.checkpoint.stacked_experts import BLOCK
 from models.config import DecoderConfig, MixtureConfig
+from models.quantization import MXFP4_BLOCK
 
 DEFAULTS = {
     "max_position_embeddings": 131072,
@@ -47,8 +47,10 @@ def config(hf: Mapping[str, Any]) -> DecoderConfig:
         hf["layer_types"] = [f"{kind}_attention" for kind in kinds]
     num_experts, num_chosen = experts(hf)
     inner, hidden = integer(hf, "intermediate_size"), integer(hf, "hidden_size")
-    if hf.get("quantization_config") and (inner % BLOCK or hidden % BLOCK):
-        raise refused("intermediate_size", inner, f"in mxfp4 it and hidden_size are multiples of {BLOCK}")
+    if hf.get("quantization_config") and (inner % MXFP4_BLOCK or hidden % MXFP4_BLOCK):
+        raise refused(
+            "intermediate_size", inner, f"in mxfp4 it and hidden_size are multiples of {MXFP4_BLOCK}"
+        )
     mixture = MixtureConfig(
         num_experts,
         num_chosen,

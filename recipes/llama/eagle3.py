@@ -12,7 +12,7 @@ from typing import Any
 from borders.shown import shown
 from models.checkpoint.huggingface import boolean, integer
 from models.config import DecoderConfig
-from models.drafting.eagle import EMBEDDING, Eagle3Config
+from models.drafting.config import EMBEDDING, Eagle3Config
 from recipes.llama.model import config as llama
 
 LEAST_LAYERS = 7  # the three layers that it reads would otherwise not be in ascending order

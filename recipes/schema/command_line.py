@@ -7,6 +7,9 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from borders.field_table import FIELDS, range_of
+from recipes.schema.numbers import option
+
 # These options take no value in any verb; `--recipe RECIPE key=value ...` counts as an option without a
 # value, too.
 FLAGS = frozenset(
@@ -55,6 +58,12 @@ def add_recipe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", metavar="RECIPE", help="a YAML file, such as recipes/tiny/cpu.yaml")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as cache.page_size=32")
     parser.add_argument("--profile", metavar="NAME", help="a name in recipes/profiles, such as low_latency")
+
+
+def add_field(parser: argparse.ArgumentParser, name: str, *, default: float) -> None:
+    """Add an option for a field of requests that is a number."""
+    kind, meaning = option(range_of(name)), FIELDS[name].meaning
+    parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=default, metavar="N", help=meaning)
 
 
 def positionals(arguments: Sequence[str]) -> list[str]:

@@ -12,6 +12,7 @@ from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from borders.numbers import Range
 from recipes.schema.recipe_error import RecipeError, in_words, in_yaml, nearest
 
 NAMES = tuple[str, ...]
@@ -34,6 +35,15 @@ class Key:
         return next(kind for kind in _alternatives(self.hint) if kind is not types.NoneType)
 
     @property
+    def range(self) -> Range[Any] | None:
+        """The range of a number."""
+        if self.kind not in (int, float):
+            return None
+        assert self.least is not None, f"{self.name} has no bounds"
+        assert self.most is not None, f"{self.name} has no bounds"
+        return Range(self.kind, self.least, self.most)
+
+    @property
     def nullable(self) -> bool:
         return types.NoneType in _alternatives(self.hint)
 
@@ -49,8 +59,8 @@ class Key:
         if self.choices:
             *others, last = map(in_yaml, self.choices)
             words = " or ".join(filter(None, (", ".join(others), last)))
-        elif kind in (int, float):
-            words = f"{'an integer' if kind is int else 'a number'} from {self.least} to {self.most}"
+        elif self.range is not None:
+            words = str(self.range)
         else:
             words = {bool: "true or false", Path: "a path", str: "a text", NAMES: "a list of names"}.get(
                 kind, "a mapping"
@@ -58,32 +68,20 @@ class Key:
         return f"{words}, or null" if self.nullable else words
 
     def accepts(self, value: object) -> bool:
-        """Return whether a value has the key's type; `contains` checks its range."""
+        """Return whether a value is of the key's type and in its range."""
         if value is None:
             return self.nullable
         if self.choices:
-            return type(value) in {type(each) for each in self.choices}
-        if self.kind is float:
-            return isinstance(value, (int, float)) and not isinstance(value, bool)
-        if self.kind is int:
-            return isinstance(value, int) and not isinstance(value, bool)
+            return any(type(value) is type(each) and value == each for each in self.choices)
+        if self.range is not None:
+            return self.range.read(value) is not None
         if self.kind == NAMES:
             return isinstance(value, tuple) and all(isinstance(each, str) and each for each in value)
         return isinstance(value, get_origin(self.kind) or self.kind)
 
-    def contains(self, value: Any) -> bool:
-        """Return whether a value of the key's type is in its range."""
-        if value is None:
-            return True
-        if self.choices:
-            return value in self.choices
-        if self.least is None or self.most is None:
-            return True
-        return bool(self.least <= value <= self.most)
-
     def check(self, value: object) -> None:
         """Raise RecipeError for a value of a wrong type or out of range."""
-        if not (self.accepts(value) and self.contains(value)):
+        if not self.accepts(value):
             near = nearest(str(value), map(in_yaml, self.choices))
             raise RecipeError(
                 self.name,

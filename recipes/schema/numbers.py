@@ -6,6 +6,8 @@ import argparse
 import math
 from collections.abc import Callable
 
+from borders.numbers import Number, Range, integers
+
 MOST_SEED = 2**32 - 1
 MOST_COUNT = 10**6  # most requests, runs or steps of one measurement, all of which are kept
 MOST_TOKENS = 2**20  # most tokens of an invented prompt, answer or chunk; the longest contexts have this size
@@ -13,20 +15,20 @@ MOST_WAIT_S = 1e6  # twelve days, approximately
 RATES_PER_S = (1e-4, 1e9)  # one request in three hours, and more than any engine takes
 
 
+def option(values: Range[Number]) -> Callable[[str], Number]:
+    """Return a reader of a number of this range, for argparse's `type`."""
+
+    def read(text: str) -> Number:
+        if (found := values.parse(text)) is None:
+            raise argparse.ArgumentTypeError(f"{_shown(text)} must be {values}")
+        return found
+
+    return read
+
+
 def whole(least: int, most: int) -> Callable[[str], int]:
     """Return a reader of an integer from `least` to `most`."""
-
-    def integer(text: str) -> int:
-        digits = text.removeprefix("-")
-        # The length is checked first: a number of many digits takes long to read, and int() refuses it in
-        # other words.
-        if not (digits.isascii() and digits.isdecimal() and len(digits) <= 20 and least <= int(text) <= most):
-            raise argparse.ArgumentTypeError(
-                f"{_shown(text)} must be a whole number from {least:,} to {most:,}"
-            )
-        return int(text)
-
-    return integer
+    return option(integers(least, most))
 
 
 def wholes(least: int, most: int) -> Callable[[str], list[int]]:
@@ -43,20 +45,7 @@ def span(least: int, most: int) -> Callable[[str], tuple[int, int]]:
 
 def real(least: float, most: float, *, endless: bool = False) -> Callable[[str], float]:
     """Return a reader of a number from `least` to `most`, or of `inf` where that is allowed."""
-
-    def value_of(text: str) -> float:
-        try:
-            value = float(text) if text.isascii() else math.nan  # float() accepts the digits of any script
-        except ValueError:
-            value = math.nan
-        if not (least <= value <= most or (endless and text == "inf")):
-            also = ", or inf" if endless else ""
-            raise argparse.ArgumentTypeError(
-                f"{_shown(text)} must be a number from {least:g} to {most:g}{also}"
-            )
-        return value
-
-    return value_of
+    return option(Range(float, least, most, also=math.inf if endless else None))
 
 
 def _shown(text: str) -> str:

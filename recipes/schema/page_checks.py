@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from borders.numbers import PORTS
 from recipes.schema.recipe_error import RecipeError
 
 _OWN_PAGES = ("draft", "eagle3", "mtp")  # kinds of speculation that keep keys of their own beside the model's
@@ -52,4 +53,4 @@ def page_contradictions(
 def _is_address(endpoint: str) -> bool:
     kind, _, rest = endpoint.partition("://")
     host, _, port = rest.rpartition(":")
-    return kind == "tcp" and bool(host) and port.isdecimal() and 0 <= int(port) < 2**16
+    return kind == "tcp" and bool(host) and PORTS.parse(port) is not None

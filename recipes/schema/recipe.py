@@ -142,6 +142,13 @@ class CacheSection:
     num_pages: int | None = key(
         "pages in the cache; the first one stays empty", default=None, least=2, most=2**31 - 1
     )
+    num_window_pages: int | None = key(
+        "pages of the layers with a sliding window, which keep only what a query can see; the first one stays"
+        " empty; null: two windows for each slot and a step's tokens, within half of the cache's memory",
+        default=None,
+        least=2,
+        most=2**31 - 1,
+    )
     memory_gib: float | None = key(
         "in place of `cache.num_pages`: as many pages as fit into this much memory",
         default=None,

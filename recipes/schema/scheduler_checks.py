@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
+from borders.numbers import POSITIVE
 from recipes.schema.recipe_error import RecipeError, in_words
 from recipes.schema.scheduler_defaults import completed
 from recipes.schema.scheduler_section import READ_WHERE, UNSAID, WHOLE, SchedulerSection
@@ -30,8 +30,7 @@ def contradictions(scheduler: SchedulerSection) -> Iterator[RecipeError]:
             value=longest,
         )
     for tenant, weight in (scheduler.tenant_weights or {}).items():
-        number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
-        if not (isinstance(tenant, str) and number and 0 < weight < math.inf):
+        if not isinstance(tenant, str) or POSITIVE.read(weight) is None:
             yield _error(
                 "tenant_weights",
                 f"{in_words(tenant)}: {in_words(weight)} is not a weight",

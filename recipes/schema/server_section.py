@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from borders.request_bounds import MOST_LEASE_S
+from borders.field_table import MOST_LEASE_S
 from recipes.schema.keys import key
 
 _DAY_S = 86_400

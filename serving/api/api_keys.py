@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 
+from borders.field_types import LAST_ID
 from borders.file_bounds import MOST_JSON_BYTES, read_bounded
+from borders.numbers import integers
 from borders.refusal import BadRequest, shown
 from borders.system_error import in_one_line
-from serving.text.field_types import LAST_ID
 
 GATEWAY = "*"  # stands for a key's tenant where the key may name the tenant of each request
 _PRIORITY = "max_priority="
@@ -196,10 +197,7 @@ def _line(words: list[str]) -> tuple[str, Rights]:
     tenant = "".join(tenants)
     if not bounds:
         return key, Rights(tenant, None if tenant == GATEWAY else 0)
-    try:
-        bound = int(bounds[0])
-    except ValueError:
-        bound = LAST_ID + 1
-    if abs(bound) > LAST_ID:
-        raise ValueError(f"{_PRIORITY} must be an integer of at most {LAST_ID}, not {shown(bounds[0])}")
+    priorities = integers(-LAST_ID, LAST_ID)
+    if (bound := priorities.parse(bounds[0])) is None:
+        raise ValueError(f"{_PRIORITY} must be {priorities}, not {shown(bounds[0])}")
     return key, Rights(tenant, bound)

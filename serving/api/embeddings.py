@@ -11,6 +11,7 @@ from fastapi import Request
 from pydantic import Field
 from starlette.responses import Response
 
+from borders.numbers import integers
 from borders.refusal import BadRequest
 from continuous_batching.request import Vector
 from serving.answers.answers import AnswerDelta, AnswerStream
@@ -19,12 +20,13 @@ from serving.api.generation import Generation, fields_as_sent
 from serving.api.ignored_fields import Ignored
 from serving.api.pieces import Json, Parts, pieces_of
 from serving.api.prompts import prompts_of
-from serving.api.schemas import Prompt, RequestBody
+from serving.api.schemas import Prompt, RequestBody, takes
 from serving.failures import RequestFailed
 
 _AS_SENT = {"prompt": "input", "prompt_token_ids": "input"}
 
 
+@takes("embeddings")
 class EmbeddingsBody(RequestBody):
     """The body of `POST /v1/embeddings`."""
 
@@ -90,8 +92,9 @@ class EmbeddingList:
 
 def check_dimensions(dimensions: int, most: int) -> None:
     """Raise BadRequest unless `dimensions` is between 1 and `most`."""
-    if not 1 <= dimensions <= most:
-        raise BadRequest("dimensions", value=dimensions, limit=f"from 1 to {most}")
+    allowed = integers(1, most)
+    if dimensions not in allowed:
+        raise BadRequest("dimensions", value=dimensions, limit=str(allowed))
 
 
 def embedding_of(answer: AnswerStream) -> Vector:

@@ -12,6 +12,7 @@ from fastapi import APIRouter, Query, Request
 from fastapi.routing import APIRoute
 from starlette.responses import Response
 
+from borders.field_types import LONGEST_NAME
 from borders.refusal import BadRequest, shown
 from serving.api.batch_runner import Batches
 from serving.api.errors import NotFound
@@ -20,7 +21,6 @@ from serving.api.streamed import StreamedResponse
 from serving.batches.lines import split_lines
 from serving.batches.store import BatchStore, StoredBatch, StoredFile
 from serving.failures import Failure
-from serving.text.field_types import LONGEST_NAME
 
 PATH = "/v1/files"
 MOST_LISTED = 10_000

@@ -16,6 +16,7 @@ from fastapi import Request
 from starlette.responses import Response
 from starlette.types import Receive
 
+from borders.field_table import MOST_SAMPLES
 from borders.refusal import BadRequest
 from continuous_batching.routing.splitting import PROMPT_REPLICA_HEADER
 from serving.answers.answers import AnswerDelta, AnswerStream, collect
@@ -28,7 +29,6 @@ from serving.api.turns import Turns
 from serving.async_llm import AsyncLLM
 from serving.failures import ClientGone, Failure
 from serving.prompt_pages import PROMPT_REPLICA
-from serving.text.request_fields import MOST_SAMPLES
 
 Value = TypeVar("Value")
 

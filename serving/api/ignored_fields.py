@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from serving.text.field_types import LONGEST_NAME
+from borders.field_table import MOST_TOOLS
+from borders.field_types import LONGEST_NAME
 
 Fields = Mapping[str, Any]
 MOST_NOTES = 16
 LONGEST_NOTE_NAME = 64
 LONGEST_NOTE = 512
-MOST_TOOLS = 128
 
 
 def _never(_: Any, __: Fields) -> bool:

@@ -14,13 +14,14 @@ from fastapi import APIRouter, Request
 from fastapi.routing import APIRoute
 from starlette.responses import JSONResponse, Response
 
+from borders.field_table import taken_by
 from borders.refusal import BadRequest
 from borders.version import VERSION
 from recipes.assembly import versions
 from serving.api.api_keys import Client
 from serving.api.errors import NotFound
 from serving.api.model_names import ModelNames
-from serving.api.schemas import Conversation, DetokenizeBody, TokenizeBody
+from serving.api.schemas import DetokenizeBody, TokenizeBody
 from serving.async_llm import AsyncLLM
 from serving.failures import CutOff
 from serving.metrics.exposition import CONTENT_TYPE, Exposition
@@ -180,8 +181,8 @@ def _as_json(answer: dict[str, Any]) -> Response:
 
 def _tokens(text: Text, body: TokenizeBody, most: int) -> dict[str, Any]:
     if body.messages is not None:
-        named = Conversation.model_fields.keys()
-        ids = text.chat(body.messages, ChatOptions(**body.model_dump(include={*named}, exclude_none=True)))
+        named = {each.name for each in taken_by("tokenize")}
+        ids = text.chat(body.messages, ChatOptions(**body.model_dump(include=named, exclude_none=True)))
     else:
         assert body.prompt is not None
         ids = text.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)

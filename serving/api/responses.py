@@ -23,7 +23,7 @@ from serving.api.ignored_fields import IN_RESPONSES, Ignored
 from serving.api.pieces import Json, parts, pieces_of
 from serving.api.responses_input import messages_of, response_format_of, tool_choice_of, tools_of
 from serving.api.responses_items import OutputItems, Status
-from serving.api.schemas import PaddingOptions, SamplingBody, Strings, refused
+from serving.api.schemas import PaddingOptions, SamplingBody, Strings, refused, takes
 from serving.api.spoken import Spoken
 from serving.failures import Failure
 from serving.text.tokenizer import Text
@@ -40,6 +40,7 @@ _AS_SENT = {
 _REASONS = {"length": "max_output_tokens"}
 
 
+@takes("responses")
 class ResponsesBody(SamplingBody):
     """The body of `POST /v1/responses`."""
 
@@ -59,12 +60,8 @@ class ResponsesBody(SamplingBody):
     tool_choice: str | dict[str, Any] | None = Field(
         None, description="none, auto, required, or the function that must be called; null: auto"
     )
-    parallel_tool_calls: bool | None = Field(None, description="several calls in one answer; null: true")
     include: Strings | None = Field(None, description=f"{_LOGPROBS}, and nothing else")
-    top_logprobs: int | None = Field(None, description="how many likeliest tokens; with `include`")
     metadata: dict[str, str] | None = Field(None, description="sent back as it came")
-    chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables for the template")
-    thinking_token_budget: int | None = Field(None, description="the most tokens of thoughts; null: any")
     stream_options: PaddingOptions | None = None
 
     @model_validator(mode="after")

@@ -10,9 +10,9 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from borders.field_types import check_unicode
 from borders.refusal import BadRequest, shown
 from serving.api.pieces import Json
-from serving.text.vocabulary import check_unicode
 
 # Fields of any item; items that this server made may be sent back unchanged.
 _EVERY = {"type", "id", "status"}

@@ -1,8 +1,9 @@
 """Define the JSON bodies that clients may send.
 
-Types, names and the length of long lists are checked here, ranges where requests are made
-(serving/text/request_fields.py). A field that is null counts as absent. A field of the OpenAI API that is not
-supported is refused by name, unless its value asks for nothing. The limit on a body's size admits a million
+`takes` adds the fields that borders/field_table.py declares for a form of request. Types, names and the
+length of long lists are checked here, ranges where requests are made (serving/text/request_fields.py). A
+field that is null counts as absent. A field of the OpenAI API that is not supported is refused by name,
+unless its value asks for nothing. The limit on a body's size admits a million
 list entries: they are checked in one pass in C, and refused together, not with an error for each.
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -19,15 +20,17 @@ from pydantic import (
     Field,
     PlainValidator,
     WithJsonSchema,
+    create_model,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
 
+from borders.field_table import Form, taken_by
+from borders.field_types import LONGEST_NAME, Biases, FieldType, String, TokenIds
 from serving.api.errors import whole
 from serving.api.ignored_fields import IGNORED, Ignored, problem_of
-from serving.text.field_types import LONGEST_NAME, MOST_ALLOWED
 
-_MOST_BIASES = 1024  # SamplingParams has the same bound
+Body = TypeVar("Body", bound="StrictBody")
 
 _TEXT = {"type": "string"}
 _IDS = {"type": "array", "items": {"type": "integer"}, "minItems": 1}
@@ -59,24 +62,14 @@ def _all(kind: type) -> Callable[[Any], Any]:
     return check
 
 
-def _bounded(given: Any) -> Any:
-    if isinstance(given, dict) and len(given) > _MOST_BIASES:
-        raise PydanticCustomError(
-            "too_many",
-            "it is of {count} tokens; it must be of at most {most}",
-            {"count": len(given), "most": _MOST_BIASES},
-        )
-    return given
+def _at_most(most: int) -> Callable[[Any], Any]:
+    def check(given: Any) -> Any:
+        if isinstance(given, (dict, list)) and len(given) > most:
+            problem = "it has {count} tokens; it must have at most {most}"
+            raise PydanticCustomError("too_many", problem, {"count": len(given), "most": most})
+        return given
 
-
-def _few(given: Any) -> Any:
-    if isinstance(given, list) and len(given) > MOST_ALLOWED:
-        raise PydanticCustomError(
-            "too_many",
-            "it is of {count} tokens; it must be of at most {most}",
-            {"count": len(given), "most": MOST_ALLOWED},
-        )
-    return given
+    return check
 
 
 Prompt = Annotated[
@@ -84,8 +77,6 @@ Prompt = Annotated[
 ]
 Integers = Annotated[list[int], BeforeValidator(_all(int))]
 Strings = Annotated[list[str], BeforeValidator(_all(str))]
-Biases = Annotated[dict[str, float], BeforeValidator(_bounded)]
-Allowed = Annotated[list[int], BeforeValidator(_all(int)), BeforeValidator(_few)]
 Name = Annotated[str, Field(max_length=LONGEST_NAME)]
 
 
@@ -116,6 +107,34 @@ class StrictBody(BaseModel):
         return {name: value for name, value in given.items() if name in cls.model_fields}
 
 
+def takes(form: Form) -> Callable[[type[Body]], type[Body]]:
+    """Give a body the fields that requests of this form take, except those that it defines itself."""
+
+    def with_fields(body: type[Body]) -> type[Body]:
+        added: dict[str, Any] = {
+            each.name: (_checked(each.kind) | None, Field(None, description=each.meaning))
+            for each in taken_by(form)
+            if each.name not in body.model_fields
+        }
+        return create_model(
+            body.__name__, __base__=body, __module__=body.__module__, __doc__=body.__doc__, **added
+        )
+
+    return with_fields
+
+
+def _checked(kind: FieldType) -> Any:
+    """Return a field's type, with the checks that a body of a million values needs before it is converted."""
+    match kind:
+        case TokenIds():
+            return Annotated[Integers, BeforeValidator(_at_most(kind.most))]
+        case Biases():
+            return Annotated[kind.hint, BeforeValidator(_at_most(kind.most))]
+        case String(longest=int(longest)):
+            return Annotated[str, Field(max_length=longest)]
+    return Strings if kind.hint == list[str] else str | Strings if kind.hint == str | list[str] else kind.hint
+
+
 class PaddingOptions(StrictBody):
     """Whether the events of a stream are padded to one size."""
 
@@ -137,40 +156,15 @@ class RequestBody(StrictBody):
 
     apart: ClassVar[frozenset[str]] = frozenset()
     model: str | None = Field(None, description="a name of `/v1/models`; null: the one that is served")
-    truncate_prompt_tokens: int | None = Field(
-        None, description="keep only so many of the prompt's last tokens; -1: as many as fit"
-    )
-    user: Name | None = None
-    tenant: Name | None = Field(
-        None, description="whose share it counts against; only without keys, or with a gateway's"
-    )
-    priority: int | None = Field(None, description="larger goes first, if the recipe's queue is ordered so")
-    cache_salt: Name | None = Field(None, description="only requests of the same salt share pages")
-    timeout_s: float | None = Field(None, description="after so long the answer ends, complete or not")
+
+    if TYPE_CHECKING:  # the fields that `takes` adds
+
+        def __getattr__(self, name: str) -> Any: ...
 
 
 class SamplingBody(RequestBody):
     """The fields that all requests for sampled tokens share."""
 
-    min_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = Field(None, description="0 or -1: off")
-    min_p: float | None = None
-    repetition_penalty: float | None = Field(None, description="from 0.01 to 100; 1: off")
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    seed: int | None = None
-    logit_bias: Biases | None = Field(None, description="by token id, what to add to its logit")
-    allowed_token_ids: Allowed | None = Field(None, description="no other tokens may be chosen")
-    bad_words: Strings | None = Field(None, description="the answer never holds the tokens of these words")
-    logits_processors: list[Any] | None = Field(None, description="the operator's own, by name and args")
-    stop: str | Strings | None = None
-    stop_token_ids: Integers | None = None
-    ignore_eos: bool | None = None
-    max_draft_tokens: int | None = Field(
-        None, description="guesses of the answer that one step checks, at most; 0: no speculation"
-    )
     stream: bool | None = None
     service_tier: Literal["auto", "default"] | None = Field(None, description="there is one: the default")
 
@@ -179,28 +173,8 @@ class GenerationBody(SamplingBody):
     """The fields that completions and chats share."""
 
     apart = frozenset({"stream_options", "prompt", "messages", "echo", "return_token_ids"})
-    max_tokens: int | None = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
-    n: int | None = None
-    beam_width: int | None = Field(None, description="search for the answers by so many beams")
-    length_penalty: float | None = None
-    early_stopping: bool | Literal["never"] | None = None
-    response_format: dict[str, Any] | None = Field(
-        None, description="text, json_object or json_schema: the form of the answer"
-    )
-    structured_outputs: dict[str, Any] | None = Field(
-        None, description="the same by one of json, json_object, regex, choice and grammar"
-    )
-    guided_json: dict[str, Any] | str | None = Field(None, description="a JSON schema of the answer")
-    guided_regex: str | None = Field(None, description="the whole answer matches it")
-    guided_choice: Strings | None = Field(None, description="the answer is one of these")
-    guided_grammar: str | None = Field(None, description="a grammar of the answer, as Lark or GBNF")
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = Field(None, description="show the ids of the answer's tokens")
-    prompt_logprobs: int | None = Field(
-        None, description="log-probabilities of the prompt's tokens and of the likeliest"
-    )
 
     @model_validator(mode="after")
     def _fits_a_stream(self) -> GenerationBody:
@@ -211,13 +185,11 @@ class GenerationBody(SamplingBody):
         return self
 
 
+@takes("completions")
 class CompletionBody(GenerationBody):
     """The body of `POST /v1/completions`."""
 
     prompt: Prompt = Field(description="text or token ids, or several")
-    best_of: int | None = Field(
-        None, description="so many samples are drawn, and the n likeliest are the answers"
-    )
     echo: bool | None = Field(None, description="show the prompt before the answer")
     logprobs: int | None = Field(None, description="log-probabilities of each token and of the likeliest")
 
@@ -234,33 +206,16 @@ class CompletionBody(GenerationBody):
         return self
 
 
-class Conversation(StrictBody):
-    """The fields that decide how messages become a prompt."""
-
-    add_generation_prompt: bool | None = Field(None, description="null: true")
-    continue_final_message: bool | None = Field(
-        None, description="the answer continues the last message; needs add_generation_prompt: false"
-    )
-    chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables for the template")
-    reasoning_effort: str | None = Field(None, description="how hard to think, if the template has a word")
-
-
-class ChatBody(GenerationBody, Conversation):
+@takes("chats")
+class ChatBody(GenerationBody):
     """The body of `POST /v1/chat/completions`."""
 
     messages: list[Any] = Field(description='each {"role": ..., "content": ...}')
-    max_completion_tokens: int | None = Field(None, description="in place of max_tokens")
-    tools: list[Any] | None = Field(None, description="functions that the answer may call")
-    tool_choice: str | dict[str, Any] | None = Field(
-        None, description="none, auto, required, or the function that must be called; null: auto"
-    )
-    parallel_tool_calls: bool | None = Field(None, description="several calls in one answer; null: true")
-    thinking_token_budget: int | None = Field(None, description="the most tokens of thoughts; null: any")
     logprobs: bool | None = None
-    top_logprobs: int | None = None
 
 
-class TokenizeBody(Conversation):
+@takes("tokenize")
+class TokenizeBody(StrictBody):
     """The body of `POST /tokenize`: a prompt or a conversation."""
 
     model: str | None = None

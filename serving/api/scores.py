@@ -23,12 +23,13 @@ from serving.api.embeddings import embedding_of, usage_of
 from serving.api.generation import Generation, fields_as_sent
 from serving.api.ignored_fields import Ignored
 from serving.api.pieces import Json, to_json
-from serving.api.schemas import RequestBody, Strings
+from serving.api.schemas import RequestBody, Strings, takes
 from serving.text.questions import Question
 
 Pairs = Sequence[tuple[str, str]]
 
 
+@takes("scores")
 class ScoreBody(RequestBody):
     """The body of `POST /score`."""
 
@@ -48,6 +49,7 @@ class ScoreBody(RequestBody):
         return [*zip(queries * len(documents) if len(queries) == 1 else queries, documents)]
 
 
+@takes("scores")
 class RerankBody(RequestBody):
     """The body of `POST /rerank`."""
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
+from borders.field_types import LONGEST_NAME
 from borders.refusal import shown
-from serving.text.field_types import LONGEST_NAME
 
 MOST_LINES = 50_000  # OpenAI's limit for a file
 

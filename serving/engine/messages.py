@@ -98,7 +98,7 @@ class EngineFacts(msgspec.Struct, frozen=True):
     num_slots: int
     num_pages: int
     page_size: int
-    page_bytes: int  # bytes of a page in all layers
+    page_bytes: int  # bytes of a page in all layers, but for those of windows
     num_host_pages: int
     device: str
     parameters: int
@@ -107,6 +107,7 @@ class EngineFacts(msgspec.Struct, frozen=True):
     max_shared_tokens: int | None  # most tokens of a prompt that shares pages; None: any
     expected_step_s: float  # duration that a normal step may reach
     hidden_size: int  # length of an embedding
+    window_page_bytes: tuple[int, ...] = ()  # bytes of a page in the layers of each window
 
 
 class Ready(Message):

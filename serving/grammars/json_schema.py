@@ -12,14 +12,16 @@ from collections.abc import Callable, Mapping
 from decimal import Decimal
 from typing import Any
 
+from borders.field_table import MOST_SCHEMA_BYTES
+from borders.numbers import POSITIVE, integers, numbers
 from borders.refusal import BadRequest, shown
 
-MOST_BYTES = 65_536  # bytes of a schema as compact JSON
 MOST_LEVELS = 32  # levels of nested schemas
 MOST_PROPERTIES = 500  # properties of all objects together; a step's cost grows with them
 MOST_VALUES = 1000  # values of all enums together
 MOST_BRANCHES = 200  # branches of all anyOf, oneOf and allOf together
 LARGEST_STEP = 1000  # largest multipleOf without its decimal point; the matcher has as many states
+_BOUNDS = numbers(-1e15, 1e15)
 MOST_REPEATS = 100_000  # largest minLength, maxLength, minItems, ...
 
 _NOTES = frozenset(
@@ -49,9 +51,9 @@ class SchemaCheck:
         if not isinstance(schema, Mapping):
             raise self._bad("", f"is {shown(schema)}; it must be a JSON schema, as an object")
         size = _num_bytes(schema, self._field)
-        if size > MOST_BYTES:
-            problem = f"is a schema of {size} bytes as compact JSON; it must be of at most {MOST_BYTES}"
-            raise BadRequest(self._field, problem, value=size, limit=MOST_BYTES, fix="make it smaller")
+        if size > MOST_SCHEMA_BYTES:
+            problem = f"is a schema of {size} bytes as compact JSON; it may have {MOST_SCHEMA_BYTES}"
+            raise BadRequest(self._field, problem, value=size, limit=MOST_SCHEMA_BYTES, fix="make it smaller")
         self._schema(schema, "", 1)
 
     def _schema(self, schema: object, place: str, level: int) -> None:
@@ -105,13 +107,14 @@ class SchemaCheck:
                 raise self._bad(place, f"is {shown(value)}; it must be a list of at least one value")
             self._num_values = self._counted(place, "values", self._num_values + len(value), MOST_VALUES)
         elif keyword in _COUNTS:
-            if not _is_number(value) or value != int(value) or not 0 <= value <= MOST_REPEATS:
-                raise self._bad(place, f"is {shown(value)}; it must be an integer from 0 to {MOST_REPEATS}")
+            count = numbers(0, MOST_REPEATS).read(value)
+            if count is None or not count.is_integer():
+                raise self._bad(place, f"is {shown(value)}; it must be {integers(0, MOST_REPEATS)}")
         elif keyword in _NUMBERS:
-            if not _is_number(value) or abs(value) > 1e15:
-                raise self._bad(place, f"is {shown(value)}; it must be a number from -1e15 to 1e15")
+            if _BOUNDS.read(value) is None:
+                raise self._bad(place, f"is {shown(value)}; it must be {_BOUNDS}")
         elif keyword == "multipleOf":
-            if not _is_number(value) or value <= 0 or _digits(value) > LARGEST_STEP:
+            if POSITIVE.read(value) is None or _digits(value) > LARGEST_STEP:
                 problem = f"is {shown(value)}; it must be above 0 and, without its point and zeros at the end"
                 raise self._bad(place, f"{problem}, at most {LARGEST_STEP}")
         elif keyword in _PLAIN:
@@ -143,10 +146,6 @@ def _may_repeat_names(schema: Mapping[str, Any]) -> bool:
     least = schema.get("minProperties", 0)
     is_open = schema.get("additionalProperties") is not False or bool(schema.get("patternProperties"))
     return least > max(1, len(schema.get("required", []))) and is_open
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _digits(value: float) -> int:

@@ -13,13 +13,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from borders.field_table import LONGEST_GRAMMAR, MOST_CHOICES
 from borders.refusal import BadRequest, shown
 from serving.grammars.json_schema import SchemaCheck
 from serving.grammars.thinking import KIND as THINKING
 
 CHANNELS = "channels"  # the kind of an answer on channels: `outer`, which refers to `form` as `@form`
-MOST_CHARACTERS = 32_768  # characters of a regex or a grammar, and of all choices together
-MOST_CHOICES = 1000
 FIELDS = (
     *("response_format", "structured_outputs"),
     *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
@@ -155,8 +154,8 @@ def _check_choices(field: str, choices: object) -> None:
 def _check_text(field: str, text: object) -> None:
     if not isinstance(text, str) or not text:
         raise BadRequest(field, value=text, limit="a string of at least one character")
-    if len(text) > MOST_CHARACTERS:
-        raise BadRequest(field, value=len(text), limit=f"of at most {MOST_CHARACTERS} characters")
+    if len(text) > LONGEST_GRAMMAR:
+        raise BadRequest(field, value=len(text), limit=f"of at most {LONGEST_GRAMMAR} characters")
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -48,9 +48,11 @@ def expert_imbalance(stats: ServerStats) -> dict[str, float]:
 
 
 def pages_part(stats: ServerStats) -> float:
-    """Return the fraction of the pages that requests use."""
+    """Return the fraction of the pages that requests use: of windows, if it is larger than of the others."""
     gauges = stats.gauges
-    return gauges.held_pages / max(1, gauges.held_pages + gauges.idle_pages + gauges.free_pages)
+    all_pages = gauges.held_pages + gauges.idle_pages + gauges.free_pages
+    of_windows = gauges.window_held_pages + gauges.window_idle_pages + gauges.window_free_pages
+    return max(gauges.held_pages / max(1, all_pages), gauges.window_held_pages / max(1, of_windows))
 
 
 REQUESTS = (
@@ -171,6 +173,19 @@ PAGES = (
     Metric("kv_pages_free", "gauge", "Pages that nobody holds", lambda t: t.gauges.free_pages),
     Metric("kv_pages_used", "gauge", "Pages of running samples", lambda t: t.gauges.held_pages),
     Metric("kv_pages_cached", "gauge", "Pages in the prefix cache alone", lambda t: t.gauges.idle_pages),
+    Metric("kv_window_pages_free", "gauge", "Pages of windows, free", lambda t: t.gauges.window_free_pages),
+    Metric(
+        "kv_window_pages_used",
+        "gauge",
+        "Pages of windows, of running samples",
+        lambda t: t.gauges.window_held_pages,
+    ),
+    Metric(
+        "kv_window_pages_cached",
+        "gauge",
+        "Pages of windows, in the prefix cache alone",
+        lambda t: t.gauges.window_idle_pages,
+    ),
     Metric("kv_pages_shared", "gauge", "Used pages, of several samples", lambda t: t.shared_pages),
     Metric(
         "kv_fragmentation", "gauge", "Free pages below the highest held", lambda t: t.gauges.fragmentation

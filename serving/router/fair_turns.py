@@ -8,7 +8,7 @@ another tenant's first request.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable
 
 MOST_TENANTS = 4096  # most tenants that are remembered
@@ -24,7 +24,8 @@ class FairTurns:
         self._most_open = most_open
         self.num_open = 0
         self._served: dict[str, float] = {}
-        self._waiting: dict[str, deque[tuple[asyncio.Future[None], int]]] = {}
+        # The tokens of each turn that is waited for, in the order of their requests
+        self._waiting: dict[str, OrderedDict[asyncio.Future[None], int]] = {}
         self._floor = 0.0
 
     @property
@@ -33,7 +34,7 @@ class FairTurns:
 
     @property
     def waiting_tokens(self) -> int:
-        return sum(num_tokens for line in self._waiting.values() for _, num_tokens in line)
+        return sum(num_tokens for line in self._waiting.values() for num_tokens in line.values())
 
     async def enter(self, tenant: str, num_tokens: int) -> None:
         """Wait for a turn; a caller that has had it calls `leave`."""
@@ -43,13 +44,15 @@ class FairTurns:
         if tenant not in self._waiting:
             least = min((self._served.get(each, 0.0) for each in self._waiting), default=self._floor)
             self._served[tenant] = max(self._served.get(tenant, 0.0), least)
-            self._waiting[tenant] = deque()
+            self._waiting[tenant] = OrderedDict()
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting[tenant].append((turn, num_tokens))
+        self._waiting[tenant][turn] = num_tokens
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
+            if turn.cancelled():
+                self._withdraw(tenant, turn)
+            else:
                 self.leave()  # it was let through at the same moment
             raise
 
@@ -62,13 +65,19 @@ class FairTurns:
         """Let requests through while there is room."""
         while self._waiting and self.num_open < self._most_open():
             tenant = min(self._waiting, key=self._served.__getitem__)
-            line = self._waiting[tenant]
-            turn, num_tokens = line.popleft()
-            if not line:
-                del self._waiting[tenant]
-            if not turn.done():
+            turn, num_tokens = next(iter(self._waiting[tenant].items()))
+            self._withdraw(tenant, turn)
+            if not turn.cancelled():
                 self._let(tenant, num_tokens)
                 turn.set_result(None)
+
+    def _withdraw(self, tenant: str, turn: asyncio.Future[None]) -> None:
+        """Let a turn wait no longer, if it still does."""
+        line = self._waiting.get(tenant)
+        if line is not None:
+            line.pop(turn, None)
+            if not line:
+                del self._waiting[tenant]
 
     def _let(self, tenant: str, num_tokens: int) -> None:
         self.num_open += 1

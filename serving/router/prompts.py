@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from borders.field_table import PROMPT
 from borders.refusal import BadRequest
 from continuous_batching.routing.routing import RoutedPrompt
 from kv_cache.page_keys import page_keys, short_key
@@ -23,10 +24,7 @@ from serving.text.tokenizer import Text
 PART_BYTES = 256  # bytes of a part of a text
 BYTES_A_TOKEN = 4  # an estimate
 _MOST_PARTS = 4096
-_PROMPT_FIELDS = (
-    *("messages", "prompt", "prompt_token_ids", "tools", "tool_choice", "add_generation_prompt"),
-    *("continue_final_message", "chat_template_kwargs", "reasoning_effort", "truncate_prompt_tokens"),
-)
+_PROMPT_FIELDS = (*PROMPT, "tools", "tool_choice")
 
 
 class RoutedBody(msgspec.Struct):

@@ -14,7 +14,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta
 
-from borders.request_bounds import LAST_ID, LONGEST_NAME
+from borders.field_types import LAST_ID, LONGEST_NAME
 from serving.router.upstream import HeaderLines, Upstream
 
 MOST_INFO_BYTES = 2**20  # most bytes of /server_info, which has the recipe, and of /v1/models

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Literal
 
+from borders.numbers import integers
 from continuous_batching.routing.routing import Routing
 from serving.router.fleet_model import FleetModel
 from serving.router.page_reader import PageReader, reached_at
@@ -268,7 +269,7 @@ def address_of(url: str) -> tuple[str, int]:
     """Return host and port of http://HOST:PORT; raises ValueError."""
     kind, _, rest = url.rstrip("/").partition("://")
     host, _, port = rest.rpartition(":")
-    if kind != "http" or not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+    if kind != "http" or not host or integers(1, 2**16 - 1).parse(port) is None:
         raise ValueError(f"{url} is no http://HOST:PORT")
     return host.strip("[]"), int(port)
 

@@ -12,13 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from borders.field_table import DEEPEST_KWARGS, LONGEST_KWARGS, MOST_KWARGS, default
 from borders.refusal import BadRequest
-from serving.text.effort import check_effort
 from serving.text.vocabulary import SPECIAL_KEYS
 
-MOST_KWARGS = 32
-LONGEST_KWARGS = 16 * 1024  # characters of JSON
-DEEPEST_KWARGS = 8
 _END = "\ue002 "  # a private-use character; the space shows whether the template strips a message
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
 _RESERVED = {  # the server's own names, arguments of transformers that are no variables, and Jinja's globals
@@ -31,10 +28,13 @@ _RESERVED = {  # the server's own names, arguments of transformers that are no v
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
-    """What a request says about its conversation besides the messages; raises BadRequest if it is invalid."""
+    """What a request says about its conversation besides the messages; raises BadRequest if it is invalid.
 
-    add_generation_prompt: bool = True  # the prompt ends where the assistant's turn begins
-    continue_final_message: bool = False  # the prompt ends within the last message, which is continued
+    borders/field_table.py says what the fields mean.
+    """
+
+    add_generation_prompt: bool = default("add_generation_prompt")
+    continue_final_message: bool = default("continue_final_message")
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # variables of the template
     tools: Sequence[Mapping[str, Any]] = ()  # the form is that of the OpenAI API
     reasoning_effort: str | None = None  # None: the template's default
@@ -48,8 +48,6 @@ class ChatOptions:
                 fix="set add_generation_prompt to false",
             )
         _check_kwargs(self.chat_template_kwargs)
-        if self.reasoning_effort is not None:
-            check_effort(self.reasoning_effort)
 
 
 def with_end_marked(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

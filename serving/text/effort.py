@@ -8,15 +8,8 @@ from typing import Any
 from borders.refusal import BadRequest
 
 FIELD = "reasoning_effort"
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _LEAST = ("none", "minimal")
 _SWITCHES = ("enable_thinking", "thinking")  # Qwen3 and GLM-4.5; DeepSeek-V3.1 and Granite
-
-
-def check_effort(effort: object) -> None:
-    """Raise BadRequest for a value that is no effort."""
-    if effort not in EFFORTS:
-        raise BadRequest(FIELD, value=effort, limit=f"one of {', '.join(EFFORTS)}")
 
 
 def variables_for(

@@ -1,7 +1,8 @@
 """Read one request as a client writes it.
 
-The fields have the names of the OpenAI API, and a few further ones that vLLM's users know. Nothing is
-guessed: an unknown field, a wrong type and a value out of range are refused by name.
+borders/field_table.py declares the fields, with the names of the OpenAI API and a few further ones that
+vLLM's users know; here their values become a request. Nothing is guessed: an unknown field, a wrong type and
+a value out of range are refused by name.
 """
 
 from __future__ import annotations
@@ -14,25 +15,23 @@ from typing import Any
 
 import numpy as np
 
+from borders.field_table import FIELDS, MOST_SAMPLES, WITHOUT_ANSWER, taken_by
 from borders.refusal import BadRequest, shown
-from continuous_batching.request import MOST_LOGPROBS, Request, SamplingParams
+from continuous_batching.request import Request, SamplingParams, packed_ids
 from continuous_batching.scheduling.validation import too_long
 from kv_cache.pages import Index
 from serving.adapters import NO_ADAPTERS, KnownAdapters
 from serving.grammars.structured_output import FIELDS as STRUCTURED
 from serving.grammars.structured_output import formed_answer, grammar_of
 from serving.own_processors import read_processors
-from serving.text import field_types as types
 from serving.text.bad_words import spellings
 from serving.text.chat_options import ChatOptions
-from serving.text.effort import FIELD as EFFORT
 from serving.text.tokenizer import Text, TextOptions
 from serving.text.truncation import truncated
 from serving.tools.channel_grammar import channel_grammar
 from serving.tools.definitions import FIELDS as TOOLS
 from serving.tools.definitions import ToolUse, tool_use
 
-MOST_SAMPLES = 128  # each sample takes a slot, so more samples of one request would crowd out other requests
 _SHORT = 500  # most characters or tokens of a short prompt
 _LONG = (  # requests with these fields may take longer to read
     *("messages", "logit_bias", "stop", "stop_token_ids", "allowed_token_ids", "bad_words"),
@@ -62,9 +61,9 @@ def parse_request(
         raise BadRequest(None, f"a request must be a JSON object, not {shown(fields)}")
     given = {name: value for name, value in fields.items() if value is not None}
     for name in given:
-        if name not in _READERS:
+        if name not in FIELDS:
             raise _unknown(name)
-    values = {name: _READERS[name](name, value) for name, value in given.items()}
+    values = {name: FIELDS[name].kind.read(name, value) for name, value in given.items()}
     if not values.get("id"):
         raise BadRequest("id", "is missing; it must be a string of at least one character")
     if "tenant" in values and "user" in values:
@@ -84,7 +83,7 @@ def parse_request(
         prompt = truncated(prompt, asked, limit, _least_answer(values, fills=longest is not None))
     if longest is not None and not values.keys() & {"max_tokens", "max_completion_tokens"}:
         # Where too little room is left, the scheduler refuses the request as too long.
-        values["max_tokens"] = max(1, longest - len(prompt), min(values.get("min_tokens", 0), types.LAST_ID))
+        values["max_tokens"] = max(1, longest - len(prompt), values.get("min_tokens", 0))
     salt = values.get("cache_salt", "")
     leader, *followers = (
         Request(
@@ -94,9 +93,7 @@ def parse_request(
             tenant=values.get("tenant", values.get("user", "")),
             cache_salt=salt if adapter is None else adapter.salted(salt),
             adapter=0 if adapter is None else adapter.number,
-            priority=values.get("priority", 0),
-            arrival_s=values.get("arrival_s", 0.0),
-            timeout_s=values.get("timeout_s"),
+            **{name: values[name] for name in ("priority", "arrival_s", "timeout_s") if name in values},
         )
         for index, params in enumerate(_samples(values, text, tools, prompt))
     )
@@ -107,7 +104,7 @@ def parse_request(
 def _check_pooling(values: dict[str, Any]) -> None:
     """Check the fields of a request for an embedding, which comes with a next token that nobody sees."""
     for name in values:
-        if name not in _WITH_POOLING:
+        if name not in WITHOUT_ANSWER:
             raise BadRequest(name, "must be left out beside pooling, which gives no answer")
     values |= {"max_tokens": 1, "temperature": 0.0}
 
@@ -171,20 +168,23 @@ def _least_answer(values: dict[str, Any], *, fills: bool) -> int:
     """Return the number of tokens that a truncated prompt leaves for the answer."""
     given = values.get("max_tokens", values.get("max_completion_tokens"))
     if given is None:
-        given = max(1, values.get("min_tokens", 0)) if fills else SamplingParams().max_tokens
+        given = max(1, values.get("min_tokens", 0)) if fills else FIELDS["max_tokens"].default
     return int(given)
 
 
 def _params(
     values: dict[str, Any], text: Text | None, tools: ToolUse | None, prompt: Index
 ) -> SamplingParams:
-    named = {name: values[name] for name in _SAMPLING if name in values}
+    named = {FIELDS[name].attribute: value for name, value in values.items() if FIELDS[name].attribute}
+    named["logprobs"] = _logprobs(values)
     if "max_completion_tokens" in values:
         named["max_tokens"] = values["max_completion_tokens"]
+    if "allowed_token_ids" in values:
+        named["allowed_token_ids"] = packed_ids(values["allowed_token_ids"])
     if "bad_words" in values:
         named["bad_words"] = spellings(values["bad_words"], text)
-    if "logits_processors" in named:
-        named["processors"] = named.pop("logits_processors")
+    if "logits_processors" in values:
+        named["processors"] = read_processors("logits_processors", values["logits_processors"])
     grammar = grammar_of(values)
     if grammar is not None and text is None:
         asked = next(name for name in STRUCTURED if name in values)
@@ -199,7 +199,7 @@ def _params(
         _check_one_form(called is not None and grammar is not None and answer is None, values)
         grammar = called or grammar
     grammar = _after_thoughts(grammar, values, text, prompt)
-    return SamplingParams(**named, logprobs=_logprobs(values), grammar=grammar)
+    return SamplingParams(**named, grammar=grammar)
 
 
 def _check_one_form(are_two: bool, values: dict[str, Any]) -> None:
@@ -213,8 +213,6 @@ def _after_thoughts(
 ) -> str | None:
     """Put the grammar after the reasoning with which a chat's answer may begin."""
     budget = values.get(BUDGET)
-    if budget is not None and not 0 <= budget < 2**31:
-        raise types.wrong(BUDGET, budget, "at least 0 and below 2**31")
     if budget is not None and (text is None or len(text.think_marks) != 2):
         problem = "is not supported: the recipe does not say server.reasoning: think, or there are no marks"
         raise BadRequest(BUDGET, problem, fix="leave it out")
@@ -234,18 +232,15 @@ def _samples(
     """
     num_answers = values.get("n", 1)
     num_samples = values.get("best_of", num_answers)
-    if not 1 <= num_answers <= MOST_SAMPLES:
-        raise types.wrong("n", num_answers, f"from 1 to {MOST_SAMPLES}")
-    if not num_answers <= num_samples <= MOST_SAMPLES:
-        raise types.wrong("best_of", num_samples, f"from n ({num_answers}) to {MOST_SAMPLES}")
+    if num_samples < num_answers:
+        limit = f"an integer from n ({num_answers}) to {MOST_SAMPLES}"
+        raise BadRequest("best_of", value=num_samples, limit=limit)
     params = _params(values, text, tools, prompt)
     if params.beam_width:
         if "best_of" in values:
-            raise types.wrong("best_of", num_samples, "left out beside beam_width")
-        if params.beam_width > MOST_SAMPLES:
-            raise types.wrong("beam_width", params.beam_width, f"at most {MOST_SAMPLES}")
+            raise BadRequest("best_of", value=num_samples, limit="left out beside beam_width")
         if num_answers > params.beam_width:
-            raise types.wrong("n", num_answers, f"at most beam_width ({params.beam_width})")
+            raise BadRequest("n", value=num_answers, limit=f"at most beam_width ({params.beam_width})")
         return [params]
     if num_samples > num_answers and params.logprobs is None:
         params = replace(params, logprobs=0)  # samples are ranked by their log-probabilities
@@ -258,8 +253,6 @@ def _logprobs(values: dict[str, Any]) -> int | None:
     """Read `logprobs: n` of completions, or `logprobs: true` with `top_logprobs: n` of chats."""
     logprobs, top = values.get("logprobs", False), values.get("top_logprobs")
     if logprobs is True:
-        if top is not None and not 0 <= top <= MOST_LOGPROBS:
-            raise types.wrong("top_logprobs", top, f"from 0 to {MOST_LOGPROBS}")
         return top or 0
     if top is not None:
         raise BadRequest("top_logprobs", f"needs logprobs: true, not {shown(logprobs)}")
@@ -267,84 +260,11 @@ def _logprobs(values: dict[str, Any]) -> int | None:
 
 
 def _unknown(name: object) -> BadRequest:
-    near = difflib.get_close_matches(str(name), _READERS, n=1)
+    near = difflib.get_close_matches(str(name), FIELDS, n=1)
     rest = f"did you mean {near[0]}?" if near else "docs/request_fields.md lists the fields"
     return BadRequest(str(name), f"{shown(name)}; {rest}", subject="unknown field")
 
 
 BUDGET = "thinking_token_budget"
-_SAMPLING: dict[str, types.Reader] = {
-    "max_tokens": types.integer,
-    "min_tokens": types.integer,
-    "temperature": types.number,
-    "top_k": types.top_k,
-    "top_p": types.number,
-    "min_p": types.number,
-    "repetition_penalty": types.number,
-    "presence_penalty": types.number,
-    "frequency_penalty": types.number,
-    "seed": types.integer,
-    "logit_bias": types.biases,
-    "allowed_token_ids": types.packed_token_ids,
-    "bad_words": types.string_list,
-    "logits_processors": read_processors,
-    "prompt_logprobs": types.integer,
-    "pooling": types.string,
-    "label_token_ids": types.token_id_list,
-    "stop": types.string_list,
-    "stop_token_ids": types.token_id_list,
-    "ignore_eos": types.boolean,
-    "beam_width": types.integer,
-    "length_penalty": types.number,
-    "early_stopping": types.early_stopping,
-    "max_draft_tokens": types.integer,
-}
-_CHAT: dict[str, types.Reader] = {
-    "add_generation_prompt": types.boolean,
-    "continue_final_message": types.boolean,
-    "chat_template_kwargs": types.mapping,
-    EFFORT: types.string,
-}
-_SHOWING: dict[str, types.Reader] = {
-    "skip_special_tokens": types.boolean,
-    "include_stop_str_in_output": types.boolean,
-}
-_READERS: dict[str, types.Reader] = {
-    "id": types.label,
-    "prompt": types.string,
-    "prompt_token_ids": types.token_id_list,
-    "messages": types.anything,  # Text.chat checks them
-    **_CHAT,
-    "truncate_prompt_tokens": types.truncation,
-    **_SAMPLING,
-    **_SHOWING,
-    **dict.fromkeys(STRUCTURED, types.anything),  # grammar_of checks them
-    **dict.fromkeys(TOOLS, types.anything),  # tool_use checks them
-    "max_completion_tokens": types.integer,
-    BUDGET: types.integer,
-    "n": types.integer,
-    "best_of": types.integer,
-    "logprobs": types.count_or_boolean,
-    "top_logprobs": types.integer,
-    "arrival_s": types.seconds,
-    "timeout_s": types.timeout,
-    "tenant": types.label,
-    "user": types.label,
-    "cache_salt": types.label,
-    "adapter": types.label,
-    "priority": types.priority,
-}
-FIELDS = frozenset(_READERS)
-_WITH_POOLING = {
-    *(
-        "id",
-        "prompt",
-        "messages",
-        "prompt_token_ids",
-        "truncate_prompt_tokens",
-        "pooling",
-        "label_token_ids",
-        *_CHAT,
-    ),
-    *("arrival_s", "timeout_s", "tenant", "user", "cache_salt", "adapter", "priority"),
-}
+_CHAT = [each.name for each in taken_by("tokenize")]  # how messages become a prompt
+_SHOWING = ("skip_special_tokens", "include_stop_str_in_output")

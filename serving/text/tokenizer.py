@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from borders.field_table import default
+from borders.field_types import check_unicode
 from borders.refusal import BadRequest
 from continuous_batching.request import SamplingParams
 from kv_cache.pages import Index
@@ -30,7 +32,6 @@ from serving.text.vocabulary import (
     SentencePieceVocabulary,
     Vocabulary,
     any_of,
-    check_unicode,
     read_tokenizer_files,
     token_text,
 )
@@ -247,8 +248,8 @@ class TextOptions:
 
     is_chat: bool = False
     start: bool = False
-    skip_special_tokens: bool = True
-    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = default("skip_special_tokens")
+    include_stop_str_in_output: bool = default("include_stop_str_in_output")
     num_tools: int = 0
 
     def detokenizer(self, text: Text, params: SamplingParams) -> Detokenizer:

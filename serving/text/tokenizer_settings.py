@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from borders.file_bounds import check_regular, is_there
+from borders.numbers import integers
 from borders.shown import shown
 
 SPECIAL_KEYS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
@@ -47,7 +48,7 @@ def _problems(settings: dict[str, Any]) -> Iterator[tuple[str, object, str]]:
         yield "added_tokens_decoder", added, "an object of tokens by their ids"
         return
     for index, token in added.items():
-        if not (index.isascii() and index.isdecimal() and len(index) <= 8 and int(index) < MOST_TOKENS):
+        if integers(0, MOST_TOKENS - 1).parse(index) is None:
             yield "added_tokens_decoder", index, f"of ids from 0 to {MOST_TOKENS - 1}"
         elif not (isinstance(token, dict) and _is_token(token)):
             yield f"added_tokens_decoder.{index}", token, "an object with the token's text as content"

@@ -20,7 +20,6 @@ from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
 from tokenizers import Tokenizer
 
 from borders.file_bounds import MOST_TOKENIZER_BYTES, check_regular, is_there
-from borders.refusal import BadRequest
 from serving.text.tokenizer_settings import MORE_KEYS, SPECIAL_KEYS, read_settings
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -295,12 +294,3 @@ def _template_of(folder: Path, settings: dict[str, Any]) -> str | None:
         named = {entry["name"]: entry["template"] for entry in template}
         template = named.get("default")
     return template
-
-
-def check_unicode(field: str, text: str, *, place: str = "") -> None:
-    """Raise BadRequest for lone surrogates, which JSON can write and no encoding can."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        problem = f"is not Unicode text: character {error.start} is half a surrogate pair"
-        raise BadRequest(field, problem, place=place) from error

@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from borders.field_table import MOST_TOOLS
 from borders.refusal import BadRequest, shown
 from serving.grammars.json_schema import SchemaCheck
 from serving.grammars.structured_output import FormedAnswer
 from serving.tools.formats import ToolFormat
 from serving.tools.grammar import lark_of
 
-MOST_TOOLS = 128
 FIELDS = ("tools", "tool_choice", "parallel_tool_calls")
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _NOTHING: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}

@@ -185,7 +185,7 @@ def test_a_captured_step_follows_the_lengths_of_each_replay(
         query = torch.cat([world.told[0][slot, slice(*span)] for slot, span in spans.items()]).to(DEVICE)
         for layer in range(2):
             step = Step(partial(attention.attend, query, *cached, metadata, layer))
-            attention.replay(step, metadata, lens)
+            attention.replay(step, [metadata], lens)
             expected = world.run(Attention(sized), spans, layer)
             torch.testing.assert_close(
                 step.output.cpu(), torch.cat(list(expected.values())), rtol=2e-5, atol=2e-5

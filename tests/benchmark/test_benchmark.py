@@ -160,7 +160,7 @@ def test_a_trace_of_no_use_is_refused_before_the_model_is_built(
 def test_nothing_is_measured_no_times(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(arguments)
-    assert "'0' must be a whole number from 1 to" in capsys.readouterr().err
+    assert "'0' must be an integer from 1 to" in capsys.readouterr().err
 
 
 def test_a_trace_that_the_recipe_cannot_serve_is_refused(tmp_path: Path) -> None:

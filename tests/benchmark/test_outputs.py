@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from benchmark import options as outputs
-from benchmark.serve import measure, report
+from benchmark.serve import measure
 from borders.whole_file import whole_file
 from recipes.schema.recipe import ROOT
+from tests.lazy import LazyModule
 
 URL, RECIPE = "http://127.0.0.1:1", "recipes/tiny/cpu.yaml"
 
@@ -111,9 +112,10 @@ def test_a_limit_that_is_reached_is_said_of_the_file_which_is_not_left_half(tmp_
 
 
 RESULT = {"request_rate": None, "model_id": "m", "date": "2026-01-01T00:00:00+00:00", "long": "b" * 5000}
+REPORT = LazyModule("benchmark.serve.report")  # which imports matplotlib
 WRITERS = {
     "a result": lambda path: measure.save(path, RESULT),
-    "a report": lambda path: report.write([report.Side("a", RESULT)], path),
+    "a report": lambda path: REPORT.write([REPORT.Side("a", RESULT)], path),
 }
 
 
@@ -121,7 +123,8 @@ WRITERS = {
 def test_what_was_there_stays_where_the_new_has_no_room(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(report, "_parts", lambda sides: iter(["b" * 5000]))  # not of what is drawn
+    drawn = "benchmark.serve.report._parts"
+    monkeypatch.setattr(drawn, lambda sides: iter(["b" * 5000]))
     path = tmp_path / "a"
     path.write_text("of before")
     with files_of_at_most(1000), pytest.raises(OSError, match="File too large") as caught:

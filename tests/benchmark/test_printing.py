@@ -16,7 +16,7 @@ from benchmark.options import print_figures
 from benchmark.serve import measure, sweep
 from scripts.benchmark import main
 from tests.benchmark.openai_server import Stub, running
-from tests.benchmark.test_gate_tampering import ENGINE, SMALL_VERBS, trace
+from tests.benchmark.test_gate_measured import ENGINE, SMALL_VERBS, trace
 
 Result = dict[str, Any]
 NUMBER = re.compile(r"(?<![\w.-])-?\d[\d,]*(?:\.\d+)?(?:e-?\d+)?(?![\w-])")

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from benchmark.serve.report import VARIABLES
 from scripts.benchmark import main
 from tests.benchmark.openai_server import Stub, running
 from tests.simulation.queue import honest
@@ -55,6 +54,8 @@ def checked(path: Path) -> Page:
     assert not [link for link in page.links if not link.startswith("#")]
     assert "url(http" not in text
     assert 'name="viewport"' in text
+    from benchmark.serve.report import VARIABLES  # imported here because it imports matplotlib
+
     assert not [colour for colour in VARIABLES if colour in text]
     used, style = set(re.findall(r"var\((--\w+)\)", text)), text.partition("</style>")[0]
     assert used <= set(re.findall(r"(--\w+):", style))
@@ -72,7 +73,7 @@ def swept(stub: Stub, folder: Path, *options: str) -> None:
 def test_a_sweep_goes_on_where_it_was(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("benchmark.gate.served.LATE_MS", 60_000.0)  # this machine may be busy
+    monkeypatch.setattr("benchmark.gate.machine.LATE_MS", 60_000.0)  # this machine may be busy
     with running(Stub()) as stub:
         swept(stub, tmp_path)
         first = capsys.readouterr().out

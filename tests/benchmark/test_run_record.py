@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from benchmark.charts import accepted
 from benchmark.run_record import StepRecord, Timeline, means_over_time, percentiles
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.speculation.lengths import Fixed
@@ -16,6 +15,8 @@ from tests.models.test_draft_identity import Knowing
 
 
 def test_right_drafts_are_drawn_where_they_were_checked() -> None:
+    from benchmark.charts import accepted  # imported here because it imports matplotlib
+
     recipe = load(ROOT / "recipes/tiny/cpu.yaml", ["scheduler.num_slots=3", "device.compile=false"])
     engine = build(recipe).engine
     stories: dict[str, list[int]] = {}

@@ -95,7 +95,7 @@ LOAD = ["--dp", "2", "--requests", "9", "--rate", "30", "--prompt-tokens", "9", 
         ("fleet", [*LOAD, "--rate", "0"], "--rate: '0' must be a number from 0.0001 to 1e+09, or inf"),
         ("fleet", [*LOAD, "--rate", "nan"], "--rate: 'nan' must be a number from 0.0001"),
         ("fleet", [*LOAD, "--prompt-tokens", "bogus"], "--prompt-tokens: 'bogus' is no length"),
-        ("fleet", [*LOAD, "--seed=-1"], "--seed: '-1' must be a whole number from 0 to"),
+        ("fleet", [*LOAD, "--seed=-1"], "--seed: '-1' must be an integer from 0 to"),
         *(
             ("search", [*TRACED, *AIMS, "--percent", each], "must be a number from 0.001 to 100")
             for each in ("0", "nan", "101")

@@ -15,11 +15,12 @@ import numpy as np
 from continuous_batching.batch import LATE, Batch, Candidates, Sampled
 from continuous_batching.request import SamplingParams
 from continuous_batching.slots import SlotPool
+from kv_cache.groups import WindowGroup
 from kv_cache.pages import Index, PageCopy, PagePool
 
 VOCAB_SIZE = 97
 POISON = np.uint64(0xDEADBEEFDEADBEEF)
-Free = tuple[np.ndarray, np.ndarray]
+Free = list[tuple[np.ndarray, np.ndarray]]
 _MASK = (1 << 64) - 1
 
 
@@ -105,12 +106,26 @@ class TierCopies(Protocol):
 
 
 class ChecksumRunner:
-    """Runs batches. What a place holds depends on all tokens before it, so no answer is right by chance."""
+    """Runs batches. What a place holds depends on all tokens before it, so no answer is right by chance.
 
-    def __init__(self, slots: SlotPool, pool: PagePool, host_pool: PagePool | None = None) -> None:
-        self.slots, self.pool, self.host_pool = slots, pool, host_pool
-        self.host = np.full((host_pool.num_pages if host_pool else 0, slots.page_size), POISON)
-        self.cache = np.full(pool.num_pages * slots.page_size, POISON)
+    The pages of windows hold the same; each token is right only if its query finds there what it sees.
+    """
+
+    def __init__(
+        self,
+        slots: SlotPool,
+        pool: PagePool,
+        host_pool: PagePool | None = None,
+        groups: Sequence[WindowGroup] = (),
+    ) -> None:
+        self.slots, self.pool, self.host_pool, self.groups = slots, pool, host_pool, groups
+        size = slots.page_size
+        self.host = np.full((host_pool.num_pages if host_pool else 0, size), POISON)
+        self.cache = np.full(pool.num_pages * size, POISON)
+        self.windows = [np.full(each.pool.num_pages * size, POISON) for each in groups]
+        self.window_hosts = [
+            np.full((each.host.num_pages if each.host else 0, size), POISON) for each in groups
+        ]
         self.last = np.full(slots.num_slots, -1)  # each row's last token, where only a device has it
         self.fail: set[str] = set()  # ids of requests whose logits are not finite
         self.num_steps = 0
@@ -141,6 +156,7 @@ class ChecksumRunner:
                 self.cache[places[position]] = previous
                 at += 1
             written.append(self.cache[places])
+            self._through_windows(row, start, stop, written[-1])
         tokens = [
             -1
             if self.slots.requests[row].id in self.fail
@@ -155,6 +171,17 @@ class ChecksumRunner:
             if self.slots.beam_width[row]
         }
         return Sampled(self._some_late(batch, np.array(tokens, dtype=np.int64)), candidates=candidates)
+
+    def _through_windows(self, row: int, start: int, stop: int, keys: np.ndarray) -> None:
+        """Write a span's keys to the pages of windows, and find there what its queries see."""
+        size = self.slots.page_size
+        for cache, group in zip(self.windows, self.groups):
+            seen = np.arange(max(0, start - group.window + 1), stop)
+            pages = group.table[row, seen // size].astype(np.int64)
+            assert pages.all(), f"row {row} lacks pages that its window sees"
+            places = pages * size + seen % size
+            cache[places[seen >= start]] = keys[start:stop]
+            assert np.array_equal(cache[places], keys[seen]), f"a window of row {row} sees other keys"
 
     def _some_late(self, batch: Batch, tokens: np.ndarray) -> np.ndarray:
         """In a span, all that follow a late token are late."""
@@ -208,24 +235,35 @@ class ChecksumRunner:
             self.host[page] = np.frombuffer(content, dtype=np.uint64)
 
     def _free(self) -> Free:
-        """The free pages of the device and of the host."""
-        return self.pool.free_pages, np.empty(0, int) if self.host_pool is None else self.host_pool.free_pages
+        """For each group, the free pages of the device and of the host."""
+        pools = [(self.pool, self.host_pool), *((each.pool, each.host) for each in self.groups)]
+        return [
+            (pool.free_pages, np.empty(0, int) if host is None else host.free_pages) for pool, host in pools
+        ]
+
+    def pages_of(self, group: int) -> tuple[np.ndarray, np.ndarray]:
+        """The pages of a group, on the device and on the host."""
+        cache, host = self.cache, self.host
+        if group:
+            cache, host = self.windows[group - 1], self.window_hosts[group - 1]
+        return cache.reshape(-1, self.slots.page_size), host
 
     def _copy(self, copies: tuple[PageCopy, ...], free: Free) -> None:
         """Make the copies, then poison what was free then: nobody may count on it any more."""
-        pages = self.cache.reshape(-1, self.slots.page_size)
         for copy in copies:
+            pages, host = self.pages_of(copy.group)
             assert len(np.unique(copy.targets)) == len(copy.targets), "two copies to one page"
             if copy.way.endswith("_tier"):
                 assert self.tier is not None, "there is no tier"
                 self.tier.apply(copy)
             elif copy.way == "to_host":
-                self.host[copy.targets] = pages[copy.sources]
+                host[copy.targets] = pages[copy.sources]
             elif copy.way == "from_host":
-                pages[copy.targets] = self.host[copy.sources]
+                pages[copy.targets] = host[copy.sources]
             else:
                 assert not np.intersect1d(copy.sources, copy.targets).size, "a copy reads what it writes"
                 pages[copy.targets] = pages[copy.sources]
-        on_device, on_host = free
-        self.host[on_host] = POISON
-        pages[on_device[on_device < len(pages)]] = POISON
+        for group, (on_device, on_host) in enumerate(free):
+            pages, host = self.pages_of(group)
+            host[on_host] = POISON
+            pages[on_device[on_device < len(pages)]] = POISON

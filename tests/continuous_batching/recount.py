@@ -8,6 +8,7 @@ import numpy as np
 
 from continuous_batching.scheduling.scheduler import Scheduler
 from kv_cache.pages import NULL_PAGE
+from tests.continuous_batching.windows import recount_windows
 
 
 def recount(scheduler: Scheduler) -> None:
@@ -39,6 +40,8 @@ def recount(scheduler: Scheduler) -> None:
         left = Counter(page for each in swapped.values() for page in each.pages.tolist())
         left.update(prefix.resting_pages.tolist())
         assert np.array_equal(host.holders[1:], [left[page] for page in range(1, host.num_pages)])
+
+    recount_windows(scheduler)
 
     # rows
     busy = slots.busy

@@ -38,6 +38,7 @@ from tests.continuous_batching.test_schedules import (
     check_answers,
     serve,
 )
+from tests.continuous_batching.windows import drawn_groups, window_groups
 from tests.thorough import cases
 
 
@@ -99,9 +100,13 @@ def schedulers(draw: st.DrawFn, depths: Sequence[int] = (1,)) -> tuple[Scheduler
     longest_pages = -(-(30 + 12 + 20 - 1) // page_size)
     num_host_pages = draw(st.sampled_from([None, None, 3, 60]))
     outrank = draw(st.sampled_from([False, False, True]))
+    slots = SlotPool(num_slots, MAX_TOKENS, page_size)
+    pool = PagePool(1 + longest_pages + draw(st.integers(0, longest_pages)))
+    host = None if num_host_pages is None else PagePool(num_host_pages)
+    groups = draw(drawn_groups(slots, pool, host, 30 + 12 + 20 - 1, draw(st.sampled_from([1, 3]))))
     scheduler = Scheduler(
-        SlotPool(num_slots, MAX_TOKENS, page_size),
-        PagePool(1 + longest_pages + draw(st.integers(0, longest_pages))),
+        slots,
+        pool,
         policy,
         max_batch_tokens=least + draw(st.sampled_from([0, 1, 3, 30])),
         vocab_size=VOCAB_SIZE,
@@ -111,12 +116,13 @@ def schedulers(draw: st.DrawFn, depths: Sequence[int] = (1,)) -> tuple[Scheduler
         prefix_sharing=draw(st.sampled_from([True, True, True, False])),
         max_shared_tokens=draw(st.sampled_from([None, None, 12])),
         victim=draw(st.sampled_from([youngest, fewest_lost, lowest_priority])),
-        host_pool=None if num_host_pages is None else PagePool(num_host_pages),
+        host_pool=host,
         compact_every_steps=draw(st.sampled_from([0, 1, 5])),
         compact_pages_per_step=draw(st.sampled_from([0, 1])),
         depth=draw(st.sampled_from(depths)),
+        groups=groups,
     )
-    runner = ChecksumRunner(scheduler.slots, scheduler.pool, scheduler.host_pool)
+    runner = ChecksumRunner(slots, pool, host, groups)
     runner.defers = scheduler.depth > 1 and draw(st.booleans())
     return scheduler, runner
 
@@ -277,6 +283,22 @@ def test_a_search_waits_for_all_its_rows_and_nobody_overtakes_it() -> None:
     check_search(request, set())
     assert short.finish_s is not None
     assert request.first_token_s is not None
+
+
+def test_a_resumed_search_keeps_the_window_from_which_its_beams_start() -> None:
+    """Its leader has computed what beams have in common, and far more, when the others begin."""
+    slots, pool = SlotPool(4, MAX_TOKENS, 2), PagePool(120)
+    groups = window_groups([3], slots, pool, None, [30])
+    scheduler = Scheduler(slots, pool, StallFree(), max_batch_tokens=60, vocab_size=VOCAB_SIZE, groups=groups)
+    engine = Engine(scheduler, ChecksumRunner(slots, pool, None, groups), clock=lambda: 0.0)
+    request = search("a", num_prompt=9, max_tokens=16, width=3)
+    engine.add(request)
+    for _ in range(12):
+        engine.step()
+    scheduler.preemption.preempt(int(slots.busy[0]))
+    scheduler.tables.evict(scheduler.prefix.num_idle)
+    run_out(engine)
+    check_search(request, set())
 
 
 def test_a_search_is_promised_pages_for_all_its_beams() -> None:

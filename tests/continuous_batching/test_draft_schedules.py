@@ -47,6 +47,7 @@ from tests.continuous_batching.test_schedules import (
     check_answers,
     serve,
 )
+from tests.continuous_batching.windows import drawn_groups
 from tests.thorough import cases
 
 Rightness = Literal["right", "wrong", "mixed", "ngram"]
@@ -110,9 +111,11 @@ def schedulers(draw: st.DrawFn, depths: Sequence[int] = (1,)) -> tuple[Scheduler
     num_host_pages = draw(st.sampled_from([60, None, 3, 12]))
     host_pool = None if num_host_pages is None else PagePool(num_host_pages)
     is_whole = name in ("prefill_first", "orca")
+    pool = PagePool(1 + longest_pages + draw(st.integers(0, 2 * longest_pages)))
+    groups = draw(drawn_groups(slots, pool, host_pool, 30 + 12 + 20 - 1))
     scheduler = Scheduler(
         slots,
-        PagePool(1 + longest_pages + draw(st.integers(0, 2 * longest_pages))),
+        pool,
         policy_of(name, num_slots),
         max_batch_tokens=max(
             num_slots + draw(st.sampled_from([1, 5, 12, 40])), MAX_TOKENS if is_whole else 0
@@ -132,8 +135,9 @@ def schedulers(draw: st.DrawFn, depths: Sequence[int] = (1,)) -> tuple[Scheduler
             draw(st.sampled_from([1, 2, 5, 20])),
             draw(st.integers(0, 9)),
         ),
+        groups=groups,
     )
-    runner = ChecksumRunner(slots, scheduler.pool, host_pool)
+    runner = ChecksumRunner(slots, scheduler.pool, host_pool, groups)
     runner.defers = scheduler.depth > 1 and draw(st.booleans())
     runner.late = draw(st.sampled_from([0.0, 0.3, 0.8]))
     return scheduler, runner

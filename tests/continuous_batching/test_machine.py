@@ -41,6 +41,9 @@ class SpoilingRunner(ChecksumRunner):
                 size = self.slots.page_size
                 pages = self.slots.page_table[row, positions // size].astype(np.int64)
                 self.cache[pages * size + positions % size] ^= np.uint64(0xBAD)
+                for group, cache in zip(self.groups, self.windows):
+                    pages = group.table[row, positions // size].astype(np.int64)
+                    cache[pages * size + positions % size] ^= np.uint64(0xBAD)
                 sampled.tokens[index] = -1
         return sampled
 
@@ -53,7 +56,7 @@ class Engines(RuleBasedStateMachine):
     @initialize(made=schedulers())
     def start(self, made: tuple[Scheduler, ChecksumRunner]) -> None:
         self.scheduler, runner = made
-        self.runner = SpoilingRunner(runner.slots, runner.pool, runner.host_pool)
+        self.runner = SpoilingRunner(runner.slots, runner.pool, runner.host_pool, runner.groups)
         self.now_s = 0.0
         self.engine = Engine(self.scheduler, self.runner, clock=lambda: self.now_s)
         self.known: dict[str, Request] = {}  # all that were taken
@@ -126,8 +129,10 @@ class Engines(RuleBasedStateMachine):
 
     @rule()
     def compact(self) -> None:
-        self.scheduler.tables.compact(self.scheduler.pool.num_pages)
-        assert self.scheduler.pool.highest_held == self.scheduler.pool.num_held
+        tables = self.scheduler.tables
+        pools = [self.scheduler.pool, *(group.pool for group in tables.groups)]
+        tables.compact(max(pool.num_pages for pool in pools))
+        assert all(pool.highest_held == pool.num_held for pool in pools)
 
     @rule(change=st.integers(-20, 20), give_up=st.sampled_from(["nothing", "cached", "running"]))
     def resize(self, change: int, give_up: str) -> None:
@@ -163,6 +168,13 @@ class Engines(RuleBasedStateMachine):
             count = int(slots.num_computed[row])
             found = pages[slots.pages(row)].ravel()[:count]
             assert np.array_equal(found, self.written[slots.requests[row].id][:count])
+        for group in self.runner.groups:
+            pages, _ = self._settled(group.number)
+            for row in slots.busy.tolist():
+                count = int(slots.num_computed[row])
+                seen = np.arange(max(0, count - group.window + 1), count)
+                found = pages[group.table[row, seen // self._size], seen % self._size]
+                assert np.array_equal(found, self.written[slots.requests[row].id][seen])
 
     @invariant()
     def cached_pages_hold_what_their_key_stands_for(self) -> None:
@@ -170,6 +182,12 @@ class Engines(RuleBasedStateMachine):
         for name in chains.names.tolist():
             found = pages[name] if name > 0 else host[-name]
             assert np.array_equal(found, self.content[chains.key(name)]), f"page {name}"
+        for group in self.runner.groups:
+            pages, host = self._settled(group.number)
+            for name in chains.names[group.beside[chains.names] != 0].tolist():
+                page = int(group.beside[name])
+                found = pages[page] if page > 0 else host[-page]
+                assert np.array_equal(found, self.content[chains.key(name)]), f"what lies beside page {name}"
 
     @invariant()
     def the_host_holds_what_the_swapped_computed(self) -> None:
@@ -182,6 +200,11 @@ class Engines(RuleBasedStateMachine):
                 wanted = self.written[request.id][left.first * size : left.num_computed]
                 assert np.array_equal(found[: len(wanted)], wanted)
                 assert -(-len(wanted) // size) == len(left.pages)
+                for group, (first, pages) in zip(self.runner.groups, left.windows):
+                    assert first * size <= max(0, left.num_computed - group.window + 1)
+                    found = self._settled(group.number)[1][pages].ravel()
+                    wanted = self.written[request.id][first * size : left.num_computed]
+                    assert np.array_equal(found[: len(wanted)], wanted)
 
     @invariant()
     def a_request_is_in_one_place(self) -> None:
@@ -230,6 +253,9 @@ class Engines(RuleBasedStateMachine):
         assert pool.num_free + prefix.num_idle == pool.num_pages - 1, "pages leaked"
         host = self.scheduler.host_pool
         assert host is None or host.num_held == prefix.num_resting, "host pages leaked"
+        for group in self.runner.groups:
+            assert group.num_available == group.pool.num_pages - 1, "pages of a window leaked"
+            assert group.host is None or group.host.num_held == group.num_resting, "host pages leaked"
         for name, request in self.ended.items():
             want, got = self.answers[name], request.answer.tolist()
             if request.finish_reason in ("abort", "error"):
@@ -266,10 +292,12 @@ class Engines(RuleBasedStateMachine):
     def _story(self, request: Request) -> list[int]:
         return [*request.prompt.tolist(), *self.answers[request.id]]
 
-    def _settled(self) -> tuple[Words, Words]:
+    def _settled(self, group: int = 0) -> tuple[Words, Words]:
         """Device and host pages as they will be when the copies asked for are made."""
-        pages, host = self.runner.cache.reshape(-1, self._size).copy(), self.runner.host.copy()
+        pages, host = (each.copy() for each in self.runner.pages_of(group))
         for copy in self.scheduler.tables._copies:
+            if copy.group != group:
+                continue
             source, target = {
                 "within": (pages, pages),
                 "to_host": (pages, host),

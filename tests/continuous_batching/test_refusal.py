@@ -29,17 +29,17 @@ def test_a_value_out_of_range_names_its_field_value_and_limit() -> None:
     with pytest.raises(BadRequest) as refusal:
         SamplingParams(top_p=2)
     bad = refusal.value
-    assert (bad.field, bad.value, bad.limit) == ("top_p", 2, "above 0, at most 1")
-    assert str(bad) == "top_p is 2; it must be above 0, at most 1"
-    assert repr(bad) == "BadRequest('top_p is 2; it must be above 0, at most 1', field='top_p')"
+    assert (bad.field, bad.value, bad.limit) == ("top_p", 2, "a number above 0, at most 1")
+    assert str(bad) == "top_p is 2; it must be a number above 0, at most 1"
+    assert repr(bad) == "BadRequest('top_p is 2; it must be a number above 0, at most 1', field='top_p')"
 
 
 def test_a_place_within_a_field_is_no_part_of_its_name() -> None:
     with pytest.raises(BadRequest) as refusal:
         SamplingParams(logit_bias={7: 101.0})
     assert (refusal.value.field, refusal.value.place) == ("logit_bias", "[7]")
-    assert str(refusal.value) == "logit_bias[7] is 101.0; it must be from -100 to 100"
-    assert str(refusal.value.of_field("bias")) == "bias[7] is 101.0; it must be from -100 to 100"
+    assert str(refusal.value) == "logit_bias[7] is 101.0; it must be a number from -100 to 100"
+    assert str(refusal.value.of_field("bias")) == "bias[7] is 101.0; it must be a number from -100 to 100"
 
 
 @pytest.mark.parametrize(

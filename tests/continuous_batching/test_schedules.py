@@ -20,6 +20,7 @@ from continuous_batching.slots import SlotPool
 from kv_cache.pages import PagePool
 from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner, alone
 from tests.continuous_batching.recount import recount
+from tests.continuous_batching.windows import drawn_groups, least_pages
 from tests.thorough import cases
 
 MAX_TOKENS = 64
@@ -92,9 +93,11 @@ def schedulers(
     slots = SlotPool(num_slots, MAX_TOKENS, page_size)
     num_host_pages = draw(st.sampled_from([60, 5, 3, 12] if has_tier else [60, None, 3, 12]))
     host_pool = None if num_host_pages is None else PagePool(num_host_pages)
+    pool = PagePool(num_pages)
+    groups = [] if has_tier else draw(drawn_groups(slots, pool, host_pool, 30 + 12 + 20 - 1))
     scheduler = Scheduler(
         slots,
-        PagePool(num_pages),
+        pool,
         Static(batch_size=draw(st.integers(1, 4)), max_wait_s=3.0) if static else StallFree(),
         max_batch_tokens=num_slots + draw(st.sampled_from([0, 1, 3, 7, 30])),
         vocab_size=VOCAB_SIZE,
@@ -107,8 +110,9 @@ def schedulers(
         compact_every_steps=draw(st.sampled_from([0, 0, 1, 5])),
         compact_pages_per_step=draw(st.sampled_from([0, 1, 3])),
         depth=draw(st.sampled_from(depths)),
+        groups=groups,
     )
-    runner = ChecksumRunner(slots, scheduler.pool, host_pool)
+    runner = ChecksumRunner(slots, scheduler.pool, host_pool, groups)
     runner.defers = scheduler.depth > 1 and draw(st.booleans())
     runner.late = draw(st.sampled_from([0.0, 0.3, 0.8]))
     return scheduler, runner
@@ -143,6 +147,9 @@ def could_fit(engine: Engine, request: Request) -> bool:
     each = -(-(request.num_prompt_tokens + request.params.max_tokens - 1) // size)
     shared = request.num_prompt_tokens // size
     enough = shared + width * (each - shared) <= engine.scheduler.pool.num_pages - 1
+    tokens = request.num_prompt_tokens + request.params.max_tokens - 1
+    for group in engine.scheduler.tables.groups:  # every beam may come to have a window of its own
+        enough &= width * least_pages(group.window, size, tokens) <= group.pool.num_pages - 1
     return enough and width <= engine.slots.num_slots
 
 
@@ -248,6 +255,7 @@ def test_every_schedule_gives_the_tokens_of_each_request_alone(
     check_answers(ended, runner.fail)
     assert not len(scheduler.slots.busy)
     assert scheduler.pool.num_free + scheduler.prefix.num_idle == scheduler.pool.num_pages - 1
+    assert all(each.num_available == each.pool.num_pages - 1 for each in scheduler.tables.groups)
 
 
 def test_copies_asked_for_in_a_step_that_comes_to_nothing_are_made_in_the_next() -> None:

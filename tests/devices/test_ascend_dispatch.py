@@ -65,5 +65,7 @@ def test_no_other_product_sends_tokens() -> None:
 def test_the_buffers_have_a_size() -> None:
     assert buffer_mib({}) == 200
     assert buffer_mib({"HCCL_BUFFSIZE": "512"}) == 512
-    with pytest.raises(ValueError, match=r"HCCL_BUFFSIZE is '-3'; it is a number of MiB from 1: unset it"):
+    with pytest.raises(
+        ValueError, match=r"HCCL_BUFFSIZE is '-3'; it must be an integer from 1 to 2147483647 MiB: unset it"
+    ):
         buffer_mib({"HCCL_BUFFSIZE": "-3"})

@@ -39,6 +39,40 @@ def held(cache: KVCache) -> list[float]:
     return cache.keys[0][:, 0, 0, 0].tolist()
 
 
+def test_each_group_of_layers_has_pages_of_its_own() -> None:
+    """Copies and swaps reach the layers of their group, and a resize those of group 0."""
+    cache = KVCache(
+        3,
+        9,
+        4,
+        1,
+        2,
+        torch.float32,
+        num_host_pages=5,
+        groups=[1, 0, 1],
+        window_pages=[4],
+        window_host_pages=[3],
+    )
+    assert [len(each) for each in cache.keys] == [len(each) for each in cache.values] == [4, 9, 4]
+    assert [len(each) for each in cache.host_tensors] == [3, 5, 3] * 2
+    for tensor in (*cache.keys, *cache.values):
+        tensor[:] = torch.arange(float(len(tensor)))[:, None, None, None]
+
+    def held() -> list[list[float]]:
+        return [each[:, 0, 0, 0].tolist() for each in (*cache.keys, *cache.values)]
+
+    sources, targets = np.array([3]), np.array([1])
+    cache.apply([PageCopy(sources, targets, group=1)])
+    assert held() == [[0, 3, 2, 3], [*range(9)], [0, 3, 2, 3]] * 2
+    cache.apply([PageCopy(np.array([2]), np.array([2]), "to_host", group=1)])
+    cache.apply([PageCopy(np.array([8]), np.array([4]), "to_host")])
+    cache.apply([PageCopy(np.array([2]), np.array([3]), "from_host", group=1)])
+    cache.apply([PageCopy(np.array([4]), np.array([5]), "from_host")])
+    assert held() == [[0, 3, 2, 2], [0, 1, 2, 3, 4, 8, 6, 7, 8], [0, 3, 2, 2]] * 2
+    cache.resize(6)
+    assert held() == [[0, 3, 2, 2], [0, 1, 2, 3, 4, 8], [0, 3, 2, 2]] * 2
+
+
 @pytest.fixture(params=[1, 3, 1000], ids="{} pages a chunk".format)
 def _chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage, "CHUNK_BYTES", request.param * 4 * 2 * 4)

@@ -18,8 +18,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from tests.lazy import transformers
 from tests.models.families import VOCABULARY, Variant, fresh_rope, make
 
 HIDDEN, HEADS = 48, 4
@@ -162,7 +162,8 @@ class Published:
             torch.arange(0, dim, 2) / dim
         )
         turned = torch.cat((angles, angles), -1)[None]
-        query, key = apply_rotary_pos_emb(query[None], key[None], turned.cos(), turned.sin())
+        llama = transformers.models.llama.modeling_llama
+        query, key = llama.apply_rotary_pos_emb(query[None], key[None], turned.cos(), turned.sin())
         attended = F.scaled_dot_product_attention(query, key, value[None], is_causal=True)[0]
         x = residual + attended.transpose(0, 1).flatten(1) @ weights["midlayer.self_attn.o_proj.weight"].T
         normed = self._norm(x, "midlayer.post_attention_layernorm")

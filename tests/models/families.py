@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
 
+from tests.lazy import transformers
 from tests.models.score_variants import SCORE_VARIANTS
 from tests.models.variants import PUBLISHED_LATENT, Variant
 from tests.models.variants import VARIANTS as PLAIN_VARIANTS
@@ -23,23 +22,24 @@ VARIANTS = [*PLAIN_VARIANTS, *SCORE_VARIANTS]
 __all__ = ["VARIANTS", "Variant"]
 
 
-CLASSES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
-    "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
-    "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
-    "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
-    "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
-    "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM),
-    "gemma2": (transformers.Gemma2Config, transformers.Gemma2ForCausalLM),
-    "gemma3_text": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM),
-    "internlm3": (transformers.InternLM3Config, transformers.LlamaForCausalLM),
-    "gpt_oss": (transformers.GptOssConfig, transformers.GptOssForCausalLM),
-    "glm4": (transformers.Glm4Config, transformers.Glm4ForCausalLM),
-    "phi3": (transformers.Phi3Config, transformers.Phi3ForCausalLM),
-    "qwen2_moe": (transformers.Qwen2MoeConfig, transformers.Qwen2MoeForCausalLM),
-    "glm4_moe": (transformers.Glm4MoeConfig, transformers.Glm4MoeForCausalLM),
-    "deepseek_v2": (transformers.DeepseekV2Config, transformers.DeepseekV2ForCausalLM),
-    "deepseek_v3": (transformers.DeepseekV3Config, transformers.DeepseekV3ForCausalLM),
+# transformers' classes of a family: of its configuration, and of its model
+CLASSES = {
+    "llama": ("LlamaConfig", "LlamaForCausalLM"),
+    "mistral": ("MistralConfig", "MistralForCausalLM"),
+    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM"),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
+    "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM"),
+    "mixtral": ("MixtralConfig", "MixtralForCausalLM"),
+    "gemma2": ("Gemma2Config", "Gemma2ForCausalLM"),
+    "gemma3_text": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
+    "internlm3": ("InternLM3Config", "LlamaForCausalLM"),
+    "gpt_oss": ("GptOssConfig", "GptOssForCausalLM"),
+    "glm4": ("Glm4Config", "Glm4ForCausalLM"),
+    "phi3": ("Phi3Config", "Phi3ForCausalLM"),
+    "qwen2_moe": ("Qwen2MoeConfig", "Qwen2MoeForCausalLM"),
+    "glm4_moe": ("Glm4MoeConfig", "Glm4MoeForCausalLM"),
+    "deepseek_v2": ("DeepseekV2Config", "DeepseekV2ForCausalLM"),
+    "deepseek_v3": ("DeepseekV3Config", "DeepseekV3ForCausalLM"),
 }
 
 
@@ -58,7 +58,7 @@ def make(variant: Variant, root: Path) -> tuple[Any, Path]:
         "pad_token_id": None,
         "eos_token_id": None,
     }
-    config_class, model_class = CLASSES[variant.family]
+    config_class, model_class = (getattr(transformers, name) for name in CLASSES[variant.family])
     config = config_class(**options | variant.options, rope_parameters=deepcopy(variant.rope))
     config._attn_implementation = "eager"
     config.eos_token_id = None  # a family's default may lie beyond this vocabulary

@@ -15,12 +15,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer
-from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeDecoderLayer
 
 from tests.models.families import VARIANTS, Variant, fresh_rope, make, wide
 
-LAYERS = {"deepseek_v3": DeepseekV3DecoderLayer, "glm4_moe": Glm4MoeDecoderLayer}
 DENSE, NUM_LAYERS = 1, 3  # layers without experts, and all; the layer that predicts has experts
 
 
@@ -42,7 +39,7 @@ def with_layer(variant: Variant, root: Path) -> tuple[Any, Path]:
                 weight *= 0.02
         model.lm_head.weight *= 4
         model.model.embed_tokens.weight *= 3
-        layer = LAYERS[variant.family](model.config, NUM_LAYERS - 1).eval()
+        layer = type(model.model.layers[-1])(model.config, NUM_LAYERS - 1).eval()
         layer.load_state_dict(model.model.layers[-1].state_dict())
         for each, weight in layer.named_parameters():
             if weight.dim() > 1:

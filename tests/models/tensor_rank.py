@@ -33,8 +33,9 @@ from continuous_batching.request import Request, SamplingParams
 from continuous_batching.slots import SlotPool
 from devices.ascend_dispatch import BUFFER_MIB
 from kv_cache.device.storage import KVCache
+from kv_cache.groups import DType
 from models.checkpoint import weights
-from models.config import DecoderConfig, DType
+from models.config import DecoderConfig
 from models.decoder import Decoder
 from models.layers.dtypes import TORCH_DTYPES
 from models.layers.logit_parts import LogitParts
@@ -105,7 +106,7 @@ def built(
     decoder = empty(config, group, kind, way, experts)
     if dispatches:
         product = decoder.ops.product  # type: ignore[attr-defined]
-        dtypes = *product.dtypes, torch.float32  # which the stand-in takes here
+        dtypes = *product.dtypes, "float32"  # which the stand-in takes here
         decoder.ops.product = replace(product, dtypes=dtypes)  # type: ignore[attr-defined]
     return decoder, weights.load(decoder, path)
 

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -30,6 +29,7 @@ from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from recipes.schema.recipe_error import RecipeError
 from tests.device_kinds import settings
+from tests.lazy import peft
 from tests.models.families import VARIANTS, VOCABULARY, generated, make, wide
 from tests.thorough import cases
 
@@ -265,8 +265,11 @@ def test_a_place_holds_nothing_of_what_it_held() -> None:
             'rank_pattern has the expression "(q|k)_proj"; name its linears',
         ),
         ({"rank_pattern": ["q_proj"]}, "it must map linears to numbers"),
-        ({"rank_pattern": {"q_proj": 9}}, "has rank 9, and adapters.rank leaves room for 1 to 8"),
-        ({"rank_pattern": {"q_proj": "2"}}, 'r is "2"; it must be a whole number'),
+        (
+            {"rank_pattern": {"q_proj": 9}},
+            "r is 9; it must be an integer from 1 to 8, for which adapters.rank leaves room",
+        ),
+        ({"rank_pattern": {"q_proj": "2"}}, 'r is "2"; it must be an integer from 1 to 8'),
         ({"alpha_pattern": {"q_proj": None}}, "lora_alpha is null; it must be a number from"),
         ({"alpha_pattern": {"q_proj": 10**400}}, "it must be a number from"),
         ({"rank_pattern": {"q_proj": 2}}, "and this model needs"),
@@ -274,11 +277,11 @@ def test_a_place_holds_nothing_of_what_it_held() -> None:
         *(({"init_lora_weights": start}, f'init_lora_weights is "{start}"') for start in CHANGING_STARTS),
         ({"init_lora_weights": "pissa_niter_4"}, "path_initial_model_for_weight_conversion=INITIAL"),
         ({"init_lora_weights": "loftq"}, "merge it with peft: model.merge_and_unload()"),
-        ({"r": 9}, "has rank 9, and adapters.rank leaves room for 1 to 8"),
-        ({"r": True}, "r is true; it must be a whole number"),
-        ({"r": 10**400}, "and adapters.rank leaves room for 1 to 8"),
-        ({"r": -(10**400)}, "and adapters.rank leaves room for 1 to 8"),
-        *(({"r": each}, "it must be a whole number") for each in (2.0, math.inf, "4", None, [4])),
+        ({"r": 9}, "r is 9; it must be an integer from 1 to 8, for which adapters.rank leaves room"),
+        ({"r": True}, "r is true; it must be an integer from 1 to 8"),
+        ({"r": 10**400}, "it must be an integer from 1 to 8, for which adapters.rank leaves room"),
+        ({"r": -(10**400)}, "it must be an integer from 1 to 8, for which adapters.rank leaves room"),
+        *(({"r": each}, "it must be an integer from 1 to 8") for each in (2.0, math.inf, "4", None, [4])),
         *(
             ({"lora_alpha": each}, "it must be a number from -1000000000 to 1000000000")
             for each in (10**400, -(10**400), 10**4000, 1e300, math.inf, math.nan, True, "8", None, [8])

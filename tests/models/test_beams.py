@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
 
 from continuous_batching.engine import Engine
 from continuous_batching.request import Request, SamplingParams
 from recipes.assembly.engine import build
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
+from tests.lazy import transformers
 from tests.models.families import VARIANTS, VOCABULARY, expected_logprobs, fresh_rope, make
 from tests.thorough import THOROUGH
 

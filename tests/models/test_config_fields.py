@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
 
 from recipes.assembly.families import FAMILIES, decoder_config, read
+from tests.lazy import transformers
 from tests.models.families import VARIANTS, VOCABULARY, Variant, expected_logprobs, make
 from tests.models.test_decoder import make_decoder, run_in_chunks
 

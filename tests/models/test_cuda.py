@@ -8,10 +8,11 @@ import torch
 
 from continuous_batching.engine import Engine
 from continuous_batching.request import Request, SamplingParams
+from devices.host_memory import host_memory_bytes
 from models.ops.cuda.ops import CudaOps
 from recipes import machine
 from recipes.assembly.engine import build
-from recipes.machine import Cuda, Machine, host_memory_bytes
+from recipes.machine import Cuda, Machine
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT, DeviceSection
 from tests.interpreter import DEVICE, multiply_rows_alone

@@ -14,8 +14,8 @@ from continuous_batching.batch import Batch, Sampled
 from continuous_batching.request import Request
 from continuous_batching.slots import SlotPool
 from kv_cache.device.storage import KVCache
+from kv_cache.groups import DType
 from models.checkpoint import weights
-from models.config import DType
 from models.decoder import Decoder
 from models.layers.dtypes import TORCH_DTYPES
 from models.sampling.sampler import Chosen

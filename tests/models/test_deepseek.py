@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
-from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
 from attention.latent import LatentAttention
 from devices.ascend_limits import product
@@ -28,6 +26,7 @@ from recipes.assembly.decoders import shape_of
 from recipes.assembly.families import config_in, decoder_config
 from recipes.assembly.scoring import score
 from tests.device_kinds import has_npu, npu, operators
+from tests.lazy import transformers
 from tests.models.families import VARIANTS, expected_logprobs, make
 from tests.models.test_shared_weights import Rank
 from tests.recipes.published import DEEPSEEK_V2_LITE, DEEPSEEK_V3
@@ -67,7 +66,9 @@ def test_the_norms_of_latents_have_an_eps_of_their_own(tmp_path: Path) -> None:
 def theirs(name: str, x: Tensor, router: Tensor, correction: Tensor) -> Tensor:
     """Transformers' weight of every expert for every token; 0 of those that are not chosen."""
     config = ROUTERS[name]
-    made: Any = DeepseekV3TopkRouter if name.startswith("V3") else DeepseekV2TopkRouter
+    of_v2 = transformers.models.deepseek_v2.modeling_deepseek_v2
+    of_v3 = transformers.models.deepseek_v3.modeling_deepseek_v3
+    made: Any = of_v3.DeepseekV3TopkRouter if name.startswith("V3") else of_v2.DeepseekV2TopkRouter
     module = made.__new__(made)
     torch.nn.Module.__init__(module)
     module.top_k, module.num_experts, module.hidden_dim = config.num_chosen, config.num_experts, x.shape[1]

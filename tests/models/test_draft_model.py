@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 
 from continuous_batching.batch import Batch, Sampled
@@ -27,6 +26,7 @@ from recipes.assembly.engine import build
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from tests.device_kinds import Kind, on_each, settings, stand_in_alone
+from tests.lazy import transformers
 from tests.models.families import VOCABULARY, Variant, expected_logprobs, make, wide
 from tests.models.test_draft_identity import FORMS
 from tests.models.variants import LLAMA3

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmark.gate.printing import read_result
+from benchmark.gate.result import read_result
 from borders import file_bounds
 from borders.file_bounds import MOST_JSON_BYTES, lines_of, read_bounded
 from models.checkpoint.files import checkpoint_files

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from recipes.assembly.decoders import shape_of
 from recipes.assembly.families import decoder_config
 from tests.device_kinds import machine, stand_in_alone
+from tests.lazy import transformers
 
 HUB = {  # what the hub's file of the 9B says
     "model_type": "gemma2", "attention_bias": False, "attn_logit_softcapping": 50.0,

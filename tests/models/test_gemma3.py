@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch.nn import functional as F
 
 from models.decoder import Decoder
@@ -16,6 +15,7 @@ from models.parallel.group import ALONE
 from recipes.assembly.families import decoder_config
 from recipes.assembly.sizing import max_positions
 from tests.device_kinds import Kind, on_each
+from tests.lazy import transformers
 from tests.models.families import VARIANTS, Variant, make, wide
 from tests.models.tensor_rank import built
 

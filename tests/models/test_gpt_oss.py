@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -21,6 +20,7 @@ from recipes.assembly.scoring import score
 from recipes.assembly.sizing import max_positions
 from tests.attention.test_attention import shape
 from tests.device_kinds import has_npu, operators
+from tests.lazy import transformers
 from tests.models.families import VARIANTS, expected_logprobs, make
 from tests.models.test_stored_otherwise import decoder
 

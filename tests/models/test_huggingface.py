@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import transformers
 
 from models.layers.dtypes import TORCH_DTYPES
 from recipes.assembly.families import FAMILIES, decoder_config, read
+from tests.lazy import transformers
 from tests.models.families import VARIANTS, Variant, make
 
 LLAMA = {

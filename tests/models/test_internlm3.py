@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from recipes.assembly.families import decoder_config
+from tests.lazy import transformers
 
 HUB = {  # what the hub's file of the 8B says
     "model_type": "internlm3", "bias": False, "qkv_bias": False, "eos_token_id": 2, "head_dim": 128,

@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers.quantizers.quantizers_utils import should_convert_module
 
 from models.checkpoint import weights
 from models.checkpoint.unpacking import Unpacking
@@ -18,6 +17,7 @@ from models.packing import Packing, packing
 from recipes.assembly.families import config_in
 from recipes.assembly.int8_checkpoint import quantize
 from recipes.assembly.scoring import score
+from tests.lazy import transformers
 from tests.models.families import VARIANTS, expected_logprobs, make
 from tests.models.packed_checkpoints import AWQ, FORMS, GPTQ, compressed, store
 from tests.models.test_block_scales import fill
@@ -295,12 +295,13 @@ def test_it_is_not_quantised_twice_on_disk(tmp_path: Path) -> None:
     ids=str,
 )
 def test_awq_leaves_out_what_transformers_leaves_out(left_out: list[str]) -> None:
+    theirs = transformers.quantizers.quantizers_utils
     roles = ["self_attn.q_proj", "self_attn.o_proj", "mlp.gate", "mlp.gate_proj", "mlp.down_proj"]
     roles += [f"mlp.experts.{number}.{name}_proj" for number in (1, 11) for name in ("gate", "up", "down")]
     found = packing({"quantization_config": AWQ | {"modules_to_not_convert": left_out}})
     assert found is not None
     for name in (f"model.layers.{layer}.{role}" for layer in (0, 1, 11) for role in roles):
-        assert found.covers(name) == should_convert_module(name, left_out), name
+        assert found.covers(name) == theirs.should_convert_module(name, left_out), name
     assert not found.covers("lm_head"), "it is not in a layer"
 
 

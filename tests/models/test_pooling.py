@@ -8,13 +8,13 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModel, AutoModelForCausalLM
 
 from continuous_batching.request import Request, SamplingParams, Vector
 from recipes.assembly.engine import build
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from tests.device_kinds import Kind, Way, npu, on_each, settings
+from tests.lazy import transformers
 from tests.models.test_prompt_logprobs import PROMPTS, SETTINGS, TEXT, WEIGHTS, engine_of, serve
 
 ASKED = ("last", "mean", None)
@@ -23,7 +23,7 @@ ASKED = ("last", "mean", None)
 @cache
 def states(tokens: tuple[int, ...]) -> Vector:
     """Behind the last norm, [T, hidden]."""
-    model = AutoModel.from_pretrained(WEIGHTS, dtype=torch.float32, attn_implementation="eager")
+    model = transformers.AutoModel.from_pretrained(WEIGHTS, dtype=torch.float32, attn_implementation="eager")
     with torch.inference_mode():
         found: Vector = model(torch.tensor([tokens])).last_hidden_state[0].numpy()
     return found
@@ -93,7 +93,7 @@ def test_ranks_and_stages_find_it_too(way: str) -> None:
         built.engine.observer.close()  # with which the other ranks end
     for request in made:
         check(request)
-    model = AutoModelForCausalLM.from_pretrained(WEIGHTS, dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_pretrained(WEIGHTS, dtype=torch.float32)
     with torch.inference_mode():
         known = model(torch.from_numpy(labelled.prompt)[None].long()).logits[0, -1].log_softmax(-1)
     np.testing.assert_allclose(labelled.embedding, known[list(labels)], atol=1e-4)
@@ -130,7 +130,7 @@ def test_a_cached_beginning_serves_the_last_token_and_not_the_mean() -> None:
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"pooling": "max", "max_tokens": 1}, 'pooling is "max"; it must be last or mean'),
+        ({"pooling": "max", "max_tokens": 1}, 'pooling is "max"; it must be "last" or "mean"'),
         ({"pooling": "last"}, "max_tokens is 16; it must be 1 beside pooling"),
         ({"pooling": "last", "max_tokens": 1, "prompt_logprobs": 1}, "prompt_logprobs is 1; it must be left"),
         ({"pooling": "mean", "max_tokens": 1, "beam_width": 2}, "beam_width is 2; it must be left out"),

@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from models.checkpoint.huggingface import rope_config
 from models.layers.rope import Rope
+from tests.lazy import transformers
 
 DIM, MAX_POSITIONS = 32, 256
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
@@ -59,7 +58,8 @@ def theirs(
     if rope["rope_type"] == "default":
         embedding = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(config)
         return embedding.inv_freq, embedding.attention_scaling
-    return ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"), seq_len=length)
+    scaled = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS[rope["rope_type"]]
+    return scaled(config, torch.device("cpu"), seq_len=length)
 
 
 def ours(rope: dict[str, Any], theta: float) -> Rope:

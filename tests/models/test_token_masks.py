@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import NoBadWordsLogitsProcessor, SuppressTokensLogitsProcessor
 
 from continuous_batching.request import Request, SamplingParams, packed_ids
 from models.sampling.token_masks import banned_tokens
+from tests.lazy import transformers
 from tests.models.test_sampler import EOS, Row, V, edited, sample, some_logits, token
 from tests.models.test_sampler_engine import make_engine, requests, serve
 
@@ -27,7 +27,9 @@ def test_bad_words_are_those_of_transformers_within_the_answer(seed: int) -> Non
     random = np.random.default_rng(seed)
     answer = tuple(random.choice([4, 5, 6, 7, 9], size=int(random.integers(1, 8))).tolist())
     logits = some_logits(seed)
-    expected = NoBadWordsLogitsProcessor([list(word) for word in WORDS])(torch.tensor([answer]), logits[None])
+    expected = transformers.NoBadWordsLogitsProcessor([list(word) for word in WORDS])(
+        torch.tensor([answer]), logits[None]
+    )
     assert changed(SamplingParams(bad_words=WORDS), answer, seed).equal(expected[0])
 
 
@@ -41,7 +43,7 @@ def test_what_is_not_allowed_is_suppressed_as_by_transformers() -> None:
     allowed = [3, 11, 40, 47]
     others = [each for each in range(V) if each not in allowed]
     logits = some_logits()
-    expected = SuppressTokensLogitsProcessor(others)(torch.tensor([[1]]), logits[None])[0]
+    expected = transformers.SuppressTokensLogitsProcessor(others)(torch.tensor([[1]]), logits[None])[0]
     assert changed(SamplingParams(allowed_token_ids=packed_ids(reversed(allowed)))).equal(expected)
 
 

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from attention.reference import Attention
 from devices.shapes import AttentionShape
+from kv_cache.groups import DType
 from models.checkpoint import weights
 from models.checkpoint.files import INDEX, SINGLE, tensor_names
-from models.config import DecoderConfig, DType
+from models.config import DecoderConfig
 from models.decoder import Decoder
 from models.layers.dtypes import TORCH_DTYPES
 from models.ops.reference import Ops

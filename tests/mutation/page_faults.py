@@ -56,8 +56,8 @@ FAULTS = {
     ),
     "values_not_copied": Fault(
         "kv_cache/device/storage.py::KVCache.copy",
-        "(*self.keys, *self.values)",
-        "self.keys",
+        "self._of_group(group)[0]",
+        "[each for each in self.keys if each is not None]",
         "a page's values stay behind when it moves",
         "tests/kv_cache/test_storage.py::test_copies_take_every_page_to_its_target_and_touch_no_other",
     ),
@@ -69,7 +69,7 @@ FAULTS = {
         "tests/kv_cache/test_storage.py::test_copies_keep_every_bit",
     ),
     "resize_zeroes": Fault(
-        "kv_cache/device/storage.py::KVCache.resize",
+        "kv_cache/device/storage.py::KVCache._resized",
         "_chunks(old, kept, kept)",
         "_chunks(old, kept[:0], kept[:0])",
         "the keys and values of running requests are lost",
@@ -140,7 +140,7 @@ FAULTS = {
     ),
     "version_stands_still": Fault(
         "kv_cache/prefix_cache.py::PrefixCache._remove",
-        "self.version += 1",
+        "self._version += 1",
         "",
         "a lookup made before an eviction is believed after it",
         "tests/continuous_batching/test_small_pools.py::test_a_pool_of_the_largest_request_finishes_a_closed_loop",

@@ -41,9 +41,9 @@ FAULTS = {
         "tests/continuous_batching/test_draft_model.py::test_rows_lack_tokens_while_they_have_no_drafts_and_catch_up",
     ),
     "swapped_in_after_any_beginning": Fault(
-        "continuous_batching/paging/slot_lifecycle.py::SlotLifecycle._swap_in",
-        "slots.num_pages[row] == swapped.first",
-        "slots.num_pages[row] <= swapped.first",
+        "continuous_batching/paging/slot_lifecycle.py::SlotLifecycle.comes_back",
+        "len(matched) == swapped.first",
+        "len(matched) <= swapped.first",
         "pages come back although the shared ones before them were evicted",
         "tests/continuous_batching/test_slot_lifecycle.py::test_a_swapped_request_whose_shared_pages_are_gone_is_computed_again",
     ),
@@ -55,7 +55,7 @@ FAULTS = {
         "tests/continuous_batching/test_scheduler.py::test_a_common_prompt_that_arrives_at_once_is_computed_once",
     ),
     "promises_not_counted": Fault(
-        "continuous_batching/paging/slot_lifecycle.py::SlotLifecycle.num_promised",
+        "continuous_batching/paging/page_tables.py::PageTables.num_promised",
         "int(np.maximum(wanted - slots.num_pages[busy], 0).sum())",
         "0 * int(np.maximum(wanted - slots.num_pages[busy], 0).sum())",
         "admitted, preempted, admitted again: nothing gets on",

@@ -13,8 +13,8 @@ FAULTS = {
         "tests/continuous_batching/test_drafts.py::test_drafts_bring_the_same_tokens_in_fewer_steps",
     ),
     "drafts_evict": Fault(
-        "continuous_batching/samples/drafts.py::extend_by_drafts",
-        "extra and extra > tables.pool.num_free - lifecycle.num_promised()",
+        "continuous_batching/paging/page_tables.py::PageTables.has_free",
+        "extra and extra > self.pool.num_free - self.num_promised()",
         "False",
         "a guess takes pages from a running request",
         "tests/continuous_batching/test_drafts.py::test_a_row_without_room_for_its_drafts_decodes_without_them",
@@ -111,9 +111,9 @@ FAULTS = {
         "tests/continuous_batching/test_overlap.py::test_the_next_step_begins_before_the_tokens_of_this_one_are_waited_for",
     ),
     "ahead_without_pages": Fault(
-        "continuous_batching/scheduling/scheduler.py::Scheduler.can_look_ahead",
-        "missing + len(tables.forked) <= tables.num_available",
-        "True",
+        "continuous_batching/paging/page_tables.py::PageTables.can_go_on",
+        "int(self.missing(rows, stops).sum()) + forked > self.num_available",
+        "False",
         "a row is preempted whose last token nobody knows",
         "tests/continuous_batching/test_overlap.py::test_no_step_is_begun_ahead_where_pages_may_run_short",
     ),

@@ -28,7 +28,7 @@ FAULTS = {
     ),
     "lookup_believed_after_resting": Fault(
         "kv_cache/prefix_cache.py::PrefixCache._rest",
-        "self.version += 1",
+        "self._version += 1",
         "",
         "a newcomer shares a page of the device that has gone to the host",
         "tests/continuous_batching/test_host_tier_schedules.py::test_prompts_that_come_again_through_the_host_give_the_answers_of_each_alone",

@@ -88,9 +88,9 @@ FAULTS = {
         "tests/kv_cache/test_storage.py::test_values_that_are_wider_than_keys_and_caches_without_any",
     ),
     "int8_scale_not_planned": Fault(
-        "models/config.py::DecoderConfig.kv_layer_bytes",
-        "width + 2 * SCALE_BYTES",
-        "width",
+        "models/config.py::DecoderConfig.layer_cache",
+        "heads * scale_bytes",
+        "0",
         "the plan holds more pages than the memory does",
         "tests/attention/test_int8_pages.py::test_a_page_takes_as_many_bytes_as_are_planned",
     ),

@@ -141,7 +141,7 @@ SLURM = launched("SLURM", 2, 1, Path())[1]
         ),
         ({}, TORCHRUN | {"LOCAL_WORLD_SIZE": "4"}, "run it with --nproc-per-node 1"),
         ({}, TORCHRUN | {"RANK": "2"}, "torchrun says that this is machine 2 of 2; count from 0"),
-        ({}, TORCHRUN | {"RANK": "x"}, "RANK is 'x'; it must be a number from 0 to"),
+        ({}, TORCHRUN | {"RANK": "x"}, "RANK is 'x'; it must be an integer from 0 to"),
         (
             {},
             ASCEND | {"LOCAL_WORLD_SIZE": "5"},
@@ -155,7 +155,7 @@ SLURM = launched("SLURM", 2, 1, Path())[1]
         ({}, SLURM | {"SLURM_LOCALID": "1"}, "run it with --ntasks-per-node 1"),
         ({"nodes": ("a", "b")}, {}, "parallel.nodes: none of a, b is a name or an address of this machine"),
         ({"nodes": ("a", "a")}, {}, "parallel.nodes: a, a name a machine twice"),
-        ({"nodes": ("a", "b")}, {"NODE_RANK": "2"}, "NODE_RANK is '2'; it must be a number from 0 to 1"),
+        ({"nodes": ("a", "b")}, {"NODE_RANK": "2"}, "NODE_RANK is '2'; it must be an integer from 0 to 1"),
     ],
 )
 def test_what_cannot_be_is_refused(keys: dict[str, Any], environment: dict[str, str], words: str) -> None:

@@ -10,7 +10,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from recipes.machine import Cpu, host_memory_bytes, start
+from devices.host_memory import host_memory_bytes
+from recipes.machine import Cpu, start
 from recipes.schema.recipe import ROOT, DeviceSection
 from recipes.schema.recipe_error import RecipeError
 from tests.recipes.test_sizing import made, refusal, sized

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
 from recipes.__main__ import main
@@ -78,13 +75,3 @@ def test_what_cannot_be_used_is_one_line_and_status_2(capsys, arguments, line):
 def test_keys_prints_the_table_of_the_readme(capsys):
     main(["keys"])
     assert capsys.readouterr().out == table(Recipe)
-
-
-def test_keys_and_errors_come_without_torch():
-    code = (
-        "import sys; from recipes.__main__ import main; main(['keys'])\n"
-        "try: main(['show', 'absent.yaml'])\n"
-        "except ValueError: pass\n"
-        "assert 'torch' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, cwd=ROOT)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from attention.reference import Attention
+from devices.host_memory import group_limits, host_memory_bytes
 from devices.shapes import AttentionShape
 from kv_cache.device.storage import KVCache
 from models.decoder import Decoder
@@ -22,7 +23,6 @@ from models.step.warm_up import _process_bytes
 from recipes.assembly.families import model_config
 from recipes.assembly.memory_plan import GIB, report
 from recipes.assembly.sizing import estimate, max_positions, plan_memory
-from recipes.machine import group_limits, host_memory_bytes
 from recipes.schema.recipe import CacheSection, DeviceSection, ModelSection, Recipe, SchedulerSection
 from recipes.schema.recipe_error import RecipeError
 from tests.device_kinds import has_npu, operators, section

@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 import sentencepiece
 from safetensors import safe_open
-from transformers import AutoTokenizer
 
 from recipes.tiny import corpus
-from recipes.tiny.evaluate import accuracy
+from tests.lazy import transformers
 
 WEIGHTS = Path(corpus.__file__).parent / "weights"
 DRAFT = Path(corpus.__file__).parent / "draft"
@@ -38,6 +37,8 @@ def tokenizer() -> sentencepiece.SentencePieceProcessor:
 
 @pytest.mark.parametrize("chat", [False, True])
 def test_held_out_sums_come_out_right(chat: bool) -> None:
+    from recipes.tiny.evaluate import accuracy  # imported here because it imports transformers
+
     assert accuracy(WEIGHTS, 400, chat=chat, seed=1) >= 0.95
 
 
@@ -73,7 +74,7 @@ def test_text_survives_the_tokenizer(tokenizer: sentencepiece.SentencePieceProce
 def test_transformers_reads_the_tokenizer_alike(
     tokenizer: sentencepiece.SentencePieceProcessor, text: str
 ) -> None:
-    theirs = AutoTokenizer.from_pretrained(WEIGHTS)
+    theirs = transformers.AutoTokenizer.from_pretrained(WEIGHTS)
     assert theirs.encode(text) == [tokenizer.bos_id(), *tokenizer.encode(text)]
     assert theirs.decode(theirs.encode(text), skip_special_tokens=True) == text
 
@@ -90,7 +91,7 @@ def test_chat_template_writes_what_training_read() -> None:
         {"role": "assistant", "content": "1+2=3."},
         {"role": "user", "content": "从1数到3。"},
     ]
-    text = AutoTokenizer.from_pretrained(WEIGHTS).apply_chat_template(
+    text = transformers.AutoTokenizer.from_pretrained(WEIGHTS).apply_chat_template(
         turns, tokenize=False, add_generation_prompt=True
     )
     assert text == (

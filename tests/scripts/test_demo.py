@@ -1,18 +1,21 @@
+"""What the demo draws is what its steps did; the tests import matplotlib, which takes a second."""
+
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from matplotlib import pyplot as plt
-from matplotlib.figure import Figure
 
-from benchmark.charts import bars, save_slots
 from benchmark.run_record import StepRecord, Timeline
 from continuous_batching.counters import Counters
 
 
 def test_the_legend_lies_outside_of_the_bars(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn: list[Figure] = []
+    from matplotlib import pyplot as plt
+
+    from benchmark.charts import save_slots
+
+    drawn: list[plt.Figure] = []
     monkeypatch.setattr(plt, "close", drawn.append)
     timeline = Timeline(Counters())
     timeline.steps.append(StepRecord(0, 1, [0], ["a"], [1], [True], 0, 1, 0, 0))
@@ -27,6 +30,8 @@ def test_the_legend_lies_outside_of_the_bars(tmp_path: Path, monkeypatch: pytest
 
 
 def test_bars_join_steps_that_follow_each_other_and_part_prompts_from_answers() -> None:
+    from benchmark.charts import bars
+
     timeline = Timeline(Counters())
     for at, decode in [(0, False), (1, True), (2, True), (5, True)]:
         timeline.steps.append(StepRecord(at, at + 1, [3], ["a"], [1], [decode], 0, 1, 0, 0))

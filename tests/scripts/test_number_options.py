@@ -118,8 +118,8 @@ def test_a_number_within_its_bounds_is_taken() -> None:
     assert [real(0.5, 9)(each) for each in ("0.5", "9")] == [0.5, 9.0]
     assert real(1, 9, endless=True)("inf") == float("inf")
     for read, text, words in (
-        (whole(1, 1000), "1001", "'1001' must be a whole number from 1 to 1,000"),
-        (wholes(1, 9), "1,,2", "'' must be a whole number from 1 to 9"),
+        (whole(1, 1000), "1001", "'1001' must be an integer from 1 to 1000"),
+        (wholes(1, 9), "1,,2", "'' must be an integer from 1 to 9"),
         (real(1, 9), "inf", "'inf' must be a number from 1 to 9"),
         (real(1, 9, endless=True), "x", "'x' must be a number from 1 to 9, or inf"),
     ):

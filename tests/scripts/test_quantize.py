@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer, LlamaForCausalLM
 
 from models.checkpoint.files import INDEX, SINGLE
 from recipes.assembly.int8_checkpoint import quantize
@@ -21,6 +20,7 @@ from scripts import quantize as quantize_verb
 from scripts.generate import main as generate
 from scripts.quantize import main
 from serving.text.tokenizer import Text
+from tests.lazy import transformers
 from tests.models.families import VARIANTS, make
 
 TINY, TEXT = ROOT / "recipes/tiny/weights", ROOT / "recipes/tiny/held_out.txt"
@@ -46,8 +46,8 @@ def test_the_text_is_of_sums_that_training_never_shows() -> None:
 
 def test_a_score_is_that_of_transformers() -> None:
     lines = TEXT.read_text().splitlines()[:20]
-    tokenizer = AutoTokenizer.from_pretrained(TINY)
-    model = LlamaForCausalLM.from_pretrained(TINY, dtype=torch.bfloat16)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(TINY)
+    model = transformers.LlamaForCausalLM.from_pretrained(TINY, dtype=torch.bfloat16)
     expected = []
     for line in lines:
         ids = torch.tensor([tokenizer.encode(line)])

@@ -73,7 +73,7 @@ def test_what_cannot_be_is_refused(arguments: list[str], said: str) -> None:
 def test_bounds_that_are_none_are_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         asked("--replicas", text, "serve", TINY)
-    assert "must be a whole number from 1 to 1,024" in capsys.readouterr().err
+    assert "must be an integer from 1 to 1024" in capsys.readouterr().err
     with pytest.raises(ValueError, match="--replicas is 3:2"):
         asked("--replicas", "3:2", "serve", TINY)
 

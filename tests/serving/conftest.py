@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
 import sentencepiece
 from tokenizers import (
@@ -25,6 +24,7 @@ from tokenizers import (
 )
 
 from serving.text.tokenizer import Text
+from tests.lazy import openai
 from tests.patience import PATIENCE_S
 from tests.serving.server import TINY, Server, started
 

@@ -16,10 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from continuous_batching.request import Request
 from recipes.schema.adapters_section import AdaptersSection
@@ -29,6 +27,7 @@ from serving.failures import Unavailable
 from serving.llm import LLM, SamplingParams
 from serving.served_adapters import ServedAdapters
 from serving.text.tokenizer import Text
+from tests.lazy import openai, transformers
 from tests.models.test_adapters import adapted
 from tests.patience import PATIENCE_S
 from tests.serving.server import TINY, Server
@@ -51,7 +50,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @cache
 def models() -> dict[str, Any]:
     """transformers' models by the names that the server has for them."""
-    return {"tiny": AutoModelForCausalLM.from_pretrained(WEIGHTS, dtype=torch.float32)}
+    return {"tiny": transformers.AutoModelForCausalLM.from_pretrained(WEIGHTS, dtype=torch.float32)}
 
 
 def expected(name: str, prompt: str) -> list[int]:

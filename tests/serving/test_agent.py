@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 
 from recipes.tiny.agent_corpus import HELLO, ITEMS, NO_TOOL
+from tests.lazy import openai
 from tests.patience import PATIENCE_S
 from tests.serving.server import Server
 from tests.test_imports import ROOT

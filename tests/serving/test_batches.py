@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
-from openai.types import Batch
 
 from serving.api.batches import MOST_OPEN, BatchBody, created
 from serving.batches.store import BatchStore
 from serving.failures import Overloaded
+from tests.lazy import openai
 from tests.patience import PATIENCE_S
 from tests.serving.server import TINY, Server
 from tests.thorough import cases
@@ -59,7 +58,7 @@ def written(*lines: object) -> bytes:
     return b"".join(json.dumps(each).encode() + b"\n" for each in lines)
 
 
-def until_end(client: openai.OpenAI, batch: Batch) -> Batch:
+def until_end(client: openai.OpenAI, batch: openai.types.Batch) -> openai.types.Batch:
     until_s = time.monotonic() + PATIENCE_S
     while (found := client.batches.retrieve(batch.id)).status in ("validating", "in_progress", "cancelling"):
         assert time.monotonic() < until_s, found

@@ -31,7 +31,7 @@ def test_the_fields_of_a_search() -> None:
     [
         ({"beam_width": 4, "best_of": 4}, "best_of is 4; it must be left out beside beam_width"),
         ({"beam_width": 4, "n": 5}, r"n is 5; it must be at most beam_width \(4\)"),
-        ({"beam_width": 129}, "beam_width is 129; it must be at most 128"),
+        ({"beam_width": 129}, "beam_width is 129; it must be an integer from 0 to 128"),
         ({"beam_width": 1}, "beam_width is 1; it must be 0"),
         ({"beam_width": 2.5}, "beam_width is 2.5; it must be an integer"),
         (

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import sentencepiece
 import torch
-from transformers import AutoModelForCausalLM
 
+from tests.lazy import transformers
 from tests.patience import PATIENCE_S
 from tests.serving.server import Server
 from tests.test_imports import ROOT
@@ -83,7 +83,7 @@ def evaluated(shared: Server, tmp_path_factory: pytest.TempPathFactory) -> dict[
 def test_lm_eval_finds_the_likelihoods_of_the_model(evaluated: dict[str, Any], tokenizer: str) -> None:
     """Those that transformers computes, by a log-softmax over its own logits."""
     pieces = sentencepiece.SentencePieceProcessor(model_file=str(WEIGHTS / "tokenizer.model"))
-    model = AutoModelForCausalLM.from_pretrained(WEIGHTS, dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_pretrained(WEIGHTS, dtype=torch.float32)
     samples = evaluated[tokenizer]["samples"]["tiny_sums"]
     assert len(samples) == 4
     for sample in samples:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
-import openai
 import pytest
-from openai.types.chat import ChatCompletion
 
+from tests.lazy import openai
 from tests.serving.server import Server
+
+if TYPE_CHECKING:
+    from openai.types.chat import ChatCompletion
 
 HELLO = [{"role": "user", "content": "Hello"}]
 ANSWER = "Hello! Ask me for a sum, a count or a story."

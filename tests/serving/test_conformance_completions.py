@@ -7,18 +7,16 @@ import math
 from typing import Any
 
 import httpx
-import openai
 import pytest
 import torch
-from openai.types import Completion
-from transformers import AutoModelForCausalLM
 
+from tests.lazy import openai, transformers
 from tests.test_imports import ROOT
 
 SUM = "348+275="
 
 
-def ask(client: openai.OpenAI, prompt: Any = SUM, **fields: Any) -> Completion:
+def ask(client: openai.OpenAI, prompt: Any = SUM, **fields: Any) -> openai.types.Completion:
     """Greedily, unless the fields say otherwise."""
     return client.completions.create(model="tiny", prompt=prompt, **{"temperature": 0, **fields})
 
@@ -86,7 +84,9 @@ def test_an_echo_tells_how_likely_the_prompt_was(client: openai.OpenAI, http: ht
     for name, offset in list(zip(logprobs.tokens, logprobs.text_offset))[1:]:
         assert choice.text[offset:].startswith(name)
 
-    model = AutoModelForCausalLM.from_pretrained(ROOT / "recipes/tiny/weights", dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        ROOT / "recipes/tiny/weights", dtype=torch.float32
+    )
     tokens = ids(http, prompt)
     with torch.no_grad():
         expected = model(torch.tensor([tokens])).logits[0].log_softmax(-1)

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
-import openai
 import pytest
 
+from tests.lazy import openai
 from tests.patience import PATIENCE_S
 from tests.serving.server import TINY, Server
 
@@ -67,11 +67,19 @@ def test_a_wrong_value_is_named(http: httpx.Client, field: str, value: Any) -> N
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
     [
-        ({"prompt": [5, -1]}, "prompt", "prompt[1] is -1; it must be a token id"),
-        ({"prompt": [[5], [7, 2**31]]}, "prompt", "prompt[1] is 2147483648; it must be a token id"),
+        (
+            {"prompt": [5, -1]},
+            "prompt",
+            "prompt[1] is -1; it must be a token id, an integer from 0 to 2147483647",
+        ),
+        (
+            {"prompt": [[5], [7, 2**31]]},
+            "prompt",
+            "prompt[1] is 2147483648; it must be a token id, an integer from 0 to 2147483647",
+        ),
         ({"user": "a" * 1025}, "user", "user: string should have at most 1024 characters"),
-        ({"n": 10**30}, "n", f"n is {10**30}; it must be from 1 to 128"),
-        ({"best_of": 1000, "n": 2}, "best_of", "best_of is 1000; it must be from n (2) to 128"),
+        ({"n": 10**30}, "n", f"n is {10**30}; it must be an integer from 1 to 128"),
+        ({"best_of": 1000, "n": 2}, "best_of", "best_of is 1000; it must be an integer from 1 to 128"),
         ({"stop": 5}, "stop", "stop: input should be a valid string or a valid list"),
         (
             {"early_stopping": 5},
@@ -106,7 +114,7 @@ def test_a_chat_is_told_of_its_own_log_probabilities(http: httpx.Client) -> None
     error = refused(http, body, "/v1/chat/completions")
     assert (error["param"], error["message"]) == (
         "top_logprobs",
-        "top_logprobs is 21; it must be from 0 to 20",
+        "top_logprobs is 21; it must be an integer from 0 to 20",
     )
 
 

@@ -9,7 +9,6 @@ import subprocess
 from importlib import metadata
 
 import httpx
-import openai
 import pytest
 import sentencepiece
 
@@ -22,6 +21,7 @@ from serving.api.schemas import (
     StrictBody,
     TokenizeBody,
 )
+from tests.lazy import openai
 from tests.patience import PATIENCE_S
 from tests.serving.server import Server
 from tests.test_imports import ROOT

@@ -8,9 +8,9 @@ from collections import Counter
 from typing import Any
 
 import httpx
-import openai
 import pytest
 
+from tests.lazy import openai
 from tests.serving.server import Server
 
 HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}], "temperature": 0}

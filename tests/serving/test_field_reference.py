@@ -1,59 +1,91 @@
-"""Does the reference of a request's fields say what the checks take?"""
+"""Does every interface take the fields that the table declares, within their bounds and by their defaults?"""
 
 from __future__ import annotations
 
-import json
 import math
+from dataclasses import fields
 
 import pytest
 
-from serving.text.field_reference import FIELDS, RequestField
+from borders.field_table import FIELDS, RequestField, taken_by
+from borders.field_types import LAST_ID, Numeric
+from borders.refusal import BadRequest
+from continuous_batching.request import SamplingParams
+from serving.api.embeddings import EmbeddingsBody
+from serving.api.responses import ResponsesBody
+from serving.api.schemas import ChatBody, CompletionBody, TokenizeBody
+from serving.api.scores import RerankBody, ScoreBody
+from serving.outputs import VllmSamplingParams
 from serving.text.request_fields import BUDGET, parse_request
-from serving.text.request_fields import FIELDS as KNOWN
 from tests.serving.test_thinking import text_with_marks
 
-RANGES = [
-    pytest.param(each, name, id=name) for each in FIELDS if each.least is not None for name in each.names
-]
-BESIDE = {"length_penalty": {"beam_width": 2}, "best_of": {"n": 1}}
+BESIDE = {
+    "length_penalty": {"beam_width": 2},
+    "early_stopping": {"beam_width": 2},
+    "top_logprobs": {"logprobs": True},
+    "min_tokens": {"max_tokens": LAST_ID},
+}
+BODIES = {
+    "completions": [CompletionBody],
+    "chats": [ChatBody],
+    "responses": [ResponsesBody],
+    "embeddings": [EmbeddingsBody],
+    "scores": [ScoreBody, RerankBody],
+    "tokenize": [TokenizeBody],
+}
 
 
-def parsed(name: str, value: float) -> None:
+def parsed(name: str, value: object) -> None:
     text = text_with_marks() if name == BUDGET else None
-    parse_request({"id": "a", "prompt_token_ids": [1], **BESIDE.get(name, {}), name: value}, text)
+    given = {"messages": [{"role": "user", "content": "Hi"}]} if text else {"prompt_token_ids": [1]}
+    parse_request({"id": "a", **given, **BESIDE.get(name, {}), name: value}, text)
 
 
-def beyond(value: float, towards: float) -> float:
-    """The next value of the same type outside a range."""
-    return (
-        math.nextafter(value, towards) if isinstance(value, float) else value + int(math.copysign(1, towards))
-    )
-
-
-def test_every_field_is_there_once() -> None:
-    names = [name for each in FIELDS for name in each.names]
-    assert sorted(names) == sorted(KNOWN)
-
-
-@pytest.mark.parametrize(("field", "name"), RANGES)
-def test_both_ends_of_a_range_are_taken_and_nothing_beyond(field: RequestField, name: str) -> None:
-    assert field.least is not None
-    if field.exclusive:
-        with pytest.raises(ValueError, match="|".join(field.names)):
-            parsed(name, field.least)
-        parsed(name, math.nextafter(field.least, math.inf))
-    else:
-        parsed(name, field.least)
-        with pytest.raises(ValueError, match="|".join(field.names)):
-            parsed(name, beyond(field.least, -math.inf))
-    if field.most is not None:
-        parsed(name, field.most)
-        with pytest.raises(ValueError, match="|".join(field.names)):
-            parsed(name, beyond(field.most, math.inf))
+def beyond(value: float, towards: float, kind: Numeric) -> float:
+    """The next value of the same type that the field may not have."""
+    if isinstance(value, float) or kind.range.kind is float:
+        return math.nextafter(value, towards)
+    found = value + int(math.copysign(1, towards))
+    return beyond(found, towards, kind) if found in (kind.zero, kind.range.also) else found
 
 
 @pytest.mark.parametrize(
-    "field", [each for each in FIELDS if not each.default], ids=lambda each: each.names[0]
+    "field", [each for each in FIELDS.values() if isinstance(each.kind, Numeric)], ids=lambda each: each.name
+)
+def test_both_ends_of_a_range_are_taken_and_nothing_beyond(field: RequestField) -> None:
+    assert isinstance(field.kind, Numeric)
+    limits = field.kind.range
+    least = math.nextafter(limits.least, math.inf) if limits.is_open else limits.least
+    for end, outside in (
+        (least, beyond(least, -math.inf, field.kind)),
+        (limits.most, beyond(limits.most, math.inf, field.kind)),
+    ):
+        parsed(field.name, end)
+        with pytest.raises(BadRequest) as refusal:
+            parsed(field.name, outside)
+        assert refusal.value.field == field.name
+        if field.attribute:  # a peer and a recording are held to the same bound
+            with pytest.raises(BadRequest, match=field.name):
+                SamplingParams(**{field.attribute: outside})
+
+
+@pytest.mark.parametrize(
+    "field", [each for each in FIELDS.values() if each.default is not None], ids=lambda each: each.name
 )
 def test_a_default_that_is_shown_can_be_sent(field: RequestField) -> None:
-    parsed(field.names[0], json.loads(field.default_text))
+    if field.name not in {each.name for each in taken_by("tokenize")} | {"parallel_tool_calls"}:
+        parsed(field.name, field.default)  # the others need a chat template
+    if field.attribute:
+        assert getattr(SamplingParams(), field.attribute) == field.default
+
+
+def test_an_interface_takes_the_fields_that_name_it() -> None:
+    for form, bodies in BODIES.items():
+        for body in bodies:
+            assert {each.name for each in FIELDS.values() if form in each.forms} <= body.model_fields.keys()
+    shared = {"model", "stream", "service_tier", "stream_options", "return_token_ids"}
+    assert set(CompletionBody.model_fields) - FIELDS.keys() == shared | {"echo"}
+    assert set(ChatBody.model_fields) - FIELDS.keys() == shared
+    assert {each.name for each in fields(VllmSamplingParams)} == {each.name for each in taken_by("Python")}
+    with pytest.raises(TypeError, match="temprature"):
+        VllmSamplingParams(temprature=1)

@@ -18,9 +18,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
-import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
-from schemathesis.specs.openapi.schemas import OpenApiSchema
 
 from tests.patience import PATIENCE_S
 from tests.serving.server import Server, defects
@@ -141,6 +139,9 @@ def fuzz_bytes(server: Server, num_inputs: int, seed: int) -> Counter[bytes]:
 
 def fuzz_schema(server: Server, num_inputs: int) -> Counter[int]:
     """How many requests that schemathesis made of our OpenAPI got which status."""
+    import schemathesis  # these take a second to import
+    from schemathesis.specs.openapi.schemas import OpenApiSchema
+
     schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
     assert isinstance(schema, OpenApiSchema)
     operations = [result.ok() for result in schema.get_all_operations()]

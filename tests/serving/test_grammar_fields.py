@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from borders.field_table import LONGEST_GRAMMAR, MOST_CHOICES, MOST_SCHEMA_BYTES
 from borders.refusal import BadRequest
-from serving.grammars.json_schema import MOST_BRANCHES, MOST_BYTES, MOST_LEVELS, MOST_PROPERTIES, MOST_VALUES
-from serving.grammars.structured_output import MOST_CHARACTERS, MOST_CHOICES, grammar_of
+from serving.grammars.json_schema import MOST_BRANCHES, MOST_LEVELS, MOST_PROPERTIES, MOST_VALUES
+from serving.grammars.structured_output import grammar_of
 
 
 def nested(levels: int) -> dict[str, Any]:
@@ -49,7 +50,7 @@ LARGE = {f"p{number}": {} for number in range(MOST_PROPERTIES)}
         {"properties": LARGE},
         {"enum": list(range(MOST_VALUES))},
         {"anyOf": [{}] * MOST_BRANCHES},
-        {"const": "x" * (MOST_BYTES - len('{"const":""}'))},
+        {"const": "x" * (MOST_SCHEMA_BYTES - len('{"const":""}'))},
         {"multipleOf": 0.01, "minimum": -1e15},
         {"minProperties": 2, "required": ["a", "b"]},
         {"minProperties": 2, "properties": {"a": {}, "b": {}}, "additionalProperties": False},
@@ -68,7 +69,7 @@ def test_what_is_within_the_limits_is_taken(schema: dict[str, Any]) -> None:
         ({"properties": LARGE, "$defs": {"a": {"properties": {"b": {}}}}}, "to 501 properties"),
         ({"enum": list(range(MOST_VALUES + 1))}, "to 1001 values; it may have 1000 in all"),
         ({"items": {"oneOf": [{}] * (MOST_BRANCHES + 1)}}, "to 201 branches"),
-        ({"const": "x" * MOST_BYTES}, "is a schema of 65548 bytes as compact JSON"),
+        ({"const": "x" * MOST_SCHEMA_BYTES}, "is a schema of 65548 bytes as compact JSON"),
         ({"not": {}}, 'uses the keyword "not", which is not supported: leave it out'),
         ({"properties": {"a": {"if": {}}}}, 'at properties.a, uses the keyword "if"'),
         ({"anyOf": [{}, {"uniqueItems": True}]}, 'at anyOf[1], uses the keyword "uniqueItems"'),
@@ -83,8 +84,8 @@ def test_what_is_within_the_limits_is_taken(schema: dict[str, Any]) -> None:
         ({"maxLength": -1}, "it must be an integer from 0 to 100000"),
         ({"minItems": 10**6}, "it must be an integer from 0 to 100000"),
         ({"maxItems": True}, "at maxItems"),
-        ({"minimum": "1"}, "it must be a number from -1e15 to 1e15"),
-        ({"maximum": 1e300}, "it must be a number from -1e15 to 1e15"),
+        ({"minimum": "1"}, "it must be a number from -1e+15 to 1e+15"),
+        ({"maximum": 1e300}, "it must be a number from -1e+15 to 1e+15"),
         ({"multipleOf": 9_999_991}, "at multipleOf"),
         ({"multipleOf": 0.00123457}, "at multipleOf"),
         ({"multipleOf": 0}, "at multipleOf"),
@@ -126,10 +127,10 @@ def test_what_is_not_is_refused(schema: Any, said: str) -> None:
         ({"guided_choice": []}, "a list of at least one string"),
         ({"guided_choice": [""]}, "holds an empty string"),
         ({"guided_choice": ["a"] * (MOST_CHOICES + 1)}, "of at most 1000 choices"),
-        ({"guided_choice": ["a" * MOST_CHARACTERS, "a"]}, "of at most 32768 characters"),
+        ({"guided_choice": ["a" * LONGEST_GRAMMAR, "a"]}, "of at most 32768 characters"),
         ({"guided_choice": ["\ud800"]}, "is not Unicode text"),
         ({"guided_regex": ""}, "a string of at least one character"),
-        ({"guided_regex": "a" * (MOST_CHARACTERS + 1)}, "of at most 32768 characters"),
+        ({"guided_regex": "a" * (LONGEST_GRAMMAR + 1)}, "of at most 32768 characters"),
         ({"guided_grammar": 3}, "guided_grammar is 3"),
         ({"guided_grammar": "a", "guided_regex": "b"}, "both say which form the answer has"),
         ({"response_format": {"type": "text"}, "guided_regex": "b"}, "both say which form the answer has"),

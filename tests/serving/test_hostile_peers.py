@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from borders import field_types
 from kv_cache.exchange import connection, page_server, prompt_source
 from kv_cache.exchange.message_memory import UnhandledBytes
 from kv_cache.exchange.messages import (
@@ -32,7 +33,6 @@ from kv_cache.exchange.messages import (
     one_line,
 )
 from serving.engine import page_sends
-from serving.text import field_types
 from tests.kv_cache import device
 from tests.patience import PATIENCE_S
 from tests.serving.hostile_peer import AnswersPeer, Frame, PromptsPeer, framed_body

@@ -124,8 +124,8 @@ def test_without_a_longest_answer_it_takes_what_there_is(llm: LLM) -> None:
         (["a", {"prompt_token_ids": [1, 99999]}], {}, r"prompts\[1\]: prompt holds the token id 99999"),
         (["a", "a " * 3000], {}, r"prompts\[1\]: This model's maximum context length is"),
         (["a", "a " * 3000], {"max_tokens": None}, r"prompts\[1\]: This model's maximum context length is"),
-        (["a"], {"temperature": -1}, r"prompts\[0\]: temperature is -1.0; it must be from 0 to 100"),
-        (["a"], {"top_k": -2}, r"prompts\[0\]: top_k is -2; it must be from 0 \(off\) to 2147483647"),
+        (["a"], {"temperature": -1}, r"prompts\[0\]: temperature is -1; it must be a number from 0 to 100"),
+        (["a"], {"top_k": -2}, r"prompts\[0\]: top_k is -2; it must be an integer from 0 to 2147483647"),
     ],
 )
 def test_a_bad_prompt_is_named_before_anything_runs(

@@ -6,15 +6,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transformers.utils.chat_template_utils import render_jinja_template
 
+from borders.field_table import LONGEST_KWARGS
 from borders.refusal import BadRequest
 from serving.llm import LLM, SamplingParams
 from serving.offline import read_jobs, run_jobs
-from serving.text.chat_options import LONGEST_KWARGS, ChatOptions
+from serving.text.chat_options import ChatOptions
 from serving.text.chat_template import ChatTemplate
 from serving.text.request_fields import parse_request, text_options
 from serving.text.tokenizer import Text
+from tests.lazy import transformers
 from tests.serving.conftest import CHATML
 from tests.serving.server import TINY
 
@@ -41,7 +42,8 @@ def test_a_conversation_ends_as_transformers_lets_it_end(
     talk = [TALK[0], {"role": "assistant", "content": final}]
     ours = ChatTemplate(template, {}).render(talk, ChatOptions(**options))
     asked = {"add_generation_prompt": True} | options
-    theirs, _ = render_jinja_template([talk], chat_template=template, **asked)
+    render = transformers.utils.chat_template_utils.render_jinja_template
+    theirs, _ = render([talk], chat_template=template, **asked)
     assert [ours] == theirs
 
 
@@ -102,14 +104,20 @@ def test_variables_are_bounded_and_cannot_stand_for_the_server_s_own(
     [
         ({"prompt": "a", "add_generation_prompt": False}, "add_generation_prompt needs messages"),
         ({"messages": TALK, "continue_final_message": True}, "excludes add_generation_prompt, which is true"),
-        ({"prompt": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens is 0; it must be -1"),
+        (
+            {"prompt": "a", "truncate_prompt_tokens": 0},
+            "truncate_prompt_tokens is 0; it must be an integer from 1 to 2147483647, or -1",
+        ),
         ({"prompt": "a", "truncate_prompt_tokens": 51}, "or from 1 to 50, the model's maximum context"),
         ({"prompt": "a", "bad_words": ["  "]}, "bad_words[0] is "),
-        ({"prompt": "a", "bad_words": ["x" * 129]}, "1 to 128 characters"),
-        ({"prompt": "a", "bad_words": ["x"] * 129}, "bad_words is 129; it must be at most 128 words"),
-        ({"prompt": "a", "allowed_token_ids": []}, "allowed_token_ids is []; it must be a list of at least"),
+        (
+            {"prompt": "a", "bad_words": ["x" * 129]},
+            "has 129 characters in one string; it must have 1 to 128",
+        ),
+        ({"prompt": "a", "bad_words": ["x"] * 129}, "bad_words has 129 strings; it must have at most 128"),
+        ({"prompt": "a", "allowed_token_ids": []}, "allowed_token_ids has 0 token ids; it must have 1 to"),
         ({"prompt": "a", "allowed_token_ids": [1, -1]}, "allowed_token_ids[1] is -1"),
-        ({"prompt": "a", "allowed_token_ids": [1] * (2**18 + 1)}, "allowed_token_ids is 262145"),
+        ({"prompt": "a", "allowed_token_ids": [1] * (2**18 + 1)}, "allowed_token_ids has 262145"),
     ],
 )
 def test_what_is_wrong_is_named(texts: dict[str, Text], fields: dict[str, Any], message: str) -> None:

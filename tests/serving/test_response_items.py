@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import random
+from functools import cache
 from typing import Any
 
 import numpy as np
-import openai
 import pytest
-from openai.lib.streaming.responses._responses import ResponseStreamState
-from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from borders.refusal import BadRequest
@@ -24,11 +22,17 @@ from serving.failures import RequestFailed
 from serving.text.chat_messages import check_messages
 from serving.text.tokenizer import Text, TextOptions
 from serving.tools.formats import HERMES
+from tests.lazy import openai
 from tests.serving.test_tool_parsing import cut, written
 
-EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 TOOLS: list[Any] = [{"type": "function", "name": name, "parameters": {}} for name in ("add", "get_weather")]
 CALLS: list[tuple[str, dict[str, Any]]] = [("add", {"a": 1}), ("get_weather", {"city": '"}天'})]
+
+
+@cache
+def events_adapter() -> TypeAdapter[Any]:
+    """Return what reads the events of a stream as OpenAI's client does."""
+    return TypeAdapter(openai.types.responses.ResponseStreamEvent)
 
 
 @pytest.fixture(scope="module")
@@ -69,9 +73,11 @@ def bare(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def accumulated(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What OpenAI's helper makes of the deltas alone: each item as it is before it is done."""
+    from openai.lib.streaming.responses._responses import ResponseStreamState  # takes a second to import
+
     state: Any = ResponseStreamState(input_tools=[], text_format=openai.omit)
     for each in events:
-        state.handle_event(EVENTS.validate_python(each))
+        state.handle_event(events_adapter().validate_python(each))
     return [each.to_dict() for each in state._output_items.values()]
 
 
@@ -157,7 +163,7 @@ def test_a_failure_ends_a_stream_as_a_response(text: Text) -> None:
     sent = b"".join(form.events([(0, AnswerDelta(0, "It", [5]))]))
     last = form.failed(RequestFailed("the engine was lost"))
     assert sent.count(b"sequence_number") == 5
-    event = EVENTS.validate_json(last.decode().partition("\ndata: ")[2])
+    event = events_adapter().validate_json(last.decode().partition("\ndata: ")[2])
     assert (event.type, event.sequence_number, event.response.status) == ("response.failed", 5, "failed")
     assert (event.response.error.code, event.response.error.message) == (
         "server_error",

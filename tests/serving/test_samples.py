@@ -56,9 +56,9 @@ def test_a_sample_that_ended_takes_no_more_tokens() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"n": 0}, "n is 0; it must be from 1 to 128"),
-        ({"n": 129}, "n is 129; it must be from 1 to 128"),
-        ({"n": 3, "best_of": 2}, r"best_of is 2; it must be from n \(3\) to 128"),
+        ({"n": 0}, "n is 0; it must be an integer from 1 to 128"),
+        ({"n": 129}, "n is 129; it must be an integer from 1 to 128"),
+        ({"n": 3, "best_of": 2}, r"best_of is 2; it must be an integer from n \(3\) to 128"),
         ({"best_of": 500}, "best_of is 500"),
     ],
 )

@@ -10,7 +10,6 @@ import httpx
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from continuous_batching.request import Request, SamplingParams
 from recipes.schema.reader import load
@@ -20,6 +19,7 @@ from serving.llm import LLM
 from serving.offline import read_jobs, run_jobs
 from serving.text.questions import Question
 from serving.text.tokenizer import Text
+from tests.lazy import transformers
 from tests.models.test_prompt_logprobs import SETTINGS, engine_of, serve
 from tests.patience import PATIENCE_S
 from tests.serving.server import TINY, Server
@@ -58,7 +58,7 @@ def tokenizer() -> Text:
 @cache
 def logprobs(tokens: tuple[int, ...]) -> torch.Tensor:
     """Of the token behind these, as transformers computes them. [V]"""
-    model = AutoModelForCausalLM.from_pretrained(WEIGHTS, dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_pretrained(WEIGHTS, dtype=torch.float32)
     with torch.inference_mode():
         return model(torch.tensor([tokens])).logits[0, -1].log_softmax(-1)
 

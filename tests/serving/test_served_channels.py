@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import jsonschema
-import openai
 import pytest
 
+from tests.lazy import openai
 from tests.patience import PATIENCE_S
 from tests.serving.channel_model import tokenizer, write_model
 from tests.serving.server import Server

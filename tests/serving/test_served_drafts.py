@@ -92,7 +92,10 @@ def test_a_request_allows_drafts_or_none(client: httpx.Client) -> None:
         assert time.monotonic() < until_s
     refused = client.post("/v1/completions", json=STORY | {"max_draft_tokens": -1})
     assert refused.status_code == 400
-    assert refused.json()["error"]["message"] == "max_draft_tokens is -1; it must be from 0 to 2147483647"
+    assert (
+        refused.json()["error"]["message"]
+        == "max_draft_tokens is -1; it must be an integer from 0 to 2147483647"
+    )
 
 
 def test_a_limit_ends_a_stream_at_each_place_of_a_run(client: httpx.Client) -> None:

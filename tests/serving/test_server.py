@@ -70,9 +70,7 @@ def test_an_unusable_recipe_ends_the_server() -> None:
 
 @pytest.mark.parametrize("port", [-1, 65536, 99999])
 def test_a_port_that_cannot_be_is_refused(port: int) -> None:
-    with pytest.raises(
-        ValueError, match=rf"--port is {port}; it must be from 0 \(any that is free\) to 65535"
-    ):
+    with pytest.raises(ValueError, match=rf"--port is {port}; it must be an integer from 0 to 65535"):
         listener_at("127.0.0.1", port)
 
 
@@ -115,7 +113,7 @@ def test_a_file_of_keys_bounds_their_priorities(tmp_path: Path) -> None:
         (b"a max_priority=1 max_priority=2\n", "and this has 3 words"),
         (b"a\nb team max_priority=high\n", 'keys:2: max_priority= must be an integer .* not "high"'),
         (b"a max_priority=\n", "keys:1: max_priority= must be an integer"),
-        (b"a max_priority=99999999999999999999\n", "keys:1: max_priority= must be an integer of at most"),
+        (b"a max_priority=99999999999999999999\n", "keys:1: max_priority= must be an integer from"),
         (b"first \xff\n", "keys is not UTF-8: byte 6 is wrong"),
         (b"# first\n", "keys holds no key"),
     ],

@@ -10,10 +10,10 @@ from typing import Any, Literal
 
 import httpx
 import jsonschema
-import openai
 import pytest
 from pydantic import BaseModel
 
+from tests.lazy import openai
 from tests.patience import PATIENCE_S
 from tests.serving.server import TINY, Server, started
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import openai
 import pytest
 
+from tests.lazy import openai
 from tests.patience import PATIENCE_S
 from tests.serving.server import Server
 

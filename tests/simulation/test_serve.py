@@ -216,10 +216,13 @@ def test_lines_are_read_one_at_a_time() -> None:
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ('"num_prompt_tokens": 3, "arrival_s": -1', "arrival_s is -1.0; it must be a number of 0 or more"),
-        ('"num_prompt_tokens": 3, "timeout_s": 0', "timeout_s is 0.0; it must be above 0 seconds"),
+        ('"num_prompt_tokens": 3, "arrival_s": -1', "arrival_s is -1.0; it must be a number from 0 to"),
+        ('"num_prompt_tokens": 3, "timeout_s": 0', "timeout_s is 0.0; it must be a number above 0"),
         ('"prompt_token_ids": [1, 3000000000]', "prompt_token_ids holds 3000000000; ids go from 0 to 99"),
-        ('"num_prompt_tokens": 10000000000000', "num_prompt_tokens is 10000000000000; it must be from 1 to"),
+        (
+            '"num_prompt_tokens": 10000000000000',
+            "num_prompt_tokens is 10000000000000; it must be an integer from 1 to",
+        ),
         ('"num_prompt_tokens": 3, "x": ' + "[" * 10**5 + "]" * 10**5, "the JSON is nested too deeply"),
     ],
 )

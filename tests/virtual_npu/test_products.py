@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from virtual_npu import ops
 from virtual_npu.operators import OPERATORS, operator
 from virtual_npu.simulated_products import PRODUCTS, Product, product
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_every_fact_has_its_source() -> None:
@@ -70,3 +77,12 @@ def test_the_list_is_there_for_programs(capsys: pytest.CaptureFixture[str]) -> N
     assert all({"name", "demands", "source", "fix"} == set(rule) for each in listed for rule in each["rules"])
     with pytest.raises(SystemExit):
         ops.main(["npu_x"])
+
+
+def test_a_reader_that_has_seen_enough_ends_the_list_without_a_traceback() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write) as nobody:
+        command = [sys.executable, "-m", "virtual_npu.ops"]
+        done = subprocess.run(command, stdout=nobody, stderr=subprocess.PIPE, cwd=ROOT, check=False)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")

@@ -8,10 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers import GptOssConfig
-from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from tests.lazy import transformers
 from virtual_npu.contract import Conditions
 from virtual_npu.operators import OPERATORS
 from virtual_npu.simulated_products import P310
@@ -57,7 +55,8 @@ def angles(tokens: int, dim: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("dim", [64, 128])
 def test_rotary_in_place(dim: int) -> None:
     query, key, (cos, sin) = torch.randn(7, 4, dim), torch.randn(7, 2, dim), angles(7, dim)
-    wants = apply_rotary_pos_emb(query.transpose(0, 1)[None], key.transpose(0, 1)[None], cos[None], sin[None])
+    rotated = transformers.models.llama.modeling_llama.apply_rotary_pos_emb
+    wants = rotated(query.transpose(0, 1)[None], key.transpose(0, 1)[None], cos[None], sin[None])
     shaped = cos[:, None], sin[:, None]
     multiplied = [KERNELS["npu::npu_rotary_mul"](each, *shaped) for each in (query, key)]
     results = KERNELS["npu::npu_apply_rotary_pos_emb"](query, key, *shaped, layout="TND")
@@ -101,7 +100,7 @@ def test_swiglu() -> None:
 
 def test_clipped_swiglu_is_the_gate_of_gpt_oss() -> None:
     with torch.device("meta"):
-        experts = GptOssExperts(GptOssConfig())
+        experts = transformers.models.gpt_oss.modeling_gpt_oss.GptOssExperts(transformers.GptOssConfig())
     by_turns, clipped = 10 * torch.randn(4, 6, 32), KERNELS["npu::npu_clipped_swiglu"]
     want = experts._apply_gate(by_turns)
     torch.testing.assert_close(clipped(by_turns), want)

@@ -73,14 +73,14 @@ def holding_rules(name: str, pages: Pages) -> tuple[Rule, ...]:
         Rule(
             "null-page",
             "page 0 belongs to no request, unless the caller says that padding lies there",
-            "DESIGN.md: page 0 is the null page",
+            "the engine's own rule: page 0 is the null page, which stands where a row has no page",
             "give the row pages of its own, or list page 0 among those held",
             lambda asked: null_page(pages(asked), conditions_of(asked), name),
         ),
         Rule(
             "pages-held",
             "each page is held by a request while it is read or written",
-            "DESIGN.md: a page with no holder is free",
+            "the engine's own rule: a page that no request holds is free for the next one to overwrite",
             "hold the page until the step is done",
             lambda asked: not_held(pages(asked), conditions_of(asked), name),
         ),

@@ -23,6 +23,7 @@ from devices.ascend_latents import LATENT_ROPE
 from devices.ascend_limits import AscendProduct
 from devices.shapes import AttentionShape, LatentShape
 from doctor.verify.npu.questions import NEAR, Found, Probe, fused, time_us
+from models.layers.dtypes import TORCH_DTYPES
 from recipes.machine import Npu
 
 # The step has 12 rows, a page 128 tokens, the cache 24 pages, and a request at most 16 of them.
@@ -133,7 +134,7 @@ class Decodes:
         for replay in REPLAYS:
             kv_lens = self.next_batch(replay)
             wanted = self.attend(self.masked, self.planned(self.masked, kv_lens))
-            self.unmasked.replay(graph, metadata, kv_lens)
+            self.unmasked.replay(graph, [metadata], kv_lens)
             for found in (output, self.attend(self.unmasked, self.planned(self.unmasked, kv_lens))):
                 far = (found - wanted)[:, : len(replay)].float().abs().nan_to_num(nan=torch.inf)
                 furthest = max(furthest, float(far.max()))
@@ -142,7 +143,7 @@ class Decodes:
     def replay_us(self, machine: Npu, attention: Any) -> float:
         """Return the microseconds of a replay."""
         graph, metadata, _ = self.captured(attention)
-        return time_us(machine, partial(attention.replay, graph, metadata, self.next_batch(REPLAYS[-1])))
+        return time_us(machine, partial(attention.replay, graph, [metadata], self.next_batch(REPLAYS[-1])))
 
 
 def unmasks_decodes(machine: Npu) -> Found:
@@ -160,19 +161,19 @@ def _shapes(
     product: AscendProduct, heads_over: Sequence[tuple[int, int]]
 ) -> Iterator[tuple[str, AttentionShape]]:
     """Yield the shapes that engines on the product request, with their names; the last is an ordinary one."""
-    plain = AttentionShape(8, 8, 128, PAGE, 128**-0.5, product.dtypes[0], WINDOWS)
+    plain = AttentionShape(8, 8, 128, PAGE, 128**-0.5, TORCH_DTYPES[product.dtypes[0]], WINDOWS)
     if product.has_latents:
         whole = replace(plain, num_kv_heads=1, head_dim=512, scale=192**-0.5, windows=(None, None))
         yield "latents", replace(whole, latent=LATENT)
     yield "a first key that does not count", replace(plain, windows=(None,), first_key=1)
-    if product.dtypes[0] == torch.bfloat16:
+    if product.dtypes[0] == "bfloat16":
         yield "attention sinks", replace(plain, num_heads=16, num_kv_heads=2, head_dim=64, has_sinks=True)
-    for dtype in product.dtypes if product.packs_float16 else product.dtypes[:1]:
+    for dtype_name in product.dtypes if product.packs_float16 else product.dtypes[:1]:
         for dim in product.head_dims:
             for heads, kv_heads in heads_over:
                 sizes = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": dim, "scale": dim**-0.5}
-                name = f"{heads} heads of {dim} over {kv_heads} in {str(dtype).removeprefix('torch.')}"
-                yield name, replace(plain, dtype=dtype, **sizes)
+                name = f"{heads} heads of {dim} over {kv_heads} in {dtype_name}"
+                yield name, replace(plain, dtype=TORCH_DTYPES[dtype_name], **sizes)
 
 
 MASK_PROBES = (

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from continuous_batching.slots import SlotPool
 from devices.ascend_limits import FRACTAL_NZ, AscendProduct
+from models.layers.dtypes import TORCH_DTYPES
 from models.sampling.sampler import Sampler
 from recipes.machine import Npu
 
@@ -47,7 +48,7 @@ class Probe:
 def keeps_nan(machine: Npu) -> Found:
     """Ask whether a maximum keeps a NaN, for each dtype, in the first, a middle and the last place."""
     bad = []
-    for dtype in (*machine.product.dtypes, torch.float32):
+    for dtype in (*map(TORCH_DTYPES.__getitem__, machine.product.dtypes), torch.float32):
         logits = torch.randn(3, VOCABULARY).to(dtype)
         for row, place in enumerate((0, 70_000, -1)):
             logits[row, place] = torch.nan
@@ -76,7 +77,7 @@ def tiles_weights(machine: Npu) -> Found:
     """Ask whether a tiled weight is right, also in graphs, and faster than rows at few and many rows of x."""
     import torch_npu
 
-    npu, dtype = torch_npu.npu, machine.product.dtypes[0]
+    npu, dtype = torch_npu.npu, TORCH_DTYPES[machine.product.dtypes[0]]
     weight = torch.randn(SIDE, SIDE).to(dtype).to(machine.device) / math.sqrt(SIDE)
     tiles = torch_npu.npu_format_cast(weight, FRACTAL_NZ)
     times = []
@@ -141,7 +142,9 @@ def captures_draws(machine: Npu) -> Found:
     columns = sampler.draw_columns(rows, np.ones_like(rows), slots)
     assert columns is not None, "some of them are drawn by top-k and top-p"
     sent = torch.from_numpy(columns).to(machine.device)
-    logits = torch.randn(len(DRAWN), VOCABULARY, generator=generator).to(machine.product.dtypes[0])
+    logits = torch.randn(len(DRAWN), VOCABULARY, generator=generator).to(
+        TORCH_DTYPES[machine.product.dtypes[0]]
+    )
     given, graph = logits.to(machine.device), npu.NPUGraph()
     best = sampler.best(given)
     wanted = sampler.draw(given, best, sent).tolist()
@@ -160,7 +163,7 @@ def prefetches(machine: Npu) -> Found:
     from models.ops.npu.ops import NpuOps, prefetch
 
     npu = torch.get_device_module("npu")
-    dtype, side = machine.product.dtypes[0], npu.Stream()
+    dtype, side = TORCH_DTYPES[machine.product.dtypes[0]], npu.Stream()
     ops = NpuOps(replace(machine.product, prefetches=True))
     count = 1 if machine.asked.virtual else WEIGHTS
     weights = [torch.randn(SIDE, SIDE).to(dtype).to(machine.device) for _ in range(count)]

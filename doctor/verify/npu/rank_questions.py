@@ -13,6 +13,7 @@ from devices.ascend_dispatch import DISPATCHING
 from devices.ascend_limits import AscendProduct
 from doctor.verify.npu.questions import NEAR, Found, Probe, time_us
 from models.config import MixtureConfig
+from models.layers.dtypes import TORCH_DTYPES
 from models.ops.operands import Filled
 from models.parallel.group import Group, divided
 from models.parallel.share import Share
@@ -48,7 +49,7 @@ def sums_products(recipe: Recipe, group: Group) -> Found:
 
     machine = start(recipe.device)
     assert isinstance(machine, Npu), "the probes ask an NPU"
-    dtype, rows = machine.product.dtypes[0], 256 if machine.asked.virtual else PROMPT
+    dtype, rows = TORCH_DTYPES[machine.product.dtypes[0]], 256 if machine.asked.virtual else PROMPT
     inner = (256 if machine.asked.virtual else INNER) // group.size
     generator = torch.Generator().manual_seed(group.rank)
     x = torch.randn(rows, inner, generator=generator).to(dtype).to(machine.device)
@@ -76,7 +77,7 @@ def dispatches(recipe: Recipe, group: Group) -> Found:
     world.open_for_tokens(machine.buffer_mib, machine.device)
     hidden, inner, num_held = (1024, 64, 2) if machine.asked.virtual else EXPERTS
     config = MixtureConfig(num_held * world.size, min(8, num_held * world.size), inner, True, (True,))
-    ops, dtype = NpuOps(machine.product), machine.product.dtypes[0]
+    ops, dtype = NpuOps(machine.product), TORCH_DTYPES[machine.product.dtypes[0]]
     dispatch = ops.dispatch_of(hidden, config, world)
     if dispatch is None:
         return False, f"operators take no such {world.size} ranks, or HCCL_BUFFSIZE is too small for a token"

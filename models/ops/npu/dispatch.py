@@ -36,7 +36,7 @@ class Dispatch:
 
     def takes(self, x: Tensor) -> bool:
         """Whether these tokens are exchanged: there must be at least one for each rank."""
-        is_known = x.dtype in self.product.dtypes
+        is_known = self.product.has_dtype(x.dtype)
         return is_known and self.group.size <= len(x) <= self.most_tokens * self.group.size
 
     def mixture(

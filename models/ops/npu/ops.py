@@ -99,7 +99,7 @@ class NpuOps(Int4Ops, PlainNpuOps):
     def linear_summed(self, x: Tensor, packed: Packed, group: Group) -> Tensor:
         """Compute Ops.linear_summed; a prompt's rows take one launch, if that is faster."""
         weight, bias = packed
-        takes = x.dtype in self.product.dtypes and bias is None and group.size in SUMMED_RANKS
+        takes = self.product.has_dtype(x.dtype) and bias is None and group.size in SUMMED_RANKS
         takes = takes and self.product.sums_products and len(x) >= LEAST_SUMMED_ROWS
         if not takes or not group.is_on_one_machine:
             return super().linear_summed(x, packed, group)

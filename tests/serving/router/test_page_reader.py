@@ -33,7 +33,7 @@ def test_a_reader_knows_what_a_cache_holds(tmp_path: Path) -> None:
 
         def knows() -> bool:
             held = engine.held()
-            return len(routing.held) == len(held) and all(routing.held.masks[key] == 2 for key in held)
+            return len(routing.held) == len(held) and all(routing.held.masks.get(key) == 2 for key in held)
 
         await until(knows)
         for number in range(30):
@@ -136,6 +136,27 @@ def test_what_a_replica_tells_of_its_pages_is_bounded(
         assert "it tells of more than 8 pages" in caplog.text
         reader.close()
         context.destroy(linger=0)
+
+    run(test)
+
+
+def test_a_request_that_is_cancelled_waits_no_longer() -> None:
+    async def test() -> None:
+        turns = FairTurns(lambda: 1)
+        await turns.enter("first", 1)
+        waiting = [asyncio.ensure_future(turns.enter("many", tokens)) for tokens in (10, 20, 30)]
+        gone = asyncio.ensure_future(turns.enter("gone", 5))
+        await asyncio.sleep(0)
+        assert (turns.num_waiting, turns.waiting_tokens) == (4, 65)
+        for each in (gone, waiting[1]):
+            each.cancel()
+        await asyncio.wait((gone, waiting[1]))
+        assert (turns.num_waiting, turns.waiting_tokens) == (2, 40), "no turn has come meanwhile"
+        for each in (waiting[0], waiting[2]):
+            turns.leave()
+            await each
+        turns.leave()
+        assert (turns.num_open, turns.num_waiting) == (0, 0)
 
     run(test)
 

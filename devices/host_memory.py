@@ -1,0 +1,53 @@
+"""Find how much of the host's memory this process may use, as its control groups limit it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+# The folders and file names of memory limits in control groups of version 2 and of version 1.
+CONTROL_GROUPS = (
+    (Path("/sys/fs/cgroup"), "memory.max"),
+    (
+        Path("/sys/fs/cgroup/memory"),
+        "memory.limit_in_bytes",
+    ),
+)
+
+
+def host_memory_bytes() -> int:
+    """Return the bytes that this process may use: the host's memory, or less if a control group limits it."""
+    whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    names = _text_of(Path("/proc/self/cgroup"))
+    return min(
+        [whole, *(limit for root, file in CONTROL_GROUPS for limit in group_limits(names, root, file))]
+    )
+
+
+def group_limits(names: str, root: Path, file: str) -> list[int]:
+    """Return the memory limits of a process's control groups and of their parents.
+
+    `names` is the content of its /proc/PID/cgroup, and `file` the limit's name in the folder of each group
+    below `root`. In a container, the folder of its own group may be `root` itself, while the name is the
+    host's.
+    """
+    folders = {root}
+    for line in filter(None, names.splitlines()):
+        _, controllers, name = [*line.split(":", 2), "", ""][:3]
+        of_memory = not controllers if file == "memory.max" else "memory" in controllers.split(",")
+        if of_memory and ".." not in name:
+            group = root / name.lstrip("/")
+            folders |= {group, *(each for each in group.parents if each.is_relative_to(root))}
+    found = [_text_of(each / file).strip() for each in folders]
+    return [int(limit) for limit in found if limit.isascii() and limit.isdigit()]
+
+
+def _text_of(path: Path) -> str:
+    """Return a file's text, or "" if it is missing or must not be read.
+
+    No limit is known then.
+    """
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""

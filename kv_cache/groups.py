@@ -1,0 +1,450 @@
+"""Describe what layers remember, and keep the pages of layers that see a window.
+
+A layer states its cache: which tensors it keeps of each token (`Plane`), and for how long it needs them
+(`Lifetime`). Layers of one lifetime form a group, which has a pool of pages and a page table of its own.
+Group 0 holds layers that need all tokens; its pages are named by the prefix cache, and a request's page i of
+any group holds the same tokens, i * B to (i + 1) * B - 1. Each further group is a `WindowGroup`, whose pages
+are given back once no later query can see them.
+
+Nothing here imports torch: the scheduler counts pages, the tensors are in `device/storage`.
+
+Legend: N rows of the slot table, B tokens a page.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kv_cache.pages import Index, PageCopy, PagePool
+
+DType = Literal["float32", "bfloat16", "float16"]
+ITEM_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class Lifetime:
+    """How long a layer needs what it wrote of a token, and so which group its pages belong to."""
+
+    kind: Literal["all", "window"] = "all"
+    window: int = 0  # positions that a query sees, its own among them; 0 if it sees all
+
+
+ALL_TOKENS = Lifetime()
+
+
+@dataclass(frozen=True, slots=True)
+class Plane:
+    """One tensor of a layer's cache: `shape` numbers of each token, on one rank."""
+
+    name: str  # "keys", "values", "latents", "rope_keys", "features"
+    shape: tuple[int, ...]
+    dtype: str  # a key of ITEM_BYTES
+    scale_bytes: int = 0  # bytes of the scales beside the numbers of each token, of int8
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token."""
+        return int(np.prod(self.shape)) * ITEM_BYTES[self.dtype] + self.scale_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCache:
+    """What one layer keeps, and for how long."""
+
+    lifetime: Lifetime
+    planes: tuple[Plane, ...]
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token in all planes."""
+        return sum(each.token_bytes for each in self.planes)
+
+
+def most_pages(window: int, page_size: int) -> int:
+    """Return the most pages that hold what one query sees, wherever its window begins."""
+    return -(-(window - 1) // page_size) + 1
+
+
+class WindowGroup:
+    """The pages of all layers that see a window of one size: who holds them, and which each row has.
+
+    A row holds pages `first` to `stop` - 1 of its request; other entries of its `table` are the null page. A
+    page that the prefix cache has published may be found again beside the cache's entry (a page of group 0,
+    by its name in `PrefixIndex`): `beside` says which page of this group holds the same tokens, -h if that is
+    page h of the host's pool, and 0 if there is none any more. The prefix cache is a holder of such a page
+    like any row. A page with no other holder is idle, and is evicted least recently used first; it then comes
+    to rest in the host's pool, if there is one.
+
+    A prefix can be resumed from only if all pages are here that its next query sees (`resumable`).
+    """
+
+    def __init__(
+        self,
+        number: int,
+        window: int,
+        page_size: int,
+        num_rows: int,
+        max_pages: int,
+        pool: PagePool,
+        host: PagePool | None,
+        num_entries: int,
+        num_host_entries: int,
+    ) -> None:
+        self.number = number  # of the group; 0 is that of layers that need all tokens
+        self.window, self.page_size = window, page_size
+        self.most_of_a_row = most_pages(window, page_size)  # while it decodes
+        self.pool, self.host = pool, host
+        self.table = np.zeros((num_rows, max_pages), dtype=np.int32)
+        self.first = np.zeros(num_rows, dtype=np.int64)
+        self.stop = np.zeros(num_rows, dtype=np.int64)
+        self._num_host_entries = num_host_entries
+        self.beside = np.zeros(num_entries + num_host_entries, dtype=np.int64)
+        self._entry_of: dict[int, int] = {}  # page here, or -h, -> name of the entry beside which it lies
+        self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._resting: OrderedDict[int, None] = OrderedDict()  # pages -h of the host's pool, in that order
+        self.changes = 0  # counts what changes what can be found
+        # Numbers of pages since the start, for the bytes that usage reports
+        self.copied_pages = self.compacted_pages = self.evicted_pages = 0
+        self.swapped_out_pages = self.swapped_in_pages = self.rested_pages = self.promoted_pages = 0
+
+    @property
+    def num_idle(self) -> int:
+        """Number of pages that only the prefix cache holds."""
+        return len(self._idle)
+
+    @property
+    def num_resting(self) -> int:
+        """Number of pages of the host's pool that the prefix cache holds."""
+        return len(self._resting)
+
+    @property
+    def num_available(self) -> int:
+        """Number of pages that can be handed out without preempting a row."""
+        return self.pool.num_free + len(self._idle)
+
+    @property
+    def cached_pages(self) -> Index:
+        """The pages that the prefix cache holds on the device, idle or in use."""
+        return np.array([page for page in self._entry_of if page > 0], dtype=np.int64)
+
+    def first_seen(self, positions: Index) -> Index:
+        """Return the first page that a query at each of these positions sees."""
+        pages: Index = np.maximum(positions - (self.window - 1), 0) // self.page_size
+        return pages
+
+    def needed(self, num_tokens: int) -> int:
+        """Return the most pages that a decoding request of so many cached tokens holds."""
+        return min(-(-num_tokens // self.page_size), self.most_of_a_row)
+
+    def promised(self, rows: Index, num_tokens: Index) -> Index:
+        """Return how many pages each row will still need while it decodes up to `num_tokens` tokens."""
+        wanted = np.minimum(-(-num_tokens // self.page_size), self.most_of_a_row)
+        lacking: Index = np.maximum(wanted - (self.stop[rows] - self.first[rows]), 0)
+        return lacking
+
+    def missing(self, rows: Index, stops: Index) -> Index:
+        """Return the number of pages that each row lacks for its first `stops` tokens."""
+        lacking: Index = np.maximum(-(-stops // self.page_size) - self.stop[rows], 0)
+        return lacking
+
+    def fitting(self, rows: Index, starts: Index, stops: Index, num_copies: int) -> Index:
+        """Return how far each span from `starts` to `stops` may go with the pages that are available.
+
+        Each row is allowed one token first, then the oldest rows get what is left: a long chunk of a prompt
+        needs more pages for one step than it keeps after it, and preempts nobody for them.
+        """
+        missing = self.missing(rows, stops)
+        left = self.num_available - num_copies
+        if int(missing.sum()) <= left:
+            return stops
+        least = self.missing(rows, starts + 1)
+        extra = missing - least
+        spare = max(0, left - int(least.sum()))
+        granted = np.clip(spare - (np.cumsum(extra) - extra), 0, extra)
+        shorter: Index = np.minimum(stops, (self.stop[rows] + least + granted) * self.page_size)
+        return shorter
+
+    def free_behind(self, rows: Index, firsts: Index) -> None:
+        """Release the pages of rows before page `firsts`, which no query of these rows will see."""
+        firsts = np.minimum(firsts, self.stop[rows])
+        due = np.flatnonzero(firsts > self.first[rows])
+        for row, first in zip(rows[due].tolist(), firsts[due].tolist()):
+            old = slice(int(self.first[row]), first)
+            self._release(self.table[row, old].astype(np.int64))
+            self.table[row, old] = 0
+            self.first[row] = first
+
+    def grow(self, rows: Index, counts: Index) -> list[PageCopy]:
+        """Give each row `counts` more pages, and return the copies that make room for them."""
+        if not counts.any():
+            return []
+        copies = self._made_free(int(counts.sum()))
+        growing = counts > 0
+        for row, count in zip(rows[growing].tolist(), counts[growing].tolist()):
+            stop = int(self.stop[row])
+            self.table[row, stop : stop + count] = self.pool.take(count)
+            self.stop[row] = stop + count
+        return copies
+
+    def num_shared(self, rows: Sequence[int], indexes: Sequence[int]) -> int:
+        """Return how many copies rows need that are about to write to page `indexes[i]` of row `rows[i]`."""
+        pages = [int(self.table[row, index]) for row, index in zip(rows, indexes)]
+        counts = {page: pages.count(page) for page in pages}
+        return sum(min(count, int(self.pool.holders[page]) - 1) for page, count in counts.items())
+
+    def copy_on_write(self, rows: Sequence[int], indexes: Sequence[int]) -> list[PageCopy]:
+        """Give each row a copy of its page at `indexes[i]` if others hold it; the last keeps the original."""
+        copies = self._made_free(self.num_shared(rows, indexes))
+        sources, targets = [], []
+        for row, index in zip(rows, indexes):
+            page = int(self.table[row, index])
+            if self.pool.holders[page] > 1:
+                (own,) = self.pool.take(1).tolist()
+                sources.append(page)
+                targets.append(own)
+                self.table[row, index] = own
+                self._release(np.array([page]))
+        if sources:
+            self.copied_pages += len(sources)
+            copies.append(PageCopy(np.array(sources), np.array(targets), group=self.number))
+        return copies
+
+    def fork(self, source: int, row: int, num_pages: int) -> None:
+        """Share the first `num_pages` pages of a row's request, as far as it holds them, with another row."""
+        first = min(int(self.first[source]), num_pages)
+        new = self.table[source, first:num_pages].astype(np.int64)
+        self._share(new)
+        self.clear(row)
+        self.table[row, first:num_pages] = new
+        self.first[row], self.stop[row] = first, num_pages
+
+    def clear(self, row: int) -> None:
+        """Release all pages of a row."""
+        held = slice(int(self.first[row]), int(self.stop[row]))
+        self._release(self.table[row, held].astype(np.int64))
+        self.table[row, held] = 0
+        self.first[row] = self.stop[row] = 0
+
+    def resumable(self, entries: Index, held: int = 0, first_held: int = 0) -> NDArray[np.bool_]:
+        """Return for each length of a prefix, in pages, whether its next query finds all that it sees.
+
+        The prefix consists of `held` pages of a row, which holds those from `first_held` on, and of the pages
+        beside these cached `entries` of group 0. [held + entries + 1], of which 0 pages are always enough.
+        """
+        count = held + len(entries)
+        lacks = np.zeros(count + 1, dtype=np.bool_)
+        lacks[1 : 1 + first_held] = True
+        lacks[1 + held :] = self.beside[entries] == 0
+        # One past the last page that is lacking, 0 if none is
+        last_lacking = np.maximum.accumulate(np.where(lacks, np.arange(count + 1), 0))
+        able: NDArray[np.bool_] = last_lacking <= self.first_seen(np.arange(count + 1) * self.page_size)
+        return able
+
+    def wanted(self, entries: Index, num_tokens: int) -> int:
+        """Return how many of the available pages a new row takes to go on after these entries.
+
+        It is to decode up to `num_tokens` cached tokens. Pages that rest in the host's pool need a page of
+        the device each, and idle pages are available only until they are shared.
+        """
+        first = int(self.first_seen(np.array(len(entries) * self.page_size)))
+        pages = self.beside[entries[first:]]
+        shared = pages[pages > 0]
+        idle = int((self.pool.holders[shared] == 1).sum())
+        return max(self.needed(num_tokens), len(pages)) - len(shared) + idle
+
+    def resume(self, row: int, entries: Index) -> list[PageCopy]:
+        """Let a row go on after these entries, which continue the pages that it holds.
+
+        Returns the copies that bring resting pages back.
+        """
+        before = int(self.stop[row])
+        stop = before + len(entries)
+        first = int(self.first_seen(np.array(stop * self.page_size)))
+        self.free_behind(np.array([row]), np.array([first]))
+        own = max(first, before)  # the first page that it does not hold itself
+        names = entries[own - before :]
+        pages = self.beside[names]
+        assert (pages != 0).all(), f"row {row} resumes from pages that are gone"
+        self._share(pages[pages > 0])
+        resting, copies = pages[pages < 0], []
+        if len(resting):
+            for page in resting.tolist():  # they are kept while room is made
+                del self._resting[page]
+            copies = self._made_free(len(resting))
+            targets = self.pool.take(len(resting))
+            copies.append(PageCopy(-resting, targets, "from_host", group=self.number))
+            self._rename_pages(resting, targets)
+            self.pool.share(targets)  # by the row, beside the prefix cache
+            assert self.host is not None, "pages rest in a host pool"
+            self.host.release(-resting)
+            self.promoted_pages += len(resting)
+            pages = self.beside[names]
+        self.table[row, own:stop] = pages
+        self.first[row], self.stop[row] = max(first, int(self.first[row])), stop
+        return copies
+
+    def publish(self, row: int, first: int, entries: Index, is_cached: NDArray[np.bool_]) -> None:
+        """Let the row's pages from `first` on be found beside these entries, unless others lie there."""
+        held = np.arange(first, first + len(entries))
+        new = is_cached & (self.beside[entries] == 0) & (held >= self.first[row]) & (held < self.stop[row])
+        pages = self.table[row, held[new]].astype(np.int64)
+        free = [page not in self._entry_of for page in pages.tolist()]
+        names, pages = entries[new][free], pages[free]
+        self.pool.share(pages)
+        self.beside[names] = pages
+        self._entry_of.update(zip(pages.tolist(), names.tolist()))
+        self.changes += 1
+
+    def removed(self, entries: Sequence[int]) -> None:
+        """Release the pages beside entries that leave the prefix cache."""
+        names = np.array(entries, dtype=np.int64)
+        pages = self.beside[names]
+        self.beside[names] = 0
+        self._drop(pages[pages != 0])
+
+    def renamed(self, sources: Index, targets: Index) -> None:
+        """Follow entries of the prefix cache that were renamed."""
+        pages = self.beside[sources]
+        self.beside[sources] = 0
+        self.beside[targets] = pages
+        for page, name in zip(pages.tolist(), targets.tolist()):
+            if page:
+                self._entry_of[page] = name
+
+    def resize_entries(self, num_entries: int) -> None:
+        """Follow group 0 to another number of pages; none that is removed may be an entry."""
+        num_host, old = self._num_host_entries, self.beside
+        self.beside = np.zeros(num_entries + num_host, dtype=np.int64)
+        kept = min(num_entries, len(old) - num_host)
+        self.beside[:kept], self.beside[num_entries:] = old[:kept], old[len(old) - num_host :]
+
+    def evict(self, count: int) -> PageCopy | None:
+        """Free the `count` least recently used idle pages; as many as fit come to rest in the host's pool.
+
+        Returns the copy that takes them there, which must be made before they are written to.
+        """
+        assert count <= len(self._idle), f"asked to evict {count} pages, {len(self._idle)} are idle"
+        room = 0 if self.host is None else min(count, self.host.num_free + len(self._resting))
+        pages = np.array(list(islice(self._idle, count)), dtype=np.int64)
+        self.evicted_pages += count
+        self._forget(pages[: count - room])
+        resting = pages[count - room :]
+        if not room:
+            return None
+        self.changes += 1
+        has_room = self.yield_host(room)
+        assert has_room, f"{room} pages find no room in the host's pool"
+        assert self.host is not None, "pages rest in a host pool"
+        targets = self.host.take(room)
+        for page in resting.tolist():
+            del self._idle[page]
+        self._rename_pages(resting, -targets)
+        self._resting.update(dict.fromkeys((-targets).tolist()))
+        self.pool.release(resting)
+        self.rested_pages += room
+        return PageCopy(resting, targets, "to_host", group=self.number)
+
+    def yield_host(self, count: int) -> bool:
+        """Drop resting pages until `count` host pages are free.
+
+        Returns False, with none dropped, if impossible.
+        """
+        if self.host is None:
+            return False
+        short = count - self.host.num_free
+        if short > len(self._resting):
+            return False
+        if short > 0:
+            self._forget(np.array(list(islice(self._resting, short)), dtype=np.int64))
+        return True
+
+    def swap_out(self, count: int) -> Index:
+        """Take host pages, which `yield_host` has freed, for the pages of a row that leaves."""
+        assert self.host is not None, "there is no host pool"
+        self.swapped_out_pages += count
+        return self.host.take(count)
+
+    def release_host(self, pages: Index) -> None:
+        """Free the host pages of a row that has come back, or will not."""
+        assert self.host is not None, "there is no host pool"
+        self.host.release(pages)
+
+    def seen(self, row: int, num_computed: int) -> tuple[int, Index]:
+        """Return the pages that a row's next query sees, and the index of the first."""
+        first = int(self.first_seen(np.array(num_computed)))
+        stop = -(-num_computed // self.page_size)
+        return first, self.table[row, first:stop].astype(np.int64)
+
+    def come_back(self, row: int, first: int, host_pages: Index) -> list[PageCopy]:
+        """Give an empty row pages from `first` on, and return the copies from the host that fill them."""
+        self.first[row] = self.stop[row] = first
+        copies = self.grow(np.array([row]), np.array([len(host_pages)]))
+        targets = self.table[row, first : first + len(host_pages)].astype(np.int64)
+        self.swapped_in_pages += len(host_pages)
+        return [*copies, PageCopy(host_pages, targets, "from_host", group=self.number)]
+
+    def compact(self, max_pages: int) -> PageCopy | None:
+        """Move at most `max_pages` held pages to the low end, and return the copy to make."""
+        sources, targets = self.pool.scattered(max_pages)
+        if not len(sources):
+            return None
+        self.pool.move(sources, targets)
+        target_of = np.arange(self.pool.num_pages, dtype=np.int32)
+        target_of[sources] = targets
+        self.table[:] = target_of[self.table]  # in place, because the slot table refers to it
+        cached = np.array([page in self._entry_of for page in sources.tolist()], dtype=np.bool_)
+        self._rename_pages(sources[cached], targets[cached])
+        moved = dict(zip(sources.tolist(), targets.tolist()))
+        if not self._idle.keys().isdisjoint(moved):  # a page keeps its place in the order of eviction
+            self._idle = OrderedDict((moved.get(page, page), None) for page in self._idle)
+        self.compacted_pages += len(sources)
+        return PageCopy(sources, targets, group=self.number)
+
+    def _made_free(self, count: int) -> list[PageCopy]:
+        """Evict idle pages until `count` pages are free."""
+        short = count - self.pool.num_free
+        copy = self.evict(short) if short > 0 else None
+        return [] if copy is None else [copy]
+
+    def _share(self, pages: Index) -> None:
+        for page in pages[self.pool.holders[pages] == 1].tolist():
+            self._idle.pop(page, None)
+        self.pool.share(pages)
+
+    def _release(self, pages: Index) -> None:
+        """Remove a row's hold; pages that only the prefix cache still holds become idle."""
+        pages = pages[::-1]
+        self.pool.release(pages)
+        for page in pages[self.pool.holders[pages] == 1].tolist():
+            if page in self._entry_of:
+                self._idle[page] = None
+
+    def _forget(self, pages: Index) -> None:
+        """Let pages, or resting pages -h, no longer lie beside their entries, and release them."""
+        names = np.array([self._entry_of[page] for page in pages.tolist()], dtype=np.int64)
+        self.beside[names] = 0
+        self._drop(pages)
+
+    def _drop(self, pages: Index) -> None:
+        """Remove the prefix cache's hold on pages, or resting pages -h."""
+        self.changes += 1
+        for page in pages.tolist():
+            del self._entry_of[page]
+            self._idle.pop(page, None)
+            self._resting.pop(page, None)
+        self.pool.release(pages[pages > 0])
+        if self.host is not None:
+            self.host.release(-pages[pages < 0])
+
+    def _rename_pages(self, sources: Index, targets: Index) -> None:
+        """Let target pages lie where the source pages lay, beside the same entries."""
+        names = [self._entry_of.pop(page) for page in sources.tolist()]
+        self._entry_of.update(zip(targets.tolist(), names))
+        self.beside[names] = targets

@@ -1,0 +1,90 @@
+"""Define the configurations of heads that draft: an EAGLE-3 head, and a checkpoint's own prediction layer.
+
+models/drafting/eagle.py and models/drafting/mtp.py compute them. Nothing here imports torch: a plan of the
+memory counts a head, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+
+from models.config import DecoderConfig, HeadConfig
+
+# Names in the checkpoint of an EAGLE-3 head: its layer, and the embedding that it may have of its own
+LAYER, EMBEDDING = "midlayer.", "embed_tokens.weight"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Eagle3Config(HeadConfig):
+    """The configuration of the layer of an EAGLE-3 head."""
+
+    draft_vocab_size: int
+    owns_embedding: bool
+    norm_before_residual: bool  # whether the layer adds to the normed feature
+
+    def linears(self) -> list[tuple[str, int, int]]:
+        """Return the checkpoint name, inputs and outputs of every linear."""
+        hidden, inner = self.hidden_size, self.intermediate_size
+        heads, kv_heads = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        return [
+            ("fc", len(self.taps) * hidden, hidden),
+            (f"{LAYER}self_attn.q_proj", 2 * hidden, heads),
+            (f"{LAYER}self_attn.k_proj", 2 * hidden, kv_heads),
+            (f"{LAYER}self_attn.v_proj", 2 * hidden, kv_heads),
+            (f"{LAYER}self_attn.o_proj", heads, hidden),
+            (f"{LAYER}mlp.gate_proj", hidden, inner),
+            (f"{LAYER}mlp.up_proj", hidden, inner),
+            (f"{LAYER}mlp.down_proj", inner, hidden),
+            ("lm_head", hidden, self.draft_vocab_size),
+        ]
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of weights of the head, without those that it shares with the target."""
+        norms = 4 * self.hidden_size
+        embedding = self.owns_embedding * self.vocab_size * self.hidden_size
+        return norms + embedding + sum(inputs * outputs for _, inputs, outputs in self.linears())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MtpConfig(HeadConfig):
+    """The configuration of layer `number` of the target's checkpoint, behind the target's own."""
+
+    number: int
+
+    @property
+    def prefix(self) -> str:
+        """How the names of its tensors begin."""
+        return f"model.layers.{self.number}."
+
+    @property
+    def joining(self) -> str:
+        """The linear that joins embedding and feature."""
+        return f"{self.prefix}eh_proj"
+
+    def linears(self) -> Iterator[tuple[str, int, int]]:
+        """Yield the checkpoint name, inputs and outputs of every linear; the head is the target's."""
+        for name, inputs, outputs in DecoderConfig.linears(self):
+            yield name.replace("model.layers.0.", self.prefix), inputs, outputs
+        yield self.joining, 2 * self.hidden_size, self.hidden_size
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of weights of the layer, without those that it shares with the target."""
+        layer: int = DecoderConfig.num_parameters.fget(self)  # type: ignore[attr-defined]
+        return layer + 2 * self.hidden_size * (1 + self.hidden_size) - self.vocab_size * self.hidden_size
+
+
+def mtp_config(target: DecoderConfig, num_kept: int) -> MtpConfig:
+    """Return the configuration of the first of these layers of `target`; raises ValueError if it has none."""
+    if not target.num_unread_layers:
+        raise ValueError(
+            "the model's configuration has num_nextn_predict_layers: 0, so its checkpoint has no layer that"
+            " predicts further tokens"
+        )
+    values = {each.name: getattr(target, each.name) for each in fields(target)}
+    mixture = target.mixture and replace(target.mixture, layers=(True,), placement=())
+    values |= {"family": "mtp", "num_layers": 1, "windows": (None,), "mixture": mixture}
+    values |= {"tie_embeddings": True, "eos_token_ids": (), "num_unread_layers": 0, "window_groups": ()}
+    return MtpConfig(**values, taps=(target.num_layers,), num_kept=num_kept, number=target.num_layers)

@@ -1,0 +1,177 @@
+"""What verbs really measured passes the gate, and is refused when its figures are changed, digests and all.
+
+Every verb that people quote is run here on the tiny model.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmark.gate.gate import audit, with_verdict
+from scripts.benchmark import main
+from tests.benchmark.openai_server import Stub, running
+from tests.thorough import THOROUGH
+
+Result = dict[str, Any]
+ENGINE = ["recipes/tiny/cpu.yaml", "device.compile=false", "device.threads=1"]
+SETTINGS = (  # of the engine, and of the trace: tokens of prompts that are the same, and seconds between two
+    ([], 0, 0.005),
+    (["scheduler.overlap=true", "scheduler.num_slots=4"], 0, 0.0),
+    (["cache.num_pages=24", "scheduler.num_slots=6", "scheduler.max_batch_tokens=32"], 0, 0.002),
+    (["scheduler.policy=orca", "scheduler.num_slots=3"], 48, 0.001),
+    (["scheduler.policy=static", "scheduler.batch_size=4", "scheduler.max_wait_ms=5"], 0, 0.004),
+    (["scheduler.policy=prefill_first", "cache.prefix_sharing=false"], 32, 0.0),
+)
+SMALL_VERBS = {
+    "host": ["--slots", "4", "--page-sizes", "16", "--steps", "10", "--chunk", "16"],
+    "host, waiting": ["--slots", "4", "--waiting", "3", "--steps", "10"],
+    "device": [*ENGINE, "--decode", "2x32", "--prefill", "1x32", "--mixed", "1x32+1x32", "--repeats", "2"],
+    "kv": ["--page-sizes", "128", "--repeats", "2", "--requests", "10"],
+    "offline, stall": [
+        *["--stall", *ENGINE, "--prompt-tokens", "100", "--every", "0.02", "--prompts", "2"],
+        *["--answers", "2", "--answer-tokens", "16", "--chunk", "32"],
+    ],
+}
+ASKED: tuple[tuple[list[str], dict[str, object]], ...] = (
+    (["scheduler.overlap=true", "scheduler.num_slots=2"], {"ignore_eos": False}),
+    ([], {"beam_width": 2}),
+    (["scheduler.overlap=true"], {"beam_width": 3, "n": 2}),
+    ([], {"stop": ["e"]}),
+    ([], {"n": 2, "temperature": 1.0}),
+    (["scheduler.max_queue_wait_s=0.001", "scheduler.num_slots=2"], {}),
+)
+
+
+def told(*arguments: str) -> Result:
+    with redirect_stdout(StringIO()) as printed:
+        main([*arguments, "--json"])
+    return json.loads(printed.getvalue())
+
+
+def write(path: Path, lines: list[dict[str, object]]) -> str:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(path)
+
+
+def trace(path: Path, shared: int, every_s: float, seed: int = 0) -> str:
+    """Requests whose prompts and answers differ in length."""
+    drawn = random.Random(seed)
+    lines: list[dict[str, object]] = [
+        {
+            "id": f"r{number}",
+            "prompt_token_ids": [7] * shared
+            + [drawn.randrange(3, 900) for _ in range(drawn.randrange(5, 60))],
+            "max_tokens": drawn.randrange(2, 9),
+            "arrival_s": round(number * every_s, 4),
+            "temperature": 0,
+            "ignore_eos": bool(number % 2),
+        }
+        for number in range(31)
+    ]
+    return write(path, lines)
+
+
+def offline(folder: Path, number: int, seed: int = 0, runs: int = 1) -> Result:
+    overrides, shared, every_s = SETTINGS[number]
+    path = trace(folder / f"{number}-{seed}.jsonl", shared, every_s, seed)
+    return told("offline", *ENGINE, *overrides, "--trace", path, "--runs", str(runs))
+
+
+def served(folder: Path, seed: int = 0) -> Result:
+    path = trace(folder / f"served-{seed}.jsonl", 0, 0.004, seed)
+    objectives = ("--goodput", "ttft:500000", "tpot:500000")
+    with running(Stub(first_s=0.01, gap_s=0.002)) as stub:
+        return told("serve", "--base-url", stub.url, "--trace", path, *objectives)
+
+
+def refused(result: Result) -> set[str]:
+    """The laws that refuse a result, but for one: a busy machine makes a client late, and it may say so."""
+    return {*audit(result).describe()["refused"]} - {"client on time"}
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    return offline(tmp_path_factory.mktemp("results"), 0)
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 4, 5])
+def test_an_engine_s_result_passes_in_each_setting(tmp_path: Path, number: int) -> None:
+    result = offline(tmp_path, number, runs=2 if number == 3 else 1)
+    assert not refused(result)
+    assert {"counters", "computed tokens", "cache", "memory", "clocks", "digests"} <= {
+        *result["verdict"]["passed"]
+    }
+
+
+def test_the_other_verbs_results_pass(tmp_path: Path) -> None:
+    found = [served(tmp_path)]
+    found.append(
+        told("offline", "--at-once", *ENGINE, "--num-prompts", "31", "--input-len", "9", "--output-len", "5")
+    )
+    sizes = ("--batch-size", "3", "--input-len", "9", "--output-len", "4")
+    found.append(
+        told("offline", "--one-batch", *ENGINE, *sizes, "--num-iters", "10", "--num-iters-warmup", "1")
+    )
+    assert not [wrongs for result in found if (wrongs := refused(result))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SMALL_VERBS)
+def test_a_small_verb_s_result_passes(name: str) -> None:
+    result = told(name.split(",")[0], *SMALL_VERBS[name])
+    assert not refused(result)
+    assert {"clocks", "machine", "digests"} <= {*result["verdict"]["passed"]}
+
+
+@pytest.mark.parametrize(("overrides", "asked"), ASKED)
+def test_honest_searches_stops_and_timeouts_pass(
+    tmp_path: Path, overrides: list[str], asked: dict[str, object]
+) -> None:
+    lines: list[dict[str, object]] = [
+        {"id": f"r{n}", "prompt_token_ids": [5 + n] * 9, "max_tokens": 6, "temperature": 0, **asked}
+        for n in range(31)
+    ]
+    result = told("offline", *ENGINE, *overrides, "--trace", write(tmp_path / "trace.jsonl", lines))
+    assert refused(result) <= {"samples"}  # of few that were in time
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not THOROUGH, reason="a hundred runs take minutes; THOROUGH=1 makes them")
+def test_a_hundred_honest_results_pass(tmp_path: Path) -> None:
+    found = [offline(tmp_path, number, seed) for seed in range(14) for number in range(len(SETTINGS))]
+    found += [served(tmp_path, seed) for seed in range(16)]
+    assert not Counter(law for result in found for law in refused(result))
+
+
+def test_changed_figures_are_refused_by_laws_though_their_digests_fit(measured: Result) -> None:
+    """A forger would compute the digests again."""
+    at_once = [
+        {**each, "token_times_s": [each["first_token_s"]] + [each["finish_s"]] * (each["output_tokens"] - 1)}
+        for each in measured["records"]
+    ]
+    device = {"machine": {**measured["machine"], "device": "Ascend910B4"}, "device_profile": "ascend910b"}
+    faster = {
+        name: 2 * measured[name] for name in ("requests_per_s", "output_tokens_per_s", "total_tokens_per_s")
+    }
+    cases: dict[str, tuple[Result, str]] = {
+        "steps": ({"steps": 38}, "counters"),
+        "hits": ({"prefix_hit_rate": 0.99}, "counters"),
+        "batch": ({"mean_batch": measured["slots"] + 1.0}, "slots"),
+        "alias": ({"mean_tpot_ms": 0.5 * measured["tpot_ms"]["mean"]}, "both names"),
+        "tokens": ({"records": at_once}, "steps of requests"),
+        "rates": ({**faster, "duration_s": measured["duration_s"] / 2}, "recount"),
+        "device": ({**device, "num_devices": 8}, "machine"),
+        "weights": ({"weight_bytes_per_step": 2**50}, "memory"),
+    }
+    assert not refused(measured)
+    for name, (fields, law) in cases.items():
+        tampered = json.loads(json.dumps({**measured, **fields}))
+        assert law in with_verdict(tampered)["verdict"]["refused"], name

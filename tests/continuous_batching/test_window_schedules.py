@@ -1,0 +1,162 @@
+"""Pages of windows come back: random schedules in pools that hold little, and what a prefix hit needs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from continuous_batching.engine import Engine
+from continuous_batching.policies.stall_free import StallFree
+from continuous_batching.request import Request, SamplingParams
+from continuous_batching.scheduling.scheduler import Scheduler
+from continuous_batching.slots import SlotPool
+from continuous_batching.speculation.lengths import Fixed
+from continuous_batching.speculation.ngram import NGram
+from continuous_batching.speculation.speculation import Speculation
+from kv_cache.groups import WindowGroup, most_pages
+from kv_cache.pages import PagePool
+from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner, alone
+from tests.continuous_batching.recount import recount
+from tests.continuous_batching.test_machine import SpoilingRunner
+from tests.continuous_batching.windows import least_pages, window_groups
+from tests.thorough import cases
+
+LARGEST, NUM_REQUESTS = 60, 20
+STORY = np.random.default_rng(5).integers(0, VOCAB_SIZE, LARGEST)
+COUNTS = ("swapped_in_pages", "promoted_pages", "copied_pages", "compacted_pages", "evicted_pages")
+
+
+def draw(random: np.random.Generator, number: int) -> Request:
+    """A prompt that begins as others do, sometimes with samples beside it."""
+    shared, own = int(random.integers(0, 36)), int(random.integers(1, 8))
+    prompt = np.concatenate([STORY[:shared], random.integers(0, VOCAB_SIZE, own)])
+    params = SamplingParams(max_tokens=int(random.integers(1, 16)), seed=0)
+    request = Request(str(number), prompt, params)
+    if number % 5 == 0:
+        request.followers = [Request(f"{number}.{index}", prompt, params) for index in range(2)]
+    return request
+
+
+def storm(seed: int) -> list[WindowGroup]:
+    """Serve requests while some are aborted and some fail; return the groups of windows."""
+    random = np.random.default_rng(seed)
+    size, windows = int(random.choice([1, 2, 4])), [(5,), (9,), (3, 14)][seed % 3]
+    slots, longest = SlotPool(4, LARGEST, size), -(-(LARGEST - 1) // size)
+    pool, host = PagePool(1 + longest + seed % 7), PagePool(2 + 2 * longest) if seed % 4 else None
+    counts = [least_pages(window, size, LARGEST - 1) * int(random.integers(1, 4)) for window in windows]
+    groups = window_groups(windows, slots, pool, host, counts, 12 if host else 0)
+    scheduler = Scheduler(
+        slots,
+        pool,
+        StallFree(),
+        max_batch_tokens=int(random.choice([6, 20, 60])),
+        vocab_size=VOCAB_SIZE,
+        host_pool=host,
+        compact_every_steps=seed % 3,
+        speculation=Speculation(slots, NGram(slots), Fixed(), 3) if seed % 5 == 0 else None,
+        groups=groups,
+    )
+    runner = SpoilingRunner(slots, pool, host, groups)
+    engine = Engine(scheduler, runner, clock=lambda: 0.0, overlap=seed % 2 == 0)
+    made = [draw(random, number) for number in range(NUM_REQUESTS)]
+    runner.fail = {each.id for each in made if random.random() < 0.1}
+    waiting, steps = list(made), 0
+    while waiting or engine.has_work:
+        if waiting and random.random() < 0.5:
+            engine.add(waiting.pop(0))
+        if random.random() < 0.05:
+            engine.abort(str(random.integers(NUM_REQUESTS)))
+        engine.step()
+        recount(scheduler)
+        steps += 1
+        assert steps < 4_000, "no progress"
+    for request in (each for leader in made for each in (leader, *leader.followers)):
+        want = alone(request.prompt.tolist(), request.params.max_tokens)
+        got = request.answer.tolist()
+        assert got == (want if request.finish_reason == "length" else want[: len(got)])
+    assert all(each.num_available == each.pool.num_pages - 1 for each in groups), "pages leaked"
+    return groups
+
+
+def test_requests_get_the_tokens_of_each_alone_whatever_happens_to_the_pages_of_windows() -> None:
+    groups = [group for seed in range(cases(40, 400)) for group in storm(seed)]
+    counted = {name: sum(getattr(group, name) > 0 for group in groups) for name in COUNTS}
+    print(counted)
+    assert min(counted.values()) >= 3
+
+
+def engine_of(num_pages: int, window_pages: int, window: int = 9, **options: int) -> Engine:
+    """Pages of 4 tokens, chunks of up to 16."""
+    slots, pool = SlotPool(3, LARGEST, 4), PagePool(1 + num_pages)
+    groups = window_groups([window], slots, pool, None, [window_pages])
+    scheduler = Scheduler(
+        slots, pool, StallFree(), max_batch_tokens=16, vocab_size=VOCAB_SIZE, groups=groups, **options
+    )
+    return Engine(scheduler, ChecksumRunner(slots, pool, None, groups), clock=lambda: 0.0)
+
+
+def serve(engine: Engine, name: str, prompt: np.ndarray, max_tokens: int = 4) -> Request:
+    request = Request(name, prompt, SamplingParams(max_tokens=max_tokens))
+    engine.add(request)
+    while engine.has_work:
+        engine.step()
+        recount(engine.scheduler)
+    assert request.answer.tolist() == alone(prompt.tolist(), max_tokens)
+    return request
+
+
+def test_a_request_of_many_windows_needs_the_pages_of_one_and_one_less_is_refused() -> None:
+    engine = engine_of(15, 3)
+    serve(engine, "a", STORY[:50], max_tokens=10)
+    assert engine.scheduler.counters.steps >= 10
+    small = engine_of(15, 2)
+    with pytest.raises(ValueError, match="needs 3 pages of the layers that see 9 tokens; the cache has 2"):
+        small.add(Request("a", STORY[:50], SamplingParams(max_tokens=10)))
+    serve(small, "b", STORY[:7], max_tokens=2)
+
+
+def test_a_long_chunk_preempts_nobody_for_pages_that_it_needs_for_one_step() -> None:
+    engine = engine_of(60, 7)
+    first = Request("first", STORY[:20], SamplingParams(max_tokens=30))
+    engine.add(first)
+    for _ in range(4):
+        engine.step()
+    second = Request("second", STORY[::-1][:50].copy(), SamplingParams(max_tokens=5))
+    engine.add(second)
+    while engine.has_work:
+        engine.step()
+        recount(engine.scheduler)
+    assert engine.scheduler.counters.preemptions == 0
+    for each in (first, second):
+        assert each.answer.tolist() == alone(each.prompt.tolist(), each.params.max_tokens)
+
+
+@pytest.mark.parametrize(("window_pages", "found"), [(14, 40), (7, 40), (4, 0)])
+def test_a_prefix_is_resumed_from_the_last_page_whose_window_is_still_here(
+    window_pages: int, found: int
+) -> None:
+    """Another prompt in between takes what is idle: of few pages all, of more what lies behind."""
+    engine = engine_of(40, window_pages)
+    serve(engine, "a", STORY[:42])
+    serve(engine, "between", STORY[::-1][:13].copy())
+    again = serve(engine, "again", np.concatenate([STORY[:40], STORY[:5]]))
+    assert again.num_cached_tokens == found
+    lookups = engine.scheduler.prefix.lookups
+    assert lookups["window_evicted"] == (found == 0)
+
+
+def test_chunks_leave_a_shared_beginning_to_be_found_wherever_they_were_cut() -> None:
+    """The beginning ends within the first chunk, which is longer than a window."""
+    engine = engine_of(40, 20)
+    serve(engine, "a", STORY[:45])
+    other = np.concatenate([STORY[:8], STORY[30:50]])
+    assert serve(engine, "b", other).num_cached_tokens == 8
+
+
+def test_pages_are_as_many_as_a_window_may_touch() -> None:
+    for size in (1, 2, 3, 4, 16):
+        for window in (1, 2, 3, 4, 5, 8, 9, 16, 17, 33):
+            groups = window_groups([window], SlotPool(1, 100, size), PagePool(2), None, [1])
+            for num_tokens in (1, size, window, window + size, 90):
+                assert groups[0].needed(num_tokens) == least_pages(window, size, num_tokens)
+            assert most_pages(window, size) == least_pages(window, size, 90)

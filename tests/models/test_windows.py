@@ -1,0 +1,151 @@
+"""Layers with a window keep only the pages that a query sees, and give transformers' tokens all the same.
+
+The cache has exactly the pages that the plan names for the longest request, whose prompt is many windows
+long; a pool with one page less is refused. So a request that keeps a page too long is the next to lack it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from continuous_batching.engine import Engine
+from continuous_batching.request import Request, SamplingParams
+from recipes.assembly.engine import BuiltEngine, build
+from recipes.schema.reader import load
+from recipes.schema.recipe import ROOT
+from recipes.schema.recipe_error import RecipeError
+from tests.models.families import VARIANTS, VOCABULARY, expected_logprobs, make
+from tests.models.variants import Variant
+
+WINDOW, PAGE_SIZE, LONGEST, NUM_NEW = 9, 4, 100, 12
+NUM_PAGES, NUM_WINDOW_PAGES = 25, 3  # of the longest request: 99 cached tokens, and 9 of them anywhere
+NAMES = ("mistral_window", "phi3_window", "gemma3", "gpt_oss")
+WAYS: dict[str, dict[str, Any]] = {
+    "preempted": {},
+    "swapped": {"cache.host_gib": 0.01, "cache.num_pages": 40, "cache.num_window_pages": 9},
+    "one slot": {"scheduler.num_slots": 1},
+    "compacted": {"cache.compact_every_steps": 1},
+    "whole prompts": {"scheduler.policy": "orca", "scheduler.max_batch_tokens": 120},
+    "long chunks": {"scheduler.max_batch_tokens": 64},
+    "overlapped": {"scheduler.overlap": "true"},
+    "n-gram drafts": {"speculation.kind": "ngram", "speculation.max_tokens": 4},
+    "draft model": {"speculation.kind": "draft", "speculation.max_tokens": 3},
+}
+
+
+def of_window(name: str) -> Variant:
+    """The checkpoint of that name, with a window of 9 tokens."""
+    (variant,) = (each for each in VARIANTS if each.name == name)
+    return replace(variant, name=f"{name}_of_nine", options=variant.options | {"sliding_window": WINDOW})
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Any, Path]]:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    return cache(lambda name: make(of_window(name), folder))
+
+
+def built(path: Path, changes: dict[str, Any]) -> BuiltEngine:
+    overrides = {
+        "model.path": path,
+        "model.dtype": "float32",
+        "device.compile": "false",
+        "device.threads": 1,
+        "cache.page_size": PAGE_SIZE,
+        "cache.num_pages": 1 + NUM_PAGES,
+        "cache.num_window_pages": 1 + NUM_WINDOW_PAGES,
+        "cache.memory_gib": "null",
+        "scheduler.num_slots": 4,
+        "scheduler.max_batch_tokens": 24,
+        "scheduler.max_request_tokens": LONGEST,
+    } | changes
+    if overrides.get("speculation.kind") == "draft":
+        overrides["speculation.draft_path"] = path
+    texts = [f"{key}={value}" for key, value in overrides.items()]
+    return build(load(ROOT / "recipes/any/cpu.yaml", texts))
+
+
+def requests() -> list[Request]:
+    """Prompts of up to ten windows; some open alike, and one has several samples."""
+    random = np.random.default_rng(3)
+    opening = random.integers(0, VOCABULARY, 60).tolist()
+    made = []
+    for number, (shared, own) in enumerate(
+        [(60, 28), (0, 88), (60, 20), (0, 1), (60, 5), (31, 40), (60, 28)]
+    ):
+        prompt = np.array(opening[:shared] + random.integers(0, VOCABULARY, own).tolist())
+        params = SamplingParams(max_tokens=NUM_NEW, temperature=0.0, ignore_eos=True)
+        request = Request(str(number), prompt, params)
+        if number == 2:
+            request.followers = [Request(f"2.{index}", prompt, params) for index in range(2)]
+        made.append(request)
+    return made
+
+
+def served(engine: Engine) -> list[Request]:
+    """All of them, a few joining at each step."""
+    made = requests()
+    waiting = list(made)
+    while waiting or engine.has_work:
+        for request in waiting[:2]:
+            engine.add(request)
+        waiting = waiting[2:]
+        assert engine.step() is not None
+    for group in engine.scheduler.tables.groups:
+        assert group.num_available == group.pool.num_pages - 1, "pages of a window leaked"
+    return [each for leader in made for each in (leader, *leader.followers)]
+
+
+def check(model: Any, answered: list[Request]) -> None:
+    for request in answered:
+        prompt, answer = request.prompt.tolist(), request.answer.tolist()
+        logprobs = expected_logprobs(model, prompt + answer[:-1])[len(prompt) - 1 :]
+        assert answer == logprobs.argmax(-1).tolist(), f"request {request.id}"
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", NAMES)
+def test_tokens_are_those_of_transformers_with_exactly_the_pages_of_the_plan(
+    name: str, way: str, checkpoint: Callable[[str], tuple[Any, Path]]
+) -> None:
+    model, path = checkpoint(name)
+    engine = built(path, WAYS[way]).engine
+    check(model, served(engine))
+    (group,) = engine.scheduler.tables.groups
+    counters = engine.scheduler.counters
+    assert group.window == WINDOW
+    if way == "swapped":
+        assert group.swapped_in_pages
+    elif way != "one slot":
+        assert counters.preemptions, "the pool was too large to force preemptions"
+    if "draft" in way:
+        assert counters.accepted_tokens
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_prefixes_are_found_again_while_their_last_window_is_held(
+    name: str, checkpoint: Callable[[str], tuple[Any, Path]]
+) -> None:
+    model, path = checkpoint(name)
+    more = {"cache.num_pages": 120, "cache.num_window_pages": 40}
+    engine = built(path, more).engine
+    check(model, served(engine))
+    assert engine.scheduler.counters.hit_tokens >= 3 * 60
+
+
+@pytest.mark.parametrize("key", ["cache.num_pages", "cache.num_window_pages"])
+@pytest.mark.parametrize("name", ["mistral_window", "gemma3"])
+def test_one_page_less_than_the_longest_request_needs_is_refused(
+    name: str, key: str, checkpoint: Callable[[str], tuple[Any, Path]]
+) -> None:
+    _, path = checkpoint(name)
+    held = {"cache.num_pages": NUM_PAGES, "cache.num_window_pages": NUM_WINDOW_PAGES}
+    with pytest.raises(RecipeError, match=f"{LONGEST} is more than the"):
+        built(path, {key: held[key]})

@@ -1,0 +1,143 @@
+"""Faults of pages that windows give back: freed too early, too late or twice, or found where they are not."""
+
+from __future__ import annotations
+
+from tests.mutation.fault import Fault
+
+STORM = (
+    "tests/continuous_batching/test_window_schedules.py"
+    "::test_requests_get_the_tokens_of_each_alone_whatever_happens_to_the_pages_of_windows"
+)
+ONE_WINDOW = (
+    "tests/continuous_batching/test_window_schedules.py"
+    "::test_a_request_of_many_windows_needs_the_pages_of_one_and_one_less_is_refused"
+)
+RESUMED = (
+    "tests/continuous_batching/test_window_schedules.py"
+    "::test_a_prefix_is_resumed_from_the_last_page_whose_window_is_still_here"
+)
+
+FAULTS = {
+    "window_page_freed_too_early": Fault(
+        "kv_cache/groups.py::WindowGroup.first_seen",
+        "self.window - 1",
+        "self.window - 2",
+        "a query lacks the first position of its window, wherever a page ends there",
+        STORM,
+    ),
+    "window_page_freed_too_late": Fault(
+        "continuous_batching/paging/page_tables.py::PageTables.free_behind",
+        "group.first_seen(computed)",
+        "group.first_seen(computed) - 1",
+        "a request of many windows finds no page, although it was promised that it would",
+        ONE_WINDOW,
+    ),
+    "window_page_freed_twice": Fault(
+        "kv_cache/groups.py::WindowGroup.free_behind",
+        "self.first[row] = first",
+        "",
+        "two requests get the same page",
+        STORM,
+    ),
+    "window_never_freed": Fault(
+        "continuous_batching/scheduling/scheduler.py::Scheduler.schedule",
+        "self.tables.free_behind()",
+        "",
+        "a long request keeps all pages",
+        ONE_WINDOW,
+    ),
+    "window_freed_before_it_is_published": Fault(
+        "continuous_batching/paging/page_tables.py::PageTables.free_behind",
+        "np.minimum(group.first_seen(computed), published)",
+        "group.first_seen(computed + 16)",
+        "what a chunk leaves behind is gone before its batch is booked",
+        STORM,
+    ),
+    "window_hit_not_cut_back": Fault(
+        "kv_cache/groups.py::WindowGroup.resumable",
+        "last_lacking <= self.first_seen(np.arange(count + 1) * self.page_size)",
+        "np.ones(count + 1, dtype=np.bool_)",
+        "a request goes on after a prefix whose last window was evicted",
+        RESUMED,
+    ),
+    "window_evicted_and_still_found": Fault(
+        "kv_cache/groups.py::WindowGroup._forget",
+        "self.beside[names] = 0",
+        "",
+        "a page that was given to another request is found as the window of a prefix",
+        STORM,
+    ),
+    "window_not_renamed_with_its_entry": Fault(
+        "kv_cache/prefix_cache.py::PrefixCache._rename",
+        "group.renamed(sources, targets)",
+        "",
+        "an entry that moved has the window of another one beside it",
+        STORM,
+    ),
+    "window_outlives_its_entry": Fault(
+        "kv_cache/prefix_cache.py::PrefixCache._remove",
+        "group.removed(names)",
+        "",
+        "pages leak with every entry that is evicted",
+        STORM,
+    ),
+    "window_not_swapped_in": Fault(
+        "continuous_batching/paging/slot_lifecycle.py::SlotLifecycle._swap_in",
+        "self.tables.copy(copy)",
+        "",
+        "a request that comes back sees what another one left in its window",
+        STORM,
+    ),
+    "window_not_copied_on_write": Fault(
+        "continuous_batching/paging/page_tables.py::PageTables.grow_to",
+        "self._copies += group.copy_on_write(*forked)",
+        "",
+        "the samples of one prompt write into each other's window",
+        STORM,
+    ),
+    "window_table_not_compacted": Fault(
+        "kv_cache/groups.py::WindowGroup.compact",
+        "self.table[:] = target_of[self.table]",
+        "",
+        "rows name the pages that their window had before it was moved",
+        STORM,
+    ),
+    "window_of_two_groups_cut_apart": Fault(
+        "continuous_batching/paging/page_tables.py::PageTables.resumable",
+        "np.logical_and.reduce(able)",
+        "able[-1]",
+        "a prefix is resumed from where only the last group has its window",
+        STORM,
+    ),
+    "chunk_not_shortened": Fault(
+        "kv_cache/groups.py::WindowGroup.fitting",
+        "int(missing.sum()) <= left",
+        "True",
+        "a long chunk preempts those that run, for pages that it needs for one step",
+        "tests/continuous_batching/test_window_schedules.py"
+        "::test_a_long_chunk_preempts_nobody_for_pages_that_it_needs_for_one_step",
+    ),
+    "beams_lose_where_they_start": Fault(
+        "continuous_batching/samples/beam_search.py::BeamSearches.take_rows",
+        "self._lifecycle.tables.keep_from[row] = num_shared * slots.page_size",
+        "",
+        "a resumed search has freed what its other beams start from",
+        "tests/continuous_batching/test_beam_search.py"
+        "::test_a_resumed_search_keeps_the_window_from_which_its_beams_start",
+    ),
+    "windows_captured_with_other_pages": Fault(
+        "models/step/graph_inputs.py::GraphInputs.fill",
+        "pages[:width, : len(owners)] = table[owners, :width].T",
+        "pages[:width, : len(owners)] = slots.page_table[owners, :width].T",
+        "captured steps read the pages of another group",
+        "tests/models/test_graphs.py::test_each_group_of_windows_has_addresses_and_pages_of_its_own",
+    ),
+    "window_layers_write_as_all_others": Fault(
+        "models/step_inputs.py::StepInputs.metadata_of",
+        "self.window_metadata[group - 1] if group else self.metadata",
+        "self.metadata",
+        "layers with a window write over the pages of other requests",
+        "tests/models/test_windows.py"
+        "::test_tokens_are_those_of_transformers_with_exactly_the_pages_of_the_plan",
+    ),
+}
