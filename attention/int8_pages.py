@@ -32,4 +32,5 @@ def unpacked(rows: Tensor) -> Tensor:
     """Dequantise int8 [..., D + 4] to float32 [..., D]."""
     numbers, scale = rows.split((rows.shape[-1] - SCALE.itemsize, SCALE.itemsize), dim=-1)
     # Cloned, because the bytes of a scale may not be aligned for a float32
-    return numbers.float() * scale.clone(memory_format=torch.contiguous_format).view(SCALE)
+    dequantized: Tensor = numbers.float() * scale.clone(memory_format=torch.contiguous_format).view(SCALE)
+    return dequantized

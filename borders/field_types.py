@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from borders.numbers import Range, integers
-from borders.refusal import BadRequest, shown
+from borders.refusal import BadRequest, abbreviate_json
 
 LAST_ID = 2**31 - 1  # token ids and priorities have 32 bits
 LONGEST_NAME = 1024  # characters of a tenant's name, or of a salt
@@ -157,7 +157,7 @@ class Biases(FieldType):
         biases = {}
         for key, bias in value.items():
             if (token := _IDS.parse(str(key))) is None:
-                limit = f"an object whose keys are token ids; {shown(key)} is none"
+                limit = f"an object whose keys are token ids; {abbreviate_json(key)} is none"
                 raise BadRequest(name, value=value, limit=limit)
             if (found := self.range.read(bias)) is None:
                 raise BadRequest(name, value=bias, limit=str(self.range), place=f"[{token}]")

@@ -14,7 +14,7 @@ import select
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -84,7 +84,7 @@ def lines_of(path: str | Path) -> Iterator[bytes]:
         yield from bounded_lines(file, str(path))
 
 
-def bounded_lines(file: io.BufferedIOBase, name: str) -> Iterator[bytes]:
+def bounded_lines(file: BinaryIO, name: str) -> Iterator[bytes]:
     """Yield the lines of an open file with the same bound; `name` is what an error calls it."""
     number = 0
     while line := file.readline(MOST_LINE_BYTES + 1):

@@ -36,7 +36,7 @@ class BadRequest(ValueError):
     ) -> None:
         super().__init__()
         self.field = field
-        self.problem = problem or f"is {shown(value)}; it must be {limit}"
+        self.problem = problem or f"is {abbreviate_json(value)}; it must be {limit}"
         self.value = value
         self.limit = limit
         self.fix = fix
@@ -66,7 +66,7 @@ class BadRequest(ValueError):
         )
 
 
-def shown(value: object) -> str:
+def abbreviate_json(value: object) -> str:
     """Format a value as JSON, shortened for an error message; a long value is not encoded as a whole."""
     if isinstance(value, (str, list, tuple)):
         value = value[:_LONGEST_VALUE]

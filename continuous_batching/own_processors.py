@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
-from kv_cache.pages import Index
+from kv_cache.page_keys import TokenIds
 
 Logits: TypeAlias = Any  # a float32 tensor [vocabulary] on the device side; this package imports no torch
 Processor = Callable[
-    [Index, Index, Logits], Logits
+    [TokenIds, TokenIds, Logits], Logits
 ]  # prompt tokens, answer tokens, logits; may change the logits in place
 
 
@@ -24,7 +24,7 @@ class OwnProcessors:
         self._named = named
         self.error = ""  # why this request gets no logits any more
 
-    def changed(self, prompt: Index, answer: Index, logits: Logits) -> Logits | None:
+    def changed(self, prompt: TokenIds, answer: TokenIds, logits: Logits) -> Logits | None:
         """Return the processed logits behind these tokens, or None if a processor fails.
 
         `error` then says why.

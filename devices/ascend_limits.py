@@ -214,12 +214,12 @@ class AscendProduct:
         Its linears have at most `largest` inputs or outputs (op-plugin, npu_weight_quant_batchmatmul), and
         those of experts have the inputs `of_experts`, which groups must divide (npu_grouped_matmul).
         """
-        mend = "leave model.quantization out, and the weights are read into the model's type"
+        fix = "leave model.quantization out, and the weights are read into the model's type"
         if not self.has_int4:
             some = ", ".join(each.name for each in PRODUCTS if each.has_int4)
             raise ValueError(
                 f"model.quantization is w4a16; the {self.name} multiplies no weights of 4 bits, {some} do:"
-                f" use one of these, or {mend}"
+                f" use one of these, or {fix}"
             )
         if not self.has_dtype(dtype):
             raise ValueError(
@@ -229,18 +229,18 @@ class AscendProduct:
         if group_size is not None and group_size % INT4_GROUP:
             raise ValueError(
                 f"{group_size} inputs of a linear share a scale; products in 4 bits of the {self.name} take a"
-                f" multiple of {INT4_GROUP}: {mend}"
+                f" multiple of {INT4_GROUP}: {fix}"
             )
-        for inputs in of_experts if group_size is not None else ():
-            if inputs % group_size:
+        for inputs in of_experts:
+            if group_size is not None and inputs % group_size:
                 raise ValueError(
                     f"experts have linears of {inputs} inputs, of which {group_size} share a scale; their"
-                    f" products in 4 bits on the {self.name} take whole groups alone: {mend}"
+                    f" products in 4 bits on the {self.name} take whole groups alone: {fix}"
                 )
         if largest > MOST_INT4_SIDE:
             raise ValueError(
                 f"a linear has a side of {largest}; products in 4 bits of the {self.name} take up to"
-                f" {MOST_INT4_SIDE}: use more tensor ranks, or {mend}"
+                f" {MOST_INT4_SIDE}: use more tensor ranks, or {fix}"
             )
 
     def graph_sizes(

@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -44,6 +44,9 @@ LIMIT_S = 60.0  # time that all functions of an engine may take to compile, if c
 _LOOKS_S = 0.02  # interval at which the results of another process's compilation are checked for
 
 Dimensions = tuple[int, ...] | None
+P = ParamSpec("P")
+R = TypeVar("R")
+T = TypeVar("T")
 
 
 def missing_for_compiling() -> str | None:
@@ -127,7 +130,7 @@ def _is_whole(library: Path) -> bool:
         return False
     (table,) = struct.unpack_from("<Q", head, 40)
     entry_size, num_entries = struct.unpack_from("<HH", head, 58)
-    return 0 < table <= size - entry_size * num_entries
+    return bool(0 < table <= size - entry_size * num_entries)
 
 
 @contextmanager
@@ -169,20 +172,22 @@ class CompileLimit:
         self.spent_s = 0.0
         self.is_over = False
 
-    def attempt(self, compiling: Callable[[], Callable[..., Any]], name: str) -> Callable[..., Any] | None:
+    def attempt(self, compiling: Callable[[], T], name: str) -> T | None:
         """Return what `compiling` returns, or None if there is no working compiler or the time is used up."""
         if self.is_over:
             return None
         if self.spent_s >= self.limit_s:
-            return self._give_up(
+            self._give_up(
                 f"compiling took {self.spent_s:.0f} s of at most {self.limit_s:.0f}; {name} and what follows"
                 " run uncompiled, and the next start goes on from here; device.compile=true waits for all"
             )
+            return None
         begin_s = self.clock()
         try:
             return compiling()
         except NoCompiler as error:
-            return self._give_up(f"{error}; going on without")
+            self._give_up(f"{error}; going on without")
+            return None
         finally:
             self.spent_s += self.clock() - begin_s
 
@@ -195,7 +200,7 @@ class NoCompiler(ValueError):
     """A function cannot be compiled, because there is no compiler that works."""
 
 
-class Compiled:
+class Compiled(Generic[P, R]):
     """A `function` of tensors that is compiled at its first call.
 
     `dynamic` says for each argument which dimensions may vary; None stands for an argument that is no tensor,
@@ -211,28 +216,31 @@ class Compiled:
 
     def __init__(
         self,
-        function: Callable[..., Any],
+        function: Callable[P, R],
         dynamic: tuple[Dimensions, ...],
         *,
         limit: CompileLimit | None = None,
-        plain: Callable[..., Any] | None = None,
+        plain: Callable[P, R] | None = None,
     ) -> None:
+        assert dynamic[0], "the first argument is a tensor with a dimension that varies"
         self._function = function
-        self._dynamic = dynamic
+        self._dynamic, self._first_dynamic = dynamic, dynamic[0][0]
         self._limit = limit
         self._plain = plain or function
-        self._calls: dict[tuple[Any, ...], Callable[..., Any]] = {}
+        self._calls: dict[tuple[Any, ...], Callable[..., R]] = {}
 
     @property
     def num_graphs(self) -> int:
         """Number of variants that have been compiled."""
         return len(self._calls)
 
-    def __call__(self, *args: Any) -> Any:
-        if args[0].shape[self._dynamic[0][0]] == 1:
-            return self._function(*args)
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        assert not kwargs, "arguments are given in their order"
+        given: tuple[Any, ...] = args
+        if given[0].shape[self._first_dynamic] == 1:
+            return self._function(*args, **kwargs)
         kind: list[Any] = []
-        for each, dimensions in zip(args, self._dynamic, strict=True):
+        for each, dimensions in zip(given, self._dynamic, strict=True):
             if dimensions is None:
                 kind.append(each)
             elif dimensions == (0,):
@@ -241,17 +249,17 @@ class Compiled:
                 kind += (each.dtype, each.is_contiguous())
         call = self._calls.get(tuple(kind))
         if call is None:
-            call = self._calls[tuple(kind)] = self._made(args)
-        return call(*[each for each in args if isinstance(each, Tensor)])
+            call = self._calls[tuple(kind)] = self._made(given)
+        return call(*[each for each in given if isinstance(each, Tensor)])
 
-    def _made(self, args: tuple[Any, ...]) -> Callable[..., Any]:
+    def _made(self, args: tuple[Any, ...]) -> Callable[..., R]:
         """Return a function of the tensors among `args`, compiled if the limit allows."""
         if self._limit is None:
             return self._compile(args)
         call = self._limit.attempt(lambda: self._compile(args), self._function.__name__)
         return call or _of_tensors(self._plain, args)
 
-    def _compile(self, args: tuple[Any, ...]) -> Callable[..., Any]:
+    def _compile(self, args: tuple[Any, ...]) -> Callable[..., R]:
         # Imported here, because it imports sympy, a fifth of the start of an engine that compiles nothing
         from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -269,7 +277,8 @@ class Compiled:
                 warnings.simplefilter("ignore", DeprecationWarning)  # torch's warnings about parts of its own
                 from torch._inductor.compile_fx import compile_fx  # imported here, because it takes seconds
 
-                call = compile_fx(graph, tensors, config_patches=OPTIONS)
+                # Annotated for all of compile_fx's modes; here it returns a function like the graph
+                call: Any = compile_fx(graph, tensors, config_patches=OPTIONS)
         except Exception as error:
             if any(word in f"{type(error).__name__} {error}" for word in NO_COMPILER):
                 raise NoCompiler(
@@ -280,15 +289,16 @@ class Compiled:
         for stand_in, dimensions in zip(stand_ins, self._dynamic):
             fixed = [d for d in dimensions or () if _is_fixed(stand_in.shape[d])]
             assert not fixed, f"{self._function.__name__} makes constants of dimensions {fixed}"
-        return call
+        compiled: Callable[..., R] = call
+        return compiled
 
 
-def _of_tensors(function: Callable[..., Any], args: tuple[Any, ...]) -> Callable[..., Any]:
+def _of_tensors(function: Callable[..., T], args: tuple[Any, ...]) -> Callable[..., T]:
     """Return `function` as a function of the tensors alone, with every other argument as in `args`."""
     others = [None if isinstance(each, Tensor) else each for each in args]
     is_tensor = [isinstance(each, Tensor) for each in args]
 
-    def of_tensors(*given: Tensor) -> Any:
+    def of_tensors(*given: Tensor) -> T:
         rest = iter(given)
         return function(*[next(rest) if found else other for found, other in zip(is_tensor, others)])
 

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from borders.shown import shown
+from borders.abbreviate import abbreviate
 from models.quantization import KEY, PACKED_FORMAT, covers, ignored
 
 WORD_BITS = 32
@@ -30,7 +30,7 @@ ORDERS = ("group", "weight", "static", "dynamic", None)  # values of compressed-
 # What awq leaves unpacked, as transformers' should_convert_module reads it: a pattern for the beginning of a
 # name, up to a dot or its end; or the end of a name. So "gate" is the router of an MLP, and not its gate_proj
 BOUNDARY = r"(?:(?<=\.)|(?=\.|$))"
-MEND = "use another checkpoint of the model"
+FIX = "use another checkpoint of the model"
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,4 +217,4 @@ def _group_size(value: object) -> int | None:
 
 
 def _refused(name: str, value: object, limit: str) -> ValueError:
-    return ValueError(f"the model's configuration has {KEY}.{name}: {shown(value)}; {limit}: {MEND}")
+    return ValueError(f"the model's configuration has {KEY}.{name}: {abbreviate(value)}; {limit}: {FIX}")

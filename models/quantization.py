@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from borders.abbreviate import abbreviate
 from borders.numbers import integers
-from borders.shown import shown
 
 KEY = "quantization_config"
 FLOATS = "fp8"  # the method of 8-bit floats
@@ -29,7 +29,7 @@ MOST_IGNORED = 2**14  # names or patterns of linears that are left unquantised
 # A pattern comes from a downloaded file. Repeated groups take exponential time on names that they do not
 # match, and each further repeat adds another power of the name's length
 REPEATED_GROUP, REPEAT, MOST_REPEATS, MOST_PATTERN = re.compile(r"\)[*+{]"), re.compile(r"[*+{]"), 4, 256
-MEND = (
+FIX = (
     "use the original checkpoint with model.quantization: w8a8, or quantise it by python -m scripts.quantize"
 )
 
@@ -94,8 +94,8 @@ def block_scales(hf: Mapping[str, Any]) -> BlockScales | None:
 
 def _not_read(key: str, value: object, limit: str) -> ValueError:
     return ValueError(
-        f"the model's configuration has {KEY}.{key}: {shown(value)}; of 8-bit floats {limit}: use another"
-        " checkpoint"
+        f"the model's configuration has {KEY}.{key}: {abbreviate(value)}; of 8-bit floats {limit}: use"
+        " another checkpoint"
     )
 
 
@@ -110,17 +110,17 @@ def quantization(hf: Mapping[str, Any]) -> Quantization | None:
         return None
     said = hf[KEY]
     if not isinstance(said, Mapping):
-        raise _refused(KEY, shown(said))
+        raise _refused(KEY, abbreviate(said))
     method, compressed = said.get("quant_method"), "compressed-tensors"
     if method in (FLOATS, *PACKED) or (method == compressed and said.get("format") == PACKED_FORMAT):
         return None  # it is read as if it were not quantised
     for name, only in (("quant_method", compressed), ("format", "int-quantized")):
         if said.get(name) != only:
-            raise _refused(f"{KEY}.{name}", shown(said.get(name)))
+            raise _refused(f"{KEY}.{name}", abbreviate(said.get(name)))
     for name in ("kv_cache_scheme", "sparsity_config", "transform_config"):
         value = said.get(name)
         if value and not (isinstance(value, Mapping) and value.get("format") == "dense"):
-            raise _refused(f"{KEY}.{name}", shown(value))
+            raise _refused(f"{KEY}.{name}", abbreviate(value))
     groups = said.get("config_groups")
     if not isinstance(groups, Mapping) or len(groups) != 1:
         raise _refused(f"{KEY}.config_groups", "not one group")
@@ -133,7 +133,7 @@ def quantization(hf: Mapping[str, Any]) -> Quantization | None:
     ):
         raise _refused(label, "more or less than weights and input_activations of targets ['Linear']")
     if group.get("format") not in (None, "int-quantized"):
-        raise _refused(f"{label}.format", shown(group["format"]))
+        raise _refused(f"{label}.format", abbreviate(group["format"]))
     for part, scheme in (("weights", WEIGHTS), ("input_activations", ACTIVATIONS)):
         _check(f"{label}.{part}", group.get(part), scheme)
     return Quantization(ignored(said.get("ignore"), "ignore"))
@@ -151,7 +151,7 @@ def ignored(said: Any, key: str) -> tuple[str, ...]:
     """
     ignore, key = said or [], f"{KEY}.{key}"
     if not isinstance(ignore, list) or not all(isinstance(each, str) for each in ignore):
-        raise _refused(key, shown(ignore))
+        raise _refused(key, abbreviate(ignore))
     if len(ignore) > MOST_IGNORED:
         raise _refused(key, f"{len(ignore)} entries, more than {MOST_IGNORED}")
     for each in ignore:
@@ -160,7 +160,7 @@ def ignored(said: Any, key: str) -> tuple[str, ...]:
                 re.compile(each[3:])
                 _check_pattern(each[3:], key)
         except (re.error, RecursionError, OverflowError) as error:
-            raise _refused(key, f"{shown(each)}, which is no regular expression") from error
+            raise _refused(key, f"{abbreviate(each)}, which is no regular expression") from error
     return tuple(ignore)
 
 
@@ -171,22 +171,22 @@ def _check_pattern(pattern: str, key: str) -> None:
         or REPEATED_GROUP.search(pattern)
         or len(REPEAT.findall(pattern)) > MOST_REPEATS
     ):
-        what = f"{shown(pattern)}, a pattern with a repeated group, more than {MOST_REPEATS} repeats"
+        what = f"{abbreviate(pattern)}, a pattern with a repeated group, more than {MOST_REPEATS} repeats"
         raise _refused(key, f"{what} or {MOST_PATTERN} characters")
 
 
 def _check(label: str, found: Any, scheme: Mapping[str, Any]) -> None:
     if not isinstance(found, Mapping):
-        raise _refused(label, shown(found))
+        raise _refused(label, abbreviate(found))
     for name, only in scheme.items():
         value = found.get(name, {"type": "int", "symmetric": True, "dynamic": False}.get(name))
         if value != only:
-            raise _refused(f"{label}.{name}", f"{shown(value)} in place of {only!r}")
+            raise _refused(f"{label}.{name}", f"{abbreviate(value)} in place of {only!r}")
 
 
 def _refused(key: str, value: str) -> ValueError:
     return ValueError(
         f"the model's configuration has {key}: {value}; read are int8 weights by channel with int8"
         " activations by token in compressed-tensors' int-quantized format, its pack-quantized format, awq"
-        f" and gptq: {MEND}"
+        f" and gptq: {FIX}"
     )

@@ -151,7 +151,8 @@ class Accelerator(Machine):
     def memory_bytes(self) -> int:
         """Return the bytes that are free or held by this process's allocator already."""
         memory = torch.get_device_module(self.device)
-        return memory.mem_get_info(self.device)[0] + memory.memory_reserved(self.device)
+        num_bytes: int = memory.mem_get_info(self.device)[0] + memory.memory_reserved(self.device)
+        return num_bytes
 
     def settle(self, runner: ModelRunner) -> None:
         """Do nothing, since nothing is left to choose."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from borders.refusal import BadRequest, shown
+from borders.refusal import BadRequest, abbreviate_json
 from borders.system_error import in_one_line
 from models.checkpoint.adapter_files import AdapterFiles, look_at
 from recipes.schema.adapters_section import AdaptersSection
@@ -43,7 +43,9 @@ class KnownAdapters:
                 files = look_at(ROOT / folder, section.rank)
             except (ValueError, OSError) as error:
                 problem = in_one_line(error)
-                raise RecipeError(f"adapters.folders.{name}", problem, "mend it, or leave it out") from error
+                raise RecipeError(
+                    f"adapters.folders.{name}", problem, "correct it, or leave it out"
+                ) from error
             self._by_name[name] = NamedAdapter(name, number, files)
 
     @property
@@ -61,7 +63,7 @@ class KnownAdapters:
         """
         found = self._by_name.get(name)
         if found is None:
-            known = " or ".join(map(shown, self._by_name)) or "left out: there are no adapters"
+            known = " or ".join(map(abbreviate_json, self._by_name)) or "left out: there are no adapters"
             raise BadRequest("adapter", value=name, limit=known)
         if not found.is_there:
             raise Unavailable(f"the adapter {name!r} is being loaded")

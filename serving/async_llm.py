@@ -188,7 +188,7 @@ class AsyncLLM:
         return answer
 
     def _parse(self, fields: Fields, facts: EngineFacts, *, fill: bool) -> Request:
-        """Return the request, with what the engine is told of its pages."""
+        """Return the request, with the keys of its prompt's pages."""
         most, (asked, prompt_replica) = facts.max_tokens, parted(fields)
         check_length(fields, most, self.text)
         longest, adapters = most if fill else None, self.adapters

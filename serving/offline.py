@@ -143,8 +143,8 @@ def _record(finished: JobAnswer, origin_s: float, *, has_text: bool) -> Record:
     }
     if (found := request.embedding) is not None:
         is_labelled = bool(request.params.label_token_ids)
-        told = {"label_logprobs": found.tolist()} if is_labelled else {"embedding": unit(found).tolist()}
-        record = {"id": job.request.id, **told}
+        result = {"label_logprobs": found.tolist()} if is_labelled else {"embedding": unit(found).tolist()}
+        record = {"id": job.request.id, **result}
     if job.show_logprobs and request.params.logprobs is not None:
         record["logprobs"] = [_logprobs(entry) for entry in answer.logprobs]
     if request.params.prompt_logprobs is not None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from borders.field_table import LONGEST_ARGUMENTS, MOST_PROCESSORS
-from borders.refusal import BadRequest, shown
+from borders.refusal import BadRequest, abbreviate_json
 from continuous_batching.own_processors import OwnProcessors, Processor
 from continuous_batching.request import Request
 from recipes.schema.recipe import Recipe
@@ -40,7 +40,7 @@ class KnownProcessors:
         for path in names:
             module, _, name = path.partition(":")
             if not module or not name:
-                raise ValueError(f"{_KEY} has {shown(path)}; it must be MODULE:CLASS")
+                raise ValueError(f"{_KEY} has {abbreviate_json(path)}; it must be MODULE:CLASS")
             if name in classes:
                 raise ValueError(f"{_KEY} names {name} twice; requests could not tell them apart")
             try:
@@ -60,7 +60,7 @@ class KnownProcessors:
     def _made(self, index: int, name: str, arguments: str) -> tuple[str, Processor]:
         place = f"[{index}]"
         if name not in self._classes:
-            limit = " or ".join(map(shown, self._classes)) or f"left out: the recipe has no {_KEY}"
+            limit = " or ".join(map(abbreviate_json, self._classes)) or f"left out: the recipe has no {_KEY}"
             raise BadRequest("logits_processors", value=name, limit=limit, place=f"{place}.name")
         try:
             return name, self._classes[name](self._vocab_size, **json.loads(arguments))

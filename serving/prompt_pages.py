@@ -1,4 +1,4 @@
-"""Attach to a request what the engine is told of its prompt's pages."""
+"""Attach to a request the keys of its prompt's pages, which the engine matches."""
 
 from __future__ import annotations
 

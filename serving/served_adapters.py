@@ -78,7 +78,7 @@ class ServedAdapters(KnownAdapters):
         except BadRequest as error:
             raise error.of_field("lora_name") from error
         if found.number <= self._at_start:
-            problem = "is one of the recipe's, which each engine reads at its start"
+            problem = "is an adapter of the recipe, which each engine loads when it starts"
             raise BadRequest("lora_name", problem, value=name, fix="take it out of adapters.folders")
         del self._by_name[name]
 

@@ -112,7 +112,7 @@ def _run(options: ServerOptions, lines: logs.Lines) -> int:
         listener = ends.enter_context(listener_at(options.host, options.port))
         is_open = not keys.are_needed
         if options.host not in LOOPBACK and is_open:
-            log.warning("everybody who reaches %s may ask: give --api-keys FILE", options.host)
+            log.warning("anyone who reaches %s may send requests: set --api-keys FILE", options.host)
         host, port = listener.getsockname()[:2]
         log.info("listening at http://%s:%d, model %s", f"[{host}]" if ":" in host else host, port, model)
         is_local = is_open and options.host in LOOPBACK
@@ -217,7 +217,7 @@ def configuration(app: ASGIApp, most_connections: int) -> uvicorn.Config:
     """Return uvicorn's configuration."""
     return uvicorn.Config(
         app,
-        http=partial(Protocol, most_connections=most_connections),
+        http=partial(Protocol, most_connections=most_connections),  # type: ignore[arg-type] # it is only called
         ws="none",
         log_config=None,
         access_log=False,

@@ -87,12 +87,12 @@ def read(url: str) -> Scrape:
     except http.client.InvalidURL as error:
         raise ValueError(f"{url!r} is no URL: {error}; write http://HOST:PORT") from None
     except http.client.HTTPException:
-        raise OSError(f"{url} does not answer in HTTP; is it the port of a server of ours?") from None
+        raise OSError(f"{url} does not answer in HTTP; is it the port of this server?") from None
     except OSError as error:
         raise OSError(f"{url} does not answer: {getattr(error, 'reason', error)}") from None
     scrape = parse(text, time.monotonic())
     if "cb_engine_up" not in scrape.values:
-        raise ValueError(f"{url}/metrics is not of a server of ours: it has no cb_engine_up")
+        raise ValueError(f"{url}/metrics is not of this server: it has no cb_engine_up")
     return scrape
 
 

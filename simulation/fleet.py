@@ -1,6 +1,6 @@
 """Simulate many engines behind a router that serve a trace.
 
-The router is the one that serves (`continuous_batching.routing.routing`). It is told of pages as they are
+The router is the one that serves (`continuous_batching.routing.routing`). It learns of pages as they are
 stored and removed, of loads as often as servers tell them, and sees when a request begins to answer and has
 ended.
 """
@@ -55,7 +55,7 @@ class Routed:
         }
 
 
-class _Told(PageListener):
+class _PageReporter(PageListener):
     """Reports the pages of one engine to a router."""
 
     def __init__(self, routing: Routing, number: int) -> None:
@@ -88,8 +88,8 @@ class Fleet:
         self._looks = routing.route != "round_robin"  # whether the router needs the engines' loads
         self._has_keys = routing.route == "text_prefix" or bool(routing.tells.any())
         for number in routing.tells.nonzero()[0].tolist():
-            replicas[number].engine.scheduler.prefix.listener = _Told(routing, number)
-        self._told_s = np.full(len(replicas), -math.inf)
+            replicas[number].engine.scheduler.prefix.listener = _PageReporter(routing, number)
+        self._reported_s = np.full(len(replicas), -math.inf)
         # Clocks of the engines with work, if the router needs loads
         self._behind: list[tuple[float, int]] = []
         self._is_behind = np.zeros(len(replicas), dtype=np.bool_)
@@ -178,15 +178,15 @@ class Fleet:
         The work of the engine's last step counts as undone until that step ends, which may be later than now.
         """
         replica, passing = self.replicas[number], self._passing[number]
-        if replica.engine.has_work and now_s < self._told_s[number] + BEAT_S:
+        if replica.engine.has_work and now_s < self._reported_s[number] + BEAT_S:
             return
-        self._told_s[number] = now_s
+        self._reported_s[number] = now_s
         computing = [each.sent for each in passing if (each.request.first_token_s or 0.0) > now_s]
         ending = sum(each.request.finish_reason is not None for each in passing)
         tokens = queued_tokens(replica.engine.scheduler) + sum(each.queued_tokens for each in computing)
         num_before, tokens_before = self._waiting_before(number)
         requests = replica.num_requests + ending + num_before
-        self.routing.told(number, tokens + tokens_before, requests, now_s)
+        self.routing.report_load(number, tokens + tokens_before, requests, now_s)
 
     def _waiting_before(self, number: int) -> tuple[int, int]:
         """Return how many requests wait before an engine's queue, and their tokens to be computed there."""

@@ -89,7 +89,7 @@ RULES = (
     Rule(
         "online-compile",
         "an operator that is compiled when it is called cannot be captured, as none is before the 910B unless"
-        " it is told otherwise",
+        " jit_compile is off",
         "torch_npu framework/interface/EnvVariables.cpp: CheckJitDisableInner; " + CAPTURE,
         "call torch.npu.set_compile_mode(jit_compile=False) first",
         _online,

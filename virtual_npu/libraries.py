@@ -19,7 +19,7 @@ from virtual_npu.elf import read
 
 log = logging.getLogger(__name__)
 
-MEND = "`bash scripts/setup.sh npu` installs it"
+FIX = "`bash scripts/setup.sh npu` installs it"
 SOURCES = sorted((Path(__file__).parent / "cann").glob("*.[ch]"))
 MAIN = "libascendcl.so"  # holds every symbol; the other libraries are names that lead to it
 # torch_npu opens them by name, for operators and for groups of collectives.
@@ -44,7 +44,7 @@ def wheel() -> Path:
         return beside
     found = find_spec("torch_npu")
     if found is None or found.origin is None:
-        raise FileNotFoundError(f"torch_npu is not installed in {sys.prefix}: {MEND}")
+        raise FileNotFoundError(f"torch_npu is not installed in {sys.prefix}: {FIX}")
     return Path(found.origin).parents[1]
 
 

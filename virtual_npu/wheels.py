@@ -49,11 +49,11 @@ def differences(wheel: Path) -> Iterator[str]:
 
 def _parts(schema: torch._C.FunctionSchema) -> dict[str, str]:
     """Return the type and default of each argument in one spelling, and the results' types."""
-    told = {
+    arguments = {
         each.name: f"{each.type} = {each.default_value}" if each.has_default_value() else str(each.type)
         for each in schema.arguments
     }
-    return told | {"its results": ", ".join(str(each.type) for each in schema.returns)}
+    return arguments | {"its results": ", ".join(str(each.type) for each in schema.returns)}
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -13,6 +13,7 @@ Legend: T tokens of the step, H/K query/kv heads, G = H/K, D head dim, P pages, 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -72,18 +73,21 @@ class CpuAttention(Attention):
         self._no_sinks = torch.full((shape.num_heads,), -torch.inf)
         self._is_plain = shape.score_cap is None and not shape.has_sinks
         self._product_dtype = product_dtype(shape.dtype)
+        self._store_loop, self._decode_loop = self._store, self._decode
+        self._rows_loop, self._columns_loop = self._rows, self._columns
+        self._weigh_loop, self._scatter_loop = self._weigh, self._scatter
         if compile:
-            self._store = Compiled(self._store, ((0,), (0,), (), (), (1,)), limit=limit)
-            self._decode = Compiled(
+            self._store_loop = Compiled(self._store, ((0,), (0,), (), (), (1,)), limit=limit)
+            self._decode_loop = Compiled(
                 self._decode_fused,
                 ((0,), (), (), (), (0,), (0,), (0,), (0,), (0, 1), (0, 1)),
                 limit=limit,
                 plain=self._decode,
             )
-            self._rows = Compiled(self._rows, ((0,), (0,)), limit=limit)
-            self._columns = Compiled(self._columns, ((0,), (0,), (0,)), limit=limit)
-            self._weigh = Compiled(self._weigh, ((1, 3), (0,), (0,), ()), limit=limit)
-            self._scatter = Compiled(self._scatter, ((0,), (1,), (1,), (0,)), limit=limit)
+            self._rows_loop = Compiled(self._rows, ((0,), (0,)), limit=limit)
+            self._columns_loop = Compiled(self._columns, ((0,), (0,), (0,)), limit=limit)
+            self._weigh_loop = Compiled(self._weigh, ((1, 3), (0,), (0,), ()), limit=limit)
+            self._scatter_loop = Compiled(self._scatter, ((0,), (1,), (1,), (0,)), limit=limit)
 
     def plan(
         self,
@@ -98,7 +102,7 @@ class CpuAttention(Attention):
         place = np.stack((address, *np.divmod(offset, self.key_view[-1]), offset))
         lens = batch.stops - batch.starts
         first_rows = np.cumsum(lens) - lens
-        windows = dict.fromkeys(shape.windows if windows is None else windows)
+        used = dict.fromkeys(shape.windows if windows is None else windows)
 
         is_short = lens <= SHORT
         counts, starts = lens[is_short], batch.starts[is_short]
@@ -111,7 +115,7 @@ class CpuAttention(Attention):
             if num_decodes == 1:  # duplicated, because Compiled requires at least two
                 slots, ends = np.repeat(slots, 2), np.repeat(ends, 2)
             sizes = page_table, shape.page_size, tile
-            tiles = {w: DecodeTiles.of(slots, ends, *sizes, w, shape.first_key) for w in windows}
+            tiles = {w: DecodeTiles.of(slots, ends, *sizes, w, shape.first_key) for w in used}
         prompts = {
             window: tuple(
                 PromptSpan.of(
@@ -126,7 +130,7 @@ class CpuAttention(Attention):
                 )
                 for span in np.flatnonzero(~is_short)
             )
-            for window in windows
+            for window in used
         }
         return CpuMetadata(
             torch.from_numpy(write_index),
@@ -139,12 +143,18 @@ class CpuAttention(Attention):
         )
 
     def write(
-        self, key: Tensor, value: Tensor, layer_keys: Tensor, layer_values: Tensor, metadata: CpuMetadata
+        self,
+        key: Tensor,
+        value: Tensor,
+        layer_keys: Tensor,
+        layer_values: Tensor,
+        metadata: AttentionMetadata,
     ) -> None:
         """Write the step's keys and values, both [T, K, D], to their places in the layer's [P, B, K, D]."""
+        assert isinstance(metadata, CpuMetadata)
         metadata.fresh[:] = key, value
         num_tokens = metadata.place.shape[1]
-        self._store(key[:num_tokens], value[:num_tokens], layer_keys, layer_values, metadata.place)
+        self._store_loop(key[:num_tokens], value[:num_tokens], layer_keys, layer_values, metadata.place)
 
     def read(self, layer_keys: Tensor, layer_values: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
         """Return the keys and values [n, K, D] at cache places `index` [n], page * B + offset."""
@@ -155,9 +165,10 @@ class CpuAttention(Attention):
         return keys, values.flatten(2)
 
     def attend(
-        self, query: Tensor, layer_keys: Tensor, layer_values: Tensor, metadata: CpuMetadata, layer: int
+        self, query: Tensor, layer_keys: Tensor, layer_values: Tensor, metadata: AttentionMetadata, layer: int
     ) -> Tensor:
         """Let each query [T, H, D] attend to its request's positions up to its own; see Attention.attend."""
+        assert isinstance(metadata, CpuMetadata)
         window, sinks = self.shape.windows[layer], self._no_sinks
         if self.shape.has_sinks:
             sinks = self.sinks[layer].float()
@@ -167,7 +178,7 @@ class CpuAttention(Attention):
             if metadata.num_decodes == 1:  # duplicated, as planned
                 chosen = chosen.expand(2, -1, -1).contiguous()
             tiles = metadata.tiles[window]
-            decoded = self._decode(
+            decoded = self._decode_loop(
                 chosen,
                 layer_keys,
                 layer_values,
@@ -186,22 +197,22 @@ class CpuAttention(Attention):
             output[metadata.decodes] = decoded
         for prompt in metadata.prompts[window]:
             if prompt.whole is not None and self._is_plain and self._product_dtype == torch.float32:
-                output[prompt.whole] = self._attend_whole(query, *metadata.fresh, prompt.whole)
+                output[prompt.whole] = self._attend_whole(query, metadata.fresh, prompt.whole)
                 continue
             keys, values = self._matrices(prompt, layer_keys, layer_values, metadata)
             for chunk in prompt.chunks:
                 self._attend_chunk(query, keys, values, chunk, sinks, output)
         return output
 
-    def _attend_whole(self, query: Tensor, key: Tensor, value: Tensor, tokens: slice) -> Tensor:
-        """Attend within a prompt whose queries [T, H, D] see all keys and values [T, K, D] up to their own.
+    def _attend_whole(self, query: Tensor, fresh: Sequence[Tensor], tokens: slice) -> Tensor:
+        """Attend within a prompt whose queries [T, H, D] see all `fresh` keys and values up to their own.
 
         torch's flash attention reads them in place and skips blocks that no query sees: it takes 0.6 times
         the chunks' time in float32. In bfloat16 it takes up to 2.3 times as long as they do.
         """
-        heads = (each[tokens].float().transpose(0, 1)[None] for each in (query, key, value))
+        queries, keys, values = (each[tokens].float().transpose(0, 1)[None] for each in (query, *fresh))
         attended = F.scaled_dot_product_attention(
-            *heads, is_causal=True, scale=self.shape.scale, enable_gqa=True
+            queries, keys, values, is_causal=True, scale=self.shape.scale, enable_gqa=True
         )
         return attended[0].transpose(0, 1)
 
@@ -213,7 +224,8 @@ class CpuAttention(Attention):
         A mask hides scores but not values, since 0 x NaN is NaN: values past the span's end are set to zero.
         """
         if prompt.fresh is not None:  # all keys belong to this step, so nothing is gathered from the cache
-            keys, values = self._columns(*metadata.fresh, prompt.fresh)
+            key, value = metadata.fresh
+            keys, values = self._columns_loop(key, value, prompt.fresh)
             return keys.transpose(1, 2), values
         heads, dim = self.shape.num_kv_heads, self.shape.head_dim
         keys = layer_keys.view(self.key_view)[prompt.tiles].permute(1, 3, 0, 2, 4)
@@ -226,11 +238,11 @@ class CpuAttention(Attention):
         self, query: Tensor, keys: Tensor, values: Tensor, chunk: QueryChunk, sinks: Tensor, output: Tensor
     ) -> None:
         """Compute a chunk by two products for each kv head, whose query heads are the rows of one matrix."""
-        rows = self._rows(query, chunk.rows)
+        rows = self._rows_loop(query, chunk.rows)
         scores = self._product(rows.flatten(1, 2), keys[:, :, chunk.keys])
-        weights, totals = self._weigh(scores.view(*rows.shape[:3], -1), chunk.first, chunk.last, sinks)
+        weights, totals = self._weigh_loop(scores.view(*rows.shape[:3], -1), chunk.first, chunk.last, sinks)
         sums = self._product(weights.flatten(1, 2), values[:, chunk.keys])
-        self._scatter(output, sums.view(rows.shape), totals, chunk.tokens)
+        self._scatter_loop(output, sums.view(rows.shape), totals, chunk.tokens)
 
     def _product(self, left: Tensor, right: Tensor) -> Tensor:
         """Multiply two tensors of one type by torch.bmm, in the type that is fastest on this processor."""
@@ -238,7 +250,7 @@ class CpuAttention(Attention):
 
     def _rows(self, query: Tensor, tokens: Tensor) -> Tensor:
         """Return some of the queries [T, H, D] as [K, tokens, G, D]."""
-        grouped = query.unflatten(1, (self.shape.num_kv_heads, -1))
+        grouped: Tensor = query.unflatten(1, (self.shape.num_kv_heads, -1))
         return grouped[tokens].transpose(0, 1).contiguous()
 
     def _columns(self, key: Tensor, value: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from attention.reference import QUERY_ROWS
-from continuous_batching.batch import Index, ragged_ranges
+from continuous_batching.batch import ragged_ranges
+from kv_cache.pages import Index
 
 STEP = 32  # prompts are padded to multiples, because oneDNN compiles its code (0.6 ms) for each new shape
 
@@ -146,7 +147,8 @@ def tile_address(
 ) -> Index:
     """Return the tile of the cache that holds each of these tokens of a row."""
     page, offset = np.divmod(places, page_size)
-    return page_table[slots, page].astype(np.int64) * (page_size // tile) + offset // tile
+    address: Index = page_table[slots, page].astype(np.int64) * (page_size // tile) + offset // tile
+    return address
 
 
 def _round_up(count: int, step: int) -> int:

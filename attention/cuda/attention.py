@@ -22,9 +22,10 @@ from torch import Tensor
 from attention.cuda.query_tiles import JOIN_FIELDS, TILE_FIELDS, QueryTiles, TileSizes
 from attention.cuda.triton_kernels import attend_tiles, join_parts, write_places
 from attention.reference import Attention, AttentionMetadata, StaticDecodes, Windows
-from continuous_batching.batch import Batch, Index
+from continuous_batching.batch import Batch
 from devices.shapes import AttentionShape
 from devices.triton_types import kernel_dtype, stored_dtype
+from kv_cache.pages import Index
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MOST_DIM, MOST_GROUP = 256, 128
@@ -126,13 +127,14 @@ class CudaAttention(Attention):
         used = self.windows if windows is None else windows
         planned = self._planned(starts, stops, num_rows, used)
         width = -(-int(stops.max()) // self.shape.page_size)
-        arrays = [write_index, page_table[batch.slots, :width], *_tables(planned)]
+        slots_pages = page_table[batch.slots, :width]
+        arrays: list[NDArray[Any]] = [write_index, slots_pages, *_tables(planned)]
         sizes = [-(-each.nbytes // 4 // ALIGNED) * ALIGNED for each in arrays]
         sent = self._pinned(arrays, sizes).to(self.device, non_blocking=True)
         pieces = [piece[: a.nbytes // 4] for piece, a in zip(sent.split(sizes), arrays)]
         places, pages, *tables = pieces
         launches = self._launches(tables, [each.num_parts for each in planned], used)
-        pages = pages.view(arrays[1].shape)
+        pages = pages.view(slots_pages.shape)
         return CudaMetadata(places.view(torch.int64), (), pages, num_rows, sent, launches)
 
     def graph_sizes(
@@ -152,10 +154,11 @@ class CudaAttention(Attention):
         launches = self._launches(tables.split(sizes), [num_tiles] * len(used), used)
         return CudaMetadata(decodes.write_index, (), decodes.page_table, self._num_rows(1), tables, launches)
 
-    def replay(self, graph: Any, metadata: Sequence[CudaMetadata], kv_lens: list[int]) -> None:
+    def replay(self, graph: Any, metadata: Sequence[AttentionMetadata], kv_lens: list[int]) -> None:
         """Plan for these lengths [R], and run a captured step."""
         stops = np.array(kv_lens)
         for group in metadata:
+            assert isinstance(group, CudaMetadata)
             launches = group.launches
             planned = self._planned(stops - 1, stops, group.num_rows, list(launches))
             sizes = [table.numel() for each in launches.values() for table in (each.tiles, each.joins)]
@@ -163,7 +166,12 @@ class CudaAttention(Attention):
         graph.replay()
 
     def write(
-        self, key: Tensor, value: Tensor, layer_keys: Tensor, layer_values: Tensor, metadata: CudaMetadata
+        self,
+        key: Tensor,
+        value: Tensor,
+        layer_keys: Tensor,
+        layer_values: Tensor,
+        metadata: AttentionMetadata,
     ) -> None:
         """Write the step's keys and values, both [T, K, D], to their places in the layer's [P, B, K, D]."""
         heads, dim = self.shape.num_kv_heads, self.shape.head_dim
@@ -175,9 +183,10 @@ class CudaAttention(Attention):
         )  # fmt: skip
 
     def attend(
-        self, query: Tensor, layer_keys: Tensor, layer_values: Tensor, metadata: CudaMetadata, layer: int
+        self, query: Tensor, layer_keys: Tensor, layer_values: Tensor, metadata: AttentionMetadata, layer: int
     ) -> Tensor:
         """Let each query [T, H, D] attend to its request's positions up to its own; see Attention.attend."""
+        assert isinstance(metadata, CudaMetadata)
         shape, window = self.shape, self.shape.windows[layer]
         launch = metadata.launches[window]
         parts = self._parts(launch.num_parts)
@@ -226,7 +235,7 @@ class CudaAttention(Attention):
         """Pair the tiles and joins of each window, given one window after the other."""
         tiles = [each.view(-1, TILE_FIELDS) for each in tables[::2]]
         joins = [each.view(-1, JOIN_FIELDS) for each in tables[1::2]]
-        return {window: LaunchTables(*each) for window, *each in zip(windows, tiles, joins, num_parts)}
+        return dict(zip(windows, map(LaunchTables, tiles, joins, num_parts)))
 
     def _num_rows(self, longest: int) -> int:
         """Return the rows of a tile: the fewest that hold the longest span, if it is short."""
@@ -257,7 +266,8 @@ def _tables(planned: Sequence[QueryTiles]) -> list[NDArray[Any]]:
 
 def _power_of_two(number: int) -> int:
     """Return the smallest power of two that is not smaller than `number`."""
-    return triton.next_power_of_2(number)
+    power: int = triton.next_power_of_2(number)
+    return power
 
 
 def _strides(tensor: Tensor) -> tuple[int, int]:

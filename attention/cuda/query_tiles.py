@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from continuous_batching.batch import Index, ragged_ranges
+from continuous_batching.batch import ragged_ranges
+from kv_cache.pages import Index
 
 TILE_FIELDS, JOIN_FIELDS = 8, 4  # numbers of columns, powers of two
 

@@ -80,8 +80,8 @@ class AtbAttention(AscendAttention):
         """Return `count` pages of zeros for the keys or the values of a layer: [P, C, B, 16]."""
         shape = self.shape
         page = (shape.num_kv_heads * shape.head_dim // COLUMN, shape.page_size, COLUMN)
-        torch.npu.config.allow_internal_format = True  # the format is ignored without this setting
-        pages = torch_npu.empty_with_format(
+        torch_npu.npu.config.allow_internal_format = True  # the format is ignored without this setting
+        pages: Tensor = torch_npu.empty_with_format(
             (count, *page), dtype=shape.dtype, device=self.device, acl_format=FRACTAL_NZ
         )
         return pages.zero_()
@@ -113,7 +113,12 @@ class AtbAttention(AscendAttention):
         return AtbMetadata(decodes.write_index, (), (part,))
 
     def write(
-        self, key: Tensor, value: Tensor, layer_keys: Tensor, layer_values: Tensor, metadata: AtbMetadata
+        self,
+        key: Tensor,
+        value: Tensor,
+        layer_keys: Tensor,
+        layer_values: Tensor,
+        metadata: AttentionMetadata,
     ) -> None:
         """Write the step's keys and values, both [T, K, D], to their places in the layer's [P, C, B, 16]."""
         torch_npu._npu_reshape_and_cache(
@@ -130,9 +135,10 @@ class AtbAttention(AscendAttention):
         return keys, values
 
     def attend(
-        self, query: Tensor, layer_keys: Tensor, layer_values: Tensor, metadata: AtbMetadata, layer: int
+        self, query: Tensor, layer_keys: Tensor, layer_values: Tensor, metadata: AttentionMetadata, layer: int
     ) -> Tensor:
         """Let each query [T, H, D] attend to its request's positions up to its own; see Attention.attend."""
+        assert isinstance(metadata, AtbMetadata)
         output = torch.empty_like(query)
         for part in metadata.parts:
             call = {

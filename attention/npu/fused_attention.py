@@ -58,7 +58,7 @@ class CapturedCall:
     event: Any  # recorded when the lengths have been updated; the replay waits for it
     handle: Any  # handle of its task group
     arguments: dict[str, Any]
-    layer: int
+    layer: int  # orders the calls of several groups; 0 if there is one group
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class FusedAttention(AscendAttention):
         super().__init__(shape, device, product, takes_float32=takes_float32)
         self.mask = torch.ones(MASK_SIDE, MASK_SIDE, dtype=torch.int8).triu(1).to(self.device)
         self.captures_spans = product.is_mixed
-        self.update_stream = torch.npu.Stream(self.device)
+        self.update_stream = torch_npu.npu.Stream(self.device)
 
     def plan(
         self,
@@ -103,7 +103,12 @@ class FusedAttention(AscendAttention):
         return FusedMetadata(self.places(write_index), (), parts)
 
     def write(
-        self, key: Tensor, value: Tensor, layer_keys: Tensor, layer_values: Tensor, metadata: FusedMetadata
+        self,
+        key: Tensor,
+        value: Tensor,
+        layer_keys: Tensor,
+        layer_values: Tensor,
+        metadata: AttentionMetadata,
     ) -> None:
         """Write the step's keys and values, both [T, K, D], to their places in the layer's [P, B, K, D]."""
         key, value = key.contiguous(), value.contiguous()
@@ -117,11 +122,12 @@ class FusedAttention(AscendAttention):
             torch_npu.npu_scatter_nd_update_(layer_values.flatten(0, 1), index, value)
 
     def attend(
-        self, query: Tensor, layer_keys: Tensor, layer_values: Tensor, metadata: FusedMetadata, layer: int
+        self, query: Tensor, layer_keys: Tensor, layer_values: Tensor, metadata: AttentionMetadata, layer: int
     ) -> Tensor:
         """Let each query [T, H, D] attend to its request's positions up to its own; see Attention.attend."""
+        assert isinstance(metadata, FusedMetadata)
         calls = [self._arguments(query, layer_keys, layer_values, part, layer) for part in metadata.parts]
-        if torch.npu.is_current_stream_capturing():
+        if torch_npu.npu.is_current_stream_capturing():
             return self._capture(calls[0], metadata.captured, metadata.workspaces, layer)
         parts = [self._seen(*self._operator(**call)) for call in calls]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -198,7 +204,7 @@ class FusedAttention(AscendAttention):
         call: dict[str, Any],
         captured: list[CapturedCall],
         workspaces: dict[int | None, Tensor],
-        layer: int,
+        layer: int = 0,
     ) -> Tensor:
         """Capture the call as a task group, which a replay enters once its event is recorded."""
         kind = call.get("pre_tokens")
@@ -211,32 +217,35 @@ class FusedAttention(AscendAttention):
         num_sums = (*output.shape[:2], 1) if self.leaves_first_out else (1,)
         lse = torch.empty(num_sums, dtype=torch.float32, device=self.device)
         call |= {"workspace": workspaces[kind], "out": [output, lse]}
-        stream, event = torch.npu.current_stream(), torch.npu.ExternalEvent()
+        stream, event = torch_npu.npu.current_stream(), torch_npu.npu.ExternalEvent()
         event.wait(stream)
         event.reset(stream)
-        torch.npu.graph_task_group_begin(stream)
+        torch_npu.npu.graph_task_group_begin(stream)
         self._operator.out(**call)
-        captured.append(CapturedCall(event, torch.npu.graph_task_group_end(stream), call, layer))
+        captured.append(CapturedCall(event, torch_npu.npu.graph_task_group_end(stream), call, layer))
         return self._seen(output, lse)
 
-    def replay(self, graph: Any, metadata: Sequence[FusedMetadata], kv_lens: list[int]) -> None:
+    def replay(self, graph: Any, metadata: Sequence[AttentionMetadata], kv_lens: list[int]) -> None:
         """Run a captured step, and update its calls with the lengths of this step."""
-        current = torch.npu.current_stream()
-        calls = metadata[0].captured
+        current = torch_npu.npu.current_stream()
+        calls: list[CapturedCall] = []
+        for group in metadata:
+            assert isinstance(group, FusedMetadata)
+            calls += group.captured
         if len(metadata) > 1:  # in the order in which the layers of all groups run
-            calls = sorted((call for each in metadata for call in each.captured), key=lambda call: call.layer)
+            calls.sort(key=lambda call: call.layer)
         # Torch hands out the streams of a pool in turn. On the current stream, updates would wait behind the
         # replay that waits for them.
         while self.update_stream == current:
-            self.update_stream = torch.npu.Stream(self.device)
+            self.update_stream = torch_npu.npu.Stream(self.device)
         # No call may be running while it is updated. The device waits, so that the host can go on, and it
         # waits before the replay, which itself waits for the updates
         self.update_stream.wait_stream(current)
         graph.replay()
         lengths = "actual_seq_kvlen" if self.shape.has_sinks else "actual_seq_lengths_kv"
-        with torch.npu.stream(self.update_stream):
+        with torch_npu.npu.stream(self.update_stream):
             for call in calls:
-                torch.npu.graph_task_update_begin(self.update_stream, call.handle)
+                torch_npu.npu.graph_task_update_begin(self.update_stream, call.handle)
                 self._operator.out(**call.arguments | {lengths: kv_lens})
-                torch.npu.graph_task_update_end(self.update_stream)
+                torch_npu.npu.graph_task_update_end(self.update_stream)
                 call.event.record(self.update_stream)

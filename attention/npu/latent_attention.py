@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 import torch_npu
 from numpy.typing import NDArray
 from torch import Tensor
@@ -68,7 +67,8 @@ class FusedLatentAttention(LatentAttention, FusedAttention):
         index = to_device(write_index, self.device)
         table, lens = self.page_table(batch, page_table), batch.stops - batch.starts
         is_long = lens > MOST_LATENT_QUERIES
-        parts, short_rows, long = (), None, None
+        parts: tuple[FusedSpans, ...] = ()
+        short_rows, long = None, None
         if not is_long.all():
             ends = np.cumsum(lens[~is_long]).tolist()
             short = table if not is_long.any() else table[to_device(np.flatnonzero(~is_long), self.device)]
@@ -233,8 +233,10 @@ class FusedLatentAttention(LatentAttention, FusedAttention):
         if part.is_decodes and self.product.unmasks_decodes:
             del call["atten_mask"]
             call["sparse_mode"] = ALL
-        if torch.npu.is_current_stream_capturing():
-            return up.raised(self._capture(call, metadata.captured, metadata.workspaces))
+        if torch_npu.npu.is_current_stream_capturing():
+            # All latent layers are one group, in which the calls run in the order of their capture
+            captured = metadata.captured
+            return up.raised(self._capture(call, captured, metadata.workspaces, len(captured)))
         return up.raised(torch_npu.npu_fused_infer_attention_score(**call)[0])
 
     def _expanded(

@@ -18,8 +18,8 @@ import msgspec
 import numpy as np
 
 from benchmark.options import why
+from borders.abbreviate import abbreviate
 from borders.file_bounds import check_rereadable, lines_of
-from borders.shown import shown
 
 PROMPTS = ("prompt_token_ids", "prompt", "messages")
 # Fields that are sent in another form, or not at all.
@@ -145,13 +145,19 @@ def _ask(line: bytes) -> TraceRequest:
         raise ValueError(f"exactly one of {', '.join(PROMPTS)} must be given, and not be empty")
     due_s = fields.get("arrival_s", 0.0)
     if isinstance(due_s, bool) or not isinstance(due_s, (int, float)) or not 0 <= due_s <= MOST_ARRIVAL_S:
-        raise ValueError(f"arrival_s is {shown(due_s)}; it must be a number from 0 to {MOST_ARRIVAL_S:g}")
+        raise ValueError(
+            f"arrival_s is {abbreviate(due_s)}; it must be a number from 0 to {MOST_ARRIVAL_S:g}"
+        )
     max_tokens = fields.pop("max_tokens", fields.get("max_completion_tokens", 16))
     if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or not 1 <= max_tokens <= MOST_TOKENS:
-        raise ValueError(f"max_tokens is {shown(max_tokens)}; it must be an integer from 1 to {MOST_TOKENS}")
+        raise ValueError(
+            f"max_tokens is {abbreviate(max_tokens)}; it must be an integer from 1 to {MOST_TOKENS}"
+        )
     for name in MANY:
         if fields.get(name, 1) not in (0, 1):
-            raise ValueError(f"{name} is {shown(fields[name])}; the benchmark counts one answer to a request")
+            raise ValueError(
+                f"{name} is {abbreviate(fields[name])}; the benchmark counts one answer to a request"
+            )
     content, num_prompt = fields[forms[0]], None
     if forms[0] == "prompt_token_ids":
         if not (isinstance(content, list) and all(type(each) is int for each in content)):

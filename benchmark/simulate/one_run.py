@@ -203,12 +203,12 @@ def print_ways(result: Result) -> None:
     for name, each in ways.items():
         if is_routed:
             best = f"{each['routed_hits_of_best'] or '':.5}"
-            told = [f"{each['prefix_hit_rate']:.3f}", best, f"{each['routed_most_of_mean']:.2f}"]
+            cells = [f"{each['prefix_hit_rate']:.3f}", best, f"{each['routed_most_of_mean']:.2f}"]
         else:
-            told = [f"{each.get('prompts_apart', 0):,}"]
-        told += [f"{each['ttft_ms'][part]:,.0f} ms" for part in ("p50", "p99")]
-        told += [f"{each['tpot_ms'][part]:.1f} ms" for part in ("p50", "p99")]
-        rows.append((name, *told, *(f"{each[part]:.2f}" for part in ("requests_per_s", "busy_share"))))
+            cells = [f"{each.get('prompts_apart', 0):,}"]
+        cells += [f"{each['ttft_ms'][part]:,.0f} ms" for part in ("p50", "p99")]
+        cells += [f"{each['tpot_ms'][part]:.1f} ms" for part in ("p50", "p99")]
+        rows.append((name, *cells, *(f"{each[part]:.2f}" for part in ("requests_per_s", "busy_share"))))
     print(f"SIMULATED: {SIMULATED}\n")
     print(markdown(("way", *own, "TTFT p50", "p99", "TPOT p50", "p99", "requests/s", "busy"), rows))
 

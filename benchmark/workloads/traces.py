@@ -35,8 +35,8 @@ from benchmark.workloads.synthetic import (
     line_of,
     mark,
 )
+from borders.abbreviate import abbreviate
 from borders.file_bounds import lines_of, read_bounded
-from borders.shown import shown
 from recipes.schema.numbers import MOST_TOKENS
 
 # These defaults are a load that the tiny model of this repository serves too.
@@ -142,14 +142,14 @@ def _length(fields: Any, name: str) -> int:
     value = fields.get(name)
     number = math.nan if isinstance(value, bool) or value is None else _float(value)
     if not number.is_integer() or not 1 <= number <= MOST_TOKENS:
-        raise ValueError(f"{name} is {shown(value)}; it must be a whole number from 1 to {MOST_TOKENS}")
+        raise ValueError(f"{name} is {abbreviate(value)}; it must be a whole number from 1 to {MOST_TOKENS}")
     return int(number)
 
 
 def _time(fields: Any, name: str) -> float:
     time = _float(fields[name])
     if not 0 <= time < math.inf:
-        raise ValueError(f"{name} is {shown(fields[name])}; it must be a finite number of 0 or more")
+        raise ValueError(f"{name} is {abbreviate(fields[name])}; it must be a finite number of 0 or more")
     return time
 
 
@@ -176,7 +176,7 @@ def mooncake(path: Path, load: SyntheticLoad) -> Iterator[Item]:
             ids = [-number * 10**6 - part for part in range(-(-length // MOONCAKE_TOKENS))]
         if not isinstance(ids, list) or len(ids) != -(-length // MOONCAKE_TOKENS):
             raise ValueError(
-                f"{length} tokens and hash_ids {shown(ids)}; there must be one for each 512 tokens"
+                f"{length} tokens and hash_ids {abbreviate(ids)}; there must be one for each 512 tokens"
             )
         parts = [
             np.random.default_rng([load.seed, MOONCAKE, int(each < 0), abs(each)])
@@ -232,7 +232,8 @@ def conversations(path: Path) -> Iterator[Item]:
             value = turn.get("value") if isinstance(turn, dict) else None
             if not isinstance(value, str) or not value or str(turn.get("from")) not in ROLES:
                 raise ValueError(
-                    f"a turn is {shown(turn)}; it must have from ({', '.join(ROLES)}) and a value of text"
+                    f"a turn is {abbreviate(turn)}; it must have from ({', '.join(ROLES)}) and a value of"
+                    " text"
                 )
             value.encode()  # JSON can write halves of surrogate pairs, which no tokenizer reads
             messages.append({"role": ROLES[turn["from"]], "content": value})

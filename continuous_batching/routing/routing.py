@@ -75,7 +75,7 @@ class Sent:
     queued_tokens: int  # prompt tokens to be computed; 0 once the answer has begun
     keys: Sequence[int]  # keys that the request will leave there
     at_s: float
-    is_told: bool = False  # the replica's own figures include it
+    is_reported: bool = False  # the replica's own figures include it
     is_ended: bool = False
 
 
@@ -86,13 +86,13 @@ class _Known:
     The keys are ordered by the time they were last sent for, the oldest first.
     """
 
-    told_queued: int = 0
-    told_requests: int = 0
+    reported_queued: int = 0
+    reported_requests: int = 0
     # Prompt tokens sent there that its figures include and whose answers have not begun
-    own_told: int = 0
+    own_reported: int = 0
     own_queued: int = 0
     own_requests: int = 0
-    untold: OrderedDict[int, Sent] = field(default_factory=OrderedDict)
+    unreported: OrderedDict[int, Sent] = field(default_factory=OrderedDict)
     keys: OrderedDict[int, None] = field(default_factory=OrderedDict)
 
 
@@ -171,7 +171,7 @@ class Routing:
         known = self._known[chosen]
         known.own_queued += sent.queued_tokens
         known.own_requests += 1
-        known.untold[id(sent)] = sent
+        known.unreported[id(sent)] = sent
         self._count(chosen)
         self._recent[chosen] += sent.queued_tokens
         self._recent_sum += sent.queued_tokens
@@ -186,10 +186,10 @@ class Routing:
         """
         if sent.queued_tokens:
             known = self._known[sent.replica]
-            if sent.is_told:
-                told = known.told_queued
-                known.own_told -= sent.queued_tokens
-                known.told_queued = max(told - sent.queued_tokens, min(told, known.own_told))
+            if sent.is_reported:
+                reported = known.reported_queued
+                known.own_reported -= sent.queued_tokens
+                known.reported_queued = max(reported - sent.queued_tokens, min(reported, known.own_reported))
             else:
                 known.own_queued -= sent.queued_tokens
             sent.queued_tokens = 0
@@ -205,24 +205,24 @@ class Routing:
         self.begun(sent)
         sent.is_ended = True
         known = self._known[sent.replica]
-        if sent.is_told:
-            known.told_requests = max(0, known.told_requests - 1)
+        if sent.is_reported:
+            known.reported_requests = max(0, known.reported_requests - 1)
         else:
             known.own_requests -= 1
-            del known.untold[id(sent)]
+            del known.unreported[id(sent)]
         self._count(sent.replica)
         if self.tells[sent.replica]:
             self._unsuppose(sent.replica, sent.keys)
 
-    def told(self, replica: int, queued_tokens: int, requests: int, as_of_s: float) -> None:
+    def report_load(self, replica: int, queued_tokens: int, requests: int, as_of_s: float) -> None:
         """Take a replica's own figures, which include what was sent to it before `as_of_s`."""
         known = self._known[replica]
-        known.told_queued, known.told_requests = queued_tokens, requests
-        while known.untold and (first := next(iter(known.untold.values()))).at_s <= as_of_s:
-            del known.untold[id(first)]
-            first.is_told = True
+        known.reported_queued, known.reported_requests = queued_tokens, requests
+        while known.unreported and (first := next(iter(known.unreported.values()))).at_s <= as_of_s:
+            del known.unreported[id(first)]
+            first.is_reported = True
             known.own_queued -= first.queued_tokens
-            known.own_told += first.queued_tokens
+            known.own_reported += first.queued_tokens
             known.own_requests -= 1
         self._count(replica)
 
@@ -243,9 +243,9 @@ class Routing:
         self.cleared(replica)
         known = self._known[replica]
         self._unsuppose(replica, [*known.keys])
-        for sent in [*known.untold.values()]:
+        for sent in [*known.unreported.values()]:
             self.ended(sent)
-        known.told_queued = known.told_requests = 0
+        known.reported_queued = known.reported_requests = 0
         self._count(replica)
         for session in [each for each, at in self._sessions.items() if at == replica]:
             del self._sessions[session]
@@ -275,8 +275,8 @@ class Routing:
     def _count(self, replica: int) -> None:
         """Recompute a replica's loads after its figures or own sends have changed."""
         known = self._known[replica]
-        self.queued_tokens[replica] = known.told_queued + known.own_queued
-        self.requests[replica] = known.told_requests + known.own_requests
+        self.queued_tokens[replica] = known.reported_queued + known.own_queued
+        self.requests[replica] = known.reported_requests + known.own_requests
 
     def _costs(self, hits: Counts | None, second: int) -> NDArray[np.float64]:
         """Return the cost of a request in each replica, less its hit tokens, in prompt tokens.

@@ -133,7 +133,7 @@ class Connection:
     def say(self, message: Said) -> None:
         """Queue a message."""
         if self._jobs.qsize() >= MOST_UNREAD:
-            self.end("the other side does not read what it is told")
+            self.end("the peer does not read the messages that are sent to it")
         self._jobs.put(lambda: (message, None))
 
     def do(self, job: Job) -> None:
@@ -242,7 +242,9 @@ class Connection:
         """
         start, stop = part.offset, part.offset + part.num_bytes
         if not 0 <= start <= stop <= len(self.window):
-            raise Damaged(f"bytes {start} to {stop} of a window of {len(self.window)} were told of")
+            raise Damaged(
+                f"a message refers to bytes {start} to {stop} of a window of {len(self.window)} bytes"
+            )
         return self.window[start:stop]
 
 

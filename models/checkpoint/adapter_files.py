@@ -12,11 +12,11 @@ import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from borders.file_bounds import check_regular
 from borders.numbers import integers, numbers
-from borders.refusal import shown
+from borders.refusal import abbreviate_json
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MOST_WEIGHTS_BYTES = 2**34
@@ -47,6 +47,7 @@ _CONVERT = (
     "convert it with peft: model.save_pretrained(FOLDER, path_initial_model_for_weight_conversion=INITIAL),"
     " where INITIAL holds the adapter as it was before training"
 )
+Number = TypeVar("Number", int, float)
 _MERGE = "merge it with peft: model.merge_and_unload(), and serve the checkpoint that this makes"
 
 
@@ -90,11 +91,13 @@ def look_at(folder: Path, most_rank: int) -> AdapterFiles:
         raise ValueError(f"{folder / CONFIG} {problem}")
     for name, harmless in _UNCHANGED.items():
         if config.get(name) not in harmless:
-            raise ValueError(f"{folder}: adapters with {name}: {shown(config[name])} are not computed")
+            raise ValueError(
+                f"{folder}: adapters with {name}: {abbreviate_json(config[name])} are not computed"
+            )
     is_root_scaled = config.get("use_rslora")
     if not isinstance(is_root_scaled, bool | None):
         raise ValueError(
-            f"{folder / CONFIG}: use_rslora is {shown(is_root_scaled)}; it must be true or false"
+            f"{folder / CONFIG}: use_rslora is {abbreviate_json(is_root_scaled)}; it must be true or false"
         )
     _check_start(folder, config.get("init_lora_weights"))
     ranks, alphas = (_pattern(folder, config, name) for name in ("rank_pattern", "alpha_pattern"))
@@ -116,9 +119,9 @@ def _check_numbers(folder: Path, rank: object, alpha: object, most_rank: int) ->
     ranks, alphas = integers(1, most_rank), numbers(-MOST_ALPHA, MOST_ALPHA)
     if ranks.read(rank) is None:
         fix = f"it must be {ranks}, for which adapters.rank leaves room"
-        raise ValueError(f"{folder / CONFIG}: r is {shown(rank)}; {fix}")
+        raise ValueError(f"{folder / CONFIG}: r is {abbreviate_json(rank)}; {fix}")
     if alphas.read(alpha) is None:
-        raise ValueError(f"{folder / CONFIG}: lora_alpha is {shown(alpha)}; it must be {alphas}")
+        raise ValueError(f"{folder / CONFIG}: lora_alpha is {abbreviate_json(alpha)}; it must be {alphas}")
 
 
 def _pattern(folder: Path, config: dict[str, Any], name: str) -> dict[str, Any]:
@@ -139,7 +142,7 @@ def _pattern(folder: Path, config: dict[str, Any], name: str) -> dict[str, Any]:
     return pattern
 
 
-def _by_name(pattern: dict[str, Any], linear: str, default: Any) -> Any:
+def _by_name(pattern: dict[str, Number], linear: str, default: Number) -> Number:
     """Return the value of the first name that fits, as peft chooses it; after `^`, it is the whole name."""
     for name, value in pattern.items():
         # Peft's names are regular expressions; here only letters and dots are allowed, which match any letter

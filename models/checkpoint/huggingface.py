@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from borders.abbreviate import abbreviate
 from borders.numbers import Number, Range, integers, numbers
-from borders.shown import shown
 from kv_cache.groups import DType
 from models.config import (
     DTYPE_BYTES,
@@ -332,9 +332,9 @@ def _token_ids(hf: Mapping[str, Any], key: str) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def refused(key: str, value: object, mend: str) -> ValueError:
+def refused(key: str, value: object, fix: str) -> ValueError:
     """Return the error for a value that the decoder cannot honour, with the fix."""
-    return ValueError(f"the model's configuration has {key}: {shown(value)}; {mend}")
+    return ValueError(f"the model's configuration has {key}: {abbreviate(value)}; {fix}")
 
 
 def _missing(key: str) -> ValueError:
@@ -348,7 +348,7 @@ def experts(hf: Mapping[str, Any]) -> tuple[int, int]:
     """
     said = {key: hf[key] for key in ("num_experts", "num_local_experts") if hf.get(key) is not None}
     if len(set(map(str, said.values()))) > 1:
-        other = shown(said["num_local_experts"])
+        other = abbreviate(said["num_local_experts"])
         raise refused("num_experts", said["num_experts"], f"num_local_experts says {other}: remove one")
     num_experts = integer({"num_experts": next(iter(said.values()), None)}, "num_experts")
     num_chosen = integer(hf, "num_experts_per_tok")
@@ -472,7 +472,7 @@ def check_attended(hf: Mapping[str, Any], windows: Windows, max_positions: int) 
         )
     types, computed = hf.get("layer_types"), [FULL if window is None else SLIDING for window in windows]
     if types is not None and types != computed:
-        fix = f"this family's layers are {shown(computed)} by its other keys: remove it"
+        fix = f"this family's layers are {abbreviate(computed)} by its other keys: remove it"
         raise refused("layer_types", types, fix)
     # Without layer_types, transformers cuts its cache to such a window in families whose layers attend to all
     # positions, so that its generated tokens differ from its own forward pass. Qwen's files have a window

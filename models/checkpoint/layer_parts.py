@@ -35,14 +35,14 @@ class LayerParts:
         for name, norm in attention.norms().items():
             whole[f"{prefix}self_attn.{name}.weight"] = norm
             orders[f"{prefix}self_attn.{name}"] = attention.order(name)
-        for names, linear in attention.joined():
-            joined.append((f"{prefix}self_attn.", names, linear))
-            orders |= {f"{prefix}self_attn.{name}": attention.order(name) for name in names}
+        for roles, linear in attention.joined():
+            joined.append((f"{prefix}self_attn.", roles, linear))
+            orders |= {f"{prefix}self_attn.{name}": attention.order(name) for name in roles}
         if isinstance(attention, SelfAttention):
             whole[f"{prefix}self_attn.{SINKS}"] = attention.sinks
         names = config.mlp_names(number, prefix)
-        experts = mlp.experts.items() if isinstance(mlp, Mixture) else [("0", mlp)]
-        for which, expert in experts:
+        experts = mlp.mlps() if isinstance(mlp, Mixture) else {"0": mlp}
+        for which, expert in experts.items():
             gate, up, down = names[int(which)]
             joined += [("", (gate, up), expert.gate_up), ("", (down,), expert.down)]
         if isinstance(mlp, Mixture):

@@ -83,8 +83,8 @@ class Unpacking:
         }
         parts: dict[str, Part] = {}
         for end, (axes, stored) in found.items():
-            sizes, cuts = zip(*(axes[::-1] if layout.is_turned else axes))
-            parts[end] = sizes, cuts, stored
+            ordered = axes[::-1] if layout.is_turned else axes
+            parts[end] = tuple(size for size, _ in ordered), tuple(cut for _, cut in ordered), stored
         parts[layout.group] = (inputs,), (self.columns,), ("I32",)
         parts[layout.shape] = (2,), (), ("I64",)
         parts[BIAS] = (outputs,), (), FLOATS

@@ -24,7 +24,7 @@ from models.checkpoint.place import Place, Rounding
 from models.checkpoint.stacked_experts import AnyPlace, PackedStack, Places, in_stacks
 from models.checkpoint.stored_parts import PartPlace, in_parts
 from models.config import FUSED, GATE_UP, MLP_ROLES, QKV, DecoderConfig, Form
-from models.decoder import Decoder
+from models.decoder import Decoder, DecoderLayer
 from models.layers.latent import UpProjection
 from models.layers.linear import Linear
 from models.ops.operands import MIDDLE
@@ -173,6 +173,7 @@ def places_by_name(decoder: Decoder) -> dict[str, Place]:
     if share.is_last and not config.tie_embeddings:
         all_parts.joined.append(("", ("lm_head",), decoder.head))
     for number, layer in zip(share.layers(config), decoder.layers):
+        assert isinstance(layer, DecoderLayer), "a decoder's layers are its own"
         parts = LayerParts.of(layer, f"model.layers.{number}.", config, number)
         all_parts.whole.update(parts.whole)
         all_parts.joined.extend(parts.joined)
@@ -193,10 +194,11 @@ def placed(parts: LayerParts, config: DecoderConfig, held: dict[str, int], share
         if tensor is not None:
             order = orders.get(name.removesuffix(".weight"))
             added = float(config.norms_add_one and name.endswith("norm.weight"))
-            shape, slices = tuple(tensor.shape), ()
             if name.endswith(SINKS):
-                shape, slices = (config.num_heads,), share.heads(config)
-            places[name] = Place(tensor.data, shape, slices, order, added=added)
+                heads = share.heads(config)
+                places[name] = Place(tensor.data, (config.num_heads,), heads, order, added=added)
+            else:
+                places[name] = Place(tensor.data, tuple(tensor.shape), (), order, added=added)
     for prefix, names, linear in parts.joined:
         names = tuple(prefix + name for name in names)
         stored = _stored_as(names, config)
@@ -260,7 +262,7 @@ def _joined_places(
         own = torch.arange(rows.stop - rows.start) if own is None else own
         order.append(held + own)
         first, held = first + outputs, held + len(own)
-    (rounding,) = _roundings(linear, [held]) or [None]
+    rounding = next(iter(_roundings(linear, [held])), None)
     whole, cut = torch.cat(order), tuple(ranges)
     places = {}
     for kind, (room,) in rooms_of(linear, [held]):
@@ -306,7 +308,8 @@ def _tensors(file: Path, places: Places) -> Iterator[tuple[str, Tensor]]:
 def _read(mapped: Any, name: str, place: AnyPlace) -> Tensor:
     """Return this rank's part of a tensor of a mapped file."""
     if not (place.slices or place.ranges):
-        return mapped.get_tensor(name)
+        whole: Tensor = mapped.get_tensor(name)
+        return whole
     return place.part(mapped.get_slice(name))
 
 

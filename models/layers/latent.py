@@ -166,7 +166,8 @@ class LatentSelfAttention(nn.Module):
         else:
             nope, rope = self.write(x, cos, sin, step)
             attended = self.attention.attend_heads(nope, rope, up, *pages, step.metadata, self.layer)
-        return self.output(attended.flatten(1))
+        y: Tensor = self.output(attended.flatten(1))
+        return y
 
     def rows(self, x: Tensor | Int8Rows) -> tuple[Tensor, Tensor | None]:
         """Return the rows that the linears multiply, and their scales [T] if these are in int8."""

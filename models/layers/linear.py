@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from devices.int8 import quantize_rows
 from models.config import Form
 from models.layers.low_rank import LowRank
-from models.ops.operands import Filled, Int4Weight, Int8Rows
-from models.ops.reference import Ops, Widths
+from models.ops.operands import Int4Weight, Int8Rows, UnpackedLinear
+from models.ops.reference import Ops, Packed, Widths
 from models.packing import IN_A_WORD, Int4
 from models.parallel.group import Group
 
@@ -60,22 +60,22 @@ class Linear(nn.Module):
                 self.weight_offset = parameter(out_features, count, dtype=dtype, device=device)
         self.weight: nn.Parameter | None = parameter(out_features, width, dtype=stored, device=device)
         self.bias = parameter(out_features, dtype=dtype, device=device) if bias else None
-        self.packed = None
+        self.packed: Packed = None
         self.low_rank: LowRank | None = None  # what the adapters of requests add
 
     def pack(self) -> None:
         """Pack the filled weight for the device, once, and drop the unpacked one."""
-        filled, ops = self.filled(), self.ops
-        weight, scale, bias = filled.weight, filled.scale, filled.bias
+        given, ops = self.unpacked(), self.ops
+        weight, scale, bias = given.weight, given.scale, given.bias
         if isinstance(weight, Int4Weight):
             int4 = weight, bias
             self.packed = ops.pack_int4_split(*int4, self.widths) if self.widths else ops.pack_int4(*int4)
+        elif scale is not None:
+            int8 = weight, scale.float(), bias
+            self.packed = ops.pack_int8_split(*int8, self.widths) if self.widths else ops.pack_int8(*int8)
         else:
-            given = (weight, bias) if scale is None else (weight, scale.float(), bias)
-            pack, split = ops.pack, ops.pack_split
-            if self.is_int8:
-                pack, split = ops.pack_int8, ops.pack_int8_split
-            self.packed = split(*given, self.widths) if self.widths else pack(*given)
+            plain = weight, bias
+            self.packed = ops.pack_split(*plain, self.widths) if self.widths else ops.pack(*plain)
         self.weight = self.weight_scale = self.weight_offset = None
 
     def _int4_weight(self, form: Int4) -> Int4Weight:
@@ -89,14 +89,14 @@ class Linear(nn.Module):
             min(inputs, form.group_size or inputs),
         )
 
-    def filled(self) -> Filled:
+    def unpacked(self) -> UnpackedLinear:
         """Return the weight as it is multiplied, with its scale and bias."""
         bias = None if self.bias is None else self.bias.data
         if isinstance(self.form, Int4):
-            return Filled(self._int4_weight(self.form), None, bias)
+            return UnpackedLinear(self._int4_weight(self.form), None, bias)
         assert self.weight is not None, "a linear is packed once"
         weight, scale = self.weight.data, self.weight_scale
-        return Filled(weight, None if scale is None else scale[:, 0].to(self.scale_dtype), bias)
+        return UnpackedLinear(weight, None if scale is None else scale[:, 0].to(self.scale_dtype), bias)
 
     @property
     def rounds(self) -> bool:
@@ -127,14 +127,24 @@ class Linear(nn.Module):
         """Whether its inputs may come in int8, which adapters cannot read."""
         return self.is_int8 and self.low_rank is None
 
-    def forward(self, x: Tensor | Int8Rows) -> Tensor:
-        """Map [T, in] to [T, out]; rows in int8 require a linear that `takes_int8`."""
+    def forward(self, x: Tensor | Int8Rows) -> Tensor | tuple[Tensor, ...]:
+        """Map [T, in] to [T, out], or to the parts of a `SplitLinear`.
+
+        Rows in int8 require a linear that `takes_int8`.
+        """
+        return self._product(x)
+
+    def _product(self, x: Tensor | Int8Rows) -> Tensor:
+        """Map [T, in] to [T, out], of this rank's weight alone."""
         assert self.packed is not None, "pack the decoder before its first step"
-        linear = self.ops.linear_int8 if self.is_int8 else self.ops.linear
-        linear = self.ops.linear_int4 if isinstance(self.form, Int4) else linear
-        y = linear(x, self.packed)
+        if self.is_int8:
+            y = self.ops.linear_int8(x, self.packed)
+        elif isinstance(self.form, Int4):
+            y = self.ops.linear_int4(_unquantized(x), self.packed)
+        else:
+            y = self.ops.linear(_unquantized(x), self.packed)
         if self.low_rank is not None:
-            self.low_rank.add(y.split(self.low_rank.widths, dim=-1), x)
+            self.low_rank.add(y.split(self.low_rank.widths, dim=-1), _unquantized(x))
         return y
 
 
@@ -144,11 +154,15 @@ class SplitLinear(Linear):
     def forward(self, x: Tensor | Int8Rows) -> tuple[Tensor, ...]:
         """Map [T, in] to a tensor [T, width] for each width."""
         assert self.packed is not None, "pack the decoder before its first step"
-        linear = self.ops.linear_int8_split if self.is_int8 else self.ops.linear_split
-        linear = self.ops.linear_int4_split if isinstance(self.form, Int4) else linear
-        parts = linear(x, self.packed, self.widths)
+        ops, packed, widths = self.ops, self.packed, self.widths
+        if self.is_int8:
+            parts = ops.linear_int8_split(x, packed, widths)
+        elif isinstance(self.form, Int4):
+            parts = ops.linear_int4_split(_unquantized(x), packed, widths)
+        else:
+            parts = ops.linear_split(_unquantized(x), packed, widths)
         if self.low_rank is not None:
-            self.low_rank.add(parts, x)
+            self.low_rank.add(parts, _unquantized(x))
         return parts
 
 
@@ -181,8 +195,14 @@ class SummedLinear(Linear):
         if self.form != "plain" or self.low_rank is not None:
             return self.group.all_reduce(self.part(x))
         assert self.packed is not None, "pack the decoder before its first step"
-        return self.ops.linear_summed(x, self.packed, self.group)
+        return self.ops.linear_summed(_unquantized(x), self.packed, self.group)
 
     def part(self, x: Tensor | Int8Rows) -> Tensor:
         """Return this rank's summand."""
-        return super().forward(x)
+        return self._product(x)
+
+
+def _unquantized(x: Tensor | Int8Rows) -> Tensor:
+    """Return the inputs of a linear or an adapter that reads no rows in int8."""
+    assert isinstance(x, Tensor), "only a linear that takes_int8 reads rows in int8"
+    return x

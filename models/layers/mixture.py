@@ -50,16 +50,15 @@ class Mixture(nn.Module):
         self.config, self.ops, self.group = mixture, ops, group
         self.router = parameter(mixture.num_experts, config.hidden_size, dtype=torch.float32, device=device)
         held, few = mixture.held_in(layer), sharing_experts(group, sharing)
-        self.experts = nn.ModuleDict(
-            {
-                str(number): MLP(config, names, mixture.inner_size, ops, device, few)
-                for number, names in zip(held, config.mlp_names(layer, name))
-            }
-        )
-        for expert in self.experts.values() if config.dtype == "bfloat16" else ():
+        experts = {
+            str(number): MLP(config, names, mixture.inner_size, ops, device, few)
+            for number, names in zip(held, config.mlp_names(layer, name))
+        }
+        self.experts = nn.ModuleDict(experts)
+        for expert in experts.values() if config.dtype == "bfloat16" else ():
             expert.down.scale_dtype = torch.bfloat16  # the type in published checkpoints of this form
-        self._parts = [expert.part for expert in self.experts.values()]
-        self._gated = next(iter(self.experts.values())).gated
+        self._parts = [expert.part for expert in experts.values()]
+        self._gated = next(iter(experts.values())).gated
         # Number of each expert in an order that begins with this rank's own
         self._numbers: Tensor | None = None
         self._dispatch: Any = None  # sends tokens to the ranks of their experts, if they are sent
@@ -83,18 +82,23 @@ class Mixture(nn.Module):
         self._joined: Packed | None = None
         self.counts: Tensor | None = None  # int32 [E]: tokens that chose each expert, if they are counted
 
+    def mlps(self) -> dict[str, MLP]:
+        """Return the experts that this rank holds by their numbers; none once `pack` has joined them."""
+        return {number: each for number, each in self.experts.items() if isinstance(each, MLP)}
+
     def pack(self) -> None:
         """Pack the filled experts, once, before linears are packed; this may join them."""
-        experts = self.experts.values()
-        linears = [linear for expert in experts for linear in (expert.gate_up, expert.down)]
-        forms, one = {_form(linear) for linear in linears}, next(iter(experts))
-        has_bias, sizes = one.down.bias is not None, (self.router.shape[1], self.config.inner_size)
-        if len(forms) == 1 and self.ops.joins_experts(ExpertKind(*sizes, *forms, one.is_swiglu, has_bias)):
-            filled = [linear.filled() for linear in linears]
-            self._joined = self.ops.pack_experts(filled[::2], filled[1::2])
+        experts = list(self.mlps().values())
+        linears: list[Linear] = [linear for expert in experts for linear in (expert.gate_up, expert.down)]
+        one, hidden, form = experts[0], self.router.shape[1], _form(linears[0])
+        has_bias = one.down.bias is not None
+        kind = ExpertKind(hidden, self.config.inner_size, form, one.is_swiglu, has_bias)
+        if all(_form(linear) == form for linear in linears) and self.ops.joins_experts(kind):
+            unpacked = [linear.unpacked() for linear in linears]
+            self._joined = self.ops.pack_experts(unpacked[::2], unpacked[1::2])
             self.experts, self._parts = nn.ModuleDict(), []
             if self.shared is None:  # otherwise the ranks' shared parts would have to be summed separately
-                self._dispatch = self.ops.dispatch_of(sizes[0], self.config, self.group)
+                self._dispatch = self.ops.dispatch_of(hidden, self.config, self.group)
                 order = torch.tensor(list(self._by_place), device=self.router.device)
                 self._places = order.argsort().int()  # place of each expert
 

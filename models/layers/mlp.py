@@ -52,7 +52,8 @@ class MLP(nn.Module):
         """Map [T, hidden] to [T, hidden]; `x` as for a linear."""
         if self.joins_int8:
             return self.group.all_reduce(self.part(x))
-        return self.down(self.gated(self.gate_up(x)))
+        y: Tensor = self.down(self.gated(self.gate_up(x)))
+        return y
 
     def part(self, x: Tensor | Int8Rows) -> Tensor:
         """Return this rank's summand of the output."""

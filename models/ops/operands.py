@@ -1,9 +1,9 @@
 """The operands that linears and operators hand to a device.
 
-`Filled` is what a linear was filled with before a device packs it, `ExpertKind` what the experts of a mixture
-have in common, `Int8Rows` inputs that are quantised already, and `Int4Weight` a weight in 4 bits: it is
-(number + offset) * scale, with a number of 4 bits and its sign, and with the scale and the offset of its
-output and its input's group.
+`UnpackedLinear` is a linear before a device packs it, `ExpertKind` what the experts of a mixture have in
+common, `Int8Rows` inputs that are quantised already, and `Int4Weight` a weight in 4 bits: it is (number +
+offset) * scale, with a number of 4 bits and its sign, and with the scale and the offset of its output and its
+input's group.
 
 Legend: T tokens of the step, O outputs, I inputs, G groups of inputs.
 """
@@ -76,8 +76,8 @@ def in_words(values: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Filled:
-    """What a linear was filled with, before a device packs it."""
+class UnpackedLinear:
+    """The weight, scale and bias of a linear, before a device packs them."""
 
     weight: Tensor | Int4Weight  # [out, in]
     scale: Tensor | None = None  # [out], if the weight is int8

@@ -9,6 +9,7 @@ Legend: T tokens of the step, H query heads, K kv heads, D head dim, R sampled r
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch.nn import functional as F
 from attention.latent import LatentLinears, LatentUp
 from devices.int8 import quantize_rows
 from models.config import MixtureConfig
-from models.ops.operands import ExpertKind, Filled, Int4Weight, Int8Rows
+from models.ops.operands import ExpertKind, Int4Weight, Int8Rows, UnpackedLinear
 from models.packing import WIDENED_ROWS
 from models.parallel.group import Group
 
@@ -60,7 +61,8 @@ class Ops:
 
     def linear_split(self, x: Tensor, packed: Packed, widths: Widths) -> tuple[Tensor, ...]:
         """Map [T, in] to a tensor [T, width] for each of `widths`."""
-        return self.linear(x, packed).split(widths, dim=-1)
+        parts: tuple[Tensor, ...] = self.linear(x, packed).split(widths, dim=-1)
+        return parts
 
     def pack_low_rank(self, weight: Tensor) -> Tensor:
         """Return a weight [out, in] of adapters in this device's form for `linear`.
@@ -80,23 +82,24 @@ class Ops:
         """Pack an int8 weight [out, in] with a float32 scale [out] for each output channel."""
         return weight, scale, bias
 
-    def linear_int8(self, x: Tensor, packed: Packed) -> Tensor:
+    def linear_int8(self, x: Tensor | Int8Rows, packed: Packed) -> Tensor:
         """Map [T, in] to [T, out] in x's type: x is quantised token by token and multiplied in int8.
 
         `x` may also be what this device's `add_rms_norm_int8` returned.
         """
         weight, scale, bias = packed
-        rows, row_scale = self.quantize(x)
-        y = self.int8_product(rows, weight).float() * scale * row_scale
+        x = self.quantized(x)
+        y: Tensor = self.int8_product(x.rows, weight).float() * scale * x.scale[:, None]
         return (y if bias is None else y + bias.float()).to(x.dtype)
 
     def pack_int8_split(self, weight: Tensor, scale: Tensor, bias: Tensor | None, widths: Widths) -> Packed:
         """Pack an int8 weight whose outputs are read in parts."""
         return self.pack_int8(weight, scale, bias)
 
-    def linear_int8_split(self, x: Tensor, packed: Packed, widths: Widths) -> tuple[Tensor, ...]:
+    def linear_int8_split(self, x: Tensor | Int8Rows, packed: Packed, widths: Widths) -> tuple[Tensor, ...]:
         """Map [T, in] to a tensor [T, width] for each of `widths`; `x` as for `linear_int8`."""
-        return self.linear_int8(x, packed).split(widths, dim=-1)
+        parts: tuple[Tensor, ...] = self.linear_int8(x, packed).split(widths, dim=-1)
+        return parts
 
     def check_int4(
         self, dtype: torch.dtype, group_size: int | None, largest: int, of_experts: Sequence[int] = ()
@@ -131,7 +134,8 @@ class Ops:
 
     def linear_int4_split(self, x: Tensor, packed: Packed, widths: Widths) -> tuple[Tensor, ...]:
         """Map [T, in] to a tensor [T, width] for each of `widths`."""
-        return self.linear_int4(x, packed).split(widths, dim=-1)
+        parts: tuple[Tensor, ...] = self.linear_int4(x, packed).split(widths, dim=-1)
+        return parts
 
     def quantized(self, x: Tensor | Int8Rows) -> Int8Rows:
         """Return the rows [T, n] that linears in int8 multiply."""
@@ -147,7 +151,8 @@ class Ops:
     def int8_product(self, rows: Tensor, weight: Tensor) -> Tensor:
         """Multiply int8 [T, in] by what `pack_int8` made of [out, in], exactly, to int32 [T, out]."""
         pairs = zip(rows.split(EXACT_SUM, dim=1), weight.split(EXACT_SUM, dim=1))
-        return sum(F.linear(some.float(), part.float()).int() for some, part in pairs)
+        products = [F.linear(some.float(), part.float()).int() for some, part in pairs]
+        return reduce(torch.add, products)
 
     def prefetch(self, packed: Packed, after: Tensor) -> None:
         """Start to bring a linear's weight closer once `after` is computed; results do not change."""
@@ -254,7 +259,7 @@ class Ops:
         """Whether a mixture's experts of this kind are packed together."""
         return False
 
-    def pack_experts(self, gate_ups: Sequence[Filled], downs: Sequence[Filled]) -> Packed:
+    def pack_experts(self, gate_ups: Sequence[UnpackedLinear], downs: Sequence[UnpackedLinear]) -> Packed:
         """Return the weights of all experts for `joined_mixture`, if the device `joins_experts`."""
         raise NotImplementedError
 

@@ -31,7 +31,7 @@ HCCL_RANGES_S = {"HCCL_EXEC_TIMEOUT": (1, 17340), "HCCL_CONNECT_TIMEOUT": (120, 
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")  # the same for a machine and its containers
 # Names the HCCL variables that were set here and not by the user
-_TOLD_HCCL = "CONTINUOUS_BATCHING_TOLD_HCCL"
+_SET_HCCL = "CONTINUOUS_BATCHING_SET_HCCL"
 HCCL_FIRST_S = 10.0  # margin in which HCCL reports what it waits for before torch_npu's watchdog does
 
 log = logging.getLogger(__name__)
@@ -103,7 +103,7 @@ class Group:
         self._num_met += 1
         ours = [f"meeting/{self._num_met}/{rank}" for rank in range(self.size)]
         self.inside = name
-        self.store.set(ours[self.rank], b"")
+        self.store.set(ours[self.rank], "")
         self.store.wait(ours, timedelta(seconds=timeout_s))
         self.inside = ""
 
@@ -115,7 +115,8 @@ class Group:
         a graph is captured.
         """
         if self._hccl_name is None:
-            backend = self._ranks._get_backend(torch.device("npu"))
+            # Of torch_npu, whose backends have more methods than torch knows
+            backend: Any = self._ranks._get_backend(torch.device("npu"))
             self._hccl_name = backend.get_hccl_comm_name(self.rank)
         return self._hccl_name
 
@@ -206,8 +207,8 @@ class StageLinks:
         if x.device.type != "cpu":  # the stream waits and not the host, and a captured step has no other way
             dist.send(x, self._after)
         else:
-            for work, _ in self._sending:
-                work.wait()
+            for before, _ in self._sending:
+                before.wait()
             work = dist.isend(x, self._after)
             self._sending = [] if work is None else [(work, x)]
         self.inside = ""
@@ -269,7 +270,7 @@ def hccl_timeouts(timeout_s: float) -> dict[str, str]:
 def tell_hccl(timeout_s: float) -> float:
     """Set HCCL's time limits unless the user has; return how long its collectives wait then."""
     # Set by an earlier engine of this process, or by its parent
-    ours = os.environ.get(_TOLD_HCCL, "").split()
+    ours = os.environ.get(_SET_HCCL, "").split()
     for name, seconds in hccl_timeouts(timeout_s).items():
         said = os.environ.get(name)
         if said is None or name in ours:
@@ -281,5 +282,5 @@ def tell_hccl(timeout_s: float) -> float:
                 " allows %s s; unset it to let the recipe say",
                 *(name, said, seconds),
             )
-    os.environ[_TOLD_HCCL] = " ".join(sorted(set(ours)))
+    os.environ[_SET_HCCL] = " ".join(sorted(set(ours)))
     return float(integers(0, 2**31).parse(os.environ["HCCL_EXEC_TIMEOUT"]) or 0)

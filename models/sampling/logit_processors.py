@@ -21,6 +21,7 @@ from torch import Tensor
 
 from continuous_batching.batch import ragged_ranges
 from continuous_batching.own_processors import OwnProcessors
+from continuous_batching.request import TokenIds
 from continuous_batching.slots import SlotPool
 from kv_cache.device.transfer import Arrays
 from kv_cache.pages import Index
@@ -33,8 +34,8 @@ class OwnChange:
 
     row: int
     processors: OwnProcessors
-    prompt: Index
-    answer: Index
+    prompt: TokenIds
+    answer: TokenIds
 
 
 def changes_logits(rows: Index, targets: Index, slots: SlotPool) -> NDArray[np.bool_]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from borders.field_table import MOST_LOGPROBS
 from continuous_batching.batch import Candidates
-from continuous_batching.request import TokenLogprobs
+from continuous_batching.request import SamplingParams, TokenLogprobs
 from continuous_batching.slots import SlotPool
 from kv_cache.device.transfer import Arrays, Tensors
 from kv_cache.pages import Index
@@ -55,7 +55,10 @@ def token_logprobs(tokens: Index, up: Arrays, num_tops: Index) -> list[TokenLogp
     order = np.lexsort((ids, -values), axis=-1)
     ids, values = np.take_along_axis(ids, order, 1).tolist(), np.take_along_axis(values, order, 1).tolist()
     columns = zip(tokens.tolist(), up["top_values"][:, 0].tolist(), ids, values, num_tops.tolist())
-    return [TokenLogprobs(*given, tuple(zip(best[:num], top[:num]))) for *given, best, top, num in columns]
+    return [
+        TokenLogprobs(token, logprob, tuple(zip(best[:num], top[:num])))
+        for token, logprob, best, top, num in columns
+    ]
 
 
 class BeamRows:
@@ -110,7 +113,7 @@ class BeamRows:
         return result
 
     def _count(self, row: int) -> int:
-        params = self._slots.requests[row].params
+        params: SamplingParams = self._slots.requests[row].params
         return params.beam_width + len(params.stop_token_ids) + len(self._eos_token_ids)
 
     def _runs(self) -> Iterator[tuple[int, int, int]]:

@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from continuous_batching.batch import Batch, Vector, ragged_ranges
+from continuous_batching.batch import Batch, ragged_ranges
+from continuous_batching.request import Vector
 from continuous_batching.slots import SlotPool
 from kv_cache.device.transfer import to_device, to_host
 from kv_cache.pages import Index

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from continuous_batching.constraints import Mask
-from continuous_batching.request import TokenSequence
+from continuous_batching.request import TokenIds, TokenSequence
 from continuous_batching.slots import SlotPool
 from kv_cache.device.transfer import Arrays, Tensors
 from kv_cache.pages import Index
@@ -58,7 +58,7 @@ def grammar_columns(rows: list[int], masks: list[Mask]) -> Arrays:
     return {"grammar_row": np.array(rows, dtype=np.int64), "grammar_bits": bits.ravel(), "place": _PLACES}
 
 
-def banned_tokens(bad_words: tuple[TokenSequence, ...], answer: Index) -> list[int]:
+def banned_tokens(bad_words: tuple[TokenSequence, ...], answer: TokenIds) -> list[int]:
     """Return the tokens that would complete a bad word at the end of an answer."""
     longest = max(map(len, bad_words)) - 1
     end = tuple(answer[max(0, len(answer) - longest) :].tolist())
@@ -80,11 +80,11 @@ def apply_masks(scores: Tensor, masks: Tensors) -> None:
     at = masks["banned_row"], masks["banned_token"]
     if len(at[0]):
         scores[at] = -float("inf")
-    rows = masks.get("grammar_row", ())
-    if len(rows):
-        words = masks["grammar_bits"].view(len(rows), -1)
+    formed = masks.get("grammar_row")
+    if formed is not None and len(formed):
+        words = masks["grammar_bits"].view(len(formed), -1)
         is_possible = unpacked(words, masks["place"], scores.shape[1])
-        scores[rows] = scores[rows].masked_fill(~is_possible, -float("inf"))
+        scores[formed] = scores[formed].masked_fill(~is_possible, -float("inf"))
 
 
 def unpacked(words: Tensor, place: Tensor, vocab_size: int) -> Tensor:

@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+from borders.abbreviate import abbreviate
 from borders.file_bounds import check_regular, is_there
-from borders.shown import shown
 from kv_cache.groups import DType
 from models.checkpoint.files import tensor_names
 from models.checkpoint.huggingface import check_attended
@@ -175,8 +175,8 @@ def _as_asked(config: DecoderConfig, recipe: Recipe, quantization: str, dtype: D
         try:
             config = kept_int4(config)
         except ValueError as error:
-            mend = "leave it out"
-            raise RecipeError("model.quantization", str(error), mend, value=quantization) from error
+            fix = "leave it out"
+            raise RecipeError("model.quantization", str(error), fix, value=quantization) from error
     if dtype != "auto":
         config = replace(config, dtype=dtype)
     return replace(config, int8_cache=recipe.cache.dtype == "int8")
@@ -189,7 +189,7 @@ def decoder_config(hf: Mapping[str, Any]) -> DecoderConfig:
     """
     family = hf.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
-        raise ValueError(f"the model's family is {shown(family)}; supported are {', '.join(FAMILIES)}")
+        raise ValueError(f"the model's family is {abbreviate(family)}; supported are {', '.join(FAMILIES)}")
     config = FAMILIES[family](hf)
     check_attended(hf, config.windows, config.max_positions)
     outside = [token for token in config.eos_token_ids if not 0 <= token < config.vocab_size]
@@ -199,8 +199,8 @@ def decoder_config(hf: Mapping[str, Any]) -> DecoderConfig:
         )
     if outside:
         raise ValueError(
-            f"the model's configuration has eos_token_id: {shown(outside[0])}; its vocabulary goes from 0 to"
-            f" {config.vocab_size - 1}"
+            f"the model's configuration has eos_token_id: {abbreviate(outside[0])}; its vocabulary goes"
+            f" from 0 to {config.vocab_size - 1}"
         )
     return config
 

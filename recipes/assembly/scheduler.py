@@ -27,9 +27,10 @@ from kv_cache.pages import PagePool
 from recipes.assembly.speculation import speculation_of
 from recipes.schema.keys import keys_of
 from recipes.schema.precedence import COMMAND_LINE, FILE, Entry, settled
-from recipes.schema.recipe import CacheSection, SchedulerSection
+from recipes.schema.recipe import CacheSection
 from recipes.schema.scheduler_checks import contradictions
 from recipes.schema.scheduler_defaults import completed, longest_request
+from recipes.schema.scheduler_section import SchedulerSection
 from recipes.schema.speculation_section import SpeculationSection
 
 if TYPE_CHECKING:

@@ -58,7 +58,8 @@ def in_ranks(recipe: Recipe, body: Body, *rest: Any) -> list[Any]:
         found: list[Any] = [None] * ranks
         waiting = {pipe: rank for rank, (pipe, _) in enumerate(pipes)}
         while waiting:  # other ranks may wait for one that has ended, whatever its number
-            for pipe in wait(list(waiting)):
+            ready = wait(list(waiting))
+            for pipe in [each for each in waiting if each in ready]:
                 rank = waiting.pop(pipe)
                 try:
                     found[rank] = pipe.recv()

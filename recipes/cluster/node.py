@@ -46,9 +46,9 @@ def hold(recipe: Recipe, cluster: Cluster, *, in_turn: bool = False) -> int:
     while True:
         log.info("ranks %d to %d of %d follow %s", here[0], here[-1], recipe.parallel.ranks, leader)
         with contextlib.ExitStack() as stack:
-            ranks = []
-            for rank, device in zip(here, devices):
-                ranks.append(RankProcess(own, rank, leader, device, adopts=in_turn))
+            ranks: list[RankProcess] = []
+            for number, device in zip(here, devices):
+                ranks.append(RankProcess(own, number, leader, device, adopts=in_turn))
                 stack.callback(ranks[-1].end)
             while not any(rank.ended for rank in ranks):
                 time.sleep(_LOOKS_S)

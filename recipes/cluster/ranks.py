@@ -38,7 +38,7 @@ SHORTEST_LIMIT_S = 20.0
 LARGEST_STEPS = 5  # a step may take this multiple of the largest step that was measured
 _GRACE_S = 2.0  # time for a step to notice that a rank is lost, and for ranks to end by themselves
 _LONGEST_LINE = 2000  # most bytes of the line by which a rank joins
-_TOLD_S = 1.0  # time from a failed collective to the news of the lost rank
+_LOSS_NEWS_S = 1.0  # time from a failed collective to the news of the lost rank
 
 
 class Ranks:
@@ -120,7 +120,7 @@ class Ranks:
                 except socket.timeout:  # noqa: UP041, which Python 3.10 knows apart from TimeoutError
                     continue
                 opened.enter_context(connection)
-                rank, name = introduced(connection, _TOLD_S)
+                rank, name = introduced(connection, _LOSS_NEWS_S)
                 if rank not in missing:
                     raise RankLost(
                         f"{name} joins, and of {ranks} ranks only {missing} are missing: is one twice?"
@@ -208,7 +208,7 @@ def introduced(connection: socket.socket, within_s: float) -> tuple[int, str]:
     return int(rank), f"rank {rank} ({where})"
 
 
-def devices_of(recipe: Recipe, ranks: int) -> list[str | None]:
+def devices_of(recipe: Recipe, ranks: int) -> Sequence[str | None]:
     """Return the device of each of this machine's ranks, as the variable that makes it visible names it."""
     kind = recipe.device.kind
     if kind == "cpu" or recipe.device.virtual:
@@ -281,7 +281,7 @@ def watched(listeners: Listeners) -> Iterator[None]:
     try:
         yield
     except RuntimeError:  # torch.distributed raises it, and names an address at most
-        until_s = time.monotonic() + _TOLD_S
+        until_s = time.monotonic() + _LOSS_NEWS_S
         while listeners.lost is None and time.monotonic() < until_s:
             time.sleep(0.01)
         listeners.check()

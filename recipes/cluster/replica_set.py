@@ -2,8 +2,8 @@
 
 Each turn replaces the replicas that have ended, tells the router which ones are there, asks
 `continuous_batching.routing.scaling` how many there should be for the requests that wait, and starts or stops
-one. A turn does not depend on what earlier ones told, so a restarted router knows all again within a turn. A
-replica that is to stop gets no new request, and stops when its last one has ended.
+one. A turn does not depend on what earlier turns found, so a restarted router knows all again within a turn.
+A replica that is to stop gets no new request, and stops when its last one has ended.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from continuous_batching.routing.scaling import FleetDemand, Scale, ScalingBounds, decide
-from recipes.cluster.router_client import RouterClient, ToldFleet
+from recipes.cluster.router_client import FleetReport, RouterClient
 
 MOST_PAUSE_S = 60.0  # longest pause between replicas that end before they were ever ready
 
@@ -72,20 +72,20 @@ class ReplicaSet:
 
     def turn(self, now_s: float) -> None:
         """Look at all replicas once, and do what is due."""
-        told = self._router.told()
+        report = self._router.report()
         self.bury(now_s)
         for each in self._staying:
-            known = told and told.replicas.get(each.replica.url or "")
+            known = report and report.replicas.get(each.replica.url or "")
             if known and known.state == "ready":
                 each.was_ready, self._num_failed = True, 0
         before = self._scale.wanted
-        self._scale = decide(self._bounds, self._scale, self._demand(told), now_s)
+        self._scale = decide(self._bounds, self._scale, self._demand(report), now_s)
         if self._scale.wanted != before:
             self._say(f"{self._scale.wanted} replicas are wanted, after {before}")
-        self._adjust(told, now_s)
-        if told is not None:
-            self._tell(told)
-            self._stop_drained(told, now_s)
+        self._adjust(report, now_s)
+        if report is not None:
+            self._announce(report)
+            self._stop_drained(report, now_s)
 
     def stop(self) -> None:
         """Let all replicas end with their requests; the caller continues with `bury` until `count` is 0."""
@@ -115,17 +115,19 @@ class ReplicaSet:
     def _staying(self) -> list[_Member]:
         return [each for each in self._members if each.leaves_since_s is None]
 
-    def _demand(self, told: ToldFleet | None) -> FleetDemand | None:
-        if told is None:
+    def _demand(self, report: FleetReport | None) -> FleetDemand | None:
+        if report is None:
             return None
-        ours = [told.replicas[url] for each in self._staying if (url := each.replica.url) in told.replicas]
+        ours = [
+            report.replicas[url] for each in self._staying if (url := each.replica.url) in report.replicas
+        ]
         return FleetDemand(
             sum(each.state == "ready" for each in ours),
-            sum(each.queued_tokens for each in ours) + told.waiting_tokens,
+            sum(each.queued_tokens for each in ours) + report.waiting_tokens,
             sum(each.requests for each in ours),
         )
 
-    def _adjust(self, told: ToldFleet | None, now_s: float) -> None:
+    def _adjust(self, report: FleetReport | None, now_s: float) -> None:
         """Start missing replicas, or let a surplus one leave.
 
         A replica that is not ready leaves first, then the one with the fewest requests.
@@ -137,15 +139,15 @@ class ReplicaSet:
         if len(self._staying) > self._scale.wanted:
 
             def requests(each: _Member) -> int:
-                known = told.replicas.get(each.replica.url or "") if told else None
+                known = report.replicas.get(each.replica.url or "") if report else None
                 return known.requests if known and known.state == "ready" else -1
 
             least = min(reversed(self._staying), key=requests)
             least.leaves_since_s = now_s
             self._say(f"{least.name} leaves")
 
-    def _tell(self, told: ToldFleet) -> None:
-        known = {url: each.leaves for url, each in told.replicas.items()}
+    def _announce(self, report: FleetReport) -> None:
+        known = {url: each.leaves for url, each in report.replicas.items()}
         for each in self._members:
             if (url := each.replica.url) is None:
                 continue
@@ -158,12 +160,12 @@ class ReplicaSet:
             self._router.remove(url)
         self._gone &= {*known}
 
-    def _stop_drained(self, told: ToldFleet, now_s: float) -> None:
+    def _stop_drained(self, report: FleetReport, now_s: float) -> None:
         """Stop the leaving replicas that the router has forgotten."""
         for each in self._members:
             if each.leaves_since_s is None or each.is_stopped:
                 continue
-            is_forgotten = each.replica.url is None or each.replica.url not in told.replicas
+            is_forgotten = each.replica.url is None or each.replica.url not in report.replicas
             if is_forgotten or now_s - each.leaves_since_s > self._drain_s:
                 each.is_stopped = True
                 each.replica.stop()

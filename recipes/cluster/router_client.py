@@ -14,7 +14,7 @@ _ANSWER_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class ToldReplica:
+class ReplicaReport:
     """What a router reports about one replica."""
 
     state: str
@@ -24,10 +24,10 @@ class ToldReplica:
 
 
 @dataclass(frozen=True, slots=True)
-class ToldFleet:
+class FleetReport:
     """What a router reports: each replica by its URL, and the prompt tokens that wait for a turn."""
 
-    replicas: dict[str, ToldReplica]
+    replicas: dict[str, ReplicaReport]
     waiting_tokens: int
 
 
@@ -37,20 +37,20 @@ class RouterClient:
     def __init__(self, url: str, say: Callable[[str], None]) -> None:
         kind, _, rest = url.partition("://")
         if kind != "http" or not rest:
-            raise ValueError(f"--router {url} is no http://HOST:PORT")
+            raise ValueError(f"--router {url} is not of the form http://HOST:PORT")
         self._url = url.rstrip("/")
         self._say = say
         self._trouble = ""
 
-    def told(self) -> ToldFleet | None:
+    def report(self) -> FleetReport | None:
         """Return what the router knows now, or None where it does not answer."""
         answer = self._ask("GET", "/fleet")
         if answer is None:
             return None
         rows = answer["replicas"]
         names = ("state", "leaves", "queued_tokens", "requests")
-        replicas = {row["url"]: ToldReplica(**{name: row[name] for name in names}) for row in rows}
-        return ToldFleet(replicas, answer["waiting_tokens"])
+        replicas = {row["url"]: ReplicaReport(**{name: row[name] for name in names}) for row in rows}
+        return FleetReport(replicas, answer["waiting_tokens"])
 
     def add(self, url: str) -> None:
         """Announce a replica, which gets requests as soon as it is ready."""

@@ -19,7 +19,7 @@ from models.checkpoint.huggingface import (
 from models.config import DecoderConfig
 
 SHAPE = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
-DEFAULTS = SHAPE | {"v_head_dim": 128, "moe_layer_freq": 1}
+DEFAULTS: dict[str, float] = {**SHAPE, "v_head_dim": 128, "moe_layer_freq": 1}
 V2 = DEFAULTS | {
     "eos_token_id": 2,
     "max_position_embeddings": 2048,

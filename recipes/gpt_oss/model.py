@@ -62,8 +62,15 @@ def config(hf: Mapping[str, Any]) -> DecoderConfig:
         is_stacked=True,
     )
     windows = windows_by_layer_type(hf)
-    options = {"attention_bias": bias, "output_bias": bias, "mlp_bias": True}
-    plain = decoder_config(hf, "gpt_oss", windows=windows, mixture=mixture, **options)
+    plain = decoder_config(
+        hf,
+        "gpt_oss",
+        windows=windows,
+        mixture=mixture,
+        attention_bias=bias,
+        output_bias=bias,
+        mlp_bias=True,
+    )
     slope, limit = number(hf, "swiglu_alpha", 1.702), number(hf, "swiglu_limit", 7.0)
     rope = replace(plain.rope, is_within=True)
     return replace(plain, rope=rope, has_sinks=True, gate="clamped", gate_slope=slope, gate_limit=limit)

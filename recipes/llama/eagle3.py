@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import fields
 from typing import Any
 
-from borders.shown import shown
+from borders.abbreviate import abbreviate
 from models.checkpoint.huggingface import boolean, integer
 from models.config import DecoderConfig
 from models.drafting.config import EMBEDDING, Eagle3Config
@@ -29,7 +29,7 @@ def config(
     family, num_layers = hf.get("model_type"), target.num_layers
     if family != "llama":
         raise ValueError(
-            f"its configuration has model_type: {shown(family)}; supported are heads of a llama layer"
+            f"its configuration has model_type: {abbreviate(family)}; supported are heads of a llama layer"
         )
     if num_layers < LEAST_LAYERS:
         raise ValueError(
@@ -79,8 +79,8 @@ def _check(hf: Mapping[str, Any], plain: DecoderConfig, target: DecoderConfig, t
     ):
         if value != wanted:
             raise ValueError(
-                f"its configuration has {key}: {shown(value)}; it must be {shown(wanted)}, {why}: take the"
-                " head that was trained for this model"
+                f"its configuration has {key}: {abbreviate(value)}; it must be {abbreviate(wanted)}, {why}:"
+                " take the head that was trained for this model"
             )
     if plain.rope.kind == "dynamic":
         raise ValueError("its configuration has dynamic rope, by which no keys can be shared: take another")

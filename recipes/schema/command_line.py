@@ -71,7 +71,8 @@ def positionals(arguments: Sequence[str]) -> list[str]:
 
     It serves callers that do not parse the verb's command line.
     """
-    found, rest = [], iter(arguments)
+    found: list[str] = []
+    rest = iter(arguments)
     for argument in rest:
         if argument == "--":
             return [*found, *rest]

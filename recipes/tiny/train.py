@@ -211,7 +211,8 @@ def train(
                 f"step {step + 1}/{total}  loss {loss.item():.4f}  right {right:.4f}  {seconds:.0f} s",
                 flush=True,
             )
-    return model.eval()
+    model.eval()
+    return model
 
 
 def _config(plan: TrainingPlan, vocab_size: int) -> LlamaConfig:
@@ -234,7 +235,7 @@ def _config(plan: TrainingPlan, vocab_size: int) -> LlamaConfig:
 
 def save(model: LlamaForCausalLM, language: Language, target: Path) -> None:
     """Write the Hugging Face layout into `target`, beside tokenizer.model, with weights in bfloat16."""
-    model.to(torch.bfloat16).save_pretrained(target)
+    model.bfloat16().save_pretrained(target)
     special = {
         str(number): {
             "content": content,

@@ -113,14 +113,17 @@ class AccessControl:
     def _refusal(self, scope: Scope, headers: dict[bytes, str], state: dict[str, object]) -> ASGIApp | None:
         if self._is_local and not _LOCAL.fullmatch(headers.get(b"host", "localhost")):
             return error_response(
-                403, "without keys this server answers at localhost alone; ask there, or give it --api-keys"
+                403,
+                "without API keys the server answers localhost only; ask there, or start it with --api-keys",
             )
         client = self._keys.client(headers.get(b"authorization"))
         if client is None and scope["path"] not in OPEN_PATHS:
             return error_response(401, "the key is missing or wrong; send Authorization: Bearer KEY")
         state["client"] = client
         if b"content-encoding" in headers and not self._is_plain(scope):
-            return error_response(415, "a body is read as it comes; send it without Content-Encoding")
+            return error_response(
+                415, "compressed bodies are not supported; send the body without Content-Encoding"
+            )
         if headers.get(b"expect", "100-continue").lower() != "100-continue":
             return error_response(417, "Expect may only be 100-continue; leave it out")
         length = headers.get(b"content-length", "0")

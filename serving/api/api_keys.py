@@ -16,7 +16,7 @@ from pathlib import Path
 from borders.field_types import LAST_ID
 from borders.file_bounds import MOST_JSON_BYTES, read_bounded
 from borders.numbers import integers
-from borders.refusal import BadRequest, shown
+from borders.refusal import BadRequest, abbreviate_json
 from borders.system_error import in_one_line
 
 GATEWAY = "*"  # stands for a key's tenant where the key may name the tenant of each request
@@ -69,7 +69,7 @@ class Client:
         if named and named != self.tenant:
             raise BadRequest(
                 "tenant",
-                f"is {shown(named)}, and this key has a tenant of its own",
+                f"is {abbreviate_json(named)}, and this key has a tenant of its own",
                 value=named,
                 fix=f"leave it out; a key whose tenant is {GATEWAY} in the keys file may name others",
             )
@@ -142,7 +142,7 @@ class ApiKeys:
         try:
             text = read_bounded(Path(path), MOST_JSON_BYTES).decode("utf-8-sig")
         except UnicodeDecodeError as error:
-            raise ValueError(f"{path} is not UTF-8: byte {error.start} is wrong; save it as such") from error
+            raise ValueError(f"{path} is not UTF-8: byte {error.start} is wrong; save it as UTF-8") from error
         except OSError as error:
             raise OSError(f"--api-keys {in_one_line(error)}") from error
         for number, line in enumerate(text.splitlines(), 1):
@@ -154,7 +154,7 @@ class ApiKeys:
             except ValueError as error:
                 raise ValueError(f"{path}:{number}: {error}") from None
             if key in rights_of:
-                raise ValueError(f"{path}:{number}: this key stands there twice")
+                raise ValueError(f"{path}:{number}: this key is listed twice; remove one line")
             rights_of[key] = rights
         if not rights_of:
             raise ValueError(f"{path} holds no key; write one a line")
@@ -199,5 +199,5 @@ def _line(words: list[str]) -> tuple[str, Rights]:
         return key, Rights(tenant, None if tenant == GATEWAY else 0)
     priorities = integers(-LAST_ID, LAST_ID)
     if (bound := priorities.parse(bounds[0])) is None:
-        raise ValueError(f"{_PRIORITY} must be {priorities}, not {shown(bounds[0])}")
+        raise ValueError(f"{_PRIORITY} must be {priorities}, not {abbreviate_json(bounds[0])}")
     return key, Rights(tenant, bound)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
@@ -57,7 +57,7 @@ def application(
     generation = Generation(llm, names, fingerprint.of(llm.recipe, VERSION), turns)
     route = bounded_route(llm.recipe.server.max_body_values, turns)
     app.router.route_class = route
-    answers = {
+    answers: dict[str, Callable[..., Awaitable[Response]]] = {
         "/v1/completions": CompletionRoute(generation).complete,
         "/v1/chat/completions": ChatRoute(generation).chat,
         "/v1/responses": ResponsesRoute(generation).respond,

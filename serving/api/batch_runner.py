@@ -98,9 +98,9 @@ class Batches:
         try:
             return _LOOK_S if await self._turn() else None
         except sqlite3.Error as error:
-            log.error("batches stand still for %g s: %s", _PAUSE_S, error)
+            log.error("batches pause for %g s: %s", _PAUSE_S, error)
         except Exception:
-            log.exception("a defect of the server: batches stand still for %g s", _PAUSE_S)
+            log.exception("a defect of the server: batches pause for %g s", _PAUSE_S)
         await asyncio.sleep(_PAUSE_S)
         return _LOOK_S
 
@@ -113,7 +113,8 @@ class Batches:
         for each in self._active:
             if each.batch.id in found:
                 each.batch = found.pop(each.batch.id)
-        self._active.extend(each for batch in found.values() if (each := self._begun(batch)) is not None)
+        begun = (self._begun(batch) for batch in found.values())
+        self._active.extend(active for active in begun if active is not None)
         for each in list(self._active):
             if each.failure is not None and not each.tasks:
                 each.begin_again()
@@ -209,7 +210,12 @@ class Batches:
                 await self.call(keep)
                 return
             except sqlite3.OperationalError as error:
-                log.error("an answer of %s waits for %g s: %s", active.batch.id, _PAUSE_S, error)
+                log.error(
+                    "an answer of %s cannot be stored, and is stored again in %g s: %s",
+                    active.batch.id,
+                    _PAUSE_S,
+                    error,
+                )
                 await asyncio.sleep(_PAUSE_S)
 
 

@@ -13,7 +13,7 @@ from fastapi import APIRouter, Query, Request
 from fastapi.routing import APIRoute
 from pydantic import Field
 
-from borders.refusal import BadRequest, shown
+from borders.refusal import BadRequest, abbreviate_json
 from serving.api.batch_runner import Batches
 from serving.api.errors import NotFound
 from serving.api.files import listed
@@ -49,7 +49,9 @@ def batches_router(batches: Batches, endpoints: tuple[str, ...], route: type[API
     async def create(body: BatchBody, request: Request) -> dict[str, Any]:
         """Create a batch from a file of requests."""
         if body.endpoint not in endpoints:
-            raise BadRequest("endpoint", value=body.endpoint, limit=" or ".join(map(shown, endpoints)))
+            raise BadRequest(
+                "endpoint", value=body.endpoint, limit=" or ".join(map(abbreviate_json, endpoints))
+            )
         owner = request.state.client.lasting
         batch = await batches.call(partial(created, owner=owner, body=body))
         batches.wake()
@@ -86,7 +88,7 @@ def created(store: BatchStore, owner: str, body: BatchBody) -> StoredBatch:
     """Create a batch of this owner in the store; raises BadRequest or Overloaded."""
     source = store.file(body.input_file_id, owner)
     if source is None or source.purpose != "batch":
-        raise BadRequest("input_file_id", f"names no file of requests: {shown(body.input_file_id)}")
+        raise BadRequest("input_file_id", f"names no file of requests: {abbreviate_json(body.input_file_id)}")
     num_open = sum(each.owner == owner for each in store.open_batches())
     if num_open >= MOST_OPEN:
         raise Overloaded(f"{num_open} batches of this key have not ended; try again later", _RETRY_S)
@@ -102,7 +104,8 @@ async def _found(batches: Batches, batch_id: str, owner: str) -> StoredBatch:
 
 def described(batch: StoredBatch) -> dict[str, Any]:
     """Describe a batch in the form of OpenAI's API."""
-    ends = {f"{each}_at": None for each in ("completed", "expired", "cancelled", "failed", "finalizing")}
+    names = ("completed", "expired", "cancelled", "failed", "finalizing")
+    ends: dict[str, int | None] = {f"{each}_at": None for each in names}
     if batch.status not in OPEN:
         ends |= {"finalizing_at": batch.ended_s, f"{batch.status}_at": batch.ended_s}
     return {

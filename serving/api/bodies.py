@@ -35,7 +35,7 @@ class BodyMemory:
         if self.num_bytes + num_bytes > self._most_bytes:
             raise HTTPException(
                 429,
-                f"bodies of {self.num_bytes} bytes are being received, and may be {self._most_bytes}"
+                f"bodies of {self.num_bytes} bytes are being received, of at most {self._most_bytes}"
                 " (server.max_bodies_mib): try again later",
                 {"retry-after": str(RETRY_S)},
             )

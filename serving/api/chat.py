@@ -8,12 +8,12 @@ from fastapi import Request
 from starlette.responses import Response
 
 from serving.answers.answers import AnswerDelta, AnswerStream
+from serving.api.answer_parser import AnswerParser
 from serving.api.choices import Choices
 from serving.api.generation import Generation, fields_as_sent
 from serving.api.logprobs import as_content, by_token
 from serving.api.pieces import Json
 from serving.api.schemas import ChatBody
-from serving.api.spoken import Spoken
 from serving.text.tokenizer import Text
 from serving.tools.definitions import FIELDS as TOOLS
 from serving.tools.parsing import CallDelta
@@ -57,19 +57,19 @@ class ChatFormat:
         self._with_token_ids = bool(body.return_token_ids)
         self._begun: set[int] = set()
         fields = body.model_dump(include={*TOOLS})
-        self._spoken = Spoken(text, answer.request, fields, thinks=thinks)
+        self._parser = AnswerParser(text, answer.request, fields, thinks=thinks)
 
     def choice(self, delta: AnswerDelta, index: int) -> Json:
         """Return a whole choice."""
         message: Json = {"role": "assistant"}
-        said = self._spoken.push(index, delta)
+        said = self._parser.push(index, delta)
         content, calls = said.content, said.calls
         message["content"] = content if content or not (calls or said.thoughts) else None
         message |= _of_thoughts(said.thoughts)
         if calls:
             message["tool_calls"] = [
                 {
-                    "id": self._spoken.call_id(),
+                    "id": self._parser.call_id(),
                     "type": "function",
                     "function": {"name": each.name, "arguments": each.arguments},
                 }
@@ -85,7 +85,7 @@ class ChatFormat:
 
         The role comes with the first token, because clients time the first event.
         """
-        said = self._spoken.push(index, delta)
+        said = self._parser.push(index, delta)
         content, calls = said.content, said.calls
         message: Json = _of_thoughts(said.thoughts)
         if content or not (calls or said.thoughts):
@@ -102,11 +102,11 @@ class ChatFormat:
         if call.name is None:
             return {"index": call.index, "function": {"arguments": call.arguments}}
         function = {"name": call.name, "arguments": call.arguments}
-        name = self._spoken.call_id()
+        name = self._parser.call_id()
         return {"index": call.index, "id": name, "type": "function", "function": function}
 
     def _choice(self, delta: AnswerDelta, index: int, message: Json) -> Json:
-        is_called = delta.finish_reason == "stop" and self._spoken.num_calls(index) > 0
+        is_called = delta.finish_reason == "stop" and self._parser.num_calls(index) > 0
         choice = {
             "index": index,
             **message,

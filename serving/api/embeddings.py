@@ -100,7 +100,7 @@ def check_dimensions(dimensions: int, most: int) -> None:
 def embedding_of(answer: AnswerStream) -> Vector:
     """Return the embedding of an answer that has ended; raises RequestFailed if it ended without one."""
     if answer.embedding is None:
-        raise RequestFailed("a text took longer than timeout_s, or than the queue may: send fewer at once")
+        raise RequestFailed("a text took longer than timeout_s or the queue's limit: send fewer at once")
     return answer.embedding
 
 

@@ -13,7 +13,7 @@ from fastapi.routing import APIRoute
 from starlette.responses import Response
 
 from borders.field_types import LONGEST_NAME
-from borders.refusal import BadRequest, shown
+from borders.refusal import BadRequest, abbreviate_json
 from serving.api.batch_runner import Batches
 from serving.api.errors import NotFound
 from serving.api.multipart import FormField, read_form
@@ -62,8 +62,15 @@ def files_router(batches: Batches, route: type[APIRoute]) -> APIRouter:
         """List the files of this key, the newest first unless asked otherwise."""
         owner = request.state.client.lasting
         place = None if after is None else (await _found(batches, after, owner)).place
-        chosen = {"after": place, "most": limit + 1, "is_ascending": order == "asc", "purpose": purpose}
-        return listed(await batches.call(partial(BatchStore.files, owner=owner, **chosen)), limit, described)
+        found = partial(
+            BatchStore.files,
+            owner=owner,
+            after=place,
+            most=limit + 1,
+            is_ascending=order == "asc",
+            purpose=purpose,
+        )
+        return listed(await batches.call(found), limit, described)
 
     @routes.get("/{file_id}")
     async def retrieve(file_id: str, request: Request) -> dict[str, Any]:
@@ -100,13 +107,13 @@ def _kept(store: BatchStore, owner: str, content_type: str, body: bytes) -> Stor
     except sqlite3.OperationalError as error:
         if "full" not in str(error):
             raise
-        raise NoSpace(f"the file is not kept, {error}: delete files that are not needed any more") from error
+        raise NoSpace(f"the file cannot be stored, {error}: delete files that are not needed") from error
 
 
 def _uploaded(form: Mapping[str, FormField]) -> tuple[bytes, str]:
     """Return the file of a form and its name; raises BadRequest for a form that asks for anything else."""
     for name in sorted(form.keys() - _FIELDS):
-        raise BadRequest(shown(name).strip('"'), "is not supported", fix="leave it out")
+        raise BadRequest(abbreviate_json(name).strip('"'), "is not supported", fix="leave it out")
     purpose, file = (form.get(name) for name in ("purpose", "file"))
     given = "" if purpose is None else purpose.content.decode("utf-8", "replace")
     if given != "batch":

@@ -43,7 +43,7 @@ def fields_as_sent(names: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except BadRequest as bad:
-        if bad.field not in names:
+        if bad.field is None or bad.field not in names:
             raise
         raise bad.of_field(names[bad.field]) from None
 
@@ -97,7 +97,7 @@ class Generation:
         fields["cache_salt"] = client.salted(body.cache_salt or "")
         if replica := request.headers.get(PROMPT_REPLICA_HEADER):
             if replica not in self.llm.recipe.server.prompt_replicas:
-                problem = "is none of this server's server.prompt_replicas"
+                problem = "is not one of server.prompt_replicas"
                 raise BadRequest(PROMPT_REPLICA_HEADER, problem, value=replica, fix="leave it out")
             fields[PROMPT_REPLICA] = replica
         if body.model is not None and self.llm.adapters.knows(body.model):
@@ -265,16 +265,15 @@ class _Writer:
 
         If the client disconnects first, the answers are ended, and ClientGone is raised.
         """
-        tasks = [asyncio.ensure_future(work), asyncio.ensure_future(gone(receive))]
+        working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(gone(receive))
         try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            if tasks[0].done():
-                result: Value = tasks[0].result()
-                return result
+            await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                return working.result()
             raise ClientGone("the client went away", "disconnect")
         except BaseException:
             self._end()
             raise
         finally:
-            for task in tasks:
-                task.cancel()
+            working.cancel()
+            leaving.cancel()

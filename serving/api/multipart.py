@@ -47,7 +47,7 @@ def read_form(content_type: str, body: bytes) -> Mapping[str, FormField]:
         if name is None:
             raise BadRequest(None, "a field of the form has no name; give it one in Content-Disposition")
         if name in fields:
-            raise BadRequest(name, "stands twice in the form; send it once")
+            raise BadRequest(name, "appears twice in the form; send it once")
         fields[name] = FormField(content, filename)
     return fields
 

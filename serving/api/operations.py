@@ -109,7 +109,7 @@ def metrics_router(llm: AsyncLLM, model: str) -> APIRouter:
     async def experts() -> dict[str, Any]:
         """How many tokens chose each expert of each layer since the engine started, for scripts.place."""
         if llm.stats.experts is None:
-            raise NotFound("experts are not counted, or not yet; device.count_experts of the recipe says so")
+            raise NotFound("no experts are counted yet: set device.count_experts in the recipe, or ask again")
         return msgspec.structs.asdict(llm.stats.experts)
 
     return routes

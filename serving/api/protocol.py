@@ -14,10 +14,10 @@ from typing import Any, cast
 
 import httptools
 from starlette.responses import Response
-from uvicorn._types import HTTPScope
+from uvicorn._types import ASGI3Application, HTTPScope
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from serving.api import heads
+from serving.api import http_head
 from serving.api.errors import error_response
 
 MOST_HEAD_BYTES = 64 * 1024
@@ -29,8 +29,8 @@ PROBE_S = 0.5  # interval between checks whether a client that has ended its sen
 WHOLE_S = 60.0  # time from a request's first byte, or a connection's start, to the request's last byte
 
 _TOO_MANY = (
-    f"behind a request {MOST_WAITING} others and {MOST_WAITING_BYTES} bytes may wait on one connection; send"
-    " them when it is answered, or on more connections"
+    f"at most {MOST_WAITING} requests and {MOST_WAITING_BYTES} bytes may wait on one connection behind"
+    " another request; wait for its answer, or use more connections"
 )
 # A client of HTTP/1.1 ignores it at any time before the response.
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -40,6 +40,11 @@ _TOO_LARGE = f"path and headers may be {MOST_HEAD_BYTES} bytes and {MOST_HEADERS
 
 def _nobody_asks() -> None:
     pass
+
+
+def _application(response: Response) -> ASGI3Application:
+    """Return a response as the application that it is; starlette and uvicorn only spell the types apart."""
+    return cast(ASGI3Application, response)
 
 
 class ResponseTransport:
@@ -162,7 +167,7 @@ class Protocol(HttpToolsProtocol):
             self._read(data)
         # HttpParserUpgrade here means CONNECT
         except (httptools.HttpParserError, httptools.HttpParserUpgrade):
-            self._refuse(400, "this is not HTTP/1.1, or not as its standard has it")
+            self._refuse(400, "the request is not valid HTTP/1.1; send it as RFC 9112 defines")
         if self._in_request and not self._has_reported:
             self._count(len(data))
         if self.pipeline and not self.transport.is_closing():
@@ -171,14 +176,15 @@ class Protocol(HttpToolsProtocol):
         if is_idle and self._due is None and self.timeout_keep_alive_task is None:
             self._start_timer()  # only a line break between requests came, or the rest of a refused request
 
-    def eof_received(self) -> bool:
+    # uvicorn annotates None, but asyncio's transports read the result
+    def eof_received(self) -> bool:  # type: ignore[override]
         """Handle the end of the client's sending.
 
         Complete requests are answered, unless the client is gone.
         """
         self._responses.flush()
         if self._in_request and not self._responses.is_closing():
-            self._refuse(400, "the request ended before it was whole; send it again", lingers=False)
+            self._refuse(400, "the request ended before it was complete; send it again", lingers=False)
         last = self.cycle
         if last is None or last.more_body or last.response_complete or self._responses.is_closing():
             return False  # the transport then closes itself
@@ -232,10 +238,10 @@ class Protocol(HttpToolsProtocol):
         if self._is_refused or self.parser.should_upgrade():
             return
         version = self.parser.get_http_version()
-        if refused := heads.refusal(self.headers, version):
+        if refused := http_head.refusal(self.headers, version):
             self._refuse(*refused)
             return
-        heads.take_host(self.headers, self.url)
+        http_head.take_host(self.headers, self.url)
         # A client of HTTP/1.0 would take "100 Continue" for the response.
         self.expect_100_continue &= version == "1.1"
         super().on_headers_complete()
@@ -307,14 +313,14 @@ class Protocol(HttpToolsProtocol):
         # The head of the last request is incomplete.
         if not self.pipeline or not self.pipeline[0][0].more_body:
             self.cycle = self._nothing()
-            self.pipeline.appendleft((self.cycle, response))
+            self.pipeline.appendleft((self.cycle, _application(response)))
         self._refuse_last(response, lingers)
 
     def _refuse_last(self, response: Response, lingers: bool) -> None:
         self._is_refused, self._lingers = True, lingers
         self.cycle.keep_alive = self.cycle.more_body = False
         self.cycle.body.clear()
-        self.pipeline[0] = self.cycle, response
+        self.pipeline[0] = self.cycle, _application(response)
 
     def _nothing(self) -> RequestResponseCycle:
         """Return a request cycle for a request of which nothing is known."""
@@ -362,6 +368,6 @@ class Protocol(HttpToolsProtocol):
         if answers or self.pipeline:
             self._start_timer()
         elif self._in_head or (self.cycle is not None and not self.cycle.response_started):
-            self._refuse(408, f"the request has not come whole in {WHOLE_S:g} s; send it again")
+            self._refuse(408, f"the request was not complete within {WHOLE_S:g} s; send it again")
         else:
             self.transport.close()

@@ -17,6 +17,7 @@ from starlette.responses import Response
 
 from borders.refusal import BadRequest
 from serving.answers.answers import AnswerDelta, AnswerStream
+from serving.api.answer_parser import AnswerParser
 from serving.api.errors import whole
 from serving.api.generation import Generation, fields_as_sent
 from serving.api.ignored_fields import IN_RESPONSES, Ignored
@@ -24,7 +25,6 @@ from serving.api.pieces import Json, parts, pieces_of
 from serving.api.responses_input import messages_of, response_format_of, tool_choice_of, tools_of
 from serving.api.responses_items import OutputItems, Status
 from serving.api.schemas import PaddingOptions, SamplingBody, Strings, refused, takes
-from serving.api.spoken import Spoken
 from serving.failures import Failure
 from serving.text.tokenizer import Text
 
@@ -105,8 +105,8 @@ class ResponsesRoute:
         with fields_as_sent(_AS_SENT):
             (answer,) = await generation.ask([fields], name, request, fill=True)
             text, thinks = generation.llm.text, generation.llm.recipe.server.reasoning == "think"
-            spoken = Spoken(text, answer.request, fields, thinks=thinks)
-            form = ResponseObject(text, answer, spoken, body, generation.head(body)["model"])
+            parser = AnswerParser(text, answer.request, fields, thinks=thinks)
+            form = ResponseObject(text, answer, parser, body, generation.head(body)["model"])
             return await generation.respond([answer], form, request, is_streamed=bool(body.stream))
 
 
@@ -114,12 +114,12 @@ class ResponseObject:
     """The JSON form of a response (a `ResponseForm`)."""
 
     def __init__(
-        self, text: Text | None, answer: AnswerStream, spoken: Spoken, body: ResponsesBody, model: str
+        self, text: Text | None, answer: AnswerStream, parser: AnswerParser, body: ResponsesBody, model: str
     ) -> None:
         self._answer = answer
-        self._spoken = spoken
+        self._parser = parser
         self._with_logprobs = bool(body.include)
-        self._items = OutputItems(text, spoken.call_id)
+        self._items = OutputItems(text, parser.call_id)
         self._num_events = 0
         params = answer.request.params
         self._head: Json = {
@@ -183,7 +183,7 @@ class ResponseObject:
         return b"".join(self._event({"type": "response.failed", "response": response}))
 
     def _grown(self, delta: AnswerDelta) -> Iterator[Json]:
-        said = self._spoken.push(delta.index, delta)
+        said = self._parser.push(delta.index, delta)
         yield from self._items.push(said, delta.logprobs if self._with_logprobs else ())
         if delta.finish_reason is not None:
             yield from self._items.end(_status(delta))
@@ -216,7 +216,7 @@ class ResponseObject:
             "input_tokens": num_prompt,
             "input_tokens_details": cached,
             "output_tokens": num_answer,
-            "output_tokens_details": {"reasoning_tokens": self._spoken.num_thought_tokens},
+            "output_tokens_details": {"reasoning_tokens": self._parser.num_thought_tokens},
             "total_tokens": num_prompt + num_answer,
         }
 

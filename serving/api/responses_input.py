@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from borders.field_types import check_unicode
-from borders.refusal import BadRequest, shown
+from borders.refusal import BadRequest, abbreviate_json
 from serving.api.pieces import Json
 
 # Fields of any item; items that this server made may be sent back unchanged.
@@ -79,7 +79,7 @@ class _Turns:
             return
         if self._turn is not None and (self._turn["content"] or "tool_calls" in self._turn):
             self._turn = None
-        self._spoken().update(message)
+        self._open_message().update(message)
 
     def _call(self, place: str, given: Mapping[str, Any]) -> None:
         name, arguments = (_string(f"{place}.{each}", given.get(each)) for each in ("name", "arguments"))
@@ -89,7 +89,7 @@ class _Turns:
             raise BadRequest("input", f"is no JSON: {error}", place=f"{place}.arguments") from error
         call = {"type": "function", "function": {"name": name, "arguments": arguments}}
         call["id"] = _string(f"{place}.call_id", given.get("call_id"))
-        self._spoken().setdefault("tool_calls", []).append(call)
+        self._open_message().setdefault("tool_calls", []).append(call)
 
     def _thoughts(self, place: str, given: Mapping[str, Any]) -> None:
         if "summary" in given and "content" not in given:
@@ -102,9 +102,9 @@ class _Turns:
                 raise _wrong(at, part, '{"type": "reasoning_text", "text": ...}')
             thoughts.append(_string(f"{at}.text", part.get("text")))
         self._turn = None
-        self._spoken()["reasoning_content"] = "\n".join(thoughts)
+        self._open_message()["reasoning_content"] = "\n".join(thoughts)
 
-    def _spoken(self) -> Json:
+    def _open_message(self) -> Json:
         """Return the open message of the assistant, or a new one if there is none."""
         if self._turn is None:
             self._turn = {"role": "assistant", "content": ""}
@@ -183,7 +183,7 @@ def _check_names(
 ) -> None:
     for name in given:
         if name not in known:
-            problem = f"has no {shown(name)}; it may have {', '.join(sorted(known))}"
+            problem = f"has no {abbreviate_json(name)}; it may have {', '.join(sorted(known))}"
             raise BadRequest(field, problem, place=place)
 
 

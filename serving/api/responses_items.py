@@ -82,14 +82,14 @@ class OutputItems:
             yield from self._begin(kind)
             part = self._part(self._items[-1], text="")
             yield self._event("response.content_part.added", part=part)
-        item, told = self._items[-1], {}
+        item, logprobs = self._items[-1], {}
         item.pieces.append(text)
         if kind == "message":
-            told = self._logprobs(self._waiting)
+            logprobs = self._logprobs(self._waiting)
             item.logprobs += self._waiting
         self._waiting = []
         if text:
-            yield self._event(f"response.{item.part}.delta", delta=text, **told)
+            yield self._event(f"response.{item.part}.delta", delta=text, **logprobs)
 
     def _call(self, delta: CallDelta) -> Iterator[Json]:
         if delta.name is not None:
@@ -119,8 +119,8 @@ class OutputItems:
         if item.kind == "function_call":
             yield self._event("response.function_call_arguments.done", name=item.name, arguments=text)
         else:
-            told = self._logprobs(item.logprobs) if item.kind == "message" else {}
-            yield self._event(f"response.{item.part}.done", text=text, **told)
+            logprobs = self._logprobs(item.logprobs) if item.kind == "message" else {}
+            yield self._event(f"response.{item.part}.done", text=text, **logprobs)
             yield self._event("response.content_part.done", part=self._part(item))
         done = {"type": "response.output_item.done", "output_index": item.place}
         yield done | {"item": self._json(item, status)}
@@ -136,8 +136,8 @@ class OutputItems:
         if item.kind == "function_call":
             call = {"call_id": item.call_id, "name": item.name, "arguments": "".join(item.pieces)}
             return head | call
-        head |= {"role": "assistant"} if item.kind == "message" else {"summary": []}
-        return head | {"content": [] if status == "in_progress" else parts([self._part(item)])}
+        role: Json = {"role": "assistant"} if item.kind == "message" else {"summary": []}
+        return head | role | {"content": [] if status == "in_progress" else parts([self._part(item)])}
 
     def _part(self, item: Item, text: str | None = None) -> Json:
         part: Json = {"type": item.part, "text": "".join(item.pieces) if text is None else text}

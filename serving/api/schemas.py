@@ -200,7 +200,9 @@ class CompletionBody(GenerationBody):
         if not self.echo or self.logprobs is None:
             return self
         if self.prompt_logprobs is not None:
-            raise refused("echo", "echo with logprobs tells what prompt_logprobs asks for")
+            raise refused(
+                "echo", "echo with logprobs returns what prompt_logprobs asks for; leave one of them out"
+            )
         if self.beam_width:
             raise refused("echo", "echo with logprobs must be left out beside beam_width")
         return self

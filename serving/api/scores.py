@@ -179,18 +179,20 @@ class Scores:
         They are in the order of the pairs for `/score`; `/rerank` puts the best documents first.
         """
         scores, body = self._judge.scores(self._pairs, self._answers), self._body
-        told: Json = {**self._head, "usage": usage_of(self._answers)}
+        response: Json = {**self._head, "usage": usage_of(self._answers)}
         if isinstance(body, ScoreBody):
-            told |= {"object": "list", "created": int(time.time())}
-            told["data"] = [{"index": at, "object": "score", "score": each} for at, each in enumerate(scores)]
+            response |= {"object": "list", "created": int(time.time())}
+            response["data"] = [
+                {"index": at, "object": "score", "score": each} for at, each in enumerate(scores)
+            ]
         else:
             best = sorted(range(len(scores)), key=lambda at: -scores[at])
-            told["results"] = [
+            response["results"] = [
                 {"index": at, "relevance_score": scores[at]}
                 | ({} if body.return_documents is False else {"document": {"text": self._pairs[at][1]}})
                 for at in best[: body.top_n or None]
             ]
-        yield to_json(told)
+        yield to_json(response)
 
 
 _FIELDS = {"score": ("text_1", "text_2"), "rerank": ("query", "documents")}

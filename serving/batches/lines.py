@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from borders.field_types import LONGEST_NAME
-from borders.refusal import shown
+from borders.refusal import abbreviate_json
 
 MOST_LINES = 50_000  # OpenAI's limit for a file
 
@@ -81,9 +81,11 @@ def read_line(text: bytes, endpoint: str, most_bytes: int) -> BatchLine:
     if not 0 < len(name) <= LONGEST_NAME:
         raise WrongLine(f"custom_id has {len(name)} characters; it must have 1 to {LONGEST_NAME}")
     if line.method != "POST":
-        raise WrongLine(f'method is {shown(line.method)}; it must be "POST"', name)
+        raise WrongLine(f'method is {abbreviate_json(line.method)}; it must be "POST"', name)
     if line.url != endpoint:
-        raise WrongLine(f"url is {shown(line.url)}; it must be the batch's endpoint, {endpoint}", name)
+        raise WrongLine(
+            f"url is {abbreviate_json(line.url)}; it must be the batch's endpoint, {endpoint}", name
+        )
     if body.stream not in (None, False):
         raise WrongLine("stream is set in body; a batch has no streams: leave it out", name)
     if body.priority is not None:
@@ -122,7 +124,9 @@ class LineCheck:
             line = read_line(text, self._endpoint, self._most_bytes)
             first = self._number_of.setdefault(line.custom_id, number)
             if first != number:
-                problem = f"custom_id {shown(line.custom_id)} is that of line {first}; each needs its own"
+                problem = (
+                    f"custom_id {abbreviate_json(line.custom_id)} is that of line {first}; each needs its own"
+                )
                 raise WrongLine(problem, line.custom_id)
         except WrongLine as bad:
             return not_run(bad.custom_id, "invalid_request", f"line {number}: {bad}")

@@ -204,6 +204,7 @@ class BatchStore:
 
     def content(self, file: StoredFile, after: int, most_bytes: int) -> list[tuple[int, bytes]]:
         """Return the file's lines after number `after`, up to about `most_bytes`; empty at the end."""
+        values: tuple[str | int | None, ...]
         if file.batch is None:
             query, values = "FROM lines WHERE file = ? AND number > ?", (file.id, after)
         else:

@@ -93,5 +93,5 @@ class GrammarQueue:
             return QueueFull(f"too many grammars wait to be compiled, for {self._most_wait_s:g} s", 1.0)
         if now_s - each.begun_s < self._most_s:
             return None
-        problem = f"takes longer to prepare than the {self._most_s:g} s that it may"
+        problem = f"takes longer to prepare than the limit of {self._most_s:g} s"
         return BadRequest(None, problem, fix="make it simpler", subject="the answer's grammar")

@@ -23,7 +23,7 @@ class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The base of all messages."""
 
 
-class Add(Message):
+class Add(Message, frozen=True):
     """Add a request, which arrived `age_s` ago; its samples are the streams `stream`, `stream + 1`, ..."""
 
     stream: int
@@ -62,7 +62,7 @@ class Add(Message):
         )
 
 
-class PutAdapter(Message):
+class PutAdapter(Message, frozen=True):
     """Load an adapter into a place that no request uses; its files must still have this digest."""
 
     number: int
@@ -70,7 +70,7 @@ class PutAdapter(Message):
     digest: str
 
 
-class AdapterPut(Message):
+class AdapterPut(Message, frozen=True):
     """The place holds the adapter; or, with a `problem`, it does not, and no request may use its number."""
 
     number: int
@@ -78,14 +78,14 @@ class AdapterPut(Message):
     problem: str
 
 
-class Finish(Message):
+class Finish(Message, frozen=True):
     """End a sample: its text is complete ("stop"), or nobody waits for it any more ("abort")."""
 
     stream: int
     reason: str
 
 
-class Look(Message):
+class Look(Message, frozen=True):
     """Ask for a View."""
 
 
@@ -110,13 +110,13 @@ class EngineFacts(msgspec.Struct, frozen=True):
     window_page_bytes: tuple[int, ...] = ()  # bytes of a page in the layers of each window
 
 
-class Ready(Message):
+class Ready(Message, frozen=True):
     """The engine can serve."""
 
     facts: EngineFacts
 
 
-class AddRefused(Message):
+class AddRefused(Message, frozen=True):
     """A request cannot be served as it is; the fields are those of `BadRequest`."""
 
     stream: int
@@ -150,7 +150,7 @@ class AddRefused(Message):
         )
 
 
-class QueueRefused(Message):
+class QueueRefused(Message, frozen=True):
     """A request cannot be accepted now."""
 
     stream: int
@@ -217,7 +217,7 @@ class StepTimes(msgspec.Struct, frozen=True, array_like=True):
     num_prompt_tokens: int  # tokens that belong to prompts
 
 
-class Stepped(Message):
+class Stepped(Message, frozen=True):
     """The tokens of one step and their streams; `logprobs` is empty or has an entry for each token.
 
     `begun` has the streams whose first token is in this step. A stream may have several tokens, in order.
@@ -251,7 +251,7 @@ class TierReading(msgspec.Struct, frozen=True, array_like=True):
     is_well: bool  # the last operation on its store succeeded
 
 
-class Beat(Message):
+class Beat(Message, frozen=True):
     """A sign of life, sent a few times a second."""
 
     gauges: Usage
@@ -265,7 +265,7 @@ class Beat(Message):
     tier: TierReading | None = None  # None without a tier
 
 
-class View(Message):
+class View(Message, frozen=True):
     """The stream and the tokens of each slot, and the holders of each page."""
 
     slots: list[tuple[int, int, int, int] | None]  # stream, tokens, computed tokens, pages

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from continuous_batching.batch import Batch, Sampled
 from continuous_batching.engine import Runner
+
+Result = TypeVar("Result")
 
 
 class TimedRunner:
@@ -38,7 +40,7 @@ class TimedRunner:
         """Resize the cache as the wrapped runner does."""
         self._runner.resize(num_pages, copies)
 
-    def _measured(self, do: Callable[[], Any]) -> Any:
+    def _measured(self, do: Callable[[], Result]) -> Result:
         start_s = time.perf_counter()
         try:
             return do()

@@ -329,8 +329,8 @@ class Worker:
         rows: list[tuple[int, int, int, int] | None] = [None] * slots.num_slots
         for row in slots.busy.tolist():
             stream = self._stream_of.get(slots.requests[row].id, -1)
-            counts = slots.num_tokens[row], slots.num_computed[row], slots.num_pages[row]
-            rows[row] = (stream, *map(int, counts))
+            counts = int(slots.num_tokens[row]), int(slots.num_computed[row]), int(slots.num_pages[row])
+            rows[row] = (stream, *counts)
         holders = scheduler.pool.holders
         cached = np.zeros(len(holders), dtype=np.uint8)
         cached[scheduler.prefix.pages] = 1

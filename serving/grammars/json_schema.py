@@ -14,7 +14,7 @@ from typing import Any
 
 from borders.field_table import MOST_SCHEMA_BYTES
 from borders.numbers import POSITIVE, integers, numbers
-from borders.refusal import BadRequest, shown
+from borders.refusal import BadRequest, abbreviate_json
 
 MOST_LEVELS = 32  # levels of nested schemas
 MOST_PROPERTIES = 500  # properties of all objects together; a step's cost grows with them
@@ -49,7 +49,7 @@ class SchemaCheck:
     def check(self, schema: object) -> None:
         """Raise BadRequest unless the schema can be enforced, as far as that shows without compiling it."""
         if not isinstance(schema, Mapping):
-            raise self._bad("", f"is {shown(schema)}; it must be a JSON schema, as an object")
+            raise self._bad("", f"is {abbreviate_json(schema)}; it must be a JSON schema, as an object")
         size = _num_bytes(schema, self._field)
         if size > MOST_SCHEMA_BYTES:
             problem = f"is a schema of {size} bytes as compact JSON; it may have {MOST_SCHEMA_BYTES}"
@@ -60,7 +60,9 @@ class SchemaCheck:
         if isinstance(schema, bool):
             return
         if not isinstance(schema, Mapping):
-            raise self._bad(place, f"is {shown(schema)}; it must be a schema: an object, true or false")
+            raise self._bad(
+                place, f"is {abbreviate_json(schema)}; it must be a schema: an object, true or false"
+            )
         if level > MOST_LEVELS:
             raise self._bad(place, f"is nested more than {MOST_LEVELS} levels deep", "use $defs and $ref")
         for keyword, value in schema.items():
@@ -88,13 +90,15 @@ class SchemaCheck:
 
     def _mapping(self, value: object, place: str, level: int) -> None:
         if not isinstance(value, Mapping):
-            raise self._bad(place, f"is {shown(value)}; it must be an object of schemas by their names")
+            raise self._bad(
+                place, f"is {abbreviate_json(value)}; it must be an object of schemas by their names"
+            )
         for name, each in value.items():
             self._schema(each, f"{place}.{name}", level + 1)
 
     def _list(self, value: object, place: str, level: int) -> None:
         if not isinstance(value, list):
-            raise self._bad(place, f"is {shown(value)}; it must be a list of schemas")
+            raise self._bad(place, f"is {abbreviate_json(value)}; it must be a list of schemas")
         for index, each in enumerate(value):
             self._schema(each, f"{place}[{index}]", level + 1)
 
@@ -104,24 +108,26 @@ class SchemaCheck:
             return
         if keyword == "enum":
             if not isinstance(value, list) or not value:
-                raise self._bad(place, f"is {shown(value)}; it must be a list of at least one value")
+                raise self._bad(
+                    place, f"is {abbreviate_json(value)}; it must be a list of at least one value"
+                )
             self._num_values = self._counted(place, "values", self._num_values + len(value), MOST_VALUES)
         elif keyword in _COUNTS:
             count = numbers(0, MOST_REPEATS).read(value)
             if count is None or not count.is_integer():
-                raise self._bad(place, f"is {shown(value)}; it must be {integers(0, MOST_REPEATS)}")
+                raise self._bad(place, f"is {abbreviate_json(value)}; it must be {integers(0, MOST_REPEATS)}")
         elif keyword in _NUMBERS:
             if _BOUNDS.read(value) is None:
-                raise self._bad(place, f"is {shown(value)}; it must be {_BOUNDS}")
+                raise self._bad(place, f"is {abbreviate_json(value)}; it must be {_BOUNDS}")
         elif keyword == "multipleOf":
             if POSITIVE.read(value) is None or _digits(value) > LARGEST_STEP:
-                problem = f"is {shown(value)}; it must be above 0 and, without its point and zeros at the end"
-                raise self._bad(place, f"{problem}, at most {LARGEST_STEP}")
+                limit = f"above 0 and, without its point and zeros at the end, at most {LARGEST_STEP}"
+                raise self._bad(place, f"is {abbreviate_json(value)}; it must be {limit}")
         elif keyword in _PLAIN:
             if not _PLAIN_CHECKS[keyword](value):
-                raise self._bad(place, f"is {shown(value)}, which this keyword cannot be")
+                raise self._bad(place, f"is {abbreviate_json(value)}, which this keyword does not accept")
         else:
-            problem = f"uses the keyword {shown(keyword)}, which is not supported"
+            problem = f"uses the keyword {abbreviate_json(keyword)}, which is not supported"
             raise self._bad(place.removesuffix(f".{keyword}"), problem, "leave it out")
 
     def _counted(self, place: str, what: str, count: int, most: int) -> int:
@@ -138,7 +144,7 @@ def _num_bytes(schema: object, field: str) -> int:
     try:
         return len(json.dumps(schema, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode())
     except (ValueError, TypeError, RecursionError) as error:
-        raise BadRequest(field, f"is no JSON that could be written again ({error})") from error
+        raise BadRequest(field, f"cannot be written as JSON ({error})") from error
 
 
 def _may_repeat_names(schema: Mapping[str, Any]) -> bool:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import llguidance
 
 # These limits bound the cost of a step: a schema of 500 optional properties needs half of them.
-_LIMITS = {"initial_lexer_fuel": 200_000, "step_lexer_fuel": 50_000, "max_items_in_row": 4000}
+_INITIAL_FUEL, _STEP_FUEL, _ROW_ITEMS = 200_000, 50_000, 4000
 # Otherwise, where the text must go on in one way, a mask would allow only the first of its usual tokens.
 _NO_FORCING = '%llguidance {"no_forcing": true}\n'
 # The space between the parts of a JSON value is nothing, one space, or a new line with its indentation. If it
@@ -148,7 +148,12 @@ class Grammars:
         from llguidance import LLMatcher, LLParserLimits
 
         field, kind, asked = json.loads(grammar)
-        limits = LLParserLimits(**_LIMITS, verbose_errors=False)
+        limits = LLParserLimits(
+            initial_lexer_fuel=_INITIAL_FUEL,
+            step_lexer_fuel=_STEP_FUEL,
+            max_items_in_row=_ROW_ITEMS,
+            verbose_errors=False,
+        )
         matcher = LLMatcher(tokenizer, _as_library_has_it(field, kind, asked), log_level=0, limits=limits)
         if matcher.is_error():
             raise _refused(field, kind, matcher.get_error())

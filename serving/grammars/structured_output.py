@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from borders.field_table import LONGEST_GRAMMAR, MOST_CHOICES
-from borders.refusal import BadRequest, shown
+from borders.refusal import BadRequest, abbreviate_json
 from serving.grammars.json_schema import SchemaCheck
 from serving.grammars.thinking import KIND as THINKING
 
@@ -39,7 +39,7 @@ def grammar_of(values: Mapping[str, Any]) -> str | None:
     if not given:
         return None
     if len(given) > 1:
-        raise BadRequest(given[0], f"and {given[1]} both say which form the answer has; give one of them")
+        raise BadRequest(given[0], f"and {given[1]} both set the form of the answer; give one of them")
     field, value = given[0], values[given[0]]
     if field == "response_format":
         return _response_format(value)
@@ -165,5 +165,5 @@ def _check_text(field: str, text: object) -> None:
 def _check_names(field: str, value: Mapping[str, Any], known: set[str]) -> None:
     for name in value:
         if name not in known:
-            problem = f"has no {shown(name)}; it may have {', '.join(sorted(known))}"
+            problem = f"has no {abbreviate_json(name)}; it may have {', '.join(sorted(known))}"
             raise BadRequest(field.partition(".")[0], problem, subject=field)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -18,7 +18,10 @@ from serving.metrics.server_stats import Histogram, ServerStats
 
 __all__ = ["CONTENT_TYPE", "NAMESPACE", "Exposition"]
 NAMESPACE = "cb_"
-_FAMILIES = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily}
+_FAMILIES: dict[str, type[CounterMetricFamily | GaugeMetricFamily]] = {
+    "counter": CounterMetricFamily,
+    "gauge": GaugeMetricFamily,
+}
 
 
 class Exposition(Collector):
@@ -69,16 +72,18 @@ class Exposition(Collector):
             histogram = HistogramMetricFamily(name, metric.help, labels=names)
             histogram.add_metric(values, found.buckets(metric.scale), found.sum * metric.scale)
             return histogram
-        by_label = isinstance(found, dict)
-        family = _FAMILIES[metric.kind](
-            name, metric.help, labels=[*names, metric.label] if by_label else names
-        )
-        for label, value in found.items() if by_label else [("", found)]:
-            family.add_metric([*values, label] if by_label else values, float(value))
+        kind = _FAMILIES[metric.kind]
+        if not isinstance(found, Mapping):
+            family = kind(name, metric.help, labels=names)
+            family.add_metric(values, float(found))
+            return family
+        family = kind(name, metric.help, labels=[*names, metric.label])
+        for label, value in found.items():
+            family.add_metric([*values, label], float(value))
         return family
 
 
 def _copy(value: Value) -> Value:
     if isinstance(value, Histogram):
         return value.copy()
-    return dict(value) if isinstance(value, dict) else value
+    return dict(value) if isinstance(value, Mapping) else value

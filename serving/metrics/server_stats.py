@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import asdict
@@ -24,7 +24,7 @@ from serving.engine.messages import Beat, EngineFacts, ExpertTable, SampleEnd, S
 # request.
 TRACE_HEADERS: ContextVar[Mapping[str, str]] = ContextVar("TRACE_HEADERS", default=MappingProxyType({}))
 _MOST_INTERVALS = 1000
-NO_GAUGES = Usage(*[0] * 6, 0.0, *[0] * 3, 0.0, 0.0, {}, *[0] * 6)
+NO_GAUGES = Usage(0, 0, 0, 0, 0, 0, 0.0, 0, 0, 0, 0.0, 0.0, {}, 0, 0, 0, 0, 0, 0)
 REJECTS = ("queue_full", "refused", "starting", "lost", "draining", "dead")
 ABORTS = ("disconnect", "slow_reader", "asked", "shutdown", "engine_lost", "timeout", "sibling")
 ENDS = ("stop", "length", "abort", "timeout", "error", "refused", "engine_lost")
@@ -34,12 +34,18 @@ LOOKUPS = ("whole", "too_short", "other_salt", "evicted", "window_evicted", "una
 
 
 # The bounds are in seconds and are vLLM's, with finer ones where a small model needs them.
-TO_FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10)
-TO_FIRST_TOKEN += (20, 40, 80, 160, 640, 2560)
-PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5)
-PER_TOKEN += (7.5, 10, 20, 40, 80)
-PER_REQUEST = (0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480)
-PER_REQUEST += (960, 1920, 7680)
+TO_FIRST_TOKEN = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560),
+)
+PER_TOKEN = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
+    *(1, 2.5, 5, 7.5, 10, 20, 40, 80),
+)
+PER_REQUEST = (
+    *(0.01, 0.05, 0.1, 0.3, 0.5, 0.8),
+    *(1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680),
+)
 TOKENS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 STEP_TOKENS = (1, *(2**power for power in range(3, 15)))
 
@@ -124,7 +130,7 @@ class ServerStats:
         self.aborts: Counter[str] = Counter()
         self.ends: Counter[str] = Counter()
         self.responses: Counter[str] = Counter()  # keyed by HTTP status
-        self.held_back_s: Counter[str] = Counter()
+        self.held_back_s = defaultdict[str, float](float)
         self.counters = CounterSums()
         self.lookups = CounterSums()
         self.accepted_at = CounterSums()  # accepted drafts, by their position in the span from 0
@@ -325,7 +331,7 @@ class ServerStats:
         self.is_idle = not beat.gauges.running_requests
         self.experts = beat.experts or self.experts
         self.counters.follow(asdict(beat.counters) | {"wrong_pages": beat.wrong_pages})
-        self.lookups.follow(beat.gauges.lookups)
+        self.lookups.follow(dict(beat.gauges.lookups.items()))
         self.grammars.follow(asdict(beat.grammars))
         self.tier.follow({} if beat.tier is None else asdict(beat.tier.counters))
         self.accepted_at.follow({str(place): count for place, count in enumerate(beat.accepted_at)})

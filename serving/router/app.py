@@ -76,15 +76,24 @@ class FleetApplication:
                 self._members.remove(url)
             case "drain" | "resume":
                 replica.drain(order == "drain")
-        told = {"drained": replica.is_drained, "leaves": replica.leaves, "open": replica.num_open}
-        told |= {"trouble": replica.trouble}
-        return JSONResponse({"replica": url, "state": replica.state, **told})
+        return JSONResponse(
+            {
+                "replica": url,
+                "state": replica.state,
+                "drained": replica.is_drained,
+                "leaves": replica.leaves,
+                "open": replica.num_open,
+                "trouble": replica.trouble,
+            }
+        )
 
     def _refusal(self, scope: Scope) -> Response | None:
         """Refuse orders that no operator gave: replicas see all prompts, and the router's own key."""
         client: Client = scope.get("state", {}).get("client") or ANYBODY
         if not client.may_operate or (client is ANYBODY and not self._is_local):
-            return error_response(403, "this is for the key in the router's environment: give it an API_KEY")
+            return error_response(
+                403, "only the key in the router's API_KEY may do this: start the router with one"
+            )
         if any(name == b"origin" for name, _ in scope["headers"]):
-            return error_response(403, "a page in a browser may not; ask from a command line")
+            return error_response(403, "pages in a browser may not do this; send it from a command line")
         return None

@@ -145,33 +145,89 @@ class FleetFigures:
         return "".join(f"{line}\n" for line in self._lines())
 
     def _lines(self) -> Iterator[str]:
+        yield from self._totals()
+        yield from self._by_replica()
+
+    def _totals(self) -> Iterator[str]:
         for name, kind, text, value in (
-            ("open_requests", "gauge", "At replicas", self._turns.num_open),
-            ("waiting_requests", "gauge", "Whose turn is to come", self._turns.num_waiting),
-            ("waiting_tokens", "gauge", "Of their prompts", self._turns.waiting_tokens),
-            ("waited_seconds_total", "counter", "For a turn", self.waited_s),
-            ("split_total", "counter", "Prompt and answer apart", self.num_split),
-            ("sent_again_total", "counter", "To another replica", self.num_again),
-            ("refused_total", "counter", "Taken by no replica", self.num_refused),
-            ("cut_off_total", "counter", "Lost in the answer, and told", self.num_cut_off),
-            ("best_hit_tokens_total", "counter", "Expected at the best replica", self.best_hit_tokens),
+            ("open_requests", "gauge", "Requests that replicas are answering", self._turns.num_open),
+            ("waiting_requests", "gauge", "Requests that wait for their turn", self._turns.num_waiting),
+            (
+                "waiting_tokens",
+                "gauge",
+                "Prompt tokens of the requests that wait",
+                self._turns.waiting_tokens,
+            ),
+            (
+                "waited_seconds_total",
+                "counter",
+                "Seconds that requests have waited for their turn",
+                self.waited_s,
+            ),
+            ("split_total", "counter", "Requests whose prompt another replica computed", self.num_split),
+            (
+                "sent_again_total",
+                "counter",
+                "Requests that were sent again, to another replica",
+                self.num_again,
+            ),
+            ("refused_total", "counter", "Requests that no replica took", self.num_refused),
+            ("cut_off_total", "counter", "Answers that were lost after they had begun", self.num_cut_off),
+            (
+                "best_hit_tokens_total",
+                "counter",
+                "Prompt tokens expected in the best replica's cache",
+                self.best_hit_tokens,
+            ),
         ):
             yield from (f"# HELP cb_route_{name} {text}", f"# TYPE cb_route_{name} {kind}")
             yield f"cb_route_{name} {value}"
+
+    def _by_replica(self) -> Iterator[str]:
         there = self._there
         queued, requests, is_open = (
             each[[replica.number for replica in there]].astype(int)
             for each in (self._routing.queued_tokens, self._routing.requests, self._routing.is_open)
         )
         for name, kind, text, values in (
-            ("replica_up", "gauge", "1 while it is sent requests", is_open),
-            ("replica_requests", "gauge", "There, as told and sent", requests),
-            ("replica_queued_tokens", "gauge", "To be computed there", queued),
-            ("replica_sent_total", "counter", "Requests", [each.num_sent for each in there]),
-            ("replica_prompts_total", "counter", "For others", [each.num_prompts for each in there]),
-            ("replica_lost_total", "counter", "Of these, lost", [each.num_lost for each in there]),
-            ("replica_prompt_tokens_total", "counter", "Sent", [each.prompt_tokens for each in there]),
-            ("replica_hit_tokens_total", "counter", "Expected", [each.hit_tokens for each in there]),
+            ("replica_up", "gauge", "1 while the replica gets requests", is_open),
+            (
+                "replica_requests",
+                "gauge",
+                "Requests at the replica, as it reports and the router counts",
+                requests,
+            ),
+            ("replica_queued_tokens", "gauge", "Prompt tokens that the replica has to compute", queued),
+            (
+                "replica_sent_total",
+                "counter",
+                "Requests that were sent to the replica",
+                [each.num_sent for each in there],
+            ),
+            (
+                "replica_prompts_total",
+                "counter",
+                "Prompts that the replica computed for other replicas",
+                [each.num_prompts for each in there],
+            ),
+            (
+                "replica_lost_total",
+                "counter",
+                "Requests that were lost at the replica",
+                [each.num_lost for each in there],
+            ),
+            (
+                "replica_prompt_tokens_total",
+                "counter",
+                "Prompt tokens that were sent to the replica",
+                [each.prompt_tokens for each in there],
+            ),
+            (
+                "replica_hit_tokens_total",
+                "counter",
+                "Prompt tokens expected in the replica's cache",
+                [each.hit_tokens for each in there],
+            ),
         ):
             yield from (f"# HELP cb_route_{name} {text}", f"# TYPE cb_route_{name} {kind}")
             for replica, value in zip(there, values):

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from continuous_batching.routing.routing import Routing
 from serving.router.fleet_model import FleetModel
-from serving.router.replicas import FleetReplica, Learned, address_of, replicas_of, untold
+from serving.router.replicas import FleetReplica, Learned, address_of, ignore_learned, replicas_of
 from serving.router.upstream import HeaderLines, Upstream
 
 log = logging.getLogger("route")
@@ -28,7 +28,7 @@ class FleetMembers:
     """The replicas behind a router; `replicas` holds them by number, including those whose number is free."""
 
     def __init__(
-        self, urls: Sequence[str], routing: Routing, headers: HeaderLines, learned: Learned = untold
+        self, urls: Sequence[str], routing: Routing, headers: HeaderLines, learned: Learned = ignore_learned
     ) -> None:
         self.model = FleetModel()
         self.replicas = replicas_of(urls, routing, headers, learned, self.model)

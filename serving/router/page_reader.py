@@ -174,7 +174,7 @@ class PageReader:
                     if len(keys) <= _MOST_PAGES:
                         self._num_pages += self._routing.stored(self._replica, keys)
                     if max(len(keys), self._num_pages) > _MOST_PAGES:
-                        raise ValueError(f"it tells of more than {_MOST_PAGES} pages")
+                        raise ValueError(f"it announces more than {_MOST_PAGES} pages")
                 case BlockRemoved(keys):
                     self._num_pages -= self._routing.removed(self._replica, keys)
                 case AllBlocksCleared():

@@ -137,7 +137,7 @@ class Proxy:
         if said is not None:
             await _send_whole(send, *said)
         else:
-            why = "no replica could be asked; ask again"
+            why = "no replica could be reached; send the request again"
             await error_response(503, why, retry_after_s=RETRY_S)(scope, _nothing, send)
 
     async def _read(self, body: bytes, client: Client) -> tuple[RoutedBody, RoutedPrompt]:
@@ -198,12 +198,12 @@ class Proxy:
         if refusal is not None:
             await _send_whole(send, *refusal)
         else:
-            why = "no replica can take a request now; ask again"
+            why = "no replica can take a request now; send it again"
             await error_response(503, why, retry_after_s=RETRY_S)(scope, _nothing, send)
 
     async def _may_be_done(self, scope: Scope, send: Send, replica: FleetReplica, lost: Lost) -> None:
         log.warning("%s: %s; its client is told", replica.url, lost)
-        why = f"the replica was lost ({lost}), and it is not known whether it did this: look, or ask again"
+        why = f"the replica was lost ({lost}), and may have done this or not: check, or send it again"
         await error_response(502, why, code="replica_lost")(scope, _nothing, send)
 
     def _sent(self, prompt: RoutedPrompt, session: str, tried: list[int]) -> Sent | None:
@@ -238,7 +238,7 @@ class Proxy:
             if wants_done and not last.rstrip().endswith(_ENDS):
                 raise Lost("the stream ended before its end")
         except Lost as lost:
-            self._told(replica, lost)
+            self._record_loss(replica, lost)
             message = f"the replica was lost during the answer ({lost}); send the request again"
             unsent += b"" if last.endswith(b"\n\n") or not last else b"\n\n"
             unsent += _error_event(scope["path"], message)
@@ -266,13 +266,13 @@ class Proxy:
                 await send({"type": "http.response.body", "body": part, "more_body": True})
                 part = await answer.next()
         except Lost as lost:
-            self._told(replica, lost)
+            self._record_loss(replica, lost)
             cut_off: Callable[[], None] = scope["state"]["cut_off"]
             cut_off()
             return
         await send({"type": "http.response.body", "body": b""})
 
-    def _told(self, replica: FleetReplica, lost: Lost) -> None:
+    def _record_loss(self, replica: FleetReplica, lost: Lost) -> None:
         replica.num_lost += 1
         self._figures.cut_off()
         log.warning("%s: %s; its client is told", replica.url, lost)

@@ -127,11 +127,9 @@ def _field_of(said: dict[str, Any], path: str, kind: Any) -> Any:
 
 def _decoded(path: str, text: bytes, kind: type[_Any]) -> _Any | str:
     """Decode what a replica reports, or return why it is not understood; raises Unreadable."""
-    decoded: Any = ""
     try:
-        decoded = msgspec.json.decode(text, type=kind)
+        return msgspec.json.decode(text, type=kind)
     except RecursionError:
         raise Unreadable(f"{path} answers with lists or objects that are nested too deeply") from None
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         return str(error)[:_LONGEST_LINE] or type(error).__name__
-    return decoded

@@ -50,7 +50,7 @@ _TELLS_NO_MODEL = (401, 403, 404)  # the statuses of a server that has no `/v1/m
 Learned = Callable[[int, str, Sequence[str], int], None]  # `Splitting.is_known` has this signature
 
 
-def untold(replica: int, endpoint: str, sources: Sequence[str], slots: int) -> None:
+def ignore_learned(replica: int, endpoint: str, sources: Sequence[str], slots: int) -> None:
     """Ignore what was learned of a replica."""
 
 
@@ -64,7 +64,7 @@ class FleetReplica:
         server: Upstream,
         routing: Routing,
         headers: HeaderLines,
-        learned: Learned = untold,
+        learned: Learned = ignore_learned,
         model: FleetModel | None = None,
     ) -> None:
         self.number, self.url, self.server = number, url, server
@@ -83,7 +83,7 @@ class FleetReplica:
         self._num_silent = 0
         self._is_asked = False  # whether its pages' endpoint and its prompt replicas are known
         self._names: Sequence[str] = ()  # names of the model that it serves
-        self._told_once: set[str] = set()  # paths whose answer was warned of, and has not been good since
+        self._warned_paths: set[str] = set()  # paths whose answer was warned of, and has not been good since
 
     async def watch(self, page_size: int) -> None:
         """Poll for ever; `page_size` is that of the pages whose events are to be read, or 0."""
@@ -167,7 +167,7 @@ class FleetReplica:
         self._become("ready", "")
         if QUEUED in figures:
             requests = figures.get(WAITING, 0) + figures.get(RUNNING, 0)
-            self._routing.told(self.number, figures[QUEUED], requests, since_s - _BEAT_S)
+            self._routing.report_load(self.number, figures[QUEUED], requests, since_s - _BEAT_S)
 
     def _keep_out(self, state: State, trouble: str) -> None:
         """Send it no new requests, and ask again for what it reports about itself."""
@@ -191,7 +191,7 @@ class FleetReplica:
                 why = f"{path} says {status}"
             else:
                 raise Unreadable(f"{path} says {status}")
-        self._warn_once(path, "" if names else f"the model there is unknown, and taken as it is: {why}")
+        self._warn_once(path, "" if names else f"its model is unknown, and is not checked: {why}")
         return names
 
     async def _ask_figures(self) -> dict[bytes, int]:
@@ -211,9 +211,9 @@ class FleetReplica:
         That is done once until they are good again (`trouble` is "").
         """
         if not trouble:
-            self._told_once.discard(path)
-        elif path not in self._told_once:
-            self._told_once.add(path)
+            self._warned_paths.discard(path)
+        elif path not in self._warned_paths:
+            self._warned_paths.add(path)
             log.warning("%s: %s", self.url, trouble)
 
     async def _read_info(self, page_size: int) -> None:
@@ -270,7 +270,7 @@ def address_of(url: str) -> tuple[str, int]:
     kind, _, rest = url.rstrip("/").partition("://")
     host, _, port = rest.rpartition(":")
     if kind != "http" or not host or integers(1, 2**16 - 1).parse(port) is None:
-        raise ValueError(f"{url} is no http://HOST:PORT")
+        raise ValueError(f"{url} is not of the form http://HOST:PORT")
     return host.strip("[]"), int(port)
 
 
@@ -279,7 +279,7 @@ def replicas_of(
 ) -> list[FleetReplica]:
     """Return the replicas at these addresses; raises ValueError for one that is no address."""
     if len({*urls}) < len(urls):
-        raise ValueError("an address stands twice among --replica; name each once")
+        raise ValueError("an address appears twice among --replica; name each once")
     return [
         FleetReplica(number, url, Upstream(*address_of(url)), routing, headers, learned, model)
         for number, url in enumerate(urls)

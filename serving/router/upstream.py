@@ -123,11 +123,11 @@ class UpstreamAnswer(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
-            self.fail(f"it answered with what is no HTTP: {error}")
+            self.fail(f"its answer is not HTTP: {error}")
         except httptools.HttpParserUpgrade:
-            self.fail("it answered with another protocol, for which it was not asked")
+            self.fail("it switched to another protocol, which was not requested")
         if self._num_overhead > _MOST_OVERHEAD:
-            self.fail(f"it answered with more than {_MOST_OVERHEAD} bytes that are no answer's")
+            self.fail(f"its answer has more than {_MOST_OVERHEAD} bytes beside the body")
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Handle a header."""
@@ -251,6 +251,7 @@ class Upstream:
             raise Lost(f"no connection within {CONNECT_S:g} s", may_be_done=False) from None
         except OSError as error:
             raise Lost(f"no connection: {error.strerror or error}", may_be_done=False) from None
+        assert answer.transport is not None, "a connection that is made has a transport"
         with suppress(AttributeError):
             answer.transport.set_write_buffer_limits(2**20)
             _notice_silence(answer.transport.get_extra_info("socket"))

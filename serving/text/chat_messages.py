@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from borders.refusal import BadRequest, shown
+from borders.refusal import BadRequest, abbreviate_json
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MOST_CALLS = 128  # most calls in one message
@@ -74,7 +74,7 @@ def _call(place: str, call: object, text_arguments: bool) -> Message:
     if not isinstance(call, Mapping) or not isinstance(function, Mapping):
         raise _wrong(place, 'must be {"id": ..., "type": "function", "function": ...}')
     if call.get("type", "function") != "function":
-        raise _wrong(f"{place}.type", f'is {shown(call["type"])}; it must be "function"')
+        raise _wrong(f"{place}.type", f'is {abbreviate_json(call["type"])}; it must be "function"')
     name = _check_text(f"{place}.function.name", function.get("name"))
     written = function.get("arguments") or "{}"
     arguments: Any = written

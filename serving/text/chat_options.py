@@ -14,7 +14,7 @@ from typing import Any
 
 from borders.field_table import DEEPEST_KWARGS, LONGEST_KWARGS, MOST_KWARGS, default
 from borders.refusal import BadRequest
-from serving.text.vocabulary import SPECIAL_KEYS
+from serving.text.tokenizer_settings import SPECIAL_KEYS
 
 _END = "\ue002 "  # a private-use character; the space shows whether the template strips a message
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
@@ -103,7 +103,7 @@ def _check_kwargs(kwargs: Mapping[str, Any]) -> None:
         raise _wrong(f"has {len(kwargs)} names; it may have {MOST_KWARGS}", "leave some out")
     for name in kwargs:
         if not _NAME.fullmatch(name):
-            problem = "has a name that is none of a variable (up to 64 letters, digits and _)"
+            problem = "has a name that is not a variable's (up to 64 letters, digits and _)"
             raise _wrong(problem, "rename it")
         if name in _RESERVED:
             raise _wrong(f"has {name}, which the server gives the template", "leave it out")

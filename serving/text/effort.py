@@ -23,15 +23,15 @@ def variables_for(
     template has no variable for the effort.
     """
     switch = next((each for each in _SWITCHES if each in variables), None)
-    told: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     if switch is not None and effort in _LEAST:
-        told = {switch: False}
+        settings = {switch: False}
     elif FIELD in variables:
-        told = {FIELD: effort}
+        settings = {FIELD: effort}
     elif effort != "none" or thinks:
         limit = "none or minimal" if switch else "left out" if thinks else "none"
         raise BadRequest(FIELD, value=effort, limit=f"{limit}: this model's chat template knows no other")
-    for name in told:
+    for name in settings:
         if name in given:
             raise BadRequest(FIELD, f"and chat_template_kwargs both set {name}", fix="give one of them")
-    return told
+    return settings

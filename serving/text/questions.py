@@ -36,7 +36,9 @@ class Question:
             raise RecipeError("server.score_question", "has no place for both texts", fix, value=asked)
         if text is None or not text.has_chat_template:
             fix = "leave it out, or name a model.path with a tokenizer and a chat template"
-            raise RecipeError("server.score_question", "is a turn of a chat, which the model has not", fix)
+            raise RecipeError(
+                "server.score_question", "needs a chat template, which the model does not have", fix
+            )
         tokens = [text.encode_within(each) for each in answers]
         if len(tokens) != _NUM_ANSWERS or any(len(each) != 1 for each in tokens):
             found = ", ".join(f"{each!r} of {len(ids)} tokens" for each, ids in zip(answers, tokens))

@@ -16,10 +16,9 @@ from typing import Any
 import numpy as np
 
 from borders.field_table import FIELDS, MOST_SAMPLES, WITHOUT_ANSWER, taken_by
-from borders.refusal import BadRequest, shown
-from continuous_batching.request import Request, SamplingParams, packed_ids
+from borders.refusal import BadRequest, abbreviate_json
+from continuous_batching.request import Request, SamplingParams, TokenIds, packed_ids
 from continuous_batching.scheduling.validation import too_long
-from kv_cache.pages import Index
 from serving.adapters import NO_ADAPTERS, KnownAdapters
 from serving.grammars.structured_output import FIELDS as STRUCTURED
 from serving.grammars.structured_output import formed_answer, grammar_of
@@ -58,7 +57,7 @@ def parse_request(
     being loaded.
     """
     if not isinstance(fields, Mapping):
-        raise BadRequest(None, f"a request must be a JSON object, not {shown(fields)}")
+        raise BadRequest(None, f"a request must be a JSON object, not {abbreviate_json(fields)}")
     given = {name: value for name, value in fields.items() if value is not None}
     for name in given:
         if name not in FIELDS:
@@ -173,7 +172,7 @@ def _least_answer(values: dict[str, Any], *, fills: bool) -> int:
 
 
 def _params(
-    values: dict[str, Any], text: Text | None, tools: ToolUse | None, prompt: Index
+    values: dict[str, Any], text: Text | None, tools: ToolUse | None, prompt: TokenIds
 ) -> SamplingParams:
     named = {FIELDS[name].attribute: value for name, value in values.items() if FIELDS[name].attribute}
     named["logprobs"] = _logprobs(values)
@@ -205,11 +204,11 @@ def _params(
 def _check_one_form(are_two: bool, values: dict[str, Any]) -> None:
     if are_two:
         asked = next(name for name in STRUCTURED if name in values)
-        raise BadRequest(asked, "and the tools both say which form the answer has; give one of them")
+        raise BadRequest(asked, "and the tools both set the form of the answer; give one of them")
 
 
 def _after_thoughts(
-    grammar: str | None, values: dict[str, Any], text: Text | None, prompt: Index
+    grammar: str | None, values: dict[str, Any], text: Text | None, prompt: TokenIds
 ) -> str | None:
     """Put the grammar after the reasoning with which a chat's answer may begin."""
     budget = values.get(BUDGET)
@@ -224,7 +223,7 @@ def _after_thoughts(
 
 
 def _samples(
-    values: dict[str, Any], text: Text | None, tools: ToolUse | None, prompt: Index
+    values: dict[str, Any], text: Text | None, tools: ToolUse | None, prompt: TokenIds
 ) -> list[SamplingParams]:
     """Return the parameters of each sample: `best_of` of them, or `n`, each with its own seed.
 
@@ -255,14 +254,14 @@ def _logprobs(values: dict[str, Any]) -> int | None:
     if logprobs is True:
         return top or 0
     if top is not None:
-        raise BadRequest("top_logprobs", f"needs logprobs: true, not {shown(logprobs)}")
+        raise BadRequest("top_logprobs", f"needs logprobs: true, not {abbreviate_json(logprobs)}")
     return None if logprobs is False else logprobs
 
 
 def _unknown(name: object) -> BadRequest:
     near = difflib.get_close_matches(str(name), FIELDS, n=1)
     rest = f"did you mean {near[0]}?" if near else "docs/request_fields.md lists the fields"
-    return BadRequest(str(name), f"{shown(name)}; {rest}", subject="unknown field")
+    return BadRequest(str(name), f"{abbreviate_json(name)}; {rest}", subject="unknown field")
 
 
 BUDGET = "thinking_token_budget"

@@ -19,8 +19,7 @@ import numpy as np
 from borders.field_table import default
 from borders.field_types import check_unicode
 from borders.refusal import BadRequest
-from continuous_batching.request import SamplingParams
-from kv_cache.pages import Index
+from continuous_batching.request import SamplingParams, TokenIds
 from recipes.schema.recipe import Recipe
 from serving.grammars.thinking import Thinking
 from serving.text.chat_messages import check_messages
@@ -130,14 +129,14 @@ class Text:
         """Return what a remote tokenizer of the same kind needs to know; control tokens are plain strings."""
         return {**self._settings, **self._names, "chat_template": self._source, "vocab_size": self.vocab_size}
 
-    def opens_thoughts(self, prompt: Index) -> bool:
+    def opens_thoughts(self, prompt: TokenIds) -> bool:
         """Return whether a prompt ends inside a block of reasoning, which some chat templates begin."""
         return self._end_of(prompt).endswith(BEGIN)
 
-    def _end_of(self, prompt: Index) -> str:
+    def _end_of(self, prompt: TokenIds) -> str:
         return self.decode(prompt[-_END_TOKENS:].tolist(), skip_special_tokens=False).rstrip()
 
-    def thinking(self, prompt: Index, budget: int | None = None) -> Thinking | None:
+    def thinking(self, prompt: TokenIds, budget: int | None = None) -> Thinking | None:
         """Return how an answer to this prompt may begin with reasoning.
 
         The result is None where the model does not reason, or the prompt has closed the block.
@@ -148,7 +147,7 @@ class Text:
             return None
         return Thinking(*self.think_marks, is_open=self.opens_thoughts(prompt), budget=budget)
 
-    def since_mark(self, prompt: Index, mark: str) -> str:
+    def since_mark(self, prompt: TokenIds, mark: str) -> str:
         """Return the end of a prompt from the last of these control tokens on; empty where it has none."""
         at = np.flatnonzero(prompt == self._vocabulary.control[mark])
         return self.decode(prompt[at[-1] :].tolist(), skip_special_tokens=False) if len(at) else ""

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from borders.abbreviate import abbreviate
 from borders.file_bounds import check_regular, is_there
 from borders.numbers import integers
-from borders.shown import shown
 
 SPECIAL_KEYS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 MORE_KEYS = ("additional_special_tokens", "extra_special_tokens")
@@ -28,7 +28,7 @@ def read_settings(path: Path) -> dict[str, Any]:
     if not isinstance(settings, dict):
         raise ValueError(f"{path} must hold an object")
     for key, value, wanted in _problems(settings):
-        raise ValueError(f"{path} has {key}: {shown(value)}; it must be {wanted}: download it again")
+        raise ValueError(f"{path} has {key}: {abbreviate(value)}; it must be {wanted}: download it again")
     return settings
 
 

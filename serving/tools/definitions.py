@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from borders.field_table import MOST_TOOLS
-from borders.refusal import BadRequest, shown
+from borders.refusal import BadRequest, abbreviate_json
 from serving.grammars.json_schema import SchemaCheck
 from serving.grammars.structured_output import FormedAnswer
 from serving.tools.formats import ToolFormat
@@ -61,7 +61,9 @@ def tool_use(fields: Mapping[str, Any]) -> ToolUse | None:
     choice = fields.get("tool_choice")
     if not given:
         if choice not in (None, "none", "auto"):
-            raise BadRequest("tool_choice", f"is {shown(choice)}, and there are no tools", fix="send tools")
+            raise BadRequest(
+                "tool_choice", f"is {abbreviate_json(choice)}, and there are no tools", fix="send tools"
+            )
         return None
     schemas: dict[str, Any] = {}
     is_strict = False
@@ -87,14 +89,16 @@ def _function(index: int, tool: object, known: Mapping[str, Any]) -> tuple[str, 
         raise BadRequest("tools", value=function, limit="an object with a name", place=f"{place}.function")
     place = f"{place}.function"
     for other in function.keys() - {"name", "description", "parameters", "strict"}:
-        problem = f"has no {shown(other)}; it may have description, name, parameters and strict"
+        problem = f"has no {abbreviate_json(other)}; it may have description, name, parameters and strict"
         raise BadRequest("tools", problem, place=place)
     name, strict = function.get("name"), function.get("strict")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         limit = "1 to 64 letters, digits, _, . and -"
         raise BadRequest("tools", value=name, limit=limit, place=f"{place}.name")
     if name in known:
-        raise BadRequest("tools", f"is {shown(name)}, as of a tool before it", place=f"{place}.name")
+        raise BadRequest(
+            "tools", f"is {abbreviate_json(name)}, which an earlier tool has", place=f"{place}.name"
+        )
     if strict not in (None, True, False):
         raise BadRequest("tools", value=strict, limit="true or false", place=f"{place}.strict")
     schema = function.get("parameters")
@@ -108,7 +112,7 @@ def _function(index: int, tool: object, known: Mapping[str, Any]) -> tuple[str, 
 def _enforced(schema: Mapping[str, Any], *, is_strict: bool) -> Any:
     """Return the schema, or that of any object where it cannot be enforced and need not be."""
     if schema.get("type", "object") != "object":
-        problem = f"has a schema of type {shown(schema['type'])}; arguments are an object"
+        problem = f"has a schema of type {abbreviate_json(schema['type'])}; arguments are an object"
         raise BadRequest("tools", problem, subject="a tool in tools")
     try:
         SchemaCheck("tools").check(schema)
@@ -129,5 +133,5 @@ def _choice(choice: object, names: Mapping[str, Any]) -> tuple[bool, str | None]
         limit = '"none", "auto", "required" or {"type": "function", "function": {"name": ...}}'
         raise BadRequest("tool_choice", value=choice, limit=limit)
     if name not in names:
-        raise BadRequest("tool_choice", f"names {shown(name)}, which is none of the tools")
+        raise BadRequest("tool_choice", f"names {abbreviate_json(name)}, which is none of the tools")
     return True, name

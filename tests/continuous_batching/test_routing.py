@@ -76,9 +76,9 @@ def test_the_last_token_is_always_computed() -> None:
 def test_a_hit_is_not_worth_any_wait() -> None:
     routing = Routing(2)
     routing.stored(0, [1, 2])
-    routing.told(0, 10 * PAGE, 0, 0.0)
+    routing.report_load(0, 10 * PAGE, 0, 0.0)
     assert sent(routing, prompt(1, 2)).replica == 1, "half of what waits is more than the hit"
-    routing.told(0, 0, 0, 0.0)
+    routing.report_load(0, 0, 0, 0.0)
     assert sent(routing, prompt(1, 2)).replica == 0
 
 
@@ -87,19 +87,19 @@ def test_own_sends_count_until_they_are_told() -> None:
     routing = Routing(2)
     chosen = [sent(routing, RoutedPrompt(100), 1.0).replica for _ in range(10)]
     assert chosen.count(0) == chosen.count(1) == 5
-    routing.told(0, 500, 5, 0.5)  # as of before they were sent
+    routing.report_load(0, 500, 5, 0.5)  # as of before they were sent
     assert routing.queued_tokens.tolist() == [1000, 500]
-    routing.told(0, 500, 5, 1.0)
+    routing.report_load(0, 500, 5, 1.0)
     assert routing.queued_tokens.tolist() == [500, 500]
     assert routing.requests.tolist() == [5, 5]
 
 
-@pytest.mark.parametrize("is_told", [False, True])
-def test_a_request_leaves_nothing_behind(is_told: bool) -> None:
+@pytest.mark.parametrize("is_reported", [False, True])
+def test_a_request_leaves_nothing_behind(is_reported: bool) -> None:
     routing = Routing(2)
     one = sent(routing, prompt(1, 2), 1.0)
-    if is_told:
-        routing.told(one.replica, one.queued_tokens, 1, 2.0)
+    if is_reported:
+        routing.report_load(one.replica, one.queued_tokens, 1, 2.0)
     assert routing.queued_tokens.tolist() == [2 * PAGE + 1, 0]
     routing.begun(one)
     assert routing.queued_tokens.tolist() == [0, 0]
@@ -114,19 +114,19 @@ def test_what_is_computed_of_a_prompt_is_not_taken_off_twice() -> None:
     """Three prompts of 100 tokens in a line, and a replica that tells what is left of them all."""
     routing = Routing(1)
     line = [sent(routing, RoutedPrompt(100), 1.0) for _ in range(3)]
-    routing.told(0, 230, 3, 2.0)  # 70 of the first are computed
+    routing.report_load(0, 230, 3, 2.0)  # 70 of the first are computed
     routing.begun(line[0])
     assert routing.queued_tokens.tolist() == [200], "the other two wait as a whole"
-    routing.told(0, 110, 3, 3.0)  # 90 of the second are
+    routing.report_load(0, 110, 3, 3.0)  # 90 of the second are
     routing.begun(line[1])
     assert routing.queued_tokens.tolist() == [100]
     routing.ended(line[2])
     assert routing.queued_tokens.tolist() == [0]
     for each in line:
         routing.ended(each)
-    routing.told(0, 500, 5, 4.0)  # of others, that came another way
+    routing.report_load(0, 500, 5, 4.0)  # of others, that came another way
     mine = sent(routing, RoutedPrompt(100), 5.0)
-    routing.told(0, 600, 6, 6.0)
+    routing.report_load(0, 600, 6, 6.0)
     routing.begun(mine)
     assert routing.queued_tokens.tolist() == [500]
 
@@ -144,7 +144,7 @@ def test_a_page_on_its_way_counts_as_found() -> None:
 def test_a_session_stays_until_its_replica_closes() -> None:
     routing = Routing(3)
     home = sent(routing, prompt(1), session="a").replica
-    routing.told(home, 10**6, 100, 1.0)
+    routing.report_load(home, 10**6, 100, 1.0)
     assert sent(routing, prompt(7), 2.0, session="a").replica == home
     assert sent(routing, prompt(7), 2.0).replica != home
     routing.is_open[home] = False
@@ -163,7 +163,7 @@ def test_a_lost_replica_is_forgotten() -> None:
     routing = Routing(2)
     routing.stored(0, [1, 2])
     one = sent(routing, prompt(1, 2, 3), session="a")
-    routing.told(0, 100, 9, -1.0)
+    routing.report_load(0, 100, 9, -1.0)
     routing.lost(0)
     assert (routing.queued_tokens[0], routing.requests[0]) == (0, 0)
     assert routing.num_found([1, 2, 3]).tolist() == [0, 0]
@@ -228,7 +228,9 @@ def test_what_several_have_is_given_to_another_sooner_than_what_one_has() -> Non
         routing = Routing(4, weights=Weights(queued=1.0, request=0.0, recent=0.0))
         for holder in holders:
             routing.stored(holder, [1, 2, 3, 4])
-            routing.told(holder, 3 * PAGE, 1, 0.0)  # waits there: more than half of what is found, not all
+            routing.report_load(
+                holder, 3 * PAGE, 1, 0.0
+            )  # waits there: more than half of what is found, not all
         return sent(routing, prompt(1, 2, 3, 4), 1.0).replica
 
     assert chosen([2]) == 2
@@ -252,7 +254,7 @@ def test_a_replica_that_joins_is_as_one_that_was_there() -> None:
     routing.is_open[1] = routing.tells[1] = True
     for each in (routing, whole):
         each.stored(1, [5, 6])
-        each.told(1, 100, 2, 0.0)
+        each.report_load(1, 100, 2, 0.0)
         found = [sent(each, prompt(5, 6, 7), 1.0), sent(each, prompt(8), 2.0), sent(each, prompt(9), 3.0)]
         assert [one.replica for one in found] == [1, 0, 0]
         assert each.requests.tolist() == [3, 3]
@@ -262,7 +264,7 @@ def test_what_has_left_leaves_nothing_to_who_has_its_number() -> None:
     routing = Routing(2)
     one = sent(routing, prompt(1, 2), session="a")
     routing.stored(one.replica, [1, 2])
-    routing.told(one.replica, 500, 9, 0.5)
+    routing.report_load(one.replica, 500, 9, 0.5)
     routing.ended(one)
     routing.leave(one.replica)
     assert routing.num_found([1, 2]).tolist() == [0, 0]

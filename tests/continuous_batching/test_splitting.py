@@ -28,7 +28,7 @@ def sent_here(routing: Routing, splitting: Splitting, prompt: RoutedPrompt):
 
 
 def busy(routing: Routing, requests: int) -> None:
-    routing.told(HERE, 0, requests, as_of_s=-1.0)
+    routing.report_load(HERE, 0, requests, as_of_s=-1.0)
 
 
 def test_long_prompts_go_where_no_answers_run_and_short_ones_stay() -> None:
@@ -55,9 +55,9 @@ def test_what_is_found_where_it_is_answered_stays() -> None:
 def test_a_queue_there_weighs_as_one_here_does() -> None:
     routing, splitting = made()
     busy(routing, 20)
-    routing.told(PROMPTS, 10_000, 9, as_of_s=-1.0)
+    routing.report_load(PROMPTS, 10_000, 9, as_of_s=-1.0)
     assert sent_here(routing, splitting, RoutedPrompt(1000, range(62), 16))[1] is None
-    routing.told(HERE, 10_000, 20, as_of_s=-1.0)
+    routing.report_load(HERE, 10_000, 20, as_of_s=-1.0)
     assert sent_here(routing, splitting, RoutedPrompt(1000, range(100, 162), 16))[1] is not None
 
 
@@ -113,13 +113,13 @@ def test_replicas_of_prompts_answer_where_all_slots_of_others_are_taken() -> Non
     busy(routing, 3)
     assert splitting.not_for_answers == [PROMPTS, OTHER], "one slot is left"
     busy(routing, 4)
-    routing.told(OTHER, 0, 4, as_of_s=-1.0)
+    routing.report_load(OTHER, 0, 4, as_of_s=-1.0)
     assert splitting.not_for_answers == [OTHER], "it has none either"
     sent = routing.send(long, 0.0, but=splitting.not_for_answers)
     assert sent is not None
     assert sent.replica == PROMPTS
     assert splitting.choose(long, sent, 0.0).place is None, "nobody computes prompts for it"
-    routing.told(PROMPTS, 0, 4, as_of_s=1.0)
+    routing.report_load(PROMPTS, 0, 4, as_of_s=1.0)
     assert splitting.not_for_answers == [PROMPTS, OTHER], "where it waits, it waits with those that answer"
     assert routing.send(long, 0.0, but=splitting.not_for_answers).replica == HERE
     routing.is_open[HERE] = False

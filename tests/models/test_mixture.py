@@ -21,7 +21,7 @@ from models.decoder import Decoder
 from models.layers.mixture import Mixture
 from models.ops.cpu.ops import CpuOps
 from models.ops.cuda.ops import CudaOps
-from models.ops.operands import ExpertKind, Filled
+from models.ops.operands import ExpertKind, UnpackedLinear
 from models.ops.reference import Ops
 from models.quantization import Quantization
 from recipes.assembly.families import decoder_config, read
@@ -178,7 +178,9 @@ def test_experts_whose_products_are_grouped_compute_what_each_does_alone(
 
     made = [expert(*each) for each in list(zip(gate_ups, downs))[:num_here]]
     expected = Ops().mixture(x, shares, chosen, made)
-    there = [[Filled(each.to(DEVICE, dtype)) for each in some[:num_here]] for some in (gate_ups, downs)]
+    there = [
+        [UnpackedLinear(each.to(DEVICE, dtype)) for each in some[:num_here]] for some in (gate_ups, downs)
+    ]
     packed = ops.pack_experts(*there)
     given = x.to(DEVICE, dtype), shares.to(DEVICE), chosen.to(DEVICE)
     found = ops.joined_mixture(*given, packed, EXPERTS, ops.swiglu).cpu().float()

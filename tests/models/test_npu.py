@@ -22,7 +22,7 @@ from continuous_batching.engine import Engine
 from continuous_batching.request import Request, SamplingParams
 from devices.ascend_limits import PRODUCTS, product
 from models.config import MixtureConfig
-from models.ops.operands import ExpertKind, Filled, Int4Weight
+from models.ops.operands import ExpertKind, Int4Weight, UnpackedLinear
 from models.ops.reference import Ops
 from models.parallel.group import ALONE, Group, join
 from recipes.assembly.engine import build
@@ -321,24 +321,30 @@ def _by_experts(ops: Ops, rows: torch.Tensor) -> None:
     up, down = (torch.ones(size, 32, dtype=rows.dtype, device="npu:0") for size in (64, 32))
     bias, words = torch.ones(32, dtype=rows.dtype, device="npu:0"), torch.ones(32, 4, device="npu:0").int()
     up_scale, two = torch.ones(64, device="npu:0"), torch.ones(32, 1, dtype=rows.dtype, device="npu:0")
-    gate_up = Filled(up)
+    gate_up = UnpackedLinear(up)
     kept = [Int4Weight(words, two, offset, 32) for offset in (None, two)]
     ops.linear_int4_split(rows, ops.pack_int4_split(kept[1], None, (16, 16)), (16, 16))
-    downs = [Filled(down, bias=bias), *map(Filled, kept), Filled(down.to(torch.int8), bias)]
+    downs = [
+        UnpackedLinear(down, bias=bias),
+        *map(UnpackedLinear, kept),
+        UnpackedLinear(down.to(torch.int8), bias),
+    ]
     for each in downs:
-        in_int8 = Filled(up.to(torch.int8), up_scale)
+        in_int8 = UnpackedLinear(up.to(torch.int8), up_scale)
         packed = ops.pack_experts([gate_up if each.scale is None else in_int8] * 4, [each] * 4)
         ops.joined_mixture(rows, *routed, packed, 5, ops.swiglu)
     fused = torch.ones(128, 32, dtype=torch.int8, device="npu:0"), torch.ones(128, device="npu:0")
-    down = Filled(fused[0].view(32, 128)[:, :64], bias)
-    ops.joined_mixture(rows, *routed, ops.pack_experts([Filled(*fused)] * 4, [down] * 4), 5, ops.swiglu)
+    down = UnpackedLinear(fused[0].view(32, 128)[:, :64], bias)
+    ops.joined_mixture(
+        rows, *routed, ops.pack_experts([UnpackedLinear(*fused)] * 4, [down] * 4), 5, ops.swiglu
+    )
 
 
 def _among_ranks(ops: Ops, rows: torch.Tensor) -> None:
     """Multiply rows of a prompt, and send tokens to experts, as a rank of two does, which is alone here."""
     config = MixtureConfig(4, 2, 32, True, (True,))
     up, down = (torch.ones(size, 32, dtype=rows.dtype, device="npu:0") for size in (64, 32))
-    packed = ops.pack_experts([Filled(up)] * 2, [Filled(down)] * 2)
+    packed = ops.pack_experts([UnpackedLinear(up)] * 2, [UnpackedLinear(down)] * 2)
     group = join("hccl", dist.HashStore(), 0, 1, 60.0)
     group.size, group.all_gather = 2, lambda x: torch.stack([x, x])  # type: ignore[method-assign]
     try:

@@ -24,7 +24,7 @@ from torch import Tensor
 from models.checkpoint.files import SINGLE
 from models.decoder import Decoder
 from models.ops.reference import Ops, Packed
-from models.parallel.group import _TOLD_HCCL, ALONE, Backend, hccl_timeouts, join, tell_hccl
+from models.parallel.group import _SET_HCCL, ALONE, Backend, hccl_timeouts, join, tell_hccl
 from recipes.schema.recipe import ROOT
 from tests.device_kinds import Way
 from tests.models.families import VARIANTS, make
@@ -232,7 +232,7 @@ def test_what_the_user_has_told_hccl_stays(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """torch's own limit, which the result is for, must not end a collective that HCCL still waits for."""
-    monkeypatch.setenv(_TOLD_HCCL, "")
+    monkeypatch.setenv(_SET_HCCL, "")
     monkeypatch.setenv("HCCL_CONNECT_TIMEOUT", "300")
     monkeypatch.setenv("HCCL_EXEC_TIMEOUT", "3600")
     assert tell_hccl(1800.0) == 3600.0
@@ -249,7 +249,7 @@ def test_what_one_engine_has_told_hccl_the_next_one_changes(
     for name in ("HCCL_CONNECT_TIMEOUT", "HCCL_EXEC_TIMEOUT"):
         monkeypatch.setenv(name, "1")  # so that what is set here is taken back
         monkeypatch.delenv(name)
-    monkeypatch.setenv(_TOLD_HCCL, "")
+    monkeypatch.setenv(_SET_HCCL, "")
     assert [tell_hccl(limit_s) for limit_s in (100.0, 1800.0)] == [100.0, 1800.0]
     assert os.environ["HCCL_EXEC_TIMEOUT"] == "1800"
     assert caplog.messages == []

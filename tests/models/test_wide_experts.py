@@ -8,7 +8,7 @@ from torch import Tensor
 
 from devices.ascend_experts import MOST_GATED, fuses_gate
 from models.config import MixtureConfig
-from models.ops.operands import Filled
+from models.ops.operands import UnpackedLinear
 from models.ops.reference import Ops
 from tests.attention.test_attention import shape
 from tests.device_kinds import has_npu, operators
@@ -38,13 +38,13 @@ def drawn(*sizes: int, seed: int) -> Tensor:
     return torch.randn(*sizes, generator=torch.Generator().manual_seed(seed))
 
 
-def experts(outputs: int, inputs: int, scale_dtype: torch.dtype) -> list[Filled]:
+def experts(outputs: int, inputs: int, scale_dtype: torch.dtype) -> list[UnpackedLinear]:
     """A linear in int8 of each expert; scales as checkpoints have them."""
     found = []
     for seed in range(EXPERTS):
         weight = (40 * drawn(outputs, inputs, seed=seed)).round().clamp(-127, 127).to(torch.int8)
         scale = (1 + drawn(outputs, seed=seed + 50).abs()) / (40 * inputs**0.5)
-        found.append(Filled(weight, scale.to(scale_dtype)))
+        found.append(UnpackedLinear(weight, scale.to(scale_dtype)))
     return found
 
 
@@ -60,7 +60,7 @@ def hold_to_definition(width: int, num_held: int, dtype: torch.dtype) -> None:
     npu, attention = operators("npu", "fused", shape(dtype=dtype))
     device = attention.device
     sent = (
-        [Filled(each.weight.to(device), each.scale.to(device)) for each in some[:num_held]]
+        [UnpackedLinear(each.weight.to(device), each.scale.to(device)) for each in some[:num_held]]
         for some in (gate_ups, downs)
     )
     packed = npu.pack_experts(*sent)

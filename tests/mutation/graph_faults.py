@@ -49,7 +49,7 @@ FAULTS = {
     ),
     "prefetch_that_nobody_awaits": Fault(
         "models/ops/npu/ops.py::NpuOps.await_prefetch",
-        "torch.npu.current_stream().wait_stream(self._prefetches)",
+        "torch_npu.npu.current_stream().wait_stream(self._prefetches)",
         "pass",
         "a capture ends while a stream of it is not joined",
         "tests/models/test_prefetch.py::test_tokens_are_the_same",

@@ -98,7 +98,7 @@ FAULTS = {
     ),
     "stopped_while_it_answers": Fault(
         "recipes/cluster/replica_set.py::ReplicaSet._stop_drained",
-        "each.replica.url is None or each.replica.url not in told.replicas",
+        "each.replica.url is None or each.replica.url not in report.replicas",
         "True",
         "one that is scaled down ends with its requests unanswered",
         "tests/recipes/test_replica_set.py::test_who_goes_is_stopped_when_its_last_request_has_ended",

@@ -55,7 +55,7 @@ FAULTS = {
         "tests/serving/test_response_items.py::test_every_way_to_cut_an_answer_gives_the_same_response",
     ),
     "calls_forget_their_thoughts": Fault(
-        "serving/api/responses_input.py::_Turns._spoken",
+        "serving/api/responses_input.py::_Turns._open_message",
         "self._turn is None",
         "self._turn is None or True",
         "thoughts, text and calls of one turn become messages of several",

@@ -9,7 +9,7 @@ import pytest
 
 from continuous_batching.routing.scaling import ScalingBounds
 from recipes.cluster.replica_set import ReplicaSet
-from recipes.cluster.router_client import RouterClient, ToldFleet, ToldReplica
+from recipes.cluster.router_client import FleetReport, ReplicaReport, RouterClient
 
 DRAIN_S = 100.0
 
@@ -40,15 +40,15 @@ class Router:
     ready: set[str] = field(default_factory=set)
     open: dict[str, int] = field(default_factory=dict)
 
-    def told(self) -> ToldFleet | None:
+    def report(self) -> FleetReport | None:
         if self.is_away:
             return None
         self.leaves = {url: leaves for url, leaves in self.leaves.items() if not leaves or self.open.get(url)}
         rows = {
-            url: ToldReplica("ready" if url in self.ready else "lost", leaves, 0, self.open.get(url, 0))
+            url: ReplicaReport("ready" if url in self.ready else "lost", leaves, 0, self.open.get(url, 0))
             for url, leaves in self.leaves.items()
         }
-        return ToldFleet(rows, self.waiting_tokens)
+        return FleetReport(rows, self.waiting_tokens)
 
     def add(self, url: str) -> None:
         if not self.is_away:
@@ -217,8 +217,8 @@ def test_at_the_end_all_are_let_go() -> None:
 def test_a_router_that_does_not_answer_is_spoken_of_once() -> None:
     said = list[str]()
     client = RouterClient("http://127.0.0.1:9", said.append)
-    assert client.told() is client.told() is None
+    assert client.report() is client.report() is None
     assert len(said) == 1
     assert said[0].startswith("the router at http://127.0.0.1:9 does not take GET /fleet: ")
-    with pytest.raises(ValueError, match="--router 8080 is no http://HOST:PORT"):
+    with pytest.raises(ValueError, match="--router 8080 is not of the form http://HOST:PORT"):
         RouterClient("8080", said.append)

@@ -56,9 +56,7 @@ def test_a_url_that_leads_nowhere(url: str, said: str) -> None:
 
 
 def test_a_port_where_nobody_speaks_http(greeter: str) -> None:
-    with pytest.raises(
-        OSError, match=f"{greeter} does not answer in HTTP; is it the port of a server of ours"
-    ):
+    with pytest.raises(OSError, match=f"{greeter} does not answer in HTTP; is it the port of this server"):
         main([greeter, "--once"])
 
 

@@ -166,7 +166,7 @@ def test_what_cannot_be_loaded_is_refused_and_the_rest_goes_on(served: Server, f
         assert why in found, (name, path)
         assert str(folders.parent) not in found, "a client learns where the adapters lie"
     assert 'must be "one"' in refusal(served, "unload", lora_name="more")
-    assert "is one of the recipe's" in refusal(served, "unload", lora_name="one")
+    assert "is an adapter of the recipe" in refusal(served, "unload", lora_name="one")
     check(served, "one")
 
 

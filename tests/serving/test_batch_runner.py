@@ -241,7 +241,7 @@ def test_what_cannot_be_written_is_written_later(
     found, _ = asyncio.run(bench.until_end(bench.add("a")))
     assert (found.status, found.completed) == ("completed", 1)
     assert len(asked) == 2, "again after the defect, and not where the disk was full"
-    assert "waits for" in caplog.text
+    assert "is stored again in" in caplog.text
     assert "ValueError: a defect" in caplog.text
 
 

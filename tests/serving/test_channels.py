@@ -191,7 +191,7 @@ def test_calls_are_held_to_their_schemas_as_the_parser_finds_them(text: Text) ->
     assert not takes(text, formed, f"{SAYS}It is b.")
     named = asked(text, tools=TOOLS, tool_choice=tool("add"))
     assert not takes(text, named, HARMONY.call_heads("get_weather")[0] + "{}")
-    with pytest.raises(BadRequest, match="both say which form"):
+    with pytest.raises(BadRequest, match="both set the form"):
         asked(text, tools=TOOLS, tool_choice="required", response_format=FORM)
     assert asked(text, tools=[tool("get_weather")]) is None
     assert asked(text, tools=TOOLS, tool_choice="none") is None

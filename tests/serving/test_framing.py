@@ -131,7 +131,7 @@ def test_a_request_that_is_cut_short_behind_another_is_told_so(
 ) -> None:
     (first, _), (second, said) = answers_to(served, before + behind, ends=True)
     assert (first, second) == (200, 400)
-    assert "ended before it was whole" in said
+    assert "ended before it was complete" in said
 
 
 @pytest.mark.parametrize(

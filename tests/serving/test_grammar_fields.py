@@ -78,7 +78,7 @@ def test_what_is_within_the_limits_is_taken(schema: dict[str, Any]) -> None:
         ({"items": [{}]}, "at items, is [{}]; it must be a schema"),
         ({"properties": []}, "it must be an object of schemas by their names"),
         ({"anyOf": {}}, "it must be a list of schemas"),
-        ({"type": "int"}, 'at type, is "int", which this keyword cannot be'),
+        ({"type": "int"}, 'at type, is "int", which this keyword does not accept'),
         ({"required": "a"}, "at required"),
         ({"enum": []}, "it must be a list of at least one value"),
         ({"maxLength": -1}, "it must be an integer from 0 to 100000"),
@@ -95,7 +95,7 @@ def test_what_is_within_the_limits_is_taken(schema: dict[str, Any]) -> None:
         ([], "it must be a JSON schema, as an object"),
         ("{", "guided_json is no JSON"),
         ("true", "it must be a JSON schema, as an object"),
-        ({"const": float("nan")}, "is no JSON that could be written again"),
+        ({"const": float("nan")}, "cannot be written as JSON"),
     ],
     ids=lambda value: value[:30] if isinstance(value, str) else "",
 )
@@ -132,8 +132,8 @@ def test_what_is_not_is_refused(schema: Any, said: str) -> None:
         ({"guided_regex": ""}, "a string of at least one character"),
         ({"guided_regex": "a" * (LONGEST_GRAMMAR + 1)}, "of at most 32768 characters"),
         ({"guided_grammar": 3}, "guided_grammar is 3"),
-        ({"guided_grammar": "a", "guided_regex": "b"}, "both say which form the answer has"),
-        ({"response_format": {"type": "text"}, "guided_regex": "b"}, "both say which form the answer has"),
+        ({"guided_grammar": "a", "guided_regex": "b"}, "both set the form of the answer"),
+        ({"response_format": {"type": "text"}, "guided_regex": "b"}, "both set the form of the answer"),
     ],
     ids=lambda value: "" if isinstance(value, str) else " ".join(value),
 )

@@ -98,7 +98,7 @@ def test_what_takes_too_long_is_refused(grammars: Slow) -> None:
     assert grammars.begun.acquire(timeout=PATIENCE_S)
     ((compiling, refusal),) = queue.take_ready()
     assert compiling.stream == 1
-    assert str(refusal).startswith("the answer's grammar takes longer to prepare than the 0 s that it may")
+    assert str(refusal).startswith("the answer's grammar takes longer to prepare than the limit of 0 s")
 
 
 def test_who_waits_too_long_for_others_may_come_again(grammars: Slow) -> None:

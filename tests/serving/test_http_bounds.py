@@ -14,7 +14,7 @@ import httpx
 import pytest
 from starlette.exceptions import HTTPException
 
-from borders.refusal import shown
+from borders.refusal import abbreviate_json
 from serving.api import bodies, protocol
 from serving.api.bodies import MOST_CONTAINERS, check_size
 from tests.patience import PATIENCE_S
@@ -38,8 +38,8 @@ def served() -> Iterator[Served]:
             yield served
 
 
-def spoken(served: Served, data: bytes, *, ends: bool = True) -> bytes:
-    """What the server answers, after all was sent; a reset is an error here."""
+def raw_answer(served: Served, data: bytes, *, ends: bool = True) -> bytes:
+    """Return what the server answers once all is sent; a reset is an error here."""
     with connected(served) as client:
         client.settimeout(60)
         client.sendall(data)
@@ -165,17 +165,17 @@ def test_a_message_quotes_what_it_can_show_and_writes_no_more() -> None:
                 Counted.num_read += 1
                 yield pair
 
-    assert shown(Counted({str(index): 1 for index in range(9000)})).endswith("...")
+    assert abbreviate_json(Counted({str(index): 1 for index in range(9000)})).endswith("...")
     assert Counted.num_read < 100
     for given in ("a" * 58, "a" * 59, "a" * 10**6, [1] * 20, [1] * 10**6, [["a" * 9]] * 9):
         whole = json.dumps(given)
-        assert shown(given) == (whole if len(whole) <= 60 else whole[:57] + "...")
+        assert abbreviate_json(given) == (whole if len(whole) <= 60 else whole[:57] + "...")
 
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_who_asks_and_ends_its_sending_is_answered(served: Served, stream: bool) -> None:
     asked = request(LONG | {"stream": stream})
-    answer = spoken(served, asked).replace(b"HTTP/1.1 100 Continue\r\n\r\n", b"")
+    answer = raw_answer(served, asked).replace(b"HTTP/1.1 100 Continue\r\n\r\n", b"")
     assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
     assert answer.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n" if stream else b"}")
     assert b'"finish_reason":"length"' in answer
@@ -206,7 +206,7 @@ def test_who_asks_and_ends_its_sending_is_answered(served: Served, stream: bool)
     ],
 )  # fmt: skip
 def test_each_mistake_has_its_status(served: Served, data: bytes, status: int) -> None:
-    assert spoken(served, data).startswith(b"HTTP/1.1 %d " % status)
+    assert raw_answer(served, data).startswith(b"HTTP/1.1 %d " % status)
 
 
 @pytest.mark.parametrize(
@@ -233,7 +233,7 @@ def test_a_refusal_can_be_read_after_all_was_sent(served: Served, data: bytes, s
 
 def test_a_refused_body_that_was_announced_is_not_waited_for(served: Served) -> None:
     announced = HEAD + b"expect: 100-continue\r\ncontent-length: 9000000\r\n\r\n"
-    answer = spoken(served, announced, ends=False)  # ends, because the server closes
+    answer = raw_answer(served, announced, ends=False)  # ends, because the server closes
     assert answer.startswith(b"HTTP/1.1 413 ")
     assert b"connection: close" in answer
 
@@ -255,4 +255,4 @@ def test_bodies_of_all_connections_together_are_bounded(served: Served) -> None:
             client.sendall(body[-1:])
             assert client.recv(1 << 16).startswith(b"HTTP/1.1 400 "), "it is too long as a prompt"
         client.close()
-    assert spoken(served, asked + body).startswith(b"HTTP/1.1 400 "), "what was read is forgotten"
+    assert raw_answer(served, asked + body).startswith(b"HTTP/1.1 400 "), "what was read is forgotten"

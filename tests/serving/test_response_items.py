@@ -15,9 +15,9 @@ from borders.refusal import BadRequest
 from continuous_batching.request import Request, SamplingParams
 from recipes.schema.recipe import ROOT
 from serving.answers.answers import AnswerDelta, AnswerStream
+from serving.api.answer_parser import AnswerParser
 from serving.api.responses import ResponseObject, ResponsesBody
 from serving.api.responses_input import messages_of
-from serving.api.spoken import Spoken
 from serving.failures import RequestFailed
 from serving.text.chat_messages import check_messages
 from serving.text.tokenizer import Text, TextOptions
@@ -47,8 +47,8 @@ def response_of(text: Text) -> ResponseObject:
     request = Request("resp_1", np.array([1, 2], dtype=np.int32), SamplingParams())
     answer = AnswerStream(request, text, TextOptions(), num_answers=1, max_unread_tokens=10)
     fields = {"tools": [{"type": "function", "function": {"name": each["name"]}} for each in TOOLS]}
-    spoken = Spoken(text, request, fields, thinks=True)
-    return ResponseObject(text, answer, spoken, ResponsesBody(input="a", tools=TOOLS), "tiny")
+    parser = AnswerParser(text, request, fields, thinks=True)
+    return ResponseObject(text, answer, parser, ResponsesBody(input="a", tools=TOOLS), "tiny")
 
 
 def deltas(pieces: list[str], reason: str) -> list[AnswerDelta]:

@@ -51,8 +51,8 @@ def refused(response: httpx.Response, status: int = 400) -> str:
     return str(error["message"])
 
 
-def spoken(server: Server, data: bytes, *, ends: bool = True) -> bytes:
-    """What the server answers to some bytes until it hangs up; `ends`: we say no more than these."""
+def raw_answer(server: Server, data: bytes, *, ends: bool = True) -> bytes:
+    """Return what the server answers to some bytes until it hangs up; `ends` closes our sending side."""
     place = urlsplit(server.url)
     with socket.create_connection((place.hostname, place.port), timeout=PATIENCE_S) as connection:
         try:
@@ -172,9 +172,9 @@ def test_a_body_that_is_too_long_is_not_read(server: Server) -> None:
     pieces = (long[at : at + 65536] for at in range(0, len(long), 65536))
     refused(httpx.post(server.url + COMPLETIONS, content=pieces, timeout=PATIENCE_S), 413)
     head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: "
-    assert b" 413 " in spoken(server, head + b"9" * 17 + b"\r\n\r\n")
-    assert b" 400 " in spoken(server, head + b"9" * 40 + b"\r\n\r\n")
-    assert b" 400 " in spoken(server, head + b"-1\r\n\r\n")
+    assert b" 413 " in raw_answer(server, head + b"9" * 17 + b"\r\n\r\n")
+    assert b" 400 " in raw_answer(server, head + b"9" * 40 + b"\r\n\r\n")
+    assert b" 400 " in raw_answer(server, head + b"-1\r\n\r\n")
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def test_a_body_that_is_too_long_is_not_read(server: Server) -> None:
     ids=["many headers", "long header", "long path", "endless header"],
 )
 def test_a_long_head_is_refused(server: Server, head: bytes) -> None:
-    answer = spoken(server, head)
+    answer = raw_answer(server, head)
     assert answer.startswith(b"HTTP/1.1 431 ") or not answer  # the answer may be lost where it hung up first
     if b"\r\n\r\n" in head:
         assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == 431
@@ -213,10 +213,10 @@ def test_a_request_for_another_protocol_is_answered_in_this_one(
 
     body, since = json.dumps(SUM).encode(), len(server.log)
     keeps = upgrade is H2C
-    answer = spoken(server, post(body, upgrade) + (post(body, upgrade) + LAST) * keeps, ends=False)
+    answer = raw_answer(server, post(body, upgrade) + (post(body, upgrade) + LAST) * keeps, ends=False)
     assert answer.count(b"HTTP/1.1 200 OK") == (3 if keeps else 1)
     assert answer.count(b'"text":"623"') == (2 if keeps else 1)
-    answer = spoken(server, post(INNER, upgrade) + LAST, ends=False)
+    answer = raw_answer(server, post(INNER, upgrade) + LAST, ends=False)
     assert answer.startswith(b"HTTP/1.1 400 ")
     assert b"inner" not in answer
     assert answer.count(b"HTTP/1.1 200 OK") == keeps
@@ -237,10 +237,10 @@ def test_a_body_that_comes_after_its_head_is_no_request(server: Server) -> None:
 
 def test_nobody_else_gets_another_protocol(server: Server) -> None:
     get = b"GET /health HTTP/1.1\r\nhost: localhost\r\n"
-    answer = spoken(server, get + H2C + b"\r\n" + LAST, ends=False)
+    answer = raw_answer(server, get + H2C + b"\r\n" + LAST, ends=False)
     assert answer.count(b"HTTP/1.1 200 OK") == 2
     for path in (b"localhost:80", b"/health"):
-        answer = spoken(server, b"CONNECT " + path + b" HTTP/1.1\r\nhost: localhost\r\n\r\n" + INNER)
+        answer = raw_answer(server, b"CONNECT " + path + b" HTTP/1.1\r\nhost: localhost\r\n\r\n" + INNER)
         assert answer.startswith(b"HTTP/1.1 400 ")
         assert b"inner" not in answer
 
@@ -250,12 +250,12 @@ def test_a_large_body_in_one_piece_with_the_next_head_is_no_long_head(server: Se
     head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     one = head + b"content-length: %d\r\n\r\n" % len(body) + body
     last = one.replace(b"localhost", b"localhost\r\nconnection: close")
-    assert spoken(server, one + one + last, ends=False).count(b"HTTP/1.1 400") == 3
+    assert raw_answer(server, one + one + last, ends=False).count(b"HTTP/1.1 400") == 3
 
 
 def test_headers_behind_a_body_stand_for_none_before_it(server: Server) -> None:
     body = json.dumps({"prompt": "1+1=", "max_tokens": 1}).encode()
-    answer = spoken(
+    answer = raw_answer(
         server,
         b"POST /v1/completions HTTP/1.1\r\nhost: evil.example\r\nx-request-id: head\r\nconnection: close\r\n"
         b"content-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -282,12 +282,12 @@ def test_headers_behind_a_body_that_do_not_end_are_cut_off(server: Server) -> No
 
 def test_a_server_for_this_machine_answers_to_no_other_name(server: Server) -> None:
     for host in ("evil.example", "[::1", "localhost.evil.example", "127.0.0.1.evil.example", "", "a b"):
-        answer = spoken(
+        answer = raw_answer(
             server, f"GET /v1/models HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\n\r\n".encode()
         )
         assert answer.startswith(b"HTTP/1.1 403 "), host
     for host in ("localhost", "LOCALHOST:1", "127.0.0.1:8000", "[::1]:8000"):
-        answer = spoken(
+        answer = raw_answer(
             server, f"GET /v1/models HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\n\r\n".encode()
         )
         assert answer.startswith(b"HTTP/1.1 200 "), host
@@ -321,7 +321,7 @@ def test_logs_hold_no_text(server: Server) -> None:
 def test_who_opens_the_server_without_keys_is_warned(tmp_path: Path) -> None:
     server = Server(TINY, "--host", "0.0.0.0")
     try:
-        assert any("everybody who reaches 0.0.0.0 may ask" in line for line in server.log)
+        assert any("anyone who reaches 0.0.0.0 may send requests" in line for line in server.log)
         port = urlsplit(server.url).port
         url, headers = f"http://127.0.0.1:{port}/v1/models", {"host": "a.example"}
         assert httpx.get(url, headers=headers, timeout=PATIENCE_S).status_code == 200

@@ -138,7 +138,7 @@ def test_other_forms(client: openai.OpenAI, extra: dict[str, Any], form: str) ->
         ({"guided_regex": "(?=a)b"}, "the regular expression in guided_regex cannot be followed"),
         ({"guided_regex": "(a"}, "the regular expression in guided_regex cannot be followed"),
         ({"guided_grammar": "hello"}, "the grammar in guided_grammar cannot be followed"),
-        ({"guided_choice": ["a"], "guided_regex": "a"}, "both say which form the answer has"),
+        ({"guided_choice": ["a"], "guided_regex": "a"}, "both set the form of the answer"),
         ({"structured_outputs": {"json": {}, "regex": "a"}}, "exactly one of"),
         ({"structured_outputs": {"structural_tag": "a"}}, 'has no "structural_tag"'),
         ({"guided_regex": "a", "beam_width": 2}, "beam_width searches for answers of any form"),

@@ -16,7 +16,7 @@ from continuous_batching.request import Request
 from recipes.assembly.engine import build
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
-from serving.api.spoken import Spoken
+from serving.api.answer_parser import AnswerParser
 from serving.grammars.matching import Grammars
 from serving.grammars.thinking import Thinking, ThinkingMatcher
 from serving.text.request_fields import parse_request
@@ -206,6 +206,6 @@ def test_a_budget_is_refused_where_no_thoughts_are_known() -> None:
 def test_thoughts_before_a_form_are_told_apart() -> None:
     text = text_with_marks()
     (request, *_) = asked(text)
-    assert Spoken(text, request, {}, thinks=True).thinks
+    assert AnswerParser(text, request, {}, thinks=True).thinks
     text.think_marks = ()
-    assert not Spoken(text, request, {}, thinks=True).thinks
+    assert not AnswerParser(text, request, {}, thinks=True).thinks

@@ -94,7 +94,7 @@ def test_text_stays_text_where_tools_may_be_called(client: openai.OpenAI) -> Non
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"tools": [ADD, ADD]}, 'tools[1].function.name is "add", as of a tool before it'),
+        ({"tools": [ADD, ADD]}, 'tools[1].function.name is "add", which an earlier tool has'),
         (
             {"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "sub"}}},
             'tool_choice names "sub"',

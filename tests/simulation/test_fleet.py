@@ -188,7 +188,7 @@ def test_what_has_ended_counts_no_more(route: Route) -> None:
         sessions(30), [Replica(scheduler(), Fixed(), RunTotals()) for _ in range(3)], lambda _: routing
     )
     assert routing.requests.tolist() == routing.queued_tokens.tolist() == [0, 0, 0]
-    assert not any(each.untold for each in routing._known)
+    assert not any(each.unreported for each in routing._known)
     assert bool(routing.supposed.masks) == (route == "text_prefix"), (
         "where nothing is told, it stays supposed"
     )

@@ -34,8 +34,8 @@ def _gated(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     if by_sigmoid:
         weights = weights / (weights.sum(-1, keepdim=True) + call["eps"])
     weights = weights * call["routed_scaling_factor"]
-    told = scores if call["out_flag"] else torch.full_like(scores, torch.nan)
-    return weights.to(x.dtype), experts.int(), told
+    returned = scores if call["out_flag"] else torch.full_like(scores, torch.nan)
+    return weights.to(x.dtype), experts.int(), returned
 
 
 def _scores(call: Call) -> Iterator[Breach]:

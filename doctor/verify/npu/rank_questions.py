@@ -14,7 +14,7 @@ from devices.ascend_limits import AscendProduct
 from doctor.verify.npu.questions import NEAR, Found, Probe, time_us
 from models.config import MixtureConfig
 from models.layers.dtypes import TORCH_DTYPES
-from models.ops.operands import Filled
+from models.ops.operands import UnpackedLinear
 from models.parallel.group import Group, divided
 from models.parallel.share import Share
 from recipes.cluster.in_ranks import Body, in_ranks
@@ -88,7 +88,7 @@ def dispatches(recipe: Recipe, group: Group) -> Found:
 
     own = range(group.rank * num_held, (group.rank + 1) * num_held)
     linears = [
-        [Filled(drawn(outputs, inputs, seed=2 * each + side).div_(inputs**0.5)) for each in own]
+        [UnpackedLinear(drawn(outputs, inputs, seed=2 * each + side).div_(inputs**0.5)) for each in own]
         for side, (outputs, inputs) in enumerate(((2 * inner, hidden), (hidden, inner)))
     ]
     packed, router = ops.pack_experts(*linears), drawn(config.num_experts, hidden, seed=10**6).float()

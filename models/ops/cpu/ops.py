@@ -44,7 +44,7 @@ class CpuOps(Ops):
 
     def __init__(self, *, compile: bool = False, limit: CompileLimit | None = None) -> None:
         self.compile = compile
-        self._has_told = False
+        self._has_logged = False
         plain = Ops()
         self._rms_norm, self._add_rms_norm = plain.rms_norm, plain.add_rms_norm
         self._rotary, self._swiglu, self._greedy = plain.rotary, plain.swiglu, plain.greedy
@@ -118,8 +118,8 @@ class CpuOps(Ops):
         That order makes 32 rows 1.7 times as fast.
         """
         dtype = product_dtype(weight.dtype)
-        if dtype != weight.dtype and not self._has_told:
-            self._has_told = True
+        if dtype != weight.dtype and not self._has_logged:
+            self._has_logged = True
             log.info(
                 "weights of linears are kept in float32: this processor cannot multiply %s", weight.dtype
             )
@@ -159,7 +159,8 @@ class CpuOps(Ops):
         rows = x.to(weight.dtype)
         if not weight.is_mkldnn:
             return F.linear(rows, weight, bias).to(x.dtype)
-        return torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "").to(x.dtype)
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
+        return y.to(x.dtype)
 
 
 def _rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

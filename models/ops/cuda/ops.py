@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from devices.triton_types import kernel_dtype, stored_dtype
 from models.ops.cuda.triton_kernels import multiply_rows, norm_rows, turn_heads, weigh_by_gate
-from models.ops.operands import ExpertKind, Filled
+from models.ops.operands import ExpertKind, UnpackedLinear
 from models.ops.reference import Ops, Packed
 
 GROUPED_STEP = 8  # 16-bit elements: rows of grouped products begin at multiples of 16 bytes
@@ -64,7 +64,7 @@ class CudaOps(Ops):
         takes = kind.form == "plain" and kind.is_swiglu and not kind.has_bias
         return self.groups_products and are_aligned and takes and not self.batch_invariant
 
-    def pack_experts(self, gate_ups: Sequence[Filled], downs: Sequence[Filled]) -> Packed:
+    def pack_experts(self, gate_ups: Sequence[UnpackedLinear], downs: Sequence[UnpackedLinear]) -> Packed:
         """Return the weights [experts, in, out] of both products."""
         both = [_stacked(each) for each in (gate_ups, downs)]
         return tuple(each.transpose(1, 2) for each in both)
@@ -150,6 +150,6 @@ class CudaOps(Ops):
         return product.to(gate_up.dtype)
 
 
-def _stacked(experts: Sequence[Filled]) -> Tensor:
+def _stacked(experts: Sequence[UnpackedLinear]) -> Tensor:
     """Return the weights [experts, out, in], none of which is in 4 bits."""
     return torch.stack([each.weight for each in experts if isinstance(each.weight, Tensor)])

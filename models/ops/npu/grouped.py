@@ -17,7 +17,7 @@ from torch import Tensor
 
 from devices.ascend_experts import fuses_gate
 from devices.ascend_limits import FRACTAL_NZ
-from models.ops.operands import Filled, Int4Weight
+from models.ops.operands import Int4Weight, UnpackedLinear
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,7 @@ class JoinedLinear:
         A single count is its own running sum, and is passed as one: op-plugin's page of 2026-08 accepts no
         list of one count.
         """
+        made: Tensor
         (made,) = torch_npu.npu_grouped_matmul(
             [rows],
             [self.weight],
@@ -55,7 +56,7 @@ class JoinedLinear:
 
 
 def joined(
-    experts: Sequence[Filled],
+    experts: Sequence[UnpackedLinear],
     pack: Callable[[Tensor, None], Any],
     pack_int4: Callable[[Int4Weight, None], Any],
     no_offsets: dict[tuple[int, ...], Tensor],

@@ -54,9 +54,10 @@ class Int4Ops(Int4Check):
     def linear_int4(self, x: Tensor, packed: Any) -> Tensor:
         """Map [T, in] to [T, out] in one launch."""
         weight, scale, offset, bias, group_size = packed
-        return torch_npu.npu_weight_quant_batchmatmul(
+        y: Tensor = torch_npu.npu_weight_quant_batchmatmul(
             x, weight, scale, antiquant_offset=offset, bias=bias, antiquant_group_size=group_size
         )
+        return y
 
     def pack_int4_split(self, weight: Int4Weight, bias: Tensor | None, widths: tuple[int, ...]) -> Any:
         """Return a packed weight for each width."""

@@ -10,6 +10,7 @@ Legend: T tokens of the step, H query heads, K kv heads, D head dim.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch_npu
@@ -24,7 +25,7 @@ from models.ops.npu.dispatch import Dispatch
 from models.ops.npu.grouped import gated_by_width, joined, mixture
 from models.ops.npu.int4_ops import Int4Check, Int4Ops
 from models.ops.npu.latent_up import NpuLatentUp
-from models.ops.operands import ExpertKind, Filled, Int8Rows
+from models.ops.operands import ExpertKind, Int8Rows, UnpackedLinear
 from models.ops.reference import Ops, Packed, Widths
 from models.parallel.group import Group
 
@@ -39,16 +40,16 @@ FUSED_ROTARY_BYTES = 180 * 1024  # its vector cores hold a token's heads in floa
 
 def chip() -> str:
     """Return the name of the first NPU, such as Ascend910B3. Raises ValueError if torch_npu finds none."""
-    if not torch.npu.is_available():
+    if not torch_npu.npu.is_available():
         raise ValueError(
             "torch_npu finds no NPU; see `npu-smi info`, and whether CANN's set_env.sh has been sourced"
         )
-    return torch.npu.get_device_name(0)
+    return str(torch_npu.npu.get_device_name(0))
 
 
 def cann() -> str:
     """Return the version of CANN, such as 9.0.0."""
-    return str(torch.npu.utils.get_cann_version())
+    return str(torch_npu.npu.utils.get_cann_version())
 
 
 def use_compiled_kernels() -> None:
@@ -57,7 +58,7 @@ def use_compiled_kernels() -> None:
     Before the 910B, torch_npu otherwise compiles operators when they are called, which no graph can capture
     (torch_npu, framework/interface/EnvVariables.cpp).
     """
-    torch.npu.set_compile_mode(jit_compile=False)
+    torch_npu.npu.set_compile_mode(jit_compile=False)
 
 
 class PlainNpuOps(Int4Check, Ops):
@@ -81,9 +82,9 @@ class NpuOps(Int4Ops, PlainNpuOps):
 
     def __init__(self, product: AscendProduct) -> None:
         super().__init__(product)
-        torch.npu.config.allow_internal_format = True  # otherwise a format cast has no effect
+        torch_npu.npu.config.allow_internal_format = True  # otherwise a format cast has no effect
         self._no_offsets: dict[tuple[int, ...], Tensor] = {}  # shared by all layers of experts in 4 bits
-        self._prefetches = torch.npu.Stream() if product.prefetches else None
+        self._prefetches = torch_npu.npu.Stream() if product.prefetches else None
 
     def pack(self, weight: Tensor, bias: Tensor | None) -> Packed:
         """Convert the weight to the format of the matrix unit, if that is faster on this product."""
@@ -103,7 +104,8 @@ class NpuOps(Int4Ops, PlainNpuOps):
         takes = takes and self.product.sums_products and len(x) >= LEAST_SUMMED_ROWS
         if not takes or not group.is_on_one_machine:
             return super().linear_summed(x, packed, group)
-        return torch_npu.npu_mm_all_reduce_base(x.contiguous(), weight.t(), group.hccl_name)
+        y: Tensor = torch_npu.npu_mm_all_reduce_base(x.contiguous(), weight.t(), group.hccl_name)
+        return y
 
     def pack_split(self, weight: Tensor, bias: Tensor | None, widths: Widths) -> Packed:
         """Return a weight [in, width] for each width, the form that npu_grouped_matmul takes."""
@@ -120,7 +122,7 @@ class NpuOps(Int4Ops, PlainNpuOps):
             return super().linear_split(x, packed, widths)
         weights, biases = packed
         sides = [x] * len(weights)
-        return torch_npu.npu_grouped_matmul(sides, weights, bias=biases, split_item=0, group_type=-1)
+        return tuple(torch_npu.npu_grouped_matmul(sides, weights, bias=biases, split_item=0, group_type=-1))
 
     def pack_int8(self, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Packed:
         """Pack an int8 weight [out, in] with its scale [out], transposed to [in, out]."""
@@ -139,9 +141,10 @@ class NpuOps(Int4Ops, PlainNpuOps):
         """Map [T, in] to [T, out]; the operators take only bfloat16 and float16."""
         weight, scale, bias = packed
         x = self.quantized(x)
-        return torch_npu.npu_quant_matmul(
+        y: Tensor = torch_npu.npu_quant_matmul(
             x.rows, weight, scale, pertoken_scale=x.scale, bias=bias, output_dtype=x.dtype
         )
+        return y
 
     def pack_int8_split(self, weight: Tensor, scale: Tensor, bias: Tensor | None, widths: Widths) -> Packed:
         """Return a packed weight for each width."""
@@ -183,17 +186,18 @@ class NpuOps(Int4Ops, PlainNpuOps):
 
     def prefetch(self, packed: Packed, after: Tensor) -> None:
         """Prefetch in captured steps, on a stream beside the one that computes, as sglang's cmo.py does."""
-        if self._prefetches is not None and torch.npu.is_current_stream_capturing():
+        if self._prefetches is not None and torch_npu.npu.is_current_stream_capturing():
             prefetch(packed[0], after, self._prefetches)
 
     def await_prefetch(self) -> None:
         """Wait for the prefetch, because a capture ends only when each of its streams has been waited for."""
-        if self._prefetches is not None and torch.npu.is_current_stream_capturing():
-            torch.npu.current_stream().wait_stream(self._prefetches)
+        if self._prefetches is not None and torch_npu.npu.is_current_stream_capturing():
+            torch_npu.npu.current_stream().wait_stream(self._prefetches)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Normalise over the last dimension, in float32; `weight` [x.shape[-1]]. Any leading dimensions."""
-        return torch_npu.npu_rms_norm(x.contiguous(), weight, eps)[0]
+        normed: Tensor = torch_npu.npu_rms_norm(x.contiguous(), weight, eps)[0]
+        return normed
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """Return (rms_norm(x + residual), x + residual)."""
@@ -208,9 +212,10 @@ class NpuOps(Int4Ops, PlainNpuOps):
             return super().rotary(query, key, cos, sin)
         cos, sin = cos[:, None], sin[:, None]
         if turned:
-            return torch_npu.npu_apply_rotary_pos_emb(
+            query, key = torch_npu.npu_apply_rotary_pos_emb(
                 query.contiguous(), key.contiguous(), cos, sin, layout="TND", rotary_mode="half"
             )
+            return query, key
         return torch_npu.npu_rotary_mul(query, cos, sin), torch_npu.npu_rotary_mul(key, cos, sin)
 
     def route(
@@ -254,7 +259,7 @@ class NpuOps(Int4Ops, PlainNpuOps):
         """
         return self.product.has_mixtures and (kind.form != "int8" or (kind.is_swiglu and not kind.has_bias))
 
-    def pack_experts(self, gate_ups: Sequence[Filled], downs: Sequence[Filled]) -> Packed:
+    def pack_experts(self, gate_ups: Sequence[UnpackedLinear], downs: Sequence[UnpackedLinear]) -> Packed:
         """Pack both linears.
 
         In int8, scales of the second have the type that it needs for results in bfloat16.
@@ -296,7 +301,8 @@ class NpuOps(Int4Ops, PlainNpuOps):
         """Rotate x [T, H, D]; cos and sin [T, D]."""
         if not self.product.is_fused:
             return super().rotary_of_one(x, cos, sin)
-        return torch_npu.npu_rotary_mul(x.contiguous(), cos[:, None], sin[:, None])
+        turned: Tensor = torch_npu.npu_rotary_mul(x.contiguous(), cos[:, None], sin[:, None])
+        return turned
 
     def join_latents(self, qkv: Packed, query_up: Packed, in_int8: bool) -> LatentLinears:
         """Join the linears in the format of the matrix unit, which npu_mla_prolog_v3 requires."""
@@ -315,14 +321,16 @@ class NpuOps(Int4Ops, PlainNpuOps):
         """Map [T, 2 * intermediate], the gate in the first half, to silu(gate) * up."""
         if gate_up.shape[-1] // 2 * gate_up.itemsize % self.product.swiglu_bytes:
             return super().swiglu(gate_up)
-        return torch_npu.npu_swiglu(gate_up, dim=-1)
+        gated: Tensor = torch_npu.npu_swiglu(gate_up, dim=-1)
+        return gated
 
     def clamped_swiglu(self, gate_up: Tensor, slope: float, limit: float) -> Tensor:
         """Compute Ops.clamped_swiglu, in one launch if product and torch_npu have it."""
         if not self.product.clips_swiglu or not hasattr(torch_npu, "npu_clipped_swiglu"):
             return super().clamped_swiglu(gate_up, slope, limit)
         how = {"alpha": slope, "limit": limit, "bias": 1.0}
-        return torch_npu.npu_clipped_swiglu(gate_up.contiguous(), interleaved=False, **how)
+        gated: Tensor = torch_npu.npu_clipped_swiglu(gate_up.contiguous(), interleaved=False, **how)
+        return gated
 
 
 def in_tiles(weight: Tensor) -> Tensor:
@@ -330,8 +338,8 @@ def in_tiles(weight: Tensor) -> Tensor:
     return weight if weight.dtype == torch.float32 else torch_npu.npu_format_cast(weight, FRACTAL_NZ)
 
 
-def prefetch(weight: Tensor, after: Tensor, stream: torch.npu.Stream) -> None:
+def prefetch(weight: Tensor, after: Tensor, stream: Any) -> None:
     """Fetch the weight into the L2 cache on this stream, after the work queued on the current one."""
-    stream.wait_stream(torch.npu.current_stream())
-    with torch.npu.stream(stream):
+    stream.wait_stream(torch_npu.npu.current_stream())
+    with torch_npu.npu.stream(stream):
         torch_npu.npu_prefetch(weight, after, min(weight.nbytes, PREFETCHED_BYTES))

@@ -106,7 +106,7 @@ def test_a_replica_that_does_not_say_what_it_serves_keeps_its_claim(caplog: pyte
                 fleet.says(1, **AGENT)
                 await until(lambda: two.state in ("ready", "refused"))
                 assert two.state == "refused"
-        unknown = [each for each in caplog.messages if "the model there is unknown" in each]
+        unknown = [each for each in caplog.messages if "its model is unknown" in each]
         assert len(unknown) == 1, "told once"
         assert one.url in unknown[0]
 
@@ -125,7 +125,7 @@ def test_what_may_be_missing_may_be_too_long(caplog: pytest.LogCaptureFixture) -
         assert sorted(each for each in caplog.messages if "answers with more" in each) == sorted(
             [
                 f"{one}: its figures are ignored: /metrics answers with more than {MOST_METRICS_BYTES} bytes",
-                f"{two}: the model there is unknown, and taken as it is: /v1/models answers with more than"
+                f"{two}: its model is unknown, and is not checked: /v1/models answers with more than"
                 f" {MOST_INFO_BYTES} bytes",
             ]
         ), "told once"

@@ -98,12 +98,12 @@ LIES: dict[str, tuple[dict[str, Script], str]] = {
     "models not yet": ({"models": answer(b"", 503)}, "/v1/models says 503"),
     "models too often": ({"models": answer(b"", 429)}, "/v1/models says 429"),
     "long ready": ({"ready": endless(CHUNKED, LONG)}, f"ready answers with more than {MOST_STATUS_BYTES}"),
-    "endless head": ({"ready": endless(HEAD, HEADER)}, "no answer's"),
-    "endless name": ({"ready": endless(HEAD, b"x" * 4096)}, "bytes that are no answer's"),
-    "endless going on": ({"ready": endless(b"", b"HTTP/1.1 100 Continue\r\n\r\n" * 100)}, "no answer's"),
-    "endless trailer": ({"ready": endless(CHUNKED + b"0\r\n", HEADER)}, "no answer's"),
-    "other protocol": ({"ready": answer(b"", 101)}, "answered"),
-    "no HTTP": ({"ready": endless(b"", b"\0" * 100)}, "no HTTP"),
+    "endless head": ({"ready": endless(HEAD, HEADER)}, "bytes beside the body"),
+    "endless name": ({"ready": endless(HEAD, b"x" * 4096)}, "bytes beside the body"),
+    "endless going on": ({"ready": endless(b"", b"HTTP/1.1 100 Continue\r\n\r\n" * 100)}, "beside the body"),
+    "endless trailer": ({"ready": endless(CHUNKED + b"0\r\n", HEADER)}, "bytes beside the body"),
+    "other protocol": ({"ready": answer(b"", 101)}, "not HTTP"),
+    "no HTTP": ({"ready": endless(b"", b"\0" * 100)}, "not HTTP"),
 }  # fmt: skip
 
 

@@ -133,7 +133,7 @@ def test_what_a_replica_tells_of_its_pages_is_bounded(
 
         await until(gives_up)
         assert not len(routing.held)
-        assert "it tells of more than 8 pages" in caplog.text
+        assert "it announces more than 8 pages" in caplog.text
         reader.close()
         context.destroy(linger=0)
 

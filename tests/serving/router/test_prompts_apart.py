@@ -157,4 +157,4 @@ def test_a_server_says_whose_name_it_does_not_know(servers: dict[str, Server]) -
         timeout=PATIENCE_S,
     )
     assert answer.status_code == 400
-    assert "x-prompt-replica is none of this server's server.prompt_replicas" in answer.text
+    assert "x-prompt-replica is not one of server.prompt_replicas" in answer.text

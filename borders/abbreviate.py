@@ -5,7 +5,7 @@ from __future__ import annotations
 MOST_CHARACTERS = 60
 
 
-def shown(value: object) -> str:
+def abbreviate(value: object) -> str:
     """Return a value as Python writes it, cut to MOST_CHARACTERS."""
     if isinstance(value, int) and value.bit_length() > 4 * MOST_CHARACTERS:
         return f"a number of {value.bit_length()} bits"

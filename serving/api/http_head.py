@@ -35,8 +35,8 @@ def refusal(headers: Headers, version: str) -> tuple[int, str] | None:
         return 400, "a request has one Host header, and this has none"
     for name in SINGLE:
         if (number := names.count(name)) > 1:
-            shown = "-".join(word.capitalize() for word in name.decode().split("-"))
-            return 400, f"a request has one {shown} header, and this has {number}; send one"
+            title = "-".join(word.capitalize() for word in name.decode().split("-"))
+            return 400, f"a request has one {title} header, and this has {number}; send one"
     if b"transfer-encoding" in names and version == "1.0":
         return 400, "HTTP/1.0 has no Transfer-Encoding; send Content-Length, or HTTP/1.1"
     if dict(headers).get(b"transfer-encoding", b"chunked").lower() != b"chunked":

@@ -17,7 +17,7 @@ from serving.tools.parsing import Parsed, Thought, ToolParser
 from serving.tools.reasoning import ReasoningParser
 
 
-class Spoken:
+class AnswerParser:
     """Parses the answers to one request, each of which has an index.
 
     `fields` has the request's tools, as `tool_use` reads them. `thinks` says that, by the recipe, answers may
