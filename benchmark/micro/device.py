@@ -3,8 +3,8 @@
 A decode must read the weights and its requests' pages once: its floor is these bytes over the rate at which
 the device copies. A prompt must be multiplied: its floor is the operations over the rate of one large matrix
 product. Both rates are measured in the same run, and a step is timed as the engine runs it, from its batch to
-its tokens on the host. Attention is also timed by itself. On a machine
-without the recipe's device all cells of the table say "not measured".
+its tokens on the host. Attention is also timed by itself. Layers with a window have pages of their own, as in
+an engine that serves. On a machine without the recipe's device all cells of the table say "not measured".
 """
 
 from __future__ import annotations
@@ -17,16 +17,18 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from attention.reference import Attention
 from benchmark.micro.kv import seconds
 from benchmark.options import markdown, verdict_line
 from continuous_batching.batch import Batch
+from kv_cache.pages import Index
 from models.config import DecoderConfig
 from models.layers.dtypes import TORCH_DTYPES
-from models.step.runner import ModelRunner
+from models.step.inputs import step_inputs
 from recipes.assembly import versions
-from recipes.assembly.engine import build
+from recipes.assembly.engine import BuiltEngine, build
 from recipes.assembly.families import model_config
 from recipes.machine import start
 from recipes.schema.numbers import MOST_TOKENS, whole
@@ -143,35 +145,53 @@ def median_s(act: Callable[[], object], device: torch.device, repeats: int) -> f
     return float(np.median([seconds(whole) for _ in range(WARM_UPS + repeats)][WARM_UPS:]))
 
 
-def batch_of(runner: ModelRunner, load: StepLoad) -> Batch:
+def batch_of(built: BuiltEngine, load: StepLoad) -> Batch:
     """Build the load's batch over random tokens and scattered pages; raises ValueError if it does not fit."""
-    slots, size = runner.slots, runner.slots.page_size
+    slots, num_pages = built.runner.slots, built.runner.cache.num_pages
     stops = np.array(load.stops, np.int64)
-    counts = -(-stops // size)
+    starts = stops - np.array(load.lens, np.int64)
+    counts = -(-stops // slots.page_size)
     if len(stops) > slots.num_slots or stops.max() > slots.max_tokens:
         raise ValueError(f"{load}: {slots.num_slots} slots of {slots.max_tokens} tokens do not hold it")
-    if counts.sum() >= runner.cache.num_pages:
-        raise ValueError(f"{load}: takes {counts.sum()} pages; the cache holds {runner.cache.num_pages - 1}")
     random, rows = np.random.default_rng(0), np.arange(len(stops))
-    pages = 1 + random.permutation(runner.cache.num_pages - 1)
-    for row, count in enumerate(counts.tolist()):
-        slots.page_table[row, :count], pages = pages[:count], pages[count:]
-    slots.token_ids[rows] = random.integers(0, runner.config.vocab_size, (len(rows), slots.max_tokens))
-    starts = stops - np.array(load.lens, np.int64)
+    try:
+        scatter(slots.page_table, np.zeros_like(counts), counts, num_pages, random)
+        for group in built.engine.scheduler.tables.groups:
+            scatter(group.table, group.first_seen(starts), counts, group.pool.num_pages, random)
+    except ValueError as error:
+        raise ValueError(f"{load}: {error}") from error
+    slots.token_ids[rows] = random.integers(0, built.config.vocab_size, (len(rows), slots.max_tokens))
     return Batch(rows, starts, stops, np.arange(len(rows)), rows, stops)
 
 
-def step_s(runner: ModelRunner, load: StepLoad, repeats: int) -> float:
+def scatter(
+    table: NDArray[np.int32], firsts: Index, stops: Index, num_pages: int, random: np.random.Generator
+) -> None:
+    """Give row i of a page table scattered pages from `firsts[i]` to `stops[i]` - 1, and no others.
+
+    Raises ValueError if the pool of `num_pages` pages holds too few.
+    """
+    wanted = int((stops - firsts).sum())
+    if wanted >= num_pages:
+        raise ValueError(f"takes {wanted} pages; the cache holds {num_pages - 1}")
+    pages = 1 + random.permutation(num_pages - 1)
+    table[:] = 0
+    for row, (first, stop) in enumerate(zip(firsts.tolist(), stops.tolist())):
+        table[row, first:stop], pages = pages[: stop - first], pages[stop - first :]
+
+
+def step_s(built: BuiltEngine, load: StepLoad, repeats: int) -> float:
     """Return the seconds of one step."""
-    batch = batch_of(runner, load)
+    batch, runner = batch_of(built, load), built.runner
     return median_s(lambda: runner.run(batch), runner.attention.device, repeats)
 
 
 @torch.inference_mode()
-def attention_s(runner: ModelRunner, load: StepLoad, repeats: int) -> float:
+def attention_s(built: BuiltEngine, load: StepLoad, repeats: int) -> float:
     """Return the seconds that all layers take to write and read the cache, on CUDA without the host."""
-    batch, attention, cache = batch_of(runner, load), runner.attention, runner.cache
-    metadata = attention.plan(batch, runner.slots.page_table, runner.slots.inputs(batch).write_index)
+    batch, runner = batch_of(built, load), built.runner
+    attention, cache = runner.attention, runner.cache
+    inputs = step_inputs(batch, runner.slots, runner.decoder, cache)
     heads = (runner.config.num_heads, runner.config.num_kv_heads, runner.config.num_kv_heads)
     query, key, value = (
         torch.randn(batch.num_tokens, count, runner.config.head_dim, device=attention.device).to(
@@ -181,7 +201,8 @@ def attention_s(runner: ModelRunner, load: StepLoad, repeats: int) -> float:
     )
 
     def layers() -> None:
-        for layer, (keys, values) in enumerate(zip(cache.keys, cache.values)):
+        for layer, (group, keys, values) in enumerate(zip(cache.groups, cache.keys, cache.values)):
+            metadata = inputs.metadata_of(group)
             attention.write(key, value, keys, values, metadata)
             attention.attend(query, keys, values, metadata, layer)
 
@@ -217,11 +238,11 @@ def run(options: argparse.Namespace) -> dict[str, object]:
         return result | {"rates": {}, "steps": nothing}
     # The rates are measured before the cache takes the memory.
     measured = rates(device.device, TORCH_DTYPES[model_config(recipe).dtype], repeats)
-    runner = build(recipe).runner
-    for tensor in (*runner.cache.keys, *runner.cache.values):
+    built = build(recipe)
+    for tensor in built.runner.cache.tensors:
         tensor.normal_()  # a processor takes less power over zeros, and so runs faster
-    steps = [_against_floor(runner, load, measured, repeats) for load in loads]
-    steps += [_against_parts(runner, load, repeats) for load in mixed]
+    steps = [_against_floor(built, load, measured, repeats) for load in loads]
+    steps += [_against_parts(built, load, repeats) for load in mixed]
     return result | {
         "machine": versions.describe(device.name),
         "rates": {name: round(rate, 3) for name, rate in measured.items()},
@@ -230,15 +251,15 @@ def run(options: argparse.Namespace) -> dict[str, object]:
 
 
 def _against_floor(
-    runner: ModelRunner, load: StepLoad, measured: dict[str, float], repeats: int
+    built: BuiltEngine, load: StepLoad, measured: dict[str, float], repeats: int
 ) -> dict[str, object]:
     try:
-        taken, attention = step_s(runner, load, repeats), attention_s(runner, load, repeats)
+        taken, attention = step_s(built, load, repeats), attention_s(built, load, repeats)
     except ValueError as error:
         return {"load": str(load), "not_measured": str(error)}
-    read_s = read_bytes(runner.config, load) / (1e9 * measured["copy_gb_per_s"])
-    multiply_s = operations(runner.config, load) / (1e12 * measured["product_tflop_per_s"])
-    cached_s = cached_bytes(runner.config, load) / (1e9 * measured["copy_gb_per_s"])
+    read_s = read_bytes(built.config, load) / (1e9 * measured["copy_gb_per_s"])
+    multiply_s = operations(built.config, load) / (1e12 * measured["product_tflop_per_s"])
+    cached_s = cached_bytes(built.config, load) / (1e9 * measured["copy_gb_per_s"])
     tokens = sum(load.lens)
     return {
         "load": str(load),
@@ -253,10 +274,10 @@ def _against_floor(
     }
 
 
-def _against_parts(runner: ModelRunner, load: StepLoad, repeats: int) -> dict[str, object]:
+def _against_parts(built: BuiltEngine, load: StepLoad, repeats: int) -> dict[str, object]:
     parts = [StepLoad(load.num_decodes, load.context), StepLoad(0, 0, load.num_prompts, load.prompt)]
     try:
-        whole, *apart = [step_s(runner, each, repeats) for each in (load, *parts)]
+        whole, *apart = [step_s(built, each, repeats) for each in (load, *parts)]
     except ValueError as error:
         return {"load": str(load), "is_mixed": True, "not_measured": str(error)}
     return {

@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from attention.reference import AttentionMetadata, Windows
 from benchmark.gate.gate import audit
 from benchmark.micro import device, host, kv
 from benchmark.offline import beside, offline
+from continuous_batching.batch import Batch
+from recipes.assembly.engine import build
 from recipes.assembly.families import model_config
 from recipes.schema.reader import read
 from scripts.benchmark import main
@@ -19,6 +24,12 @@ from serving.offline import Job
 
 RECIPE = "recipes/tiny/cpu.yaml"
 QUICK = ["device.compile=false", "device.threads=1"]
+WINDOWED = [  # a small model, whose second layer has a window of 24 tokens and 4 pages
+    *("model.config.model_type=qwen2", "model.config.use_sliding_window=true"),
+    *("model.config.sliding_window=24", "model.config.max_window_layers=1"),
+    *("model.config.num_hidden_layers=2", "model.config.hidden_size=48", "model.config.vocab_size=500"),
+    "cache.num_window_pages=5",
+]
 
 
 def test_the_host_benchmark_runs_what_it_says() -> None:
@@ -182,6 +193,38 @@ def test_the_device_benchmark_measures_steps_against_their_floors(capsys: pytest
         assert step["step_ms"] > 0
         assert step["share_of_copy_rate"] > 0
     assert mixed["over_sum_of_parts"] == pytest.approx(mixed["step_ms"] / sum(mixed["parts_ms"]), rel=0.01)
+
+
+def test_the_device_benchmark_gives_windows_the_pages_that_a_query_sees(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    built = build(read("recipes/bench/llama_125m.yaml", [*QUICK, *WINDOWED], None).recipe)
+    slots, attention = built.runner.slots, built.runner.attention
+    (table,) = slots.window_tables
+    for load, first, stop in ((device.StepLoad(2, 60), 2, 4), (device.StepLoad(0, 0, 1, 50), 0, 4)):
+        device.batch_of(built, load)
+        pages = table[: len(load.stops), first:stop]
+        assert sorted({*pages.flat}) == [1, 2, 3, 4]
+        assert not table.sum() - pages.sum(), "other entries are the null page"
+    with pytest.raises(ValueError, match=r"^3 decodes at 60: takes 6 pages; the cache holds 4$"):
+        device.batch_of(built, device.StepLoad(3, 60))
+
+    planned, attended = [], set()
+    plan, attend = attention.plan, attention.attend
+
+    def watched_plan(batch: Batch, pages: Any, places: Any, windows: Windows = None) -> AttentionMetadata:
+        planned.append((plan(batch, pages, places, windows), windows))
+        return planned[-1][0]
+
+    def watched_attend(query: Tensor, keys: Tensor, values: Tensor, metadata: Any, layer: int) -> Tensor:
+        (windows,) = (windows for each, windows in planned if each is metadata)
+        attended.add((layer, windows))
+        return attend(query, keys, values, metadata, layer)
+
+    monkeypatch.setattr(attention, "plan", watched_plan)
+    monkeypatch.setattr(attention, "attend", watched_attend)
+    assert device.attention_s(built, device.StepLoad(2, 60), 1) > 0
+    assert attended == {(0, (None,)), (1, (24,))}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
