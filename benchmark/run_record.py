@@ -18,8 +18,8 @@ from benchmark.run_clock import with_wall
 from continuous_batching.counters import Counters
 from continuous_batching.engine import Engine, Step
 from continuous_batching.request import Request
+from devices.profile import named
 from recipes.schema.recipe import Recipe
-from simulation.device_profile import named
 from simulation.run_totals import rounded
 
 if TYPE_CHECKING:  # it imports torch

@@ -315,7 +315,7 @@ BENCHMARKS = (
          table="offline.speculation:print_table", result="speculation", judged=True),
     verb("speculation --simulated", "what drafts would bring on a simulated device",
          "offline.speculation:run_simulated",
-         option("--device", metavar="NAME", help="of simulation/profiles", default="ascend910b"),
+         option("--device", metavar="NAME", help="of devices/profiles", default="ascend910b"),
          option("--rows", wholes(1, 2**16), "N,N,...", default=[1, 16, 64, 128, 256]),
          option("--contexts", wholes(1, MOST_TOKENS), "N,N,...", default=[1000, 8000]),
          count("--drafts", 5, "of a row in a step", most=64),
@@ -364,7 +364,7 @@ def engine_pair(text: str) -> tuple[int, int]:
 
 
 TENSOR = option("--tp", engines, "N", "devices that share each layer", 1)
-DEVICE = option("--device", metavar="NAME", help="a name in simulation/profiles; else the recipe's own")
+DEVICE = option("--device", metavar="NAME", help="a name in devices/profiles; else the recipe's own")
 SIMULATED = (
     option("--trace", metavar="FILE", help=REQUESTS, required=True),
     switch("--skip-bad", "leave out lines that are no requests"),

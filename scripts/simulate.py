@@ -1,6 +1,6 @@
 """Simulate a recipe on a machine that is not here: `python -m scripts.simulate [VERB] RECIPE ...`.
 
-The scheduler is the real one; the time of a step comes from a model of the device (`simulation/profiles`), or
+The scheduler is the real one; the time of a step comes from a model of the device (`devices/profiles`), or
 was fitted to a recorded run (`scheduler.record` in its recipe). Nothing of it is measured.
 """
 

@@ -13,8 +13,8 @@ from itertools import product
 
 import numpy as np
 
+from devices.rates import DeviceRates
 from models.config import DecoderConfig
-from simulation.device import SimulatedDevice
 from simulation.fitted import non_negative
 from simulation.roofline import Roofline
 
@@ -41,11 +41,11 @@ def predicted_s(roofline: Roofline, size: StepSize) -> float:
 
 
 def fitted_device(
-    device: SimulatedDevice,
+    device: DeviceRates,
     config: DecoderConfig,
     steps: Sequence[tuple[StepSize, float]],
     memory_gb_per_s: float,
-) -> SimulatedDevice:
+) -> DeviceRates:
     """Return the device whose product rate and host times come nearest to measured steps of one device.
 
     The mean of |log(predicted / measured)| is minimised, so that stalls count little. The memory rate is
@@ -66,7 +66,7 @@ def fitted_device(
     dtype = config.dtype
     taken_s = np.log([seconds for _, seconds in steps])
 
-    def of(rates: Rates) -> SimulatedDevice:
+    def of(rates: Rates) -> DeviceRates:
         tflop, host_us, row_us = rates
         return replace(
             device, tflop_per_s=device.tflop_per_s | {dtype: tflop}, host_us=host_us, row_us=row_us
@@ -93,12 +93,10 @@ def fitted_device(
     return of(best)
 
 
-def with_links(
-    device: SimulatedDevice, num_devices: int, sums: Sequence[tuple[int, float]]
-) -> SimulatedDevice:
+def with_links(device: DeviceRates, num_devices: int, sums: Sequence[tuple[int, float]]) -> DeviceRates:
     """Return the device with links fitted to the seconds of sums over `num_devices` devices.
 
-    The fit is a least squares of relative errors (see `SimulatedDevice.all_reduce_s`).
+    The fit is a least squares of relative errors (see `DeviceRates.all_reduce_s`).
     """
     hops = 2 * (num_devices - 1).bit_length()
     moved = [2 * (num_devices - 1) / num_devices * num_bytes for num_bytes, _ in sums]

@@ -1,4 +1,4 @@
-"""Model the time of a step by what it multiplies, reads, sends and launches.
+"""Model the time of a step by what it multiplies, reads, sends and launches (`models.cost` counts these).
 
 Each product takes the longer of its multiplications, in whole tiles, and of reading its weights, or the sum
 of both on a device that does not read ahead; attention takes the same of its scores and of the keys and
@@ -10,42 +10,16 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Literal
 
 import numpy as np
 
 from continuous_batching.batch import Batch
 from continuous_batching.slots import SlotPool
-from models.config import ROUTER_BYTES, DecoderConfig
-from simulation.device import SimulatedDevice
+from devices.rates import DeviceRates
+from models.config import DecoderConfig
+from models.cost import REDUCTIONS, Counts, ModelPart, StepProduct
 
-# Operators of a layer if fused: norms, products, rotary, write, attention, gate, residuals
-OPERATORS = 10
-# Further operators of a layer with experts: the router, its choice, and the shared expert
-MIXTURE_OPERATORS = 10
 MOST_SIZES = 2**16  # step sizes whose times are kept
-ACTIVATIONS = 12  # times that a layer's hidden states are read or written between its products
-
-
-@dataclass(frozen=True, slots=True)
-class LayerProduct:
-    """A matrix product of a layer.
-
-    Devices that share the layer cut its outputs, or its inputs, after which a sum over them follows; or each
-    of them computes it whole.
-    """
-
-    inputs: int
-    outputs: int
-    cut: Literal["inputs", "outputs"] | None
-
-
-@dataclass(frozen=True, slots=True)
-class ModelPart:
-    """The part of a model on one group of devices; the last group also has the LM head."""
-
-    num_layers: int
-    has_head: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +44,7 @@ class Roofline:
     """
 
     config: DecoderConfig
-    device: SimulatedDevice
+    device: DeviceRates
     tensor: int = 1
     graphs: int = 0
     hides_host: bool = False
@@ -78,8 +52,10 @@ class Roofline:
     _sizes: dict[tuple[int, int, int], _Size] = field(default_factory=dict)
     # Window, and the number of layers that have it
     _windows: list[tuple[int | None, int]] = field(init=False)
+    _counts: Counts = field(init=False)
 
     def __post_init__(self) -> None:
+        self._counts = Counts(self.config, self.tensor, self.stage)
         self._windows = list(Counter(self.config.windows).items())
 
     def step_s(self, batch: Batch, slots: SlotPool) -> float:
@@ -134,125 +110,34 @@ class Roofline:
 
         Copies to the host count the same.
         """
-        share = self.stage.num_layers / self.config.num_layers if self.stage else 1.0
-        held_bytes = self.config.kv_bytes_per_token(self.tensor) * share
-        num_bytes = batch.num_copied_pages * slots.page_size * held_bytes
-        return 2 * num_bytes / self.device.bytes_per_s
+        token_bytes = self.config.kv_bytes_by_group(self.tensor)
+        num_bytes = sum(len(each.sources) * token_bytes[each.group] for each in batch.copies)
+        return 2 * num_bytes * slots.page_size * self._counts.share / self.device.bytes_per_s
 
     def _size(self, num_tokens: int, captured: int, num_sampled: int) -> _Size:
-        config, device = self.config, self.device
-        stage = self.stage or ModelPart(config.num_layers, has_head=True)
-        share = stage.num_layers / config.num_layers
-        operators = stage.num_layers * (OPERATORS + (2 if self.tensor > 1 else 0)) + 4
-        operators += round(share * config.num_mixtures) * MIXTURE_OPERATORS
-        hidden_bytes = num_tokens * config.hidden_size * config.dtype_bytes
+        counts, device = self._counts, self.device
+        operators, num_layers = counts.num_operators, counts.held.num_layers
+        hidden_bytes = counts.hidden_bytes(num_tokens)
         is_graph = num_tokens == captured <= self.graphs
         return _Size(
-            share=share,
-            products_s=self._products_s(num_tokens, num_sampled if stage.has_head else 0, stage.num_layers),
-            activations_s=stage.num_layers * ACTIVATIONS * hidden_bytes / device.bytes_per_s,
-            all_reduce_s=2 * stage.num_layers * device.all_reduce_s(hidden_bytes, self.tensor),
+            share=counts.share,
+            products_s=sum(
+                each.times * self._product_s(each) for each in counts.products(num_tokens, num_sampled)
+            ),
+            activations_s=counts.activation_bytes(num_tokens) / device.bytes_per_s,
+            all_reduce_s=REDUCTIONS * num_layers * device.all_reduce_s(hidden_bytes, self.tensor),
             kernels_s=operators * device.kernel_us * 1e-6,
             is_graph=is_graph,
             launch_s=(device.graph_us if is_graph else operators * device.launch_us) * 1e-6,
         )
 
-    def _products_s(self, num_tokens: int, num_sampled: int, num_layers: int) -> float:
-        config, whole = self.config, self.config.num_layers
-        own = config.dtype, config.dtype_bytes
-        stored: tuple[str, float] = own if config.quantization is None else ("int8", 1)
-        if config.kept_form is not None:  # weights are dequantised as they are multiplied
-            stored = config.dtype, config.kept_form.weight_bytes(config.dtype_bytes)
-        each_s = sum(self._cut_product_s(num_tokens, each, *stored) for each in attention_products(config))
-        num_mixtures = config.num_mixtures
-        sum_s = whole * each_s + (whole - num_mixtures) * sum(
-            self._cut_product_s(num_tokens, each, *stored)
-            for each in mlp_products(config.hidden_size, config.intermediate_size)
-        )
-        if num_mixtures:
-            sum_s += num_mixtures * self._mixture_s(num_tokens, *stored)
-        layers_s = num_layers / whole * sum_s
-        if not num_sampled:
-            return layers_s
-        return layers_s + self._product_s(
-            num_sampled, config.hidden_size, config.vocab_size / self.tensor, *own
-        )
-
-    def _mixture_s(self, num_tokens: int, dtype: str, weight_bytes: float) -> float:
-        """Return the seconds of one layer's experts.
-
-        They comprise the router, the experts that some token chooses if all are equally likely, and the
-        shared expert.
-        """
-        mixture, hidden = self.config.mixture, self.config.hidden_size
-        assert mixture is not None, "the model has experts"
-        chosen, count = mixture.num_chosen, mixture.num_experts
-        num_used = count * (1 - (1 - chosen / count) ** num_tokens)
-        rows = num_tokens * chosen / num_used
-        one_s = sum(
-            self._cut_product_s(rows, each, dtype, weight_bytes)
-            for each in mlp_products(hidden, mixture.inner_size)
-        )
-        router_s = self._product_s(num_tokens, hidden, count, self.config.dtype, ROUTER_BYTES)
-        shared = mlp_products(hidden, mixture.shared_size) if mixture.shared_size else ()
-        shared_s = sum(self._cut_product_s(num_tokens, each, dtype, weight_bytes) for each in shared)
-        return router_s + num_used * one_s + shared_s
-
-    def _cut_product_s(self, rows: float, product: LayerProduct, dtype: str, weight_bytes: float) -> float:
-        inputs = product.inputs / (self.tensor if product.cut == "inputs" else 1)
-        outputs = product.outputs / (self.tensor if product.cut == "outputs" else 1)
-        return self._product_s(rows, inputs, outputs, dtype, weight_bytes)
-
-    def _product_s(
-        self, rows: float, inputs: float, outputs: float, dtype: str, weight_bytes: float
-    ) -> float:
+    def _product_s(self, product: StepProduct) -> float:
+        """Return the seconds of one product, whose multiplications come in whole tiles."""
         height, width = self.device.tile
-        operations = 2 * (-(-rows // height) * height) * inputs * (-(-outputs // width) * width)
-        read = inputs * outputs * weight_bytes + rows * (inputs + outputs) * self.config.dtype_bytes
-        return self.device.operator_s(operations, dtype, read)
+        rows, outputs = (-(-product.rows // height) * height, -(-product.outputs // width) * width)
+        operations = 2 * rows * product.inputs * outputs
+        return self.device.operator_s(operations, product.dtype, product.num_bytes)
 
     def _attention_s(self, num_tokens: int, context: float, pairs: float) -> float:
-        config, device = self.config, self.device
-        heads = -(-config.num_heads // self.tensor)
-        kv_heads = -(-config.num_kv_heads // self.tensor)
-        moved = kv_heads * config.kv_head_bytes * (context + config.num_layers * num_tokens)
-        operations = heads * attention_operations(config, context, pairs)
-        return device.operator_s(operations, config.dtype, moved)
-
-
-def attention_products(config: DecoderConfig) -> tuple[LayerProduct, ...]:
-    """Return the products of a layer's attention.
-
-    Products that read the hidden state are joined into one, except those that every device computes whole.
-    """
-    if config.latent is None:
-        heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        return (
-            LayerProduct(config.hidden_size, heads + 2 * kv_heads, "outputs"),
-            LayerProduct(heads, config.hidden_size, "inputs"),
-        )
-    whole = ("q_a_proj", "kv_a_proj_with_mqa")
-    return tuple(
-        LayerProduct(inputs, outputs, None if name in whole else "inputs" if name == "o_proj" else "outputs")
-        for name, inputs, outputs in config.attention_linears()
-    )
-
-
-def mlp_products(hidden: int, inner: int) -> tuple[LayerProduct, ...]:
-    """Return the products of a SwiGLU of this width."""
-    return LayerProduct(hidden, 2 * inner, "outputs"), LayerProduct(inner, hidden, "inputs")
-
-
-def attention_operations(config: DecoderConfig, context: float, pairs: float) -> float:
-    """Return the operations of one head's attention.
-
-    For latents this is the cheaper of both forms, without projecting the step's own tokens into their space
-    or out of it.
-    """
-    latent = config.latent
-    if latent is None:
-        return 4 * config.head_dim * pairs
-    up = latent.rank * (latent.nope_dim + latent.value_dim)
-    absorbed = 2 * (2 * latent.rank + latent.rope_dim) * pairs
-    expanded = 2 * (latent.query_dim + latent.value_dim) * pairs + 2 * up * context
-    return min(absorbed, expanded)
+        operations, moved = self._counts.attention(num_tokens, context, pairs)
+        return self.device.operator_s(operations, self.config.dtype, moved)

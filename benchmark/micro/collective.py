@@ -36,6 +36,7 @@ from continuous_batching.batch import Batch, Sampled
 from continuous_batching.engine import Engine, Runner
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.slots import SlotPool
+from devices.rates import DeviceRates
 from kv_cache.pages import PageCopy
 from models.config import DecoderConfig
 from models.layers.dtypes import TORCH_DTYPES
@@ -48,7 +49,6 @@ from recipes.schema.parallel_section import ParallelSection
 from recipes.schema.reader import load
 from recipes.schema.recipe import Recipe
 from recipes.schema.recipe_error import RecipeError
-from simulation.device import SimulatedDevice
 from simulation.fitted import Fitted, Timed, features, fit
 from simulation.fitted_device import StepSize, fitted_device, predicted_s, with_links
 from simulation.pipeline import Stages
@@ -132,7 +132,7 @@ class TimedSteps:
     def __init__(self, runner: Runner, group: Group, slots: SlotPool, config: DecoderConfig) -> None:
         self._runner, self._group, self._slots = runner, group, slots
         # No rate of the device changes what a step reads.
-        self._seen = Roofline(config, SimulatedDevice.load("epyc")).seen
+        self._seen = Roofline(config, DeviceRates.load("epyc")).seen
         self.steps: Steps = []
 
     def run(self, batch: Batch) -> Sampled:
@@ -236,7 +236,7 @@ def run_tensor(options: argparse.Namespace) -> dict[str, Any]:
     check_cpu(recipe)
     (rounds, sums, read_gb_per_s), *_ = in_ranks(recipe, steps_of, options.requests, options.rounds)
     config = model_config(recipe)
-    base = SimulatedDevice.load(device_name(recipe, None))
+    base = DeviceRates.load(device_name(recipe, None))
     device = fitted_device(base, config, [each for one, _ in rounds for each in one], read_gb_per_s)
     device = with_links(device, ranks, sums)
     rows = {

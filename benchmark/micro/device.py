@@ -25,6 +25,7 @@ from benchmark.options import markdown, verdict_line
 from continuous_batching.batch import Batch
 from kv_cache.pages import Index
 from models.config import DecoderConfig
+from models.cost import attention_operations
 from models.layers.dtypes import TORCH_DTYPES
 from models.step.inputs import step_inputs
 from recipes.assembly import versions
@@ -34,7 +35,6 @@ from recipes.machine import start
 from recipes.schema.numbers import MOST_TOKENS, whole
 from recipes.schema.reader import read
 from recipes.schema.recipe_error import RecipeError
-from simulation.roofline import attention_operations
 
 COPIED_BYTES, SIDE = {"cpu": 2**26, "other": 2**32}, {"cpu": 512, "other": 8192}
 WARM_UPS = 3

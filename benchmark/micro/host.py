@@ -48,6 +48,7 @@ from continuous_batching.speculation.proposer import Proposer
 from continuous_batching.speculation.speculation import Speculation
 from continuous_batching.speculation.suffix import Suffix
 from continuous_batching.speculation.throughput import Throughput
+from continuous_batching.step_time import StepTime
 from kv_cache.pages import PageCopy, PagePool
 from recipes.assembly.scheduler import SchedulerLimits, scheduler_of
 from recipes.schema.recipe import CacheSection
@@ -85,7 +86,9 @@ def full_scheduler(
     )
     if proposer is not None:
         slots = scheduler.slots
-        scheduler.speculation = Speculation(slots, PROPOSERS[proposer](slots), Throughput(slots), MOST_DRAFTS)
+        scheduler.step_time = StepTime()
+        lengths = Throughput(slots, scheduler.step_time)
+        scheduler.speculation = Speculation(slots, PROPOSERS[proposer](slots), lengths, MOST_DRAFTS)
     params = SamplingParams(max_tokens=num_steps + 8, temperature=0.0)
     for number in range(num_busy):
         prompt = random.integers(0, VOCAB_SIZE, int(random.integers(*CONTEXT_TOKENS))).astype(np.int32)

@@ -33,12 +33,13 @@ from continuous_batching.speculation.lengths import Fixed, Lengths
 from continuous_batching.speculation.source import Source
 from continuous_batching.speculation.speculation import Speculation
 from continuous_batching.speculation.throughput import Throughput
+from continuous_batching.step_time import StepTime
+from devices.rates import DeviceRates
 from recipes.assembly import versions
 from recipes.assembly.families import model_config
 from recipes.assembly.speculation import ON_DEVICE, PROPOSERS
 from recipes.schema.reader import read
 from recipes.schema.speculation_section import DRAFTERS
-from simulation.device import SimulatedDevice
 from simulation.roofline import Roofline
 
 TEXTS = ("quoting", "ordinary", "random")
@@ -71,12 +72,12 @@ def _not_named(kind: str) -> str:
     )
 
 
-def lengths_of(kind: str, slots: SlotPool, most: int) -> Lengths | None:
+def lengths_of(kind: str, slots: SlotPool, most: int, step_time: StepTime) -> Lengths | None:
     """Return the choice of lengths in a kind's name; None for plain decoding."""
     if kind == "plain":
         return None
     made: dict[str, Callable[[], Lengths]] = {
-        "throughput": lambda: Throughput(slots),
+        "throughput": lambda: Throughput(slots, step_time),
         "source": lambda: Source(most, 1, most, 100),
         "fixed": Fixed,
     }
@@ -174,15 +175,16 @@ def _rows(
     """Measure the kinds in turns, so that other load on the machine affects all; their answers must agree."""
     windows: dict[str, list[Window]] = {kind: [] for kind in kinds}
     slots, most = engine.slots, load.most_drafts
-    learnt = {kind: lengths_of(kind, slots, most) for kind in kinds}
+    own_time, times = engine.scheduler.step_time, {kind: StepTime() for kind in kinds}
+    learnt = {kind: lengths_of(kind, slots, most, times[kind]) for kind in kinds}
     between = load.answer_tokens // 2, _longest(load) + 1
     answer_tokens = np.random.default_rng(0).integers(*between, len(prompts)).tolist()
     answers: dict[str, list[int]] = {}
     for number in range(load.num_runs):
         for kind in kinds:
-            engine.scheduler.speculation = None
+            engine.scheduler.speculation, engine.scheduler.step_time = None, own_time
             if lengths := learnt[kind]:
-                name = proposer_of(kind)
+                name, engine.scheduler.step_time = proposer_of(kind), times[kind]
                 engine.scheduler.speculation = Speculation(
                     slots, PROPOSERS[name](slots), lengths, most, spans=ON_DEVICE.get(name)
                 )
@@ -192,7 +194,7 @@ def _rows(
             for name, answer in said.items():
                 if answers.setdefault(name, answer) != answer:
                     raise ValueError(f"{kind} changed the answer of request {name} on {text} text")
-    engine.scheduler.speculation = None
+    engine.scheduler.speculation, engine.scheduler.step_time = None, own_time
     rows: list[dict[str, Any]] = []
     plain_per_s = 0.0
     for kind, of_kind in windows.items():
@@ -291,7 +293,7 @@ def gain(
 def run_simulated(options: argparse.Namespace) -> dict[str, Any]:
     """Return a row for each number of rows and context: with all drafts, and with the best number of them."""
     config = model_config(read(options.recipe, options.overrides, options.profile).recipe)
-    device = SimulatedDevice.load(options.device)
+    device = DeviceRates.load(options.device)
     graphs = max(options.rows) * (1 + options.drafts)
     target, drafter = Roofline(config, device, graphs=graphs, hides_host=True), None
     if options.drafter:

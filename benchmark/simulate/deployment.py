@@ -16,20 +16,23 @@ from continuous_batching.request import Request
 from continuous_batching.routing.routing import Route
 from continuous_batching.routing.splitting import Split, SplitWeights
 from continuous_batching.scheduling.scheduler import Scheduler
+from continuous_batching.step_time import UNKNOWN, StepCosts
+from devices.rates import DeviceRates
 from models.config import DecoderConfig
+from models.cost import ModelPart
 from models.parallel.share import check_ranks
 from recipes.assembly.families import model_config
 from recipes.assembly.memory_plan import GIB, MemoryPlan
 from recipes.assembly.scheduler import SchedulerLimits, scheduler_of
 from recipes.assembly.sizing import plan_memory
+from recipes.assembly.step_costs import costs_on
 from recipes.schema.recipe import Recipe
-from simulation.device import SimulatedDevice
 from simulation.disaggregated import DisaggregatedFleet
 from simulation.fitted import Fitted
 from simulation.fleet import serve_fleet
 from simulation.pipeline import Pipeline, Stages
 from simulation.replica import Replica
-from simulation.roofline import ModelPart, Roofline
+from simulation.roofline import Roofline
 from simulation.run_totals import RunTotals
 from simulation.runner import CostModel
 
@@ -46,7 +49,7 @@ class Placement:
 
     recipe: Recipe
     config: DecoderConfig
-    device: SimulatedDevice
+    device: DeviceRates
     memory: MemoryPlan  # plan for all devices together
     tensor: int = 1
     pipeline: int = 1
@@ -71,7 +74,7 @@ class Placement:
     def scheduler(self, **changes: Any) -> Scheduler:
         """Return an empty scheduler as `recipes.assembly.engine` makes it, with changes to its section."""
         section = replace(self.recipe.scheduler, **changes)
-        return scheduler_of(section, self.recipe.cache, self.limits())
+        return scheduler_of(section, self.recipe.cache, self.limits(), step_costs=self._step_costs())
 
     def stage_schedulers(self) -> list[Scheduler]:
         """Return one scheduler for each stage, with its part of the slots and the pages."""
@@ -79,7 +82,17 @@ class Placement:
         if section.num_slots % count:
             raise ValueError(f"--pp is {count}; it must divide scheduler.num_slots ({section.num_slots})")
         section = replace(section, num_slots=section.num_slots // count)
-        return [scheduler_of(section, self.recipe.cache, self.limits(count)) for _ in range(count)]
+        costs = self._step_costs()
+        return [
+            scheduler_of(section, self.recipe.cache, self.limits(count), step_costs=costs)
+            for _ in range(count)
+        ]
+
+    def _step_costs(self) -> StepCosts:
+        """Return what the scheduler starts from, as on a real device of this profile."""
+        if self.fitted is not None:
+            return UNKNOWN
+        return costs_on(self.recipe, self.config, self.device, self.tensor, self.pipeline)
 
     def costs(self) -> CostModel:
         """Return the costs of a step: as fitted to a recording, or by the device's roofline."""
@@ -124,7 +137,7 @@ def device_name(recipe: Recipe, device: str | None) -> str:
     name = device or PRODUCTS.get(recipe.device.product or "") or KINDS[recipe.device.kind]
     if name is None:
         raise ValueError("the recipe names no device that has a profile; name one with --device")
-    return SimulatedDevice.load(name).name
+    return DeviceRates.load(name).name
 
 
 def place(
@@ -139,7 +152,7 @@ def place(
         raise ValueError(f"--tp: {error}") from error
     if pipeline < 1 or config.num_layers % pipeline:
         raise ValueError(f"--pp is {pipeline}; it must divide the model's {config.num_layers} layers")
-    found = SimulatedDevice.load(name)
+    found = DeviceRates.load(name)
     memory_bytes = int(found.memory_gib * GIB)
     try:
         memory = plan_memory(

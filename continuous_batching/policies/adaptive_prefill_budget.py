@@ -1,11 +1,13 @@
 """Size prefill chunks to keep the time between tokens below a target.
 
-A model of the step's time, fitted to the steps so far, predicts the time of each possible chunk size.
+The step's time (`continuous_batching.step_time`) is predicted for each possible chunk size, and multiplied by
+a margin: the quantile of measured over predicted times of the last steps with chunks.
 """
 
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from continuous_batching.batch import Batch
 from continuous_batching.policies.policy import Busy
@@ -13,6 +15,9 @@ from continuous_batching.policies.prefill_budget import Chunks, Limit
 from continuous_batching.step_time import StepTime
 
 QUANTILE = 0.99  # quantile of the times between tokens that is kept below the target
+_WINDOW = 256  # steps whose errors are remembered
+_EARLY_MARGIN = 1.5  # margin before there are enough of them
+_ENOUGH = 32
 
 
 class AdaptiveChunks(Chunks):
@@ -21,17 +26,21 @@ class AdaptiveChunks(Chunks):
     The tokens of a step, decodes included, are a multiple of `tile_tokens`, because that is what a matrix
     unit computes. At least `min_tokens` are computed even if the target is missed, so that prompts make
     progress; and at most twice the largest number tried so far, so that little depends on a model that has
-    seen little.
+    seen little. `step_time` is the scheduler's own, which observes each step first.
     """
 
-    def __init__(self, target_itl_s: float, min_tokens: int, max_tokens: int, tile_tokens: int) -> None:
+    def __init__(
+        self, step_time: StepTime, target_itl_s: float, min_tokens: int, max_tokens: int, tile_tokens: int
+    ) -> None:
+        self.margin = _EARLY_MARGIN
+        self._step_time = step_time
         self._target_itl_s = target_itl_s
         self._min_tokens = min_tokens
         self._max_tokens = max_tokens
         self._tile_tokens = tile_tokens
         self._most_seen = 0
-        self._num_plain = 0  # steps that computed no prompt tokens
-        self.step_time = StepTime(QUANTILE)
+        self._ratios: NDArray[np.float64] = np.ones(_WINDOW)
+        self._num_ratios = 0
 
     def limit(self, busy: Busy, left: int) -> Limit:
         """Choose the largest step whose predicted time is within the target."""
@@ -46,24 +55,22 @@ class AdaptiveChunks(Chunks):
         if not len(sizes):
             return Limit(min(most, self._min_tokens))
         prompts = busy.computed[~decodes]
-        start = int(prompts[0]) if len(prompts) else 0
-        context = np.full(len(sizes), float(busy.computed[decodes].sum() + start))
-        times_s = self.step_time.predict(
-            (num_decodes + sizes).astype(np.float64), context, sizes * (start + sizes / 2)
-        )
-        within = times_s <= self._target_itl_s
+        start, read = int(prompts[0]) if len(prompts) else 0, int(busy.computed[decodes].sum())
+        costs = self._step_time.prompts
+        times_s = costs.step_s + costs.token_s * (num_decodes + sizes) + costs.context_s * (read + start)
+        times_s += costs.pair_s * (read + num_decodes / 2 + sizes * (start + sizes / 2))
+        within = self.margin * times_s <= self._target_itl_s
         num_fitting = len(sizes) if within.all() else int(np.argmin(within))
         return Limit(int(sizes[num_fitting - 1]) if num_fitting else self._min_tokens)
 
     def observe(self, batch: Batch, took_s: float) -> None:
-        """Fit the model to a step; of steps without chunks, which are much alike, to one in eight.
-
-        The shape of the step decides: a prompt of one token costs the same as a decode.
-        """
+        """Remember how large a chunk was, and how far its step was from the prediction."""
         num_chunk_tokens = batch.num_tokens - batch.num_spans - batch.num_drafts
-        if not num_chunk_tokens:
-            self._num_plain += 1
-            if self._num_plain % 8:
-                return
         self._most_seen = max(self._most_seen, num_chunk_tokens)
-        self.step_time.observe(batch, took_s)
+        ratio = self._step_time.prompt_ratio
+        if not ratio:
+            return
+        self._ratios[self._num_ratios % _WINDOW] = ratio
+        self._num_ratios += 1
+        if self._num_ratios >= _ENOUGH and self._num_ratios % 8 == 0:
+            self.margin = float(np.quantile(self._ratios[: self._num_ratios], QUANTILE))

@@ -38,6 +38,7 @@ from continuous_batching.scheduling.validation import (
 from continuous_batching.scheduling.victims import Victim, youngest
 from continuous_batching.slots import SlotPool
 from continuous_batching.speculation.speculation import Speculation
+from continuous_batching.step_time import StepTime
 from kv_cache.groups import WindowGroup
 from kv_cache.pages import Index, PagePool
 
@@ -55,7 +56,8 @@ class Scheduler:
     depend on the length of their prompt. With a `host_pool`, pages that only a preempted request has computed
     wait there, and evicted pages rest there, instead of being computed again. With `has_tier` there is a tier
     below: published pages are copied to it, and pages found there come to rest in the host pool. With
-    `speculation`, decoding rows have drafts verified. Every `compact_every_steps` steps (0: never) held pages
+    `speculation`, decoding rows have drafts verified. With `step_time`, which the policy and the speculation
+    may share, it observes each step before them. Every `compact_every_steps` steps (0: never) held pages
     start to move to the low end, at most `compact_pages_per_step` of them in a step (0: all). `depth` batches
     are in flight at once (Orca's n_workers), each with its share of the rows. `groups` are the pages of
     layers that see a window; `pool` and `host_pool` are those of all other layers.
@@ -77,6 +79,7 @@ class Scheduler:
         host_pool: PagePool | None = None,
         has_tier: bool = False,
         speculation: Speculation | None = None,
+        step_time: StepTime | None = None,
         prefix_sharing: bool = True,
         max_shared_tokens: int | None = None,
         compact_every_steps: int = 0,
@@ -103,7 +106,7 @@ class Scheduler:
         self.waiting = WaitingQueue() if waiting is None else waiting
         self.in_flight = InFlight(slots, depth)
         self.max_batch_tokens = max_batch_tokens  # may be changed between steps
-        self.speculation = speculation
+        self.speculation, self.step_time = speculation, step_time
         self.depth, self._has_tier = depth, has_tier
         self._policy = policy
         self.vocab_size, self.eos_token_ids = vocab_size, eos_token_ids
@@ -319,6 +322,8 @@ class Scheduler:
         counters.computed_tokens += batch.num_tokens
         counters.sampled_tokens += len(booked[0])
         took_s = now_s - max(scheduled_s, self._committed_s)
+        if self.step_time is not None:
+            self.step_time.observe(batch, took_s)
         self._policy.observe(batch, took_s)
         if self.speculation is not None:
             self.speculation.observe(batch, took_s)

@@ -12,9 +12,9 @@ import numpy as np
 from continuous_batching.batch import Batch
 from continuous_batching.slots import SlotPool
 from continuous_batching.speculation.acceptance import Acceptance, Floats
-from continuous_batching.speculation.decode_time import DecodeTime
 from continuous_batching.speculation.lengths import Offers, Verdicts
 from continuous_batching.speculation.worth import Worth
+from continuous_batching.step_time import StepTime
 from kv_cache.pages import Index
 
 _LEAST_GAIN = 1.04  # least gain in tokens a second over a step without drafts
@@ -42,9 +42,9 @@ class Throughput:
     missing one doubles it. (A proposal that is right half of the time is made in one of 70 steps.)
     """
 
-    def __init__(self, slots: SlotPool) -> None:
+    def __init__(self, slots: SlotPool, step_time: StepTime) -> None:
         self._acceptance = Acceptance(slots)
-        self._time = DecodeTime()
+        self._step_time = step_time  # the scheduler's own, which observes each step
         self._num_drafted = 0  # steps with drafts since one without
         self._num_plain = 0  # steps without drafts since one with
         self._plain_s = 0.0  # time of these steps
@@ -118,9 +118,11 @@ class Throughput:
         lens = offers.stops - offers.starts
         decodes = lens == 1
         num_rows = self._num_rows(offers)
-        plain_s, drafted_s, token_s = self._time.predict(num_rows, int(offers.starts[decodes].sum()))
+        costs, context = self._step_time.decodes, int(offers.starts[decodes].sum())
+        plain_s = costs.step_s + costs.token_s * num_rows + costs.context_s * context
+        drafted_s, token_s = costs.drafted_s, costs.token_s
         if len(lens) > num_rows:
-            drafted_s, token_s = 0.0, max(token_s, self._time.prompt_token_s)
+            drafted_s, token_s = 0.0, max(token_s, self._step_time.prompt_token_s)
         counts = np.arange(most + 1)
         seconds: Floats = plain_s + drafted_s * (counts > 0) + token_s * counts
         return seconds
@@ -138,7 +140,6 @@ class Throughput:
         self._looks_ahead |= len(batch.unknown) > 0
         if batch.num_tokens == batch.num_spans + batch.num_drafts:
             self._worth.observe(batch.num_spans, tokens, took_s)
-        self._time.observe(batch, took_s)
         self._known_plain = self._known_plain * _PLAIN_KEPT + (not batch.num_drafts)
         if batch.num_drafts:
             self._num_drafted += 1

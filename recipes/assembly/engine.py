@@ -39,6 +39,7 @@ from recipes.assembly.page_events import publish_pages
 from recipes.assembly.page_tier import attach_tier
 from recipes.assembly.scheduler import SchedulerLimits, facts_of, scheduler_of
 from recipes.assembly.sizing import plan_memory
+from recipes.assembly.step_costs import costs_of
 from recipes.cluster.cluster import find_cluster
 from recipes.cluster.ranks import Ranks, recipe_of_a_rank
 from recipes.machine import Machine, start
@@ -129,8 +130,8 @@ def assemble(
     drafts = None if draft is None else draft.config
     most = (memory.num_pages, memory.num_host_pages, memory.longest_tokens)
     limits = SchedulerLimits.of(config, *most, drafts, memory.window_pools)
-    depth = recipe.parallel.pipeline
-    scheduler = scheduler_of(recipe.scheduler, recipe.cache, limits, recipe.speculation, depth)
+    depth, costs = recipe.parallel.pipeline, costs_of(recipe, config, machine, world)
+    scheduler = scheduler_of(recipe.scheduler, recipe.cache, limits, recipe.speculation, depth, costs)
     sampler: RowSampler = FollowerSampler()
     if world.rank == 0:
         sampler = Sampler(config.eos_token_ids, config.vocab_size, decoder.ops)
@@ -154,7 +155,7 @@ def assemble(
         experts.restart()
     _log(recipe, config, memory, decoder)
     limits = replace(limits, num_pages=memory.num_pages)
-    facts = facts_of(recipe.scheduler, recipe.cache, limits, recipe.speculation, depth)
+    facts = facts_of(recipe.scheduler, recipe.cache, limits, recipe.speculation, depth, costs)
     return BuiltEngine(
         engine, runner, config, memory, machine.name, largest_step_s, facts, experts, adapters=adapters
     )

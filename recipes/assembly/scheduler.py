@@ -22,13 +22,14 @@ from continuous_batching.queueing.waiting_queue import WaitingQueue
 from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.scheduling.victims import Victim, fewest_lost, lowest_priority, youngest
 from continuous_batching.slots import SlotPool
+from continuous_batching.step_time import UNKNOWN, Coefficients, StepCosts, StepTime
 from kv_cache.groups import WindowGroup
 from kv_cache.pages import PagePool
 from recipes.assembly.speculation import speculation_of
+from recipes.schema.checks import contradictions
 from recipes.schema.keys import keys_of
 from recipes.schema.precedence import COMMAND_LINE, FILE, Entry, settled
 from recipes.schema.recipe import CacheSection
-from recipes.schema.scheduler_checks import contradictions
 from recipes.schema.scheduler_defaults import completed, longest_request
 from recipes.schema.scheduler_section import SchedulerSection
 from recipes.schema.speculation_section import SpeculationSection
@@ -90,17 +91,18 @@ def scheduler_of(
     limits: SchedulerLimits,
     speculation: SpeculationSection = NO_SPECULATION,
     depth: int = 1,
+    step_costs: StepCosts = UNKNOWN,
 ) -> Scheduler:
-    """Return an empty scheduler, for a model in `depth` pipeline stages."""
+    """Return an empty scheduler, for a model in `depth` pipeline stages whose steps cost `step_costs`."""
     longest_tokens = longest_request(asked, limits.longest_tokens)
     asked = completed(asked, longest_tokens).section
-    slots = SlotPool(asked.num_slots, longest_tokens, cache.page_size)
+    slots, step_time = SlotPool(asked.num_slots, longest_tokens, cache.page_size), StepTime(step_costs)
     pool = PagePool(limits.num_pages)
     host_pool = PagePool(limits.num_host_pages) if limits.num_host_pages else None
     return Scheduler(
         slots,
         pool,
-        policy(asked),
+        policy(asked, step_time),
         waiting=waiting(asked, slots),
         limits=QueueLimits(
             max_waiting_requests=asked.max_waiting_requests or ALL,
@@ -114,7 +116,8 @@ def scheduler_of(
         max_batch_tokens=_said(asked.max_batch_tokens),
         vocab_size=limits.vocab_size,
         eos_token_ids=limits.eos_token_ids,
-        speculation=speculation_of(speculation, slots),
+        speculation=speculation_of(speculation, slots, step_time),
+        step_time=step_time if _predicts(asked, speculation) else None,
         prefix_sharing=cache.prefix_sharing,
         max_shared_tokens=limits.max_shared_tokens,
         compact_every_steps=cache.compact_every_steps,
@@ -144,6 +147,7 @@ def facts_of(
     limits: SchedulerLimits,
     speculation: SpeculationSection = NO_SPECULATION,
     depth: int = 1,
+    step_costs: StepCosts = UNKNOWN,
 ) -> dict[str, Any]:
     """Return what a scheduler is made of, defaults included, as plain values for a recording's header."""
     asked = completed(asked, longest_request(asked, limits.longest_tokens)).section
@@ -155,7 +159,14 @@ def facts_of(
         "speculation": drafts,  # the draft model's own keys decide nothing here
         "limits": asdict(limits),
         "depth": depth,
+        "step_costs": asdict(step_costs),
     }
+
+
+def _predicts(asked: SchedulerSection, speculation: SpeculationSection) -> bool:
+    """Whether a decision depends on the predicted time of a step."""
+    drafts = speculation.kind != "none" and speculation.adaptive == "throughput"
+    return drafts or asked.chunk == "adaptive"
 
 
 def scheduler_from(facts: dict[str, Any]) -> Scheduler:
@@ -177,7 +188,15 @@ def scheduler_from(facts: dict[str, Any]) -> Scheduler:
             key.check(getattr(values, key.name.partition(".")[2]))
     for problem in contradictions(asked):
         raise problem
-    return scheduler_of(asked, cache, limits, speculation, facts.get("depth", 1))
+    costs = UNKNOWN
+    if found := facts.get("step_costs"):
+        costs = StepCosts(Coefficients(**found["decodes"]), Coefficients(**found["prompts"]))
+    elif asked.chunk == "adaptive":  # drafts are recorded, but chunks are sized anew
+        raise ValueError(
+            "the recording is of another version, which predicted the time of a step otherwise, and"
+            " scheduler.chunk is adaptive; replay it with that version"
+        )
+    return scheduler_of(asked, cache, limits, speculation, facts.get("depth", 1), costs)
 
 
 def changed(section: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
@@ -188,17 +207,17 @@ def changed(section: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     return {name.partition(".")[2]: entry.value for name, entry in settled(entries).items()}
 
 
-def policy(asked: SchedulerSection) -> Policy:
+def policy(asked: SchedulerSection, step_time: StepTime) -> Policy:
     """Return the batching policy that a completed section names."""
     long_prompts = None
     if asked.max_long_prefills is not None:
         long_prompts = LongPrompts(asked.max_long_prefills, _said(asked.long_prompt_tokens))
     match asked.policy:
         case "stall_free":
-            return StallFree(chunks(asked), long_prompts)
+            return StallFree(chunks(asked, step_time), long_prompts)
         case "split":
             prompt_tokens = int(_said(asked.prompt_share) * _said(asked.max_batch_tokens))
-            return Split(prompt_tokens, chunks(asked), long_prompts)
+            return Split(prompt_tokens, chunks(asked, step_time), long_prompts)
         case "prefill_first":
             return PrefillFirst()
         case "orca":
@@ -207,7 +226,7 @@ def policy(asked: SchedulerSection) -> Policy:
             return Static(_said(asked.batch_size), _said(asked.max_wait_ms) / 1000)
 
 
-def chunks(asked: SchedulerSection) -> Chunks | None:
+def chunks(asked: SchedulerSection, step_time: StepTime) -> Chunks | None:
     """Return how long a prompt's chunks are; None: as long as the budget allows."""
     if asked.chunk == "fixed":
         return None if asked.chunk_tokens is None else FixedChunks(asked.chunk_tokens)
@@ -215,7 +234,7 @@ def chunks(asked: SchedulerSection) -> Chunks | None:
     tile = _said(asked.tile_tokens)
     if asked.chunk == "dynamic":
         return StagedChunks(least, most, _said(asked.chunk_stages), _said(asked.staged_tokens), tile)
-    return AdaptiveChunks(_said(asked.target_itl_ms) / 1000, least, most, tile)
+    return AdaptiveChunks(step_time, _said(asked.target_itl_ms) / 1000, least, most, tile)
 
 
 def waiting(asked: SchedulerSection, slots: SlotPool) -> WaitingQueue:

@@ -13,6 +13,7 @@ from continuous_batching.speculation.source import Source
 from continuous_batching.speculation.speculation import Speculation
 from continuous_batching.speculation.suffix import Suffix
 from continuous_batching.speculation.throughput import Throughput
+from continuous_batching.step_time import StepTime
 from recipes.schema.speculation_section import SpeculationSection
 
 PROPOSERS: dict[str, Callable[[SlotPool], Proposer]] = {
@@ -27,10 +28,10 @@ ON_DEVICE: dict[str, DraftSpans] = {"draft": model_spans, "eagle3": head_spans, 
 WINDOW = 100  # default of speculation.window
 
 
-def lengths_of(asked: SpeculationSection, slots: SlotPool) -> Lengths:
+def lengths_of(asked: SpeculationSection, slots: SlotPool, step_time: StepTime) -> Lengths:
     """Return the rule that chooses how many drafts are verified, as the recipe asks."""
     if asked.adaptive == "throughput":
-        return Throughput(slots)
+        return Throughput(slots, step_time)
     if asked.adaptive == "fixed":
         return Fixed()
     base = asked.max_tokens if asked.base_tokens is None else asked.base_tokens
@@ -38,9 +39,9 @@ def lengths_of(asked: SpeculationSection, slots: SlotPool) -> Lengths:
     return Source(base, min(least, base), asked.max_tokens, asked.window or WINDOW)
 
 
-def speculation_of(asked: SpeculationSection, slots: SlotPool) -> Speculation | None:
+def speculation_of(asked: SpeculationSection, slots: SlotPool, step_time: StepTime) -> Speculation | None:
     """Return what gives drafts to the rows of a slot table; None where the recipe wants none."""
     if asked.kind == "none":
         return None
-    proposer, lengths = PROPOSERS[asked.kind](slots), lengths_of(asked, slots)
+    proposer, lengths = PROPOSERS[asked.kind](slots), lengths_of(asked, slots, step_time)
     return Speculation(slots, proposer, lengths, asked.max_tokens, spans=ON_DEVICE.get(asked.kind))

@@ -13,13 +13,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from recipes.schema.adapters_section import AdaptersSection, adapter_contradictions
-from recipes.schema.answer_checks import answer_contradictions
-from recipes.schema.cache_checks import event_contradictions, int8_contradictions
+from recipes.schema.checks import (
+    answer_contradictions,
+    contradictions,
+    event_contradictions,
+    int8_contradictions,
+    page_contradictions,
+)
 from recipes.schema.keys import key, keys_of
-from recipes.schema.page_checks import page_contradictions
 from recipes.schema.parallel_section import ParallelSection, stage_contradictions
 from recipes.schema.recipe_error import RecipeError
-from recipes.schema.scheduler_checks import contradictions
 from recipes.schema.scheduler_section import SchedulerSection
 from recipes.schema.server_section import ServerSection
 from recipes.schema.speculation_section import SpeculationSection, speculation_contradictions

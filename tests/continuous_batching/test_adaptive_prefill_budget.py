@@ -60,11 +60,15 @@ class Load:
     def __init__(self, target_itl_s: float, noise: float, num_slots: int = 96) -> None:
         slots = SlotPool(num_slots, 6000, 16)
         self.device = Device(noise)
-        self.adaptive = AdaptiveChunks(target_itl_s, min_tokens=32, max_tokens=2048, tile_tokens=32)
+        step_time = StepTime()
+        self.adaptive = AdaptiveChunks(
+            step_time, target_itl_s, min_tokens=32, max_tokens=2048, tile_tokens=32
+        )
         self.scheduler = Scheduler(
             slots,
             PagePool(num_slots * 380),
             StallFree(self.adaptive),
+            step_time=step_time,
             prefix_sharing=False,
             max_batch_tokens=2048 + num_slots,
             vocab_size=10,
@@ -94,22 +98,6 @@ class Load:
             num = int((step.batch.starts >= self.engine.slots.num_prompt[step.batch.slots]).sum())
             itl_s += [self.device.now_s - before_s] * num
         return np.array(itl_s)
-
-
-def test_the_model_finds_the_cost_that_it_has_the_form_of() -> None:
-    random, model = np.random.default_rng(0), StepTime(0.99)
-    device = Device(noise=0.0)
-    for _ in range(400):
-        starts = random.integers(0, 4000, 20)
-        lens = np.where(random.integers(0, 10, 20) == 0, random.integers(2, 300, 20), 1)
-        before_s, made = device.now_s, batch(*zip(starts, starts + lens))
-        device.run(made)
-        model.observe(made, device.now_s - before_s)
-    assert model.margin == pytest.approx(1.0, abs=0.01)
-    chunk = batch((900, 901), (2000, 2512))
-    cost_s = BASE_S + TOKEN_S * 513 + CONTEXT_S * 2900 + PAIR_S * 512 * 2256
-    predicted = model.predict(*(np.array([value]) for value in features(chunk)))
-    assert predicted[0] == pytest.approx(cost_s, rel=0.01)
 
 
 @pytest.mark.parametrize("noise", [0.02, 0.08])
@@ -147,28 +135,10 @@ def test_prompts_get_on_though_the_target_cannot_be_met_and_decodes_do_though_it
 
 
 def test_nothing_is_held_back_where_nobody_decodes_and_little_is_staked_at_first() -> None:
-    adaptive = AdaptiveChunks(0.04, min_tokens=32, max_tokens=2048, tile_tokens=32)
+    adaptive = AdaptiveChunks(StepTime(), 0.04, min_tokens=32, max_tokens=2048, tile_tokens=32)
     alone = Busy(np.array([5000]), np.array([0]), np.array([False]))
     assert adaptive.limit(alone, 4096).total == 2048
     beside = Busy(np.array([1, 1, 5000]), np.array([9, 9, 0]), np.array([True, True, False]))
     assert adaptive.limit(beside, 4096).total == 32, "the least"
     adaptive.observe(batch((0, 100)), 0.001)
     assert adaptive.limit(beside, 4096).total <= 200, "twice the most that was tried"
-
-
-def test_a_decode_with_drafts_is_no_chunk() -> None:
-    def batch(prompt_tokens: int, drafts: int) -> Batch:
-        """A prompt's chunk, and a decode with drafts that yields a token at each of its positions."""
-        starts = np.array([0, 500])
-        stops = starts + np.array([prompt_tokens, 1 + drafts])
-        sampled = np.repeat([0, 1], [1, 1 + drafts])
-        targets = np.concatenate((stops[:1], np.arange(501, 502 + drafts)))
-        return Batch(np.array([0, 1]), starts, stops, sampled, sampled, targets, num_drafts=drafts)
-
-    with_drafts, without = StepTime(0.99), StepTime(0.99)
-    for _ in range(200):
-        for times in (with_drafts, without):
-            times.observe(batch(1, 4 if times is with_drafts else 0), 0.01)
-    assert with_drafts.margin == without.margin, "no step computed a prompt"
-    with_drafts.observe(batch(5, 4), 0.01)
-    assert with_drafts._num_ratios == 1

@@ -34,6 +34,7 @@ from continuous_batching.speculation.lengths import Fixed
 from continuous_batching.speculation.ngram import NGram
 from continuous_batching.speculation.proposer import Guesses
 from continuous_batching.speculation.speculation import Speculation
+from continuous_batching.step_time import StepTime
 from kv_cache.pages import Index, PagePool
 from simulation.recorded import follow, recorded_run
 from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner, alone
@@ -85,11 +86,11 @@ def speculation(slots: SlotPool, rightness: Rightness, most: int, seed: int) -> 
     return Speculation(slots, Knowing(slots, share, seed), Fixed(), most)
 
 
-def policy_of(name: str, num_slots: int) -> Policy:
+def policy_of(name: str, num_slots: int, step_time: StepTime) -> Policy:
     policies: dict[str, Policy] = {
         "stall_free": StallFree(),
         "fixed chunks": StallFree(FixedChunks(5)),
-        "adaptive chunks": StallFree(AdaptiveChunks(0.5, 1, 30, 1)),
+        "adaptive chunks": StallFree(AdaptiveChunks(step_time, 0.5, 1, 30, 1)),
         "split": Split(4),
         "prefill_first": PrefillFirst(),
         "orca": Orca(),
@@ -110,13 +111,14 @@ def schedulers(draw: st.DrawFn, depths: Sequence[int] = (1,)) -> tuple[Scheduler
     slots = SlotPool(num_slots, MAX_TOKENS, page_size)
     num_host_pages = draw(st.sampled_from([60, None, 3, 12]))
     host_pool = None if num_host_pages is None else PagePool(num_host_pages)
-    is_whole = name in ("prefill_first", "orca")
+    is_whole, step_time = name in ("prefill_first", "orca"), StepTime()
     pool = PagePool(1 + longest_pages + draw(st.integers(0, 2 * longest_pages)))
     groups = draw(drawn_groups(slots, pool, host_pool, 30 + 12 + 20 - 1))
     scheduler = Scheduler(
         slots,
         pool,
-        policy_of(name, num_slots),
+        policy_of(name, num_slots, step_time),
+        step_time=step_time,
         max_batch_tokens=max(
             num_slots + draw(st.sampled_from([1, 5, 12, 40])), MAX_TOKENS if is_whole else 0
         ),
@@ -172,11 +174,12 @@ def test_every_schedule_with_drafts_gives_the_tokens_of_each_request_alone(
 
 def small(rightness: Rightness, seed: int, most: int = 6) -> Scheduler:
     """One that must preempt, swap and compact."""
-    slots = SlotPool(4, 48, 4)
+    slots, step_time = SlotPool(4, 48, 4), StepTime()
     return Scheduler(
         slots,
         PagePool(16),
-        StallFree(AdaptiveChunks(0.4, 1, 30, 1)),  # decides by the shapes and the times of steps
+        StallFree(AdaptiveChunks(step_time, 0.4, 1, 30, 1)),  # decides by the shapes and the times of steps
+        step_time=step_time,
         max_batch_tokens=16,
         vocab_size=VOCAB_SIZE,
         eos_token_ids=(EOS,),

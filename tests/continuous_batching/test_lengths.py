@@ -19,13 +19,13 @@ from continuous_batching.request import Request, SamplingParams
 from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.slots import SlotPool
 from continuous_batching.speculation.acceptance import Acceptance
-from continuous_batching.speculation.decode_time import DecodeTime
 from continuous_batching.speculation.lengths import Fixed, Lengths, Verdicts
 from continuous_batching.speculation.proposer import Guesses
 from continuous_batching.speculation.source import Source
 from continuous_batching.speculation.speculation import Speculation
 from continuous_batching.speculation.throughput import Throughput
 from continuous_batching.speculation.worth import Worth
+from continuous_batching.step_time import StepTime
 from kv_cache.pages import Index, PagePool
 from simulation.clock import Clock
 from simulation.runner import SimulatedRunner
@@ -67,7 +67,7 @@ class Costs:
 def served(
     rates: list[float],
     cost: Cost,
-    lengths: Callable[[SlotPool], Lengths] | None,
+    lengths: Callable[[SlotPool, StepTime], Lengths] | None,
     *,
     most: int = 4,
     noise: float = 0.0,
@@ -78,7 +78,7 @@ def served(
 ) -> tuple[float, Engine]:
     """Tokens a second of as many rows as there are rates; `lengths` None is plain."""
     clock, num = Clock(), len(rates)
-    slots = SlotPool(num, ANSWER_TOKENS + 16, 16)
+    slots, step_time = SlotPool(num, ANSWER_TOKENS + 16, 16), StepTime()
     proposer = Chance(rates, clock, guess_s)
     scheduler = Scheduler(
         slots,
@@ -86,7 +86,8 @@ def served(
         StallFree(),
         max_batch_tokens=num * 16,
         vocab_size=8,
-        speculation=lengths and Speculation(slots, proposer, lengths(slots), most),
+        speculation=lengths and Speculation(slots, proposer, lengths(slots, step_time), most),
+        step_time=step_time,
     )
     engine = Engine(scheduler, SimulatedRunner(clock, Costs(cost, noise), slots), clock, overlap=overlap)
     params = SamplingParams(max_tokens=ANSWER_TOKENS, temperature=0.0, ignore_eos=True)
@@ -144,7 +145,7 @@ def test_throughput_never_falls_below_plain(cost: Cost, num: int, rate: float, n
     ("cost", "num"), [(memory_bound, 1), (memory_bound, 8), (cpu, 1), (cpu, 8), (tiles, 8)]
 )
 def test_it_gains_nearly_what_all_drafts_gain_where_they_pay(cost: Cost, num: int) -> None:
-    fixed, _ = served([0.95] * num, cost, lambda _: Fixed())
+    fixed, _ = served([0.95] * num, cost, lambda *_: Fixed())
     adaptive, _ = served([0.95] * num, cost, Throughput)
     plain, _ = served([0.95] * num, cost, None)
     assert fixed > 1.5 * plain
@@ -153,7 +154,7 @@ def test_it_gains_nearly_what_all_drafts_gain_where_they_pay(cost: Cost, num: in
 
 def test_each_row_has_drafts_by_its_own_acceptance() -> None:
     rates = [0.95, 0.05] * 8
-    fixed, _ = served(rates, cpu, lambda _: Fixed())
+    fixed, _ = served(rates, cpu, lambda *_: Fixed())
     plain, _ = served(rates, cpu, None)
     drafted = np.zeros(len(rates))
 
@@ -266,19 +267,6 @@ def test_the_source_s_formula_chooses_the_source_s_lengths() -> None:
     assert best((1, 2)) == 2
     assert best((3, 4)) == 5
     assert best((0, 4), *[(4, 4)] * 4) == 8, "of a window"
-
-
-@pytest.mark.parametrize("asked", [True, False])
-def test_times_follow_a_machine_that_gets_slower(asked: bool) -> None:
-    """However often they are asked for."""
-    rows = np.arange(4)
-    batch = Batch(rows, rows + 100, rows + 101, rows, rows, rows + 101)
-    times = DecodeTime()
-    for number in range(8 * 700):
-        times.observe(batch, 1e-3 if number < 8 * 100 else 2e-3)
-        if asked:
-            times.predict(4, int(batch.starts.sum()))
-    assert times.predict(4, int(batch.starts.sum()))[0] == pytest.approx(2e-3, rel=0.05)
 
 
 @pytest.mark.parametrize("rate", [0.3, 0.95])

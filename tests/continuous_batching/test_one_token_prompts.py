@@ -22,20 +22,21 @@ from continuous_batching.policies.static import Static
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.slots import SlotPool
+from continuous_batching.step_time import StepTime
 from kv_cache.pages import PagePool
 from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner, alone
 from tests.thorough import cases
 
-POLICIES: dict[str, Callable[[], Policy]] = {
-    "stall_free": StallFree,
-    "fixed chunks": lambda: StallFree(FixedChunks(4)),
-    "staged chunks": lambda: StallFree(StagedChunks(2, 8, 3, 20, 2)),
-    "adaptive chunks": lambda: StallFree(AdaptiveChunks(1.0, 1, 8, 1)),
-    "long prompts": lambda: StallFree(long_prompts=LongPrompts(1, 6)),
-    "split": lambda: Split(5),
-    "orca": Orca,
-    "prefill_first": PrefillFirst,
-    "static": lambda: Static(3, 0.0),
+POLICIES: dict[str, Callable[[StepTime], Policy]] = {
+    "stall_free": lambda _: StallFree(),
+    "fixed chunks": lambda _: StallFree(FixedChunks(4)),
+    "staged chunks": lambda _: StallFree(StagedChunks(2, 8, 3, 20, 2)),
+    "adaptive chunks": lambda step_time: StallFree(AdaptiveChunks(step_time, 1.0, 1, 8, 1)),
+    "long prompts": lambda _: StallFree(long_prompts=LongPrompts(1, 6)),
+    "split": lambda _: Split(5),
+    "orca": lambda _: Orca(),
+    "prefill_first": lambda _: PrefillFirst(),
+    "static": lambda _: Static(3, 0.0),
 }
 # Nearly all prompts have one token; each is (arrives at this step, tokens of the prompt, of the answer)
 PLANS = st.lists(
@@ -45,14 +46,23 @@ PLANS = st.lists(
 )
 
 
-def steps_of(policy: Policy, plan: list[tuple[int, int, int]]) -> Iterator[tuple[int, int, int]]:
+def steps_of(
+    policy_of: Callable[[StepTime], Policy], plan: list[tuple[int, int, int]]
+) -> Iterator[tuple[int, int, int]]:
     """Serve a plan to its end, and check the answers; of each step the spans of prompts, the decodes, and the
     requests that had a token of their answer before it.
     """
     slots, now_s = SlotPool(4, 32, 2), 0.0
     pool = PagePool(1 + 4 * 9)  # nobody is preempted
+    step_time = StepTime()
     scheduler = Scheduler(
-        slots, pool, policy, max_batch_tokens=32, vocab_size=VOCAB_SIZE, prefix_sharing=False
+        slots,
+        pool,
+        policy_of(step_time),
+        max_batch_tokens=32,
+        vocab_size=VOCAB_SIZE,
+        prefix_sharing=False,
+        step_time=step_time,
     )
     engine = Engine(scheduler, ChecksumRunner(slots, pool), clock=lambda: now_s)
     ended, step = [], 0
@@ -79,7 +89,7 @@ def steps_of(policy: Policy, plan: list[tuple[int, int, int]]) -> Iterator[tuple
 @given(plan=PLANS)
 @settings(max_examples=cases(25, 500), deadline=None)
 def test_a_step_of_prompts_holds_no_decode(name: str, plan: list[tuple[int, int, int]]) -> None:
-    for num_prompts, num_decodes, _ in steps_of(POLICIES[name](), plan):
+    for num_prompts, num_decodes, _ in steps_of(POLICIES[name], plan):
         assert not (num_prompts and num_decodes), f"{num_prompts} prompts beside {num_decodes} decodes"
 
 
@@ -87,10 +97,10 @@ def test_a_step_of_prompts_holds_no_decode(name: str, plan: list[tuple[int, int,
 @given(plan=PLANS)
 @settings(max_examples=cases(25, 500), deadline=None)
 def test_every_step_gives_every_decode_its_token(name: str, plan: list[tuple[int, int, int]]) -> None:
-    for _, num_decodes, answering in steps_of(POLICIES[name](), plan):
+    for _, num_decodes, answering in steps_of(POLICIES[name], plan):
         assert num_decodes == answering
 
 
 def test_split_bounds_prompts_of_one_token_as_any_others() -> None:
-    steps = list(steps_of(Split(2), [(0, 1, 3)] * 4))
+    steps = list(steps_of(lambda _: Split(2), [(0, 1, 3)] * 4))
     assert [num_prompts for num_prompts, *_ in steps] == [2, 2, 0, 0], "prompts get two tokens of a step"

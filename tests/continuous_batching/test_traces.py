@@ -33,6 +33,7 @@ from continuous_batching.request import Request, SamplingParams
 from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.scheduling.victims import fewest_lost, lowest_priority, youngest
 from continuous_batching.slots import SlotPool
+from continuous_batching.step_time import StepTime
 from kv_cache.pages import PagePool
 from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner, alone, searched
 from tests.continuous_batching.recount import recount
@@ -59,11 +60,12 @@ class Trace:
         budget = num_slots + int(random.choice([1, 3, 12]))
         if policy in ("orca", "prefill_first"):
             budget = LONGEST + int(random.integers(0, 9))
+        step_time = StepTime()
         chunks: Chunks = [
             None,
             FixedChunks(int(random.integers(1, 9))),
             StagedChunks(2, 8, 3, 24, 2),
-            AdaptiveChunks(float(random.choice([1.2, 1.5, 2.5])), 1, 12, 2),
+            AdaptiveChunks(step_time, float(random.choice([1.2, 1.5, 2.5])), 1, 12, 2),
         ][int(random.integers(4))]
         long_prompts = [None, LongPrompts(1, 10), LongPrompts(2, 6)][int(random.integers(3))]
         fair = bool(random.integers(2))
@@ -85,6 +87,7 @@ class Trace:
             slots,
             PagePool(num_pages),
             made[policy],
+            step_time=step_time,
             waiting=WaitingQueue(ORDERS[order], FairShare(slots, weights) if fair else None, long_tokens),
             outrank=outrank,
             victim=[youngest, fewest_lost, lowest_priority][int(random.integers(3))],

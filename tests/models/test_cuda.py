@@ -84,9 +84,11 @@ def test_tokens_are_those_of_the_cpu() -> None:
     ours = serve(on_cuda, requests(4))
     expected = serve(engine("device.attention=reference", "device.threads=1"), requests(4))
     assert [request.answer.tolist() for request in ours] == [request.answer.tolist() for request in expected]
-    counters = on_cuda.scheduler.counters
-    assert counters.preemptions, "the pool was too large to force preemptions"
-    assert counters.hit_tokens, "no prefix was shared"
+    assert on_cuda.scheduler.counters.preemptions, "the pool was too large to force preemptions"
+    more = engine("device.kind=cuda", "cache.num_pages=20")
+    again = serve(more, requests(4))
+    assert [request.answer.tolist() for request in again] == [request.answer.tolist() for request in expected]
+    assert more.scheduler.counters.hit_tokens, "no prefix was shared"
 
 
 @pytest.mark.slow

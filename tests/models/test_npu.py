@@ -40,6 +40,16 @@ FUSED_ATTENTION = "npu_fused_infer_attention_score"
 NUM_LAYERS = 4
 
 
+# Layers with and without a window, whose captured calls are updated in the order in which they run
+WINDOWED = (
+    '{"model_type": "gemma3_text", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 96,'
+    ' "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64,'
+    ' "max_position_embeddings": 256, "sliding_window": 9, "sliding_window_pattern": 2,'
+    ' "query_pre_attn_scalar": 64, "rope_theta": 10000.0, "rope_local_base_freq": 500.0}'
+)
+RANDOM = ("model.weights=random", "model.dtype=float32")
+
+
 def engine_of(*overrides: str) -> Engine:
     few = ["cache.num_pages=64", "scheduler.num_slots=6", "scheduler.max_batch_tokens=48"]
     return build(load(ROOT / "recipes/tiny/cpu.yaml", [*settings("npu"), *few, *overrides])).engine
@@ -393,6 +403,7 @@ def test_every_line_of_every_npu_file_runs(monkeypatch: pytest.MonkeyPatch) -> N
     files += sorted((ROOT / "attention/npu").glob("*_attention.py"))
     with Lines(files) as lines:
         serve(engine_of("device.graphs=2"))
+        serve(engine_of("device.graphs=2", f"model.config={WINDOWED}", "model.path=null", *RANDOM))
         engine = engine_of("device.graphs=2")
         with torch.npu.stream(engine.runner.attention.update_stream):  # type: ignore[attr-defined]
             serve(engine)

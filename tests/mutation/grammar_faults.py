@@ -174,7 +174,7 @@ FAULTS = {
         "tests/serving/test_channels.py::test_a_form_begins_behind_the_mark_of_the_final_channel",
     ),
     "thoughts_without_calls": Fault(
-        "recipes/schema/answer_checks.py::answer_contradictions",
+        "recipes/schema/checks.py::answer_contradictions",
         '(tool_format == "harmony") != (reasoning == "harmony")',
         'tool_format == "harmony" and reasoning != "harmony"',
         "a recipe serves thoughts on channels, and refuses the calls on them",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from recipes.schema.page_checks import page_contradictions
+from recipes.schema.checks import page_contradictions
 from recipes.schema.reader import read
 from recipes.schema.recipe_error import RecipeError
 from tests.serving.server import TINY

@@ -15,6 +15,7 @@ from continuous_batching.policies.stall_free import StallFree
 from continuous_batching.policies.static import Static
 from continuous_batching.queueing.ordering import Aged, EarliestDeadline, shortest_first
 from continuous_batching.request import Request
+from continuous_batching.step_time import StepTime
 from recipes.assembly.scheduler import (
     SchedulerLimits,
     chunks,
@@ -24,9 +25,9 @@ from recipes.assembly.scheduler import (
     scheduler_from,
     scheduler_of,
 )
+from recipes.schema.checks import contradictions
 from recipes.schema.recipe import CacheSection
 from recipes.schema.recipe_error import RecipeError
-from recipes.schema.scheduler_checks import contradictions
 from recipes.schema.scheduler_defaults import LONGEST_STEP, completed, longest_request
 from recipes.schema.scheduler_section import SchedulerSection
 
@@ -138,16 +139,16 @@ def test_what_cannot_stand_together_is_refused(values: dict[str, Any], message: 
 def test_a_policy_is_what_was_asked_for(values: dict[str, Any], kind: type) -> None:
     asked = section(**values)
     assert not list(contradictions(asked))
-    assert type(policy(completed(asked).section)) is kind
+    assert type(policy(completed(asked).section, StepTime())) is kind
 
 
 def test_chunks_are_what_was_asked_for() -> None:
     assert not list(contradictions(section(**DYNAMIC)))
-    staged = chunks(whole(**DYNAMIC))
+    staged = chunks(whole(**DYNAMIC), StepTime())
     assert isinstance(staged, StagedChunks)
     assert staged.sizes.tolist() == [256, 192, 160, 128, 64]
     assert not list(contradictions(section(**ADAPTIVE)))
-    assert isinstance(chunks(whole(**ADAPTIVE)), AdaptiveChunks)
+    assert isinstance(chunks(whole(**ADAPTIVE), StepTime()), AdaptiveChunks)
 
 
 def test_an_order_is_what_was_asked_for() -> None:

@@ -12,6 +12,7 @@ from continuous_batching.speculation.draft_model import model_spans
 from continuous_batching.speculation.lengths import Fixed
 from continuous_batching.speculation.source import Source
 from continuous_batching.speculation.throughput import Throughput
+from continuous_batching.step_time import StepTime
 from recipes.assembly.engine import build
 from recipes.assembly.families import draft_config, model_config
 from recipes.assembly.memory_plan import report
@@ -47,8 +48,10 @@ def test_who_guesses_is_built_and_recorded() -> None:
 def test_every_choice_can_be_built() -> None:
     choices = {key.name: set(key.choices) for key in keys_of(SpeculationSection)}
     assert choices["kind"] == {"none", *PROPOSERS}
-    slots = SlotPool(4, 64, 16)
-    made = {each: lengths_of(SpeculationSection(adaptive=each), slots) for each in choices["adaptive"]}
+    slots, step_time = SlotPool(4, 64, 16), StepTime()
+    made = {
+        each: lengths_of(SpeculationSection(adaptive=each), slots, step_time) for each in choices["adaptive"]
+    }
     kinds = {"throughput": Throughput, "source": Source, "fixed": Fixed}
     assert {name: type(each) for name, each in made.items()} == kinds
 

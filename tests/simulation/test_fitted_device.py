@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from devices.rates import DeviceRates
 from models.config import DecoderConfig
 from recipes.assembly.families import decoder_config
-from simulation.device import SimulatedDevice
 from simulation.fitted_device import StepSize, fitted_device, predicted_s, with_links
 from simulation.roofline import Roofline
 
@@ -27,7 +27,7 @@ CONFIG: DecoderConfig = decoder_config(
     }
 )
 CORE = replace(
-    SimulatedDevice.load("epyc"),
+    DeviceRates.load("epyc"),
     tflop_per_s={"float32": 0.07},
     memory_gb_per_s=11.0,
     host_us=900.0,
@@ -58,7 +58,7 @@ def test_rates_are_found_again_and_say_what_two_devices_take(stalls: float) -> N
     truth, all_sizes = Roofline(CONFIG, CORE), sizes(random)
     slow = np.where(random.random(len(all_sizes)) < stalls, 5.0, 1.0)
     steps = [(size, predicted_s(truth, size) * by) for size, by in zip(all_sizes, slow)]
-    found = fitted_device(SimulatedDevice.load("epyc"), CONFIG, steps, 11.0)
+    found = fitted_device(DeviceRates.load("epyc"), CONFIG, steps, 11.0)
     assert found.tflop_per_s["float32"] == pytest.approx(0.07, rel=0.05)
     assert found.host_us == pytest.approx(900.0, rel=0.2)
     assert found.row_us == pytest.approx(600.0, rel=0.1)

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
+from devices.rates import DeviceRates
 from models.config import DecoderConfig
+from models.cost import attention_operations, attention_products
 from recipes.assembly.families import decoder_config
-from simulation.device import SimulatedDevice
-from simulation.roofline import Roofline, attention_operations, attention_products
+from simulation.roofline import Roofline
 from tests.recipes import published
 
-BARE = replace(SimulatedDevice.load("ascend910b"), host_us=0, graph_us=0, kernel_us=0, launch_us=0)
+BARE = replace(DeviceRates.load("ascend910b"), host_us=0, graph_us=0, kernel_us=0, launch_us=0)
 MODELS = {name: getattr(published, name) for name in ("MIXTRAL_8X7B", "QWEN3_30B_A3B", "DEEPSEEK_V2_LITE")}
 
 

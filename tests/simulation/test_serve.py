@@ -17,15 +17,16 @@ from continuous_batching.engine import Engine, Step
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.slots import SlotPool
+from devices.rates import DeviceRates
 from kv_cache.pages import PageCopy
 from models.checkpoint.huggingface import decoder_config
+from models.cost import ModelPart
 from recipes.assembly.scheduler import SchedulerLimits, scheduler_of
 from recipes.schema.recipe import CacheSection
 from recipes.schema.scheduler_section import SchedulerSection
 from simulation import trace
-from simulation.device import SimulatedDevice
 from simulation.quantile_sketch import Sketch
-from simulation.roofline import ModelPart, Roofline
+from simulation.roofline import Roofline
 from simulation.run_totals import rounded
 from simulation.serve import serve
 
@@ -237,7 +238,7 @@ def test_a_line_that_cannot_be_is_named_and_may_be_skipped(fields: str, reason: 
 
 @pytest.mark.parametrize("name", ["ascend910", "ascend910b", "ascend910c", "h200"])
 def test_no_step_is_faster_than_its_floors(name: str) -> None:
-    device = SimulatedDevice.load(name)
+    device = DeviceRates.load(name)
     costs = Roofline(LLAMA_7B, device, graphs=256)
     weights_s = LLAMA_7B.step_weight_bytes / (device.memory_gb_per_s * 1e9)
     one_s = costs.time_s(1, 1, 1, 32 * 1024, 32 * 1024)
@@ -253,7 +254,7 @@ def test_no_step_is_faster_than_its_floors(name: str) -> None:
 def test_decodes_see_all_that_is_known() -> None:
     starts = np.array([7, 0, 4000])
     decodes = Batch(np.arange(3), starts, starts + 1, np.arange(3), np.arange(3), starts + 1)
-    device = SimulatedDevice.load("h200")
+    device = DeviceRates.load("h200")
     assert Roofline(LLAMA_7B, device).seen(decodes, 3) == (32 * 4010, 32 * 4010)
     windows = (None,) * 16 + (100,) * 16
     near = 16 * 4010 + 16 * (8 + 1 + 101)
@@ -262,7 +263,7 @@ def test_decodes_see_all_that_is_known() -> None:
 
 
 def test_a_window_is_seen_by_each_token_of_a_span() -> None:
-    device = SimulatedDevice.load("h200")
+    device = DeviceRates.load("h200")
     starts, stops = np.array([0, 0, 500, 1000, 3000]), np.array([2048, 700, 900, 1100, 3001])
     batch = Batch(np.arange(5), starts, stops, np.arange(5), np.arange(5), stops)
     costs = Roofline(replace(LLAMA_7B, windows=(1024,) * 32), device)
@@ -278,7 +279,7 @@ def test_pages_that_move_are_read_and_written() -> None:
     starts = np.array([7])
     still = Batch(np.arange(1), starts, starts + 1, np.arange(1), np.arange(1), starts + 1)
     moved = replace(still, copies=(PageCopy(np.arange(4, 9), np.arange(10, 15)),))
-    slots, device = SlotPool(4, 200, 16), SimulatedDevice.load("ascend910")
+    slots, device = SlotPool(4, 200, 16), DeviceRates.load("ascend910")
     for tensor, stage, share in ((1, None, 1), (2, ModelPart(8, has_head=False), 1 / 8)):
         costs = Roofline(LLAMA_7B, device, tensor=tensor, stage=stage)
         num_bytes = 2 * 5 * 16 * LLAMA_7B.kv_bytes_per_token() * share
@@ -287,11 +288,11 @@ def test_pages_that_move_are_read_and_written() -> None:
 
 
 def test_decode_reads_what_it_must() -> None:
-    device = replace(SimulatedDevice.load("ascend910b"), host_us=0, graph_us=0, kernel_us=0)
+    device = replace(DeviceRates.load("ascend910b"), host_us=0, graph_us=0, kernel_us=0)
     costs = Roofline(LLAMA_7B, device, graphs=256)
     alone_s, deep_s = costs.time_s(1, 1, 1, 0, 0), costs.time_s(1, 1, 1, 32 * 4000, 0)
     assert deep_s - alone_s == pytest.approx(
         4000 * LLAMA_7B.kv_bytes_per_token() / device.bytes_per_s, rel=0.01
     )
     with pytest.raises(ValueError, match="has no rate for bfloat16"):
-        Roofline(replace(LLAMA_7B, dtype="bfloat16"), SimulatedDevice.load("ascend910")).time_s(1, 1, 1, 1, 1)
+        Roofline(replace(LLAMA_7B, dtype="bfloat16"), DeviceRates.load("ascend910")).time_s(1, 1, 1, 1, 1)

@@ -1,4 +1,4 @@
-"""Describe a simulated device by the costs of a step's parts: products, memory, links and the host."""
+"""State how fast a device multiplies, moves bytes, sends messages and launches operators."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import json
 from dataclasses import dataclass
 from typing import Literal
 
-from simulation.device_profile import FOLDER, load
+from devices.profile import FOLDER, load
 
 
 @dataclass(frozen=True, slots=True)
-class SimulatedDevice:
-    """One device, from the `step` of a file of `simulation/profiles`.
+class DeviceRates:
+    """One device, from the `step` of a file of `devices/profiles`.
 
     The speed of a step is a rate times its efficiency; `basis` says how these are known. A matrix product
     computes whole tiles of [rows, columns]; without `reads_ahead`, as on the cores of a CPU, it reads its
@@ -41,7 +41,7 @@ class SimulatedDevice:
     source: str
 
     @classmethod
-    def load(cls, name: str) -> SimulatedDevice:
+    def load(cls, name: str) -> DeviceRates:
         """Read the device of a profile; raises ValueError if there is no such profile."""
         profile = load(name)
         facts = json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))["step"]

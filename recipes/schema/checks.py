@@ -1,13 +1,118 @@
-"""Check that the scheduler's keys do not contradict each other."""
+"""Check keys of a recipe against each other: values that are each in range, and contradict one another.
+
+Each function yields the errors of one subject: answers, page events, pages that engines exchange, and the
+scheduler with its policies.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from borders.numbers import POSITIVE
+from borders.numbers import PORTS, POSITIVE
 from recipes.schema.recipe_error import RecipeError, in_words
 from recipes.schema.scheduler_defaults import completed
 from recipes.schema.scheduler_section import READ_WHERE, UNSAID, WHOLE, SchedulerSection
+
+
+def answer_contradictions(tool_format: str, reasoning: str) -> Iterator[RecipeError]:
+    """Yield what contradicts `server.tool_format` or `server.reasoning`.
+
+    Channels hold both reasoning and calls.
+    """
+    if (tool_format == "harmony") != (reasoning == "harmony"):
+        yield RecipeError(
+            ("server.tool_format", "server.reasoning"),
+            f"calls and thoughts stand on the same channels, and server.reasoning is {reasoning}",
+            "set both to harmony, or neither",
+            value=tool_format,
+        )
+
+
+# These are ratios of query heads to key-value heads, of 128 numbers each, for which
+# npu_fused_infer_attention_score_v2 reads int8 pages in FRACTAL_NZ. It takes a scale for each channel, or one
+# for each token that all heads share.
+NPU_HEADS = ("10:1", "64:8", "80:8", "128:16")
+
+
+def int8_contradictions(dtype: str, kind: str, attention: str) -> Iterator[RecipeError]:
+    """Yield what contradicts `cache.dtype: int8`, which has one scale for each token and head."""
+    if dtype != "int8":
+        return
+    if kind == "npu":
+        yield RecipeError(
+            ("cache.dtype", "device.kind"),
+            f"an NPU reads int8 keys and values only for {', '.join(NPU_HEADS)} heads of 128, and none with a"
+            " scale for each token and head",
+            "set it to auto",
+            value=dtype,
+        )
+    if attention != "reference":
+        yield RecipeError(
+            ("cache.dtype", "device.attention"),
+            f"only plain torch reads int8 keys and values, and device.attention is {attention}",
+            "set device.attention to reference, or this to auto",
+            value=dtype,
+        )
+
+
+def event_contradictions(endpoint: str | None, *, is_sharing: bool) -> Iterator[RecipeError]:
+    """Yield what contradicts `cache.events`."""
+    if endpoint is not None and not is_sharing:
+        yield RecipeError(
+            ("cache.events", "cache.prefix_sharing"),
+            "no page can be found, so that there is nothing to publish",
+            "set cache.prefix_sharing to true, or leave this out",
+            value=endpoint,
+        )
+
+
+_OWN_PAGES = ("draft", "eagle3", "mtp")  # kinds of speculation that keep keys of their own beside the model's
+
+
+def page_contradictions(
+    pages_at: str | None, prompt_replicas: Sequence[str], *, is_sharing: bool, ranks: int, speculation: str
+) -> Iterator[RecipeError]:
+    """Yield what contradicts `server.pages_at` and `server.prompt_replicas`."""
+    asked = {"server.pages_at": pages_at, "server.prompt_replicas": list(prompt_replicas) or None}
+    for name, endpoints in {"server.pages_at": [pages_at], "server.prompt_replicas": prompt_replicas}.items():
+        for endpoint in endpoints:
+            if endpoint is not None and not _is_address(endpoint):
+                yield RecipeError(name, "is no tcp://HOST:PORT", "write it so", value=endpoint)
+    if pages_at in prompt_replicas and pages_at is not None:
+        yield RecipeError(
+            ("server.pages_at", "server.prompt_replicas"),
+            "names this engine among those that compute for it",
+            "leave it out of one of them",
+            value=pages_at,
+        )
+    for name in [name for name, value in asked.items() if value is not None]:
+        if not is_sharing:
+            yield RecipeError(
+                (name, "cache.prefix_sharing"),
+                "pages from elsewhere are found as shared ones are",
+                "set cache.prefix_sharing to true, or leave this out",
+                value=asked[name],
+            )
+        if ranks > 1:
+            yield RecipeError(
+                (name, "parallel"),
+                f"pages are exchanged between engines of one rank, and there are {ranks}",
+                "leave this out, or set parallel.tensor and parallel.pipeline to 1",
+                value=asked[name],
+            )
+        if speculation in _OWN_PAGES:
+            yield RecipeError(
+                (name, "speculation.kind"),
+                f"what {speculation} has of a prompt beside the model's pages is not exchanged",
+                "leave this out, or set speculation.kind to none, ngram or suffix",
+                value=asked[name],
+            )
+
+
+def _is_address(endpoint: str) -> bool:
+    kind, _, rest = endpoint.partition("://")
+    host, _, port = rest.rpartition(":")
+    return kind == "tcp" and bool(host) and PORTS.parse(port) is not None
 
 
 def contradictions(scheduler: SchedulerSection) -> Iterator[RecipeError]:

@@ -12,7 +12,7 @@ FOLDER = Path(__file__).with_name("profiles")
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """One device, from a file of `simulation/profiles`.
+    """One device, from a file of `devices/profiles`.
 
     `efficiency` is the share of the bandwidth that a step can reach, and `basis` says how it is known.
     `cache_mib` may stay on the chip from one step to the next, so a step need not read it from memory.
@@ -37,15 +37,19 @@ def load(name: str) -> Profile:
     """Read a profile by its name; raises ValueError if there is none."""
     path = FOLDER / f"{name}.json"
     if path.parent != FOLDER or not path.exists():
-        names = ", ".join(each.stem for each in sorted(FOLDER.glob("*.json")))
-        raise ValueError(f"{name!r} is no device profile; there are {names}")
+        raise ValueError(f"{name!r} is no device profile; there are {', '.join(names())}")
     facts = json.loads(path.read_text(encoding="utf-8"))
-    del facts["step"]  # this part is read by `simulation.device`
+    del facts["step"]  # this part is read by `devices.rates`
     return Profile(name=name, **facts)
+
+
+def names() -> list[str]:
+    """Return the names of all profiles, in order."""
+    return sorted(path.stem for path in FOLDER.glob("*.json"))
 
 
 def named(device: str) -> str | None:
     """Return the profile that matches a device's reported name, or None; the longest match counts."""
-    profiles = [load(path.stem) for path in sorted(FOLDER.glob("*.json"))]
+    profiles = [load(each) for each in names()]
     found = [(len(part), each.name) for each in profiles for part in each.matches if part in device]
     return max(found)[1] if found else None

@@ -1,0 +1,257 @@
+"""Count what a step of a decoder computes, moves and launches, and derive from it what its steps cost.
+
+The counts are those of one device: matrix products, attention, activations between operators, and launches.
+`Counts` has them for a decoder that `tensor` devices share, or for a stage of its layers. `step_costs` joins
+them with the rates of a device to the coefficients from which `continuous_batching.step_time` starts. These
+are straight lines through the roofline (Williams et al., CACM 2009); its kinks, such as tiles, belong to the
+simulated device (`simulation.roofline`), which keeps a clock of its own. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from continuous_batching.step_time import UNKNOWN, Coefficients, StepCosts
+from devices.rates import DeviceRates
+from models.config import ROUTER_BYTES, DecoderConfig
+
+# Operators of a layer if fused: norms, products, rotary, write, attention, gate, residuals
+OPERATORS = 10
+# Further operators of a layer with experts: the router, its choice, and the shared expert
+MIXTURE_OPERATORS = 10
+REDUCTIONS = 2  # sums over devices that share a layer
+ENDS = 4  # operators before the first layer and after the last
+SMALL_CHUNK = 128  # tokens of a prompt's chunk that costs little more than reading the weights
+ACTIVATIONS = 12  # times that a layer's hidden states are read or written between its products
+
+
+@dataclass(frozen=True, slots=True)
+class LayerProduct:
+    """A matrix product of a layer.
+
+    Devices that share the layer cut its outputs, or its inputs, after which a sum over them follows; or each
+    of them computes it whole.
+    """
+
+    inputs: int
+    outputs: int
+    cut: Literal["inputs", "outputs"] | None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPart:
+    """The part of a model on one group of devices; the last group also has the LM head."""
+
+    num_layers: int
+    has_head: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StepProduct:
+    """A matrix product of a step, as one device computes it, and how many times the step has it."""
+
+    times: float
+    rows: float
+    inputs: float
+    outputs: float
+    dtype: str
+    weight_bytes: float  # bytes of one weight
+    dtype_bytes: int  # bytes of one number of the activations
+
+    @property
+    def operations(self) -> float:
+        return 2 * self.rows * self.inputs * self.outputs
+
+    @property
+    def num_bytes(self) -> float:
+        """Bytes of the weights, of what is multiplied with them, and of the result."""
+        return (
+            self.inputs * self.outputs * self.weight_bytes
+            + self.rows * (self.inputs + self.outputs) * self.dtype_bytes
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What steps cost one of `tensor` devices that share each layer; `part` None is the whole model."""
+
+    config: DecoderConfig
+    tensor: int = 1
+    part: ModelPart | None = None
+
+    @property
+    def held(self) -> ModelPart:
+        """The part of the model that the devices hold."""
+        return self.part or ModelPart(self.config.num_layers, has_head=True)
+
+    @property
+    def share(self) -> float:
+        """The share of the model's layers that the devices hold."""
+        return self.held.num_layers / self.config.num_layers
+
+    @property
+    def num_operators(self) -> int:
+        """Operators that a step launches, where it is no captured graph."""
+        of_layer = OPERATORS + (REDUCTIONS if self.tensor > 1 else 0)
+        experts = round(self.share * self.config.num_mixtures) * MIXTURE_OPERATORS
+        return self.held.num_layers * of_layer + ENDS + experts
+
+    def hidden_bytes(self, num_tokens: float) -> float:
+        """Return the bytes of the hidden states of tokens at one place of a layer."""
+        return num_tokens * self.config.hidden_size * self.config.dtype_bytes
+
+    def activation_bytes(self, num_tokens: float) -> float:
+        """Return the bytes that the operators between products read and write."""
+        return self.held.num_layers * ACTIVATIONS * self.hidden_bytes(num_tokens)
+
+    def products(self, num_tokens: float, num_sampled: float) -> Iterator[StepProduct]:
+        """Yield the products of a step of so many tokens, of which some are sampled from."""
+        config, share = self.config, self.share
+        own = config.dtype, config.dtype_bytes
+        stored: tuple[str, float] = own if config.quantization is None else ("int8", 1)
+        if config.kept_form is not None:  # weights are dequantised as they are multiplied
+            stored = config.dtype, config.kept_form.weight_bytes(config.dtype_bytes)
+        num_mixtures = config.num_mixtures
+        for each in attention_products(config):
+            yield self._cut(share * config.num_layers, num_tokens, each, *stored)
+        for each in mlp_products(config.hidden_size, config.intermediate_size):
+            yield self._cut(share * (config.num_layers - num_mixtures), num_tokens, each, *stored)
+        if num_mixtures:
+            yield from self._mixture(share * num_mixtures, num_tokens, *stored)
+        if num_sampled and self.held.has_head:
+            yield self._product(1, num_sampled, config.hidden_size, config.vocab_size / self.tensor, *own)
+
+    def _mixture(
+        self, times: float, num_tokens: float, dtype: str, weight_bytes: float
+    ) -> Iterator[StepProduct]:
+        """Yield the products of one layer's experts.
+
+        They comprise the router, the experts that some token chooses if all are equally likely, and the
+        shared expert.
+        """
+        mixture, hidden = self.config.mixture, self.config.hidden_size
+        assert mixture is not None, "the model has experts"
+        chosen, count = mixture.num_chosen, mixture.num_experts
+        num_used = count * (1 - (1 - chosen / count) ** num_tokens)
+        rows = num_tokens * chosen / num_used
+        yield self._product(times, num_tokens, hidden, count, self.config.dtype, ROUTER_BYTES)
+        for each in mlp_products(hidden, mixture.inner_size):
+            yield self._cut(times * num_used, rows, each, dtype, weight_bytes)
+        for each in mlp_products(hidden, mixture.shared_size) if mixture.shared_size else ():
+            yield self._cut(times, num_tokens, each, dtype, weight_bytes)
+
+    def _cut(
+        self, times: float, rows: float, product: LayerProduct, dtype: str, weight_bytes: float
+    ) -> StepProduct:
+        inputs = product.inputs / (self.tensor if product.cut == "inputs" else 1)
+        outputs = product.outputs / (self.tensor if product.cut == "outputs" else 1)
+        return self._product(times, rows, inputs, outputs, dtype, weight_bytes)
+
+    def _product(
+        self, times: float, rows: float, inputs: float, outputs: float, dtype: str, weight_bytes: float
+    ) -> StepProduct:
+        return StepProduct(times, rows, inputs, outputs, dtype, weight_bytes, self.config.dtype_bytes)
+
+    def attention(self, num_tokens: float, context: float, pairs: float) -> tuple[float, float]:
+        """Return the operations and the bytes of attention in all layers of the model.
+
+        `context` is the number of tokens whose keys are read, `pairs` that of scores, both summed over the
+        layers; the keys and values of the step's own tokens are written.
+        """
+        config = self.config
+        heads = -(-config.num_heads // self.tensor)
+        kv_heads = -(-config.num_kv_heads // self.tensor)
+        moved = kv_heads * config.kv_head_bytes * (context + config.num_layers * num_tokens)
+        return heads * attention_operations(config, context, pairs), moved
+
+
+def attention_products(config: DecoderConfig) -> tuple[LayerProduct, ...]:
+    """Return the products of a layer's attention.
+
+    Products that read the hidden state are joined into one, except those that every device computes whole.
+    """
+    if config.latent is None:
+        heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        return (
+            LayerProduct(config.hidden_size, heads + 2 * kv_heads, "outputs"),
+            LayerProduct(heads, config.hidden_size, "inputs"),
+        )
+    whole = ("q_a_proj", "kv_a_proj_with_mqa")
+    return tuple(
+        LayerProduct(inputs, outputs, None if name in whole else "inputs" if name == "o_proj" else "outputs")
+        for name, inputs, outputs in config.attention_linears()
+    )
+
+
+def mlp_products(hidden: int, inner: int) -> tuple[LayerProduct, ...]:
+    """Return the products of a SwiGLU of this width."""
+    return LayerProduct(hidden, 2 * inner, "outputs"), LayerProduct(inner, hidden, "inputs")
+
+
+def attention_operations(config: DecoderConfig, context: float, pairs: float) -> float:
+    """Return the operations of one head's attention.
+
+    For latents this is the cheaper of both forms, without projecting the step's own tokens into their space
+    or out of it.
+    """
+    latent = config.latent
+    if latent is None:
+        return 4 * config.head_dim * pairs
+    up = latent.rank * (latent.nope_dim + latent.value_dim)
+    absorbed = 2 * (2 * latent.rank + latent.rope_dim) * pairs
+    expanded = 2 * (latent.query_dim + latent.value_dim) * pairs + 2 * up * context
+    return min(absorbed, expanded)
+
+
+def step_costs(
+    counts: Counts, device: DeviceRates, most_decodes: int, most_tokens: int, *, graphs: int = 0
+) -> StepCosts:
+    """Return the seconds of a step for each unit of what it computes; `UNKNOWN` where a rate is.
+
+    Steps of up to `graphs` decodes are captured graphs. The lines go through the times of two sizes: a step
+    of one decode and one of `most_decodes`, drafts included; a chunk of SMALL_CHUNK and one of `most_tokens`.
+    Layers with a window read a bounded number of tokens, which is left out.
+    """
+    config = counts.config
+    needed = {config.dtype, *(each.dtype for each in counts.products(1, 1))}
+    if not needed <= set(device.tflop_per_s):
+        return UNKNOWN
+    growing = counts.share * sum(window is None for window in config.windows)
+    read_bytes = growing * -(-config.num_kv_heads // counts.tensor) * config.kv_head_bytes
+    operations = growing * -(-config.num_heads // counts.tensor) * attention_operations(config, 1, 1)
+    few, many = 1, max(2, most_decodes)
+    decode_s, decodes_s = (_step_s(counts, device, each, each, graphs) for each in (few, many))
+    token_s = max(0.0, (decodes_s - decode_s) / (many - few))
+    decodes = Coefficients(
+        step_s=max(0.0, decode_s - few * token_s),
+        token_s=token_s,
+        context_s=device.operator_s(operations, config.dtype, read_bytes),
+    )
+    few, many = min(SMALL_CHUNK, max(1, most_tokens // 2)), max(2, most_tokens)
+    chunk_s, largest_s = (_step_s(counts, device, each, 1, 0) for each in (few, many))
+    token_s = max(0.0, (largest_s - chunk_s) / (many - few))
+    pair = growing * -(-config.num_heads // counts.tensor) * attention_operations(config, 0, 1)
+    prompts = Coefficients(
+        step_s=max(0.0, chunk_s - few * token_s),
+        token_s=token_s,
+        context_s=read_bytes / device.bytes_per_s,
+        pair_s=pair / device.flop_per_s(config.dtype),
+    )
+    return StepCosts(decodes, prompts)
+
+
+def _step_s(counts: Counts, device: DeviceRates, num_tokens: int, num_sampled: int, graphs: int) -> float:
+    """Return the seconds of a step without attention: products, activations, sums over devices, launches."""
+    busy_s = sum(
+        each.times * device.operator_s(each.operations, each.dtype, each.num_bytes)
+        for each in counts.products(num_tokens, num_sampled)
+    )
+    busy_s += counts.activation_bytes(num_tokens) / device.bytes_per_s
+    sum_s = device.all_reduce_s(counts.hidden_bytes(num_tokens), counts.tensor)
+    busy_s += REDUCTIONS * counts.held.num_layers * sum_s + counts.num_operators * device.kernel_us * 1e-6
+    host_s = 1e-6 * (device.host_us + device.row_us * num_sampled)
+    if num_tokens <= graphs:
+        return host_s + busy_s + device.graph_us * 1e-6
+    return host_s + max(busy_s, counts.num_operators * device.launch_us * 1e-6)
