@@ -89,7 +89,8 @@ class SelfAttention(nn.Module):
         keys, values = step.cache.keys[self.layer], step.cache.values[self.layer]
         attended = self.attention.attend(query, keys, values, step.metadata_of(self.group), self.layer)
         self.ops.await_prefetch()
-        return self.output(attended.flatten(1))
+        mixed: Tensor = self.output(attended.flatten(1))
+        return mixed
 
     def write(
         self,
@@ -161,18 +162,20 @@ class DecoderLayer(nn.Module):
 
         The first layer gets no residual.
         """
+        normed: Tensor | Int8Rows
         if residual is None:
-            x, residual = self.ops.rms_norm(x, self.input_norm, self.eps), x
+            normed, residual = self.ops.rms_norm(x, self.input_norm, self.eps), x
         else:
-            x, residual = self._add_norm(x, residual, self.input_norm, self.attention.qkv)
-        x = self.attention(x, cos, sin, step)
+            normed, residual = self._add_norm(x, residual, self.input_norm, self.attention.qkv)
+        x = self.attention(normed, cos, sin, step)
         if self.attention_post_norm is not None:
             x = self.ops.rms_norm(x, self.attention_post_norm, self.eps)
-        x, residual = self._add_norm(x, residual, self.mlp_norm, self.mlp.gate_up)
+        normed, residual = self._add_norm(x, residual, self.mlp_norm, self.mlp.gate_up)
         if isinstance(self.mlp, Mixture):  # no expert computes the padding rows
+            assert isinstance(normed, Tensor), "a router reads no rows in int8"
             num_tokens, num_rows = len(step.token_ids), len(residual)
-            return pad_rows(self.mlp(x[:num_tokens], step.is_asked), num_rows), residual
-        x = self.mlp(x)
+            return pad_rows(self.mlp(normed[:num_tokens], step.is_asked), num_rows), residual
+        x = self.mlp(normed)
         if self.mlp_post_norm is not None:
             x = self.ops.rms_norm(x, self.mlp_post_norm, self.eps)
         return x, residual
@@ -323,7 +326,8 @@ class Decoder(nn.Module):
 
     def head_logits(self, normed: Tensor, num_rows: int) -> Tensor:
         """Return this rank's logits for the first rows of a norm's output, which has padding rows."""
-        logits, cap = self.head(normed)[:num_rows], self.config.logit_cap
+        logits: Tensor = self.head(normed)[:num_rows]
+        cap = self.config.logit_cap
         return logits if cap is None else (logits / cap).tanh() * cap
 
     def embedded(self, token_ids: Tensor) -> Tensor:

@@ -23,21 +23,19 @@ class Eagle3Config(HeadConfig):
     owns_embedding: bool
     norm_before_residual: bool  # whether the layer adds to the normed feature
 
-    def linears(self) -> list[tuple[str, int, int]]:
-        """Return the checkpoint name, inputs and outputs of every linear."""
+    def linears(self) -> Iterator[tuple[str, int, int]]:
+        """Yield the checkpoint name, inputs and outputs of every linear."""
         hidden, inner = self.hidden_size, self.intermediate_size
         heads, kv_heads = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        return [
-            ("fc", len(self.taps) * hidden, hidden),
-            (f"{LAYER}self_attn.q_proj", 2 * hidden, heads),
-            (f"{LAYER}self_attn.k_proj", 2 * hidden, kv_heads),
-            (f"{LAYER}self_attn.v_proj", 2 * hidden, kv_heads),
-            (f"{LAYER}self_attn.o_proj", heads, hidden),
-            (f"{LAYER}mlp.gate_proj", hidden, inner),
-            (f"{LAYER}mlp.up_proj", hidden, inner),
-            (f"{LAYER}mlp.down_proj", inner, hidden),
-            ("lm_head", hidden, self.draft_vocab_size),
-        ]
+        yield "fc", len(self.taps) * hidden, hidden
+        yield f"{LAYER}self_attn.q_proj", 2 * hidden, heads
+        yield f"{LAYER}self_attn.k_proj", 2 * hidden, kv_heads
+        yield f"{LAYER}self_attn.v_proj", 2 * hidden, kv_heads
+        yield f"{LAYER}self_attn.o_proj", heads, hidden
+        yield f"{LAYER}mlp.gate_proj", hidden, inner
+        yield f"{LAYER}mlp.up_proj", hidden, inner
+        yield f"{LAYER}mlp.down_proj", inner, hidden
+        yield "lm_head", hidden, self.draft_vocab_size
 
     @property
     def num_parameters(self) -> int:

@@ -57,14 +57,16 @@ class Eagle3(Head):
     def fused(self, tapped: Tensor) -> Tensor:
         """Map three hidden states [T, 3 * hidden] to a feature [T, hidden]."""
         num_tokens = len(tapped)
-        return self.fc(pad_rows(tapped, self.ops.padded(num_tokens)))[:num_tokens]
+        joined: Tensor = self.fc(pad_rows(tapped, self.ops.padded(num_tokens)))
+        return joined[:num_tokens]
 
     def computed(self, step: StepInputs, features: Tensor) -> Tensor:
         """Return the layer's output [T, hidden], which is the next feature."""
         x, residual, cos, sin = self._inputs(step, features)
         x = self.self_attention(x, cos, sin, step)
         x, residual = self.ops.add_rms_norm(x, residual, self.mlp_norm, self.eps)
-        return (self.mlp(x) + residual)[: len(features)]
+        output: Tensor = self.mlp(x) + residual
+        return output[: len(features)]
 
     def fill(self, step: StepInputs, features: Tensor) -> None:
         """Write the layer's keys and values, zeros at a position that has none."""
@@ -75,7 +77,8 @@ class Eagle3(Head):
         """Return logits [R, V] of hidden states [R, hidden]."""
         num_rows = len(hidden)
         hidden = pad_rows(hidden, self.ops.padded(num_rows))
-        return self.head(self.ops.rms_norm(hidden, self.norm, self.eps))[:num_rows]
+        logits: Tensor = self.head(self.ops.rms_norm(hidden, self.norm, self.eps))
+        return logits[:num_rows]
 
     def _inputs(self, step: StepInputs, features: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return what attention reads [T, 2 * hidden], what the layer adds to, and the rotary embedding."""

@@ -91,7 +91,7 @@ class Adapters:
             room.low_rank.put(number, room.index, *parts.get(at, NOTHING))
 
     def _read(self, files: AdapterFiles, opened: Any, name: str, scale: float) -> Tensor:
-        tensor = opened.get_tensor(name).float()
+        tensor: Tensor = opened.get_tensor(name).float()
         check_finite(files.folder / WEIGHTS, name, tensor * max(1.0, abs(scale)), self._dtype)
         return tensor
 
@@ -110,7 +110,7 @@ class Adapters:
                 )
             if is_here:
                 pairs.setdefault(match[1], {})[match[2]] = name
-        found = {}
+        found: dict[int, tuple[str, str, str]] = {}
         for stored, pair in pairs.items():
             parts = self._parts(stored)
             outputs = sum(self._sizes[part][1] for part in parts)

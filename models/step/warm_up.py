@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from continuous_batching.batch import Batch, Index
+from continuous_batching.batch import Batch
+from kv_cache.pages import Index
 from models.step.runner import ModelRunner
 
 DECODES = 16  # decodes of a step that is timed
@@ -54,7 +55,7 @@ def capture(runner: ModelRunner, most: int, width: int) -> int:
     device = runner.attention.device
     memory = torch.get_device_module(device)
     memory.empty_cache()
-    before = memory.memory_reserved(device)
+    before = int(memory.memory_reserved(device))
     runner.capture(most, width)
     return max(0, int(memory.memory_reserved(device)) - before)
 
