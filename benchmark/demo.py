@@ -7,7 +7,7 @@ import random
 from typing import Any
 
 from benchmark.offline.offline import serve
-from benchmark.offline.timeline import Timeline, summarise
+from benchmark.run_record import Timeline, summarise
 from recipes.assembly.engine import build
 from recipes.schema.reader import read
 from recipes.tiny.corpus import demo_requests

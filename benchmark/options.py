@@ -1,16 +1,130 @@
-"""Define the option that all verbs share, and print their results."""
+"""Parse what options of benchmarks take, check that outputs can be written, and print results.
+
+An output is checked before a command runs, so that no run is lost for a missing folder. The parsers of text
+raise ArgumentTypeError, and those of paths OSError.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from recipes.schema.numbers import RATES_PER_S, real
 
-def add_json(parser: argparse.ArgumentParser) -> None:
-    """Add the option for output that programs read."""
-    parser.add_argument("--json", action="store_true", help="print JSON rather than a table")
+PICTURES = (".png", ".svg", ".pdf")
+LAYOUTS = ("mooncake", "burstgpt", "sharegpt")
+LATENCIES = ("ttft", "tpot", "itl", "e2el")
+rate = real(*RATES_PER_S, endless=True)  # requests a second; `inf` for all at once
+
+
+def file(text: str | Path) -> Path:
+    """Return a path at which a file can be written; raises OSError for another."""
+    path = Path(text)
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder; name a file in it")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"{path} cannot be written: make the folder {path.parent} first")
+    return _may_write(path, path if path.exists() else path.parent)
+
+
+def picture(text: str) -> Path:
+    """Return a path for a picture; raises ArgumentTypeError for a name that names no kind of picture."""
+    path = file(text)
+    if path.suffix not in PICTURES:
+        kinds = ", ".join(PICTURES)
+        raise argparse.ArgumentTypeError(f"{text!r} is no name of a picture; it must end in {kinds}")
+    return path
+
+
+def folder(text: str) -> Path:
+    """Return a folder in which files can be written, once it and its parents are made; raises OSError."""
+    path = Path(text)
+    there = next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
+    if not there.is_dir():
+        raise NotADirectoryError(f"{path} cannot be a folder: {there} is a file")
+    return _may_write(path, there)
+
+
+def _may_write(path: Path, there: Path) -> Path:
+    if not os.access(there, os.W_OK):
+        raise PermissionError(f"{path} cannot be written: {there} may not be written to")
+    return path
+
+
+def url(text: str) -> str:
+    """Parse a server's URL, without the slash at its end, and without /v1."""
+    if not text.startswith(("http://", "https://")):
+        raise argparse.ArgumentTypeError(f"{text!r} is no URL; write http://HOST:PORT")
+    return text.rstrip("/").removesuffix("/v1")
+
+
+def body(text: str) -> dict[str, Any]:
+    """Parse a request's fields from JSON."""
+    try:
+        fields = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise argparse.ArgumentTypeError(f"{text[:200]!r} is not JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object, such as '{{\"top_p\": 0.9}}'")
+    return fields
+
+
+def rates(text: str) -> list[float]:
+    """Parse rates, separated by commas."""
+    return [rate(each) for each in text.split(",")]
+
+
+def source(text: str) -> tuple[str, Path]:
+    """Parse the layout and the file of a public trace from `LAYOUT:FILE`."""
+    layout, _, path = text.partition(":")
+    if layout not in LAYOUTS or not path:
+        raise argparse.ArgumentTypeError(f"{text!r} is no source; write {', '.join(LAYOUTS)}, and :FILE")
+    return layout, Path(path)
+
+
+def objective(text: str) -> tuple[str, float]:
+    """Parse the objective of a latency from `NAME:MILLISECONDS`."""
+    name, _, value = text.partition(":")
+    if name in LATENCIES and value:
+        return name, real(1e-6, 1e9)(value)
+    known = ", ".join(LATENCIES)
+    raise argparse.ArgumentTypeError(f"{text!r} is no objective; write {known} and :MILLISECONDS")
+
+
+def values(text: str) -> list[str]:
+    """Parse the overrides of one `--try KEY=V1,V2`."""
+    name, equals, given = text.partition("=")
+    found = [f"{name}={each.strip()}" for each in given.split(",")]
+    if not equals or f"{name}=" in found:
+        raise argparse.ArgumentTypeError(f"{text!r} names no values; write KEY=V1,V2 (null for none)")
+    if len(set(found)) < len(found):
+        raise argparse.ArgumentTypeError(f"{text!r} has a value twice; leave one out")
+    return found
+
+
+def why(error: Exception) -> str:
+    """Return why a line or an entry of a file cannot be read, in a few words."""
+    if isinstance(error, json.JSONDecodeError):
+        return f"not JSON: {error.msg} at column {error.colno}"
+    if isinstance(error, UnicodeDecodeError):
+        return f"not UTF-8 at byte {error.start}"
+    if isinstance(error, UnicodeEncodeError):
+        return f"half a surrogate pair at character {error.start} of a turn's value"
+    if isinstance(error, KeyError):
+        return f"{error} is missing"
+    return "the JSON is nested too deeply" if isinstance(error, RecursionError) else str(error)
+
+
+def show(result: Any, *, as_json: bool, print_table: Callable[[Any], None]) -> None:
+    """Print a result in the requested form."""
+    if as_json:
+        print(json.dumps(result, indent=2))
+    else:
+        print_table(result)
 
 
 def verdict_line(verdict: Mapping[str, Any]) -> str:
@@ -18,12 +132,10 @@ def verdict_line(verdict: Mapping[str, Any]) -> str:
     return "; ".join([verdict["outcome"], *(f"{law}: {why}" for law, why in verdict["refused"].items())])
 
 
-def show(result: Any, options: argparse.Namespace, print_table: Callable[[Any], None]) -> None:
-    """Print a result in the requested form."""
-    if options.json:
-        print(json.dumps(result, indent=2))
-    else:
-        print_table(result)
+def markdown(heads: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
+    """Return a table in Markdown."""
+    head, *body = (f"| {' | '.join(map(str, cells))} |" for cells in [heads, *rows])
+    return "\n".join([head, f"|{'---|' * len(heads)}", *body])
 
 
 def print_figures(result: Mapping[str, Any]) -> None:

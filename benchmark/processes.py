@@ -1,11 +1,32 @@
-"""Spread work over processes that end with the command, however it ends."""
+"""Start the processes that a benchmark needs, pools of workers and servers, and end them with it.
+
+A server of this project says on stderr where it listens. Its output goes to a file, whose last lines say why
+a server ended that should not have.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import http.client
 import multiprocessing
-from collections.abc import Iterator
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+from recipes.schema.recipe import ROOT
+
+EVERY_S = 0.1  # seconds between two checks of a starting server
+START_S = 300.0  # seconds in which a server starts, unless an option says otherwise
+END_S = 30.0  # seconds for a server to end, beyond the time that it gives to requests
+FAREWELLS = ("Shutting down", "Finished server process")  # lines that do not say why a server ended
+LISTENS = re.compile(r"listening at http://([\d.]+):(\d+)")
 
 
 @contextlib.contextmanager
@@ -19,3 +40,107 @@ def process_pool(num_processes: int) -> Iterator[ProcessPoolExecutor]:
             for process in set(multiprocessing.active_children()) - before:
                 process.terminate()
             raise
+
+
+class ServerProcess:
+    """A server in its own process, whose output goes to `log`; `url` is where it listens."""
+
+    def __init__(self, name: str, command: Sequence[str], log: Path, environment: dict[str, str]) -> None:
+        self._name, self._log, self.url = name, log, ""
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("wb") as file:
+            # In a session of its own ctrl-C reaches only this process, which then stops the server.
+            self._process = subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdout=file, stderr=file, start_new_session=True
+            )
+
+    def check(self) -> None:
+        """Raise ValueError if it has ended."""
+        if (status := self._process.poll()) is not None:
+            raise self._trouble(f"ended with status {status}")
+
+    def wait(self, timeout_s: float, *, has_ready: bool) -> None:
+        """Wait until it listens and, if it has `/ready`, until that says yes; raises ValueError."""
+        until_s = time.monotonic() + timeout_s
+        while True:
+            found = LISTENS.search(self._log.read_text(encoding="utf-8", errors="replace"))
+            if found and (not has_ready or _is_ready(found[1], int(found[2]))):
+                self.url = f"http://{found[1]}:{found[2]}"
+                return
+            self.check()
+            if time.monotonic() > until_s:
+                raise self._trouble(f"takes no requests after {timeout_s:g} s (--ready-check-timeout-sec)")
+            time.sleep(EVERY_S)
+
+    def end(self, end_s: float) -> None:
+        """Send SIGTERM and wait; kill the server, with a message on stderr, if that takes too long."""
+        self._process.terminate()
+        try:
+            self._process.wait(end_s)
+        except subprocess.TimeoutExpired:
+            print(self._trouble("does not end, and is killed"), file=sys.stderr)
+        finally:  # also where the wait is interrupted
+            self._process.kill()
+            self._process.wait()
+
+    def cpu_s(self) -> float:
+        """Return the processor time of all its threads so far, by Linux's scheduler, in nanosecond steps."""
+        tasks = Path(f"/proc/{self._process.pid}/task").iterdir()
+        return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
+
+    def resident_kib(self) -> int:
+        """Return the memory that it holds."""
+        status = Path(f"/proc/{self._process.pid}/status").read_text()
+        return int(status.partition("VmRSS:")[2].split()[0])
+
+    def _trouble(self, what: str) -> ValueError:
+        lines = self._log.read_text(encoding="utf-8", errors="replace").split("\n")
+        said = [line.strip() for line in lines if line.strip() and not line.startswith(FAREWELLS)]
+        last = "; ".join(said[-2:]) or "nothing"  # usually why an engine ended, and that it did
+        return ValueError(f"{self._name}: the server {what}; it last said: {last} ({self._log})")
+
+
+@contextlib.contextmanager
+def serving(
+    name: str, command: Sequence[str], log: Path, timeout_s: float, end_s: float
+) -> Iterator[ServerProcess]:
+    """Start a server that people would start so, and yield it once it is ready; it ends with the context."""
+    environment = {key: value for key, value in os.environ.items() if key != "API_KEY"}
+    server = ServerProcess(name, command, log, environment)
+    before = {each: signal.signal(each, _leave) for each in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        server.wait(timeout_s, has_ready=True)
+        yield server
+    finally:
+        server.end(end_s)
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+
+@contextlib.contextmanager
+def started(*command: str, has_ready: bool = True) -> Iterator[ServerProcess]:
+    """Start a module as a server with one thread for its tensors, and yield it once it is ready."""
+    with tempfile.TemporaryDirectory(prefix="server-") as folder:
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        whole = [sys.executable, "-m", *command]
+        server = ServerProcess(command[0], whole, Path(folder) / "server.log", environment)
+        try:
+            server.wait(START_S, has_ready=has_ready)
+            yield server
+        finally:
+            server.end(END_S)
+
+
+def _leave(number: int, frame: object) -> None:
+    sys.exit(128 + number)  # exits by way of `finally`
+
+
+def _is_ready(host: str, port: int) -> bool:
+    connection = http.client.HTTPConnection(host, port, timeout=5)
+    try:
+        connection.request("GET", "/ready")
+        return connection.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return False  # the server listens before it answers
+    finally:
+        connection.close()

@@ -12,9 +12,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from benchmark import outputs
+from benchmark import options as kinds
+from benchmark.charts import save_slots
 from benchmark.demo import NUM_SLOTS, ROWS, RUNS, figure, print_answers, run
-from benchmark.offline.charts import save_slots
 from recipes.schema import verb
 from recipes.schema.numbers import real, whole
 
@@ -28,7 +28,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument(
         "--rate", type=real(0.1, 1e6), default=200.0, metavar="PER_S", help="mean arrivals a second"
     )
-    parser.add_argument("--output", type=outputs.picture, default=Path("demo.png"), metavar="FILE.png")
+    parser.add_argument("--output", type=kinds.picture, default=Path("demo.png"), metavar="FILE.png")
     options = parser.parse_args(argv)
     results = {name: run(overrides, options.requests, options.rate) for name, overrides in RUNS.items()}
 

@@ -19,7 +19,7 @@ from collections.abc import Iterable
 
 from tqdm import tqdm
 
-from benchmark import outputs
+from benchmark import options as kinds
 from recipes.assembly.engine import build
 from recipes.schema import verb
 from recipes.schema.command_line import add_field, add_recipe, keep_apart
@@ -60,7 +60,7 @@ def main(argv: list[str]) -> None:
     if options.input is not None and options.output is None:
         raise ValueError("--output is missing: name a file for the answers, or - for standard output")
     if options.output not in (None, "-"):
-        outputs.file(options.output)
+        kinds.file(options.output)
         keep_apart(options.output, options.recipe, *filter(None, [options.input]))
     elif options.resume:
         raise ValueError("--resume needs --output, the file of answers to go on with")

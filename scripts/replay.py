@@ -16,10 +16,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 
-from benchmark.recordings import perfetto
-from benchmark.recordings.explain import Story
-from benchmark.recordings.recording_file import Recording
-from benchmark.recordings.what_if import change, compare
+from benchmark.recordings import trace_events
+from benchmark.recordings.recorded import Recording, Story, change, compare
 from borders.file_bounds import opened
 from borders.whole_file import whole_file
 from continuous_batching.recording.replay import Divergence, Event, Replayed, replay
@@ -74,7 +72,7 @@ def act(
         print("\n".join(story.lines))
     elif options.trace is not None:
         with whole_file(options.trace) as output:
-            count = perfetto.write(output, perfetto.timeline(recording, scheduler, events))
+            count = trace_events.write(output, trace_events.timeline(recording, scheduler, events))
         print(f"{count} events in {options.trace}; open it in ui.perfetto.dev")
     elif options.policy is not None:
         changes = [("scheduler", "policy", options.policy), *map(change, options.changes)]

@@ -11,8 +11,9 @@ import argparse
 import os
 from pathlib import Path
 
-from benchmark import outputs
-from benchmark.reproduce.experiments import experiments, reproduce
+from benchmark import options as kinds
+from benchmark.reproduce.cases import reproduce
+from benchmark.reproduce.experiments import experiments
 from recipes.schema import verb
 from recipes.schema.numbers import whole
 
@@ -26,7 +27,7 @@ def parser() -> argparse.ArgumentParser:
     )
     names = [each.name for each in experiments()]
     add = top.add_argument
-    add("--output", type=outputs.folder, required=True, metavar="DIR")
+    add("--output", type=kinds.folder, required=True, metavar="DIR")
     add("--only", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
     add("--quick", action="store_true", help="little load: whether all goes, not what it gives")
     add(

@@ -22,7 +22,8 @@ from __future__ import annotations
 import json
 import sys
 
-from benchmark.workloads.command_line import check, fill_in, made, parser, summary
+from benchmark.verbs import TRACE_MAKER, parser_of
+from benchmark.workloads.traces import check, fill_in, made, summary
 from borders.whole_file import whole_file
 from recipes.schema import verb
 from recipes.schema.command_line import keep_apart
@@ -30,7 +31,9 @@ from recipes.schema.command_line import keep_apart
 
 def main(argv: list[str]) -> None:
     """Write a trace; raises ValueError or OSError for what cannot be drawn, read or written."""
-    options = parser(__doc__ or "").parse_args(argv)
+    parser = parser_of(TRACE_MAKER, "python -m scripts.trace")
+    parser.description = __doc__ or TRACE_MAKER.help
+    options = parser.parse_args(argv)
     check(options)
     if options.source is not None:
         keep_apart(options.output, options.source[1])

@@ -15,7 +15,7 @@ import argparse
 import sys
 import time
 
-from benchmark import outputs
+from benchmark import options as kinds
 from doctor.verify.report import (
     PartOutcome,
     VerifyPart,
@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
         prog="python -m scripts.verify", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     add_recipe(parser)
-    parser.add_argument("--output", type=outputs.folder, default=ROOT / "out", metavar="DIR")
+    parser.add_argument("--output", type=kinds.folder, default=ROOT / "out", metavar="DIR")
     parser.add_argument("--calls", type=whole(1, 10_000), default=50, metavar="N", help="of each operator")
     options = parser.parse_intermixed_args(argv)
     chosen = ["--profile", options.profile] if options.profile else []

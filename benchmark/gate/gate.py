@@ -37,7 +37,7 @@ def unchanged(figures: Figures) -> str | None:
     """Check that every field is there, and is as it was when the result was made."""
     stated = figures.raw("digests")
     if not isinstance(stated, dict):
-        raise NotCheckable("facts is absent")
+        raise NotCheckable("digests is absent")
     found = digests(figures.stated)
     return first(
         [f"{name} was changed" for name in sorted({*stated, *found}) if stated.get(name) != found.get(name)]

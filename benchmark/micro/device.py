@@ -3,42 +3,119 @@
 A decode must read the weights and its requests' pages once: its floor is these bytes over the rate at which
 the device copies. A prompt must be multiplied: its floor is the operations over the rate of one large matrix
 product. Both rates are measured in the same run, and a step is timed as the engine runs it, from its batch to
-its tokens on the host. Attention is also timed by itself, and beside kernels of other libraries. On a machine
-without the recipe's device all cells of the table say "not measured".
+its tokens on the host. Attention is also timed by itself. Layers with a window have pages of their own, as in
+an engine that serves. On a machine without the recipe's device all cells of the table say "not measured".
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from numpy.typing import NDArray
 
 from attention.reference import Attention
-from benchmark.gate.gate import with_verdict
-from benchmark.micro import cuda_candidates as candidates
-from benchmark.micro.device_table import print_table
 from benchmark.micro.kv import seconds
-from benchmark.micro.step_loads import StepLoad, cached_bytes, operations, pair, read_bytes
-from benchmark.options import add_json, show
-from benchmark.run_clock import RunClock
+from benchmark.options import markdown, verdict_line
 from continuous_batching.batch import Batch
+from kv_cache.pages import Index
+from models.config import DecoderConfig
+from models.cost import attention_operations
 from models.layers.dtypes import TORCH_DTYPES
-from models.step.runner import ModelRunner
+from models.step.inputs import step_inputs
 from recipes.assembly import versions
-from recipes.assembly.engine import build
+from recipes.assembly.engine import BuiltEngine, build
 from recipes.assembly.families import model_config
 from recipes.machine import start
-from recipes.schema.command_line import add_recipe
-from recipes.schema.numbers import MOST_COUNT, whole
+from recipes.schema.numbers import MOST_TOKENS, whole
 from recipes.schema.reader import read
 from recipes.schema.recipe_error import RecipeError
 
 COPIED_BYTES, SIDE = {"cpu": 2**26, "other": 2**32}, {"cpu": 512, "other": 8192}
 WARM_UPS = 3
-NONE = np.empty(0, np.int64)
+NOT_MEASURED = "not measured"
+COLUMNS = {
+    "step_ms": "step, ms",
+    "tokens_per_s": "tokens/s",
+    "share_of_copy_rate": "of the copy rate",
+    "share_of_product_rate": "of the product rate",
+    "attention_ms": "attention, ms",
+    "attention_share_of_copy_rate": "of the copy rate",
+}
+MIXED_COLUMNS = {
+    "step_ms": "step, ms",
+    "parts_ms": "its parts apart, ms",
+    "over_sum_of_parts": "over their sum",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StepLoad:
+    """The spans of one step: decodes at one context, prompts of one length, or both."""
+
+    num_decodes: int = 0
+    context: int = 0
+    num_prompts: int = 0
+    prompt: int = 0
+
+    def __str__(self) -> str:
+        parts = []
+        if self.num_decodes:
+            parts.append(f"{self.num_decodes} decodes at {self.context}")
+        if self.num_prompts:
+            parts.append(f"{self.num_prompts} prompts of {self.prompt}")
+        return ", ".join(parts)
+
+    @property
+    def stops(self) -> list[int]:
+        return [self.context] * self.num_decodes + [self.prompt] * self.num_prompts
+
+    @property
+    def lens(self) -> list[int]:
+        return [1] * self.num_decodes + [self.prompt] * self.num_prompts
+
+
+def pair(text: str) -> tuple[int, int]:
+    """Parse `32x1024` as a count and a number of tokens; raises ValueError."""
+    found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
+    if found is None:
+        raise ValueError(f"{text} is not of the form COUNTxTOKENS, as in 32x1024")
+    one = whole(1, MOST_TOKENS)
+    try:
+        return one(found[1]), one(found[2])
+    except argparse.ArgumentTypeError as error:
+        raise ValueError(f"{text:.60}: {error}") from error
+
+
+def read_bytes(config: DecoderConfig, load: StepLoad) -> int:
+    """Return the bytes that a step must read: keys, values and all weights except rows of an embedding."""
+    return config.step_weight_bytes + cached_bytes(config, load)
+
+
+def cached_bytes(config: DecoderConfig, load: StepLoad) -> int:
+    """Return the bytes of keys and values that the spans of a step see, over all layers."""
+    seen = sum(min(stop, window or stop) for window in config.windows for stop in load.stops)
+    return config.num_kv_heads * config.kv_head_bytes * seen
+
+
+def operations(config: DecoderConfig, load: StepLoad) -> int:
+    """Return a step's operations: linears for each token, logits for each span, and attention."""
+    table = config.vocab_size * config.hidden_size
+    linears = config.num_active_parameters - table * (1 if config.tie_embeddings else 2)
+    pairs = 0
+    for window in config.windows:
+        for length, stop in zip(load.lens, load.stops):
+            positions = np.arange(stop - length + 1, stop + 1)
+            pairs += int(positions.sum() if window is None else np.minimum(positions, window).sum())
+    spans = len(load.stops)
+    context = sum(load.stops) * len(config.windows)
+    scores = config.num_heads * attention_operations(config, context, pairs)
+    return 2 * (linears * sum(load.lens) + table * spans) + int(scores)
 
 
 def rates(device: torch.device, dtype: torch.dtype, repeats: int) -> dict[str, float]:
@@ -68,38 +145,53 @@ def median_s(act: Callable[[], object], device: torch.device, repeats: int) -> f
     return float(np.median([seconds(whole) for _ in range(WARM_UPS + repeats)][WARM_UPS:]))
 
 
-def batch_of(runner: ModelRunner, load: StepLoad) -> Batch:
+def batch_of(built: BuiltEngine, load: StepLoad) -> Batch:
     """Build the load's batch over random tokens and scattered pages; raises ValueError if it does not fit."""
-    slots, size = runner.slots, runner.slots.page_size
+    slots, num_pages = built.runner.slots, built.runner.cache.num_pages
     stops = np.array(load.stops, np.int64)
-    counts = -(-stops // size)
+    starts = stops - np.array(load.lens, np.int64)
+    counts = -(-stops // slots.page_size)
     if len(stops) > slots.num_slots or stops.max() > slots.max_tokens:
         raise ValueError(f"{load}: {slots.num_slots} slots of {slots.max_tokens} tokens do not hold it")
-    if counts.sum() >= runner.cache.num_pages:
-        raise ValueError(f"{load}: takes {counts.sum()} pages; the cache holds {runner.cache.num_pages - 1}")
     random, rows = np.random.default_rng(0), np.arange(len(stops))
-    pages = 1 + random.permutation(runner.cache.num_pages - 1)
-    for row, count in enumerate(counts.tolist()):
-        slots.page_table[row, :count], pages = pages[:count], pages[count:]
-    slots.token_ids[rows] = random.integers(0, runner.config.vocab_size, (len(rows), slots.max_tokens))
-    starts = stops - np.array(load.lens, np.int64)
+    try:
+        scatter(slots.page_table, np.zeros_like(counts), counts, num_pages, random)
+        for group in built.engine.scheduler.tables.groups:
+            scatter(group.table, group.first_seen(starts), counts, group.pool.num_pages, random)
+    except ValueError as error:
+        raise ValueError(f"{load}: {error}") from error
+    slots.token_ids[rows] = random.integers(0, built.config.vocab_size, (len(rows), slots.max_tokens))
     return Batch(rows, starts, stops, np.arange(len(rows)), rows, stops)
 
 
-def step_s(runner: ModelRunner, load: StepLoad, repeats: int) -> float:
+def scatter(
+    table: NDArray[np.int32], firsts: Index, stops: Index, num_pages: int, random: np.random.Generator
+) -> None:
+    """Give row i of a page table scattered pages from `firsts[i]` to `stops[i]` - 1, and no others.
+
+    Raises ValueError if the pool of `num_pages` pages holds too few.
+    """
+    wanted = int((stops - firsts).sum())
+    if wanted >= num_pages:
+        raise ValueError(f"takes {wanted} pages; the cache holds {num_pages - 1}")
+    pages = 1 + random.permutation(num_pages - 1)
+    table[:] = 0
+    for row, (first, stop) in enumerate(zip(firsts.tolist(), stops.tolist())):
+        table[row, first:stop], pages = pages[: stop - first], pages[stop - first :]
+
+
+def step_s(built: BuiltEngine, load: StepLoad, repeats: int) -> float:
     """Return the seconds of one step."""
-    batch = batch_of(runner, load)
+    batch, runner = batch_of(built, load), built.runner
     return median_s(lambda: runner.run(batch), runner.attention.device, repeats)
 
 
 @torch.inference_mode()
-def attention_s(runner: ModelRunner, load: StepLoad, repeats: int, candidate: str | None = None) -> float:
-    """Return the seconds that all layers take to write and read the cache, on CUDA without the host's part.
-
-    `candidate` reads the cache in place of the engine's own attention; raises ValueError where it cannot.
-    """
-    batch, attention, cache = batch_of(runner, load), runner.attention, runner.cache
-    metadata = attention.plan(batch, runner.slots.page_table, runner.slots.inputs(batch).write_index)
+def attention_s(built: BuiltEngine, load: StepLoad, repeats: int) -> float:
+    """Return the seconds that all layers take to write and read the cache, on CUDA without the host."""
+    batch, runner = batch_of(built, load), built.runner
+    attention, cache = runner.attention, runner.cache
+    inputs = step_inputs(batch, runner.slots, runner.decoder, cache)
     heads = (runner.config.num_heads, runner.config.num_kv_heads, runner.config.num_kv_heads)
     query, key, value = (
         torch.randn(batch.num_tokens, count, runner.config.head_dim, device=attention.device).to(
@@ -108,19 +200,11 @@ def attention_s(runner: ModelRunner, load: StepLoad, repeats: int, candidate: st
         for count in heads
     )
 
-    def own(keys: Tensor, values: Tensor, layer: int) -> Tensor:
-        return attention.attend(query, keys, values, metadata, layer)
-
-    attend: candidates.Attend = own
-    if candidate is not None:
-        attend = candidates.made(candidate, query, batch, runner.slots.page_table, attention)
-        attention.write(key, value, cache.keys[0], cache.values[0], metadata)
-        candidates.check(attend, own, cache.keys[0], cache.values[0])
-
     def layers() -> None:
-        for layer, (keys, values) in enumerate(zip(cache.keys, cache.values)):
+        for layer, (group, keys, values) in enumerate(zip(cache.groups, cache.keys, cache.values)):
+            metadata = inputs.metadata_of(group)
             attention.write(key, value, keys, values, metadata)
-            attend(keys, values, layer)
+            attention.attend(query, keys, values, metadata, layer)
 
     # The reference attention asks the host.
     if attention.device.type != "cuda" or type(attention) is Attention:
@@ -132,43 +216,33 @@ def attention_s(runner: ModelRunner, load: StepLoad, repeats: int, candidate: st
     return median_s(graph.replay, attention.device, repeats)
 
 
-def run(
-    recipe_path: str,
-    overrides: Sequence[str],
-    profile: str | None,
-    loads: Sequence[StepLoad],
-    mixed: Sequence[StepLoad],
-    repeats: int,
-    others: Sequence[str] = (),
-) -> dict[str, object]:
-    """Measure each load against its floor, and each of `mixed` against its decodes and prompts alone.
+def loads_of(options: argparse.Namespace) -> tuple[list[StepLoad], list[StepLoad]]:
+    """Return the loads of one kind, and those of decodes and prompts together."""
+    alone = [StepLoad(*pair(each)) for each in options.decode.split(",") if each]
+    alone += [StepLoad(0, 0, *pair(each)) for each in options.prefill.split(",") if each]
+    both = [each.partition("+") for each in options.mixed.split(",") if each]
+    return alone, [StepLoad(*pair(decodes), *pair(prompts)) for decodes, _, prompts in both]
 
-    Attention of each load is timed with the kernels of `others` too.
-    """
-    recipe = read(recipe_path, overrides, profile).recipe
-    result: dict[str, object] = {
-        "recipe": recipe_path,
-        "overrides": list(overrides),
-        "profile": profile,
-        "candidates": list(others),
-    }
+
+def run(options: argparse.Namespace) -> dict[str, object]:
+    """Measure each load against its floor, and each mixed one against its decodes and prompts alone."""
+    (loads, mixed), repeats = loads_of(options), options.repeats
+    recipe = read(options.recipe, options.overrides, options.profile).recipe
+    result: dict[str, object] = {"recipe": options.recipe, "overrides": list(options.overrides)}
+    result["profile"] = options.profile
     try:
         device = start(recipe.device)
     except RecipeError as error:
         nothing: list[dict[str, object]] = [{"load": str(load), "not_measured": str(error)} for load in loads]
         nothing += [{"load": str(load), "is_mixed": True, "not_measured": str(error)} for load in mixed]
-        return result | {"machine": versions.describe(), "rates": {}, "steps": nothing}
-    measured = rates(
-        device.device, TORCH_DTYPES[model_config(recipe).dtype], repeats
-    )  # measured before the cache takes the memory
-    runner = build(recipe).runner
-    for tensor in (*runner.cache.keys, *runner.cache.values):
+        return result | {"rates": {}, "steps": nothing}
+    # The rates are measured before the cache takes the memory.
+    measured = rates(device.device, TORCH_DTYPES[model_config(recipe).dtype], repeats)
+    built = build(recipe)
+    for tensor in built.runner.cache.tensors:
         tensor.normal_()  # a processor takes less power over zeros, and so runs faster
-    steps = [
-        _against_floor(runner, load, measured, repeats) | _others(runner, load, repeats, others)
-        for load in loads
-    ]
-    steps += [_against_parts(runner, load, repeats) for load in mixed]
+    steps = [_against_floor(built, load, measured, repeats) for load in loads]
+    steps += [_against_parts(built, load, repeats) for load in mixed]
     return result | {
         "machine": versions.describe(device.name),
         "rates": {name: round(rate, 3) for name, rate in measured.items()},
@@ -177,15 +251,15 @@ def run(
 
 
 def _against_floor(
-    runner: ModelRunner, load: StepLoad, measured: dict[str, float], repeats: int
+    built: BuiltEngine, load: StepLoad, measured: dict[str, float], repeats: int
 ) -> dict[str, object]:
     try:
-        taken, attention = step_s(runner, load, repeats), attention_s(runner, load, repeats)
+        taken, attention = step_s(built, load, repeats), attention_s(built, load, repeats)
     except ValueError as error:
         return {"load": str(load), "not_measured": str(error)}
-    read_s = read_bytes(runner.config, load) / (1e9 * measured["copy_gb_per_s"])
-    multiply_s = operations(runner.config, load) / (1e12 * measured["product_tflop_per_s"])
-    cached_s = cached_bytes(runner.config, load) / (1e9 * measured["copy_gb_per_s"])
+    read_s = read_bytes(built.config, load) / (1e9 * measured["copy_gb_per_s"])
+    multiply_s = operations(built.config, load) / (1e12 * measured["product_tflop_per_s"])
+    cached_s = cached_bytes(built.config, load) / (1e9 * measured["copy_gb_per_s"])
     tokens = sum(load.lens)
     return {
         "load": str(load),
@@ -200,20 +274,10 @@ def _against_floor(
     }
 
 
-def _others(runner: ModelRunner, load: StepLoad, repeats: int, others: Sequence[str]) -> dict[str, object]:
-    found: dict[str, object] = {}
-    for other in others:
-        try:
-            found[f"{other}_ms"] = round(1e3 * attention_s(runner, load, repeats, other), 4)
-        except ValueError as error:
-            found[f"{other}_not_measured"] = str(error)
-    return found
-
-
-def _against_parts(runner: ModelRunner, load: StepLoad, repeats: int) -> dict[str, object]:
+def _against_parts(built: BuiltEngine, load: StepLoad, repeats: int) -> dict[str, object]:
     parts = [StepLoad(load.num_decodes, load.context), StepLoad(0, 0, load.num_prompts, load.prompt)]
     try:
-        whole, *apart = [step_s(runner, each, repeats) for each in (load, *parts)]
+        whole, *apart = [step_s(built, each, repeats) for each in (load, *parts)]
     except ValueError as error:
         return {"load": str(load), "is_mixed": True, "not_measured": str(error)}
     return {
@@ -225,35 +289,29 @@ def _against_parts(runner: ModelRunner, load: StepLoad, repeats: int) -> dict[st
     }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `device`."""
-    add_recipe(parser)
-    add = parser.add_argument
-    add("--decode", default="1x1024,32x1024,256x1024", metavar="COUNTxCONTEXT,...")
-    add("--prefill", default="4x4096", metavar="COUNTxTOKENS,...")
-    add("--mixed", default="32x1024+1x2048", metavar="DECODES+PROMPTS,...")
-    add("--repeats", type=whole(1, MOST_COUNT), default=20, metavar="N")
-    add(
-        "--candidates",
-        default="",
-        metavar="NAME,...",
-        help=f"time attention with these kernels too: {', '.join(candidates.NAMES)}",
+def print_table(result: Mapping[str, Any]) -> None:
+    """Print the machine, its rates, a row for each load, and the reasons for empty cells."""
+    print(" ".join((result["recipe"], *result["overrides"])))
+    print("machine:", ", ".join(f"{name} {value}" for name, value in result["machine"].items()))
+    rates = ", ".join(f"{name} {value}" for name, value in result["rates"].items())
+    print("rates:", rates or NOT_MEASURED)
+    mixed = [step for step in result["steps"] if step.get("is_mixed")]
+    alone = [step for step in result["steps"] if not step.get("is_mixed")]
+    for steps, columns in ((alone, COLUMNS), (mixed, MIXED_COLUMNS)):
+        if steps:
+            rows = [(step["load"], *(cell(step.get(name)) for name in columns)) for step in steps]
+            print(f"\n{markdown(('load', *columns.values()), rows)}")
+    reasons = dict.fromkeys(
+        str(why) for step in result["steps"] for name, why in step.items() if name.endswith("not_measured")
     )
-    add_json(parser)
+    if reasons:
+        print("", *(f"{NOT_MEASURED}: {why}" for why in reasons), sep="\n")
+    if any("step_ms" in step for step in result["steps"]):
+        print("", verdict_line(result["verdict"]), sep="\n")
 
 
-def main(options: argparse.Namespace) -> None:
-    alone = [StepLoad(*pair(each)) for each in options.decode.split(",") if each]
-    alone += [StepLoad(0, 0, *pair(each)) for each in options.prefill.split(",") if each]
-    mixed = []
-    for each in filter(None, options.mixed.split(",")):
-        decodes, _, prompts = each.partition("+")
-        mixed.append(StepLoad(*pair(decodes), *pair(prompts)))
-    others = [each for each in options.candidates.split(",") if each]
-    if unknown := set(others) - set(candidates.NAMES):
-        known = ", ".join(candidates.NAMES)
-        raise ValueError(f"--candidates: {', '.join(sorted(unknown))} is not known; choose of {known}")
-    given = (options.recipe, options.overrides, options.profile)
-    clock = RunClock()
-    result = run(*given, alone, mixed, options.repeats, others)
-    show(with_verdict({"benchmark": "device", "clock": clock.read(), **result}), options, print_table)
+def cell(value: Any) -> str:
+    """Format a figure, or several, or the words for a figure that was not measured."""
+    if value is None:
+        return NOT_MEASURED
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)

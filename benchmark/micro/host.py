@@ -6,25 +6,40 @@ each proposer of drafts, which finds nothing to guess and so costs the most with
 slot works on prompts of 16 chunks each, so that a step also computes and publishes a chunk, and every 16th
 step admits and ends a request. Work that proposers do every few steps shows in the median of the means of
 many consecutive steps.
+
+With --waiting it is measured under each policy and queue order, while many requests wait. Every slot is busy
+and requests come and go: about one decode of each step is its request's last, and a new request is added for
+each that is admitted (outside the measured time, as hashing is off the step).
+
+With --followed it is measured what a follower costs. Two engines decode in all slots and are recorded into
+files. The second is also followed by a process that makes the same decisions; another thread sends to it.
+Their steps are timed in turns of many. The result is meaningful only on a machine with two free cores.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import itertools
+import multiprocessing
+import socket
+import statistics
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmark.gate.gate import with_verdict
-from benchmark.micro import queues
-from benchmark.options import add_json, show, verdict_line
-from benchmark.run_clock import RunClock
-from continuous_batching.batch import Sampled
+from benchmark.options import verdict_line
+from continuous_batching.batch import Batch, Sampled
+from continuous_batching.engine import Engine
 from continuous_batching.policies.stall_free import StallFree
+from continuous_batching.recording.follower import Beats, Follower
+from continuous_batching.recording.listeners import Listeners
+from continuous_batching.recording.recorder import Recorder, RecordingFile
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.slots import SlotPool
@@ -34,17 +49,22 @@ from continuous_batching.speculation.speculation import Speculation
 from continuous_batching.speculation.suffix import Suffix
 from continuous_batching.speculation.throughput import Throughput
 from continuous_batching.step_time import StepTime
-from kv_cache.pages import PagePool
-from recipes.assembly import versions
-from recipes.schema.numbers import MOST_COUNT, whole, wholes
+from kv_cache.pages import PageCopy, PagePool
+from recipes.assembly.scheduler import SchedulerLimits, scheduler_of
+from recipes.schema.recipe import CacheSection
+from recipes.schema.scheduler_section import SchedulerSection
 
-VOCAB_SIZE = 32_000
+VOCAB_SIZE, PAGE_SIZE = 32_000, 16
 CONTEXT_TOKENS = (1000, 1300)
 CHUNKS_PER_PROMPT = 16
-
-
 PROPOSERS: dict[str, Callable[[SlotPool], Proposer]] = {"ngram": NGram, "suffix": Suffix}
 MOST_DRAFTS = 4
+SHORT_PROMPTS = (16, 112)  # of the requests that come and go while others wait
+STEP_S = 0.02  # seconds of virtual time
+BASE = "stall_free, fcfs"
+FOLLOWED_PROMPT = 1000  # tokens
+ROUNDS = 9  # rounds in turns of an engine alone and one that is followed, whose median counts
+PATIENCE_S = 60.0
 STEPS_OF_A_RUN = 100  # more steps than proposers skip between two looks at many rows
 
 
@@ -118,65 +138,231 @@ def measure(
     return {**{name: round(float(each), 1) for name, each in found.items()}, "times_us": times_us}
 
 
-def run(
-    slots: list[int], page_sizes: list[int], chunk_tokens: int, num_steps: int
-) -> list[dict[str, object]]:
-    """Return one row for each number of slots and page size."""
-    return [
-        {
-            "slots": num_slots,
-            "page_size": page_size,
-            "decode": measure(num_slots, page_size, 0, num_steps),
-            **{
-                f"decode_beside_{name}": measure(num_slots, page_size, 0, num_steps, name)
-                for name in PROPOSERS
-            },
-            f"decode_and_{chunk_tokens}_token_chunk": measure(num_slots, page_size, chunk_tokens, num_steps),
-        }
-        for num_slots in slots
-        for page_size in page_sizes
-    ]
+def variants(num_slots: int) -> dict[str, dict[str, Any]]:
+    """Return the scheduler's keys for each row; the others are compared with the first."""
+    chunks = {"min_chunk_tokens": 32, "max_chunk_tokens": 512}
+    return {
+        BASE: {},
+        "stall_free, sjf": {"queue": "sjf"},
+        "stall_free, priority": {"queue": "priority"},
+        "stall_free, priority, outrank": {"queue": "priority", "outrank": True},
+        "stall_free, deadline": {"queue": "deadline", "deadline_s": 60.0},
+        "stall_free, fcfs, tenants": {"fair_tenants": True},
+        "stall_free, priority, tenants": {"queue": "priority", "fair_tenants": True},
+        "stall_free, fcfs, long prompts": {"max_long_prefills": 2, "long_prompt_tokens": 96},
+        "stall_free, dynamic": {"chunk": "dynamic", **chunks, "chunk_stages": 4, "staged_tokens": 512},
+        "stall_free, adaptive": {"chunk": "adaptive", **chunks, "target_itl_ms": 50.0},
+        "split, fcfs": {"policy": "split", "prompt_share": 0.5},
+        "prefill_first, fcfs": {"policy": "prefill_first"},
+        "orca, fcfs": {"policy": "orca"},
+        "static, fcfs": {"policy": "static", "batch_size": num_slots, "max_wait_ms": 0.0},
+    }
 
 
-def print_table(result: dict[str, Any]) -> None:
-    """Print a row for each number of slots and page size."""
-    rows = result["host"]
-    columns = [name for name in rows[0] if name not in ("slots", "page_size")]
-    print("µs, p50 / p99 / runs".ljust(24) + "".join(name.replace("_", " ").rjust(34) for name in columns))
-    for row in rows:
-        texts = [
-            " / ".join(str(row[name][part]) for part in ("p50_us", "p99_us", "runs_us")) for name in columns
-        ]
-        print(
-            f"{row['slots']:>6} slots, page {row['page_size']}".ljust(24)
-            + "".join(text.rjust(34) for text in texts)
+class KeptFull:
+    """A scheduler that is kept full."""
+
+    def __init__(self, num_slots: int, num_waiting: int, keys: dict[str, Any]) -> None:
+        self._random = np.random.default_rng(0)
+        # This mean lets one request of num_slots end in each step.
+        self._answer = (num_slots // 2, num_slots + num_slots // 2)
+        longest = SHORT_PROMPTS[1] + self._answer[1]
+        budget = max(2 * num_slots, longest) + 512
+        asked = SchedulerSection(num_slots=num_slots, max_batch_tokens=budget, **keys)
+        pages = 1 + num_slots * -(-longest // PAGE_SIZE)
+        limits = SchedulerLimits(pages, 0, longest, VOCAB_SIZE, (), None)
+        self.scheduler: Scheduler = scheduler_of(
+            asked, CacheSection(page_size=PAGE_SIZE, num_pages=pages), limits
         )
+        self._num_waiting = num_waiting
+        self._number = 0
+        self._now_s = 0.0
+
+    def fill(self) -> None:
+        """Fill the queue to its length."""
+        random = self._random
+        while len(self.scheduler.waiting) < self._num_waiting:
+            self._number += 1
+            params = SamplingParams(max_tokens=int(random.integers(*self._answer)), temperature=0.0)
+            prompt = random.integers(0, VOCAB_SIZE, int(random.integers(*SHORT_PROMPTS))).astype(np.int32)
+            request = Request(
+                str(self._number),
+                prompt,
+                params,
+                tenant=f"tenant {random.integers(100)}",
+                priority=int(random.integers(-2, 3)),
+                arrival_s=self._now_s,
+            )
+            self.scheduler.add(request)
+
+    def step_us(self) -> float:
+        """Return the microseconds of one step's schedule, batch inputs and commit."""
+        self.fill()
+        self._now_s += STEP_S
+        start = time.perf_counter()
+        self.scheduler.expire(self._now_s)
+        batch = self.scheduler.schedule(self._now_s)
+        self.scheduler.slots.inputs(batch)
+        scheduled = time.perf_counter()
+        sampled = Sampled(np.full(len(batch.sampled), 7, dtype=np.int64))  # the device's work
+        self._now_s += STEP_S
+        computed = time.perf_counter()
+        self.scheduler.commit(batch, sampled, self._now_s)
+        return 1e6 * (time.perf_counter() - computed + scheduled - start)
+
+
+def measure_waiting(num_slots: int, num_waiting: int, num_steps: int) -> Iterator[dict[str, Any]]:
+    """Yield one row for each variant: microseconds of a step, also relative to the first variant."""
+    base_us = 0.0
+    for name, keys in variants(num_slots).items():
+        bench = KeptFull(num_slots, num_waiting, keys)
+        for _ in range(2 * num_slots):  # runs until requests end at every step
+            bench.step_us()
+        gc.collect()
+        times_us = [bench.step_us() for _ in range(num_steps)]
+        p50, p99 = np.percentile(times_us, [50, 99])
+        mean_us = float(np.mean(times_us))
+        base_us = base_us or mean_us
+        yield {
+            "variant": name,
+            "mean_us": round(mean_us, 1),
+            "p50_us": round(float(p50), 1),
+            "p99_us": round(float(p99), 1),
+            "times_the_first": round(mean_us / base_us, 2),
+            "times_us": [round(each, 1) for each in times_us],
+        }
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Return a row for each number of slots and page size, or for each policy and order while many wait."""
+    slots, num_steps, chunk = options.slots, options.steps, options.chunk
+    if options.waiting is not None:
+        waited = {str(each): list(measure_waiting(each, options.waiting, num_steps)) for each in slots}
+        return {"waiting": options.waiting, "slots": waited}
+    rows = []
+    for num_slots, page_size in itertools.product(slots, options.page_sizes):
+        row: dict[str, Any] = {"slots": num_slots, "page_size": page_size}
+        row["decode"] = measure(num_slots, page_size, 0, num_steps)
+        for name in PROPOSERS:
+            row[f"decode_beside_{name}"] = measure(num_slots, page_size, 0, num_steps, name)
+        row[f"decode_and_{chunk}_token_chunk"] = measure(num_slots, page_size, chunk, num_steps)
+        rows.append(row)
+    return {"host": rows}
+
+
+def print_table(result: Mapping[str, Any]) -> None:
+    """Print a row for each number of slots and page size, or for each policy and order."""
+    if "host" in result:
+        columns = [name for name in result["host"][0] if name not in ("slots", "page_size")]
+        titles = "".join(name.replace("_", " ").rjust(34) for name in columns)
+        print("µs, p50 / p99 / runs".ljust(24) + titles)
+        for row in result["host"]:
+            parts = [[str(row[name][part]) for part in ("p50_us", "p99_us", "runs_us")] for name in columns]
+            cells = "".join(" / ".join(each).rjust(34) for each in parts)
+            print(f"{row['slots']:>6} slots, page {row['page_size']}".ljust(24) + cells)
+    for num_slots, rows in result["slots"].items() if "waiting" in result else ():
+        head = f"{num_slots} slots, {result['waiting']} waiting"
+        print(head.ljust(36) + "µs a step: mean, p50, p99; times the first")
+        for row in rows:
+            name, *figures = (value for part, value in row.items() if part != "times_us")
+            print(f"  {name}".ljust(36) + "".join(f"{figure:>10}" for figure in figures))
     print(verdict_line(result["verdict"]))
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `host`."""
-    add = parser.add_argument
-    add("--slots", type=wholes(2, 2**16), default=[64, 256, 1024, 4096], metavar="N,N,...")
-    add("--page-sizes", type=wholes(1, 2**16), default=[16, 128], metavar="N,N,...")
-    add("--chunk", type=whole(0, 2**16), default=512, metavar="TOKENS", help="the new prompt in each step")
-    add("--steps", type=whole(1, MOST_COUNT), default=300, metavar="N")
-    add(
-        "--waiting",
-        type=whole(1, MOST_COUNT),
-        metavar="N",
-        help="instead: under each policy and order, while so many wait",
+class AtOnce:
+    """A runner whose device answers at once."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._slots = scheduler.slots
+        self._random = np.random.default_rng(1)
+
+    def run(self, batch: Batch) -> Sampled:
+        self._slots.inputs(batch)
+        return Sampled(self._random.integers(0, VOCAB_SIZE, len(batch.owners)))
+
+    def start(self, batch: Batch) -> Callable[[], Sampled]:
+        sampled = self.run(batch)
+        return lambda: sampled
+
+    def resize(self, num_pages: int, copies: tuple[PageCopy, ...]) -> None:
+        raise AssertionError("nothing is resized here")
+
+
+def empty_scheduler(num_slots: int, num_steps: int) -> Scheduler:
+    """Return an empty scheduler with room for all contexts."""
+    longest = FOLLOWED_PROMPT + num_steps + 8
+    pages = 1 + num_slots * -(-longest // PAGE_SIZE)
+    asked = SchedulerSection(num_slots=num_slots, max_batch_tokens=num_slots * FOLLOWED_PROMPT)
+    limits = SchedulerLimits(pages, 0, longest, VOCAB_SIZE, (), None)
+    return scheduler_of(asked, CacheSection(page_size=PAGE_SIZE, num_pages=pages), limits)
+
+
+def follow(address: tuple[str, int], num_slots: int, num_steps: int) -> None:
+    """Run a follower in its own process."""
+    made = empty_scheduler(num_slots, num_steps)
+    with socket.create_connection(address) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        Follower(Beats(connection), made, AtOnce(made), {}).follow()
+
+
+def decoding(num_slots: int, num_steps: int, observer: Recorder) -> Engine:
+    """Return an engine that has computed the prompts of all its slots."""
+    made = empty_scheduler(num_slots, num_steps)
+    engine = Engine(made, AtOnce(made))
+    engine.observer = observer
+    random = np.random.default_rng(0)
+    params = SamplingParams(max_tokens=num_steps + 4, temperature=0.0, ignore_eos=True)
+    for number in range(num_slots):
+        engine.add(
+            Request(str(number), random.integers(0, VOCAB_SIZE, FOLLOWED_PROMPT).astype(np.int32), params)
+        )
+    engine.step()
+    return engine
+
+
+def turn_us(engine: Engine, num_steps: int) -> float:
+    """Return the median time of a step in microseconds."""
+    times_us = []
+    for _ in range(num_steps):
+        start_s = time.perf_counter()
+        engine.step()
+        times_us.append(1e6 * (time.perf_counter() - start_s))
+    return statistics.median(times_us)
+
+
+def run_followed(options: argparse.Namespace) -> dict[str, Any]:
+    """Time steps alone and followed; returns both, and the median of their ratios."""
+    num_slots, total = options.slots, ROUNDS * options.steps
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as server:
+        rank = context.Process(target=follow, args=(server.getsockname(), num_slots, total), daemon=True)
+        rank.start()
+        server.settimeout(PATIENCE_S)
+        connection, _ = server.accept()
+        connection.setblocking(True)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        listeners = Listeners({"the follower": connection}, PATIENCE_S)
+        files = (RecordingFile(Path(folder) / name) for name in ("alone", "followed"))
+        alone = decoding(num_slots, total, Recorder({}, next(files)))
+        followed = decoding(num_slots, total, Recorder({}, next(files), listeners))
+        gc.collect()
+        rounds = [(turn_us(alone, options.steps), turn_us(followed, options.steps)) for _ in range(ROUNDS)]
+        for engine in (alone, followed):
+            engine.observer.close()
+        rank.join(PATIENCE_S)
+        assert rank.exitcode == 0, "the follower did not end in order"
+    ratios = [round(with_one / without, 3) for without, with_one in rounds]
+    row = {"slots": num_slots, "ratio": statistics.median(ratios), "ratios": ratios}
+    for name, times_us in zip(("alone_us", "followed_us"), zip(*rounds)):
+        row[name] = round(statistics.median(times_us), 1)
+    return {"followed": row}
+
+
+def print_followed(result: Mapping[str, Any]) -> None:
+    """Print the result in one line."""
+    row = result["followed"]
+    least, most = min(row["ratios"]), max(row["ratios"])
+    print(
+        f"{row['slots']} slots, a step of decodes: {row['alone_us']} µs alone, {row['followed_us']} µs"
+        f" followed, {row['ratio']} times (median of {len(row['ratios'])}, {least} to {most})"
     )
-    add_json(parser)
-
-
-def main(options: argparse.Namespace) -> None:
-    described, clock = {"benchmark": "host", "machine": versions.describe()}, RunClock()
-    if options.waiting is None:
-        rows = run(options.slots, options.page_sizes, options.chunk, options.steps)
-        show(with_verdict({**described, "clock": clock.read(), "host": rows}), options, print_table)
-        return
-    waited = {str(each): list(queues.run(each, options.waiting, options.steps)) for each in options.slots}
-    timed = {"clock": clock.read(), "waiting": options.waiting, "slots": waited}
-    result = with_verdict({**described, **timed})
-    show(result, options, lambda each: queues.print_table(each, options.waiting))

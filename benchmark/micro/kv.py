@@ -1,29 +1,40 @@
-"""Measure what pages cost: lookup, hashing, taking, copying, and places left unused."""
+"""Measure what pages cost, to find, hash, take, copy and leave half empty, and what int8 pages change.
+
+The latter is how keys and values in int8 change a text's log-probabilities and attention's output.
+"""
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from benchmark.gate.gate import with_verdict
-from benchmark.options import add_json, show, verdict_line
-from benchmark.run_clock import RunClock
-from continuous_batching.batch import Sampled
+from attention.int8_pages import row_bytes
+from attention.reference import Attention
+from benchmark.options import markdown, verdict_line
+from borders.file_bounds import read_bounded
+from continuous_batching.batch import Batch, Sampled
 from continuous_batching.policies.stall_free import StallFree
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.slots import SlotPool
+from devices.shapes import AttentionShape
 from kv_cache.device.storage import KVCache
+from kv_cache.groups import DType
 from kv_cache.page_keys import page_keys
 from kv_cache.pages import PageCopy, PagePool
 from kv_cache.prefix_cache import PrefixCache
-from recipes.assembly import versions
-from recipes.schema.numbers import MOST_COUNT, whole, wholes
+from recipes.assembly.scoring import score
+from recipes.schema.recipe import ROOT
+from serving.text.tokenizer import Text
 
 PROMPT_TOKENS = 32_768
 TAKEN_PAGES = 1024
@@ -34,6 +45,24 @@ COPIED_BYTES = 128 * 2**20  # bytes of each timed copy
 VICTIM_TOKENS = 2048
 # Lengths of the trace for unused places.
 MEDIAN_PROMPT, MEDIAN_ANSWER, SIGMA, LONGEST = 150, 200, 0.8, 4096
+MOST_TEXT_BYTES = 2**20
+WAYS: tuple[tuple[DType, bool], ...] = (
+    ("float32", False),
+    ("float32", True),
+    ("bfloat16", False),
+    ("bfloat16", True),
+)
+# Sizes of attention over random numbers.
+HEADS, SMALL_KV_HEADS, SMALL_PAGE = 8, 2, 16
+DIMS, LENGTHS = (64, 128), (128, 2048)
+LARGE_CHANNELS, LARGE = 4, 20.0  # keys of language models have a few channels that are large for every token
+TITLES = {
+    "logprob": "log-probability a token",
+    "perplexity": "perplexity",
+    "distance": "distance from float32",
+    "agreement": "likeliest token as in float32",
+    "row_bytes": "bytes a token, head and layer",
+}
 
 
 def median_us(act: Callable[[], object], repeats: int) -> float:
@@ -162,14 +191,15 @@ def unused(page_size: int, num_requests: int) -> dict[str, float]:
     }
 
 
-def run(page_sizes: list[int], repeats: int, num_requests: int) -> dict[str, object]:
+def run(options: argparse.Namespace) -> dict[str, object]:
     """Return all figures; times are medians."""
+    sizes, repeats = options.page_sizes, options.repeats
     return {
         "threads": torch.get_num_threads(),
-        "prefix": [prefix(page_size, repeats) for page_size in page_sizes],
+        "prefix": [prefix(page_size, repeats) for page_size in sizes],
         f"take_and_release_{TAKEN_PAGES}_pages_us": take_and_release_us(10 * repeats),
-        "copies": [copies(page_size, repeats) for page_size in page_sizes],
-        "unused_places": [unused(page_size, num_requests) for page_size in page_sizes],
+        "copies": [copies(page_size, repeats) for page_size in sizes],
+        "unused_places": [unused(page_size, options.requests) for page_size in sizes],
     }
 
 
@@ -188,17 +218,79 @@ def print_table(result: dict[str, object]) -> None:
             print(f"{name.replace('_', ' ')}: {value}")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `kv`."""
-    add = parser.add_argument
-    add("--page-sizes", type=wholes(1, 2**16), default=[16, 128], metavar="N,N,...")
-    add("--repeats", type=whole(1, MOST_COUNT), default=25, metavar="N")
-    add("--requests", type=whole(1, MOST_COUNT), default=1000, metavar="N", help="in the trace of lengths")
-    add_json(parser)
+def texts(model: Path, text: Path) -> list[dict[str, object]]:
+    """Score each way of storing keys and values against float32 without rounding."""
+    tokenizer = Text.load(model)
+    if tokenizer is None:
+        raise ValueError(f"{model} has no tokenizer, so that no text can be scored; name another model")
+    content = read_bounded(text, MOST_TEXT_BYTES).decode("utf-8")
+    lines = [tokenizer.encode(line) for line in content.splitlines()]
+    scores = {way: score(model, lines, way[0], int8_cache=way[1]) for way in WAYS}
+    exact = scores["float32", False]
+    return [
+        {
+            "type": f"{dtype}, cache in int8" if int8 else dtype,
+            "logprob": round(found.mean_logprob, 5),
+            "perplexity": round(found.perplexity, 5),
+            "distance": round(found.distance(exact), 5),
+            "agreement": round(found.agreement(exact), 5),
+        }
+        for (dtype, int8), found in scores.items()
+    ]
 
 
-def main(options: argparse.Namespace) -> None:
-    clock = RunClock()
-    pages = run(options.page_sizes, options.repeats, options.requests)
-    described = {"benchmark": "kv", "machine": versions.describe(), "clock": clock.read()}
-    show(with_verdict({**described, **pages}), options, print_table)
+def attention_errors() -> list[dict[str, object]]:
+    """Return the error of attention's output against float64, relative to the output, root mean square."""
+    return [
+        {
+            "head_dim": dim,
+            "tokens": length,
+            "keys": "a few large channels" if is_uneven else "normal",
+            "bfloat16": round(_error(dim, length, is_uneven, int8=False), 5),
+            "int8": round(_error(dim, length, is_uneven, int8=True), 5),
+            "row_bytes": row_bytes(dim),
+        }
+        for dim, length, is_uneven in product(DIMS, LENGTHS, (False, True))
+    ]
+
+
+def _error(dim: int, length: int, is_uneven: bool, *, int8: bool) -> float:
+    """Return the error for the last query; only keys and values are rounded."""
+    random = torch.Generator().manual_seed(0)
+    key, value, query = (
+        torch.randn(length, heads, dim, generator=random) for heads in (SMALL_KV_HEADS, SMALL_KV_HEADS, HEADS)
+    )
+    if is_uneven:
+        key[:, :, :LARGE_CHANNELS] += LARGE
+    shape = AttentionShape(HEADS, SMALL_KV_HEADS, dim, SMALL_PAGE, dim**-0.5, torch.float32, (None,), int8)
+    attention = Attention(shape)
+    num_pages = length // SMALL_PAGE
+    keys, values = attention.new_pages(num_pages), attention.new_pages(num_pages)
+    one, places = np.zeros(1, np.int64), np.arange(length)
+    batch = Batch(one, one, np.array([length]), one, one, one)
+    metadata = attention.plan(batch, np.arange(num_pages, dtype=np.int32)[None], places)
+    kept = (key, value) if int8 else (key.bfloat16().float(), value.bfloat16().float())
+    attention.write(*kept, keys, values, metadata)
+    found = attention.attend(query, keys, values, metadata, 0)[-1]
+    exact = _exact(query[-1], key, value, shape.scale)
+    return float((found - exact).square().mean().sqrt() / exact.square().mean().sqrt())
+
+
+def _exact(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """Compute attention of one query [H, D] over all keys and values [L, K, D] in float64."""
+    key, value = (each.double().repeat_interleave(HEADS // SMALL_KV_HEADS, 1) for each in (key, value))
+    weights = torch.softmax(torch.einsum("hd,lhd->hl", query.double(), key) * scale, -1)
+    return torch.einsum("hl,lhd->hd", weights, value)
+
+
+def run_types(options: argparse.Namespace) -> dict[str, object]:
+    """Score a text by a model, and compare attention over random numbers."""
+    paths = [ROOT / each for each in (options.model, options.text)]
+    return {"texts": texts(*paths), "attention": attention_errors()}
+
+
+def print_types(result: Mapping[str, Any]) -> None:
+    """Print both tables in Markdown."""
+    for number, rows in enumerate((result["texts"], result["attention"])):
+        heads = [TITLES.get(name, name.replace("_", " ")) for name in rows[0]]
+        print("\n" * number + markdown(heads, [[*row.values()] for row in rows]))

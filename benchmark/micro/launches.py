@@ -5,7 +5,8 @@ The model has the recipe's heads, norms, biases, windows and dtypes, but few lay
 random weights: what a layer asks for does not depend on these, so the sums over the whole depth are exact. It
 does depend on the width of experts in W8A8, which are narrowed to a width that takes the same launches. A
 launch is one operator of torch or torch_npu that computes on the device. Where the recipe names a draft model
-or a head, a step of that is counted too; a head computes one layer and its choice.
+or a head, a step of that is counted too, after the step that reads the known tokens. A draft model is
+narrowed likewise; a head computes one layer and its choice.
 """
 
 from __future__ import annotations
@@ -17,20 +18,29 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 from torch.nn import Module
 
-from benchmark.micro import draft_launches
-from benchmark.options import add_json, show
+from benchmark.options import markdown
 from continuous_batching.engine import Engine
 from continuous_batching.request import Request, SamplingParams
 from devices.ascend_experts import fuses_gate
 from devices.ascend_latents import PROLOG_HIDDEN
-from models.config import DecoderConfig
+from models.checkpoint import weights
+from models.config import DecoderConfig, HeadConfig
+from models.decoder import Decoder
+from models.drafting.config import Eagle3Config, MtpConfig, mtp_config
+from models.drafting.drafter import Drafter
+from models.drafting.eagle import Eagle3
+from models.drafting.mtp import Mtp
 from models.head import Head
-from recipes.assembly.engine import build
+from models.parallel.group import ALONE
+from models.parallel.share import Share
+from recipes.assembly import decoders
+from recipes.assembly.decoders import cache_of, shape_of
+from recipes.assembly.engine import BuiltEngine, build
 from recipes.assembly.families import draft_config, model_config, read
 from recipes.machine import Npu, start
-from recipes.schema.command_line import add_recipe
 from recipes.schema.parallel_section import ParallelSection
 from recipes.schema.reader import load
 from recipes.schema.recipe import Recipe
@@ -62,7 +72,7 @@ COLUMNS = {
 }
 
 
-def run(recipe: Recipe) -> dict[str, object]:
+def measure(recipe: Recipe) -> dict[str, object]:
     """Count a decode step of the recipe's model, eager and captured, by way of sampling."""
     num_layers, num_first = model_config(recipe).num_layers, _num_first(model_config(recipe))
     small = _narrow(recipe)
@@ -90,11 +100,11 @@ def run(recipe: Recipe) -> dict[str, object]:
                 built.engine.step()
     draft = draft_config(recipe, model_config(recipe))
     if draft is not None:
-        config = draft_launches.narrow(draft, built.config, LAYERS)
-        drafter = draft_launches.drafter_of(small, config, built, machine)
+        config = narrow_draft(draft, built.config, LAYERS)
+        drafter = drafter_of(small, config, built, machine)
         layers = [drafter.decoder] if isinstance(drafter.decoder, Head) else drafter.decoder.layers
         _name_layers(layers, lambda place: setattr(log, "place", place))
-        for way, asked in draft_launches.counted(drafter, built, machine):
+        for way, asked in draft_steps(drafter, built, machine):
             rest = _around(asked, in_graph=True)
             steps.append({"step": f"{way}, a draft"} | _sums(asked, draft.num_layers, 1, rest, len(layers)))
     return {"num_layers": num_layers, "steps": steps}
@@ -208,30 +218,77 @@ def _sums(
     }
 
 
+def narrow_draft(draft: DecoderConfig, target: DecoderConfig, num_layers: int) -> DecoderConfig:
+    """Return the draft model's configuration with few layers and the target's widths and vocabulary."""
+    if isinstance(draft, MtpConfig):
+        return mtp_config(replace(target, num_unread_layers=1), draft.num_kept)
+    if isinstance(draft, Eagle3Config):
+        taps = tuple(range(num_layers))
+        draft = replace(draft, taps=taps, draft_vocab_size=min(draft.draft_vocab_size, target.vocab_size))
+        num_layers = draft.num_layers
+    quantization = draft.quantization and replace(draft.quantization, is_stored=False)
+    return replace(
+        draft,
+        vocab_size=target.vocab_size,
+        hidden_size=target.hidden_size,
+        intermediate_size=target.intermediate_size,
+        num_layers=num_layers,
+        windows=(draft.windows * num_layers)[:num_layers],
+        eos_token_ids=target.eos_token_ids,
+        quantization=quantization,
+    )
+
+
+def drafter_of(recipe: Recipe, config: DecoderConfig, built: BuiltEngine, machine: Npu) -> Drafter:
+    """Build a draft model or a head of random weights beside an engine that was built without one."""
+    slots = built.engine.slots
+    if isinstance(config, HeadConfig):
+        operators = machine.operators(shape_of(recipe.cache.page_size, config))
+        head: Head
+        if isinstance(config, Eagle3Config):
+            head = Eagle3(config, *operators)
+        else:
+            assert isinstance(config, MtpConfig), "there are two kinds of heads"
+            head = Mtp(config, *operators, ALONE, Share())
+        for parameter in head.parameters():
+            parameter.data.fill_(1 / config.hidden_size)
+        head.pack()
+        cache = cache_of(head, recipe, built.memory)
+        return decoders.drafter_of(head, built.runner.decoder, cache, slots, slots.num_slots, recipe)
+    decoder = Decoder(config, *machine.operators(shape_of(recipe.cache.page_size, config)))
+    weights.random(decoder, recipe.model.seed)
+    return Drafter(decoder, cache_of(decoder, recipe, built.memory), slots, slots.num_slots)
+
+
+def draft_steps(drafter: Drafter, built: BuiltEngine, machine: Npu) -> Iterator[tuple[str, list[Any]]]:
+    """Yield what a step for all rows asks for, eager and captured; the rows' tokens are on the null page."""
+    log, rows = machine.launch_log, np.arange(built.engine.slots.num_slots)
+    assert log is not None, "launches are draft_steps over the stand-in"
+    assert built.runner.graphs is not None, "a narrow_draft recipe captures its steps"
+    for way in ("eager", "captured"):
+        if way == "captured":
+            drafter.capture(built.runner.graphs)
+        with torch.inference_mode():
+            device = drafter.decoder.attention.device
+            drafter.begin(torch.zeros(len(rows), dtype=torch.int64, device=device), rows)
+            drafter.follow(rows, np.full_like(rows, 5))  # reaches the state in which later steps run
+            with log.reading() as asked:
+                drafter.follow(rows, np.full_like(rows, 6))
+        yield way, asked
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Count the steps of the recipe that the options name."""
+    recipe = load(options.recipe, options.overrides, options.profile)
+    return {"recipe": options.recipe, **measure(recipe)}
+
+
 def print_table(result: Mapping[str, Any]) -> None:
     """Print a row for each way of stepping, followed by the operators of each."""
-    print("\n".join(table(result)))
+    heads = (f"{result['num_layers']} layers, counted over the stand-in", *COLUMNS.values())
+    print(markdown(heads, [(step["step"], *(step[name] for name in COLUMNS)) for step in result["steps"]]))
     for step in result["steps"]:
         print(f"\n{step['step']}:")
         for place, names in step["operators"].items():
             said = ", ".join(f"{count} {name}" for name, count in sorted(names.items()))
             print(f"  {place}: {said or 'nothing'}")
-
-
-def table(result: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the counts in Markdown, for a model of `num_layers` layers."""
-    yield f"| {result['num_layers']} layers, counted over the stand-in | {' | '.join(COLUMNS.values())} |"
-    yield f"|---|{'---|' * len(COLUMNS)}"
-    for step in result["steps"]:
-        yield f"| {step['step']} | {' | '.join(str(step[name]) for name in COLUMNS)} |"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `launches`."""
-    add_recipe(parser)
-    add_json(parser)
-
-
-def main(options: argparse.Namespace) -> None:
-    recipe = load(options.recipe, options.overrides, options.profile)
-    show({"benchmark": "launches", "recipe": options.recipe, **run(recipe)}, options, print_table)

@@ -10,19 +10,17 @@ from __future__ import annotations
 import argparse
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from benchmark.offline.offline import load_trace, serve
-from benchmark.offline.throughput import at_once
-from benchmark.options import add_json, show
+from benchmark.offline.offline import at_once, load_trace, serve
+from benchmark.options import markdown
 from continuous_batching.batch import Batch
 from models.layers.linear import Linear
 from recipes.assembly.engine import BuiltEngine, build
-from recipes.schema.command_line import add_recipe
 from recipes.schema.reader import load
 from recipes.schema.recipe import Recipe
 from recipes.schema.recipe_error import RecipeError
@@ -138,7 +136,7 @@ def watch(built: BuiltEngine, times: PartTimes) -> None:
         setattr(owner, name, function)
 
 
-def run(recipe: Recipe, trace_path: str) -> dict[str, object]:
+def measure(recipe: Recipe, trace_path: str) -> dict[str, object]:
     """Time the parts of the steps that serve the trace, whose requests all come at once."""
     if recipe.device.kind != "cpu":
         raise RecipeError(
@@ -171,35 +169,23 @@ def figures(times: PartTimes) -> dict[str, object]:
     return {"kinds": kinds}
 
 
-def table(result: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the parts in Markdown: seconds of processor time, and their share of the total."""
-    kinds = [result["kinds"][kind] for kind in (DECODES, PROMPTS)]
-    total_s = sum(kind["processor_s"] for kind in kinds)
-    counts = [f"{kinds[at]['steps']} {name}" for at, name in enumerate((DECODES, PROMPTS))]
-    yield f"| s of processor time, {result['threads']} threads | {' | '.join(counts)} | share |"
-    yield "|---|---|---|---|"
-    for part in PARTS:
-        spent_s = [kind["parts_s"][part] for kind in kinds]
-        share = sum(spent_s) / total_s if total_s else 0.0
-        yield f"| {part} | {' | '.join(f'{each:.2f}' for each in spent_s)} | {share:.1%} |"
-    sums = [f"{kind['processor_s']:.2f}" for kind in kinds]
-    yield f"| all | {' | '.join(sums)} | 100 % |"
-    yield f"| GFLOP/s of the products | {' | '.join(str(kind['gflop_per_s']) for kind in kinds)} | |"
+def run(options: argparse.Namespace) -> dict[str, object]:
+    """Time the recipe and the trace that the options name."""
+    recipe = load(options.recipe, options.overrides, options.profile)
+    said = {"recipe": options.recipe, "overrides": list(options.overrides)}
+    return {**said, **measure(recipe, options.trace)}
 
 
 def print_table(result: Mapping[str, Any]) -> None:
-    """Print a row for each part."""
-    print("\n".join(table(result)))
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `parts`."""
-    add_recipe(parser)
-    parser.add_argument("--trace", required=True, metavar="FILE.jsonl", help="requests, as `generate` reads")
-    add_json(parser)
-
-
-def main(options: argparse.Namespace) -> None:
-    recipe = load(options.recipe, options.overrides, options.profile)
-    described = {"benchmark": "parts", "recipe": options.recipe, "overrides": list(options.overrides)}
-    show({**described, **run(recipe, options.trace)}, options, print_table)
+    """Print a row for each part: seconds of processor time, and their share of the total."""
+    kinds = [result["kinds"][kind] for kind in (DECODES, PROMPTS)]
+    total_s = sum(kind["processor_s"] for kind in kinds)
+    counts = [f"{kind['steps']} {name}" for kind, name in zip(kinds, (DECODES, PROMPTS))]
+    rows: list[Sequence[object]] = []
+    for part in PARTS:
+        spent_s = [kind["parts_s"][part] for kind in kinds]
+        share = sum(spent_s) / total_s if total_s else 0.0
+        rows.append((part, *(f"{each:.2f}" for each in spent_s), f"{share:.1%}"))
+    rows.append(("all", *(f"{kind['processor_s']:.2f}" for kind in kinds), "100 %"))
+    rows.append(("GFLOP/s of the products", *(kind["gflop_per_s"] for kind in kinds), ""))
+    print(markdown((f"s of processor time, {result['threads']} threads", *counts, "share"), rows))

@@ -1,4 +1,8 @@
-"""Serve a trace with an engine in this process."""
+"""Serve requests with an engine in this process: a trace, or random requests that all come at once.
+
+The latter are measured in the terms of `vllm bench throughput`, tokens a second of many requests, and of
+`vllm bench latency`, the seconds until the last request of a batch of one size has ended.
+"""
 
 from __future__ import annotations
 
@@ -7,25 +11,33 @@ import resource
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
-from benchmark import outputs
+import numpy as np
+
 from benchmark.gate.gate import with_verdict
-from benchmark.offline.accounts import accounts, hardware
-from benchmark.offline.timeline import Timeline, readings, summarise
-from benchmark.options import add_json, print_figures, show
 from benchmark.run_clock import RunClock
+from benchmark.run_record import Timeline, accounts, hardware, readings, summarise
+from benchmark.workloads.synthetic import SyntheticLoad, draw_requests, lengths
 from borders.file_bounds import check_rereadable
 from continuous_batching.engine import Engine
 from continuous_batching.inspection import usage
+from continuous_batching.request import Request
 from recipes.assembly import versions
 from recipes.assembly.engine import BuiltEngine, build
-from recipes.schema.command_line import add_recipe
-from recipes.schema.numbers import MOST_COUNT, whole
 from recipes.schema.reader import read
 from recipes.schema.recipe import Recipe
 from serving.answers.jobs import Job
 from serving.offline import Record, lines_in, read_jobs, run_jobs
+from serving.text.request_fields import parse_request
 from serving.text.tokenizer import Text
+
+INPUT_LEN, OUTPUT_LEN, NUM_PROMPTS = 512, 128, 64
+PERCENTILES = (10, 25, 50, 75, 90, 99)
+COLUMNS = (  # columns of one batch
+    *("latency_s", "first_step_s", "wall_s", "ttft_ms", "tpot_ms", "e2e_ms"),
+    *("steps", "mean_batch", "prompt_tokens", "output_tokens", "completed"),
+)
 
 
 def load_trace(path: str, text: Text | None) -> list[Job | Record]:
@@ -59,23 +71,6 @@ def cache_figures(built: BuiltEngine) -> dict[str, object]:
     if not of_windows:
         figures = {name: value for name, value in figures.items() if not name.startswith("window_")}
     return {name: round(value, 4) if isinstance(value, float) else value for name, value in figures.items()}
-
-
-def run(
-    recipe_path: str,
-    overrides: Sequence[str],
-    profile: str | None,
-    trace_path: str,
-    num_runs: int,
-    plot: Path | None = None,
-) -> dict[str, object]:
-    """Serve a trace and return its figures; `plot` is the path of a chart to draw."""
-    recipe = read(recipe_path, overrides, profile).recipe
-    text = Text.load(recipe.model.path) if recipe.model.path else None
-    load_trace(trace_path, text)  # read before the model is built, so that a bad file fails at once
-    described: dict[str, object] = {"recipe": recipe_path, "overrides": list(overrides), "profile": profile}
-    described["trace"] = Path(trace_path).name
-    return measure(described, recipe, text, lambda _: load_trace(trace_path, text), num_runs, plot)
 
 
 def measure(
@@ -115,7 +110,7 @@ def measure(
     figures, timeline, origin_s = results[num_runs // 2]
     num_pages = engine.scheduler.pool.num_pages - 1
     if plot is not None:
-        from benchmark.offline.charts import save_run  # matplotlib
+        from benchmark.charts import save_run  # matplotlib
 
         save_run(plot, timeline, origin_s, num_pages)
     where = versions.describe(built.device_name)
@@ -137,28 +132,136 @@ def measure(
     return with_verdict(result)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `offline`."""
-    add_trace_arguments(parser)
-    parser.add_argument("--plot", type=outputs.picture, metavar="FILE.png", help="slots and pages over time")
+def run(options: argparse.Namespace) -> dict[str, object]:
+    """Serve a trace and return its figures."""
+    recipe = read(options.recipe, options.overrides, options.profile).recipe
+    text = Text.load(recipe.model.path) if recipe.model.path else None
+    load_trace(options.trace, text)  # read before the model is built, so that a bad file fails at once
+    described = {**_asked(options), "profile": options.profile, "trace": Path(options.trace).name}
+    plot = getattr(options, "plot", None)
+    return measure(described, recipe, text, lambda _: load_trace(options.trace, text), options.runs, plot)
 
 
-def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options for recipe, trace and number of runs."""
-    add_recipe(parser)
-    add = parser.add_argument
-    add("--trace", required=True, metavar="FILE.jsonl", help="requests, as `generate` reads them")
-    add(
-        "--runs",
-        type=whole(1, MOST_COUNT),
-        default=1,
-        metavar="N",
-        help="counted runs; the median is reported",
+def _asked(options: argparse.Namespace) -> dict[str, object]:
+    return {"recipe": options.recipe, "overrides": list(options.overrides)}
+
+
+def random_jobs(
+    built: BuiltEngine, num_prompts: int, input_len: int, output_len: int, seed: int
+) -> list[Job | Record]:
+    """Return random requests of one size that come at once, the same for the same seed."""
+    vocab_size = built.config.vocab_size
+    load = SyntheticLoad(lengths(str(input_len)), lengths(str(output_len)), vocab_size, seed)
+    return [Job(parse_request(line, None)) for line in draw_requests(load, num_prompts)]
+
+
+def at_once(found: list[Job | Record]) -> list[Job | Record]:
+    """Set the arrival of all requests to 0."""
+    for job in found:
+        if isinstance(job, Job):
+            for request in (job.request, *job.request.followers):
+                request.arrival_s = 0.0
+    return found
+
+
+def run_at_once(options: argparse.Namespace) -> dict[str, object]:
+    """Serve a trace without its times, or random requests; returns figures under vLLM's names too."""
+    sizes = (options.num_prompts, options.input_len, options.output_len)
+    if options.trace is not None and any(sizes):
+        raise ValueError("--trace says what is asked for; leave out --num-prompts, --input-len, --output-len")
+    recipe = read(options.recipe, options.overrides, options.profile).recipe
+    text = Text.load(recipe.model.path) if recipe.model.path else None
+    if options.trace is not None:
+        load_trace(options.trace, text)  # read before the model is built, so that a bad file fails at once
+    num_prompts, input_len, output_len = (
+        given or usual for given, usual in zip(sizes, (NUM_PROMPTS, INPUT_LEN, OUTPUT_LEN))
     )
-    add_json(parser)
+
+    def load(built: BuiltEngine) -> list[Job | Record]:
+        if options.trace is not None:
+            return at_once(load_trace(options.trace, text))
+        return random_jobs(built, num_prompts, input_len, output_len, options.seed)
+
+    drawn = f"{num_prompts} prompts of {input_len} tokens, answers of {output_len}"
+    result = measure({**_asked(options), "trace": options.trace or drawn}, recipe, text, load, options.runs)
+    named = {
+        "elapsed_time": result["duration_s"],
+        "num_requests": result["requests"],
+        "total_num_tokens": int(str(result["prompt_tokens"])) + int(str(result["output_tokens"])),
+        "requests_per_second": result["requests_per_s"],
+        "tokens_per_second": result["total_tokens_per_s"],
+    }
+    return with_verdict({**named, **result})
 
 
-def main(options: argparse.Namespace) -> None:
-    given = (options.recipe, options.overrides, options.profile, options.trace, options.runs)
-    result = run(*given, options.plot)
-    show(result, options, print_figures)
+def run_one_batch(options: argparse.Namespace) -> dict[str, object]:
+    """Serve one batch of requests again and again."""
+    recipe = read(options.recipe, options.overrides, options.profile).recipe
+    built = build(recipe)
+    engine = built.engine
+    sizes = {name: getattr(options, name) for name in ("batch_size", "input_len", "output_len")}
+    runs: list[dict[str, Any]] = []
+    clock = RunClock()
+    for number in range(options.num_iters_warmup + options.num_iters):
+        if number == options.num_iters_warmup:
+            clock = RunClock()
+        batch = random_jobs(built, options.batch_size, options.input_len, options.output_len, options.seed)
+        timeline, records = serve(engine, None, batch)
+        refused = [record["error"] for record in records if "error" in record]
+        if refused:
+            raise ValueError(f"{options.recipe} cannot serve such a batch: {refused[0]}")
+        engine.forget_prefixes()
+        if number >= options.num_iters_warmup:
+            requests = [job.request for job in batch if isinstance(job, Job)]
+            runs.append(summarise(engine, requests, timeline) | _by_the_wall(requests, timeline))
+    where = versions.describe(built.device_name)
+    return with_verdict(
+        {
+            **_asked(options),
+            "machine": where,
+            **sizes,
+            **batch_figures(runs),
+            "clock": clock.read(),
+            "batches": _batches(runs),
+            "warm_up_runs": options.num_iters_warmup,
+            "warm_up_counted": 0,
+            "max_tokens_per_step": 1,
+            **hardware(built, recipe, where),
+        }
+    )
+
+
+def _by_the_wall(requests: Sequence[Request], timeline: Timeline) -> dict[str, float]:
+    """Return the time to the end of the first step by the engine's clock, and from there by the wall's."""
+    first, last = timeline.steps[0], timeline.steps[-1]
+    arrival_s = min(request.arrival_s for request in requests)
+    wall_s = last.wall_s - first.wall_s
+    return {"first_step_s": round(first.end_s - arrival_s, 6), "wall_s": round(wall_s, 6)}
+
+
+def _batches(runs: list[dict[str, Any]]) -> dict[str, object]:
+    """Return one reading for each batch, against which the figures of all batches are checked."""
+
+    def cell(run: dict[str, Any], name: str) -> object:
+        found = run["duration_s"] if name == "latency_s" else run[name]
+        return found.get("mean") if isinstance(found, dict) else found
+
+    return {"columns": list(COLUMNS), "readings": [[cell(run, name) for name in COLUMNS] for run in runs]}
+
+
+def batch_figures(runs: list[dict[str, Any]]) -> dict[str, object]:
+    """Return the latencies of the batches, and their summary."""
+    latencies = [run["duration_s"] for run in runs]
+    names = ("requests", "completed", "failed", "prompt_tokens", "output_tokens")
+    sums = {name: sum(run[name] for run in runs) for name in names}
+    spent_ms = [run["tpot_ms"]["mean"] for run in runs if run["tpot_ms"]]
+    at = np.percentile(latencies, PERCENTILES).tolist()
+    return {
+        "avg_latency": round(float(np.mean(latencies)), 6),
+        "latencies": latencies,
+        "percentiles": {str(part): round(value, 6) for part, value in zip(PERCENTILES, at)},
+        **sums,
+        "duration_s": round(sum(latencies), 4),
+        "output_tokens_per_s": round(sums["output_tokens"] / sum(latencies), 2),
+        **({"tpot_ms": {"mean": round(float(np.mean(spent_ms)), 3)}} if spent_ms else {}),
+    }

@@ -1,4 +1,4 @@
-"""Measure what speculation gains, by load and by text.
+"""Measure what speculation gains, by load and by text, or estimate it on a device that is not at hand.
 
 Plain decoding and each kind of speculation serve the same requests, in turn, and medians of the runs are
 compared. A kind keeps between its runs what it has learnt of lengths and times, as a server does between
@@ -8,6 +8,10 @@ ordinary answer, or begin with random tokens. A load is the number of requests t
 ends the next begins, so that all slots are busy from the first measured step to the last. Answers are between
 half and one and a half times as long as --answer says, so that requests end one by one, as those of a server
 do.
+
+The estimate is tokens a second with a number of drafts a row over those without, by the roofline of a device
+profile. Each draft is accepted with the same chance. Drafts are free, or come from a second model whose steps
+are simulated too. Steps run as captured graphs. Figures of a profile are assumed unless it says otherwise.
 """
 
 from __future__ import annotations
@@ -17,14 +21,11 @@ import gc
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmark import outputs
-from benchmark.gate.gate import with_verdict
-from benchmark.options import add_json, show, verdict_line
-from benchmark.run_clock import RunClock
+from benchmark.options import verdict_line
 from continuous_batching.engine import Engine
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.slots import SlotPool
@@ -33,14 +34,13 @@ from continuous_batching.speculation.source import Source
 from continuous_batching.speculation.speculation import Speculation
 from continuous_batching.speculation.throughput import Throughput
 from continuous_batching.step_time import StepTime
+from devices.rates import DeviceRates
 from recipes.assembly import versions
-from recipes.assembly.engine import build
+from recipes.assembly.families import model_config
 from recipes.assembly.speculation import ON_DEVICE, PROPOSERS
-from recipes.machine import start
-from recipes.schema.command_line import add_recipe
-from recipes.schema.numbers import MOST_COUNT, MOST_TOKENS, whole, wholes
 from recipes.schema.reader import read
 from recipes.schema.speculation_section import DRAFTERS
+from simulation.roofline import Roofline
 
 TEXTS = ("quoting", "ordinary", "random")
 # Rounds of as many requests as run at once: the first warms up, two are measured, the last fills up.
@@ -84,49 +84,48 @@ def lengths_of(kind: str, slots: SlotPool, most: int, step_time: StepTime) -> Le
     return made[kind.split(", ")[1]]()
 
 
-def run(
-    recipe_path: str,
-    overrides: Sequence[str],
-    profile: str | None,
-    loads: Sequence[int],
-    asked: Sequence[str] | None,
-    load: SpeculationLoad,
-) -> dict[str, Any]:
+def run(options: argparse.Namespace) -> dict[str, Any]:
     """Return a row for each text, load and kind; a gain is relative to plain decoding of the same row.
 
-    All kinds take part, or those `asked` for; raises ValueError for a draft model or a head that the recipe
+    All kinds take part, or those asked for; raises ValueError for a draft model or a head that the recipe
     does not name.
     """
-    clock = RunClock()
-    most_tokens = 2 * (load.prompt_tokens + _longest(load))
+    load = SpeculationLoad(options.prompt, options.answer, options.most, options.runs)
+    asked = None if options.kinds is None else list(dict.fromkeys(("plain", *options.kinds)))
+    loads, most_tokens = options.loads, 2 * (load.prompt_tokens + _longest(load))
     keys = [f"scheduler.num_slots={max(loads)}", f"scheduler.max_request_tokens={most_tokens}"]
     keys.append(f"speculation.max_tokens={load.most_drafts}")  # a head stores features for this many drafts
-    recipe = read(recipe_path, [*overrides, *keys], profile).recipe
+    recipe = read(options.recipe, [*options.overrides, *keys], options.profile).recipe
     absent = set(ON_DEVICE) - {recipe.speculation.kind}
     for kind in asked or ():
+        if kind not in KINDS:
+            raise ValueError(f"--kinds {kind!r} is not known; choose of {'; '.join(KINDS)}")
         if proposer_of(kind) in absent:
             raise ValueError(f"--kinds {kind!r}: {_not_named(proposer_of(kind))}")
     kinds = [kind for kind in asked or KINDS if proposer_of(kind) not in absent]
+    from recipes.assembly.engine import build  # imported here because it imports torch
+
     built = build(recipe)
     rows: list[dict[str, Any]] = []
     for text in TEXTS:
         prompts = _prompts(built.engine, text, ROUNDS * max(loads), load, built.config.vocab_size)
         for num in loads:
             rows += _rows(built.engine, text, prompts[: ROUNDS * num], kinds, load)
-    result: dict[str, object] = {
-        "benchmark": "speculation",
-        "recipe": recipe_path,
-        "overrides": list(overrides),
-        "profile": profile,
+    if options.plot:
+        from benchmark.charts import save_speculation  # matplotlib takes seconds to load
+
+        save_speculation(options.plot, rows)
+    return {
+        "recipe": options.recipe,
+        "overrides": list(options.overrides),
+        "profile": options.profile,
         "prompt_tokens": load.prompt_tokens,
         "answer_tokens": load.answer_tokens,
         "most_drafts": load.most_drafts,
         "left_out": sorted(absent) if asked is None else [],
-        "clock": clock.read(),
-        "machine": versions.describe(start(recipe.device).name),
+        "machine": versions.describe(built.device_name),
         "rows": rows,
     }
-    return with_verdict(result)
 
 
 def _longest(load: SpeculationLoad) -> int:
@@ -196,29 +195,20 @@ def _rows(
                 if answers.setdefault(name, answer) != answer:
                     raise ValueError(f"{kind} changed the answer of request {name} on {text} text")
     engine.scheduler.speculation, engine.scheduler.step_time = None, own_time
-    rates = {
-        kind: float(np.median([each.tokens / each.seconds for each in of_kind]))
-        for kind, of_kind in windows.items()
-    }
-    return [
-        {
-            "text": text,
-            "slots": len(prompts) // ROUNDS,
-            "kind": kind,
-            "window_s": [round(each.seconds, 4) for each in windows[kind]],
-            "window_tokens": [each.tokens for each in windows[kind]],
-            "tokens_per_s": round(rates[kind], 2),
-            "times_plain": round(rates[kind] / rates[kinds[0]], 4),
-            "steps": sum(each.steps for each in windows[kind]),
-            "drafted": sum(each.drafted for each in windows[kind]),
-            "accepted": sum(each.accepted for each in windows[kind]),
-        }
-        for kind in kinds
-    ]
+    rows: list[dict[str, Any]] = []
+    plain_per_s = 0.0
+    for kind, of_kind in windows.items():
+        per_s = float(np.median([each.tokens / each.seconds for each in of_kind]))
+        plain_per_s = plain_per_s or per_s
+        row = {"text": text, "slots": len(prompts) // ROUNDS, "kind": kind}
+        row["window_s"] = [round(each.seconds, 4) for each in of_kind]
+        row["window_tokens"] = [each.tokens for each in of_kind]
+        row |= {"tokens_per_s": round(per_s, 2), "times_plain": round(per_s / plain_per_s, 4)}
+        rows.append(row | {n: sum(getattr(each, n) for each in of_kind) for n in Window._fields[2:]})
+    return rows
 
 
-@dataclass(frozen=True, slots=True)
-class Window:
+class Window(NamedTuple):
     """What was computed while all slots were busy."""
 
     seconds: float
@@ -278,26 +268,58 @@ def print_table(result: dict[str, Any]) -> None:
     print(verdict_line(result["verdict"]))
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `speculation`."""
-    add_recipe(parser)
-    add = parser.add_argument
-    add("--loads", type=wholes(1, 2**16), default=[1, 4, 16, 32], metavar="N,N,...", help="requests at once")
-    add("--kinds", nargs="+", choices=KINDS, metavar="KIND", help=f"of {'; '.join(KINDS)} (all)")
-    add("--prompt", type=whole(8, MOST_TOKENS), default=32, metavar="TOKENS")
-    add("--answer", type=whole(2, MOST_TOKENS), default=128, metavar="TOKENS")
-    add("--most", type=whole(1, 64), default=4, metavar="DRAFTS", help="of a row in a step")
-    add("--runs", type=whole(1, MOST_COUNT), default=3, metavar="N")
-    add("--plot", type=outputs.picture, metavar="FILE", help="draw what each kind brings over the load")
-    add_json(parser)
+def step_s(costs: Roofline, rows: int, tokens: int, context: int) -> float:
+    """Return the seconds of a step in which each row computes `tokens` tokens and samples at each of them."""
+    read_tokens = costs.config.num_layers * float(rows * (context + tokens))
+    num = rows * tokens  # tokens of a captured graph, whose attention reads the keys of each row once
+    return costs.time_s(num, num, num, read_tokens, read_tokens * tokens)
 
 
-def main(options: argparse.Namespace) -> None:
-    load = SpeculationLoad(options.prompt, options.answer, options.most, options.runs)
-    kinds = None if options.kinds is None else list(dict.fromkeys(("plain", *options.kinds)))
-    result = run(options.recipe, options.overrides, options.profile, options.loads, kinds, load)
-    show(result, options, print_table)
-    if options.plot:
-        from benchmark.offline.speculation_chart import save  # matplotlib takes seconds to load
+def tokens_of_a_step(rate: float, drafts: int) -> float:
+    """Return a row's mean tokens: its accepted drafts before the first wrong one, and one more."""
+    return sum(rate**each for each in range(drafts + 1))
 
-        save(options.plot, result["rows"])
+
+def gain(
+    target: Roofline, drafter: Roofline | None, rows: int, context: int, rate: float, drafts: int
+) -> float:
+    """Return the ratio of tokens a second with drafts to those without."""
+    with_s = step_s(target, rows, 1 + drafts, context)
+    if drafter is not None:
+        with_s += drafts * step_s(drafter, rows, 1, context)
+    return tokens_of_a_step(rate, drafts) * step_s(target, rows, 1, context) / with_s
+
+
+def run_simulated(options: argparse.Namespace) -> dict[str, Any]:
+    """Return a row for each number of rows and context: with all drafts, and with the best number of them."""
+    config = model_config(read(options.recipe, options.overrides, options.profile).recipe)
+    device = DeviceRates.load(options.device)
+    graphs = max(options.rows) * (1 + options.drafts)
+    target, drafter = Roofline(config, device, graphs=graphs, hides_host=True), None
+    if options.drafter:
+        draft_config = model_config(read(options.drafter).recipe)
+        drafter = Roofline(draft_config, device, graphs=graphs, hides_host=True)
+    found = []
+    for rows, context in itertools.product(options.rows, options.contexts):
+        gains = [
+            gain(target, drafter, rows, context, options.acceptance, drafts)
+            for drafts in range(options.drafts + 1)
+        ]
+        best = max(range(len(gains)), key=gains.__getitem__)
+        asked = {"rows": rows, "context": context, "times_plain": round(gains[-1], 3)}
+        found.append({**asked, "best_drafts": best, "best_times_plain": round(gains[best], 3)})
+    said = {"device": device.name, "basis": device.basis, "drafts": options.drafts}
+    return {**said, "acceptance": options.acceptance, "rows": found}
+
+
+def print_simulated(result: dict[str, Any]) -> None:
+    """Print a row for each number of rows and context."""
+    print(
+        f"{result['device']} ({result['basis']}), {result['drafts']} drafts, {result['acceptance']:g} right"
+    )
+    print(f"{'rows':>6}{'context':>9}{'x plain':>9}{'best number':>13}{'x plain':>9}")
+    for row in result["rows"]:
+        print(
+            f"{row['rows']:>6}{row['context']:>9}{row['times_plain']:>9.2f}{row['best_drafts']:>13}"
+            f"{row['best_times_plain']:>9.2f}"
+        )

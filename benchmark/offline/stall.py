@@ -14,17 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from benchmark.gate.gate import with_verdict
 from benchmark.offline import offline
-from benchmark.offline.timeline import percentiles
-from benchmark.options import add_json, print_figures, show
-from benchmark.run_clock import RunClock
+from benchmark.run_record import percentiles
 from continuous_batching.request import Request, SamplingParams
 from recipes.assembly import versions
 from recipes.assembly.engine import build
 from recipes.machine import start
-from recipes.schema.command_line import add_recipe
-from recipes.schema.numbers import MOST_COUNT, MOST_TOKENS, real, whole
 from recipes.schema.reader import read
 from serving.answers.jobs import Job
 
@@ -60,33 +55,8 @@ class StallLoad:
         budget = max(num_slots, self.chunk_tokens + self.num_answers)
         both = [f"scheduler.num_slots={num_slots}", f"scheduler.max_request_tokens={longest}"]
         whole = ["scheduler.policy=orca", f"scheduler.max_batch_tokens={longest + num_slots}"]
-        chunked = [
-            "scheduler.policy=stall_free",
-            f"scheduler.max_batch_tokens={budget}",
-        ]
+        chunked = ["scheduler.policy=stall_free", f"scheduler.max_batch_tokens={budget}"]
         return {"whole": [*both, *whole], "chunked": [*both, *chunked]}
-
-
-def run(recipe_path: str, overrides: Sequence[str], profile: str | None, load: StallLoad) -> dict[str, Any]:
-    """Return the figures of both ways, and the ratios of chunks to whole prompts."""
-    clock = RunClock()
-    figures = {
-        name: _serve(recipe_path, [*overrides, *keys], profile, load) for name, keys in load.ways().items()
-    }
-    whole, chunked = figures["whole"], figures["chunked"]
-    result = {
-        "benchmark": "stall",
-        "recipe": recipe_path,
-        "overrides": list(overrides),
-        "profile": profile,
-        "load": asdict(load),
-        "clock": clock.read(),
-        "machine": versions.describe(start(read(recipe_path, overrides, profile).recipe.device).name),
-        **figures,
-        "worst_itl_times_lower": round(whole["worst_itl_ms"] / chunked["worst_itl_ms"], 2),
-        "throughput_times": round(chunked["total_tokens_per_s"] / whole["total_tokens_per_s"], 4),
-    }
-    return with_verdict(result)
 
 
 def _serve(
@@ -120,29 +90,20 @@ def _serve(
     }
 
 
-MOST_ANSWERS = 2**16  # each has a slot
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `stall`."""
-    add_recipe(parser)
-    add = parser.add_argument
-    add("--prompt-tokens", type=whole(1, MOST_TOKENS), default=4096, metavar="N")
-    add("--every", type=real(0, 3600), default=1.0, metavar="SECONDS", help="between two long prompts")
-    add("--prompts", type=whole(1, MOST_COUNT), default=10, metavar="N", help="long prompts")
-    add("--answers", type=whole(1, MOST_ANSWERS), default=16, metavar="N", help="that run beside them")
-    add("--answer-tokens", type=whole(2, MOST_TOKENS), default=256, metavar="N")
-    add("--chunk", type=whole(1, MOST_TOKENS), default=128, metavar="TOKENS")
-    add_json(parser)
-
-
-def main(options: argparse.Namespace) -> None:
-    load = StallLoad(
-        options.prompt_tokens,
-        options.every,
-        options.prompts,
-        options.answers,
-        options.answer_tokens,
-        options.chunk,
-    )
-    show(run(options.recipe, options.overrides, options.profile, load), options, print_figures)
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the figures of both ways, and the ratios of chunks to whole prompts."""
+    given = (options.prompt_tokens, options.every, options.prompts, options.answers, options.answer_tokens)
+    load = StallLoad(*given, options.chunk)
+    path, overrides, profile = options.recipe, options.overrides, options.profile
+    figures = {name: _serve(path, [*overrides, *keys], profile, load) for name, keys in load.ways().items()}
+    whole, chunked = figures["whole"], figures["chunked"]
+    return {
+        "recipe": path,
+        "overrides": list(overrides),
+        "profile": profile,
+        "load": asdict(load),
+        "machine": versions.describe(start(read(path, overrides, profile).recipe.device).name),
+        **figures,
+        "worst_itl_times_lower": round(whole["worst_itl_ms"] / chunked["worst_itl_ms"], 2),
+        "throughput_times": round(chunked["total_tokens_per_s"] / whole["total_tokens_per_s"], 4),
+    }

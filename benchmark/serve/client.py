@@ -1,23 +1,253 @@
-"""Send requests to a server, and record the times and tokens of their streamed answers."""
+"""Read the requests of a trace, send them to a server, and record when its answers bring what."""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
+import math
 import os
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import msgspec
+import numpy as np
 
-from benchmark.serve.sse import Events, StreamChunk, read_chunk
-from benchmark.serve.trace_requests import TraceRequest
+from benchmark.options import why
+from borders.abbreviate import abbreviate
+from borders.file_bounds import check_rereadable, lines_of
 
+PROMPTS = ("prompt_token_ids", "prompt", "messages")
+# Fields that are sent in another form, or not at all.
+OURS = {"id", "arrival_s", "tenant", "max_completion_tokens", *PROMPTS}
+MANY = ("n", "best_of", "beam_width")  # fields that ask for several answers, which are not counted here
+STREAM = {"include_usage": True, "continuous_usage_stats": True}
+MOST_ARRIVAL_S = 1e9  # seconds, some thirty years
+MOST_TOKENS = 2**31 - 1
 DONE = {"stop": "stop", "length": "length", "tool_calls": "stop", "content_filter": "stop"}
-REJECTED = (429, 503)  # statuses of a busy server; a 503 without Retry-After is an error
 SHOWN = 200  # characters of a server's message
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRequest:
+    """One request: when it is due, in seconds from the start, and what is sent.
+
+    `max_tokens` None stands for the server's own limit. `fields` are those of the line that servers know too;
+    `content` is the prompt, whose number of tokens is known as `num_prompt` only where it holds ids.
+    """
+
+    id: str
+    due_s: float
+    max_tokens: int | None
+    chat: bool
+    content: Any
+    num_prompt: int | None
+    fields: Mapping[str, Any]
+
+    def body(self, model: str, seed: int, extra: Mapping[str, Any]) -> bytes:
+        """Return the JSON of its POST; `extra` fields win, and a null among them removes a field."""
+        said = {
+            "model": model,
+            "messages" if self.chat else "prompt": self.content,
+            self._limit: self.max_tokens,
+            "seed": seed,
+            "stream": True,
+            "stream_options": STREAM,
+            **self.fields,
+            **extra,
+        }
+        return msgspec.json.encode({name: value for name, value in said.items() if value is not None})
+
+    def limited(self, extra: Mapping[str, Any]) -> TraceRequest:
+        """Return the request with the `max_tokens` that is sent beside these `extra` fields."""
+        return replace(self, max_tokens=extra.get(self._limit, self.max_tokens))
+
+    @property
+    def _limit(self) -> str:
+        return "max_completion_tokens" if self.chat else "max_tokens"
+
+
+def read_requests(path: Path, *, skip_bad: bool) -> tuple[list[TraceRequest], list[str]]:
+    """Return the requests of a JSONL file in order of arrival, and the lines that were skipped.
+
+    Raises ValueError for a line that is no request, unless bad lines are skipped, and where none is left.
+    """
+    asks: dict[str, TraceRequest] = {}
+    skipped = []
+    check_rereadable(path)  # the file is also read_requests for its digest
+    for number, line in enumerate(lines_of(path), 1):
+        if not line.strip():
+            continue
+        try:
+            ask = _ask(line)
+            if ask.id in asks:
+                raise ValueError(f"the id {ask.id} is taken by an earlier line")
+        except (ValueError, RecursionError) as error:
+            reason = f"{path}: line {number}: {why(error)}"
+            if not skip_bad:
+                raise ValueError(f"{reason}; --skip-bad leaves such lines out") from error
+            skipped.append(reason)
+        else:
+            asks[ask.id] = ask
+    if not asks:
+        raise ValueError(f"{path} holds no request that can be read")
+    return sorted(asks.values(), key=lambda ask: ask.due_s), skipped
+
+
+def digest(path: Path) -> str:
+    """Return the sha256 of a file, by which two runs can be seen to have served the same."""
+    found = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(2**20):
+            found.update(piece)
+    return found.hexdigest()
+
+
+def clients(asks: Sequence[TraceRequest]) -> list[list[TraceRequest]] | None:
+    """Return the requests of each client of a closed loop, in order; None where the trace is not one.
+
+    A closed loop has no times, and its ids are `CLIENT/NUMBER`.
+    """
+    of_client: dict[str, list[TraceRequest]] = {}
+    for ask in asks:
+        client, slash, number = ask.id.rpartition("/")
+        if ask.due_s or not slash or not number.isdecimal():
+            return None
+        of_client.setdefault(client, []).append(ask)
+    for each in of_client.values():
+        each.sort(key=lambda ask: int(ask.id.rpartition("/")[2]))
+    return list(of_client.values())
+
+
+def at_rate(asks: Sequence[TraceRequest], rate_per_s: float, seed: int) -> list[TraceRequest]:
+    """Return the same requests, arriving by a Poisson process; at rate inf, all at once."""
+    gaps_s = np.zeros(len(asks))
+    if rate_per_s < math.inf:
+        gaps_s = np.random.default_rng(seed).exponential(1 / rate_per_s, len(asks))
+    times_s = np.cumsum(gaps_s) - gaps_s[0]
+    return [replace(ask, due_s=float(time_s)) for ask, time_s in zip(asks, times_s)]
+
+
+def _ask(line: bytes) -> TraceRequest:
+    """Parse a request; raises ValueError, in one line, for anything else."""
+    fields = json.loads(line)
+    if not isinstance(fields, dict):
+        raise ValueError("a request must be a JSON object")
+    fields = {name: value for name, value in fields.items() if value is not None}
+    if not isinstance(fields.get("id"), str) or not fields["id"]:
+        raise ValueError("id is missing; it must be a string of at least one character")
+    forms = [name for name in PROMPTS if name in fields]
+    if len(forms) != 1 or not fields[forms[0]]:
+        raise ValueError(f"exactly one of {', '.join(PROMPTS)} must be given, and not be empty")
+    due_s = fields.get("arrival_s", 0.0)
+    if isinstance(due_s, bool) or not isinstance(due_s, (int, float)) or not 0 <= due_s <= MOST_ARRIVAL_S:
+        raise ValueError(
+            f"arrival_s is {abbreviate(due_s)}; it must be a number from 0 to {MOST_ARRIVAL_S:g}"
+        )
+    max_tokens = fields.pop("max_tokens", fields.get("max_completion_tokens", 16))
+    if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or not 1 <= max_tokens <= MOST_TOKENS:
+        raise ValueError(
+            f"max_tokens is {abbreviate(max_tokens)}; it must be an integer from 1 to {MOST_TOKENS}"
+        )
+    for name in MANY:
+        if fields.get(name, 1) not in (0, 1):
+            raise ValueError(
+                f"{name} is {abbreviate(fields[name])}; the benchmark counts one answer to a request"
+            )
+    content, num_prompt = fields[forms[0]], None
+    if forms[0] == "prompt_token_ids":
+        if not (isinstance(content, list) and all(type(each) is int for each in content)):
+            raise ValueError("prompt_token_ids must be a list of integers")
+        num_prompt = len(content)
+    sent = {name: value for name, value in fields.items() if name not in OURS}
+    if "tenant" in fields:
+        sent["user"] = fields["tenant"]
+    return TraceRequest(
+        fields["id"], float(due_s), max_tokens, forms[0] == "messages", content, num_prompt, sent
+    )
+
+
+class ChatDelta(msgspec.Struct):
+    """The part of a message that a chunk of a chat adds."""
+
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: Any = None
+
+
+class Choice(msgspec.Struct):
+    """One answer's part of a chunk; `text` of a completion, `delta` of a chat."""
+
+    text: str | None = None
+    delta: ChatDelta | None = None
+    finish_reason: str | None = None
+
+    @property
+    def says_something(self) -> bool:
+        if self.delta is None:
+            return bool(self.text)
+        given = self.delta
+        return bool(given.content or given.reasoning_content or given.reasoning or given.tool_calls)
+
+
+class Cached(msgspec.Struct):
+    """Tokens of the prompt that were found in a cache."""
+
+    cached_tokens: int | None = None
+
+
+class TokenUsage(msgspec.Struct):
+    """Tokens so far; in the last chunk, tokens of the whole answer."""
+
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    prompt_tokens_details: Cached | None = None
+
+
+class StreamChunk(msgspec.Struct):
+    """One event's data. Other fields that servers send are ignored."""
+
+    choices: list[Choice] | None = None
+    usage: TokenUsage | None = None
+    error: Any = None
+
+
+read_chunk = msgspec.json.Decoder(StreamChunk).decode
+
+
+class Events:
+    """Splits bytes from the network into the data of events.
+
+    An event ends with an empty line. Comments and fields other than `data` are ignored, and several lines of
+    data are joined, as the standard for server-sent events has it.
+    """
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, received: bytes) -> list[bytes]:
+        """Return the data of the events that are complete by now; raises ValueError for one beyond 16 MiB."""
+        text = self._rest + received
+        if b"\r" in text:
+            held = text.endswith(b"\r")  # the line feed may come next
+            text = text.replace(b"\r\n", b"\n")
+            text = text[:-1].replace(b"\r", b"\n") + b"\r" if held else text.replace(b"\r", b"\n")
+        *events, self._rest = text.split(b"\n\n")
+        if len(self._rest) > 2**24:
+            raise ValueError("an event of the stream is longer than 16 MiB")
+        return [data for event in events if (data := _data(event))]
+
+
+def _data(event: bytes) -> bytes:
+    if event.startswith(b"data: ") and b"\n" not in event:  # nearly every event has this form
+        return event[6:]
+    lines = [line[5:].removeprefix(b" ") for line in event.split(b"\n") if line.startswith(b"data:")]
+    return b"\n".join(lines)
 
 
 @dataclass(slots=True)
@@ -47,6 +277,22 @@ class ClientAnswer:
     unready: bool = False  # the server said that it takes no requests now
     error: str | None = None
     due_s: float | None = None
+
+
+@dataclass(slots=True)
+class ClientRun:
+    """The results of a load. Times are on the client's clock; `lags_s` is how late its event loop was.
+
+    `now` is the number of requests in flight, `most` the largest number so far. `passed` is what the clocks
+    showed from `start_s` to the last answer's end.
+    """
+
+    answers: list[ClientAnswer] = field(default_factory=list)
+    now: int = 0
+    most: int = 0
+    lags_s: list[float] = field(default_factory=list)
+    start_s: float = 0.0
+    passed: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +333,14 @@ class StreamingClient:
             if response.status == 200:
                 if response.content_type != "text/event-stream":
                     answer.error = f"the server sent {response.content_type}, no stream of events"
-                    return None
-                await _read(answer, response)
+                else:
+                    await _read_answer(answer, response)
                 return None
             again = response.headers.get("Retry-After")
             answer.error = f"HTTP {response.status}: {message(await response.read())}"
             answer.unready = response.status == 503
-            answer.rejected = response.status == 429 or (response.status in REJECTED and again is not None)
+            # A busy server says 429, or 503 with a time to come again; any other 503 is an error.
+            answer.rejected = response.status == 429 or (response.status == 503 and again is not None)
             if not (answer.rejected and self.retry_rejected):
                 return None
             answer.error, answer.rejected = None, False
@@ -121,20 +368,26 @@ def said(error: Any) -> str:
     return " ".join(str(error).split())[:SHOWN]
 
 
-async def _read(answer: ClientAnswer, response: aiohttp.ClientResponse) -> None:
-    """Read the stream of one answer."""
-    events, ended = Events(), False
+async def chunks(response: aiohttp.ClientResponse) -> AsyncIterator[tuple[float, StreamChunk | None]]:
+    """Yield each event of a stream with the time at which it came; None for the last one, `[DONE]`."""
+    events = Events()
     async for received in response.content.iter_any():
         now_s = time.perf_counter()
         for data in events.feed(received):
-            if data == b"[DONE]":
-                ended = True
-                continue
-            chunk = read_chunk(data)
-            if chunk.error is not None:
-                answer.error = f"in the stream: {said(chunk.error)}"
-                return
-            _take(answer, chunk, now_s)
+            yield now_s, None if data == b"[DONE]" else read_chunk(data)
+
+
+async def _read_answer(answer: ClientAnswer, response: aiohttp.ClientResponse) -> None:
+    """Read the stream of one answer."""
+    ended = False
+    async for now_s, chunk in chunks(response):
+        if chunk is None:
+            ended = True
+            continue
+        if chunk.error is not None:
+            answer.error = f"in the stream: {said(chunk.error)}"
+            return
+        _take(answer, chunk, now_s)
     _close(answer, ended)
 
 

@@ -2,43 +2,67 @@
 
 A latency X has `mean_X_ms`, `median_X_ms`, `std_X_ms` and percentiles such as `p99_X_ms`; X is ttft (first
 piece), tpot ((last - first piece) / (tokens - 1)), itl (between two pieces) or e2el (last piece); ttft and
-e2el count from when the request was sent.
+e2el count from when the request was sent. Beside them are what was good of a run, by objectives, and what the
+server's own `/metrics` say, which are read once a second.
 """
 
 from __future__ import annotations
 
+import asyncio
 import re
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
+import aiohttp
 import numpy as np
 
-from benchmark.serve.client import ClientAnswer
-from benchmark.serve.objectives import Objectives
-from benchmark.serve.sending import ClientRun
+from benchmark.run_clock import with_wall
+from benchmark.serve.client import ClientAnswer, ClientRun, authorization
 
-LATENCIES = {
-    "ttft": "time to first token",
-    "tpot": "time per output token",
-    "itl": "inter-token latency",
-    "e2el": "end-to-end latency",
-}
 PERCENTILES = (50, 90, 99)
 Result = dict[str, object]
+EVERY_S = 1.0
+# Each figure has the names that vLLM, its older versions and SGLang give it.
+GAUGES = {
+    "running": ("vllm:num_requests_running", "sglang:num_running_reqs"),
+    "waiting": ("vllm:num_requests_waiting", "sglang:num_queue_reqs"),
+    "kv_usage": ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "sglang:token_usage"),
+}
+COUNTERS = {
+    "prefix_queries": ("vllm:prefix_cache_queries_total", "vllm:prefix_cache_queries"),
+    "prefix_hits": ("vllm:prefix_cache_hits_total", "vllm:prefix_cache_hits"),
+    "preemptions": ("vllm:num_preemptions_total", "vllm:num_preemptions"),
+    "requests": ("vllm:request_success_total", "vllm:request_success"),
+    "prompt_tokens": ("vllm:prompt_tokens_total", "vllm:prompt_tokens", "sglang:prompt_tokens_total"),
+    "output_tokens": (
+        "vllm:generation_tokens_total",
+        "vllm:generation_tokens",
+        "sglang:generation_tokens_total",
+    ),
+}
+TIMES = {  # histograms in seconds, of requests that have ended
+    "queue": "vllm:request_queue_time_seconds",
+    "prefill": "vllm:request_prefill_time_seconds",
+    "ttft": "vllm:time_to_first_token_seconds",
+    "itl": "vllm:inter_token_latency_seconds",
+    "e2e": "vllm:e2e_request_latency_seconds",
+}
+NAMED_TIMES = ("queue", "prefill")  # means of the others would differ from the client's, which waits longer
+SETTLE_S = 2.0  # seconds for counters that a server updates shortly after its answers
+COUNTERS |= {f"{name}_s": (f"{metric}_sum",) for name, metric in TIMES.items()}
+COUNTERS |= {f"{name}_count": (f"{metric}_count",) for name, metric in TIMES.items()}
+LINE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{[^\n]*\})? +(\S+)", re.MULTILINE)
 
 
-def latencies(done: Sequence[ClientAnswer], parts: Sequence[float]) -> tuple[Result, int]:
+def latencies(done: Sequence[ClientAnswer]) -> tuple[Result, int]:
     """Return all four latencies in milliseconds, and the number of gaps between pieces."""
     gaps = [np.diff(each.piece_times_s) for each in done if len(each.piece_times_s) > 1]
+    spent = [(each.piece_times_s[-1] - each.piece_times_s[0], each.output_tokens - 1) for each in done]
     values_s = {
         "ttft": np.array([each.piece_times_s[0] - each.sent_s for each in done]),
-        "tpot": np.array(
-            [
-                (each.piece_times_s[-1] - each.piece_times_s[0]) / (each.output_tokens - 1)
-                for each in done
-                if each.output_tokens > 1
-            ]
-        ),
+        "tpot": np.array([spent_s / count for spent_s, count in spent if count > 0]),
         "itl": np.concatenate(gaps) if gaps else np.array([]),
         "e2el": np.array([each.piece_times_s[-1] - each.sent_s for each in done]),
     }
@@ -48,12 +72,12 @@ def latencies(done: Sequence[ClientAnswer], parts: Sequence[float]) -> tuple[Res
             figures[f"mean_{name}_ms"] = _ms(values.mean())
             figures[f"median_{name}_ms"] = _ms(np.median(values))
             figures[f"std_{name}_ms"] = _ms(values.std())
-            found = np.percentile(values, parts)
-            figures |= {f"p{part:g}_{name}_ms": _ms(value) for part, value in zip(parts, found)}
+            found = np.percentile(values, PERCENTILES)
+            figures |= {f"p{part}_{name}_ms": _ms(value) for part, value in zip(PERCENTILES, found)}
     return figures, len(values_s["itl"])
 
 
-def summarise(run: ClientRun, objectives: Objectives | None, parts: Sequence[float] = PERCENTILES) -> Result:
+def summarise(run: ClientRun, objectives: Objectives | None) -> Result:
     """Return rates, latencies, and what the gate needs beside them.
 
     Failed requests are counted, their tokens are not. The duration runs from the first request sent to the
@@ -68,14 +92,13 @@ def summarise(run: ClientRun, objectives: Objectives | None, parts: Sequence[flo
     num_output = sum(each.output_tokens for each in done)
     lens = [each.output_tokens for each in done]
     asked = [each.ask.max_tokens for each in answers]
-    figures, num_gaps = latencies(done, sorted({*PERCENTILES, *parts}))
+    figures, num_gaps = latencies(done)
     due_s = sorted(each.ask.due_s for each in answers)
     spread_s = due_s[-1] - due_s[0]
     in_flight = round(sum(_finish_s(each) - each.sent_s for each in answers) * per_s, 4)
-    good = None if objectives is None else [objectives.met(each) for each in answers]
-    fluidity = None if objectives is None else objectives.fluidity(answers)
     with_cached = [each for each in done if each.cached_tokens is not None]
     asked_for = sum(each.prompt_tokens or 0 for each in with_cached)
+    num_cached = sum(each.cached_tokens or 0 for each in with_cached)
     return {
         "duration": round(duration_s, 6),
         "num_prompts": len(answers),
@@ -90,16 +113,10 @@ def summarise(run: ClientRun, objectives: Objectives | None, parts: Sequence[flo
         "request_throughput": round(len(done) * per_s, 4),
         "output_throughput": round(num_output * per_s, 3),
         "total_token_throughput": round((num_input + num_output) * per_s, 3),
-        **({} if good is None else {"request_goodput": round(sum(good) * per_s, 4)}),
-        **({} if good is None else {"good_share": round(sum(good) / len(good), 4)}),
-        **({} if fluidity is None else {"fluidity": round(fluidity, 4)}),
+        **by_objectives(answers, objectives, per_s),
         **figures,
         "itl_gaps": num_gaps,
-        **(
-            {"prefix_hit_rate": round(sum(each.cached_tokens or 0 for each in with_cached) / asked_for, 4)}
-            if asked_for
-            else {}
-        ),
+        **({"prefix_hit_rate": round(num_cached / asked_for, 4)} if asked_for else {}),
         "mean_in_flight": in_flight,
         "max_concurrent_requests": run.most,
         # W is the time of answered requests.
@@ -110,6 +127,16 @@ def summarise(run: ClientRun, objectives: Objectives | None, parts: Sequence[flo
         "asked_output_tokens": None if None in asked else sum(filter(None, asked)),
         "client": client(run),
     }
+
+
+def by_objectives(answers: Sequence[ClientAnswer], objectives: Objectives | None, per_s: float) -> Result:
+    """Return how much of a run met the objectives; nothing where there are none."""
+    if objectives is None:
+        return {}
+    num_good, fluidity = sum(objectives.met(each) for each in answers), objectives.fluidity(answers)
+    figures: Result = {"request_goodput": round(num_good * per_s, 4)}
+    figures["good_share"] = round(num_good / len(answers), 4)
+    return figures if fluidity is None else {**figures, "fluidity": round(fluidity, 4)}
 
 
 def kinds(errors: Sequence[str]) -> dict[str, int]:
@@ -178,3 +205,147 @@ def _spread(values_s: Sequence[float]) -> Result:
 
 def _ms(value_s: float) -> float:
     return round(float(value_s) * 1e3, 3)
+
+
+@dataclass(frozen=True, slots=True)
+class Objectives:
+    """The most milliseconds of each latency, by name; `itl` bounds every gap of an answer."""
+
+    most_ms: Mapping[str, float]
+
+    def met(self, answer: ClientAnswer) -> bool:
+        """Return whether an answer was whole and met all objectives."""
+        if answer.error is not None:
+            return False
+        times_s = answer.piece_times_s
+        spent_ms = {"ttft": times_s[0] - answer.sent_s, "e2el": times_s[-1] - answer.sent_s}
+        if answer.output_tokens > 1:
+            spent_ms["tpot"] = (times_s[-1] - times_s[0]) / (answer.output_tokens - 1)
+        if len(times_s) > 1:
+            spent_ms["itl"] = float(np.diff(times_s).max())
+        return all(1e3 * spent_ms.get(name, 0.0) <= most for name, most in self.most_ms.items())
+
+    def fluidity(self, answers: Sequence[ClientAnswer]) -> float | None:
+        """Return the share of all requested tokens that met their own deadline.
+
+        The deadline is `ttft` plus `tpot` (or `itl`) for each token before. Tokens of failed answers met
+        none. Returns None where an objective is missing, or where only the server knows how many tokens a
+        failed answer should have had.
+        """
+        between_ms = self.most_ms.get("tpot", self.most_ms.get("itl"))
+        if "ttft" not in self.most_ms or between_ms is None or not answers:
+            return None
+        good = total = 0
+        for answer in answers:
+            asked = answer.ask.max_tokens if answer.error is not None else answer.output_tokens
+            if asked is None:
+                return None
+            total += asked
+            if answer.error is None:
+                times_ms = 1e3 * (token_times_s(answer) - answer.sent_s)
+                deadlines_ms = self.most_ms["ttft"] + between_ms * np.arange(len(times_ms))
+                good += int((times_ms <= deadlines_ms).sum())
+        return good / total
+
+
+def token_times_s(answer: ClientAnswer) -> np.ndarray:
+    """Return when each token came; tokens that no piece counts are taken to have come last."""
+    times_s = np.array(answer.piece_times_s)
+    if answer.piece_tokens is not None:
+        return np.repeat(times_s, answer.piece_tokens)
+    behind = max(0, answer.output_tokens - len(times_s))
+    return np.append(times_s, np.full(behind, times_s[-1]))[: answer.output_tokens]
+
+
+def parse_metrics(text: str) -> dict[str, float]:
+    """Parse the known figures of Prometheus' text; several engines are summed, `kv_usage` is averaged."""
+    found: dict[str, list[float]] = {}
+    for name, value in LINE.findall(text):
+        if name.startswith(("vllm:", "sglang:")):
+            try:
+                found.setdefault(name, []).append(float(value))
+            except ValueError:  # not a number, so not a known figure
+                continue
+    figures = {}
+    for figure, names in (GAUGES | COUNTERS).items():
+        values = next((found[name] for name in names if name in found), None)
+        if values:
+            figures[figure] = sum(values) / (len(values) if figure == "kv_usage" else 1)
+    return figures
+
+
+@dataclass(slots=True)
+class MetricsReadings:
+    """Readings, each with its time on the client's clock; the first and the last frame the run."""
+
+    session: aiohttp.ClientSession
+    url: str
+    # Each reading: the client's clock, the wall clock, and the figures.
+    readings: list[tuple[float, float, dict[str, float]]] = field(default_factory=list)
+
+    async def look(self) -> bool:
+        """Take one reading; returns whether there was one. A server without metrics has none."""
+        try:
+            async with self.session.get(self.url, headers=authorization()) as response:
+                figures = parse_metrics(await response.text()) if response.status == 200 else {}
+        except (aiohttp.ClientError, asyncio.TimeoutError, ConnectionError):
+            return False  # it may be busy; the next reading may succeed, and a run without any says so
+        if figures:
+            wall_s, now_s = with_wall(time.perf_counter)
+            self.readings.append((now_s, wall_s, figures))
+        return bool(figures)
+
+    async def go_on(self) -> None:
+        """Take readings until cancelled."""
+        while True:
+            await asyncio.sleep(EVERY_S)
+            await self.look()
+
+    async def settle(self) -> None:
+        """Take the last reading once the server has nothing left to do, or when it does not come to rest."""
+        until_s = time.perf_counter() + SETTLE_S
+        while await self.look() and time.perf_counter() < until_s:
+            figures = self.readings[-1][2]
+            if not figures.get("running") and not figures.get("waiting"):
+                return
+            self.readings.pop()
+            await asyncio.sleep(SETTLE_S / 10)
+
+    def describe(self, origin_s: float) -> dict[str, object] | None:
+        """Return means of gauges, counters and their growth, and the readings; None if there are none.
+
+        What a client waits for its first token beyond `mean_queue_ms` and `mean_prefill_ms` is not due to the
+        engine: it is spent in HTTP, in text processing, and between processes and machines.
+        """
+        if not self.readings:
+            return None
+        within = self.readings[1:-1]  # the first and the last reading are of an idle server
+        means = {
+            f"mean_{name}": round(float(np.mean(values)), 4)
+            for name in GAUGES
+            if (values := [figures[name] for _, _, figures in within if name in figures])
+        }
+        first, last = self.readings[0][2], self.readings[-1][2]
+        counted = [name for name in COUNTERS if name in first and name in last]
+        grown = {name: last[name] - first[name] for name in counted}
+        queries, hits = grown.pop("prefix_queries", 0), grown.pop("prefix_hits", None)
+        if hits is not None and queries > 0:
+            grown["prefix_hit_rate"] = round(hits / queries, 4)
+        for name in ("requests", "prompt_tokens", "output_tokens"):
+            grown.pop(name, None)  # the client has its own, which the gate compares with these counters
+        for name in TIMES:
+            taken_s, count = grown.pop(f"{name}_s", 0.0), grown.pop(f"{name}_count", 0)
+            if count and name in NAMED_TIMES:
+                means[f"mean_{name}_ms"] = round(1e3 * taken_s / count, 3)
+        columns = [name for name in GAUGES if name in self.readings[0][2]]
+        return {
+            **means,
+            **grown,
+            "before": {name: round(first[name], 6) for name in counted},
+            "after": {name: round(last[name], 6) for name in counted},
+            "columns": ["at_s", "wall_s", *columns],
+            "readings": [
+                [round(at_s - origin_s, 6), round(wall_s, 6), *(figures.get(name) for name in columns)]
+                for at_s, wall_s, figures in self.readings
+            ],
+        }

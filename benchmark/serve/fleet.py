@@ -20,20 +20,18 @@ from typing import Any
 import aiohttp
 import numpy as np
 
-from benchmark.options import add_json, show
-from benchmark.run_clock import RunClock
-from benchmark.serve.running import started
-from benchmark.serve.sse import Events, read_chunk
-from recipes.assembly import versions
-from recipes.schema.command_line import add_recipe
-from recipes.schema.numbers import MOST_COUNT, real, whole
+from benchmark.options import markdown
+from benchmark.processes import started
+from benchmark.serve.client import chunks
 
-WAYS = ("prefix", "round_robin")
-READY_S = 300.0
 WORDS = (
     *("the", "fox", "lamp", "river", "stone", "wind", "little", "green"),
     *("house", "bread", "song", "night", "star", "cloud", "road", "tree"),
 )
+
+
+WAYS = ("prefix", "round_robin")
+READY_S = 300.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +39,7 @@ class FleetLoad:
     """The load of a round."""
 
     sessions: int
-    at_once: int  # sessions
+    concurrent: int  # sessions at once
     systems: int  # system prompts; every other session has the first
     system_words: int
     turn_words: int
@@ -59,22 +57,41 @@ class Found:
     ttft_s: list[float] = field(default_factory=list)
 
 
-async def ready(url: str, num_replicas: int) -> None:
-    """Wait until the router takes requests, or a server where no replicas are behind it."""
+async def replicas_ready(url: str, num_replicas: int) -> None:
+    """Wait until all replicas behind a router take requests."""
     until_s = time.monotonic() + READY_S
-    async with aiohttp.ClientSession() as http:
-        while time.monotonic() < until_s:
-            if num_replicas:
-                async with http.get(f"{url}/fleet") as response:
-                    states = [each["state"] for each in (await response.json())["replicas"]]
-                if states == ["ready"] * num_replicas:
-                    return
-            else:
-                async with http.get(f"{url}/ready") as response:
-                    if response.status == 200:
-                        return
-            await asyncio.sleep(0.1)
+    while time.monotonic() < until_s:
+        if [each["state"] for each in (await fleet(url))["replicas"]] == ["ready"] * num_replicas:
+            return
+        await asyncio.sleep(0.1)
     raise OSError(f"{url} was not ready within {READY_S:g} s")
+
+
+async def ask(
+    http: aiohttp.ClientSession, url: str, messages: Sequence[Mapping[str, str]], tokens: int, found: Found
+) -> str:
+    """Return the text of an answer, whose figures are added to `found`."""
+    body = {
+        "messages": list(messages), "max_tokens": tokens, "temperature": 0, "ignore_eos": True,
+        "stream": True, "stream_options": {"include_usage": True},
+    }  # fmt: skip
+    start_s, first_s, text, is_whole = time.perf_counter(), None, "", False
+    async with http.post(f"{url}/v1/chat/completions", json=body) as response:
+        async for now_s, chunk in chunks(response):
+            if chunk is None:
+                is_whole = True
+                continue
+            if first_s is None and chunk.choices:
+                first_s = now_s - start_s
+            text += "".join(each.delta.content or "" for each in chunk.choices or [] if each.delta)
+            if chunk.usage is not None and chunk.usage.prompt_tokens_details is not None:
+                found.prompt_tokens += chunk.usage.prompt_tokens or 0
+                found.cached_tokens += chunk.usage.prompt_tokens_details.cached_tokens or 0
+    if is_whole and first_s is not None:
+        found.ttft_s.append(first_s)
+    else:
+        found.failed += 1
+    return text
 
 
 async def serve(url: str, load: FleetLoad, seed: int) -> Found:
@@ -103,38 +120,8 @@ async def serve(url: str, load: FleetLoad, seed: int) -> Found:
                 await asyncio.sleep(load.think_s)
 
     async with aiohttp.ClientSession() as http:
-        await asyncio.gather(*(sessions(http) for _ in range(load.at_once)))
+        await asyncio.gather(*(sessions(http) for _ in range(load.concurrent)))
     return found
-
-
-async def ask(
-    http: aiohttp.ClientSession, url: str, messages: Sequence[Mapping[str, str]], tokens: int, found: Found
-) -> str:
-    """Return the text of an answer, whose figures are added to `found`."""
-    body = {
-        "messages": list(messages), "max_tokens": tokens, "temperature": 0, "ignore_eos": True,
-        "stream": True, "stream_options": {"include_usage": True},
-    }  # fmt: skip
-    start_s, first_s, text, events, is_whole = time.perf_counter(), None, "", Events(), False
-    async with http.post(f"{url}/v1/chat/completions", json=body) as response:
-        async for received in response.content.iter_any():
-            for data in events.feed(received):
-                if data == b"[DONE]":
-                    is_whole = True
-                    continue
-                chunk = read_chunk(data)
-                if first_s is None and chunk.choices:
-                    first_s = time.perf_counter() - start_s
-                for each in chunk.choices or []:
-                    text += "" if each.delta is None else each.delta.content or ""
-                if chunk.usage is not None and chunk.usage.prompt_tokens_details is not None:
-                    found.prompt_tokens += chunk.usage.prompt_tokens or 0
-                    found.cached_tokens += chunk.usage.prompt_tokens_details.cached_tokens or 0
-    if not is_whole or first_s is None:
-        found.failed += 1
-    else:
-        found.ttft_s.append(first_s)
-    return text
 
 
 async def fleet(url: str) -> dict[str, Any]:
@@ -150,28 +137,25 @@ def measure(options: argparse.Namespace, load: FleetLoad) -> dict[str, Any]:
     The figures are tokens found, also relative to the best replica, the replicas' load, and first tokens.
     """
     with ExitStack() as running:
-        ports = [options.events_port + 10 * number for number in range(options.replicas)]
         urls = [
             running.enter_context(
                 started(
                     "scripts.serve", options.recipe, *options.overrides, "--port", "0",
-                    f"cache.events=tcp://127.0.0.1:{port}", "server.spare_engine=false",
+                    "server.spare_engine=false",
+                    f"cache.events=tcp://127.0.0.1:{options.events_port + 10 * number}",
                 )
             ).url
-            for port in ports
+            for number in range(options.replicas)
         ]  # fmt: skip
-        for url in urls:
-            asyncio.run(ready(url, 0))
         behind = [argument for url in urls for argument in ("--replica", url)]
         rounds: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
         for number in range(1 + options.rounds):
             for way in WAYS:
                 command = ("scripts.route", *behind, "--recipe", options.recipe, *options.overrides)
-                with started(*command, "--route", way, "--port", "0") as router:
-                    url = router.url
-                    asyncio.run(ready(url, len(urls)))
-                    found = asyncio.run(serve(url, load, seed=2 * number + WAYS.index(way)))
-                    rounds[way].append(figures(found, asyncio.run(fleet(url))))
+                with started(*command, "--route", way, "--port", "0", has_ready=False) as router:
+                    asyncio.run(replicas_ready(router.url, len(urls)))
+                    found = asyncio.run(serve(router.url, load, seed=2 * number + WAYS.index(way)))
+                    rounds[way].append(figures(found, asyncio.run(fleet(router.url))))
         return {way: medians(each[1:]) for way, each in rounds.items()}
 
 
@@ -200,42 +184,25 @@ def medians(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: round(statistics.median(each[name] for each in rounds), 4) for name in rounds[0]}
 
 
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure the routes under the load that the options describe."""
+    names = ("sessions", "concurrent", "systems", "system_words", "turn_words", "answer_tokens", "think_s")
+    load = FleetLoad(**{name: getattr(options, name) for name in names})
+    return {"fleet": measure(options, load)}
+
+
 def print_table(result: Mapping[str, Any]) -> None:
     """Print a Markdown row for each route."""
-    print("| route | tokens found | of the best known | requests | computed | TTFT p50 | p99 |")
-    print("|---|---|---|---|---|---|---|")
-    for way, row in result["fleet"].items():
-        best = f"{row['of_best']:.3f}" if "of_best" in row else ""
-        loads = f"{row['sent_max_over_mean']:.2f} | {row['computed_max_over_mean']:.2f}"
-        times = f"{row['ttft_p50_ms']:.0f} ms | {row['ttft_p99_ms']:.0f} ms"
-        print(f"| {way} | {row['found']:.2f} | {best} | {loads} | {times} |")
+    heads = ("route", "tokens found", "of the best known", "requests", "computed", "TTFT p50", "p99")
+    rows = [
+        (
+            way,
+            f"{row['found']:.2f}",
+            f"{row['of_best']:.3f}" if "of_best" in row else "",
+            *(f"{row[name]:.2f}" for name in ("sent_max_over_mean", "computed_max_over_mean")),
+            *(f"{row[name]:.0f} ms" for name in ("ttft_p50_ms", "ttft_p99_ms")),
+        )
+        for way, row in result["fleet"].items()
+    ]
+    print(markdown(heads, rows))
     print("\nrequests, and prompt tokens that were computed: the most of a replica / the mean")
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `fleet`."""
-    add_recipe(parser)
-    for name, default, meaning in (
-        ("replicas", 4, "servers"),
-        ("rounds", 3, "of each way, of which the median counts, after one that warms up"),
-        ("sessions", 48, "of a round"),
-        ("at-once", 8, "sessions"),
-        ("systems", 6, "system prompts; every other session has the first"),
-        ("system-words", 120, "of each"),
-        ("turn-words", 20, "of each turn"),
-        ("answer-tokens", 16, "of each"),
-        ("events-port", 15_550, "the first of the servers' ports for events of pages; every tenth is taken"),
-    ):
-        said = f"{meaning} (default: {default})"
-        parser.add_argument(f"--{name}", type=whole(1, MOST_COUNT), default=default, metavar="N", help=said)
-    parser.add_argument("--think-s", type=real(0, 3600), default=0.2, help="between turns (default: 0.2)")
-    add_json(parser)
-
-
-def main(options: argparse.Namespace) -> None:
-    clock = RunClock()
-    names = ("sessions", "at_once", "systems", "system_words", "turn_words", "answer_tokens", "think_s")
-    load = FleetLoad(**{name: getattr(options, name) for name in names})
-    found = measure(options, load)
-    described = {"benchmark": "fleet", "machine": versions.describe(), "clock": clock.read()}
-    show({**described, "fleet": found}, options, print_table)

@@ -1,38 +1,158 @@
-"""Serve a trace by a server: one run, from the server's description to the verdict."""
+"""Measure how fast a server answers: one run of a trace, from the server's description to the verdict.
+
+Each request is sent at its time, and the client records whether it kept its own times.
+"""
 
 from __future__ import annotations
 
+import argparse
 import asyncio
+import gc
+import json
 import math
 import re
 import resource
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 from tqdm import tqdm
 
 from benchmark.gate.gate import with_verdict
+from benchmark.options import verdict_line
+from benchmark.run_clock import RunClock
 from benchmark.serve import figures
-from benchmark.serve.client import ClientAnswer, StreamingClient, authorization
-from benchmark.serve.objectives import Objectives
-from benchmark.serve.sending import SendSchedule, serve
-from benchmark.serve.server_metrics import MetricsReadings
-from benchmark.serve.trace_requests import TraceRequest, at_rate, clients
+from benchmark.serve.client import (
+    ClientAnswer,
+    ClientRun,
+    StreamingClient,
+    TraceRequest,
+    at_rate,
+    authorization,
+    clients,
+    digest,
+    read_requests,
+)
+from borders.whole_file import whole_file
 from recipes.assembly import versions
 
+LOOK_S = 0.02  # seconds between two measurements of how late the event loop is
 READY_S = 0.5  # seconds between two checks of a starting server
 _INFO_S = 10.0  # seconds to wait for a server's description of itself
 _SECRET = re.compile(r"api_?key|passw|secret|hf_token|auth|^token$", re.IGNORECASE)
 KEPT_OPEN_S = 2.0  # seconds that idle connections stay open; servers close theirs after five seconds or more
+TITLES = {
+    "ttft": "time to first token",
+    "tpot": "time per output token",
+    "itl": "between two pieces",
+    "e2el": "whole request",
+}
+COLUMNS = ("mean", "median", "std", "p90", "p99")
+TOLD = {  # rows of the table, where the result has them
+    "completed": "requests answered",
+    "failed": "failed",
+    "rejected": "of these rejected (busy)",
+    "retried": "tried again",
+    "duration": "seconds",
+    "request_throughput": "requests/s",
+    "request_goodput": "requests/s within objectives",
+    "good_share": "share of requests within them",
+    "fluidity": "share of tokens in time",
+    "output_throughput": "output tokens/s",
+    "total_token_throughput": "all tokens/s",
+    "mean_in_flight": "requests on their way, mean",
+    "max_concurrent_requests": "requests on their way, most",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SendSchedule:
+    """How requests are sent: `loops` has those of each client of a closed loop; else each has its time.
+
+    `max_concurrency` bounds how many are in flight at once.
+    """
+
+    asks: Sequence[TraceRequest]
+    loops: Sequence[Sequence[TraceRequest]] | None = None
+    max_concurrency: int | None = None
+
+
+async def send(
+    server: StreamingClient, load: SendSchedule, on_answer: Callable[[ClientAnswer], None]
+) -> ClientRun:
+    """Send a load; `on_answer` is called with each answer when it ends."""
+    run = ClientRun()
+    bodies = {
+        ask.id: ask.body(server.model, server.seed + number, server.extra)
+        for number, ask in enumerate(load.asks)
+    }
+    limit = asyncio.Semaphore(load.max_concurrency or len(load.asks))
+    gc.collect()
+    was_frozen = gc.get_freeze_count() > 0
+    gc.freeze()  # a pause of the collector would be counted as the server's
+    clock = RunClock()
+    run.start_s = time.perf_counter()
+    lag = asyncio.create_task(_watch_loop(run.lags_s))
+
+    async def one(ask: TraceRequest, due_s: float | None) -> None:
+        free_s = time.perf_counter()
+        answer = ClientAnswer(ask, late_s=0.0 if due_s is None else free_s - due_s, due_s=due_s)
+        async with limit:
+            run.now += 1
+            run.most = max(run.most, run.now)
+            await server.ask(answer, bodies.pop(ask.id))
+            run.now -= 1
+        answer.held_s = answer.sent_s - free_s
+        run.answers.append(answer)
+        on_answer(answer)
+
+    async def client(asks: Sequence[TraceRequest]) -> None:
+        for ask in asks:
+            await one(ask, None)
+
+    try:
+        if load.loops is not None:
+            await asyncio.gather(*(client(asks) for asks in load.loops))
+        else:
+            await _open(load.asks, run.start_s, one)
+    finally:
+        lag.cancel()
+        if not was_frozen:  # what the caller has frozen stays so
+            gc.unfreeze()
+    run.passed = clock.read()
+    return run
+
+
+async def _open(
+    asks: Sequence[TraceRequest],
+    start_s: float,
+    one: Callable[[TraceRequest, float], Coroutine[Any, Any, None]],
+) -> None:
+    """Send each request when it is due, whether or not earlier ones have ended."""
+    tasks = []
+    for ask in asks:
+        due_s = start_s + ask.due_s
+        if (rest_s := due_s - time.perf_counter()) > 0:
+            await asyncio.sleep(rest_s)
+        tasks.append(asyncio.create_task(one(ask, due_s)))
+    await asyncio.gather(*tasks)
+
+
+async def _watch_loop(lags_s: list[float]) -> None:
+    while True:
+        due_s = time.perf_counter() + LOOK_S
+        await asyncio.sleep(LOOK_S)
+        lags_s.append(time.perf_counter() - due_s)
 
 
 @dataclass(frozen=True, slots=True)
 class ServePlan:
-    """The plan of one run. `request_rate` None keeps the trace's own times. `parts` are percentiles.
+    """The plan of one measure. `request_rate` None keeps the trace's own times.
 
     `of` identifies the result further, such as by the recipe of a server that a sweep starts.
     """
@@ -48,8 +168,7 @@ class ServePlan:
     num_warmups: int = 1
     seed: int = 0
     extra: Mapping[str, Any] = field(default_factory=dict)
-    objectives: Objectives | None = None
-    parts: Sequence[float] = figures.PERCENTILES
+    objectives: figures.Objectives | None = None
     request_timeout_s: float = 600.0
     ready_timeout_s: float = 0.0
     retry_rejected: bool = False
@@ -83,15 +202,15 @@ class ServePlan:
         }
 
 
-def run(plan: ServePlan) -> dict[str, object]:
-    """Return the result of one run; raises ValueError if no server answers, or the warm-up fails."""
+def measure(plan: ServePlan) -> dict[str, object]:
+    """Return the result of one measure; raises ValueError if no server answers, or the warm-up fails."""
     few, many = resource.getrlimit(resource.RLIMIT_NOFILE)
     if few < many:
         resource.setrlimit(resource.RLIMIT_NOFILE, (many, many))  # each request in flight holds a socket
-    return asyncio.run(_run(plan))
+    return asyncio.run(_measure(plan))
 
 
-async def _run(plan: ServePlan) -> dict[str, object]:
+async def _measure(plan: ServePlan) -> dict[str, object]:
     timeout = aiohttp.ClientTimeout(total=plan.request_timeout_s, sock_connect=30)
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT_OPEN_S)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
@@ -102,11 +221,11 @@ async def _run(plan: ServePlan) -> dict[str, object]:
         )
         await _warm_up(server, plan)
         info = await _info(session, plan.base_url)
-        watch = MetricsReadings(session, f"{plan.base_url}/metrics")
+        watch = figures.MetricsReadings(session, f"{plan.base_url}/metrics")
         watching = asyncio.create_task(watch.go_on()) if await watch.look() else None
         load = plan.load()
         with tqdm(total=len(load.asks), unit="req", disable=None if plan.progress else True) as bar:
-            outcome = await serve(server, load, lambda answer: bar.update())
+            outcome = await send(server, load, lambda answer: bar.update())
         if watching is not None:
             watching.cancel()
             await watch.settle()
@@ -121,7 +240,7 @@ async def _run(plan: ServePlan) -> dict[str, object]:
         "clock": outcome.passed,
         "server": info,
         "server_said": described,
-        **figures.summarise(outcome, plan.objectives, plan.parts),
+        **figures.summarise(outcome, plan.objectives),
         "metrics": watch.describe(origin_s),
         "warm_up_runs": plan.num_warmups or None,  # None: the server's earlier load is unknown
         "warm_up_counted": 0,
@@ -190,3 +309,78 @@ async def _warm_up(server: StreamingClient, plan: ServePlan) -> None:
             answer = await _answer(server, plan, ask)
         if answer.error is not None:
             raise ValueError(f"{server.url(ask)}: the warm-up request failed: {answer.error}")
+
+
+def plan_of(options: argparse.Namespace, request_rate: float | None) -> ServePlan:
+    """Return the run that the options describe; raises ValueError where it is not possible."""
+    asks, skipped = read_requests(options.trace, skip_bad=options.skip_bad)
+    for reason in skipped:
+        print(f"skipped {reason}", file=sys.stderr)
+    same = (
+        "endpoint",
+        "model",
+        "max_concurrency",
+        "num_warmups",
+        "seed",
+        "request_timeout_s",
+        "retry_rejected",
+    )
+    return ServePlan(
+        base_url=options.base_url or "",
+        asks=asks[: options.num_prompts],
+        trace=options.trace.name,
+        trace_sha256=digest(options.trace),
+        request_rate=request_rate,
+        extra={**({"ignore_eos": True} if options.ignore_eos else {}), **options.extra_body},
+        objectives=figures.Objectives(dict(options.goodput)) if options.goodput else None,
+        ready_timeout_s=options.ready_check_timeout_sec,
+        progress=True,
+        **{name: getattr(options, name) for name in same},
+    )
+
+
+def run(options: argparse.Namespace) -> dict[str, object]:
+    """Serve the trace, save the result where that is asked for, and return it."""
+    result = measure(plan_of(options, options.request_rate))
+    if options.save_result:
+        path = options.result_dir / (options.result_filename or filename(result))
+        save(path, result)
+        print(path, file=sys.stderr)
+    return result
+
+
+def filename(result: Mapping[str, Any]) -> str:
+    """Return a file name made of rate, model and time."""
+    per_s = result["request_rate"]
+    times = "trace" if per_s is None else f"{per_s}qps"
+    model = Path(str(result["model_id"])).name
+    return f"serve-{times}-{model}-{str(result['date'])[:19].replace(':', '')}.json"
+
+
+def save(path: Path, result: Mapping[str, Any]) -> None:
+    """Write a result, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with whole_file(path) as file:
+        file.write(json.dumps(result) + "\n")
+
+
+def print_table(result: Mapping[str, Any]) -> None:
+    """Print the figures of one run."""
+    for name, label in TOLD.items():
+        if result.get(name) is not None and (result[name] or name not in ("rejected", "retried")):
+            print(f"{label:34}{result[name]:>12,}")
+    print(f"\n{'ms':34}" + "".join(f"{column:>12}" for column in COLUMNS))
+    for name, title in TITLES.items():
+        values = [result.get(f"{column}_{name}_ms") for column in COLUMNS]
+        if values[0] is not None:
+            print(f"{title:34}" + "".join(f"{value:>12,.2f}" for value in values))
+    client, metrics = result["client"], result.get("metrics") or {}
+    late_ms, lag_ms = client["late_ms"]["p99"], client["lag_ms"]["p99"]
+    print(f"\nclient: late p99 {late_ms} ms, event loop p99 {lag_ms} ms late")
+    if server_figures := [
+        f"{name} {value}" for name, value in metrics.items() if not isinstance(value, (list, dict))
+    ]:
+        print(f"server: {', '.join(server_figures).replace('_', ' ')}")
+    for error, count in result["errors"].items():
+        print(f"failed {count:,}: {error}")
+    print(verdict_line(result["verdict"]))

@@ -1,28 +1,39 @@
-"""Compare results on one page: `python -m scripts.benchmark report A [B ...] --output report.html`.
+"""Compare results on one self-contained HTML page, which is readable on a phone.
 
-They are results of `serve`, `offline` or `vllm bench serve` as JSON, or folders of a sweep.
+They are results of `serve`, `offline` or `vllm bench serve` as JSON, or folders of a sweep. Charts are SVG,
+whose colours the page sets by day and by night.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import math
+import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from html import escape
 from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib import pyplot as plt
+from matplotlib.ticker import LogFormatter
 
 from benchmark.gate.gate import audit
 from benchmark.gate.result import read_result
 from benchmark.gate.table import parts_of, under_ours
-from benchmark.serve import charts, html_page
 from borders.whole_file import whole_file
 from recipes.schema.command_line import keep_apart
+
+mpl.use("Agg")  # draws text, without a display
+
+if TYPE_CHECKING:  # matplotlib 3.10, the last for Python 3.10, does not have it
+    from matplotlib.typing import RcKeyType
 
 Result = dict[str, Any]
 ROWS = {  # the gate's name of a figure -> its label, and whether more of it is better
@@ -51,6 +62,64 @@ ROWS = {  # the gate's name of a figure -> its label, and whether more of it is 
 }
 FACTS = ("recipe", "overrides", "profile", "base_url", "model_id", "date", "trace", "request_rate", "loop")
 GAUGES = {"running": "requests running", "waiting": "requests waiting", "kv_usage": "share of pages in use"}
+SWEPT = ("requests_per_s", "request_goodput", "output_tokens_per_s", "ttft_ms.p50", "ttft_ms.p99",
+         "itl_ms.p50", "itl_ms.p99", "failed")  # fmt: skip
+
+# Each side of a page has its own colour by day and by night; a ninth has the first again.
+DAY = ("#0b68b5", "#c2410c", "#15803d", "#7e22ce", "#a16207", "#be185d", "#0e7490", "#4b5563")
+NIGHT = ("#64b5f6", "#fb923c", "#4ade80", "#c084fc", "#facc15", "#f472b6", "#22d3ee", "#9ca3af")
+KINDS = tuple(f"side{number}" for number in range(len(DAY)))
+STYLE = """
+:root { color-scheme: light dark; --ink: #1c2024; --paper: #fff; --soft: #f3f5f7; --line: #c4cad0;
+  --good: #15803d; --bad: #b91c1c; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e4e7ea; --paper: #14171a; --soft: #1f2429;
+  --line: #4a535b; --good: #4ade80; --bad: #f87171; } }
+* { box-sizing: border-box; }
+body { margin: 0 auto; padding: 1rem; max-width: 64rem; color: var(--ink); background: var(--paper);
+  font: 16px/1.45 system-ui, sans-serif; overflow-wrap: anywhere; }
+h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
+th, td { padding: .25rem .5rem; text-align: right; border-bottom: 1px solid var(--line); }
+th:first-child, td:first-child { text-align: left; }
+.pictures { display: grid; gap: 1rem;
+  grid-template-columns: repeat(auto-fit, minmax(min(100%, 22rem), 1fr)); }
+figure { margin: 0; } figcaption { font-size: .9rem; } svg { width: 100%; height: auto; }
+.pass, .better { color: var(--good); } .refused, .worse { color: var(--bad); }
+details { background: var(--soft); padding: .5rem 1rem; margin: .5rem 0; border-radius: .4rem; }
+"""
+for condition, colours in (("", DAY), ("@media (prefers-color-scheme: dark)", NIGHT)):
+    said = " ".join(f"--{kind}: {colour};" for kind, colour in zip(KINDS, colours))
+    STYLE += f"{condition} {{ :root {{ {said} }} }}\n" if condition else f":root {{ {said} }}\n"
+STYLE += "\n".join(f".{kind} {{ color: var(--{kind}); }}" for kind in KINDS)
+
+# A chart is drawn in colours that nothing else has, each of which a CSS variable of the page then replaces.
+INK, LINE = "#0a0a01", "#0a0a02"
+COLOURS = tuple(f"#0a0a{number:02}" for number in range(4, 4 + len(KINDS)))  # of the sides, in order
+VARIABLES = {INK: "--ink", LINE: "--line"} | {colour: f"--{kind}" for colour, kind in zip(COLOURS, KINDS)}
+CHART_STYLE: dict[RcKeyType, Any] = {
+    "axes.edgecolor": LINE,
+    "axes.facecolor": "none",
+    "axes.grid": True,
+    "axes.labelcolor": INK,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "figure.facecolor": "none",
+    "font.size": 11,
+    "grid.color": LINE,
+    "grid.linewidth": 0.5,
+    "legend.frameon": False,
+    "legend.labelcolor": INK,
+    "svg.fonttype": "none",
+    "text.color": INK,
+    "text.parse_math": False,  # a file may have any name
+    "xtick.color": INK,
+    "ytick.color": INK,
+}
+MOST_POINTS = 400  # most points of a line: a percentile curve needs no more
+LEAST_MS = 0.001  # pieces may come together, and a logarithmic axis has no 0
+Sweeps = Sequence[tuple[str, Sequence[Result]]]
+Chart = tuple[str, str]  # its caption, and its SVG
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,26 +177,26 @@ def write(sides: Sequence[Side], path: Path) -> None:
     title += f" and {len(sides) - 2} more" if len(sides) > 2 else ""
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path) as file:
-        file.write(html_page.page(f"Benchmark: {title}", _parts(sides)))
+        file.write(page(f"Benchmark: {title}", _parts(sides)))
 
 
 def _parts(sides: Sequence[Side]) -> Iterator[str]:
-    for side, kind in zip(sides, cycle(html_page.KINDS)):
+    for side, kind in zip(sides, cycle(KINDS)):
         verdict = side.result["verdict"]
         reasons = [f"{law}: {why}" for law, why in verdict["refused"].items()]
-        shown = html_page.marked("; ".join([verdict["outcome"], *reasons]), verdict["outcome"])
-        yield f"<p>{html_page.marked(side.name, kind)}: {shown}</p>"
+        shown = marked("; ".join([verdict["outcome"], *reasons]), verdict["outcome"])
+        yield f"<p>{marked(side.name, kind)}: {shown}</p>"
     yield figures_table(sides)
-    runs = [(side.name, side.result) for side in sides]
+    runs = [(side.name, [side.result]) for side in sides]
     if any(side.points for side in sides):
-        yield "<h2>Rates</h2>" + html_page.pictures(_sweep_pictures(sides))
+        sweeps = [(side.name, side.points) for side in sides]
+        yield "<h2>Rates</h2>" + pictures([*curves(sweeps), goodput(sweeps)])
         for side in sides:
             yield from [f"<h3>{escape(side.name)}</h3>", points_table(side.points)] if side.points else []
-    drawn = list(_pictures(runs))
-    if drawn:
-        yield "<h2>Pictures</h2>" + html_page.pictures(drawn)
+    if drawn := [*distributions(runs), *over_time(runs)]:
+        yield "<h2>Pictures</h2>" + pictures(drawn)
     for side in sides:
-        yield html_page.folded(f"{side.name}: what was run, where", facts_table(side.result))
+        yield folded(f"{side.name}: what was run, where", facts_table(side.result))
 
 
 def figures_table(sides: Sequence[Side]) -> str:
@@ -141,22 +210,20 @@ def figures_table(sides: Sequence[Side]) -> str:
         if len(sides) == 2:
             row.append(_ratio(values[0], values[1], more_is_better))
         rows.append(row)
-    heads = [html_page.marked(side.name, kind) for side, kind in zip(sides, cycle(html_page.KINDS))]
-    return html_page.table(["", *heads, *(["times"] if len(sides) == 2 else [])], rows)
+    heads = [marked(side.name, kind) for side, kind in zip(sides, cycle(KINDS))]
+    return table(["", *heads, *(["times"] if len(sides) == 2 else [])], rows)
 
 
 def points_table(points: Sequence[Result]) -> str:
     """Return a table of a sweep, one rate a row."""
-    shown = ["requests_per_s", "request_goodput", "output_tokens_per_s", "ttft_ms.p50", "ttft_ms.p99"]
-    shown += ["itl_ms.p50", "itl_ms.p99", "failed"]
-    head = ["offered/s", *(ROWS[name][0] for name in shown), "verdict"]
+    head = ["offered/s", *(ROWS[name][0] for name in SWEPT), "verdict"]
     rows = []
     for point in points:
-        values = [figure(point, name) for name in shown]
+        values = [figure(point, name) for name in SWEPT]
         cells = ["-" if value is None else f"{value:,.4g}" for value in values]
         outcome = point["verdict"]["outcome"]
-        rows.append([f"{rate_of(point):g}", *cells, html_page.marked(outcome, outcome)])
-    return html_page.table(head, rows)
+        rows.append([f"{rate_of(point):g}", *cells, marked(outcome, outcome)])
+    return table(head, rows)
 
 
 def facts_table(result: Result) -> str:
@@ -164,13 +231,12 @@ def facts_table(result: Result) -> str:
     facts = {name: result[name] for name in FACTS if result.get(name) not in (None, [])}
     for group in ("machine", "server", "server_said", "client", "errors"):
         shown = result.get(group)
-        if group == "errors" and isinstance(
-            shown, list
-        ):  # vllm writes a text for each request, empty where there was no error
+        if group == "errors" and isinstance(shown, list):
+            # vllm writes a text for each request, empty where there was no error
             shown = Counter(str(each) for each in shown if each)
         if isinstance(shown, Mapping):
             facts |= {f"{group}: {name}": value for name, value in shown.items()}
-    return html_page.table(["", ""], [[name, _text(value)] for name, value in facts.items()])
+    return table(["", ""], [[name, _text(value)] for name, value in facts.items()])
 
 
 def _text(value: object) -> str:
@@ -184,39 +250,172 @@ def _ratio(first: float | None, second: float | None, more_is_better: bool | Non
     text = f"{times:.3g}"
     if more_is_better is None or 0.98 < times < 1.02:  # a second run differs as much by noise
         return text
-    return html_page.marked(text, "better" if (times > 1) == more_is_better else "worse")
+    return marked(text, "better" if (times > 1) == more_is_better else "worse")
 
 
-def _sweep_pictures(sides: Sequence[Side]) -> Iterator[tuple[str, str]]:
-    sweeps = [(side.name, side.points) for side in sides]
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One line of a chart, of the side with this number."""
+
+    side: int
+    name: str
+    xs: Sequence[float]
+    ys: Sequence[float]
+    style: str = "-"
+    marker: str = ""
+
+    @property
+    def label(self) -> str:
+        """The name, with a space before an underscore: matplotlib leaves such names out of a legend."""
+        return f" {self.name}" if self.name.startswith("_") else self.name
+
+
+def svg(lines: Sequence[Line], x_title: str, y_title: str, *, log: str = "", from_zero: bool = False) -> str:
+    """Draw lines over one pair of axes, for insertion into a page; the axis `log` is logarithmic."""
+    with mpl.rc_context(CHART_STYLE):
+        drawing, axes = plt.subplots(figsize=(6.4, 3.4))
+        try:
+            for line in lines:
+                colour = COLOURS[line.side % len(COLOURS)]
+                axes.plot(line.xs, line.ys, line.style, color=colour, marker=line.marker, label=line.label)
+            if log:
+                getattr(axes, f"set_{log}scale")("log")
+                axis = getattr(axes, f"{log}axis")  # milliseconds are shown plain, not as powers of ten
+                axis.set_major_formatter(LogFormatter())
+                axis.set_minor_formatter(LogFormatter(minor_thresholds=(1.5, 0.5)))
+            if from_zero:
+                axes.set_ylim(bottom=0)
+            axes.set_xlabel(x_title)
+            axes.set_ylabel(y_title)
+            if lines:
+                axes.legend()
+            drawing.tight_layout()
+            out = io.StringIO()
+            drawing.savefig(out, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+        finally:
+            plt.close(drawing)
+    text = out.getvalue()
+    text = text[text.index("<svg") :]
+    for colour, variable in VARIABLES.items():
+        text = text.replace(colour, f"var({variable})")
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, count=1, flags=re.DOTALL)
+    head, mark, rest = text.partition(">")
+    return re.sub(r' (width|height)="[^"]*"', "", head) + mark + rest  # the page determines the size
+
+
+def curves(sweeps: Sweeps) -> Iterator[Chart]:
+    """Draw each latency, p50 and p99, over the served rate."""
     for latency in ("ttft", "itl", "e2e"):
-        if any(f"{latency}_ms" in point for _, points in sweeps for point in points):
-            image = charts.svg(partial(charts.curves, sweeps=sweeps, latency=latency))
-            yield f"{latency.upper()} over throughput", image
-    yield "Served, and good, over offered", charts.svg(partial(charts.goodput, sweeps=sweeps))
+        lines = []
+        for side, (name, points) in enumerate(sweeps):
+            known = [each for each in points if f"{latency}_ms" in each]
+            served = [each["requests_per_s"] for each in known]
+            for part, style in (("p50", "-"), ("p99", "--")):
+                values = [max(LEAST_MS, each[f"{latency}_ms"][part]) for each in known]
+                lines += [Line(side, f"{name} {part}", served, values, style, ".")] if known else []
+        if lines:
+            title = f"{latency.upper()}, ms"
+            yield f"{latency.upper()} over throughput", svg(lines, "requests/s served", title, log="y")
 
 
-def _pictures(runs: charts.Named) -> Iterator[tuple[str, str]]:
-    kept = [(name, result) for name, result in runs if result.get("records")]
-    if kept:
-        for latency in ("ttft", "itl"):
-            image = charts.svg(partial(charts.distribution, runs=kept, latency=latency))
+def goodput(sweeps: Sweeps) -> Chart:
+    """Draw the served rate, and the rate that met the objectives, over the offered rate."""
+    lines = []
+    for side, (name, points) in enumerate(sweeps):
+        known = [each for each in points if isinstance(each["request_rate"], (int, float))]
+        offered = [each["request_rate"] for each in known]
+        lines.append(Line(side, f"{name} served", offered, [each["requests_per_s"] for each in known], ":"))
+        if all("request_goodput" in each for each in known):
+            good = [each["request_goodput"] for each in known]
+            lines.append(Line(side, f"{name} good", offered, good, "-", "."))
+    return "Served, and good, over offered", svg(lines, "requests/s offered", "requests/s")
+
+
+def distributions(runs: Sweeps) -> Iterator[Chart]:
+    """Draw the share of requests (of gaps, for ITL) that took at most a time."""
+    for latency in ("ttft", "itl"):
+        lines = []
+        for side, (name, (result,)) in enumerate(runs):
+            values_ms = _latencies_ms(result, latency)
+            if len(values_ms):
+                shares = np.linspace(0, 1, min(len(values_ms), MOST_POINTS))
+                times_ms = np.maximum(LEAST_MS, np.quantile(values_ms, shares))
+                lines.append(Line(side, name, times_ms.tolist(), shares.tolist()))
+        if lines:
+            image = svg(lines, f"{latency.upper()}, ms", "share", log="x")
             yield f"Share of {latency.upper()} at most so long", image
-    for name, result in kept:
-        lanes = charts.svg(partial(charts.lanes, result=result))
-        yield f"{name}: requests over time, light until the first token", lanes
-    for column, label in GAUGES.items():
-        if any(column in charts.columns(result) for _, result in runs):
-            yield label, charts.svg(partial(charts.over_time, runs=runs, column=column, label=label))
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `report`."""
-    parser.add_argument("results", nargs="+", type=Path, metavar="RESULT", help="one, or more to compare")
-    parser.add_argument("--output", type=Path, default=Path("report.html"), metavar="FILE.html")
+def _latencies_ms(result: Result, latency: str) -> np.ndarray:
+    done = [each for each in result.get("records", ()) if each.get("first_token_s") is not None]
+    if latency == "ttft":
+        return 1e3 * np.array([each["first_token_s"] - each["arrival_s"] for each in done])
+    times = [each.get("piece_times_s", each.get("token_times_s")) or [] for each in done]
+    return 1e3 * np.concatenate([np.diff(each) for each in times] or [np.array([])])
 
 
-def main(options: argparse.Namespace) -> None:
+def over_time(runs: Sweeps) -> Iterator[Chart]:
+    """Draw the server's own gauges over time."""
+    for gauge, label in GAUGES.items():
+        lines = []
+        for side, (name, (result,)) in enumerate(runs):
+            metrics = result.get("metrics") or {}
+            if gauge in metrics.get("columns", ()):
+                at = metrics["columns"].index(gauge)
+                readings = [each for each in metrics["readings"] if each[at] is not None]
+                lines.append(
+                    Line(side, name, [each[0] for each in readings], [each[at] for each in readings])
+                )
+        if lines:
+            yield label, svg(lines, "seconds", label, from_zero=True)
+
+
+class Markup(str):
+    """HTML that was made here, and not read from a file."""
+
+    __slots__ = ()
+
+
+def page(title: str, parts: Iterable[str]) -> str:
+    """Return a whole document; `parts` are HTML."""
+    body = "\n".join(parts)
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(title)}</title><style>{STYLE}</style></head>\n"
+        f"<body><h1>{escape(title)}</h1>\n{body}\n</body></html>\n"
+    )
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table; cells are text, or Markup."""
+    top = "".join(f"<th>{_cell(each)}</th>" for each in head)
+    body = "".join("<tr>" + "".join(f"<td>{_cell(each)}</td>" for each in row) + "</tr>\n" for row in rows)
+    return f'<div class="wide"><table><thead><tr>{top}</tr></thead><tbody>\n{body}</tbody></table></div>'
+
+
+def pictures(drawn: Iterable[tuple[str, str]]) -> str:
+    """Return captions and SVG, as many side by side as there is room for."""
+    figures = (f"<figure>{image}<figcaption>{escape(said)}</figcaption></figure>" for said, image in drawn)
+    return '<div class="pictures">' + "\n".join(figures) + "</div>"
+
+
+def marked(text: str, kind: str) -> Markup:
+    """Return text of a kind that the style knows."""
+    return Markup(f'<span class="{kind}">{escape(text)}</span>')
+
+
+def folded(title: str, inner: str) -> str:
+    """Return content that is folded until it is opened."""
+    return f"<details><summary>{escape(title)}</summary>{inner}</details>"
+
+
+def _cell(text: str) -> str:
+    return text if isinstance(text, Markup) else escape(text)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Write the page of the results that the options name."""
     keep_apart(options.output, *options.results)
     write([read(path) for path in options.results], options.output)
     print(options.output)

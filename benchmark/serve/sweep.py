@@ -8,22 +8,86 @@ again.
 from __future__ import annotations
 
 import argparse
+import hashlib
+import itertools
 import json
+import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmark import outputs
 from benchmark.gate.gate import audit
 from benchmark.gate.result import read_result
-from benchmark.serve import command, settings
+from benchmark.processes import END_S, ServerProcess, serving
+from benchmark.serve.measure import ServePlan, measure, plan_of, save
+from recipes.schema.reader import load
 
+MOST_NAME = 120  # characters of a folder's name
 Result = dict[str, Any]
 WITHIN = 0.99  # least share of requests within the objectives at a rate that a server is said to bear
+
+
+@dataclass(frozen=True, slots=True)
+class SweepSetting:
+    """A recipe with overrides; `tried` are the overrides in which a sweep's settings differ."""
+
+    recipe: str
+    overrides: tuple[str, ...]
+    tried: tuple[str, ...]
+    sha256: str  # digest of the recipe as it was read
+    drain_s: float
+
+    @property
+    def name(self) -> str:
+        """The tried overrides as the name of a folder; a shortened name gets a digest, to stay unique."""
+        text = ",".join(self.tried)
+        safe = re.sub(r"[^\w.,=+-]", "_", text)[:MOST_NAME]
+        return safe if safe == text else f"{safe}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+
+    def identity(self) -> dict[str, object]:
+        """Return the fields that a result of this setting must have."""
+        return {"recipe": self.recipe, "overrides": list(self.overrides), "recipe_sha256": self.sha256}
+
+
+def settings_of(recipe: str, overrides: Sequence[str], tries: Sequence[Sequence[str]]) -> list[SweepSetting]:
+    """Return every setting, in the order given; raises ValueError for one that the recipe cannot have."""
+    names = [each[0].partition("=")[0] for each in tries]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise ValueError(f"--try {min(twice)} is given twice; part its values by commas")
+    settings = []
+    for tried in itertools.product(*tries):
+        read = load(recipe, [*overrides, *tried])
+        described = json.dumps(read.described(), sort_keys=True, default=str)
+        digest = hashlib.sha256(described.encode()).hexdigest()
+        settings.append(SweepSetting(recipe, (*overrides, *tried), tried, digest, read.server.drain_s))
+    return settings
+
+
+def command(setting: SweepSetting) -> list[str]:
+    """Return the command that serves a setting at a free port of this machine; the server logs the port."""
+    serve = [sys.executable, "-m", "scripts.serve", str(Path(setting.recipe).resolve())]
+    return [*serve, *setting.overrides, "--host", "127.0.0.1", "--port", "0"]
+
+
+def start_setting(
+    setting: SweepSetting, log: Path, timeout_s: float
+) -> AbstractContextManager[ForeignServer | ServerProcess]:
+    """Start a server of a setting, which is ready once the context is entered, and ends with it."""
+    return serving(setting.name, command(setting), log, timeout_s, setting.drain_s + END_S)
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignServer:
+    """A server that someone else started, and will stop."""
+
+    url: str
+
+    def check(self) -> None:
+        """Check nothing: requests report the failures of a server that this sweep did not start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,43 +96,8 @@ class Leg:
 
     name: str
     folder: Path
-    start: Callable[[], AbstractContextManager[settings.ForeignServer | settings.StartedServer]]
+    start: Callable[[], AbstractContextManager[ForeignServer | ServerProcess]]
     of: Mapping[str, object] = field(default_factory=dict)
-
-
-def rates(text: str) -> list[float]:
-    """Parse rates, separated by commas."""
-    return [command.rate(each) for each in text.split(",")]
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `sweep`."""
-    command.add_load_arguments(parser, needs_url=False)
-    add = parser.add_argument
-    add(
-        "--recipe",
-        nargs="+",
-        metavar=("RECIPE", "key=value"),
-        help="in place of --base-url: serve this recipe, with overrides, at each setting of --try",
-    )
-    add(
-        "--try",
-        dest="tries",
-        type=settings.values,
-        action="append",
-        default=[],
-        metavar="KEY=V1,V2",
-        help="values of a key of the recipe; of several --try, all combinations",
-    )
-    add("--request-rates", type=rates, required=True, metavar="PER_S,...", help="such as 1,2,4,inf")
-    add(
-        "--result-dir",
-        type=outputs.folder,
-        required=True,
-        metavar="FOLDER",
-        help="a file for each rate, and a page",
-    )
-    add("--share-prefixes", action="store_true", help="a rate may find cached what the one before computed")
 
 
 def legs(options: argparse.Namespace) -> list[Leg]:
@@ -78,13 +107,13 @@ def legs(options: argparse.Namespace) -> list[Leg]:
     if bool(options.tries) != bool(options.recipe):
         raise ValueError("--recipe and --try KEY=V1,V2 go together: one server is started for each value")
     if not options.recipe:
-        there = settings.ForeignServer(options.base_url)
+        there = ForeignServer(options.base_url)
         return [Leg("", options.result_dir, lambda: nullcontext(there))]
     recipe, *overrides = options.recipe
     found = []
-    for each in settings.product(recipe, overrides, options.tries):
+    for each in settings_of(recipe, overrides, options.tries):
         folder = options.result_dir / each.name
-        start = partial(settings.started, each, folder / "server.log", options.ready_check_timeout_sec)
+        start = partial(start_setting, each, folder / "server.log", options.ready_check_timeout_sec)
         found.append(Leg(each.name, folder, start, each.identity()))
     return found
 
@@ -111,9 +140,10 @@ def finished(path: Path, said: dict[str, object]) -> Result | None:
     return {**result, "verdict": audit(result).describe()}
 
 
-def main(options: argparse.Namespace) -> None:
-    gone_over, plan = legs(options), command.plan(options, None)
-    from benchmark.serve import report
+def run(options: argparse.Namespace) -> None:
+    """Measure each rate of each server, and print a line for each; then write the page."""
+    gone_over, plan = legs(options), plan_of(options, None)
+    from benchmark.serve import report  # matplotlib takes a second to load
 
     width = max(len(leg.name) for leg in gone_over)
     head = f"{'offered/s':>10}{'served/s':>10}{'good/s':>10}{'TTFT p99':>12}{'ITL p99':>12}  verdict"
@@ -132,10 +162,10 @@ def main(options: argparse.Namespace) -> None:
     print(page)
 
 
-def results(leg: Leg, plan: Any, options: argparse.Namespace, page: Path) -> Iterator[tuple[float, Result]]:
+def results(
+    leg: Leg, plan: ServePlan, options: argparse.Namespace, page: Path
+) -> Iterator[tuple[float, Result]]:
     """Yield one server's result at each rate; it is started for the first rate without a result."""
-    from benchmark.serve import measure
-
     with ExitStack() as stack:
         server = None
         for rate in options.request_rates:
@@ -146,10 +176,10 @@ def results(leg: Leg, plan: Any, options: argparse.Namespace, page: Path) -> Ite
             if result is None:
                 server = server or stack.enter_context(leg.start())
                 try:
-                    result = measure.run(replace(point, base_url=server.url))
+                    result = measure(replace(point, base_url=server.url))
                 finally:
                     server.check()  # checked before unanswered requests of a server that has ended are saved
-                command.save(path, result)
+                save(path, result)
                 page.unlink(missing_ok=True)
             yield rate, result
 

@@ -9,7 +9,6 @@ Then entries of a page's size are written to the same stores and read again, 16 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import re
 import statistics
 import tempfile
@@ -21,15 +20,10 @@ from typing import Any
 import httpx
 import numpy as np
 
-from benchmark.options import add_json, show
-from benchmark.run_clock import RunClock
-from benchmark.serve.fleet import ready
-from benchmark.serve.running import started
+from benchmark.options import markdown
+from benchmark.processes import started
 from kv_cache.tier.disk import DiskStore
 from kv_cache.tier.store import PageStore
-from recipes.assembly import versions
-from recipes.schema.command_line import add_recipe
-from recipes.schema.numbers import MOST_COUNT, whole, wholes
 
 PATIENCE_S = 300.0
 TIER_BYTES = 2**32
@@ -64,18 +58,19 @@ def served(
     command: Sequence[str], prompts: Sequence[Sequence[int]], num_pages: int
 ) -> list[tuple[float, int]]:
     """Start a server, ask for all prompts, and end it when enough pages are written."""
-    with started("scripts.serve", *command) as server:
-        asyncio.run(ready(server.url, 0))
-        with httpx.Client(base_url=server.url, timeout=PATIENCE_S) as http:
-            for length in {*map(len, prompts)}:  # these warm up, and are found by no later request
-                ask(http, [FIRST_ID + length % 7] * length)
-            found = [ask(http, each) for each in prompts]
-            until_s = time.monotonic() + PATIENCE_S
-            while num_pages and counted(http) < num_pages:
-                if time.monotonic() > until_s:
-                    raise OSError(f"{counted(http)} of {num_pages} pages were written")
-                time.sleep(0.05)
-            return found
+    with (
+        started("scripts.serve", *command) as server,
+        httpx.Client(base_url=server.url, timeout=PATIENCE_S) as http,
+    ):
+        for length in {*map(len, prompts)}:  # these warm up, and are found by no later request
+            ask(http, [FIRST_ID + length % 7] * length)
+        found = [ask(http, each) for each in prompts]
+        until_s = time.monotonic() + PATIENCE_S
+        while num_pages and counted(http) < num_pages:
+            if time.monotonic() > until_s:
+                raise OSError(f"{counted(http)} of {num_pages} pages were written")
+            time.sleep(0.05)
+        return found
 
 
 def speeds(store: PageStore, entry_bytes: int) -> dict[str, float]:
@@ -132,40 +127,21 @@ def median_ms(asked: Sequence[tuple[float, int]], prompts: Sequence[Sequence[int
     return round(1e3 * statistics.median(s for (s, _), each in zip(asked, prompts) if len(each) == length), 2)
 
 
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure in a temporary folder."""
+    with tempfile.TemporaryDirectory(prefix="tier-") as folder:
+        return {"tier": measure(options, Path(folder))}
+
+
 def print_table(result: Mapping[str, Any]) -> None:
     """Print the results in Markdown."""
     found = result["tier"]
-    print("| tier | prompt tokens | first server | started again | tokens found |")
-    print("|---|---|---|---|---|")
-    for way, rows in found["ways"].items():
-        for length, row in rows.items():
-            times = f"{row['first_ms']:.1f} ms | {row['again_ms']:.1f} ms"
-            print(f"| {way} | {length} | {times} | {row['found']} |")
+    rows = [
+        (way, length, f"{row['first_ms']:.1f} ms", f"{row['again_ms']:.1f} ms", row["found"])
+        for way, of_way in found["ways"].items()
+        for length, row in of_way.items()
+    ]
+    print(markdown(("tier", "prompt tokens", "first server", "started again", "tokens found"), rows))
     for name, row in found["stores"].items():
         print(f"\n{name}: {row['write_mb_s']:.0f} MB/s written, {row['read_mb_s']:.0f} MB/s read", end="")
     print()
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `tier`."""
-    add_recipe(parser)
-    for name, default, meaning in (
-        ("prompts", 8, "of each length"),
-        ("vocabulary", 300, "below which the ids of prompts are"),
-        ("page-size", 16, "tokens"),
-        ("entry-kib", 192, "of the entries by which the stores are timed, as a page of the recipe"),
-    ):
-        said = f"{meaning} (default: {default})"
-        parser.add_argument(f"--{name}", type=whole(1, MOST_COUNT), default=default, metavar="N", help=said)
-    parser.add_argument("--lengths", type=wholes(2, MOST_COUNT), default=[200, 800, 1600], metavar="N,N")
-    parser.add_argument("--redis", metavar="URL", help="of a server to use as well")
-    add_json(parser)
-
-
-def main(options: argparse.Namespace) -> None:
-    """Measure in a temporary folder."""
-    clock = RunClock()
-    with tempfile.TemporaryDirectory(prefix="tier-") as folder:
-        found = measure(options, Path(folder))
-    described = {"benchmark": "tier", "machine": versions.describe(), "clock": clock.read()}
-    show({**described, "tier": found}, options, print_table)

@@ -1,29 +1,74 @@
-"""Compute the figures of one simulated run that the command line describes."""
+"""Simulate one trace on one deployment, or on several that are compared.
+
+Those that are compared serve the same requests on the same number of engines: the routes of a router, or who
+computes prompts. Found tokens are counted where a request is answered, so they include pages that came from
+an engine for prompts; they are reported for routes only.
+"""
 
 from __future__ import annotations
 
 import argparse
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from benchmark.gate.gate import with_verdict
-from benchmark.simulate.deployment import SIMULATED, Deployment, Result
-from benchmark.simulate.placement import place
-from benchmark.simulate.trace_events import TraceEventFile
-from benchmark.simulate.trace_loading import requests_of
-from borders.file_bounds import MOST_JSON_BYTES, read_bounded
+from benchmark.options import markdown, verdict_line
+from benchmark.recordings.trace_events import SimulatedTrace
+from benchmark.simulate.deployment import SIMULATED, Deployment, Result, place
+from borders.file_bounds import MOST_JSON_BYTES, lines_of, read_bounded
 from borders.whole_file import whole_file
 from continuous_batching.request import Request
-from continuous_batching.routing.routing import Route
-from continuous_batching.routing.splitting import Split
+from continuous_batching.routing.routing import ROUTES, Route
+from continuous_batching.routing.splitting import Split, SplitWeights
 from recipes.schema.command_line import keep_apart
 from recipes.schema.reader import read
+from recipes.schema.recipe import Recipe
+from serving.text.request_fields import parse_request
+from serving.text.tokenizer import Text
+from simulation import trace
 from simulation.fit_trust import in_words
 from simulation.fitted import Fitted
 
 MOST_RECORDS = 20_000  # most records that a result keeps, for the gate to recount
+PANELS = (  # of a picture of routes: a figure, its heading, and its format
+    ("prefix_hit_rate", "prompt tokens found", "{:.2f}"),
+    ("routed_most_of_mean", "most loaded engine / mean", "{:.2f}"),
+    ("ttft_ms.p50", "TTFT p50, ms", "{:,.0f}"),
+    ("ttft_ms.p99", "TTFT p99, ms", "{:,.0f}"),
+)
+FACTORS = (0.5, 2.0)  # factors by which a weight of a split is varied
+ROUTED = ("prefix_hit_rate", "routed_hits_of_best", "routed_most_of_mean")
+
+
+def requests_of(
+    path: str, recipe: Recipe, vocab_size: int, *, skip_bad: bool
+) -> Callable[[], Iterator[Request]]:
+    """Return a function that reads the trace from its start at every call."""
+    model = recipe.model.path
+    text = Text.load(model) if model is not None else None
+
+    def skip(reason: str) -> None:
+        print(f"skipped {path}: {reason}", file=sys.stderr)
+
+    def parse(fields: dict[str, object]) -> Request:
+        return parse_request(fields, text)
+
+    def opened() -> Iterator[Request]:
+        request = None
+        lines = lines_of(path)
+        try:
+            for request in trace.read(lines, vocab_size, parse, skip if skip_bad else None):
+                yield request
+        except trace.BadLine as error:
+            raise ValueError(f"{path}: {error}; --skip-bad leaves such lines out") from error
+        if request is None:
+            raise ValueError(f"{path} holds no request that can be simulated; make one with scripts.trace")
+
+    return opened
 
 
 def deployment_of(options: argparse.Namespace) -> Deployment:
@@ -48,10 +93,10 @@ def deployment_of(options: argparse.Namespace) -> Deployment:
     return Deployment(planned, options.dp, route, options.split, split_by)
 
 
-def run(
-    deployment: Deployment, requests: Iterator[Request], timeline: TraceEventFile | None = None
+def figures_of(
+    deployment: Deployment, requests: Iterator[Request], timeline: SimulatedTrace | None = None
 ) -> Result:
-    """Return the figures of one simulated run, without a verdict."""
+    """Return the figures of one simulated figures_of, without a verdict."""
     began_s = time.perf_counter()
     totals, own = deployment.serve(requests, timeline, records=True)
     took_s = time.perf_counter() - began_s
@@ -83,7 +128,7 @@ def trust_of(fitted: Fitted | None) -> Result:
     return {"fit": said}
 
 
-def simulate(options: argparse.Namespace) -> Result:
+def run(options: argparse.Namespace) -> Result:
     """Return the figures with the gate's verdict; raises ValueError for what cannot be simulated."""
     deployment = deployment_of(options)
     if options.timeline is not None and (options.split is not None):
@@ -98,11 +143,101 @@ def simulate(options: argparse.Namespace) -> Result:
         skip_bad=options.skip_bad,
     )
     if options.timeline is None:
-        figures = run(deployment, requests())
+        figures = figures_of(deployment, requests())
     else:
         with whole_file(options.timeline) as file:
-            timeline = TraceEventFile(file)
-            figures = run(deployment, requests(), timeline)
+            timeline = SimulatedTrace(file)
+            figures = figures_of(deployment, requests(), timeline)
             timeline.close()
     said = {"recipe": options.recipe, "overrides": list(options.overrides), "trace": Path(options.trace).name}
     return with_verdict({"SIMULATED": SIMULATED, **said, **figures})
+
+
+def routes(whole: Deployment) -> Iterator[tuple[str, Deployment]]:
+    """Yield each route, in front of whole engines."""
+    for route in ROUTES:
+        yield route, replace(whole, route=route)
+
+
+def splits(whole: Deployment, split: tuple[int, int]) -> Iterator[tuple[str, Deployment]]:
+    """Yield whole engines, all prompts apart, those for which it costs less, and these with other weights."""
+    yield "never", whole
+    yield "always", replace(whole, split=split, split_by="always")
+    yield "cost", replace(whole, split=split)
+    usual = SplitWeights()
+    for name in SplitWeights.__dataclass_fields__:
+        for factor in FACTORS:
+            weights = replace(usual, **{name: factor * getattr(usual, name)})
+            yield f"cost, {name} x {factor:g}", replace(whole, split=split, weights=weights)
+
+
+def compare(options: argparse.Namespace, split: tuple[int, int] | None) -> Result:
+    """Return the figures of each way; raises ValueError for one that cannot figures_of or fails the gate."""
+    recipe = read(options.recipe, options.overrides, options.profile).recipe
+    placement = place(recipe, options.device, options.tp)
+    whole = Deployment(placement, options.dp if split is None else sum(split), "prefix")
+    requests = requests_of(options.trace, recipe, placement.config.vocab_size, skip_bad=options.skip_bad)
+    rows: dict[str, Result] = {}
+    for name, deployment in routes(whole) if split is None else splits(whole, split):
+        found = with_verdict({"SIMULATED": SIMULATED, **figures_of(deployment, requests())})
+        verdict = found["verdict"]
+        assert isinstance(verdict, dict), "a verdict is described by an object"
+        if verdict["outcome"] != "pass":
+            raise ValueError(f"{name} does not pass the gate: {verdict_line(verdict)}")
+        rows[name] = _row(found, is_routed=split is None)
+    return {"SIMULATED": SIMULATED, **placement.facts(), "devices": whole.num_devices, "ways": rows}
+
+
+def _row(found: Mapping[str, object], *, is_routed: bool) -> Result:
+    """Return the figures that are reported for one way."""
+    wanted = ("requests_per_s", "output_tokens_per_s", "busy_share", "prompts_apart", "ttft_ms", "tpot_ms")
+    return {name: found[name] for name in (*wanted, *(ROUTED if is_routed else ())) if name in found}
+
+
+def print_ways(result: Result) -> None:
+    """Print a Markdown row for each way."""
+    ways = result["ways"]
+    is_routed = all("routed_most_of_mean" in each for each in ways.values())
+    own = ("tokens found", "of the best known", "most loaded / mean") if is_routed else ("prompts apart",)
+    rows = []
+    for name, each in ways.items():
+        if is_routed:
+            best = f"{each['routed_hits_of_best'] or '':.5}"
+            cells = [f"{each['prefix_hit_rate']:.3f}", best, f"{each['routed_most_of_mean']:.2f}"]
+        else:
+            cells = [f"{each.get('prompts_apart', 0):,}"]
+        cells += [f"{each['ttft_ms'][part]:,.0f} ms" for part in ("p50", "p99")]
+        cells += [f"{each['tpot_ms'][part]:.1f} ms" for part in ("p50", "p99")]
+        rows.append((name, *cells, *(f"{each[part]:.2f}" for part in ("requests_per_s", "busy_share"))))
+    print(f"SIMULATED: {SIMULATED}\n")
+    print(markdown(("way", *own, "TTFT p50", "p99", "TPOT p50", "p99", "requests/s", "busy"), rows))
+
+
+def run_routes(options: argparse.Namespace) -> Result:
+    """Compare the routes, and draw them where that is asked for."""
+    result = compare(options, None)
+    if options.plot is not None:
+        from benchmark.charts import draw_bars, save_simulated  # matplotlib takes a second to load
+
+        ways = result["ways"]
+        panels = [
+            (heading, [figure(each, name) for each in ways.values()], form) for name, heading, form in PANELS
+        ]
+        size, names = (10, 0.9 + 0.3 * len(ways)), [*ways]
+        save_simulated(
+            options.plot, size, len(panels), lambda axes: draw_bars(axes, names, panels, log=False)
+        )
+    return result
+
+
+def run_splits(options: argparse.Namespace) -> Result:
+    """Compare who computes prompts."""
+    return compare(options, options.split)
+
+
+def figure(result: Mapping[str, Any], name: str) -> float:
+    """Return a figure by its dotted name."""
+    value: Any = result
+    for part in name.split("."):
+        value = value[part]
+    return float(value)

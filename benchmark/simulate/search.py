@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmark.gate.gate import with_verdict
-from benchmark.simulate.deployment import SIMULATED, Deployment, Result
-from benchmark.simulate.placement import device_name, place
-from benchmark.simulate.trace_loading import requests_of
+from benchmark.simulate.deployment import SIMULATED, Deployment, Result, device_name, place
+from benchmark.simulate.one_run import requests_of
 from borders.file_bounds import check_rereadable
 from continuous_batching.request import Request
 from recipes.assembly.families import model_config
@@ -30,41 +29,29 @@ class TriedSetting:
 
     tensor: int
     replicas: int
-    chunk: int | None
-    slots: int | None
+    overrides: tuple[str, ...]  # the recipe's keys that it sets
 
     @property
     def num_devices(self) -> int:
         return self.tensor * self.replicas
 
-    @property
-    def overrides(self) -> list[str]:
-        """The recipe's keys that it sets."""
-        named = {"scheduler.max_batch_tokens": self.chunk, "scheduler.num_slots": self.slots}
-        return [f"{name}={value}" for name, value in named.items() if value is not None]
-
     def __str__(self) -> str:
         return " ".join([f"--tp {self.tensor} --dp {self.replicas}", *self.overrides])
 
 
-@dataclass(frozen=True, slots=True)
-class PercentileObjectives:
-    """The percentage of first tokens, and of gaps between tokens, that must be within a time."""
-
-    ttft_s: float
-    itl_s: float
-    percent: float
-
-
 def settings(options: argparse.Namespace) -> list[TriedSetting]:
     """Return all settings that may be tried, fewest devices first."""
-    made = itertools.product(options.tp, options.dp, options.chunk or [None], options.slots or [None])
-    return sorted((TriedSetting(*each) for each in made), key=lambda each: each.num_devices)
+    keys: list[list[tuple[str, ...]]] = [
+        [(f"scheduler.{name}={value}",) for value in given] or [()]
+        for name, given in (("max_batch_tokens", options.chunk or ()), ("num_slots", options.slots or ()))
+    ]
+    made = itertools.product(options.tp, options.dp, *keys)
+    found = [TriedSetting(tensor, replicas, (*chunk, *slots)) for tensor, replicas, chunk, slots in made]
+    return sorted(found, key=lambda each: each.num_devices)
 
 
 def tried(options: argparse.Namespace, setting: TriedSetting) -> Result:
     """Return a setting's shares within the objectives and its figures, or why it cannot run."""
-    aims = PercentileObjectives(options.ttft_ms / 1e3, options.itl_ms / 1e3, options.percent)
     named: Result = {"setting": str(setting), "devices": setting.num_devices}
     try:
         recipe = read(options.recipe, [*options.overrides, *setting.overrides], options.profile).recipe
@@ -78,19 +65,15 @@ def tried(options: argparse.Namespace, setting: TriedSetting) -> Result:
     )()
     totals, own = deployment.serve(requests, None, records=False)
     figures = totals.figures()
-    shares = totals.ttft.share_within(aims.ttft_s), totals.itl.share_within(aims.itl_s)
-    result = with_verdict(
-        {
-            **deployment.placement.facts(),
-            "slots": deployment.num_slots,
-            "max_tokens_per_step": 1,
-            **figures,
-            **own,
-        }
+    shares = (
+        totals.ttft.share_within(options.ttft_ms / 1e3),
+        totals.itl.share_within(options.itl_ms / 1e3),
     )
+    sizes = {"slots": deployment.num_slots, "max_tokens_per_step": 1}
+    result = with_verdict({**deployment.placement.facts(), **sizes, **figures, **own})
     verdict = result["verdict"]
     assert isinstance(verdict, dict), "a verdict is described by an object"
-    meets = all(100 * each >= aims.percent for each in shares) and not figures["failed"]
+    meets = all(100 * each >= options.percent for each in shares) and not figures["failed"]
     return {
         **named,
         "meets": meets and verdict["outcome"] == "pass",
@@ -124,20 +107,15 @@ def search(options: argparse.Namespace) -> list[Result]:
     return found
 
 
-def search_main(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace) -> None:
     """Print what was tried and found; raises ValueError if nothing meets the objectives."""
     found = search(options)
     best = found[-1]
     if options.json:
-        print(
-            json.dumps(
-                {"SIMULATED": SIMULATED, "tried": found, "best": best if best["meets"] else None}, indent=2
-            )
-        )
+        said = {"SIMULATED": SIMULATED, "tried": found, "best": best if best["meets"] else None}
+        print(json.dumps(said, indent=2))
     else:
-        print(f"SIMULATED: {SIMULATED}")
-        for each in found:
-            print(row(each))
+        print("\n".join([f"SIMULATED: {SIMULATED}", *map(row, found)]))
     if all("cannot_be" in each for each in found):
         raise ValueError(f"none of {len(found)} settings can run; the last: {best['cannot_be']}")
     if not best["meets"]:

@@ -1,19 +1,24 @@
-"""Draw the requests of a load from distributions."""
+"""Draw the requests of a load from distributions: when they arrive, how long they are, who sends them."""
 
 from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
-from benchmark.workloads.arrivals import Arrivals
-from benchmark.workloads.lengths import Draw, lengths
-from recipes.schema.numbers import real, whole
+from borders.file_bounds import MOST_JSON_BYTES, read_bounded
+from borders.system_error import in_one_line
+from recipes.schema.numbers import MOST_COUNT, MOST_TOKENS, RATES_PER_S, real, whole
 
+Draw = Callable[[np.random.Generator, int], NDArray[np.int64]]
+# Coefficient of variation of the gaps between arrivals: from a clock to rare, huge bursts.
+VARIATIONS = (0.01, 100)
 Line = dict[str, Any]
 Shares = Mapping[str, float]
 MOST_TRACE_TOKENS = 2**28
@@ -22,6 +27,122 @@ MOST_PRIORITY = 2**31 - 1
 LEAST_SHARE = 1e-9
 # Each quantity has its own random stream, so that changing one leaves the others.
 ARRIVAL, PROMPT, OUTPUT, TOKEN, SYSTEM, TURNS, THINK, TENANT, PRIORITY, ANSWER = range(10)
+
+
+def lengths(text: str) -> Draw:
+    """Parse how to draw lengths: `N`, `uniform:LEAST:MOST`, `lognormal:MEAN:SIGMA` or `file:PATH`."""
+    if text.startswith("file:"):
+        return _from_file(Path(text.removeprefix("file:")))
+    kind, *values = text.split(":") if ":" in text else ("uniform", text, text)
+    try:
+        if not text.isascii():
+            pass  # int() accepts the digits of any script
+        elif kind == "uniform":
+            least, most = (int(value) for value in values)
+            if 1 <= least <= most <= MOST_TOKENS:
+                return lambda random, count: random.integers(least, most, count, endpoint=True)
+        elif kind == "lognormal":
+            mean, sigma = (float(value) for value in values)
+            if 1 <= mean <= MOST_TOKENS and 0 <= sigma < math.inf:
+                return lambda random, count: _lognormal(random, count, mean, sigma)
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(
+        f"{text!r} is no length; write N, uniform:LEAST:MOST, lognormal:MEAN:SIGMA or file:PATH,"
+        f" of 1 to {MOST_TOKENS} tokens"
+    )
+
+
+def drawn_lengths(text: str) -> str:
+    """Check the name of a distribution of lengths, and return it for the processes that draw from it."""
+    lengths(text)
+    return text
+
+
+def _lognormal(random: np.random.Generator, count: int, mean: float, sigma: float) -> NDArray[np.int64]:
+    # This distribution has the mean `mean`.
+    drawn = random.lognormal(math.log(mean) - sigma * sigma / 2, sigma, count)
+    if (most := drawn.max(initial=0)) > MOST_TOKENS:
+        raise ValueError(
+            f"lognormal:{mean:g}:{sigma:g} drew {most:.3g} tokens; {MOST_TOKENS} are the most: lower sigma"
+        )
+    return np.maximum(1, np.rint(drawn)).astype(np.int64)
+
+
+def _from_file(path: Path) -> Draw:
+    """Return a draw of the lengths in a file, one a line, in proportion to how often each occurs."""
+    found = []
+    try:
+        lines = read_bounded(path, MOST_JSON_BYTES).decode("utf-8").splitlines()
+    except OSError as error:
+        raise argparse.ArgumentTypeError(in_one_line(error)) from error
+    except UnicodeDecodeError as error:
+        raise argparse.ArgumentTypeError(f"{path} is not UTF-8: byte {error.start} is wrong") from error
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    for number, line in enumerate(lines, 1):
+        text = line.strip()
+        # float reads it, because a whole number may have more digits than int reads.
+        if not text.isdecimal() or not 1 <= float(text) <= MOST_TOKENS:
+            raise argparse.ArgumentTypeError(
+                f"{path}: line {number}: {line[:60]!r} is no length of 1 to {MOST_TOKENS}"
+            )
+        found.append(int(text))
+    if not found:
+        raise argparse.ArgumentTypeError(f"{path} holds no length")
+    return lambda random, count: random.choice(np.array(found, np.int64), count)
+
+
+@dataclass(frozen=True, slots=True)
+class Arrivals:
+    """A process of arrivals.
+
+    `value`: a gamma's coefficient of variation, a ramp's last rate, a loop's clients.
+    """
+
+    kind: Literal["poisson", "gamma", "ramp", "closed"] = "poisson"
+    value: float = 1.0
+
+    def times_s(self, random: np.random.Generator, count: int, rate_per_s: float) -> NDArray[np.float64]:
+        """Return `count` times in order; raises ValueError for a rate that the process cannot have."""
+        if self.kind == "closed" or (self.kind == "poisson" and rate_per_s == math.inf):
+            return np.zeros(count)
+        if rate_per_s == math.inf:
+            raise ValueError(f"--arrivals {self.kind} needs a --rate; with none, all requests come at once")
+        if self.kind == "gamma":
+            shape = self.value**-2
+            return np.cumsum(random.gamma(shape, 1 / (shape * rate_per_s), count))
+        due = np.cumsum(random.exponential(1.0, count))  # arrivals of a process of rate 1
+        return due / rate_per_s if self.kind == "poisson" else _ramp(due, rate_per_s, self.value)
+
+
+def _ramp(due: NDArray[np.float64], first_per_s: float, last_per_s: float) -> NDArray[np.float64]:
+    """Return when the integral of a linear rate reaches each of `due`; after that the last rate stays."""
+    end_s = 2 * len(due) / (first_per_s + last_per_s)
+    slope = (last_per_s - first_per_s) / end_s
+    within = np.minimum(due, len(due))
+    # This form of the root of slope t^2 / 2 + first t = due also holds for a slope of 0.
+    times_s = 2 * within / (first_per_s + np.sqrt(np.maximum(0, first_per_s**2 + 2 * slope * within)))
+    return times_s + (due - within) / last_per_s
+
+
+def arrivals(text: str) -> Arrivals:
+    """Parse `poisson`, `gamma:CV`, `ramp:LAST_PER_S` or `closed:CLIENTS`."""
+    kind, _, value = text.partition(":")
+    try:
+        if kind == "poisson" and not value:
+            return Arrivals()
+        if kind == "gamma":
+            return Arrivals("gamma", real(*VARIATIONS)(value))
+        if kind == "ramp":
+            return Arrivals("ramp", real(*RATES_PER_S)(value))
+        if kind == "closed":
+            return Arrivals("closed", whole(1, MOST_COUNT)(value))
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{kind}: {error}") from error
+    raise argparse.ArgumentTypeError(
+        f"{text!r} is no process of arrivals; write poisson, gamma:CV, ramp:LAST_PER_S or closed:CLIENTS"
+    )
 
 
 @dataclass(frozen=True, slots=True)

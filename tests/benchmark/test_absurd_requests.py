@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmark.serve import trace_requests
+from benchmark.serve.client import read_requests
 from serving.offline import read_jobs
 
 ABSURD: list[Any] = [-1, 1e300, 10**400, "12", True, [], {}, [[]], "x" * 10_000]
@@ -22,7 +22,7 @@ def test_an_absurd_value_is_refused_by_its_line(key: str, value: Any, tmp_path: 
     path.write_text(json.dumps(fields) + "\n")
     if not (key == "n" and value is True):  # which Python takes for 1
         with pytest.raises(ValueError, match="line 1: ") as refusal:
-            trace_requests.read(path, skip_bad=False)
+            read_requests(path, skip_bad=False)
         assert len(str(refusal.value)) < 400
     (record,) = read_jobs([json.dumps(fields)], None)
     assert "line 1: " in record["error"]

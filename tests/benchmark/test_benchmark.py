@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from attention.reference import AttentionMetadata, Windows
 from benchmark.gate.gate import audit
-from benchmark.micro import device, host, kv, queues, simulation
-from benchmark.offline import offline, transformers_beside
-from benchmark.offline.accounts import means_over_time
-from benchmark.offline.timeline import StepRecord, percentiles
+from benchmark.micro import device, host, kv
+from benchmark.offline import beside, offline
+from continuous_batching.batch import Batch
+from recipes.assembly.engine import build
 from recipes.assembly.families import model_config
 from recipes.schema.reader import read
 from scripts.benchmark import main
@@ -21,6 +24,12 @@ from serving.offline import Job
 
 RECIPE = "recipes/tiny/cpu.yaml"
 QUICK = ["device.compile=false", "device.threads=1"]
+WINDOWED = [  # a small model, whose second layer has a window of 24 tokens and 4 pages
+    *("model.config.model_type=qwen2", "model.config.use_sliding_window=true"),
+    *("model.config.sliding_window=24", "model.config.max_window_layers=1"),
+    *("model.config.num_hidden_layers=2", "model.config.hidden_size=48", "model.config.vocab_size=500"),
+    "cache.num_window_pages=5",
+]
 
 
 def test_the_host_benchmark_runs_what_it_says() -> None:
@@ -37,61 +46,25 @@ def test_the_host_benchmark_measures_every_policy_and_order_while_many_wait(
 ) -> None:
     main(["host", "--slots", "4", "--waiting", "12", "--steps", "30", "--json"])
     rows = json.loads(capsys.readouterr().out)["slots"]["4"]
-    assert [row["variant"] for row in rows] == list(queues.variants(4))
+    assert [row["variant"] for row in rows] == list(host.variants(4))
     assert rows[0]["times_the_first"] == 1
     assert all(0 < row["p50_us"] <= row["p99_us"] for row in rows)
 
 
 def test_a_followed_engine_is_timed_beside_one_that_is_not(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["followed", "--slots", "8", "--steps", "10", "--json"])
+    main(["host", "--followed", "--slots", "8", "--steps", "10", "--json"])
     row = json.loads(capsys.readouterr().out)["followed"]
     assert row["slots"] == 8
     assert row["ratio"] == sorted(row["ratios"])[len(row["ratios"]) // 2]
     assert row["alone_us"] > 0
 
 
-def test_collectives_are_timed_between_ranks(capsys: pytest.CaptureFixture[str]) -> None:
-    main(
-        ["collective", RECIPE, "parallel.tensor=2", *QUICK, "--sizes", "64,4096", "--repeats", "2", "--json"]
-    )
-    found = json.loads(capsys.readouterr().out)["collective"]
-    assert found["ranks"] == 2
-    rows = [(row["method"], row["bytes"]) for row in found["calls"]]
-    assert rows == [(name, size) for name in ("all_reduce", "all_gather", "broadcast") for size in (64, 4096)]
-    assert all(row["us"] > 0 for row in found["calls"])
-    with pytest.raises(ValueError, match=r"parallel\.tensor: one rank waits for nobody; set it to 2 or more"):
-        main(["collective", RECIPE])
-
-
-@pytest.mark.slow
-def test_steps_of_ranks_are_held_against_what_is_said_of_them(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["ranks", RECIPE, "parallel.tensor=2", *QUICK, "--requests", "3", "--rounds", "1", "--json"])
-    found = json.loads(capsys.readouterr().out)["ranks"]
-    assert list(found["ranks"]) == ["1", "2"]
-    for row in found["ranks"].values():
-        assert row["simulated_seconds"] == pytest.approx(row["seconds"] * (1 + row["error"]), rel=0.3)
-    assert [row["bytes"] for row in found["sums"]] == sorted(row["bytes"] for row in found["sums"])
-    assert all(figure >= 0 for figure in found["device"].values())
-    with pytest.raises(ValueError, match=r"parallel\.tensor: ranks are held against one; set"):
-        main(["ranks", RECIPE])
-
-
 def test_requests_come_and_go_while_many_wait() -> None:
-    bench = queues.Bench(8, 20, {"queue": "sjf"})
+    bench = host.KeptFull(8, 20, {"queue": "sjf"})
     for _ in range(100):
         bench.step_us()
     admitted = bench.scheduler.waiting.num_removed
     assert 50 < admitted - 8 < 150, "about one at each step"
-
-
-def test_the_simulation_benchmark_counts_what_it_simulates(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["simulation", "--slots", "4", "--requests", "20", "--output-tokens", "30", "--json"])
-    runs = json.loads(capsys.readouterr().out)["simulation"]
-    assert runs["decode"]["output_tokens"] == 4 * simulation.ANSWER_TOKENS
-    assert {(runs[each]["requests"], runs[each]["output_tokens"]) for each in runs if each != "decode"} == {
-        (20, 600)
-    }
-    assert all(run["output_tokens_per_cpu_s"] > 0 for run in runs.values())
 
 
 def test_the_kv_benchmark_measures_pages(
@@ -163,16 +136,6 @@ def test_samples_that_the_figures_leave_out_are_not_audited_as_requests(
     assert "mean_in_system is absent" in result["verdict"]["not_checkable"]["Little"]
 
 
-def test_means_over_time_count_idle_time_and_no_gap_between_steps() -> None:
-    def step(start_s: float, end_s: float, running: int, waiting: int, ended: int) -> StepRecord:
-        return StepRecord(start_s, end_s, [0], ["a"], [1], [True], 0, running, waiting, ended)
-
-    steps = [step(0, 1, 2, 1, 1), step(1.5, 2, 2, 0, 2), step(8, 9, 1, 0, 1)]
-    assert means_over_time(steps, [0, 0, 0, 8], 10.0) == {"mean_running": 0.5, "mean_in_system": 0.6}
-    long = [step(0, 1, 2, 0, 1), step(1, 2, 2, 0, 2)]
-    assert means_over_time(long, [0, 0, 0.25], 2.0)["mean_in_system"] == 2.375, "it came during a step"
-
-
 def test_a_trace_with_a_bad_line_is_refused(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     trace.write_text('{"id": "a", "prompt_token_ids": [1]}\n{"id": "b"}\n')
@@ -180,20 +143,20 @@ def test_a_trace_with_a_bad_line_is_refused(tmp_path: Path) -> None:
         main(["offline", RECIPE, "--trace", str(trace)])
 
 
-@pytest.mark.parametrize("verb", ["offline", "throughput"])
+@pytest.mark.parametrize("verb", [["offline"], ["offline", "--at-once"]])
 @pytest.mark.parametrize(
     ("content", "message"),
     [(b"\n", r"trace\.jsonl holds no request$"), (b'\n{"id": "\xff"}', "line 2: not UTF-8 at column 9")],
     ids=["none", "bytes"],
 )
 def test_a_trace_of_no_use_is_refused_before_the_model_is_built(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str, content: bytes, message: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: list[str], content: bytes, message: str
 ) -> None:
     monkeypatch.setattr(offline, "build", lambda recipe: pytest.fail("it was built"))
     trace = tmp_path / "trace.jsonl"
     trace.write_bytes(content)
     with pytest.raises(ValueError, match=message):
-        main([verb, RECIPE, "--trace", str(trace)])
+        main([*verb, RECIPE, "--trace", str(trace)])
 
 
 @pytest.mark.parametrize(
@@ -209,11 +172,6 @@ def test_nothing_is_measured_no_times(arguments: list[str], capsys: pytest.Captu
     with pytest.raises(SystemExit):
         main(arguments)
     assert "'0' must be an integer from 1 to" in capsys.readouterr().err
-
-
-def test_percentiles_are_in_milliseconds() -> None:
-    assert percentiles([0.001, 0.002, 0.003]) == {"mean": 2.0, "p50": 2.0, "p90": 2.8, "p99": 2.98}
-    assert percentiles([]) == {}
 
 
 def test_a_trace_that_the_recipe_cannot_serve_is_refused(tmp_path: Path) -> None:
@@ -237,15 +195,47 @@ def test_the_device_benchmark_measures_steps_against_their_floors(capsys: pytest
     assert mixed["over_sum_of_parts"] == pytest.approx(mixed["step_ms"] / sum(mixed["parts_ms"]), rel=0.01)
 
 
+def test_the_device_benchmark_gives_windows_the_pages_that_a_query_sees(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    built = build(read("recipes/bench/llama_125m.yaml", [*QUICK, *WINDOWED], None).recipe)
+    slots, attention = built.runner.slots, built.runner.attention
+    (table,) = slots.window_tables
+    for load, first, stop in ((device.StepLoad(2, 60), 2, 4), (device.StepLoad(0, 0, 1, 50), 0, 4)):
+        device.batch_of(built, load)
+        pages = table[: len(load.stops), first:stop]
+        assert sorted({*pages.flat}) == [1, 2, 3, 4]
+        assert not table.sum() - pages.sum(), "other entries are the null page"
+    with pytest.raises(ValueError, match=r"^3 decodes at 60: takes 6 pages; the cache holds 4$"):
+        device.batch_of(built, device.StepLoad(3, 60))
+
+    planned, attended = [], set()
+    plan, attend = attention.plan, attention.attend
+
+    def watched_plan(batch: Batch, pages: Any, places: Any, windows: Windows = None) -> AttentionMetadata:
+        planned.append((plan(batch, pages, places, windows), windows))
+        return planned[-1][0]
+
+    def watched_attend(query: Tensor, keys: Tensor, values: Tensor, metadata: Any, layer: int) -> Tensor:
+        (windows,) = (windows for each, windows in planned if each is metadata)
+        attended.add((layer, windows))
+        return attend(query, keys, values, metadata, layer)
+
+    monkeypatch.setattr(attention, "plan", watched_plan)
+    monkeypatch.setattr(attention, "attend", watched_attend)
+    assert device.attention_s(built, device.StepLoad(2, 60), 1) > 0
+    assert attended == {(0, (None,)), (1, (24,))}
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_without_its_device_every_figure_of_the_device_benchmark_is_not_measured(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     recipe = "recipes/bench/qwen3_8b_cuda.yaml"
-    main(["device", recipe, "--candidates", "varlen_attn"])
+    main(["device", recipe])
     lines = capsys.readouterr().out.splitlines()
     rows = [line.split(" | ") for line in lines if line.startswith("| ") and not line.startswith("| load")]
-    assert [len(row) for row in rows] == [8, 8, 8, 8, 4]
+    assert [len(row) for row in rows] == [7, 7, 7, 7, 4]
     assert {cell.rstrip(" |") for row in rows for cell in row[1:]} == {"not measured"}
     assert "rates: not measured" in lines
     assert lines[-1].startswith("not measured: device.kind: torch ")
@@ -254,21 +244,16 @@ def test_without_its_device_every_figure_of_the_device_benchmark_is_not_measured
     assert all("finds no CUDA device" in step["not_measured"] for step in steps)
     with pytest.raises(ValueError, match=r"device\.kind: 'gpu' is not allowed"):
         main(["device", recipe, "device.kind=gpu"])
-    with pytest.raises(
-        ValueError, match="--candidates: xformers is not known; choose of varlen_attn, flashinfer"
-    ):
-        main(["device", recipe, "--candidates", "xformers"])
 
 
 def test_the_device_benchmark_prints_tables(capsys: pytest.CaptureFixture[str]) -> None:
     loads = ["--decode", "1x40,99x64", "--prefill", "", "--mixed", "2x40+1x32", "--repeats", "1"]
-    main(["device", RECIPE, *QUICK, *loads, "--candidates", "flashinfer"])
+    main(["device", RECIPE, *QUICK, *loads])
     lines = capsys.readouterr().out.splitlines()
     one, beyond, mixed = (line for line in lines if " decodes at " in line and line.startswith("|"))
-    assert one.count("not measured") == 1
-    assert beyond.count("not measured") == 7
+    assert "not measured" not in one
+    assert beyond.count("not measured") == 6
     assert "not measured" not in mixed
-    assert "not measured: flashinfer reads pages on CUDA alone" in lines
 
 
 def test_floors_count_what_a_step_reads_and_multiplies() -> None:
@@ -309,16 +294,16 @@ def test_transformers_does_not_fill_the_memory_of_a_cpu(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     trace.write_text(json.dumps({"id": "a", "prompt_token_ids": [7] * 250, "max_tokens": 7}) + "\n")
     jobs = [each for each in offline.load_trace(str(trace), None) if isinstance(each, Job)]
-    bounds = transformers_beside._bounds(read(RECIPE).recipe, jobs)
+    bounds = beside._bounds(read(RECIPE).recipe, jobs)
     assert (bounds.max_batch_tokens, bounds.max_requests_per_batch, bounds.num_blocks) == (256, 32, 2 * 32)
-    free = transformers_beside._bounds(read("recipes/bench/qwen3_8b_cuda.yaml").recipe, jobs)
+    free = beside._bounds(read("recipes/bench/qwen3_8b_cuda.yaml").recipe, jobs)
     assert (free.max_batch_tokens, free.num_blocks) == (None, None)
 
 
 def test_the_stall_benchmark_serves_the_same_in_two_ways(capsys: pytest.CaptureFixture[str]) -> None:
     quick = ["device.compile=false", "device.threads=1", "cache.prefix_sharing=false"]
     sizes = ["--prompt-tokens", "300", "--every", "0.05", "--prompts", "3", "--answers", "4"]
-    main(["stall", RECIPE, *quick, *sizes, "--answer-tokens", "40", "--chunk", "16", "--json"])
+    main(["offline", "--stall", RECIPE, *quick, *sizes, "--answer-tokens", "40", "--chunk", "16", "--json"])
     result = json.loads(capsys.readouterr().out)
     whole, chunked = result["whole"], result["chunked"]
     assert whole["worst_itl_ms"] >= whole["itl_ms"]["p99"] > 0

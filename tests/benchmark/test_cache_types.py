@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmark.micro import cache_types
+from benchmark.micro import kv
 from scripts.benchmark import main
 
 
@@ -16,7 +16,7 @@ def test_log_probabilities_and_attention_move_a_little(
 ) -> None:
     text = tmp_path / "text"
     text.write_text("876+141=1017\n716+127=843\n7+46=53\n", encoding="utf-8")
-    main(["cache-types", "--text", str(text), "--json"])
+    main(["kv", "--types", "--text", str(text), "--json"])
     result = json.loads(capsys.readouterr().out)
     distance = {row["type"]: row["distance"] for row in result["texts"]}
     assert distance["float32"] == 0
@@ -25,7 +25,7 @@ def test_log_probabilities_and_attention_move_a_little(
     for row in result["attention"]:
         assert 0 < row["bfloat16"] < row["int8"] < (0.02 if row["keys"] == "normal" else 0.1)
         assert row["row_bytes"] == row["head_dim"] + 4
-    cache_types.print_table(result)
+    kv.print_types(result)
     assert "| bfloat16, cache in int8 |" in capsys.readouterr().out
 
 
@@ -34,4 +34,4 @@ def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match="has no tokenizer, so that no text can be scored; name another model"
     ):
-        main(["cache-types", "--model", str(tmp_path)])
+        main(["kv", "--types", "--model", str(tmp_path)])

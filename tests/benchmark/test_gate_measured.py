@@ -35,9 +35,8 @@ SMALL_VERBS = {
     "host, waiting": ["--slots", "4", "--waiting", "3", "--steps", "10"],
     "device": [*ENGINE, "--decode", "2x32", "--prefill", "1x32", "--mixed", "1x32+1x32", "--repeats", "2"],
     "kv": ["--page-sizes", "128", "--repeats", "2", "--requests", "10"],
-    "simulation": ["--slots", "4", "--requests", "8"],
-    "stall": [
-        *[*ENGINE, "--prompt-tokens", "100", "--every", "0.02", "--prompts", "2"],
+    "offline, stall": [
+        *["--stall", *ENGINE, "--prompt-tokens", "100", "--every", "0.02", "--prompts", "2"],
         *["--answers", "2", "--answer-tokens", "16", "--chunk", "32"],
     ],
 }
@@ -114,9 +113,13 @@ def test_an_engine_s_result_passes_in_each_setting(tmp_path: Path, number: int) 
 
 def test_the_other_verbs_results_pass(tmp_path: Path) -> None:
     found = [served(tmp_path)]
-    found.append(told("throughput", *ENGINE, "--num-prompts", "31", "--input-len", "9", "--output-len", "5"))
+    found.append(
+        told("offline", "--at-once", *ENGINE, "--num-prompts", "31", "--input-len", "9", "--output-len", "5")
+    )
     sizes = ("--batch-size", "3", "--input-len", "9", "--output-len", "4")
-    found.append(told("latency", *ENGINE, *sizes, "--num-iters", "10", "--num-iters-warmup", "1"))
+    found.append(
+        told("offline", "--one-batch", *ENGINE, *sizes, "--num-iters", "10", "--num-iters-warmup", "1")
+    )
     assert not [wrongs for result in found if (wrongs := refused(result))]
 
 

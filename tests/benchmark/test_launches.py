@@ -107,7 +107,7 @@ def counted(name: str, *overrides: str) -> dict[str, dict[str, Any]]:
         patch.setenv("MODELS", "/models")
         chosen = ["model.path=null", f"model.config={config}", "model.weights=random", *overrides]
         chosen += ["model.quantization=w8a8"] if name.endswith("W8A8") else []
-        result: dict[str, Any] = launches.run(load(ROOT / f"recipes/{recipe}.yaml", chosen))
+        result: dict[str, Any] = launches.measure(load(ROOT / f"recipes/{recipe}.yaml", chosen))
     return {each["step"]: each for each in result["steps"]}
 
 
@@ -134,7 +134,9 @@ def test_one_launch_of_all_before_latent_attention_takes_the_place_of_many(
     path = answers_file(tmp_path, machine.product.name, machine.cann, virtual=True)
     write_answers(path, {"joins_latents": True})
     monkeypatch.setattr(machines, "ANSWERS", tmp_path)
-    result: dict[str, Any] = launches.run(load(ROOT / "recipes/deepseek/deepseek_v3_910b_tp16.yaml", chosen))
+    result: dict[str, Any] = launches.measure(
+        load(ROOT / "recipes/deepseek/deepseek_v3_910b_tp16.yaml", chosen)
+    )
     steps = {each["step"]: each for each in result["steps"]}
     captured = steps["captured, greedy"]
     assert steps["eager, greedy"]["a_layer"] == captured["a_layer"]
@@ -171,7 +173,7 @@ def test_a_captured_step_of_a_draft_model_is_a_replay(monkeypatch: pytest.Monkey
     config = LLAMA.replace("vocab_size: 32000", "vocab_size: 1024")
     draft = ["speculation.kind=draft", "speculation.draft_path=recipes/tiny/draft"]
     chosen = ["model.path=null", f"model.config={config}", "model.weights=random", *draft]
-    result: dict[str, Any] = launches.run(load(ROOT / "recipes/llama/llama2_7b_910b.yaml", chosen))
+    result: dict[str, Any] = launches.measure(load(ROOT / "recipes/llama/llama2_7b_910b.yaml", chosen))
     eager, captured = result["steps"][-2:]
     assert [eager["step"], captured["step"]] == ["eager, a draft", "captured, a draft"]
     assert eager["a_layer"] == captured["a_layer"] == 10
@@ -189,7 +191,7 @@ def test_clamped_experts_are_two_products(monkeypatch: pytest.MonkeyPatch) -> No
     config = yaml.safe_dump(hf, default_flow_style=True, width=10**6).strip()
     chosen = ["model.path=null", f"model.config={config}", "model.weights=random"]
     recipe = ROOT / "recipes/qwen3_moe/qwen3_30b_a3b_910b_tp2.yaml"
-    result: dict[str, Any] = launches.run(load(recipe, chosen))
+    result: dict[str, Any] = launches.measure(load(recipe, chosen))
     assert {step["a_layer"] for step in result["steps"]} == {16}
     assert "16 launches a layer" in (ROOT / "docs/ascend.md").read_text()
 
@@ -201,7 +203,7 @@ def test_so_is_one_of_a_head(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     save_file({"d2t": torch.zeros(320, dtype=torch.int64)}, tmp_path / "model.safetensors")
     draft = ["speculation.kind=eagle3", f"speculation.draft_path={tmp_path}"]
     chosen = ["model.path=null", f"model.config={LLAMA}", "model.weights=random", *draft]
-    result: dict[str, Any] = launches.run(load(ROOT / "recipes/llama/llama2_7b_910b.yaml", chosen))
+    result: dict[str, Any] = launches.measure(load(ROOT / "recipes/llama/llama2_7b_910b.yaml", chosen))
     eager, captured = result["steps"][-2:]
     counts = [tuple(step[name] for name in ("in_graph", "outside_graph", "to_device", "waits")) for step in
               (eager, captured)]  # fmt: skip
@@ -215,7 +217,9 @@ def test_so_is_one_of_a_layer_that_predicts_further_tokens(
     monkeypatch.setenv("MODELS", "/models")
     (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK_V3_FEW))
     chosen = [f"model.path={tmp_path}", "model.quantization=auto", "speculation.kind=mtp"]
-    result: dict[str, Any] = launches.run(load(ROOT / "recipes/deepseek/deepseek_v3_910b_tp16.yaml", chosen))
+    result: dict[str, Any] = launches.measure(
+        load(ROOT / "recipes/deepseek/deepseek_v3_910b_tp16.yaml", chosen)
+    )
     *steps, eager, captured = result["steps"]
     counts = [tuple(step[name] for name in ("in_graph", "outside_graph", "to_device", "waits")) for step in
               (eager, captured)]  # fmt: skip
@@ -233,4 +237,4 @@ def test_the_counts_stand_in_the_manual() -> None:
 
 def test_a_recipe_of_another_machine_is_refused() -> None:
     with pytest.raises(ValueError, match=r"device\.kind: no NPU, whose launches are counted"):
-        launches.run(load(ROOT / "recipes/tiny/cpu.yaml"))
+        launches.measure(load(ROOT / "recipes/tiny/cpu.yaml"))

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmark import outputs
-from benchmark.serve import command
+from benchmark import options as outputs
+from benchmark.serve import measure
 from borders.whole_file import whole_file
 from recipes.schema.recipe import ROOT
 from tests.lazy import LazyModule
@@ -114,7 +114,7 @@ def test_a_limit_that_is_reached_is_said_of_the_file_which_is_not_left_half(tmp_
 RESULT = {"request_rate": None, "model_id": "m", "date": "2026-01-01T00:00:00+00:00", "long": "b" * 5000}
 REPORT = LazyModule("benchmark.serve.report")  # which imports matplotlib
 WRITERS = {
-    "a result": lambda path: command.save(path, RESULT),
+    "a result": lambda path: measure.save(path, RESULT),
     "a report": lambda path: REPORT.write([REPORT.Side("a", RESULT)], path),
 }
 
@@ -141,4 +141,4 @@ def test_all_that_a_benchmark_writes_is_whole_or_not_there() -> None:
         for path in (ROOT / "benchmark").rglob("*.py")
         if direct.search(path.read_text(encoding="utf-8"))
     }
-    assert found == {"benchmark/serve/settings.py"}
+    assert found == {"benchmark/processes.py"}

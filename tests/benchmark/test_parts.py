@@ -50,13 +50,13 @@ def test_every_part_of_a_served_trace_is_found(tmp_path: Path, capsys: pytest.Ca
     trace = tmp_path / "trace.jsonl"
     line = {"id": "0", "prompt_token_ids": list(range(5, 25)), "max_tokens": 3, "ignore_eos": True}
     trace.write_text(json.dumps(line))
-    main(["parts", *TINY, "--trace", str(trace), "--json"])
+    main(["device", "--parts", *TINY, "--trace", str(trace), "--json"])
     kinds = json.loads(capsys.readouterr().out)["kinds"]
     assert [kinds[kind]["steps"] for kind in (parts.DECODES, parts.PROMPTS)] == [2, 1]
     for kind in kinds.values():
         assert set(kind["parts_s"]) == set(parts.PARTS)
         assert kind["processor_s"] == pytest.approx(sum(kind["parts_s"].values()), abs=0.01)
-    main(["parts", *TINY, "--trace", str(trace)])
+    main(["device", "--parts", *TINY, "--trace", str(trace)])
     printed = capsys.readouterr().out
     assert all(f"| {part} |" in printed for part in parts.PARTS)
 
@@ -64,4 +64,4 @@ def test_every_part_of_a_served_trace_is_found(tmp_path: Path, capsys: pytest.Ca
 def test_a_device_that_does_not_wait_is_refused() -> None:
     recipe = load("recipes/tiny/npu.yaml", ["device.virtual=true"], None)
     with pytest.raises(RecipeError, match="no CPU"):
-        parts.run(recipe, "trace.jsonl")
+        parts.measure(recipe, "trace.jsonl")

@@ -5,16 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
-from importlib import import_module
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmark import verbs
 from benchmark.options import print_figures
-from benchmark.serve import command, sweep
-from scripts.benchmark import VERBS, main
+from benchmark.serve import measure, sweep
+from scripts.benchmark import main
 from tests.benchmark.openai_server import Stub, running
 from tests.benchmark.test_gate_measured import ENGINE, SMALL_VERBS, trace
 
@@ -25,14 +25,16 @@ VERDICT = {"outcome": "refused", "refused": {"spoilt": "1 figure is wrong"}, "pa
 REFUSED = f"refused; {LAST}"
 
 
-def shown(
-    monkeypatch: pytest.MonkeyPatch, verb: str, *arguments: str
-) -> tuple[Result, Callable[[Result], None]]:
+def shown(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[Result, Callable[[Result], None]]:
     """A verb's result, and how it is printed."""
     kept: list[tuple[Result, Callable[[Result], None]]] = []
-    module = import_module(f"benchmark.{VERBS[verb][0]}")
-    monkeypatch.setattr(module, "show", lambda result, _, print_table: kept.append((result, print_table)))
-    main([verb, *arguments])
+
+    def keep(result: Result, *, as_json: bool, print_table: Callable[[Result], None]) -> None:
+        assert not as_json
+        kept.append((result, print_table))
+
+    monkeypatch.setattr(verbs, "show", keep)
+    main([*arguments])
     return kept[0]
 
 
@@ -78,9 +80,8 @@ def small(name: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Result, Callable[
         "host",
         "host, waiting",
         "kv",
-        "simulation",
         pytest.param("device", marks=pytest.mark.slow),
-        pytest.param("stall", marks=pytest.mark.slow),
+        pytest.param("offline, stall", marks=pytest.mark.slow),
     ],
 )
 def test_small_verbs_print_what_they_measured(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,25 +92,26 @@ def test_small_verbs_print_what_they_measured(name: str, monkeypatch: pytest.Mon
     assert REFUSED in printed(print_table, {**result, "verdict": VERDICT}), "the gate's word is printed"
 
 
-def test_a_column_has_the_figures_of_its_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    result, print_table = small("simulation", monkeypatch)
-    names = list(result["simulation"])
-    for line in printed(print_table, result).splitlines()[1:-1]:
-        label, *cells = line.split()
-        expected = [f"{result['simulation'][name][label]:,}" for name in names]
-        assert cells == expected, line
-
-
-@pytest.mark.parametrize("verb", ["offline", "throughput", "latency"])
+@pytest.mark.parametrize("verb", ["offline", "at-once", "one-batch"])
 def test_an_engines_figures_stand_beside_their_names(
     verb: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     arguments = {
         "offline": ["--trace", trace(tmp_path / "a.jsonl", 0, 0.0)],
-        "throughput": ["--num-prompts", "31", "--input-len", "9", "--output-len", "5"],
-        "latency": ["--batch-size", "2", "--input-len", "9", "--output-len", "4", "--num-iters", "10"],
+        "at-once": ["--at-once", "--num-prompts", "31", "--input-len", "9", "--output-len", "5"],
+        "one-batch": [
+            "--one-batch",
+            "--batch-size",
+            "2",
+            "--input-len",
+            "9",
+            "--output-len",
+            "4",
+            "--num-iters",
+            "10",
+        ],
     }[verb]
-    result, print_table = shown(monkeypatch, verb, *ENGINE, *arguments)
+    result, print_table = shown(monkeypatch, "offline", *ENGINE, *arguments)
     lines = dict(line.split(maxsplit=1) for line in printed(print_table, result).splitlines() if " " in line)
     for name, value in result.items():
         if isinstance(value, (int, float)):
@@ -123,9 +125,9 @@ def test_an_engines_figures_stand_beside_their_names(
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, Callable[[Result], None]]:
     path = trace(tmp_path_factory.mktemp("served") / "a.jsonl", 0, 0.002)
-    goals, parts = ["--goodput", "ttft:5000", "tpot:5000"], ["--metric-percentiles", "75,99"]
+    goals = ["--goodput", "ttft:5000", "tpot:5000"]
     with pytest.MonkeyPatch.context() as patch, running(Stub(first_s=0.01, gap_s=0.002)) as stub:
-        return shown(patch, "serve", "--base-url", stub.url, "--trace", path, *goals, *parts)
+        return shown(patch, "serve", "--base-url", stub.url, "--trace", path, *goals)
 
 
 def test_a_clients_table_has_each_figure_in_its_place(
@@ -134,14 +136,14 @@ def test_a_clients_table_has_each_figure_in_its_place(
     result, print_table = served
     text = printed(print_table, result)
     lines = text.splitlines()
-    for name, label in command.TOLD.items():
+    for name, label in measure.TOLD.items():
         if result.get(name) or name in ("completed", "failed"):
             [line] = [each for each in lines if each[:34].rstrip() == label]
             assert line[34:].strip() == f"{result[name]:,}"
     head = next(line for line in lines if line.startswith("ms "))
     columns = head.split()[1:]
-    assert columns == ["mean", "median", "std", "p90", "p99", "p75"]
-    for name, label in command.LATENCIES.items():
+    assert columns == ["mean", "median", "std", "p90", "p99"]
+    for name, label in measure.TITLES.items():
         [line] = [each for each in lines if each[:34].rstrip() == label]
         figures = [result[f"{column}_{name}_ms"] for column in columns]
         assert line[34:].split() == [f"{figure:,.2f}" for figure in figures]

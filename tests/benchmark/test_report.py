@@ -54,7 +54,7 @@ def checked(path: Path) -> Page:
     assert not [link for link in page.links if not link.startswith("#")]
     assert "url(http" not in text
     assert 'name="viewport"' in text
-    from benchmark.serve.charts import VARIABLES  # imported here because it imports matplotlib
+    from benchmark.serve.report import VARIABLES  # imported here because it imports matplotlib
 
     assert not [colour for colour in VARIABLES if colour in text]
     used, style = set(re.findall(r"var\((--\w+)\)", text)), text.partition("</style>")[0]

@@ -15,13 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmark.gate.gate import audit
-from benchmark.serve import trace_requests
-from benchmark.serve.client import ClientAnswer
-from benchmark.serve.figures import kinds, records, summarise
-from benchmark.serve.objectives import Objectives, token_times_s
-from benchmark.serve.sending import ClientRun
-from benchmark.serve.server_metrics import parse
-from benchmark.serve.sse import Events
+from benchmark.serve import client
+from benchmark.serve.client import ClientAnswer, ClientRun, Events, TraceRequest
+from benchmark.serve.figures import Objectives, kinds, parse_metrics, records, summarise, token_times_s
 from scripts.benchmark import main
 from tests.benchmark.openai_server import FAULTS, Stub, running
 
@@ -179,10 +175,7 @@ def test_a_limit_of_tokens_for_every_request_is_what_was_asked_for(
 
 
 def test_a_server_may_have_its_own_limit_of_tokens() -> None:
-    asks = [
-        trace_requests.TraceRequest(str(n), 0.0, 4, False, [1], 1, {}).limited({"max_tokens": None})
-        for n in range(2)
-    ]
+    asks = [TraceRequest(str(n), 0.0, 4, False, [1], 1, {}).limited({"max_tokens": None}) for n in range(2)]
     assert "max_tokens" not in json.loads(asks[0].body("a", 0, {}))
     failed = ClientAnswer(asks[0], sent_s=1.0, end_s=2.0, error="broke")
     whole = ClientAnswer(asks[1], 0.0, 0.0, 1.0, 1.3, [1.1], [1], "stop", 1, 1)
@@ -288,8 +281,8 @@ def test_a_bad_line_is_named_and_left_out_only_when_asked(tmp_path: Path, line: 
     path = tmp_path / "trace.jsonl"
     path.write_text('{"id": "a", "prompt": "x"}\n\n' + line + "\n")
     with pytest.raises(ValueError, match=rf"trace.jsonl: line 3: .*{message}.*--skip-bad"):
-        trace_requests.read(path, skip_bad=False)
-    asks, skipped = trace_requests.read(path, skip_bad=True)
+        client.read_requests(path, skip_bad=False)
+    asks, skipped = client.read_requests(path, skip_bad=True)
     assert [ask.id for ask in asks] == ["a"]
     assert len(skipped) == 1
 
@@ -311,14 +304,14 @@ def test_several_lines_of_data_are_one() -> None:
 def test_metrics_of_several_engines_add_up() -> None:
     text = 'vllm:num_requests_running{engine="0"} 3\nvllm:num_requests_running{engine="1"} 4.0\n'
     text += 'vllm:kv_cache_usage_perc{engine="0"} 0.5\nvllm:kv_cache_usage_perc{engine="1"} 1\nother 9\n'
-    assert parse(text) == {"running": 7, "kv_usage": 0.75}
+    assert parse_metrics(text) == {"running": 7, "kv_usage": 0.75}
 
 
 def by_hand() -> ClientRun:
     """Two answers and a failure, with known figures: 4 tokens 10 ms apart, and 3, two of them at once."""
-    first = trace_requests.TraceRequest("a", 0.0, 4, False, [1, 2], 2, {})
-    second = trace_requests.TraceRequest("b", 1.0, 3, False, [1], 1, {})
-    third = trace_requests.TraceRequest("c", 2.0, 5, False, [1], 1, {})
+    first = TraceRequest("a", 0.0, 4, False, [1, 2], 2, {})
+    second = TraceRequest("b", 1.0, 3, False, [1], 1, {})
+    third = TraceRequest("c", 2.0, 5, False, [1], 1, {})
     answers = [
         ClientAnswer(first, 0.0, 0.0, 10.0, 10.14, [10.1, 10.11, 10.12, 10.13], [1, 1, 1, 1], "length", 2, 4),
         ClientAnswer(second, 0.001, 0.0, 11.0, 11.3, [11.2, 11.26], [1, 2], "stop", 1, 3),
@@ -368,9 +361,9 @@ def test_tokens_whose_piece_is_not_known_count_as_the_last() -> None:
 
 
 def test_a_poisson_process_has_its_rate_and_its_seed() -> None:
-    asks = [trace_requests.TraceRequest(str(n), 5.0, 1, False, [1], 1, {}) for n in range(4000)]
-    times_s = [ask.due_s for ask in trace_requests.at_rate(asks, 50.0, seed=3)]
+    asks = [TraceRequest(str(n), 5.0, 1, False, [1], 1, {}) for n in range(4000)]
+    times_s = [ask.due_s for ask in client.at_rate(asks, 50.0, seed=3)]
     assert times_s[0] == 0
     assert 4000 / times_s[-1] == pytest.approx(50, rel=0.05)
-    assert times_s == [ask.due_s for ask in trace_requests.at_rate(asks, 50.0, seed=3)]
-    assert {ask.due_s for ask in trace_requests.at_rate(asks, float("inf"), seed=3)} == {0.0}
+    assert times_s == [ask.due_s for ask in client.at_rate(asks, 50.0, seed=3)]
+    assert {ask.due_s for ask in client.at_rate(asks, float("inf"), seed=3)} == {0.0}

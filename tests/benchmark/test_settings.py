@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmark.serve import settings
-from benchmark.serve.settings import ForeignServer, SweepSetting, product, values
-from benchmark.serve.sweep import most
+from benchmark.options import values
+from benchmark.serve import sweep as sweeps
+from benchmark.serve.sweep import ForeignServer, SweepSetting, most, settings_of
 from scripts.benchmark import main
 from tests.benchmark.openai_server import Stub, running
 from tests.benchmark.test_report import checked
@@ -42,7 +42,7 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
             yield ForeignServer(stub.url)
             found.append("end")
 
-        monkeypatch.setattr(settings, "started", started)
+        monkeypatch.setattr(sweeps, "start_setting", started)
         monkeypatch.setattr("benchmark.gate.machine.LATE_MS", 60_000.0)  # this machine may be busy
         yield found
 
@@ -135,12 +135,12 @@ def test_the_most_that_is_borne() -> None:
 def test_a_server_that_does_not_come_up_is_told_and_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, told: str
 ) -> None:
-    monkeypatch.setattr(settings, "command", lambda setting: [sys.executable, "-c", script])
-    (setting,) = product(TINY, (), [values("cache.page_size=16")])
+    monkeypatch.setattr(sweeps, "command", lambda setting: [sys.executable, "-c", script])
+    (setting,) = settings_of(TINY, (), [values("cache.page_size=16")])
     timeout_s = 60.0 if "ended" in told else 0.2
     with (
         pytest.raises(ValueError, match=rf"^cache.page_size=16: the server {told}"),
-        settings.started(setting, tmp_path / "a" / "server.log", timeout_s),
+        sweeps.start_setting(setting, tmp_path / "a" / "server.log", timeout_s),
     ):
         pytest.fail("it was never ready")
 

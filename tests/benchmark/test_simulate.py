@@ -10,11 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmark.simulate.fleet_estimates import draw, estimates, student
-from benchmark.simulate.held_out import compared
-from benchmark.simulate.interleaved import steps_of
-from benchmark.simulate.placement import place
-from benchmark.simulate.shards import Drawn, Shard, run
+from benchmark.simulate.deployment import place
+from benchmark.simulate.fleet import Drawn, Shard, draw, estimates, run_shard, student
+from benchmark.simulate.held_out import compared, steps_of
 from continuous_batching.routing.routing import ROUTES
 from recipes.schema.reader import load
 from scripts.simulate import main
@@ -170,7 +168,7 @@ def test_shards_add_up_to_the_whole() -> None:
     def shard(number: int, of: int) -> RunTotals:
         costs = planned.costs()
         group = list(range(number, 3, of))
-        (totals,) = run(Shard([group], 3, drawn, recipe.scheduler, recipe.cache, limits, costs))
+        (totals,) = run_shard(Shard([group], 3, drawn, recipe.scheduler, recipe.cache, limits, costs))
         return totals
 
     parts = shard(0, 2)
@@ -187,9 +185,9 @@ def test_a_fleet_overlaps_if_its_recipe_does() -> None:
     drawn = Drawn(60, 40.0, "uniform:10:60", "uniform:2:12", seed=1)
     limits, costs = planned.limits(), planned.costs()
     ahead, alone = (
-        run(Shard([[0]], 1, drawn, replace(recipe.scheduler, overlap=overlap), recipe.cache, limits, costs))[
-            0
-        ]
+        run_shard(
+            Shard([[0]], 1, drawn, replace(recipe.scheduler, overlap=overlap), recipe.cache, limits, costs)
+        )[0]
         for overlap in (True, False)
     )
     assert ahead.completed == alone.completed == 60
@@ -277,7 +275,7 @@ def test_intervals_of_a_sample_hold_the_whole_fleet() -> None:
     drawn = Drawn(60 * 12, 600.0, "uniform:20:200", "lognormal:20:0.8", 5)
     cache = replace(recipe.cache, prefix_sharing=False)
     groups = [[number] for number in range(60)]
-    alone = run(Shard(groups, 60, drawn, recipe.scheduler, cache, planned.limits(), planned.costs()))
+    alone = run_shard(Shard(groups, 60, drawn, recipe.scheduler, cache, planned.limits(), planned.costs()))
     exact = estimates(alone, 60, 60)
     assert all(each["low"] == each["value"] == each["high"] for each in exact.values())
     missed: Counter[str] = Counter()

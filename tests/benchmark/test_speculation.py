@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmark.gate.gate import audit
-from benchmark.simulate.speculation_gain import tokens_of_a_step
+from benchmark.offline.speculation import tokens_of_a_step
 from scripts.benchmark import main
 from tests.models.eagle3_heads import head_for, target_of
 from tests.models.families import Variant
@@ -18,7 +18,7 @@ TINY = "recipes/tiny/cpu.yaml"
 
 
 def test_the_simulated_table_is_that_of_the_roofline(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["drafts", QWEN, "--rows", "1,256", "--contexts", "1000,8000", "--json"])
+    main(["speculation", "--simulated", QWEN, "--rows", "1,256", "--contexts", "1000,8000", "--json"])
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert [(row["rows"], row["context"]) for row in rows] == [(1, 1000), (1, 8000), (256, 1000), (256, 8000)]
     assert [row["times_plain"] for row in rows] == pytest.approx([3.68, 3.68, 1.31, 2.75], abs=0.02)
@@ -27,7 +27,9 @@ def test_the_simulated_table_is_that_of_the_roofline(capsys: pytest.CaptureFixtu
 
 def test_a_drafter_of_its_own_costs_its_steps(capsys: pytest.CaptureFixture[str]) -> None:
     drafter = ["--drafter", "recipes/bench/qwen3_0_6b_cuda.yaml", "--acceptance", "0.7", "--drafts", "3"]
-    main(["drafts", QWEN, "--rows", "1,128,256", "--contexts", "1000", *drafter, "--json"])
+    main(
+        ["speculation", "--simulated", QWEN, "--rows", "1,128,256", "--contexts", "1000", *drafter, "--json"]
+    )
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert rows[0]["times_plain"] > 1.5
     assert all(row["times_plain"] < 1 for row in rows[1:])

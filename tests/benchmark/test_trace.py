@@ -10,10 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmark.workloads.arrivals import arrivals
-from benchmark.workloads.command_line import summary
-from benchmark.workloads.lengths import lengths
-from benchmark.workloads.synthetic import SyntheticLoad, draw_requests, levels, shared_prompts, shares
+from benchmark.workloads.synthetic import (
+    SyntheticLoad,
+    arrivals,
+    draw_requests,
+    lengths,
+    levels,
+    shared_prompts,
+    shares,
+)
+from benchmark.workloads.traces import summary
 from scripts.trace import main
 from serving.offline import Job, read_jobs
 

@@ -33,7 +33,7 @@ def fetching(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def counts() -> dict[str, dict[str, int]]:
-    result = launches.run(load(ROOT / "recipes/tiny/npu.yaml", ["device.virtual=true"]))
+    result = launches.measure(load(ROOT / "recipes/tiny/npu.yaml", ["device.virtual=true"]))
     return {each["step"]: each for each in result["steps"]}  # type: ignore[attr-defined]
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmark.recordings.recording_file import CUT_SHORT
+from benchmark.recordings.recorded import CUT_SHORT
 from borders.system_error import in_one_line
 from recipes.assembly.engine import build
 from recipes.schema import verb

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmark.verbs import BENCHMARKS, SIMULATIONS
 from recipes.schema.command_line import FLAGS, positionals
 from recipes.schema.recipe import ROOT
 
@@ -135,8 +136,17 @@ def test_all_options_without_a_value_are_known() -> None:
         for argument in node.args
         if isinstance(argument, ast.Constant)
     }
-    assert found
+    found |= {
+        each.flag
+        for verb in (*BENCHMARKS, *SIMULATIONS)
+        for each in verb.options
+        if each.given.get("action") == "store_true"
+    }
+    found |= {f"--{verb.mode}" for verb in BENCHMARKS if verb.mode}
+    assert {"--once", "--skip-bad", "--tensor"} <= found
     assert found <= FLAGS
+    with_values = {each.flag for verb in (*BENCHMARKS, *SIMULATIONS) for each in verb.options} - found
+    assert not with_values & FLAGS
 
 
 @pytest.mark.parametrize(

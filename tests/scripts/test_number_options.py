@@ -45,28 +45,29 @@ OPTIONS = {
     "benchmark serve": (
         SERVED,
         ["--num-prompts", "--max-concurrency", "--num-warmups", "--seed", "--request-timeout-s",
-         "--ready-check-timeout-sec", "--request-rate", "--goodput=ttft:{}", "--metric-percentiles"],
+         "--ready-check-timeout-sec", "--request-rate", "--goodput=ttft:{}"],
     ),
     "benchmark sweep": ([*SERVED, "--result-dir", "none"], ["--request-rates"]),
     "benchmark offline": ([RECIPE, "--trace", "none"], ["--runs"]),
-    "benchmark throughput": ([RECIPE], ["--num-prompts", "--input-len", "--output-len", "--seed", "--runs"]),
-    "benchmark latency": (
+    "benchmark offline --at-once": (
+        [RECIPE],
+        ["--num-prompts", "--input-len", "--output-len", "--seed", "--runs"],
+    ),
+    "benchmark offline --one-batch": (
         [RECIPE],
         ["--batch-size", "--input-len", "--output-len", "--num-iters", "--num-iters-warmup", "--seed"],
     ),
-    "benchmark stall": (
+    "benchmark offline --stall": (
         [RECIPE],
         ["--prompt-tokens", "--every", "--prompts", "--answers", "--answer-tokens", "--chunk"],
     ),
     "benchmark host": ([], ["--slots", "--page-sizes", "--chunk", "--steps", "--waiting"]),
     "benchmark kv": ([], ["--page-sizes", "--repeats", "--requests"]),
-    "benchmark simulation": ([], ["--slots", "--requests", "--rate", *LENGTHS[::2]]),
     "benchmark device": ([RECIPE], ["--repeats"]),
 }  # fmt: skip
 # What is a number for some options: a length or a time of 0 is one, and no one's answer changes with it
-ALLOWED = {("benchmark stall", "--every", "1e-300"), ("trace", "--think-s", "1e-300")}
+ALLOWED = {("benchmark offline --stall", "--every", "1e-300"), ("trace", "--think-s", "1e-300")}
 ALLOWED |= {("benchmark serve", option, "1e-300") for option in ("--ready-check-timeout-sec",)}
-ALLOWED |= {("benchmark serve", "--metric-percentiles", "1e-300")}
 ALLOWED |= {("trace", "--priorities={}=1", "-1")}
 
 

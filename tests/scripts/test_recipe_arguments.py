@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
-import importlib
 import inspect
-from collections.abc import Callable
+from functools import partial
 
 import pytest
 
-from benchmark.simulate import command_line
+from benchmark.verbs import BENCHMARKS, SIMULATIONS, parser_of
 from recipes.schema.reader import load
 from recipes.schema.recipe_error import RecipeError
 from scripts import generate, serve
@@ -20,30 +18,24 @@ TINY = "recipes/tiny/cpu.yaml"
 GIVEN = [TINY, "cache.page_size=8", "--profile", "low_latency", "cache.num_pages=9"]
 
 
-def of_benchmark(name: str) -> Callable[[], argparse.ArgumentParser]:
-    def parser() -> argparse.ArgumentParser:
-        made = argparse.ArgumentParser()
-        importlib.import_module(f"benchmark.{name}").add_arguments(made)
-        return made
-
-    return parser
-
-
-PARSERS = {
-    "generate": (generate.parser, ["--prompt", "a"]),
-    "serve": (serve.parser, []),
-    "simulate": (lambda: command_line.serve_parser(""), ["--trace", "a", "--device", "h200"]),
-    "search": (
-        command_line.search_parser,
-        ["--trace", "a", "--device", "h200", "--ttft-ms", "1", "--itl-ms", "1"],
-    ),
-    "held-out": (command_line.held_out_parser, ["--train", "a", "--held", "b"]),
-    "offline": (of_benchmark("offline.offline"), ["--trace", "a"]),
-    "throughput": (of_benchmark("offline.throughput"), []),
-    "latency": (of_benchmark("offline.latency"), []),
-    "stall": (of_benchmark("offline.stall"), []),
-    "device": (of_benchmark("micro.device"), []),
+NEEDED = {  # what else a verb must be given
+    "device --parts": ["--trace", "a"],
+    "offline": ["--trace", "a"],
+    "beside": ["--trace", "a"],
+    "": ["--trace", "a", "--device", "h200"],
+    "search": ["--trace", "a", "--device", "h200", "--ttft-ms", "1", "--itl-ms", "1"],
+    "routes": ["--trace", "a", "--dp", "2"],
+    "splits": ["--trace", "a", "--split", "1:1"],
+    "fleet": ["--requests", "1", "--rate", "1", "--prompt-tokens", "1", "--output-tokens", "1", "--dp", "2"],
+    "held-out": ["--train", "a", "--held", "b"],
 }
+PARSERS = {
+    f"{prog} {each.title}": (partial(parser_of, each, prog), NEEDED.get(each.title, []))
+    for prog, verbs in (("benchmark", BENCHMARKS), ("simulate", SIMULATIONS))
+    for each in verbs
+    if each.takes_recipe
+}
+PARSERS |= {"generate": (generate.parser, ["--prompt", "a"]), "serve": (serve.parser, [])}
 
 
 @pytest.mark.parametrize("verb", PARSERS)

@@ -6,9 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from benchmark.verbs import BENCHMARKS
 from recipes.schema.recipe import ROOT
 
-# The commands run in one process that refuses to import torch; its arguments are a folder and the commands
+# The commands run in one process that refuses to import torch; a command of one word is only imported
 RUN = """
 import importlib, sys
 from importlib.abc import MetaPathFinder
@@ -22,8 +23,11 @@ sys.meta_path.insert(0, Refusing())
 for command in sys.argv[1:]:
     module, *arguments = command.split()
     print(f"$ {command}", file=sys.stderr)  # the last of these lines names the command that failed
+    found = importlib.import_module(module)
+    if not arguments:
+        continue
     try:
-        status = importlib.import_module(module).main(arguments)
+        status = found.main(arguments)
     except SystemExit as end:
         status = end.code
     assert not status or module == "scripts.doctor", "only a machine without an NPU is no fault"
@@ -36,13 +40,14 @@ NPU, CUDA, CPU = (
 HELP = [
     *("scripts.audit", "scripts.doctor", "scripts.follow", "scripts.mutants", "scripts.on_ray"),
     *("scripts.place", "scripts.replay", "scripts.route", "scripts.serve", "scripts.top", "scripts.verify"),
-    *(
-        f"scripts.benchmark {verb}"
-        for verb in ("serve", "sweep", "fleet", "router", "tier", "report", "host")
-    ),
-    *(f"scripts.benchmark {verb}" for verb in ("drafts", "followed", "schemas", "simulation")),
+    *(f"scripts.benchmark {verb.title}" for verb in BENCHMARKS),
     *(f"scripts.simulate {verb}" for verb in ("search", "routes", "splits", "fleet", "held-out", "fit")),
     "tests.mutation.__main__",
+]
+# Modules of verbs that need no tensors, which their --help does not import
+VERBS = [
+    *("micro.host", "offline.speculation", "simulate.held_out"),
+    *(f"serve.{name}" for name in ("fleet", "measure", "report", "router", "schemas", "sweep", "tier")),
 ]
 
 
@@ -55,8 +60,10 @@ def test_commands_that_need_no_tensors_run_without_torch(tmp_path: Path) -> None
         f"scripts.simulate {NPU} --trace {trace} --device ascend910b",
         f"scripts.simulate {CPU} --trace {trace}",
         f"scripts.reproduce --quick --jobs 1 --only compaction --output {tmp_path}",
+        f"scripts.benchmark speculation --simulated {CUDA} --rows 1 --contexts 1000",
         "scripts.doctor --json",
         *(f"{command} --help" for command in HELP),
+        *(f"benchmark.{module}" for module in VERBS),
     ]
     done = subprocess.run(
         [sys.executable, "-c", RUN, *commands], cwd=ROOT, capture_output=True, text=True, check=False

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from benchmark.offline.timeline import Timeline
+from benchmark.run_record import Timeline
 from continuous_batching.counters import Counters
 from continuous_batching.request import Request
 from continuous_batching.request import SamplingParams as Params

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import socket
 
 import pytest
 
 from benchmark.serve import fleet
+from benchmark.verbs import BENCHMARKS, chosen, parser_of
 
 
 def free_ports(count: int) -> int:
@@ -25,16 +25,11 @@ def free_ports(count: int) -> int:
 
 @pytest.mark.slow
 def test_sessions_are_sent_where_their_pages_are() -> None:
-    parser = argparse.ArgumentParser()
-    fleet.add_arguments(parser)
-    options = parser.parse_args(
-        [
-            *("recipes/tiny/cpu.yaml", "--replicas", "2", "--rounds", "1"),
-            *("--events-port", str(free_ports(2))),
-        ]
-    )
+    verb = chosen(BENCHMARKS, "serve", ["--fleet"])
+    sizes = ("--replicas", "2", "--rounds", "1", "--events-port", str(free_ports(2)))
+    options = parser_of(verb, "benchmark").parse_args(["recipes/tiny/cpu.yaml", *sizes])
     load = fleet.FleetLoad(
-        sessions=16, at_once=6, systems=4, system_words=100, turn_words=15, answer_tokens=4, think_s=0.1
+        sessions=16, concurrent=6, systems=4, system_words=100, turn_words=15, answer_tokens=4, think_s=0.1
     )
     found = fleet.measure(options, load)
     by_pages, by_turns = found["prefix"], found["round_robin"]

@@ -1,0 +1,148 @@
+"""Serve the same trace with transformers in the same run: by its continuous batching, or in static batches.
+
+Static batches take requests in the order of the trace, pad them to the longest prompt, and run until the
+longest answer ends; tokens beyond a request's own length are not counted. Both engines get the same model in
+the same dtype, on the same device, and the same requests, which all come at once. Random weights differ
+between them; greedy tokens are then not compared, and no answer ends before its length.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from benchmark.gate.gate import with_verdict
+from benchmark.offline import offline
+from models.layers.dtypes import TORCH_DTYPES
+from recipes.assembly.families import model_config
+from recipes.machine import start
+from recipes.schema.reader import read
+from recipes.schema.recipe import Recipe
+from serving.answers.jobs import Job
+from serving.text.tokenizer import Text
+
+PATIENCE_S = 600.0  # most seconds to wait for the next answer
+_PAGE_TOKENS = 256  # tokens in a page of transformers' cache, which is its own default
+
+
+def run(options: argparse.Namespace) -> dict[str, object]:
+    """Return output tokens a second of both, and the ratio ours / theirs; `static` is a batch's size."""
+    recipe = read(options.recipe, options.overrides, options.profile).recipe
+    ours = offline.run(options)
+    _give_back(recipe)
+    text = Text.load(recipe.model.path) if recipe.model.path else None
+    jobs = [job for job in offline.load_trace(options.trace, text) if isinstance(job, Job)]
+    model = _model(recipe)
+    model.config.eos_token_id = model.generation_config.eos_token_id = None
+    static = options.static
+    rates = [
+        _serve(model, jobs, recipe) if static is None else _serve_batches(model, jobs, static)
+        for _ in range(1 + options.runs)
+    ]
+    theirs = sorted(rates[1:])[options.runs // 2]  # the first is left out, because it is cold
+    beside = {
+        "transformers_batch_size": static,
+        "transformers_output_tokens_per_s": round(theirs, 2),
+        "times_transformers": round(float(str(ours["output_tokens_per_s"])) / theirs, 3),
+    }
+    return with_verdict({**ours, **beside})
+
+
+def _give_back(recipe: Recipe) -> None:
+    """Release the device's memory, now that the engine has gone out of scope."""
+    gc.collect()
+    if recipe.device.kind != "cpu":
+        torch.accelerator.empty_cache()
+
+
+def _model(recipe: Recipe) -> Any:
+    import transformers  # imported here because it takes seconds
+
+    place, dtype = start(recipe.device).device, TORCH_DTYPES[model_config(recipe).dtype]
+    if recipe.model.path is not None and recipe.model.weights == "checkpoint":
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(recipe.model.path, dtype=dtype)
+        return model.to(place).eval()
+    if recipe.model.path is not None:
+        config = transformers.AutoConfig.from_pretrained(recipe.model.path)
+    else:
+        assert recipe.model.config is not None, "a recipe has a model.path or a model.config"
+        said = dict(recipe.model.config)
+        config = transformers.AutoConfig.for_model(said.pop("model_type"), **said)
+    with torch.device(place):
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+
+
+def _serve(model: Any, jobs: Sequence[Job], recipe: Recipe) -> float:
+    """Return output tokens a second from first request to last answer, greedy and at full length."""
+    import transformers
+
+    longest = max(job.request.params.max_tokens for job in jobs)
+    settings = transformers.GenerationConfig(
+        max_new_tokens=longest, do_sample=False, eos_token_id=-1, pad_token_id=0
+    )
+    with model.continuous_batching_context_manager(
+        generation_config=settings, continuous_batching_config=_bounds(recipe, jobs)
+    ) as manager:
+        began, num_tokens = time.perf_counter(), 0
+        for job in jobs:
+            request = job.request
+            manager.add_request(
+                request.tokens.tolist(), max_new_tokens=request.params.max_tokens, eos_token_id=-1
+            )
+        for _ in jobs:
+            answer = manager.get_result(timeout=PATIENCE_S)
+            if answer is None or answer.error:
+                raise ValueError(f"transformers gave no answer: {answer and answer.error}")
+            num_tokens += len(answer.generated_tokens)
+        taken = time.perf_counter() - began
+    wanted = sum(job.request.params.max_tokens for job in jobs)
+    if num_tokens != wanted:
+        raise ValueError(f"transformers gave {num_tokens} tokens where {wanted} were asked for")
+    return num_tokens / taken
+
+
+def _bounds(recipe: Recipe, jobs: Sequence[Job]) -> Any:
+    """Return the sizes of a step and of the cache. On an accelerator transformers chooses them.
+
+    On a CPU transformers would take nine tenths of the machine's memory, and write all of it before the first
+    step. There its steps are as large as the recipe's, and its cache holds the longest request in each slot.
+    """
+    import transformers
+
+    if recipe.device.kind != "cpu":
+        return transformers.ContinuousBatchingConfig()
+    requests, scheduler = [job.request for job in jobs], recipe.scheduler
+    longest = max(len(request.tokens) + request.params.max_tokens for request in requests)
+    return transformers.ContinuousBatchingConfig(
+        page_size=_PAGE_TOKENS,
+        num_blocks=scheduler.num_slots * -(-longest // _PAGE_TOKENS),
+        max_batch_tokens=scheduler.max_batch_tokens,
+        max_requests_per_batch=scheduler.num_slots,
+    )
+
+
+def _serve_batches(model: Any, jobs: Sequence[Job], size: int) -> float:
+    """Serve in static batches of `size` requests, whose prompts are padded on their left."""
+    began = time.perf_counter()
+    for first in range(0, len(jobs), size):
+        batch = [job.request for job in jobs[first : first + size]]
+        prompts = [torch.tensor(request.tokens, dtype=torch.long) for request in batch]
+        tokens, mask = (
+            torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side="left").to(model.device)
+            for rows in (prompts, [torch.ones_like(prompt) for prompt in prompts])
+        )
+        longest = max(request.params.max_tokens for request in batch)
+        with torch.inference_mode():
+            made = model.generate(
+                tokens, attention_mask=mask, max_new_tokens=longest, do_sample=False, pad_token_id=0
+            )
+        if made.shape[1] != tokens.shape[1] + longest:
+            raise ValueError(
+                f"transformers ended after {made.shape[1] - tokens.shape[1]} of {longest} tokens"
+            )
+    return sum(job.request.params.max_tokens for job in jobs) / (time.perf_counter() - began)

@@ -1,0 +1,312 @@
+"""Read a recording, tell what happened to one of its requests, and simulate what else could have happened.
+
+Another policy, or drafts, are simulated with the arrivals and answers of the recording; costs come from a fit
+to the recorded steps. Drafts are guessed from the same tokens as on a device, and are accepted where the
+recorded answer agrees.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import IO, Any
+
+import numpy as np
+import yaml
+
+from borders.framing import CutShort, DamagedRecording
+from continuous_batching.engine import Engine, Step
+from continuous_batching.recording.format import FORMAT, Added, Ended, Entry, Header, read_entries
+from continuous_batching.recording.replay import Event, Replayed, request_of
+from continuous_batching.request import Request
+from continuous_batching.scheduling.scheduler import Scheduler
+from recipes.assembly.scheduler import changed, scheduler_from
+from recipes.schema.speculation_section import DRAFTERS, SpeculationSection, speculation_contradictions
+from simulation.fit_trust import in_words
+from simulation.fitted import Timed, fit, timed
+from simulation.replica import Replica
+from simulation.run_totals import RunTotals
+from simulation.runner import CostModel, Speaker
+from simulation.serve import in_order
+
+DAMAGED, CUT_SHORT = 2, 3  # exit statuses of a command that has read such a recording
+BOUNDS = ("max_waiting_requests", "max_waiting_tokens", "max_queue_wait_s")
+
+
+class Recording:
+    """The entries of a file up to its end, or to where it is damaged, which is reported on stderr.
+
+    Afterwards `status` is the exit status of the command that read it, 0 for a whole recording, and `damage`
+    says where it is damaged; a file made from it must say so, too. With `needs_all`, damage raises ValueError
+    instead.
+    """
+
+    def __init__(self, file: IO[bytes], name: str, *, needs_all: bool = False) -> None:
+        self._entries = read_entries(file)
+        self._name = name
+        self._needs_all = needs_all
+        self.status = 0
+        self.damage: str | None = None
+        try:
+            header = next(self._entries)
+        except (StopIteration, DamagedRecording) as error:
+            raise ValueError(
+                f"{name} is no recording of format {FORMAT}: {str(error) or 'it is empty'}"
+            ) from error
+        assert isinstance(header, Header), "a recording starts with its header"
+        self.facts = header.facts
+        self.added: list[Added] = []
+
+    def __iter__(self) -> Iterator[Entry]:
+        try:
+            for entry in self._entries:
+                if isinstance(entry, Added):
+                    self.added.append(entry)
+                yield entry
+        except DamagedRecording as damage:
+            if self._needs_all:
+                raise ValueError(f"{self._name}: {damage}; a recording that is whole is needed") from damage
+            self.damage = str(damage)
+            self.status = CUT_SHORT if isinstance(damage, CutShort) else DAMAGED
+            print(f"{self._name}: {damage}; only what comes before is used", file=sys.stderr)
+
+
+class Story:
+    """Follows one request through a replay on `scheduler`; `lines` holds what happened to it.
+
+    Times are seconds since the first arrival of the recording.
+    """
+
+    def __init__(self, request_id: str, scheduler: Scheduler) -> None:
+        self.request_id = request_id
+        self._scheduler = scheduler
+        self.lines: list[str] = []
+        self._origin_s: float | None = None
+        self._request: Request | None = None
+        self._waits: Counter[str] = Counter()  # steps that did not compute it, by reason
+        self._waits_since_s = 0.0
+        self._num_preemptions = 0
+        self._num_steps = 0
+        self._computing_prompt = True
+
+    def follow(self, events: Iterable[Event]) -> None:
+        """Read all events; raises ValueError if the request is in none of them."""
+        for event in events:
+            if isinstance(event, Request):
+                self._arrive(event)
+            elif isinstance(event, Ended) and event.id == self.request_id:
+                self._say(event.now_s, f"ended from outside: {event.reason}")
+            elif isinstance(event, Replayed) and self._request is not None:
+                self._step(event, self._request)
+        if self._request is None:
+            raise ValueError(f"request {self.request_id} is not in this recording")
+        if self._waits:
+            self._tell_wait(self._waits_since_s)
+
+    def _arrive(self, leader: Request) -> None:
+        if self._origin_s is None:
+            self._origin_s = leader.arrival_s
+        for request in (leader, *leader.followers):
+            if request.id != self.request_id:
+                continue
+            self._request, self._waits_since_s = request, request.arrival_s
+            also = f", with {len(leader.followers)} samples beside it" if leader.followers else ""
+            self._say(
+                request.arrival_s,
+                f"arrived: {request.num_prompt_tokens} prompt tokens, up to {request.params.max_tokens} more,"
+                f" priority {request.priority}{also}",
+            )
+
+    def _step(self, step: Replayed, request: Request) -> None:
+        if request.num_preemptions > self._num_preemptions:
+            self._num_preemptions = request.num_preemptions
+            self._say(step.start_s, f"preempted before step {step.number}: others needed its pages")
+            self._waits_since_s = step.start_s
+        if request.id in step.ids:
+            self._compute(step, step.ids.index(request.id), request)
+        elif request.finish_s is None:
+            self._waits[self._why_not(step, request)] += 1
+        if request in step.finished:
+            num_tokens = len(request.answer)
+            self._say(
+                step.end_s, f"ended ({request.finish_reason}): {num_tokens} tokens in {self._num_steps} steps"
+            )
+
+    def _compute(self, step: Replayed, span: int, request: Request) -> None:
+        if self._waits:
+            self._tell_wait(step.start_s)
+        start, stop = int(step.batch.starts[span]), int(step.batch.stops[span])
+        self._num_steps += 1
+        if self._num_steps == 1:
+            self._say(
+                step.start_s,
+                f"step {step.number}: into slot {step.batch.slots[span]},"
+                f" {request.num_cached_tokens} prompt tokens found in the cache",
+            )
+        num_drafts = step.batch.drafts_by_span[span] if step.batch.num_drafts else 0
+        if num_drafts:
+            right = max(0, step.owner_ids.count(request.id) - 1)  # 0 where the request was ended meanwhile
+            self._say(step.start_s, f"step {step.number}: {right} of {num_drafts} drafts were right")
+        elif stop - start > 1:
+            self._say(step.start_s, f"step {step.number}: computed tokens {start} to {stop - 1}")
+        if self._computing_prompt and stop >= request.num_prompt_tokens:
+            self._computing_prompt = False
+            self._say(
+                step.end_s,
+                f"step {step.number}: first token, {step.end_s - request.arrival_s:.4f} s after it arrived",
+            )
+
+    def _why_not(self, step: Replayed, request: Request) -> str:
+        waiting = self._scheduler.waiting
+        if waiting.find(request.id) is None:
+            return "in a slot, without a share of the step"
+        if waiting.peek() is not request:
+            return "behind others in the queue"
+        return step.held_back or "it came while the step ran"
+
+    def _tell_wait(self, until_s: float) -> None:
+        reasons = ", ".join(f"{reason} ({count} steps)" for reason, count in self._waits.most_common(4))
+        self._say(until_s, f"waited {until_s - self._waits_since_s:.4f} s: {reasons}")
+        self._waits.clear()
+
+    def _say(self, now_s: float, text: str) -> None:
+        assert self._origin_s is not None, "a request arrived before anything happened to it"
+        self.lines.append(f"{now_s - self._origin_s:10.4f}  {text}")
+
+
+@dataclass(frozen=True, slots=True)
+class Fate:
+    """One request, and when each of its tokens came, on the clock it was served by."""
+
+    request: Request
+    token_s: list[float]
+
+
+def served(events: Iterable[Event], scheduler: Scheduler) -> tuple[dict[str, Fate], list[Timed]]:
+    """Return what happened to each request of a replay on `scheduler`, and the cost of each step."""
+    found: dict[str, Fate] = {}
+
+    def followed() -> Iterator[Event]:
+        for event in events:
+            if isinstance(event, Request):
+                found.update((each.id, Fate(each, [])) for each in (event, *event.followers))
+            elif isinstance(event, Replayed):
+                for owner in event.owner_ids:
+                    found[owner].token_s.append(event.end_s)
+            yield event
+
+    return found, timed(followed(), scheduler)
+
+
+def simulate(
+    scheduler: Scheduler, recorded: dict[str, Fate], added: Sequence[Added], costs: CostModel
+) -> dict[str, Fate]:
+    """Serve the same requests, each with the answer that it got in the recording."""
+    found: dict[str, Fate] = {}
+
+    def observe(engine: Engine, step: Step) -> None:
+        for row in step.owners.tolist():
+            found[engine.slots.requests[row].id].token_s.append(step.end_s)
+
+    speaker = Speaker(scheduler.slots, {name: fate.request.answer for name, fate in recorded.items()})
+    replica = Replica(scheduler, costs, RunTotals(), speaker=speaker, observe=observe)
+    requests = sorted(map(request_of, added), key=lambda request: request.arrival_s)
+    for request in in_order(requests):
+        found.update((each.id, Fate(each, [])) for each in (request, *request.followers))
+        replica.advance(request.arrival_s)
+        replica.add(request)
+    replica.advance(math.inf)
+    return found
+
+
+def summary(fates: dict[str, Fate]) -> dict[str, float]:
+    """Return latencies in ms, and the throughput, of the requests that were served."""
+    begun = [fate for fate in fates.values() if fate.token_s]
+    first = np.array([fate.token_s[0] - fate.request.arrival_s for fate in begun])
+    gaps = np.concatenate([np.diff(fate.token_s) for fate in begun])
+    since = min(fate.request.arrival_s for fate in begun)
+    until = max(fate.token_s[-1] for fate in begun)
+    result = {"requests": float(len(begun))}
+    result["output tokens/s"] = sum(len(fate.token_s) for fate in begun) / (until - since)
+    for name, values in (("TTFT", first), ("ITL", gaps)):
+        if len(values):
+            for percent in (50, 99, 100):
+                result[f"{name} ms, p{percent}"] = 1e3 * float(np.percentile(values, percent))
+    return result
+
+
+def change(text: str) -> tuple[str, str, Any]:
+    """Parse section, key and value of scheduler.KEY=VALUE or speculation.KEY=VALUE."""
+    name, equals, value = text.partition("=")
+    section, _, leaf = name.partition(".")
+    if section not in ("scheduler", "speculation") or not leaf or not equals:
+        raise ValueError(
+            f"{text}: give scheduler.KEY=VALUE, such as scheduler.batch_size=8, or speculation.*"
+        )
+    return section, leaf, yaml.safe_load(value)
+
+
+def compare(
+    changes: Sequence[tuple[str, str, Any]],
+    recording: Recording,
+    scheduler: Scheduler,
+    events: Iterator[Event],
+) -> None:
+    """Print how the requests fared, and how they would have fared with these changes."""
+    facts = recording.facts
+    speculation = _drafted(facts["speculation"], changes)
+    recorded, steps = served(events, scheduler)
+    if not steps:
+        raise ValueError("nothing was computed in this recording, so that nothing can be learnt from it")
+    costs = fit(steps)
+    ids: Counter[str] = Counter(one.id for each in recording.added for one in each.samples)
+    answered = [
+        each
+        for each in recording.added
+        if not each.samples[0].params.beam_width
+        and all(len(recorded[one.id].request.answer) and ids[one.id] == 1 for one in each.samples)
+    ]
+    if not answered:
+        raise ValueError(
+            "no request of this recording can be served again: none was answered, or all are searches"
+        )
+    columns = {"as recorded": summary(recorded)}
+    section = facts["scheduler"] | dict.fromkeys(BOUNDS)  # every request is served without bounds
+    scheduling = changed(section, {key: value for where, key, value in changes if where == "scheduler"})
+    for name, asked, drafting in (
+        ("modelled", section, facts["speculation"]),
+        ("what if", scheduling, speculation),
+    ):
+        other = scheduler_from(facts | {"scheduler": asked, "speculation": drafting})
+        costs = replace(costs)  # starts from the same step, so that the columns differ by nothing else
+        fates = simulate(other, recorded, answered, costs)
+        drafts = "" if drafting["kind"] == "none" else f", {drafting['kind']}"
+        columns[f"{name}: {asked['policy']}{drafts}"] = summary(fates)
+    width = 2 + max(map(len, columns))
+    print(f"{'':18}" + "".join(f"{name:>{width}}" for name in columns))
+    for row in columns["as recorded"]:
+        values = [column.get(row, float("nan")) for column in columns.values()]
+        print(f"{row:18}" + "".join(f"{value:{width}.2f}" for value in values))
+    print(f"the fit of the modelled columns {in_words(costs.describe())}")
+    left_out = len(recording.added) - len(answered)
+    if left_out:
+        print(f"{left_out} requests (unanswered, searches, of one id) are left out of the modelled columns")
+
+
+def _drafted(section: dict[str, Any], changes: Sequence[tuple[str, str, Any]]) -> dict[str, Any]:
+    """Return a recording's section for speculation with changes of its keys."""
+    drafted = dict(section)
+    for where, key, value in changes:
+        if where == "speculation":
+            if key not in section:
+                raise ValueError(f"speculation.{key}: there is no such key, but for {', '.join(section)}")
+            drafted[key] = value
+    for kind in (section["kind"], drafted["kind"]):
+        if kind in DRAFTERS:
+            raise ValueError(f"speculation.kind: what a {DRAFTERS[kind]} says is not modelled")
+    for problem in speculation_contradictions(SpeculationSection(**drafted), "cpu"):
+        raise problem
+    return drafted

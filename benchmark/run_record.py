@@ -1,0 +1,331 @@
+"""Record the steps and tokens of one run, and derive what a result states of it.
+
+These are the figures that are commonly reported, and beside them what the gate needs to audit them: readings
+at steps, counters, a record of each request, and what computed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from benchmark.run_clock import with_wall
+from continuous_batching.counters import Counters
+from continuous_batching.engine import Engine, Step
+from continuous_batching.request import Request
+from devices.profile import named
+from recipes.schema.recipe import Recipe
+from simulation.run_totals import rounded
+
+if TYPE_CHECKING:  # it imports torch
+    from recipes.assembly.engine import BuiltEngine
+
+Figures = dict[str, float]
+Result = dict[str, object]
+MOST_READINGS = 500
+DONE = ("stop", "length")
+COLUMNS = (  # columns of a reading: clocks and states of the moment, then sums since the run began
+    *("at_s", "running", "waiting", "kv_usage", "held_pages", "wall_s", "cpu_s"),
+    *("steps", "spans", "tokens", "sampled", "ended", "page_steps", "running_s"),
+    *("prompt_tokens", "hit_tokens", "preemptions"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One step: when it ran, and for each span its row, its request and the number of tokens computed."""
+
+    start_s: float
+    end_s: float
+    rows: list[int]
+    request_ids: list[str]
+    num_tokens: list[int]
+    decodes: list[bool]  # whether the span computed a sampled token, not a part of the prompt
+    held_pages: int  # pages that rows hold, without idle cached pages
+    num_running: int  # requests in slots, including those that this step ended
+    num_waiting: int
+    num_ended: int
+    num_sampled: int = 0
+    # Accepted drafts of each span; empty where no span has drafts.
+    num_accepted: list[int] = field(default_factory=list)
+    counters: Counters = field(default_factory=Counters)  # the engine's counters after this step
+    wall_s: float = 0.0  # the wall clock at its end
+    cpu_s: float = 0.0  # processor time of all threads of this process
+
+
+@dataclass(slots=True)
+class Timeline:
+    """Records an engine's steps as they are made. Times are on the engine's clock."""
+
+    before: Counters  # the engine's counters when the run began
+    steps: list[StepRecord] = field(default_factory=list)
+    # Times of each answer token, by request.
+    token_times_s: dict[str, list[float]] = field(default_factory=dict)
+
+    def record(self, engine: Engine, step: Step) -> None:
+        """Record one step; call it before the next step is made."""
+        # This is the wall-clock time of the step's end, however late this call comes.
+        wall_s, now_s = with_wall(engine.clock)
+        wall_s -= now_s - step.end_s
+        slots, batch = engine.slots, step.batch
+        ids = [slots.requests[row].id for row in batch.slots.tolist()]
+        pool, prefix = engine.scheduler.pool, engine.scheduler.prefix
+        # An engine that overlaps has begun the next step: a row may still hold a request that this step
+        # ended, or may already hold one that waited until then. No more than the number of slots can have
+        # run.
+        held = {slots.requests[row].id for row in slots.busy}
+        seen = len(slots.busy) + sum(each.id not in held for each in step.finished)
+        num_running = min(seen, slots.num_slots)
+        self.steps.append(
+            StepRecord(
+                start_s=step.start_s,
+                end_s=step.end_s,
+                rows=batch.slots.tolist(),
+                request_ids=ids,
+                num_tokens=(batch.stops - batch.starts).tolist(),
+                decodes=(batch.starts >= slots.num_prompt[batch.slots]).tolist(),
+                held_pages=pool.num_pages - 1 - pool.num_free - prefix.num_idle,
+                num_running=num_running,
+                num_waiting=len(engine.scheduler.waiting) + seen - num_running,
+                num_ended=len(step.finished),
+                num_sampled=len(step.owners),
+                num_accepted=_accepted(step, slots.num_slots),
+                counters=replace(engine.scheduler.counters),
+                wall_s=wall_s,
+                cpu_s=time.process_time(),
+            )
+        )
+        # A beam search samples for each of its beams, but its answer grows by one token. Other requests may
+        # get several tokens at once where drafts were accepted.
+        searches = set()
+        for row in step.owners.tolist():
+            request = slots.requests[row]
+            if request.params.beam_width:
+                if request.id in searches:
+                    continue
+                searches.add(request.id)
+            self.token_times_s.setdefault(request.id, []).append(step.end_s)
+
+
+def _accepted(step: Step, num_slots: int) -> list[int]:
+    """Return the accepted drafts of each span: the tokens that were booked for its row, less one."""
+    if not step.batch.num_drafts:
+        return []
+    booked = np.bincount(step.owners, minlength=num_slots)[step.batch.slots]
+    accepted: list[int] = np.where(step.batch.drafts_by_span, booked - 1, 0).clip(0).tolist()
+    return accepted
+
+
+def readings(timeline: Timeline, origin_s: float, num_pages: int) -> dict[str, object]:
+    """Return usage at the ends of the last step and of others, at most MOST_READINGS plus one in all.
+
+    The form is that of a server's metrics. Beside usage are the clocks of the wall and of the processor, and
+    what was counted up to there, so that each figure of the run, and each time of a request, has a second
+    source.
+    """
+    steps, before = timeline.steps, timeline.before
+    counted = [
+        (len(each.rows), sum(each.num_tokens), each.num_sampled, each.num_ended, each.held_pages)
+        for each in steps
+    ]
+    sums = np.cumsum(np.array(counted, np.int64).reshape(-1, 5), axis=0).tolist()
+    running_s = np.cumsum(
+        [step.num_running * (step.end_s - since_s) for step, since_s, _ in _stretches(steps)]
+    )
+    every = -(-len(steps) // MOST_READINGS) or 1
+    rows = []
+    for number in sorted({*range(0, len(steps), every), len(steps) - 1}) if steps else []:
+        step, counters = steps[number], steps[number].counters
+        rows.append(
+            [
+                round(step.end_s - origin_s, 6),
+                step.num_running,
+                step.num_waiting,
+                round(step.held_pages / num_pages, 4),
+                step.held_pages,
+                round(step.wall_s, 6),
+                round(step.cpu_s - steps[0].cpu_s, 6),
+                number + 1,
+                *sums[number],
+                round(float(running_s[number]), 6),
+                counters.prompt_tokens - before.prompt_tokens,
+                counters.hit_tokens - before.hit_tokens,
+                counters.preemptions - before.preemptions,
+            ]
+        )
+    return {"columns": list(COLUMNS), "readings": rows}
+
+
+def _stretches(steps: Sequence[StepRecord]) -> Iterator[tuple[StepRecord, float, int]]:
+    """Yield each step, since when it counts, and how many requests were left by the step before.
+
+    It counts since the step before, or since its own start where no request was left then.
+    """
+    before_s, left = 0.0, 0
+    for step in steps:
+        yield step, before_s if left else step.start_s, left
+        before_s, left = step.end_s, step.num_running + step.num_waiting - step.num_ended
+
+
+def percentiles(values_s: Sequence[float]) -> Figures:
+    """Return mean and percentiles in milliseconds of durations in seconds; empty for no values."""
+    if not len(values_s):
+        return {}
+    found_s = [float(np.mean(values_s)), *np.percentile(values_s, [50, 90, 99]).tolist()]
+    return {name: round(1e3 * value, 3) for name, value in zip(("mean", "p50", "p90", "p99"), found_s)}
+
+
+def end_s(request: Request, times_s: Sequence[float]) -> float | None:
+    """Return when a client has had its last token. A stop string is found in the text after that."""
+    return times_s[-1] if len(times_s) else request.finish_s
+
+
+def summarise(engine: Engine, requests: Sequence[Request], timeline: Timeline) -> dict[str, object]:
+    """Return throughput and latencies of finished requests.
+
+    The duration runs from the first arrival to the last token. A request that failed is counted, and its
+    tokens are not.
+    """
+    done = [r for r in requests if r.finish_reason in DONE]
+    start_s = min((r.arrival_s for r in requests), default=0.0)
+    ends_s = {r.id: end_s(r, timeline.token_times_s.get(r.id, ())) for r in requests}
+    duration_s = max((end or start_s for end in ends_s.values()), default=0.0) - start_s
+    answer_tokens = sum(len(r.answer) for r in done)
+    times = {r.id: timeline.token_times_s.get(r.id, []) for r in done}
+    gaps = [gap for of_one in times.values() for gap in np.diff(of_one).tolist()]
+    counters, before = engine.scheduler.counters, timeline.before
+    num_pages = engine.scheduler.pool.num_pages - 1
+    per_s, num_steps = 1 / duration_s if duration_s > 0 else 0.0, len(timeline.steps) or 1
+    prompt_tokens = sum(r.num_prompt_tokens for r in done)
+    looked_up = max(1, counters.prompt_tokens - before.prompt_tokens)
+    return {
+        "requests": len(requests),
+        "completed": len(done),
+        "failed": len(requests) - len(done),
+        "duration_s": round(duration_s, 4),
+        "prompt_tokens": prompt_tokens,
+        "output_tokens": answer_tokens,
+        "requests_per_s": rounded(len(done) * per_s, 3),
+        "output_tokens_per_s": rounded(answer_tokens * per_s, 2),
+        "total_tokens_per_s": rounded((answer_tokens + prompt_tokens) * per_s, 2),
+        "ttft_ms": percentiles([r.first_token_s - r.arrival_s for r in done if r.first_token_s is not None]),
+        "tpot_ms": percentiles([(t[-1] - t[0]) / (len(t) - 1) for t in times.values() if len(t) > 1]),
+        "itl_ms": percentiles(gaps),
+        "itl_gaps": len(gaps),
+        "e2e_ms": percentiles([end - r.arrival_s for r in done if (end := ends_s[r.id]) is not None]),
+        "mean_batch": round(sum(len(s.rows) for s in timeline.steps) / num_steps, 2),
+        "mean_page_use": round(sum(s.held_pages for s in timeline.steps) / num_steps / num_pages, 4),
+        "steps": len(timeline.steps),
+        "prefix_hit_rate": round((counters.hit_tokens - before.hit_tokens) / looked_up, 4),
+        "preemptions": counters.preemptions - before.preemptions,
+    }
+
+
+def accounts(engine: Engine, requests: Sequence[Request], timeline: Timeline, duration_s: float) -> Result:
+    """Return what the gate's laws need beside the figures.
+
+    The figures know one answer of each request. Where some requests failed or were searched for, there are no
+    records. Where the engine did not end just these requests, each in a step, there are no means over time
+    either: there may be more samples, or stop strings, which end a request between steps.
+    """
+    steps = timeline.steps
+    done = [r for r in requests if r.finish_reason in DONE]
+    lens = [len(r.answer) for r in done]
+    arrivals_s = [r.arrival_s for r in requests]
+    spread_s = max(arrivals_s, default=0.0) - min(arrivals_s, default=0.0)
+    plain = len(done) == len(requests) and not any(r.hypotheses for r in requests)
+    in_steps = sum(step.num_ended for step in steps) == len(requests)
+    return {
+        "offered_per_s": rounded((len(requests) - 1) / spread_s, 4) if spread_s > 0 else None,
+        "slots": engine.slots.num_slots,
+        "num_pages": engine.scheduler.pool.num_pages - 1,
+        "counters": {"before": asdict(timeline.before), "after": asdict(engine.scheduler.counters)},
+        "max_tokens_per_step": 1,
+        "least_output_tokens": min(lens, default=None),
+        "most_output_tokens": max(lens, default=None),
+        **(_asked(requests) if plain else {}),
+        **(means_over_time(steps, arrivals_s, duration_s) if plain and in_steps else {}),
+        **({"records": records(requests, timeline.token_times_s)} if plain else {}),
+    }
+
+
+def _asked(requests: Sequence[Request]) -> Result:
+    """Return how answers ended, and the most tokens that they could have, for requests with records."""
+    ended_by = Counter(sorted(str(each.finish_reason) for each in requests))
+    asked = sum(each.params.max_tokens for each in requests)
+    return {"ended_by": dict(ended_by), "asked_output_tokens": asked}
+
+
+def hardware(built: BuiltEngine, recipe: Recipe, machine: Mapping[str, object]) -> Result:
+    """Return what computed, what a step reads, and from which memory.
+
+    The profile is None for a device that has none.
+    """
+    attention, on_host = type(built.runner.attention), recipe.device.kind == "cpu"
+    return {
+        "computed_on": {
+            "kind": recipe.device.kind,
+            "count": 1,
+            "virtual": recipe.device.virtual,
+            "attention": f"{attention.__module__}.{attention.__qualname__}",
+            "memory_gib": round(built.memory.memory_bytes / 2**30, 3),
+        },
+        "device_profile": named(str(machine["cpu" if on_host else "device"])),
+        "num_devices": 1,
+        "weight_bytes_per_step": built.config.step_weight_bytes,
+        "kv_bytes_per_token": built.config.growing_kv_bytes_per_token,
+        "page_size": recipe.cache.page_size,
+        "page_bytes": built.memory.page_bytes,
+        "settings": recipe.described(),
+    }
+
+
+def means_over_time(steps: Sequence[StepRecord], arrivals_s: Sequence[float], duration_s: float) -> Result:
+    """Return the mean number of requests that ran, and that were in the system at all.
+
+    They are counted at the end of each step for the whole time since the step before, unless no request was
+    left then; a request that came during a step, which cannot join it, is counted from its arrival.
+    """
+    running, present = 0.0, -sum(arrivals_s)
+    for step, since_s, left in _stretches(steps):
+        taken_s, num_present = step.end_s - since_s, step.num_running + step.num_waiting
+        running += step.num_running * taken_s
+        present += num_present * taken_s + (num_present - left) * since_s  # newcomers, from their arrivals
+    per_s = 1 / duration_s if duration_s > 0 else 0.0
+    return {"mean_running": round(running * per_s, 4), "mean_in_system": round(present * per_s, 4)}
+
+
+def records(requests: Sequence[Request], token_times_s: Mapping[str, Sequence[float]]) -> list[Result]:
+    """Return a record of each request; times count from the first arrival.
+
+    The times of tokens are included where each token of every answer came in a step.
+    """
+    origin_s = min((r.arrival_s for r in requests), default=0.0)
+    in_steps = all(len(token_times_s.get(r.id, ())) == len(r.answer) for r in requests)
+
+    def since(time_s: float | None) -> float | None:
+        return None if time_s is None else round(time_s - origin_s, 6)
+
+    def of_tokens(request: Request) -> Result:
+        times_s = token_times_s.get(request.id, ())
+        return {"token_times_s": [since(each) for each in times_s]} if in_steps else {}
+
+    return [
+        {
+            "id": r.id,
+            "arrival_s": since(r.arrival_s),
+            "first_token_s": since(r.first_token_s),
+            "finish_s": since(end_s(r, token_times_s.get(r.id, ()))),
+            "prompt_tokens": r.num_prompt_tokens,
+            "max_tokens": r.params.max_tokens,
+            "output_tokens": len(r.answer),
+            "finish_reason": r.finish_reason,
+            **of_tokens(r),
+        }
+        for r in requests
+    ]

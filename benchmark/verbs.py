@@ -1,0 +1,535 @@
+"""Declare every benchmark and simulation once: its name, its help, its function and its options.
+
+The parsers of `scripts.benchmark` and `scripts.simulate`, their help, and the list in docs/benchmarks.md (by
+`python -m scripts.benchmark --list`) derive from these tables. Functions are named by module, since some
+import torch and some do not; a module is imported only when its verb runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from benchmark import options as kinds
+from benchmark.options import markdown, rate, show
+from benchmark.run_clock import RunClock
+from benchmark.workloads.synthetic import arrivals, drawn_lengths, lengths, levels, shared_prompts, shares
+from continuous_batching.routing.routing import ROUTES
+from recipes.schema.adapters_section import MOST_ADAPTERS, MOST_RANK
+from recipes.schema.command_line import add_recipe
+from recipes.schema.numbers import (
+    MOST_COUNT,
+    MOST_SEED,
+    MOST_TOKENS,
+    MOST_WAIT_S,
+    real,
+    whole,
+    wholes,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One option: its flag, and what argparse is told of it."""
+
+    flag: str
+    given: Mapping[str, Any]
+
+    def add_to(self, parser: argparse.ArgumentParser) -> None:
+        """Add the option; its help names its default, unless that has no short form."""
+        given = dict(self.given)
+        if isinstance(default := given.get("default"), (int, float, str)) and not isinstance(default, bool):
+            given["help"] = f"{given['help']} (default: {default})".lstrip()
+        parser.add_argument(self.flag, **given)
+
+
+def option(
+    flag: str,
+    type: Callable[[str], Any] = str,
+    metavar: str | None = None,
+    help: str = "",
+    default: Any = None,
+    **more: Any,
+) -> Option:
+    """Declare an option with a value."""
+    return Option(flag, {"type": type, "metavar": metavar, "help": help, "default": default, **more})
+
+
+def switch(flag: str, help: str) -> Option:
+    """Declare an option without a value."""
+    return Option(flag, {"action": "store_true", "help": help})
+
+
+def count(flag: str, default: int | None, help: str = "", least: int = 1, most: int = MOST_COUNT) -> Option:
+    """Declare an option that takes a whole number."""
+    return option(flag, whole(least, most), "N", help, default)
+
+
+@dataclass(frozen=True, slots=True)
+class Verb:
+    """One benchmark or simulation; of several of one name, all but the first have an option, `mode`.
+
+    `run` and `table` are functions by their module in `benchmark`. `run` takes the parsed options and returns
+    a result, which `table` prints, or prints by itself and returns None. A result with a `result` name is
+    completed by that name, the machine and the clocks; where it is `judged`, the gate adds its verdict.
+    """
+
+    name: str
+    mode: str
+    help: str
+    run: str
+    options: tuple[Option, ...]
+    table: str
+    takes_recipe: bool
+    result: str
+    judged: bool
+
+    @property
+    def title(self) -> str:
+        """The words that start it."""
+        return f"{self.name} --{self.mode}" if self.mode else self.name
+
+
+def verb(
+    title: str,
+    help: str,
+    run: str,
+    *options: Option,
+    table: str = "options:print_figures",
+    takes_recipe: bool = True,
+    result: str = "",
+    judged: bool = False,
+) -> Verb:
+    """Declare a verb, or a way of one, by its title."""
+    name, _, mode = title.partition(" --")
+    return Verb(name, mode, help, run, options, table, takes_recipe, result, judged)
+
+
+REQUESTS = "requests, as `generate` reads them"
+TRACE = option("--trace", metavar="FILE.jsonl", help=REQUESTS, required=True)
+RUNS = count("--runs", 1, "counted runs; the median is reported")
+SEED = count("--seed", 0, least=0, most=MOST_SEED)
+PLOT = option("--plot", kinds.picture, "FILE.png", "draw it, too")
+LOAD = (  # what is sent to a server, and where; names are those of `vllm bench serve`
+    option("--trace", Path, "FILE.jsonl", REQUESTS, required=True),
+    switch("--skip-bad", "report lines that cannot be read, and go on"),
+    option("--endpoint", metavar="PATH", help="if not /v1/completions, for chats /v1/chat/completions"),
+    option("--model", metavar="NAME", help="if not the first that the server names"),
+    count("--num-prompts", None, "the first N of the trace", most=10**9),
+    count("--max-concurrency", None, "most requests on their way at once"),
+    count("--num-warmups", 1, "requests before, not counted", least=0),
+    count("--seed", 0, "of drawn arrivals, and of requests without a seed", least=0, most=MOST_SEED),
+    switch("--ignore-eos", "every answer goes to its full length"),
+    Option("--extra-body", {"type": kinds.body, "default": {}, "metavar": "JSON",
+                            "help": "fields for every request; null: none"}),
+    option("--goodput", kinds.objective, "NAME:MS", "objectives: ttft, tpot, itl, e2el", nargs="+"),
+    option("--request-timeout-s", real(1e-3, MOST_WAIT_S), "SECONDS", default=600.0),
+    option("--ready-check-timeout-sec", real(0, MOST_WAIT_S), "S", "for a server that starts", 60.0),
+    switch("--retry-rejected", "come again when a busy server says so"),
+)  # fmt: skip
+BENCHMARKS = (
+    verb("host", "what a step costs the host, with a device that answers at once",
+         "micro.host:run",
+         option("--slots", wholes(2, 2**16), "N,N,...", default=[64, 256, 1024, 4096]),
+         option("--page-sizes", wholes(1, 2**16), "N,N,...", default=[16, 128]),
+         count("--chunk", 512, "tokens of the new prompt in each step", 0, 2**16),
+         count("--steps", 300),
+         count("--waiting", None, "instead: under each policy and order, while so many wait"),
+         table="micro.host:print_table", takes_recipe=False, result="host", judged=True),
+    verb("host --followed", "what a rank that follows costs the one that leads",
+         "micro.host:run_followed",
+         count("--slots", 256, most=2**16),
+         count("--steps", 60, "of a turn"),
+         table="micro.host:print_followed", takes_recipe=False, result="followed"),
+    verb("device", "single steps, against what the device copies and multiplies",
+         "micro.device:run",
+         option("--decode", metavar="COUNTxCONTEXT,...", default="1x1024,32x1024,256x1024"),
+         option("--prefill", metavar="COUNTxTOKENS,...", default="4x4096"),
+         option("--mixed", metavar="DECODES+PROMPTS,...", default="32x1024+1x2048"),
+         count("--repeats", 20),
+         table="micro.device:print_table", result="device", judged=True),
+    verb("device --parts", "where the time of a step on a CPU goes: products, attention, sampling, the loop",
+         "micro.parts:run",
+         TRACE,
+         table="micro.parts:print_table", result="parts"),
+    verb("device --launches", "what a decode step asks of an NPU: launches, copies, waits",
+         "micro.launches:run",
+         table="micro.launches:print_table", result="launches"),
+    verb("offline", "throughput and latencies of a trace, on an engine in this process",
+         "offline.offline:run",
+         TRACE,
+         RUNS,
+         PLOT),
+    verb("offline --at-once",
+         "tokens a second of requests that all come at once, in the terms of `vllm bench throughput`",
+         "offline.offline:run_at_once",
+         option("--trace", metavar="FILE.jsonl", help=f"{REQUESTS}; if not, random ones:"),
+         count("--num-prompts", None, "64"),
+         count("--input-len", None, "tokens: 512", most=MOST_TOKENS),
+         count("--output-len", None, "tokens: 128", most=MOST_TOKENS),
+         SEED,
+         RUNS),
+    verb("offline --one-batch",
+         "how long a batch of requests of one size takes, in the terms of `vllm bench latency`",
+         "offline.offline:run_one_batch",
+         count("--batch-size", 8),
+         count("--input-len", 32, "tokens", most=MOST_TOKENS),
+         count("--output-len", 128, "tokens", most=MOST_TOKENS),
+         count("--num-iters", 30, "batches that are counted"),
+         count("--num-iters-warmup", 10, "batches before, not counted", least=0),
+         SEED),
+    verb("offline --stall", "what long prompts cost running answers, whole and in chunks",
+         "offline.stall:run",
+         count("--prompt-tokens", 4096, most=MOST_TOKENS),
+         option("--every", real(0, 3600), "SECONDS", "between two long prompts", 1.0),
+         count("--prompts", 10, "long prompts"),
+         count("--answers", 16, "that run beside them", most=2**16),
+         count("--answer-tokens", 256, least=2, most=MOST_TOKENS),
+         count("--chunk", 128, "tokens", most=MOST_TOKENS),
+         result="stall", judged=True),
+    verb("offline --adapters", "what adapters of requests cost beside none",
+         "offline.cases:run_adapters",
+         count("--places", 8, "for adapters", most=MOST_ADAPTERS),
+         count("--rank", 16, "of each", most=MOST_RANK),
+         count("--requests", 32, "of a round"),
+         count("--prompt-tokens", 64, "of each request"),
+         count("--output-tokens", 64, "of each request"),
+         table="offline.cases:print_adapters", result="adapters"),
+    verb("offline --masks", "what structured output costs: answers held to a form beside free ones, and a"
+         " mask beside llguidance's own",
+         "offline.cases:run_masks",
+         count("--vocabulary", 152_000, "tokens of the made vocabulary of single masks", least=300),
+         count("--tokens", 400, "of the answer along which these are made"),
+         count("--requests", 32, "of a round"),
+         table="offline.cases:print_masks", result="masks"),
+    verb("beside", "`offline` beside `transformers`' own continuous or static batches",
+         "offline.beside:run",
+         TRACE,
+         RUNS,
+         count("--static", None, "requests of its static batches; if not, its continuous ones")),
+    verb("serve", "what clients see of any OpenAI-compatible server",
+         "serve.measure:run",
+         option("--base-url", kinds.url, "URL", "of any OpenAI-compatible server", required=True),
+         *LOAD,
+         option("--request-rate", rate, "PER_S", "Poisson, or inf; if not, the trace's own times"),
+         switch("--save-result", "write the result, with a record of each request"),
+         Option("--result-dir", {"type": kinds.folder, "default": Path(), "metavar": "FOLDER"}),
+         option("--result-filename", metavar="NAME"),
+         table="serve.measure:print_table", takes_recipe=False),
+    verb("serve --fleet", "what a router that knows pages brings, with real servers behind it",
+         "serve.fleet:run",
+         count("--replicas", 4, "servers"),
+         count("--rounds", 3, "of each way, of which the median counts, after one that warms up"),
+         count("--sessions", 48, "of a round"),
+         count("--concurrent", 8, "sessions at once"),
+         count("--systems", 6, "system prompts; every other session has the first"),
+         count("--system-words", 120, "of each"),
+         count("--turn-words", 20, "of each turn"),
+         count("--answer-tokens", 16, "of each"),
+         count("--events-port", 15_550,
+                "the first of the servers' ports for events of pages; every tenth is taken"),
+         option("--think-s", real(0, 3600), "SECONDS", "between turns", 0.2),
+         table="serve.fleet:print_table", result="fleet"),
+    verb("serve --router-cost",
+         "what that router itself takes: processor time, latency beside a bare proxy, memory an open stream",
+         "serve.router:run",
+         count("--replicas", 2, "servers behind the router"),
+         count("--turns", 5, "of which the median counts, after one that warms up"),
+         count("--requests", 500, "of each way in a turn"),
+         count("--clients", 16, "at once, where processor time is measured"),
+         count("--events", 9, "of each answer"),
+         count("--prompt-bytes", 2000, "of each prompt"),
+         option("--recipe", help="by whose template and tokenizer the router reads prompts"),
+         option("--streams", wholes(1, MOST_COUNT), "N,N",
+                "open at once, for memory; two files of the router each", [500, 1000, 2000, 4000]),
+         table="serve.router:print_table", takes_recipe=False, result="router"),
+    verb("serve --tier", "what pages on disk or in Redis spare a server that is started again",
+         "serve.tier:run",
+         count("--prompts", 8, "of each length"),
+         count("--vocabulary", 300, "below which the ids of prompts are"),
+         count("--page-size", 16, "tokens"),
+         count("--entry-kib", 192, "of the entries by which the stores are timed, as a page of the recipe"),
+         option("--lengths", wholes(2, MOST_COUNT), "N,N", default=[200, 800, 1600]),
+         option("--redis", metavar="URL", help="of a server to use as well"),
+         table="serve.tier:print_table", result="tier"),
+    verb("serve --schemas", "how long hostile schemas hold up a client who streams a free answer beside them",
+         "serve.schemas:run",
+         count("--rounds", 3, "how often each form comes, of which the longest gap is told"),
+         table="serve.schemas:print_table", result="schemas"),
+    verb("sweep", "`serve` at one rate, and one setting, after the other, with a page",
+         "serve.sweep:run",
+         option("--base-url", kinds.url, "URL", "of any OpenAI-compatible server"),
+         *LOAD,
+         Option("--recipe", {"nargs": "+", "metavar": ("RECIPE", "key=value"),
+                "help": "in place of --base-url: serve this recipe at each --try"}),
+         Option("--try", {"dest": "tries", "type": kinds.values, "action": "append", "default": [],
+                "metavar": "KEY=V1,V2",
+                "help": "values of a key of the recipe; of several --try, all combinations"}),
+         option("--request-rates", kinds.rates, "PER_S,...", "such as 1,2,4,inf", required=True),
+         option("--result-dir", kinds.folder, "FOLDER", "a file for each rate, and a page", required=True),
+         switch("--share-prefixes", "a rate may find cached what the one before computed"),
+         table="", takes_recipe=False),
+    verb("kv", "what pages cost: to find, name, take, copy, and leave half empty",
+         "micro.kv:run",
+         option("--page-sizes", wholes(1, 2**16), "N,N,...", default=[16, 128]),
+         count("--repeats", 25),
+         count("--requests", 1000, "in the trace of lengths"),
+         table="micro.kv:print_table", takes_recipe=False, result="kv", judged=True),
+    verb("kv --types", "what keys and values in int8 change in a text's log-probabilities, and in attention",
+         "micro.kv:run_types",
+         option("--model", metavar="DIR", help="a checkpoint in the Hugging Face layout",
+                default="recipes/tiny/weights"),
+         option("--text", metavar="FILE", help="a text, each line scored by itself",
+                default="recipes/tiny/held_out.txt"),
+         table="micro.kv:print_types", takes_recipe=False, result="cache-types"),
+    verb("collective", "how long the ranks of a recipe wait for each other, by size",
+         "micro.collective:run",
+         option("--sizes", wholes(4, 2**32), "BYTES,...", "what a rank brings", [8 << 10, 64 << 10,
+                512 << 10, 4 << 20]),
+         count("--repeats", 20, "of a round"),
+         table="micro.collective:print_table", result="collective"),
+    verb("collective --tensor", "how long tensor ranks take for a step, and what the simulation says of it",
+         "micro.collective:run_tensor",
+         count("--requests", 32, "of a round"),
+         count("--rounds", 5, "of which the median counts, after one that warms up"),
+         table="micro.collective:print_tensor", result="ranks"),
+    verb("collective --pipeline",
+         "how long stages of layers wait for each other, by kind of wait, and what the simulation says of it",
+         "micro.collective:run_stages",
+         count("--requests", 48, "of a round"),
+         table="micro.collective:print_stages", result="stages"),
+    verb("speculation", "what drafts bring, by kind, text and load, beside plain decoding in the same run",
+         "offline.speculation:run",
+         option("--loads", wholes(1, 2**16), "N,N,...", "requests at once", [1, 4, 16, 32]),
+         option("--kinds", metavar="KIND", nargs="+",
+                help="such as \"ngram, throughput\"; a proposer, and throughput, source or fixed (all)"),
+         count("--prompt", 32, "tokens", 8, MOST_TOKENS),
+         count("--answer", 128, "tokens", 2, MOST_TOKENS),
+         count("--most", 4, "drafts of a row in a step", most=64),
+         count("--runs", 3),
+         PLOT,
+         table="offline.speculation:print_table", result="speculation", judged=True),
+    verb("speculation --simulated", "what drafts would bring on a simulated device",
+         "offline.speculation:run_simulated",
+         option("--device", metavar="NAME", help="of devices/profiles", default="ascend910b"),
+         option("--rows", wholes(1, 2**16), "N,N,...", default=[1, 16, 64, 128, 256]),
+         option("--contexts", wholes(1, MOST_TOKENS), "N,N,...", default=[1000, 8000]),
+         count("--drafts", 5, "of a row in a step", most=64),
+         option("--acceptance", real(0, 1), "SHARE", "of drafts after right ones", 0.8),
+         option("--drafter", metavar="RECIPE",
+                help="whose model makes the drafts; without one they are free"),
+         table="offline.speculation:print_simulated", result="drafts"),
+    verb("report", "a page of one result, or of several beside one another",
+         "serve.report:run",
+         Option("results", {"nargs": "+", "type": Path, "metavar": "RESULT",
+                "help": "one, or more to compare"}),
+         Option("--output", {"type": Path, "default": Path("report.html"), "metavar": "FILE.html"}),
+         table="", takes_recipe=False),
+)  # fmt: skip
+
+TRACE_MAKER = verb(
+    "", "a trace: drawn lengths at drawn times, or those of a public trace", "",
+    option("--from", kinds.source, "LAYOUT:FILE", ", ".join(kinds.LAYOUTS), dest="source"),
+    switch("--skip-bad", "report lines that cannot be read, and go on"),
+    option("--tokenizer", metavar="FOLDER", help="counts the tokens of sharegpt's answers"),
+    count("--requests", None, "default: 64; where a file is read, at most so many", most=10**7),
+    option("--rate", rate, "PER_S", "mean arrivals a second; inf if not given"),
+    option("--arrivals", arrivals, "PROCESS", "poisson, gamma:CV, ramp:LAST_PER_S, closed:CLIENTS"),
+    option("--prompt-tokens", lengths, "LENGTHS", "default: uniform:16:200"),
+    option("--output-tokens", lengths, "LENGTHS", "default: uniform:8:48"),
+    option("--system-prompts", shared_prompts, "COUNT:LENGTHS", "one begins each prompt"),
+    option("--turns", lengths, "LENGTHS", "of a session"),
+    option("--think-s", real(0, MOST_WAIT_S), "SECONDS", "mean time between the turns' arrivals"),
+    option("--tenants", shares, "NAME=SHARE,..."),
+    option("--priorities", levels, "LEVEL=SHARE,..."),
+    count("--vocab-size", None, "ids go from 0 to N - 1 (default: 1024)", most=10**7),
+    SEED,
+    option("--output", kinds.file, "FILE.jsonl", required=True),
+    table="", takes_recipe=False,
+)  # fmt: skip
+
+engines = whole(1, 10**6)  # most engines of a fleet
+devices = wholes(1, 10**6)
+milliseconds = real(1e-6, 1e9, endless=True)
+
+
+def engine_pair(text: str) -> tuple[int, int]:
+    """Parse engines for prompts and for answers from `P:D`."""
+    prompts, _, answers = text.partition(":")
+    return engines(prompts), engines(answers)
+
+
+TENSOR = option("--tp", engines, "N", "devices that share each layer", 1)
+DEVICE = option("--device", metavar="NAME", help="a name in devices/profiles; else the recipe's own")
+SIMULATED = (
+    option("--trace", metavar="FILE", help=REQUESTS, required=True),
+    switch("--skip-bad", "leave out lines that are no requests"),
+    DEVICE,
+)
+SIMULATIONS = (
+    verb("", "one trace, on one engine or several",
+         "simulate.one_run:run",
+         *SIMULATED,
+         TENSOR,
+         option("--pp", engines, "N", "stages of layers, each on devices of its own", 1),
+         option("--dp", engines, "N", "engines behind a router", 1),
+         option("--route", help="how the router chooses (default: least_loaded)", choices=ROUTES),
+         option("--split", engine_pair, "P:D", "engines for prompts, and engines for answers"),
+         option("--split-by",
+                help="which prompts those compute, as the router chooses (default: cost); none: --dp P+D",
+                choices=("cost", "always")),
+         option("--costs", Path, "COSTS.json", "what `fit` made, in place of the device's profile"),
+         option("--timeline", kinds.file, "OUT.json", "write a time line for Perfetto")),
+    verb("search", "the cheapest setting that meets the objectives",
+         "simulate.search:run",
+         *SIMULATED,
+         option("--ttft-ms", milliseconds, "MS", "objective of the time to the first token", required=True),
+         option("--itl-ms", milliseconds, "MS", "objective of the time between tokens", required=True),
+         option("--percent", real(1e-3, 100), "P", "of each that must be within", 99.0),
+         option("--tp", devices, "N,N,...", "devices that share each layer", [1, 2, 4, 8]),
+         option("--dp", devices, "N,N,...", "engines behind a router", [1, 2, 4, 8]),
+         option("--chunk", wholes(1, 2**31 - 1), "N,N,...", "scheduler.max_batch_tokens; else the recipe's"),
+         option("--slots", wholes(1, 2**31 - 1), "N,N,...", "scheduler.num_slots; else the recipe's"),
+         switch("--json", "print JSON rather than a table"),
+         table=""),
+    verb("routes", "the routes of a router beside one another",
+         "simulate.one_run:run_routes",
+         *SIMULATED,
+         TENSOR,
+         option("--dp", engines, "N", "engines behind the router", required=True),
+         PLOT,
+         table="simulate.one_run:print_ways"),
+    verb("splits", "who should compute prompts",
+         "simulate.one_run:run_splits",
+         *SIMULATED,
+         TENSOR,
+         option("--split", engine_pair, "P:D", "engines for prompts, and for answers; or all for both",
+                required=True),
+         table="simulate.one_run:print_ways"),
+    verb("fleet", "thousands of engines under millions of drawn requests",
+         "simulate.fleet:run",
+         DEVICE,
+         option("--requests", whole(1, 10**10), "N", required=True),
+         option("--rate", rate, "R", "requests a second, for all engines together", required=True),
+         option("--prompt-tokens", drawn_lengths, "DRAW", "as `scripts.trace` draws them", required=True),
+         option("--output-tokens", drawn_lengths, "DRAW", "likewise", required=True),
+         SEED,
+         TENSOR,
+         option("--dp", engines, "N", "engines, which are sent requests in turn", required=True),
+         option("--sample", engines, "N", "simulate N engines, drawn by the seed, and estimate the rest"),
+         count("--processes", 2, "processes that simulate", most=1024)),
+    verb("held-out", "how far off a simulation is, of runs that its costs were not fitted to",
+         "simulate.held_out:run",
+         option("--train", metavar="FILE", help="the trace that costs are fitted to", required=True),
+         option("--held", metavar="FILE",
+                help="the trace that is simulated (default: other runs of the same)"),
+         count("--runs", 3, "measured runs of each", 2, 100)),
+    verb("fit", "costs of steps from a recording, for --costs",
+         "simulate.held_out:run_fit",
+         Option("recording", {"help": "made with scheduler.record=FILE"}),
+         option("--output", kinds.file, "COSTS.json", required=True),
+         table="", takes_recipe=False),
+)  # fmt: skip
+
+
+def listed() -> str:
+    """Return the benchmarks as the table of docs/benchmarks.md."""
+    return markdown(("verb", "what it measures"), [(f"`{verb.title}`", verb.help) for verb in BENCHMARKS])
+
+
+def chosen(verbs: Sequence[Verb], name: str, arguments: Sequence[str]) -> Verb:
+    """Return the verb of this name, in the mode that one of the arguments names."""
+    own, *modes = (each for each in verbs if each.name == name)
+    return next((each for each in modes if f"--{each.mode}" in arguments), own)
+
+
+def parser_of(verb: Verb, prog: str, modes: Sequence[Verb] = ()) -> argparse.ArgumentParser:
+    """Return the parser of a verb; the help of its own mode names the others."""
+    others = "".join(f"\n  --{each.mode:10} {each.help}" for each in modes)
+    text = f"{verb.help}." + (f"\n\nOr, each with its own --help:{others}" if others else "")
+    parser = argparse.ArgumentParser(
+        prog=f"{prog} {verb.title}".rstrip(),
+        description=text[:1].upper() + text[1:],
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
+    if verb.mode:
+        parser.add_argument(f"--{verb.mode}", action="store_true", dest="mode", help=argparse.SUPPRESS)
+    if verb.takes_recipe:
+        add_recipe(parser)
+    for each in verb.options:
+        each.add_to(parser)
+    if verb.table:
+        parser.add_argument("--json", action="store_true", help="print JSON rather than a table")
+    return parser
+
+
+def function(path: str) -> Callable[..., Any]:
+    """Import a function of a verb; raises ValueError where a package that it needs is not installed."""
+    module, _, name = path.partition(":")
+    try:
+        found: Callable[..., Any] = getattr(import_module(f"benchmark.{module}"), name)
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{error.name} is not installed; bash scripts/setup.sh bench installs it") from error
+    return found
+
+
+def run(verb: Verb, options: argparse.Namespace) -> None:
+    """Run a verb, and print its result."""
+    act, clock = function(verb.run), RunClock()
+    result = act(options)
+    if result is None:
+        return
+    if verb.result:
+        from recipes.assembly import versions
+
+        result = {"machine": versions.describe(), "clock": clock.read(), **result}
+        result = {"benchmark": verb.result, **result}
+    if verb.judged:
+        from benchmark.gate.gate import with_verdict
+
+        result = with_verdict(result)
+    show(result, as_json=options.json, print_table=function(verb.table))
+
+
+def main(argv: list[str]) -> None:
+    """Run one benchmark."""
+    prog = "python -m scripts.benchmark"
+    names = dict.fromkeys(each.name for each in BENCHMARKS)
+    top = argparse.ArgumentParser(
+        prog=prog,
+        description="\n".join(
+            [
+                "Measure speed; each verb has its own --help.",
+                "",
+                *(f"{each.title:24}{each.help}" for each in BENCHMARKS),
+            ]
+        ),
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
+    top.add_argument("--list", action="store_true", help="print the list of docs/benchmarks.md")
+    top.add_argument("verb", nargs="?", choices=names, metavar="VERB")
+    first = top.parse_args(argv[:1])
+    if first.list:
+        print(listed())
+        return
+    if first.verb is None:
+        top.error("name a VERB")
+    verb = chosen(BENCHMARKS, first.verb, argv[1:])
+    modes = [each for each in BENCHMARKS if each.name == verb.name and each.mode and not verb.mode]
+    run(verb, parser_of(verb, prog, modes).parse_intermixed_args(argv[1:]))
+
+
+def simulate(argv: list[str]) -> None:
+    """Run one simulation; without a verb, one trace is served."""
+    own, *others = SIMULATIONS
+    one = next((each for each in others if argv[:1] == [each.name]), own)
+    parser = parser_of(one, "python -m scripts.simulate")
+    parser.description = f"SIMULATED, not measured: {one.help}."
+    if one is own:
+        verbs = "".join(f"\n  {each.name:10} {each.help}" for each in others)
+        parser.description += f"\n\nOr a verb, each with its own --help:{verbs}"
+    run(one, parser.parse_intermixed_args(argv[1:] if one.name else argv))
