@@ -174,23 +174,29 @@ class WindowGroup:
     def free_behind(self, rows: Index, firsts: Index) -> None:
         """Release the pages of rows before page `firsts`, which no query of these rows will see."""
         firsts = np.minimum(firsts, self.stop[rows])
-        due = np.flatnonzero(firsts > self.first[rows])
-        for row, first in zip(rows[due].tolist(), firsts[due].tolist()):
-            old = slice(int(self.first[row]), first)
-            self._release(self.table[row, old].astype(np.int64))
-            self.table[row, old] = 0
-            self.first[row] = first
+        due = firsts > self.first[rows]
+        if not due.any():
+            return
+        rows, firsts = rows[due], firsts[due]
+        counts = firsts - self.first[rows]
+        owners, indexes = np.repeat(rows, counts), _ranges(self.first[rows], counts)
+        pages = self.table[owners, indexes].astype(np.int64)
+        self.table[owners, indexes] = 0
+        self.first[rows] = firsts
+        if len(set(pages.tolist())) == len(pages):
+            self._release(pages)
+        else:  # rows that share pages release them one after the other
+            for of_row in np.split(pages, np.cumsum(counts)[:-1]):
+                self._release(of_row)
 
     def grow(self, rows: Index, counts: Index) -> list[PageCopy]:
         """Give each row `counts` more pages, and return the copies that make room for them."""
         if not counts.any():
             return []
-        copies = self._made_free(int(counts.sum()))
-        growing = counts > 0
-        for row, count in zip(rows[growing].tolist(), counts[growing].tolist()):
-            stop = int(self.stop[row])
-            self.table[row, stop : stop + count] = self.pool.take(count)
-            self.stop[row] = stop + count
+        total = int(counts.sum())
+        copies = self._made_free(total)
+        self.table[np.repeat(rows, counts), _ranges(self.stop[rows], counts)] = self.pool.take(total)
+        self.stop[rows] += counts
         return copies
 
     def num_shared(self, rows: Sequence[int], indexes: Sequence[int]) -> int:
@@ -451,3 +457,10 @@ class WindowGroup:
         names = [self._entry_of.pop(page) for page in sources.tolist()]
         self._entry_of.update(zip(targets.tolist(), names))
         self.beside[names] = targets
+
+
+def _ranges(starts: Index, counts: Index) -> Index:
+    """Concatenate the `counts[i]` integers from each of `starts`."""
+    ahead = np.repeat(np.cumsum(counts) - counts, counts)
+    ranges: Index = np.arange(int(counts.sum())) - ahead + np.repeat(starts, counts)
+    return ranges

@@ -34,7 +34,7 @@ FAULTS = {
     ),
     "window_page_freed_twice": Fault(
         "kv_cache/groups.py::WindowGroup.free_behind",
-        "self.first[row] = first",
+        "self.first[rows] = firsts",
         "",
         "two requests get the same page",
         STORM,
