@@ -34,7 +34,7 @@ from recipes.schema.numbers import (
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One option: its flag, and what argparse is told of it."""
+    """One option: its flag, and what argparse needs to know of it."""
 
     flag: str
     given: Mapping[str, Any]
@@ -258,7 +258,7 @@ BENCHMARKS = (
          table="serve.tier:print_table", result="tier"),
     verb("serve --schemas", "how long hostile schemas hold up a client who streams a free answer beside them",
          "serve.schemas:run",
-         count("--rounds", 3, "how often each form comes, of which the longest gap is told"),
+         count("--rounds", 3, "how often each form comes, of which the longest gap is reported"),
          table="serve.schemas:print_table", result="schemas"),
     verb("sweep", "`serve` at one rate, and one setting, after the other, with a page",
          "serve.sweep:run",

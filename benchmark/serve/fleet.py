@@ -127,8 +127,8 @@ async def serve(url: str, load: FleetLoad, seed: int) -> Found:
 async def fleet(url: str) -> dict[str, Any]:
     """Return a router's description of its fleet."""
     async with aiohttp.ClientSession() as http, http.get(f"{url}/fleet") as response:
-        told: dict[str, Any] = await response.json()
-        return told
+        reported: dict[str, Any] = await response.json()
+        return reported
 
 
 def measure(options: argparse.Namespace, load: FleetLoad) -> dict[str, Any]:
@@ -159,17 +159,17 @@ def measure(options: argparse.Namespace, load: FleetLoad) -> dict[str, Any]:
         return {way: medians(each[1:]) for way, each in rounds.items()}
 
 
-def figures(found: Found, told: Mapping[str, Any]) -> dict[str, float]:
+def figures(found: Found, reported: Mapping[str, Any]) -> dict[str, float]:
     """Return the figures of one round."""
-    loads = [each["prompt_tokens"] - each["hit_tokens"] for each in told["replicas"]]
+    loads = [each["prompt_tokens"] - each["hit_tokens"] for each in reported["replicas"]]
     # Without page events, a router knows no best replica.
-    is_known = told["route"] == "prefix"
-    of_best = {"of_best": found.cached_tokens / max(1, told["best_hit_tokens"])} if is_known else {}
+    is_known = reported["route"] == "prefix"
+    of_best = {"of_best": found.cached_tokens / max(1, reported["best_hit_tokens"])} if is_known else {}
     p50, p99 = np.percentile(found.ttft_s, [50, 99]).tolist()
     return {
         "found": found.cached_tokens / max(1, found.prompt_tokens),
-        "sent_max_over_mean": max(each["sent"] for each in told["replicas"])
-        / statistics.mean(each["sent"] for each in told["replicas"]),
+        "sent_max_over_mean": max(each["sent"] for each in reported["replicas"])
+        / statistics.mean(each["sent"] for each in reported["replicas"]),
         "computed_max_over_mean": max(loads) / statistics.mean(loads),
         "ttft_p50_ms": 1e3 * p50,
         "ttft_p99_ms": 1e3 * p99,

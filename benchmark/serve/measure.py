@@ -53,7 +53,7 @@ TITLES = {
     "e2el": "whole request",
 }
 COLUMNS = ("mean", "median", "std", "p90", "p99")
-TOLD = {  # rows of the table, where the result has them
+ROW_LABELS = {  # rows of the table, where the result has them
     "completed": "requests answered",
     "failed": "failed",
     "rejected": "of these rejected (busy)",
@@ -366,7 +366,7 @@ def save(path: Path, result: Mapping[str, Any]) -> None:
 
 def print_table(result: Mapping[str, Any]) -> None:
     """Print the figures of one run."""
-    for name, label in TOLD.items():
+    for name, label in ROW_LABELS.items():
         if result.get(name) is not None and (result[name] or name not in ("rejected", "retried")):
             print(f"{label:34}{result[name]:>12,}")
     print(f"\n{'ms':34}" + "".join(f"{column:>12}" for column in COLUMNS))

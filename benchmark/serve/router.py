@@ -207,13 +207,13 @@ async def proxy(url: str) -> None:
             message = await receive()
             body += message["body"]
         headers = [each for each in scope["headers"] if each[0] not in (b"host", b"content-length")]
-        told = await upstream.ask(scope["method"], scope["path"], headers, body)
-        kept = [each for each in told.headers if each[0] != b"transfer-encoding"]
-        await send({"type": "http.response.start", "status": told.status, "headers": kept})
-        while part := await told.next():
+        answer = await upstream.ask(scope["method"], scope["path"], headers, body)
+        kept = [each for each in answer.headers if each[0] != b"transfer-encoding"]
+        await send({"type": "http.response.start", "status": answer.status, "headers": kept})
+        while part := await answer.next():
             await send({"type": "http.response.body", "body": part, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
-        upstream.done(told)
+        upstream.done(answer)
 
     with listener_at("127.0.0.1", 0) as listener:
         announce(listener.getsockname())

@@ -106,10 +106,10 @@ async def answered(http: aiohttp.ClientSession, url: str, form: str) -> str:
     asked = json.dumps({"prompt": PROMPT, "max_tokens": TOKENS, "temperature": 1, "seed": 1})
     body, headers = f"{asked[:-1]}, {form}}}" if form else asked, {"Content-Type": "application/json"}
     async with http.post(f"{url}/v1/completions", data=body, headers=headers) as response:
-        told = await response.json()
+        answer = await response.json()
     if response.status == 200:
-        return f"answered, {told['choices'][0]['finish_reason']}"
-    return f"{response.status}: {told['error']['message']}"
+        return f"answered, {answer['choices'][0]['finish_reason']}"
+    return f"{response.status}: {answer['error']['message']}"
 
 
 async def measured(url: str, rounds: int) -> list[dict[str, Any]]:

@@ -202,7 +202,7 @@ def _adapters(recipe: Recipe, decoder: Decoder) -> Adapters | None:
             adapters.put(number, adapters.read(look_at(ROOT / folder, asked.rank)))
         except (ValueError, OSError) as error:
             raise RecipeError(
-                f"adapters.folders.{name}", in_one_line(error), "mend it, or leave it out"
+                f"adapters.folders.{name}", in_one_line(error), "correct it, or leave it out"
             ) from error
     return adapters
 

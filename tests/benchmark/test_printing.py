@@ -136,7 +136,7 @@ def test_a_clients_table_has_each_figure_in_its_place(
     result, print_table = served
     text = printed(print_table, result)
     lines = text.splitlines()
-    for name, label in measure.TOLD.items():
+    for name, label in measure.ROW_LABELS.items():
         if result.get(name) or name in ("completed", "failed"):
             [line] = [each for each in lines if each[:34].rstrip() == label]
             assert line[34:].strip() == f"{result[name]:,}"
