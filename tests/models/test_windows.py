@@ -21,8 +21,11 @@ from recipes.assembly.engine import BuiltEngine, build
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from recipes.schema.recipe_error import RecipeError
-from tests.models.families import VARIANTS, VOCABULARY, expected_logprobs, make
+from tests.device_kinds import Kind, Way, on_each, settings
+from tests.models.families import VARIANTS, VOCABULARY, expected_logprobs, make, wide
 from tests.models.variants import Variant
+
+Pair = tuple[Kind, Way]
 
 WINDOW, PAGE_SIZE, LONGEST, NUM_NEW = 9, 4, 100, 12
 NUM_PAGES, NUM_WINDOW_PAGES = 25, 3  # of the longest request: 99 cached tokens, and 9 of them anywhere
@@ -57,12 +60,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tupl
     return cache(lambda name: make(of_window(name), folder))
 
 
-def built(path: Path, changes: dict[str, Any]) -> BuiltEngine:
+def built(path: Path, changes: dict[str, Any], kind: Kind = "cpu") -> BuiltEngine:
     overrides = {
         "model.path": path,
         "model.dtype": "float32",
-        "device.compile": "false",
-        "device.threads": 1,
         "cache.page_size": PAGE_SIZE,
         "cache.num_pages": 1 + NUM_PAGES,
         "cache.num_window_pages": 1 + NUM_WINDOW_PAGES,
@@ -73,7 +74,7 @@ def built(path: Path, changes: dict[str, Any]) -> BuiltEngine:
     } | changes
     if overrides.get("speculation.kind") == "draft":
         overrides["speculation.draft_path"] = path
-    texts = [f"{key}={value}" for key, value in overrides.items()]
+    texts = [*settings(kind), *(f"{key}={value}" for key, value in overrides.items())]
     return build(load(ROOT / "recipes/any/cpu.yaml", texts))
 
 
@@ -134,6 +135,26 @@ def test_tokens_are_those_of_transformers_with_exactly_the_pages_of_the_plan(
         assert counters.accepted_tokens
     if way == "n-gram drafts":
         assert counters.drafts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("graphs", [0, 8])
+@pytest.mark.parametrize("pair", on_each("fused")[1:])
+@pytest.mark.parametrize("name", ["mistral_window", "gemma3"])
+def test_so_they_are_on_other_devices(name: str, pair: Pair, graphs: int, tmp_path: Path) -> None:
+    """Pages of 16 tokens: ten of the longest request, and two of its window; graphs have a table of each."""
+    model, path = make(wide(of_window(name)), tmp_path)
+    kind, _ = pair
+    more = {
+        "cache.page_size": 16,
+        "cache.num_pages": 1 + 10,
+        "cache.num_window_pages": 1 + 2,
+        "scheduler.max_request_tokens": 160,
+        "device.graphs": graphs,
+    }
+    engine = built(path, more, kind).engine
+    check(model, served(engine))
+    assert engine.scheduler.counters.preemptions, "the pool was too large to force preemptions"
 
 
 @pytest.mark.parametrize("name", NAMES)
