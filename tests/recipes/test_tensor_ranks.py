@@ -93,14 +93,16 @@ def requests(random: np.random.Generator, number: int) -> list[Request]:
 
 
 def served(engine: Engine, asked: list[Request], random: np.random.Generator) -> dict[str, list[int]]:
-    """The answer of each request that was not aborted."""
+    """The answer of each request that was not aborted; how many may be is drawn before any step is timed."""
     to_come, answers = list(asked), {}
+    doomed = {each.id for each in asked if random.random() < 0.2}
     most = engine.scheduler.pool.num_pages
     while to_come or engine.has_work:
         if to_come and random.random() < 0.5:
             engine.add(to_come.pop())
-        if random.random() < 0.03 and len(engine.slots.busy):
-            engine.abort(engine.slots.requests[int(random.choice(engine.slots.busy))].id)
+        running = [each.id for each in engine.slots.requests[engine.slots.busy] if each.id in doomed]
+        if random.random() < 0.1 and running:
+            engine.abort(str(random.choice(running)))
         if random.random() < 0.04:
             engine.resize(most - int(random.integers(0, 3)), "running")
         step = engine.step()
@@ -159,7 +161,7 @@ def test_several_ranks_give_the_tokens_of_one(
         both = expected(seed).keys() & found.keys()
         assert {name: found[name] for name in both} == {name: expected(seed)[name] for name in both}, seed
         compared += len(both)
-    assert compared > 6 * len(seeds)
+    assert compared >= 5 * len(seeds)
     counters = together.engine.scheduler.counters
     assert counters.preemptions > 0 or together.engine.scheduler.depth > 1  # which spreads what is wanted
     assert counters.hit_tokens > 0
