@@ -98,9 +98,9 @@ class BeamSearches:
         return width - 1
 
     def extra_pages(self, request: Request, reserved: int) -> int:
-        """Return the pages to promise to the other beams of a request that is promised `reserved` tokens."""
+        """Return the pages to promise to each other beam of a request that is promised `reserved` tokens."""
         search, size = self.by_number[request.number], self._slots.page_size
-        return max(0, -(-reserved // size) - search.num_shared(size)) * (len(search.beams) - 1)
+        return max(0, -(-reserved // size) - search.num_shared(size))
 
     def take_rows(self, request: Request, row: int, reserved: int) -> None:
         """Give rows to the other beams of a request that was admitted into `row`."""

@@ -155,9 +155,10 @@ class Admission:
             for group in tables.groups
         ]
         if request.params.beam_width:
-            wanted[0] += self._beam_searches.extra_pages(request, reserved)
+            extra, others = self._beam_searches.extra_pages(request, reserved), request.params.beam_width - 1
+            wanted[0] += others * extra
             for at, group in enumerate(tables.groups, 1):
-                wanted[at] += (request.params.beam_width - 1) * group.needed(reserved)
+                wanted[at] += others * min(extra, group.needed(reserved))
         return np.array(wanted)
 
     def _match(self, request: Request) -> Index:

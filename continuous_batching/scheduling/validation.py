@@ -91,8 +91,10 @@ def check_request(
         )
 
     for group in groups:
-        # A row needs the pages of one window, and every beam may have those of its own
-        needed = max(1, width) * group.needed(longest_tokens(request) - 1)
+        # A row needs the pages of one window, and every beam may have its own behind the prompt
+        longest, shared = _longest_and_shared(request, slots.page_size)
+        of_a_row = group.needed(longest_tokens(request) - 1)
+        needed = of_a_row + max(0, width - 1) * min(of_a_row, longest - shared)
         usable = group.pool.num_pages - 1
         if needed > usable:
             raise BadRequest(
@@ -208,9 +210,14 @@ def check_resize(
 
 def most_pages(request: Request, page_size: int) -> int:
     """Return the most pages that a request may hold with all its beams; the last token is never cached."""
-    longest = max(1, -(-(longest_tokens(request) - 1) // page_size))
-    shared = request.num_prompt_tokens // page_size
+    longest, shared = _longest_and_shared(request, page_size)
     return longest + max(0, request.params.beam_width - 1) * (longest - shared)
+
+
+def _longest_and_shared(request: Request, page_size: int) -> tuple[int, int]:
+    """Return the most pages of one sample, and those of them that all beams share."""
+    longest = max(1, -(-(longest_tokens(request) - 1) // page_size))
+    return longest, request.num_prompt_tokens // page_size
 
 
 def longest_allowed(slots: SlotPool, pool: PagePool) -> int:

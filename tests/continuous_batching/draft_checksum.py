@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from continuous_batching.batch import Batch, Sampled
 from continuous_batching.slots import SlotPool
+from kv_cache.groups import WindowGroup
 from kv_cache.pages import PageCopy, PagePool
 from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner, Free, answer_token, key
 
@@ -15,8 +17,14 @@ from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner, Free,
 class DraftingRunner(ChecksumRunner):
     """Makes the drafts of the batches that it runs; three in four are what the model says, by their keys."""
 
-    def __init__(self, slots: SlotPool, pool: PagePool, host_pool: PagePool | None = None) -> None:
-        super().__init__(slots, pool, host_pool)
+    def __init__(
+        self,
+        slots: SlotPool,
+        pool: PagePool,
+        host_pool: PagePool | None = None,
+        groups: Sequence[WindowGroup] = (),
+    ) -> None:
+        super().__init__(slots, pool, host_pool, groups)
         self.drafter = ChecksumRunner(slots, pool, host_pool)  # for its keys alone
         self.num_caught_up = 0  # tokens that decodes had left out
 

@@ -6,12 +6,14 @@ before it, so that it equals the target's key if and only if that was the right 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from continuous_batching.batch import Batch, Sampled
 from continuous_batching.slots import SlotPool
+from kv_cache.groups import WindowGroup
 from kv_cache.pages import PageCopy, PagePool
 from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner, Free, answer_token, key
 
@@ -21,8 +23,15 @@ ITS_OWN = 77  # what the head itself says in place of a feature
 class HeadRunner(ChecksumRunner):
     """Makes the drafts of the batches that it runs, at most `most` a row; three in four are right."""
 
-    def __init__(self, slots: SlotPool, pool: PagePool, host_pool: PagePool | None, most: int) -> None:
-        super().__init__(slots, pool, host_pool)
+    def __init__(
+        self,
+        slots: SlotPool,
+        pool: PagePool,
+        host_pool: PagePool | None,
+        most: int,
+        groups: Sequence[WindowGroup] = (),
+    ) -> None:
+        super().__init__(slots, pool, host_pool, groups)
         self.head = ChecksumRunner(slots, pool, host_pool)  # for its keys alone
         self.features = ChecksumRunner(slots, pool, host_pool)  # for those of the target alone
         self.kept = min(slots.page_size, most + 1)  # features of a page

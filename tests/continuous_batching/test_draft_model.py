@@ -85,7 +85,7 @@ def test_its_keys_are_there_in_every_schedule(
 ) -> None:
     scheduler, runner = made
     scheduler.speculation = drafting(scheduler.slots, most, seed)
-    runner = DraftingRunner(scheduler.slots, scheduler.pool, runner.host_pool)
+    runner = DraftingRunner(scheduler.slots, scheduler.pool, runner.host_pool, runner.groups)
     ended = serve(scheduler, runner, plan, resizes, overlap=overlap)
     check_answers(ended, runner.fail)
     assert not scheduler.slots.draft_lag[scheduler.slots.busy].any()

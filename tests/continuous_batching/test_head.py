@@ -52,7 +52,7 @@ def test_its_keys_and_features_are_there_in_every_schedule(
 ) -> None:
     scheduler, runner = made
     scheduler.speculation = drafting(scheduler.slots, most, seed)
-    runner = HeadRunner(scheduler.slots, scheduler.pool, runner.host_pool, most)
+    runner = HeadRunner(scheduler.slots, scheduler.pool, runner.host_pool, most, runner.groups)
     ended = serve(scheduler, runner, plan, resizes, overlap=overlap)
     check_answers(ended, runner.fail)
     assert not scheduler.slots.draft_lag[scheduler.slots.busy].any()

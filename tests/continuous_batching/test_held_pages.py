@@ -54,7 +54,7 @@ def expect(engine: Engine, request: Request) -> bool:
         return False
     runner = engine.runner
     assert isinstance(runner, ChecksumRunner)
-    runner._copy(found[1], (np.empty(0, int), np.empty(0, int)))
+    runner._copy(found[1], [(np.empty(0, int), np.empty(0, int))])
     return True
 
 

@@ -146,7 +146,7 @@ def test_preempted_anywhere_nothing_is_told_twice_or_lost(overrides: list[str], 
     while engine.has_work:
         engine.step()
         busy = engine.slots.busy
-        if len(busy) and random.random() < 0.4:
+        if len(busy) and random.random() < 0.5:
             request = engine.slots.requests[row := int(random.choice(busy))]
             engine.scheduler.preemption.preempt(row)
             interrupted += 0 < request.num_scored < request.num_prompt_tokens - 1

@@ -14,6 +14,7 @@ from attention.reference import Attention
 from continuous_batching.policies.static import Static
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.scheduling.victims import lowest_priority
+from continuous_batching.step_time import StepTime
 from models.step.warm_up import largest_step_bytes
 from recipes.assembly import engine as building
 from recipes.assembly.engine import build
@@ -100,7 +101,7 @@ def test_the_policy_is_the_one_named():
     static = SchedulerSection(
         policy="static", num_slots=4, max_batch_tokens=64, batch_size=2, max_wait_ms=250.0
     )
-    assert policy(static) == Static(2, 0.25)
+    assert policy(static, StepTime()) == Static(2, 0.25)
 
 
 @pytest.mark.parametrize(
