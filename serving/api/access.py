@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from serving.api.api_keys import ApiKeys
 from serving.api.bodies import BodyMemory
 from serving.api.errors import DEFECT, error_response, response_of
+from serving.api.streamed import gone
 from serving.failures import ShutDown
 from serving.metrics.server_stats import TRACE_HEADERS
 
@@ -73,10 +74,10 @@ class AccessControl:
         traced = ("traceparent", "tracestate") if b"traceparent" in headers else ()
         TRACE_HEADERS.set({each: headers.get(each.encode(), "") for each in traced})
         # The status stays 499 if the client closed the connection first.
-        start_s, status = time.monotonic(), 499
+        start_s, status, is_whole = time.monotonic(), 499, False
 
         async def send_on(message: Message) -> None:
-            nonlocal status
+            nonlocal status, is_whole
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message["headers"] = [*message["headers"], (b"x-request-id", name.encode())]
@@ -84,6 +85,7 @@ class AccessControl:
                 if refusal is not None and b"expect" in headers:
                     message["headers"].append((b"connection", b"close"))
             await send(message)
+            is_whole = message["type"] == "http.response.body" and not message.get("more_body")
 
         refusal = self._refusal(scope, headers, state)
         try:
@@ -94,6 +96,9 @@ class AccessControl:
         except asyncio.CancelledError:  # the server shuts down; uvicorn would answer with 500
             if status == 499:
                 await response_of(ShutDown())(scope, receive, send_on)
+            elif not is_whole and "cut_off" in state:  # what has begun must not look whole
+                state["cut_off"]()
+                await gone(receive)
         except Exception:
             log.exception("%s: a defect of the server", name, extra={"fields": {"request_id": name}})
             if status == 499:
