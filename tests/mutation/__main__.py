@@ -14,6 +14,7 @@ from recipes.schema import verb
 from tests.mutation.every import FAULTS
 from tests.mutation.fault import Fault
 from tests.mutation.trees import Outcome, outcomes
+from tests.patience import PATIENCE_S
 
 SOUND = "(no fault)"
 
@@ -63,7 +64,8 @@ def parser() -> argparse.ArgumentParser:
     )
     options.add_argument("--list", action="store_true", help="say what the faults are, and run nothing")
     options.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="faults at once (the cores)")
-    options.add_argument("--timeout-s", type=float, default=300.0, help="seconds for the test of one fault")
+    most_s = PATIENCE_S + 60  # a test that loses its patience is to fail by itself
+    options.add_argument("--timeout-s", type=float, default=most_s, help="seconds for the test of one fault")
     return options
 
 

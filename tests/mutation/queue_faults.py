@@ -59,6 +59,6 @@ FAULTS = {
         "self._target_itl_s",
         "2 * self._target_itl_s",
         "decodes wait twice as long as they may",
-        "tests/continuous_batching/test_adaptive_prefill_budget.py::test_steps_are_whole_tiles_and_chunks_within_their_bounds",
+        "tests/continuous_batching/test_adaptive_prefill_budget.py::test_the_target_is_held_within_a_tenth_while_the_load_doubles_and_halves",
     ),
 }
