@@ -27,7 +27,7 @@ from kv_cache.device.transfer import to_device
 QUERY_ROWS = 256
 
 
-Windows = Sequence[int | None] | None  # of the layers of a group
+Windows = Sequence[int | None] | None  # windows that the layers of a group have
 
 
 @dataclass(frozen=True, slots=True)

@@ -232,7 +232,7 @@ class FusedAttention(AscendAttention):
         for group in metadata:
             assert isinstance(group, FusedMetadata)
             calls += group.captured
-        if len(metadata) > 1:  # in the order in which the layers of all groups run
+        if len(metadata) > 1:  # the layers of all groups run in this order
             calls.sort(key=lambda call: call.layer)
         # Torch hands out the streams of a pool in turn. On the current stream, updates would wait behind the
         # replay that waits for them.
