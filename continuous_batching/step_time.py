@@ -71,7 +71,7 @@ class Coefficients:
     step_s: float = 0.0
     token_s: float = 0.0
     context_s: float = 0.0
-    drafted_s: float = 0.0  # of steps that only decode
+    drafted_s: float = 0.0  # counts in steps that only decode
     pair_s: float = 0.0  # of steps with chunks
 
 

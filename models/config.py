@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
-from kv_cache.groups import ALL_TOKENS, DType, LayerCache, Lifetime, Plane
+from kv_cache.groups import ALL_TOKENS, ITEM_BYTES, DType, LayerCache, Lifetime, Plane
 from models.packing import Int4, Packing
 from models.quantization import BlockScales, Quantization
 
@@ -175,7 +175,7 @@ Gate = Literal["silu", "gelu_tanh", "clamped"]
 # How a linear is stored; with "quantize", in the model's type, and in int8 from loading on
 Form = Literal["plain", "int8", "quantize"] | Int4
 
-DTYPE_BYTES: dict[DType, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+DTYPE_BYTES: dict[DType, int] = {each: ITEM_BYTES[each] for each in get_args(DType)}
 # Size of a float32 scale: one for each int8 output channel, and for each head in an int8 cache
 SCALE_BYTES = 4
 

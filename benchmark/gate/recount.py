@@ -249,7 +249,7 @@ def in_slots(figures: Figures) -> float:
     begin_s, end_s = of_each(figures.completed, "first_token_s"), of_each(figures.completed, "finish_s")
     kept = end_s > begin_s
     times_s, change = np.concatenate([end_s[kept], begin_s[kept]]), np.repeat([-1, 1], kept.sum())
-    together = np.cumsum(change[np.lexsort((change, times_s))])  # of one moment, ends come first
+    together = np.cumsum(change[np.lexsort((change, times_s))])  # ends precede starts of the same moment
     return float(together.max(initial=0)) - preempted
 
 

@@ -39,7 +39,7 @@ from benchmark.simulate.one_run import figure
 
 # The article's "mean seq=512" is read as prompt and answer together, bounded by its 2,048.
 BATCH_LOAD = Offered(requests=960)
-SHORT_LOAD = Offered(requests=240)  # for batches of 8, whose rate does not depend on how many there are
+SHORT_LOAD = Offered(requests=240)  # the rate of batches of 8 does not depend on it
 CLAIMED_X, CLAIMED_TPOT_S, OFFERED_X = 482.0, 0.187, 50.0
 
 

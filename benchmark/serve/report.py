@@ -95,7 +95,7 @@ STYLE += "\n".join(f".{kind} {{ color: var(--{kind}); }}" for kind in KINDS)
 
 # A chart is drawn in colours that nothing else has, each of which a CSS variable of the page then replaces.
 INK, LINE = "#0a0a01", "#0a0a02"
-COLOURS = tuple(f"#0a0a{number:02}" for number in range(4, 4 + len(KINDS)))  # of the sides, in order
+COLOURS = tuple(f"#0a0a{number:02}" for number in range(4, 4 + len(KINDS)))  # one for each side, in order
 VARIABLES = {INK: "--ink", LINE: "--line"} | {colour: f"--{kind}" for colour, kind in zip(COLOURS, KINDS)}
 CHART_STYLE: dict[RcKeyType, Any] = {
     "axes.edgecolor": LINE,

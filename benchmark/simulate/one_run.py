@@ -34,7 +34,7 @@ from simulation.fit_trust import in_words
 from simulation.fitted import Fitted
 
 MOST_RECORDS = 20_000  # most records that a result keeps, for the gate to recount
-PANELS = (  # of a picture of routes: a figure, its heading, and its format
+PANELS = (  # a figure, its heading and its format, for each panel of the picture of routes
     ("prefix_hit_rate", "prompt tokens found", "{:.2f}"),
     ("routed_most_of_mean", "most loaded engine / mean", "{:.2f}"),
     ("ttft_ms.p50", "TTFT p50, ms", "{:,.0f}"),

@@ -55,6 +55,9 @@ def test_who_answered_is_not_blamed_for_what_lies_unread_here(
     pair.is_stopped = True
     late: list[float] = []
     monkeypatch.setattr(pair.source, "was_late", late.append)
+    # A connection that brings nothing: the real one may bring a refusal at any moment
+    asked = Connection(lambda _: None, lambda _: None), 1
+    monkeypatch.setattr(pair.source, "want", lambda *_: asked)
     request, *_ = prompts(1)
     assert pair.fetching.begin(0, request)
     flood(pair.source, num_unread)
