@@ -120,7 +120,8 @@ class Bench:
             key[begins], value[begins] = 0, 0
         kept_key, kept_value = key, value
         if self.shape.int8_pages:
-            kept_key, kept_value = unpacked(packed(key)), unpacked(packed(value))
+            # On the device, since a GPU divides by a number as it multiplies by its inverse, one bit apart
+            kept_key, kept_value = (unpacked(packed(each.to(self.device))).cpu() for each in (key, value))
         before, size = self._places(layer), self.shape.page_size
         sent = [tensor.to(self.device) for tensor in (query, key, value)]
         self.attention.write(*sent[1:], keys, values, metadata)  # type: ignore[arg-type]
