@@ -86,7 +86,7 @@ class SelfAttention(nn.Module):
         """Map [T, hidden] to [T, hidden], after writing the step's keys and values to the cache."""
         query = self.write(x, cos, sin, step)
         self.ops.prefetch(self.output.packed, query)
-        keys, values = step.cache.keys[self.layer], step.cache.values[self.layer]
+        keys, values = step.cache.of(self.layer)
         attended = self.attention.attend(query, keys, values, step.metadata_of(self.group), self.layer)
         self.ops.await_prefetch()
         mixed: Tensor = self.output(attended.flatten(1))
@@ -111,7 +111,7 @@ class SelfAttention(nn.Module):
             query = self.ops.rms_norm(query, self.query_norm, self.eps)
             key = self.ops.rms_norm(key, self.key_norm, self.eps)
         query, key = self.ops.rotary(query, key, cos, sin)
-        keys, values = step.cache.keys[self.layer], step.cache.values[self.layer]
+        keys, values = step.cache.of(self.layer)
         self.attention.write(key, value, keys, values, step.metadata_of(self.group))
         return query
 

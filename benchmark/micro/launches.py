@@ -253,11 +253,11 @@ def drafter_of(recipe: Recipe, config: DecoderConfig, built: BuiltEngine, machin
         for parameter in head.parameters():
             parameter.data.fill_(1 / config.hidden_size)
         head.pack()
-        cache = cache_of(head, recipe, built.memory)
+        cache = cache_of([head], recipe, built.memory)
         return decoders.drafter_of(head, built.runner.decoder, cache, slots, slots.num_slots, recipe)
     decoder = Decoder(config, *machine.operators(shape_of(recipe.cache.page_size, config)))
     weights.random(decoder, recipe.model.seed)
-    return Drafter(decoder, cache_of(decoder, recipe, built.memory), slots, slots.num_slots)
+    return Drafter(decoder, cache_of([decoder], recipe, built.memory), slots, slots.num_slots)
 
 
 def draft_steps(drafter: Drafter, built: BuiltEngine, machine: Npu) -> Iterator[tuple[str, list[Any]]]:

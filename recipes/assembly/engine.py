@@ -125,8 +125,7 @@ def assemble(
     adapters = _adapters(recipe, decoder)
     tell("")
     world.meet("the meeting after loading", wait_s)
-    beside = None if draft is None else cache_of(draft, recipe, memory)
-    cache = cache_of(decoder, recipe, memory, beside)
+    cache = cache_of([decoder] if draft is None else [decoder, draft], recipe, memory)
     drafts = None if draft is None else draft.config
     most = (memory.num_pages, memory.num_host_pages, memory.longest_tokens)
     limits = SchedulerLimits.of(config, *most, drafts, memory.window_pools)
@@ -136,9 +135,9 @@ def assemble(
     if world.rank == 0:
         sampler = Sampler(config.eos_token_ids, config.vocab_size, decoder.ops)
     drafter = None
-    if draft is not None and beside is not None:
-        slots, most_tokens = scheduler.slots, scheduler.max_batch_tokens
-        drafter = drafter_of(draft, decoder, beside, slots, most_tokens, recipe)
+    if draft is not None:
+        most_tokens = scheduler.max_batch_tokens
+        drafter = drafter_of(draft, decoder, cache, scheduler.slots, most_tokens, recipe)
     kind = ModelRunner if depth == 1 else StageRunner
     runner = kind(decoder, cache, decoder.attention, sampler, scheduler.slots, drafter)
     engine = Engine(scheduler, runner, clock, overlap=recipe.scheduler.overlap)

@@ -23,9 +23,8 @@ from continuous_batching.policies.stall_free import StallFree
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.slots import SlotPool
-from kv_cache.device.storage import KVCache
+from kv_cache.device.storage import KVCache, LayerPages
 from kv_cache.pages import PageCopy, PagePool
-from models.layers.dtypes import TORCH_DTYPES
 from models.ops.cpu import ops as cpu
 from models.ops.cpu.ops import CpuOps
 from models.ops.reference import Packed
@@ -73,11 +72,11 @@ class PoisonedRunner:
             slots.pages(row)[-(-slots.num_computed[row] // slots.page_size) :] for row in slots.busy.tolist()
         ]
         pages = torch.from_numpy(np.concatenate([self.pool.free_pages, *fresh]))
-        for tensor in (*cache.keys, *cache.values):
+        for tensor in cache.tensors:
             tensor[pages] = _poison(tensor)
         if self.host_pool is not None:
             pages = torch.from_numpy(self.host_pool.free_pages)
-            for tensor in (*cache._host_keys, *cache._host_values):
+            for tensor in cache.host_tensors:
                 tensor[pages] = _poison(tensor)
 
 
@@ -135,16 +134,8 @@ def make(
         host_pool=host,
         **options,
     )
-    cache = KVCache(
-        config.num_layers,
-        num_pages,
-        PAGE_SIZE,
-        config.num_kv_heads,
-        config.head_dim,
-        TORCH_DTYPES[config.dtype],
-        num_host_pages=num_host_pages,
-        allocate=base.attention.new_pages,
-    )
+    layers = [LayerPages(base.attention.new_planes)] * config.num_layers
+    cache = KVCache(layers, PAGE_SIZE, [num_pages], [num_host_pages])
     runner = ModelRunner(base.decoder, cache, base.attention, base.sampler, slots)
     return Engine(scheduler, PoisonedRunner(runner, pool, host) if poisoned else runner, clock=lambda: 0.0)
 

@@ -32,12 +32,11 @@ from continuous_batching.batch import Batch, Sampled
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.slots import SlotPool
 from devices.ascend_dispatch import BUFFER_MIB
-from kv_cache.device.storage import KVCache
+from kv_cache.device.storage import KVCache, LayerPages
 from kv_cache.groups import DType
 from models.checkpoint import weights
 from models.config import DecoderConfig
 from models.decoder import Decoder
-from models.layers.dtypes import TORCH_DTYPES
 from models.layers.logit_parts import LogitParts
 from models.ops.reference import Ops
 from models.parallel.group import Backend, Group, divided, join
@@ -142,18 +141,8 @@ def logits_of(decoder: Decoder, *, graphs: bool = False) -> Tensor:
 def cache_of(decoder: Decoder) -> KVCache:
     """The pages of a rank."""
     part, attention = decoder.part, decoder.attention
-    return KVCache(
-        part.num_layers,
-        NUM_PAGES,
-        PAGE_SIZE,
-        part.num_kv_heads,
-        part.head_dim,
-        TORCH_DTYPES[part.dtype],
-        attention.device,
-        allocate=attention.new_pages,
-        allocate_values=attention.new_value_pages,
-        indexed=attention.indexed,
-    )
+    layers = [LayerPages(attention.new_planes)] * part.num_layers
+    return KVCache(layers, PAGE_SIZE, [NUM_PAGES], indexed=attention.indexed)
 
 
 def table(decoder: Decoder) -> SlotPool:

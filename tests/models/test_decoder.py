@@ -13,11 +13,10 @@ from torch import Tensor
 from continuous_batching.batch import Batch, Sampled
 from continuous_batching.request import Request
 from continuous_batching.slots import SlotPool
-from kv_cache.device.storage import KVCache
+from kv_cache.device.storage import KVCache, LayerPages
 from kv_cache.groups import DType
 from models.checkpoint import weights
 from models.decoder import Decoder
-from models.layers.dtypes import TORCH_DTYPES
 from models.sampling.sampler import Chosen
 from models.step.runner import ModelRunner
 from recipes.assembly import families as recipe_families
@@ -62,17 +61,8 @@ def run_in_chunks(decoder: Decoder, prompts: list[list[int]], seed: int) -> dict
     config, page_size = decoder.config, decoder.attention.shape.page_size
     slots = SlotPool(len(prompts), max(LENGTHS), page_size)
     num_pages = 1 + sum(-(-len(prompt) // page_size) for prompt in prompts)
-    cache = KVCache(
-        config.num_layers,
-        num_pages,
-        page_size,
-        config.num_kv_heads,
-        config.head_dim,
-        TORCH_DTYPES[config.dtype],
-        decoder.attention.device,
-        allocate_values=decoder.attention.new_value_pages if config.latent else None,
-    )
-    for tensor in (*cache.keys, *cache.values):
+    cache = KVCache([LayerPages(decoder.attention.new_planes)] * config.num_layers, page_size, [num_pages])
+    for tensor in cache.tensors:
         tensor.fill_(torch.nan)
     free = list(1 + rng.permutation(num_pages - 1))
     for number, prompt in enumerate(prompts):

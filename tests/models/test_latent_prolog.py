@@ -23,7 +23,7 @@ from continuous_batching.request import Request, SamplingParams
 from devices.ascend_answers import answers_file, write_answers
 from devices.ascend_latents import takes_prolog
 from devices.ascend_limits import FRACTAL_NZ
-from kv_cache.device.storage import KVCache
+from kv_cache.device.storage import KVCache, LayerPages
 from models.checkpoint import weights
 from models.config import DecoderConfig
 from models.decoder import Decoder
@@ -164,10 +164,7 @@ class Layer:
             assert norm is not None
             norm.data.copy_(1 + torch.randn(norm.shape, generator=generator) / 4)
         self.made.pack()
-        self.cache = KVCache(
-            1, PAGES, PAGE, 1, config.head_dim, attention.shape.dtype, attention.device,
-            allocate=attention.new_pages, allocate_values=attention.new_value_pages,
-        )  # fmt: skip
+        self.cache = KVCache([LayerPages(attention.new_planes)], PAGE, [PAGES])
 
     def step(self, spans: dict[int, tuple[int, int]], seed: int) -> Tensor:
         """[T, hidden] in float32, of spans (start, stop) of rows with three pages each."""
@@ -187,7 +184,7 @@ class Layer:
         return self.made(x, cos, sin, inputs).cpu().float()
 
     def pages(self) -> Iterator[Tensor]:
-        return (each[1:].cpu().float() for each in (*self.cache.keys, *self.cache.values))
+        return (each[1:].cpu().float() for each in self.cache.tensors)
 
 
 def layers(form: str) -> tuple[Layer, Layer]:

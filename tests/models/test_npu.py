@@ -381,7 +381,7 @@ def _with_sinks() -> None:
     zeros, query = torch.zeros(2, dtype=torch.int32, device="npu:0"), torch.ones(2, 4, 64, device="npu:0")
     metadata = attention.plan_static(StaticDecodes(zeros, zeros[:, None], zeros + 1))
     with torch.npu.graph(torch.npu.NPUGraph()):
-        attention.attend(query, bench.cache.keys[0], bench.cache.values[0], metadata, 0)
+        attention.attend(query, *bench.cache.of(0), metadata, 0)
 
 
 def _fetching(ops: Ops, rows: torch.Tensor) -> None:
