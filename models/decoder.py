@@ -138,7 +138,8 @@ class DecoderLayer(nn.Module):
         dtype = TORCH_DTYPES[config.dtype]
         self.input_norm = parameter(config.hidden_size, dtype=dtype, device=attention.device)
         self.attention: SelfAttention | LatentSelfAttention
-        if isinstance(attention, LatentAttention):
+        if config.layers[layer].mixer == "latent":
+            assert isinstance(attention, LatentAttention), "the device's operators are those of the model"
             self.attention = LatentSelfAttention(config, layer, name, ops, attention, group)
         else:
             self.attention = SelfAttention(config, layer, name, ops, attention, group)
@@ -287,7 +288,7 @@ class Decoder(nn.Module):
         for number, layer in enumerate(self.layers):
             if number in self._taps:
                 tapped.append((x if residual is None else x + residual)[:num_tokens])
-            cos, sin = turns[0 if self.part.windows[number] is None else -1]
+            cos, sin = turns[0 if self.part.layers[number].window is None else -1]
             x, residual = layer(x, residual, cos, sin, step)
             if self.after_layer is not None:
                 self.after_layer(number)

@@ -28,6 +28,8 @@ from recipes.schema.recipe import ROOT, Recipe
 from serving.text import field_reference
 from tests.thorough import THOROUGH
 
+pytestmark = pytest.mark.in_order  # a block may read what an earlier one of its page wrote
+
 README, CHINESE = ROOT / "README.md", ROOT / "README.zh.md"
 DOCS = ROOT / "docs"
 DESIGN, FIGURES, USING = DOCS / "design.md", DOCS / "measured/README.md", DOCS / "using.md"

@@ -232,8 +232,7 @@ def narrow_draft(draft: DecoderConfig, target: DecoderConfig, num_layers: int) -
         vocab_size=target.vocab_size,
         hidden_size=target.hidden_size,
         intermediate_size=target.intermediate_size,
-        num_layers=num_layers,
-        windows=(draft.windows * num_layers)[:num_layers],
+        layers=(draft.layers * num_layers)[:num_layers],
         eos_token_ids=target.eos_token_ids,
         quantization=quantization,
     )

@@ -22,6 +22,7 @@ from models.config import (
     ROPE_KINDS,
     DecoderConfig,
     LatentConfig,
+    LayerSpec,
     MixtureConfig,
     RopeConfig,
     check_fused,
@@ -76,7 +77,7 @@ def decoder_config(
     hf: Mapping[str, Any],
     family: str,
     *,
-    windows: Windows,
+    layers: tuple[LayerSpec, ...],
     attention_bias: bool = False,
     output_bias: bool = False,
     mlp_bias: bool = False,
@@ -102,7 +103,7 @@ def decoder_config(
         family=family,
         vocab_size=integer(hf, "vocab_size"),
         hidden_size=integer(hf, "hidden_size"),
-        num_layers=integer(hf, "num_hidden_layers"),
+        layers=layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
@@ -112,7 +113,6 @@ def decoder_config(
             rope_config(hf, head_dim if latent is None else latent.rope_dim, max_positions, turned),
             interleaved=interleaved,
         ),
-        windows=windows,
         tie_embeddings=boolean(hf, "tie_word_embeddings", False),
         attention_bias=attention_bias,
         output_bias=output_bias,
@@ -366,15 +366,15 @@ def sparse_layers(hf: Mapping[str, Any]) -> tuple[bool, ...]:
     return tuple(layer not in dense and (layer + 1) % step == 0 for layer in layers)
 
 
-def grouped_experts(
-    hf: Mapping[str, Any], *, first_dense: int, num_shared: int, **more: Any
-) -> MixtureConfig:
-    """Return experts as DeepSeek's files describe them, in all layers but the first.
-
-    `more` is of the family.
-    """
-    num_layers, size = integer(hf, "num_hidden_layers"), integer(hf, "moe_intermediate_size")
+def layers_after_dense(hf: Mapping[str, Any], first_dense: int) -> tuple[bool, ...]:
+    """Return which layers have experts: all but the first ones, `first_dense` of them by default."""
     dense = integer(hf, "first_k_dense_replace", first_dense, least=0)
+    return tuple(layer >= dense for layer in range(integer(hf, "num_hidden_layers")))
+
+
+def grouped_experts(hf: Mapping[str, Any], *, num_shared: int, **more: Any) -> MixtureConfig:
+    """Return experts as DeepSeek's files describe them; `more` is of the family."""
+    size = integer(hf, "moe_intermediate_size")
     num_experts, num_groups = integer(hf, "n_routed_experts"), integer(hf, "n_group", 1)
     num_chosen, num_chosen_groups = integer(hf, "num_experts_per_tok"), integer(hf, "topk_group", 1)
     best = more.get("group_best", 1)
@@ -388,7 +388,6 @@ def grouped_experts(
         num_experts,
         num_chosen,
         inner_size=size,
-        layers=tuple(layer >= dense for layer in range(num_layers)),
         num_groups=num_groups,
         num_chosen_groups=num_chosen_groups,
         scale=number(hf, "routed_scaling_factor", 1.0),

@@ -12,11 +12,11 @@ from models.checkpoint.huggingface import (
     boolean,
     decoder_config,
     grouped_experts,
-    integer,
     latent_config,
+    layers_after_dense,
     refused,
 )
-from models.config import DecoderConfig
+from models.config import DecoderConfig, layer_specs
 
 SHAPE = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
 DEFAULTS: dict[str, float] = {**SHAPE, "v_head_dim": 128, "moe_layer_freq": 1}
@@ -60,9 +60,10 @@ def v3(hf: Mapping[str, Any]) -> DecoderConfig:
     return _decoder({**V3, **hf}, "deepseek_v3", first_dense=3, num_shared=1, **more)
 
 
-def _decoder(hf: Mapping[str, Any], family: str, **more: Any) -> DecoderConfig:
+def _decoder(hf: Mapping[str, Any], family: str, *, first_dense: int, **more: Any) -> DecoderConfig:
     if hf["moe_layer_freq"] != 1:
         raise refused("moe_layer_freq", hf["moe_layer_freq"], "it must be 1")
-    windows = (None,) * integer(hf, "num_hidden_layers")
+    has_experts = layers_after_dense(hf, first_dense)
+    layers = layer_specs((None,) * len(has_experts), has_experts, "latent")
     mixture, latent = grouped_experts(hf, **more), latent_config(hf)
-    return decoder_config(hf, family, windows=windows, mixture=mixture, latent=latent)
+    return decoder_config(hf, family, layers=layers, mixture=mixture, latent=latent)

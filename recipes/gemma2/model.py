@@ -14,7 +14,7 @@ from models.checkpoint.huggingface import (
     refused,
     windows_by_layer_type,
 )
-from models.config import DecoderConfig
+from models.config import DecoderConfig, layer_specs
 from recipes.gemma3.model import NORMS
 
 DEFAULTS = {
@@ -42,7 +42,9 @@ def config(hf: Mapping[str, Any]) -> DecoderConfig:
     for key, cap in caps.items():
         if cap == 0:
             raise refused(key, hf[key], "it must be more than 0, or null for none")
-    plain = decoder_config(hf, "gemma2", windows=windows, attention_bias=bias, output_bias=bias, norms=NORMS)
+    plain = decoder_config(
+        hf, "gemma2", layers=layer_specs(windows), attention_bias=bias, output_bias=bias, norms=NORMS
+    )
     return replace(
         plain,
         norms_add_one=True,

@@ -15,7 +15,7 @@ from models.checkpoint.huggingface import (
     ropes_by_layer_type,
     windows_by_layer_type,
 )
-from models.config import DecoderConfig
+from models.config import DecoderConfig, layer_specs
 
 DEFAULTS = {
     "max_position_embeddings": 131072,
@@ -51,7 +51,13 @@ def config(hf: Mapping[str, Any]) -> DecoderConfig:
     hf |= {"rope_scaling": None, "rope_parameters": full}
     hf.pop("original_max_position_embeddings", None)  # transformers reads only the one of each rope
     plain = decoder_config(
-        hf, "gemma3_text", windows=windows, attention_bias=bias, output_bias=bias, qk_norm=True, norms=NORMS
+        hf,
+        "gemma3_text",
+        layers=layer_specs(windows),
+        attention_bias=bias,
+        output_bias=bias,
+        qk_norm=True,
+        norms=NORMS,
     )
     return replace(
         plain,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from models.checkpoint.huggingface import boolean, decoder_config, integer
-from models.config import GATE_UP, NORMS, DecoderConfig
+from models.config import GATE_UP, NORMS, DecoderConfig, layer_specs
 
 DEFAULTS = {
     "max_position_embeddings": 131072,
@@ -26,7 +26,7 @@ def config(hf: Mapping[str, Any]) -> DecoderConfig:
     return decoder_config(
         hf,
         "glm4",
-        windows=(None,) * integer(hf, "num_hidden_layers"),
+        layers=layer_specs((None,) * integer(hf, "num_hidden_layers")),
         attention_bias=boolean(hf, "attention_bias", True),
         turned=0.5,
         interleaved=True,

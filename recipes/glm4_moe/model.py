@@ -5,8 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from models.checkpoint.huggingface import boolean, decoder_config, grouped_experts, integer
-from models.config import DecoderConfig
+from models.checkpoint.huggingface import (
+    boolean,
+    decoder_config,
+    grouped_experts,
+    integer,
+    layers_after_dense,
+)
+from models.config import DecoderConfig, layer_specs
 
 DEFAULTS = {
     "max_position_embeddings": 131072,
@@ -27,12 +33,11 @@ def config(hf: Mapping[str, Any]) -> DecoderConfig:
     return decoder_config(
         hf,
         "glm4_moe",
-        windows=(None,) * integer(hf, "num_hidden_layers"),
+        layers=layer_specs((None,) * integer(hf, "num_hidden_layers"), layers_after_dense(hf, 1)),
         attention_bias=boolean(hf, "attention_bias", False),
         qk_norm=boolean(hf, "use_qk_norm", False),
         mixture=grouped_experts(
             hf,
-            first_dense=1,
             num_shared=1,
             scores="sigmoid",
             group_best=2,

@@ -15,7 +15,7 @@ from models.checkpoint.huggingface import (
     refused,
     windows_by_layer_type,
 )
-from models.config import DecoderConfig, MixtureConfig
+from models.config import DecoderConfig, MixtureConfig, layer_specs
 from models.quantization import MXFP4_BLOCK
 
 DEFAULTS = {
@@ -56,7 +56,6 @@ def config(hf: Mapping[str, Any]) -> DecoderConfig:
         num_chosen,
         inner_size=inner,
         normalizes=True,
-        layers=(True,) * num_layers,
         router="router",
         is_biased=True,
         is_stacked=True,
@@ -65,7 +64,7 @@ def config(hf: Mapping[str, Any]) -> DecoderConfig:
     plain = decoder_config(
         hf,
         "gpt_oss",
-        windows=windows,
+        layers=layer_specs(windows, True),
         mixture=mixture,
         attention_bias=bias,
         output_bias=bias,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from models.checkpoint.huggingface import boolean, decoder_config, integer, refused
-from models.config import DecoderConfig
+from models.config import DecoderConfig, layer_specs
 
 DEFAULTS = {
     "max_position_embeddings": 32768,
@@ -31,7 +31,7 @@ def config(hf: Mapping[str, Any]) -> DecoderConfig:
     return decoder_config(
         hf,
         "internlm3",
-        windows=(None,) * integer(hf, "num_hidden_layers"),
+        layers=layer_specs((None,) * integer(hf, "num_hidden_layers")),
         attention_bias=of_attention,
         output_bias=of_attention,
         mlp_bias=of_mlp,

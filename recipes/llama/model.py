@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from models.checkpoint.huggingface import boolean, decoder_config, integer
-from models.config import DecoderConfig
+from models.config import DecoderConfig, layer_specs
 
 DEFAULTS = {"max_position_embeddings": 2048, "eos_token_id": 2}
 
@@ -18,7 +18,7 @@ def config(hf: Mapping[str, Any]) -> DecoderConfig:
     return decoder_config(
         hf,
         "llama",
-        windows=(None,) * integer(hf, "num_hidden_layers"),
+        layers=layer_specs((None,) * integer(hf, "num_hidden_layers")),
         attention_bias=bias,
         output_bias=bias,
         mlp_bias=boolean(hf, "mlp_bias", False),

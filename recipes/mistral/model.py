@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from models.checkpoint.huggingface import decoder_config, integer, windows_of_types
-from models.config import DecoderConfig
+from models.config import DecoderConfig, layer_specs
 
 DEFAULTS = {
     "max_position_embeddings": 131072,
@@ -27,4 +27,4 @@ def config(hf: Mapping[str, Any]) -> DecoderConfig:
     windows = (window,) * integer(hf, "num_hidden_layers")
     if hf.get("layer_types") is not None:
         windows = windows_of_types(hf, window, "sliding layers need a sliding_window")
-    return decoder_config(hf, "mistral", windows=windows)
+    return decoder_config(hf, "mistral", layers=layer_specs(windows))

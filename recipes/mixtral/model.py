@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from models.checkpoint.huggingface import decoder_config, experts, integer
-from models.config import DecoderConfig, MixtureConfig
+from models.config import DecoderConfig, MixtureConfig, layer_specs
 
 DEFAULTS = {
     "max_position_embeddings": 131072,
@@ -31,8 +31,7 @@ def config(hf: Mapping[str, Any]) -> DecoderConfig:
         num_chosen=num_chosen,
         inner_size=integer(hf, "intermediate_size"),
         normalizes=True,
-        layers=(True,) * num_layers,
         block="block_sparse_moe",
         roles=("w1", "w3", "w2"),
     )
-    return decoder_config(hf, "mixtral", windows=(window,) * num_layers, mixture=mixture)
+    return decoder_config(hf, "mixtral", layers=layer_specs((window,) * num_layers, True), mixture=mixture)

@@ -13,7 +13,7 @@ from models.checkpoint.huggingface import (
     sparse_layers,
     switched_window,
 )
-from models.config import DecoderConfig, MixtureConfig
+from models.config import DecoderConfig, MixtureConfig, layer_specs
 
 DEFAULTS = {
     "max_position_embeddings": 32768,
@@ -40,12 +40,11 @@ def config(hf: Mapping[str, Any]) -> DecoderConfig:
         num_chosen=num_chosen,
         inner_size=integer(hf, "moe_intermediate_size"),
         normalizes=boolean(hf, "norm_topk_prob", False),
-        layers=sparse_layers(hf),
     )
     return decoder_config(
         hf,
         "qwen3_moe",
-        windows=(switched_window(hf),) * num_layers,
+        layers=layer_specs((switched_window(hf),) * num_layers, sparse_layers(hf)),
         attention_bias=bias,
         output_bias=bias,
         qk_norm=True,

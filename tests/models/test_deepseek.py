@@ -36,12 +36,12 @@ NAMES = [each.name for each in VARIANTS if each.family.startswith("deepseek")]
 TOKENS = torch.randint(0, 160, (120,), generator=torch.Generator().manual_seed(5)).tolist()
 GROUPS = {"num_groups": 4, "num_chosen_groups": 2}
 ROUTERS = {
-    "V2": MixtureConfig(12, 3, 8, False, (True,), scale=1.7),
-    "V2 by groups": MixtureConfig(12, 3, 8, False, (True,), **GROUPS),
+    "V2": MixtureConfig(12, 3, 8, False, scale=1.7),
+    "V2 by groups": MixtureConfig(12, 3, 8, False, **GROUPS),
     "V3": MixtureConfig(
-        12, 5, 8, True, (True,), scores="sigmoid", group_best=2, is_corrected=True, scale=2.5, **GROUPS
+        12, 5, 8, True, scores="sigmoid", group_best=2, is_corrected=True, scale=2.5, **GROUPS
     ),
-    "V3, not normalised": MixtureConfig(12, 4, 8, False, (True,), scores="sigmoid", is_corrected=True),
+    "V3, not normalised": MixtureConfig(12, 4, 8, False, scores="sigmoid", is_corrected=True),
 }
 
 

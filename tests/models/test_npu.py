@@ -320,7 +320,7 @@ def _in_int8(ops: Ops, rows: torch.Tensor) -> None:
 def _by_experts(ops: Ops, rows: torch.Tensor) -> None:
     """Run a mixture of four experts on rows of 32, also in int8, where the product joins them."""
     router, bias = torch.ones(4, 32, device="npu:0"), torch.zeros(4, device="npu:0")
-    plain = MixtureConfig(4, 2, 32, True, (True,))
+    plain = MixtureConfig(4, 2, 32, True)
     grouped = {"num_groups": 2, "num_chosen_groups": 1, "scale": 2.0}
     for more in (grouped, grouped | {"scores": "sigmoid"}, {"scores": "sigmoid", "normalizes": False}):
         ops.route(rows, router, None, replace(plain, **more))
@@ -352,7 +352,7 @@ def _by_experts(ops: Ops, rows: torch.Tensor) -> None:
 
 def _among_ranks(ops: Ops, rows: torch.Tensor) -> None:
     """Multiply rows of a prompt, and send tokens to experts, as a rank of two does, which is alone here."""
-    config = MixtureConfig(4, 2, 32, True, (True,))
+    config = MixtureConfig(4, 2, 32, True)
     up, down = (torch.ones(size, 32, dtype=rows.dtype, device="npu:0") for size in (64, 32))
     packed = ops.pack_experts([UnpackedLinear(up)] * 2, [UnpackedLinear(down)] * 2)
     group = join("hccl", dist.HashStore(), 0, 1, 60.0)

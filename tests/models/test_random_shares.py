@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from models.checkpoint import weights
-from models.config import DecoderConfig, RopeConfig
+from models.config import DecoderConfig, RopeConfig, layer_specs
 from models.parallel.group import ALONE, Alone, Group
 from models.parallel.share import check_ranks
 from tests.models.tensor_rank import empty, logits_of
@@ -55,14 +55,13 @@ def drawn(rng: random.Random) -> DecoderConfig:
         family="llama",
         vocab_size=rng.randint(30, 200),
         hidden_size=rng.choice([24, 40]),
-        num_layers=2,
         num_heads=num_heads,
         num_kv_heads=rng.choice([each for each in range(1, num_heads + 1) if num_heads % each == 0]),
         head_dim=head_dim,
         intermediate_size=rng.choice([24, 48, 96]),
         rms_eps=1e-5,
         rope=RopeConfig("default", 1e4, head_dim),
-        windows=(None, rng.choice([None, 5])),
+        layers=layer_specs((None, rng.choice([None, 5]))),
         dtype="float32",
         max_positions=128,
         eos_token_ids=(2,),

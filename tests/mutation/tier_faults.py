@@ -140,8 +140,8 @@ FAULTS = {
     ),
     "layers_in_another_order": Fault(
         "kv_cache/device/page_bytes.py::PageBytes.write_host",
-        "each.host_tensors",
-        "each.host_tensors[::-1]",
+        "self._cache.host_tensors",
+        "self._cache.host_tensors[::-1]",
         "a page's values come back as its keys",
         "tests/kv_cache/test_page_bytes.py::test_pages_go_to_bytes_and_to_the_host_and_back",
     ),
