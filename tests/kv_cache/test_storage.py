@@ -41,18 +41,20 @@ def held(cache: KVCache) -> list[float]:
 
 
 def test_each_group_of_layers_has_pages_of_its_own() -> None:
-    """Copies and swaps reach the layers of their group, and a resize those of group 0."""
+    """Copies and swaps reach all planes of the layers of their group, and a resize those of group 0."""
     layers = [plain_pages((4, 1, 2), torch.float32, group=group) for group in (1, 0, 1)]
+    layers.append(plain_pages((2, 1, 3), torch.float32, num_planes=1))
     cache = KVCache(layers, 4, [9, 4], [5, 3])
-    assert [len(each) for each in cache.tensors] == [4, 4, 9, 9, 4, 4]
-    assert [len(each) for each in cache.host_tensors] == [3, 3, 5, 5, 3, 3]
+    assert [len(each) for each in cache.tensors] == [4, 4, 9, 9, 4, 4, 9]
+    assert [len(each) for each in cache.host_tensors] == [3, 3, 5, 5, 3, 3, 5]
     for tensor in cache.tensors:
         tensor[:] = torch.arange(float(len(tensor)))[:, None, None, None]
 
     def held() -> list[list[float]]:
-        both = [[each[:, 0, 0, 0].tolist() for each in planes] for planes in cache.planes]
-        assert all(keys == values for keys, values in both)
-        return [keys for keys, _ in both]
+        pages = [[each[:, 0, 0, 0].tolist() for each in planes] for planes in cache.planes]
+        assert all(each[0] == each[-1] for each in pages)
+        assert pages[3][0] == pages[1][0], "layers of one group"
+        return [each[0] for each in pages[:3]]
 
     sources, targets = np.array([3]), np.array([1])
     cache.apply([PageCopy(sources, targets, group=1)])
