@@ -137,6 +137,8 @@ class MixtureConfig:
     group_best: int = 1
     is_corrected: bool = False
     router: str = "gate"  # name of the router in a checkpoint
+    correction: str = "gate.e_score_correction_bias"  # name of the choice's correction there
+    is_correction_row: bool = False  # whether a checkpoint has the correction as [1, experts]
     is_biased: bool = False  # whether the router has a bias
     is_stacked: bool = False  # whether a checkpoint has all experts of a layer in one tensor
     scale: float = 1.0
@@ -260,6 +262,7 @@ class DecoderConfig:
     window_rope: RopeConfig | None = None  # rotary embedding of layers with a window, if it differs
     # Layers that a checkpoint may have behind its own, to predict further tokens; they are not read here
     num_unread_layers: int = 0
+    reads_text_alone: bool = False  # whether a checkpoint has towers for images, too, which are not read
     # Windows whose layers keep only the pages that a query can see, in a group of pages for each; layers with
     # other windows keep all pages, as those without a window do (see kv_cache/groups.py)
     window_groups: tuple[int, ...] = ()

@@ -60,6 +60,13 @@ MOST = {
     "num_nextn_predict_layers": 2**6,
     "num_experts": 2**10,
     "num_experts_per_tok": 2**10,
+    "num_shared_experts": 2**10,
+    "moe_num_experts": 2**10,
+    "moe_k": 2**10,
+    "moe_num_shared_experts": 2**10,
+    "moe_layer_start_index": 2**12,
+    "moe_layer_end_index": 2**12,
+    "moe_layer_interval": 2**12,
     "decoder_sparse_step": 2**12,
     "sliding_window": 2**31,
     "sliding_window_pattern": 2**12,
@@ -370,6 +377,22 @@ def layers_after_dense(hf: Mapping[str, Any], first_dense: int) -> tuple[bool, .
     """Return which layers have experts: all but the first ones, `first_dense` of them by default."""
     dense = integer(hf, "first_k_dense_replace", first_dense, least=0)
     return tuple(layer >= dense for layer in range(integer(hf, "num_hidden_layers")))
+
+
+def layers_by_mlp_type(hf: Mapping[str, Any], first_dense: int = 1) -> tuple[bool, ...]:
+    """Return which layers have experts: those that `mlp_layer_types` calls sparse.
+
+    Without it, all but the first ones have them, `first_dense` by default.
+    """
+    types, num_layers = hf.get("mlp_layer_types"), integer(hf, "num_hidden_layers")
+    if types is None:
+        return layers_after_dense(hf, first_dense)
+    known = ("dense", "sparse")
+    if not isinstance(types, list) or len(types) != num_layers or any(each not in known for each in types):
+        raise refused(
+            "mlp_layer_types", types, f"one of {' or '.join(known)} for each of {num_layers} layers"
+        )
+    return tuple(each == "sparse" for each in types)
 
 
 def grouped_experts(hf: Mapping[str, Any], *, num_shared: int, **more: Any) -> MixtureConfig:

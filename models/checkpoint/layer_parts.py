@@ -49,7 +49,10 @@ class LayerParts:
             block = f"{prefix}{mlp.config.block}."
             whole[f"{block}{mlp.config.router}.weight"] = mlp.router
             whole[f"{block}{mlp.config.router}.bias"] = mlp.router_bias
-            whole[f"{block}gate.e_score_correction_bias"] = mlp.correction
+            correction: Tensor | None = mlp.correction
+            if correction is not None and mlp.config.is_correction_row:
+                correction = correction[None]
+            whole[f"{block}{mlp.config.correction}"] = correction
             whole[f"{block}{mlp.config.shared_block}_gate.weight"] = mlp.shared_gate
             shared = config.shared_names(number, prefix)
             if mlp.shared is not None and shared is not None:

@@ -34,6 +34,16 @@ from models.parallel.share import Share, Slices
 HEAD, EMBEDDING, BODY = "lm_head.weight", "model.embed_tokens.weight", "embed_tokens.weight"
 # Bytes after which a file is mapped again, because pages read from a mapping count as the process's memory
 MAPPED_BYTES = 2**27
+# How the tensors of towers for images, and of what leads from them to the text model, are named
+TOWERS = (
+    "vision_tower.",
+    "vision_model.",
+    "multi_modal_projector.",
+    "mm_projector.",
+    "model.vision_tower.",
+    "model.multi_modal_projector.",
+    "model.mm_projector.",
+)
 # Buffers that older checkpoints contain although they follow from config.json
 HARMLESS = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 
@@ -54,7 +64,12 @@ def load(decoder: Decoder, path: str | Path) -> int:
         places, known = (
             {name.removeprefix(prefix): at for name, at in some.items()} for some in (places, known)
         )
-    found, num_bytes = fill(path, places, known, lambda name: share.is_elsewhere(prefix + name, config))
+
+    def is_unread(name: str) -> bool:
+        is_of_a_tower = config.reads_text_alone and name.startswith(TOWERS)
+        return is_of_a_tower or share.is_elsewhere(prefix + name, config)
+
+    found, num_bytes = fill(path, places, known, is_unread)
     # A tied checkpoint may contain its head as well; if the two differ it is not tied
     heads = (file for file, names in found.items() if HEAD in names and HEAD not in places)
     for file in heads if has_twin else ():

@@ -12,7 +12,7 @@ from borders.abbreviate import abbreviate
 from borders.file_bounds import check_regular, is_there
 from kv_cache.groups import DType
 from models.checkpoint.files import tensor_names
-from models.checkpoint.huggingface import check_attended
+from models.checkpoint.huggingface import check_attended, refused
 from models.checkpoint.int4 import check_groups, kept_int4
 from models.config import DecoderConfig
 from models.drafting.config import Eagle3Config, MtpConfig, mtp_config
@@ -21,11 +21,15 @@ from models.parallel.share import Share, check_experts, check_ranks, check_stage
 from models.quantization import Quantization
 from recipes.deepseek.model import v2 as deepseek_v2
 from recipes.deepseek.model import v3 as deepseek_v3
+from recipes.ernie4_5.model import dense as ernie4_5
+from recipes.ernie4_5.model import sparse as ernie4_5_moe
 from recipes.gemma2.model import config as gemma2
 from recipes.gemma3.model import config as gemma3
 from recipes.glm4.model import config as glm4
 from recipes.glm4_moe.model import config as glm4_moe
+from recipes.glm4_moe_lite.model import config as glm4_moe_lite
 from recipes.gpt_oss.model import config as gpt_oss
+from recipes.hy_v3.model import config as hy_v3
 from recipes.internlm3.model import config as internlm3
 from recipes.llama.eagle3 import config as eagle3
 from recipes.llama.model import config as llama
@@ -38,16 +42,23 @@ from recipes.qwen3.model import config as qwen3
 from recipes.qwen3_moe.model import config as qwen3_moe
 from recipes.schema.recipe import Recipe, from_root
 from recipes.schema.recipe_error import RecipeError
+from recipes.seed_oss.model import config as seed_oss
 
 Auto = Literal["auto"]
+# Keys that a configuration may have beside its text_config
+_OF_THE_WHOLE = ("tie_word_embeddings", "eos_token_id", "quantization_config", "dtype", "torch_dtype")
 FAMILIES = {
     "deepseek_v2": deepseek_v2,
     "deepseek_v3": deepseek_v3,
+    "ernie4_5": ernie4_5,
+    "ernie4_5_moe": ernie4_5_moe,
     "gemma2": gemma2,
     "gemma3_text": gemma3,
     "glm4": glm4,
     "glm4_moe": glm4_moe,
+    "glm4_moe_lite": glm4_moe_lite,
     "gpt_oss": gpt_oss,
+    "hy_v3": hy_v3,
     "internlm3": internlm3,
     "kimi_k2": deepseek_v3,
     "llama": llama,
@@ -58,7 +69,16 @@ FAMILIES = {
     "qwen2_moe": qwen2_moe,
     "qwen3": qwen3,
     "qwen3_moe": qwen3_moe,
+    "seed_oss": seed_oss,
 }
+# Families that read images, too, whose text is read: the families of their text, the usual one first, and
+# whether the head is tied to the embedding where config.json is silent
+NESTED = {
+    "gemma3": (("gemma3_text",), True),
+    "kimi_k25": (("kimi_k2", "deepseek_v3"), False),
+    "mistral3": (("mistral",), False),
+}
+SUPPORTED = sorted((*FAMILIES, *NESTED))
 
 
 def model_config(recipe: Recipe) -> DecoderConfig:
@@ -188,9 +208,15 @@ def decoder_config(hf: Mapping[str, Any]) -> DecoderConfig:
     Raises ValueError for a family that is not supported, and for a value that the decoder cannot honour.
     """
     family = hf.get("model_type")
+    is_nested = isinstance(family, str) and family in NESTED
+    if is_nested:
+        hf = text_config(hf)
+        family = hf["model_type"]
     if not isinstance(family, str) or family not in FAMILIES:
-        raise ValueError(f"the model's family is {abbreviate(family)}; supported are {', '.join(FAMILIES)}")
+        raise ValueError(f"the model's family is {abbreviate(family)}; supported are {', '.join(SUPPORTED)}")
     config = FAMILIES[family](hf)
+    if is_nested:
+        config = replace(config, reads_text_alone=True)
     check_attended(hf, config.windows, config.max_positions)
     outside = [token for token in config.eos_token_ids if not 0 <= token < config.vocab_size]
     if outside and hf.get("eos_token_id") is None:  # the family's default, which a smaller vocabulary lacks
@@ -203,6 +229,23 @@ def decoder_config(hf: Mapping[str, Any]) -> DecoderConfig:
             f" from 0 to {config.vocab_size - 1}"
         )
     return config
+
+
+def text_config(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the configuration of the text model in that of a model which reads images, too.
+
+    What concerns the whole model may stand at either level; where both say it, the outer level counts.
+    """
+    families, is_tied = NESTED[hf["model_type"]]
+    text = hf.get("text_config")
+    if not isinstance(text, Mapping):
+        raise refused("text_config", text, "it must be the configuration of the text model")
+    if text.get("model_type", families[0]) not in families:
+        raise refused("text_config.model_type", text["model_type"], f"supported are {', '.join(families)}")
+    outer = {key: hf[key] for key in _OF_THE_WHOLE if hf.get(key) is not None}
+    if "dtype" in outer or "torch_dtype" in outer:
+        text = {key: value for key, value in text.items() if key not in ("dtype", "torch_dtype")}
+    return {"model_type": families[0], "tie_word_embeddings": is_tied, **text, **outer}
 
 
 def config_in(path: Path) -> DecoderConfig:

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from tests.lazy import transformers
+from tests.models.relative_variants import RELATIVES
 from tests.models.score_variants import SCORE_VARIANTS
 from tests.models.variants import PUBLISHED_LATENT, Variant
 from tests.models.variants import VARIANTS as PLAIN_VARIANTS
 
 VOCABULARY = 160
-VARIANTS = [*PLAIN_VARIANTS, *SCORE_VARIANTS]
+VARIANTS = [*PLAIN_VARIANTS, *SCORE_VARIANTS, *RELATIVES]
 __all__ = ["VARIANTS", "Variant"]
 
 
@@ -38,6 +39,11 @@ CLASSES = {
     "phi3": ("Phi3Config", "Phi3ForCausalLM"),
     "qwen2_moe": ("Qwen2MoeConfig", "Qwen2MoeForCausalLM"),
     "glm4_moe": ("Glm4MoeConfig", "Glm4MoeForCausalLM"),
+    "glm4_moe_lite": ("Glm4MoeLiteConfig", "Glm4MoeLiteForCausalLM"),
+    "seed_oss": ("SeedOssConfig", "SeedOssForCausalLM"),
+    "hy_v3": ("HYV3Config", "HYV3ForCausalLM"),
+    "ernie4_5": ("Ernie4_5Config", "Ernie4_5ForCausalLM"),
+    "ernie4_5_moe": ("Ernie4_5_MoeConfig", "Ernie4_5_MoeForCausalLM"),
     "deepseek_v2": ("DeepseekV2Config", "DeepseekV2ForCausalLM"),
     "deepseek_v3": ("DeepseekV3Config", "DeepseekV3ForCausalLM"),
 }

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from models.layers.dtypes import TORCH_DTYPES
-from recipes.assembly.families import FAMILIES, decoder_config, read
+from recipes.assembly.families import FAMILIES, SUPPORTED, decoder_config, read
 from tests.lazy import transformers
 from tests.models.families import VARIANTS, Variant, make
 
@@ -31,7 +31,7 @@ NEEDED = {  # what neither says, or what transformers says only where its own vo
 DEEPSEEK = {"model_type": "deepseek_v2", "num_experts_per_tok": 6}
 DEEPSEEK_V3 = {"model_type": "deepseek_v3"}
 PHI3 = LLAMA | {"model_type": "phi3"}
-FAMILY_NAMES = ", ".join(FAMILIES)
+FAMILY_NAMES = ", ".join(SUPPORTED)
 QWEN = LLAMA | {"model_type": "qwen2", "num_key_value_heads": 2}
 
 
@@ -76,7 +76,9 @@ def test_what_a_file_leaves_out_is_as_in_transformers(family: str) -> None:
         assert mixture.normalizes == theirs.norm_topk_prob
         groups = (mixture.num_groups, mixture.num_chosen_groups)
         assert groups == (theirs.n_group or 1, theirs.topk_group or 1)
-        assert ours.num_mixtures == max(0, 2 - theirs.first_k_dense_replace)
+        types = getattr(theirs, "mlp_layer_types", None)
+        num_dense = theirs.first_k_dense_replace if types is None else types.count("dense")
+        assert ours.num_mixtures == max(0, 2 - num_dense)
     assert ours.rms_eps == theirs.rms_norm_eps
     assert ours.max_positions == theirs.max_position_embeddings
     ropes = theirs.rope_parameters
