@@ -22,7 +22,7 @@ from pathlib import Path
 import pytest
 
 from borders.version import VERSION
-from recipes.assembly.families import FAMILIES
+from recipes.assembly.families import SUPPORTED
 from recipes.schema.keys import table
 from recipes.schema.recipe import ROOT, Recipe
 from serving.text import field_reference
@@ -283,10 +283,10 @@ def test_the_chinese_readme_says_the_same() -> None:
 def test_every_family_stands_in_the_table_of_supported_models() -> None:
     page = (ROOT / "docs/models.md").read_text()
     rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| [`")]
-    assert {name for row in rows for name in row.split("`")[1::2]} == set(FAMILIES)
-    words = {14: "Fourteen", 15: "Fifteen", 16: "Sixteen", 17: "Seventeen"}
-    assert f"{words[len(FAMILIES)]} kinds of `model_type`" in page
-    assert f"{len(FAMILIES)} kinds of models](docs/models.md)" in (ROOT / "README.md").read_text()
+    assert {name for row in rows for name in row.split("`")[1::2]} == set(SUPPORTED)
+    words = {24: "Twenty-four", 25: "Twenty-five", 26: "Twenty-six", 30: "Thirty"}
+    assert f"{words[len(SUPPORTED)]} kinds of `model_type`" in page
+    assert f"{len(SUPPORTED)} kinds of models](docs/models.md)" in (ROOT / "README.md").read_text()
 
 
 def test_the_newest_change_is_of_this_version() -> None:

@@ -139,11 +139,63 @@ GPT_OSS_20B = {
     "rope_theta": 150000, "swiglu_limit": 7.0, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
     "vocab_size": 201088,
 }  # fmt: skip
+GLM_4_7_FLASH = {
+    "architectures": ["Glm4MoeLiteForCausalLM"], "attention_bias": False,
+    "eos_token_id": [154820, 154827, 154829], "first_k_dense_replace": 1, "hidden_act": "silu",
+    "hidden_size": 2048, "intermediate_size": 10240, "kv_lora_rank": 512, "max_position_embeddings": 202752,
+    "model_type": "glm4_moe_lite", "moe_intermediate_size": 1536, "n_group": 1, "n_routed_experts": 64,
+    "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 20, "num_experts_per_tok": 4,
+    "num_hidden_layers": 47, "num_key_value_heads": 20, "num_nextn_predict_layers": 1, "q_lora_rank": 768,
+    "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-05, "rope_scaling": None,
+    "rope_theta": 1000000, "routed_scaling_factor": 1.8, "tie_word_embeddings": False, "topk_group": 1,
+    "topk_method": "noaux_tc", "torch_dtype": "bfloat16", "v_head_dim": 256, "vocab_size": 154880,
+}  # fmt: skip
+SEED_OSS_36B = {
+    "architectures": ["SeedOssForCausalLM"], "attention_bias": True, "attention_out_bias": False,
+    "bos_token_id": 0, "eos_token_id": 2, "head_dim": 128, "hidden_act": "silu", "hidden_size": 5120,
+    "intermediate_size": 27648, "max_position_embeddings": 524288, "mlp_bias": False,
+    "model_type": "seed_oss", "num_attention_heads": 80, "num_hidden_layers": 64, "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06, "rope_scaling": {"rope_type": "default"}, "rope_theta": 10000000.0,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "vocab_size": 155136,
+}  # fmt: skip
+HY3 = {
+    "architectures": ["HYV3ForCausalLM"], "enable_moe_fp32_combine": True, "head_dim": 128,
+    "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 13312,
+    "max_position_embeddings": 131072, "model_type": "hy_v3", "moe_intermediate_size": 1536,
+    "num_attention_heads": 64, "num_experts": 192, "num_experts_per_tok": 8, "num_hidden_layers": 80,
+    "num_key_value_heads": 8, "num_nextn_predict_layers": 1, "num_shared_experts": 1, "rms_norm_eps": 1e-05,
+    "rope_theta": 11158840.0, "router_scaling_factor": 2.826, "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16", "vocab_size": 120832,
+}  # fmt: skip
+ERNIE_4_5_21B_A3B = {
+    "architectures": ["Ernie4_5_MoeForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",
+    "hidden_size": 2560, "intermediate_size": 12288, "max_position_embeddings": 131072,
+    "model_type": "ernie4_5_moe", "moe_intermediate_size": 1536, "moe_k": 6, "moe_layer_end_index": 27,
+    "moe_layer_interval": 1, "moe_layer_start_index": 1, "moe_num_experts": 64, "moe_num_shared_experts": 2,
+    "num_attention_heads": 20, "num_hidden_layers": 28, "num_key_value_heads": 4, "rms_norm_eps": 1e-05,
+    "rope_theta": 500000.0, "tie_word_embeddings": True, "torch_dtype": "bfloat16", "use_bias": False,
+    "vocab_size": 103424,
+}  # fmt: skip
+MISTRAL_SMALL_3_2 = {
+    "architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3",
+    "text_config": {
+        "head_dim": 128, "hidden_act": "silu", "hidden_size": 5120, "intermediate_size": 32768,
+        "max_position_embeddings": 131072, "model_type": "mistral", "num_attention_heads": 32,
+        "num_hidden_layers": 40, "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_theta": 1000000000.0,
+        "sliding_window": None, "vocab_size": 131072,
+    },
+    "torch_dtype": "bfloat16", "vision_config": {"model_type": "pixtral"},
+}  # fmt: skip
 GPT_OSS_120B = GPT_OSS_20B | {"num_hidden_layers": 36, "num_local_experts": 128}
 IGNORED = ("lm_head", ROUTERS, UP_PROJECTIONS)  # by python -m scripts.quantize
 DEEPSEEK_W8A8 = DEEPSEEK_V3 | {"quantization_config": Quantization(IGNORED).in_json()}
 MODELS: dict[str, dict[str, Any]] = {
     "Llama-2-7b-hf": LLAMA2_7B,
+    "GLM-4.7-Flash": GLM_4_7_FLASH,
+    "Seed-OSS-36B-Instruct": SEED_OSS_36B,
+    "Hy3": HY3,
+    "ERNIE-4.5-21B-A3B-PT": ERNIE_4_5_21B_A3B,
+    "Mistral-Small-3.2-24B-Instruct-2506": MISTRAL_SMALL_3_2,
     "Qwen2.5-7B-Instruct": QWEN2_5_7B,
     "Qwen3-8B": QWEN3_8B,
     "Llama-2-13b-hf": LLAMA2_13B,
