@@ -86,7 +86,7 @@ def test_a_recipe_asks_for_what_its_product_has(path: Path) -> None:
         assert named.graph_sizes(sizes, config.num_layers, page_size, joins=joins) == sizes
         assert recipe.device.graphs <= recipe.scheduler.num_slots
     else:
-        with pytest.raises(ValueError, match="no fused attention|fused attention takes"):
+        with pytest.raises(ValueError, match=r"no fused attention|fused attention takes"):
             named.check(shape)
         assert recipe.device.graphs == 0
     if recipe.device.product in ("310P", "910"):
