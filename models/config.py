@@ -198,6 +198,9 @@ def layer_specs(
 
 
 Gate = Literal["silu", "gelu_tanh", "clamped"]
+# How queries and keys are normed: head by head before they are rotated, or after, or all heads of a token
+# together before
+QkNorm = Literal["none", "heads", "rotated", "joined"]
 # How a linear is stored; with "quantize", in the model's type, and in int8 from loading on
 Form = Literal["plain", "int8", "quantize"] | Int4
 
@@ -235,7 +238,7 @@ class DecoderConfig:
     attention_bias: bool  # q, k and v have a bias
     output_bias: bool  # the output projection of attention has a bias
     mlp_bias: bool
-    qk_norm: bool
+    qk_norm: QkNorm
     dtype: DType
     max_positions: int
     eos_token_ids: tuple[int, ...]
@@ -248,7 +251,7 @@ class DecoderConfig:
     kept_form: Packing | None = None  # form of linears that stay in 4 bits
     stored_joined: tuple[str, ...] = ()  # QKV, GATE_UP: linears that the checkpoint stores as one
     # Names of a layer's norms in a checkpoint; a third and a fourth are applied to the outputs of attention
-    # and MLP
+    # and MLP. Without a name there is no such norm
     norms: tuple[str, ...] = NORMS
     norms_add_one: bool = False  # 1 is added to the norm weights of the checkpoint
     gate: Gate = "silu"  # activation of the MLP's gate
@@ -257,6 +260,9 @@ class DecoderConfig:
     embedding_scale: float = 1.0
     score_cap: float | None = None  # attention scores are cap * tanh(score / cap)
     logit_cap: float | None = None  # the same for logits
+    qk_norm_names: tuple[str, str] = ("q_norm", "k_norm")  # names of these norms in a checkpoint
+    # Queries are multiplied by 1 + a * ln(1 + position // b), of these a and b; None: they are not
+    query_growth: tuple[float, int] | None = None
     has_sinks: bool = False  # each query head has an attention score that belongs to no key
     own_scale: float | None = None  # scale of attention scores; None: head_dim**-0.5
     window_rope: RopeConfig | None = None  # rotary embedding of layers with a window, if it differs
@@ -353,6 +359,15 @@ class DecoderConfig:
     def value_dim(self) -> int:
         """Width of a head as the output projection takes it."""
         return self.head_dim if self.latent is None else self.latent.value_dim
+
+    @property
+    def qk_norm_widths(self) -> tuple[int, int]:
+        """Number of weights of the norms of queries and keys; 0 if there are none."""
+        if self.qk_norm == "none":
+            return 0, 0
+        is_joined = self.qk_norm == "joined"
+        heads = (self.num_heads, self.num_kv_heads) if is_joined else (1, 1)
+        return heads[0] * self.head_dim, heads[1] * self.head_dim
 
     @property
     def scale(self) -> float:
@@ -496,10 +511,10 @@ class DecoderConfig:
             for layer in range(self.num_layers)
             for _, inputs, outputs in self.attention_linears(layer)
         )
-        layer = len(self.norms) * self.hidden_size
+        layer = sum(map(bool, self.norms)) * self.hidden_size
         layer += 0 if self.latent is None else self.latent.norm_width
         layer += self.attention_bias * (attention_dim + 2 * kv_dim) + self.output_bias * self.hidden_size
-        layer += self.qk_norm * 2 * self.head_dim + self.has_sinks * self.num_heads
+        layer += sum(self.qk_norm_widths) + self.has_sinks * self.num_heads
         mlp = 3 * self.hidden_size * self.intermediate_size
         mlp += self.mlp_bias * (2 * self.intermediate_size + self.hidden_size)
         mlps = (self.num_layers - self.num_mixtures) * mlp + self._router_parameters

@@ -31,7 +31,7 @@ class LayerParts:
         parts = LayerParts({}, [], {})
         whole, joined, orders = parts.whole, parts.joined, parts.orders
         norms = (layer.input_norm, layer.mlp_norm, layer.attention_post_norm, layer.mlp_post_norm)
-        whole |= {f"{prefix}{name}.weight": norm for name, norm in zip(config.norms, norms)}
+        whole |= {f"{prefix}{name}.weight": norm for name, norm in zip(config.norms, norms) if name}
         for name, norm in attention.norms().items():
             whole[f"{prefix}self_attn.{name}.weight"] = norm
             orders[f"{prefix}self_attn.{name}"] = attention.order(name)

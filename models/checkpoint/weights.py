@@ -212,6 +212,9 @@ def placed(parts: LayerParts, config: DecoderConfig, held: dict[str, int], share
             if name.endswith(SINKS):
                 heads = share.heads(config)
                 places[name] = Place(tensor.data, (config.num_heads,), heads, order, added=added)
+            elif linear_name := _linear_of_joined_norm(name, config):
+                rows = share.slices(f"{linear_name}.weight", config)[:1]
+                places[name] = Place(tensor.data, sizes[linear_name][:1], rows, order, added=added)
             else:
                 places[name] = Place(tensor.data, tuple(tensor.shape), (), order, added=added)
     for prefix, names, linear in parts.joined:
@@ -233,6 +236,14 @@ def placed(parts: LayerParts, config: DecoderConfig, held: dict[str, int], share
                     slices = _of_words(slices)
                 places[f"{name}.{kind}"] = Place(room, shape, slices, orders.get(name), rounding=rounding)
     return places
+
+
+def _linear_of_joined_norm(name: str, config: DecoderConfig) -> str | None:
+    """Return the linear whose outputs, of all heads, this norm weighs, if it is such a norm."""
+    stem, _, norm = name.removesuffix(".weight").rpartition(".")
+    if config.qk_norm != "joined" or norm not in config.qk_norm_names:
+        return None
+    return f"{stem}.{FUSED[config.qk_norm_names.index(norm)]}"
 
 
 def _stored_as(names: tuple[str, ...], config: DecoderConfig) -> str | None:

@@ -29,12 +29,17 @@ from recipes.glm4.model import config as glm4
 from recipes.glm4_moe.model import config as glm4_moe
 from recipes.glm4_moe_lite.model import config as glm4_moe_lite
 from recipes.gpt_oss.model import config as gpt_oss
+from recipes.hunyuan.model import dense as hunyuan
+from recipes.hunyuan.model import sparse as hunyuan_moe
 from recipes.hy_v3.model import config as hy_v3
 from recipes.internlm3.model import config as internlm3
 from recipes.llama.eagle3 import config as eagle3
 from recipes.llama.model import config as llama
+from recipes.minimax_m2.model import config as minimax_m2
 from recipes.mistral.model import config as mistral
+from recipes.mistral.model import ministral3
 from recipes.mixtral.model import config as mixtral
+from recipes.olmo3.model import config as olmo3
 from recipes.phi3.model import config as phi3
 from recipes.qwen2.model import config as qwen2
 from recipes.qwen2_moe.model import config as qwen2_moe
@@ -58,12 +63,17 @@ FAMILIES = {
     "glm4_moe": glm4_moe,
     "glm4_moe_lite": glm4_moe_lite,
     "gpt_oss": gpt_oss,
+    "hunyuan_v1_dense": hunyuan,
+    "hunyuan_v1_moe": hunyuan_moe,
     "hy_v3": hy_v3,
     "internlm3": internlm3,
     "kimi_k2": deepseek_v3,
     "llama": llama,
+    "minimax_m2": minimax_m2,
+    "ministral3": ministral3,
     "mistral": mistral,
     "mixtral": mixtral,
+    "olmo3": olmo3,
     "phi3": phi3,
     "qwen2": qwen2,
     "qwen2_moe": qwen2_moe,
@@ -76,7 +86,7 @@ FAMILIES = {
 NESTED = {
     "gemma3": (("gemma3_text",), True),
     "kimi_k25": (("kimi_k2", "deepseek_v3"), False),
-    "mistral3": (("mistral",), False),
+    "mistral3": (("mistral", "ministral3"), False),
 }
 SUPPORTED = sorted((*FAMILIES, *NESTED))
 

@@ -56,7 +56,7 @@ def config(hf: Mapping[str, Any]) -> DecoderConfig:
         layers=layer_specs(windows),
         attention_bias=bias,
         output_bias=bias,
-        qk_norm=True,
+        qk_norm="heads",
         norms=NORMS,
     )
     return replace(

@@ -35,7 +35,7 @@ def config(hf: Mapping[str, Any]) -> DecoderConfig:
         "glm4_moe",
         layers=layer_specs((None,) * integer(hf, "num_hidden_layers"), layers_after_dense(hf, 1)),
         attention_bias=boolean(hf, "attention_bias", False),
-        qk_norm=boolean(hf, "use_qk_norm", False),
+        qk_norm="heads" if boolean(hf, "use_qk_norm", False) else "none",
         mixture=grouped_experts(
             hf,
             num_shared=1,

@@ -60,6 +60,6 @@ def config(hf: Mapping[str, Any]) -> DecoderConfig:
         layers=layer_specs((None,) * len(has_experts), has_experts),
         attention_bias=bias,
         output_bias=bias,
-        qk_norm=True,
+        qk_norm="heads",
         mixture=mixture,
     )

@@ -24,5 +24,5 @@ def config(hf: Mapping[str, Any]) -> DecoderConfig:
         layers=layer_specs(windows_by_layer_type(hf)),
         attention_bias=bias,
         output_bias=bias,
-        qk_norm=True,
+        qk_norm="heads",
     )

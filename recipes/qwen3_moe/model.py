@@ -47,6 +47,6 @@ def config(hf: Mapping[str, Any]) -> DecoderConfig:
         layers=layer_specs((switched_window(hf),) * num_layers, sparse_layers(hf)),
         attention_bias=bias,
         output_bias=bias,
-        qk_norm=True,
+        qk_norm="heads",
         mixture=mixture,
     )

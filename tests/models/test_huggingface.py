@@ -26,6 +26,8 @@ NEEDED = {  # what neither says, or what transformers says only where its own vo
     "deepseek_v2": {"num_experts_per_tok": 6},
     "glm4": {"eos_token_id": 5},
     "glm4_moe": {"head_dim": 16},
+    "minimax_m2": {"eos_token_id": 5},
+    "olmo3": {"eos_token_id": 5},
     "phi3": {"eos_token_id": 5, "pad_token_id": None},
 }
 DEEPSEEK = {"model_type": "deepseek_v2", "num_experts_per_tok": 6}

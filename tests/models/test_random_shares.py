@@ -50,7 +50,7 @@ class Thread(Alone):
 def drawn(rng: random.Random) -> DecoderConfig:
     """Any decoder of plain rope."""
     num_heads, head_dim = rng.choice([4, 6, 8, 12]), rng.choice([4, 8, 16])
-    flags = ("tie_embeddings", "attention_bias", "output_bias", "mlp_bias", "qk_norm")
+    flags = ("tie_embeddings", "attention_bias", "output_bias", "mlp_bias")
     return DecoderConfig(
         family="llama",
         vocab_size=rng.randint(30, 200),
@@ -65,6 +65,7 @@ def drawn(rng: random.Random) -> DecoderConfig:
         dtype="float32",
         max_positions=128,
         eos_token_ids=(2,),
+        qk_norm=rng.choice(["none", "heads", "rotated", "joined"]),
         **{flag: rng.random() < 0.5 for flag in flags},
     )
 

@@ -186,11 +186,62 @@ MISTRAL_SMALL_3_2 = {
     },
     "torch_dtype": "bfloat16", "vision_config": {"model_type": "pixtral"},
 }  # fmt: skip
+MINIMAX_M2 = {
+    "architectures": ["MiniMaxM2ForCausalLM"], "attn_type_list": [1] * 62, "bos_token_id": 200019,
+    "eos_token_id": 200020, "head_dim": 128, "hidden_act": "silu", "hidden_size": 3072,
+    "intermediate_size": 1536, "max_position_embeddings": 196608, "model_type": "minimax_m2",
+    "num_attention_heads": 48, "num_experts_per_tok": 8, "num_hidden_layers": 62, "num_key_value_heads": 8,
+    "num_local_experts": 256,
+    "quantization_config": {"activation_scheme": "dynamic", "fmt": "float8_e4m3fn", "quant_method": "fp8",
+                            "weight_block_size": [128, 128]},
+    "rms_norm_eps": 1e-06, "rope_theta": 5000000, "rotary_dim": 64, "scoring_func": "sigmoid",
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_qk_norm": True, "use_routing_bias": True,
+    "vocab_size": 200064,
+}  # fmt: skip
+HUNYUAN_A13B = {
+    "architectures": ["HunYuanMoEV1ForCausalLM"], "attention_bias": False, "eos_token_id": 127960,
+    "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 3072,
+    "max_position_embeddings": 32768, "model_type": "hunyuan_v1_moe", "moe_intermediate_size": [3072] * 32,
+    "moe_topk": [8] * 32, "num_attention_heads": 32, "num_experts": 64, "num_hidden_layers": 32,
+    "num_key_value_heads": 8, "num_shared_expert": [1] * 32, "rms_norm_eps": 1e-05,
+    "rope_scaling": {"alpha": 1000.0, "beta_fast": 32, "beta_slow": 1, "factor": 1.0, "mscale": 1.0,
+                     "mscale_all_dim": 1.0, "type": "dynamic"},
+    "rope_theta": 10000.0, "tie_word_embeddings": True, "torch_dtype": "bfloat16", "use_cla": False,
+    "use_qk_norm": True, "vocab_size": 128167,
+}  # fmt: skip
+OLMO_3_7B = {
+    "architectures": ["Olmo3ForCausalLM"], "attention_bias": False, "eos_token_id": 100257,
+    "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 11008,
+    "layer_types": [*["sliding_attention"] * 3, "full_attention"] * 8, "max_position_embeddings": 65536,
+    "model_type": "olmo3", "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {"attention_factor": 1.2079441541679836, "beta_fast": 32.0, "beta_slow": 1.0,
+                     "factor": 8.0, "original_max_position_embeddings": 8192, "rope_type": "yarn"},
+    "rope_theta": 500000, "sliding_window": 4096, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    "vocab_size": 100278,
+}  # fmt: skip
+MINISTRAL_3_8B = {
+    "architectures": ["Mistral3ForConditionalGeneration"], "dtype": "bfloat16", "model_type": "mistral3",
+    "text_config": {
+        "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 14336,
+        "max_position_embeddings": 262144, "model_type": "ministral3", "num_attention_heads": 32,
+        "num_hidden_layers": 34, "num_key_value_heads": 8, "rms_norm_eps": 1e-05,
+        "rope_parameters": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 16.0, "llama_4_scaling_beta": 0.1,
+                            "mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 16384,
+                            "rope_theta": 1000000.0, "rope_type": "yarn", "type": "yarn"},
+        "sliding_window": None, "vocab_size": 131072,
+    },
+    "tie_word_embeddings": False, "vision_config": {"model_type": "pixtral"},
+}  # fmt: skip
 GPT_OSS_120B = GPT_OSS_20B | {"num_hidden_layers": 36, "num_local_experts": 128}
 IGNORED = ("lm_head", ROUTERS, UP_PROJECTIONS)  # by python -m scripts.quantize
 DEEPSEEK_W8A8 = DEEPSEEK_V3 | {"quantization_config": Quantization(IGNORED).in_json()}
 MODELS: dict[str, dict[str, Any]] = {
     "Llama-2-7b-hf": LLAMA2_7B,
+    "MiniMax-M2": MINIMAX_M2,
+    "Hunyuan-A13B-Instruct": HUNYUAN_A13B,
+    "Olmo-3-7B-Instruct": OLMO_3_7B,
+    "Ministral-3-8B-Instruct-2512-BF16": MINISTRAL_3_8B,
     "GLM-4.7-Flash": GLM_4_7_FLASH,
     "Seed-OSS-36B-Instruct": SEED_OSS_36B,
     "Hy3": HY3,
