@@ -437,10 +437,6 @@ class DecoderConfig:
         """Bytes that a layer keeps of one key-value head of a token."""
         return replace(self, num_kv_heads=1).layer_cache(0).token_bytes
 
-    def page_bytes(self, page_size: int) -> int:
-        """Return the bytes of keys and values of all layers, for the tokens of one page."""
-        return page_size * self.kv_bytes_per_token()
-
     @property
     def growing_kv_bytes_per_token(self) -> int:
         """Bytes of keys and values that a step reads for each token of context, however long the context is.

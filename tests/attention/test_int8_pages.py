@@ -64,8 +64,8 @@ def test_a_page_takes_as_many_bytes_as_are_planned(dtype: str, head_dim: int, sh
     int8 = replace(plain, int8_cache=True)
     for tensors, pages in ((cache.tensors, 5), (cache.host_tensors, 4)):
         assert {each.dtype for each in tensors} == {torch.int8}
-        assert sum(each.nbytes for each in tensors) == pages * int8.page_bytes(16)
-    assert int8.page_bytes(16) == share * plain.page_bytes(16)
+        assert sum(each.nbytes for each in tensors) == pages * 16 * int8.kv_bytes_per_token()
+    assert 16 * int8.kv_bytes_per_token() == share * 16 * plain.kv_bytes_per_token()
 
 
 def config_of(dtype: str, head_dim: int) -> DecoderConfig:

@@ -117,7 +117,7 @@ def test_what_is_planned_is_what_is_allocated(int8_cache: bool, tmp_path: Path) 
     config = replace(config_in(checkpoint("deepseek_v2", tmp_path)[1]), int8_cache=int8_cache)
     attention = LatentAttention(shape_of(16, config))
     cache = KVCache([LayerPages(attention.new_planes)] * config.num_layers, 16, [9], [2])
-    assert config.page_bytes(16) * 9 == sum(each.nbytes for each in cache.tensors)
+    assert 16 * config.kv_bytes_per_token() * 9 == sum(each.nbytes for each in cache.tensors)
     decoder = Decoder(config, Ops(), attention)
     assert config.weight_bytes == sum(each.nbytes for each in decoder.parameters())
 
