@@ -18,7 +18,7 @@ from models.config import DecoderConfig
 from models.drafting.config import Eagle3Config, MtpConfig, mtp_config
 from models.parallel.placement import read as read_placement
 from models.parallel.share import Share, check_experts, check_ranks, check_stages
-from models.quantization import Quantization
+from models.quantization import KEY, Quantization
 from recipes.deepseek.model import v2 as deepseek_v2
 from recipes.deepseek.model import v3 as deepseek_v3
 from recipes.gemma2.model import config as gemma2
@@ -40,6 +40,7 @@ from recipes.schema.recipe import Recipe, from_root
 from recipes.schema.recipe_error import RecipeError
 
 Auto = Literal["auto"]
+GPTQ_FILE, AWQ_FILE = "quantize_config.json", "quant_config.json"
 FAMILIES = {
     "deepseek_v2": deepseek_v2,
     "deepseek_v3": deepseek_v3,
@@ -214,21 +215,42 @@ def config_in(path: Path) -> DecoderConfig:
     try:
         return decoder_config(hf)
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+        apart = _quantized_apart(path, _json(path / "config.json"))
+        place = f"{path} ({KEY} stands in {apart[0]})" if apart else f"{path}"
+        raise ValueError(f"{place}: {error}") from error
 
 
 def read(path: str | Path) -> dict[str, Any]:
-    """Return the parsed config.json of a checkpoint directory.
+    """Return the parsed config.json of a checkpoint directory, with what other files say of the weights.
 
     The end tokens of its generation_config.json, if there is one, replace those of config.json: a chat model
-    often ends its turn with a token of its own.
+    often ends its turn with a token of its own. What only a quantization's own file describes is added.
     """
     hf = _json(Path(path) / "config.json")
+    if said := _quantized_apart(Path(path), hf):
+        hf = {**hf, KEY: said[1]}
     generation = Path(path) / "generation_config.json"
     if is_there(generation):
         end = _json(generation).get("eos_token_id")
         hf = hf if end is None else {**hf, "eos_token_id": end}
     return hf
+
+
+def _quantized_apart(path: Path, hf: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
+    """Return the name of the file that alone describes a quantization, and what it says, or None.
+
+    AutoGPTQ writes quantize_config.json and older versions of AutoAWQ quant_config.json; neither adds to
+    config.json, as transformers does.
+    """
+    if hf.get(KEY):
+        return None
+    if is_there(path / GPTQ_FILE):
+        return GPTQ_FILE, {"quant_method": "gptq", **_json(path / GPTQ_FILE)}
+    if is_there(path / AWQ_FILE):
+        names = {"w_bit": "bits", "q_group_size": "group_size"}
+        said = {names.get(key, key): value for key, value in _json(path / AWQ_FILE).items()}
+        return AWQ_FILE, {"quant_method": "awq", **said}
+    return None
 
 
 def _json(path: Path) -> dict[str, Any]:
