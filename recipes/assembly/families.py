@@ -19,22 +19,37 @@ from models.drafting.config import Eagle3Config, MtpConfig, mtp_config
 from models.parallel.placement import read as read_placement
 from models.parallel.share import Share, check_experts, check_ranks, check_stages
 from models.quantization import KEY, Quantization
+from recipes.deepseek.model import V2_FIELDS, V3_FIELDS
 from recipes.deepseek.model import v2 as deepseek_v2
 from recipes.deepseek.model import v3 as deepseek_v3
+from recipes.gemma2.model import FIELDS as gemma2_fields
 from recipes.gemma2.model import config as gemma2
+from recipes.gemma3.model import FIELDS as gemma3_fields
 from recipes.gemma3.model import config as gemma3
+from recipes.glm4.model import FIELDS as glm4_fields
 from recipes.glm4.model import config as glm4
+from recipes.glm4_moe.model import FIELDS as glm4_moe_fields
 from recipes.glm4_moe.model import config as glm4_moe
+from recipes.gpt_oss.model import FIELDS as gpt_oss_fields
 from recipes.gpt_oss.model import config as gpt_oss
+from recipes.internlm3.model import FIELDS as internlm3_fields
 from recipes.internlm3.model import config as internlm3
 from recipes.llama.eagle3 import config as eagle3
+from recipes.llama.model import FIELDS as llama_fields
 from recipes.llama.model import config as llama
+from recipes.mistral.model import FIELDS as mistral_fields
 from recipes.mistral.model import config as mistral
+from recipes.mixtral.model import FIELDS as mixtral_fields
 from recipes.mixtral.model import config as mixtral
+from recipes.phi3.model import FIELDS as phi3_fields
 from recipes.phi3.model import config as phi3
+from recipes.qwen2.model import FIELDS as qwen2_fields
 from recipes.qwen2.model import config as qwen2
+from recipes.qwen2_moe.model import FIELDS as qwen2_moe_fields
 from recipes.qwen2_moe.model import config as qwen2_moe
+from recipes.qwen3.model import FIELDS as qwen3_fields
 from recipes.qwen3.model import config as qwen3
+from recipes.qwen3_moe.model import FIELDS as qwen3_moe_fields
 from recipes.qwen3_moe.model import config as qwen3_moe
 from recipes.schema.recipe import Recipe, from_root
 from recipes.schema.recipe_error import RecipeError
@@ -59,6 +74,27 @@ FAMILIES = {
     "qwen2_moe": qwen2_moe,
     "qwen3": qwen3,
     "qwen3_moe": qwen3_moe,
+}
+
+# What each family makes of the fields of its config.json
+FIELDS = {
+    "deepseek_v2": V2_FIELDS,
+    "deepseek_v3": V3_FIELDS,
+    "gemma2": gemma2_fields,
+    "gemma3_text": gemma3_fields,
+    "glm4": glm4_fields,
+    "glm4_moe": glm4_moe_fields,
+    "gpt_oss": gpt_oss_fields,
+    "internlm3": internlm3_fields,
+    "kimi_k2": V3_FIELDS,
+    "llama": llama_fields,
+    "mistral": mistral_fields,
+    "mixtral": mixtral_fields,
+    "phi3": phi3_fields,
+    "qwen2": qwen2_fields,
+    "qwen2_moe": qwen2_moe_fields,
+    "qwen3": qwen3_fields,
+    "qwen3_moe": qwen3_moe_fields,
 }
 
 
@@ -191,6 +227,7 @@ def decoder_config(hf: Mapping[str, Any]) -> DecoderConfig:
     family = hf.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
         raise ValueError(f"the model's family is {abbreviate(family)}; supported are {', '.join(FAMILIES)}")
+    hf = FIELDS[family].read_of(hf)
     config = FAMILIES[family](hf)
     check_attended(hf, config.windows, config.max_positions)
     outside = [token for token in config.eos_token_ids if not 0 <= token < config.vocab_size]
@@ -204,6 +241,13 @@ def decoder_config(hf: Mapping[str, Any]) -> DecoderConfig:
             f" from 0 to {config.vocab_size - 1}"
         )
     return config
+
+
+def unknown_fields(recipe: Recipe) -> list[str]:
+    """Return the fields of the model's configuration that no family reads and none is known to ignore."""
+    path, inline = recipe.model.path, recipe.model.config
+    hf = read(path) if path is not None else inline or {}
+    return FIELDS[hf["model_type"]].unknown(hf)
 
 
 def config_in(path: Path) -> DecoderConfig:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from models.checkpoint.config_fields import ConfigFields
 from models.checkpoint.huggingface import decoder_config, integer, windows_of_types
 from models.config import DecoderConfig
 
@@ -14,6 +15,7 @@ DEFAULTS = {
     "sliding_window": 4096,
     "eos_token_id": 2,
 }
+FIELDS = ConfigFields()
 
 
 def config(hf: Mapping[str, Any]) -> DecoderConfig:
