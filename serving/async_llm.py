@@ -43,6 +43,7 @@ from serving.outputs import Prompt, RequestOutput, VllmSamplingParams, fields_of
 from serving.prompt_pages import parted, with_pages
 from serving.served_adapters import ServedAdapters
 from serving.text.request_fields import check_length, is_short, parse_request, text_options
+from serving.text.sampling_defaults import sampling_defaults
 from serving.text.tokenizer import Text
 
 log = logging.getLogger(__name__)
@@ -67,6 +68,7 @@ class AsyncLLM:
     ) -> None:
         self.recipe = load(recipe, overrides, profile)
         self.text = Text.of(self.recipe)
+        self.sampling_defaults = sampling_defaults(self.recipe)
         self.stats = stats or ServerStats()
         self.limits = ServerLimits(self.recipe.server, self.stats.rejected)
         chosen = [] if profile is None else ["--profile", profile]
@@ -192,7 +194,14 @@ class AsyncLLM:
         most, (asked, prompt_replica) = facts.max_tokens, parted(fields)
         check_length(fields, most, self.text)
         longest, adapters = most if fill else None, self.adapters
-        request = parse_request(asked, self.text, longest=longest, limit=most, adapters=adapters)
+        request = parse_request(
+            asked,
+            self.text,
+            longest=longest,
+            limit=most,
+            adapters=adapters,
+            defaults=self.sampling_defaults,
+        )
         return with_pages(request, facts, prompt_replica)
 
     async def generate(

@@ -28,7 +28,8 @@ from serving.answers.embeddings import unit
 from serving.answers.jobs import Job, JobAnswer, JobRefused, JobRun
 from serving.grammars.matching import Grammars
 from serving.own_processors import KnownProcessors
-from serving.text.request_fields import parse_request, text_options
+from serving.text.request_fields import NO_DEFAULTS, parse_request, text_options
+from serving.text.sampling_defaults import sampling_defaults
 from serving.text.tokenizer import Text
 from serving.text.truncation import fit
 
@@ -43,9 +44,11 @@ def read_jobs(
 ) -> Iterator[Job | Record]:
     """Yield the job of each line of JSON, or {"id", "error"}; blank lines are skipped.
 
-    `recipe` defines the adapters that requests may name. Raises ValueError for more than MOST_REQUESTS lines.
+    `recipe` defines the adapters that requests may name, and the checkpoint whose defaults hold. Raises
+    ValueError for more than MOST_REQUESTS lines.
     """
     adapters = NO_ADAPTERS if recipe is None else KnownAdapters(recipe.adapters)
+    defaults = NO_DEFAULTS if recipe is None else sampling_defaults(recipe)
     line_of: dict[str, int] = {}
     num_requests = 0
     for number, line in enumerate(lines, 1):
@@ -59,7 +62,7 @@ def read_jobs(
             line.encode()  # fails where the file was not UTF-8
             fields = json.loads(line, parse_constant=_refuse_constant)
             job = Job(
-                parse_request(fields, text, adapters=adapters),
+                parse_request(fields, text, adapters=adapters, defaults=defaults),
                 text_options(fields),
                 num_answers=fields.get("n") or 1,
                 show_logprobs=fields.get("logprobs") is not None,

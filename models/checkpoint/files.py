@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from borders.file_bounds import check_regular, is_there
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+GPTQ_FILES = "gptq_model-*.safetensors"  # AutoGPTQ's name of a single file, with bits and group
 MOST_NAMES = 20  # names that one message lists
 # How checkpoints that read images, too, call the tensors of their text model, and what these are called alone
 TEXT_NAMES = (
@@ -29,6 +30,8 @@ def checkpoint_files(path: Path) -> list[Path]:
     if (path / SINGLE).is_file():
         return [path / SINGLE]
     if not is_there(path / INDEX):
+        if len(named := sorted(path.glob(GPTQ_FILES))) == 1:
+            return named
         raise ValueError(
             f"{path} holds neither {SINGLE} nor {INDEX}; only safetensors are read: "
             "convert the checkpoint, or set model.weights: random"

@@ -382,14 +382,11 @@ def layers_after_dense(hf: Mapping[str, Any], first_dense: int) -> tuple[bool, .
     return tuple(layer >= dense for layer in range(integer(hf, "num_hidden_layers")))
 
 
-def layers_by_mlp_type(hf: Mapping[str, Any], first_dense: int = 1) -> tuple[bool, ...]:
-    """Return which layers have experts: those that `mlp_layer_types` calls sparse.
-
-    Without it, all but the first ones have them, `first_dense` by default.
-    """
+def layers_by_mlp_type(hf: Mapping[str, Any]) -> tuple[bool, ...]:
+    """Return which layers have experts: those that `mlp_layer_types` calls sparse, or all but the first."""
     types, num_layers = hf.get("mlp_layer_types"), integer(hf, "num_hidden_layers")
     if types is None:
-        return layers_after_dense(hf, first_dense)
+        return tuple(layer > 0 for layer in range(num_layers))
     known = ("dense", "sparse")
     if not isinstance(types, list) or len(types) != num_layers or any(each not in known for each in types):
         raise refused(
@@ -432,6 +429,10 @@ def latent_config(hf: Mapping[str, Any]) -> LatentConfig:
     nope_dim, rope_dim = integer(hf, "qk_nope_head_dim"), integer(hf, "qk_rope_head_dim")
     if rope_dim % 2:
         raise refused("qk_rope_head_dim", rope_dim, "the rotary embedding turns pairs: it must be even")
+    derived = {"num_key_value_heads": integer(hf, "num_attention_heads"), "head_dim": rope_dim}
+    for name, size in (derived | {"qk_head_dim": nope_dim + rope_dim}).items():
+        if hf.get(name) not in (None, size):
+            raise refused(name, hf[name], f"it follows from other sizes: it must be {size}, or left out")
     rope = rope_config(hf, rope_dim, integer(hf, "max_position_embeddings"))
     scale = (nope_dim + rope_dim) ** -0.5
     if rope.kind == "yarn" and rope.mscale_all_dim and rope.factor > 1:

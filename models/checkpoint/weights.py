@@ -58,8 +58,10 @@ def load(decoder: Decoder, path: str | Path) -> int:
     places = in_stacks(in_parts(own, config.stored_form, path), config, path)
     has_twin = config.tie_embeddings and EMBEDDING in places
     known = {HEAD: places[EMBEDDING], **places} if has_twin else places
-    share, prefix = decoder.share, ""
-    if BODY in tensor_names(path):  # saved without a head, as models for embeddings are
+    share, prefix, stored = decoder.share, "", tensor_names(path)
+    if has_twin and HEAD in stored and EMBEDDING not in stored:  # one tensor, stored by its other name
+        places = {HEAD if name == EMBEDDING else name: place for name, place in places.items()}
+    if BODY in stored:  # saved without a head, as models for embeddings are
         prefix = EMBEDDING.removesuffix(BODY)
         places, known = (
             {name.removeprefix(prefix): at for name, at in some.items()} for some in (places, known)

@@ -33,7 +33,7 @@ from models.step.runner import ModelRunner, RowSampler
 from models.step.stage_runner import StageRunner
 from models.step.warm_up import capture, largest_step_bytes, warm_up
 from recipes.assembly.decoders import cache_of, draft_decoder, drafter_of, shape_of
-from recipes.assembly.families import share_of
+from recipes.assembly.families import share_of, unknown_fields
 from recipes.assembly.memory_plan import MemoryPlan, report
 from recipes.assembly.page_events import publish_pages
 from recipes.assembly.page_tier import attach_tier
@@ -88,6 +88,10 @@ def build(recipe: Recipe, clock: Callable[[], float] = time.monotonic) -> BuiltE
             built = assemble(recipe, ranks.group, clock, ranks.wait_s, ranks.tell)
         built.engine.runner = ranks.watched(built.runner, built.largest_step_s)
         built, sinks = replace(built, ranks=ranks), [ranks]
+    if unknown := unknown_fields(recipe):
+        log.warning(
+            "no effect: fields of the model's configuration that are not known: %s", ", ".join(unknown)
+        )
     if recipe.scheduler.record is not None:
         sinks = [RecordingFile(recipe.scheduler.record), *sinks]
     if sinks:

@@ -18,68 +18,95 @@ from models.config import DecoderConfig
 from models.drafting.config import Eagle3Config, MtpConfig, mtp_config
 from models.parallel.placement import read as read_placement
 from models.parallel.share import Share, check_experts, check_ranks, check_stages
-from models.quantization import Quantization
-from recipes.deepseek.model import v2 as deepseek_v2
-from recipes.deepseek.model import v3 as deepseek_v3
-from recipes.ernie4_5.model import dense as ernie4_5
-from recipes.ernie4_5.model import sparse as ernie4_5_moe
-from recipes.gemma2.model import config as gemma2
-from recipes.gemma3.model import config as gemma3
-from recipes.glm4.model import config as glm4
-from recipes.glm4_moe.model import config as glm4_moe
-from recipes.glm4_moe_lite.model import config as glm4_moe_lite
-from recipes.gpt_oss.model import config as gpt_oss
-from recipes.hunyuan.model import dense as hunyuan
-from recipes.hunyuan.model import sparse as hunyuan_moe
-from recipes.hy_v3.model import config as hy_v3
-from recipes.internlm3.model import config as internlm3
+from models.quantization import KEY, Quantization
+from recipes.deepseek import model as deepseek
+from recipes.ernie4_5 import model as ernie4_5
+from recipes.gemma2 import model as gemma2
+from recipes.gemma3 import model as gemma3
+from recipes.glm4 import model as glm4
+from recipes.glm4_moe import model as glm4_moe
+from recipes.glm4_moe_lite import model as glm4_moe_lite
+from recipes.gpt_oss import model as gpt_oss
+from recipes.hunyuan import model as hunyuan
+from recipes.hy_v3 import model as hy_v3
+from recipes.internlm3 import model as internlm3
+from recipes.llama import model as llama
 from recipes.llama.eagle3 import config as eagle3
-from recipes.llama.model import config as llama
-from recipes.minimax_m2.model import config as minimax_m2
-from recipes.mistral.model import config as mistral
-from recipes.mistral.model import ministral3
-from recipes.mixtral.model import config as mixtral
-from recipes.olmo3.model import config as olmo3
-from recipes.phi3.model import config as phi3
-from recipes.qwen2.model import config as qwen2
-from recipes.qwen2_moe.model import config as qwen2_moe
-from recipes.qwen3.model import config as qwen3
-from recipes.qwen3_moe.model import config as qwen3_moe
+from recipes.minimax_m2 import model as minimax_m2
+from recipes.mistral import model as mistral
+from recipes.mixtral import model as mixtral
+from recipes.olmo3 import model as olmo3
+from recipes.phi3 import model as phi3
+from recipes.qwen2 import model as qwen2
+from recipes.qwen2_moe import model as qwen2_moe
+from recipes.qwen3 import model as qwen3
+from recipes.qwen3_moe import model as qwen3_moe
 from recipes.schema.recipe import Recipe, from_root
 from recipes.schema.recipe_error import RecipeError
-from recipes.seed_oss.model import config as seed_oss
+from recipes.seed_oss import model as seed_oss
 
 Auto = Literal["auto"]
 # Keys that a configuration may have beside its text_config
 _OF_THE_WHOLE = ("tie_word_embeddings", "eos_token_id", "quantization_config", "dtype", "torch_dtype")
+GPTQ_FILE, AWQ_FILE = "quantize_config.json", "quant_config.json"
 FAMILIES = {
-    "deepseek_v2": deepseek_v2,
-    "deepseek_v3": deepseek_v3,
-    "ernie4_5": ernie4_5,
-    "ernie4_5_moe": ernie4_5_moe,
-    "gemma2": gemma2,
-    "gemma3_text": gemma3,
-    "glm4": glm4,
-    "glm4_moe": glm4_moe,
-    "glm4_moe_lite": glm4_moe_lite,
-    "gpt_oss": gpt_oss,
-    "hunyuan_v1_dense": hunyuan,
-    "hunyuan_v1_moe": hunyuan_moe,
-    "hy_v3": hy_v3,
-    "internlm3": internlm3,
-    "kimi_k2": deepseek_v3,
-    "llama": llama,
-    "minimax_m2": minimax_m2,
-    "ministral3": ministral3,
-    "mistral": mistral,
-    "mixtral": mixtral,
-    "olmo3": olmo3,
-    "phi3": phi3,
-    "qwen2": qwen2,
-    "qwen2_moe": qwen2_moe,
-    "qwen3": qwen3,
-    "qwen3_moe": qwen3_moe,
-    "seed_oss": seed_oss,
+    "deepseek_v2": deepseek.v2,
+    "deepseek_v3": deepseek.v3,
+    "ernie4_5": ernie4_5.dense,
+    "ernie4_5_moe": ernie4_5.sparse,
+    "gemma2": gemma2.config,
+    "gemma3_text": gemma3.config,
+    "glm4": glm4.config,
+    "glm4_moe": glm4_moe.config,
+    "glm4_moe_lite": glm4_moe_lite.config,
+    "gpt_oss": gpt_oss.config,
+    "hunyuan_v1_dense": hunyuan.dense,
+    "hunyuan_v1_moe": hunyuan.sparse,
+    "hy_v3": hy_v3.config,
+    "internlm3": internlm3.config,
+    "kimi_k2": deepseek.v3,
+    "llama": llama.config,
+    "minimax_m2": minimax_m2.config,
+    "ministral3": mistral.ministral3,
+    "mistral": mistral.config,
+    "mixtral": mixtral.config,
+    "olmo3": olmo3.config,
+    "phi3": phi3.config,
+    "qwen2": qwen2.config,
+    "qwen2_moe": qwen2_moe.config,
+    "qwen3": qwen3.config,
+    "qwen3_moe": qwen3_moe.config,
+    "seed_oss": seed_oss.config,
+}
+# What each family makes of the fields of its config.json
+FIELDS = {
+    "deepseek_v2": deepseek.V2_FIELDS,
+    "deepseek_v3": deepseek.V3_FIELDS,
+    "ernie4_5": ernie4_5.DENSE_FIELDS,
+    "ernie4_5_moe": ernie4_5.SPARSE_FIELDS,
+    "gemma2": gemma2.FIELDS,
+    "gemma3_text": gemma3.FIELDS,
+    "glm4": glm4.FIELDS,
+    "glm4_moe": glm4_moe.FIELDS,
+    "glm4_moe_lite": glm4_moe_lite.FIELDS,
+    "gpt_oss": gpt_oss.FIELDS,
+    "hunyuan_v1_dense": hunyuan.DENSE_FIELDS,
+    "hunyuan_v1_moe": hunyuan.SPARSE_FIELDS,
+    "hy_v3": hy_v3.FIELDS,
+    "internlm3": internlm3.FIELDS,
+    "kimi_k2": deepseek.V3_FIELDS,
+    "llama": llama.FIELDS,
+    "minimax_m2": minimax_m2.FIELDS,
+    "ministral3": mistral.MINISTRAL_FIELDS,
+    "mistral": mistral.FIELDS,
+    "mixtral": mixtral.FIELDS,
+    "olmo3": olmo3.FIELDS,
+    "phi3": phi3.FIELDS,
+    "qwen2": qwen2.FIELDS,
+    "qwen2_moe": qwen2_moe.FIELDS,
+    "qwen3": qwen3.FIELDS,
+    "qwen3_moe": qwen3_moe.FIELDS,
+    "seed_oss": seed_oss.FIELDS,
 }
 # Families that read images, too, whose text is read: the families of their text, the usual one first, and
 # whether the head is tied to the embedding where config.json is silent
@@ -224,6 +251,7 @@ def decoder_config(hf: Mapping[str, Any]) -> DecoderConfig:
         family = hf["model_type"]
     if not isinstance(family, str) or family not in FAMILIES:
         raise ValueError(f"the model's family is {abbreviate(family)}; supported are {', '.join(SUPPORTED)}")
+    hf = FIELDS[family].read_of(hf)
     config = FAMILIES[family](hf)
     if is_nested:
         config = replace(config, reads_text_alone=True)
@@ -258,6 +286,15 @@ def text_config(hf: Mapping[str, Any]) -> dict[str, Any]:
     return {"model_type": families[0], "tie_word_embeddings": is_tied, **text, **outer}
 
 
+def unknown_fields(recipe: Recipe) -> list[str]:
+    """Return the fields of the model's configuration that no family reads and none is known to ignore."""
+    path, inline = recipe.model.path, recipe.model.config
+    hf: Mapping[str, Any] = read(path) if path is not None else inline or {}
+    if hf["model_type"] in NESTED:
+        hf = text_config(hf)
+    return FIELDS[hf["model_type"]].unknown(hf)
+
+
 def config_in(path: Path) -> DecoderConfig:
     """Return the decoder of a checkpoint directory.
 
@@ -267,21 +304,42 @@ def config_in(path: Path) -> DecoderConfig:
     try:
         return decoder_config(hf)
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+        apart = _quantized_apart(path, _json(path / "config.json"))
+        place = f"{path} ({KEY} stands in {apart[0]})" if apart else f"{path}"
+        raise ValueError(f"{place}: {error}") from error
 
 
 def read(path: str | Path) -> dict[str, Any]:
-    """Return the parsed config.json of a checkpoint directory.
+    """Return the parsed config.json of a checkpoint directory, with what other files say of the weights.
 
     The end tokens of its generation_config.json, if there is one, replace those of config.json: a chat model
-    often ends its turn with a token of its own.
+    often ends its turn with a token of its own. What only a quantization's own file describes is added.
     """
     hf = _json(Path(path) / "config.json")
+    if said := _quantized_apart(Path(path), hf):
+        hf = {**hf, KEY: said[1]}
     generation = Path(path) / "generation_config.json"
     if is_there(generation):
         end = _json(generation).get("eos_token_id")
         hf = hf if end is None else {**hf, "eos_token_id": end}
     return hf
+
+
+def _quantized_apart(path: Path, hf: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
+    """Return the name of the file that alone describes a quantization, and what it says, or None.
+
+    AutoGPTQ writes quantize_config.json and older versions of AutoAWQ quant_config.json; neither adds to
+    config.json, as transformers does.
+    """
+    if hf.get(KEY):
+        return None
+    if is_there(path / GPTQ_FILE):
+        return GPTQ_FILE, {"quant_method": "gptq", **_json(path / GPTQ_FILE)}
+    if is_there(path / AWQ_FILE):
+        names = {"w_bit": "bits", "q_group_size": "group_size"}
+        said = {names.get(key, key): value for key, value in _json(path / AWQ_FILE).items()}
+        return AWQ_FILE, {"quant_method": "awq", **said}
+    return None
 
 
 def _json(path: Path) -> dict[str, Any]:

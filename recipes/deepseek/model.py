@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from models.checkpoint.config_fields import ConfigFields
 from models.checkpoint.huggingface import (
     boolean,
     decoder_config,
@@ -34,6 +35,24 @@ V3 = DEFAULTS | {
 }
 V3 |= {"n_group": 8, "topk_group": 4, "num_experts_per_tok": 8, "routed_scaling_factor": 2.5}
 METHODS = ("greedy", "group_limited_greedy")
+
+_READ = frozenset({
+    *SHAPE,
+    *("v_head_dim", "attention_bias", "moe_layer_freq", "first_k_dense_replace", "n_group", "topk_group"),
+    *("topk_method", "norm_topk_prob", "routed_scaling_factor", "n_routed_experts", "n_shared_experts"),
+    *("num_experts_per_tok", "moe_intermediate_size", "qk_head_dim"),
+})  # fmt: skip
+V2_FIELDS = ConfigFields(
+    _READ,
+    irrelevant={"rope_interleave": "pairs always lie side by side", "head_dim": "qk_rope_head_dim says it"},
+    fixed={"scoring_func": ("softmax", None), "mlp_bias": (False, None)},
+    aliases={"num_experts": "n_routed_experts"},
+)
+V3_FIELDS = ConfigFields(
+    _READ - {"topk_method"} | {"rope_interleave", "num_nextn_predict_layers"},
+    fixed={"scoring_func": ("sigmoid", None), "topk_method": ("noaux_tc", None)},
+    aliases={"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
+)
 
 
 def v2(hf: Mapping[str, Any]) -> DecoderConfig:

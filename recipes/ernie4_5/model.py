@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from models.checkpoint.config_fields import ConfigFields
 from models.checkpoint.huggingface import boolean, decoder_config, integer, number, refused
 from models.config import DecoderConfig, MixtureConfig, layer_specs
 
@@ -22,6 +23,14 @@ SPARSE = DEFAULTS | {
     "moe_num_experts": 64,
     "moe_k": 6,
 }
+DENSE_FIELDS = ConfigFields(frozenset({"use_bias"}))
+SPARSE_FIELDS = ConfigFields(
+    frozenset({
+        *("use_bias", "moe_num_experts", "moe_k", "moe_intermediate_size", "moe_num_shared_experts"),
+        *("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval", "moe_norm_min"),
+    }),
+    aliases={"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"},
+)  # fmt: skip
 LEAST_SUM = 1e-12  # `moe_norm_min`: what the sum of chosen weights is raised to before it divides them
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from models.checkpoint.config_fields import ConfigFields
 from models.checkpoint.huggingface import (
     boolean,
     decoder_config,
@@ -26,6 +27,10 @@ DEFAULTS = {
     "use_sliding_window": True,
 }
 CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+FIELDS = ConfigFields(
+    frozenset({"attention_bias", "hidden_activation", "query_pre_attn_scalar", *CAPS}),
+    irrelevant={"hidden_act": "hidden_activation says it"},
+)
 
 
 def config(hf: Mapping[str, Any]) -> DecoderConfig:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from models.checkpoint.config_fields import ConfigFields
 from models.checkpoint.huggingface import (
     boolean,
     decoder_config,
@@ -29,6 +30,13 @@ UNUSED = ("attn_logit_softcapping", "final_logit_softcapping")
 NORMS = tuple(
     f"{place}_layernorm" for place in ("input", "pre_feedforward", "post_attention", "post_feedforward")
 )
+FIELDS = ConfigFields(
+    frozenset({
+        *("attention_bias", "hidden_activation", "query_pre_attn_scalar", *UNUSED),
+        *("sliding_window_pattern", "rope_local_base_freq"),
+    }),
+    irrelevant={"hidden_act": "hidden_activation says it"},
+)  # fmt: skip
 
 
 def config(hf: Mapping[str, Any]) -> DecoderConfig:

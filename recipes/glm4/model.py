@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from models.checkpoint.config_fields import ConfigFields
 from models.checkpoint.huggingface import boolean, decoder_config, integer
 from models.config import GATE_UP, NORMS, DecoderConfig, layer_specs
 
@@ -14,6 +15,7 @@ DEFAULTS = {
     "head_dim": 128,
     "rms_norm_eps": 1.5625e-7,
 }
+FIELDS = ConfigFields(frozenset({"attention_bias"}))
 
 
 def config(hf: Mapping[str, Any]) -> DecoderConfig:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from models.checkpoint.config_fields import ConfigFields
 from models.checkpoint.huggingface import (
     boolean,
     decoder_config,
@@ -22,6 +23,14 @@ DEFAULTS = {
     "num_experts_per_tok": 8,
     "moe_intermediate_size": 1408,
 }
+FIELDS = ConfigFields(
+    frozenset({
+        *("attention_bias", "use_qk_norm", "first_k_dense_replace", "n_group", "topk_group"),
+        *("n_routed_experts", "n_shared_experts", "norm_topk_prob", "num_experts_per_tok"),
+        *("routed_scaling_factor", "moe_intermediate_size", "num_nextn_predict_layers"),
+    }),
+    aliases={"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
+)  # fmt: skip
 
 
 def config(hf: Mapping[str, Any]) -> DecoderConfig:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from models.checkpoint.config_fields import ConfigFields
 from models.checkpoint.huggingface import (
     boolean,
     decoder_config,
@@ -28,6 +29,18 @@ DEFAULTS = {
     "routed_scaling_factor": 1.8,
     "eos_token_id": 1,
 }
+FIELDS = ConfigFields(
+    frozenset({
+        *("attention_bias", "mlp_layer_types", "n_group", "topk_group"),
+        *("n_routed_experts", "n_shared_experts", "norm_topk_prob", "num_experts_per_tok"),
+        *("routed_scaling_factor", "moe_intermediate_size", "num_nextn_predict_layers"),
+        *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+        *("rope_interleave", "qk_head_dim"),
+    }),
+    irrelevant={"first_k_dense_replace": "mlp_layer_types says it"},
+    fixed={"topk_method": ("noaux_tc", None)},
+    aliases={"num_local_experts": "n_routed_experts"},
+)  # fmt: skip
 
 
 def config(hf: Mapping[str, Any]) -> DecoderConfig:

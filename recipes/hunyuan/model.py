@@ -6,10 +6,23 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from models.checkpoint.config_fields import ConfigFields
 from models.checkpoint.huggingface import boolean, decoder_config, integer, number, refused
 from models.config import DecoderConfig, MixtureConfig, layer_specs
 
 DEFAULTS = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "eos_token_id": 2}
+DENSE_FIELDS = ConfigFields(
+    frozenset({"attention_bias", "use_cla", "use_qk_norm"}),
+    irrelevant={"eod_token_id": "requests say where they end"},
+)
+SPARSE_FIELDS = ConfigFields(
+    frozenset({
+        *("attention_bias", "use_cla", "use_qk_norm", "num_experts", "moe_topk"),
+        *("moe_intermediate_size", "num_shared_expert"),
+    }),
+    irrelevant={"eod_token_id": "requests say where they end"},
+    aliases={"num_local_experts": "num_experts", "num_experts_per_tok": "moe_topk"},
+)  # fmt: skip
 NORMS = ("query_layernorm", "key_layernorm")
 
 
@@ -24,17 +37,16 @@ def dense(hf: Mapping[str, Any]) -> DecoderConfig:
 def sparse(hf: Mapping[str, Any]) -> DecoderConfig:
     """Return the decoder of a parsed config.json with experts in every layer, and one that computes all."""
     hf = {**DEFAULTS, **hf}
-    for key in ("moe_topk", "num_experts", "num_experts_per_tok", "num_shared_expert"):
+    for key in ("moe_topk", "num_experts", "num_shared_expert"):
         hf[key] = _of_all_layers(hf, key)
-    chosen = "moe_topk" if hf["moe_topk"] is not None else "num_experts_per_tok"
     inner, given = integer(hf, "intermediate_size"), _of_all_layers(hf, "moe_intermediate_size")
     if given not in (None, inner):
         raise refused("moe_intermediate_size", given, f"it must be the intermediate_size ({inner})")
     if hf["num_shared_expert"] not in (None, 1):
         raise refused("num_shared_expert", hf["num_shared_expert"], "it must be 1")
-    num_experts, num_chosen = integer(hf, "num_experts", 1), integer(hf, chosen, 1)
+    num_experts, num_chosen = integer(hf, "num_experts", 1), integer(hf, "moe_topk", 1)
     if num_chosen > num_experts:
-        raise refused(chosen, num_chosen, f"there are {num_experts} experts")
+        raise refused("moe_topk", num_chosen, f"there are {num_experts} experts")
     mixture = MixtureConfig(
         num_experts,
         num_chosen,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from models.checkpoint.config_fields import ConfigFields
 from models.checkpoint.huggingface import (
     boolean,
     decoder_config,
@@ -25,6 +26,17 @@ DEFAULTS = {
     "num_experts_per_tok": 8,
     "moe_intermediate_size": 1536,
 }
+FIELDS = ConfigFields(
+    frozenset({
+        *("attention_bias", "mlp_bias", "mlp_layer_types"),
+        *("num_experts", "num_local_experts", "num_experts_per_tok", "num_shared_experts"),
+        *("moe_intermediate_size", "router_scaling_factor", "num_nextn_predict_layers"),
+    }),
+    irrelevant={
+        "enable_moe_fp32_combine": "it rounds a sum in narrow types otherwise",
+        "first_k_dense_replace": "mlp_layer_types says it",
+    },
+)  # fmt: skip
 
 
 def config(hf: Mapping[str, Any]) -> DecoderConfig:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from models.checkpoint.config_fields import ConfigFields
 from models.checkpoint.huggingface import boolean, decoder_config, integer, refused
 from models.config import DecoderConfig, layer_specs
 
@@ -17,6 +18,7 @@ DEFAULTS = {
 }
 # The names in transformers, and those in the files on the hub.
 BIASES = (("attention_bias", "qkv_bias"), ("mlp_bias", "bias"))
+FIELDS = ConfigFields(frozenset({name for pair in BIASES for name in pair}))
 
 
 def config(hf: Mapping[str, Any]) -> DecoderConfig:

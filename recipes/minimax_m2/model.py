@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from models.checkpoint.config_fields import ConfigFields
 from models.checkpoint.huggingface import decoder_config, experts, integer, refused
 from models.config import DecoderConfig, MixtureConfig, layer_specs
 
@@ -16,6 +17,22 @@ DEFAULTS = {
     "num_experts_per_tok": 8,
     "eos_token_id": 200020,
 }
+FIELDS = ConfigFields(
+    frozenset({"attn_type_list", "rotary_dim", "num_experts", "num_local_experts", "num_experts_per_tok"}),
+    irrelevant={
+        **dict.fromkeys(("use_mtp", "num_mtp_modules", "mtp_transformer_layers"), "such layers are not read"),
+        "layernorm_full_attention_beta": "it is of linear attention",
+        "layernorm_linear_attention_beta": "it is of linear attention",
+        "layernorm_mlp_beta": "transformers does not read it",
+    },
+    fixed={
+        "scoring_func": ("sigmoid", None),
+        "use_qk_norm": (True, None),
+        "qk_norm_type": ("per_layer", None),
+        "use_routing_bias": (True, None),
+        "shared_intermediate_size": (0, None),
+    },
+)
 
 
 def config(hf: Mapping[str, Any]) -> DecoderConfig:

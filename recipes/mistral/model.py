@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from models.checkpoint.config_fields import ConfigFields
 from models.checkpoint.huggingface import decoder_config, integer, number, windows_of_types
 from models.config import DecoderConfig, layer_specs
 
@@ -15,6 +16,7 @@ DEFAULTS = {
     "sliding_window": 4096,
     "eos_token_id": 2,
 }
+FIELDS = ConfigFields()
 
 
 MINISTRAL = {
@@ -34,6 +36,7 @@ YARN = {
     "mscale_all_dim": 1.0,
     "llama_4_scaling_beta": 0.1,
 }
+MINISTRAL_FIELDS = ConfigFields()
 
 
 def ministral3(hf: Mapping[str, Any]) -> DecoderConfig:

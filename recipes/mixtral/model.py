@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from models.checkpoint.config_fields import ConfigFields
 from models.checkpoint.huggingface import decoder_config, experts, integer
 from models.config import DecoderConfig, MixtureConfig, layer_specs
 
@@ -16,6 +17,7 @@ DEFAULTS = {
     "eos_token_id": 2,
     "num_experts_per_tok": 2,
 }
+FIELDS = ConfigFields(frozenset({"num_experts", "num_local_experts", "num_experts_per_tok"}))
 
 
 def config(hf: Mapping[str, Any]) -> DecoderConfig:

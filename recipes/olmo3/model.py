@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from models.checkpoint.config_fields import ConfigFields
 from models.checkpoint.huggingface import (
     boolean,
     decoder_config,
@@ -24,6 +25,7 @@ DEFAULTS = {
     "sliding_window": 4096,
     "eos_token_id": 50279,
 }
+FIELDS = ConfigFields(frozenset({"attention_bias"}))
 NORMS = ("", "", "post_attention_layernorm", "post_feedforward_layernorm")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from models.checkpoint.config_fields import ConfigFields
 from models.checkpoint.huggingface import decoder_config, integer
 from models.config import GATE_UP, QKV, DecoderConfig, layer_specs
 
@@ -14,6 +15,8 @@ DEFAULTS = {
     "rms_norm_eps": 1e-5,
     "eos_token_id": 32000,
 }
+NO_BIASES = dict.fromkeys(("attention_bias", "mlp_bias", "lm_head_bias"), (False, None))
+FIELDS = ConfigFields(fixed=NO_BIASES | {"full_attn_mod": (1, None), "interpolate_factor": (1, None)})
 
 
 def config(hf: Mapping[str, Any]) -> DecoderConfig:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from models.checkpoint.config_fields import ConfigFields
 from models.checkpoint.huggingface import (
     FULL,
     SLIDING,
@@ -26,6 +27,13 @@ DEFAULTS = {
     "moe_intermediate_size": 1408,
     "shared_expert_intermediate_size": 5632,
 }
+FIELDS = ConfigFields(
+    frozenset({
+        *("use_sliding_window", "max_window_layers", "qkv_bias", "num_experts", "num_experts_per_tok"),
+        *("moe_intermediate_size", "shared_expert_intermediate_size", "norm_topk_prob"),
+        *("decoder_sparse_step", "mlp_only_layers"),
+    })
+)  # fmt: skip
 
 
 def config(hf: Mapping[str, Any]) -> DecoderConfig:

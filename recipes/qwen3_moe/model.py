@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from models.checkpoint.config_fields import ConfigFields
 from models.checkpoint.huggingface import (
     boolean,
     decoder_config,
@@ -21,6 +22,13 @@ DEFAULTS = {
     "moe_intermediate_size": 768,
     "num_experts_per_tok": 8,
 }
+FIELDS = ConfigFields(
+    frozenset({
+        *("use_sliding_window", "attention_bias", "num_experts", "num_local_experts", "num_experts_per_tok"),
+        *("moe_intermediate_size", "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers"),
+    }),
+    irrelevant={"max_window_layers": "a window is of all layers"},
+)  # fmt: skip
 
 
 def config(hf: Mapping[str, Any]) -> DecoderConfig:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from models.checkpoint.config_fields import ConfigFields
 from models.checkpoint.huggingface import boolean, decoder_config, integer
 from models.config import DecoderConfig, layer_specs
 
@@ -14,6 +15,10 @@ DEFAULTS = {
     "head_dim": 128,
     "eos_token_id": 2,
 }
+FIELDS = ConfigFields(
+    frozenset({"attention_bias", "attention_out_bias", "mlp_bias"}),
+    irrelevant={"residual_dropout": "it matters in training alone"},
+)
 
 
 def config(hf: Mapping[str, Any]) -> DecoderConfig:

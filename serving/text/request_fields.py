@@ -11,6 +11,7 @@ import difflib
 import json
 from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,7 @@ from serving.tools.channel_grammar import channel_grammar
 from serving.tools.definitions import FIELDS as TOOLS
 from serving.tools.definitions import ToolUse, tool_use
 
+NO_DEFAULTS: Mapping[str, Any] = MappingProxyType({})
 _SHORT = 500  # most characters or tokens of a short prompt
 _LONG = (  # requests with these fields may take longer to read
     *("messages", "logit_bias", "stop", "stop_token_ids", "allowed_token_ids", "bad_words"),
@@ -47,6 +49,7 @@ def parse_request(
     longest: int | None = None,
     limit: int | None = None,
     adapters: KnownAdapters = NO_ADAPTERS,
+    defaults: Mapping[str, Any] = NO_DEFAULTS,
 ) -> Request:
     """Return the request in a decoded JSON object; raises BadRequest.
 
@@ -54,7 +57,7 @@ def parse_request(
     ids. With `longest`, an answer without max_tokens may be so long that prompt and answer reach that many
     tokens. `limit` is the most tokens that they may ever reach; with None, the caller calls `truncation.fit`
     once it knows the limit. The request's adapter is one of `adapters`; raises Unavailable while that is
-    being loaded.
+    being loaded. `defaults` are those of the checkpoint (see `sampling_defaults`).
     """
     if not isinstance(fields, Mapping):
         raise BadRequest(None, f"a request must be a JSON object, not {abbreviate_json(fields)}")
@@ -63,14 +66,11 @@ def parse_request(
         if name not in FIELDS:
             raise _unknown(name)
     values = {name: FIELDS[name].kind.read(name, value) for name, value in given.items()}
-    if not values.get("id"):
-        raise BadRequest("id", "is missing; it must be a string of at least one character")
-    if "tenant" in values and "user" in values:
-        raise BadRequest("tenant", "and user are two names of one field; give one of them")
+    _check_alone(values, text)
     if "pooling" in values:
         _check_pooling(values)
-    if "stop" in values and text is None:
-        raise BadRequest("stop", "needs a tokenizer, and this model has none; use stop_token_ids")
+    else:
+        values = _with_defaults(values, defaults)
     tools = tool_use(values)
     if tools is not None and tools.schemas and text is not None and not text.has_tools:
         problem = "are not supported: the recipe names no server.tool_format for this model"
@@ -82,7 +82,8 @@ def parse_request(
         prompt = truncated(prompt, asked, limit, _least_answer(values, fills=longest is not None))
     if longest is not None and not values.keys() & {"max_tokens", "max_completion_tokens"}:
         # Where too little room is left, the scheduler refuses the request as too long.
-        values["max_tokens"] = max(1, longest - len(prompt), values.get("min_tokens", 0))
+        most = min(longest - len(prompt), defaults.get("max_tokens", longest))
+        values["max_tokens"] = max(1, most, values.get("min_tokens", 0))
     salt = values.get("cache_salt", "")
     leader, *followers = (
         Request(
@@ -100,12 +101,29 @@ def parse_request(
     return leader
 
 
+def _check_alone(values: dict[str, Any], text: Text | None) -> None:
+    """Check what no single field says of itself."""
+    if not values.get("id"):
+        raise BadRequest("id", "is missing; it must be a string of at least one character")
+    if "tenant" in values and "user" in values:
+        raise BadRequest("tenant", "and user are two names of one field; give one of them")
+    if "stop" in values and text is None:
+        raise BadRequest("stop", "needs a tokenizer, and this model has none; use stop_token_ids")
+
+
 def _check_pooling(values: dict[str, Any]) -> None:
     """Check the fields of a request for an embedding, which comes with a next token that nobody sees."""
     for name in values:
         if name not in WITHOUT_ANSWER:
             raise BadRequest(name, "must be left out beside pooling, which gives no answer")
     values |= {"max_tokens": 1, "temperature": 0.0}
+
+
+def _with_defaults(values: dict[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields with those of a checkpoint that are left out; a beam search draws no tokens."""
+    penalty = "repetition_penalty"
+    names = (penalty,) if values.get("beam_width") else (name for name in defaults if name != "max_tokens")
+    return {name: defaults[name] for name in names if name in defaults} | values
 
 
 def text_options(fields: Mapping[str, Any], text: Text | None = None) -> TextOptions:

@@ -137,7 +137,7 @@ def test_windows_by_layer() -> None:
         (DEEPSEEK | {"norm_topk_prob": True}, "norm_topk_prob: True; .* must be false"),
         (DEEPSEEK | {"moe_layer_freq": 2}, "moe_layer_freq: 2; it must be 1"),
         (DEEPSEEK | {"attention_bias": True}, "attention_bias: True; latent attention"),
-        (DEEPSEEK | {"rope_interleave": False}, "rope_interleave: False; pairs must lie side by side"),
+        (DEEPSEEK_V3 | {"rope_interleave": False}, "rope_interleave: False; pairs must lie side by side"),
         (DEEPSEEK | {"qk_rope_head_dim": 15}, "qk_rope_head_dim: 15; .* must be even"),
         (DEEPSEEK_V3 | {"n_group": 7}, "n_group: 7; equal groups of 256 experts, of 2 at least"),
         (DEEPSEEK_V3 | {"topk_group": 9}, "topk_group: 9; there are 8 groups"),
