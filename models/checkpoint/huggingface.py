@@ -435,7 +435,7 @@ def latent_config(hf: Mapping[str, Any]) -> LatentConfig:
             raise refused(name, hf[name], f"it follows from other sizes: it must be {size}, or left out")
     rope = rope_config(hf, rope_dim, integer(hf, "max_position_embeddings"))
     scale = (nope_dim + rope_dim) ** -0.5
-    if rope.kind == "yarn" and rope.mscale_all_dim and rope.factor > 1:
+    if rope.kind != "default" and rope.mscale_all_dim and rope.factor > 1:
         scale *= (0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0) ** 2
     return LatentConfig(
         query_rank=None if hf.get("q_lora_rank") is None else integer(hf, "q_lora_rank"),

@@ -329,9 +329,11 @@ def _quantized_apart(path: Path, hf: Mapping[str, Any]) -> tuple[str, dict[str, 
     """Return the name of the file that alone describes a quantization, and what it says, or None.
 
     AutoGPTQ writes quantize_config.json and older versions of AutoAWQ quant_config.json; neither adds to
-    config.json, as transformers does.
+    config.json, as transformers does. Such a file says nothing beside weights that are not packed.
     """
-    if hf.get(KEY):
+    if hf.get(KEY) or not (is_there(path / GPTQ_FILE) or is_there(path / AWQ_FILE)):
+        return None
+    if any(path.glob("*.safetensors")) and not any(each.endswith(".qweight") for each in tensor_names(path)):
         return None
     if is_there(path / GPTQ_FILE):
         return GPTQ_FILE, {"quant_method": "gptq", **_json(path / GPTQ_FILE)}

@@ -197,6 +197,13 @@ def test_a_file_beside_config_json_may_describe_how_weights_are_packed(form: str
         config_in(path)
 
 
+def test_a_file_that_describes_packed_weights_says_nothing_of_plain_ones(tmp_path: Path) -> None:
+    model, path = make(BY_NAME["llama"], tmp_path)
+    (path / "quantize_config.json").write_text(json.dumps(GPTQ))
+    assert config_in(path).stored_form is None
+    assert_alike(model, path)
+
+
 def assert_alike(model: Any, path: Path) -> None:
     tokens = torch.arange(3, 60).tolist()
     expected = expected_logprobs(model, tokens)[:-1].gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
