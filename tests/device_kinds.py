@@ -45,7 +45,7 @@ def finds_npu() -> bool:
         import torch_npu  # noqa: F401 - it gives torch its npu
     except (ImportError, OSError):  # there is no CANN
         return False
-    return torch.npu.is_available()
+    return bool(vars(torch)["npu"].is_available())  # which torch does not declare
 
 
 def has_npu() -> bool:

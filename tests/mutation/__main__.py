@@ -26,8 +26,8 @@ def main(argv: list[str]) -> int:
         raise ValueError(f"there is no fault called {', '.join(unknown)}; --list names them")
     chosen = {name: FAULTS[name] for name in FAULTS if not arguments.only or name in arguments.only}
     if arguments.list:
-        for name, fault in chosen.items():
-            print(f"{name:36} {fault.place:60} {fault.why}")
+        for called, fault in chosen.items():
+            print(f"{called:36} {fault.place:60} {fault.why}")
         return 0
     bad = []
     for name, outcome in outcomes(chosen, arguments.jobs, arguments.timeout_s):
