@@ -1,4 +1,7 @@
-"""What may have become of a checkpoint's files: cut, flipped, mistaken for others. By name, how to do it."""
+"""Ways to damage a checkpoint's files, by name.
+
+Files are cut, flipped, taken away, replaced by others, or edited to values that no engine can serve.
+"""
 
 from __future__ import annotations
 

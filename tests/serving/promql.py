@@ -1,4 +1,4 @@
-"""What a PromQL expression asks for, by a parser that is not ours."""
+"""Read what a PromQL expression asks for, by a parser that is not ours."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Do LangChain's and LiteLLM's clients call the tools of an agent? `python tools.py URL` prints `passed`."""
+"""Call an agent's tools with LangChain and LiteLLM: `python tools.py URL` prints `passed`."""
 
 from __future__ import annotations
 
