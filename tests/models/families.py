@@ -1,4 +1,4 @@
-"""How is a small random checkpoint made, and what does transformers say of it?"""
+"""Make a small random checkpoint of a family, and compute what transformers says of it."""
 
 from __future__ import annotations
 

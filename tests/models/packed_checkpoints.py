@@ -1,4 +1,4 @@
-"""How do AWQ, GPTQ and compressed-tensors store a checkpoint, by what they publish of their layouts?"""
+"""Store a checkpoint as AWQ, GPTQ and compressed-tensors do, by their published layouts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What does an engine answer on one product of the virtual NPU, eager, captured, and disturbed between steps?
+"""Run engines on one product of the virtual NPU: eager, captured, and disturbed between steps.
 
     python -m tests.models.product_runs < ASKED.json
 
