@@ -1,7 +1,7 @@
-"""On which devices do the tests run? The CPU, an NPU and CUDA, each if it is here.
+"""The devices on which the tests run: the CPU, and an NPU and CUDA where they are present.
 
-Operators come from where recipes get them. The NPU is a real one where there is one, else the stand-in,
-which takes float32 here, as no real one does.
+Operators come from where recipes get them. The NPU is a real one where there is one; otherwise it is the
+stand-in, which takes float32 here, as no real one does.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Would a test notice if this were wrong?
+"""Plant faults in the code, and check that the tests kill them.
 
-Plants one fault after the other in a copy of the tree and runs the one test there that is to kill it. Prints
-which test killed which fault; the status is 1 if a fault is not killed, if its place in the code is no longer
-found, or if one of the tests fails without any fault.
+Each fault is planted in a copy of the tree, and the one test runs there that is to kill it. Prints which test
+killed which fault; the status is 1 if a fault is not killed, if its place in the code is no longer found, or
+if one of the tests fails without any fault.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which small graphs do the tests of captures and of task groups share?"""
+"""Small graphs that the tests of captures and of task groups share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which calls of the operators for weights of 4 bits are right?"""
+"""Random right calls of the operators for weights of 4 bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a right call is made wrong in one way."""
+"""Make a right call wrong in one way."""
 
 from __future__ import annotations
 
