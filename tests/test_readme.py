@@ -1,4 +1,4 @@
-"""What the README and the other pages say is so: commands print what is shown, links lead somewhere.
+"""The README and the other pages are true: commands print what is shown, and links lead somewhere.
 
 Each `bash` block runs as it stands in a copy of the tree, the blocks of a page in their order. `bash slow` is
 marked slow, and `bash figures`, which compile for many minutes, run with THOROUGH=1. A `text` block after it

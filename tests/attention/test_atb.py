@@ -1,6 +1,6 @@
-"""Does attention on a 310P compute what a request alone would compute, over pages in its own order?
+"""Attention on a 310P computes what a request alone would compute, over pages in that chip's own order.
 
-On the stand-in, whose operators answer here as those of a 310P would.
+The tests run on the stand-in, whose operators answer here as those of a 310P would.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Does every implementation of attention compute what a request alone would compute?
+"""Every implementation of attention computes for each request what that request alone would compute.
 
-Each as a recipe would get it, on each device that is here. Requests grow span by span over shuffled pages;
-every place that no request has written holds NaN, and so do the places of requests that have left.
+Each implementation is built as a recipe would get it, on each device that is present. Requests grow span by
+span over shuffled pages. Every place that no request has written holds NaN, and so do the places of requests
+that have left.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Does a CPU's own order of the cache, compiled or not, change nothing but the speed?"""
+"""The CPU's own order of the cache, compiled or not, changes nothing but the speed."""
 
 from __future__ import annotations
 

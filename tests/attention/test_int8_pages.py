@@ -1,4 +1,4 @@
-"""Are keys and values in int8 as near to what was written as their scale allows, head by head?"""
+"""Keys and values in int8 are as near to what was written as the scale of each head allows."""
 
 from __future__ import annotations
 

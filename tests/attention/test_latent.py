@@ -1,4 +1,4 @@
-"""Is latent attention right on each device, however requests are cut and wherever their pages lie?
+"""Latent attention is right on each device, however requests are cut and wherever their pages lie.
 
 The oracle expands every latent to keys and values of each head, in float64.
 """

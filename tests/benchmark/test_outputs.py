@@ -1,4 +1,4 @@
-"""What cannot be written is told before the work, whose figures would be lost."""
+"""An output path that cannot be written is refused before the work whose figures would be lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does a draft model find its keys wherever a row goes, and does it never change a token?"""
+"""A draft model finds its keys wherever a row is moved, and never changes a token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Do drafts change how many tokens a step brings, and never which?"""
+"""Drafts change how many tokens a step brings, and never which tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does a head find its keys, and the target's features, wherever a row goes, and change no token?"""
+"""A head finds its keys and the target's features wherever a row is moved, and never changes a token."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Do numbers of drafts follow what rows and steps have shown, and never cost throughput?
+"""The numbers of drafts follow what rows and steps have shown, and never cost throughput.
 
-Steps take what a cost model says, guesses are right as often as a test says: all is deterministic.
+Steps take the time that a cost model gives and guesses are right as often as a test sets, so all is
+deterministic.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""What is too much is refused or given up, and whoever leaves takes nothing along."""
+"""The scheduler refuses what exceeds its limits and ends what waits too long.
+
+A request that ends takes its followers along and frees its pages within two steps.
+"""
 
 from __future__ import annotations
 

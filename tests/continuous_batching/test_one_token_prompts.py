@@ -1,4 +1,4 @@
-"""Is a prompt of one token a prompt to every policy, and never a decode?"""
+"""Every policy treats a prompt of one token as a prompt, and never as a decode."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who goes first, and that nobody waits for ever who need not."""
+"""Each order admits requests by its own rule, and no request waits longer than that rule requires."""
 
 from __future__ import annotations
 

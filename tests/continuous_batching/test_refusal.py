@@ -1,4 +1,4 @@
-"""Does a refusal say as data what its line says in words?"""
+"""A refusal holds as data what its line says in words."""
 
 from __future__ import annotations
 

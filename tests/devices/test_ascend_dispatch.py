@@ -1,4 +1,4 @@
-"""How many tokens do ranks send at once, and what do the operators' rules say of these?"""
+"""The number of tokens that ranks send at once follows the buffers and the rules of the operators."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Does each probe answer yes where the device is right, and no where it is not, and what follows?"""
+"""Each probe answers yes where the device is right and no where it is wrong.
+
+Recipes follow the answers.
+"""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -59,12 +60,18 @@ class PoisonedRunner:
         self.inner, self.pool, self.host_pool = inner, pool, host_pool
 
     def run(self, batch: Batch) -> Sampled:
-        self.inner.cache.apply(batch.copies)
-        self._poison()
-        return self.inner.run(dataclasses.replace(batch, copies=()))
+        return self.inner.run(self._prepared(batch))
+
+    def start(self, batch: Batch) -> Callable[[], Sampled]:
+        return self.inner.start(self._prepared(batch))
 
     def resize(self, num_pages: int, copies: tuple[PageCopy, ...]) -> None:
         self.inner.resize(num_pages, copies)
+
+    def _prepared(self, batch: Batch) -> Batch:
+        self.inner.cache.apply(batch.copies)
+        self._poison()
+        return dataclasses.replace(batch, copies=())
 
     def _poison(self) -> None:
         slots, cache = self.inner.slots, self.inner.cache
@@ -117,7 +124,7 @@ def make(
     num_pages: int = 400,
     num_host_pages: int = 0,
     poisoned: bool = False,
-    **options,
+    **options: Any,
 ) -> Engine:
     """An engine over the small model; `options` are the scheduler's."""
     base = model(attention)

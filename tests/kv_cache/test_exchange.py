@@ -1,4 +1,7 @@
-"""What lies between two engines, piece by piece: the ring of a window, messages, shared memory."""
+"""The parts of the page exchange between two engines work one by one.
+
+These are the ring of a window, messages, addresses and shared memory.
+"""
 
 from __future__ import annotations
 

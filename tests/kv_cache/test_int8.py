@@ -1,4 +1,4 @@
-"""Does a token leave the same bytes in pages of int8, however its prompt was cut and who was beside it?"""
+"""A token leaves the same bytes in int8 pages, however its prompt was cut and whatever ran beside it."""
 
 from __future__ import annotations
 

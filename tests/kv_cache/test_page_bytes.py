@@ -1,4 +1,4 @@
-"""What is read of a page is what a page of the host's pool holds after it was written there."""
+"""The bytes that are read of a page are those that a page of the host's pool gets when they are written."""
 
 from __future__ import annotations
 

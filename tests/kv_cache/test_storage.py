@@ -1,4 +1,4 @@
-"""Do the cache's tensors hold what they should, and nothing else?"""
+"""The cache's tensors hold what they should, and nothing else."""
 
 from __future__ import annotations
 

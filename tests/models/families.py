@@ -1,4 +1,4 @@
-"""How is a small random checkpoint made, and what does transformers say of it?"""
+"""Make a small random checkpoint of a family, and compute what transformers says of it."""
 
 from __future__ import annotations
 
@@ -143,7 +143,8 @@ def _spell_old(path: Path) -> None:
 def expected_logprobs(model: Any, tokens: list[int]) -> Tensor:
     """Transformers' log-probabilities [len(tokens), V] for a request whose prompt is `tokens`, alone."""
     fresh_rope(model)
-    return model(torch.tensor([tokens]), use_cache=False).logits[0].float().log_softmax(-1)
+    logits: Tensor = model(torch.tensor([tokens]), use_cache=False).logits[0]
+    return logits.float().log_softmax(-1)
 
 
 @torch.no_grad()

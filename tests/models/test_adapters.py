@@ -1,6 +1,7 @@
-"""Does each request get what its own adapter makes of the model, whatever its neighbours have?
+"""Each request gets what its own adapter makes of the model, whatever adapters its neighbours have.
 
-The judge is peft: adapters that it made and saved, merged into the weights of transformers' model in float32.
+The judge is peft: adapters that it made and saved are merged into the weights of transformers' model in
+float32.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Does the decoder say what transformers says, however a prompt is cut and whatever runs beside it?"""
+"""The decoder gives transformers' log-probabilities, however a prompt is cut and whatever runs beside it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Are DeepSeek's experts chosen, its latents held and its heads shared as its checkpoints mean it?"""
+"""DeepSeek's experts, latents and heads are chosen, kept and shared as its checkpoints mean it."""
 
 from __future__ import annotations
 

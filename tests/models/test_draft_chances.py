@@ -1,4 +1,4 @@
-"""Have the tokens of accepted runs the chances that they have without drafts?"""
+"""The tokens of accepted runs have the probabilities that they have without drafts."""
 
 from __future__ import annotations
 

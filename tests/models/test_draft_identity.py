@@ -1,7 +1,8 @@
-"""On checkpoints, does every kind of request get the tokens that it gets without drafts?
+"""On checkpoints, every kind of request gets the tokens that it gets without drafts.
 
-In float32, with chunked prompts, shared prefixes and a pool so small that requests are preempted, at
-temperatures from 0 to 2, with all penalties, masks and log-probabilities; the plain run is the definition.
+The engine runs in float32, with chunked prompts, shared prefixes and a pool so small that requests are
+preempted, at temperatures from 0 to 2, with all penalties, masks and log-probabilities. The plain run is the
+definition.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Which features does a page keep, and which tokens does a head compute at once?"""
+"""A page keeps the features of its last positions, and a head computes whole spans at once.
+
+The tokens of one step bound these spans.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Is a file of a checkpoint refused where reading it would wait, or would not end?"""
+"""A checkpoint's file is refused where reading it would wait or would not end."""
 
 from __future__ import annotations
 

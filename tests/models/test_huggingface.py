@@ -1,4 +1,4 @@
-"""Does config.json mean to us what it means to transformers, and is the rest refused by its key?"""
+"""config.json is read as transformers reads it, and what is not supported is refused by its key."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""All that comes before latent attention in one launch: does it change a token, or what a layer computes?
+"""Joining all that comes before latent attention in one launch changes no token and no layer's result.
 
-At the smallest sizes that npu_mla_prolog_v3 takes, against transformers; at DeepSeek-V3's, against the plain
-torch of a CPU.
+At the smallest sizes that npu_mla_prolog_v3 takes, transformers is the judge; at DeepSeek-V3's sizes it is
+the plain torch of a CPU.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Does a mixture give each token what its own experts make of it, whatever its neighbours choose?"""
+"""A mixture gives each token what its own experts make of it, whatever its neighbours choose."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which calls does an engine on an NPU make, and does a test reach every line that makes them?"""
+"""An engine on an NPU makes the expected calls, and a test reaches every line that makes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Are weights read that a checkpoint stores as small integers, several in a word?"""
+"""Weights that a checkpoint stores as small integers, several in a word, are read as meant."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Do ranks compute what one computes, whatever the decoder and whatever the number of ranks?
+"""Ranks compute what one rank computes, whatever the decoder and however many ranks there are.
 
 The ranks are threads here, so that many cases cost little; test_tensor_parallel.py has processes.
 """

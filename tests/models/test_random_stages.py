@@ -1,4 +1,4 @@
-"""Do stages of layers hold the random weights that one rank holds?"""
+"""Stages of layers hold the random weights that one rank holds."""
 
 from __future__ import annotations
 

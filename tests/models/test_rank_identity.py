@@ -1,8 +1,8 @@
-"""Do engines of two ranks give the tokens that transformers gives each request alone?
+"""Engines of two ranks give the tokens that transformers gives each request alone.
 
-Two ranks divide each layer or, of mixtures, hold whole experts each: with prompts in chunks, shared
-beginnings, and a pool so small that requests are preempted, in float32. With THOROUGH=1, for all checkpoints
-instead of seven, and on virtual NPUs for one of each family.
+Two ranks divide each layer or, of mixtures, hold whole experts each. Prompts are chunked, beginnings shared,
+and the pool is so small that requests are preempted, in float32. With THOROUGH=1 all checkpoints are served
+instead of seven, and one of each family on virtual NPUs.
 """
 
 from __future__ import annotations

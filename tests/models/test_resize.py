@@ -1,4 +1,4 @@
-"""Do pages that move, leave and come back under a running model change a single token, on any device?"""
+"""Pages that move, leave and come back under a running model change no token, on any device."""
 
 from __future__ import annotations
 

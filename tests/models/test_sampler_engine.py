@@ -1,4 +1,4 @@
-"""Does a request draw the same tokens alone, in company, and after preemption?"""
+"""A request draws the same tokens alone, in company, and after preemption."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Do the shares of all ranks make up the whole decoder, each part of it where it belongs?"""
+"""The shares of all ranks make up the whole decoder, with each part where it belongs."""
 
 from __future__ import annotations
 

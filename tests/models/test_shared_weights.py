@@ -1,4 +1,4 @@
-"""Does each rank read its part of a checkpoint and no more, and do the parts make up the whole?"""
+"""Each rank reads its part of a checkpoint and no more, and the parts make up the whole."""
 
 from __future__ import annotations
 

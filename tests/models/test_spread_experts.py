@@ -1,4 +1,4 @@
-"""Do ranks that hold whole experts, wherever these lie, compute what transformers does?"""
+"""Ranks that hold whole experts, wherever these lie, compute what transformers does."""
 
 from __future__ import annotations
 

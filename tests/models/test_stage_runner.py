@@ -1,4 +1,4 @@
-"""Do stages of layers take their steps alike, and as the slots were when a step was made?"""
+"""Stages of layers take the same steps, with the slots as they were when a step was made."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Do tensor ranks over gloo compute together what one rank computes alone?"""
+"""Tensor ranks over gloo compute together what one rank computes alone."""
 
 from __future__ import annotations
 

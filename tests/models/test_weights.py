@@ -1,4 +1,4 @@
-"""Is every tensor of a checkpoint accounted for, and does it end where it belongs?"""
+"""Every tensor of a checkpoint is accounted for and ends where it belongs."""
 
 from __future__ import annotations
 

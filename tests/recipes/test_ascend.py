@@ -1,4 +1,4 @@
-"""Does each recipe for Ascend load, fit its device, and say in its README what it takes?"""
+"""Each recipe for Ascend loads, fits its device, and states in its README what it takes."""
 
 from __future__ import annotations
 

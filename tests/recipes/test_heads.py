@@ -1,4 +1,4 @@
-"""What may a recipe say of a head of its model, and what does it take?"""
+"""A recipe may name a head for its model, whose weights and features the plan counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does the plan count what plain attention makes of a request that is longer than a step?"""
+"""The plan counts what plain attention allocates for a request that is longer than a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a recipe may ask of the scheduler, and that it gets it."""
+"""The scheduler section of a recipe is checked, and the scheduler is built as it asks."""
 
 from __future__ import annotations
 

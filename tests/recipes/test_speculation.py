@@ -1,4 +1,4 @@
-"""What may a recipe say of drafts, and what becomes of it?"""
+"""Each kind of drafts that a recipe may ask for is built, and every other choice is refused in one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does every command put what the operating system refuses into one line, with a status?"""
+"""Every command reports what the operating system refuses in one line, with an exit status."""
 
 from __future__ import annotations
 

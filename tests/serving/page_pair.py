@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Any
 
 import numpy as np
 
@@ -53,7 +54,7 @@ class Pair:
         answers_model: str = "the model",
         num_prompt_pages: int = 60,
         num_answer_pages: int = 60,
-        **options,
+        **options: Any,
     ) -> None:
         self.prompts = device.make(attention, num_pages=num_prompt_pages, **options)
         self.answers = device.make(attention, num_pages=num_answer_pages, **options)

@@ -1,6 +1,6 @@
-"""Do clients get answers of the adapter that they name, while adapters come, go, and outlive an engine?
+"""Clients get answers of the adapter that they name, while adapters come, go, and outlive an engine.
 
-What is right is said by transformers with peft's adapters merged into its weights.
+The judge is transformers with peft's adapters merged into its weights.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a small body may ask for: log-probabilities are counted, and long responses leave in parts."""
+"""The log-probabilities that requests ask for are counted and bounded, and long responses leave in parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Is what stands on gpt-oss' channels told apart, however the text was cut, as openai-harmony does?
+"""The parts of an answer on gpt-oss' channels are separated as openai-harmony does, however it is cut.
 
 harmony_answers.jsonl holds 150 made answers, and for each the messages (channel, recipient, text) that
 openai-harmony 0.0.8's own parser found in it, of the tokens of its own encoding.

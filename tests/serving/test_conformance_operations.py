@@ -1,4 +1,4 @@
-"""What operators, gateways and browsers rely on: 11 things."""
+"""A server answers the requests of operators, gateways and browsers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does a template learn how hard the model is to think, by the variable that it has for that?"""
+"""A template is told the reasoning effort by the variable that it has for it."""
 
 from __future__ import annotations
 

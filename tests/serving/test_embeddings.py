@@ -1,4 +1,4 @@
-"""Does OpenAI's client get the embeddings that transformers computes?"""
+"""OpenAI's client gets the embeddings that transformers computes."""
 
 from __future__ import annotations
 

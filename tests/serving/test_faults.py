@@ -1,4 +1,4 @@
-"""What breaks, breaks for those alone whom it concerns: five checks around each fault (see faults.py)."""
+"""A fault ends only the requests that it concerns: five checks surround each fault (see faults.py)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Do requests wait for their grammars beside the engine, and not longer than they may?"""
+"""Requests wait for their grammars without holding up the engine, and not longer than they may."""
 
 from __future__ import annotations
 

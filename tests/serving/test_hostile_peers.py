@@ -1,4 +1,4 @@
-"""What another engine says ends at most its own connection, however it lies, floods or stalls."""
+"""A hostile engine ends at most its own connection, however it lies, floods or stalls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What a client may send, counted before it is read, and answered so that the client can read why."""
+"""A client's request is bounded before it is decoded.
+
+A refusal is sent so that the client can read it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Is a form that a client uploads read as it was written?"""
+"""A form that a client uploads is read as it was written."""
 
 from __future__ import annotations
 

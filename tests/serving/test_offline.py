@@ -1,4 +1,4 @@
-"""Does every line of a file get its answer or its reason, at its time and with the right text?"""
+"""Every line of a file gets its answer or its error, at its time and with the right text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Is every field that OpenAI's client can send served, accepted for asking for nothing, or refused?"""
+"""Every field that OpenAI's client can send is served, accepted or refused.
+
+A field is accepted without effect only where its value asks for nothing.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Do the fields that change a prompt, or forbid words, do what vLLM's users expect of them?"""
+"""The fields that change a prompt, or forbid words, do what vLLM's users expect of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Are thoughts told from answers, however a text was cut?"""
+"""Thoughts are told from answers, however a text is cut."""
 
 from __future__ import annotations
 

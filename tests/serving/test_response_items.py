@@ -1,4 +1,7 @@
-"""Do the events of a response add up to it, however its text was cut, and do items become messages?"""
+"""The events of a response add up to it, however its text is cut.
+
+The items of a conversation become messages.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Are documents scored by what the model itself would answer, or by embeddings?"""
+"""Documents are scored by what the model itself would answer, or by embeddings."""
 
 from __future__ import annotations
 

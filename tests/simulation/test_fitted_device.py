@@ -1,4 +1,7 @@
-"""Is the device found that steps and sums were made with, and does it predict what several share?"""
+"""The fit finds the device with which steps and collectives were made.
+
+It predicts what several devices take together.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does a simulated step of experts and latents take what it must read and multiply, and little more?"""
+"""A simulated step of experts and latents takes what it must read and multiply, and little more."""
 
 from __future__ import annotations
 

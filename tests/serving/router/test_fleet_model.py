@@ -1,4 +1,7 @@
-"""Which replica decides the model of a router, for how long, and what it must have said by then."""
+"""The first replica that is ready decides the model of a router.
+
+Its claim ends when it has not been ready for long.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one replica answers ends at most what is sent to it: the router and its other replicas go on."""
+"""A replica's bad answers end at most its own traffic: the router and its other replicas go on."""
 
 from __future__ import annotations
 
