@@ -112,7 +112,7 @@ RELATIVES = [
         yarn(),
         saved_as=torch.bfloat16,
     ),
-    Variant("ernie4_5_wide", "ernie4_5", {"head_dim": 32, "rms_norm_eps": 1e-3}, LLAMA3, shard_size="60KB"),
+    Variant("ernie4_5_llama3", "ernie4_5", {"head_dim": 32, "rms_norm_eps": 1e-3}, LLAMA3, shard_size="60KB"),
     Variant(
         "ernie4_5_moe",
         "ernie4_5_moe",

@@ -92,6 +92,7 @@ def fitting(variant: Variant, pair: Pair) -> Variant:
 
 
 # Of each family, where all would take minutes
+WIDE_ANGLES = ("ernie4_5", "olmo3")  # whose angles transformers keeps in float32
 SOME = cases([*{each.family: each for each in VARIANTS}.values()], VARIANTS)
 
 
@@ -143,7 +144,8 @@ def test_bfloat16_is_as_near_to_transformers_as_its_own_float32(pair: Pair, chec
         exact = [expected_logprobs(exact_model, prompt) for prompt in prompts]
         model = exact_model.to(torch.bfloat16)
         theirs = [expected_logprobs(model, prompt) for prompt in prompts]
-        is_dense = decoder.config.mixture is None and not decoder.config.norms_add_one
+        rounds_alike = not decoder.config.norms_add_one and variant.family not in WIDE_ANGLES
+        is_dense = decoder.config.mixture is None and rounds_alike
         kind, near = ("dense", theirs) if is_dense else ("other", exact)
         apart = [logprobs - near[row][at] for (row, at), logprobs in seen.items()]
         ours[kind].append(torch.stack(apart).abs().mean())
