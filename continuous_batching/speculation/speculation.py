@@ -13,9 +13,8 @@ from continuous_batching.batch import Batch
 from continuous_batching.counters import Counters
 from continuous_batching.paging.page_tables import EMPTY
 from continuous_batching.slots import SlotPool
-from continuous_batching.speculation.draft_model import DraftSpans
 from continuous_batching.speculation.lengths import Lengths, Offers, Verdicts
-from continuous_batching.speculation.proposer import Guesses, Proposer
+from continuous_batching.speculation.proposer import DraftSpans, Guesses, Proposer
 from kv_cache.pages import Index
 
 # While no row has a proposal, one step in so many is skipped for each group of this many rows

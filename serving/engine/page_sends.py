@@ -20,7 +20,7 @@ import numpy as np
 from borders.refusal import BadRequest
 from continuous_batching.batch import Batch, Sampled
 from continuous_batching.engine import Engine, Step
-from continuous_batching.queueing.limits import QueueFull
+from continuous_batching.queueing import QueueFull
 from continuous_batching.request import Request, SamplingParams
 from kv_cache.device.storage import KVCache
 from kv_cache.exchange.messages import AllSent, NotSent, PagesWanted, one_line

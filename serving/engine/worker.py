@@ -18,7 +18,7 @@ import zmq
 from borders.refusal import BadRequest
 from continuous_batching.engine import Engine, Step
 from continuous_batching.inspection import Recount, Usage, recount, tokens_not_found, usage
-from continuous_batching.queueing.limits import QueueFull
+from continuous_batching.queueing import QueueFull
 from continuous_batching.request import Request
 from kv_cache.page_keys import KEY_BYTES
 from serving.engine.adapter_loads import AdapterLoads

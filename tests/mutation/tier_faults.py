@@ -34,7 +34,7 @@ FAULTS = {
         "tests/continuous_batching/test_host_tier_schedules.py::test_prompts_that_come_again_through_the_host_give_the_answers_of_each_alone",
     ),
     "resting_has_right_of_way": Fault(
-        "continuous_batching/paging/swap.py::SwapTier.leave",
+        "continuous_batching/paging/slot_lifecycle.py::SwapTier.leave",
         "not self._prefix.yield_host(num_pages)",
         "num_pages > self.pool.num_free",
         "a full host pool never takes in what a preempted request computed",
