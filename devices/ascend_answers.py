@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 
-from borders.whole_file import whole_file
+from borders.files import whole_file
 from devices.ascend_limits import AscendProduct
 
 log = logging.getLogger(__name__)

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from borders.files import in_one_line
 from borders.refusal import BadRequest, abbreviate_json
-from borders.system_error import in_one_line
 from models.checkpoint.adapter_files import AdapterFiles, look_at
 from recipes.schema.adapters_section import AdaptersSection
 from recipes.schema.recipe import ROOT

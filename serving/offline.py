@@ -15,9 +15,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import IO, Any
 
-from borders.file_bounds import bounded_lines, lines_of
+from borders.files import bounded_lines, lines_of, naming
 from borders.refusal import BadRequest
-from borders.system_error import naming
 from continuous_batching.engine import Engine, Step
 from continuous_batching.request import TokenLogprobs
 from continuous_batching.scheduling.validation import longest_allowed

@@ -8,8 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
-from borders.file_bounds import lines_of
-from borders.whole_file import whole_file
+from borders.files import lines_of, whole_file
 from serving.answers.jobs import Job
 
 Record = dict[str, Any]

@@ -9,8 +9,8 @@ import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from borders.files import in_one_line
 from borders.refusal import BadRequest
-from borders.system_error import in_one_line
 from continuous_batching.request import Request
 from models.checkpoint.adapter_files import CONFIG, WEIGHTS, look_at
 from recipes.schema.adapters_section import AdaptersSection

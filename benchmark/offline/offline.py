@@ -19,7 +19,7 @@ from benchmark.gate.gate import with_verdict
 from benchmark.run_clock import RunClock
 from benchmark.run_record import Timeline, accounts, hardware, readings, summarise
 from benchmark.workloads.synthetic import SyntheticLoad, draw_requests, lengths
-from borders.file_bounds import check_rereadable
+from borders.files import check_rereadable
 from continuous_batching.engine import Engine
 from continuous_batching.inspection import usage
 from continuous_batching.request import Request

@@ -23,7 +23,7 @@ from benchmark.processes import process_pool
 from benchmark.simulate.deployment import SIMULATED, Deployment, Placement, place
 from benchmark.simulate.one_run import figure
 from benchmark.workloads.synthetic import Draw, SyntheticLoad, draw_requests, lengths
-from borders.whole_file import whole_file
+from borders.files import whole_file
 from continuous_batching.request import Request, SamplingParams
 from recipes.schema.reader import read
 from simulation.roofline import Roofline

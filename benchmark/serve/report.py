@@ -27,7 +27,7 @@ from matplotlib.ticker import LogFormatter
 from benchmark.gate.gate import audit
 from benchmark.gate.result import read_result
 from benchmark.gate.table import parts_of, under_ours
-from borders.whole_file import whole_file
+from borders.files import whole_file
 from recipes.schema.command_line import keep_apart
 
 mpl.use("Agg")  # draws text, without a display

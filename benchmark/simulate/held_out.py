@@ -27,8 +27,7 @@ import numpy as np
 from benchmark.recordings.recorded import Recording
 from benchmark.simulate.deployment import SIMULATED, Result, place
 from benchmark.simulate.one_run import requests_of, trust_of
-from borders.file_bounds import check_rereadable, opened
-from borders.whole_file import whole_file
+from borders.files import check_rereadable, opened, whole_file
 from continuous_batching.engine import Engine, Step
 from continuous_batching.request import Request
 from recipes.assembly.scheduler import scheduler_from

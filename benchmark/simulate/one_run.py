@@ -19,8 +19,7 @@ from benchmark.gate.gate import with_verdict
 from benchmark.options import markdown, verdict_line
 from benchmark.recordings.trace_events import SimulatedTrace
 from benchmark.simulate.deployment import SIMULATED, Deployment, Result, place
-from borders.file_bounds import MOST_JSON_BYTES, lines_of, read_bounded
-from borders.whole_file import whole_file
+from borders.files import MOST_JSON_BYTES, lines_of, read_bounded, whole_file
 from continuous_batching.request import Request
 from continuous_batching.routing.routing import ROUTES, Route
 from continuous_batching.routing.splitting import Split, SplitWeights

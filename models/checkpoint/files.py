@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from safetensors import SafetensorError, safe_open
 
-from borders.file_bounds import check_regular, is_there
+from borders.files import check_regular, is_there
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MOST_NAMES = 20  # names that one message lists

@@ -5,7 +5,7 @@ from __future__ import annotations
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from borders.system_error import in_one_line
+from borders.files import in_one_line
 from models.checkpoint.adapter_files import look_at
 from models.step.adapters import Adapters, Parts
 from serving.engine.messages import AdapterPut, PutAdapter

@@ -13,7 +13,7 @@ from borders.refusal import BadRequest
 from continuous_batching.counters import Counters
 from continuous_batching.inspection import Usage
 from continuous_batching.request import Request, SamplingParams, TokenLogprobs
-from kv_cache.tier.health import TierCounters
+from kv_cache.tier.page_tier import TierCounters
 from serving.grammars.matching import GrammarCounters
 
 HURRY, BEGIN = b"h", b"!"  # what the engine's process reads from its standard input before anything else

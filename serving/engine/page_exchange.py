@@ -9,11 +9,11 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
-from borders.system_error import in_one_line
+from borders.files import in_one_line
 from continuous_batching.engine import Step
 from continuous_batching.request import Request
 from kv_cache.exchange.connection import Wake
-from kv_cache.exchange.identity import PageIdentity
+from kv_cache.exchange.messages import PageIdentity
 from kv_cache.exchange.page_server import PageServer
 from kv_cache.exchange.prompt_source import PromptSource
 from recipes.schema.recipe import Recipe

@@ -19,7 +19,7 @@ from google.protobuf.message import DecodeError
 from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
 from tokenizers import Tokenizer
 
-from borders.file_bounds import MOST_TOKENIZER_BYTES, check_regular, is_there
+from borders.files import MOST_TOKENIZER_BYTES, check_regular, is_there
 from serving.text.tokenizer_settings import MORE_KEYS, SPECIAL_KEYS, read_settings
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")

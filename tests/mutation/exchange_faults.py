@@ -62,7 +62,7 @@ FAULTS = {
         "tests/serving/test_page_exchange.py::test_bytes_that_are_put_straight_into_the_window_are_verified",
     ),
     "model_not_compared": Fault(
-        "kv_cache/exchange/identity.py::PageIdentity.difference",
+        "kv_cache/exchange/messages.py::PageIdentity.difference",
         '"the model": (self.model, hello.model)',
         "",
         "pages of another model are found under the keys of the same tokens",

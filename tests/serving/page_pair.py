@@ -16,8 +16,7 @@ from continuous_batching.engine import Engine
 from continuous_batching.request import Request, SamplingParams
 from kv_cache.device.storage import KVCache
 from kv_cache.exchange.connection import Wake
-from kv_cache.exchange.identity import PageIdentity
-from kv_cache.exchange.messages import HEAD
+from kv_cache.exchange.messages import HEAD, PageIdentity
 from kv_cache.exchange.page_server import PageServer
 from kv_cache.exchange.prompt_source import PromptSource
 from kv_cache.exchange.transports import TRANSPORTS, Transport

@@ -16,7 +16,7 @@ import pytest
 
 from borders import field_types
 from kv_cache.exchange import connection, page_server, prompt_source
-from kv_cache.exchange.message_memory import UnhandledBytes
+from kv_cache.exchange.connection import UnhandledBytes
 from kv_cache.exchange.messages import (
     HEAD,
     LONGEST_SHORT,

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from kv_cache.exchange.connection import Connection, Wake
-from kv_cache.exchange.identity import PageIdentity
-from kv_cache.exchange.messages import NotSent, PagesWanted
+from kv_cache.exchange.messages import NotSent, PageIdentity, PagesWanted
 from kv_cache.exchange.prompt_source import Came, PromptSource
 from serving.engine import page_fetches, page_sends
 from serving.engine.page_fetches import PageFetches
