@@ -61,8 +61,7 @@ def main(argv: list[str]) -> int:
     from recipes.assembly.engine import build
     from recipes.cluster.ranks import LOST
     from recipes.schema.reader import load
-    from serving.engine.expert_readings import ExpertReadings
-    from serving.engine.facts import facts_of, tier_reading
+    from serving.engine.facts import ExpertReadings, facts_of, tier_reading
     from serving.engine.messages import HURRY
     from serving.engine.page_exchange import exchange_of
     from serving.engine.worker import Worker

@@ -14,7 +14,7 @@ from typing import Any
 
 from borders.field_table import DEEPEST_KWARGS, LONGEST_KWARGS, MOST_KWARGS, default
 from borders.refusal import BadRequest
-from serving.text.tokenizer_settings import SPECIAL_KEYS
+from serving.text.vocabulary import SPECIAL_KEYS
 
 _END = "\ue002 "  # a private-use character; the space shows whether the template strips a message
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")

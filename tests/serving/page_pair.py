@@ -20,9 +20,7 @@ from kv_cache.exchange.messages import HEAD, PageIdentity
 from kv_cache.exchange.page_server import PageServer
 from kv_cache.exchange.prompt_source import PromptSource
 from kv_cache.exchange.transports import TRANSPORTS, Transport
-from serving.engine.page_exchange import PageExchange
-from serving.engine.page_fetches import PageFetches
-from serving.engine.page_sends import PageSends
+from serving.engine.page_exchange import PageExchange, PageFetches, PageSends
 from tests.continuous_batching.recount import recount
 from tests.kv_cache import device
 from tests.patience import PATIENCE_S

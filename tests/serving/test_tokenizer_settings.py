@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from serving.text.tokenizer_settings import MORE_KEYS, SPECIAL_KEYS
-from serving.text.vocabulary import read_tokenizer_files
+from serving.text.vocabulary import MORE_KEYS, SPECIAL_KEYS, read_tokenizer_files
 
 ABSURD: list[Any] = [0, -1, 10**9, 10**400, 1e300, True, "12", [], [[]], [None], {}, {"a": 1}, {"7": []}]
 ABSURD += [None, {"content": 1}, {str(10**9): {"content": "a"}}, {"9" * 5000: {"content": "a"}}]
