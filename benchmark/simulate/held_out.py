@@ -34,10 +34,9 @@ from recipes.assembly.scheduler import scheduler_from
 from recipes.schema.command_line import keep_apart
 from recipes.schema.reader import read
 from recipes.schema.recipe import Recipe
-from simulation.fit_trust import in_words
-from simulation.fitted import NAMES, Timed, features, fit, learn
+from simulation.fitted import NAMES, Timed, features, fit, in_words, learn
+from simulation.replica import in_order, serve
 from simulation.run_totals import RunTotals, StepCounter
-from simulation.serve import in_order, serve
 
 NUM_SIMULATED = 10
 AIM = 0.1  # a prediction within this error is good

@@ -29,8 +29,7 @@ from recipes.schema.recipe import Recipe
 from serving.text.request_fields import parse_request
 from serving.text.tokenizer import Text
 from simulation import trace
-from simulation.fit_trust import in_words
-from simulation.fitted import Fitted
+from simulation.fitted import Fitted, in_words
 
 MOST_RECORDS = 20_000  # most records that a result keeps, for the gate to recount
 PANELS = (  # a figure, its heading and its format, for each panel of the picture of routes

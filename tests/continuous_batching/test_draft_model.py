@@ -23,12 +23,12 @@ from continuous_batching.speculation.lengths import Fixed, Offers, Verdicts
 from continuous_batching.speculation.proposer import DraftModel, model_spans
 from continuous_batching.speculation.speculation import Speculation
 from kv_cache.pages import Index, PagePool
-from simulation.recorded import follow, recorded_run
 from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner, alone
 from tests.continuous_batching.draft_checksum import DraftingRunner
 from tests.continuous_batching.recount import recount
 from tests.continuous_batching.test_draft_schedules import schedulers
 from tests.continuous_batching.test_schedules import Arrival, arrivals, check_answers, serve
+from tests.simulation.recorded import follow, recorded_run
 from tests.thorough import cases
 
 

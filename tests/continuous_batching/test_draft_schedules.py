@@ -29,7 +29,6 @@ from continuous_batching.speculation.proposer import Guesses, NGram
 from continuous_batching.speculation.speculation import Speculation
 from continuous_batching.step_time import StepTime
 from kv_cache.pages import Index, PagePool
-from simulation.recorded import follow, recorded_run
 from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner, alone
 from tests.continuous_batching.recount import recount
 from tests.continuous_batching.test_schedules import (
@@ -42,6 +41,7 @@ from tests.continuous_batching.test_schedules import (
     serve,
 )
 from tests.continuous_batching.windows import drawn_groups
+from tests.simulation.recorded import follow, recorded_run
 from tests.thorough import cases
 
 Rightness = Literal["right", "wrong", "mixed", "ngram"]

@@ -31,8 +31,7 @@ from continuous_batching.speculation.proposer import Guesses
 from continuous_batching.speculation.speculation import Speculation
 from continuous_batching.step_time import StepTime
 from kv_cache.pages import Index, PagePool
-from simulation.clock import Clock
-from simulation.runner import SimulatedRunner
+from simulation.replica import Clock, SimulatedRunner
 from tests.pairs import pairs
 
 Cost = Callable[[int, int, int], float]  # of tokens, spans and drafts: seconds

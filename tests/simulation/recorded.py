@@ -30,7 +30,7 @@ from continuous_batching.recording.replay import Divergence, recorded_speculatio
 from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.slots import SlotPool
 from kv_cache.pages import PageCopy
-from simulation.clock import Clock
+from simulation.replica import Clock
 
 
 class RecordedRunner:
