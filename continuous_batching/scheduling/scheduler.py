@@ -19,7 +19,6 @@ from continuous_batching.policies.policy import Busy, Policy
 from continuous_batching.queueing import QueueGate, QueueLimits, WaitingQueue
 from continuous_batching.request import Request
 from continuous_batching.samples.beam_search import BeamSearches
-from continuous_batching.samples.drafts import book_drafts, extend_by_drafts, yield_at_drafts
 from continuous_batching.samples.parallel_samples import ParallelSamples
 from continuous_batching.samples.stopping import FAILURES, StopConditions, complaint
 from continuous_batching.scheduling.admission import Admission, HeldBack
@@ -34,7 +33,12 @@ from continuous_batching.scheduling.validation import (
     is_here,
 )
 from continuous_batching.slots import SlotPool
-from continuous_batching.speculation.speculation import Speculation
+from continuous_batching.speculation.speculation import (
+    Speculation,
+    book_drafts,
+    extend_by_drafts,
+    yield_at_drafts,
+)
 from continuous_batching.step_time import StepTime
 from kv_cache.groups import WindowGroup
 from kv_cache.pages import Index, PagePool

@@ -6,7 +6,7 @@ from tests.mutation.fault import Fault
 
 FAULTS = {
     "draft_after_a_wrong_one": Fault(
-        "continuous_batching/samples/drafts.py::accepted",
+        "continuous_batching/speculation/speculation.py::accepted",
         "np.cumsum(~is_right) - ~is_right",
         "0 * np.cumsum(~is_right)",
         "tokens are booked that follow from what the model never said",
