@@ -70,6 +70,13 @@ def serve(engine: Engine, text: Text | None, jobs: Sequence[Job | Record]) -> tu
     return timeline, records
 
 
+def check_answered(name: str, records: Sequence[Record]) -> None:
+    """Raise ValueError where a request failed; `name` says whose requests they are."""
+    refused = [record["error"] for record in records if "error" in record]
+    if refused:
+        raise ValueError(f"{name}: {len(refused)} of {len(records)} requests failed: {refused[0]}")
+
+
 def cache_figures(built: BuiltEngine) -> dict[str, object]:
     """Return what the pools hold now, and what was moved in them since the engine was built."""
     memory = built.memory
@@ -100,11 +107,7 @@ def measure(
         clock = RunClock()
         timeline, records = serve(engine, text, jobs)
         passed = clock.read()
-        refused = [record["error"] for record in records if "error" in record]
-        if refused:
-            raise ValueError(
-                f"{described['trace']}: {len(refused)} of {len(jobs)} requests failed: {refused[0]}"
-            )
+        check_answered(str(described["trace"]), records)
         cache = cache_figures(built)
         engine.forget_prefixes()
         if number:
@@ -214,9 +217,7 @@ def run_one_batch(options: argparse.Namespace) -> dict[str, object]:
             clock = RunClock()
         batch = random_jobs(built, options.batch_size, options.input_len, options.output_len, options.seed)
         timeline, records = serve(engine, None, batch)
-        refused = [record["error"] for record in records if "error" in record]
-        if refused:
-            raise ValueError(f"{options.recipe} cannot serve such a batch: {refused[0]}")
+        check_answered(f"{options.recipe} cannot serve such a batch", records)
         engine.forget_prefixes()
         if number >= options.num_iters_warmup:
             requests = [job.request for job in batch if isinstance(job, Job)]
@@ -317,9 +318,7 @@ def _stalled(
     gc.collect()
     jobs = load.jobs(built.config.vocab_size)
     timeline, records = serve(built.engine, None, jobs)
-    refused = [record["error"] for record in records if "error" in record]
-    if refused:
-        raise ValueError(f"{recipe_path}: {len(refused)} of {len(jobs)} requests failed: {refused[0]}")
+    check_answered(recipe_path, records)
     requests = [job.request for job in jobs]
     gaps_s = [
         gap_s

@@ -13,10 +13,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from benchmark.gate.gate import with_verdict
-from benchmark.options import markdown, verdict_line
+from benchmark.options import figure, markdown, verdict_line
 from benchmark.recordings.trace_events import SimulatedTrace
 from benchmark.simulate.deployment import SIMULATED, Deployment, Result, place
 from borders.files import MOST_JSON_BYTES, lines_of, read_bounded, whole_file
@@ -231,11 +230,3 @@ def run_routes(options: argparse.Namespace) -> Result:
 def run_splits(options: argparse.Namespace) -> Result:
     """Compare who computes prompts."""
     return compare(options, options.split)
-
-
-def figure(result: Mapping[str, Any], name: str) -> float:
-    """Return a figure by its dotted name."""
-    value: Any = result
-    for part in name.split("."):
-        value = value[part]
-    return float(value)
