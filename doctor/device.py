@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar
 
-from doctor.facts import Chip, MachineFacts, Node, numbers
-from doctor.finding import Check, Finding
+from doctor.facts import Check, Chip, Finding, MachineFacts, Node, numbers
 
 Device = TypeVar("Device", Node, Chip)
 

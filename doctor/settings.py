@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from borders.numbers import integers
-from doctor.facts import VISIBLE, MachineFacts
-from doctor.finding import Check, Finding
+from doctor.facts import VISIBLE, Check, Finding, MachineFacts
 
 ALLOCATOR = "PYTORCH_NPU_ALLOC_CONF"
 LEAST_SHM = 2**30

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from borders.abbreviate import abbreviate
 from borders.numbers import integers
+from borders.refusal import abbreviate
 
 KEY = "quantization_config"
 FLOATS = "fp8"  # the method of 8-bit floats

@@ -20,9 +20,9 @@ from torch import Tensor
 from attention.int8_pages import row_bytes
 from attention.reference import Attention
 from benchmark.options import markdown, verdict_line
-from borders.file_bounds import read_bounded
+from borders.files import read_bounded
 from continuous_batching.batch import Batch, Sampled
-from continuous_batching.policies.stall_free import StallFree
+from continuous_batching.policies.batching import StallFree
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.slots import SlotPool

@@ -24,8 +24,7 @@ from torch.nn import Module
 from benchmark.options import markdown
 from continuous_batching.engine import Engine
 from continuous_batching.request import Request, SamplingParams
-from devices.ascend_experts import fuses_gate
-from devices.ascend_latents import PROLOG_HIDDEN
+from devices.ascend_limits import PROLOG_HIDDEN, fuses_gate
 from models.checkpoint import weights
 from models.config import DecoderConfig, HeadConfig
 from models.decoder import Decoder

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from borders.file_bounds import check_regular
+from borders.files import check_regular
 from borders.numbers import integers, numbers
 from borders.refusal import abbreviate_json
 from models.quantization import MOST_PATTERN, REPEATED_GROUP

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from borders.abbreviate import abbreviate
+from borders.refusal import abbreviate
 from models.checkpoint.huggingface import refused
 
 READ = frozenset({

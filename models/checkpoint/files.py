@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from safetensors import SafetensorError, safe_open
 
-from borders.file_bounds import check_regular, is_there
+from borders.files import check_regular, is_there
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 GPTQ_FILES = "gptq_model-*.safetensors"  # AutoGPTQ's name of a single file, with bits and group

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from borders.abbreviate import abbreviate
 from borders.numbers import Number, Range, integers, numbers
+from borders.refusal import abbreviate
 from kv_cache.groups import DType
 from models.config import (
     DTYPE_BYTES,

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from borders.file_bounds import read_bounded
+from borders.files import read_bounded
 from borders.numbers import integers
 from models.config import DecoderConfig
 

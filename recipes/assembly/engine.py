@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from attention.reference import Attention
-from borders.system_error import in_one_line
+from borders.files import in_one_line
 from continuous_batching.engine import Engine
 from continuous_batching.recording.recorder import Recorder, RecordingFile, Sink
 from kv_cache.tier.page_tier import PageTier

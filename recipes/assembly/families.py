@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from borders.abbreviate import abbreviate
-from borders.file_bounds import check_regular, is_there
+from borders.files import check_regular, is_there
+from borders.refusal import abbreviate
 from kv_cache.groups import DType
 from models.checkpoint.files import tensor_names
 from models.checkpoint.huggingface import check_attended, refused

@@ -3,13 +3,18 @@
 borders/field_table.py declares the fields, with the names of the OpenAI API and a few further ones that
 vLLM's users know; here their values become a request. Nothing is guessed: an unknown field, a wrong type and
 a value out of range are refused by name.
+
+A prompt is cut where the request allows it: as in vLLM the last tokens are kept, `truncate_prompt_tokens` of
+them, or with -1 as many as leave room for the answer. What the tokenizer or the chat template puts at the
+beginning is cut like the rest. Also as in vLLM, a word of `bad_words` is banned as its tokens, with and
+without a space before it: inside a longer token, or tokenized differently, it may still occur.
 """
 
 from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -18,19 +23,59 @@ import numpy as np
 
 from borders.field_table import FIELDS, MOST_SAMPLES, WITHOUT_ANSWER, taken_by
 from borders.refusal import BadRequest, abbreviate_json
-from continuous_batching.request import Request, SamplingParams, TokenIds, packed_ids
+from continuous_batching.request import Request, SamplingParams, TokenIds, TokenSequence, packed_ids
 from continuous_batching.scheduling.validation import too_long
 from serving.adapters import NO_ADAPTERS, KnownAdapters
 from serving.grammars.structured_output import FIELDS as STRUCTURED
 from serving.grammars.structured_output import formed_answer, grammar_of
 from serving.own_processors import read_processors
-from serving.text.bad_words import spellings
 from serving.text.chat_options import ChatOptions
 from serving.text.tokenizer import Text, TextOptions
-from serving.text.truncation import truncated
-from serving.tools.channel_grammar import channel_grammar
 from serving.tools.definitions import FIELDS as TOOLS
-from serving.tools.definitions import ToolUse, tool_use
+from serving.tools.definitions import ToolUse, channel_grammar, tool_use
+
+
+def spellings(words: Sequence[str], text: Text | None) -> tuple[TokenSequence, ...]:
+    """Return the tokens of each word as an answer would spell it, each spelling once; raises BadRequest."""
+    if words and text is None:
+        raise BadRequest("bad_words", "needs a tokenizer, and this model has none; use logit_bias")
+    found: dict[TokenSequence, None] = {}
+    for index, word in enumerate(words):
+        if not word.strip(" "):
+            raise BadRequest("bad_words", value=word, limit="a word, not spaces alone", place=f"[{index}]")
+        assert text is not None
+        bare = word.lstrip(" ")
+        found |= {tuple(text.encode_within(each)): None for each in (bare, f" {bare}")}
+    return tuple(found)
+
+
+def truncated(prompt: TokenIds, asked: int, limit: int | None, num_answer: int) -> TokenIds:
+    """Return the tokens of a prompt that are kept beside an answer of `num_answer`.
+
+    Raises BadRequest if more than `limit` are asked for.
+
+    Without a limit, -1 keeps all tokens (see `fit`). Where the answer leaves no room, one token is kept, and
+    the scheduler refuses the request as too long.
+    """
+    if limit is not None and asked > limit:
+        raise BadRequest(
+            "truncate_prompt_tokens",
+            value=asked,
+            limit=f"-1 (as many as fit) or from 1 to {limit}, the model's maximum context length",
+        )
+    if asked == -1:
+        if limit is None:
+            return prompt
+        asked = max(1, limit - num_answer)
+    return prompt[-asked:]
+
+
+def fit(request: Request, limit: int) -> None:
+    """Cut the prompt of a request that asked for -1, and of its samples, once the limit is known."""
+    prompt = truncated(request.prompt, -1, limit, request.params.max_tokens)
+    for each in (request, *request.followers):
+        each.prompt = each.tokens = prompt
+
 
 NO_DEFAULTS: Mapping[str, Any] = MappingProxyType({})
 _SHORT = 500  # most characters or tokens of a short prompt

@@ -14,10 +14,9 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from borders.abbreviate import abbreviate
 from borders.field_table import FIELDS
-from borders.file_bounds import check_regular, is_there
-from borders.refusal import BadRequest
+from borders.files import check_regular, is_there
+from borders.refusal import BadRequest, abbreviate
 from recipes.schema.recipe import Recipe
 
 log = logging.getLogger(__name__)

@@ -4,11 +4,14 @@ Arriving tokens are joined as bytes, and an incremental UTF-8 decoder emits a ch
 arrived: half a character is never shown, and the pieces add up to the text of all tokens. What may be the
 beginning of a stop string is held back until that is decided. The cost of a token is proportional to its own
 length, not to the answer's.
+
+Control tokens that a message spells out are kept as text, apart from the chat template's own.
 """
 
 from __future__ import annotations
 
 import codecs
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,15 +25,32 @@ from borders.refusal import BadRequest
 from continuous_batching.request import SamplingParams, TokenIds
 from recipes.schema.recipe import Recipe
 from serving.grammars.thinking import Thinking
-from serving.text.chat_messages import check_messages
-from serving.text.chat_options import ChatOptions, strings_in
-from serving.text.chat_template import ChatTemplate
-from serving.text.shielding import shielded
+from serving.text.chat_options import ChatOptions, strings_in, with_strings
+from serving.text.chat_template import ChatTemplate, check_messages
 from serving.text.tokenizer_settings import TEMPLATES, special_tokens, token_text
 from serving.text.vocabulary import Vocabulary, any_of, read_tokenizer_files
 from serving.tools.channels import HARMONY, NAME, ChannelFormat, check_marks, with_thinking
 from serving.tools.formats import TOOL_FORMATS, ToolFormat
-from serving.tools.reasoning import BEGIN, END
+from serving.tools.parsing import BEGIN, END
+
+
+def shielded(values: list[Any], control: Iterable[str]) -> tuple[list[Any], dict[str, str]]:
+    """Return the values with a mark for each control token in their text, and what each mark stands for.
+
+    The template cannot confuse the marks with its own control tokens, and all other text is unchanged.
+    """
+    written = "".join(strings_in(values))
+    numbers = (number for number in itertools.count() if _mark(number) not in written)
+    found = sorted(set(any_of(control).findall(written)))
+    marks = {name: _mark(number) for name, number in zip(found, numbers)}
+    pattern = any_of(marks)
+    shielded = with_strings(values, lambda text: pattern.sub(lambda match: marks[match[0]], text))
+    return shielded, {mark: name for name, mark in marks.items()}
+
+
+def _mark(number: int) -> str:
+    return f"\ue000{number}\ue001"  # private-use characters of Unicode
+
 
 _END_TOKENS = 16  # tokens at the end of a prompt, more than "<think>" and a line break take
 _AS_USUAL = ChatOptions()

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from borders.abbreviate import abbreviate
-from borders.file_bounds import check_regular, is_there
+from borders.files import check_regular, is_there
 from borders.numbers import integers
+from borders.refusal import abbreviate
 
 SPECIAL_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 MORE_KEYS = ("additional_special_tokens", "extra_special_tokens")

@@ -19,7 +19,7 @@ from google.protobuf.message import DecodeError
 from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
 from tokenizers import AddedToken, Tokenizer, decoders, models, processors
 
-from borders.file_bounds import MOST_TOKENIZER_BYTES, check_regular, is_there
+from borders.files import MOST_TOKENIZER_BYTES, check_regular, is_there
 from serving.text.tokenizer_settings import (
     more_special_tokens,
     read_settings,

@@ -10,7 +10,7 @@ import pytest
 
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.slots import SlotPool
-from continuous_batching.speculation.ngram import LENGTH, NGram
+from continuous_batching.speculation.proposer import LENGTH, NGram
 from kv_cache.pages import Index
 
 

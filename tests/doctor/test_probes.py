@@ -16,8 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from devices.ascend_answers import PROBED
-from devices.ascend_limits import FRACTAL_NZ, PRODUCTS, product
+from devices.ascend_limits import FRACTAL_NZ, PROBED, PRODUCTS, product
 from doctor.verify import probes
 from doctor.verify.npu.rank_questions import of_ranks
 from doctor.verify.probes import PROBES, answer

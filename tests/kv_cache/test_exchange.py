@@ -15,16 +15,17 @@ import pytest
 
 from kv_cache.exchange import transports
 from kv_cache.exchange.connection import Connection, Wake
-from kv_cache.exchange.identity import PageIdentity, address_of_pages
 from kv_cache.exchange.messages import (
     HEAD,
     LONGEST_MESSAGE,
     AllSent,
     Damaged,
     Hello,
+    PageIdentity,
     PagePart,
     PagesWanted,
     Said,
+    address_of_pages,
     framed,
     lengths_of,
     unframed,

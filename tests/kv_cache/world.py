@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 
 from continuous_batching.counters import Counters
-from continuous_batching.paging.slot_lifecycle import SlotLifecycle
-from continuous_batching.paging.swap import Swapped
+from continuous_batching.paging.slot_lifecycle import SlotLifecycle, Swapped
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.scheduling.in_flight import InFlight
 from continuous_batching.slots import SlotPool

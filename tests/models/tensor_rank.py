@@ -33,7 +33,7 @@ from attention.reference import Attention
 from continuous_batching.batch import Batch, Sampled
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.slots import SlotPool
-from devices.ascend_dispatch import BUFFER_MIB
+from devices.ascend_limits import BUFFER_MIB
 from kv_cache.device.storage import KVCache, LayerPages
 from kv_cache.groups import DType
 from models.checkpoint import weights

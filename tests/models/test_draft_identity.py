@@ -18,8 +18,7 @@ from continuous_batching.engine import Engine
 from continuous_batching.request import Request, SamplingParams, packed_ids
 from continuous_batching.slots import SlotPool
 from continuous_batching.speculation.lengths import Fixed
-from continuous_batching.speculation.ngram import NGram
-from continuous_batching.speculation.proposer import Guesses, Proposer
+from continuous_batching.speculation.proposer import Guesses, NGram, Proposer
 from continuous_batching.speculation.speculation import Speculation
 from kv_cache.pages import Index
 from models.step.graphs import FilledStep, StepOutputs

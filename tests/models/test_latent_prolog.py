@@ -20,9 +20,7 @@ from attention.latent import LatentAttention
 from continuous_batching.batch import Batch
 from continuous_batching.engine import Engine
 from continuous_batching.request import Request, SamplingParams
-from devices.ascend_answers import answers_file, write_answers
-from devices.ascend_latents import takes_prolog
-from devices.ascend_limits import FRACTAL_NZ
+from devices.ascend_limits import FRACTAL_NZ, answers_file, takes_prolog, write_answers
 from kv_cache.device.storage import KVCache, LayerPages
 from models.checkpoint import weights
 from models.config import DecoderConfig

@@ -430,7 +430,7 @@ def test_every_line_of_every_npu_file_runs(monkeypatch: pytest.MonkeyPatch) -> N
         ops.clamped_swiglu(rows, 1.0, 7.0)
         prompt = torch.ones(256, 32, dtype=torch.bfloat16, device="npu:0")
         both = replace(ops.product, sums_products=True)  # type: ignore[attr-defined]
-        monkeypatch.setattr("virtual_npu.joined_ranks.JoinedRanks.size", lambda *_: 2)
+        monkeypatch.setattr("virtual_npu.device.JoinedRanks.size", lambda *_: 2)
         _among_ranks(NpuOps(both), prompt)
         heads, angles = torch.ones(3, 2, 16, device="npu:0"), torch.ones(3, 16, device="npu:0")
         ops.rotary(heads, heads.clone(), angles, angles)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from devices.ascend_experts import MOST_GATED, fuses_gate
+from devices.ascend_limits import MOST_GATED, fuses_gate
 from models.config import MixtureConfig
 from models.ops.operands import UnpackedLinear
 from models.ops.reference import Ops

@@ -153,7 +153,7 @@ FAULTS = {
         "tests/attention/test_products.py::test_of_more_sizes_than_a_product_holds_a_sample_is_captured",
     ),
     "answers_without_effect": Fault(
-        "devices/ascend_answers.py::answered",
+        "devices/ascend_limits.py::answered",
         "replace(product, **found)",
         "product",
         "the first day on hardware changes nothing",

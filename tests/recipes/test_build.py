@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from attention.reference import Attention
-from continuous_batching.policies.static import Static
+from continuous_batching.policies.batching import Static
 from continuous_batching.request import Request, SamplingParams
-from continuous_batching.scheduling.victims import lowest_priority
+from continuous_batching.scheduling.preemption import lowest_priority
 from continuous_batching.step_time import StepTime
 from models.step.warm_up import largest_step_bytes
 from recipes.assembly import engine as building

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from continuous_batching.speculation.draft_model import head_spans
+from continuous_batching.speculation.proposer import head_spans
 from models.drafting.drafter import HeadDrafter
 from recipes.assembly.engine import build
 from recipes.assembly.memory_plan import report

@@ -8,10 +8,8 @@ from pathlib import Path
 import pytest
 
 from continuous_batching.slots import SlotPool
-from continuous_batching.speculation.draft_model import model_spans
-from continuous_batching.speculation.lengths import Fixed
-from continuous_batching.speculation.source import Source
-from continuous_batching.speculation.throughput import Throughput
+from continuous_batching.speculation.lengths import Fixed, Source, Throughput
+from continuous_batching.speculation.proposer import model_spans
 from continuous_batching.step_time import StepTime
 from recipes.assembly.engine import build
 from recipes.assembly.families import draft_config, model_config

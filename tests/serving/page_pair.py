@@ -17,14 +17,11 @@ from continuous_batching.engine import Engine
 from continuous_batching.request import Request, SamplingParams
 from kv_cache.device.storage import KVCache
 from kv_cache.exchange.connection import Wake
-from kv_cache.exchange.identity import PageIdentity
-from kv_cache.exchange.messages import HEAD
+from kv_cache.exchange.messages import HEAD, PageIdentity
 from kv_cache.exchange.page_server import PageServer
 from kv_cache.exchange.prompt_source import PromptSource
 from kv_cache.exchange.transports import TRANSPORTS, Transport
-from serving.engine.page_exchange import PageExchange
-from serving.engine.page_fetches import PageFetches
-from serving.engine.page_sends import PageSends
+from serving.engine.page_exchange import PageExchange, PageFetches, PageSends
 from tests.continuous_batching.recount import recount
 from tests.kv_cache import device
 from tests.patience import PATIENCE_S

@@ -22,8 +22,7 @@ from serving.grammars.matching import Grammars
 from serving.text.chat_options import ChatOptions
 from serving.text.request_fields import parse_request, text_options
 from serving.text.tokenizer import Text
-from serving.tools.channel_parsing import LONGEST_HEAD, ChannelParser
-from serving.tools.channels import HARMONY
+from serving.tools.channels import HARMONY, LONGEST_HEAD, ChannelParser
 from serving.tools.parsing import MOST_SPACE
 from tests.serving.channel_model import write_model
 from tests.serving.test_tool_grammars import SCHEMA, tool

@@ -12,8 +12,9 @@ import httpx
 import pytest
 import sentencepiece
 
-from serving.api.ignored_fields import IGNORED, IN_RESPONSES
 from serving.api.schemas import (
+    IGNORED,
+    IN_RESPONSES,
     ChatBody,
     CompletionBody,
     DetokenizeBody,

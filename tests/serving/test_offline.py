@@ -13,8 +13,7 @@ import pytest
 
 from continuous_batching.batch import Batch, Sampled
 from continuous_batching.engine import Engine, Step
-from continuous_batching.policies.stall_free import StallFree
-from continuous_batching.policies.static import Static
+from continuous_batching.policies.batching import StallFree, Static
 from continuous_batching.request import TokenLogprobs
 from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.slots import SlotPool

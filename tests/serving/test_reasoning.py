@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from serving.tools.reasoning import ReasoningParser
+from serving.tools.parsing import ReasoningParser
 from tests.serving.test_tool_parsing import cut
 
 

@@ -22,7 +22,7 @@ from serving.api.answer_parser import AnswerParser
 from serving.api.responses import ResponseObject, ResponsesBody
 from serving.api.responses_input import messages_of
 from serving.failures import RequestFailed
-from serving.text.chat_messages import check_messages
+from serving.text.chat_template import check_messages
 from serving.text.tokenizer import Text, TextOptions
 from serving.tools.formats import HERMES
 from tests.lazy import openai

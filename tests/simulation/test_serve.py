@@ -26,10 +26,9 @@ from recipes.assembly.scheduler import SchedulerLimits, scheduler_of
 from recipes.schema.recipe import CacheSection
 from recipes.schema.scheduler_section import SchedulerSection
 from simulation import trace
-from simulation.quantile_sketch import Sketch
+from simulation.replica import serve
 from simulation.roofline import Roofline
-from simulation.run_totals import rounded
-from simulation.serve import serve
+from simulation.run_totals import Sketch, rounded
 
 LLAMA_7B = decoder_config(
     {

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from continuous_batching.batch import Batch
-from devices.ascend_latents import LATENT_ROPE, PROLOG_HIDDEN
-from devices.ascend_limits import AscendProduct
+from devices.ascend_limits import LATENT_ROPE, PROLOG_HIDDEN, AscendProduct
 from devices.int8 import quantize_rows
 from doctor.verify.npu.questions import NEAR, Found, Probe, time_us
 from kv_cache.device.storage import KVCache, LayerPages

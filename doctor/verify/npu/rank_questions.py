@@ -9,8 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from devices.ascend_dispatch import DISPATCHING
-from devices.ascend_limits import AscendProduct
+from devices.ascend_limits import DISPATCHING, AscendProduct
 from doctor.verify.npu.questions import NEAR, Found, Probe, time_us
 from models.config import MixtureConfig
 from models.layers.dtypes import TORCH_DTYPES

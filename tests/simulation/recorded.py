@@ -26,12 +26,11 @@ from continuous_batching.recording.format import (
     Scheduled,
     answered,
 )
-from continuous_batching.recording.recorded_drafts import recorded_speculation
-from continuous_batching.recording.replay import Divergence, request_of
+from continuous_batching.recording.replay import Divergence, recorded_speculation, request_of
 from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.slots import SlotPool
 from kv_cache.pages import PageCopy
-from simulation.clock import Clock
+from simulation.replica import Clock
 
 
 class RecordedRunner:

@@ -1,12 +1,15 @@
-"""Read files that a user named, without waiting for ever and without filling the memory.
+"""Read and write files that a user named, and describe what the operating system refuses.
 
 A checkpoint's files must be plain ones (`check_regular`). A file named on a command line may be a pipe too,
 as in `--trace <(zcat trace.gz)`: it is read as a whole (`read_bounded`) or line by line (`lines_of`), never
-beyond a bound, and the wait for its writer is bounded. Folders, sockets and devices are refused.
+beyond a bound, and the wait for its writer is bounded. Folders, sockets and devices are refused. A file is
+written as a whole or not at all (`whole_file`). An error of the operating system becomes one line: the
+object, the cause and the fix.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import os
@@ -14,10 +17,57 @@ import select
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import IO, TYPE_CHECKING, BinaryIO
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
+
+
+_FIX_OF = {
+    errno.ENOENT: "check the path",
+    errno.ENOTDIR: "check the path: a part of it is a file",
+    errno.EISDIR: "name a file",
+    errno.EEXIST: "name a new file",
+    errno.EACCES: "ask for the right to use it, or name another",
+    errno.EPERM: "ask for the right to use it, or name another",
+    errno.EROFS: "name a path that can be written to",
+    errno.ENOSPC: "free some space, or write elsewhere",
+    errno.EDQUOT: "free some space, or write elsewhere",
+    errno.EFBIG: "raise the limit (ulimit -f), or write elsewhere",
+    errno.ENXIO: "it is a socket, or a device that is not there: name a file",
+    errno.ENAMETOOLONG: "choose a shorter name",
+    errno.ELOOP: "the link leads to itself: name another",
+    errno.EMFILE: "let this process open more (ulimit -n)",
+    errno.ENFILE: "the whole system has no more: close some programs",
+    errno.EAGAIN: "let this user start more processes (ulimit -u)",
+    errno.ENOMEM: "free some memory",
+    errno.EIO: "see the system's log for the disk's state",
+}
+
+
+def in_one_line(error: ValueError | OSError) -> str:
+    """Return the text of an error; for one of the operating system, its object, its cause and its fix."""
+    if not isinstance(error, OSError) or error.errno is None:
+        return str(error)
+    what = error.filename if error.filename is not None else "reading or writing"
+    what = what if what != "" else "an empty path"
+    # The number of a failed host name look-up, for example, is none of errno's
+    wrong = os.strerror(error.errno) if error.errno in errno.errorcode else str(error.strerror)
+    said = f"{os.fsdecode(what) if isinstance(what, bytes) else what}: {wrong.lower()}"
+    fix = _FIX_OF.get(error.errno)
+    return f"{said}; {fix}" if fix else said
+
+
+@contextlib.contextmanager
+def naming(path: str | Path) -> Iterator[None]:
+    """Attach a file's name to a full disk or an exceeded limit while the file is written."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.EFBIG, errno.ENOSPC, errno.EDQUOT):
+            error.filename = str(path)
+        raise
+
 
 MOST_JSON_BYTES = 2**24  # a config.json, an index or a template: the largest published ones have 1 MiB
 MOST_TOKENIZER_BYTES = 2**28  # the largest published ones have 35 MiB
@@ -127,3 +177,24 @@ def _too_long(path: str | Path, most_bytes: int) -> ValueError:
     return ValueError(
         f"{path} has more than {most_bytes:,} bytes, which no file of its kind has; name the right one"
     )
+
+
+@contextlib.contextmanager
+def whole_file(path: str | Path) -> Iterator[IO[str]]:
+    """Yield a text file that replaces `path` once it is written; after an error `path` is unchanged.
+
+    A pipe or a device is written to directly. The error of a full disk, or of a file that is too large, names
+    `path`.
+    """
+    target = Path(path).resolve()
+    if target.exists() and not target.is_file():
+        with naming(path), target.open("w", encoding="utf-8") as output:
+            yield output
+        return
+    partial = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        with naming(path), partial.open("w", encoding="utf-8") as output:
+            yield output
+        partial.replace(target)
+    finally:
+        partial.unlink(missing_ok=True)
