@@ -167,7 +167,8 @@ class AccessControl:
             nonlocal status, is_whole
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message["headers"], (b"x-request-id", name.encode())]
+                notes = [(each.encode(), said.encode()) for each, said in state.get("notes", {}).items()]
+                message["headers"] = [*message["headers"], (b"x-request-id", name.encode()), *notes]
                 # A body that the client holds back may never come.
                 if refusal is not None and b"expect" in headers:
                     message["headers"].append((b"connection", b"close"))

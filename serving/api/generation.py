@@ -32,6 +32,7 @@ Value = TypeVar("Value")
 
 _ONLY_HTTP = {"model", "stream", "user", "service_tier"}
 _TENANT_HEADER = "x-tenant"
+EFFORT_HEADER = "x-reasoning-effort"  # says that a request's reasoning_effort changed nothing
 _LAST_S = 5.0  # time that a client which is cut off has to read the reason
 
 
@@ -100,6 +101,10 @@ class Generation:
             fields[PROMPT_REPLICA] = replica
         if body.model is not None and self.llm.adapters.knows(body.model):
             fields["adapter"] = body.model
+        effort, text = fields.get("reasoning_effort"), self.llm.text
+        has_tools = bool(fields.get("tools"))
+        if text is not None and effort is not None and text.ignores_effort(effort, has_tools=has_tools):
+            request.state.notes = {EFFORT_HEADER: "no effect: the chat template does not know it"}
         return fields
 
     def check_number(

@@ -16,6 +16,8 @@ from borders.field_table import DEEPEST_KWARGS, LONGEST_KWARGS, MOST_KWARGS, def
 from borders.refusal import BadRequest
 from serving.text.tokenizer_settings import SPECIAL_KEYS
 
+# What clients and templates call the thoughts of an earlier answer; the first is our own name
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 _END = "\ue002 "  # a private-use character; the space shows whether the template strips a message
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
 _RESERVED = {  # the server's own names, arguments of transformers that are no variables, and Jinja's globals
@@ -51,15 +53,16 @@ class ChatOptions:
 
 
 def with_end_marked(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages with a mark behind the text of the last.
+    """Return the messages with a mark behind the text of the last, or behind its thoughts if it has no text.
 
     A template may write that text more than once, and its words may occur in the template itself, so the text
     cannot be searched for. Raises BadRequest where the text is empty.
     """
     *before, final = [dict(each) for each in messages]
-    if not final["content"].strip():
-        raise _nothing_to_continue()
-    return [*before, final | {"content": final["content"] + _END}]
+    for name in ("content", *THOUGHTS):
+        if isinstance(text := final.get(name), str) and text.strip():
+            return [*before, final | {name: text + _END}]
+    raise _nothing_to_continue()
 
 
 def up_to_mark(rendered: str) -> str:

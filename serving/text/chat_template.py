@@ -1,10 +1,13 @@
 """Check the messages of a conversation, and render it as one text.
 
 Each message has a role and text; an assistant's may have reasoning and calls, a tool's the id of its call.
-Anything else is refused. The model's own Jinja template runs in a sandbox with what Hugging Face's templates
-rely on: the names of the control tokens, `add_generation_prompt`, `raise_exception`, `strftime_now`, a
-`tojson` that does not escape Chinese, loop controls, and `{% generation %}` blocks, which matter only in
-training. The reasoning effort reaches a model by variables of its template, if it has any for it.
+Whatever the server answered is taken back: calls without text, thoughts alone, arguments that were cut.
+Anything else is refused. A template gets messages in the form that it reads (`MessageForm`).
+
+The model's own Jinja template runs in a sandbox with what Hugging Face's templates rely on: the names of the
+control tokens, `add_generation_prompt`, `raise_exception`, `strftime_now`, a `tojson` that does not escape
+Chinese, loop controls, and `{% generation %}` blocks, which matter only in training. The reasoning effort
+reaches a model by variables of its template, if it has any for it.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -22,25 +26,27 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from borders.refusal import BadRequest, abbreviate_json
-from serving.text.chat_options import ChatOptions, up_to_mark, with_end_marked
+from serving.text.chat_options import THOUGHTS, ChatOptions, up_to_mark, with_end_marked
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 MOST_CALLS = 128  # most calls in one message
 # LiteLLM keeps what else an answer said in this field and sends it back; it asks for nothing.
 _UNREAD = "provider_specific_fields"
 _KNOWN = {
-    "assistant": {"role", "content", "name", "tool_calls", "reasoning_content", "reasoning", _UNREAD},
-    "tool": {"role", "content", "name", "tool_call_id"},
+    "assistant": {"role", "content", "name", "tool_calls", *THOUGHTS, "id", _UNREAD},
+    "tool": {"role", "content", "name", "tool_call_id", "id"},
 }
-_PLAIN = {"role", "content", "name"}
+_PLAIN = {"role", "content", "name", "id"}
 
 Message = dict[str, Any]
 
 
 def check_messages(messages: object, *, text_arguments: bool = False) -> list[Message]:
-    """Return messages as a template takes them; arguments of calls become objects, unless `text_arguments`.
+    """Return checked messages; arguments of calls become objects, unless `text_arguments`.
 
-    Content may also be a list of text parts, which become lines. Raises BadRequest for anything else.
+    Content is a string or a list of text parts, and thoughts are `reasoning_content`. An assistant's message
+    without text has no content. Arguments that are no JSON, since an answer was cut, stay text. Raises
+    BadRequest for anything else.
     """
     if not isinstance(messages, list) or not messages:
         raise BadRequest("messages", 'must be a list of at least one {"role": ..., "content": ...}')
@@ -61,15 +67,16 @@ def _check_message(place: str, message: object, text_arguments: bool) -> Message
         raise _wrong(f"{place}.role", f"must be one of {', '.join(ROLES)}")
     calls = given.get("tool_calls")
     content = message.get("content")
-    if content is None and calls is not None:
-        content = ""
-    checked: Message = {"role": role, "content": _text_of(f"{place}.content", content)}
+    checked: Message = {"role": "tool" if role == "function" else role}
+    if content is not None or role != "assistant":
+        checked["content"] = _check_content(f"{place}.content", content)
     for name in ("name", "tool_call_id"):
         if name in given:
             checked[name] = _check_text(f"{place}.{name}", given[name])
-    thoughts = given.get("reasoning_content", given.get("reasoning"))
-    if thoughts is not None:
-        checked["reasoning_content"] = _check_text(f"{place}.reasoning_content", thoughts)
+    for name in THOUGHTS:
+        if name in given:
+            checked[THOUGHTS[0]] = _check_text(f"{place}.{name}", given[name])
+            break
     if calls is not None:
         checked["tool_calls"] = _calls(f"{place}.tool_calls", calls, text_arguments)
     return checked
@@ -87,29 +94,44 @@ def _call(place: str, call: object, text_arguments: bool) -> Message:
         raise _wrong(place, 'must be {"id": ..., "type": "function", "function": ...}')
     if call.get("type", "function") != "function":
         raise _wrong(f"{place}.type", f'is {abbreviate_json(call["type"])}; it must be "function"')
-    name = _check_text(f"{place}.function.name", function.get("name"))
-    written = function.get("arguments") or "{}"
-    arguments: Any = written
-    if not text_arguments:
-        try:
-            arguments = json.loads(_check_text(f"{place}.function.arguments", written))
-        except (ValueError, RecursionError) as error:
-            raise _wrong(f"{place}.function.arguments", f"is no JSON: {error}") from error
-    checked: Message = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    read: Message = {
+        "name": _check_text(f"{place}.function.name", function.get("name")),
+        "arguments": _arguments(f"{place}.function.arguments", function.get("arguments"), text_arguments),
+    }
+    checked: Message = {"type": "function", "function": _in_order_of(function, read)}
     if call.get("id") is not None:
         checked["id"] = _check_text(f"{place}.id", call["id"])
-    return checked
+    return _in_order_of(call, checked)
 
 
-def _text_of(place: str, content: object) -> str:
+def _arguments(place: str, given: object, is_text: bool) -> Any:
+    """Return the arguments of a call, which a client sends as an object or as its text."""
+    if isinstance(given, Mapping):
+        return json.dumps(given, ensure_ascii=False) if is_text else dict(given)
+    written = _check_text(place, given or "{}")
+    if is_text:
+        return written
+    try:
+        return json.loads(written)
+    except (ValueError, RecursionError):
+        return written
+
+
+def _in_order_of(given: Mapping[str, Any], checked: Message) -> Message:
+    """Return what was checked in the order in which the client sent it: some templates write it as JSON."""
+    names = [name for name in given if name in checked]
+    return {name: checked[name] for name in [*names, *checked]}
+
+
+def _check_content(place: str, content: object) -> str | list[Message]:
     if not isinstance(content, list):
         return _check_text(place, content)
     parts = []
     for index, part in enumerate(content):
         if not isinstance(part, dict) or part.get("type") != "text":
             raise _wrong(f"{place}[{index}]", 'must be {"type": "text", "text": ...}; this model reads text')
-        parts.append(_check_text(f"{place}[{index}].text", part.get("text")))
-    return "\n".join(parts)
+        parts.append({"type": "text", "text": _check_text(f"{place}[{index}].text", part.get("text"))})
+    return parts
 
 
 def _check_text(place: str, value: object) -> str:
@@ -127,15 +149,13 @@ _LEAST = ("none", "minimal")
 _SWITCHES = ("enable_thinking", "thinking")  # Qwen3 and GLM-4.5; DeepSeek-V3.1 and Granite
 
 
-def variables_for(
-    effort: str, variables: Collection[str], given: Mapping[str, Any], *, thinks: bool
-) -> dict[str, Any]:
+def variables_for(effort: str, variables: Collection[str], given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the variables that tell a template the effort.
 
     Variables that the request has `given` itself may not be set twice.
 
-    A model that does not reason (`thinks` false) needs no variable for "none". Raises BadRequest where the
-    template has no variable for the effort.
+    A template that only knows whether to think is told so; one that knows nothing is told nothing, and
+    whoever asked is told that (`ChatTemplate.ignores`).
     """
     switch = next((each for each in _SWITCHES if each in variables), None)
     settings: dict[str, Any] = {}
@@ -143,13 +163,86 @@ def variables_for(
         settings = {switch: False}
     elif FIELD in variables:
         settings = {FIELD: effort}
-    elif effort != "none" or thinks:
-        limit = "none or minimal" if switch else "left out" if thinks else "none"
-        raise BadRequest(FIELD, value=effort, limit=f"{limit}: this model's chat template knows no other")
+    elif switch is not None:
+        settings = {switch: True}
     for name in settings:
         if name in given:
             raise BadRequest(FIELD, f"and chat_template_kwargs both set {name}", fix="give one of them")
     return settings
+
+
+@dataclass(frozen=True, slots=True)
+class MessageForm:
+    """How a template reads messages, found in its syntax tree."""
+
+    reads_parts: bool  # whether it goes through the parts of a content itself
+    asks_none: bool  # whether it asks if a content is none, so that its absence is not enough
+    thoughts: str  # what it calls the thoughts of an earlier answer
+    knows_developer: bool  # whether it has the role "developer"
+
+    @staticmethod
+    def of(tree: nodes.Template) -> MessageForm:
+        """Return the form that a template reads."""
+        named = {"content"}  # variables and parameters that hold a content
+        for each in tree.find_all(nodes.Assign):
+            if isinstance(each.target, nodes.Name) and _is_content(each.node, named):
+                named.add(each.target.name)
+        loops = (each.iter for each in tree.find_all(nodes.For))
+        tests = (each.node for each in tree.find_all(nodes.Test) if each.name == "none")
+        compared = (
+            each.expr
+            for each in tree.find_all(nodes.Compare)
+            if any(isinstance(op.expr, nodes.Const) and op.expr.value is None for op in each.ops)
+        )
+        texts = {each.value for each in tree.find_all(nodes.Const) if isinstance(each.value, str)}
+        read = texts | {each.attr for each in tree.find_all(nodes.Getattr)}
+        return MessageForm(
+            reads_parts=any(_is_content(each, named) for each in loops),
+            asks_none=any(_is_content(each, named) for each in (*tests, *compared)),
+            thoughts=next((name for name in THOUGHTS if name in read), THOUGHTS[0]),
+            knows_developer="developer" in texts,
+        )
+
+    def shaped(self, message: Message) -> Message:
+        """Return a checked message in this form."""
+        shaped = dict(message)
+        content = shaped.get("content")
+        if isinstance(content, list) and not self.reads_parts:
+            shaped["content"] = joined(content)
+        if "content" not in shaped and self.asks_none:
+            shaped["content"] = None
+        if THOUGHTS[0] in shaped:
+            shaped[self.thoughts] = shaped.pop(THOUGHTS[0])
+        if shaped["role"] == "developer" and not self.knows_developer:
+            shaped["role"] = "system"
+        return shaped
+
+
+def _with_content(message: Message) -> Message:
+    return message if message.get("content") is not None else {**message, "content": ""}
+
+
+def joined(content: str | Sequence[Message] | None) -> str:
+    """Return a checked content as one text, in which parts are lines."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "\n".join(part["text"] for part in content)
+
+
+def _is_content(expression: nodes.Node, named: Collection[str]) -> bool:
+    """Whether an expression is the content of a message, perhaps filtered or chosen by a condition."""
+    match expression:
+        case nodes.Getattr(attr="content"):
+            return True
+        case nodes.Getitem(arg=nodes.Const(value="content")):
+            return True
+        case nodes.Name():
+            return expression.name in named
+        case nodes.Filter():
+            return expression.node is not None and _is_content(expression.node, named)
+        case nodes.CondExpr():
+            return _is_content(expression.expr1, named)
+    return False
 
 
 _FAILURES = (
@@ -183,6 +276,7 @@ class ChatTemplate:
         environment.globals |= {"raise_exception": _raise, "strftime_now": _now}
         try:
             tree = environment.parse(source)
+            self.form = MessageForm.of(tree)
             self._variables = {each.name for each in tree.find_all(nodes.Name)}
             self._template = jinja2.Template.from_code(
                 environment,
@@ -195,6 +289,11 @@ class ChatTemplate:
         self._thinks = thinks
         self._most_s = most_s
 
+    def ignores(self, effort: str) -> bool:
+        """Whether the template cannot be told this reasoning effort, nor the model does what it asks for."""
+        is_told = FIELD in self._variables or any(each in self._variables for each in _SWITCHES)
+        return not is_told and (effort != "none" or self._thinks)
+
     def render(self, messages: Sequence[Message], options: ChatOptions = _AS_USUAL) -> str:
         """Render a conversation, by default up to the assistant's next turn.
 
@@ -202,12 +301,17 @@ class ChatTemplate:
         """
         if options.continue_final_message:
             return up_to_mark(self._rendered(with_end_marked(messages), options))
-        return self._rendered(messages, options)
+        try:
+            return self._rendered(messages, options)
+        except BadRequest:  # a template may join the content of every message to other text
+            if all(each.get("content") is not None for each in messages):
+                raise
+            return self._rendered([_with_content(each) for each in messages], options)
 
     def _rendered(self, messages: Sequence[Message], options: ChatOptions) -> str:
         kwargs, effort = options.chat_template_kwargs, options.reasoning_effort
         if effort is not None:
-            kwargs = {**kwargs, **variables_for(effort, self._variables, kwargs, thinks=self._thinks)}
+            kwargs = {**kwargs, **variables_for(effort, self._variables, kwargs)}
         until_s = time.thread_time() + self._most_s
 
         def check_time() -> str:

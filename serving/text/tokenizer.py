@@ -26,7 +26,7 @@ from continuous_batching.request import SamplingParams, TokenIds
 from recipes.schema.recipe import Recipe
 from serving.grammars.thinking import Thinking
 from serving.text.chat_options import ChatOptions, strings_in, with_strings
-from serving.text.chat_template import ChatTemplate, check_messages
+from serving.text.chat_template import ChatTemplate, check_messages, joined
 from serving.text.tokenizer_settings import TEMPLATES, special_tokens, token_text
 from serving.text.vocabulary import Vocabulary, any_of, read_tokenizer_files
 from serving.tools.channels import HARMONY, NAME, ChannelFormat, check_marks, with_thinking
@@ -138,6 +138,11 @@ class Text:
     def has_chat_template(self) -> bool:
         return self._tool_template is not None
 
+    def ignores_effort(self, effort: str, *, has_tools: bool) -> bool:
+        """Whether the chat template has no way to be told this reasoning effort."""
+        template = self._tool_template if has_tools else self._template
+        return template is not None and template.ignores(effort)
+
     def describe(self) -> dict[str, Any]:
         """Return what a remote tokenizer of the same kind needs to know; control tokens are plain strings."""
         named = [{"name": name, "template": source} for name, source in self._sources.items()]
@@ -200,7 +205,10 @@ class Text:
         is_text = self.tool_format is not None and self.tool_format.text_arguments
         checked = check_messages(messages, text_arguments=is_text)
         if self.channels is not None:
-            checked = [with_thinking(each) for each in checked]
+            whole = [each | {"content": joined(each.get("content"))} for each in checked]
+            checked = [with_thinking(each) for each in whole]
+        else:
+            checked = [template.form.shaped(each) for each in checked]
         for index, message in enumerate(checked):
             for key, value in message.items():
                 for each in strings_in(value):

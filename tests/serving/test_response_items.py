@@ -22,7 +22,7 @@ from serving.api.answer_parser import AnswerParser
 from serving.api.responses import ResponseObject, ResponsesBody
 from serving.api.responses_input import messages_of
 from serving.failures import RequestFailed
-from serving.text.chat_template import check_messages
+from serving.text.chat_template import check_messages, joined
 from serving.text.tokenizer import Text, TextOptions
 from serving.tools.formats import HERMES
 from tests.lazy import openai
@@ -184,7 +184,7 @@ def test_items_become_the_messages_of_their_turns(text: Text) -> None:
     messages = messages_of([{"role": "user", "content": "a"}, *output, *results], "Be kind.")
     assert [each["role"] for each in messages] == ["system", "user", "assistant", "tool", "tool"]
     turn = check_messages(messages)[2]
-    assert (turn["content"], turn["reasoning_content"]) == ("Let me see. ", "So.")
+    assert (joined(turn["content"]), turn["reasoning_content"]) == ("Let me see. ", "So.")
     assert [each["function"]["arguments"] for each in turn["tool_calls"]] == [each for _, each in CALLS]
     assert [each["tool_call_id"] for each in messages[3:]] == [each["call_id"] for each in output[2:]]
     said = {"role": "assistant", "content": "b"}

@@ -1,0 +1,177 @@
+"""A conversation reaches the model as its template reads it, and the server takes back what it answered.
+
+The right texts are those of transformers' `apply_chat_template`, except where a template asks whether a
+content is none: transformers 5 leaves the key away, and such templates were written for transformers 4.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+from borders.refusal import BadRequest
+from serving.text.chat_options import ChatOptions
+from serving.text.chat_template import ChatTemplate, check_messages
+from tests.lazy import transformers
+
+CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+ASKED = {"role": "user", "content": "1+1?"}
+RESULT = {"role": "tool", "tool_call_id": "c1", "content": "2"}
+EACH = "{% for m in messages %}{{ m.role }}:"
+# What a message says, as templates of published models write it
+SAYS = {
+    "prints": "{{ m.content }}",
+    "if content": "{% if m.content %}{{ m.content }}{% endif %}",
+    "is string": "{% if m.content is string %}{{ m.content }}{% else %}no text{% endif %}",
+    "is defined": "{% if m.content is defined %}{{ m.content }}{% else %}undefined{% endif %}",
+    "joins": "{{ 'says ' + m['content'] }}",
+    "is none": "{% if m['content'] is none %}nothing{% else %}{{ m['content'] }}{% endif %}",
+    "is not none": "{% if m.content is not none %}{{ m.content }}{% endif %}",
+    "compares": "{% if m.content == none %}nothing{% else %}{{ m.content }}{% endif %}",
+}
+END = "{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %};{% endfor %}"
+
+
+def shown(template: str, messages: list[Any], **options: Any) -> str:
+    made = ChatTemplate(template, {})
+    return made.render([made.form.shaped(each) for each in check_messages(messages)], ChatOptions(**options))
+
+
+def theirs(template: str, messages: list[Any]) -> str:
+    """What transformers makes of messages whose arguments are objects and whose nulls are left away."""
+    render = transformers.utils.chat_template_utils.render_jinja_template
+    return render([messages], chat_template=template)[0][0]
+
+
+@pytest.mark.parametrize("way", ["prints", "if content", "is string", "is defined"])
+@pytest.mark.parametrize("content", [None, "", "Let me see."])
+def test_calls_may_stand_without_text(way: str, content: str | None) -> None:
+    template = EACH + SAYS[way] + END
+    called: dict[str, Any] = {"role": "assistant", "content": content, "tool_calls": [CALL]}
+    as_object = CALL | {"function": {"name": "add", "arguments": {"a": 1}}}
+    given = {key: value for key, value in called.items() if value is not None}
+    expected = theirs(template, [ASKED, given | {"tool_calls": [as_object]}, RESULT])
+    assert shown(template, [ASKED, called, RESULT]) == expected
+
+
+@pytest.mark.parametrize(
+    ("way", "said"),
+    [("is none", "nothing"), ("is not none", ""), ("compares", "nothing"), ("joins", "says ")],
+)
+def test_a_template_may_ask_whether_there_is_text(way: str, said: str) -> None:
+    messages = [ASKED, {"role": "assistant", "content": None, "reasoning_content": "Hm."}]
+    opening = "user:says 1+1?;" if way == "joins" else "user:1+1?;"
+    assert shown(EACH + SAYS[way] + END, messages) == f"{opening}assistant:{said};"
+
+
+@pytest.mark.parametrize("sent", ["reasoning_content", "reasoning", "thinking"])
+@pytest.mark.parametrize("read", ["reasoning_content", "reasoning", "thinking"])
+def test_thoughts_have_the_name_that_the_template_reads(sent: str, read: str) -> None:
+    template = (
+        EACH + "{% if m." + read + " %}<{{ m['" + read + "'] }}>{% endif %}{{ m.content }};{% endfor %}"
+    )
+    messages = [ASKED, {"role": "assistant", "content": "2", sent: "I add"}]
+    assert shown(template, messages) == "user:1+1?;assistant:<I add>2;"
+
+
+PARTS = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
+LOOPS = {
+    "over the content": "{% for p in m.content %}{{ p.text }}{% endfor %}",
+    "over a variable": "{% set c = m['content'] %}{% for p in c %}{{ p['text'] }}{% endfor %}",
+    "over a filtered one": (
+        "{% for p in m.content | selectattr('type', 'eq', 'text') %}{{ p.text }}{% endfor %}"
+    ),
+    "in a macro": (
+        "{% macro say(content) %}{% if content is string %}{{ content }}{% else %}"
+        "{% for p in content %}{{ p.text }}{% endfor %}{% endif %}{% endmacro %}{{ say(m.content) }}"
+    ),
+}
+
+
+@pytest.mark.parametrize("way", LOOPS)
+@pytest.mark.parametrize("role", ["user", "tool"])
+def test_a_template_that_reads_parts_gets_them(way: str, role: str) -> None:
+    template = "{% for m in messages %}" + LOOPS[way] + "{% endfor %}"
+    message = {"role": role, "content": PARTS}
+    assert shown(template, [message]) == theirs(template, [message]) == "Hello"
+
+
+def test_other_templates_get_parts_as_lines() -> None:
+    assert shown(EACH + SAYS["prints"] + END, [{"role": "user", "content": PARTS}]) == "user:Hel\nlo;"
+
+
+@pytest.mark.parametrize("names", [["id", "type", "function"], ["function", "id", "type"]])
+def test_a_calls_keys_keep_their_order(names: list[str]) -> None:
+    function = {"arguments": {"b": 2, "a": 1}, "name": "add"}
+    call = {name: (CALL | {"function": function})[name] for name in names}
+    messages = [ASKED, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    assert shown(EACH + END, messages) == theirs(EACH + END, messages)
+
+
+def test_arguments_that_were_cut_stay_as_they_are() -> None:
+    cut = CALL | {"function": {"name": "add", "arguments": '{"a": 1'}}
+    (message,) = check_messages([{"role": "assistant", "content": None, "tool_calls": [cut]}])
+    assert message["tool_calls"][0]["function"]["arguments"] == '{"a": 1'
+    (message,) = check_messages([{"role": "assistant", "tool_calls": [CALL]}], text_arguments=True)
+    assert message["tool_calls"][0]["function"]["arguments"] == '{"a": 1}'
+    as_object = CALL | {"function": {"name": "add", "arguments": {"a": "é"}}}
+    (message,) = check_messages([{"role": "assistant", "tool_calls": [as_object]}], text_arguments=True)
+    assert message["tool_calls"][0]["function"]["arguments"] == '{"a": "é"}'
+
+
+def test_roles_that_a_template_may_not_know() -> None:
+    messages = [
+        {"role": "developer", "content": "Be kind."},
+        {"role": "function", "name": "f", "content": "2"},
+    ]
+    assert shown(EACH + SAYS["prints"] + END, messages) == "system:Be kind.;tool:2;"
+    knows = "{% if messages[0].role == 'developer' %}{{ messages[0].content }}{% endif %}"
+    assert shown(knows, messages) == "Be kind."
+
+
+def test_a_thought_that_was_cut_is_continued() -> None:
+    template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}<think>\n{{ m.reasoning_content }}\n</think>\n"
+        "{{ m.content }}<end>{% endif %}{% endfor %}"
+    )
+    messages = [ASKED, {"role": "assistant", "content": None, "reasoning_content": "I add one"}]
+    options = {"continue_final_message": True, "add_generation_prompt": False}
+    assert shown(template, messages, **options) == "<think>\nI add one"
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        ({"role": "user", "content": None}, r"messages\[0\].content must be a string"),
+        (
+            {"role": "assistant", "tool_calls": [CALL | {"function": {"name": "f", "arguments": 1}}]},
+            "a string",
+        ),
+        ({"role": "user", "content": [{"type": "image_url"}]}, "this model reads text"),
+    ],
+)
+def test_what_is_no_message_is_refused(message: dict[str, Any], said: str) -> None:
+    with pytest.raises(BadRequest, match=said):
+        check_messages([message])
+
+
+def test_a_server_takes_back_its_own_answers(http: httpx.Client) -> None:
+    """As the official client sends a message on: with its id, its nulls, and whatever was cut."""
+    asked = {"messages": [ASKED], "max_tokens": 3}
+    answered = http.post("/v1/chat/completions", json=asked).json()["choices"][0]["message"]
+    cut = {"role": "assistant", "content": None, "id": "msg_1", "tool_calls": [
+        CALL | {"function": {"name": "add", "arguments": '{"a'}}
+    ]}  # fmt: skip
+    talk = [
+        ASKED,
+        answered | {"id": "msg_0"},
+        ASKED,
+        cut,
+        RESULT,
+        {"role": "assistant", "content": None},
+        ASKED,
+    ]
+    response = http.post("/v1/chat/completions", json=asked | {"messages": talk})
+    assert response.status_code == 200, response.text
