@@ -106,9 +106,9 @@ _PROMPT = (
         "variables for the template, such as `enable_thinking`; none that the server itself gives it"),
     RequestField("reasoning_effort", choice("none", "minimal", "low", "medium", "high", "xhigh", "max"),
         "the template's", _TEMPLATED,
-        "how hard the model thinks: the template's variable `reasoning_effort`, or for `none` and `minimal` "
-        "its `enable_thinking` or `thinking`; a template without a word for it refuses, but `none` where the "
-        "model never thinks; needs `messages`"),
+        "how hard the model thinks: the template's variable `reasoning_effort`, or its `enable_thinking` or "
+        "`thinking`, false for `none` and `minimal`; where it has no word for it, the header "
+        "`x-reasoning-effort` of the answer says so; needs `messages`"),
 )  # fmt: skip
 _SAMPLING = (
     _parameter("max_tokens", integer(1), 16, _GENERATED + _PYTHON, "the most tokens of the answer"),
