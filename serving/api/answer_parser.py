@@ -19,7 +19,8 @@ class AnswerParser:
     """Parses the answers to one request, each of which has an index.
 
     `fields` has the request's tools, as `tool_use` reads them. `thinks` says that, by the recipe, answers may
-    begin with reasoning. An answer whose grammar leaves no place for reasoning has none.
+    begin with reasoning. An answer whose grammar leaves no place for reasoning has none. A call that is
+    written before the reasoning has ended is a call, too.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class AnswerParser:
         is_open = self.thinks and text is not None and text.opens_thoughts(request.prompt)
         self._thoughts = defaultdict[int, ReasoningParser](lambda: ReasoningParser(is_open=is_open))
         self._tools: dict[int, ToolParser | ChannelParser] = {}
+        self._tools_in_thoughts: dict[int, ToolParser] = {}
         self._opening = ""  # the opening, held by the prompt, of an answer's first message on channels
         self._end_marks: frozenset[int] = frozenset()
         # Number of tokens of each message of an answer.
@@ -52,11 +54,27 @@ class AnswerParser:
         is_last = delta.finish_reason is not None
         if self._channels is not None:
             return self._by_channels(self._channels, index, delta)
-        thoughts, text = self._after_thoughts(index, delta, is_last) if self.thinks else ("", delta.text)
-        parsed = self._with_calls(index, text, is_last=is_last)
-        if thoughts:
-            parsed.parts.insert(0, Thought(thoughts))
+        if not self.thinks:
+            return self._with_calls(index, delta.text, is_last=is_last)
+        thoughts, text = self._after_thoughts(index, delta, is_last)
+        is_open = self._thoughts[index].is_open and not is_last
+        parsed = self._in_thoughts(index, thoughts, is_open=is_open)
+        if not is_open:
+            parsed.parts += self._with_calls(index, text, is_last=is_last).parts
         return parsed
+
+    def _in_thoughts(self, index: int, thoughts: str, *, is_open: bool) -> Parsed:
+        """Return reasoning, and the calls in it: a model may call before it ends its reasoning."""
+        if self._form is None or not self._names or self._form.is_whole:
+            found = Parsed([thoughts] if thoughts else [])
+        else:
+            if index not in self._tools_in_thoughts:
+                self._tools_in_thoughts[index] = ToolParser(self._form, self._names)
+            parser = self._tools_in_thoughts[index]
+            found = parser.push(thoughts)
+            if not is_open:
+                found.parts += parser.finish().parts
+        return Parsed([Thought(each) if isinstance(each, str) else each for each in found.parts])
 
     def _by_channels(self, form: ChannelFormat, index: int, delta: AnswerDelta) -> Parsed:
         parser = self._tools.get(index)
@@ -80,7 +98,8 @@ class AnswerParser:
 
     def num_calls(self, index: int) -> int:
         """Return how many calls an answer has begun."""
-        return self._tools[index].num_calls if index in self._tools else 0
+        parser = self._tools.get(index) or self._tools_in_thoughts.get(index)
+        return 0 if parser is None else parser.num_calls
 
     def call_id(self) -> str:
         """Return a new, random id for a call."""
@@ -109,8 +128,12 @@ class AnswerParser:
             parsed = Parsed()
             parsed.say(text)
             return parsed
-        if index not in self._tools:
-            self._tools[index] = ToolParser(self._form, self._names)
+        if not text and not is_last:
+            return Parsed()
+        if index not in self._tools:  # once it is known how many calls the reasoning had
+            before = self._tools_in_thoughts.get(index)
+            num_calls = 0 if before is None else before.num_calls
+            self._tools[index] = ToolParser(self._form, self._names, num_calls)
         parser = self._tools[index]
         parsed = parser.push(text)
         if is_last:

@@ -6,7 +6,6 @@ calls of an assistant become one message. What cannot be read raises BadRequest 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -83,10 +82,6 @@ class _Turns:
 
     def _call(self, place: str, given: Mapping[str, Any]) -> None:
         name, arguments = (_string(f"{place}.{each}", given.get(each)) for each in ("name", "arguments"))
-        try:
-            json.loads(arguments or "{}")
-        except (ValueError, RecursionError) as error:
-            raise BadRequest("input", f"is no JSON: {error}", place=f"{place}.arguments") from error
         call = {"type": "function", "function": {"name": name, "arguments": arguments}}
         call["id"] = _string(f"{place}.call_id", given.get("call_id"))
         self._open_message().setdefault("tool_calls", []).append(call)

@@ -147,10 +147,10 @@ class Parsed:
 
 
 class ToolParser:
-    """Parses one answer; `num_calls` is the number of calls that have begun."""
+    """Parses one answer; `num_calls` is the number of calls that have begun, before it and in it."""
 
-    def __init__(self, form: ToolFormat, names: Collection[str]) -> None:
-        self.num_calls = 0
+    def __init__(self, form: ToolFormat, names: Collection[str], num_calls: int = 0) -> None:
+        self.num_calls = num_calls
         self._form = form
         self._names = names
         self._held = ""

@@ -191,6 +191,46 @@ def test_items_become_the_messages_of_their_turns(text: Text) -> None:
     assert messages_of([said, said], None) == [said, said], "two messages are two turns"
 
 
+def parsed_by(text: Text, pieces: list[str]) -> tuple[str, str, list[list[str | None]]]:
+    """The thoughts, the content and the calls of an answer that came in these pieces."""
+    request = Request("one", np.array([1, 2], dtype=np.int32), SamplingParams())
+    fields = {"tools": [{"type": "function", "function": {"name": each["name"]}} for each in TOOLS]}
+    parser = AnswerParser(text, request, fields, thinks=True)
+    found = [parser.push(0, each) for each in deltas(pieces, "stop")]
+    calls: dict[int, list[str | None]] = {}
+    for each in (call for one in found for call in one.calls):
+        call = calls.setdefault(each.index, [each.name, ""])
+        call[1] = f"{call[1]}{each.arguments}"
+    assert parser.num_calls(0) == len(calls) == 1 + max(calls, default=-1)
+    thoughts, content = ("".join(getattr(one, name) for one in found) for name in ("thoughts", "content"))
+    return thoughts.strip(), content.strip(), [*calls.values()]
+
+
+@pytest.mark.parametrize(
+    ("answer", "thoughts", "content", "num_calls"),
+    [
+        ("<think>\nI add.\n{}", "I add.", "", 1),
+        ("<think>\nI add.\n{}\n</think>\n", "I add.", "", 1),
+        ("<think>I add.{} And then?</think>So.", "I add. And then?", "So.", 1),
+        ("<think>I add.{}</think>{}", "I add.", "", 2),
+        ("<think>Write <tool_call> first.</think>{}", "Write <tool_call> first.", "", 1),
+        ('<think><tool_call>\n{{"name": "other", "arguments": {{}}}}</think>', "", "", 0),
+    ],
+)
+def test_a_call_in_open_thoughts_is_a_call(
+    answer: str, thoughts: str, content: str, num_calls: int, text: Text
+) -> None:
+    """However the answer is cut; a function that is not asked for stays a thought."""
+    said = answer.format(*(written(HERMES, [each]) for each in CALLS))
+    right = [[name, arguments] for name, arguments in CALLS[:num_calls]]
+    for size in (1, 3, 7, len(said)):
+        pieces = [said[at : at + size] for at in range(0, len(said), size)]
+        found, shown, calls = parsed_by(text, pieces)
+        assert [[name, json.loads(each or "")] for name, each in calls] == right
+        assert shown == content
+        assert found == thoughts or not right
+
+
 @pytest.mark.parametrize(
     ("item", "said"),
     [

@@ -182,7 +182,6 @@ def test_a_parsed_response_can_be_sent_back(client: openai.OpenAI) -> None:
         ({"include": ["reasoning.encrypted_content"]}, 'include[0] is "reasoning.encrypted_content"', None),
         ({"top_logprobs": 2}, "top_logprobs needs", None),
         ({"reasoning": {"summary": "auto"}}, "reasoning.summary is not supported", None),
-        ({"reasoning": {"effort": "high"}}, 'reasoning.effort is "high"; it must be', "reasoning.effort"),
         (
             {"reasoning": {"effort": 1}},
             'reasoning.effort is 1; it must be "none", "minimal"',
@@ -198,11 +197,6 @@ def test_a_parsed_response_can_be_sent_back(client: openai.OpenAI) -> None:
             {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "a"}]}]},
             "input[0].content[0]",
             None,
-        ),
-        (
-            {"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "{"}]},
-            "input[0].arguments is no JSON",
-            "input",
         ),
         ({"input": [{"role": "user", "text": "a"}]}, 'input[0] has no "text"', "input"),
         ({"input": [{"role": "critic", "content": "a"}]}, "input[0].role", "input"),
