@@ -129,6 +129,10 @@ class SentencePieceVocabulary:
             raise ValueError(f"{path} is not a sentencepiece model: {_line(error)}") from error
         has_lead = proto.normalizer_spec.add_dummy_prefix and settings.get("add_prefix_space") is not False
         self.num_lead_spaces = int(has_lead)
+        if _class_of(settings) in ("LlamaTokenizer", "GemmaTokenizer"):  # which leave a text as it is
+            proto.normalizer_spec.remove_extra_whitespaces = False
+            proto.normalizer_spec.precompiled_charsmap = b""
+            self._model = SentencePieceProcessor(model_proto=proto.SerializeToString())
         proto.normalizer_spec.add_dummy_prefix = False
         self._without_lead = SentencePieceProcessor(model_proto=proto.SerializeToString())
         self._with_lead = self._model if has_lead else self._without_lead
@@ -255,6 +259,8 @@ def _read_tokenizer(path: Path, settings: Mapping[str, Any]) -> Tokenizer:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:
         raise ValueError(f"{path} is not a tokenizer: {_line(error)}") from error
+    if tokenizer.padding is not None:
+        settings = {"pad_token": tokenizer.padding["pad_token"], **settings}
     tokenizer.no_truncation()
     tokenizer.no_padding()
     stored, special = _added_tokens(settings)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sentencepiece import sentencepiece_model_pb2
 from tokenizers import Tokenizer, processors
 
 from serving.text.chat_options import ChatOptions
@@ -123,6 +124,16 @@ def test_the_space_before_a_text_also_follows_added_tokens_in_older_files(
     check_same(tmp_path, ("What<a>is 12<b>plus", "<c>What"))
 
 
+def test_a_llamas_text_keeps_all_its_spaces(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Llama's classes pass over what a sentencepiece model says of normalising texts."""
+    write(tmp_path, folders["sentence_pieces"], {"tokenizer_config": LLAMA | {"added_tokens_decoder": NEW}})
+    path = tmp_path / "tokenizer.model"
+    proto = sentencepiece_model_pb2.ModelProto.FromString(path.read_bytes())
+    proto.normalizer_spec.remove_extra_whitespaces = True
+    path.write_bytes(proto.SerializeToString())
+    check_same(tmp_path, ("What  is 12 plus <a> 30  ", "What <b>  is"))
+
+
 def test_tokens_of_an_older_map_are_control_tokens(folders: dict[str, Path], tmp_path: Path) -> None:
     """As in transformers 4; transformers 5 reads a list of texts too late to leave them out of an answer."""
     for kind in ("sentence_pieces", "byte_level"):
@@ -177,9 +188,11 @@ def test_a_truncation_and_a_padding_of_training_are_switched_off(
     shutil.copytree(folders[kind], tmp_path, dirs_exist_ok=True)
     tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     tokenizer.enable_truncation(4, direction=direction)
-    tokenizer.enable_padding(direction=direction, length=64, pad_to_multiple_of=8)
+    tokenizer.enable_padding(direction=direction, length=64, pad_to_multiple_of=8, pad_token="<padding>")
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    check_same(tmp_path)
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "extra_special_tokens": ["<x>"]}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    check_same(tmp_path, (*SAMPLES, "a<padding>b<x>"))
     text = Text.load(tmp_path)
     assert text is not None
     said = "<|im_end|> in a message that is longer than that"
