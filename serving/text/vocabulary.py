@@ -135,6 +135,8 @@ class SentencePieceVocabulary:
             self._model = SentencePieceProcessor(model_proto=proto.SerializeToString())
         proto.normalizer_spec.add_dummy_prefix = False
         self._without_lead = SentencePieceProcessor(model_proto=proto.SerializeToString())
+        # transformers 5 gives Llamas no unknown token: without byte tokens, what cannot be spelt is left out
+        self._left_out = self._model.unk_id() if _class_of(settings) == "LlamaTokenizer" else None
         self._with_lead = self._model if has_lead else self._without_lead
         self._legacy = bool(settings.get("legacy"))
 
@@ -163,7 +165,8 @@ class SentencePieceVocabulary:
                 ids.append(self._found[found])
             else:
                 has_lead = self._legacy if begin else start
-                ids += (self._with_lead if has_lead else self._without_lead).encode(text[begin:end])
+                model = self._with_lead if has_lead else self._without_lead
+                ids += (index for index in model.encode(text[begin:end]) if index != self._left_out)
         return [*ids, *self._last] if add_special_tokens else ids
 
     def _place(self, name: str, index: int) -> None:

@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sentencepiece
 from sentencepiece import sentencepiece_model_pb2
 from tokenizers import Tokenizer, processors
 
 from serving.text.chat_options import ChatOptions
 from serving.text.tokenizer import Text
 from tests.lazy import transformers
+from tests.serving.conftest import CORPUS
 
 SAMPLES = (
     "What is 12 plus 30?",
@@ -132,6 +134,28 @@ def test_a_llamas_text_keeps_all_its_spaces(folders: dict[str, Path], tmp_path: 
     proto.normalizer_spec.remove_extra_whitespaces = True
     path.write_bytes(proto.SerializeToString())
     check_same(tmp_path, ("What  is 12 plus <a> 30  ", "What <b>  is"))
+
+
+def test_what_a_llama_without_byte_tokens_cannot_spell_is_left_out(tmp_path: Path) -> None:
+    sentencepiece.SentencePieceTrainer.Train(
+        sentence_iterator=iter(CORPUS),
+        model_prefix=str(tmp_path / "tokenizer"),
+        model_type="bpe",
+        vocab_size=220,
+        character_coverage=0.98,
+        minloglevel=2,
+    )
+    template = "{% for m in messages %}<a>{{ m.role }}\n{{ m.content }}<b>\n{% endfor %}"
+    added = {str(220 + index): token for index, token in enumerate(NEW)}
+    settings = LLAMA | {"added_tokens_decoder": added, "chat_template": template}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    check_same(tmp_path, ("What is 龘 it?", "<a>What\nis Žit<unk><b>"))
+    messages = [{"role": "user", "content": "What\nis it?"}]
+    text, theirs = Text.load(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert text is not None
+    assert text.chat(messages, ChatOptions(add_generation_prompt=False)) == theirs.apply_chat_template(
+        messages, return_dict=False
+    )
 
 
 def test_tokens_of_an_older_map_are_control_tokens(folders: dict[str, Path], tmp_path: Path) -> None:
