@@ -55,6 +55,7 @@ from recipes.schema.recipe import Recipe, from_root
 from recipes.schema.recipe_error import RecipeError
 
 Auto = Literal["auto"]
+MOST_UNKNOWN = 20  # fields that one message lists
 GPTQ_FILE, AWQ_FILE = "quantize_config.json", "quant_config.json"
 FAMILIES = {
     "deepseek_v2": deepseek_v2,
@@ -243,11 +244,13 @@ def decoder_config(hf: Mapping[str, Any]) -> DecoderConfig:
     return config
 
 
-def unknown_fields(recipe: Recipe) -> list[str]:
-    """Return the fields of the model's configuration that no family reads and none is known to ignore."""
+def unknown_fields(recipe: Recipe) -> str:
+    """List the fields of the model's configuration that its family neither reads nor is known to ignore."""
     path, inline = recipe.model.path, recipe.model.config
     hf = read(path) if path is not None else inline or {}
-    return FIELDS[hf["model_type"]].unknown(hf)
+    unknown = FIELDS[hf["model_type"]].unknown(hf)
+    more = f" and {len(unknown) - MOST_UNKNOWN} more" if len(unknown) > MOST_UNKNOWN else ""
+    return ", ".join(map(abbreviate, unknown[:MOST_UNKNOWN])) + more
 
 
 def config_in(path: Path) -> DecoderConfig:
