@@ -13,6 +13,7 @@ from sentencepiece import sentencepiece_model_pb2
 from tokenizers import Tokenizer, processors
 
 from serving.text.chat_options import ChatOptions
+from serving.text.request_fields import parse_request
 from serving.text.tokenizer import Text
 from tests.lazy import transformers
 from tests.serving.conftest import CORPUS
@@ -281,6 +282,32 @@ def test_conversations_with_tools_take_the_template_of_tools(
     again, right = text.describe()["chat_template"], theirs.chat_template
     right = right["default"] if isinstance(right, dict) and [*right] == ["default"] else right
     assert right == ({e["name"]: e["template"] for e in again} if isinstance(again, list) else again)
+
+
+@pytest.mark.parametrize(
+    ("model", "further"),
+    [
+        ({"eos_token_id": 1}, True),
+        ({"eos_token_id": [1, 2]}, False),
+        ({"eos_token_id": None}, True),
+        ({}, False),
+    ],
+)
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_an_end_token_that_only_the_tokenizer_names_ends_an_answer(
+    name: str, model: dict[str, Any], further: bool, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """As in vLLM; what a configuration does not mention is its family's default."""
+    files = {"tokenizer_config": {}, "special_tokens_map": {"eos_token": "<|im_end|>"}}
+    write(tmp_path, folders["byte_level"], files)
+    (tmp_path / name).write_text(json.dumps(model))
+    text = Text.load(tmp_path)
+    assert text is not None
+    assert text.eos_token_ids == (2,)
+    asked = {"id": "a", "prompt": "ok", "stop_token_ids": [7]}
+    ends = (7, 2) if further else (7,)
+    assert parse_request(asked, text).params.stop_token_ids == ends
+    assert parse_request(asked | {"ignore_eos": True}, text).params.stop_token_ids == (7,)
 
 
 @pytest.mark.parametrize(
