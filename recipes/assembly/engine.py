@@ -89,9 +89,7 @@ def build(recipe: Recipe, clock: Callable[[], float] = time.monotonic) -> BuiltE
         built.engine.runner = ranks.watched(built.runner, built.largest_step_s)
         built, sinks = replace(built, ranks=ranks), [ranks]
     if unknown := unknown_fields(recipe):
-        log.warning(
-            "no effect: fields of the model's configuration that are not known: %s", ", ".join(unknown)
-        )
+        log.warning("the model's configuration has fields that are not known, without effect: %s", unknown)
     if recipe.scheduler.record is not None:
         sinks = [RecordingFile(recipe.scheduler.record), *sinks]
     if sinks:

@@ -48,6 +48,7 @@ from recipes.seed_oss import model as seed_oss
 Auto = Literal["auto"]
 # Keys that a configuration may have beside its text_config
 _OF_THE_WHOLE = ("tie_word_embeddings", "eos_token_id", "quantization_config", "dtype", "torch_dtype")
+MOST_UNKNOWN = 20  # fields that one message lists
 GPTQ_FILE, AWQ_FILE = "quantize_config.json", "quant_config.json"
 FAMILIES = {
     "deepseek_v2": deepseek.v2,
@@ -286,13 +287,15 @@ def text_config(hf: Mapping[str, Any]) -> dict[str, Any]:
     return {"model_type": families[0], "tie_word_embeddings": is_tied, **text, **outer}
 
 
-def unknown_fields(recipe: Recipe) -> list[str]:
-    """Return the fields of the model's configuration that no family reads and none is known to ignore."""
+def unknown_fields(recipe: Recipe) -> str:
+    """List the fields of the model's configuration that its family neither reads nor is known to ignore."""
     path, inline = recipe.model.path, recipe.model.config
     hf: Mapping[str, Any] = read(path) if path is not None else inline or {}
     if hf["model_type"] in NESTED:
         hf = text_config(hf)
-    return FIELDS[hf["model_type"]].unknown(hf)
+    unknown = FIELDS[hf["model_type"]].unknown(hf)
+    more = f" and {len(unknown) - MOST_UNKNOWN} more" if len(unknown) > MOST_UNKNOWN else ""
+    return ", ".join(map(abbreviate, unknown[:MOST_UNKNOWN])) + more
 
 
 def config_in(path: Path) -> DecoderConfig:

@@ -247,6 +247,9 @@ def _params(
         named["bad_words"] = spellings(values["bad_words"], text)
     if "logits_processors" in values:
         named["processors"] = read_processors("logits_processors", values["logits_processors"])
+    if text is not None and not values.get("ignore_eos") and "pooling" not in values:
+        ends = (*values.get("stop_token_ids", ()), *text.further_end_ids)
+        named["stop_token_ids"] = tuple(dict.fromkeys(ends))
     grammar = grammar_of(values)
     if grammar is not None and text is None:
         asked = next(name for name in STRUCTURED if name in values)

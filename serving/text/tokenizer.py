@@ -27,7 +27,7 @@ from recipes.schema.recipe import Recipe
 from serving.grammars.thinking import Thinking
 from serving.text.chat_options import ChatOptions, strings_in, with_strings
 from serving.text.chat_template import ChatTemplate, check_messages, joined
-from serving.text.tokenizer_settings import TEMPLATES, special_tokens, token_text
+from serving.text.tokenizer_settings import TEMPLATES, end_tokens_of_model, special_tokens, token_text
 from serving.text.vocabulary import Vocabulary, any_of, read_tokenizer_files
 from serving.tools.channels import HARMONY, NAME, ChannelFormat, check_marks, with_thinking
 from serving.tools.formats import TOOL_FORMATS, ToolFormat
@@ -73,6 +73,7 @@ class Text:
         *,
         thinks: bool = False,
         channels: ChannelFormat | None = None,
+        ends_of_model: Sequence[int] | None = None,
     ) -> None:
         self.tool_format = tool_format
         self.channels = channels  # used in place of a tool format and of reasoning marks
@@ -93,6 +94,9 @@ class Text:
         self._tool_template = compiled.get("tool_use", self._template)
         eos = vocabulary.find(tokens.get("eos_token", ""))
         self.eos_token_ids: tuple[int, ...] = () if eos is None else (eos,)
+        # Those that end an answer although the model's configuration does not say so, as in vLLM
+        known = self.eos_token_ids if ends_of_model is None else ends_of_model
+        self.further_end_ids = tuple(token for token in self.eos_token_ids if token not in known)
         self.vocab_size = vocabulary.size
         self.num_lead_spaces = vocabulary.num_lead_spaces
         self._control_ids = frozenset(vocabulary.control.values())
@@ -122,7 +126,13 @@ class Text:
             check_marks(channels, files.vocabulary.control, path)
             thinks = reasoning == "think"
             return Text(
-                files.vocabulary, files.settings, files.templates, form, thinks=thinks, channels=channels
+                files.vocabulary,
+                files.settings,
+                files.templates,
+                form,
+                thinks=thinks,
+                channels=channels,
+                ends_of_model=end_tokens_of_model(Path(path)),
             )
         except (AttributeError, KeyError, RuntimeError, TypeError) as error:  # a file of another shape
             raise ValueError(

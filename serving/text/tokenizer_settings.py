@@ -65,6 +65,21 @@ def templates_in(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
+def end_tokens_of_model(folder: Path) -> list[Any] | None:
+    """Return the ids that end an answer by generation_config.json, or else by config.json.
+
+    Returns None if neither file mentions them; what ends an answer is then the family's default.
+    """
+    found: list[Any] | None = None
+    for name in ("config.json", "generation_config.json"):
+        said = _object(folder / name)
+        if (ends := said.get("eos_token_id")) is not None:
+            found = ends if isinstance(ends, list) else [ends]
+        elif found is None and "eos_token_id" in said:
+            found = []
+    return found
+
+
 def token_text(token: Any) -> str:
     """Return the text of a token, which is a string or an object that holds it."""
     return token["content"] if isinstance(token, dict) else str(token)

@@ -129,8 +129,14 @@ class SentencePieceVocabulary:
             raise ValueError(f"{path} is not a sentencepiece model: {_line(error)}") from error
         has_lead = proto.normalizer_spec.add_dummy_prefix and settings.get("add_prefix_space") is not False
         self.num_lead_spaces = int(has_lead)
+        if _class_of(settings) in ("LlamaTokenizer", "GemmaTokenizer"):  # which leave a text as it is
+            proto.normalizer_spec.remove_extra_whitespaces = False
+            proto.normalizer_spec.precompiled_charsmap = b""
+            self._model = SentencePieceProcessor(model_proto=proto.SerializeToString())
         proto.normalizer_spec.add_dummy_prefix = False
         self._without_lead = SentencePieceProcessor(model_proto=proto.SerializeToString())
+        # transformers 5 gives Llamas no unknown token: without byte tokens, what cannot be spelt is left out
+        self._left_out = self._model.unk_id() if _class_of(settings) == "LlamaTokenizer" else None
         self._with_lead = self._model if has_lead else self._without_lead
         self._legacy = bool(settings.get("legacy"))
 
@@ -159,7 +165,8 @@ class SentencePieceVocabulary:
                 ids.append(self._found[found])
             else:
                 has_lead = self._legacy if begin else start
-                ids += (self._with_lead if has_lead else self._without_lead).encode(text[begin:end])
+                model = self._with_lead if has_lead else self._without_lead
+                ids += (index for index in model.encode(text[begin:end]) if index != self._left_out)
         return [*ids, *self._last] if add_special_tokens else ids
 
     def _place(self, name: str, index: int) -> None:
@@ -255,6 +262,8 @@ def _read_tokenizer(path: Path, settings: Mapping[str, Any]) -> Tokenizer:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:
         raise ValueError(f"{path} is not a tokenizer: {_line(error)}") from error
+    if tokenizer.padding is not None:
+        settings = {"pad_token": tokenizer.padding["pad_token"], **settings}
     tokenizer.no_truncation()
     tokenizer.no_padding()
     stored, special = _added_tokens(settings)

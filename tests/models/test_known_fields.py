@@ -176,10 +176,14 @@ def test_fields_that_no_one_knows_are_named_once_at_load(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path, hf = stored("llama", tmp_path)
-    more = {"residual_multiplier": 0.2, "_note": 1, "rope_parameters": hf["rope_parameters"] | {"mrope": [1]}}
+    more: dict[str, Any] = {
+        "residual_multiplier": 0.2,
+        "_note": 1,
+        "rope_parameters": hf["rope_parameters"] | {"mrope": [1]},
+    }
     (path / "config.json").write_text(json.dumps(hf | more))
     sizes = ("cache.memory_gib=0.05", "device.compile=false", "device.threads=1")
     with caplog.at_level(logging.WARNING):
         build(load("recipes/any/cpu.yaml", (f"model.path={path}", *sizes)))
     (said,) = (each.getMessage() for each in caplog.records if "residual_multiplier" in each.getMessage())
-    assert said.endswith("that are not known: residual_multiplier, rope_parameters.mrope")
+    assert said.endswith("not known, without effect: 'residual_multiplier', 'rope_parameters.mrope'")

@@ -47,6 +47,7 @@ class PeakBytes(TorchDispatchMode):
 
 DEEPSEEK = {
     "model_type": "deepseek_v2",
+    "num_key_value_heads": 4,
     "q_lora_rank": None,
     "kv_lora_rank": 96,
     "qk_nope_head_dim": 32,

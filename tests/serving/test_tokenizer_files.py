@@ -8,11 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sentencepiece
+from sentencepiece import sentencepiece_model_pb2
 from tokenizers import Tokenizer, processors
 
 from serving.text.chat_options import ChatOptions
+from serving.text.request_fields import parse_request
 from serving.text.tokenizer import Text
 from tests.lazy import transformers
+from tests.serving.conftest import CORPUS
 
 SAMPLES = (
     "What is 12 plus 30?",
@@ -123,6 +127,38 @@ def test_the_space_before_a_text_also_follows_added_tokens_in_older_files(
     check_same(tmp_path, ("What<a>is 12<b>plus", "<c>What"))
 
 
+def test_a_llamas_text_keeps_all_its_spaces(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Llama's classes pass over what a sentencepiece model says of normalising texts."""
+    write(tmp_path, folders["sentence_pieces"], {"tokenizer_config": LLAMA | {"added_tokens_decoder": NEW}})
+    path = tmp_path / "tokenizer.model"
+    proto = sentencepiece_model_pb2.ModelProto.FromString(path.read_bytes())
+    proto.normalizer_spec.remove_extra_whitespaces = True
+    path.write_bytes(proto.SerializeToString())
+    check_same(tmp_path, ("What  is 12 plus <a> 30  ", "What <b>  is"))
+
+
+def test_what_a_llama_without_byte_tokens_cannot_spell_is_left_out(tmp_path: Path) -> None:
+    sentencepiece.SentencePieceTrainer.Train(
+        sentence_iterator=iter(CORPUS),
+        model_prefix=str(tmp_path / "tokenizer"),
+        model_type="bpe",
+        vocab_size=220,
+        character_coverage=0.98,
+        minloglevel=2,
+    )
+    template = "{% for m in messages %}<a>{{ m.role }}\n{{ m.content }}<b>\n{% endfor %}"
+    added = {str(220 + index): token for index, token in enumerate(NEW)}
+    settings = LLAMA | {"added_tokens_decoder": added, "chat_template": template}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    check_same(tmp_path, ("What is 龘 it?", "<a>What\nis Žit<unk><b>"))
+    messages = [{"role": "user", "content": "What\nis it?"}]
+    text, theirs = Text.load(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert text is not None
+    assert text.chat(messages, ChatOptions(add_generation_prompt=False)) == theirs.apply_chat_template(
+        messages, return_dict=False
+    )
+
+
 def test_tokens_of_an_older_map_are_control_tokens(folders: dict[str, Path], tmp_path: Path) -> None:
     """As in transformers 4; transformers 5 reads a list of texts too late to leave them out of an answer."""
     for kind in ("sentence_pieces", "byte_level"):
@@ -177,9 +213,11 @@ def test_a_truncation_and_a_padding_of_training_are_switched_off(
     shutil.copytree(folders[kind], tmp_path, dirs_exist_ok=True)
     tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     tokenizer.enable_truncation(4, direction=direction)
-    tokenizer.enable_padding(direction=direction, length=64, pad_to_multiple_of=8)
+    tokenizer.enable_padding(direction=direction, length=64, pad_to_multiple_of=8, pad_token="<padding>")
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    check_same(tmp_path)
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "extra_special_tokens": ["<x>"]}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    check_same(tmp_path, (*SAMPLES, "a<padding>b<x>"))
     text = Text.load(tmp_path)
     assert text is not None
     said = "<|im_end|> in a message that is longer than that"
@@ -244,6 +282,32 @@ def test_conversations_with_tools_take_the_template_of_tools(
     again, right = text.describe()["chat_template"], theirs.chat_template
     right = right["default"] if isinstance(right, dict) and [*right] == ["default"] else right
     assert right == ({e["name"]: e["template"] for e in again} if isinstance(again, list) else again)
+
+
+@pytest.mark.parametrize(
+    ("model", "further"),
+    [
+        ({"eos_token_id": 1}, True),
+        ({"eos_token_id": [1, 2]}, False),
+        ({"eos_token_id": None}, True),
+        ({}, False),
+    ],
+)
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_an_end_token_that_only_the_tokenizer_names_ends_an_answer(
+    name: str, model: dict[str, Any], further: bool, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """As in vLLM; what a configuration does not mention is its family's default."""
+    files = {"tokenizer_config": {}, "special_tokens_map": {"eos_token": "<|im_end|>"}}
+    write(tmp_path, folders["byte_level"], files)
+    (tmp_path / name).write_text(json.dumps(model))
+    text = Text.load(tmp_path)
+    assert text is not None
+    assert text.eos_token_ids == (2,)
+    asked = {"id": "a", "prompt": "ok", "stop_token_ids": [7]}
+    ends = (7, 2) if further else (7,)
+    assert parse_request(asked, text).params.stop_token_ids == ends
+    assert parse_request(asked | {"ignore_eos": True}, text).params.stop_token_ids == (7,)
 
 
 @pytest.mark.parametrize(
