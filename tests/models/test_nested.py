@@ -42,6 +42,20 @@ TOWER = {
     "patch_size": 8,
 }
 NEW = 12
+# As the 4B model was published: what it leaves out are the defaults of the class
+GEMMA3_4B = {
+    "model_type": "gemma3",
+    "eos_token_id": [1, 106],
+    "torch_dtype": "bfloat16",
+    "text_config": {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+}
 
 
 def mistral3() -> Any:
@@ -158,3 +172,16 @@ def test_the_outer_level_counts_where_both_say_it() -> None:
     other = decoder_config(said | {"tie_word_embeddings": False, "torch_dtype": "bfloat16"})
     assert not other.tie_embeddings
     assert other.dtype == "bfloat16"
+
+
+def test_sizes_that_a_published_text_leaves_out_are_those_of_its_class() -> None:
+    config = decoder_config(GEMMA3_4B)
+    said = transformers.Gemma3Config(**GEMMA3_4B).text_config
+    assert config.num_heads == said.num_attention_heads
+    assert config.num_kv_heads == said.num_key_value_heads
+    assert config.vocab_size == said.vocab_size
+    assert config.hidden_size == said.hidden_size == 2560
+    assert [each.window is None for each in config.layers] == [
+        kind == "full_attention" for kind in said.layer_types
+    ]
+    assert (config.tie_embeddings, config.dtype, config.eos_token_ids) == (True, "bfloat16", (1, 106))
