@@ -77,6 +77,8 @@ def _decoder(hf: dict[str, Any], family: str, mixture: MixtureConfig | None) -> 
         mixture=mixture,
     )
     if alpha is not None:
+        if plain.head_dim <= 2:
+            raise refused("head_dim", plain.head_dim, "a base that alpha stretches needs more than 2")
         stretch = alpha ** (plain.head_dim / (plain.head_dim - 2))
         plain = replace(plain, rope=replace(plain.rope, theta=plain.rope.theta * stretch))
     return replace(plain, qk_norm_names=NORMS)
