@@ -166,6 +166,10 @@ def test_windows_by_layer() -> None:
             },
             "head_dim: 2; .* needs more than 2",
         ),
+        (
+            {"model_type": "hunyuan_v1_dense", "rope_scaling": {"type": "dynamic", "alpha": 1e-9}},
+            "alpha: 1e-09; it makes the base .*, which must be more than 1",
+        ),
         ({"hidden_size": "64"}, "hidden_size: '64'; it must be an integer from 1 to 16777216"),
         ({"num_hidden_layers": 0}, "num_hidden_layers: 0; it must be an integer from 1 to 4096"),
         ({"vocab_size": None}, "no vocab_size"),
