@@ -14,6 +14,7 @@ from typing import Any
 
 from borders.numbers import integers
 from borders.refusal import abbreviate
+from models.checkpoint.files import stored_spellings
 
 KEY = "quantization_config"
 FLOATS = "fp8"  # the method of 8-bit floats
@@ -140,8 +141,15 @@ def quantization(hf: Mapping[str, Any]) -> Quantization | None:
 
 
 def covers(name: str, ignore: tuple[str, ...]) -> bool:
-    """Whether a checkpoint's linear of this name is none of those in `ignore`."""
-    return not any(re.match(each[3:], name) if each.startswith("re:") else each == name for each in ignore)
+    """Whether a checkpoint's linear of this name is none of those in `ignore`.
+
+    A text model within another may be named there as it is stored.
+    """
+    spelled = (name, *stored_spellings(name))
+    return not any(
+        any(re.match(each[3:], one) for one in spelled) if each.startswith("re:") else each in spelled
+        for each in ignore
+    )
 
 
 def ignored(said: Any, key: str) -> tuple[str, ...]:

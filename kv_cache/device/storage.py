@@ -223,13 +223,20 @@ class KVCache(CacheLayers):
         kept = np.arange(min(num_pages, self.num_pages))
         for layer, each in enumerate(self.layers):
             if each.group == 0:
-                new = each.new_planes(num_pages)
-                for old, made in zip(self._planes[layer], new):
-                    for read, written in _chunks(old, kept, kept):
-                        _copy(old, read, made, written, indexed=self._indexed)
-                self._planes[layer] = new
+                self._planes[layer] = self._resized(layer, num_pages, kept)
         self.num_pages = num_pages
         _release_memory(self.device)
+
+    def _resized(self, layer: int, num_pages: int, kept: Index) -> tuple[Tensor, ...]:
+        """Return new planes of a layer, with the content of the pages that remain.
+
+        Nothing holds the old ones when this has returned and they are replaced, so that they can be released.
+        """
+        new = self.layers[layer].new_planes(num_pages)
+        for old, made in zip(self.of(layer), new):
+            for read, written in _chunks(old, kept, kept):
+                _copy(old, read, made, written, indexed=self._indexed)
+        return new
 
     def _swap(self, copy: PageCopy) -> None:
         to_host = copy.way == "to_host"

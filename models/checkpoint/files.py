@@ -64,46 +64,64 @@ def open_checkpoint(file: Path, framework: Literal["pt", "numpy"] = "pt") -> Any
     """Map a safetensors file, whose tensors are those of `framework`.
 
     Tensors of a text model within another are named as if they were alone. Raises ValueError if the file is
-    damaged or something else.
+    damaged or something else, or if it has a tensor under both names.
     """
     try:
         opened = safe_open(str(file), framework=framework, device="cpu")
-        stored = {_alone(name): name for name in names_in(opened)}
-        return opened if all(map(str.__eq__, stored, stored.values())) else TextTensors(opened, stored)
+        stored: dict[str, str] = {}
+        for name in names_in(opened):
+            if (other := stored.setdefault(alone(name), name)) != name:
+                raise ValueError(f"{file} has both {other[:100]} and {name[:100]}; download it again")
     except SafetensorError as error:
         raise ValueError(f"{file} cannot be read as safetensors ({error}); download it again") from error
+    return opened if all(map(str.__eq__, stored, stored.values())) else TextTensors(opened, stored)
 
 
 class TextTensors:
     """A mapped file whose tensors have other names there."""
 
     def __init__(self, opened: Any, stored: dict[str, str]) -> None:
-        self._opened, self._stored = opened, stored
+        self._opened, self.stored = opened, stored
 
     def keys(self) -> list[str]:
         """Return the names as if the text model were alone."""
-        return list(self._stored)
+        return list(self.stored)
 
     def get_tensor(self, name: str) -> Any:
         """Read a whole tensor."""
-        return self._opened.get_tensor(self._stored[name])
+        return self._opened.get_tensor(self.stored[name])
 
     def get_slice(self, name: str) -> Any:
         """Return a tensor's header, by which parts of it are read."""
-        return self._opened.get_slice(self._stored[name])
+        return self._opened.get_slice(self.stored[name])
 
     def metadata(self) -> Any:
         """Return what the file says of itself."""
         return self._opened.metadata()
 
 
-def _alone(name: str) -> str:
-    for stored, alone in TEXT_NAMES:
+def alone(name: str) -> str:
+    """Return the name of a tensor as if its text model were alone."""
+    for stored, plain in TEXT_NAMES:
         if name.startswith(stored):
-            return alone + name.removeprefix(stored)
+            return plain + name.removeprefix(stored)
     return name
+
+
+def stored_spellings(name: str) -> list[str]:
+    """Return how a linear of a text model may be named within another model."""
+    return [
+        (stored + f"{name}.".removeprefix(plain)).removesuffix(".")
+        for stored, plain in TEXT_NAMES
+        if f"{name}.".startswith(plain)
+    ]
 
 
 def names_in(opened: Any) -> list[str]:
     """Return the tensor names of a file from `open_checkpoint`, which is no mapping."""
     return list(opened.keys())
+
+
+def stored_names(opened: Any) -> dict[str, str]:
+    """Return how a file from `open_checkpoint` itself calls each of its tensors."""
+    return opened.stored if isinstance(opened, TextTensors) else {name: name for name in names_in(opened)}

@@ -44,6 +44,8 @@ TOWERS = (
     "model.multi_modal_projector.",
     "model.mm_projector.",
 )
+# How ERNIE's layers that predict further tokens are named, which lie beside its own and are not read
+PREDICTION = "model.mtp_"
 # Buffers that older checkpoints contain although they follow from config.json
 HARMLESS = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 
@@ -68,8 +70,9 @@ def load(decoder: Decoder, path: str | Path) -> int:
         )
 
     def is_unread(name: str) -> bool:
-        is_of_a_tower = config.reads_text_alone and name.startswith(TOWERS)
-        return is_of_a_tower or share.is_elsewhere(prefix + name, config)
+        if name.startswith(PREDICTION) or (config.reads_text_alone and name.startswith(TOWERS)):
+            return True
+        return share.is_elsewhere(prefix + name, config)
 
     found, num_bytes = fill(path, places, known, is_unread)
     # A tied checkpoint may contain its head as well; if the two differ it is not tied

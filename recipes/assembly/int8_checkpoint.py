@@ -14,7 +14,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from devices.int8 import quantize_rows
-from models.checkpoint.files import INDEX, checkpoint_files, names_in, open_checkpoint
+from models.checkpoint.files import (
+    INDEX,
+    alone,
+    checkpoint_files,
+    names_in,
+    open_checkpoint,
+    stored_names,
+)
 from models.checkpoint.place import check_finite
 from models.checkpoint.unpacking import SUFFIX, scaled
 from models.config import DecoderConfig
@@ -28,6 +35,8 @@ from recipes.assembly.families import config_in
 UP_PROJECTIONS = r"re:.*\.kv_b_proj$"
 # Readers of the checkpoint see them as linears, and they are too small to gain from int8.
 ROUTERS = r"re:.*\.gate$"
+# The head and the parts for images of models that read these, too, by whatever names readers know them
+BESIDE_A_TEXT = (r"re:.*lm_head$", r"re:.*(vision_tower|vision_model|multi_modal_projector|mm_projector)\.")
 # Weight files of any format, which are not copied.
 LEFT_OUT = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 
@@ -51,6 +60,8 @@ def quantize(source: Path, target: Path) -> tuple[int, int]:
     if config.mixture is not None and config.mixture.is_stacked:
         raise ValueError(f"{source} stores experts joined; set model.quantization: w8a8 instead")
     ignore = ["lm_head"]
+    if config.reads_text_alone:
+        ignore = [*BESIDE_A_TEXT]
     if config.mixture is not None:
         ignore.append(ROUTERS)
     if config.latent is not None:
@@ -73,7 +84,7 @@ def quantize(source: Path, target: Path) -> tuple[int, int]:
             shutil.copymode(file, made / file.name)
             places |= dict.fromkeys(tensors, file.name)
             del tensors
-        absent = sorted(names - set(places))
+        absent = sorted(names - set(map(alone, places)))
         if absent:
             raise ValueError(f"{source} lacks {', '.join(absent[:3])}{' ...' * (len(absent) > 3)}")
         if (source / INDEX).is_file():
@@ -89,35 +100,35 @@ def quantize(source: Path, target: Path) -> tuple[int, int]:
 def _quantized(
     file: Path, names: set[str], sizes: dict[str, int], config: DecoderConfig, files: list[Path]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a file as they are to be written.
+    """Yield the tensors of a file as they are to be written, under the names that the file gives them.
 
     Scales of 8-bit floats are applied and dropped.
     """
-    with open_checkpoint(file) as opened:
-        for name in names_in(opened):
-            tensor = opened.get_tensor(name)
-            sizes["before"] += tensor.nbytes
-            if isinstance(config.stored_form, BlockScales) and name.endswith(SUFFIX):
-                continue
-            if isinstance(config.stored_form, BlockScales) and tensor.dtype == torch.float8_e4m3fn:
-                scales = _found(name + SUFFIX, [file, *files])
-                tensor = scaled(tensor, scales, config.stored_form).to(TORCH_DTYPES[config.dtype])
-            check_finite(file, name, tensor, tensor.dtype)
-            made = {name: tensor}
-            if name in names:
-                weight, scale = quantize_rows(tensor)
-                made = {name: weight, f"{name}_scale": scale}
-            sizes["after"] += sum(each.nbytes for each in made.values())
-            yield from made.items()
+    opened = open_checkpoint(file)
+    for name, stored in stored_names(opened).items():
+        tensor = opened.get_tensor(name)
+        sizes["before"] += tensor.nbytes
+        if isinstance(config.stored_form, BlockScales) and name.endswith(SUFFIX):
+            continue
+        if isinstance(config.stored_form, BlockScales) and tensor.dtype == torch.float8_e4m3fn:
+            scales = _found(name + SUFFIX, [file, *files])
+            tensor = scaled(tensor, scales, config.stored_form).to(TORCH_DTYPES[config.dtype])
+        check_finite(file, name, tensor, tensor.dtype)
+        made = {stored: tensor}
+        if name in names:
+            weight, scale = quantize_rows(tensor)
+            made = {stored: weight, f"{stored}_scale": scale}
+        sizes["after"] += sum(each.nbytes for each in made.values())
+        yield from made.items()
 
 
 def _found(name: str, files: list[Path]) -> Tensor:
     """Return a tensor that is in one of these files, usually in the first."""
     for file in files:
-        with open_checkpoint(file) as opened:
-            if name in names_in(opened):
-                found: Tensor = opened.get_tensor(name)
-                return found
+        opened = open_checkpoint(file)
+        if name in names_in(opened):
+            found: Tensor = opened.get_tensor(name)
+            return found
     raise ValueError(f"{files[0].parent} lacks {name}; download it again")
 
 

@@ -18,7 +18,13 @@ from models.checkpoint.huggingface import (
 )
 from models.config import DecoderConfig, layer_specs
 
+# Published files of models that read images, too, leave out even the sizes that are the class's own
 DEFAULTS = {
+    "vocab_size": 262208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
     "max_position_embeddings": 131072,
     "num_key_value_heads": 4,
     "head_dim": 256,

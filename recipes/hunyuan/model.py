@@ -89,8 +89,12 @@ def _decoder(hf: dict[str, Any], family: str, mixture: MixtureConfig | None) -> 
         mixture=mixture,
     )
     if alpha is not None:
-        stretch = alpha ** (plain.head_dim / (plain.head_dim - 2))
-        plain = replace(plain, rope=replace(plain.rope, theta=plain.rope.theta * stretch))
+        if plain.head_dim <= 2:
+            raise refused("head_dim", plain.head_dim, "a base that alpha stretches needs more than 2")
+        theta = plain.rope.theta * alpha ** (plain.head_dim / (plain.head_dim - 2))
+        if theta <= 1:
+            raise refused("alpha", alpha, f"it makes the base {theta:g}, which must be more than 1")
+        plain = replace(plain, rope=replace(plain.rope, theta=theta))
     return replace(plain, qk_norm_names=NORMS)
 
 

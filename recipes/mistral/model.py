@@ -48,12 +48,16 @@ def ministral3(hf: Mapping[str, Any]) -> DecoderConfig:
     hf = {**MINISTRAL, **hf}
     if not hf.get("rope_scaling") and hf.get("rope_parameters") is None:
         hf["rope_parameters"] = YARN
-    plain = replace(config(hf), family="ministral3")
+    # transformers gives all layers the window of this family, whatever `layer_types` says
+    plain = replace(config({**hf, "layer_types": None}), family="ministral3")
     rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     rate = number(rope, "llama_4_scaling_beta", 0.0)
     if not rate:
         return plain
-    return replace(plain, query_growth=(rate, integer(rope, "original_max_position_embeddings")))
+    original = plain.rope.original_max_positions
+    if plain.rope.kind in ("default", "linear", "dynamic"):  # transformers reads the length as it is written
+        original = integer(rope, "original_max_position_embeddings")
+    return replace(plain, query_growth=(rate, original))
 
 
 def config(hf: Mapping[str, Any]) -> DecoderConfig:

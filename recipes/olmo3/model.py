@@ -12,16 +12,18 @@ from models.checkpoint.huggingface import (
     decoder_config,
     integer,
     number,
+    refused,
     rope_config,
     ropes_by_layer_type,
     windows_of_types,
 )
 from models.config import DecoderConfig, layer_specs
 
+THETA = 500000.0
 DEFAULTS = {
     "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
+    "rope_theta": THETA,
     "sliding_window": 4096,
     "eos_token_id": 50279,
 }
@@ -43,7 +45,11 @@ def config(hf: Mapping[str, Any]) -> DecoderConfig:
     window = None if window is None else integer(hf, "sliding_window")
     windows = windows_of_types(hf, window, "sliding layers need a sliding_window")
     theta = number(hf, "rope_theta")
-    full, local = ropes_by_layer_type(hf, theta=theta, local_theta=theta)
+    full, local = ropes_by_layer_type(hf, theta=theta, local_theta=THETA)
+    said = (hf.get("rope_parameters") or {}).get("sliding_attention") or {}
+    if theta != THETA and "rope_theta" not in said:
+        fix = f"transformers gives layers with a window {THETA:g}: give each kind its own in rope_parameters"
+        raise refused("rope_theta", theta, fix)
     bias = boolean(hf, "attention_bias", False)
     plain = decoder_config(
         {**hf, "rope_scaling": None, "rope_parameters": full},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from functools import partial
 
@@ -155,6 +156,17 @@ def test_resize_keeps_the_low_pages_and_gives_the_rest_back() -> None:
     assert sum(tensor.untyped_storage().nbytes() for tensor in cache.tensors) == 2 * 2 * 3 * 4 * 2 * 4
     cache.resize(5)
     assert held(cache) == [0, 1, 2, 0, 0]
+
+
+def test_no_old_tensor_is_held_when_a_resize_releases_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = numbered(6)
+    old = [weakref.ref(tensor) for tensor in cache.tensors]
+    held_then: list[bool] = []
+    monkeypatch.setattr(
+        storage, "_release_memory", lambda device: held_then.extend(each() is not None for each in old)
+    )
+    cache.resize(3)
+    assert held_then == [False] * 4
 
 
 @pytest.mark.parametrize("head_dim", [8, 3])

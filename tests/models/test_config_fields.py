@@ -22,6 +22,8 @@ PROMPT = np.random.default_rng(7).integers(0, VOCABULARY, 96).tolist()
 FACTORS = {"short_factor": [1.0, 1.1, 1.4, 2.0, 2.1, 2.3], "long_factor": [1.1, 2.9, 4.5, 7.5, 8.0, 9.0]}
 LINEAR = {"type": "linear", "factor": 4.0}
 PHI3_ROPE = {"type": "yarn", **FACTORS}
+GROWING = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "llama_4_scaling_beta": 0.1}
+LINEAR = GROWING | {"rope_type": "linear", "original_max_position_embeddings": 16}
 GEMMA_ROPES = {
     FULL: {
         "rope_type": "llama3",
@@ -95,6 +97,8 @@ def theirs(path: Path) -> torch.Tensor:
         ("deepseek_v3", {"rope_parameters": None, "rope_scaling": LINEAR | {"mscale_all_dim": 0.7}}),
         ("deepseek_v2", {"rope_parameters": None, "rope_scaling": LINEAR | {"mscale_all_dim": 1.0}}),
         ("gemma3_text", {"original_max_position_embeddings": 40, "rope_parameters": GEMMA_ROPES}),
+        ("ministral3", {"original_max_position_embeddings": 16, "rope_parameters": GROWING}),
+        ("ministral3", {"original_max_position_embeddings": 32, "rope_parameters": LINEAR}),
     ],
     ids=str,
 )
@@ -139,6 +143,11 @@ def test_gemmas_that_attend_to_both_sides_are_refused(family: str, tmp_path: Pat
         ),
         ("glm4", {"layer_types": [SLIDING] * 3, "sliding_window": 9}, "by its other keys: remove it"),
         ("mixtral", {"layer_types": [FULL] * 3, "sliding_window": 9}, "by its other keys: remove it"),
+        (
+            "ministral3",
+            {"layer_types": [FULL, SLIDING, FULL], "sliding_window": 9},
+            "by its other keys: remove it",
+        ),
         ("mistral", {"layer_types": [SLIDING] * 3, "sliding_window": None}, "layers need a sliding_window"),
         ("mistral", {"layer_types": [FULL]}, "for each of 3 layers"),
         ("mistral", {"layer_types": ["chunked_attention"] * 3}, "full_attention or sliding_attention"),
@@ -167,6 +176,7 @@ def test_one_configuration_holds_for_all_layers(tmp_path: Path) -> None:
         ("glm4", {"attention_chunk_size": 16}, "attention_chunk_size: 16"),
         ("deepseek_v3", {"sliding_window": 16}, "sliding_window: 16"),
         ("deepseek_v3", {"rope_interleave": None}, "rope_interleave: None"),
+        ("olmo3", {"rope_parameters": None, "rope_theta": 9e3}, "rope_theta: 9000.0"),
     ],
 )
 def test_what_transformers_would_compute_otherwise_is_refused(

@@ -158,6 +158,18 @@ def test_windows_by_layer() -> None:
         ({"num_key_value_heads": 3}, "num_key_value_heads: 3; it must divide num_attention_heads"),
         ({"num_attention_heads": 5}, "hidden_size: 64; give head_dim"),
         ({"head_dim": 7}, "head_dim: 7; .* must be even"),
+        (
+            {
+                "model_type": "hunyuan_v1_dense",
+                "head_dim": 2,
+                "rope_scaling": {"type": "dynamic", "alpha": 9.0},
+            },
+            "head_dim: 2; .* needs more than 2",
+        ),
+        (
+            {"model_type": "hunyuan_v1_dense", "rope_scaling": {"type": "dynamic", "alpha": 1e-9}},
+            "alpha: 1e-09; it makes the base .*, which must be more than 1",
+        ),
         ({"hidden_size": "64"}, "hidden_size: '64'; it must be an integer from 1 to 16777216"),
         ({"num_hidden_layers": 0}, "num_hidden_layers: 0; it must be an integer from 1 to 4096"),
         ({"vocab_size": None}, "no vocab_size"),

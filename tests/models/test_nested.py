@@ -13,8 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from continuous_batching.request import Request, SamplingParams
+from models.checkpoint.files import open_checkpoint
 from recipes.assembly.engine import build
 from recipes.assembly.families import decoder_config
+from recipes.assembly.int8_checkpoint import quantize
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from tests.lazy import transformers
@@ -42,6 +44,20 @@ TOWER = {
     "patch_size": 8,
 }
 NEW = 12
+# As the 4B model was published: what it leaves out are the defaults of the class
+GEMMA3_4B = {
+    "model_type": "gemma3",
+    "eos_token_id": [1, 106],
+    "torch_dtype": "bfloat16",
+    "text_config": {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+}
 
 
 def mistral3() -> Any:
@@ -62,7 +78,7 @@ def gemma3() -> Any:
     return transformers.Gemma3ForConditionalGeneration(config)
 
 
-def served(path: Path, prompt: list[int]) -> list[int]:
+def served(path: Path, prompt: list[int], *overrides: str) -> list[int]:
     """The greedy tokens that follow a prompt, which is computed in chunks."""
     recipe = load(
         ROOT / "recipes/any/cpu.yaml",
@@ -76,6 +92,7 @@ def served(path: Path, prompt: list[int]) -> list[int]:
             "cache.memory_gib=null",
             "scheduler.max_batch_tokens=12",
             "scheduler.num_slots=2",
+            *overrides,
         ],
     )
     engine = build(recipe).engine
@@ -158,3 +175,51 @@ def test_the_outer_level_counts_where_both_say_it() -> None:
     other = decoder_config(said | {"tie_word_embeddings": False, "torch_dtype": "bfloat16"})
     assert not other.tie_embeddings
     assert other.dtype == "bfloat16"
+
+
+def test_sizes_that_a_published_text_leaves_out_are_those_of_its_class() -> None:
+    config = decoder_config(GEMMA3_4B)
+    said = transformers.Gemma3Config(**GEMMA3_4B).text_config
+    assert config.num_heads == said.num_attention_heads
+    assert config.num_kv_heads == said.num_key_value_heads
+    assert config.vocab_size == said.vocab_size
+    assert config.hidden_size == said.hidden_size == 2560
+    assert [each.window is None for each in config.layers] == [
+        kind == "full_attention" for kind in said.layer_types
+    ]
+    assert (config.tie_embeddings, config.dtype, config.eos_token_ids) == (True, "bfloat16", (1, 106))
+
+
+def test_a_quantised_text_keeps_its_names_beside_its_tower(tmp_path: Path) -> None:
+    """Others, who read images, too, find everything where it was; they may name the head as it is stored."""
+    plain, made = tmp_path / "plain", tmp_path / "made"
+    model = mistral3()
+    _fill(model, seed=3, norm=1.0)
+    model.save_pretrained(plain)
+    quantize(plain, made)
+    before, after = (load_file(each / "model.safetensors") for each in (plain, made))
+    scales = {name for name in after if name.endswith("_scale")}
+    assert scales == {
+        f"language_model.model.layers.{layer}.{linear}_proj.weight_scale"
+        for layer in range(2)
+        for linear in (
+            *(f"self_attn.{each}" for each in "qkvo"),
+            *(f"mlp.{e}" for e in ("gate", "up", "down")),
+        )
+    }
+    assert after.keys() - scales == before.keys()
+    assert all(after[name].equal(before[name]) for name in before if "language" not in name)
+    config = json.loads((made / "config.json").read_text())
+    prompt = np.random.default_rng(1).integers(6, VOCABULARY, 30).tolist()
+    at_load = served(plain, prompt, "model.quantization=w8a8")
+    for ignore in (config["quantization_config"]["ignore"], ["re:vision.*", "language_model.lm_head"]):
+        config["quantization_config"]["ignore"] = ignore
+        (made / "config.json").write_text(json.dumps(config))
+        assert served(made, prompt) == at_load
+
+
+def test_a_tensor_under_both_names_is_refused(tmp_path: Path) -> None:
+    stored, plain = "language_model.model.norm.weight", "model.norm.weight"
+    save_file({stored: torch.ones(2), plain: torch.ones(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=f"has both {stored} and {plain}"):
+        open_checkpoint(tmp_path / "model.safetensors")

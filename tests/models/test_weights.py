@@ -111,6 +111,15 @@ def test_saved_frequencies_are_passed_over(tmp_path: Path) -> None:
     loaded(path)
 
 
+def test_ernies_prediction_layers_are_passed_over(tmp_path: Path) -> None:
+    """As the 21B model has them beside its own layers, and transformers passes over them."""
+    _, path = make(VARIANT["ernie4_5_moe"], tmp_path)
+    tensors = load_file(path / SINGLE)
+    names = ("mtp_block.0.mlp.up_proj", "mtp_emb_norm.0", "mtp_hidden_norm.0", "mtp_linear_proj.0")
+    save_file(tensors | {f"model.{name}.weight": torch.ones(2) for name in names}, path / SINGLE)
+    loaded(path)
+
+
 def test_a_tied_head_may_be_there_or_not_but_not_differ(tmp_path: Path) -> None:
     _, path = make(VARIANT["qwen3"], tmp_path)
     tensors = load_file(path / SINGLE)
