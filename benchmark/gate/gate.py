@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmark.gate import table
 from benchmark.gate.law import Law, Outcome, Ruling, first, rule
-from benchmark.gate.laws import MACHINE_LAWS, MEASURED_LAWS, RECORDED_LAWS
+from benchmark.gate.measurement import MACHINE_LAWS, MEASURED_LAWS, RECORDED_LAWS
 from benchmark.gate.result import Fields, Figures, NotCheckable
 from benchmark.gate.table import under_ours
 
