@@ -385,7 +385,7 @@ SIMULATIONS = (
          option("--costs", Path, "COSTS.json", "what `fit` made, in place of the device's profile"),
          option("--timeline", kinds.file, "OUT.json", "write a time line for Perfetto")),
     verb("search", "the cheapest setting that meets the objectives",
-         "simulate.search:run",
+         "simulate.one_run:run_search",
          *SIMULATED,
          option("--ttft-ms", milliseconds, "MS", "objective of the time to the first token", required=True),
          option("--itl-ms", milliseconds, "MS", "objective of the time between tokens", required=True),

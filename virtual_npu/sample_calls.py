@@ -11,14 +11,272 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
-from virtual_npu import int4_calls, latent_calls, mixture_calls
 from virtual_npu.operators import operator as contract_of
-from virtual_npu.random_inputs import RandomInputs
-from virtual_npu.simulated_products import A2, Product
+from virtual_npu.simulated_products import A2, A5, Product
+
+T = TypeVar("T")
+
+
+class RandomInputs:
+    """Random numbers and tensors of one call; successive seeds take the product's dtypes in turn."""
+
+    def __init__(self, seed: int, product: Product) -> None:
+        self.generator, self.product = torch.Generator().manual_seed(seed), product
+        self.dtype = product.dtypes[::-1][seed % len(product.dtypes)]
+
+    def number(self, least: int, most: int) -> int:
+        """Draw an integer from least to most, both included."""
+        return int(torch.randint(least, most + 1, (), generator=self.generator))
+
+    def one(self, *values: T) -> T:
+        """Choose one of the values."""
+        return values[self.number(0, len(values) - 1)]
+
+    def tensor(self, *shape: int) -> Tensor:
+        """Draw normally distributed numbers in the call's dtype."""
+        return torch.randn(*shape, generator=self.generator).to(self.dtype)
+
+    def int8(self, *shape: int) -> Tensor:
+        """Draw int8 numbers, never -128."""
+        return torch.randint(-127, 128, shape, generator=self.generator, dtype=torch.int8)
+
+    def int4(self, *shape: int) -> Tensor:
+        """Draw numbers of 4 bits, each in an int32."""
+        return torch.randint(-8, 8, shape, generator=self.generator, dtype=torch.int32)
+
+    def scale(self, *shape: int) -> Tensor:
+        """Draw positive float32 numbers."""
+        return 0.001 + 0.01 * torch.rand(*shape, generator=self.generator)
+
+    def order(self, count: int) -> Tensor:
+        """Return the numbers below `count`, shuffled."""
+        return torch.randperm(count, generator=self.generator)
+
+    def page_table(self, counts: list[int]) -> Tensor:
+        """Draw `counts` pages for each sequence, shuffled, without page 0. int32 [S, pages]"""
+        pages = (1 + self.order(sum(counts))).tolist()
+        table = torch.zeros(len(counts), max(counts), dtype=torch.int32)
+        for row, count in enumerate(counts):
+            table[row, :count] = torch.tensor([pages.pop() for _ in range(count)])
+        return table
+
+
+def _int4_product(draw: RandomInputs) -> dict[str, Any]:
+    """Draw scales by group or by column; the weight is drawn as numbers, which the device packs."""
+    tokens, inputs, outputs = draw.number(1, 200), draw.one(64, 512, 4000), draw.one(32, 256)
+    size = draw.one(0, 32, 128) if inputs > 128 else 0
+    scale = draw.scale(-(-inputs // size) if size else 1, outputs).to(draw.dtype)
+    bias = draw.one(None, draw.tensor(outputs))
+    return {
+        "x": draw.tensor(tokens, inputs),
+        "weight": draw.int4(inputs, outputs),
+        "antiquant_scale": scale,
+        "antiquant_offset": draw.one(None, draw.int4(*scale.shape).to(draw.dtype)),
+        "bias": bias if bias is None or draw.dtype == torch.float16 else bias.float(),
+        "antiquant_group_size": size,
+    }
+
+
+LATENT, ROPE, HEAD = 512, 64, 128
+
+
+def _latent_attention(draw: RandomInputs) -> dict[str, Any]:
+    """Draw short spans on latents over shuffled pages, or long spans with separate keys for each head."""
+    return draw.one(_absorbed, _expanded)(draw)
+
+
+def _absorbed(draw: RandomInputs) -> dict[str, Any]:
+    heads, page_size = draw.one(1, 4, 16, 128), draw.one(16, 128)
+    most = draw.one(1, 16)
+    lens = [(draw.number(1, most), draw.number(0, 700)) for _ in range(draw.number(1, 6))]
+    kv_lens = [count + before for count, before in lens]
+    counts = [-(-length // page_size) for length in kv_lens]
+    ends = torch.tensor([count for count, _ in lens]).cumsum(0).tolist()
+    latents = draw.tensor(1 + sum(counts), page_size, LATENT)
+    return _shared(draw, ends, kv_lens, heads, most == 1) | {
+        "query": draw.tensor(ends[-1], heads, LATENT),
+        "key": latents,
+        "value": latents,
+        "query_rope": draw.tensor(ends[-1], heads, ROPE),
+        "key_rope": draw.tensor(1 + sum(counts), page_size, ROPE),
+        "block_table": draw.page_table(counts),
+        "num_key_value_heads": 1,
+        "block_size": page_size,
+        # Scores of 512 random numbers would be too large without the factor.
+        "scale": (HEAD + ROPE) ** -0.5 / 4,
+    }
+
+
+def _expanded(draw: RandomInputs) -> dict[str, Any]:
+    heads, lens = draw.one(1, 4, 16), [draw.number(17, 200) for _ in range(draw.number(1, 4))]
+    kv_lens = [count + draw.one(0, draw.number(1, 300)) for count in lens]
+    ends, kv_ends = (torch.tensor(each).cumsum(0).tolist() for each in (lens, kv_lens))
+    return _shared(draw, ends, kv_ends, heads, False) | {
+        "query": draw.tensor(ends[-1], heads, HEAD),
+        "key": draw.tensor(kv_ends[-1], heads, HEAD),
+        "value": draw.tensor(kv_ends[-1], heads, HEAD),
+        "query_rope": draw.tensor(ends[-1], heads, ROPE),
+        "key_rope": draw.tensor(kv_ends[-1], heads, ROPE),
+        "num_key_value_heads": heads,
+        "scale": (HEAD + ROPE) ** -0.5,
+    }
+
+
+def _shared(
+    draw: RandomInputs, ends: list[int], kv_lens: list[int], heads: int, is_decodes: bool
+) -> dict[str, Any]:
+    mask = torch.ones(2048, 2048, dtype=torch.int8).triu(1)
+    seen = {"sparse_mode": 0} if is_decodes else {"sparse_mode": 3, "atten_mask": mask}
+    return seen | {
+        "actual_seq_lengths": ends,
+        "actual_seq_lengths_kv": kv_lens,
+        "num_heads": heads,
+        "input_layout": "TND",
+    }
+
+
+def _latent_write(draw: RandomInputs) -> dict[str, Any]:
+    """Draw latents to be normed and rope keys to be rotated, for cache places in any order."""
+    tokens, page_size = draw.number(1, 300), draw.one(16, 128)
+    num_pages = 2 + tokens // page_size
+    angles = 10 * torch.rand(tokens, ROPE // 2, generator=draw.generator)
+    both = torch.cat([angles, angles], -1)[:, None, None]
+    return {
+        "kv": draw.tensor(tokens, 1, 1, LATENT + ROPE),
+        "gamma": draw.tensor(LATENT),
+        "cos": both.cos().to(draw.dtype),
+        "sin": both.sin().to(draw.dtype),
+        "index": draw.order(num_pages * page_size)[:tokens],
+        "k_cache": draw.tensor(num_pages, page_size, 1, ROPE),
+        "ckv_cache": draw.tensor(num_pages, page_size, 1, LATENT),
+        "epsilon": 1e-6,
+        "cache_mode": "PA",
+    }
+
+
+def _latent_product(draw: RandomInputs) -> dict[str, Any]:
+    """Draw a product that maps queries into the latent space, or results out of it."""
+    heads, (inputs, outputs) = draw.one(1, 4, 16, 64), draw.one((HEAD, LATENT), (LATENT, HEAD))
+    return {
+        "input": draw.tensor(draw.number(1, 200), heads, inputs),
+        "weight": (draw.tensor(heads, inputs, outputs).float() / 16).to(draw.dtype),
+        "perm_x1": [1, 0, 2],
+        "perm_y": [1, 0, 2],
+    }
+
+
+def _latent_prolog(draw: RandomInputs) -> dict[str, Any]:
+    """Draw the fused prolog of one device's heads, in bfloat16 only, with bfloat16 or int8 weights."""
+    draw.dtype = torch.bfloat16
+    tokens, heads, page_size = draw.number(1, 40), draw.one(1, 4, 8), draw.one(16, 128)
+    hidden, compressed, in_int8 = draw.one(1024, 2048), 1536, draw.one(False, True)
+    num_pages = 2 + tokens // page_size
+    angles = 10 * torch.rand(tokens, ROPE // 2, generator=draw.generator)
+    both = torch.cat([angles, angles], -1)
+    made: dict[str, Any] = {
+        "token_x": draw.int8(tokens, hidden) if in_int8 else draw.tensor(tokens, hidden),
+        "weight_uk": draw.tensor(heads, HEAD, LATENT) / HEAD**0.5,
+        "rmsnorm_gamma_cq": draw.tensor(compressed),
+        "rmsnorm_gamma_ckv": draw.tensor(LATENT),
+        "rope_sin": both.sin().bfloat16(),
+        "rope_cos": both.cos().bfloat16(),
+        "kv_cache": draw.tensor(num_pages, page_size, 1, LATENT),
+        "kr_cache": draw.tensor(num_pages, page_size, 1, ROPE),
+        "cache_index": draw.order(num_pages * page_size)[:tokens],
+        "rmsnorm_epsilon_cq": 1e-6,
+        "rmsnorm_epsilon_ckv": 1e-6,
+        "weight_quant_mode": 2 if in_int8 else 0,
+    }
+    sides = {
+        "dq": (hidden, compressed),
+        "uq_qr": (compressed, heads * (HEAD + ROPE)),
+        "dkv_kr": (hidden, LATENT + ROPE),
+    }
+    for name, (inputs, outputs) in sides.items():
+        made[f"weight_{name}"] = draw.int8(inputs, outputs)
+        if in_int8:
+            made[f"dequant_scale_w_{name}"] = draw.scale(1, outputs) / inputs**0.5
+        else:
+            made[f"weight_{name}"] = draw.tensor(inputs, outputs) / inputs**0.5
+    return made | ({"dequant_scale_x": draw.scale(tokens, 1)} if in_int8 else {})
+
+
+def _gating(draw: RandomInputs) -> dict[str, Any]:
+    """Draw scores so far apart that rounding does not change their order."""
+    tokens, experts = draw.number(1, 200), draw.one(8, 64, 128)
+    scores = torch.stack([draw.order(experts) for _ in range(tokens)]).float() / 4
+    return {"x": scores, "k": draw.one(1, 2, 8), "renorm": draw.one(0, 1)}
+
+
+def _gating_in_groups(draw: RandomInputs) -> dict[str, Any]:
+    """Draw gating in groups, as of DeepSeek-V3 or V2, with scores too far apart for rounding to matter."""
+    tokens, groups, size = draw.number(1, 200), draw.one(1, 8), draw.one(16, 32)
+    experts = groups * size
+    scores = torch.stack([draw.order(experts) for _ in range(tokens)]).float() * (12.0 / experts) - 6
+    by_sigmoid = draw.one(0, 1)
+    return {
+        "x": scores,
+        "k": draw.one(6, 8),
+        "bias": draw.one(None, torch.zeros(experts)) if by_sigmoid else None,
+        "k_group": draw.one(1, max(1, groups // 2)),
+        "group_count": groups,
+        "group_select_mode": by_sigmoid,
+        "norm_type": by_sigmoid,
+    }
+
+
+def _routing(draw: RandomInputs) -> dict[str, Any]:
+    """Draw tokens that each choose several of many experts."""
+    tokens, chosen, experts = draw.number(1, 200), draw.one(1, 2, 8), draw.one(8, 64, 128)
+    return {
+        "x": draw.tensor(tokens, draw.one(64, 2048)),
+        "expert_idx": torch.stack([draw.order(experts)[:chosen] for _ in range(tokens)]).int(),
+        "active_num": tokens * chosen,
+        "expert_num": experts,
+        "expert_tokens_num_type": 1,
+        "expert_tokens_num_flag": True,
+        "active_expert_range": [0, experts],
+        "quant_mode": draw.one(-1, 1),
+    }
+
+
+def _combining(draw: RandomInputs) -> dict[str, Any]:
+    """Draw rows in any order, with a weight for each."""
+    tokens, chosen = draw.number(1, 200), draw.one(1, 2, 8)
+    return {
+        "permuted_tokens": draw.tensor(tokens * chosen, draw.one(64, 2048)),
+        "sorted_indices": draw.order(tokens * chosen).int(),
+        "probs": torch.rand(tokens, chosen, generator=draw.generator).to(draw.dtype),
+    }
+
+
+def _expert_products(draw: RandomInputs) -> dict[str, Any]:
+    """Draw rows of experts, some of which have none; some draws have biases, some have 4-bit weights."""
+    counts = torch.tensor([draw.one(0, draw.number(1, 40)) for _ in range(draw.one(8, 64))] + [1])
+    inputs, width = draw.one(64, 512), draw.one(64, 256)
+    weight, more = draw.tensor(len(counts), inputs, width), {}
+    if draw.one(True, False):
+        bias = draw.tensor(len(counts), width)
+        more["bias"] = [bias if draw.dtype == torch.float16 else bias.float()]
+    if draw.one(True, False) and draw.product is not A5:  # no operator here packs 4-bit weights on the 950
+        groups = draw.one((), (inputs // 32,))
+        weight = draw.int4(len(counts), inputs, width)
+        more["antiquant_scale"] = [draw.scale(len(counts), *groups, width).to(draw.dtype)]
+        more["antiquant_offset"] = [draw.int4(len(counts), *groups, width).to(draw.dtype)]
+    return more | {
+        "x": [draw.tensor(int(counts.sum()), inputs)],
+        "weight": [weight],
+        "split_item": 2,
+        "group_type": 0,
+        "group_list": counts,
+        "group_list_type": 1,
+    }
+
 
 MASK = torch.ones(2048, 2048, dtype=torch.int8).triu(1)  # the mask of sparse_mode 3 and 4
 LATENT_PRODUCTS = contract_of("npu_kv_rmsnorm_rope_cache").products
@@ -47,7 +305,7 @@ class SampleCall:
 
 
 def _attention(draw: RandomInputs) -> dict[str, Any]:
-    made = draw.one(_by_heads, _by_heads, latent_calls.attention)(draw)
+    made = draw.one(_by_heads, _by_heads, _latent_attention)(draw)
     return made if draw.product in LATENT_PRODUCTS else _by_heads(draw)
 
 
@@ -199,7 +457,7 @@ def _clipped_swiglu(draw: RandomInputs) -> dict[str, Any]:
 
 
 def _grouped_matmul(draw: RandomInputs) -> dict[str, Any]:
-    return draw.one(_products_of_their_own, mixture_calls.products)(draw)
+    return draw.one(_products_of_their_own, _expert_products)(draw)
 
 
 def _products_of_their_own(draw: RandomInputs) -> dict[str, Any]:
@@ -262,9 +520,9 @@ MAKERS: Mapping[str, Maker] = {
     "npu_fused_infer_attention_score": _attention,
     "npu_scatter_pa_kv_cache": _write,
     "npu_scatter_nd_update_": _update,
-    "npu_kv_rmsnorm_rope_cache": latent_calls.write,
-    "npu_transpose_batchmatmul": latent_calls.product,
-    "npu_mla_prolog_v3": latent_calls.prolog,
+    "npu_kv_rmsnorm_rope_cache": _latent_write,
+    "npu_transpose_batchmatmul": _latent_product,
+    "npu_mla_prolog_v3": _latent_prolog,
     "npu_rms_norm": _norm,
     "npu_add_rms_norm": _add_norm,
     "npu_apply_rotary_pos_emb": _rotary,
@@ -273,12 +531,12 @@ MAKERS: Mapping[str, Maker] = {
     "npu_clipped_swiglu": _clipped_swiglu,
     "npu_dynamic_quant": _dynamic_quant,
     "npu_grouped_matmul": _grouped_matmul,
-    "npu_moe_gating_top_k_softmax_v2": mixture_calls.gating,
-    "npu_moe_gating_top_k": mixture_calls.gating_in_groups,
-    "npu_moe_init_routing_v2": mixture_calls.routing,
-    "npu_moe_token_unpermute": mixture_calls.combining,
+    "npu_moe_gating_top_k_softmax_v2": _gating,
+    "npu_moe_gating_top_k": _gating_in_groups,
+    "npu_moe_init_routing_v2": _routing,
+    "npu_moe_token_unpermute": _combining,
     "npu_quant_matmul": _quant_matmul,
-    "npu_weight_quant_batchmatmul": int4_calls.product,
+    "npu_weight_quant_batchmatmul": _int4_product,
     "npu_add_rms_norm_dynamic_quant": _add_norm_quant,
     "npu_dequant_swiglu_quant": _swiglu_quant,
     "npu_format_cast": _format_cast,

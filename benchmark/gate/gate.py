@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmark.gate import machine, records, table
+from benchmark.gate import table
 from benchmark.gate.law import Law, Outcome, Ruling, first, rule
+from benchmark.gate.measurement import MACHINE_LAWS, MEASURED_LAWS, RECORDED_LAWS
 from benchmark.gate.result import Fields, Figures, NotCheckable
 from benchmark.gate.table import under_ours
 
@@ -44,9 +45,9 @@ def unchanged(figures: Figures) -> str | None:
     )
 
 
-LAWS: tuple[Law, ...] = (*table.LAWS, *machine.LAWS, *records.LAWS)
+LAWS: tuple[Law, ...] = (*table.LAWS, *MEASURED_LAWS, *RECORDED_LAWS)
 ANYWHERE: tuple[Law, ...] = (
-    *machine.ANYWHERE,
+    *MACHINE_LAWS,
     Law("digests", "each field is as it was when the result was made", unchanged, "digests"),
 )
 

@@ -282,7 +282,7 @@ class StallLoad:
     prompt_tokens: int  # tokens of a long prompt
     every_s: float  # interval between long prompts
     num_prompts: int
-    num_answers: int  # answers that run_stall beside them
+    num_answers: int  # answers that run beside them
     answer_tokens: int
     chunk_tokens: int
 

@@ -1,27 +1,34 @@
-"""Simulate one trace on one deployment, or on several that are compared.
+"""Simulate one trace on one deployment, on several that are compared, or on settings to find the cheapest.
 
 Those that are compared serve the same requests on the same number of engines: the routes of a router, or who
 computes prompts. Found tokens are counted where a request is answered, so they include pages that came from
 an engine for prompts; they are reported for routes only.
+
+A search tries settings by the number of devices that they take, fewest first; of those with the same number,
+all are tried and the one with the most output tokens a second wins. Settings with more devices than the
+cheapest are not tried.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmark.gate.gate import with_verdict
 from benchmark.options import figure, markdown, verdict_line
 from benchmark.recordings.trace_events import SimulatedTrace
-from benchmark.simulate.deployment import SIMULATED, Deployment, Result, place
-from borders.files import MOST_JSON_BYTES, lines_of, read_bounded, whole_file
+from benchmark.simulate.deployment import SIMULATED, Deployment, Result, device_name, place
+from borders.files import MOST_JSON_BYTES, check_rereadable, lines_of, read_bounded, whole_file
 from continuous_batching.request import Request
 from continuous_batching.routing.routing import ROUTES, Route
 from continuous_batching.routing.splitting import Split, SplitWeights
+from recipes.assembly.families import model_config
 from recipes.schema.command_line import keep_apart
 from recipes.schema.reader import read
 from recipes.schema.recipe import Recipe
@@ -230,3 +237,118 @@ def run_routes(options: argparse.Namespace) -> Result:
 def run_splits(options: argparse.Namespace) -> Result:
     """Compare who computes prompts."""
     return compare(options, options.split)
+
+
+@dataclass(frozen=True, slots=True)
+class TriedSetting:
+    """The parts of a setting that a search may choose."""
+
+    tensor: int
+    replicas: int
+    overrides: tuple[str, ...]  # the recipe's keys that it sets
+
+    @property
+    def num_devices(self) -> int:
+        return self.tensor * self.replicas
+
+    def __str__(self) -> str:
+        return " ".join([f"--tp {self.tensor} --dp {self.replicas}", *self.overrides])
+
+
+def settings(options: argparse.Namespace) -> list[TriedSetting]:
+    """Return all settings that may be tried, fewest devices first."""
+    keys: list[list[tuple[str, ...]]] = [
+        [(f"scheduler.{name}={value}",) for value in given] or [()]
+        for name, given in (("max_batch_tokens", options.chunk or ()), ("num_slots", options.slots or ()))
+    ]
+    made = itertools.product(options.tp, options.dp, *keys)
+    found = [TriedSetting(tensor, replicas, (*chunk, *slots)) for tensor, replicas, chunk, slots in made]
+    return sorted(found, key=lambda each: each.num_devices)
+
+
+def tried(options: argparse.Namespace, setting: TriedSetting) -> Result:
+    """Return a setting's shares within the objectives and its figures, or why it cannot run."""
+    named: Result = {"setting": str(setting), "devices": setting.num_devices}
+    try:
+        recipe = read(options.recipe, [*options.overrides, *setting.overrides], options.profile).recipe
+        placement = place(recipe, options.device, setting.tensor)
+        deployment = Deployment(placement, setting.replicas, "least_loaded")
+        placement.scheduler()
+    except ValueError as error:
+        return {**named, "meets": False, "cannot_be": str(error)}
+    requests: Iterator[Request] = requests_of(
+        options.trace, recipe, placement.config.vocab_size, skip_bad=options.skip_bad
+    )()
+    totals, own = deployment.serve(requests, None, records=False)
+    figures = totals.figures()
+    shares = (
+        totals.ttft.share_within(options.ttft_ms / 1e3),
+        totals.itl.share_within(options.itl_ms / 1e3),
+    )
+    sizes = {"slots": deployment.num_slots, "max_tokens_per_step": 1}
+    result = with_verdict({**deployment.placement.facts(), **sizes, **figures, **own})
+    verdict = result["verdict"]
+    assert isinstance(verdict, dict), "a verdict is described by an object"
+    meets = all(100 * each >= options.percent for each in shares) and not figures["failed"]
+    return {
+        **named,
+        "meets": meets and verdict["outcome"] == "pass",
+        "ttft_within": round(shares[0], 4),
+        "itl_within": round(shares[1], 4),
+        "output_tokens_per_s": figures["output_tokens_per_s"],
+        "failed": figures["failed"],
+        "ttft_ms": figures["ttft_ms"],
+        "itl_ms": figures["itl_ms"],
+        "verdict": verdict["outcome"],
+    }
+
+
+def search(options: argparse.Namespace) -> list[Result]:
+    """Return each setting that was tried; those that meet the objectives come last, the best at the end."""
+    # The parts that no setting changes are checked before any setting is tried.
+    recipe = read(options.recipe, options.overrides, options.profile).recipe
+    check_rereadable(Path(options.trace))
+    device_name(recipe, options.device)
+    model_config(recipe)
+    found: list[Result] = []
+    for num_devices, same in itertools.groupby(settings(options), key=lambda each: each.num_devices):
+        fared = sorted(
+            (tried(options, each) for each in same),
+            key=lambda each: (each["meets"], each.get("output_tokens_per_s", 0.0)),
+        )
+        found += fared
+        if fared[-1]["meets"]:
+            break
+        assert num_devices, "a setting takes a device"
+    return found
+
+
+def run_search(options: argparse.Namespace) -> None:
+    """Print what was tried and found; raises ValueError if nothing meets the objectives."""
+    found = search(options)
+    best = found[-1]
+    if options.json:
+        said = {"SIMULATED": SIMULATED, "tried": found, "best": best if best["meets"] else None}
+        print(json.dumps(said, indent=2))
+    else:
+        print("\n".join([f"SIMULATED: {SIMULATED}", *map(setting_row, found)]))
+    if all("cannot_be" in each for each in found):
+        raise ValueError(f"none of {len(found)} settings can run; the last: {best['cannot_be']}")
+    if not best["meets"]:
+        raise ValueError(
+            f"none of {len(found)} settings meets the objectives; allow more devices (--tp, --dp) or time"
+        )
+    if not options.json:
+        print(f"cheapest: {best['devices']} devices, {best['setting']}")
+
+
+def setting_row(each: Result) -> str:
+    """Format one setting in a line."""
+    if "cannot_be" in each:
+        return f"{each['devices']:>4} devices  {each['setting']}: {each['cannot_be']}"
+    mark = "meets" if each["meets"] else "fails"
+    return (
+        f"{each['devices']:>4} devices  {mark}  TTFT within {each['ttft_within']:.1%},"
+        f" ITL {each['itl_within']:.1%},"
+        f" {each['output_tokens_per_s']:>10,.0f} tokens/s  {each['setting']}"
+    )

@@ -73,7 +73,7 @@ def swept(stub: Stub, folder: Path, *options: str) -> None:
 def test_a_sweep_goes_on_where_it_was(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("benchmark.gate.machine.LATE_MS", 60_000.0)  # this machine may be busy
+    monkeypatch.setattr("benchmark.gate.measurement.LATE_MS", 60_000.0)  # this machine may be busy
     with running(Stub()) as stub:
         swept(stub, tmp_path)
         first = capsys.readouterr().out

@@ -43,7 +43,7 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
             found.append("end")
 
         monkeypatch.setattr(sweeps, "start_setting", started)
-        monkeypatch.setattr("benchmark.gate.machine.LATE_MS", 60_000.0)  # this machine may be busy
+        monkeypatch.setattr("benchmark.gate.measurement.LATE_MS", 60_000.0)  # this machine may be busy
         yield found
 
 

@@ -3,8 +3,8 @@
 Keys lie in pages as [P, C, B, 16] on the 310P, and as [P, B, K, D] elsewhere. Masks are added to the scores:
 they hold 0 and -inf in tiles of 16 columns, except that of the second splitfuse, which lies in rows.
 
-Legend: T tokens, S sequences, H query heads, K kv heads, D head dim, P pages, B tokens a page, C = K * D /
-16.
+Legend: T tokens, S sequences, H query heads, K kv heads, D head dim, P pages, B tokens a page,
+C = K * D / 16.
 """
 
 from __future__ import annotations
