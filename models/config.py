@@ -13,7 +13,7 @@ from typing import Literal, get_args
 
 from kv_cache.groups import ALL_TOKENS, ITEM_BYTES, DType, LayerCache, Lifetime, Plane
 from models.packing import Int4, Packing
-from models.quantization import BlockScales, Quantization
+from models.quantization import BlockScales, Quantization, Stored
 
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
@@ -172,8 +172,7 @@ class MixtureConfig:
 
 
 Gate = Literal["silu", "gelu_tanh", "clamped"]
-# How a linear is stored; with "quantize", in the model's type, and in int8 from loading on
-Form = Literal["plain", "int8", "quantize"] | Int4
+Form = Stored | Int4  # how a linear is stored
 
 DTYPE_BYTES: dict[DType, int] = {each: ITEM_BYTES[each] for each in get_args(DType)}
 # Size of a float32 scale: one for each int8 output channel, and for each head in an int8 cache
@@ -267,9 +266,7 @@ class DecoderConfig:
         is_tied = name == "lm_head" and self.tie_embeddings
         if self.kept_form is not None and self.kept_form.covers(name):
             return Int4(self.kept_form.group_size, self.kept_form.has_zeros)
-        if quantization is None or is_tied or not quantization.covers(name):
-            return "plain"
-        return "int8" if quantization.is_stored else "quantize"
+        return "plain" if quantization is None or is_tied else quantization.form(name)
 
     def linears(self) -> Iterator[tuple[str, int, int]]:
         """Yield the checkpoint name, inputs and outputs of every linear."""

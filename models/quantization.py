@@ -10,11 +10,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from borders.abbreviate import abbreviate
 from borders.numbers import integers
 
+# How a linear is stored: in the model's type, in int8 beside a scale for each output, or in the model's type
+# and in int8 from loading on
+Stored = Literal["plain", "int8", "quantize"]
 KEY = "quantization_config"
 FLOATS = "fp8"  # the method of 8-bit floats
 PACKED, PACKED_FORMAT = (
@@ -44,6 +47,12 @@ class Quantization:
     def covers(self, name: str) -> bool:
         """Whether a checkpoint's linear, such as `model.layers.0.mlp.down_proj`, is quantised."""
         return covers(name, self.ignore)
+
+    def form(self, name: str) -> Stored:
+        """Return how a checkpoint's linear is held."""
+        if not self.covers(name):
+            return "plain"
+        return "int8" if self.is_stored else "quantize"
 
     def in_json(self) -> dict[str, Any]:
         """Return what config.json says of a checkpoint in this form."""

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from models.checkpoint.files import checkpoint_files, names_in, open_checkpoint, tensor_names
 from models.checkpoint.layer_parts import SINKS, LayerParts
+from models.checkpoint.modelslim import in_described
 from models.checkpoint.place import Place, Rounding
 from models.checkpoint.stacked_experts import AnyPlace, PackedStack, Places, in_stacks
 from models.checkpoint.stored_parts import PartPlace, in_parts
@@ -27,6 +28,7 @@ from models.config import FUSED, GATE_UP, MLP_ROLES, QKV, DecoderConfig, Form
 from models.decoder import Decoder, DecoderLayer
 from models.layers.latent import UpProjection
 from models.layers.linear import Linear
+from models.modelslim import description_in
 from models.ops.operands import MIDDLE
 from models.packing import IN_A_WORD, Int4
 from models.parallel.share import Share, Slices
@@ -45,7 +47,8 @@ def load(decoder: Decoder, path: str | Path) -> int:
     """
     path = Path(path)
     own, config = places_by_name(decoder), decoder.config
-    places = in_stacks(in_parts(own, config.stored_form, path), config, path)
+    parts = in_described(in_parts(own, config.stored_form, path), config.quantization, path)
+    places = in_stacks(parts, config, path)
     has_twin = config.tie_embeddings and EMBEDDING in places
     known = {HEAD: places[EMBEDDING], **places} if has_twin else places
     share, prefix = decoder.share, ""
@@ -101,10 +104,12 @@ def accounted(
     """
     found, faults = _account(checkpoint_files(path), places, known, is_unread)
     if faults:
+        file = description_in(path)
+        source = "config.json" if file is None else f"config.json and {file.name}"
         raise ValueError(
-            f"the weights in {path} are not those of its config.json:\n  "
+            f"the weights in {path} are not those of its {source}:\n  "
             + "\n  ".join(faults)
-            + "\nDownload the checkpoint again, or correct config.json."
+            + f"\nDownload the checkpoint again, or correct {source}."
         )
     return found
 

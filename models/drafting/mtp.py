@@ -21,6 +21,7 @@ from torch import Tensor
 
 from attention.reference import Attention
 from models.checkpoint.layer_parts import LayerParts
+from models.checkpoint.modelslim import in_described
 from models.checkpoint.stored_parts import in_parts
 from models.checkpoint.weights import fill, placed
 from models.decoder import Decoder, DecoderLayer, pack, pad_rows
@@ -113,7 +114,7 @@ def load(head: Mtp, path: str | Path) -> int:
     parts.joined.append(("", (config.joining,), head.joining))
     held = {name: outputs for name, _, outputs in head.part.linears()}
     places = placed(parts, config, held, head.share)
-    read = in_parts(places, config.stored_form, path)
+    read = in_described(in_parts(places, config.stored_form, path), config.quantization, path)
     is_shared = tuple(prefix + name for name in SHARED)
 
     def is_unread(name: str) -> bool:

@@ -16,6 +16,7 @@ from models.checkpoint.huggingface import check_attended
 from models.checkpoint.int4 import check_groups, kept_int4
 from models.config import DecoderConfig
 from models.drafting.config import Eagle3Config, MtpConfig, mtp_config
+from models.modelslim import described, without_method
 from models.parallel.placement import read as read_placement
 from models.parallel.share import Share, check_experts, check_ranks, check_stages
 from models.quantization import Quantization
@@ -212,7 +213,7 @@ def config_in(path: Path) -> DecoderConfig:
     """
     hf = read(path)
     try:
-        return decoder_config(hf)
+        return described(decoder_config(without_method(hf, path)), path)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 

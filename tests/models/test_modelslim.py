@@ -1,0 +1,157 @@
+"""Does a checkpoint of msModelSlim answer as its own arithmetic says, on one rank and on several?"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from models.checkpoint import weights
+from models.parallel.group import ALONE, Group
+from recipes.assembly.families import config_in
+from tests.models.modelslim_checkpoints import DESCRIPTION, Types, checkpoint, oracle_logprobs
+from tests.models.tensor_rank import STOPS, built, empty, logits_of, table
+from tests.models.test_random_shares import together
+from tests.models.test_weights import bare
+
+
+def everywhere(kind: str) -> Types:
+    """All linears but the routers and the head."""
+    return lambda name: "FLOAT" if name == "lm_head" else kind
+
+
+def asked(path: Path) -> list[list[int]]:
+    """The two prompts of `logits_of`, whole."""
+    slots = table(empty(config_in(path), ALONE))
+    return [slots.token_ids[row, : max(stops)].tolist() for row, stops in enumerate(zip(*STOPS))]
+
+
+def expected(model: Any, path: Path) -> Tensor:
+    theirs = oracle_logprobs(model, asked(path))
+    return torch.stack([theirs[row][stop - 1] for stops in STOPS for row, stop in enumerate(stops)])
+
+
+def assert_alike(found: Tensor, right: Tensor) -> None:
+    torch.testing.assert_close(found.log_softmax(-1), right, rtol=0, atol=2e-3)
+    assert torch.equal(found.argmax(-1), right.argmax(-1))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("qwen3", "W8A8_DYNAMIC"), ("llama_biased", "W8A8_DYNAMIC"), ("qwen3_moe", "W8A8_DYNAMIC")],
+)
+def test_answers_are_those_of_the_arithmetic(name: str, kind: str, tmp_path: Path) -> None:
+    model, path = checkpoint(name, tmp_path, everywhere(kind))
+    assert_alike(logits_of(built(path, ALONE)[0]), expected(model, path))
+
+
+@pytest.mark.parametrize(("experts", "divided"), [(1, 2), (2, 1)])
+def test_ranks_hold_their_shares_of_every_scale(experts: int, divided: int, tmp_path: Path) -> None:
+    """Two tensor ranks, which divide each expert or have half of them each."""
+    model, path = checkpoint("qwen3_moe", tmp_path, everywhere("W8A8_DYNAMIC"), ranks=2, divided=divided)
+
+    def logits(group: Group) -> Tensor:
+        return logits_of(built(path, group, experts=experts)[0])
+
+    for found in together(2, logits):
+        assert_alike(found, expected(model, path))
+
+
+def change(path: Path, **said: Any) -> None:
+    """Replace entries of the description, or remove those that are None."""
+    described = json.loads((path / DESCRIPTION).read_text()) | said
+    kept = {name: value for name, value in described.items() if value is not None}
+    (path / DESCRIPTION).write_text(json.dumps(kept))
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint in W8A8_DYNAMIC, whose files no test changes."""
+    return checkpoint("qwen3", tmp_path_factory.mktemp("stored"), everywhere("W8A8_DYNAMIC"))[1]
+
+
+Q_PROJ, O_PROJ = "model.layers.0.self_attn.q_proj.weight", "model.layers.1.self_attn.o_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({O_PROJ: "W8A8SC"}, "self_attn.o_proj.weight is 'W8A8SC', which needs the 310P's operator"),
+        ({O_PROJ: "W8A8S"}, "needs the sparse products of the Ascend 310P"),
+        (
+            {O_PROJ: "W8A8_MXFP8"},
+            "needs microscaling floats of 8 bits, whose products only the Ascend 950 has",
+        ),
+        ({O_PROJ: "W4A4_MXFP4"}, "only the Ascend 950"),
+        ({O_PROJ: "W4A4_DYNAMIC"}, "needs activations in 4 bits"),
+        ({O_PROJ: "W2A2"}, "a form that is not known here; read are FLOAT, "),
+        ({O_PROJ: None}, f"it has no entry {O_PROJ}, which the model of config.json has"),
+        ({Q_PROJ: "FLOAT"}, "q_proj FLOAT, .*k_proj W8A8_DYNAMIC, .* all must have one type"),
+        ({"model.embed_tokens.weight": "W8A8"}, "model.embed_tokens.weight is 'W8A8', and .* unquantised"),
+        ({"group_size": "x"}, "group_size is 'x'"),
+        ({"metadata": {"quarot": {"heads_rotation": {"layers": [3]}}}}, "heads_rotation names layers whose"),
+    ],
+)
+def test_what_is_not_read_is_refused_by_the_name_of_the_description(
+    said: dict[str, Any], words: str, stored: Path, tmp_path: Path
+) -> None:
+    for file in stored.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / DESCRIPTION).unlink()
+    (tmp_path / DESCRIPTION).write_text((stored / DESCRIPTION).read_text())
+    change(tmp_path, **said)
+    with pytest.raises(ValueError, match=f"{DESCRIPTION}: .*{words}") as caught:
+        config_in(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_tensor_that_does_not_belong_is_named_with_the_description(tmp_path: Path) -> None:
+    _, path = checkpoint("qwen3", tmp_path, everywhere("W8A8_DYNAMIC"))
+    file = path / "quant_model_weights-00001-of-00002.safetensors"
+    tensors = load_file(file)
+    scale = next(name for name in tensors if name.endswith("weight_scale"))
+    save_file(tensors | {scale.replace("weight_scale", "weird"): torch.ones(1)}, file)
+    with pytest.raises(ValueError, match=f"not those of its config.json and {DESCRIPTION}") as caught:
+        weights.load(bare(config_in(path)), path)
+    assert f"surplus: {scale.replace('weight_scale', 'weird')} has no place" in str(caught.value)
+
+
+def test_weights_that_are_not_symmetric_are_refused(tmp_path: Path) -> None:
+    _, path = checkpoint("qwen3", tmp_path, everywhere("W8A8_DYNAMIC"))
+    for file in path.glob("*.safetensors"):
+        tensors = load_file(file)
+        save_file({name: each + (name.endswith("weight_offset")) for name, each in tensors.items()}, file)
+    with pytest.raises(ValueError, match=r"quant_model_weights-0000\d.*weight_offset is not zero"):
+        weights.load(bare(config_in(path)), path)
+
+
+@pytest.mark.parametrize(
+    ("method", "words"), [(None, None), ("ascend", None), ("gptq", "'gptq', and quant_")]
+)
+def test_another_method_beside_the_description_is_a_contradiction(
+    method: str | None, words: str | None, tmp_path: Path
+) -> None:
+    _, path = checkpoint("qwen3", tmp_path, everywhere("W8A8_DYNAMIC"))
+    file = path / "config.json"
+    said = {"quantization_config": {"quant_method": method} if method else {"sparsity": 0}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | said))
+    if words is None:
+        weights.load(bare(config_in(path)), path)
+        return
+    with pytest.raises(ValueError, match=words):
+        config_in(path)
+
+
+def test_one_export_alone_is_read(tmp_path: Path) -> None:
+    """And its files count before those of the original model, if these lie beside them."""
+    model, path = checkpoint("qwen3", tmp_path, everywhere("W8A8_DYNAMIC"))
+    save_file({"model.norm.weight": torch.ones(48)}, path / "model.safetensors")
+    assert_alike(logits_of(built(path, ALONE)[0]), expected(model, path))
+    (path / "quant_model_description_w8a8.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"several descriptions, quant_model_description\.json, quant_model"):
+        config_in(path)
