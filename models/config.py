@@ -177,10 +177,12 @@ Form = Stored | Int4  # how a linear is stored
 DTYPE_BYTES: dict[DType, int] = {each: ITEM_BYTES[each] for each in get_args(DType)}
 # Size of a float32 scale: one for each int8 output channel, and for each head in an int8 cache
 SCALE_BYTES = 4
+STATIC_BIAS_BYTES = 4  # the int32 that is added to each output of a linear whose inputs have one scale
 
 ROUTER_BYTES = 4  # size of a router's weight, which is kept in float32
 FUSED = ("q_proj", "k_proj", "v_proj")
 NORMS = ("input_layernorm", "post_attention_layernorm")  # norms before attention and before the MLP
+LAST_NORM = "model.norm"
 QKV, GATE_UP = "qkv_proj", "gate_up_proj"  # names of linears that a checkpoint stores as one
 UP = ".kv_b_proj"  # a linear of latent attention, held in the model's type however it is stored
 
@@ -267,6 +269,10 @@ class DecoderConfig:
         if self.kept_form is not None and self.kept_form.covers(name):
             return Int4(self.kept_form.group_size, self.kept_form.has_zeros)
         return "plain" if quantization is None or is_tied else quantization.form(name)
+
+    def has_norm_bias(self, name: str) -> bool:
+        """Whether a bias is added to what the norm of this checkpoint name computes."""
+        return self.quantization is not None and self.quantization.has_norm_bias(name)
 
     def linears(self) -> Iterator[tuple[str, int, int]]:
         """Yield the checkpoint name, inputs and outputs of every linear."""
@@ -425,6 +431,8 @@ class DecoderConfig:
         """Return the bytes of one output channel of a linear, including its scale."""
         if isinstance(form, Int4):
             return form.row_bytes(inputs, self.dtype_bytes)
+        if form == "static":
+            return inputs + SCALE_BYTES + STATIC_BIAS_BYTES
         return inputs * self.dtype_bytes if form == "plain" else inputs + SCALE_BYTES
 
     @property
@@ -463,7 +471,9 @@ class DecoderConfig:
             of_each += (3 * self.shared_size + self.mixture.has_shared_gate) * self.hidden_size
             mlps += self.num_mixtures * of_each
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
-        return embeddings + self.num_layers * layer + mlps + self.hidden_size
+        names = [f"model.layers.{layer}.{name}" for layer in range(self.num_layers) for name in self.norms]
+        biases = sum(self.has_norm_bias(name) for name in (*names, LAST_NORM))
+        return embeddings + self.num_layers * layer + mlps + (1 + biases) * self.hidden_size
 
     @property
     def num_active_parameters(self) -> int:

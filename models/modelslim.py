@@ -18,7 +18,7 @@ from typing import Any
 from borders.abbreviate import abbreviate
 from borders.file_bounds import check_regular
 from borders.numbers import integers
-from models.config import DecoderConfig
+from models.config import LAST_NORM, UP, DecoderConfig
 from models.quantization import KEY, Quantization, Stored
 
 PATTERN = "quant_model_description*.json"
@@ -26,7 +26,7 @@ MOST_DESCRIPTION_BYTES = 2**28  # an entry for each tensor of 256 experts in 61 
 FLOAT, DYNAMIC, MIXED, STATIC = "FLOAT", "W8A8_DYNAMIC", "W8A8_MIX", "W8A8"
 # Form in which a linear of each type is held. A W8A8_MIX has the tensors of both others, of which the static
 # ones serve a decode-only engine of vllm-ascend; an engine that computes prompts too is dynamic
-READ: dict[str, Stored] = {FLOAT: "plain", DYNAMIC: "int8", MIXED: "int8"}
+READ: dict[str, Stored] = {FLOAT: "plain", DYNAMIC: "int8", MIXED: "int8", STATIC: "static"}
 _ON_950 = "whose products only the Ascend 950 has, and which this engine does not call"
 _BY_4_BITS = "activations in 4 bits, which this engine does not compute"
 _INSTEAD = "use a checkpoint of the model in W8A8_DYNAMIC, or the original one with model.quantization: w8a8"
@@ -50,15 +50,23 @@ class Described(Quantization):
 
     file: str = ""  # path of the description
     types: Mapping[str, str] = field(default_factory=dict, hash=False)
+    norm_biases: frozenset[str] = frozenset()  # norms that have a bias
 
     def covers(self, name: str) -> bool:
         """Whether a checkpoint's linear is quantised."""
         return self.types.get(name, FLOAT) != FLOAT
 
+    def has_norm_bias(self, name: str) -> bool:
+        """See Quantization.has_norm_bias."""
+        return name in self.norm_biases
+
     def form(self, name: str) -> Stored:
         """Return how a checkpoint's linear is held."""
         stored = READ[self.types.get(name, FLOAT)]
-        return stored if self.is_stored or stored == "plain" else "quantize"
+        if not self.is_stored and stored != "plain":
+            return "quantize"
+        # The up-projection of latents is multiplied out, whatever would quantise its inputs
+        return "int8" if name.endswith(UP) and stored == "static" else stored
 
 
 def description_in(path: Path) -> Path | None:
@@ -100,7 +108,8 @@ def described(config: DecoderConfig, path: Path) -> DecoderConfig:
         _check_whole(said)
         types = {name: _type_of(name, said) for name, *_ in config.linears()}
         types |= dict(_further(said, config, types))
-        made = replace(config, quantization=Described(file=str(file), types=types))
+        form = Described(file=str(file), types=types, norm_biases=frozenset(_norm_biases(said, config)))
+        made = replace(config, quantization=form)
         _check_joined(made, types)
     except ValueError as error:
         raise ValueError(f"{file.name}: {error}") from error
@@ -164,6 +173,24 @@ def _further(
         if not key.startswith(behind):
             raise ValueError(f"{key} is {abbreviate(kind)}, and this engine reads it unquantised: {_INSTEAD}")
         yield name, _checked(name, kind)
+
+
+def _norm_biases(said: Mapping[str, Any], config: DecoderConfig) -> Iterator[str]:
+    """Yield the norms that have a bias; raises ValueError for one that this engine does not add.
+
+    An exporter that shifted activations (anti_method m4) wrote the shift so.
+    """
+    layers = range(config.num_layers + config.num_unread_layers)
+    known = {f"model.layers.{layer}.{name}" for layer in layers for name in config.norms[:2]} | {LAST_NORM}
+    for key in said:
+        name = key.removesuffix(".bias")
+        if name == key or not name.endswith("norm"):
+            continue
+        if name not in known:
+            raise ValueError(
+                f"it has {key}, and a bias is added to the norms before a layer's blocks: {_INSTEAD}"
+            )
+        yield name
 
 
 def _check_joined(config: DecoderConfig, types: Mapping[str, str]) -> None:

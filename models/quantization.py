@@ -15,9 +15,9 @@ from typing import Any, Literal
 from borders.abbreviate import abbreviate
 from borders.numbers import integers
 
-# How a linear is stored: in the model's type, in int8 beside a scale for each output, or in the model's type
-# and in int8 from loading on
-Stored = Literal["plain", "int8", "quantize"]
+# A linear is stored in the model's type; in int8 beside a scale for each output; in the model's type, and in
+# int8 from loading on; or in int8 with one scale for all of its inputs, too
+Stored = Literal["plain", "int8", "quantize", "static"]
 KEY = "quantization_config"
 FLOATS = "fp8"  # the method of 8-bit floats
 PACKED, PACKED_FORMAT = (
@@ -53,6 +53,10 @@ class Quantization:
         if not self.covers(name):
             return "plain"
         return "int8" if self.is_stored else "quantize"
+
+    def has_norm_bias(self, name: str) -> bool:
+        """Whether the quantisation moved a part of what the norm of this name computes into a bias."""
+        return False
 
     def in_json(self) -> dict[str, Any]:
         """Return what config.json says of a checkpoint in this form."""

@@ -32,6 +32,8 @@ class LayerParts:
         whole, joined, orders = parts.whole, parts.joined, parts.orders
         norms = (layer.input_norm, layer.mlp_norm, layer.attention_post_norm, layer.mlp_post_norm)
         whole |= {f"{prefix}{name}.weight": norm for name, norm in zip(config.norms, norms)}
+        biases = layer.input_norm_bias, layer.mlp_norm_bias
+        whole |= {f"{prefix}{name}.bias": bias for name, bias in zip(config.norms, biases)}
         for name, norm in attention.norms().items():
             whole[f"{prefix}self_attn.{name}.weight"] = norm
             orders[f"{prefix}self_attn.{name}"] = attention.order(name)

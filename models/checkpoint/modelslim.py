@@ -1,29 +1,37 @@
-"""Find the places of the tensors that msModelSlim stores beside a weight, by the types of its description.
+"""Find the places of the tensors that msModelSlim stores of a weight, by the types of its description.
 
 W8A8_DYNAMIC has `weight` int8 [out, in], `weight_scale` [out, 1] and `weight_offset` [out, 1], which is zero:
-the weights are symmetric. W8A8_MIX adds the tensors of static activations, which are passed over here.
+the weights are symmetric. W8A8 has `deq_scale` [out], which is the product of the inputs' scale and the
+weight's, `quant_bias` int32 [out], which holds the linear's bias and what the inputs' offset adds,
+`input_scale` [1] and `input_offset` [1]; older exports have the tensors of W8A8_DYNAMIC beside them. Of
+W8A8_MIX, which has the tensors of both, those of W8A8 are passed over.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from models.checkpoint.files import checkpoint_files, names_in, open_checkpoint
-from models.checkpoint.place import FLOATS, Place
-from models.checkpoint.stored_parts import PartPlace
-from models.modelslim import DYNAMIC, FLOAT, MIXED, Described
+from models.checkpoint.place import FLOATS, Place, check_finite
+from models.checkpoint.stored_parts import Gathering, PartPlace
+from models.config import UP
+from models.modelslim import DYNAMIC, FLOAT, MIXED, STATIC, Described
 from models.parallel.share import Slices
 from models.quantization import Quantization
 
 ANY = (*FLOATS, "I8", "I32", "I64")
-# Tensors beside a weight that change nothing here, by type: the two that are zero are checked
-ZEROS = {DYNAMIC: ("weight_offset",), MIXED: ("weight_offset",)}
-PASSED = {MIXED: ("quant_bias", "deq_scale", "input_scale", "input_offset")}
+OF_INPUTS = "input_scale", "input_offset"  # one number for all inputs of a linear
+STATIC_ENDS = "quant_bias", "deq_scale", *OF_INPUTS
+# Tensors beside a weight that change nothing here, by type; those of ZEROS are checked
+ZEROS = {DYNAMIC: ("weight_offset",), MIXED: ("weight_offset",), STATIC: ("weight_offset",)}
+PASSED = {MIXED: STATIC_ENDS, STATIC: ("weight_scale", "bias", *STATIC_ENDS)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +62,42 @@ class Unused:
             )
 
 
+@dataclass(frozen=True, slots=True)
+class OfInputs(Place):
+    """The destination of the scale, or the offset, of a linear's inputs, which is held for each output."""
+
+    def take(self, file: Path, name: str, tensor: Tensor) -> None:
+        """See Place.take."""
+        (value,) = tensor.double().tolist()
+        is_scale = name.endswith(OF_INPUTS[0])
+        is_right = 0 < value < math.inf if is_scale else -128 <= value <= 127 and value == round(value)
+        if not is_right:
+            wanted = "a scale above 0" if is_scale else "a whole number from -128 to 127"
+            raise ValueError(f"{file}: {name} holds {value:g}, and it must be {wanted}; copy it again")
+        self.room.fill_(value)
+
+
+@dataclass(frozen=True, slots=True)
+class OfOutputs(Place):
+    """The destination of `deq_scale`, of which a model in float16 stores the bits in an int64."""
+
+    @property
+    def stored(self) -> tuple[str, ...]:
+        """See Place.stored."""
+        return (*FLOATS, "I64")
+
+    def take(self, file: Path, name: str, tensor: Tensor) -> None:
+        """See Place.take."""
+        found = scale_of(tensor)
+        check_finite(file, name, found, self.dtype)
+        self.fill(found)
+
+
+def scale_of(stored: Tensor) -> Tensor:
+    """Return float32 scales, which an int64 holds in its low half."""
+    return stored.to(torch.int32).view(torch.float32) if stored.dtype == torch.int64 else stored
+
+
 DescribedPlaces = dict[str, Place | PartPlace | Unused]
 
 
@@ -64,22 +108,53 @@ def in_described(
     more: DescribedPlaces = dict(places)
     if not isinstance(form, Described):
         return more
-    for name, shape in _shapes(path).items():
+    shapes = dict(_shapes(path))
+    for name, shape in shapes.items():
         linear, _, end = name.rpartition(".")
-        kind = form.types.get(linear, FLOAT)
-        if kind == FLOAT or name in more or f"{linear}.weight" not in more:
+        kind, place = form.types.get(linear, FLOAT), more.get(f"{linear}.weight")
+        if kind == FLOAT or not isinstance(place, Place):
             continue
-        if end in ZEROS.get(kind, ()) or end in PASSED.get(kind, ()):
+        if name in more:
+            more[name] = _static(end, more[name])
+        elif end in STATIC_ENDS and kind == STATIC and linear.endswith(UP):
+            more |= {} if f"{linear}.weight_scale" in shapes else _multiplied_out(linear, more)
+        if name not in more and (end in ZEROS.get(kind, ()) or end in PASSED.get(kind, ())):
             more[name] = Unused(shape, must_be_zero=end in ZEROS[kind])
     return more
 
 
-def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of all tensors of a checkpoint by their names."""
-    return dict(_headers(path))
+def _static(end: str, place: Place | PartPlace | Unused) -> Place | PartPlace | Unused:
+    """Return the place of a static linear's tensor as such, or any other place as it is."""
+    kinds = {"deq_scale": OfOutputs} | dict.fromkeys(OF_INPUTS, OfInputs)
+    if type(place) is not Place or end not in kinds:
+        return place
+    return kinds[end](place.room, place.shape, place.slices, place.order, place.ranges)
 
 
-def _headers(path: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _multiplied_out(linear: str, places: DescribedPlaces) -> dict[str, PartPlace]:
+    """Return what makes the scale of a weight alone, of a linear whose inputs are not quantised.
+
+    An older export has that scale, and then a place for it is there already.
+    """
+    place = places.pop(f"{linear}.weight_scale", None)
+    if not isinstance(place, Place):
+        return {}
+    ends = ("deq_scale", "input_scale")
+    gathering = Gathering(
+        (place,),
+        f"{linear}.weight_scale",
+        lambda found: ((scale_of(found[ends[0]]).float() / found[ends[1]].float())[:, None],),
+    )
+    rows = place.slices[:1]
+    shapes = {ends[0]: (place.shape[0],), ends[1]: (1,)}
+    return {
+        f"{linear}.{end}": PartPlace(gathering, end, shapes[end], rows if end == ends[0] else (), ANY, ends)
+        for end in ends
+    }
+
+
+def _shapes(path: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield the names and the shapes of all tensors of a checkpoint."""
     for file in checkpoint_files(path):
         opened = open_checkpoint(file)
         for name in names_in(opened):

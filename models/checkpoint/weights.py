@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from models.checkpoint.files import checkpoint_files, names_in, open_checkpoint, tensor_names
 from models.checkpoint.layer_parts import SINKS, LayerParts
-from models.checkpoint.modelslim import in_described
+from models.checkpoint.modelslim import OF_INPUTS, in_described
 from models.checkpoint.place import Place, Rounding
 from models.checkpoint.stacked_experts import AnyPlace, PackedStack, Places, in_stacks
 from models.checkpoint.stored_parts import PartPlace, in_parts
@@ -174,7 +174,11 @@ def _seed_of(decoder: Decoder, name: str, seed: int) -> int:
 def places_by_name(decoder: Decoder) -> dict[str, Place]:
     """Return the destination of each tensor of a checkpoint, by its name."""
     config, share = decoder.config, decoder.share
-    all_parts = LayerParts({"model.norm.weight": decoder.norm}, [], {})
+    norms: dict[str, Tensor | None] = {
+        "model.norm.weight": decoder.norm,
+        "model.norm.bias": decoder.norm_bias,
+    }
+    all_parts = LayerParts(norms, [], {})
     if share.is_last and not config.tie_embeddings:
         all_parts.joined.append(("", ("lm_head",), decoder.head))
     for number, layer in zip(share.layers(config), decoder.layers):
@@ -218,7 +222,9 @@ def placed(parts: LayerParts, config: DecoderConfig, held: dict[str, int], share
                 outputs, inputs = sizes[name]
                 form = linear.form if isinstance(linear, Linear) else "plain"
                 shape = _shape(kind, outputs, inputs, form)
-                slices = share.slices(f"{name}.{kind}", config)
+                # A sum over all ranks takes the quantised bias once, as it does a bias
+                cut = "bias" if kind == "quant_bias" else kind
+                slices = () if kind in OF_INPUTS else share.slices(f"{name}.{cut}", config)
                 if isinstance(form, Int4) and kind == "weight":
                     slices = _of_words(slices)
                 places[f"{name}.{kind}"] = Place(room, shape, slices, orders.get(name), rounding=rounding)
@@ -239,7 +245,7 @@ def _shape(kind: str, outputs: int, inputs: int, form: Form) -> tuple[int, ...]:
         width, count = inputs // IN_A_WORD, form.num_groups(inputs)
     of_scales = (outputs, count)
     shapes = {"weight": (outputs, width), "weight_scale": of_scales, "weight_offset": of_scales}
-    return shapes.get(kind, (outputs,))
+    return shapes.get(kind, (1,) if kind in OF_INPUTS else (outputs,))
 
 
 def _of_words(slices: Slices) -> Slices:
@@ -282,6 +288,9 @@ def rooms_of(linear: Linear | UpProjection, widths: list[int]) -> Iterator[tuple
         joined = getattr(linear, kind, None)
         if joined is not None and not (linear.rounds and kind == "weight_scale"):  # which is computed
             yield kind, joined.data.split(widths)
+    static = getattr(linear, "static", None)
+    for kind, joined in () if static is None else static.named_parameters():
+        yield kind, joined.data.split(widths)
 
 
 def _roundings(linear: Linear | UpProjection, widths: list[int]) -> list[Rounding]:

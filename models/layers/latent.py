@@ -97,7 +97,7 @@ class LatentSelfAttention(nn.Module):
         if latent.query_rank is not None:
             forms = form(latent.first()[0]), form("q_b_proj")
             are_alike = len({each == "plain" for each in forms}) == 1
-            are_wide = not any(isinstance(each, Int4) for each in forms)
+            are_wide = not any(isinstance(each, Int4) or each == "static" for each in forms)
             self.joins = are_alike and are_wide and attention.joins(hidden, latent.query_rank)
             outputs = (sum(queries),) if self.joins else queries
             self.query_norm = parameter(latent.query_rank, dtype=dtype, device=device)

@@ -76,6 +76,39 @@ def in_words(values: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
+class StaticInt8:
+    """An int8 weight whose inputs have one scale and one offset, known before they are computed (W8A8).
+
+    A row x becomes q = round(x / input_scale + input_offset), within int8, and the product is (q * weight +
+    bias) * scale: `scale` already has the inputs' scale in it, and `bias` what the offset adds.
+    """
+
+    weight: Tensor  # int8 [O, I]
+    scale: Tensor  # float32 [O]
+    bias: Tensor  # int32 [O]
+    input_scale: Tensor  # float32 [O], the same for outputs that read the same rows
+    input_offset: Tensor  # float32 [O], whole numbers
+
+    def parts(self, widths: tuple[int, ...]) -> list[list[StaticInt8]]:
+        """Return, for outputs of each width, the parts whose rows are quantised alike."""
+        inputs = torch.stack((self.input_scale, self.input_offset), 1)
+        _, counts = torch.unique_consecutive(inputs, dim=0, return_counts=True)
+        alike = counts.cumsum(0).tolist()
+        stops = torch.tensor(widths).cumsum(0).tolist()
+        made = []
+        for first, stop in zip((0, *stops), stops):
+            ends = sorted({stop, *(each for each in alike if first < each < stop)})
+            made.append([self._rows(*pair) for pair in zip((first, *ends), ends)])
+        return made
+
+    def _rows(self, first: int, stop: int) -> StaticInt8:
+        at = slice(first, stop)
+        return StaticInt8(
+            self.weight[at], self.scale[at], self.bias[at], self.input_scale[at], self.input_offset[at]
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class UnpackedLinear:
     """The weight, scale and bias of a linear, before a device packs them."""
 
@@ -93,6 +126,6 @@ class ExpertKind:
 
     hidden: int
     inner: int  # inner size on this rank
-    form: Literal["plain", "int8", "int4"] = "plain"
+    form: Literal["plain", "int8", "int4", "static"] = "plain"
     is_swiglu: bool = True  # otherwise it has another gate
     has_bias: bool = False

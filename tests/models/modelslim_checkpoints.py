@@ -17,9 +17,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.models.families import VARIANTS, expected_logprobs, make
+from tests.models.families import VARIANTS, expected_logprobs, make, wide
 
-LINEAR = "_proj.weight"
+LINEAR = "_proj.weight", "_with_mqa.weight"
 DESCRIPTION = "quant_model_description.json"
 BY_OUTPUTS = ("o_proj", "down_proj")  # what tensor ranks divide by inputs
 Types = Callable[[str], str]  # the type of a linear, by its name
@@ -33,6 +33,13 @@ class Stored:
     tensors: dict[str, Tensor]
     bias: Tensor | None
     ranks: int = 1  # that divide its inputs, and quantise their parts of a token by themselves
+
+    @property
+    def alone(self) -> Tensor:
+        """The weight by itself, [out, in]."""
+        found, static = self.tensors, self.kind == "W8A8"
+        scale = _float_of(found["deq_scale"]) / found["input_scale"] if static else found["weight_scale"]
+        return found["weight"].double() * scale.double().reshape(-1, 1)
 
     def __call__(self, x: Tensor) -> Tensor:
         made = self._dynamic if self.kind.endswith(("_DYNAMIC", "_MIX")) else self._by_kind
@@ -106,7 +113,9 @@ def checkpoint(
     root: Path,
     types: Types,
     *,
-    seeds: Callable[[str], int] | None = None,
+    salt: int = 0,
+    are_apart: bool = False,
+    is_wide: bool = False,
     ranks: int = 1,
     divided: int = 1,
     norm_biases: bool = False,
@@ -116,10 +125,11 @@ def checkpoint(
 ) -> tuple[Any, Path]:
     """transformers' model whose linears compute by msModelSlim's arithmetic, and the directory that it wrote.
 
-    Linears that share an input share its scale, unless `seeds` says otherwise; `ranks` divide the inputs of
-    dense linears, and `divided` of them those of an expert.
+    Linears that share an input share its scale, unless they `are_apart`; `ranks` divide the inputs of dense
+    linears, and `divided` of them those of an expert. Another `salt` draws other scales of inputs.
     """
     variant = next(each for each in VARIANTS if each.name == name)
+    variant = wide(variant) if is_wide else variant
     options = variant.options | {"max_position_embeddings": 512} | options
     model, path = make(replace(variant, options=options, shard_size="5GB", saved_as=dtype), root)
     tensors = load_file(path / "model.safetensors")
@@ -133,8 +143,8 @@ def checkpoint(
                 made[key], described[key] = tensors[key], "FLOAT"
             continue
         role, bias = stem.rpartition(".")[2], tensors.get(f"{stem}.bias")
-        seed = sum(map(ord, stem[: -len(role)])) + 3 * (role in BY_OUTPUTS)
-        seed = seed if seeds is None else seeds(stem)
+        seed = salt + sum(map(ord, stem[: -len(role)])) + 3 * (role in BY_OUTPUTS)
+        seed += sum(map(ord, role)) * are_apart
         found = stored_as(
             kind, tensors[key].float(), bias, seed=seed, is_half=dtype == torch.float16, role=role
         )
@@ -145,7 +155,7 @@ def checkpoint(
             made[f"{stem}.{part}"] = each
             described[f"{stem}.{part}"] = "FLOAT" if part == "bias" else kind
     if norm_biases:
-        for key in [key for key in made if key.endswith("norm.weight")]:
+        for key in [key for key in made if key.endswith(("layernorm.weight", "model.norm.weight"))]:
             draw = torch.Generator().manual_seed(len(made))
             bias = torch.randn(made[key].shape, generator=draw) / 4
             made[key.replace(".weight", ".bias")] = bias
@@ -196,6 +206,8 @@ def _replace(model: Any, linears: dict[str, Stored]) -> None:
         if name.endswith(".experts") and f"{name}.0.gate_proj" in linears:
             parent = model.get_submodule(name.rpartition(".")[0])
             parent.experts = Experts(name, linears, module)
+        elif name.endswith("kv_b_proj") and name in linears:  # which is multiplied into queries and values
+            module.weight.data = linears[name].alone.float()
         elif name in linears:
             module.forward = linears[name]
 

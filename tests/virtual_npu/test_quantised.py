@@ -75,6 +75,21 @@ def test_rows_are_quantised_to_their_own_greatest() -> None:
     assert (rows.float() * scale[..., None] - x.float()).abs().max() <= scale.max() * 0.51
 
 
+def test_a_scale_that_is_known_beforehand_is_multiplied_with() -> None:
+    x = torch.tensor([[1.0, -2.0, 0.25], [9.0, -9.0, 0.5]]).bfloat16()
+    quantise = partial(KERNELS["npu::npu_quantize"], dtype=torch.qint8, axis=-1, div_mode=False)
+    inverse, offset = (torch.full((3,), each).bfloat16() for each in (16.0, -3.0))
+    assert quantise(x, inverse, offset).tolist() == [[13, -35, 1], [127, -128, 5]]
+    assert quantise(x / 8, inverse[:1], None).tolist() == [[2, -4, 0], [18, -18, 1]]
+    scale = torch.tensor([0.5, 1.5])
+    bits = scale.view(torch.int32).long()
+    assert int(bits[1]) == 1069547520
+    one, other = torch.ones(1, 4, dtype=torch.int8), torch.ones(4, 2, dtype=torch.int8)
+    for given in (scale, bits):
+        out = KERNELS["npu::npu_quant_matmul"](one, other, given, output_dtype=torch.float16)
+        assert out.tolist() == [[2.0, 6.0]]
+
+
 def test_a_norm_that_ends_in_int8_is_the_norm_and_then_the_rows() -> None:
     x, residual, gamma = (torch.randn(*size).half() for size in ((5, 64), (5, 64), (64,)))
     rows, more, total, scale, none = KERNELS["npu::npu_add_rms_norm_dynamic_quant"](

@@ -230,6 +230,15 @@ INT4_MATMUL = [
     Wrong("modelled", put(quant_scale=torch.ones(1)), "quant_scale", "given"),
     Wrong("modelled", put(inner_precise=1), "inner_precise", "is 1"),
 ]
+STATIC_QUANT = [
+    Wrong("matched", to("input", Tensor.double), "input", "float64"),
+    Wrong("matched", to("scales", Tensor.double), "scales", "float64"),
+    Wrong("columns", put(scales=torch.ones(99).half(), input=torch.ones(2, 3).half()), "scales", "(99,)"),
+    Wrong("columns", put(zero_points=torch.ones(99)), "zero_points", "beside"),
+    Wrong("multiplied", put(div_mode=True), "div_mode", "is True"),
+    Wrong("multiplied", put(dtype=torch.quint8), "dtype", "quint8"),
+    Wrong("multiplied", put(axis=1), "axis", "is 1"),
+]
 QUANT = [
     Wrong("dtype", to("input", Tensor.float), "input", "float32"),
     Wrong("smooth", put(smooth_scales=torch.ones(99)), "smooth_scales", "(99,)"),
@@ -394,6 +403,7 @@ FAMILIES = {
     "npu_clipped_swiglu": CLIPPED,
     "npu_quant_matmul": MATMUL,
     "npu_dynamic_quant": QUANT,
+    "npu_quantize": STATIC_QUANT,
     "npu_convert_weight_to_int4pack": INT4_PACK,
     "npu_weight_quant_batchmatmul": INT4_MATMUL,
     "npu_grouped_matmul": GROUPED,

@@ -25,6 +25,7 @@ from models.ops.npu.dispatch import Dispatch
 from models.ops.npu.grouped import gated_by_width, joined, mixture
 from models.ops.npu.int4_ops import Int4Check, Int4Ops
 from models.ops.npu.latent_up import NpuLatentUp
+from models.ops.npu.static_ops import StaticOps
 from models.ops.operands import ExpertKind, Int8Rows, UnpackedLinear
 from models.ops.reference import Ops, Packed, Widths
 from models.parallel.group import Group
@@ -77,7 +78,7 @@ class PlainNpuOps(Int4Check, Ops):
         return tokens, is_finite if self.product.keeps_nan else is_finite & ~logits.isnan().any(-1)
 
 
-class NpuOps(Int4Ops, PlainNpuOps):
+class NpuOps(Int4Ops, StaticOps, PlainNpuOps):
     """Linear, also in int8, norm, rotary and swiglu on an NPU."""
 
     def __init__(self, product: AscendProduct) -> None:
@@ -257,6 +258,8 @@ class NpuOps(Int4Ops, PlainNpuOps):
 
         In int8 this holds only for experts that its fused gate takes.
         """
+        if kind.form == "static":
+            return False
         return self.product.has_mixtures and (kind.form != "int8" or (kind.is_swiglu and not kind.has_bias))
 
     def pack_experts(self, gate_ups: Sequence[UnpackedLinear], downs: Sequence[UnpackedLinear]) -> Packed:
