@@ -177,6 +177,7 @@ Form = Stored | Int4  # how a linear is stored
 DTYPE_BYTES: dict[DType, int] = {each: ITEM_BYTES[each] for each in get_args(DType)}
 # Size of a float32 scale: one for each int8 output channel, and for each head in an int8 cache
 SCALE_BYTES = 4
+W4A8_SCALE_BYTES = 12  # of an output whose weights are in 4 bits: an NPU's scale, and what its split adds
 STATIC_BIAS_BYTES = 4  # the int32 that is added to each output of a linear whose inputs have one scale
 
 ROUTER_BYTES = 4  # size of a router's weight, which is kept in float32
@@ -431,6 +432,8 @@ class DecoderConfig:
         """Return the bytes of one output channel of a linear, including its scale."""
         if isinstance(form, Int4):
             return form.row_bytes(inputs, self.dtype_bytes)
+        if form == "w4a8":
+            return inputs // 2 + W4A8_SCALE_BYTES
         if form == "static":
             return inputs + SCALE_BYTES + STATIC_BIAS_BYTES
         return inputs * self.dtype_bytes if form == "plain" else inputs + SCALE_BYTES

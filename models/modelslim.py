@@ -23,10 +23,11 @@ from models.quantization import KEY, Quantization, Stored
 
 PATTERN = "quant_model_description*.json"
 MOST_DESCRIPTION_BYTES = 2**28  # an entry for each tensor of 256 experts in 61 layers has 18 MiB
-FLOAT, DYNAMIC, MIXED, STATIC = "FLOAT", "W8A8_DYNAMIC", "W8A8_MIX", "W8A8"
+FLOAT, DYNAMIC, MIXED, STATIC, W4A8 = "FLOAT", "W8A8_DYNAMIC", "W8A8_MIX", "W8A8", "W4A8_DYNAMIC"
 # Form in which a linear of each type is held. A W8A8_MIX has the tensors of both others, of which the static
 # ones serve a decode-only engine of vllm-ascend; an engine that computes prompts too is dynamic
-READ: dict[str, Stored] = {FLOAT: "plain", DYNAMIC: "int8", MIXED: "int8", STATIC: "static"}
+READ: dict[str, Stored] = {FLOAT: "plain", DYNAMIC: "int8", MIXED: "int8", STATIC: "static", W4A8: "w4a8"}
+EXPERTS = ".experts."  # part of an expert's names, which those of a shared expert lack
 _ON_950 = "whose products only the Ascend 950 has, and which this engine does not call"
 _BY_4_BITS = "activations in 4 bits, which this engine does not compute"
 _INSTEAD = "use a checkpoint of the model in W8A8_DYNAMIC, or the original one with model.quantization: w8a8"
@@ -65,8 +66,10 @@ class Described(Quantization):
         stored = READ[self.types.get(name, FLOAT)]
         if not self.is_stored and stored != "plain":
             return "quantize"
-        # The up-projection of latents is multiplied out, whatever would quantise its inputs
-        return "int8" if name.endswith(UP) and stored == "static" else stored
+        # The up-projection of latents is multiplied out, whatever would quantise its inputs, and a product of
+        # 4 bits with 8 is of experts: another linear is widened when it is read
+        is_int8 = name.endswith(UP) if stored == "static" else stored == "w4a8" and EXPERTS not in name
+        return "int8" if is_int8 else stored
 
 
 def description_in(path: Path) -> Path | None:
@@ -108,6 +111,11 @@ def described(config: DecoderConfig, path: Path) -> DecoderConfig:
         _check_whole(said)
         types = {name: _type_of(name, said) for name, *_ in config.linears()}
         types |= dict(_further(said, config, types))
+        if said.get("group_size") and W4A8 in types.values():
+            raise ValueError(
+                f"group_size is {said['group_size']}, and {W4A8} is read with a scale for each output: export"
+                " it again by channel, as vllm-ascend needs it too"
+            )
         form = Described(file=str(file), types=types, norm_biases=frozenset(_norm_biases(said, config)))
         made = replace(config, quantization=form)
         _check_joined(made, types)

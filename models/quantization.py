@@ -16,8 +16,9 @@ from borders.abbreviate import abbreviate
 from borders.numbers import integers
 
 # A linear is stored in the model's type; in int8 beside a scale for each output; in the model's type, and in
-# int8 from loading on; or in int8 with one scale for all of its inputs, too
-Stored = Literal["plain", "int8", "quantize", "static"]
+# int8 from loading on; in int8 with one scale for all of its inputs, too; or in 4 bits beside a scale for
+# each output, to be multiplied with int8
+Stored = Literal["plain", "int8", "quantize", "static", "w4a8"]
 KEY = "quantization_config"
 FLOATS = "fp8"  # the method of 8-bit floats
 PACKED, PACKED_FORMAT = (

@@ -4,7 +4,8 @@ W8A8_DYNAMIC has `weight` int8 [out, in], `weight_scale` [out, 1] and `weight_of
 the weights are symmetric. W8A8 has `deq_scale` [out], which is the product of the inputs' scale and the
 weight's, `quant_bias` int32 [out], which holds the linear's bias and what the inputs' offset adds,
 `input_scale` [1] and `input_offset` [1]; older exports have the tensors of W8A8_DYNAMIC beside them. Of
-W8A8_MIX, which has the tensors of both, those of W8A8 are passed over.
+W8A8_MIX, which has the tensors of both, those of W8A8 are passed over. W4A8_DYNAMIC has two outputs in a byte
+of `weight` [out / 2, in], and `scale_bias`, which follows from the weight: 8 times the sums of its rows.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from models.checkpoint.files import checkpoint_files, names_in, open_checkpoint
 from models.checkpoint.place import FLOATS, Place, check_finite
 from models.checkpoint.stored_parts import Gathering, PartPlace
 from models.config import UP
-from models.modelslim import DYNAMIC, FLOAT, MIXED, STATIC, Described
+from models.modelslim import DYNAMIC, FLOAT, MIXED, STATIC, W4A8, Described
+from models.ops.operands import unpaired
 from models.parallel.share import Slices
 from models.quantization import Quantization
 
@@ -30,8 +32,8 @@ ANY = (*FLOATS, "I8", "I32", "I64")
 OF_INPUTS = "input_scale", "input_offset"  # one number for all inputs of a linear
 STATIC_ENDS = "quant_bias", "deq_scale", *OF_INPUTS
 # Tensors beside a weight that change nothing here, by type; those of ZEROS are checked
-ZEROS = {DYNAMIC: ("weight_offset",), MIXED: ("weight_offset",), STATIC: ("weight_offset",)}
-PASSED = {MIXED: STATIC_ENDS, STATIC: ("weight_scale", "bias", *STATIC_ENDS)}
+ZEROS = dict.fromkeys((DYNAMIC, MIXED, STATIC, W4A8), ("weight_offset",))
+PASSED = {MIXED: STATIC_ENDS, STATIC: ("weight_scale", "bias", *STATIC_ENDS), W4A8: ("scale_bias",)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,10 +113,12 @@ def in_described(
     shapes = dict(_shapes(path))
     for name, shape in shapes.items():
         linear, _, end = name.rpartition(".")
-        kind, place = form.types.get(linear, FLOAT), more.get(f"{linear}.weight")
+        kind, place = form.types.get(linear, FLOAT), places.get(f"{linear}.weight")
         if kind == FLOAT or not isinstance(place, Place):
             continue
-        if name in more:
+        if end == "weight" and kind == W4A8 and form.form(linear) == "int8":
+            more[name] = _widened(name, place)
+        elif name in more:
             more[name] = _static(end, more[name])
         elif end in STATIC_ENDS and kind == STATIC and linear.endswith(UP):
             more |= {} if f"{linear}.weight_scale" in shapes else _multiplied_out(linear, more)
@@ -129,6 +133,25 @@ def _static(end: str, place: Place | PartPlace | Unused) -> Place | PartPlace | 
     if type(place) is not Place or end not in kinds:
         return place
     return kinds[end](place.room, place.shape, place.slices, place.order, place.ranges)
+
+
+def _widened(name: str, place: Place) -> PartPlace:
+    """Return what unpacks a weight in 4 bits to int8."""
+    gathering = Gathering((place,), name, lambda found: (unpaired(found["weight"]),))
+    outputs, inputs = place.shape
+    return PartPlace(
+        gathering, "weight", (outputs // 2, inputs), of_pairs(name, place.slices), ("I8",), ("weight",)
+    )
+
+
+def of_pairs(name: str, slices: Slices) -> Slices:
+    """Convert slices of outputs, if they are cut, to pairs of them; inputs are unchanged."""
+    if not slices or slices[0] == slice(None):
+        return slices
+    rows = slices[0]
+    if rows.start % 2 or rows.stop % 2:
+        raise ValueError(f"{name} has two outputs in a byte, which tensor ranks would part: take fewer ranks")
+    return (slice(rows.start // 2, rows.stop // 2), *slices[1:])
 
 
 def _multiplied_out(linear: str, places: DescribedPlaces) -> dict[str, PartPlace]:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from models.checkpoint.files import checkpoint_files, names_in, open_checkpoint, tensor_names
 from models.checkpoint.layer_parts import SINKS, LayerParts
-from models.checkpoint.modelslim import OF_INPUTS, in_described
+from models.checkpoint.modelslim import OF_INPUTS, in_described, of_pairs
 from models.checkpoint.place import Place, Rounding
 from models.checkpoint.stacked_experts import AnyPlace, PackedStack, Places, in_stacks
 from models.checkpoint.stored_parts import PartPlace, in_parts
@@ -227,6 +227,8 @@ def placed(parts: LayerParts, config: DecoderConfig, held: dict[str, int], share
                 slices = () if kind in OF_INPUTS else share.slices(f"{name}.{cut}", config)
                 if isinstance(form, Int4) and kind == "weight":
                     slices = _of_words(slices)
+                if form == "w4a8" and kind == "weight":
+                    slices = of_pairs(name, slices)
                 places[f"{name}.{kind}"] = Place(room, shape, slices, orders.get(name), rounding=rounding)
     return places
 
@@ -243,8 +245,8 @@ def _shape(kind: str, outputs: int, inputs: int, form: Form) -> tuple[int, ...]:
     width, count = inputs, 1
     if isinstance(form, Int4):
         width, count = inputs // IN_A_WORD, form.num_groups(inputs)
-    of_scales = (outputs, count)
-    shapes = {"weight": (outputs, width), "weight_scale": of_scales, "weight_offset": of_scales}
+    of_scales, rows = (outputs, count), outputs // 2 if form == "w4a8" else outputs
+    shapes = {"weight": (rows, width), "weight_scale": of_scales, "weight_offset": of_scales}
     return shapes.get(kind, (1,) if kind in OF_INPUTS else (outputs,))
 
 
@@ -287,7 +289,8 @@ def rooms_of(linear: Linear | UpProjection, widths: list[int]) -> Iterator[tuple
     for kind in ("weight", "weight_scale", "weight_offset", "bias"):
         joined = getattr(linear, kind, None)
         if joined is not None and not (linear.rounds and kind == "weight_scale"):  # which is computed
-            yield kind, joined.data.split(widths)
+            is_paired = kind == "weight" and linear.form == "w4a8"
+            yield kind, joined.data.split([width // 2 for width in widths] if is_paired else widths)
     static = getattr(linear, "static", None)
     for kind, joined in () if static is None else static.named_parameters():
         yield kind, joined.data.split(widths)

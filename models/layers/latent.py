@@ -30,7 +30,7 @@ class UpProjection(nn.Module):
     Its rows are filled with the keys of all heads and, after them, the values of all heads.
     """
 
-    bias, rounds = None, False  # attributes of a linear
+    bias, rounds, form = None, False, "int8"  # attributes of a linear
 
     def __init__(
         self,

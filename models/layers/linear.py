@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from devices.int8 import quantize_rows
 from models.config import Form
 from models.layers.low_rank import LowRank
-from models.ops.operands import Int4Weight, Int8Rows, StaticInt8, UnpackedLinear
+from models.ops.operands import Int4Weight, Int8Rows, PairedInt4, StaticInt8, UnpackedLinear
 from models.ops.reference import Ops, Packed, Widths
 from models.packing import IN_A_WORD, Int4
 from models.parallel.group import Group
@@ -86,7 +86,7 @@ class Linear(nn.Module):
 
     `form` says whether the weight is kept in the model's type ("plain"), read in int8 beside a scale
     ("int8"), read in the model's type and quantised at once ("quantize"), read in int8 beside the scales of
-    outputs and inputs ("static"), or in 4 bits (`Int4`).
+    outputs and inputs ("static"), in 4 bits that are multiplied with int8 ("w4a8"), or in 4 bits (`Int4`).
     """
 
     def __init__(
@@ -108,14 +108,18 @@ class Linear(nn.Module):
         bias = bias and self.static is None  # the quantised bias holds it
         self.weight_scale: nn.Parameter | None = None
         self.weight_offset: nn.Parameter | None = None
+        rows = out_features
         if self.is_int8:
             self.weight_scale = parameter(out_features, 1, dtype=torch.float32, device=device)
+        elif form == "w4a8":
+            self.weight_scale = parameter(out_features, 1, dtype=torch.float32, device=device)
+            stored, rows = torch.int8, out_features // 2
         elif isinstance(form, Int4):
             stored, width, count = torch.int32, in_features // IN_A_WORD, form.num_groups(in_features)
             self.weight_scale = parameter(out_features, count, dtype=dtype, device=device)
             if form.has_zeros:
                 self.weight_offset = parameter(out_features, count, dtype=dtype, device=device)
-        self.weight: nn.Parameter | None = parameter(out_features, width, dtype=stored, device=device)
+        self.weight: nn.Parameter | None = parameter(rows, width, dtype=stored, device=device)
         self.bias = parameter(out_features, dtype=dtype, device=device) if bias else None
         self.packed: Packed = None
         self.low_rank: LowRank | None = None  # what the adapters of requests add
@@ -133,6 +137,9 @@ class Linear(nn.Module):
         if isinstance(weight, Int4Weight):
             int4 = weight, bias
             self.packed = ops.pack_int4_split(*int4, self.widths) if self.widths else ops.pack_int4(*int4)
+        elif isinstance(weight, PairedInt4):
+            assert not self.widths, "an expert's outputs are read as a whole"
+            self.packed = ops.pack_w4a8(weight, bias)
         elif scale is not None:
             int8 = weight, scale.float(), bias
             self.packed = ops.pack_int8_split(*int8, self.widths) if self.widths else ops.pack_int8(*int8)
@@ -159,6 +166,8 @@ class Linear(nn.Module):
             return UnpackedLinear(self._int4_weight(self.form), None, bias)
         assert self.weight is not None, "a linear is packed once"
         weight, scale = self.weight.data, self.weight_scale
+        if self.form == "w4a8" and scale is not None:
+            return UnpackedLinear(PairedInt4(weight, scale[:, 0]), None, bias)
         return UnpackedLinear(weight, None if scale is None else scale[:, 0].to(self.scale_dtype), bias)
 
     @property
@@ -204,6 +213,8 @@ class Linear(nn.Module):
             y = self.ops.linear_int8(x, self.packed)
         elif isinstance(self.form, Int4):
             y = self.ops.linear_int4(_unquantized(x), self.packed)
+        elif self.form == "w4a8":
+            y = self.ops.linear_w4a8(_unquantized(x), self.packed)
         elif self.form == "static":
             (y,) = self.packed[1](_unquantized(x))
         else:

@@ -76,6 +76,31 @@ def in_words(values: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
+class PairedInt4:
+    """A weight of numbers from -8 to 7 with a scale for each output, to be multiplied with int8 (W4A8).
+
+    A byte has the numbers of two neighbouring outputs, the first in its low half; each half has its own sign.
+    """
+
+    pairs: Tensor  # int8 [O / 2, I]
+    scale: Tensor  # float32 [O]
+
+    def numbers(self) -> Tensor:
+        """Return the numbers as int8 [O, I]."""
+        return unpaired(self.pairs)
+
+    def split(self, num_outputs: int) -> list[PairedInt4]:
+        """Split it into parts of so many outputs each, an even number; the last may be smaller."""
+        parts = zip(self.pairs.split(num_outputs // 2), self.scale.split(num_outputs))
+        return [PairedInt4(*part) for part in parts]
+
+
+def unpaired(pairs: Tensor) -> Tensor:
+    """Unpack int8 bytes [O / 2, I] to the numbers [O, I] of neighbouring outputs, from -8 to 7."""
+    return torch.stack((pairs << 4 >> 4, pairs >> 4), 1).flatten(0, 1)
+
+
+@dataclass(frozen=True, slots=True)
 class StaticInt8:
     """An int8 weight whose inputs have one scale and one offset, known before they are computed (W8A8).
 
@@ -112,7 +137,7 @@ class StaticInt8:
 class UnpackedLinear:
     """The weight, scale and bias of a linear, before a device packs them."""
 
-    weight: Tensor | Int4Weight  # [out, in]
+    weight: Tensor | Int4Weight | PairedInt4  # [out, in]
     scale: Tensor | None = None  # [out], if the weight is int8
     bias: Tensor | None = None  # [out]
 
@@ -126,6 +151,6 @@ class ExpertKind:
 
     hidden: int
     inner: int  # inner size on this rank
-    form: Literal["plain", "int8", "int4", "static"] = "plain"
+    form: Literal["plain", "int8", "int4", "static", "w4a8"] = "plain"
     is_swiglu: bool = True  # otherwise it has another gate
     has_bias: bool = False

@@ -19,7 +19,14 @@ from torch.nn import functional as F
 from attention.latent import LatentLinears, LatentUp
 from devices.int8 import quantize_rows
 from models.config import MixtureConfig
-from models.ops.operands import ExpertKind, Int4Weight, Int8Rows, StaticInt8, UnpackedLinear
+from models.ops.operands import (
+    ExpertKind,
+    Int4Weight,
+    Int8Rows,
+    PairedInt4,
+    StaticInt8,
+    UnpackedLinear,
+)
 from models.packing import WIDENED_ROWS
 from models.parallel.group import Group
 
@@ -120,6 +127,21 @@ class Ops:
         weight, scale, bias = packed
         y: Tensor = (self.int8_product(rows, weight) + bias).float() * scale
         return y.to(dtype)
+
+    def pack_w4a8(self, weight: PairedInt4, bias: Tensor | None) -> Packed:
+        """Pack a weight in 4 bits that is multiplied with int8."""
+        return weight.pairs, weight.scale, bias
+
+    def linear_w4a8(self, x: Tensor, packed: Packed) -> Tensor:
+        """Map [T, in] to [T, out]: x is quantised token by token, and the weight widened to int8 in parts."""
+        pairs, scale, bias = packed
+        rows = self.quantized(x)
+        parts = [
+            self.linear_int8(rows, self.pack_int8(part.numbers(), part.scale, None))
+            for part in PairedInt4(pairs, scale).split(WIDENED_ROWS)
+        ]
+        y = torch.cat(parts, -1)
+        return y if bias is None else y + bias
 
     def check_int4(
         self, dtype: torch.dtype, group_size: int | None, largest: int, of_experts: Sequence[int] = ()

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from models.checkpoint import weights
+from models.layers.mixture import Mixture
 from models.parallel.group import ALONE
 from recipes.assembly.families import config_in
 from tests.models.modelslim_checkpoints import DESCRIPTION, Types, checkpoint, oracle_logprobs
@@ -70,8 +71,14 @@ def mostly(**kinds: str) -> Types:
     return lambda name: next((kind for word, kind in kinds.items() if word in name), "FLOAT")
 
 
+def kimi(name: str) -> str:
+    """Experts in 4 bits, dense and shared MLPs by token, attention static."""
+    return "W4A8_DYNAMIC" if ".experts." in name else mostly(self_attn="W8A8", mlp="W8A8_DYNAMIC")(name)
+
+
 # As published: attention static and experts by token, or all of them in one way
 QWEN3_MOE = mostly(self_attn="W8A8", experts="W8A8_DYNAMIC")
+EVEN: dict[str, Any] = {"moe_intermediate_size": 32}  # 16 pieces of whose inputs have sums of their own
 
 
 @pytest.mark.parametrize(
@@ -84,6 +91,9 @@ QWEN3_MOE = mostly(self_attn="W8A8", experts="W8A8_DYNAMIC")
         ("llama_biased", everywhere("W8A8"), {"dtype": torch.float16}),
         ("qwen3", everywhere("W8A8_MIX"), {}),
         ("qwen3_moe", QWEN3_MOE, {"norm_biases": True}),
+        ("qwen3_moe", kimi, EVEN),
+        ("qwen3", everywhere("W4A8_DYNAMIC"), {}),  # dense linears, which are widened
+        ("deepseek_v3", kimi, EVEN),
         ("deepseek_v3", everywhere("W8A8"), {}),
         ("deepseek_v3", mostly(self_attn="W8A8", mlp="W8A8_DYNAMIC"), {}),
         ("deepseek_v3_one_group", everywhere("W8A8"), {"are_apart": True}),
@@ -104,15 +114,20 @@ def test_answers_are_those_of_the_arithmetic(
         ("qwen3", everywhere("W8A8")),
         ("llama_biased", everywhere("W8A8")),
         ("qwen3_moe", QWEN3_MOE),
+        ("qwen3_moe", kimi),
     ],
 )
 def test_an_npu_answers_so_within_its_rounding(name: str, types: Types, dtype: Any, tmp_path: Path) -> None:
     """By its operators, in steps that are captured too."""
     more = {"norm_biases": True, "is_wide": True, "dtype": getattr(torch, dtype)}
+    more |= EVEN if name == "qwen3_moe" else {}
     model, path = checkpoint(name, tmp_path, types, **more)
     right = expected(model, path)
     for graphs in (False, True):
         decoder, _ = built(path, ALONE, "npu", way="fused", dtype=dtype)
+        for mixture in (layer.mlp for layer in decoder.layers if isinstance(layer.mlp, Mixture)):
+            held = torch.int32 if types is kimi else torch.int8
+            assert all(each.weight.dtype == held for each in mixture._joined), "all experts are one product"
         assert_near(logits_of(decoder, graphs=graphs), right)
 
 
@@ -131,14 +146,16 @@ def of_ranks(path: Path, experts: int = 1) -> list[Tensor]:
     return together(2, lambda group: logits_of(built(path, group, experts=experts)[0]))
 
 
-@pytest.mark.parametrize("types", [everywhere("W8A8_DYNAMIC"), QWEN3_MOE], ids=["dynamic", "static"])
+@pytest.mark.parametrize(
+    "types", [everywhere("W8A8_DYNAMIC"), QWEN3_MOE, kimi], ids=lambda each: each.__name__
+)
 @pytest.mark.parametrize(("experts", "divided"), [(1, 2), (2, 1)])
 def test_ranks_hold_their_shares_of_every_scale(
     experts: int, divided: int, types: Types, tmp_path: Path
 ) -> None:
     """Two tensor ranks, which divide each expert or have half of them each."""
     ranks = partial(of_ranks, experts=experts)
-    assert_answers("qwen3_moe", types, tmp_path, ranks, ranks=2, divided=divided)
+    assert_answers("qwen3_moe", types, tmp_path, ranks, ranks=2, divided=divided, **EVEN)
 
 
 def test_ranks_add_a_quantised_bias_once(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.virtual_npu.right_mixture_calls import of_4_and_8_bits
 from virtual_npu.contract import Conditions
 from virtual_npu.operators import OPERATORS
 
@@ -88,6 +89,22 @@ def test_a_scale_that_is_known_beforehand_is_multiplied_with() -> None:
     for given in (scale, bits):
         out = KERNELS["npu::npu_quant_matmul"](one, other, given, output_dtype=torch.float16)
         assert out.tolist() == [[2.0, 6.0]]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_product_of_4_and_8_bits_is_whole_with_its_bias_alone(dtype: torch.dtype) -> None:
+    weight, more = of_4_and_8_bits(2, 5, 3, 7)
+    x, counts = torch.randint(-128, 128, (7, 5)).to(torch.int8), torch.tensor([3, 4])
+    words = torch.stack([weight.long() >> (4 * place) & 15 for place in range(8)], -1).flatten(-2)
+    numbers = torch.where(words > 7, words - 16, words).double()
+    scale = more["scale"][0].int().view(torch.float32).double()
+    total = torch.cat((x[:3].double() @ numbers[0], x[3:].double() @ numbers[1]))
+    right = total * scale[:, 0].repeat_interleave(counts, 0) * more["per_token_scale"][0][:, None].double()
+    product = partial(KERNELS["npu::npu_grouped_matmul"], [x], [weight], output_dtype=dtype, split_item=2)
+    product = partial(product, group_type=0, group_list=counts, group_list_type=1)
+    torch.testing.assert_close(product(**more)[0], right.to(dtype), rtol=1e-2, atol=1e-2)
+    wrong = product(**more | {"bias": [torch.zeros_like(more["bias"][0])]})[0]
+    assert (wrong.double() - right).abs().max() > 1
 
 
 def test_a_norm_that_ends_in_int8_is_the_norm_and_then_the_rows() -> None:

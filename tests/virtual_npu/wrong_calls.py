@@ -284,6 +284,12 @@ def in_int8(**values: object) -> Change:
     return of_experts(**right | values)
 
 
+def in_4_and_8_bits(**values: object) -> Change:
+    """The same with a weight in 4 bits."""
+    right = {"weight": [torch.ones(3, 4, 1).int()], "scale": [torch.ones(3, 1, 8).long()]}
+    return in_int8(**right | {"bias": [torch.ones(3, 8)]} | values)
+
+
 GROUPED = [
     Wrong("groups", to("x", lambda x: x[1:]), "weight", "a list of"),
     Wrong("matched", to("x", lambda x: [each.double() for each in x]), "x", "float64"),
@@ -315,8 +321,13 @@ GROUPED = [
     Wrong("scaled", in_int8(scale=[torch.ones(3, 8)]), "scale", "float32"),
     Wrong("scaled", in_int8(per_token_scale=[torch.ones(5)]), "per_token_scale", "for"),
     Wrong("matched", in_int8(weight=[torch.ones(3, 4, 8).half()]), "weight", "float16"),
+    Wrong("experts", in_int8(weight=[torch.ones(3, 4, 1).int()]), "bias", "None for int32"),
+    Wrong("scaled", in_4_and_8_bits(scale=[torch.ones(3, 8)]), "scale", "float32"),
+    Wrong("scaled", in_4_and_8_bits(scale=[torch.ones(3, 2, 8).long()]), "scale", "(3, 2, 8)"),
+    Wrong("scaled", in_4_and_8_bits(bias=[torch.ones(3, 8).half()]), "bias", "float16"),
+    Wrong("sides", in_4_and_8_bits(bias=[torch.ones(3, 9)]), "bias", "(3, 9)"),
     Wrong("sides", of_experts(bias=[torch.ones(8).half()]), "bias", "for"),
-    Wrong("experts", in_int8(bias=[torch.ones(3, 8).int()]), "bias", "in int8"),
+    Wrong("experts", in_int8(bias=[torch.ones(3, 8).int()]), "bias", "given for"),
     Wrong("antiquant", of_experts(antiquant_scale=[torch.ones(3, 8).half()]), "antiquant_scale", "given for"),
     Wrong("antiquant", in_4_bits(antiquant_offset=None), "antiquant_offset", "not both"),
     Wrong(

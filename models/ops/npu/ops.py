@@ -28,6 +28,7 @@ from models.ops.npu.latent_up import NpuLatentUp
 from models.ops.npu.static_ops import StaticOps
 from models.ops.operands import ExpertKind, Int8Rows, UnpackedLinear
 from models.ops.reference import Ops, Packed, Widths
+from models.packing import IN_A_WORD
 from models.parallel.group import Group
 
 FUSED_ROTARY_DIMS = (64, 128)  # head dims that npu_apply_rotary_pos_emb takes
@@ -258,7 +259,9 @@ class NpuOps(Int4Ops, StaticOps, PlainNpuOps):
 
         In int8 this holds only for experts that its fused gate takes.
         """
-        if kind.form == "static":
+        if kind.form == "static" or (
+            kind.form == "w4a8" and (kind.hidden % IN_A_WORD or kind.inner % IN_A_WORD)
+        ):
             return False
         return self.product.has_mixtures and (kind.form != "int8" or (kind.is_swiglu and not kind.has_bias))
 
@@ -268,7 +271,8 @@ class NpuOps(Int4Ops, StaticOps, PlainNpuOps):
         In int8, scales of the second have the type that it needs for results in bfloat16.
         """
         gate_up, down = (
-            joined(some, self.pack, self.pack_int4, self._no_offsets) for some in (gate_ups, downs)
+            joined(some, self.pack, self.pack_int4, self._no_offsets, is_last=some is downs)
+            for some in (gate_ups, downs)
         )
         return (gate_up if gate_up.scale is None else gated_by_width(gate_up, down)), down
 
