@@ -23,10 +23,19 @@ from models.quantization import KEY, Quantization, Stored
 
 PATTERN = "quant_model_description*.json"
 MOST_DESCRIPTION_BYTES = 2**28  # an entry for each tensor of 256 experts in 61 layers has 18 MiB
-FLOAT, DYNAMIC, MIXED, STATIC, W4A8 = "FLOAT", "W8A8_DYNAMIC", "W8A8_MIX", "W8A8", "W4A8_DYNAMIC"
+FLOAT, DYNAMIC, MIXED, STATIC = "FLOAT", "W8A8_DYNAMIC", "W8A8_MIX", "W8A8"
+W4A8, W8A16 = "W4A8_DYNAMIC", "W8A16"
 # Form in which a linear of each type is held. A W8A8_MIX has the tensors of both others, of which the static
-# ones serve a decode-only engine of vllm-ascend; an engine that computes prompts too is dynamic
-READ: dict[str, Stored] = {FLOAT: "plain", DYNAMIC: "int8", MIXED: "int8", STATIC: "static", W4A8: "w4a8"}
+# ones serve a decode-only engine of vllm-ascend; an engine that computes prompts too is dynamic. W8A16 is
+# multiplied out while it is read
+READ: dict[str, Stored] = {
+    FLOAT: "plain",
+    DYNAMIC: "int8",
+    MIXED: "int8",
+    STATIC: "static",
+    W4A8: "w4a8",
+    W8A16: "plain",
+}
 EXPERTS = ".experts."  # part of an expert's names, which those of a shared expert lack
 _ON_950 = "whose products only the Ascend 950 has, and which this engine does not call"
 _BY_4_BITS = "activations in 4 bits, which this engine does not compute"
@@ -55,7 +64,7 @@ class Described(Quantization):
 
     def covers(self, name: str) -> bool:
         """Whether a checkpoint's linear is quantised."""
-        return self.types.get(name, FLOAT) != FLOAT
+        return self.form(name) != "plain"
 
     def has_norm_bias(self, name: str) -> bool:
         """See Quantization.has_norm_bias."""

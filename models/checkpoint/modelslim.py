@@ -5,7 +5,8 @@ the weights are symmetric. W8A8 has `deq_scale` [out], which is the product of t
 weight's, `quant_bias` int32 [out], which holds the linear's bias and what the inputs' offset adds,
 `input_scale` [1] and `input_offset` [1]; older exports have the tensors of W8A8_DYNAMIC beside them. Of
 W8A8_MIX, which has the tensors of both, those of W8A8 are passed over. W4A8_DYNAMIC has two outputs in a byte
-of `weight` [out / 2, in], and `scale_bias`, which follows from the weight: 8 times the sums of its rows.
+of `weight` [out / 2, in], and `scale_bias`, which follows from the weight: 8 times the sums of its rows. A
+W8A16 has the tensors of W8A8_DYNAMIC, and inputs in the model's type.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from models.checkpoint.files import checkpoint_files, names_in, open_checkpoint
 from models.checkpoint.place import FLOATS, Place, check_finite
 from models.checkpoint.stored_parts import Gathering, PartPlace
 from models.config import UP
-from models.modelslim import DYNAMIC, FLOAT, MIXED, STATIC, W4A8, Described
+from models.modelslim import DYNAMIC, FLOAT, MIXED, STATIC, W4A8, W8A16, Described
 from models.ops.operands import unpaired
 from models.parallel.share import Slices
 from models.quantization import Quantization
@@ -32,7 +33,7 @@ ANY = (*FLOATS, "I8", "I32", "I64")
 OF_INPUTS = "input_scale", "input_offset"  # one number for all inputs of a linear
 STATIC_ENDS = "quant_bias", "deq_scale", *OF_INPUTS
 # Tensors beside a weight that change nothing here, by type; those of ZEROS are checked
-ZEROS = dict.fromkeys((DYNAMIC, MIXED, STATIC, W4A8), ("weight_offset",))
+ZEROS = dict.fromkeys((DYNAMIC, MIXED, STATIC, W4A8, W8A16), ("weight_offset",))
 PASSED = {MIXED: STATIC_ENDS, STATIC: ("weight_scale", "bias", *STATIC_ENDS), W4A8: ("scale_bias",)}
 
 
@@ -118,6 +119,8 @@ def in_described(
             continue
         if end == "weight" and kind == W4A8 and form.form(linear) == "int8":
             more[name] = _widened(name, place)
+        elif end == "weight" and kind == W8A16:
+            more |= _in_floats(linear, place)
         elif name in more:
             more[name] = _static(end, more[name])
         elif end in STATIC_ENDS and kind == STATIC and linear.endswith(UP):
@@ -142,6 +145,16 @@ def _widened(name: str, place: Place) -> PartPlace:
     return PartPlace(
         gathering, "weight", (outputs // 2, inputs), of_pairs(name, place.slices), ("I8",), ("weight",)
     )
+
+
+def _in_floats(linear: str, place: Place) -> dict[str, PartPlace]:
+    """Return what multiplies an int8 weight with its scales to the model's type."""
+    ends = ("weight", "weight_scale")
+    name = f"{linear}.weight"
+    gathering = Gathering((place,), name, lambda found: (found[ends[0]].float() * found[ends[1]].float(),))
+    weight = PartPlace(gathering, ends[0], place.shape, place.slices, ("I8",), ends)
+    scale = PartPlace(gathering, ends[1], (place.shape[0], 1), place.slices[:1], FLOATS, ends)
+    return {name: weight, f"{linear}.{ends[1]}": scale}
 
 
 def of_pairs(name: str, slices: Slices) -> Slices:

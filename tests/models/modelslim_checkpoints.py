@@ -126,10 +126,11 @@ def checkpoint(
     """transformers' model whose linears compute by msModelSlim's arithmetic, and the directory that it wrote.
 
     Linears that share an input share its scale, unless they `are_apart`; `ranks` divide the inputs of dense
-    linears, and `divided` of them those of an expert. Another `salt` draws other scales of inputs.
+    linears, and `divided` of them those of an expert. Another `salt` draws other weights and scales.
     """
     variant = next(each for each in VARIANTS if each.name == name)
     variant = wide(variant) if is_wide else variant
+    variant = replace(variant, name=variant.name + salt * "_")  # a seed follows from its length
     options = variant.options | {"max_position_embeddings": 512} | options
     model, path = make(replace(variant, options=options, shard_size="5GB", saved_as=dtype), root)
     tensors = load_file(path / "model.safetensors")

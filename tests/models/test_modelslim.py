@@ -53,7 +53,7 @@ def assert_answers(
     """Every rank answers as the arithmetic says, with the same best tokens.
 
     An activation that lies between two integers to the last bit may fall on either, as the order of a sum
-    has it, and then all that follows moves. Scales of inputs are drawn anew for it, twice at most.
+    has it, and then all that follows moves. Weights and scales are drawn anew for it, twice at most.
     """
     for salt in range(3):
         model, path = checkpoint(name, root / str(salt), types, salt=salt, **more)
@@ -93,6 +93,8 @@ EVEN: dict[str, Any] = {"moe_intermediate_size": 32}  # 16 pieces of whose input
         ("qwen3_moe", QWEN3_MOE, {"norm_biases": True}),
         ("qwen3_moe", kimi, EVEN),
         ("qwen3", everywhere("W4A8_DYNAMIC"), {}),  # dense linears, which are widened
+        ("llama_biased", everywhere("W8A16"), {}),
+        ("deepseek_v3", mostly(self_attn="W8A16", mlp="W8A8_DYNAMIC"), {}),
         ("deepseek_v3", kimi, EVEN),
         ("deepseek_v3", everywhere("W8A8"), {}),
         ("deepseek_v3", mostly(self_attn="W8A8", mlp="W8A8_DYNAMIC"), {}),
@@ -147,7 +149,9 @@ def of_ranks(path: Path, experts: int = 1) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    "types", [everywhere("W8A8_DYNAMIC"), QWEN3_MOE, kimi], ids=lambda each: each.__name__
+    "types",
+    [everywhere("W8A8_DYNAMIC"), QWEN3_MOE, kimi, everywhere("W8A16")],
+    ids=lambda each: each.__name__,
 )
 @pytest.mark.parametrize(("experts", "divided"), [(1, 2), (2, 1)])
 def test_ranks_hold_their_shares_of_every_scale(
