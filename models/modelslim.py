@@ -10,6 +10,7 @@ and of the type.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -36,6 +37,8 @@ READ: dict[str, Stored] = {
     W4A8: "w4a8",
     W8A16: "plain",
 }
+# Scales and offsets of keys and values (C8), and of queries, keys and values of latent attention (FAKQuant)
+CACHE_SCALE = re.compile(r"\.self_attn\.([kv]_proj\.kv_cache_|fa_[qkv]\.)(scale|offset)$")
 EXPERTS = ".experts."  # part of an expert's names, which those of a shared expert lack
 _ON_950 = "whose products only the Ascend 950 has, and which this engine does not call"
 _BY_4_BITS = "activations in 4 bits, which this engine does not compute"
@@ -61,6 +64,7 @@ class Described(Quantization):
     file: str = ""  # path of the description
     types: Mapping[str, str] = field(default_factory=dict, hash=False)
     norm_biases: frozenset[str] = frozenset()  # norms that have a bias
+    cache_scale: str | None = None  # a tensor that has scales of keys or values, if there are any
 
     def covers(self, name: str) -> bool:
         """Whether a checkpoint's linear is quantised."""
@@ -79,6 +83,21 @@ class Described(Quantization):
         # 4 bits with 8 is of experts: another linear is widened when it is read
         is_int8 = name.endswith(UP) if stored == "static" else stored == "w4a8" and EXPERTS not in name
         return "int8" if is_int8 else stored
+
+
+def check_cache(config: DecoderConfig) -> DecoderConfig:
+    """Return the configuration; raises ValueError if the checkpoint has scales of a cache and this has none.
+
+    These are C8's, one for each channel of keys and of values, and FAKQuant's, of latents. An int8 cache has
+    a scale of its own for each token and head in their place.
+    """
+    form = config.quantization
+    if isinstance(form, Described) and form.cache_scale is not None and not config.int8_cache:
+        raise ValueError(
+            f"{Path(form.file).name} has {form.cache_scale}, a scale of an int8 cache, and this one is in"
+            f" {config.dtype}"
+        )
+    return config
 
 
 def description_in(path: Path) -> Path | None:
@@ -125,7 +144,12 @@ def described(config: DecoderConfig, path: Path) -> DecoderConfig:
                 f"group_size is {said['group_size']}, and {W4A8} is read with a scale for each output: export"
                 " it again by channel, as vllm-ascend needs it too"
             )
-        form = Described(file=str(file), types=types, norm_biases=frozenset(_norm_biases(said, config)))
+        form = Described(
+            file=str(file),
+            types=types,
+            norm_biases=frozenset(_norm_biases(said, config)),
+            cache_scale=next((key for key in said if CACHE_SCALE.search(key)), None),
+        )
         made = replace(config, quantization=form)
         _check_joined(made, types)
     except ValueError as error:

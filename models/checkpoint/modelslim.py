@@ -24,7 +24,7 @@ from models.checkpoint.files import checkpoint_files, names_in, open_checkpoint
 from models.checkpoint.place import FLOATS, Place, check_finite
 from models.checkpoint.stored_parts import Gathering, PartPlace
 from models.config import UP
-from models.modelslim import DYNAMIC, FLOAT, MIXED, STATIC, W4A8, W8A16, Described
+from models.modelslim import CACHE_SCALE, DYNAMIC, FLOAT, MIXED, STATIC, W4A8, W8A16, Described
 from models.ops.operands import unpaired
 from models.parallel.share import Slices
 from models.quantization import Quantization
@@ -60,8 +60,8 @@ class Unused:
         """Raise ValueError if it changes something after all; see Place.take."""
         if self.must_be_zero and bool(tensor.any()):
             raise ValueError(
-                f"{file}: {name} is not zero, and weights are read that are symmetric: export the model again"
-                " with symmetric weights"
+                f"{file}: {name} is not zero, and what is read is symmetric: export the model again without"
+                " offsets"
             )
 
 
@@ -114,6 +114,11 @@ def in_described(
     shapes = dict(_shapes(path))
     for name, shape in shapes.items():
         linear, _, end = name.rpartition(".")
+        if (
+            CACHE_SCALE.search(name)
+            and f"{linear.rpartition('.self_attn.')[0]}.self_attn.o_proj.weight" in places
+        ):
+            more[name] = Unused(shape, must_be_zero=name.endswith("offset"))
         kind, place = form.types.get(linear, FLOAT), places.get(f"{linear}.weight")
         if kind == FLOAT or not isinstance(place, Place):
             continue

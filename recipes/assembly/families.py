@@ -16,7 +16,7 @@ from models.checkpoint.huggingface import check_attended
 from models.checkpoint.int4 import check_groups, kept_int4
 from models.config import DecoderConfig
 from models.drafting.config import Eagle3Config, MtpConfig, mtp_config
-from models.modelslim import described, without_method
+from models.modelslim import check_cache, described, without_method
 from models.parallel.placement import read as read_placement
 from models.parallel.share import Share, check_experts, check_ranks, check_stages
 from models.quantization import Quantization
@@ -180,7 +180,11 @@ def _as_asked(config: DecoderConfig, recipe: Recipe, quantization: str, dtype: D
             raise RecipeError("model.quantization", str(error), fix, value=quantization) from error
     if dtype != "auto":
         config = replace(config, dtype=dtype)
-    return replace(config, int8_cache=recipe.cache.dtype == "int8")
+    try:
+        return check_cache(replace(config, int8_cache=recipe.cache.dtype == "int8"))
+    except ValueError as error:
+        fix = "set it to int8, where the device has such a cache, or use a checkpoint without C8 or FAKQuant"
+        raise RecipeError("cache.dtype", str(error), fix, value=recipe.cache.dtype) from error
 
 
 def decoder_config(hf: Mapping[str, Any]) -> DecoderConfig:

@@ -116,6 +116,7 @@ def checkpoint(
     salt: int = 0,
     are_apart: bool = False,
     is_wide: bool = False,
+    has_cache_scales: bool = False,
     ranks: int = 1,
     divided: int = 1,
     norm_biases: bool = False,
@@ -162,6 +163,12 @@ def checkpoint(
             made[key.replace(".weight", ".bias")] = bias
             described[key.replace(".weight", ".bias")] = "FLOAT"
             _add_after(model.get_submodule(key.removesuffix(".weight")), bias)
+    for layer in range(model.config.num_hidden_layers if has_cache_scales else 0):
+        stems = ("k_proj.kv_cache_", "v_proj.kv_cache_")
+        stems = ("fa_q.", "fa_k.", "fa_v.") if "kv_lora_rank" in options else stems
+        for stem in (f"model.layers.{layer}.self_attn.{each}" for each in stems):
+            made |= {f"{stem}scale": torch.full((32,), 0.03), f"{stem}offset": torch.zeros(32)}
+            described |= dict.fromkeys((f"{stem}scale", f"{stem}offset"), "C8")
     _write(path, made, {"model_quant_type": "W8A8_DYNAMIC", "version": "1.0.0"} | described | (more or {}))
     _replace(model, linears)
     return model, path

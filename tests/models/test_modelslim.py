@@ -8,15 +8,23 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from continuous_batching.request import Request, SamplingParams
 from models.checkpoint import weights
 from models.layers.mixture import Mixture
 from models.parallel.group import ALONE
+from recipes.assembly.engine import build
 from recipes.assembly.families import config_in
+from recipes.schema.reader import load
+from recipes.schema.recipe import ROOT
+from recipes.schema.recipe_error import RecipeError
+from tests.device_kinds import settings
+from tests.models.families import generated
 from tests.models.modelslim_checkpoints import DESCRIPTION, Types, checkpoint, oracle_logprobs
 from tests.models.tensor_rank import STOPS, built, empty, logits_of, table
 from tests.models.test_random_shares import together
@@ -164,6 +172,34 @@ def test_ranks_hold_their_shares_of_every_scale(
 
 def test_ranks_add_a_quantised_bias_once(tmp_path: Path) -> None:
     assert_answers("llama_biased", everywhere("W8A8"), tmp_path, of_ranks, norm_biases=True)
+
+
+def greedy(path: Path, *more: str) -> list[int]:
+    """The tokens of an engine that a recipe of any checkpoint describes."""
+    asked = [f"model.path={path}", "cache.memory_gib=null", "cache.num_pages=40", "cache.page_size=16"]
+    asked += [*settings("cpu"), "model.dtype=float32", *more]
+    engine = build(load(ROOT / "recipes/any/cpu.yaml", asked)).engine
+    params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+    request = Request("0", np.arange(3, 40), params)
+    engine.add(request)
+    while engine.has_work:
+        engine.step()
+    return request.answer.tolist()
+
+
+@pytest.mark.parametrize(
+    ("name", "scale"), [("qwen3", r"k_proj\.kv_cache_scale"), ("deepseek_v3", r"fa_q\.scale")]
+)
+def test_scales_of_a_cache_are_of_a_quantised_one(name: str, scale: str, tmp_path: Path) -> None:
+    """Which has scales of its own, as fine as these: the tokens are those of the model."""
+    model, path = checkpoint(name, tmp_path, everywhere("W8A8_DYNAMIC"), has_cache_scales=True)
+    with pytest.raises(RecipeError, match=rf"has model\.layers\.0\.self_attn\.{scale}, a scale of"):
+        greedy(path)
+    found = greedy(path, "cache.dtype=int8", "device.attention=reference")
+    right, logprobs = generated(model, list(range(3, 40)), 8)
+    margins = logprobs.topk(2).values.diff().abs()[:, 0]
+    assert float(margins.min()) > 0.1, "the best tokens are decisive"
+    assert found == right
 
 
 def change(path: Path, **said: Any) -> None:
