@@ -65,6 +65,8 @@ class Described(Quantization):
     types: Mapping[str, str] = field(default_factory=dict, hash=False)
     norm_biases: frozenset[str] = frozenset()  # norms that have a bias
     cache_scale: str | None = None  # a tensor that has scales of keys or values, if there are any
+    is_rotated: bool = False  # whether hidden states are multiplied with an orthogonal matrix (QuaRot)
+    rotation: str | None = None  # path of the file with this matrix, if it was exported
 
     def covers(self, name: str) -> bool:
         """Whether a checkpoint's linear is quantised."""
@@ -149,6 +151,8 @@ def described(config: DecoderConfig, path: Path) -> DecoderConfig:
             types=types,
             norm_biases=frozenset(_norm_biases(said, config)),
             cache_scale=next((key for key in said if CACHE_SCALE.search(key)), None),
+            is_rotated=bool(_quarot(said, "metadata") or _quarot(said, "optional")),
+            rotation=_rotation(said, file.parent),
         )
         made = replace(config, quantization=form)
         _check_joined(made, types)
@@ -173,15 +177,35 @@ def _check_whole(said: Mapping[str, Any]) -> None:
     size = said.get("group_size", 0)
     if size and integers(0, 2**24).read(size) is None:
         raise ValueError(f"group_size is {abbreviate(size)}, which is no number of inputs; copy it again")
-    metadata = said.get("metadata")
-    turned = metadata.get("quarot") if isinstance(metadata, Mapping) else None
+    turned = _quarot(said, "metadata")
     for name in ("heads_rotation", "kronecker_rotation"):
-        online = turned.get(name) if isinstance(turned, Mapping) else None
+        online = turned.get(name)
         if isinstance(online, Mapping) and online.get("layers"):
             raise ValueError(
                 f"metadata.quarot.{name} names layers whose inputs are rotated at run time, which this engine"
                 f" does not compute: {_INSTEAD}"
             )
+
+
+def _quarot(said: Mapping[str, Any], part: str) -> Mapping[str, Any]:
+    """Return what a part of the description says of QuaRot (arXiv 2404.00456); nothing if it is not there."""
+    found = said.get(part)
+    turned = found.get("quarot") if isinstance(found, Mapping) else None
+    return turned if isinstance(turned, Mapping) else {}
+
+
+def _rotation(said: Mapping[str, Any], folder: Path) -> str | None:
+    """Return the path of the file with the rotation of hidden states; ValueError if it leads elsewhere."""
+    named = _quarot(said, "optional").get("rotation_map")
+    name = named.get("global_rotation") if isinstance(named, Mapping) else None
+    if name is None:
+        return None
+    if not isinstance(name, str) or not (folder / name).resolve().is_relative_to(folder.resolve()):
+        raise ValueError(
+            f"optional.quarot.rotation_map.global_rotation is {abbreviate(name)}, which is no file of this"
+            " folder; copy it again"
+        )
+    return str(folder / name)
 
 
 def _type_of(name: str, said: Mapping[str, Any]) -> str:

@@ -101,6 +101,35 @@ def scale_of(stored: Tensor) -> Tensor:
     return stored.to(torch.int32).view(torch.float32) if stored.dtype == torch.int64 else stored
 
 
+ROTATION = "global_rotation"
+
+
+def rotation_of(form: Quantization | None, hidden_size: int) -> Tensor | None:
+    """Return the matrix [hidden, hidden] that hidden states of a model are multiplied with, or None.
+
+    Raises ValueError if they are, and it was not exported or is another model's.
+    """
+    if not isinstance(form, Described) or not form.is_rotated:
+        return None
+    if form.rotation is None or not Path(form.rotation).is_file():
+        raise ValueError(
+            f"hidden states of the model are rotated (metadata.quarot in {Path(form.file).name}), and it has"
+            " no file of the rotation (optional.quarot.rotation_map.global_rotation): export it with the"
+            " rotation, or take another kind of drafts"
+        )
+    file = Path(form.rotation)
+    opened = open_checkpoint(file)
+    if ROTATION not in names_in(opened):
+        raise ValueError(f"{file} has no tensor {ROTATION}; copy it again")
+    found: Tensor = opened.get_tensor(ROTATION).float()
+    if found.shape != (hidden_size, hidden_size):
+        raise ValueError(f"{file}: {ROTATION} is {list(found.shape)}, and the hidden size is {hidden_size}")
+    check_finite(file, ROTATION, found, torch.float32)
+    if not torch.allclose(found @ found.t(), torch.eye(hidden_size), atol=1e-2):
+        raise ValueError(f"{file}: {ROTATION} is no rotation, whose rows are orthogonal; copy it again")
+    return found
+
+
 DescribedPlaces = dict[str, Place | PartPlace | Unused]
 
 

@@ -8,6 +8,7 @@ from continuous_batching.slots import SlotPool
 from devices.shapes import AttentionShape, LatentShape
 from kv_cache.device.storage import KVCache
 from models.checkpoint import weights
+from models.checkpoint.modelslim import rotation_of
 from models.config import DecoderConfig, HeadConfig
 from models.decoder import Decoder
 from models.drafting import eagle as head_weights
@@ -73,7 +74,7 @@ def draft_decoder(
             ops.check_int8(TORCH_DTYPES[draft.dtype])
         if isinstance(draft, Eagle3Config):
             head = Eagle3(draft, ops, attention)
-            head_weights.load(head, path)
+            head_weights.load(head, path, rotation_of(config.quantization, config.hidden_size))
             return head
         decoder = Decoder(draft, ops, attention)
         weights.load(decoder, path)

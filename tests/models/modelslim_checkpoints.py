@@ -114,26 +114,42 @@ def checkpoint(
     types: Types,
     *,
     salt: int = 0,
-    are_apart: bool = False,
     is_wide: bool = False,
-    has_cache_scales: bool = False,
-    ranks: int = 1,
-    divided: int = 1,
-    norm_biases: bool = False,
-    more: dict[str, Any] | None = None,
     dtype: torch.dtype = torch.float32,
+    form: dict[str, Any] | None = None,
     **options: Any,
 ) -> tuple[Any, Path]:
     """transformers' model whose linears compute by msModelSlim's arithmetic, and the directory that it wrote.
 
-    Linears that share an input share its scale, unless they `are_apart`; `ranks` divide the inputs of dense
-    linears, and `divided` of them those of an expert. Another `salt` draws other weights and scales.
+    Another `salt` draws other weights and scales, and `form` is what `quantised` takes.
     """
     variant = next(each for each in VARIANTS if each.name == name)
     variant = wide(variant) if is_wide else variant
     variant = replace(variant, name=variant.name + salt * "_")  # a seed follows from its length
     options = variant.options | {"max_position_embeddings": 512} | options
     model, path = make(replace(variant, options=options, shard_size="5GB", saved_as=dtype), root)
+    return model, quantised(model, path, types, salt=salt, **(form or {}))
+
+
+def quantised(
+    model: Any,
+    path: Path,
+    types: Types,
+    *,
+    salt: int = 0,
+    are_apart: bool = False,
+    has_cache_scales: bool = False,
+    ranks: int = 1,
+    divided: int = 1,
+    norm_biases: bool = False,
+    more: dict[str, Any] | None = None,
+    further: Any = None,
+) -> Path:
+    """Store a checkpoint so, and let transformers' model compute by it; `further` is a layer behind its own.
+
+    Linears that share an input share its scale, unless they `are_apart`; `ranks` divide the inputs of dense
+    linears, and `divided` of them those of an expert.
+    """
     tensors = load_file(path / "model.safetensors")
     (path / "model.safetensors").unlink()
     described, made, linears = {}, {}, {}
@@ -148,7 +164,12 @@ def checkpoint(
         seed = salt + sum(map(ord, stem[: -len(role)])) + 3 * (role in BY_OUTPUTS)
         seed += sum(map(ord, role)) * are_apart
         found = stored_as(
-            kind, tensors[key].float(), bias, seed=seed, is_half=dtype == torch.float16, role=role
+            kind,
+            tensors[key].float(),
+            bias,
+            seed=seed,
+            is_half=tensors[key].dtype == torch.float16,
+            role=role,
         )
         if role in BY_OUTPUTS:
             found.ranks = divided if ".experts." in stem else ranks
@@ -165,13 +186,15 @@ def checkpoint(
             _add_after(model.get_submodule(key.removesuffix(".weight")), bias)
     for layer in range(model.config.num_hidden_layers if has_cache_scales else 0):
         stems = ("k_proj.kv_cache_", "v_proj.kv_cache_")
-        stems = ("fa_q.", "fa_k.", "fa_v.") if "kv_lora_rank" in options else stems
+        stems = ("fa_q.", "fa_k.", "fa_v.") if hasattr(model.config, "kv_lora_rank") else stems
         for stem in (f"model.layers.{layer}.self_attn.{each}" for each in stems):
             made |= {f"{stem}scale": torch.full((32,), 0.03), f"{stem}offset": torch.zeros(32)}
             described |= dict.fromkeys((f"{stem}scale", f"{stem}offset"), "C8")
     _write(path, made, {"model_quant_type": "W8A8_DYNAMIC", "version": "1.0.0"} | described | (more or {}))
     _replace(model, linears)
-    return model, path
+    if further is not None:
+        _replace(further, linears, f"model.layers.{model.config.num_hidden_layers}.")
+    return path
 
 
 def _write(path: Path, made: dict[str, Tensor], described: dict[str, Any]) -> None:
@@ -209,10 +232,11 @@ class Experts(nn.Module):
         return total
 
 
-def _replace(model: Any, linears: dict[str, Stored]) -> None:
-    for name, module in list(model.named_modules()):
+def _replace(model: Any, linears: dict[str, Stored], prefix: str = "") -> None:
+    for own, module in list(model.named_modules()):
+        name = prefix + own
         if name.endswith(".experts") and f"{name}.0.gate_proj" in linears:
-            parent = model.get_submodule(name.rpartition(".")[0])
+            parent = model.get_submodule(own.rpartition(".")[0])
             parent.experts = Experts(name, linears, module)
         elif name.endswith("kv_b_proj") and name in linears:  # which is multiplied into queries and values
             module.weight.data = linears[name].alone.float()

@@ -94,11 +94,11 @@ EVEN: dict[str, Any] = {"moe_intermediate_size": 32}  # 16 pieces of whose input
     [
         *((name, everywhere("W8A8_DYNAMIC"), {}) for name in ("qwen3", "llama_biased", "qwen3_moe")),
         ("qwen3", everywhere("W8A8"), {}),
-        ("qwen3", everywhere("W8A8"), {"are_apart": True}),  # q, k and v have scales of their own
-        ("llama_biased", everywhere("W8A8"), {"norm_biases": True}),
+        ("qwen3", everywhere("W8A8"), {"form": {"are_apart": True}}),  # q, k and v have scales of their own
+        ("llama_biased", everywhere("W8A8"), {"form": {"norm_biases": True}}),
         ("llama_biased", everywhere("W8A8"), {"dtype": torch.float16}),
         ("qwen3", everywhere("W8A8_MIX"), {}),
-        ("qwen3_moe", QWEN3_MOE, {"norm_biases": True}),
+        ("qwen3_moe", QWEN3_MOE, {"form": {"norm_biases": True}}),
         ("qwen3_moe", kimi, EVEN),
         ("qwen3", everywhere("W4A8_DYNAMIC"), {}),  # dense linears, which are widened
         ("llama_biased", everywhere("W8A16"), {}),
@@ -106,7 +106,7 @@ EVEN: dict[str, Any] = {"moe_intermediate_size": 32}  # 16 pieces of whose input
         ("deepseek_v3", kimi, EVEN),
         ("deepseek_v3", everywhere("W8A8"), {}),
         ("deepseek_v3", mostly(self_attn="W8A8", mlp="W8A8_DYNAMIC"), {}),
-        ("deepseek_v3_one_group", everywhere("W8A8"), {"are_apart": True}),
+        ("deepseek_v3_one_group", everywhere("W8A8"), {"form": {"are_apart": True}}),
     ],
 )
 def test_answers_are_those_of_the_arithmetic(
@@ -129,7 +129,7 @@ def test_answers_are_those_of_the_arithmetic(
 )
 def test_an_npu_answers_so_within_its_rounding(name: str, types: Types, dtype: Any, tmp_path: Path) -> None:
     """By its operators, in steps that are captured too."""
-    more = {"norm_biases": True, "is_wide": True, "dtype": getattr(torch, dtype)}
+    more = {"form": {"norm_biases": True}, "is_wide": True, "dtype": getattr(torch, dtype)}
     more |= EVEN if name == "qwen3_moe" else {}
     model, path = checkpoint(name, tmp_path, types, **more)
     right = expected(model, path)
@@ -167,11 +167,11 @@ def test_ranks_hold_their_shares_of_every_scale(
 ) -> None:
     """Two tensor ranks, which divide each expert or have half of them each."""
     ranks = partial(of_ranks, experts=experts)
-    assert_answers("qwen3_moe", types, tmp_path, ranks, ranks=2, divided=divided, **EVEN)
+    assert_answers("qwen3_moe", types, tmp_path, ranks, form={"ranks": 2, "divided": divided}, **EVEN)
 
 
 def test_ranks_add_a_quantised_bias_once(tmp_path: Path) -> None:
-    assert_answers("llama_biased", everywhere("W8A8"), tmp_path, of_ranks, norm_biases=True)
+    assert_answers("llama_biased", everywhere("W8A8"), tmp_path, of_ranks, form={"norm_biases": True})
 
 
 def greedy(path: Path, *more: str) -> list[int]:
@@ -192,7 +192,7 @@ def greedy(path: Path, *more: str) -> list[int]:
 )
 def test_scales_of_a_cache_are_of_a_quantised_one(name: str, scale: str, tmp_path: Path) -> None:
     """Which has scales of its own, as fine as these: the tokens are those of the model."""
-    model, path = checkpoint(name, tmp_path, everywhere("W8A8_DYNAMIC"), has_cache_scales=True)
+    model, path = checkpoint(name, tmp_path, everywhere("W8A8_DYNAMIC"), form={"has_cache_scales": True})
     with pytest.raises(RecipeError, match=rf"has model\.layers\.0\.self_attn\.{scale}, a scale of"):
         greedy(path)
     found = greedy(path, "cache.dtype=int8", "device.attention=reference")
