@@ -62,6 +62,7 @@ def needs_long_factors(config: RopeConfig, longest_tokens: int) -> bool:
     return config.kind == "longrope" and longest_tokens - 1 > config.original_max_positions
 
 
+QUERY_NORM = "q_a_layernorm"  # the norm of compressed queries, in a checkpoint
 NORM_EPS = 1e-6  # eps of the norms of compressed queries and of latents, whatever the model's own is
 
 
@@ -271,6 +272,11 @@ class DecoderConfig:
             return Int4(self.kept_form.group_size, self.kept_form.has_zeros)
         return "plain" if quantization is None or is_tied else quantization.form(name)
 
+    @property
+    def is_int8(self) -> bool:
+        """Whether any linear is multiplied in int8."""
+        return self.quantization is not None and self.quantization.is_int8
+
     def has_norm_bias(self, name: str) -> bool:
         """Whether a bias is added to what the norm of this checkpoint name computes."""
         return self.quantization is not None and self.quantization.has_norm_bias(name)
@@ -475,8 +481,11 @@ class DecoderConfig:
             mlps += self.num_mixtures * of_each
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
         names = [f"model.layers.{layer}.{name}" for layer in range(self.num_layers) for name in self.norms]
-        biases = sum(self.has_norm_bias(name) for name in (*names, LAST_NORM))
-        return embeddings + self.num_layers * layer + mlps + (1 + biases) * self.hidden_size
+        biases = sum(self.has_norm_bias(name) for name in (*names, LAST_NORM)) * self.hidden_size
+        if self.latent is not None and self.latent.query_rank is not None:
+            names = [f"model.layers.{layer}.self_attn.{QUERY_NORM}" for layer in range(self.num_layers)]
+            biases += sum(map(self.has_norm_bias, names)) * self.latent.query_rank
+        return embeddings + self.num_layers * layer + mlps + self.hidden_size + biases
 
     @property
     def num_active_parameters(self) -> int:

@@ -19,7 +19,7 @@ from typing import Any
 from borders.abbreviate import abbreviate
 from borders.file_bounds import check_regular
 from borders.numbers import integers
-from models.config import LAST_NORM, UP, DecoderConfig
+from models.config import LAST_NORM, QUERY_NORM, UP, DecoderConfig
 from models.quantization import KEY, Quantization, Stored
 
 PATTERN = "quant_model_description*.json"
@@ -71,6 +71,14 @@ class Described(Quantization):
     def covers(self, name: str) -> bool:
         """Whether a checkpoint's linear is quantised."""
         return self.form(name) != "plain"
+
+    @property
+    def is_int8(self) -> bool:
+        """See Quantization.is_int8."""
+        return any(READ[kind] != "plain" for kind in self.types.values())
+
+    def __str__(self) -> str:
+        return ", ".join(sorted({*self.types.values()} - {FLOAT})) or FLOAT
 
     def has_norm_bias(self, name: str) -> bool:
         """See Quantization.has_norm_bias."""
@@ -246,7 +254,8 @@ def _norm_biases(said: Mapping[str, Any], config: DecoderConfig) -> Iterator[str
     An exporter that shifted activations (anti_method m4) wrote the shift so.
     """
     layers = range(config.num_layers + config.num_unread_layers)
-    known = {f"model.layers.{layer}.{name}" for layer in layers for name in config.norms[:2]} | {LAST_NORM}
+    names = [*config.norms[:2], *([] if config.latent is None else [f"self_attn.{QUERY_NORM}"])]
+    known = {f"model.layers.{layer}.{name}" for layer in layers for name in names} | {LAST_NORM}
     for key in said:
         name = key.removesuffix(".bias")
         if name == key or not name.endswith("norm"):

@@ -49,6 +49,14 @@ class Quantization:
         """Whether a checkpoint's linear, such as `model.layers.0.mlp.down_proj`, is quantised."""
         return covers(name, self.ignore)
 
+    @property
+    def is_int8(self) -> bool:
+        """Whether any linear is multiplied in int8."""
+        return True
+
+    def __str__(self) -> str:
+        return "W8A8"
+
     def form(self, name: str) -> Stored:
         """Return how a checkpoint's linear is held."""
         if not self.covers(name):

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from models.config import DecoderConfig
+from models.config import QUERY_NORM, DecoderConfig
 from models.decoder import DecoderLayer, SelfAttention
-from models.layers.latent import UpProjection
+from models.layers.latent import LatentSelfAttention, UpProjection
 from models.layers.linear import Linear
 from models.layers.mixture import Mixture
 
@@ -40,6 +40,8 @@ class LayerParts:
         for roles, linear in attention.joined():
             joined.append((f"{prefix}self_attn.", roles, linear))
             orders |= {f"{prefix}self_attn.{name}": attention.order(name) for name in roles}
+        if isinstance(attention, LatentSelfAttention):
+            whole[f"{prefix}self_attn.{QUERY_NORM}.bias"] = attention.query_norm_bias
         if isinstance(attention, SelfAttention):
             whole[f"{prefix}self_attn.{SINKS}"] = attention.sinks
         names = config.mlp_names(number, prefix)

@@ -70,7 +70,7 @@ def draft_decoder(
         ops, attention = machine.operators(shape_of(recipe.cache.page_size, draft))
         attention.check()
         attention.check_longest(memory.longest_tokens)
-        if draft.quantization is not None:
+        if draft.is_int8:
             ops.check_int8(TORCH_DTYPES[draft.dtype])
         if isinstance(draft, Eagle3Config):
             head = Eagle3(draft, ops, attention)

@@ -174,7 +174,7 @@ def _loaded(
     ops, attention = machine.operators(shape_of(recipe.cache.page_size, share.part(config)))
     attention.check()
     attention.check_longest(memory.longest_tokens)
-    if config.quantization is not None:
+    if config.is_int8:
         ops.check_int8(TORCH_DTYPES[config.dtype])
     if config.kept_form is not None:
         part, size = share.part(config), config.kept_form.group_size

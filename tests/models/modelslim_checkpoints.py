@@ -20,6 +20,10 @@ from torch.nn import functional as F
 from tests.models.families import VARIANTS, expected_logprobs, make, wide
 
 LINEAR = "_proj.weight", "_with_mqa.weight"
+# Those that read hidden states, or compressed queries
+NORMS = tuple(
+    f"{each}.weight" for each in ("input_layernorm", "attention_layernorm", "q_a_layernorm", "model.norm")
+)
 DESCRIPTION = "quant_model_description.json"
 BY_OUTPUTS = ("o_proj", "down_proj")  # what tensor ranks divide by inputs
 Types = Callable[[str], str]  # the type of a linear, by its name
@@ -178,7 +182,7 @@ def quantised(
             made[f"{stem}.{part}"] = each
             described[f"{stem}.{part}"] = "FLOAT" if part == "bias" else kind
     if norm_biases:
-        for key in [key for key in made if key.endswith(("layernorm.weight", "model.norm.weight"))]:
+        for key in [key for key in made if key.endswith(NORMS)]:
             draw = torch.Generator().manual_seed(len(made))
             bias = torch.randn(made[key].shape, generator=draw) / 4
             made[key.replace(".weight", ".bias")] = bias

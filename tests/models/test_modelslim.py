@@ -16,6 +16,7 @@ from torch import Tensor
 
 from continuous_batching.request import Request, SamplingParams
 from models.checkpoint import weights
+from models.layers.linear import Linear
 from models.layers.mixture import Mixture
 from models.parallel.group import ALONE
 from recipes.assembly.engine import build
@@ -94,7 +95,11 @@ EVEN: dict[str, Any] = {"moe_intermediate_size": 32}  # 16 pieces of whose input
     [
         *((name, everywhere("W8A8_DYNAMIC"), {}) for name in ("qwen3", "llama_biased", "qwen3_moe")),
         ("qwen3", everywhere("W8A8"), {}),
-        ("qwen3", everywhere("W8A8"), {"form": {"are_apart": True}}),  # q, k and v have scales of their own
+        (
+            "qwen3",
+            everywhere("W8A8"),
+            {"form": {"are_apart": True}},
+        ),  # q, k and v have scales of their own
         ("llama_biased", everywhere("W8A8"), {"form": {"norm_biases": True}}),
         ("llama_biased", everywhere("W8A8"), {"dtype": torch.float16}),
         ("qwen3", everywhere("W8A8_MIX"), {}),
@@ -104,7 +109,7 @@ EVEN: dict[str, Any] = {"moe_intermediate_size": 32}  # 16 pieces of whose input
         ("llama_biased", everywhere("W8A16"), {}),
         ("deepseek_v3", mostly(self_attn="W8A16", mlp="W8A8_DYNAMIC"), {}),
         ("deepseek_v3", kimi, EVEN),
-        ("deepseek_v3", everywhere("W8A8"), {}),
+        ("deepseek_v3", everywhere("W8A8"), {"form": {"norm_biases": True}}),
         ("deepseek_v3", mostly(self_attn="W8A8", mlp="W8A8_DYNAMIC"), {}),
         ("deepseek_v3_one_group", everywhere("W8A8"), {"form": {"are_apart": True}}),
     ],
@@ -125,6 +130,7 @@ def test_answers_are_those_of_the_arithmetic(
         ("llama_biased", everywhere("W8A8")),
         ("qwen3_moe", QWEN3_MOE),
         ("qwen3_moe", kimi),
+        ("llama_biased", everywhere("W8A16")),
     ],
 )
 def test_an_npu_answers_so_within_its_rounding(name: str, types: Types, dtype: Any, tmp_path: Path) -> None:
@@ -295,3 +301,28 @@ def test_one_export_alone_is_read(tmp_path: Path) -> None:
     (path / "quant_model_description_w8a8.json").write_text("{}")
     with pytest.raises(ValueError, match=r"several descriptions, quant_model_description\.json, quant_model"):
         config_in(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "types"),
+    [("qwen3", everywhere("W8A8")), ("qwen3_moe", kimi), ("llama_biased", everywhere("W8A16"))],
+)
+def test_what_is_planned_is_what_is_held(name: str, types: Types, tmp_path: Path) -> None:
+    """But for what exists until a linear is packed (scales of inputs), and for what an NPU alone has."""
+    options = EVEN if name == "qwen3_moe" else {}
+    _, path = checkpoint(name, tmp_path, types, form={"norm_biases": True}, **options)
+    config = config_in(path)
+    decoder = bare(config)
+    held = sum(each.nbytes for each in decoder.parameters())
+    for linear in decoder.modules():
+        if isinstance(linear, Linear) and linear.static is not None:
+            held -= linear.static.input_scale.nbytes + linear.static.input_offset.nbytes
+        if isinstance(linear, Linear) and linear.form == "w4a8":
+            held += 8 * len(linear.weight_scale)
+    assert config.weight_bytes == held
+
+
+def test_a_checkpoint_that_multiplies_nothing_in_int8_asks_for_no_such_products(tmp_path: Path) -> None:
+    for kind, is_int8 in (("FLOAT", False), ("W8A16", False), ("W8A8", True)):
+        _, path = checkpoint("qwen3", tmp_path / kind, everywhere(kind))
+        assert config_in(path).is_int8 == is_int8
