@@ -27,15 +27,14 @@ MOST_DESCRIPTION_BYTES = 2**28  # an entry for each tensor of 256 experts in 61 
 FLOAT, DYNAMIC, MIXED, STATIC = "FLOAT", "W8A8_DYNAMIC", "W8A8_MIX", "W8A8"
 W4A8, W8A16 = "W4A8_DYNAMIC", "W8A16"
 # Form in which a linear of each type is held. A W8A8_MIX has the tensors of both others, of which the static
-# ones serve a decode-only engine of vllm-ascend; an engine that computes prompts too is dynamic. W8A16 is
-# multiplied out while it is read
+# ones serve a decode-only engine of vllm-ascend; an engine that computes prompts too is dynamic
 READ: dict[str, Stored] = {
     FLOAT: "plain",
     DYNAMIC: "int8",
     MIXED: "int8",
     STATIC: "static",
     W4A8: "w4a8",
-    W8A16: "plain",
+    W8A16: "w8a16",
 }
 # Scales and offsets of keys and values (C8), and of queries, keys and values of latent attention (FAKQuant)
 CACHE_SCALE = re.compile(r"\.self_attn\.([kv]_proj\.kv_cache_|fa_[qkv]\.)(scale|offset)$")
@@ -75,7 +74,7 @@ class Described(Quantization):
     @property
     def is_int8(self) -> bool:
         """See Quantization.is_int8."""
-        return any(READ[kind] != "plain" for kind in self.types.values())
+        return any(READ[kind] not in ("plain", "w8a16") for kind in self.types.values())
 
     def __str__(self) -> str:
         return ", ".join(sorted({*self.types.values()} - {FLOAT})) or FLOAT
@@ -91,8 +90,9 @@ class Described(Quantization):
             return "quantize"
         # The up-projection of latents is multiplied out, whatever would quantise its inputs, and a product of
         # 4 bits with 8 is of experts: another linear is widened when it is read
-        is_int8 = name.endswith(UP) if stored == "static" else stored == "w4a8" and EXPERTS not in name
-        return "int8" if is_int8 else stored
+        if name.endswith(UP) and stored != "plain":
+            return "int8"
+        return "int8" if stored == "w4a8" and EXPERTS not in name else stored
 
 
 def check_cache(config: DecoderConfig) -> DecoderConfig:

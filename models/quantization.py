@@ -16,9 +16,9 @@ from borders.abbreviate import abbreviate
 from borders.numbers import integers
 
 # A linear is stored in the model's type; in int8 beside a scale for each output; in the model's type, and in
-# int8 from loading on; in int8 with one scale for all of its inputs, too; or in 4 bits beside a scale for
-# each output, to be multiplied with int8
-Stored = Literal["plain", "int8", "quantize", "static", "w4a8"]
+# int8 from loading on; in int8 with one scale for all of its inputs, too; in 4 bits beside a scale for each
+# output, to be multiplied with int8; or in int8 beside such a scale, to be multiplied in the model's type
+Stored = Literal["plain", "int8", "quantize", "static", "w4a8", "w8a16"]
 KEY = "quantization_config"
 FLOATS = "fp8"  # the method of 8-bit floats
 PACKED, PACKED_FORMAT = (

@@ -153,8 +153,6 @@ def in_described(
             continue
         if end == "weight" and kind == W4A8 and form.form(linear) == "int8":
             more[name] = _widened(name, place)
-        elif end == "weight" and kind == W8A16:
-            more |= _in_floats(linear, place)
         elif name in more:
             more[name] = _static(end, more[name])
         elif end in STATIC_ENDS and kind == STATIC and linear.endswith(UP):
@@ -179,16 +177,6 @@ def _widened(name: str, place: Place) -> PartPlace:
     return PartPlace(
         gathering, "weight", (outputs // 2, inputs), of_pairs(name, place.slices), ("I8",), ("weight",)
     )
-
-
-def _in_floats(linear: str, place: Place) -> dict[str, PartPlace]:
-    """Return what multiplies an int8 weight with its scales to the model's type."""
-    ends = ("weight", "weight_scale")
-    name = f"{linear}.weight"
-    gathering = Gathering((place,), name, lambda found: (found[ends[0]].float() * found[ends[1]].float(),))
-    weight = PartPlace(gathering, ends[0], place.shape, place.slices, ("I8",), ends)
-    scale = PartPlace(gathering, ends[1], (place.shape[0], 1), place.slices[:1], FLOATS, ends)
-    return {name: weight, f"{linear}.{ends[1]}": scale}
 
 
 def of_pairs(name: str, slices: Slices) -> Slices:

@@ -19,7 +19,6 @@ from models.layers.dtypes import TORCH_DTYPES
 from models.layers.linear import Linear, SplitLinear, SummedLinear, parameter
 from models.ops.operands import Int8Rows
 from models.ops.reference import Ops
-from models.packing import Int4
 from models.parallel.group import Group
 from models.step_inputs import StepInputs
 
@@ -98,7 +97,7 @@ class LatentSelfAttention(nn.Module):
         if latent.query_rank is not None:
             forms = form(latent.first()[0]), form("q_b_proj")
             are_alike = len({each == "plain" for each in forms}) == 1
-            are_wide = not any(isinstance(each, Int4) or each == "static" for each in forms)
+            are_wide = all(each in ("plain", "int8", "quantize") for each in forms)
             if config.has_norm_bias(
                 f"{name}self_attn.{QUERY_NORM}"
             ):  # which no operator adds beside the rest

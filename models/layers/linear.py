@@ -86,7 +86,8 @@ class Linear(nn.Module):
 
     `form` says whether the weight is kept in the model's type ("plain"), read in int8 beside a scale
     ("int8"), read in the model's type and quantised at once ("quantize"), read in int8 beside the scales of
-    outputs and inputs ("static"), in 4 bits that are multiplied with int8 ("w4a8"), or in 4 bits (`Int4`).
+    outputs and inputs ("static"), in 4 bits that are multiplied with int8 ("w4a8"), in int8 that is
+    multiplied in the model's type ("w8a16"), or in 4 bits (`Int4`).
     """
 
     def __init__(
@@ -103,13 +104,13 @@ class Linear(nn.Module):
         super().__init__()
         self.ops, self.form, self.widths, self.dtype = ops, form, widths, dtype
         self.scale_dtype = torch.float32  # type to which scales are rounded, if an operator takes another one
-        stored, width = torch.int8 if self.is_int8 or form == "static" else dtype, in_features
+        stored, width = torch.int8 if self.is_int8 or form in ("static", "w8a16") else dtype, in_features
         self.static: StaticScales | None = StaticScales(out_features, device) if form == "static" else None
         bias = bias and self.static is None  # the quantised bias holds it
         self.weight_scale: nn.Parameter | None = None
         self.weight_offset: nn.Parameter | None = None
         rows = out_features
-        if self.is_int8:
+        if self.is_int8 or form == "w8a16":
             self.weight_scale = parameter(out_features, 1, dtype=torch.float32, device=device)
         elif form == "w4a8":
             self.weight_scale = parameter(out_features, 1, dtype=torch.float32, device=device)
@@ -137,6 +138,8 @@ class Linear(nn.Module):
         if isinstance(weight, Int4Weight):
             int4 = weight, bias
             self.packed = ops.pack_int4_split(*int4, self.widths) if self.widths else ops.pack_int4(*int4)
+        elif self.form == "w8a16" and isinstance(weight, Tensor) and scale is not None:
+            self.packed = self._w8a16(weight, scale, bias)
         elif isinstance(weight, PairedInt4):
             assert not self.widths, "an expert's outputs are read as a whole"
             self.packed = ops.pack_w4a8(weight, bias)
@@ -147,6 +150,13 @@ class Linear(nn.Module):
             plain = weight, bias
             self.packed = ops.pack_split(*plain, self.widths) if self.widths else ops.pack(*plain)
         self.weight = self.weight_scale = self.weight_offset = None
+
+    def _w8a16(self, weight: Tensor, scale: Tensor, bias: Tensor | None) -> list[Packed]:
+        """Pack a part for each width of its outputs."""
+        widths = self.widths or (len(weight),)
+        biases = [None] * len(widths) if bias is None else bias.split(widths)
+        parts = zip(weight.split(widths), scale.split(widths), biases)
+        return [self.ops.pack_w8a16(*part, self.dtype) for part in parts]
 
     def _int4_weight(self, form: Int4) -> Int4Weight:
         assert self.weight is not None, "a linear is packed once"
@@ -213,6 +223,8 @@ class Linear(nn.Module):
             y = self.ops.linear_int8(x, self.packed)
         elif isinstance(self.form, Int4):
             y = self.ops.linear_int4(_unquantized(x), self.packed)
+        elif self.form == "w8a16":
+            y = self.ops.linear_w8a16(_unquantized(x), self.packed[0])
         elif self.form == "w4a8":
             y = self.ops.linear_w4a8(_unquantized(x), self.packed)
         elif self.form == "static":
@@ -235,6 +247,8 @@ class SplitLinear(Linear):
             parts = ops.linear_int8_split(x, packed, widths)
         elif isinstance(self.form, Int4):
             parts = ops.linear_int4_split(_unquantized(x), packed, widths)
+        elif self.form == "w8a16":
+            parts = tuple(ops.linear_w8a16(_unquantized(x), each) for each in packed)
         elif self.form == "static":
             parts = packed[1](_unquantized(x))
         else:

@@ -151,6 +151,6 @@ class ExpertKind:
 
     hidden: int
     inner: int  # inner size on this rank
-    form: Literal["plain", "int8", "int4", "static", "w4a8"] = "plain"
+    form: Literal["plain", "int8", "int4", "static", "w4a8", "w8a16"] = "plain"
     is_swiglu: bool = True  # otherwise it has another gate
     has_bias: bool = False

@@ -143,6 +143,18 @@ class Ops:
         y = torch.cat(parts, -1)
         return y if bias is None else y + bias
 
+    def pack_w8a16(self, weight: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Packed:
+        """Pack an int8 weight [out, in], with a scale [out], that is multiplied in the model's type."""
+        return weight, scale, bias
+
+    def linear_w8a16(self, x: Tensor, packed: Packed) -> Tensor:
+        """Map [T, in] to [T, out]; parts of the weight are widened to x's type as they are multiplied."""
+        weight, scale, bias = packed
+        parts = zip(weight.split(WIDENED_ROWS), scale.split(WIDENED_ROWS))
+        rows = [self.widened_product(x, (part.float() * each[:, None]).to(x.dtype)) for part, each in parts]
+        y = torch.cat(rows, -1)
+        return y if bias is None else y + bias
+
     def check_int4(
         self, dtype: torch.dtype, group_size: int | None, largest: int, of_experts: Sequence[int] = ()
     ) -> None:

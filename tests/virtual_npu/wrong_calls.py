@@ -215,7 +215,7 @@ INT4_PACK = [
 ]
 INT4_MATMUL = [
     Wrong("matched", to("x", Tensor.double), "x", "float64"),
-    Wrong("matched", to("weight", Tensor.char), "weight", "int8"),
+    Wrong("matched", to("weight", Tensor.short), "weight", "int16"),
     Wrong("sides", cut("weight"), "weight", "for"),
     Wrong("order", to("x", strided), "x", "strided"),
     Wrong("order", to("weight", strided), "weight", "strided"),
@@ -438,7 +438,9 @@ WANTED = {
     "npu_apply_rotary_pos_emb": lambda call: call["layout"] == "TND",
     "npu_quant_matmul": lambda call: "offset" not in call,
     "npu_weight_quant_batchmatmul": lambda call: (
-        None not in (call["antiquant_offset"], call.get("bias")) and call["antiquant_group_size"]
+        call["weight"].dtype == torch.int32
+        and None not in (call["antiquant_offset"], call.get("bias"))
+        and call["antiquant_group_size"]
     ),
     "npu_convert_weight_to_int4pack": lambda call: len(call["weight"]) > 1,
     "npu_mm_all_reduce_base": lambda call: call["x1"].dtype == torch.float16,

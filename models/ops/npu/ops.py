@@ -161,6 +161,21 @@ class NpuOps(Int4Ops, StaticOps, PlainNpuOps):
         x = self.quantized(x)
         return tuple(self.linear_int8(x, part) for part in packed)
 
+    def pack_w8a16(self, weight: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Packed:
+        """Return the weight [in, out], with scales in the type of the rows, as the operator takes them."""
+        if not self.product.has_int4:
+            return super().pack_w8a16(weight, scale, bias, dtype)
+        bias = bias.float() if bias is not None and dtype == torch.bfloat16 else bias
+        return weight.t().contiguous(), scale.to(dtype).contiguous(), bias
+
+    def linear_w8a16(self, x: Tensor, packed: Packed) -> Tensor:
+        """Map [T, in] to [T, out] in one launch, if the product has the operator."""
+        if not self.product.has_int4:
+            return super().linear_w8a16(x, packed)
+        weight, scale, bias = packed
+        y: Tensor = torch_npu.npu_weight_quant_batchmatmul(x, weight, scale, bias=bias)
+        return y
+
     def add_rms_norm_int8(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Int8Rows, Tensor]:
@@ -259,7 +274,7 @@ class NpuOps(Int4Ops, StaticOps, PlainNpuOps):
 
         In int8 this holds only for experts that its fused gate takes.
         """
-        if kind.form == "static" or (
+        if kind.form in ("static", "w8a16") or (
             kind.form == "w4a8" and (kind.hidden % IN_A_WORD or kind.inner % IN_A_WORD)
         ):
             return False
