@@ -317,6 +317,38 @@ def test_another_method_beside_the_description_is_a_contradiction(
         config_in(path)
 
 
+def test_older_exports_have_other_names(tmp_path: Path) -> None:
+    """One file without an index, and the type in both names."""
+    model, path = checkpoint("qwen3", tmp_path, everywhere("W8A8_DYNAMIC"))
+    parts = sorted(path.glob("*.safetensors"))
+    save_file(
+        {name: each for part in parts for name, each in load_file(part).items()},
+        path / "quant_model_weight_w8a8_dynamic.safetensors",
+    )
+    for file in (*parts, path / "quant_model_weights.safetensors.index.json"):
+        file.unlink()
+    (path / DESCRIPTION).rename(path / "quant_model_description_w8a8_dynamic.json")
+    assert is_alike(logits_of(built(path, ALONE)[0]), expected(model, path))
+
+
+def test_older_static_exports_have_the_scales_of_weights_too(tmp_path: Path) -> None:
+    """With which kv_b_proj is multiplied out; other linears do not need them."""
+    model, path = checkpoint("deepseek_v3", tmp_path, everywhere("W8A8"))
+    file = min(path.glob("*.safetensors"))
+    tensors = {name: each for part in path.glob("*.safetensors") for name, each in load_file(part).items()}
+    more = {}
+    for name in (name for name in tensors if name.endswith("deq_scale")):
+        stem = name.removesuffix("deq_scale")
+        more[f"{stem}weight_scale"] = (tensors[name] / tensors[f"{stem}input_scale"])[:, None].contiguous()
+        more[f"{stem}weight_offset"] = torch.zeros_like(more[f"{stem}weight_scale"])
+    save_file(load_file(file) | more, file)
+    index = path / "quant_model_weights.safetensors.index.json"
+    where = json.loads(index.read_text())["weight_map"] | dict.fromkeys(more, file.name)
+    index.write_text(json.dumps({"weight_map": where}))
+    change(path, **dict.fromkeys(more, "W8A8"))
+    assert is_alike(logits_of(built(path, ALONE)[0]), expected(model, path))
+
+
 def test_one_export_alone_is_read(tmp_path: Path) -> None:
     """And its files count before those of the original model, if these lie beside them."""
     model, path = checkpoint("qwen3", tmp_path, everywhere("W8A8_DYNAMIC"))
