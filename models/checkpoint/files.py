@@ -13,6 +13,7 @@ from typing import Any, Literal
 from safetensors import SafetensorError, safe_open
 
 from borders.file_bounds import check_regular, is_there
+from models.modelslim import description_in
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 QUANTISED = "quant_model_weight*.safetensors"  # names of msModelSlim, beside which there may be an index
@@ -27,6 +28,11 @@ def checkpoint_files(path: Path) -> list[Path]:
         index = quantised
     elif quantised is not None or single.is_file():
         return [quantised or single]
+    if not is_there(index) and (file := description_in(path)) is not None:
+        raise ValueError(
+            f"{path} holds {file.name}, and none of the weights that it describes ({QUANTISED}, or {SINGLE}):"
+            " copy them into the same folder"
+        )
     if not is_there(index):
         raise ValueError(
             f"{path} holds neither {SINGLE} nor {INDEX}; only safetensors are read: "
@@ -47,9 +53,14 @@ def checkpoint_files(path: Path) -> list[Path]:
 def _quantised(path: Path) -> Path | None:
     """Return the one file, or the index of several, that msModelSlim wrote into a directory; None if none.
 
-    An index counts before a single file, because each of its parts has such a name too.
+    An index counts before a single file, because each of its parts has such a name too. Beside a description,
+    weights may have any name.
     """
-    for pattern in (f"{QUANTISED}.index.json", QUANTISED):
+    patterns = [f"{QUANTISED}.index.json", QUANTISED]
+    has_names = is_there(path / SINGLE) or is_there(path / INDEX)
+    if not has_names and description_in(path) is not None:
+        patterns += ["*.safetensors.index.json", "*.safetensors"]
+    for pattern in patterns:
         found = sorted(path.glob(pattern))
         if len(found) > 1:
             listed = _first([each.name for each in found])

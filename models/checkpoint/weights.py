@@ -109,7 +109,11 @@ def accounted(
         raise ValueError(
             f"the weights in {path} are not those of its {source}:\n  "
             + "\n  ".join(faults)
-            + f"\nDownload the checkpoint again, or correct {source}."
+            + (
+                f"\nDownload the checkpoint again, or correct {source}."
+                if file is None
+                else "\nTake configuration, description and weights of one export."
+            )
         )
     return found
 
