@@ -151,12 +151,13 @@ class Linear(nn.Module):
             self.packed = ops.pack_split(*plain, self.widths) if self.widths else ops.pack(*plain)
         self.weight = self.weight_scale = self.weight_offset = None
 
-    def _w8a16(self, weight: Tensor, scale: Tensor, bias: Tensor | None) -> list[Packed]:
-        """Pack a part for each width of its outputs."""
+    def _w8a16(self, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Packed:
+        """Pack a part for each width of its outputs; the first weight stands before them, for a prefetch."""
         widths = self.widths or (len(weight),)
         biases = [None] * len(widths) if bias is None else bias.split(widths)
         parts = zip(weight.split(widths), scale.split(widths), biases)
-        return [self.ops.pack_w8a16(*part, self.dtype) for part in parts]
+        packed = [self.ops.pack_w8a16(*part, self.dtype) for part in parts]
+        return packed[0][0], packed
 
     def _int4_weight(self, form: Int4) -> Int4Weight:
         assert self.weight is not None, "a linear is packed once"
@@ -224,7 +225,7 @@ class Linear(nn.Module):
         elif isinstance(self.form, Int4):
             y = self.ops.linear_int4(_unquantized(x), self.packed)
         elif self.form == "w8a16":
-            y = self.ops.linear_w8a16(_unquantized(x), self.packed[0])
+            y = self.ops.linear_w8a16(_unquantized(x), self.packed[1][0])
         elif self.form == "w4a8":
             y = self.ops.linear_w4a8(_unquantized(x), self.packed)
         elif self.form == "static":
@@ -248,7 +249,7 @@ class SplitLinear(Linear):
         elif isinstance(self.form, Int4):
             parts = ops.linear_int4_split(_unquantized(x), packed, widths)
         elif self.form == "w8a16":
-            parts = tuple(ops.linear_w8a16(_unquantized(x), each) for each in packed)
+            parts = tuple(ops.linear_w8a16(_unquantized(x), each) for each in packed[1])
         elif self.form == "static":
             parts = packed[1](_unquantized(x))
         else:
