@@ -13,7 +13,7 @@ from typing import Literal, get_args
 
 from kv_cache.groups import ALL_TOKENS, ITEM_BYTES, DType, LayerCache, Lifetime, Plane
 from models.packing import Int4, Packing
-from models.quantization import BlockScales, Quantization
+from models.quantization import BlockScales, Quantization, Stored
 
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
@@ -62,6 +62,7 @@ def needs_long_factors(config: RopeConfig, longest_tokens: int) -> bool:
     return config.kind == "longrope" and longest_tokens - 1 > config.original_max_positions
 
 
+QUERY_NORM = "q_a_layernorm"  # the norm of compressed queries, in a checkpoint
 NORM_EPS = 1e-6  # eps of the norms of compressed queries and of latents, whatever the model's own is
 
 
@@ -201,16 +202,18 @@ Gate = Literal["silu", "gelu_tanh", "clamped"]
 # How queries and keys are normed: head by head before they are rotated, or after, or all heads of a token
 # together before
 QkNorm = Literal["none", "heads", "rotated", "joined"]
-# How a linear is stored; with "quantize", in the model's type, and in int8 from loading on
-Form = Literal["plain", "int8", "quantize"] | Int4
+Form = Stored | Int4  # how a linear is stored
 
 DTYPE_BYTES: dict[DType, int] = {each: ITEM_BYTES[each] for each in get_args(DType)}
 # Size of a float32 scale: one for each int8 output channel, and for each head in an int8 cache
 SCALE_BYTES = 4
+W4A8_SCALE_BYTES = 12  # of an output whose weights are in 4 bits: an NPU's scale, and what its split adds
+STATIC_BIAS_BYTES = 4  # the int32 that is added to each output of a linear whose inputs have one scale
 
 ROUTER_BYTES = 4  # size of a router's weight, which is kept in float32
 FUSED = ("q_proj", "k_proj", "v_proj")
 NORMS = ("input_layernorm", "post_attention_layernorm")  # norms before attention and before the MLP
+LAST_NORM = "model.norm"
 QKV, GATE_UP = "qkv_proj", "gate_up_proj"  # names of linears that a checkpoint stores as one
 UP = ".kv_b_proj"  # a linear of latent attention, held in the model's type however it is stored
 
@@ -310,9 +313,16 @@ class DecoderConfig:
         is_tied = name == "lm_head" and self.tie_embeddings
         if self.kept_form is not None and self.kept_form.covers(name):
             return Int4(self.kept_form.group_size, self.kept_form.has_zeros)
-        if quantization is None or is_tied or not quantization.covers(name):
-            return "plain"
-        return "int8" if quantization.is_stored else "quantize"
+        return "plain" if quantization is None or is_tied else quantization.form(name)
+
+    @property
+    def is_int8(self) -> bool:
+        """Whether any linear is multiplied in int8."""
+        return self.quantization is not None and self.quantization.is_int8
+
+    def has_norm_bias(self, name: str) -> bool:
+        """Whether a bias is added to what the norm of this checkpoint name computes."""
+        return self.quantization is not None and self.quantization.has_norm_bias(name)
 
     def linears(self) -> Iterator[tuple[str, int, int]]:
         """Yield the checkpoint name, inputs and outputs of every linear."""
@@ -477,6 +487,10 @@ class DecoderConfig:
         """Return the bytes of one output channel of a linear, including its scale."""
         if isinstance(form, Int4):
             return form.row_bytes(inputs, self.dtype_bytes)
+        if form == "w4a8":
+            return inputs // 2 + W4A8_SCALE_BYTES
+        if form == "static":
+            return inputs + SCALE_BYTES + STATIC_BIAS_BYTES
         return inputs * self.dtype_bytes if form == "plain" else inputs + SCALE_BYTES
 
     @property
@@ -519,7 +533,14 @@ class DecoderConfig:
             of_each += (3 * self.shared_size + self.mixture.has_shared_gate) * self.hidden_size
             mlps += self.num_mixtures * of_each
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
-        return embeddings + mixers + self.num_layers * layer + mlps + self.hidden_size
+        names = [
+            f"model.layers.{layer}.{name}" for layer in range(self.num_layers) for name in self.norms if name
+        ]
+        biases = sum(self.has_norm_bias(name) for name in (*names, LAST_NORM)) * self.hidden_size
+        if self.latent is not None and self.latent.query_rank is not None:
+            names = [f"model.layers.{layer}.self_attn.{QUERY_NORM}" for layer in range(self.num_layers)]
+            biases += sum(map(self.has_norm_bias, names)) * self.latent.query_rank
+        return embeddings + mixers + self.num_layers * layer + mlps + self.hidden_size + biases
 
     @property
     def num_active_parameters(self) -> int:

@@ -110,7 +110,7 @@ class Counts:
         """Yield the products of a step of so many tokens, of which some are sampled from."""
         config, share = self.config, self.share
         own = config.dtype, config.dtype_bytes
-        stored: tuple[str, float] = own if config.quantization is None else ("int8", 1)
+        stored: tuple[str, float] = ("int8", 1) if config.is_int8 else own
         if config.kept_form is not None:  # weights are dequantised as they are multiplied
             stored = config.dtype, config.kept_form.weight_bytes(config.dtype_bytes)
         num_mixtures = config.num_mixtures

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from attention.latent import LatentAttention
 from attention.reference import Attention
-from models.config import FUSED, DecoderConfig
+from models.config import FUSED, LAST_NORM, DecoderConfig
 from models.layers.dtypes import TORCH_DTYPES
 from models.layers.latent import LatentSelfAttention, UpProjection
 from models.layers.linear import Linear, SplitLinear, SummedLinear, parameter
@@ -187,6 +187,9 @@ class DecoderLayer(nn.Module):
             self.attention = LatentSelfAttention(config, layer, name, ops, attention, group)
         else:
             self.attention = SelfAttention(config, layer, name, ops, attention, group)
+        self.input_norm_bias, self.mlp_norm_bias = (
+            norm(each if config.has_norm_bias(f"{name}{each}") else "") for each in names[:2]
+        )
         self.mlp: MLP | Mixture
         if config.mixture_of(layer) is None:
             (names,) = config.mlp_names(layer, name)
@@ -203,14 +206,15 @@ class DecoderLayer(nn.Module):
         """
         normed: Tensor | Int8Rows
         if residual is None:
-            residual = x
-            normed = x if self.input_norm is None else self.ops.rms_norm(x, self.input_norm, self.eps)
+            normed, residual = self.normed_input(x), x
         else:
-            normed, residual = self._add_norm(x, residual, self.input_norm, self.attention.qkv)
+            weights = self.input_norm, self.input_norm_bias
+            normed, residual = self._add_norm(x, residual, *weights, self.attention.qkv)
         x = self.attention(normed, cos, sin, step)
         if self.attention_post_norm is not None:
             x = self.ops.rms_norm(x, self.attention_post_norm, self.eps)
-        normed, residual = self._add_norm(x, residual, self.mlp_norm, self.mlp.gate_up)
+        weights = self.mlp_norm, self.mlp_norm_bias
+        normed, residual = self._add_norm(x, residual, *weights, self.mlp.gate_up)
         if isinstance(self.mlp, Mixture):  # no expert computes the padding rows
             assert isinstance(normed, Tensor), "a router reads no rows in int8"
             num_tokens, num_rows = len(step.token_ids), len(residual)
@@ -220,8 +224,15 @@ class DecoderLayer(nn.Module):
             x = self.ops.rms_norm(x, self.mlp_post_norm, self.eps)
         return x, residual
 
+    def normed_input(self, x: Tensor) -> Tensor:
+        """Return what attention reads of hidden states [T, hidden] that are whole already."""
+        if self.input_norm is None:
+            return x
+        normed = self.ops.rms_norm(x, self.input_norm, self.eps)
+        return normed if self.input_norm_bias is None else normed + self.input_norm_bias
+
     def _add_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor | None, reader: Linear | None
+        self, x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, reader: Linear | None
     ) -> tuple[Tensor | Int8Rows, Tensor]:
         """Return the norm of the sum, in the form that the linear `reader` takes, and the sum.
 
@@ -230,6 +241,9 @@ class DecoderLayer(nn.Module):
         if weight is None:
             total = x + residual
             return total, total
+        if bias is not None:
+            normed, residual = self.ops.add_rms_norm(x, residual, weight, self.eps)
+            return normed + bias, residual
         norm = (
             self.ops.add_rms_norm_int8 if reader is not None and reader.takes_int8 else self.ops.add_rms_norm
         )
@@ -276,6 +290,9 @@ class Decoder(nn.Module):
             for layer, number in enumerate(self.share.layers(config))
         )
         self.norm = parameter(hidden, dtype=dtype, device=device)
+        self.norm_bias: nn.Parameter | None = None
+        if config.has_norm_bias(LAST_NORM):
+            self.norm_bias = parameter(hidden, dtype=dtype, device=device)
         self.parts: LogitParts | None = None
         if self.share.is_last:
             if group.size > 1:
@@ -351,8 +368,12 @@ class Decoder(nn.Module):
     def normed(self, hidden: Tensor) -> Tensor:
         """Return hidden states [R, hidden] after the last norm, in the last stage."""
         num_rows = len(hidden)
-        hidden = pad_rows(hidden, self.ops.padded(num_rows))
-        return self.ops.rms_norm(hidden, self.norm, self.config.rms_eps)[:num_rows]
+        return self.last_norm(pad_rows(hidden, self.ops.padded(num_rows)))[:num_rows]
+
+    def last_norm(self, hidden: Tensor) -> Tensor:
+        """Apply the last norm to any rows [R, hidden]."""
+        normed = self.ops.rms_norm(hidden, self.norm, self.config.rms_eps)
+        return normed if self.norm_bias is None else normed + self.norm_bias
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [R, V] of hidden states [R, hidden], in the model's dtype.
@@ -368,7 +389,7 @@ class Decoder(nn.Module):
             return hidden[:, :0]
         num_rows = len(hidden)
         hidden = pad_rows(hidden, self.ops.padded(num_rows))
-        return self.head_logits(self.ops.rms_norm(hidden, self.norm, self.config.rms_eps), num_rows)
+        return self.head_logits(self.last_norm(hidden), num_rows)
 
     def head_logits(self, normed: Tensor, num_rows: int) -> Tensor:
         """Return this rank's logits for the first rows of a norm's output, which has padding rows."""

@@ -10,12 +10,16 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from borders.numbers import integers
 from borders.refusal import abbreviate
 from models.checkpoint.files import stored_spellings
 
+# A linear is stored in the model's type; in int8 beside a scale for each output; in the model's type, and in
+# int8 from loading on; in int8 with one scale for all of its inputs, too; in 4 bits beside a scale for each
+# output, to be multiplied with int8; or in int8 beside such a scale, to be multiplied in the model's type
+Stored = Literal["plain", "int8", "quantize", "static", "w4a8", "w8a16"]
 KEY = "quantization_config"
 FLOATS = "fp8"  # the method of 8-bit floats
 PACKED, PACKED_FORMAT = (
@@ -45,6 +49,24 @@ class Quantization:
     def covers(self, name: str) -> bool:
         """Whether a checkpoint's linear, such as `model.layers.0.mlp.down_proj`, is quantised."""
         return covers(name, self.ignore)
+
+    @property
+    def is_int8(self) -> bool:
+        """Whether any linear is multiplied in int8."""
+        return True
+
+    def __str__(self) -> str:
+        return "W8A8"
+
+    def form(self, name: str) -> Stored:
+        """Return how a checkpoint's linear is held."""
+        if not self.covers(name):
+            return "plain"
+        return "int8" if self.is_stored else "quantize"
+
+    def has_norm_bias(self, name: str) -> bool:
+        """Whether the quantisation moved a part of what the norm of this name computes into a bias."""
+        return False
 
     def in_json(self) -> dict[str, Any]:
         """Return what config.json says of a checkpoint in this form."""

@@ -479,6 +479,21 @@ def _dynamic_quant(draw: RandomInputs) -> dict[str, Any]:
     return {"input": draw.tensor(draw.number(1, 200), draw.one(64, 512, 4096))}
 
 
+def _static_quant(draw: RandomInputs) -> dict[str, Any]:
+    inputs = draw.one(64, 512, 4096)
+    offset = torch.full((inputs,), draw.number(-20, 20), dtype=draw.dtype)
+    inverse = torch.full((inputs,), draw.number(10, 60), dtype=draw.dtype)
+    x = draw.tensor(draw.number(1, 200), inputs)
+    return {
+        "input": x,
+        "scales": inverse,
+        "zero_points": offset,
+        "dtype": torch.qint8,
+        "axis": -1,
+        "div_mode": False,
+    }
+
+
 def _quant_matmul(draw: RandomInputs) -> dict[str, Any]:
     tokens, inputs, outputs = draw.number(1, 200), draw.one(64, 512, 4096), draw.one(32, 256)
     return {
@@ -530,6 +545,7 @@ MAKERS: Mapping[str, Maker] = {
     "npu_swiglu": _swiglu,
     "npu_clipped_swiglu": _clipped_swiglu,
     "npu_dynamic_quant": _dynamic_quant,
+    "npu_quantize": _static_quant,
     "npu_grouped_matmul": _grouped_matmul,
     "npu_moe_gating_top_k_softmax_v2": _gating,
     "npu_moe_gating_top_k": _gating_in_groups,

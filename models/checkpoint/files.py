@@ -13,9 +13,12 @@ from typing import Any, Literal
 from safetensors import SafetensorError, safe_open
 
 from borders.files import check_regular, is_there
+from models.modelslim import description_in
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 GPTQ_FILES = "gptq_model-*.safetensors"  # AutoGPTQ's name of a single file, with bits and group
+QUANTISED = "quant_model_weight*.safetensors"  # names of msModelSlim, beside which there may be an index
+MOST_INDEX_BYTES = 2**28  # an entry for each tensor of 256 quantised experts in 61 layers has 24 MiB
 MOST_NAMES = 20  # names that one message lists
 # How checkpoints that read images, too, call the tensors of their text model, and what these are called alone
 TEXT_NAMES = (
@@ -27,25 +30,53 @@ TEXT_NAMES = (
 
 def checkpoint_files(path: Path) -> list[Path]:
     """Return the safetensors files of a checkpoint directory; raises ValueError if some are absent."""
-    if (path / SINGLE).is_file():
-        return [path / SINGLE]
-    if not is_there(path / INDEX):
+    single, index, quantised = path / SINGLE, path / INDEX, _quantised(path)
+    if quantised is not None and quantised.suffix == ".json":
+        index = quantised
+    elif quantised is not None or single.is_file():
+        return [quantised or single]
+    if not is_there(index) and (file := description_in(path)) is not None:
+        raise ValueError(
+            f"{path} holds {file.name}, and none of the weights that it describes ({QUANTISED}, or {SINGLE}):"
+            " copy them into the same folder"
+        )
+    if not is_there(index):
         if len(named := sorted(path.glob(GPTQ_FILES))) == 1:
             return named
         raise ValueError(
             f"{path} holds neither {SINGLE} nor {INDEX}; only safetensors are read: "
             "convert the checkpoint, or set model.weights: random"
         )
-    check_regular(path / INDEX)
+    check_regular(index, MOST_INDEX_BYTES)
     try:
-        files = set(json.loads((path / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
+        files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
         names = sorted(Path(file).name for file in files)  # all in this folder, whatever the index says
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-        raise ValueError(f"{path / INDEX} is no index of safetensors files; download it again") from error
+        raise ValueError(f"{index} is no index of safetensors files; download it again") from error
     absent = [name for name in names if not (path / name).is_file()]
     if absent:
-        raise ValueError(f"{path} lacks {_first(absent)}, which {INDEX} lists; download what is missing")
+        raise ValueError(f"{path} lacks {_first(absent)}, which {index.name} lists; download what is missing")
     return [path / name for name in names]
+
+
+def _quantised(path: Path) -> Path | None:
+    """Return the one file, or the index of several, that msModelSlim wrote into a directory; None if none.
+
+    An index counts before a single file, because each of its parts has such a name too. Beside a description,
+    weights may have any name.
+    """
+    patterns = [f"{QUANTISED}.index.json", QUANTISED]
+    has_names = is_there(path / SINGLE) or is_there(path / INDEX)
+    if not has_names and description_in(path) is not None:
+        patterns += ["*.safetensors.index.json", "*.safetensors"]
+    for pattern in patterns:
+        found = sorted(path.glob(pattern))
+        if len(found) > 1:
+            listed = _first([each.name for each in found])
+            raise ValueError(f"{path} holds {listed}: keep those of one export, with their one index")
+        if found:
+            return found[0]
+    return None
 
 
 def tensor_names(path: Path) -> set[str]:

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from models.config import DecoderConfig
+from models.config import QUERY_NORM, DecoderConfig
 from models.decoder import DecoderLayer, SelfAttention
-from models.layers.latent import UpProjection
+from models.layers.latent import LatentSelfAttention, UpProjection
 from models.layers.linear import Linear
 from models.layers.mixture import Mixture
 
@@ -32,12 +32,16 @@ class LayerParts:
         whole, joined, orders = parts.whole, parts.joined, parts.orders
         norms = (layer.input_norm, layer.mlp_norm, layer.attention_post_norm, layer.mlp_post_norm)
         whole |= {f"{prefix}{name}.weight": norm for name, norm in zip(config.norms, norms) if name}
+        biases = layer.input_norm_bias, layer.mlp_norm_bias
+        whole |= {f"{prefix}{name}.bias": bias for name, bias in zip(config.norms, biases) if name}
         for name, norm in attention.norms().items():
             whole[f"{prefix}self_attn.{name}.weight"] = norm
             orders[f"{prefix}self_attn.{name}"] = attention.order(name)
         for roles, linear in attention.joined():
             joined.append((f"{prefix}self_attn.", roles, linear))
             orders |= {f"{prefix}self_attn.{name}": attention.order(name) for name in roles}
+        if isinstance(attention, LatentSelfAttention):
+            whole[f"{prefix}self_attn.{QUERY_NORM}.bias"] = attention.query_norm_bias
         if isinstance(attention, SelfAttention):
             whole[f"{prefix}self_attn.{SINKS}"] = attention.sinks
         names = config.mlp_names(number, prefix)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from models.checkpoint.files import tensor_names
+from models.checkpoint.modelslim import Unused
 from models.checkpoint.place import FLOATS, Place
 from models.checkpoint.stored_parts import PartPlace
 from models.config import DecoderConfig
@@ -108,7 +109,7 @@ class PackedStack:
             self.stack.take_expert(file, name, number, numbers)
 
 
-AnyPlace = Place | PartPlace | Stack | PackedStack
+AnyPlace = Place | PartPlace | Unused | Stack | PackedStack
 Places = Mapping[str, AnyPlace]
 
 
@@ -119,7 +120,7 @@ def unpacked(blocks: Tensor, scales: Tensor) -> Tensor:
     return torch.ldexp(numbers, scales.int()[..., None] - EXPONENT_BIAS).flatten(-2)
 
 
-def in_stacks(places: Mapping[str, Place | PartPlace], config: DecoderConfig, path: Path) -> Places:
+def in_stacks(places: Mapping[str, Place | PartPlace | Unused], config: DecoderConfig, path: Path) -> Places:
     """Return the destinations of a checkpoint's tensors, if it stacks the experts of a layer."""
     more: dict[str, AnyPlace] = dict(places)
     mixture = config.mixture

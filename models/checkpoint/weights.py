@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from models.checkpoint.files import checkpoint_files, names_in, open_checkpoint, tensor_names
 from models.checkpoint.layer_parts import SINKS, LayerParts
+from models.checkpoint.modelslim import OF_INPUTS, in_described, of_pairs
 from models.checkpoint.place import Place, Rounding
 from models.checkpoint.stacked_experts import AnyPlace, PackedStack, Places, in_stacks
 from models.checkpoint.stored_parts import PartPlace, in_parts
@@ -27,6 +28,7 @@ from models.config import FUSED, GATE_UP, MLP_ROLES, QKV, DecoderConfig, Form
 from models.decoder import Decoder, DecoderLayer
 from models.layers.latent import UpProjection
 from models.layers.linear import Linear
+from models.modelslim import description_in
 from models.ops.operands import MIDDLE
 from models.packing import IN_A_WORD, Int4
 from models.parallel.share import Share, Slices
@@ -57,7 +59,8 @@ def load(decoder: Decoder, path: str | Path) -> int:
     """
     path = Path(path)
     own, config = places_by_name(decoder), decoder.config
-    places = in_stacks(in_parts(own, config.stored_form, path), config, path)
+    parts = in_described(in_parts(own, config.stored_form, path), config.quantization, path)
+    places = in_stacks(parts, config, path)
     has_twin = config.tie_embeddings and EMBEDDING in places
     known = {HEAD: places[EMBEDDING], **places} if has_twin else places
     share, prefix, stored = decoder.share, "", tensor_names(path)
@@ -121,10 +124,16 @@ def accounted(
     """
     found, faults = _account(checkpoint_files(path), places, known, is_unread)
     if faults:
+        file = description_in(path)
+        source = "config.json" if file is None else f"config.json and {file.name}"
         raise ValueError(
-            f"the weights in {path} are not those of its config.json:\n  "
+            f"the weights in {path} are not those of its {source}:\n  "
             + "\n  ".join(faults)
-            + "\nDownload the checkpoint again, or correct config.json."
+            + (
+                f"\nDownload the checkpoint again, or correct {source}."
+                if file is None
+                else "\nTake configuration, description and weights of one export."
+            )
         )
     return found
 
@@ -189,7 +198,11 @@ def _seed_of(decoder: Decoder, name: str, seed: int) -> int:
 def places_by_name(decoder: Decoder) -> dict[str, Place]:
     """Return the destination of each tensor of a checkpoint, by its name."""
     config, share = decoder.config, decoder.share
-    all_parts = LayerParts({"model.norm.weight": decoder.norm}, [], {})
+    norms: dict[str, Tensor | None] = {
+        "model.norm.weight": decoder.norm,
+        "model.norm.bias": decoder.norm_bias,
+    }
+    all_parts = LayerParts(norms, [], {})
     if share.is_last and not config.tie_embeddings:
         all_parts.joined.append(("", ("lm_head",), decoder.head))
     for number, layer in zip(share.layers(config), decoder.layers):
@@ -236,9 +249,13 @@ def placed(parts: LayerParts, config: DecoderConfig, held: dict[str, int], share
                 outputs, inputs = sizes[name]
                 form = linear.form if isinstance(linear, Linear) else "plain"
                 shape = _shape(kind, outputs, inputs, form)
-                slices = share.slices(f"{name}.{kind}", config)
+                # A sum over all ranks takes the quantised bias once, as it does a bias
+                cut = "bias" if kind == "quant_bias" else kind
+                slices = () if kind in OF_INPUTS else share.slices(f"{name}.{cut}", config)
                 if isinstance(form, Int4) and kind == "weight":
                     slices = _of_words(slices)
+                if form == "w4a8" and kind == "weight":
+                    slices = of_pairs(name, slices)
                 places[f"{name}.{kind}"] = Place(room, shape, slices, orders.get(name), rounding=rounding)
     return places
 
@@ -263,9 +280,9 @@ def _shape(kind: str, outputs: int, inputs: int, form: Form) -> tuple[int, ...]:
     width, count = inputs, 1
     if isinstance(form, Int4):
         width, count = inputs // IN_A_WORD, form.num_groups(inputs)
-    of_scales = (outputs, count)
-    shapes = {"weight": (outputs, width), "weight_scale": of_scales, "weight_offset": of_scales}
-    return shapes.get(kind, (outputs,))
+    of_scales, rows = (outputs, count), outputs // 2 if form == "w4a8" else outputs
+    shapes = {"weight": (rows, width), "weight_scale": of_scales, "weight_offset": of_scales}
+    return shapes.get(kind, (1,) if kind in OF_INPUTS else (outputs,))
 
 
 def _of_words(slices: Slices) -> Slices:
@@ -307,7 +324,11 @@ def rooms_of(linear: Linear | UpProjection, widths: list[int]) -> Iterator[tuple
     for kind in ("weight", "weight_scale", "weight_offset", "bias"):
         joined = getattr(linear, kind, None)
         if joined is not None and not (linear.rounds and kind == "weight_scale"):  # which is computed
-            yield kind, joined.data.split(widths)
+            is_paired = kind == "weight" and linear.form == "w4a8"
+            yield kind, joined.data.split([width // 2 for width in widths] if is_paired else widths)
+    static = getattr(linear, "static", None)
+    for kind, joined in () if static is None else static.named_parameters():
+        yield kind, joined.data.split(widths)
 
 
 def _roundings(linear: Linear | UpProjection, widths: list[int]) -> list[Rounding]:

@@ -48,6 +48,8 @@ class Eagle3(Head):
         self.mlp = MLP(config, config.mlp_names(0, LAYER)[0], config.intermediate_size, ops, device, ALONE)
         self.norm = parameter(hidden, dtype=dtype, device=device)
         self.head = Linear(ops, hidden, config.draft_vocab_size, False, dtype, device)
+        # What the embeddings of a target whose hidden states are rotated are multiplied with, transposed
+        self.rotation: Tensor | None = None
         self.embedding: nn.Parameter | None = None
         if config.owns_embedding:
             self.embedding = parameter(config.vocab_size, hidden, dtype=dtype, device=device)
@@ -85,9 +87,11 @@ class Eagle3(Head):
         num_rows = self.ops.padded(len(features))
         token_ids, positions = pad_rows(step.token_ids, num_rows), pad_rows(step.positions, num_rows)
         features = pad_rows(features, num_rows)
-        embedded = (
-            self._embedded(token_ids) if self.embedding is None else F.embedding(token_ids, self.embedding)
-        )
+        if self.embedding is not None:
+            embedded = F.embedding(token_ids, self.embedding)
+        else:
+            embedded = self._embedded(token_ids)
+            embedded = embedded if self.rotation is None else F.linear(embedded, self.rotation)
         normed = self.ops.rms_norm(features, self.hidden_norm, self.eps)
         x = torch.cat((self.ops.rms_norm(embedded, self.input_norm, self.eps), normed), -1)
         cos, sin = self.rope.cos_sin(positions, None, features.dtype)
@@ -97,9 +101,11 @@ class Eagle3(Head):
 OFFSETS, FOLLOWS = "d2t", "t2d"
 
 
-def load(head: Eagle3, path: str | Path) -> int:
+def load(head: Eagle3, path: str | Path, rotation: Tensor | None = None) -> int:
     """Fill a head from the checkpoint directory `path`, and pack it; return the bytes of the tensors read.
 
+    The head was trained with hidden states of a model whose own are multiplied with `rotation` [hidden,
+    hidden], if it is given.
     Raises ValueError as models/checkpoint/weights.py does, and for draft tokens that the target lacks.
     """
     places = _places(head)
@@ -111,8 +117,19 @@ def load(head: Eagle3, path: str | Path) -> int:
                 f"{OFFSETS} in {path} leads out of the model's vocabulary of {head.config.vocab_size};"
                 " take the head that was trained for this model"
             )
+    if rotation is not None:
+        _turn(head, rotation)
     head.pack()
     return num_bytes
+
+
+def _turn(head: Eagle3, rotation: Tensor) -> None:
+    """Let a head read rotated hidden states and embeddings, by turning both back."""
+    weight = head.fc.weight
+    assert weight is not None, "a head is turned before it is packed"
+    parts = weight.data.float().unflatten(1, (len(head.taps), -1))
+    weight.data.copy_((parts @ rotation.to(parts.device)).flatten(1))
+    head.rotation = rotation.to(weight.device, weight.dtype)
 
 
 def _places(head: Eagle3) -> dict[str, Place]:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from attention.reference import Attention
 from models.checkpoint.layer_parts import LayerParts
+from models.checkpoint.modelslim import in_described
 from models.checkpoint.stored_parts import in_parts
 from models.checkpoint.weights import fill, placed
 from models.decoder import Decoder, DecoderLayer, pack, pad_rows
@@ -58,13 +59,13 @@ class Mtp(Head):
     def attach(self, target: Decoder, features: FeaturePages) -> None:
         """From now on, store the target's features in `features`, and use its embedding, norm and head."""
         super().attach(target, features)
-        self._target_norm: Tensor = target.norm
+        self._last_norm: Callable[[Tensor], Tensor] = target.last_norm
         self._head_logits: Callable[[Tensor, int], Tensor] = target.head_logits
         self.parts = target.parts
 
     def fused(self, tapped: Tensor) -> Tensor:
         """Apply the target's last norm: [T, hidden] to [T, hidden]."""
-        return self.ops.rms_norm(tapped, self._target_norm, self.eps)
+        return self._last_norm(tapped)
 
     def computed(self, step: StepInputs, features: Tensor) -> Tensor:
         """Return the layer's output [T, hidden], after its norm, which is the next feature."""
@@ -75,8 +76,7 @@ class Mtp(Head):
     def fill(self, step: StepInputs, features: Tensor) -> None:
         """Write what the layer's attention caches, zeros at a position that has none."""
         x, cos, sin = self._inputs(step, features)
-        assert self.layer.input_norm is not None, "the layers of these models norm what they read"
-        normed = self.ops.rms_norm(x, self.layer.input_norm, self.eps)
+        normed = self.layer.normed_input(x)
         self.layer.attention.write(normed, cos, sin, step, pad_rows(step.positions, len(x)) < FIRST_KEY)
 
     def own_logits(self, hidden: Tensor) -> Tensor:
@@ -114,7 +114,7 @@ def load(head: Mtp, path: str | Path) -> int:
     parts.joined.append(("", (config.joining,), head.joining))
     held = {name: outputs for name, _, outputs in head.part.linears()}
     places = placed(parts, config, held, head.share)
-    read = in_parts(places, config.stored_form, path)
+    read = in_described(in_parts(places, config.stored_form, path), config.quantization, path)
     is_shared = tuple(prefix + name for name in SHARED)
 
     def is_unread(name: str) -> bool:

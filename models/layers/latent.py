@@ -14,12 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from attention.latent import LatentAttention, LatentProlog, LatentUp
-from models.config import NORM_EPS, DecoderConfig, Form
+from models.config import NORM_EPS, QUERY_NORM, DecoderConfig, Form
 from models.layers.dtypes import TORCH_DTYPES
 from models.layers.linear import Linear, SplitLinear, SummedLinear, parameter
 from models.ops.operands import Int8Rows
 from models.ops.reference import Ops
-from models.packing import Int4
 from models.parallel.group import Group
 from models.step_inputs import StepInputs
 
@@ -30,7 +29,7 @@ class UpProjection(nn.Module):
     Its rows are filled with the keys of all heads and, after them, the values of all heads.
     """
 
-    bias, rounds = None, False  # attributes of a linear
+    bias, rounds, form = None, False, "int8"  # attributes of a linear
 
     def __init__(
         self,
@@ -91,13 +90,19 @@ class LatentSelfAttention(nn.Module):
             ops, hidden, sum(widths), False, dtype, device, form(latent.first()[0]), widths
         )
         self.query_norm: nn.Parameter | None = None
+        self.query_norm_bias: nn.Parameter | None = None
         self.query_up: SplitLinear | None = None
         self.joins = False  # steps of short spans compute everything before attention in one launch
         self.prolog: LatentProlog | None = None  # what that launch takes, once it is packed
         if latent.query_rank is not None:
             forms = form(latent.first()[0]), form("q_b_proj")
             are_alike = len({each == "plain" for each in forms}) == 1
-            are_wide = not any(isinstance(each, Int4) for each in forms)
+            are_wide = all(each in ("plain", "int8", "quantize") for each in forms)
+            if config.has_norm_bias(
+                f"{name}self_attn.{QUERY_NORM}"
+            ):  # which no operator adds beside the rest
+                self.query_norm_bias = parameter(latent.query_rank, dtype=dtype, device=device)
+                are_wide = False
             self.joins = are_alike and are_wide and attention.joins(hidden, latent.query_rank)
             outputs = (sum(queries),) if self.joins else queries
             self.query_norm = parameter(latent.query_rank, dtype=dtype, device=device)
@@ -113,7 +118,7 @@ class LatentSelfAttention(nn.Module):
 
     def norms(self) -> dict[str, nn.Parameter | None]:
         """Return its norms by their checkpoint names."""
-        return {"q_a_layernorm": self.query_norm, "kv_a_layernorm": self.latent_norm}
+        return {QUERY_NORM: self.query_norm, "kv_a_layernorm": self.latent_norm}
 
     def joined(self) -> list[tuple[tuple[str, ...], Linear | UpProjection]]:
         """Return its linears with the checkpoint's linears that each of them joins."""
@@ -195,7 +200,9 @@ class LatentSelfAttention(nn.Module):
         if is_absent is not None:
             kv = kv.masked_fill(is_absent[:, None], 0)
         if self.query_up is not None and self.query_norm is not None:
-            queries = list(self.query_up(self.ops.rms_norm(queries[0], self.query_norm, NORM_EPS)))
+            normed = self.ops.rms_norm(queries[0], self.query_norm, NORM_EPS)
+            normed = normed if self.query_norm_bias is None else normed + self.query_norm_bias
+            queries = list(self.query_up(normed))
         widths = self.latent.nope_dim, self.latent.rope_dim
         if self.joins:
             nope, pairs = queries[0].unflatten(-1, (-1, sum(widths))).split(widths, -1)

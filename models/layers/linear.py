@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from devices.int8 import quantize_rows
 from models.config import Form
 from models.layers.low_rank import LowRank
-from models.ops.operands import Int4Weight, Int8Rows, UnpackedLinear
+from models.ops.operands import Int4Weight, Int8Rows, PairedInt4, StaticInt8, UnpackedLinear
 from models.ops.reference import Ops, Packed, Widths
 from models.packing import IN_A_WORD, Int4
 from models.parallel.group import Group
@@ -27,11 +27,67 @@ def parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Param
     return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
 
 
+class StaticScales(nn.Module):
+    """What a linear with a scale for all of its inputs has beside its weight, until it is packed."""
+
+    def __init__(self, out_features: int, device: torch.device) -> None:
+        super().__init__()
+        self.deq_scale, self.input_scale, self.input_offset = (
+            parameter(out_features, dtype=torch.float32, device=device) for _ in range(3)
+        )
+        self.quant_bias = parameter(out_features, dtype=torch.int32, device=device)
+
+    def beside(self, weight: Tensor) -> StaticInt8:
+        """Return the weight with them."""
+        scales = self.deq_scale.data, self.quant_bias.data, self.input_scale.data, self.input_offset.data
+        return StaticInt8(weight, *scales)
+
+
+class StaticProducts:
+    """The products of a linear whose inputs have one scale, or one for each linear that it joins.
+
+    Rows are quantised once for all outputs that take them alike.
+    """
+
+    def __init__(self, ops: Ops, weight: StaticInt8, widths: Widths, dtype: torch.dtype) -> None:
+        self.ops = ops
+        self._rows: list[Packed] = []
+        numbers: dict[tuple[float, float], int] = {}  # of the rows' scales and offsets
+        self._parts: list[list[tuple[int, Packed]]] = []
+        for parts in weight.parts(widths):
+            packed = []
+            for part in parts:
+                inputs = part.input_scale[0].item(), part.input_offset[0].item()
+                if inputs not in numbers:
+                    numbers[inputs] = len(numbers)
+                    self._rows.append(ops.pack_static_rows(part, dtype))
+                packed.append((numbers[inputs], ops.pack_static(part, dtype)))
+            self._parts.append(packed)
+
+    @property
+    def first_weight(self) -> Tensor:
+        """The weight that is multiplied first, for a prefetch."""
+        first: Tensor = self._parts[0][0][1][0]
+        return first
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Map [T, in] to a tensor [T, width] for each width."""
+        ops = self.ops
+        rows = [ops.static_rows(x, packed) for packed in self._rows]
+        made = []
+        for parts in self._parts:
+            found = [ops.linear_static(rows[number], packed, x.dtype) for number, packed in parts]
+            made.append(found[0] if len(found) == 1 else torch.cat(found, -1))
+        return tuple(made)
+
+
 class Linear(nn.Module):
     """A linear whose weight is filled as [out, in], then packed for the device.
 
     `form` says whether the weight is kept in the model's type ("plain"), read in int8 beside a scale
-    ("int8"), read in the model's type and quantised at once ("quantize"), or in 4 bits (`Int4`).
+    ("int8"), read in the model's type and quantised at once ("quantize"), read in int8 beside the scales of
+    outputs and inputs ("static"), in 4 bits that are multiplied with int8 ("w4a8"), in int8 that is
+    multiplied in the model's type ("w8a16"), or in 4 bits (`Int4`).
     """
 
     def __init__(
@@ -48,28 +104,45 @@ class Linear(nn.Module):
         super().__init__()
         self.ops, self.form, self.widths, self.dtype = ops, form, widths, dtype
         self.scale_dtype = torch.float32  # type to which scales are rounded, if an operator takes another one
-        stored, width = torch.int8 if self.is_int8 else dtype, in_features
+        stored, width = torch.int8 if self.is_int8 or form in ("static", "w8a16") else dtype, in_features
+        self.static: StaticScales | None = StaticScales(out_features, device) if form == "static" else None
+        bias = bias and self.static is None  # the quantised bias holds it
         self.weight_scale: nn.Parameter | None = None
         self.weight_offset: nn.Parameter | None = None
-        if self.is_int8:
+        rows = out_features
+        if self.is_int8 or form == "w8a16":
             self.weight_scale = parameter(out_features, 1, dtype=torch.float32, device=device)
+        elif form == "w4a8":
+            self.weight_scale = parameter(out_features, 1, dtype=torch.float32, device=device)
+            stored, rows = torch.int8, out_features // 2
         elif isinstance(form, Int4):
             stored, width, count = torch.int32, in_features // IN_A_WORD, form.num_groups(in_features)
             self.weight_scale = parameter(out_features, count, dtype=dtype, device=device)
             if form.has_zeros:
                 self.weight_offset = parameter(out_features, count, dtype=dtype, device=device)
-        self.weight: nn.Parameter | None = parameter(out_features, width, dtype=stored, device=device)
+        self.weight: nn.Parameter | None = parameter(rows, width, dtype=stored, device=device)
         self.bias = parameter(out_features, dtype=dtype, device=device) if bias else None
         self.packed: Packed = None
         self.low_rank: LowRank | None = None  # what the adapters of requests add
 
     def pack(self) -> None:
         """Pack the filled weight for the device, once, and drop the unpacked one."""
+        if self.static is not None:
+            assert self.weight is not None, "a linear is packed once"
+            widths = self.widths or (len(self.weight),)
+            made = StaticProducts(self.ops, self.static.beside(self.weight.data), widths, self.dtype)
+            self.packed, self.static, self.weight = (made.first_weight, made), None, None
+            return
         given, ops = self.unpacked(), self.ops
         weight, scale, bias = given.weight, given.scale, given.bias
         if isinstance(weight, Int4Weight):
             int4 = weight, bias
             self.packed = ops.pack_int4_split(*int4, self.widths) if self.widths else ops.pack_int4(*int4)
+        elif self.form == "w8a16" and isinstance(weight, Tensor) and scale is not None:
+            self.packed = self._w8a16(weight, scale, bias)
+        elif isinstance(weight, PairedInt4):
+            assert not self.widths, "an expert's outputs are read as a whole"
+            self.packed = ops.pack_w4a8(weight, bias)
         elif scale is not None:
             int8 = weight, scale.float(), bias
             self.packed = ops.pack_int8_split(*int8, self.widths) if self.widths else ops.pack_int8(*int8)
@@ -77,6 +150,14 @@ class Linear(nn.Module):
             plain = weight, bias
             self.packed = ops.pack_split(*plain, self.widths) if self.widths else ops.pack(*plain)
         self.weight = self.weight_scale = self.weight_offset = None
+
+    def _w8a16(self, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Packed:
+        """Pack a part for each width of its outputs; the first weight stands before them, for a prefetch."""
+        widths = self.widths or (len(weight),)
+        biases = [None] * len(widths) if bias is None else bias.split(widths)
+        parts = zip(weight.split(widths), scale.split(widths), biases)
+        packed = [self.ops.pack_w8a16(*part, self.dtype) for part in parts]
+        return packed[0][0], packed
 
     def _int4_weight(self, form: Int4) -> Int4Weight:
         assert self.weight is not None, "a linear is packed once"
@@ -96,6 +177,8 @@ class Linear(nn.Module):
             return UnpackedLinear(self._int4_weight(self.form), None, bias)
         assert self.weight is not None, "a linear is packed once"
         weight, scale = self.weight.data, self.weight_scale
+        if self.form == "w4a8" and scale is not None:
+            return UnpackedLinear(PairedInt4(weight, scale[:, 0]), None, bias)
         return UnpackedLinear(weight, None if scale is None else scale[:, 0].to(self.scale_dtype), bias)
 
     @property
@@ -141,6 +224,12 @@ class Linear(nn.Module):
             y = self.ops.linear_int8(x, self.packed)
         elif isinstance(self.form, Int4):
             y = self.ops.linear_int4(_unquantized(x), self.packed)
+        elif self.form == "w8a16":
+            y = self.ops.linear_w8a16(_unquantized(x), self.packed[1][0])
+        elif self.form == "w4a8":
+            y = self.ops.linear_w4a8(_unquantized(x), self.packed)
+        elif self.form == "static":
+            (y,) = self.packed[1](_unquantized(x))
         else:
             y = self.ops.linear(_unquantized(x), self.packed)
         if self.low_rank is not None:
@@ -159,6 +248,10 @@ class SplitLinear(Linear):
             parts = ops.linear_int8_split(x, packed, widths)
         elif isinstance(self.form, Int4):
             parts = ops.linear_int4_split(_unquantized(x), packed, widths)
+        elif self.form == "w8a16":
+            parts = tuple(ops.linear_w8a16(_unquantized(x), each) for each in packed[1])
+        elif self.form == "static":
+            parts = packed[1](_unquantized(x))
         else:
             parts = ops.linear_split(_unquantized(x), packed, widths)
         if self.low_rank is not None:

@@ -127,7 +127,9 @@ class Mixture(nn.Module):
         return self.group.all_reduce(part)
 
 
-def _form(linear: Linear) -> Literal["plain", "int8", "int4"]:
+def _form(linear: Linear) -> Literal["plain", "int8", "int4", "static", "w4a8", "w8a16"]:
     if isinstance(linear.form, Int4):
         return "int4"
+    if linear.form in ("static", "w4a8", "w8a16"):
+        return linear.form
     return "int8" if linear.is_int8 else "plain"

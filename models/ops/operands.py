@@ -76,10 +76,68 @@ def in_words(values: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
+class PairedInt4:
+    """A weight of numbers from -8 to 7 with a scale for each output, to be multiplied with int8 (W4A8).
+
+    A byte has the numbers of two neighbouring outputs, the first in its low half; each half has its own sign.
+    """
+
+    pairs: Tensor  # int8 [O / 2, I]
+    scale: Tensor  # float32 [O]
+
+    def numbers(self) -> Tensor:
+        """Return the numbers as int8 [O, I]."""
+        return unpaired(self.pairs)
+
+    def split(self, num_outputs: int) -> list[PairedInt4]:
+        """Split it into parts of so many outputs each, an even number; the last may be smaller."""
+        parts = zip(self.pairs.split(num_outputs // 2), self.scale.split(num_outputs))
+        return [PairedInt4(*part) for part in parts]
+
+
+def unpaired(pairs: Tensor) -> Tensor:
+    """Unpack int8 bytes [O / 2, I] to the numbers [O, I] of neighbouring outputs, from -8 to 7."""
+    return torch.stack((pairs << 4 >> 4, pairs >> 4), 1).flatten(0, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class StaticInt8:
+    """An int8 weight whose inputs have one scale and one offset, known before they are computed (W8A8).
+
+    A row x becomes q = round(x / input_scale + input_offset), within int8, and the product is (q * weight +
+    bias) * scale: `scale` already has the inputs' scale in it, and `bias` what the offset adds.
+    """
+
+    weight: Tensor  # int8 [O, I]
+    scale: Tensor  # float32 [O]
+    bias: Tensor  # int32 [O]
+    input_scale: Tensor  # float32 [O], the same for outputs that read the same rows
+    input_offset: Tensor  # float32 [O], whole numbers
+
+    def parts(self, widths: tuple[int, ...]) -> list[list[StaticInt8]]:
+        """Return, for outputs of each width, the parts whose rows are quantised alike."""
+        inputs = torch.stack((self.input_scale, self.input_offset), 1)
+        _, counts = torch.unique_consecutive(inputs, dim=0, return_counts=True)
+        alike = counts.cumsum(0).tolist()
+        stops = torch.tensor(widths).cumsum(0).tolist()
+        made = []
+        for first, stop in zip((0, *stops), stops):
+            ends = sorted({stop, *(each for each in alike if first < each < stop)})
+            made.append([self._rows(*pair) for pair in zip((first, *ends), ends)])
+        return made
+
+    def _rows(self, first: int, stop: int) -> StaticInt8:
+        at = slice(first, stop)
+        return StaticInt8(
+            self.weight[at], self.scale[at], self.bias[at], self.input_scale[at], self.input_offset[at]
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class UnpackedLinear:
     """The weight, scale and bias of a linear, before a device packs them."""
 
-    weight: Tensor | Int4Weight  # [out, in]
+    weight: Tensor | Int4Weight | PairedInt4  # [out, in]
     scale: Tensor | None = None  # [out], if the weight is int8
     bias: Tensor | None = None  # [out]
 
@@ -93,6 +151,6 @@ class ExpertKind:
 
     hidden: int
     inner: int  # inner size on this rank
-    form: Literal["plain", "int8", "int4"] = "plain"
+    form: Literal["plain", "int8", "int4", "static", "w4a8", "w8a16"] = "plain"
     is_swiglu: bool = True  # otherwise it has another gate
     has_bias: bool = False

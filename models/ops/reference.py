@@ -19,7 +19,14 @@ from torch.nn import functional as F
 from attention.latent import LatentLinears, LatentUp
 from devices.int8 import quantize_rows
 from models.config import MixtureConfig
-from models.ops.operands import ExpertKind, Int4Weight, Int8Rows, UnpackedLinear
+from models.ops.operands import (
+    ExpertKind,
+    Int4Weight,
+    Int8Rows,
+    PairedInt4,
+    StaticInt8,
+    UnpackedLinear,
+)
 from models.packing import WIDENED_ROWS
 from models.parallel.group import Group
 
@@ -100,6 +107,53 @@ class Ops:
         """Map [T, in] to a tensor [T, width] for each of `widths`; `x` as for `linear_int8`."""
         parts: tuple[Tensor, ...] = self.linear_int8(x, packed).split(widths, dim=-1)
         return parts
+
+    def pack_static(self, weight: StaticInt8, dtype: torch.dtype) -> Packed:
+        """Pack an int8 weight whose rows are quantised alike, for results of this type."""
+        return self.pack_int8(weight.weight, weight.scale, None)[0], weight.scale, weight.bias
+
+    def pack_static_rows(self, weight: StaticInt8, dtype: torch.dtype) -> Packed:
+        """Pack the scale and the offset by which `static_rows` quantises rows of this type."""
+        return 1 / weight.input_scale[0], weight.input_offset[0]
+
+    def static_rows(self, x: Tensor, packed: Packed) -> Tensor:
+        """Quantise [T, in] to int8 by a scale and an offset that all rows share."""
+        inverse, offset = packed
+        rows: Tensor = x.float() * inverse + offset
+        return rows.round_().clamp_(-128, 127).to(torch.int8)
+
+    def linear_static(self, rows: Tensor, packed: Packed, dtype: torch.dtype) -> Tensor:
+        """Map int8 [T, in] to [T, out] of this type."""
+        weight, scale, bias = packed
+        y: Tensor = (self.int8_product(rows, weight) + bias).float() * scale
+        return y.to(dtype)
+
+    def pack_w4a8(self, weight: PairedInt4, bias: Tensor | None) -> Packed:
+        """Pack a weight in 4 bits that is multiplied with int8."""
+        return weight.pairs, weight.scale, bias
+
+    def linear_w4a8(self, x: Tensor, packed: Packed) -> Tensor:
+        """Map [T, in] to [T, out]: x is quantised token by token, and the weight widened to int8 in parts."""
+        pairs, scale, bias = packed
+        rows = self.quantized(x)
+        parts = [
+            self.linear_int8(rows, self.pack_int8(part.numbers(), part.scale, None))
+            for part in PairedInt4(pairs, scale).split(WIDENED_ROWS)
+        ]
+        y = torch.cat(parts, -1)
+        return y if bias is None else y + bias
+
+    def pack_w8a16(self, weight: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Packed:
+        """Pack an int8 weight [out, in], with a scale [out], that is multiplied in the model's type."""
+        return weight, scale, bias
+
+    def linear_w8a16(self, x: Tensor, packed: Packed) -> Tensor:
+        """Map [T, in] to [T, out]; parts of the weight are widened to x's type as they are multiplied."""
+        weight, scale, bias = packed
+        parts = zip(weight.split(WIDENED_ROWS), scale.split(WIDENED_ROWS))
+        rows = [self.widened_product(x, (part.float() * each[:, None]).to(x.dtype)) for part, each in parts]
+        y = torch.cat(rows, -1)
+        return y if bias is None else y + bias
 
     def check_int4(
         self, dtype: torch.dtype, group_size: int | None, largest: int, of_experts: Sequence[int] = ()

@@ -10,6 +10,7 @@ from continuous_batching.slots import SlotPool
 from devices.shapes import AttentionShape, LatentShape
 from kv_cache.device.storage import KVCache, LayerPages
 from models.checkpoint import weights
+from models.checkpoint.modelslim import rotation_of
 from models.config import DecoderConfig, HeadConfig
 from models.decoder import Decoder
 from models.drafting import eagle as head_weights
@@ -71,11 +72,11 @@ def draft_decoder(
         ops, attention = machine.operators(shape_of(recipe.cache.page_size, draft))
         attention.check()
         attention.check_longest(memory.longest_tokens)
-        if draft.quantization is not None:
+        if draft.is_int8:
             ops.check_int8(TORCH_DTYPES[draft.dtype])
         if isinstance(draft, Eagle3Config):
             head = Eagle3(draft, ops, attention)
-            head_weights.load(head, path)
+            head_weights.load(head, path, rotation_of(config.quantization, config.hidden_size))
             return head
         decoder = Decoder(draft, ops, attention)
         weights.load(decoder, path)

@@ -21,6 +21,7 @@ from models.checkpoint.int4 import inputs_of_experts, largest_side
 from models.config import DecoderConfig
 from models.decoder import Decoder
 from models.layers.dtypes import TORCH_DTYPES
+from models.modelslim import Described
 from models.ops.reference import Ops
 from models.parallel.group import ALONE, Group, StageLinks, divided
 from models.parallel.share import Share
@@ -174,7 +175,7 @@ def _loaded(
     ops, attention = machine.operators(shape_of(recipe.cache.page_size, share.part(config)))
     attention.check()
     attention.check_longest(memory.longest_tokens)
-    if config.quantization is not None:
+    if config.is_int8:
         ops.check_int8(TORCH_DTYPES[config.dtype])
     if config.kept_form is not None:
         part, size = share.part(config), config.kept_form.group_size
@@ -197,6 +198,15 @@ def _adapters(recipe: Recipe, decoder: Decoder) -> Adapters | None:
     asked = recipe.adapters
     if not asked.most:
         return None
+    form = decoder.config.quantization
+    if isinstance(form, Described) and form.is_rotated:
+        raise RecipeError(
+            "adapters.most",
+            f"hidden states of the model are rotated (metadata.quarot in {form.file}), and adapters were"
+            " trained with others",
+            "set it to 0, or use a checkpoint without QuaRot",
+            value=asked.most,
+        )
     adapters = Adapters(decoder, asked.most, asked.rank)
     for number, (name, folder) in enumerate((asked.folders or {}).items(), 1):
         try:

@@ -16,6 +16,7 @@ from models.checkpoint.huggingface import check_attended, refused
 from models.checkpoint.int4 import check_groups, kept_int4
 from models.config import DecoderConfig
 from models.drafting.config import Eagle3Config, MtpConfig, mtp_config
+from models.modelslim import check_cache, described, without_method
 from models.parallel.placement import read as read_placement
 from models.parallel.share import Share, check_experts, check_ranks, check_stages
 from models.quantization import KEY, Quantization
@@ -237,7 +238,11 @@ def _as_asked(config: DecoderConfig, recipe: Recipe, quantization: str, dtype: D
             raise RecipeError("model.quantization", str(error), fix, value=quantization) from error
     if dtype != "auto":
         config = replace(config, dtype=dtype)
-    return replace(config, int8_cache=recipe.cache.dtype == "int8")
+    try:
+        return check_cache(replace(config, int8_cache=recipe.cache.dtype == "int8"))
+    except ValueError as error:
+        fix = "set it to int8, where the device has such a cache, or use a checkpoint without C8 or FAKQuant"
+        raise RecipeError("cache.dtype", str(error), fix, value=recipe.cache.dtype) from error
 
 
 def decoder_config(hf: Mapping[str, Any]) -> DecoderConfig:
@@ -305,7 +310,7 @@ def config_in(path: Path) -> DecoderConfig:
     """
     hf = read(path)
     try:
-        return decoder_config(hf)
+        return described(decoder_config(without_method(hf, path)), path)
     except ValueError as error:
         apart = _quantized_apart(path, _json(path / "config.json"))
         place = f"{path} ({KEY} stands in {apart[0]})" if apart else f"{path}"

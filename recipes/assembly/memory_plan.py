@@ -216,7 +216,7 @@ def _from_to(numbers: range) -> str:
 
 
 def _model(config: DecoderConfig) -> str:
-    dtype = config.dtype + (", W8A8" if config.quantization else "")
+    dtype = config.dtype + (f", {config.quantization}" if config.quantization else "")
     dtype += ", W4A16" if config.kept_form else ""
     dtype += f", read from {config.stored_form}" if config.stored_form else ""
     active = f", {config.num_active_parameters / 1e6:,.1f} M of them for a token" if config.mixture else ""

@@ -48,7 +48,7 @@ from models.sampling.follower import FollowerSampler
 from models.sampling.sampler import Best, Chosen, Sampler
 from models.step.runner import ModelRunner
 from recipes.assembly.decoders import shape_of
-from recipes.assembly.families import decoder_config, read
+from recipes.assembly.families import config_in
 from recipes.machine import Npu
 from tests.device_kinds import Kind, Way, machine
 from tests.patience import PATIENCE_S
@@ -103,7 +103,7 @@ def built(
     """The group's decoder of a checkpoint, and the bytes that this rank read; one that `dispatches` has its
     experts in another order.
     """
-    config = replace(decoder_config(read(path)), dtype=dtype)
+    config = replace(config_in(path), dtype=dtype)
     if dispatches:
         assert config.mixture is not None, "nothing else is sent to ranks"
         order = tuple(torch.randperm(config.mixture.num_experts, generator=torch.Generator().manual_seed(5)))

@@ -22,7 +22,7 @@ from continuous_batching.engine import Engine
 from continuous_batching.request import Request, SamplingParams
 from devices.ascend_limits import PRODUCTS, product
 from models.config import MixtureConfig
-from models.ops.operands import ExpertKind, Int4Weight, UnpackedLinear
+from models.ops.operands import ExpertKind, Int4Weight, PairedInt4, StaticInt8, UnpackedLinear
 from models.ops.reference import Ops
 from models.parallel.group import ALONE, Group, join
 from recipes.assembly.engine import build
@@ -373,6 +373,26 @@ def _among_ranks(ops: Ops, rows: torch.Tensor) -> None:
         dist.destroy_process_group()
 
 
+def _of_modelslim(ops: Ops, rows: torch.Tensor) -> None:
+    """Multiply rows of 32 by weights in W8A8, W8A16 and W4A8, as msModelSlim has them."""
+    weight, scale = torch.ones(16, 32, dtype=torch.int8, device="npu:0"), torch.ones(16, device="npu:0")
+    static = StaticInt8(weight, scale, scale.int(), scale, scale)
+    for dtype in (torch.bfloat16, torch.float16):
+        packed, of_rows = ops.pack_static(static, dtype), ops.pack_static_rows(static, dtype)
+        ops.linear_static(ops.static_rows(rows.to(dtype), of_rows), packed, dtype)
+    ops.linear_w8a16(rows, ops.pack_w8a16(weight, scale, scale.to(rows.dtype), rows.dtype))
+    router = torch.ones(4, 32, device="npu:0")
+    pairs = [
+        UnpackedLinear(PairedInt4(router.new_ones(n, 32).char(), router.new_ones(2 * n))) for n in (32, 16)
+    ]
+    routed = ops.route(rows, router, None, MixtureConfig(4, 2, 32, True, (True,)))
+    assert ops.joins_experts(ExpertKind(32, 32, "w4a8"))
+    assert not ops.joins_experts(ExpertKind(32, 36, "w4a8"))
+    assert not ops.joins_experts(ExpertKind(32, 32, "static"))
+    joined = ops.pack_experts(*([each] * 4 for each in pairs))
+    ops.joined_mixture(rows, *routed, joined, 4, ops.swiglu)
+
+
 def _with_sinks() -> None:
     """Run a step, and capture one, of a model that has attention sinks."""
     attention = operators("npu", "fused", shape(windows=(None,), has_sinks=True))[1]
@@ -424,6 +444,8 @@ def test_every_line_of_every_npu_file_runs(monkeypatch: pytest.MonkeyPatch) -> N
         ops.pack_split(torch.ones(16, 32, dtype=torch.bfloat16, device="npu:0"), None, (8, 8))
         _in_int8(ops, rows)
         _by_experts(ops, rows)
+        for each in (ops, NpuOps(replace(ops.product, has_int4=False))):  # type: ignore[attr-defined]
+            _of_modelslim(each, rows)
         ops.check_int4(torch.bfloat16, 32, 32, (32,))
         _fetching(NpuOps(replace(ops.product, prefetches=True)), rows)  # type: ignore[attr-defined]
         ops.linear_summed(rows, (rows, None), ALONE)
@@ -440,6 +462,6 @@ def test_every_line_of_every_npu_file_runs(monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(torch.npu, "is_available", lambda: False)
         with pytest.raises(ValueError, match="finds no NPU"):
             chip()
-    assert len(files) == 9
+    assert len(files) == 10
     assert all(lines.wanted.values())
     assert lines.missing() == {}

@@ -360,7 +360,9 @@ def quant_matmul(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
     dtype = pick(rng, torch.bfloat16, torch.float16, torch.int8, torch.int32)
     arguments: Arguments = {"x1": x1, "x2": pick(rng, x2.t(), x2.t().contiguous()), "output_dtype": dtype}
     arguments["scale"] = torch.rand(pick(rng, 1, columns))
-    if dtype in HALVES:
+    if dtype == torch.float16 and bool(rng.integers(2)):  # the bits, as a file holds them
+        arguments["scale"] = arguments["scale"].view(torch.int32).long()
+    elif dtype in HALVES:
         arguments["pertoken_scale"] = pick(rng, torch.rand(rows), None)
     if bool(rng.integers(2)):
         arguments["bias"] = torch.randint(-9, 9, (columns,), dtype=torch.int32)
@@ -374,6 +376,21 @@ def dynamic_quant(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
     x = torch.randn(*rng.integers(1, 6, int(rng.integers(2, 4))).tolist()).to(pick(rng, *HALVES))
     smooth = pick(rng, None, torch.rand(x.shape[-1]).to(x.dtype))
     return {"input": x, "smooth_scales": smooth}, Conditions(product=pick(rng, A2, A3))
+
+
+def quantize(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
+    product = pick(rng, P310, A2, A3)
+    dtype = torch.float16 if product is P310 else pick(rng, torch.float32, *HALVES)
+    x = torch.randn(*rng.integers(1, 6, int(rng.integers(2, 4))).tolist()).to(dtype)
+    scales = (1 + torch.rand(pick(rng, 1, x.shape[-1]))).to(dtype) * 20
+    return {
+        "input": x,
+        "scales": scales,
+        "zero_points": pick(rng, None, torch.randint_like(scales, -9, 9)),
+        "dtype": torch.qint8,
+        "axis": -1,
+        "div_mode": False,
+    }, Conditions(product=product)
 
 
 def format_cast(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
@@ -444,6 +461,7 @@ RIGHT: dict[str, Callable[[np.random.Generator], tuple[Arguments, Conditions]]] 
     "npu_moe_distribute_dispatch_v2": dispatch_calls.dispatch,
     "npu_moe_distribute_combine_v2": dispatch_calls.combine,
     "npu_dynamic_quant": dynamic_quant,
+    "npu_quantize": quantize,
     "npu_format_cast": format_cast,
     "npu_top_k_top_p": top_k_top_p,
     "npu_prefetch": prefetch,

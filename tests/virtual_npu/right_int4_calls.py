@@ -28,6 +28,8 @@ def product(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
         "antiquant_group_size": int(size),
     }
     if bool(rng.integers(2)):
+        arguments["weight"] = torch.randint(-128, 128, (inner, columns)).to(torch.int8)
+    if bool(rng.integers(2)):
         bias = torch.randn(columns) if dtype == torch.bfloat16 else torch.randn(columns).half()
         arguments["bias"] = pick(rng, bias, bias[None])
     return arguments, Conditions(product=pick(rng, A2, A3))

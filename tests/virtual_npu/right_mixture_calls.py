@@ -78,7 +78,10 @@ def products(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
     by_counts = bool(rng.integers(2)) and experts > 1
     weight, x = torch.randn(experts, inner, width).to(dtype), torch.randn(rows, inner).to(dtype)
     more: Arguments = {}
-    if bool(rng.integers(2)):
+    if int(rng.integers(4)) == 0:
+        x, (weight, more) = (100 * x.float()).to(torch.int8), of_4_and_8_bits(experts, inner, width, rows)
+        more["output_dtype"] = dtype
+    elif bool(rng.integers(2)):
         weight, x = (100 * weight.float()).to(torch.int8), (100 * x.float()).to(torch.int8)
         more["output_dtype"] = pick(rng, torch.int32, dtype)
         if more["output_dtype"] != torch.int32:
@@ -102,6 +105,20 @@ def products(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
         **more,
     }
     return made, Conditions(product=pick(rng, A2, A3))
+
+
+def of_4_and_8_bits(experts: int, inner: int, words: int, rows: int) -> tuple[torch.Tensor, Arguments]:
+    """A weight of so many words a row, to be multiplied with int8 rows, and what goes with it."""
+    numbers = torch.randint(-8, 8, (experts, inner, 8 * words))
+    nibbles = [(numbers[..., place::8] & 15) << (4 * place) for place in range(8)]
+    weight = torch.stack(nibbles).sum(0)
+    scale = torch.rand(experts, 8 * words)
+    more: Arguments = {
+        "scale": [scale.view(torch.int32).long()[:, None]],
+        "per_token_scale": [torch.rand(rows)],
+        "bias": [8 * numbers.sum(1) * scale],
+    }
+    return (weight - 2**32 * (weight >= 2**31)).int(), more
 
 
 def _in_4_bits(

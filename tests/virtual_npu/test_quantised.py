@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.virtual_npu.right_mixture_calls import of_4_and_8_bits
 from virtual_npu.contract import Conditions
 from virtual_npu.operators import OPERATORS
 
@@ -73,6 +74,37 @@ def test_rows_are_quantised_to_their_own_greatest() -> None:
     x = torch.randn(3, 4, 64).half()
     rows, scale = KERNELS["npu::npu_dynamic_quant"](x)
     assert (rows.float() * scale[..., None] - x.float()).abs().max() <= scale.max() * 0.51
+
+
+def test_a_scale_that_is_known_beforehand_is_multiplied_with() -> None:
+    x = torch.tensor([[1.0, -2.0, 0.25], [9.0, -9.0, 0.5]]).bfloat16()
+    quantise = partial(KERNELS["npu::npu_quantize"], dtype=torch.qint8, axis=-1, div_mode=False)
+    inverse, offset = (torch.full((3,), each).bfloat16() for each in (16.0, -3.0))
+    assert quantise(x, inverse, offset).tolist() == [[13, -35, 1], [127, -128, 5]]
+    assert quantise(x / 8, inverse[:1], None).tolist() == [[2, -4, 0], [18, -18, 1]]
+    scale = torch.tensor([0.5, 1.5])
+    bits = scale.view(torch.int32).long()
+    assert int(bits[1]) == 1069547520
+    one, other = torch.ones(1, 4, dtype=torch.int8), torch.ones(4, 2, dtype=torch.int8)
+    for given in (scale, bits):
+        out = KERNELS["npu::npu_quant_matmul"](one, other, given, output_dtype=torch.float16)
+        assert out.tolist() == [[2.0, 6.0]]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_product_of_4_and_8_bits_is_whole_with_its_bias_alone(dtype: torch.dtype) -> None:
+    weight, more = of_4_and_8_bits(2, 5, 3, 7)
+    x, counts = torch.randint(-128, 128, (7, 5)).to(torch.int8), torch.tensor([3, 4])
+    words = torch.stack([weight.long() >> (4 * place) & 15 for place in range(8)], -1).flatten(-2)
+    numbers = torch.where(words > 7, words - 16, words).double()
+    scale = more["scale"][0].int().view(torch.float32).double()
+    total = torch.cat((x[:3].double() @ numbers[0], x[3:].double() @ numbers[1]))
+    right = total * scale[:, 0].repeat_interleave(counts, 0) * more["per_token_scale"][0][:, None].double()
+    product = partial(KERNELS["npu::npu_grouped_matmul"], [x], [weight], output_dtype=dtype, split_item=2)
+    product = partial(product, group_type=0, group_list=counts, group_list_type=1)
+    torch.testing.assert_close(product(**more)[0], right.to(dtype), rtol=1e-2, atol=1e-2)
+    wrong = product(**more | {"bias": [torch.zeros_like(more["bias"][0])]})[0]
+    assert (wrong.double() - right).abs().max() > 1
 
 
 def test_a_norm_that_ends_in_int8_is_the_norm_and_then_the_rows() -> None:

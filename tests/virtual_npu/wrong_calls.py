@@ -216,7 +216,7 @@ INT4_PACK = [
 ]
 INT4_MATMUL = [
     Wrong("matched", to("x", Tensor.double), "x", "float64"),
-    Wrong("matched", to("weight", Tensor.char), "weight", "int8"),
+    Wrong("matched", to("weight", Tensor.short), "weight", "int16"),
     Wrong("sides", cut("weight"), "weight", "for"),
     Wrong("order", to("x", strided), "x", "strided"),
     Wrong("order", to("weight", strided), "weight", "strided"),
@@ -230,6 +230,15 @@ INT4_MATMUL = [
     Wrong("bias", put(bias=torch.ones(3)), "bias", "(3,)"),
     Wrong("modelled", put(quant_scale=torch.ones(1)), "quant_scale", "given"),
     Wrong("modelled", put(inner_precise=1), "inner_precise", "is 1"),
+]
+STATIC_QUANT = [
+    Wrong("matched", to("input", Tensor.double), "input", "float64"),
+    Wrong("matched", to("scales", Tensor.double), "scales", "float64"),
+    Wrong("columns", put(scales=torch.ones(99).half(), input=torch.ones(2, 3).half()), "scales", "(99,)"),
+    Wrong("columns", put(zero_points=torch.ones(99)), "zero_points", "beside"),
+    Wrong("multiplied", put(div_mode=True), "div_mode", "is True"),
+    Wrong("multiplied", put(dtype=torch.quint8), "dtype", "quint8"),
+    Wrong("multiplied", put(axis=1), "axis", "is 1"),
 ]
 QUANT = [
     Wrong("dtype", to("input", Tensor.float), "input", "float32"),
@@ -276,6 +285,12 @@ def in_int8(**values: object) -> Change:
     return of_experts(**right | values)
 
 
+def in_4_and_8_bits(**values: object) -> Change:
+    """The same with a weight in 4 bits."""
+    right = {"weight": [torch.ones(3, 4, 1).int()], "scale": [torch.ones(3, 1, 8).long()]}
+    return in_int8(**right | {"bias": [torch.ones(3, 8)]} | values)
+
+
 GROUPED = [
     Wrong("groups", to("x", lambda x: x[1:]), "weight", "a list of"),
     Wrong("matched", to("x", lambda x: [each.double() for each in x]), "x", "float64"),
@@ -307,8 +322,13 @@ GROUPED = [
     Wrong("scaled", in_int8(scale=[torch.ones(3, 8)]), "scale", "float32"),
     Wrong("scaled", in_int8(per_token_scale=[torch.ones(5)]), "per_token_scale", "for"),
     Wrong("matched", in_int8(weight=[torch.ones(3, 4, 8).half()]), "weight", "float16"),
+    Wrong("experts", in_int8(weight=[torch.ones(3, 4, 1).int()]), "bias", "None for int32"),
+    Wrong("scaled", in_4_and_8_bits(scale=[torch.ones(3, 8)]), "scale", "float32"),
+    Wrong("scaled", in_4_and_8_bits(scale=[torch.ones(3, 2, 8).long()]), "scale", "(3, 2, 8)"),
+    Wrong("scaled", in_4_and_8_bits(bias=[torch.ones(3, 8).half()]), "bias", "float16"),
+    Wrong("sides", in_4_and_8_bits(bias=[torch.ones(3, 9)]), "bias", "(3, 9)"),
     Wrong("sides", of_experts(bias=[torch.ones(8).half()]), "bias", "for"),
-    Wrong("experts", in_int8(bias=[torch.ones(3, 8).int()]), "bias", "in int8"),
+    Wrong("experts", in_int8(bias=[torch.ones(3, 8).int()]), "bias", "given for"),
     Wrong("antiquant", of_experts(antiquant_scale=[torch.ones(3, 8).half()]), "antiquant_scale", "given for"),
     Wrong("antiquant", in_4_bits(antiquant_offset=None), "antiquant_offset", "not both"),
     Wrong(
@@ -395,6 +415,7 @@ FAMILIES = {
     "npu_clipped_swiglu": CLIPPED,
     "npu_quant_matmul": MATMUL,
     "npu_dynamic_quant": QUANT,
+    "npu_quantize": STATIC_QUANT,
     "npu_convert_weight_to_int4pack": INT4_PACK,
     "npu_weight_quant_batchmatmul": INT4_MATMUL,
     "npu_grouped_matmul": GROUPED,
@@ -418,7 +439,9 @@ WANTED = {
     "npu_apply_rotary_pos_emb": lambda call: call["layout"] == "TND",
     "npu_quant_matmul": lambda call: "offset" not in call,
     "npu_weight_quant_batchmatmul": lambda call: (
-        None not in (call["antiquant_offset"], call.get("bias")) and call["antiquant_group_size"]
+        call["weight"].dtype == torch.int32
+        and None not in (call["antiquant_offset"], call.get("bias"))
+        and call["antiquant_group_size"]
     ),
     "npu_convert_weight_to_int4pack": lambda call: len(call["weight"]) > 1,
     "npu_mm_all_reduce_base": lambda call: call["x1"].dtype == torch.float16,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from virtual_npu.contract import Breach, Call, Operator, Rule, is_dtype, shape
-from virtual_npu.operators.matmul import output_dtype, unwritten_beyond
+from virtual_npu.operators.matmul import output_dtype, scale_of, unwritten_beyond
 from virtual_npu.operators.weight_quant import IN_A_WORD, numbers
 from virtual_npu.simulated_products import A2, A3, A5
 
@@ -26,6 +26,7 @@ INNER_LIMIT = 65536  # the last axis of either side is smaller
 BIAS = {torch.float16: torch.float16, torch.bfloat16: torch.float32, torch.float32: torch.float32}
 # Dtype of the columns' scales, by dtype of the result.
 SCALES = {torch.bfloat16: torch.bfloat16, torch.float16: torch.float32}
+SPLIT = 8  # what is taken from the low half of an int8 row, so that it has a sign as a weight in 4 bits
 LEFT_OUT = (
     *("offset", "activation_input"),
     *("activation_quant_scale", "activation_quant_offset", "tuning_config", "x_dtype", "weight_dtype"),
@@ -53,6 +54,8 @@ def _products(call: Call) -> list[Tensor]:
 def _product_of_experts(call: Call) -> Tensor:
     """Multiply the experts' rows; rows beyond those of all experts are never written."""
     (x,), (weight,) = call["x"], call["weight"]
+    if x.dtype == torch.int8 and weight.dtype == torch.int32:
+        return _product_of_4_and_8_bits(call)
     weight = _widened(call) if weight.dtype == torch.int32 else weight
     counts = _counts(call["group_list"], call["group_list_type"])
     wide = torch.float64 if x.dtype == torch.int8 else torch.float32  # sums of int8 stay exact
@@ -65,6 +68,24 @@ def _product_of_experts(call: Call) -> Tensor:
         total = total + call["bias"][0].float().repeat_interleave(torch.tensor(counts), 0)
     made = x.dtype if x.dtype != torch.int8 else output_dtype(call)
     return unwritten_beyond(total.to(made), len(x))
+
+
+def _product_of_4_and_8_bits(call: Call) -> Tensor:
+    """Multiply int8 rows with weights in 4 bits: their high halves, and their low halves less 8.
+
+    What the 8 takes away is not added back: the bias has it, as 8 times the scaled sums of the columns.
+    """
+    (x,), (weight,) = call["x"], call["weight"]
+    counts = _counts(call["group_list"], call["group_list_type"])
+    rows, scale = x[: sum(counts)].double() - SPLIT, scale_of(call["scale"][0])
+    parts = [
+        (part @ each.double()) * column.double() + bias.double()
+        for part, each, column, bias in zip(
+            rows.split(counts), numbers(weight), scale.flatten(1), call["bias"][0]
+        )
+    ]
+    total = torch.cat(parts) * call["per_token_scale"][0][: sum(counts), None]
+    return unwritten_beyond(total.to(output_dtype(call)), len(x))
 
 
 def _widened(call: Call) -> Tensor:
@@ -95,7 +116,7 @@ def _groups(call: Call) -> Iterator[Breach]:
 def _types(call: Call) -> Iterator[Breach]:
     first: Tensor = call["x"][0]
     if _is_of_experts(call) and first.dtype == torch.int8:
-        if call["weight"][0].dtype != torch.int8:
+        if call["weight"][0].dtype not in (torch.int8, torch.int32):
             yield "weight", f"{shape(call['weight'][0])} for {shape(first)}"
         return
     has_words = _is_of_experts(call) and call["weight"][0].dtype == torch.int32
@@ -142,7 +163,7 @@ def _antiquant(call: Call) -> Iterator[Breach]:
     if not _is_of_experts(call):
         return
     x, weight = call["x"][0], call["weight"][0]
-    if weight.dtype != torch.int32:
+    if weight.dtype != torch.int32 or x.dtype == torch.int8:
         yield from ((name, f"given for {shape(weight)}") for name in OF_4_BITS if call[name] is not None)
         return
     if not weight.is_contiguous():
@@ -175,8 +196,8 @@ def _experts(call: Call) -> Iterator[Breach]:
     in_int8 = call["x"][0].dtype == torch.int8
     if len(call["x"]) != 1:
         yield "x", f"a list of {len(call['x'])}"
-    elif in_int8 and call["bias"] is not None:
-        yield "bias", "given in int8"
+    elif in_int8 and (call["bias"] is not None) != (call["weight"][0].dtype == torch.int32):
+        yield "bias", f"{'None' if call['bias'] is None else 'given'} for {shape(call['weight'][0])}"
     elif call["split_item"] not in (2, 3) or call["act_type"] not in (None, 0):
         yield "split_item", f"{call['split_item']} with act_type {call['act_type']}"
 
@@ -201,10 +222,28 @@ def _scaled(call: Call) -> Iterator[Breach]:
         yield "output_dtype", f"{made} with scales {[each is not None for each in given]}"
         return
     scale, rows = call["scale"][0], call["per_token_scale"][0]
-    if scale.dtype != SCALES[made] or scale.shape != (weight.shape[0], weight.shape[2]):
-        yield "scale", f"{shape(scale)} for {shape(weight)} and a result in {made}"
     if rows.dtype != torch.float32 or rows.shape != x.shape[:1]:
         yield "per_token_scale", f"{shape(rows)} for {shape(x)}"
+    if weight.dtype == torch.int32:
+        yield from _scaled_in_4_bits(call)
+        return
+    if scale.dtype != SCALES[made] or scale.shape != (weight.shape[0], weight.shape[2]):
+        yield "scale", f"{shape(scale)} for {shape(weight)} and a result in {made}"
+
+
+def _scaled_in_4_bits(call: Call) -> Iterator[Breach]:
+    """Check the scales of int8 rows and weights in 4 bits, beside which there is what their split takes away.
+
+    The numbers of the bias are not checked, since a wrong one makes a wrong product.
+    """
+    (weight,), (scale,), (bias,) = call["weight"], call["scale"], call["bias"]
+    experts, columns = weight.shape[0], _columns(weight)
+    if scale.dtype != torch.int64 or tuple(scale.shape) not in ((experts, columns), (experts, 1, columns)):
+        yield "scale", f"{shape(scale)} for {shape(weight)}"
+    if not weight.is_contiguous():
+        yield "weight", f"strided {tuple(weight.stride())} over {shape(weight)}"
+    if bias.dtype != torch.float32:
+        yield "bias", f"{shape(bias)} for {shape(weight)}"
 
 
 def _divided(call: Call) -> Iterator[Breach]:
@@ -283,8 +322,8 @@ OPERATORS = (
             ),
             Rule(
                 "experts",
-                "of experts there is one x and one weight, without activation, and in int8 without bias;"
-                " split_item is 2 or 3",
+                "of experts there is one x and one weight, without activation, and in int8 with a bias if the"
+                " weight is in 4 bits, and only then; split_item is 2 or 3",
                 SOURCE + ": group_type 0",
                 "stack the weights",
                 _experts,
@@ -300,7 +339,9 @@ OPERATORS = (
             Rule(
                 "scaled",
                 "a product of experts in int8 stays in int32, or has scales [E, N] in bfloat16 for a result"
-                " in bfloat16, in float32 for one in float16, and float32 [T] by token",
+                " in bfloat16, in float32 for one in float16, and float32 [T] by token; with weights in 4"
+                " bits the scales are int64, [E, N] or [E, 1, N], and the bias is float32: 8 times the"
+                " scaled sums of the columns",
                 SOURCE + ": table of per-token products",
                 "round the scales of columns when weights are loaded",
                 _scaled,

@@ -14,6 +14,7 @@ from virtual_npu.contract import Breach, Call, Operator, Rule, is_dtype, shape
 from virtual_npu.simulated_products import A2, A3, A5, P310
 
 QUANT = "op-plugin npu_dynamic_quant"
+STATIC_QUANT = "op-plugin npu_quantize"
 PRODUCT = "op-plugin npu_quant_matmul"
 FORMAT = "op-plugin npu_format_cast"
 MOST = 65535
@@ -21,14 +22,16 @@ EXACT_IN_FLOAT = 1024  # a sum of so many int8 products is exact in float32
 FORMATS = {2: "ND", 29: "FRACTAL_NZ"}
 # A schema's `int?` carries a dtype as one of these numbers.
 DTYPES = {1: torch.int8, 3: torch.int32, 5: torch.float16, 15: torch.bfloat16}
+QINT8 = 12  # torch.qint8, likewise
 FLOATS = (torch.float32, torch.bfloat16, torch.int32)
+ALL_FLOATS = (torch.float16, torch.float32, torch.bfloat16)
 # Dtypes of scale, offset, bias and scale by token (None: absent), by dtype of the output.
 COMBINATIONS: dict[torch.dtype, tuple[tuple[tuple[object, ...], ...], ...]] = {
     torch.int8: (((torch.float32,), (None, torch.float32), (None, torch.int32), (None,)),),
     torch.int32: (((torch.float32, torch.bfloat16), (None,), (None, torch.int32), (None,)),),
     torch.bfloat16: (((torch.float32, torch.bfloat16), (None,), (None, *FLOATS), (None, torch.float32)),),
     torch.float16: (
-        ((torch.float32,), (None,), (None, torch.int32), (None,)),
+        ((torch.float32, torch.int64), (None,), (None, torch.int32), (None,)),
         ((torch.float32,), (None,), (None, *FLOATS), (torch.float32,)),
     ),
 }
@@ -40,6 +43,11 @@ def output_dtype(call: Call) -> torch.dtype | None:
     if given is None:
         return torch.int8
     return given if isinstance(given, torch.dtype) else DTYPES.get(given)
+
+
+def scale_of(given: Tensor) -> Tensor:
+    """Return float32 scales, whose bits an int64 has in its low half."""
+    return given.int().view(torch.float32) if given.dtype == torch.int64 else given.float()
 
 
 def unwritten_beyond(rows: Tensor, num_rows: int) -> Tensor:
@@ -56,7 +64,7 @@ def _product(call: Call) -> Tensor:
         total, bias = total + bias.to(wide), None
     if dtype == torch.int32:
         return total.to(torch.int32)
-    result: Tensor = total.float() * call["scale"].float()
+    result: Tensor = total.float() * scale_of(call["scale"])
     if call["pertoken_scale"] is not None:
         result *= call["pertoken_scale"][:, None]
     for more in (bias, call["offset"]):
@@ -76,6 +84,15 @@ def by_rows(wide: Tensor) -> tuple[Tensor, Tensor]:
     scale = wide.abs().amax(-1) / 127
     rows = wide / scale.where(scale > 0, 1)[..., None]
     return rows.round().clamp(-128, 127).to(torch.int8), scale
+
+
+def _quantise_statically(call: Call) -> Tensor:
+    """Multiply by the scales and add the offsets in float32; ties go to the even integer."""
+    wide = call["input"].float() * call["scales"].float()
+    if call["zero_points"] is not None:
+        wide = wide + call["zero_points"].float()
+    rows: Tensor = wide.round().clamp(-128, 127).to(torch.int8)
+    return rows
 
 
 def _cast(call: Call) -> Tensor:
@@ -157,6 +174,32 @@ def _by_token(call: Call) -> Iterator[Breach]:
         yield "dst_type", call["dst_type"]
     if call["dst_type_max"] or call["group_index"] is not None:
         yield "dst_type_max", f"{call['dst_type_max']} with group_index {call['group_index']}"
+
+
+def _static_types(call: Call) -> Iterator[Breach]:
+    x = call["input"]
+    taken = (torch.float16, torch.float32) if call.conditions.product is P310 else ALL_FLOATS
+    if x.dtype not in taken or not x.dim():
+        yield "input", shape(x)
+    if call["scales"].dtype != x.dtype:
+        yield "scales", f"{shape(call['scales'])} for {shape(x)}"
+
+
+def _of_columns(call: Call) -> Iterator[Breach]:
+    x, scales, offsets = call["input"], call["scales"], call["zero_points"]
+    if scales.shape not in ((1,), x.shape[-1:]):
+        yield "scales", f"{shape(scales)} for {shape(x)}"
+    if offsets is not None and (offsets.shape != scales.shape or offsets.dtype != scales.dtype):
+        yield "zero_points", f"{shape(offsets)} beside {shape(scales)}"
+
+
+def _multiplied(call: Call) -> Iterator[Breach]:
+    if call["div_mode"]:
+        yield "div_mode", call["div_mode"]
+    if call["dtype"] not in (torch.qint8, QINT8):
+        yield "dtype", call["dtype"]
+    if call["axis"] != -1:
+        yield "axis", call["axis"]
 
 
 def _format(call: Call) -> Iterator[Breach]:
@@ -257,6 +300,36 @@ OPERATORS = (
             ),
         ),
         reference=_quantise,
+    ),
+    Operator(
+        schema="npu::npu_quantize(Tensor input, Tensor scales, Tensor? zero_points, int dtype, int axis=1, "
+        "bool div_mode=True) -> Tensor",
+        products=(P310, A2, A3),
+        source=STATIC_QUANT,
+        rules=(
+            Rule(
+                "matched",
+                "input is float32, float16, or bfloat16 off the 310P, and scales are of its type",
+                STATIC_QUANT + ": div_mode false",
+                "cast the scales when weights are loaded",
+                _static_types,
+            ),
+            Rule(
+                "columns",
+                "scales have one element, or one a column; zero_points have their shape and type",
+                STATIC_QUANT + ": div_mode false",
+                "repeat the scale for each column",
+                _of_columns,
+            ),
+            Rule(
+                "multiplied",
+                "scales are multiplied along the last axis to torch.qint8; other ways are not checked here",
+                STATIC_QUANT,
+                "pass torch.qint8, axis -1 and div_mode False, with the inverse of the scale",
+                _multiplied,
+            ),
+        ),
+        reference=_quantise_statically,
     ),
     Operator(
         schema="npu::npu_format_cast(Tensor input, int acl_format, *, int? customize_dtype=None, "

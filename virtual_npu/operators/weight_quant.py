@@ -1,4 +1,4 @@
-"""Define the product with a 4-bit weight and the packing of such a weight, with their rules.
+"""Define the product with a weight in 4 bits or in int8, and the packing of 4 bits, with their rules.
 
 On how an int32 holds eight numbers, the documents say only that they interleave; here the first number is in
 the lowest bits. A call must therefore pass only a weight that npu_convert_weight_to_int4pack has made, which
@@ -43,7 +43,8 @@ def numbers(words: Tensor) -> Tensor:
 def _product(call: Call) -> Tensor:
     """Convert the weight to x's dtype by scales of one row for each group, then multiply."""
     x, scale, offset, bias = (call[name] for name in ("x", "antiquant_scale", "antiquant_offset", "bias"))
-    wide = numbers(call["weight"]).to(torch.float32)
+    weight = call["weight"]
+    wide = (weight if weight.dtype == torch.int8 else numbers(weight)).to(torch.float32)
     if offset is not None:
         wide = wide + _by_row(offset, call)
     weight = (wide * _by_row(scale, call)).to(x.dtype)
@@ -85,15 +86,19 @@ def _only_known(call: Call) -> Iterator[Breach]:
 def _types(call: Call) -> Iterator[Breach]:
     if not is_dtype(call["x"], (torch.float16, torch.bfloat16), call.conditions):
         yield "x", shape(call["x"])
-    if call["weight"].dtype != torch.int32:
+    if call["weight"].dtype not in (torch.int32, torch.int8):
         yield "weight", shape(call["weight"])
+
+
+def _columns(weight: Tensor) -> int:
+    return weight.shape[1] * (1 if weight.dtype == torch.int8 else IN_A_WORD)
 
 
 def _sides(call: Call) -> Iterator[Breach]:
     x, weight = call["x"], call["weight"]
     if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[0] or not x.numel():
         yield "weight", f"{shape(weight)} for {shape(x)}"
-    elif max(x.shape[1], IN_A_WORD * weight.shape[1]) > MOST or not weight.numel():
+    elif max(x.shape[1], _columns(weight)) > MOST or not weight.numel():
         yield "weight", shape(weight)
 
 
@@ -110,8 +115,7 @@ def _groups(call: Call) -> Iterator[Breach]:
 
 
 def _scales(call: Call) -> Iterator[Breach]:
-    size, (inner, words) = call["antiquant_group_size"], call["weight"].shape
-    columns = IN_A_WORD * words
+    size, inner, columns = call["antiquant_group_size"], len(call["weight"]), _columns(call["weight"])
     right = [(-(-inner // size), columns)] if size else [(columns,), (1, columns), (1,), (1, 1)]
     scale, offset = call["antiquant_scale"], call["antiquant_offset"]
     if tuple(scale.shape) not in right or scale.dtype != call["x"].dtype:
@@ -121,7 +125,7 @@ def _scales(call: Call) -> Iterator[Breach]:
 
 
 def _bias(call: Call) -> Iterator[Breach]:
-    bias, columns = call["bias"], IN_A_WORD * call["weight"].shape[1]
+    bias, columns = call["bias"], _columns(call["weight"])
     if bias is not None and (
         bias.dtype != BIAS[call["x"].dtype] or tuple(bias.shape) not in ((columns,), (1, columns))
     ):
@@ -169,15 +173,15 @@ OPERATORS = (
         rules=(
             Rule(
                 "matched",
-                "x is float16 or bfloat16, and the weight int4 in int32; int8 is not checked here",
+                "x is float16 or bfloat16, and the weight int4 in int32, or int8",
                 PRODUCT,
                 "cast x, and pack the weight by npu_convert_weight_to_int4pack",
                 _types,
             ),
             Rule(
                 "sides",
-                f"x is [M, K] and the weight [K, N / {IN_A_WORD}], neither is empty, and K and N are at most"
-                f" {MOST}",
+                f"x is [M, K] and the weight [K, N / {IN_A_WORD}], in int8 [K, N], neither is empty, and K"
+                f" and N are at most {MOST}",
                 PRODUCT,
                 "flatten x, turn the weight before it is packed, and split it",
                 _sides,

@@ -16,7 +16,8 @@ import torch_npu
 from torch import Tensor
 
 from devices.ascend_limits import FRACTAL_NZ, fuses_gate
-from models.ops.operands import Int4Weight, UnpackedLinear
+from models.ops.npu.static_ops import bits_in_int64
+from models.ops.operands import Int4Weight, PairedInt4, UnpackedLinear
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +25,7 @@ class JoinedLinear:
     """One linear of all experts."""
 
     weight: Tensor  # [E, in, out], or int32 [E, in, out / 8] in 4 bits
-    scale: Tensor | None = None  # [E, out], in int8
+    scale: Tensor | None = None  # [E, out], if rows are in int8
     keeps_int32: bool = False  # its products are scaled by the operator after it
     # Further tensors that the operator takes with it
     beside: dict[str, list[Tensor]] = field(default_factory=dict)
@@ -59,15 +60,19 @@ def joined(
     pack: Callable[[Tensor, None], Any],
     pack_int4: Callable[[Int4Weight, None], Any],
     no_offsets: dict[tuple[int, ...], Tensor],
+    *,
+    is_last: bool,
 ) -> JoinedLinear:
     """Join the linears of the experts, each packed as a single one is.
 
-    `no_offsets` are shared by all layers, by shape.
+    `no_offsets` are shared by all layers, by shape. Scales of the last linear may have another shape.
     """
     beside = {}
     if biases := [each.bias for each in experts if each.bias is not None]:
         bias = torch.stack(biases)
         beside["bias"] = [bias if bias.dtype == torch.float16 else bias.float()]
+    if paired := [each.weight for each in experts if isinstance(each.weight, PairedInt4)]:
+        return _paired(paired, is_last=is_last)
     if in_4_bits := [each.weight for each in experts if isinstance(each.weight, Int4Weight)]:
         packed = [pack_int4(weight, None) for weight in in_4_bits]
         words, scales, offsets = zip(*(each[:3] for each in packed))
@@ -87,11 +92,26 @@ def joined(
     return JoinedLinear(torch_npu.npu_format_cast(weight, FRACTAL_NZ), scale, beside=beside)
 
 
+def _paired(experts: Sequence[PairedInt4], *, is_last: bool) -> JoinedLinear:
+    """Join weights in 4 bits that are multiplied with int8, as vllm-ascend's w4a8 does.
+
+    The operator multiplies the high half of a row's byte, and its low half less 8: `bias` adds the rest.
+    """
+    turned = torch.stack([each.pairs.t() for each in experts]).contiguous()
+    words = torch_npu.npu_format_cast(turned, FRACTAL_NZ).view(torch.int32)
+    sums = [8 * each.numbers().sum(1, dtype=torch.int32) * each.scale.float() for each in experts]
+    scale = bits_in_int64(torch.stack([each.scale for each in experts]))
+    scale = scale[:, None] if is_last else scale
+    return JoinedLinear(words, scale, beside={"bias": [torch.stack(sums)]})
+
+
 def gated_by_width(gate_up: JoinedLinear, down: JoinedLinear) -> JoinedLinear:
     """Choose the form of the first int8 linear by its width: int32 products if one launch gates them.
 
     Others are scaled by npu_grouped_matmul, which takes the scales in the type of those of `down`.
     """
+    if gate_up.weight.dtype == torch.int32:
+        return gate_up
     assert gate_up.scale is not None, "both linears are in int8"
     assert down.scale is not None, "both linears are in int8"
     if fuses_gate(gate_up.scale.shape[1] // 2):

@@ -24,8 +24,10 @@ from models.ops.npu.dispatch import Dispatch
 from models.ops.npu.grouped import gated_by_width, joined, mixture
 from models.ops.npu.int4_ops import Int4Check, Int4Ops
 from models.ops.npu.latent_up import NpuLatentUp
+from models.ops.npu.static_ops import StaticOps
 from models.ops.operands import ExpertKind, Int8Rows, UnpackedLinear
 from models.ops.reference import Ops, Packed, Widths
+from models.packing import IN_A_WORD
 from models.parallel.group import Group
 
 FUSED_ROTARY_DIMS = (64, 128)  # head dims that npu_apply_rotary_pos_emb takes
@@ -76,7 +78,7 @@ class PlainNpuOps(Int4Check, Ops):
         return tokens, is_finite if self.product.keeps_nan else is_finite & ~logits.isnan().any(-1)
 
 
-class NpuOps(Int4Ops, PlainNpuOps):
+class NpuOps(Int4Ops, StaticOps, PlainNpuOps):
     """Linear, also in int8, norm, rotary and swiglu on an NPU."""
 
     def __init__(self, product: AscendProduct) -> None:
@@ -157,6 +159,21 @@ class NpuOps(Int4Ops, PlainNpuOps):
         """
         x = self.quantized(x)
         return tuple(self.linear_int8(x, part) for part in packed)
+
+    def pack_w8a16(self, weight: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Packed:
+        """Return the weight [in, out], with scales in the type of the rows, as the operator takes them."""
+        if not self.product.has_int4:
+            return super().pack_w8a16(weight, scale, bias, dtype)
+        bias = bias.float() if bias is not None and dtype == torch.bfloat16 else bias
+        return weight.t().contiguous(), scale.to(dtype).contiguous(), bias
+
+    def linear_w8a16(self, x: Tensor, packed: Packed) -> Tensor:
+        """Map [T, in] to [T, out] in one launch, if the product has the operator."""
+        if not self.product.has_int4:
+            return super().linear_w8a16(x, packed)
+        weight, scale, bias = packed
+        y: Tensor = torch_npu.npu_weight_quant_batchmatmul(x, weight, scale, bias=bias)
+        return y
 
     def add_rms_norm_int8(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
@@ -256,6 +273,10 @@ class NpuOps(Int4Ops, PlainNpuOps):
 
         In int8 this holds only for experts that its fused gate takes.
         """
+        if kind.form in ("static", "w8a16") or (
+            kind.form == "w4a8" and (kind.hidden % IN_A_WORD or kind.inner % IN_A_WORD)
+        ):
+            return False
         return self.product.has_mixtures and (kind.form != "int8" or (kind.is_swiglu and not kind.has_bias))
 
     def pack_experts(self, gate_ups: Sequence[UnpackedLinear], downs: Sequence[UnpackedLinear]) -> Packed:
@@ -264,7 +285,8 @@ class NpuOps(Int4Ops, PlainNpuOps):
         In int8, scales of the second have the type that it needs for results in bfloat16.
         """
         gate_up, down = (
-            joined(some, self.pack, self.pack_int4, self._no_offsets) for some in (gate_ups, downs)
+            joined(some, self.pack, self.pack_int4, self._no_offsets, is_last=some is downs)
+            for some in (gate_ups, downs)
         )
         return (gate_up if gate_up.scale is None else gated_by_width(gate_up, down)), down
 

@@ -1,0 +1,406 @@
+"""Does a checkpoint of msModelSlim answer as its own arithmetic says, on one rank and on several?"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from continuous_batching.request import Request, SamplingParams
+from models.checkpoint import weights
+from models.layers.linear import Linear
+from models.layers.mixture import Mixture
+from models.parallel.group import ALONE
+from recipes.assembly.engine import build
+from recipes.assembly.families import config_in
+from recipes.schema.reader import load
+from recipes.schema.recipe import ROOT
+from recipes.schema.recipe_error import RecipeError
+from tests.device_kinds import settings
+from tests.models.families import generated
+from tests.models.modelslim_checkpoints import DESCRIPTION, Types, checkpoint, oracle_logprobs
+from tests.models.tensor_rank import STOPS, built, empty, logits_of, table
+from tests.models.test_random_shares import together
+from tests.models.test_weights import bare
+
+
+def everywhere(kind: str) -> Types:
+    """All linears but the routers and the head."""
+    return lambda name: "FLOAT" if name == "lm_head" else kind
+
+
+def asked(path: Path) -> list[list[int]]:
+    """The two prompts of `logits_of`, whole."""
+    slots = table(empty(config_in(path), ALONE))
+    return [slots.token_ids[row, : max(stops)].tolist() for row, stops in enumerate(zip(*STOPS))]
+
+
+def expected(model: Any, path: Path) -> Tensor:
+    theirs = oracle_logprobs(model, asked(path))
+    return torch.stack([theirs[row][stop - 1] for stops in STOPS for row, stop in enumerate(stops)])
+
+
+def is_alike(found: Tensor, right: Tensor) -> bool:
+    return bool((found.log_softmax(-1) - right).abs().max() < 2e-3)
+
+
+def assert_answers(
+    name: str,
+    types: Types,
+    root: Path,
+    compute: Callable[[Path], list[Tensor]] = lambda path: [logits_of(built(path, ALONE)[0])],
+    **more: Any,
+) -> None:
+    """Every rank answers as the arithmetic says, with the same best tokens.
+
+    An activation that lies between two integers to the last bit may fall on either, as the order of a sum
+    has it, and then all that follows moves. Weights and scales are drawn anew for it, twice at most.
+    """
+    for salt in range(3):
+        model, path = checkpoint(name, root / str(salt), types, salt=salt, **more)
+        right = expected(model, path)
+        all_found = compute(path)
+        if all(is_alike(found, right) for found in all_found):
+            assert all(torch.equal(found.argmax(-1), right.argmax(-1)) for found in all_found)
+            return
+    worst = max(float((found.log_softmax(-1) - right).abs().max()) for found in all_found)
+    raise AssertionError(f"log-probabilities differ by {worst:.3g}")
+
+
+def mostly(**kinds: str) -> Types:
+    """Each type for the linears whose names hold the word before it; all others are not quantised."""
+    return lambda name: next((kind for word, kind in kinds.items() if word in name), "FLOAT")
+
+
+def kimi(name: str) -> str:
+    """Experts in 4 bits, dense and shared MLPs by token, attention static."""
+    return "W4A8_DYNAMIC" if ".experts." in name else mostly(self_attn="W8A8", mlp="W8A8_DYNAMIC")(name)
+
+
+# As published: attention static and experts by token, or all of them in one way
+QWEN3_MOE = mostly(self_attn="W8A8", experts="W8A8_DYNAMIC")
+EVEN: dict[str, Any] = {"moe_intermediate_size": 32}  # 16 pieces of whose inputs have sums of their own
+
+
+@pytest.mark.parametrize(
+    ("name", "types", "more"),
+    [
+        *((name, everywhere("W8A8_DYNAMIC"), {}) for name in ("qwen3", "llama_biased", "qwen3_moe")),
+        ("qwen3", everywhere("W8A8"), {}),
+        (
+            "qwen3",
+            everywhere("W8A8"),
+            {"form": {"are_apart": True}},
+        ),  # q, k and v have scales of their own
+        ("llama_biased", everywhere("W8A8"), {"form": {"norm_biases": True}}),
+        ("llama_biased", everywhere("W8A8"), {"dtype": torch.float16}),
+        ("qwen3", everywhere("W8A8_MIX"), {}),
+        ("qwen3_moe", QWEN3_MOE, {"form": {"norm_biases": True}}),
+        ("qwen3_moe", kimi, EVEN),
+        ("qwen3", everywhere("W4A8_DYNAMIC"), {}),  # dense linears, which are widened
+        ("llama_biased", everywhere("W8A16"), {}),
+        ("deepseek_v3", mostly(self_attn="W8A16", mlp="W8A8_DYNAMIC"), {}),
+        ("deepseek_v3", kimi, EVEN),
+        ("deepseek_v3", everywhere("W8A8"), {"form": {"norm_biases": True}}),
+        ("deepseek_v3", mostly(self_attn="W8A8", mlp="W8A8_DYNAMIC"), {}),
+        ("deepseek_v3_one_group", everywhere("W8A8"), {"form": {"are_apart": True}}),
+    ],
+)
+def test_answers_are_those_of_the_arithmetic(
+    name: str, types: Types, more: dict[str, Any], tmp_path: Path
+) -> None:
+    assert_answers(name, types, tmp_path, **more)
+
+
+@pytest.mark.npu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("name", "types"),
+    [
+        ("qwen3", everywhere("W8A8_DYNAMIC")),
+        ("qwen3", everywhere("W8A8")),
+        ("llama_biased", everywhere("W8A8")),
+        ("qwen3_moe", QWEN3_MOE),
+        ("qwen3_moe", kimi),
+        ("llama_biased", everywhere("W8A16")),
+    ],
+)
+def test_an_npu_answers_so_within_its_rounding(name: str, types: Types, dtype: Any, tmp_path: Path) -> None:
+    """By its operators, in steps that are captured too, which fetch weights while attention runs."""
+    more = {"form": {"norm_biases": True}, "is_wide": True, "dtype": getattr(torch, dtype)}
+    more |= EVEN if name == "qwen3_moe" else {}
+    model, path = checkpoint(name, tmp_path, types, **more)
+    right = expected(model, path)
+    for graphs in (False, True):
+        decoder, _ = built(path, ALONE, "npu", way="fused", dtype=dtype)
+        decoder.ops._prefetches = torch.npu.Stream()  # as if verify_npu.sh had found that it gains
+        for mixture in (layer.mlp for layer in decoder.layers if isinstance(layer.mlp, Mixture)):
+            held = torch.int32 if types is kimi else torch.int8
+            assert all(each.weight.dtype == held for each in mixture._joined), "all experts are one product"
+        assert_near(logits_of(decoder, graphs=graphs), right)
+
+
+def assert_near(found: Tensor, right: Tensor) -> None:
+    """Of 16 bits: each row's distribution is near, and a best token that is decisive is the same."""
+    made = found.float().log_softmax(-1)
+    assert float((made - right).abs().mean()) < 0.2
+    best = right.topk(2).values
+    is_decisive = best[:, 0] - best[:, 1] > 0.5
+    assert int(is_decisive.sum()) > len(right) // 3
+    assert torch.equal(made.argmax(-1)[is_decisive], right.argmax(-1)[is_decisive])
+
+
+@pytest.mark.npu
+@pytest.mark.parametrize(("experts", "divided"), [(1, 2), (2, 1)])
+def test_ranks_of_npus_answer_so_too(experts: int, divided: int, tmp_path: Path) -> None:
+    form = {"ranks": 2, "divided": divided, "norm_biases": True}
+    more: dict[str, Any] = {"is_wide": True, "dtype": torch.bfloat16, "form": form}
+    model, path = checkpoint("qwen3_moe", tmp_path, kimi, **more | EVEN)
+
+    def logits(group: Any) -> Tensor:
+        decoder, _ = built(path, group, "npu", way="fused", dtype="bfloat16", experts=experts)
+        return logits_of(decoder)
+
+    for found in together(2, logits):
+        assert_near(found, expected(model, path))
+
+
+def of_ranks(path: Path, experts: int = 1) -> list[Tensor]:
+    """What each of two tensor ranks computes, which hold so many parts of the experts."""
+    return together(2, lambda group: logits_of(built(path, group, experts=experts)[0]))
+
+
+@pytest.mark.parametrize(
+    "types",
+    [everywhere("W8A8_DYNAMIC"), QWEN3_MOE, kimi, everywhere("W8A16")],
+    ids=lambda each: each.__name__,
+)
+@pytest.mark.parametrize(("experts", "divided"), [(1, 2), (2, 1)])
+def test_ranks_hold_their_shares_of_every_scale(
+    experts: int, divided: int, types: Types, tmp_path: Path
+) -> None:
+    """Two tensor ranks, which divide each expert or have half of them each."""
+    ranks = partial(of_ranks, experts=experts)
+    assert_answers("qwen3_moe", types, tmp_path, ranks, form={"ranks": 2, "divided": divided}, **EVEN)
+
+
+def test_ranks_add_a_quantised_bias_once(tmp_path: Path) -> None:
+    assert_answers("llama_biased", everywhere("W8A8"), tmp_path, of_ranks, form={"norm_biases": True})
+
+
+def greedy(path: Path, *more: str) -> list[int]:
+    """The tokens of an engine that a recipe of any checkpoint describes."""
+    asked = [f"model.path={path}", "cache.memory_gib=null", "cache.num_pages=40", "cache.page_size=16"]
+    asked += [*settings("cpu"), "model.dtype=float32", *more]
+    engine = build(load(ROOT / "recipes/any/cpu.yaml", asked)).engine
+    params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+    request = Request("0", np.arange(3, 40), params)
+    engine.add(request)
+    while engine.has_work:
+        engine.step()
+    return request.answer.tolist()
+
+
+@pytest.mark.parametrize(
+    ("name", "types"),
+    [
+        ("qwen3", everywhere("W8A8_DYNAMIC")),
+        ("llama_biased", everywhere("W8A8")),
+        ("qwen3_moe", kimi),
+        ("deepseek_v3", kimi),
+    ],
+)
+def test_an_engine_gives_the_tokens_that_the_arithmetic_gives(
+    name: str, types: Types, tmp_path: Path
+) -> None:
+    """The best tokens are decisive: no sum in another order brings two of them so near."""
+    for salt in range(9):
+        options = EVEN if types is kimi else {}
+        model, path = checkpoint(name, tmp_path / str(salt), types, salt=salt, **options)
+        right, logprobs = generated(model, list(range(3, 40)), 8)
+        best = logprobs.topk(2).values
+        if float((best[:, 0] - best[:, 1]).min()) > 0.1:
+            assert greedy(path) == right
+            return
+    raise AssertionError("no checkpoint has decisive tokens")
+
+
+@pytest.mark.parametrize(
+    ("name", "scale"), [("qwen3", r"k_proj\.kv_cache_scale"), ("deepseek_v3", r"fa_q\.scale")]
+)
+def test_scales_of_a_cache_are_of_a_quantised_one(name: str, scale: str, tmp_path: Path) -> None:
+    """Which has scales of its own, as fine as these: the tokens are those of the model."""
+    model, path = checkpoint(name, tmp_path, everywhere("W8A8_DYNAMIC"), form={"has_cache_scales": True})
+    with pytest.raises(RecipeError, match=rf"has model\.layers\.0\.self_attn\.{scale}, a scale of"):
+        greedy(path)
+    found = greedy(path, "cache.dtype=int8", "device.attention=reference")
+    right, logprobs = generated(model, list(range(3, 40)), 8)
+    margins = logprobs.topk(2).values.diff().abs()[:, 0]
+    assert float(margins.min()) > 0.1, "the best tokens are decisive"
+    assert found == right
+
+
+def change(path: Path, **said: Any) -> None:
+    """Replace entries of the description, or remove those that are None."""
+    described = json.loads((path / DESCRIPTION).read_text()) | said
+    kept = {name: value for name, value in described.items() if value is not None}
+    (path / DESCRIPTION).write_text(json.dumps(kept))
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint in W8A8_DYNAMIC, whose files no test changes."""
+    return checkpoint("qwen3", tmp_path_factory.mktemp("stored"), everywhere("W8A8_DYNAMIC"))[1]
+
+
+Q_PROJ, O_PROJ = "model.layers.0.self_attn.q_proj.weight", "model.layers.1.self_attn.o_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({O_PROJ: "W8A8SC"}, "self_attn.o_proj.weight is 'W8A8SC', which needs the 310P's operator"),
+        ({O_PROJ: "W8A8S"}, "needs the sparse products of the Ascend 310P"),
+        (
+            {O_PROJ: "W8A8_MXFP8"},
+            "needs microscaling floats of 8 bits, whose products only the Ascend 950 has",
+        ),
+        ({O_PROJ: "W4A4_MXFP4"}, "only the Ascend 950"),
+        ({O_PROJ: "W4A4_DYNAMIC"}, "needs activations in 4 bits"),
+        ({O_PROJ: "W2A2"}, "a form that is not known here; read are FLOAT, "),
+        ({O_PROJ: None}, f"it has no entry {O_PROJ}, which the model of config.json has"),
+        ({Q_PROJ: "FLOAT"}, "q_proj FLOAT, .*k_proj W8A8_DYNAMIC, .* all must have one type"),
+        ({"model.embed_tokens.weight": "W8A8"}, "model.embed_tokens.weight is 'W8A8', and .* unquantised"),
+        ({"group_size": "x"}, "group_size is 'x'"),
+        ({"metadata": {"quarot": {"heads_rotation": {"layers": [3]}}}}, "heads_rotation names layers whose"),
+    ],
+)
+def test_what_is_not_read_is_refused_by_the_name_of_the_description(
+    said: dict[str, Any], words: str, stored: Path, tmp_path: Path
+) -> None:
+    for file in stored.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / DESCRIPTION).unlink()
+    (tmp_path / DESCRIPTION).write_text((stored / DESCRIPTION).read_text())
+    change(tmp_path, **said)
+    with pytest.raises(ValueError, match=f"{DESCRIPTION}: .*{words}") as caught:
+        config_in(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_tensor_that_does_not_belong_is_named_with_the_description(tmp_path: Path) -> None:
+    _, path = checkpoint("qwen3", tmp_path, everywhere("W8A8_DYNAMIC"))
+    file = path / "quant_model_weights-00001-of-00002.safetensors"
+    tensors = load_file(file)
+    scale = next(name for name in tensors if name.endswith("weight_scale"))
+    save_file(tensors | {scale.replace("weight_scale", "weird"): torch.ones(1)}, file)
+    with pytest.raises(ValueError, match=f"not those of its config.json and {DESCRIPTION}") as caught:
+        weights.load(bare(config_in(path)), path)
+    assert f"surplus: {scale.replace('weight_scale', 'weird')} has no place" in str(caught.value)
+
+
+def test_weights_that_are_not_symmetric_are_refused(tmp_path: Path) -> None:
+    _, path = checkpoint("qwen3", tmp_path, everywhere("W8A8_DYNAMIC"))
+    for file in path.glob("*.safetensors"):
+        tensors = load_file(file)
+        save_file({name: each + (name.endswith("weight_offset")) for name, each in tensors.items()}, file)
+    with pytest.raises(ValueError, match=r"quant_model_weights-0000\d.*weight_offset is not zero"):
+        weights.load(bare(config_in(path)), path)
+
+
+@pytest.mark.parametrize(
+    ("method", "words"), [(None, None), ("ascend", None), ("gptq", "'gptq', and quant_")]
+)
+def test_another_method_beside_the_description_is_a_contradiction(
+    method: str | None, words: str | None, tmp_path: Path
+) -> None:
+    _, path = checkpoint("qwen3", tmp_path, everywhere("W8A8_DYNAMIC"))
+    file = path / "config.json"
+    said = {"quantization_config": {"quant_method": method} if method else {"sparsity": 0}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | said))
+    if words is None:
+        weights.load(bare(config_in(path)), path)
+        return
+    with pytest.raises(ValueError, match=words):
+        config_in(path)
+
+
+@pytest.mark.parametrize("name", ["quant_model_weight_w8a8_dynamic", "qwen3-w8a8"])
+def test_older_exports_have_other_names(name: str, tmp_path: Path) -> None:
+    """One file without an index, and the type in both names."""
+    model, path = checkpoint("qwen3", tmp_path, everywhere("W8A8_DYNAMIC"))
+    parts = sorted(path.glob("*.safetensors"))
+    save_file(
+        {name: each for part in parts for name, each in load_file(part).items()},
+        path / f"{name}.safetensors",
+    )
+    for file in (*parts, path / "quant_model_weights.safetensors.index.json"):
+        file.unlink()
+    (path / DESCRIPTION).rename(path / "quant_model_description_w8a8_dynamic.json")
+    assert is_alike(logits_of(built(path, ALONE)[0]), expected(model, path))
+    (path / f"{name}.safetensors").unlink()
+    with pytest.raises(
+        ValueError, match=r"holds quant_model_description_w8a8_dynamic\.json, and none of the w"
+    ):
+        weights.load(bare(config_in(path)), path)
+
+
+def test_older_static_exports_have_the_scales_of_weights_too(tmp_path: Path) -> None:
+    """With which kv_b_proj is multiplied out; other linears do not need them."""
+    model, path = checkpoint("deepseek_v3", tmp_path, everywhere("W8A8"))
+    file = min(path.glob("*.safetensors"))
+    tensors = {name: each for part in path.glob("*.safetensors") for name, each in load_file(part).items()}
+    more = {}
+    for name in (name for name in tensors if name.endswith("deq_scale")):
+        stem = name.removesuffix("deq_scale")
+        more[f"{stem}weight_scale"] = (tensors[name] / tensors[f"{stem}input_scale"])[:, None].contiguous()
+        more[f"{stem}weight_offset"] = torch.zeros_like(more[f"{stem}weight_scale"])
+    save_file(load_file(file) | more, file)
+    index = path / "quant_model_weights.safetensors.index.json"
+    where = json.loads(index.read_text())["weight_map"] | dict.fromkeys(more, file.name)
+    index.write_text(json.dumps({"weight_map": where}))
+    change(path, **dict.fromkeys(more, "W8A8"))
+    assert is_alike(logits_of(built(path, ALONE)[0]), expected(model, path))
+
+
+def test_one_export_alone_is_read(tmp_path: Path) -> None:
+    """And its files count before those of the original model, if these lie beside them."""
+    model, path = checkpoint("qwen3", tmp_path, everywhere("W8A8_DYNAMIC"))
+    save_file({"model.norm.weight": torch.ones(48)}, path / "model.safetensors")
+    assert is_alike(logits_of(built(path, ALONE)[0]), expected(model, path))
+    (path / "quant_model_description_w8a8.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"several descriptions, quant_model_description\.json, quant_model"):
+        config_in(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "types"),
+    [("qwen3", everywhere("W8A8")), ("qwen3_moe", kimi), ("llama_biased", everywhere("W8A16"))],
+)
+def test_what_is_planned_is_what_is_held(name: str, types: Types, tmp_path: Path) -> None:
+    """But for what exists until a linear is packed (scales of inputs), and for what an NPU alone has."""
+    options = EVEN if name == "qwen3_moe" else {}
+    _, path = checkpoint(name, tmp_path, types, form={"norm_biases": True}, **options)
+    config = config_in(path)
+    decoder = bare(config)
+    held = sum(each.nbytes for each in decoder.parameters())
+    for linear in decoder.modules():
+        if isinstance(linear, Linear) and linear.static is not None:
+            held -= linear.static.input_scale.nbytes + linear.static.input_offset.nbytes
+        if isinstance(linear, Linear) and linear.form == "w4a8":
+            held += 8 * len(linear.weight_scale)
+    assert config.weight_bytes == held
+
+
+def test_a_checkpoint_that_multiplies_nothing_in_int8_asks_for_no_such_products(tmp_path: Path) -> None:
+    for kind, is_int8 in (("FLOAT", False), ("W8A16", False), ("W8A8", True)):
+        _, path = checkpoint("qwen3", tmp_path / kind, everywhere(kind))
+        assert config_in(path).is_int8 == is_int8
