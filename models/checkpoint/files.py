@@ -14,18 +14,13 @@ from safetensors import SafetensorError, safe_open
 
 from borders.files import check_regular, is_there
 from models.modelslim import description_in
+from models.quantization import TEXT_NAMES
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 GPTQ_FILES = "gptq_model-*.safetensors"  # AutoGPTQ's name of a single file, with bits and group
 QUANTISED = "quant_model_weight*.safetensors"  # names of msModelSlim, beside which there may be an index
 MOST_INDEX_BYTES = 2**28  # an entry for each tensor of 256 quantised experts in 61 layers has 24 MiB
 MOST_NAMES = 20  # names that one message lists
-# How checkpoints that read images, too, call the tensors of their text model, and what these are called alone
-TEXT_NAMES = (
-    ("language_model.model.", "model."),
-    ("language_model.lm_head.", "lm_head."),
-    ("model.language_model.", "model."),
-)
 
 
 def checkpoint_files(path: Path) -> list[Path]:
@@ -137,15 +132,6 @@ def alone(name: str) -> str:
         if name.startswith(stored):
             return plain + name.removeprefix(stored)
     return name
-
-
-def stored_spellings(name: str) -> list[str]:
-    """Return how a linear of a text model may be named within another model."""
-    return [
-        (stored + f"{name}.".removeprefix(plain)).removesuffix(".")
-        for stored, plain in TEXT_NAMES
-        if f"{name}.".startswith(plain)
-    ]
 
 
 def names_in(opened: Any) -> list[str]:

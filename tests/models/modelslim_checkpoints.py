@@ -48,7 +48,8 @@ class Stored:
 
     def __call__(self, x: Tensor) -> Tensor:
         made = self._dynamic if self.kind.endswith(("_DYNAMIC", "_MIX")) else self._by_kind
-        return made(x.flatten(0, -2)).unflatten(0, x.shape[:-1]).to(x.dtype)
+        y: Tensor = made(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
+        return y.to(x.dtype)
 
     def _by_kind(self, x: Tensor) -> Tensor:
         found = self.tensors
