@@ -34,7 +34,7 @@ from recipes.assembly.families import config_in
 # These belong to latent attention, which multiplies with them in the model's type.
 UP_PROJECTIONS = r"re:.*\.kv_b_proj$"
 # Readers of the checkpoint see them as linears, and they are too small to gain from int8.
-ROUTERS = r"re:.*\.gate$"
+ROUTERS = r"re:.*(\.gate|\.wg|shared_expert_gate)$"
 # The head and the parts for images of models that read these, too, by whatever names readers know them
 BESIDE_A_TEXT = (r"re:.*lm_head$", r"re:.*(vision_tower|vision_model|multi_modal_projector|mm_projector)\.")
 # Weight files of any format, which are not copied.
