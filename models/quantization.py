@@ -14,7 +14,7 @@ from typing import Any
 
 from borders.abbreviate import abbreviate
 from borders.numbers import integers
-from models.checkpoint.files import stored_spellings
+from models.text_names import stored_spellings
 
 KEY = "quantization_config"
 FLOATS = "fp8"  # the method of 8-bit floats

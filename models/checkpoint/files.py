@@ -13,15 +13,10 @@ from typing import Any, Literal
 from safetensors import SafetensorError, safe_open
 
 from borders.file_bounds import check_regular, is_there
+from models.text_names import alone
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MOST_NAMES = 20  # names that one message lists
-# How checkpoints that read images, too, call the tensors of their text model, and what these are called alone
-TEXT_NAMES = (
-    ("language_model.model.", "model."),
-    ("language_model.lm_head.", "lm_head."),
-    ("model.language_model.", "model."),
-)
 
 
 def checkpoint_files(path: Path) -> list[Path]:
@@ -95,23 +90,6 @@ class TextTensors:
     def metadata(self) -> Any:
         """Return what the file says of itself."""
         return self._opened.metadata()
-
-
-def alone(name: str) -> str:
-    """Return the name of a tensor as if its text model were alone."""
-    for stored, plain in TEXT_NAMES:
-        if name.startswith(stored):
-            return plain + name.removeprefix(stored)
-    return name
-
-
-def stored_spellings(name: str) -> list[str]:
-    """Return how a linear of a text model may be named within another model."""
-    return [
-        (stored + f"{name}.".removeprefix(plain)).removesuffix(".")
-        for stored, plain in TEXT_NAMES
-        if f"{name}.".startswith(plain)
-    ]
 
 
 def names_in(opened: Any) -> list[str]:

@@ -16,7 +16,6 @@ from torch import Tensor
 from devices.int8 import quantize_rows
 from models.checkpoint.files import (
     INDEX,
-    alone,
     checkpoint_files,
     names_in,
     open_checkpoint,
@@ -29,6 +28,7 @@ from models.drafting.config import mtp_config
 from models.layers.dtypes import TORCH_DTYPES
 from models.packing import Packing
 from models.quantization import KEY, BlockScales, Quantization
+from models.text_names import alone
 from recipes.assembly.families import config_in
 
 # These belong to latent attention, which multiplies with them in the model's type.
