@@ -14,17 +14,12 @@ from typing import Any, Literal
 
 from borders.numbers import integers
 from borders.refusal import abbreviate
+from models.text_names import stored_spellings
 
 # A linear is stored in the model's type; in int8 beside a scale for each output; in the model's type, and in
 # int8 from loading on; in int8 with one scale for all of its inputs, too; in 4 bits beside a scale for each
 # output, to be multiplied with int8; or in int8 beside such a scale, to be multiplied in the model's type
 Stored = Literal["plain", "int8", "quantize", "static", "w4a8", "w8a16"]
-# How checkpoints that read images, too, call the tensors of their text model, and what these are called alone
-TEXT_NAMES = (
-    ("language_model.model.", "model."),
-    ("language_model.lm_head.", "lm_head."),
-    ("model.language_model.", "model."),
-)
 KEY = "quantization_config"
 FLOATS = "fp8"  # the method of 8-bit floats
 PACKED, PACKED_FORMAT = (
@@ -165,15 +160,6 @@ def quantization(hf: Mapping[str, Any]) -> Quantization | None:
     for part, scheme in (("weights", WEIGHTS), ("input_activations", ACTIVATIONS)):
         _check(f"{label}.{part}", group.get(part), scheme)
     return Quantization(ignored(said.get("ignore"), "ignore"))
-
-
-def stored_spellings(name: str) -> list[str]:
-    """Return how a linear of a text model may be named within another model."""
-    return [
-        (stored + f"{name}.".removeprefix(plain)).removesuffix(".")
-        for stored, plain in TEXT_NAMES
-        if f"{name}.".startswith(plain)
-    ]
 
 
 def covers(name: str, ignore: tuple[str, ...]) -> bool:

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from borders.files import check_regular, is_there
 from models.modelslim import description_in
-from models.quantization import TEXT_NAMES
+from models.text_names import alone
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 GPTQ_FILES = "gptq_model-*.safetensors"  # AutoGPTQ's name of a single file, with bits and group
@@ -124,14 +124,6 @@ class TextTensors:
     def metadata(self) -> Any:
         """Return what the file says of itself."""
         return self._opened.metadata()
-
-
-def alone(name: str) -> str:
-    """Return the name of a tensor as if its text model were alone."""
-    for stored, plain in TEXT_NAMES:
-        if name.startswith(stored):
-            return plain + name.removeprefix(stored)
-    return name
 
 
 def names_in(opened: Any) -> list[str]:

@@ -16,7 +16,6 @@ from torch import Tensor
 from devices.int8 import quantize_rows
 from models.checkpoint.files import (
     INDEX,
-    alone,
     checkpoint_files,
     names_in,
     open_checkpoint,
@@ -29,12 +28,13 @@ from models.drafting.config import mtp_config
 from models.layers.dtypes import TORCH_DTYPES
 from models.packing import Packing
 from models.quantization import KEY, BlockScales, Quantization
+from models.text_names import alone
 from recipes.assembly.families import config_in
 
 # These belong to latent attention, which multiplies with them in the model's type.
 UP_PROJECTIONS = r"re:.*\.kv_b_proj$"
 # Readers of the checkpoint see them as linears, and they are too small to gain from int8.
-ROUTERS = r"re:.*\.gate$"
+ROUTERS = r"re:.*(\.gate|\.wg|shared_expert_gate)$"
 # The head and the parts for images of models that read these, too, by whatever names readers know them
 BESIDE_A_TEXT = (r"re:.*lm_head$", r"re:.*(vision_tower|vision_model|multi_modal_projector|mm_projector)\.")
 # Weight files of any format, which are not copied.

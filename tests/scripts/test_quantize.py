@@ -11,7 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from models.checkpoint.files import INDEX, SINGLE
+from models.checkpoint.files import INDEX, SINGLE, checkpoint_files
+from recipes.assembly.families import config_in
 from recipes.assembly.int8_checkpoint import quantize
 from recipes.assembly.scoring import Score, score
 from recipes.schema.recipe import ROOT
@@ -197,3 +198,26 @@ def test_a_text_that_cannot_be_scored_is_refused_before_anything_is_quantised(
     with pytest.raises(ValueError, match=words):
         main([str(source), str(target), "--evaluate", str(tmp_path / "text")])
     assert not target.exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen2_moe_sparse", "deepseek_v3", "minimax_m2", "hunyuan_moe", "hy_v3", "ernie4_5_moe"]
+)
+def test_config_json_names_every_linear_that_stays_as_it_is(name: str, tmp_path: Path) -> None:
+    """A reader that takes all linears for quantised, but those, finds a scale for each."""
+    _, path = make(next(each for each in VARIANTS if each.name == name), tmp_path)
+    quantize(path, tmp_path / "made")
+    scheme = config_in(tmp_path / "made").quantization
+    assert scheme is not None
+    tensors = {
+        each: tensor
+        for file in checkpoint_files(tmp_path / "made")
+        for each, tensor in load_file(file).items()
+    }
+    linears = [
+        each.removesuffix(".weight")
+        for each, tensor in tensors.items()
+        if each.endswith(".weight") and tensor.dim() == 2 and "embed_tokens" not in each
+    ]
+    assert len(linears) > 20
+    assert [each for each in linears if scheme.covers(each) != (f"{each}.weight_scale" in tensors)] == []
