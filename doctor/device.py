@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar
 
-from doctor.facts import Chip, MachineFacts, Node, numbers
+from devices.present import Chip
+from doctor.facts import MachineFacts, Node, numbers
 from doctor.finding import Check, Finding
 
 Device = TypeVar("Device", Node, Chip)

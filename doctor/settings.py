@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from borders.numbers import integers
-from doctor.facts import VISIBLE, MachineFacts
+from devices.present import VISIBLE_NPUS as VISIBLE
+from doctor.facts import MachineFacts
 from doctor.finding import Check, Finding
 
 ALLOCATOR = "PYTORCH_NPU_ALLOC_CONF"

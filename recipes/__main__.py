@@ -13,6 +13,7 @@ from pathlib import Path
 
 from recipes.assembly import memory_plan, sizing
 from recipes.assembly.families import share_of
+from recipes.fitting import with_recipe
 from recipes.schema import verb
 from recipes.schema.command_line import add_recipe
 from recipes.schema.keys import keys_of, table
@@ -32,7 +33,7 @@ def main(given: list[str]) -> None:
     one = argparse.ArgumentParser(prog=f"{parser.prog} {asked}")
     if asked == "show":
         add_recipe(one)
-    options = one.parse_intermixed_args(given[1:])
+    options = one.parse_intermixed_args(with_recipe("recipes", given)[1:] if asked == "show" else given[1:])
     if asked == "keys":
         print(table(Recipe), end="")
     else:

@@ -1,4 +1,4 @@
-"""Answer the requests of a file, and write the answers to a file.
+"""Answer the requests of a file; RECIPE may be the folder of a checkpoint, too.
 
     python -m scripts.generate RECIPE [key=value ...] --prompt TEXT | --chat TEXT
     python -m scripts.generate RECIPE [key=value ...] --input FILE.jsonl --output FILE.jsonl [--resume]
@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from benchmark import options as kinds
 from recipes.assembly.engine import build
+from recipes.fitting import with_recipe
 from recipes.schema import verb
 from recipes.schema.command_line import add_field, add_recipe, keep_apart
 from recipes.schema.reader import read
@@ -56,7 +57,7 @@ def lines_of(options: argparse.Namespace) -> Iterable[str]:
 
 def main(argv: list[str]) -> None:
     """Serve all requests; raises ValueError or OSError for an unusable recipe or file."""
-    options = parser().parse_intermixed_args(argv)
+    options = parser().parse_intermixed_args(with_recipe("scripts.generate", argv))
     if options.input is not None and options.output is None:
         raise ValueError("--output is missing: name a file for the answers, or - for standard output")
     if options.output not in (None, "-"):

@@ -31,6 +31,7 @@ from recipes.llama.eagle3 import config as eagle3
 from recipes.llama.model import config as llama
 from recipes.mistral.model import config as mistral
 from recipes.mixtral.model import config as mixtral
+from recipes.model_folder import check_kind
 from recipes.phi3.model import config as phi3
 from recipes.qwen2.model import config as qwen2
 from recipes.qwen2_moe.model import config as qwen2_moe
@@ -223,6 +224,7 @@ def read(path: str | Path) -> dict[str, Any]:
     The end tokens of its generation_config.json, if there is one, replace those of config.json: a chat model
     often ends its turn with a token of its own.
     """
+    check_kind(Path(path))
     hf = _json(Path(path) / "config.json")
     generation = Path(path) / "generation_config.json"
     if is_there(generation):

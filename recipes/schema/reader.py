@@ -28,6 +28,7 @@ Section = TypeVar("Section")
 log = logging.getLogger(__name__)
 
 MOST_BYTES = 2**18  # most bytes of a recipe; YAML takes seconds for a megabyte
+NO_RECIPE = "; give a recipe, such as recipes/tiny/cpu.yaml, or the folder of a checkpoint"
 PROFILES = ROOT / "recipes/profiles"
 KEYS = {each.name: each for each in keys_of(Recipe)}
 MAPPINGS = ("model.config", "cache.tier")  # an override may set a single key of these
@@ -103,7 +104,7 @@ def _nearest_recipe(path: Path) -> str:
     there = {str(each.relative_to(ROOT)): each for each in ROOT.glob("recipes/**/*.yaml")}
     near = difflib.get_close_matches(str(path), there, n=1)
     if not near:
-        return ""
+        return "" if path.suffix in (".yaml", ".yml") or path.exists() else NO_RECIPE
     from_here = os.path.relpath(there[near[0]])
     return f"; did you mean {there[near[0]] if from_here.startswith(os.pardir) else from_here}?"
 
@@ -156,7 +157,9 @@ def _override(entries: dict[str, Entry], override: str, number: int) -> None:
     place = f"command line: {override if len(override) <= 60 else override[:57] + '...'}"
     name, equals, text = override.partition("=")
     if not equals:
-        raise RecipeError((), "an override reads key=value, as in cache.page_size=32", place=place)
+        is_folder = Path(override).expanduser().is_dir()
+        fix = f"give model.path={override}, or the folder alone in place of the recipe" if is_folder else ""
+        raise RecipeError((), "an override reads key=value, as in cache.page_size=32", fix, place=place)
     located = parse(text, place, numbered=False)
     parts = name.split(".", 2)
     key = KEYS.get(".".join(parts[:2]))
@@ -199,7 +202,8 @@ def _path(text: str, key: str, place: str) -> Path:
 
     def replace(match: re.Match[str]) -> str:
         if match[1] not in os.environ:
-            problem, fix = f"{match[0]} is not set in the environment", "set it, or write the path out"
+            problem = f"{match[0]} is not set in the environment"
+            fix = f"export {match[1]}=FOLDER, or write the path out, as in {key}=FOLDER"
             raise RecipeError(key, problem, fix, value=text, place=place)
         return os.environ[match[1]]
 

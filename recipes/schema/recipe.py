@@ -345,7 +345,9 @@ class Recipe:
     def _one_of(self, *names: str) -> Iterator[RecipeError]:
         given = [name for name in names if self.value(name) is not None]
         if not given:
-            yield RecipeError(names, f"required, or {' or '.join(names[1:])} in its place")
+            is_model = names[0] == "model.path"
+            fix = "add model.path=FOLDER, or name the folder in place of the recipe" if is_model else ""
+            yield RecipeError(names, f"required, or {' or '.join(names[1:])} in its place", fix)
         elif len(given) > 1:
             yield RecipeError(
                 tuple(given),
