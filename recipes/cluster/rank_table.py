@@ -1,7 +1,7 @@
 """Read HCCL's rank table, which says in which servers an engine's NPUs are.
 
-The Ascend Operator or hccl_tools writes it. Every field that is read is checked first, and a table that cannot
-be used is refused in one line with the file, the field, its value and the fix.
+The Ascend Operator or hccl_tools writes it. Every field that is read is checked first, and a table that
+cannot be used is refused in one line with the file, the field, its value and the fix.
 """
 
 from __future__ import annotations
