@@ -33,7 +33,7 @@ from models.step.runner import ModelRunner, RowSampler
 from models.step.stage_runner import StageRunner
 from models.step.warm_up import capture, largest_step_bytes, warm_up
 from recipes.assembly.decoders import cache_of, draft_decoder, drafter_of, shape_of
-from recipes.assembly.families import share_of
+from recipes.assembly.families import overridden_fields, share_of
 from recipes.assembly.memory_plan import MemoryPlan, report
 from recipes.assembly.page_events import publish_pages
 from recipes.assembly.page_tier import attach_tier
@@ -319,6 +319,8 @@ def _log(recipe: Recipe, config: DecoderConfig, memory: MemoryPlan, decoder: Dec
     lines = dict(report(recipe, config, memory, decoder.share))
     log.info("model: %s, weights %s (%s)", lines["model"], lines["weights"], recipe.model.weights)
     log.info("cache: %s pages of %s, %s", f"{memory.num_pages:,}", lines["a page"], lines["cache"])
+    for line in overridden_fields(recipe):
+        log.info("model.config_overrides: %s", line)
     if memory.host_because:
         log.info("host tier: %s", lines["host tier"])
     section, sources = completed(recipe.scheduler, memory.longest_tokens)

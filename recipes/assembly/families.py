@@ -19,6 +19,7 @@ from models.drafting.config import Eagle3Config, MtpConfig, mtp_config
 from models.parallel.placement import read as read_placement
 from models.parallel.share import Share, check_experts, check_ranks, check_stages
 from models.quantization import Quantization
+from recipes.config_overrides import named_overrides, with_overrides
 from recipes.deepseek.model import v2 as deepseek_v2
 from recipes.deepseek.model import v3 as deepseek_v3
 from recipes.gemma2.model import config as gemma2
@@ -66,7 +67,7 @@ def model_config(recipe: Recipe) -> DecoderConfig:
     """Return the decoder that a recipe names; raises ValueError for one that is not supported."""
     model = recipe.model
     if model.path is not None:
-        config = config_in(model.path)
+        config = config_in(model.path, model.config_overrides)
     else:
         assert model.config is not None, "a recipe has a model.path or a model.config"
         config = decoder_config(model.config)
@@ -74,6 +75,14 @@ def model_config(recipe: Recipe) -> DecoderConfig:
     if model.weights == "random" and config.quantization is not None:
         config = replace(config, quantization=replace(config.quantization, is_stored=False))
     return replace(config, window_groups=window_groups(recipe, config))
+
+
+def overridden_fields(recipe: Recipe) -> list[str]:
+    """Return a line for each field of the checkpoint's config.json that the recipe replaces."""
+    model = recipe.model
+    if model.path is None or not model.config_overrides:
+        return []
+    return list(named_overrides(read(model.path), model.config_overrides))
 
 
 def window_groups(recipe: Recipe, config: DecoderConfig) -> tuple[int, ...]:
@@ -206,12 +215,12 @@ def decoder_config(hf: Mapping[str, Any]) -> DecoderConfig:
     return config
 
 
-def config_in(path: Path) -> DecoderConfig:
-    """Return the decoder of a checkpoint directory.
+def config_in(path: Path, overrides: Mapping[str, Any] | None = None) -> DecoderConfig:
+    """Return the decoder of a checkpoint directory, with some fields of its config.json replaced.
 
     Raises ValueError like `decoder_config`, with the directory's path.
     """
-    hf = read(path)
+    hf = with_overrides(read(path), overrides or {})
     try:
         return decoder_config(hf)
     except ValueError as error:
