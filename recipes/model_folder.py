@@ -48,7 +48,9 @@ def model_folder(given: str, environment: Mapping[str, str] = os.environ) -> Pat
     check_kind(path)
     if not path.exists():
         raise ValueError(f"{given} does not exist; give a checkpoint's folder, or a recipe ending in .yaml")
-    return checked(_snapshot(path) or path)
+    if path.is_dir() and "snapshots" in _names(path):
+        path = _snapshot(path) or path
+    return checked(path)
 
 
 def check_kind(path: Path) -> None:
@@ -65,11 +67,7 @@ def checked(folder: Path) -> Path:
     """Return a checkpoint's folder as it is; raises ValueError where it holds no checkpoint."""
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder; give a checkpoint's folder, or a recipe ending in .yaml")
-    try:
-        names = sorted(each.name for each in folder.iterdir())
-    except OSError as error:
-        reason = (error.strerror or "unreadable").lower()
-        raise ValueError(f"{folder} cannot be read ({reason}); see its owner and rights") from error
+    names = _names(folder)
     others = [name for name in names if Path(name).suffix in OTHER_KINDS]
     has_weights = any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names)
     if others and not has_weights:
@@ -81,6 +79,14 @@ def checked(folder: Path) -> Path:
     if recipes or inner:
         raise ValueError(f"{folder} holds no {CONFIG}; did you mean {folder / (recipes or inner)[0]}?")
     raise ValueError(f"{folder} holds no {CONFIG} of Hugging Face's layout, so no checkpoint; {_DOWNLOAD}")
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return sorted(each.name for each in folder.iterdir())
+    except OSError as error:
+        reason = (error.strerror or "unreadable").lower()
+        raise ValueError(f"{folder} cannot be read ({reason}); see its owner and rights") from error
 
 
 def _downloaded(name: str, environment: Mapping[str, str]) -> Path:

@@ -7,6 +7,7 @@ go is the task of `weights`. torch is imported only when a tensor is read.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +16,8 @@ from safetensors import SafetensorError, safe_open
 from borders.file_bounds import check_regular, is_there
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_SHARD = re.compile(r"model-(\d{1,5})-of-(\d{1,5})\.safetensors")
+_LFS = b"version https://git-lfs"  # the first bytes of a pointer, where Git LFS has not fetched the file
 MOST_NAMES = 20  # names that one message lists
 
 
@@ -23,6 +26,10 @@ def checkpoint_files(path: Path) -> list[Path]:
     if (path / SINGLE).is_file():
         return [path / SINGLE]
     if not is_there(path / INDEX):
+        if is_there(path / SINGLE):
+            raise ValueError(f"{path / SINGLE} is a link that leads to no file; download it again")
+        if shards := _numbered(path):
+            return shards
         raise ValueError(
             f"{path} holds neither {SINGLE} nor {INDEX}; only safetensors are read: "
             "convert the checkpoint, or set model.weights: random"
@@ -37,6 +44,21 @@ def checkpoint_files(path: Path) -> list[Path]:
     if absent:
         raise ValueError(f"{path} lacks {_first(absent)}, which {INDEX} lists; download what is missing")
     return [path / name for name in names]
+
+
+def _numbered(path: Path) -> list[Path]:
+    """Return the shards of a checkpoint without an index, which their names count; empty if there are none.
+
+    Raises ValueError if some are absent.
+    """
+    found = {int(match[1]): match for each in path.iterdir() if (match := _SHARD.fullmatch(each.name))}
+    if not found:
+        return []
+    count = int(next(iter(found.values()))[2])
+    absent = [f"{number} of {count}" for number in range(1, count + 1) if number not in found]
+    if absent:
+        raise ValueError(f"{path} lacks {INDEX} and shards {_first(absent)}; download what is missing")
+    return [path / found[number].string for number in sorted(found)]
 
 
 def tensor_names(path: Path) -> set[str]:
@@ -56,10 +78,21 @@ def open_checkpoint(file: Path, framework: Literal["pt", "numpy"] = "pt") -> Any
 
     Raises ValueError if the file is damaged or something else.
     """
+    _check_fetched(file)
     try:
         return safe_open(str(file), framework=framework, device="cpu")
     except SafetensorError as error:
         raise ValueError(f"{file} cannot be read as safetensors ({error}); download it again") from error
+
+
+def _check_fetched(file: Path) -> None:
+    """Raise ValueError for a pointer of Git LFS, and OSError for a file that may not be read.
+
+    safetensors would call the one damaged, and say of the other that it is not there.
+    """
+    with file.open("rb") as opened:
+        if opened.read(len(_LFS)) == _LFS:
+            raise ValueError(f"{file} is Git LFS's pointer to the file: git lfs pull, or download it again")
 
 
 def names_in(opened: Any) -> list[str]:

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
+import shutil
 import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from borders.system_error import in_one_line
 from devices.ascend_limits import PRODUCTS
 from devices.present import Present, npus
+from models.checkpoint.files import SINGLE, checkpoint_files
 from recipes.fitting import fitting, with_recipe
 from recipes.model_folder import model_folder
 from recipes.schema.reader import read
@@ -236,3 +242,55 @@ def test_every_verb_with_a_recipe_takes_a_folder(verb: list[str]) -> None:
     ]
     recipe = [*before, "recipes/tiny/cpu.yaml", "cache.page_size=32"]
     assert with_recipe(module, recipe) == recipe
+
+
+VOCABULARY = "tokenizer.model"
+SHARD = "model-0000{}-of-00002.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("break_it", "words"),
+    [
+        (lambda folder: (folder / SINGLE).rename(folder / SHARD.format(1)), "and shards 2 of 2; download"),
+        (lambda folder: relinked(folder / SINGLE, "/no/such/blob"), "is a link that leads to no file"),
+        (lambda folder: relinked(folder / SINGLE, SINGLE), "is a link that leads to no file"),
+        (lambda folder: relinked(folder / "config.json", "config.json"), "the link leads to itself"),
+        (lambda folder: relinked(folder / VOCABULARY, VOCABULARY), "the link leads to itself"),
+        (lambda folder: (folder / SINGLE).write_bytes(b"version https://git-lfs\n"), "git lfs pull"),
+    ],
+)
+def test_a_broken_folder_is_one_line(break_it: Callable[[Path], Any], words: str, tmp_path: Path) -> None:
+    shutil.copytree(ROOT / TINY, tmp_path / "m")
+    break_it(tmp_path / "m")
+    with pytest.raises((ValueError, OSError)) as refused:
+        generate.main([str(tmp_path / "m"), *SMALL, "--prompt", "a"])
+    assert words in in_one_line(refused.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", [".", "config.json", SINGLE])
+def test_what_may_not_be_read_is_one_line(file: str, tmp_path: Path) -> None:
+    shutil.copytree(ROOT / TINY, tmp_path / "m")
+    (tmp_path / "m" / file).chmod(0)
+    lost = "-dac_override,-dac_read_search"  # with these capabilities root reads what nobody may
+    unprivileged = ["setpriv", f"--bounding-set={lost}", f"--inh-caps={lost}"] if os.geteuid() == 0 else []
+    generated = [sys.executable, "-m", "scripts.generate", str(tmp_path / "m"), *SMALL, "--prompt", "a"]
+    done = subprocess.run([*unprivileged, *generated], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    (tmp_path / "m").chmod(0o755)  # it is removed afterwards
+    assert (done.returncode, "Traceback" in done.stderr) == (2, False)
+    assert "permission denied" in done.stderr.splitlines()[-1]
+    assert file.strip(".") in done.stderr.splitlines()[-1]
+
+
+def relinked(path: Path, target: str) -> None:
+    path.unlink()
+    path.symlink_to(target)
+
+
+def test_shards_without_an_index_are_read_if_all_are_there(tmp_path: Path) -> None:
+    for number in (1, 2):
+        (tmp_path / SHARD.format(number)).touch()
+    assert checkpoint_files(tmp_path) == [tmp_path / SHARD.format(1), tmp_path / SHARD.format(2)]
+    (tmp_path / SHARD.format(1)).unlink()
+    with pytest.raises(ValueError, match="and shards 1 of 2; download what is missing"):
+        checkpoint_files(tmp_path)
