@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from tqdm import tqdm
 
 from benchmark import options as kinds
-from recipes.assembly.engine import build
+from recipes.assembly.engine import build_in_sight
 from recipes.fitting import with_recipe
 from recipes.schema import verb
 from recipes.schema.command_line import add_field, add_recipe, keep_apart
@@ -69,7 +69,7 @@ def main(argv: list[str]) -> None:
     recipe = read(options.recipe, options.overrides, options.profile).recipe
     text = Text.load(recipe.model.path) if recipe.model.path else None
     jobs = list(read_jobs(lines_of(options), text, recipe))  # a bad file fails before the build
-    engine = build(recipe).engine
+    engine = build_in_sight(recipe).engine
     jobs = unanswered(options.output, jobs) if options.resume else jobs
     with contextlib.ExitStack() as stack:  # opened after the build, whose failure keeps the file's content
         output = stack.enter_context(opened(options.output, goes_on=options.resume))

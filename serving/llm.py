@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from continuous_batching.engine import Engine
 from continuous_batching.scheduling.validation import longest_allowed
-from recipes.assembly.engine import build
+from recipes.assembly.engine import build_in_sight
 from recipes.fitting import fitted, one_of
 from recipes.schema.reader import load
 from serving.adapters import KnownAdapters
@@ -66,7 +66,7 @@ class LLM:
         asked = load(*fitted(one_of(recipe, model), overrides, profile), profile)
         self._adapters = KnownAdapters(asked.adapters)
         self.text = Text.load(asked.model.path) if asked.model.path else None
-        self.engine: Engine = build(asked).engine
+        self.engine: Engine = build_in_sight(asked).engine
         scheduler = self.engine.scheduler
         self._grammars = Grammars(lambda: self.text, scheduler.vocab_size, scheduler.eos_token_ids)
         self._processors = KnownProcessors.of(asked, scheduler.vocab_size)
