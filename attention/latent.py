@@ -96,9 +96,9 @@ class LatentAttention(Attention):
         assert self.shape.latent is not None, "other attention reads keys and values of heads"
         return self.shape.latent
 
-    def new_value_pages(self, count: int) -> Tensor:
-        """Return `count` pages of zeros for the rope keys of a layer."""
-        return self._pages(count, self.latent.rope_dim)
+    def new_planes(self, count: int) -> tuple[Tensor, ...]:
+        """Return `count` pages of zeros for the latents of a layer, and as many for its rope keys."""
+        return self._plane(count, self.shape.head_dim), self._plane(count, self.latent.rope_dim)
 
     def expands(self, num_tokens: int) -> bool:
         """Whether a span of so many tokens is cheaper with its request's latents expanded.

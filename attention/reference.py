@@ -95,19 +95,15 @@ class Attention:
     def check_longest(self, num_tokens: int) -> None:
         """Raise ValueError if requests of `num_tokens` tokens are too long; here any length is allowed."""
 
-    def new_pages(self, count: int) -> Tensor:
-        """Return `count` pages of zeros for the keys or the values of a layer.
+    def new_planes(self, count: int) -> tuple[Tensor, ...]:
+        """Return `count` pages of zeros for the keys of a layer, and as many for the values.
 
-        They are [P, B, K, D], or [P, B, K, D + 4] in int8 (`int8_pages`). A subclass may arrange the numbers
-        within a page in its own order.
+        They are [P, B, K, D], or [P, B, K, D + 4] in int8 (`int8_pages`). A subclass may have other planes,
+        or arrange the numbers within a page in its own order.
         """
-        return self._pages(count, self.shape.head_dim)
+        return self._plane(count, self.shape.head_dim), self._plane(count, self.shape.head_dim)
 
-    def new_value_pages(self, count: int) -> Tensor:
-        """Return pages as `new_pages` does, for the values alone."""
-        return self.new_pages(count)
-
-    def _pages(self, count: int, width: int) -> Tensor:
+    def _plane(self, count: int, width: int) -> Tensor:
         shape = self.shape
         page = (count, shape.page_size, shape.num_kv_heads)
         if shape.int8_pages:

@@ -74,12 +74,6 @@ def run(
     return summarise(engine, requests, timeline), timeline, records, min(r.arrival_s for r in requests)
 
 
-def figure(summary: dict[str, Any], name: str) -> float:
-    """Return a figure by its dotted name."""
-    group, _, key = name.partition(".")
-    return float(summary[group][key] if key else summary[group])
-
-
 def print_answers(num_requests: int, records: list[Record], count: int) -> None:
     """Print the first few questions with the model's answers."""
     answers = {record["id"]: record for record in records}

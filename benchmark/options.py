@@ -119,6 +119,21 @@ def why(error: Exception) -> str:
     return "the JSON is nested too deeply" if isinstance(error, RecursionError) else str(error)
 
 
+def known_figure(result: Mapping[str, Any], name: str) -> float | None:
+    """Return a figure by its dotted name, or None where the result has none."""
+    value: Any = result
+    for part in name.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value if isinstance(value, (int, float)) else None
+
+
+def figure(result: Mapping[str, Any], name: str) -> float:
+    """Return a figure by its dotted name; raises KeyError where the result has none."""
+    if (value := known_figure(result, name)) is None:
+        raise KeyError(name)
+    return float(value)
+
+
 def show(result: Any, *, as_json: bool, print_table: Callable[[Any], None]) -> None:
     """Print a result in the requested form."""
     if as_json:

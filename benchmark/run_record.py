@@ -18,7 +18,7 @@ from benchmark.run_clock import with_wall
 from continuous_batching.counters import Counters
 from continuous_batching.engine import Engine, Step
 from continuous_batching.request import Request
-from devices.profile import named
+from devices.rates import named
 from recipes.schema.recipe import Recipe
 from simulation.run_totals import rounded
 

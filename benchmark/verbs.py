@@ -184,7 +184,7 @@ BENCHMARKS = (
          count("--num-iters-warmup", 10, "batches before, not counted", least=0),
          SEED),
     verb("offline --stall", "what long prompts cost running answers, whole and in chunks",
-         "offline.stall:run",
+         "offline.offline:run_stall",
          count("--prompt-tokens", 4096, most=MOST_TOKENS),
          option("--every", real(0, 3600), "SECONDS", "between two long prompts", 1.0),
          count("--prompts", 10, "long prompts"),

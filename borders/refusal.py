@@ -1,4 +1,4 @@
-"""Define the refusal of a request that cannot be served as it is.
+"""Define the refusal of a request that cannot be served as it is, and shorten values for its message.
 
 The refusal is data (field, value, limit, fix), which each API turns into its own answer.
 """
@@ -74,3 +74,14 @@ def abbreviate_json(value: object) -> str:
         value = dict(islice(value.items(), _LONGEST_VALUE))
     text = json.dumps(value, ensure_ascii=False, default=repr)
     return text if len(text) <= _LONGEST_VALUE else f"{text[: _LONGEST_VALUE - 3]}..."
+
+
+MOST_CHARACTERS = 60
+
+
+def abbreviate(value: object) -> str:
+    """Return a value as Python writes it, cut to MOST_CHARACTERS."""
+    if isinstance(value, int) and value.bit_length() > 4 * MOST_CHARACTERS:
+        return f"a number of {value.bit_length()} bits"
+    text = f"{value!r:.{MOST_CHARACTERS}}"
+    return text if len(text) < MOST_CHARACTERS else f"{text[: MOST_CHARACTERS - 3]}..."

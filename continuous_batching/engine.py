@@ -23,7 +23,7 @@ from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.scheduling.validation import GiveUp
 from continuous_batching.slots import SlotPool
 from kv_cache.pages import Index, PageCopy
-from kv_cache.tier.reads import Lookup
+from kv_cache.tier.page_tier import Lookup
 
 _NONE = np.empty(0, dtype=np.int64)
 NO_TOKENS = Sampled(_NONE)

@@ -1,25 +1,145 @@
-"""Describe the Ascend products and the limits of their attention, int8 products and graphs.
+"""Describe the Ascend products and the limits of their operators.
 
-Sources: op-plugin, torch_npu.npu_fused_infer_attention_score and its v2; vllm-ascend, attention_v1.py and
+Sources of attention's limits: op-plugin, torch_npu.npu_fused_infer_attention_score and its v2, and
+npu_kv_rmsnorm_rope_cache and npu_mla_prolog_v3 for latents; vllm-ascend, attention_v1.py, mla_v1.py and
 _310p/attention; CANN, PagedAttentionOperation; CANN's error messages where these say nothing.
+
+Sources of experts' limits: op-plugin, npu_moe_distribute_dispatch_v2 and npu_moe_distribute_combine_v2; CANN,
+HCCL_BUFFSIZE, the size of each of a communicator's two buffers; op-plugin, npu_dequant_swiglu_quant, which
+limits a call with group_index alone; vllm-ascend 182b75e,
+csrc/moe/dequant_swiglu_quant/op_host/dequant_swiglu_quant_tiling.cpp (CountMaxDim): a row of gate and up, H
+columns each, its scales and its result lie in the unified buffer of 192 KiB together.
+
+Legend: H hidden size.
+
+Where no source says what a product does, probes of verify_npu.sh test it and write the answers to a file for
+each product and version of CANN; the product's limits follow the file from then on.
 """
 
 from __future__ import annotations
 
+import json
+import logging
+import math
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from devices.ascend_latents import check_latent
+from borders.files import whole_file
+from borders.numbers import integers
 from devices.shapes import AttentionShape, dtype_name
 from kv_cache.pages import Index
 
 if TYPE_CHECKING:
     import torch
+
+
+LATENT, LATENT_ROPE, LATENT_HEAD = 512, 64, 128
+MOST_LATENT_HEADS = 128
+MOST_LATENT_QUERIES = 16  # most tokens of a span in the space of latents
+# npu_mla_prolog_v3: the hidden sizes and the widths of compressed queries
+PROLOG_HIDDEN = (1024, 2048, 3072, 4096, 5120, 6144, 7168, 7680, 8192)
+PROLOG_QUERIES = (1536, 2048)
+
+
+def check_latent(shape: AttentionShape, plain: str) -> None:
+    """Raise ValueError for latents or heads that the operators do not take; `plain` is the fix."""
+    latent, heads = shape.latent, shape.num_heads
+    assert latent is not None, "other attention has other limits"
+    sizes = shape.head_dim, latent.rope_dim, latent.nope_dim, latent.value_dim
+    if sizes != (LATENT, LATENT_ROPE, LATENT_HEAD, LATENT_HEAD):
+        raise ValueError(
+            f"the model's kv_lora_rank, qk_rope_head_dim, qk_nope_head_dim and v_head_dim are"
+            f" {', '.join(map(str, sizes))}; fused attention takes {LATENT}, {LATENT_ROPE}, {LATENT_HEAD}"
+            f" and {LATENT_HEAD}: choose another model, {plain}"
+        )
+    if heads > MOST_LATENT_HEADS or heads & (heads - 1):
+        raise ValueError(
+            f"each device has {heads} heads of the model; fused attention by latents takes a power of two"
+            f" up to {MOST_LATENT_HEADS}: choose another parallel.tensor, {plain}"
+        )
+
+
+def takes_prolog(
+    dtype: torch.dtype, hidden_size: int, query_rank: int | None, *, takes_float32: bool = False
+) -> bool:
+    """Whether one operator computes what precedes attention, for a shape that passes `check_latent`."""
+    is_type = dtype_name(dtype) in ("bfloat16", *(["float32"] if takes_float32 else []))
+    return is_type and hidden_size in PROLOG_HIDDEN and query_rank in PROLOG_QUERIES
+
+
+MOST_GATED = 10496  # columns of gate and up together
+GATED_STEP = 64  # the columns of each are a multiple of this
+
+
+def fuses_gate(inner_size: int) -> bool:
+    """Whether one launch scales, gates and quantises the rows of experts of this width on a rank."""
+    return 2 * inner_size <= MOST_GATED and inner_size % GATED_STEP == 0
+
+
+BUFFER_NAME, BUFFER_MIB = "HCCL_BUFFSIZE", 200  # an environment variable, and its default
+MOST_TOKENS = 64  # tokens of each rank; the probe times so many, and the operators take 256
+HIDDEN_STEP = 32
+_MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class _Limits:
+    ranks: Set[int]
+    hidden: range
+    most_chosen: int
+    most_experts: int
+    most_held: int
+
+
+_LIMITS: Mapping[str, _Limits] = {
+    "910B": _Limits({*range(2, 9), 16, 32, 64, 128, 256}, range(32, 7168 + 1, HIDDEN_STEP), 16, 512, 24),
+    "910C": _Limits(set(range(2, 768 + 1)), range(1024, 8192 + 1, HIDDEN_STEP), 12, 1024, 1024),
+}
+DISPATCHING = tuple(_LIMITS)  # names of products
+
+
+def most_dispatched(
+    product: str, ranks: int, num_experts: int, num_chosen: int, hidden: int, buffer_mib: int
+) -> int:
+    """Return the tokens that each rank may send in one launch; 0 if the operators do not take the model.
+
+    `num_experts` counts the experts of all ranks, of which a token chooses `num_chosen`. The communicator's
+    buffers hold the worst case: all tokens of all ranks on one of them, in 16 bits even if int8 is sent.
+    """
+    limits, (held, rest) = _LIMITS.get(product), divmod(num_experts, ranks)
+    if limits is None or ranks not in limits.ranks or rest:
+        return 0
+    if held > limits.most_held or num_experts > limits.most_experts:
+        return 0
+    if hidden not in limits.hidden or num_chosen > limits.most_chosen:
+        return 0
+    room = buffer_mib * _MIB // 2
+    if product == "910B":
+        most = (room - 2 * _MIB) // (ranks * min(held, num_chosen) * hidden * 2)
+    else:
+        arriving = _up(_up(2 * hidden, 32) + 64, 512) * held * ranks
+        most = room // (arriving + num_chosen * _up(2 * hidden, 512))
+    return max(0, min(most, MOST_TOKENS))
+
+
+def buffer_mib(environment: Mapping[str, str]) -> int:
+    """Return HCCL's buffer size in MiB. Raises ValueError if the variable is no number of MiB."""
+    said = environment.get(BUFFER_NAME, str(BUFFER_MIB))
+    allowed = integers(1, 2**31 - 1, "MiB")
+    if (size_mib := allowed.parse(said)) is None:
+        raise ValueError(f"{BUFFER_NAME} is {said!r}; it must be {allowed}: unset it for {BUFFER_MIB}")
+    return size_mib
+
+
+def _up(size: int, step: int) -> int:
+    return math.ceil(size / step) * step
+
 
 FRACTAL_NZ = 29  # the format that the matrix unit reads: tiles of 16 x 16, columns of tiles first
 MOST_SPANS = 4096  # spans in one call of a packed batch
@@ -58,7 +178,7 @@ class AscendProduct:
     has_mixtures: bool = True  # it routes tokens to experts and multiplies each expert's rows in one launch
     # 16-bit weights are kept in FRACTAL_NZ (vllm-ascend #4960: graphs failed with them)
     tiles_weights: bool = False
-    # No source states the following; the probes of verify_npu.sh answer them (devices/ascend_answers.py)
+    # No source states the following; the probes of verify_npu.sh answer them (devices/ascend_limits.py)
     keeps_nan: bool = True  # the maximum of a row with a NaN is NaN
     packs_float16: bool = True  # fused attention takes float16 in TND; vllm-ascend's mla_v1.py casts it
     # Fused attention of decodes is right without a mask, in captured steps too. vllm-ascend #12605 restored
@@ -342,3 +462,66 @@ def product(name: str | None, chip: str) -> AscendProduct:
         f"the device calls itself {chip!r}, which is no product known here: set device.product to the nearest"
         f" of {known}"
     )
+
+
+log = logging.getLogger(__name__)
+
+PROBED = (
+    *("keeps_nan", "packs_float16", "tiles_weights", "slices_tiles", "captures_draws", "prefetches"),
+    *("exact_angles", "unmasks_decodes", "joins_latents", "sums_products", "dispatches"),
+)
+assert {each.name for each in fields(AscendProduct)} >= set(PROBED), "the answers are facts of a product"
+# Answers in files of earlier versions that no longer count, each with the reason
+WITHDRAWN = {"bares_decodes": "it was asked outside of graphs alone, where wrong answers were not seen"}
+
+
+def answers_file(folder: Path, name: str, cann: str, *, virtual: bool) -> Path:
+    """Return the path of the answers for a product and a version of CANN.
+
+    Those of a stand-in are kept apart.
+    """
+    return folder / f"{'virtual-' * virtual}{name}-cann-{cann or 'unknown'}.json"
+
+
+def write_answers(path: Path, found: Mapping[str, bool]) -> None:
+    """Write the answers of the probes."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with whole_file(path) as file:
+        file.write(json.dumps(dict(found), indent=2) + "\n")
+
+
+def answered(product: AscendProduct, path: Path) -> AscendProduct:
+    """Return the product with the answers of the file, which are logged.
+
+    It is unchanged if there is no such file.
+    """
+    if not path.is_file():
+        return product
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} holds no JSON ({error}): {AGAIN}") from error
+    if not isinstance(found, dict) or not all(isinstance(each, bool) for each in found.values()):
+        raise ValueError(f"{path} holds no answers of yes and no by their names: {AGAIN}")
+    for name in sorted(WITHDRAWN.keys() & found.keys()):
+        log.warning(
+            "device: the answer %s in %s no longer counts, since %s: run `bash scripts/verify_npu.sh` again",
+            name,
+            path,
+            WITHDRAWN[name],
+        )
+        del found[name]
+    if unknown := sorted(set(found) - set(PROBED)):
+        raise ValueError(f"{path} answers {', '.join(unknown)}, which nothing asks: {AGAIN}")
+    changed = [
+        f"{name} {'yes' if found[name] else 'no'} (was {'yes' if getattr(product, name) else 'no'})"
+        for name in found
+        if found[name] != getattr(product, name)
+    ]
+    log.info("device: follows the answers of verify_npu.sh in %s: %s", path, "; ".join(changed) or "as known")
+    if not found.get("exact_angles", True):
+        log.warning("device: cosines of large angles are not exact here, which dynamic rope computes")
+    return replace(product, **found)
+
+
+AGAIN = "remove it, or run `bash scripts/verify_npu.sh` again"

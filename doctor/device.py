@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from devices.present import Chip
-from doctor.facts import MachineFacts, Node, numbers
-from doctor.finding import Check, Finding
+from doctor.facts import Check, Finding, MachineFacts, Node, numbers
 
 Device = TypeVar("Device", Node, Chip)
 

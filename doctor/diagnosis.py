@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from doctor import device, loading, settings, software
-from doctor.facts import MachineFacts
-from doctor.finding import Check, Finding
+from doctor import device, settings, software
+from doctor.facts import Check, Finding, MachineFacts
 
-CHECKS: tuple[Check, ...] = device.CHECKS + software.CHECKS + loading.CHECKS + settings.CHECKS
+CHECKS: tuple[Check, ...] = device.CHECKS + software.CHECKS + software.LOADING_CHECKS + settings.CHECKS
 
 
 def diagnose(facts: MachineFacts) -> dict[str, Finding]:

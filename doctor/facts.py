@@ -1,4 +1,4 @@
-"""Gather what this machine has of an Ascend environment.
+"""Gather what this machine has of an Ascend environment, and define what a check of it reports.
 
 The machine is only read, never changed, and any part may be missing.
 """
@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -258,3 +258,17 @@ def _group(number: int) -> str:
         return grp.getgrgid(number).gr_name
     except KeyError:
         return str(number)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A fault, its cause, its fix, and the document that says so; one that is not fatal is advice."""
+
+    problem: str
+    cause: str
+    fix: str
+    source: str
+    is_fatal: bool = True
+
+
+Check = Callable[[MachineFacts], Finding | None]  # None: the check found no fault

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from borders.numbers import integers
 from devices.present import VISIBLE_NPUS as VISIBLE
-from doctor.facts import MachineFacts
-from doctor.finding import Check, Finding
+from doctor.facts import Check, Finding, MachineFacts
 
 ALLOCATOR = "PYTORCH_NPU_ALLOC_CONF"
 LEAST_SHM = 2**30

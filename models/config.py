@@ -129,7 +129,6 @@ class MixtureConfig:
     num_chosen: int  # experts that each token chooses
     inner_size: int  # inner size of each expert
     normalizes: bool
-    layers: tuple[bool, ...]  # whether a layer has a mixture, one entry a layer
     block: str = "mlp"  # name of a layer's mixture in a checkpoint
     roles: tuple[str, str, str] = MLP_ROLES  # names of an expert's gate, up and down
     scores: Literal["softmax", "sigmoid"] = "softmax"
@@ -138,6 +137,8 @@ class MixtureConfig:
     group_best: int = 1
     is_corrected: bool = False
     router: str = "gate"  # name of the router in a checkpoint
+    correction: str = "gate.e_score_correction_bias"  # name of the choice's correction there
+    is_correction_row: bool = False  # whether a checkpoint has the correction as [1, experts]
     is_biased: bool = False  # whether the router has a bias
     is_stacked: bool = False  # whether a checkpoint has all experts of a layer in one tensor
     scale: float = 1.0
@@ -171,7 +172,35 @@ class MixtureConfig:
         return self.scores == "softmax" and self.num_groups == 1 and not self.is_corrected
 
 
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """What one layer computes: what mixes its tokens, and the MLP that follows.
+
+    All layers of one kind have the same sizes, which stand once in `DecoderConfig`. What the layer remembers
+    follows from both (`DecoderConfig.layer_cache`).
+    """
+
+    mixer: Literal["attention", "latent"] = "attention"
+    window: int | None = None  # positions that a query sees, its own included; None: all
+    mlp: Literal["dense", "experts"] = "dense"
+
+
+def layer_specs(
+    windows: Sequence[int | None],
+    has_experts: bool | Sequence[bool] = False,
+    mixer: Literal["attention", "latent"] = "attention",
+) -> tuple[LayerSpec, ...]:
+    """Return a layer for each window; `has_experts` says which of them have experts, or that all have."""
+    each_has = [has_experts] * len(windows) if isinstance(has_experts, bool) else has_experts
+    return tuple(
+        LayerSpec(mixer, window, "experts" if has else "dense") for window, has in zip(windows, each_has)
+    )
+
+
 Gate = Literal["silu", "gelu_tanh", "clamped"]
+# How queries and keys are normed: head by head before they are rotated, or after, or all heads of a token
+# together before
+QkNorm = Literal["none", "heads", "rotated", "joined"]
 # How a linear is stored; with "quantize", in the model's type, and in int8 from loading on
 Form = Literal["plain", "int8", "quantize"] | Int4
 
@@ -190,26 +219,26 @@ UP = ".kv_b_proj"  # a linear of latent attention, held in the model's type howe
 class DecoderConfig:
     """A decoder: RMS norms before attention and MLP, rotary embedding, SwiGLU, some of it by experts.
 
-    `windows` has one entry a layer: how many positions a query sees, itself included; None for all. With
-    `latent` attention, `num_kv_heads` is 1 and `head_dim` is the latent's width, as the cache holds it.
+    `layers` says what each layer computes. `mixture` has the sizes of those with experts, and `latent` of
+    those with latent attention; `num_kv_heads` is 1 then, and `head_dim` the latent's width, as the cache
+    holds it.
     """
 
     family: str
     vocab_size: int
     hidden_size: int
-    num_layers: int
+    layers: tuple[LayerSpec, ...]
     num_heads: int
     num_kv_heads: int
     head_dim: int
     intermediate_size: int
     rms_eps: float
     rope: RopeConfig
-    windows: tuple[int | None, ...]
     tie_embeddings: bool
     attention_bias: bool  # q, k and v have a bias
     output_bias: bool  # the output projection of attention has a bias
     mlp_bias: bool
-    qk_norm: bool
+    qk_norm: QkNorm
     dtype: DType
     max_positions: int
     eos_token_ids: tuple[int, ...]
@@ -222,7 +251,7 @@ class DecoderConfig:
     kept_form: Packing | None = None  # form of linears that stay in 4 bits
     stored_joined: tuple[str, ...] = ()  # QKV, GATE_UP: linears that the checkpoint stores as one
     # Names of a layer's norms in a checkpoint; a third and a fourth are applied to the outputs of attention
-    # and MLP
+    # and MLP. Without a name there is no such norm
     norms: tuple[str, ...] = NORMS
     norms_add_one: bool = False  # 1 is added to the norm weights of the checkpoint
     gate: Gate = "silu"  # activation of the MLP's gate
@@ -231,25 +260,39 @@ class DecoderConfig:
     embedding_scale: float = 1.0
     score_cap: float | None = None  # attention scores are cap * tanh(score / cap)
     logit_cap: float | None = None  # the same for logits
+    qk_norm_names: tuple[str, str] = ("q_norm", "k_norm")  # names of these norms in a checkpoint
+    # Queries are multiplied by 1 + a * ln(1 + position // b), of these a and b; None: they are not
+    query_growth: tuple[float, int] | None = None
     has_sinks: bool = False  # each query head has an attention score that belongs to no key
     own_scale: float | None = None  # scale of attention scores; None: head_dim**-0.5
     window_rope: RopeConfig | None = None  # rotary embedding of layers with a window, if it differs
     # Layers that a checkpoint may have behind its own, to predict further tokens; they are not read here
     num_unread_layers: int = 0
+    reads_text_alone: bool = False  # whether a checkpoint has towers for images, too, which are not read
     # Windows whose layers keep only the pages that a query can see, in a group of pages for each; layers with
     # other windows keep all pages, as those without a window do (see kv_cache/groups.py)
     window_groups: tuple[int, ...] = ()
 
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The window of each layer."""
+        return tuple(each.window for each in self.layers)
+
     def group_of(self, layer: int) -> int:
         """Return the group of a layer's pages: 0, or one more than the place of its window."""
-        window = self.windows[layer]
+        window = self.layers[layer].window
         return 1 + self.window_groups.index(window) if window in self.window_groups else 0
 
     def layer_cache(self, layer: int) -> LayerCache:
         """Return what a layer keeps of each token, and for how long."""
         group = self.group_of(layer)
         lifetime = Lifetime("window", self.window_groups[group - 1]) if group else ALL_TOKENS
-        if self.latent is not None:
+        if self.layers[layer].mixer == "latent":
+            assert self.latent is not None, "latent attention has sizes"
             widths = {"latents": self.latent.rank, "rope_keys": self.latent.rope_dim}
         else:
             widths = {"keys": self.head_dim, "values": self.head_dim}
@@ -276,7 +319,7 @@ class DecoderConfig:
         hidden = self.hidden_size
         for layer in range(self.num_layers):
             prefix = f"model.layers.{layer}."
-            for name, inputs, outputs in self.attention_linears():
+            for name, inputs, outputs in self.attention_linears(layer):
                 yield f"{prefix}self_attn.{name}", inputs, outputs
             inner = self.inner_size(layer)
             for gate, up, down in self.mlp_names(layer):
@@ -290,10 +333,11 @@ class DecoderConfig:
         if not self.tie_embeddings:
             yield "lm_head", hidden, self.vocab_size
 
-    def attention_linears(self) -> Iterator[tuple[str, int, int]]:
+    def attention_linears(self, layer: int) -> Iterator[tuple[str, int, int]]:
         """Yield the name, inputs and outputs of every linear of a layer's attention."""
         hidden, heads = self.hidden_size, self.num_heads * self.head_dim
-        if self.latent is not None:
+        if self.layers[layer].mixer == "latent":
+            assert self.latent is not None, "latent attention has sizes"
             yield from self.latent.linears(hidden, self.num_heads)
             return
         yield "q_proj", hidden, heads
@@ -317,6 +361,15 @@ class DecoderConfig:
         return self.head_dim if self.latent is None else self.latent.value_dim
 
     @property
+    def qk_norm_widths(self) -> tuple[int, int]:
+        """Number of weights of the norms of queries and keys; 0 if there are none."""
+        if self.qk_norm == "none":
+            return 0, 0
+        is_joined = self.qk_norm == "joined"
+        heads = (self.num_heads, self.num_kv_heads) if is_joined else (1, 1)
+        return heads[0] * self.head_dim, heads[1] * self.head_dim
+
+    @property
     def scale(self) -> float:
         """Scale of attention scores."""
         own = self.head_dim**-0.5 if self.own_scale is None else self.own_scale
@@ -324,7 +377,7 @@ class DecoderConfig:
 
     def mixture_of(self, layer: int) -> MixtureConfig | None:
         """The mixture of experts of a layer; None if it has a dense MLP."""
-        return self.mixture if self.mixture is not None and self.mixture.layers[layer] else None
+        return self.mixture if self.layers[layer].mlp == "experts" else None
 
     def inner_size(self, layer: int) -> int:
         """Inner size of the MLP of a layer, or of each of its experts."""
@@ -358,7 +411,7 @@ class DecoderConfig:
     @property
     def num_mixtures(self) -> int:
         """Number of layers that have a mixture of experts."""
-        return 0 if self.mixture is None else sum(self.mixture.layers)
+        return sum(each.mlp == "experts" for each in self.layers)
 
     @property
     def dtype_bytes(self) -> int:
@@ -383,10 +436,6 @@ class DecoderConfig:
     def kv_head_bytes(self) -> int:
         """Bytes that a layer keeps of one key-value head of a token."""
         return replace(self, num_kv_heads=1).layer_cache(0).token_bytes
-
-    def page_bytes(self, page_size: int) -> int:
-        """Return the bytes of keys and values of all layers, for the tokens of one page."""
-        return page_size * self.kv_bytes_per_token()
 
     @property
     def growing_kv_bytes_per_token(self) -> int:
@@ -453,11 +502,15 @@ class DecoderConfig:
     def num_parameters(self) -> int:
         """Number of weights of the whole decoder, each tied one counted once."""
         attention_dim, kv_dim = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        layer = sum(inputs * outputs for _, inputs, outputs in self.attention_linears())
-        layer += len(self.norms) * self.hidden_size
+        mixers = sum(
+            inputs * outputs
+            for layer in range(self.num_layers)
+            for _, inputs, outputs in self.attention_linears(layer)
+        )
+        layer = sum(map(bool, self.norms)) * self.hidden_size
         layer += 0 if self.latent is None else self.latent.norm_width
         layer += self.attention_bias * (attention_dim + 2 * kv_dim) + self.output_bias * self.hidden_size
-        layer += self.qk_norm * 2 * self.head_dim + self.has_sinks * self.num_heads
+        layer += sum(self.qk_norm_widths) + self.has_sinks * self.num_heads
         mlp = 3 * self.hidden_size * self.intermediate_size
         mlp += self.mlp_bias * (2 * self.intermediate_size + self.hidden_size)
         mlps = (self.num_layers - self.num_mixtures) * mlp + self._router_parameters
@@ -466,7 +519,7 @@ class DecoderConfig:
             of_each += (3 * self.shared_size + self.mixture.has_shared_gate) * self.hidden_size
             mlps += self.num_mixtures * of_each
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
-        return embeddings + self.num_layers * layer + mlps + self.hidden_size
+        return embeddings + mixers + self.num_layers * layer + mlps + self.hidden_size
 
     @property
     def num_active_parameters(self) -> int:
@@ -507,7 +560,7 @@ def bytes_of_adapters(config: DecoderConfig, most: int, rank: int) -> int:
     """Return the bytes of the adapters' places of a decoder, or of a rank's part of one."""
     numbers = 0
     for layer in range(config.num_layers):
-        sizes = [(inputs, outputs) for _, inputs, outputs in config.attention_linears()]
+        sizes = [(inputs, outputs) for _, inputs, outputs in config.attention_linears(layer)]
         if config.mixture_of(layer) is None:
             hidden, inner = config.hidden_size, config.intermediate_size
             sizes += [(hidden, inner), (hidden, inner), (inner, hidden)]

@@ -181,7 +181,7 @@ def attention_products(config: DecoderConfig) -> tuple[LayerProduct, ...]:
     whole = ("q_a_proj", "kv_a_proj_with_mqa")
     return tuple(
         LayerProduct(inputs, outputs, None if name in whole else "inputs" if name == "o_proj" else "outputs")
-        for name, inputs, outputs in config.attention_linears()
+        for name, inputs, outputs in config.attention_linears(0)
     )
 
 

@@ -61,15 +61,18 @@ class SelfAttention(nn.Module):
             ops, width or hidden, sum(widths), config.attention_bias, dtype, device, form[0], widths
         )
         self.output = SummedLinear(ops, heads, hidden, config.output_bias, dtype, device, form[1], group)
-        self.query_norm = parameter(config.head_dim, dtype=dtype, device=device) if config.qk_norm else None
-        self.key_norm = parameter(config.head_dim, dtype=dtype, device=device) if config.qk_norm else None
+        self.norm_kind, self.norm_names = config.qk_norm, config.qk_norm_names
+        self.query_growth, self.ranks = config.query_growth, group
+        self.query_norm, self.key_norm = (
+            parameter(width, dtype=dtype, device=device) if width else None for width in config.qk_norm_widths
+        )
         self.sinks: nn.Parameter | None = None
         if config.has_sinks:
             self.sinks = attention.sinks[layer] = parameter(config.num_heads, dtype=dtype, device=device)
 
     def norms(self) -> dict[str, nn.Parameter | None]:
         """Return its norms by their checkpoint names."""
-        return {"q_norm": self.query_norm, "k_norm": self.key_norm}
+        return dict(zip(self.norm_names, (self.query_norm, self.key_norm)))
 
     def joined(self) -> list[tuple[tuple[str, ...], Linear]]:
         """Return its linears with the checkpoint's linears that each of them joins."""
@@ -77,16 +80,18 @@ class SelfAttention(nn.Module):
 
     def order(self, name: str) -> Tensor | None:
         """Return the order in which rows of a checkpoint's linear or norm are held; None for its own."""
-        if self.head_order is None or name not in ("q_proj", "k_proj", "q_norm", "k_norm"):
+        if self.head_order is None or name not in ("q_proj", "k_proj", *self.norm_names):
             return None
-        num_heads = {"q_proj": self.num_heads, "k_proj": self.num_kv_heads}.get(name, 1)
+        num_heads = self.num_heads if name in ("q_proj", self.norm_names[0]) else self.num_kv_heads
+        if name in self.norm_names and self.norm_kind != "joined":
+            num_heads = 1
         return torch.cat([head * self.head_dim + self.head_order for head in range(num_heads)])
 
     def forward(self, x: Tensor | Int8Rows, cos: Tensor, sin: Tensor, step: StepInputs) -> Tensor:
         """Map [T, hidden] to [T, hidden], after writing the step's keys and values to the cache."""
         query = self.write(x, cos, sin, step)
         self.ops.prefetch(self.output.packed, query)
-        keys, values = step.cache.keys[self.layer], step.cache.values[self.layer]
+        keys, values = step.cache.of(self.layer)
         attended = self.attention.attend(query, keys, values, step.metadata_of(self.group), self.layer)
         self.ops.await_prefetch()
         mixed: Tensor = self.output(attended.flatten(1))
@@ -104,16 +109,49 @@ class SelfAttention(nn.Module):
 
         Returns its queries [T, H, D].
         """
-        query, key, value = (each.unflatten(-1, (-1, self.head_dim)) for each in self.qkv(x))
+        query, key, value = self.qkv(x)
+        if self.norm_kind == "joined":
+            query, key = self._normed_together(query, key)
+        query, key, value = (each.unflatten(-1, (-1, self.head_dim)) for each in (query, key, value))
         if is_absent is not None:
             key, value = (each.masked_fill(is_absent[:, None, None], 0) for each in (key, value))
-        if self.query_norm is not None and self.key_norm is not None:
-            query = self.ops.rms_norm(query, self.query_norm, self.eps)
-            key = self.ops.rms_norm(key, self.key_norm, self.eps)
+        if self.norm_kind == "heads":
+            query, key = self._normed_by_head(query, key)
         query, key = self.ops.rotary(query, key, cos, sin)
-        keys, values = step.cache.keys[self.layer], step.cache.values[self.layer]
+        if self.norm_kind == "rotated":
+            query, key = self._normed_by_head(query, key)
+        if self.query_growth is not None:
+            rate, step_size = self.query_growth
+            positions = pad_rows(step.positions, len(query))
+            growth = 1 + rate * (1 + (positions // step_size)).float().log()
+            query = query * growth.to(query.dtype)[:, None, None]
+        keys, values = step.cache.of(self.layer)
         self.attention.write(key, value, keys, values, step.metadata_of(self.group))
         return query
+
+    def _normed_by_head(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        assert self.query_norm is not None, "its norms are those of heads"
+        assert self.key_norm is not None, "its norms are those of heads"
+        return (
+            self.ops.rms_norm(query, self.query_norm, self.eps),
+            self.ops.rms_norm(key, self.key_norm, self.eps),
+        )
+
+    def _normed_together(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Norm all heads of a token together: queries [T, H * D] and keys [T, K * D], over all ranks.
+
+        Every rank holds equally many heads, and each key-value head lies on equally many ranks, so that the
+        mean over all heads is the mean of the ranks' means.
+        """
+        assert self.query_norm is not None, "its norms are those of all heads"
+        assert self.key_norm is not None, "its norms are those of all heads"
+        if self.ranks.size == 1:
+            return self._normed_by_head(query, key)
+        wide = query.float(), key.float()
+        means = torch.cat([each.square().mean(-1, keepdim=True) for each in wide], -1)
+        means = self.ranks.all_reduce(means) / self.ranks.size
+        normed = [each * (mean + self.eps).rsqrt() for each, mean in zip(wide, means.split(1, -1))]
+        return normed[0].to(query.dtype) * self.query_norm, normed[1].to(key.dtype) * self.key_norm
 
 
 class DecoderLayer(nn.Module):
@@ -136,18 +174,19 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.ops, self.eps = ops, config.rms_eps
         dtype = TORCH_DTYPES[config.dtype]
-        self.input_norm = parameter(config.hidden_size, dtype=dtype, device=attention.device)
+
+        def norm(name: str) -> nn.Parameter | None:
+            return parameter(config.hidden_size, dtype=dtype, device=attention.device) if name else None
+
+        names = (*config.norms, "", "")
+        self.input_norm, self.mlp_norm = norm(names[0]), norm(names[1])
+        self.attention_post_norm, self.mlp_post_norm = norm(names[2]), norm(names[3])
         self.attention: SelfAttention | LatentSelfAttention
-        if isinstance(attention, LatentAttention):
+        if config.layers[layer].mixer == "latent":
+            assert isinstance(attention, LatentAttention), "the device's operators are those of the model"
             self.attention = LatentSelfAttention(config, layer, name, ops, attention, group)
         else:
             self.attention = SelfAttention(config, layer, name, ops, attention, group)
-        self.mlp_norm = parameter(config.hidden_size, dtype=dtype, device=attention.device)
-        self.attention_post_norm: nn.Parameter | None = None
-        self.mlp_post_norm: nn.Parameter | None = None
-        if len(config.norms) > 2:
-            self.attention_post_norm = parameter(config.hidden_size, dtype=dtype, device=attention.device)
-            self.mlp_post_norm = parameter(config.hidden_size, dtype=dtype, device=attention.device)
         self.mlp: MLP | Mixture
         if config.mixture_of(layer) is None:
             (names,) = config.mlp_names(layer, name)
@@ -164,7 +203,8 @@ class DecoderLayer(nn.Module):
         """
         normed: Tensor | Int8Rows
         if residual is None:
-            normed, residual = self.ops.rms_norm(x, self.input_norm, self.eps), x
+            residual = x
+            normed = x if self.input_norm is None else self.ops.rms_norm(x, self.input_norm, self.eps)
         else:
             normed, residual = self._add_norm(x, residual, self.input_norm, self.attention.qkv)
         x = self.attention(normed, cos, sin, step)
@@ -181,9 +221,15 @@ class DecoderLayer(nn.Module):
         return x, residual
 
     def _add_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, reader: Linear | None
+        self, x: Tensor, residual: Tensor, weight: Tensor | None, reader: Linear | None
     ) -> tuple[Tensor | Int8Rows, Tensor]:
-        """Return the norm of the sum, in the form that the linear `reader` takes, and the sum."""
+        """Return the norm of the sum, in the form that the linear `reader` takes, and the sum.
+
+        Without a norm, that is the sum itself.
+        """
+        if weight is None:
+            total = x + residual
+            return total, total
         norm = (
             self.ops.add_rms_norm_int8 if reader is not None and reader.takes_int8 else self.ops.add_rms_norm
         )
@@ -287,7 +333,7 @@ class Decoder(nn.Module):
         for number, layer in enumerate(self.layers):
             if number in self._taps:
                 tapped.append((x if residual is None else x + residual)[:num_tokens])
-            cos, sin = turns[0 if self.part.windows[number] is None else -1]
+            cos, sin = turns[0 if self.part.layers[number].window is None else -1]
             x, residual = layer(x, residual, cos, sin, step)
             if self.after_layer is not None:
                 self.after_layer(number)

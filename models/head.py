@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attention.reference import Attention
-from kv_cache.device.storage import KVCache
+from kv_cache.device.storage import CacheLayers
 from models.config import DecoderConfig
 from models.decoder import Decoder
 from models.layers.dtypes import TORCH_DTYPES
@@ -35,10 +35,11 @@ from models.step_inputs import StepInputs
 
 
 class FeaturePages:
-    """Features in a cache with pages of [P, C, 1, hidden], which have the numbers of those with the keys."""
+    """Features [P, C, hidden], in the only plane of layer `layer` of a cache of keys and values."""
 
-    def __init__(self, cache: KVCache, page_size: int) -> None:
-        self._cache, self._page_size = cache, page_size
+    def __init__(self, cache: CacheLayers, layer: int) -> None:
+        self._cache, self._layer = cache, layer
+        self._page_size = cache.page_size
 
     def read(self, index: Tensor) -> Tensor:
         """Return the features [T, hidden] at cache places `index` [T], page * B + offset."""
@@ -64,12 +65,17 @@ class FeaturePages:
 
     @property
     def _kept(self) -> int:
-        return self._cache.page_size
+        return self._plane.shape[1]
 
     @property
     def _rows(self) -> Tensor:
         """[P * C, hidden]; derived anew each time, since a resize replaces the tensor."""
-        return self._cache.keys[0].flatten(0, 2)
+        return self._plane.flatten(0, 1)
+
+    @property
+    def _plane(self) -> Tensor:
+        (plane,) = self._cache.of(self._layer)
+        return plane
 
     def _places(self, index: Tensor) -> Tensor:
         page, offset = index.long() // self._page_size, index.long() % self._page_size

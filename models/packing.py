@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from borders.abbreviate import abbreviate
+from borders.refusal import abbreviate
 from models.quantization import KEY, PACKED_FORMAT, covers, ignored
 
 WORD_BITS = 32

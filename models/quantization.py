@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from borders.abbreviate import abbreviate
 from borders.numbers import integers
+from borders.refusal import abbreviate
 
 KEY = "quantization_config"
 FLOATS = "fp8"  # the method of 8-bit floats
@@ -86,7 +86,7 @@ def block_scales(hf: Mapping[str, Any]) -> BlockScales | None:
     is_pair = isinstance(size, list) and len(size) == 2
     if not (is_pair and all(integers(1, MOST_BLOCK).read(each) for each in size)):
         raise _not_read("weight_block_size", size, "a scale for each block of two sizes is read")
-    if said.get("fmt", "e4m3") != "e4m3":
+    if said.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):  # two names of one form
         raise _not_read("fmt", said["fmt"], "it must be e4m3")
     rows, columns = size
     return BlockScales(rows, columns)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from attention.reference import AttentionMetadata
-from kv_cache.device.storage import KVCache
+from kv_cache.device.storage import CacheLayers
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class StepInputs:
     token_ids: Tensor  # [T]
     positions: Tensor  # [T] position of each token in its request
     metadata: AttentionMetadata  # where each token's key and value go, and what each query sees
-    cache: KVCache
+    cache: CacheLayers
     rope_lens: Tensor | None = None  # [T] lengths that set the base of dynamic rope (see Rope.cos_sin)
     before_index: Tensor | None = None  # [T] cache place of the position before each token, for heads
     # int32 [T], 0 for padding of a captured step and 1 otherwise; None if there is no padding

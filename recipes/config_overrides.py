@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from borders.abbreviate import abbreviate
+from borders.refusal import abbreviate
 from recipes.schema.recipe_error import RecipeError, nearest
 
 KEY = "model.config_overrides"

@@ -18,13 +18,10 @@ import torch
 
 from attention.latent import LatentAttention
 from attention.reference import Attention
-from devices.ascend_answers import answered, answers_file
-from devices.ascend_dispatch import buffer_mib
-from devices.ascend_limits import PRODUCTS, product
+from devices.ascend_limits import PRODUCTS, answered, answers_file, buffer_mib, product
 from devices.compiled import LIMIT_S, CompileLimit, keep_results, missing_for_compiling
-from devices.cpu_threads import Threads
+from devices.cpu_threads import Threads, barriers
 from devices.host_memory import host_memory_bytes
-from devices.openmp import barriers
 from devices.shapes import AttentionShape
 from models.ops.reference import Ops
 from models.parallel.group import Group

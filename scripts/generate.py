@@ -25,8 +25,7 @@ from recipes.fitting import with_recipe
 from recipes.schema import verb
 from recipes.schema.command_line import add_field, add_recipe, keep_apart
 from recipes.schema.reader import read
-from serving.offline import lines_in, opened, read_jobs, run_jobs, write_record
-from serving.resumed import unanswered
+from serving.offline import lines_in, opened, read_jobs, run_jobs, unanswered, write_record
 from serving.text.tokenizer import Text
 
 

@@ -15,7 +15,7 @@ import argparse
 import json
 from pathlib import Path
 
-from borders.whole_file import whole_file
+from borders.files import whole_file
 from models.parallel.placement import proposed
 from recipes.schema import verb
 from recipes.schema.command_line import keep_apart

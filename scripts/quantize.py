@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from borders.file_bounds import read_bounded
+from borders.files import read_bounded
 from recipes.assembly.int8_checkpoint import quantize
 from recipes.assembly.scoring import check, comparison, score
 from recipes.schema import verb

@@ -18,8 +18,7 @@ from collections.abc import Iterator
 
 from benchmark.recordings import trace_events
 from benchmark.recordings.recorded import Recording, Story, change, compare
-from borders.file_bounds import opened
-from borders.whole_file import whole_file
+from borders.files import opened, whole_file
 from continuous_batching.recording.replay import Divergence, Event, Replayed, replay
 from continuous_batching.scheduling.scheduler import Scheduler
 from recipes.assembly.scheduler import scheduler_from

@@ -24,7 +24,7 @@ import sys
 
 from benchmark.verbs import TRACE_MAKER, parser_of
 from benchmark.workloads.traces import check, fill_in, made, summary
-from borders.whole_file import whole_file
+from borders.files import whole_file
 from recipes.schema import verb
 from recipes.schema.command_line import keep_apart
 

@@ -1,21 +1,46 @@
-"""Keep the LoRA adapters that requests may ask for, by name.
+"""Keep the LoRA adapters that requests may ask for, by name, and load and unload them while a server runs.
 
 The prefix-cache pages of an adapter's requests are salted with the digest of the adapter's files, so an
-adapter that is loaded again under its old name from other files matches none of them.
+adapter that is loaded again under its old name from other files matches none of them. Each new engine gets
+the adapters of a running server again. How an engine reads one is left to `serving/engine/worker.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import logging
+import os
+import re
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+import msgspec
+
+from borders.files import in_one_line
 from borders.refusal import BadRequest, abbreviate_json
-from borders.system_error import in_one_line
-from models.checkpoint.adapter_files import AdapterFiles, look_at
+from continuous_batching.request import Request
+from models.checkpoint.adapter_files import CONFIG, WEIGHTS, AdapterFiles, look_at
 from recipes.schema.adapters_section import AdaptersSection
 from recipes.schema.recipe import ROOT
 from recipes.schema.recipe_error import RecipeError
 from serving.failures import Unavailable
+
+
+class PutAdapter(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Tells the engine to load an adapter into a place that no request uses; its files have this digest."""
+
+    number: int
+    folder: str
+    digest: str
+
+
+class AdapterPut(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The answer: the place holds the adapter; or, with a `problem`, no request may use its number."""
+
+    number: int
+    digest: str
+    problem: str
 
 
 @dataclass(slots=True)
@@ -71,3 +96,145 @@ class KnownAdapters:
 
 
 NO_ADAPTERS = KnownAdapters(AdaptersSection())
+
+
+log = logging.getLogger(__name__)
+
+LONGEST_NAME = 256  # characters
+
+
+class ServedAdapters(KnownAdapters):
+    """The adapters of a running server, where more can be loaded and each new engine needs them again.
+
+    `send` sends to the engine, and `requests` yields the requests that it has.
+    """
+
+    def __init__(
+        self,
+        section: AdaptersSection,
+        send: Callable[[PutAdapter], None],
+        requests: Callable[[], Iterable[Request]],
+    ) -> None:
+        super().__init__(section)
+        self.root = section.root
+        # Adapters of the recipe, which each engine reads by itself, at the first numbers.
+        self._at_start = len(self._by_name)
+        self._send, self._requests = send, requests
+        self._waiting: dict[str, asyncio.Future[None]] = {}  # keyed by the adapter's name
+
+    async def load(self, name: str, path: str) -> None:
+        """Load the adapter of a folder below the root.
+
+        Raises BadRequest, or Unavailable where the engine ends meanwhile.
+        """
+        folder = self._folder(path)
+        if not name or len(name) > LONGEST_NAME or name in self._by_name:
+            problem = "is loaded already; unload it first" if name in self._by_name else ""
+            raise BadRequest("lora_name", problem, value=name, limit=f"of 1 to {LONGEST_NAME} characters")
+        taken = {each.number for each in self._by_name.values()} | {each.adapter for each in self._requests()}
+        free = [number for number in range(1, self.most + 1) if number not in taken]
+        if not free:
+            fix = "unload one, or raise adapters.most; its requests must have ended"
+            raise BadRequest("lora_name", f"has no place: all {self.most} are taken", value=name, fix=fix)
+        try:
+            files = await asyncio.to_thread(look_at, folder, self._rank)
+        except (ValueError, OSError) as error:
+            problem = self._without_root(in_one_line(error))
+            raise BadRequest("lora_path", f"cannot be used: {problem}") from error
+        if name in self._by_name or any(each.number == free[0] for each in self.all):
+            raise Unavailable("another adapter has taken the name or the place meanwhile", 0.0)
+        self._by_name[name] = adapter = NamedAdapter(name, free[0], files, is_there=False)
+        self._waiting[name] = asyncio.get_running_loop().create_future()
+        self._tell(adapter)
+        await self._waiting[name]
+
+    def unload(self, name: str) -> None:
+        """Accept no more requests for an adapter; its place is free when its requests have ended.
+
+        Raises BadRequest.
+        """
+        try:
+            found = self.find(name)
+        except BadRequest as error:
+            raise error.of_field("lora_name") from error
+        if found.number <= self._at_start:
+            problem = "is an adapter of the recipe, which each engine loads when it starts"
+            raise BadRequest("lora_name", problem, value=name, fix="take it out of adapters.folders")
+        del self._by_name[name]
+
+    def begin(self) -> None:
+        """Load the adapters again into a new engine, which holds only those of the recipe."""
+        for each in self.all:
+            if each.number > self._at_start:
+                each.is_there = False
+                self._tell(each)
+
+    def hear(self, message: AdapterPut) -> None:
+        """Handle the engine's report about an adapter."""
+        for each in self.all:
+            if (each.number, each.files.digest) != (message.number, message.digest):
+                continue
+            each.is_there = not message.problem
+            if message.problem:
+                log.error("the adapter %s is gone: %s", each.name, message.problem)
+                del self._by_name[each.name]
+            waiting = self._waiting.pop(each.name, None)
+            if waiting is not None and not waiting.done():
+                if message.problem:
+                    problem = self._without_root(message.problem)
+                    waiting.set_exception(BadRequest("lora_path", f"cannot be used: {problem}"))
+                else:
+                    waiting.set_result(None)
+
+    def lose(self, failure: Unavailable) -> None:
+        """Fail the loads that an engine did not complete before it ended."""
+        for name, waiting in self._waiting.items():
+            del self._by_name[name]
+            if not waiting.done():
+                waiting.set_exception(failure)
+        self._waiting.clear()
+
+    def check(self, request: Request) -> None:
+        """Raise Unavailable if a request's place no longer holds the request's adapter."""
+        held = {each.number: each for each in self.all if each.is_there}.get(request.adapter)
+        is_same = held is not None and request.cache_salt.endswith(held.files.digest)
+        if request.adapter and not is_same:
+            raise Unavailable("the adapter was unloaded, or is being loaded again", 0.0)
+
+    def _tell(self, adapter: NamedAdapter) -> None:
+        self._send(PutAdapter(adapter.number, str(adapter.files.folder), adapter.files.digest))
+
+    def _folder(self, path: str) -> Path:
+        """Return the folder of a path below the root; raises BadRequest for a path that leads elsewhere."""
+        if self.root is None:
+            raise BadRequest(None, "adapters cannot be loaded here: the recipe has no adapters.root")
+        try:
+            folder = (self.root / path).resolve()
+        except (OSError, ValueError, RuntimeError) as error:
+            raise BadRequest("lora_path", f"is no path: {self._without_root(str(error))}") from error
+        if not folder.is_relative_to(self.root.resolve()):
+            raise BadRequest("lora_path", "leads out of adapters.root", value=path)
+        for name in (CONFIG, WEIGHTS):  # the file there may be a link to any other file
+            try:
+                file = (folder / name).resolve()
+            except (OSError, RuntimeError) as error:
+                problem = self._without_root(str(error))
+                raise BadRequest("lora_path", f"cannot be used: {problem}", value=path) from error
+            if not file.is_relative_to(self.root.resolve()):
+                raise BadRequest(
+                    "lora_path",
+                    f"holds {name}, a link that leads out of adapters.root",
+                    value=path,
+                    fix="put the file itself there",
+                )
+        return folder
+
+    def _without_root(self, text: str) -> str:
+        """Return a text that a client may read, without the folder of the adapters on this machine."""
+        assert self.root is not None, "there are paths below it alone"
+        for root in sorted({str(self.root.resolve()), os.path.abspath(self.root)}, key=len, reverse=True):
+            if root != os.sep:
+                # The path must not be a part of a longer name.
+                path = rf"(?<![\w./~-]){re.escape(root)}(?:(/)|(?![\w~-]|\.\w))"
+                text = re.sub(path, lambda found: "" if found[1] else "adapters.root", text)
+        return text

@@ -38,6 +38,7 @@ from serving.outputs import (
 )
 from serving.own_processors import KnownProcessors
 from serving.text.request_fields import parse_request, text_options
+from serving.text.sampling_defaults import sampling_defaults
 from serving.text.tokenizer import Text
 
 SamplingParams = VllmSamplingParams  # the name that programs written for vLLM import
@@ -66,6 +67,7 @@ class LLM:
         asked = load(*fitted(one_of(recipe, model), overrides, profile), profile)
         self._adapters = KnownAdapters(asked.adapters)
         self.text = Text.load(asked.model.path) if asked.model.path else None
+        self._defaults = sampling_defaults(asked)
         self.engine: Engine = build_in_sight(asked).engine
         scheduler = self.engine.scheduler
         self._grammars = Grammars(lambda: self.text, scheduler.vocab_size, scheduler.eos_token_ids)
@@ -128,17 +130,28 @@ class LLM:
         for index, (each, wanted) in enumerate(zip(asked, params)):
             try:
                 prompt = form(each)
-                jobs.append(self._job(prompt, wanted))
+                jobs.append(self._job(prompt, wanted, is_given=sampling_params is not None))
             except ValueError as error:
                 raise ValueError(f"{what}[{index}]: {error}") from error
             texts.append(prompt.get("prompt"))
         answers = self._run(jobs, use_tqdm)
         return [self._output(job, text, answers[job.request.id]) for job, text in zip(jobs, texts)]
 
-    def _job(self, prompt: dict[str, Any], params: VllmSamplingParams) -> Job:
-        scheduler, given = self.engine.scheduler, params.asked() | prompt | {"id": str(next(self._ids))}
+    def _job(self, prompt: dict[str, Any], params: VllmSamplingParams, *, is_given: bool) -> Job:
+        scheduler = self.engine.scheduler
+        asked = params.asked()
+        if not is_given:  # parameters that are given count as a whole, as in vLLM
+            asked = {name: value for name, value in asked.items() if name not in self._defaults}
+        given = asked | prompt | {"id": str(next(self._ids))}
         most = longest_allowed(scheduler.slots, scheduler.pool)
-        request = parse_request(given, self.text, longest=most, limit=most, adapters=self._adapters)
+        request = parse_request(
+            given,
+            self.text,
+            longest=most,
+            limit=most,
+            adapters=self._adapters,
+            defaults=self._defaults,
+        )
         scheduler.check(request)
         self._grammars.constrain(request)
         self._processors.give(request)

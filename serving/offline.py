@@ -2,6 +2,8 @@
 
 Requests join the engine at their `arrival_s`, as those of clients would, and each answer is written when it
 ends. For a refused request the reason is written instead, and the others still run.
+
+A run that was interrupted is resumed with the requests of the file that it has not answered.
 """
 
 from __future__ import annotations
@@ -12,25 +14,24 @@ import logging
 import os
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import IO, Any
 
-from borders.file_bounds import bounded_lines, lines_of
+from borders.files import bounded_lines, lines_of, naming, whole_file
 from borders.refusal import BadRequest
-from borders.system_error import naming
 from continuous_batching.engine import Engine, Step
 from continuous_batching.request import TokenLogprobs
 from continuous_batching.scheduling.validation import longest_allowed
 from recipes.schema.recipe import Recipe
 from serving.adapters import NO_ADAPTERS, KnownAdapters
-from serving.answers.answers import finite
-from serving.answers.embeddings import unit
+from serving.answers.answers import finite, unit
 from serving.answers.jobs import Job, JobAnswer, JobRefused, JobRun
 from serving.grammars.matching import Grammars
 from serving.own_processors import KnownProcessors
-from serving.text.request_fields import parse_request, text_options
+from serving.text.request_fields import NO_DEFAULTS, fit, parse_request, text_options
+from serving.text.sampling_defaults import sampling_defaults
 from serving.text.tokenizer import Text
-from serving.text.truncation import fit
 
 log = logging.getLogger(__name__)
 
@@ -43,9 +44,11 @@ def read_jobs(
 ) -> Iterator[Job | Record]:
     """Yield the job of each line of JSON, or {"id", "error"}; blank lines are skipped.
 
-    `recipe` defines the adapters that requests may name. Raises ValueError for more than MOST_REQUESTS lines.
+    `recipe` defines the adapters that requests may name, and the checkpoint whose defaults hold. Raises
+    ValueError for more than MOST_REQUESTS lines.
     """
     adapters = NO_ADAPTERS if recipe is None else KnownAdapters(recipe.adapters)
+    defaults = NO_DEFAULTS if recipe is None else sampling_defaults(recipe)
     line_of: dict[str, int] = {}
     num_requests = 0
     for number, line in enumerate(lines, 1):
@@ -59,7 +62,7 @@ def read_jobs(
             line.encode()  # fails where the file was not UTF-8
             fields = json.loads(line, parse_constant=_refuse_constant)
             job = Job(
-                parse_request(fields, text, adapters=adapters),
+                parse_request(fields, text, adapters=adapters, defaults=defaults),
                 text_options(fields),
                 num_answers=fields.get("n") or 1,
                 show_logprobs=fields.get("logprobs") is not None,
@@ -193,3 +196,47 @@ def write_record(output: IO[str], record: Record) -> None:
     # Lone surrogates are escaped as JSON escapes them.
     output.write(text.encode("utf-8", "backslashreplace").decode() + "\n")
     output.flush()
+
+
+def unanswered(path: str, jobs: Iterable[Job | Record]) -> list[Job | Record]:
+    """Return the jobs that a file of answers lacks, and rewrite that file with the answers to the others.
+
+    A job counts as answered when each of its answers is in the file. Cut-off lines, errors, and answers of
+    jobs that lack one are left out of the rewritten file, since they will come again. A file that does not
+    exist has no answers. Raises ValueError for an answer to another prompt than the job's, or to no job: the
+    file belongs to another run.
+    """
+    jobs = list(jobs)
+    asked = {job.request.id: job for job in jobs if isinstance(job, Job)}
+    found: dict[str, dict[int, str]] = defaultdict(dict)  # request id -> index of the answer -> line
+    for number, line in enumerate(lines_of(path) if os.path.exists(path) else (), 1):
+        record = _answer(line)
+        if record is None:
+            continue
+        job = asked.get(record["id"])
+        if job is None:
+            raise ValueError(
+                f"{path} line {number} answers the request {record['id']!r}, which the input does not hold:"
+                " resume with the input of that run, or write to another file"
+            )
+        num_tokens, expected = record.get("num_prompt_tokens"), job.request.num_prompt_tokens
+        if num_tokens != expected and not job.fits_prompt:
+            raise ValueError(
+                f"{path} line {number} answers a prompt of {num_tokens} tokens, and that of {record['id']}"
+                f" has {expected}: resume with the input of that run, or write to another file"
+            )
+        found[job.request.id][record.get("index", 0)] = line.decode("utf-8").rstrip("\n")
+    answered = {name for name, answers in found.items() if len(answers) == asked[name].num_answers}
+    with whole_file(path) as file:
+        file.writelines(f"{line}\n" for name in found if name in answered for line in found[name].values())
+    return [job for job in jobs if not isinstance(job, Job) or job.request.id not in answered]
+
+
+def _answer(line: bytes) -> Record | None:
+    """Return the record of a line, or None for an error or a line that is cut off."""
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return None
+    is_answer = isinstance(found, dict) and isinstance(found.get("id"), str) and "error" not in found
+    return found if is_answer else None

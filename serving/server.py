@@ -26,8 +26,7 @@ from serving.api.batch_runner import Batches
 from serving.api.protocol import Protocol
 from serving.async_llm import AsyncLLM
 from serving.metrics import logs
-from serving.metrics.activity_log import report
-from serving.metrics.server_stats import ServerStats
+from serving.metrics.server_stats import ServerStats, report
 
 log = logging.getLogger("serve")
 # IDLE_S is how long a client may send no request. It is longer than proxies keep a connection, 60 s with most

@@ -19,9 +19,8 @@ from continuous_batching.routing.routing import Route, Routing
 from continuous_batching.routing.splitting import Split, Splitting, SplitWeights
 from continuous_batching.scheduling.scheduler import Scheduler
 from simulation.fleet import Fleet, Passing
-from simulation.replica import Replica
+from simulation.replica import CostModel, Replica
 from simulation.run_totals import DONE, RunTotals
-from simulation.runner import CostModel
 
 TransferS = Callable[[int], float]  # seconds to transfer the keys and values of so many tokens
 

@@ -1,8 +1,18 @@
-"""Fit the time of a step to the steps of a recorded run, and predict it.
+"""Fit the time of a step to the steps of a recorded run, predict it, and judge whether the fit is trusted.
 
 The model is linear in the features of a batch (tokens, spans, context, pairs) with costs that are not
-negative, times ratios drawn from the recording (`spread`). Whether it can be trusted is judged in
-`fit_trust`.
+negative, times ratios of real to modelled times that are drawn from the recording (`Spread`).
+
+A mean hides the tail, so the ratios are kept as they were. Short steps and long ones have ratios of their
+own: a pause of 20 ms, in which another process had the core, makes a step of 2 ms ten times as long and one
+of 200 ms a tenth longer. And slow steps come together, because a disturbance lasts for a while. So the
+simulation draws a run of ranks, in the order in which the recorded steps had them among those of their size,
+and a rank becomes a ratio by the size of the simulated step.
+
+A disturbance also makes the batches larger: when steps are slow, more requests are there at once. If load and
+size were not separated, a large batch would cost what the disturbance costs, and so more than it does without
+one. So the load of each stretch of steps is removed before costs and ratios are fitted, and drawn with the
+ranks.
 """
 
 from __future__ import annotations
@@ -21,10 +31,143 @@ from continuous_batching.recording.format import Entry
 from continuous_batching.recording.replay import Event, Replayed, replay
 from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.slots import SlotPool
-from simulation.fit_trust import FitTrust, trust
-from simulation.spread import Spread, loads, spread
 
 Vector = NDArray[np.float64]
+STEPS_A_SIZE = 100  # least number of steps of a size, whose ratios are then a distribution up to p99
+MOST_SIZES = 12
+STEPS_A_STRETCH = 32  # steps over which the load is a median, so that a few slow steps are no load
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Ratios of real to modelled times by modelled time, and the ranks of the recorded steps."""
+
+    up_to_s: Vector  # rising modelled times that separate one size from the next
+    ratios: tuple[Vector, ...]  # rising ratios of each size
+    # Rank of each recorded step among the steps of its size, from 0 to 1, in recorded order
+    ranks: Vector
+    # How much longer all work took around each recorded step, in recorded order
+    loads: Vector
+
+    def ratio(self, modelled_s: float, at: int) -> float:
+        """Return the ratio of a step of this modelled time that follows recorded step number `at`."""
+        of_size = self.ratios[int(self.up_to_s.searchsorted(modelled_s))]
+        return float(self.loads[at] * of_size[int(self.ranks[at] * len(of_size))])
+
+
+def loads(ratios: Vector) -> Vector:
+    """Return how much longer than modelled the steps of each stretch took, normalised to a mean of 1."""
+    stretches = np.array_split(ratios, max(1, len(ratios) // STEPS_A_STRETCH))
+    found: Vector = np.repeat([np.median(each) for each in stretches], [len(each) for each in stretches])
+    found /= found.mean()
+    return found
+
+
+def spread(taken_s: Vector, modelled_s: Vector, loads: Vector) -> Spread:
+    """Return the spread of steps that took so long, in their order."""
+    count = max(1, min(MOST_SIZES, len(taken_s) // STEPS_A_SIZE))
+    up_to_s = np.unique(np.quantile(modelled_s, np.arange(1, count) / count))
+    size_of = up_to_s.searchsorted(modelled_s)
+    sizes, size_of = np.unique(size_of, return_inverse=True)  # drop the sizes that no step has
+    ratios, ranks = [], np.empty(len(taken_s))
+    for size in range(len(sizes)):
+        steps = np.flatnonzero(size_of == size)
+        here = taken_s[steps] / (modelled_s[steps] * loads[steps])
+        order = here.argsort(kind="stable")
+        ranks[steps[order]] = (np.arange(len(steps)) + 0.5) / len(steps)
+        ratios.append(here[order].round(5))
+    return Spread(up_to_s[sizes[:-1]], tuple(ratios), ranks.round(6), loads.round(5))
+
+
+FEWEST_STEPS = 300  # p99 of fewer steps is one of the three slowest
+MOST_ERROR = 0.3  # median error: half of the steps are further from their modelled time
+# Share of the variance between steps that must be explained, if many are far from their modelled times
+LEAST_EXPLAINED = 0.2
+SMALL_ERROR = 0.1  # median error below which no explanation of the variance is needed
+MOST_DRIFT = 0.1  # drift between the halves of the recording, or of a fifth against the whole
+MOST_TAIL_DRIFT = 0.25  # the same for p99, of which a recording has fewer cases
+MOST_BEYOND = 0.05  # share of simulated steps that are larger than any recorded one
+
+
+@dataclass(frozen=True, slots=True)
+class FitTrust:
+    """How well the modelled times of a recording's own steps agree with the real ones."""
+
+    steps: int
+    median_error: float  # error of a step, as a share of its modelled time
+    explained: float  # share of the variance of log times
+    drift: float  # how much longer the same work took in the second half of the recording, as a share
+    tail_drift: float  # the same for the 99th percentile of steps
+    unsteady: float  # the same for that fifth of the recording which differs most from the whole
+
+    def describe(self, beyond: float | None = None) -> dict[str, Any]:
+        """Return this as JSON data, with the doubts in words.
+
+        `beyond` is the share of simulated steps that are larger than any recorded one.
+        """
+        said = {} if beyond is None else {"larger_than_recorded": round(beyond, 4)}
+        return {**asdict(self), **said, "doubts": self.doubts(beyond or 0.0)}
+
+    def doubts(self, beyond: float = 0.0) -> list[str]:
+        """Return the reasons why predictions may be wrong; empty for a fit that can be trusted."""
+        found = []
+        if self.steps < FEWEST_STEPS:
+            found.append(f"{self.steps} steps are few; record at least {FEWEST_STEPS}")
+        if self.median_error > MOST_ERROR:
+            found.append(f"half of the steps are more than {self.median_error:.0%} from their modelled time")
+        elif self.explained < LEAST_EXPLAINED and self.median_error > SMALL_ERROR:
+            found.append(f"what a step computes explains only {self.explained:.0%} of its time's variance")
+        for drift, limit, what in (
+            (self.drift, MOST_DRIFT, "steps"),
+            (self.tail_drift, MOST_TAIL_DRIFT, "the slowest 1 % of steps"),
+        ):
+            if abs(drift) > limit:
+                took = f"took {abs(drift):.0%} {'longer' if drift > 0 else 'less'} for the same work"
+                found.append(f"{what} {took} in the second half of the recording")
+        if abs(self.unsteady) > MOST_DRIFT and not found:
+            found.append(
+                f"a fifth of the recording took {abs(self.unsteady):.0%}"
+                f" {'longer' if self.unsteady > 0 else 'less'} for the same work: the machine's load changed"
+            )
+        if beyond > MOST_BEYOND:
+            found.append(f"{beyond:.0%} of the simulated steps are larger than any recorded one")
+        return found
+
+
+def trust(taken_s: Vector, modelled_s: Vector) -> FitTrust:
+    """Judge the modelled times of a recording's steps, in their order."""
+    ratios = taken_s / modelled_s
+    middle = float(np.median(ratios))
+    spread, left = np.log(taken_s), np.log(ratios)
+    half = len(ratios) // 2
+    # A single stall is no load
+    bounded_s = np.clip(taken_s, modelled_s * middle / 3, modelled_s * middle * 3)
+    whole = bounded_s.sum() / modelled_s.sum()
+    fifths = [
+        bounded_s[part].sum() / modelled_s[part].sum() / whole - 1
+        for part in np.array_split(np.arange(len(ratios)), min(5, len(ratios)))
+    ]
+    first, second = (ratios[:half], ratios[half:]) if half else (ratios, ratios)
+    return FitTrust(
+        steps=len(ratios),
+        median_error=round(float(np.median(np.abs(ratios / middle - 1))), 4),
+        explained=round(1 - float(left.var() / spread.var()), 4) if spread.var() > 1e-12 else 1.0,
+        drift=round(float(np.median(second) / np.median(first)) - 1, 4),
+        tail_drift=round(float(np.quantile(second, 0.99) / np.quantile(first, 0.99)) - 1, 4),
+        unsteady=round(float(max(fifths, key=abs)), 4),
+    )
+
+
+def in_words(trust: dict[str, Any]) -> str:
+    """Summarise a judgement in one line."""
+    doubts = "; ".join(trust["doubts"])
+    fits = (
+        f"{trust['steps']} steps, {trust['explained']:.0%} of the variance explained,"
+        f" median error {trust['median_error']:.0%}, drift {trust['drift']:+.0%}"
+    )
+    return f"is not to be trusted: {doubts} ({fits})" if doubts else f"can be trusted ({fits})"
+
+
 NAMES = (
     "step",
     "tokens",

@@ -19,8 +19,7 @@ from continuous_batching.request import Request
 from continuous_batching.routing.routing import Route, RoutedPrompt, Routing, Sent
 from kv_cache.page_keys import TokenIds, page_keys, short_key
 from kv_cache.prefix_cache import PageListener
-from simulation.replica import Replica
-from simulation.serve import in_order
+from simulation.replica import Replica, in_order
 
 BEAT_S = 0.25  # interval at which a replica reports its load, as in `serving.engine.worker`
 

@@ -18,11 +18,8 @@ from continuous_batching.request import Request
 from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.slots import SlotPool
 from kv_cache.pages import PageCopy
-from simulation.clock import Clock
-from simulation.replica import Replica
+from simulation.replica import Clock, CostModel, Replica, in_order
 from simulation.run_totals import RunTotals
-from simulation.runner import CostModel
-from simulation.serve import in_order
 
 ObserveStage = Callable[[int, int, Batch, float, float], None]  # stage, scheduler, its batch, start and end
 

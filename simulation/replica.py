@@ -1,15 +1,120 @@
-"""Advance one simulated engine step by step."""
+"""Simulate how an engine serves a trace on a device that is not present.
+
+    run = serve(trace, scheduler, costs)
+    run.figures()["ttft_ms"]["p50"]
+
+Everything is decided by the real `Engine` and `Scheduler`; only time and tokens are simulated. A virtual
+clock is moved by the cost model of a simulated device, so only modelled work takes time. `Replica` advances
+one engine step by step, which fleets of them need.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Protocol
 
+import numpy as np
+
+from continuous_batching.batch import Batch, Sampled
 from continuous_batching.engine import Engine, Runner, Step
-from continuous_batching.request import Request
+from continuous_batching.request import Request, TokenIds
 from continuous_batching.scheduling.scheduler import Scheduler
-from simulation.clock import Clock
+from continuous_batching.slots import SlotPool
+from kv_cache.pages import PageCopy
 from simulation.run_totals import RunTotals, StepCounter
-from simulation.runner import CostModel, SimulatedRunner, Speaker
+
+
+class Clock:
+    """A clock that stands still until it is moved; called as an engine's clock, it returns its seconds."""
+
+    __slots__ = ("now_s",)
+
+    def __init__(self, now_s: float = 0.0) -> None:
+        self.now_s = now_s
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def reach(self, time_s: float) -> None:
+        """Move to a time, unless it is in the past."""
+        if time_s > self.now_s:
+            self.now_s = time_s
+
+
+class CostModel(Protocol):
+    """A model of the time that a device takes for a step."""
+
+    def step_s(self, batch: Batch, slots: SlotPool) -> float:
+        """Return the seconds from the batch to its tokens; rows are as they were when the batch was made."""
+        ...
+
+
+class Speaker:
+    """Gives each request its known answer; behind its end the token is -1, as of a failed step."""
+
+    def __init__(self, slots: SlotPool, answers: Mapping[str, TokenIds]) -> None:
+        self._slots = slots
+        self._answers = answers
+        self._heard: dict[str, int] = {}
+
+    def say(self, batch: Batch) -> Sampled:
+        """Return the token for each position that a batch samples."""
+        tokens = []
+        for row, target in zip(batch.owners.tolist(), batch.targets.tolist()):
+            request = self._slots.requests[row]
+            answer, at = self._answers[request.id], target - request.num_prompt_tokens
+            # 0: a draft goes beyond the end of the answer
+            beyond = -1 if at == self._heard.get(request.id, 0) else 0
+            tokens.append(int(answer[at]) if at < len(answer) else beyond)
+        return Sampled(np.array(tokens, dtype=np.int64))
+
+    def hears(self, request: Request) -> bool:
+        """Count a token that a request got; return whether it has its whole answer."""
+        self._heard[request.id] = heard = self._heard.get(request.id, 0) + 1
+        return heard >= len(self._answers[request.id])
+
+
+class SimulatedRunner:
+    """Answers every batch at the time of the cost model, by the speaker, or with token 0 for every position.
+
+    Without a speaker answers are as long as requests ask for: give them `ignore_eos`, and no stop token 0. It
+    is one device, which does one step after the other.
+    """
+
+    def __init__(
+        self, clock: Clock, costs: CostModel, slots: SlotPool, speaker: Speaker | None = None
+    ) -> None:
+        self._clock = clock
+        self._costs = costs
+        self._slots = slots
+        self._speaker = speaker
+        self._free_s = 0.0  # time at which the device has finished every step that was started
+
+    def run(self, batch: Batch) -> Sampled:
+        """Return the answer, after moving the clock to its time."""
+        return self.start(batch)()
+
+    def start(self, batch: Batch) -> Callable[[], Sampled]:
+        """Start a step behind those that were started before; waiting for it moves the clock."""
+        done_s = max(self._clock.now_s, self._free_s) + self._costs.step_s(batch, self._slots)
+        self._free_s = done_s
+
+        def wait() -> Sampled:
+            self._clock.reach(done_s)
+            return self.answer(batch)
+
+        return wait
+
+    def answer(self, batch: Batch) -> Sampled:
+        """Return the tokens of a batch."""
+        if self._speaker is not None:
+            return self._speaker.say(batch)
+        return Sampled(np.zeros(len(batch.owners), dtype=np.int64))
+
+    def resize(self, num_pages: int, copies: tuple[PageCopy, ...]) -> None:
+        """Do nothing: this device holds no pages."""
+
 
 # Pause between two looks while a policy waits for a fuller batch, as in `serving.offline`
 REST_S = 1e-3
@@ -101,3 +206,41 @@ class Replica:
             if self._speaker.hears(request) and request.finish_reason is None:
                 self.engine.finish(request.id)
                 self.totals.ended(request)
+
+
+def serve(
+    trace: Iterable[Request],
+    scheduler: Scheduler,
+    costs: CostModel,
+    *,
+    overlap: bool = False,
+    keep_records: bool = False,
+    observe: Observe | None = None,
+) -> RunTotals:
+    """Serve requests, in order of arrival, to the end; raises ValueError if they are not in order.
+
+    Each answer has `max_tokens` tokens if the request says `ignore_eos`. The trace is read as it is served
+    and nothing is kept of a request that ended, so memory does not grow with the trace; with `keep_records`
+    it does, and `totals.records` has the figures of each request.
+    """
+    totals = RunTotals(records=[] if keep_records else None)
+    replica = Replica(scheduler, costs, totals, overlap=overlap, observe=observe)
+    for request in in_order(trace):
+        replica.advance(request.arrival_s)
+        replica.add(request)
+    replica.advance(math.inf)
+    replica.counter.close()
+    return totals
+
+
+def in_order(trace: Iterable[Request]) -> Iterable[Request]:
+    """Yield the same requests; raises ValueError at one that arrives before its predecessor."""
+    before_s = -math.inf
+    for request in trace:
+        if request.arrival_s < before_s:
+            raise ValueError(
+                f"request {request.id} arrives at {request.arrival_s:g} s, after one of {before_s:g} s;"
+                " sort the trace by arrival_s"
+            )
+        before_s = request.arrival_s
+        yield request

@@ -1,4 +1,8 @@
-"""What holds for all tests?"""
+"""Hooks and fixtures that hold for all tests.
+
+They order slow files first, fix what torch draws, restore the log's level, and check that a test leaves no
+stream blocked on the virtual NPU.
+"""
 
 import atexit
 import gc

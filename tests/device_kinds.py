@@ -1,7 +1,7 @@
-"""On which devices do the tests run? The CPU, an NPU and CUDA, each if it is here.
+"""The devices on which the tests run: the CPU, and an NPU and CUDA where they are present.
 
-Operators come from where recipes get them. The NPU is a real one where there is one, else the stand-in,
-which takes float32 here, as no real one does.
+Operators come from where recipes get them. The NPU is a real one where there is one; otherwise it is the
+stand-in, which takes float32 here, as no real one does.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def finds_npu() -> bool:
         import torch_npu  # noqa: F401 - it gives torch its npu
     except (ImportError, OSError):  # there is no CANN
         return False
-    return torch.npu.is_available()
+    return bool(vars(torch)["npu"].is_available())  # which torch does not declare
 
 
 def has_npu() -> bool:

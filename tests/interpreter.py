@@ -1,4 +1,4 @@
-"""Where do Triton's kernels run in these tests: on a GPU, or in Triton's interpreter?"""
+"""Run Triton's kernels on a GPU if there is one, and otherwise in Triton's interpreter."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""How long a test waits for what another process must do: the patience of the whole suite, in one place.
+"""The longest time that any test waits for what another process must do.
 
-It is no claim on speed: a machine at rest needs a hundredth of it. What must not happen is never waited for.
+It makes no claim about speed: a machine at rest needs a hundredth of it. What must not happen is never waited
+for.
 """
 
 PATIENCE_S = 300.0

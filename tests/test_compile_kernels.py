@@ -1,6 +1,6 @@
-"""Do the Triton kernels compile for the GPUs that they are meant for, within registers and shared memory?
+"""The Triton kernels compile for their target GPUs within registers and shared memory.
 
-That needs no GPU. It is not known by it that they are right there, or fast.
+That needs no GPU, and does not show that they are right there, or fast.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "doctor": MODEL | {"recipes", "serving"},
 }
 # Modules of rooms that a room may not import otherwise: what a model and a device are, without what computes
-MAY_IMPORT_ALONE = {"simulation": ("models.config", "models.cost", "devices.profile", "devices.rates")}
+MAY_IMPORT_ALONE = {"simulation": ("models.config", "models.cost", "devices.rates")}
 MAY_IMPORT["benchmark"] = set(MAY_IMPORT) - {"virtual_npu", "doctor"}
 MAY_IMPORT["scripts"] = set(MAY_IMPORT) - {"virtual_npu"}
 
@@ -36,7 +36,6 @@ HOST_WING = [  # folders, and files of folders that know torch otherwise
     "borders",
     "continuous_batching",
     *(f"kv_cache/{each.name}" for each in sorted((ROOT / "kv_cache").iterdir()) if each.name != "device"),
-    "devices/profile.py",
     "devices/rates.py",
     "models/config.py",
     "models/cost.py",

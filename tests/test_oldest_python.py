@@ -1,4 +1,4 @@
-"""Does everything stand in the oldest Python that setup.sh takes, 3.10?
+"""Everything works in the oldest Python that setup.sh takes, 3.10.
 
 There a stream failed as a whole at `asyncio.timeout`, and an engine that did not end by itself took the
 server with it: what asyncio raises after a time was no TimeoutError yet.

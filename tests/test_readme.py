@@ -1,4 +1,4 @@
-"""What the README and the other pages say is so: commands print what is shown, links lead somewhere.
+"""The README and the other pages are true: commands print what is shown, and links lead somewhere.
 
 Each `bash` block runs as it stands in a copy of the tree, the blocks of a page in their order. `bash slow` is
 marked slow, and `bash figures`, which compile for many minutes, run with THOROUGH=1. A `text` block after it
@@ -22,11 +22,13 @@ from pathlib import Path
 import pytest
 
 from borders.version import VERSION
-from recipes.assembly.families import FAMILIES
+from recipes.assembly.families import SUPPORTED
 from recipes.schema.keys import table
 from recipes.schema.recipe import ROOT, Recipe
 from serving.text import field_reference
 from tests.thorough import THOROUGH
+
+pytestmark = pytest.mark.in_order  # a block may read what an earlier one of its page wrote
 
 README, CHINESE = ROOT / "README.md", ROOT / "README.zh.md"
 DOCS = ROOT / "docs"
@@ -281,10 +283,10 @@ def test_the_chinese_readme_says_the_same() -> None:
 def test_every_family_stands_in_the_table_of_supported_models() -> None:
     page = (ROOT / "docs/models.md").read_text()
     rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| [`")]
-    assert {name for row in rows for name in row.split("`")[1::2]} == set(FAMILIES)
-    words = {14: "Fourteen", 15: "Fifteen", 16: "Sixteen", 17: "Seventeen"}
-    assert f"{words[len(FAMILIES)]} kinds of `model_type`" in page
-    assert f"{len(FAMILIES)} kinds of models](docs/models.md)" in (ROOT / "README.md").read_text()
+    assert {name for row in rows for name in row.split("`")[1::2]} == set(SUPPORTED)
+    words = {24: "Twenty-four", 25: "Twenty-five", 26: "Twenty-six", 30: "Thirty"}
+    assert f"{words[len(SUPPORTED)]} kinds of `model_type`" in page
+    assert f"{len(SUPPORTED)} kinds of models](docs/models.md)" in (ROOT / "README.md").read_text()
 
 
 def test_the_newest_change_is_of_this_version() -> None:

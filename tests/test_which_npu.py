@@ -1,4 +1,4 @@
-"""Do tests for an NPU run on the real one where there is one, and else on the stand-in?"""
+"""Tests for an NPU run on the real one where there is one, and otherwise on the stand-in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many random cases are enough? What CI has time for; with THOROUGH=1, as many as docs/tests.md says."""
+"""The number of random cases: what CI has time for, or with THOROUGH=1 what docs/tests.md says."""
 
 import os
 from typing import TypeVar

@@ -1,4 +1,7 @@
-"""Start the virtual NPU of a process; refuse to start beside a real NPU or another accelerator."""
+"""Start the virtual NPU of a process; refuse to start beside a real NPU or another accelerator.
+
+The operators of the contract are connected to the communicators that torch_npu has made in this process.
+"""
 
 from __future__ import annotations
 
@@ -8,22 +11,55 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
+from dataclasses import dataclass
 from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from virtual_npu import libraries
-from virtual_npu.contract import Capture, Conditions
+from virtual_npu.contract import Capture, Conditions, Summing
 from virtual_npu.deferred_calls import CAPTURED, DeferredCalls
-from virtual_npu.joined_ranks import JoinedRanks
+from virtual_npu.host_call import Memory
 from virtual_npu.kernels import Kernels
 from virtual_npu.launch_log import LaunchLog
-from virtual_npu.memory import Memory
 from virtual_npu.operators import OPERATORS
 from virtual_npu.simulated_products import PRODUCTS
+
+# These are the numbers of cann/communicator.h.
+TYPES = {torch.float16: 3, torch.float32: 4, torch.bfloat16: 11}
+OPERATIONS: dict[Summing, int] = {"mm_all_reduce": 11, "dispatch": 12, "combine": 13}
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedRanks:
+    """The communicators that `library` holds."""
+
+    library: ctypes.CDLL
+
+    def size(self, name: str) -> int:
+        """Return the number of its ranks; 0 where no communicator has that name."""
+        return int(self.library.virtual_npu_ranks(name.encode()))
+
+    def rank(self, name: str) -> int:
+        """Return the rank of this process in it; -1 where no communicator has that name."""
+        return int(self.library.virtual_npu_rank(name.encode()))
+
+    def add_up(self, name: str, tensor: Tensor, operation: Summing) -> Tensor:
+        """Return the sum of its ranks' tensors, after waiting for all of them.
+
+        Raises RuntimeError where a rank is lost or calls another operator.
+        """
+        summed = tensor.contiguous()
+        place, count = ctypes.c_void_p(summed.data_ptr()), ctypes.c_uint64(summed.numel())
+        kind, which = TYPES[summed.dtype], OPERATIONS[operation]
+        if self.library.virtual_npu_add_up(name.encode(), place, count, kind, which):
+            raise RuntimeError(self.library.aclGetRecentErrMsg().decode())
+        return summed
+
 
 log = logging.getLogger(__name__)
 

@@ -3,6 +3,10 @@
 An operator of torch runs as the CPU kernel of the same operator on the same bytes; an operator of torch_npu
 runs as a Python function given to `implement`. On a stream that captures, waits or updates, `DeferredCalls`
 takes the call instead.
+
+Random operators get reproducible numbers from a CPU generator that is seeded from the seed and the offset of
+npu:0's generator, so that restoring its state repeats them, as on the device. A real device draws other
+numbers.
 """
 
 from __future__ import annotations
@@ -14,10 +18,41 @@ import torch
 from torch import Tensor
 
 from virtual_npu.deferred_calls import CAPTURED, UPDATING, DeferredCalls
-from virtual_npu.host_call import HostCall
+from virtual_npu.host_call import HostCall, Memory
 from virtual_npu.launch_log import Kind, LaunchLog, call_kind
-from virtual_npu.memory import Memory
-from virtual_npu.randomness import seeded
+
+STEP = 4  # how far an operator moves its generator's offset; Philox gives four numbers at a time
+
+
+def seeded(function: Callable[..., Any], names: set[str]) -> Callable[..., Any]:
+    """Let `function`, an operator with these arguments, draw from its generator or from npu:0's own."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        given = kwargs.get("generator")
+        place = next((i for i, each in enumerate(args) if isinstance(each, torch.Generator)), None)
+        given = given if place is None else args[place]
+        source = given if given is not None else torch.get_device_module("npu").default_generators[0]
+        if source.device.type == "cpu":
+            raise RuntimeError("Expected a 'npu' device type for generator but found 'cpu'")
+        seed, offset = source.initial_seed(), source.get_offset()
+        source.set_offset(offset + STEP)
+        mixed = hash((seed, offset)) & 0x7FFF_FFFF_FFFF_FFFF
+        if "generator" not in names:
+            before = torch.get_rng_state()
+            try:
+                torch.default_generator.manual_seed(mixed)
+                return function(*args, **kwargs)
+            finally:
+                torch.set_rng_state(before)
+        twin = torch.Generator().manual_seed(mixed)
+        if place is not None:
+            args = (*args[:place], twin, *args[place + 1 :])
+        else:
+            kwargs["generator"] = twin
+        return function(*args, **kwargs)
+
+    return run
+
 
 Kernel = Callable[..., Any]
 ITEM = "aten::_local_scalar_dense"

@@ -8,14 +8,69 @@ import logging
 import os
 import re
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from virtual_npu.elf import read
+DYNAMIC, DYNSYM = 6, 11  # kinds of section
+NEEDED = 1  # kind of entry in the dynamic section
+WEAK = 2  # binding of a symbol
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """The dynamic section of an ELF file: libraries by soname, symbols by name."""
+
+    needed: frozenset[str]
+    undefined: frozenset[str]
+    defined: frozenset[str]
+
+
+def read_elf(path: Path) -> Library:
+    """Read a 64-bit little-endian ELF file; weak symbols, which may stay unresolved, are left out.
+
+    The layout is that of the ELF-64 Object File Format, version 1.5. Raises ValueError for any other file.
+    """
+    with path.open("rb") as file:
+        head = file.read(64)
+        if head[:6] != b"\x7fELF\x02\x01":
+            raise ValueError(f"{path} is no 64-bit little-endian ELF library")
+        (table,) = struct.unpack_from("<Q", head, 0x28)
+        size, count = struct.unpack_from("<HH", head, 0x3A)
+        file.seek(table)
+        raw = file.read(size * count)
+        sections = [struct.unpack_from("<IIQQQQIIQQ", raw, index * size) for index in range(count)]
+
+        def data(section: tuple[int, ...]) -> bytes:
+            file.seek(section[4])
+            return file.read(section[5])
+
+        needed: set[str] = set()
+        undefined: set[str] = set()
+        defined: set[str] = set()
+        for section in sections:
+            if section[1] == DYNAMIC:
+                names = data(sections[section[6]])
+                entries = struct.iter_unpack("<qQ", data(section))
+                needed |= {_name(names, value) for kind, value in entries if kind == NEEDED}
+            elif section[1] == DYNSYM:
+                names = data(sections[section[6]])
+                for name, info, _, place, _, _ in struct.iter_unpack("<IBBHQQ", data(section)):
+                    if name and place:
+                        defined.add(_name(names, name))
+                    elif name and info >> 4 != WEAK:
+                        undefined.add(_name(names, name))
+    return Library(frozenset(needed), frozenset(undefined), frozenset(defined))
+
+
+def _name(names: bytes, start: int) -> str:
+    return names[start : names.index(b"\0", start)].decode()
+
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +130,7 @@ def survey(site: Path) -> tuple[list[str], list[str]]:
     """Return the libraries that torch_npu needs and this machine lacks, and the symbols expected of them."""
     own = sorted((site / "torch_npu").rglob("*.so"))
     others = [*(_torch() / "lib").glob("*.so*"), *_system()]
-    read_own, read_others = [read(path) for path in own], [read(path) for path in others]
+    read_own, read_others = [read_elf(path) for path in own], [read_elf(path) for path in others]
     defined = frozenset().union(*(each.defined for each in read_own + read_others))
     undefined = frozenset().union(*(each.undefined for each in read_own)) - defined
     present = {path.name for path in own + others} | set(SYSTEM)

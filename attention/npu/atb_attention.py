@@ -76,8 +76,11 @@ class AtbAttention(AscendAttention):
                 f" {self.product.name}: install 2.13, or set device.attention to reference"
             )
 
-    def new_pages(self, count: int) -> Tensor:
-        """Return `count` pages of zeros for the keys or the values of a layer: [P, C, B, 16]."""
+    def new_planes(self, count: int) -> tuple[Tensor, ...]:
+        """Return `count` pages of zeros for the keys, and as many for the values: [P, C, B, 16]."""
+        return self._columns(count), self._columns(count)
+
+    def _columns(self, count: int) -> Tensor:
         shape = self.shape
         page = (shape.num_kv_heads * shape.head_dim // COLUMN, shape.page_size, COLUMN)
         torch_npu.npu.config.allow_internal_format = True  # the format is ignored without this setting

@@ -23,7 +23,7 @@ from attention.latent import LatentAttention, LatentProlog, LatentUp
 from attention.npu.fused_attention import ALL, CAUSAL, FusedAttention, FusedMetadata, FusedSpans
 from attention.reference import AttentionMetadata, StaticDecodes, Windows
 from continuous_batching.batch import Batch, ragged_ranges
-from devices.ascend_latents import MOST_LATENT_QUERIES, takes_prolog
+from devices.ascend_limits import MOST_LATENT_QUERIES, takes_prolog
 from kv_cache.device.transfer import to_device
 
 INT8_WEIGHTS = 2  # value of weight_quant_mode of npu_mla_prolog_v3

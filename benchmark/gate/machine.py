@@ -11,7 +11,7 @@ from datetime import datetime
 
 from benchmark.gate.law import Law, differs, exceeds, first
 from benchmark.gate.result import Figures, NotCheckable
-from devices.profile import load, named
+from devices.rates import load, named
 
 LEAST_SAMPLES = 30
 LEAST_BATCHES = 10

@@ -14,7 +14,7 @@ import numpy as np
 
 from benchmark.gate.law import reading
 from benchmark.gate.result import Array, Fields, Figures, NotCheckable, ends_of, of_each, times_of, value_of
-from devices.profile import load
+from devices.rates import load
 
 AT_ONCE_S = 0.001  # a spread of arrivals of which rounding to microseconds is no small part
 

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from borders.file_bounds import read_bounded
+from borders.files import read_bounded
 
 Fields = Mapping[str, Any]
 Array = NDArray[np.float64]

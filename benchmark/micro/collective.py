@@ -5,7 +5,7 @@ ranks] (all_gather), and sends [R] tokens from the first rank to the others (bro
 first rank, from the call to its end on the device; bandwidth counts the bytes that each rank contributes.
 
 Tensor ranks: rank 0 serves the same requests alone, and then with the others, in turns. The roofline of
-`simulate --tp` is fitted (simulation/fitted_device.py) to the steps of rank 0 alone, and to sums of some
+`simulate --tp` is fitted (simulation/roofline.py) to the steps of rank 0 alone, and to sums of some
 sizes over all ranks that each follow a product; it is fitted to no step of several ranks. Its prediction for
 these steps is compared with the time that they took.
 
@@ -50,9 +50,8 @@ from recipes.schema.reader import load
 from recipes.schema.recipe import Recipe
 from recipes.schema.recipe_error import RecipeError
 from simulation.fitted import Fitted, Timed, features, fit
-from simulation.fitted_device import StepSize, fitted_device, predicted_s, with_links
 from simulation.pipeline import Stages
-from simulation.roofline import Roofline
+from simulation.roofline import Roofline, StepSize, fitted_device, predicted_s, with_links
 
 ROUNDS = 5  # the median of the rounds counts
 WARM_UP = 3  # calls of each size before the timed ones

@@ -201,8 +201,9 @@ def attention_s(built: BuiltEngine, load: StepLoad, repeats: int) -> float:
     )
 
     def layers() -> None:
-        for layer, (group, keys, values) in enumerate(zip(cache.groups, cache.keys, cache.values)):
-            metadata = inputs.metadata_of(group)
+        for layer in range(runner.config.num_layers):
+            keys, values = cache.of(layer)
+            metadata = inputs.metadata_of(runner.config.group_of(layer))
             attention.write(key, value, keys, values, metadata)
             attention.attend(query, keys, values, metadata, layer)
 

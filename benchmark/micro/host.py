@@ -36,18 +36,17 @@ from numpy.typing import NDArray
 from benchmark.options import verdict_line
 from continuous_batching.batch import Batch, Sampled
 from continuous_batching.engine import Engine
-from continuous_batching.policies.stall_free import StallFree
+from continuous_batching.policies.batching import StallFree
 from continuous_batching.recording.follower import Beats, Follower
 from continuous_batching.recording.listeners import Listeners
 from continuous_batching.recording.recorder import Recorder, RecordingFile
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.slots import SlotPool
-from continuous_batching.speculation.ngram import NGram
-from continuous_batching.speculation.proposer import Proposer
+from continuous_batching.speculation.lengths import Throughput
+from continuous_batching.speculation.proposer import NGram, Proposer
 from continuous_batching.speculation.speculation import Speculation
 from continuous_batching.speculation.suffix import Suffix
-from continuous_batching.speculation.throughput import Throughput
 from continuous_batching.step_time import StepTime
 from kv_cache.pages import PageCopy, PagePool
 from recipes.assembly.scheduler import SchedulerLimits, scheduler_of

@@ -20,14 +20,14 @@ from torch import Tensor
 from attention.int8_pages import row_bytes
 from attention.reference import Attention
 from benchmark.options import markdown, verdict_line
-from borders.file_bounds import read_bounded
+from borders.files import read_bounded
 from continuous_batching.batch import Batch, Sampled
-from continuous_batching.policies.stall_free import StallFree
+from continuous_batching.policies.batching import StallFree
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.slots import SlotPool
 from devices.shapes import AttentionShape
-from kv_cache.device.storage import KVCache
+from kv_cache.device.storage import KVCache, LayerPages
 from kv_cache.groups import DType
 from kv_cache.page_keys import page_keys
 from kv_cache.pages import PageCopy, PagePool
@@ -123,13 +123,13 @@ def copies(page_size: int, repeats: int) -> dict[str, float | str]:
     The compacted pool holds every other page, at random: its runs are as short as possible. Swaps are of
     victims with scattered pages, one copy each.
     """
-    page_bytes = KVCache.page_bytes(LAYERS, page_size, KV_HEADS, HEAD_DIM, DTYPE)
+    shape = AttentionShape(HEADS, KV_HEADS, HEAD_DIM, page_size, HEAD_DIM**-0.5, DTYPE, (None,))
+    layers = [LayerPages(Attention(shape).new_planes)] * LAYERS
+    page_bytes = sum(KVCache(layers, page_size, [1]).layer_bytes)
     count = COPIED_BYTES // page_bytes
     random = np.random.default_rng(0)
     pool, host = PagePool(1 + 4 * count), PagePool(1 + count)
-    cache = KVCache(
-        LAYERS, pool.num_pages, page_size, KV_HEADS, HEAD_DIM, DTYPE, num_host_pages=host.num_pages
-    )
+    cache = KVCache(layers, page_size, [pool.num_pages], [host.num_pages])
     pages = random.permutation(pool.take(4 * count))
     pool.release(pages[2 * count :])
     moves = PageCopy(*pool.scattered(pool.num_pages))
@@ -265,7 +265,7 @@ def _error(dim: int, length: int, is_uneven: bool, *, int8: bool) -> float:
     shape = AttentionShape(HEADS, SMALL_KV_HEADS, dim, SMALL_PAGE, dim**-0.5, torch.float32, (None,), int8)
     attention = Attention(shape)
     num_pages = length // SMALL_PAGE
-    keys, values = attention.new_pages(num_pages), attention.new_pages(num_pages)
+    keys, values = attention.new_planes(num_pages)
     one, places = np.zeros(1, np.int64), np.arange(length)
     batch = Batch(one, one, np.array([length]), one, one, one)
     metadata = attention.plan(batch, np.arange(num_pages, dtype=np.int32)[None], places)

@@ -24,8 +24,7 @@ from torch.nn import Module
 from benchmark.options import markdown
 from continuous_batching.engine import Engine
 from continuous_batching.request import Request, SamplingParams
-from devices.ascend_experts import fuses_gate
-from devices.ascend_latents import PROLOG_HIDDEN
+from devices.ascend_limits import PROLOG_HIDDEN, fuses_gate
 from models.checkpoint import weights
 from models.config import DecoderConfig, HeadConfig
 from models.decoder import Decoder
@@ -232,8 +231,7 @@ def narrow_draft(draft: DecoderConfig, target: DecoderConfig, num_layers: int) -
         vocab_size=target.vocab_size,
         hidden_size=target.hidden_size,
         intermediate_size=target.intermediate_size,
-        num_layers=num_layers,
-        windows=(draft.windows * num_layers)[:num_layers],
+        layers=(draft.layers * num_layers)[:num_layers],
         eos_token_ids=target.eos_token_ids,
         quantization=quantization,
     )
@@ -253,11 +251,11 @@ def drafter_of(recipe: Recipe, config: DecoderConfig, built: BuiltEngine, machin
         for parameter in head.parameters():
             parameter.data.fill_(1 / config.hidden_size)
         head.pack()
-        cache = cache_of(head, recipe, built.memory)
+        cache = cache_of([head], recipe, built.memory)
         return decoders.drafter_of(head, built.runner.decoder, cache, slots, slots.num_slots, recipe)
     decoder = Decoder(config, *machine.operators(shape_of(recipe.cache.page_size, config)))
     weights.random(decoder, recipe.model.seed)
-    return Drafter(decoder, cache_of(decoder, recipe, built.memory), slots, slots.num_slots)
+    return Drafter(decoder, cache_of([decoder], recipe, built.memory), slots, slots.num_slots)
 
 
 def draft_steps(drafter: Drafter, built: BuiltEngine, machine: Npu) -> Iterator[tuple[str, list[Any]]]:

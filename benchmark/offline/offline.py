@@ -1,15 +1,21 @@
-"""Serve requests with an engine in this process: a trace, or random requests that all come at once.
+"""Serve requests with an engine in this process: a trace, or requests that are made for a question.
 
-The latter are measured in the terms of `vllm bench throughput`, tokens a second of many requests, and of
-`vllm bench latency`, the seconds until the last request of a batch of one size has ended.
+Random requests that all come at once are measured in the terms of `vllm bench throughput`, tokens a second of
+many requests, and of `vllm bench latency`, the seconds until the last request of a batch of one size has
+ended.
+
+A stall is how long running answers wait while long prompts come in. All slots but a few are kept answering,
+and a long prompt arrives at a fixed interval. The same requests are served twice: with whole prompts beside
+the decodes (orca), and in chunks (stall_free).
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import resource
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +23,15 @@ import numpy as np
 
 from benchmark.gate.gate import with_verdict
 from benchmark.run_clock import RunClock
-from benchmark.run_record import Timeline, accounts, hardware, readings, summarise
+from benchmark.run_record import Timeline, accounts, hardware, percentiles, readings, summarise
 from benchmark.workloads.synthetic import SyntheticLoad, draw_requests, lengths
-from borders.file_bounds import check_rereadable
+from borders.files import check_rereadable
 from continuous_batching.engine import Engine
 from continuous_batching.inspection import usage
-from continuous_batching.request import Request
+from continuous_batching.request import Request, SamplingParams
 from recipes.assembly import versions
 from recipes.assembly.engine import BuiltEngine, build
+from recipes.machine import start
 from recipes.schema.reader import read
 from recipes.schema.recipe import Recipe
 from serving.answers.jobs import Job
@@ -63,6 +70,13 @@ def serve(engine: Engine, text: Text | None, jobs: Sequence[Job | Record]) -> tu
     return timeline, records
 
 
+def check_answered(name: str, records: Sequence[Record]) -> None:
+    """Raise ValueError where a request failed; `name` says whose requests they are."""
+    refused = [record["error"] for record in records if "error" in record]
+    if refused:
+        raise ValueError(f"{name}: {len(refused)} of {len(records)} requests failed: {refused[0]}")
+
+
 def cache_figures(built: BuiltEngine) -> dict[str, object]:
     """Return what the pools hold now, and what was moved in them since the engine was built."""
     memory = built.memory
@@ -93,11 +107,7 @@ def measure(
         clock = RunClock()
         timeline, records = serve(engine, text, jobs)
         passed = clock.read()
-        refused = [record["error"] for record in records if "error" in record]
-        if refused:
-            raise ValueError(
-                f"{described['trace']}: {len(refused)} of {len(jobs)} requests failed: {refused[0]}"
-            )
+        check_answered(str(described["trace"]), records)
         cache = cache_figures(built)
         engine.forget_prefixes()
         if number:
@@ -207,9 +217,7 @@ def run_one_batch(options: argparse.Namespace) -> dict[str, object]:
             clock = RunClock()
         batch = random_jobs(built, options.batch_size, options.input_len, options.output_len, options.seed)
         timeline, records = serve(engine, None, batch)
-        refused = [record["error"] for record in records if "error" in record]
-        if refused:
-            raise ValueError(f"{options.recipe} cannot serve such a batch: {refused[0]}")
+        check_answered(f"{options.recipe} cannot serve such a batch", records)
         engine.forget_prefixes()
         if number >= options.num_iters_warmup:
             requests = [job.request for job in batch if isinstance(job, Job)]
@@ -264,4 +272,87 @@ def batch_figures(runs: list[dict[str, Any]]) -> dict[str, object]:
         "duration_s": round(sum(latencies), 4),
         "output_tokens_per_s": round(sums["output_tokens"] / sum(latencies), 2),
         **({"tpot_ms": {"mean": round(float(np.mean(spent_ms)), 3)}} if spent_ms else {}),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class StallLoad:
+    """The requests that are served."""
+
+    prompt_tokens: int  # tokens of a long prompt
+    every_s: float  # interval between long prompts
+    num_prompts: int
+    num_answers: int  # answers that run_stall beside them
+    answer_tokens: int
+    chunk_tokens: int
+
+    def jobs(self, vocab_size: int) -> list[Job]:
+        """Return new requests, the same at every call."""
+        random = np.random.default_rng(0)
+        return [Job(request) for request in self._requests(random, vocab_size)]
+
+    def _requests(self, random: np.random.Generator, vocab_size: int) -> Iterator[Request]:
+        for number in range(self.num_answers):
+            params = SamplingParams(max_tokens=self.answer_tokens, temperature=0.0, ignore_eos=True)
+            yield Request(f"answer {number}", random.integers(0, vocab_size, 16).astype(np.int32), params)
+        for number in range(1, self.num_prompts + 1):
+            prompt = random.integers(0, vocab_size, self.prompt_tokens).astype(np.int32)
+            params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
+            yield Request(f"prompt {number}", prompt, params, arrival_s=number * self.every_s)
+
+    def ways(self) -> dict[str, list[str]]:
+        """Return the recipe's keys for both ways."""
+        num_slots, longest = self.num_answers + 2, max(self.prompt_tokens + 2, self.answer_tokens + 16)
+        budget = max(num_slots, self.chunk_tokens + self.num_answers)
+        both = [f"scheduler.num_slots={num_slots}", f"scheduler.max_request_tokens={longest}"]
+        whole = ["scheduler.policy=orca", f"scheduler.max_batch_tokens={longest + num_slots}"]
+        chunked = ["scheduler.policy=stall_free", f"scheduler.max_batch_tokens={budget}"]
+        return {"whole": [*both, *whole], "chunked": [*both, *chunked]}
+
+
+def _stalled(
+    recipe_path: str, overrides: Sequence[str], profile: str | None, load: StallLoad
+) -> dict[str, Any]:
+    recipe = read(recipe_path, overrides, profile).recipe
+    built = build(recipe)
+    gc.collect()
+    jobs = load.jobs(built.config.vocab_size)
+    timeline, records = serve(built.engine, None, jobs)
+    check_answered(recipe_path, records)
+    requests = [job.request for job in jobs]
+    gaps_s = [
+        gap_s
+        for request in requests[: load.num_answers]
+        for gap_s in np.diff(timeline.token_times_s[request.id]).tolist()
+    ]
+    first_s, last_s = timeline.steps[0].start_s, timeline.steps[-1].end_s
+    tokens = sum(sum(step.num_tokens) for step in timeline.steps)
+    prompts = requests[load.num_answers :]
+    waits_s = [each.first_token_s - each.arrival_s for each in prompts if each.first_token_s is not None]
+    return {
+        "worst_itl_ms": round(1e3 * max(gaps_s), 3),
+        "itl_ms": percentiles(gaps_s),
+        "ttft_of_long_prompts_ms": percentiles(waits_s),
+        "total_tokens_per_s": round(tokens / (last_s - first_s), 2),
+        "computed_tokens": tokens,
+        "steps": len(timeline.steps),
+    }
+
+
+def run_stall(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the figures of both ways, and the ratios of chunks to whole prompts."""
+    given = (options.prompt_tokens, options.every, options.prompts, options.answers, options.answer_tokens)
+    load = StallLoad(*given, options.chunk)
+    path, overrides, profile = options.recipe, options.overrides, options.profile
+    figures = {name: _stalled(path, [*overrides, *keys], profile, load) for name, keys in load.ways().items()}
+    whole, chunked = figures["whole"], figures["chunked"]
+    return {
+        "recipe": path,
+        "overrides": list(overrides),
+        "profile": profile,
+        "load": asdict(load),
+        "machine": versions.describe(start(read(path, overrides, profile).recipe.device).name),
+        **figures,
+        "worst_itl_times_lower": round(whole["worst_itl_ms"] / chunked["worst_itl_ms"], 2),
+        "throughput_times": round(chunked["total_tokens_per_s"] / whole["total_tokens_per_s"], 4),
     }

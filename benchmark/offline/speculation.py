@@ -29,10 +29,8 @@ from benchmark.options import verdict_line
 from continuous_batching.engine import Engine
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.slots import SlotPool
-from continuous_batching.speculation.lengths import Fixed, Lengths
-from continuous_batching.speculation.source import Source
+from continuous_batching.speculation.lengths import Fixed, Lengths, Source, Throughput
 from continuous_batching.speculation.speculation import Speculation
-from continuous_batching.speculation.throughput import Throughput
 from continuous_batching.step_time import StepTime
 from devices.rates import DeviceRates
 from recipes.assembly import versions

@@ -25,12 +25,9 @@ from continuous_batching.request import Request
 from continuous_batching.scheduling.scheduler import Scheduler
 from recipes.assembly.scheduler import changed, scheduler_from
 from recipes.schema.speculation_section import DRAFTERS, SpeculationSection, speculation_contradictions
-from simulation.fit_trust import in_words
-from simulation.fitted import Timed, fit, timed
-from simulation.replica import Replica
+from simulation.fitted import Timed, fit, in_words, timed
+from simulation.replica import CostModel, Replica, Speaker, in_order
 from simulation.run_totals import RunTotals
-from simulation.runner import CostModel, Speaker
-from simulation.serve import in_order
 
 DAMAGED, CUT_SHORT = 2, 3  # exit statuses of a command that has read such a recording
 BOUNDS = ("max_waiting_requests", "max_waiting_tokens", "max_queue_wait_s")

@@ -19,11 +19,11 @@ from numpy.typing import NDArray
 
 from benchmark import options as kinds
 from benchmark.gate.gate import PublishedRow, published, with_verdict
+from benchmark.options import figure, known_figure
 from benchmark.processes import process_pool
 from benchmark.simulate.deployment import SIMULATED, Deployment, Placement, place
-from benchmark.simulate.one_run import figure
 from benchmark.workloads.synthetic import Draw, SyntheticLoad, draw_requests, lengths
-from borders.whole_file import whole_file
+from borders.files import whole_file
 from continuous_batching.request import Request, SamplingParams
 from recipes.schema.reader import read
 from simulation.roofline import Roofline
@@ -362,9 +362,8 @@ def _table(experiment: Experiment, results: Results) -> Iterator[str]:
 
 def _claimed(claim: Any, name: str) -> str:
     name = {"mean_batch": "mean_running"}.get(name, name)  # the source names the mean batch so
-    for part in name.split("."):
-        claim = claim.get(part) if isinstance(claim, dict) else None
-    return f"{claim:,g}" if isinstance(claim, (int, float)) else ""
+    found = known_figure(claim, name)
+    return "" if found is None else f"{found:,g}"
 
 
 def _broken(row: PublishedRow) -> str:

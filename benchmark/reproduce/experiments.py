@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from benchmark.options import figure
 from benchmark.reproduce.cases import (
     BATCH,
     GOOD,
@@ -35,7 +36,6 @@ from benchmark.reproduce.cases import (
     static,
     whole,
 )
-from benchmark.simulate.one_run import figure
 
 # The article's "mean seq=512" is read as prompt and answer together, bounded by its 2,048.
 BATCH_LOAD = Offered(requests=960)

@@ -18,8 +18,8 @@ import msgspec
 import numpy as np
 
 from benchmark.options import why
-from borders.abbreviate import abbreviate
-from borders.file_bounds import check_rereadable, lines_of
+from borders.files import check_rereadable, lines_of
+from borders.refusal import abbreviate
 
 PROMPTS = ("prompt_token_ids", "prompt", "messages")
 # Fields that are sent in another form, or not at all.

@@ -38,7 +38,7 @@ from benchmark.serve.client import (
     digest,
     read_requests,
 )
-from borders.whole_file import whole_file
+from borders.files import whole_file
 from recipes.assembly import versions
 
 LOOK_S = 0.02  # seconds between two measurements of how late the event loop is

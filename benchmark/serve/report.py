@@ -27,7 +27,8 @@ from matplotlib.ticker import LogFormatter
 from benchmark.gate.gate import audit
 from benchmark.gate.result import read_result
 from benchmark.gate.table import parts_of, under_ours
-from borders.whole_file import whole_file
+from benchmark.options import known_figure
+from borders.files import whole_file
 from recipes.schema.command_line import keep_apart
 
 mpl.use("Agg")  # draws text, without a display
@@ -163,14 +164,6 @@ def _result(path: Path) -> Result:
     return {**({"itl_ms": itl_ms} if itl_ms else {}), **under_ours(fields), "verdict": verdict}
 
 
-def figure(result: Mapping[str, Any], name: str) -> float | None:
-    """Return a figure by its dotted name, or None."""
-    value: Any = result
-    for part in name.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
-    return value if isinstance(value, (int, float)) else None
-
-
 def write(sides: Sequence[Side], path: Path) -> None:
     """Write the page of one side, or of several side by side."""
     title = " against ".join(side.name for side in sides[:2])
@@ -203,7 +196,7 @@ def figures_table(sides: Sequence[Side]) -> str:
     """Return a table of all figures; for two sides, also the ratio of the second to the first."""
     rows = []
     for name, (label, more_is_better) in ROWS.items():
-        values = [figure(side.result, name) for side in sides]
+        values = [known_figure(side.result, name) for side in sides]
         if all(value is None for value in values):
             continue
         row = [label, *("-" if value is None else f"{value:,.4g}" for value in values)]
@@ -219,7 +212,7 @@ def points_table(points: Sequence[Result]) -> str:
     head = ["offered/s", *(ROWS[name][0] for name in SWEPT), "verdict"]
     rows = []
     for point in points:
-        values = [figure(point, name) for name in SWEPT]
+        values = [known_figure(point, name) for name in SWEPT]
         cells = ["-" if value is None else f"{value:,.4g}" for value in values]
         outcome = point["verdict"]["outcome"]
         rows.append([f"{rate_of(point):g}", *cells, marked(outcome, outcome)])

@@ -31,10 +31,9 @@ from simulation.disaggregated import DisaggregatedFleet
 from simulation.fitted import Fitted
 from simulation.fleet import serve_fleet
 from simulation.pipeline import Pipeline, Stages
-from simulation.replica import Replica
+from simulation.replica import CostModel, Replica
 from simulation.roofline import Roofline
 from simulation.run_totals import RunTotals
-from simulation.runner import CostModel
 
 PRODUCTS = {"310P": None, "910": "ascend910", "910B": "ascend910b", "910C": "ascend910c", "950": None}
 KINDS = {"cpu": "epyc", "cuda": "h200", "npu": None}

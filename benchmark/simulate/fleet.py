@@ -33,10 +33,8 @@ from recipes.assembly.scheduler import SchedulerLimits, scheduler_of
 from recipes.schema.reader import read
 from recipes.schema.recipe import CacheSection
 from recipes.schema.scheduler_section import SchedulerSection
-from simulation.quantile_sketch import Sketch
-from simulation.run_totals import RunTotals
-from simulation.runner import CostModel
-from simulation.serve import serve
+from simulation.replica import CostModel, serve
+from simulation.run_totals import RunTotals, Sketch
 
 MOST_GROUPS = 30
 SHARES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}

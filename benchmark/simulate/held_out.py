@@ -27,18 +27,16 @@ import numpy as np
 from benchmark.recordings.recorded import Recording
 from benchmark.simulate.deployment import SIMULATED, Result, place
 from benchmark.simulate.one_run import requests_of, trust_of
-from borders.file_bounds import check_rereadable, opened
-from borders.whole_file import whole_file
+from borders.files import check_rereadable, opened, whole_file
 from continuous_batching.engine import Engine, Step
 from continuous_batching.request import Request
 from recipes.assembly.scheduler import scheduler_from
 from recipes.schema.command_line import keep_apart
 from recipes.schema.reader import read
 from recipes.schema.recipe import Recipe
-from simulation.fit_trust import in_words
-from simulation.fitted import NAMES, Timed, features, fit, learn
+from simulation.fitted import NAMES, Timed, features, fit, in_words, learn
+from simulation.replica import in_order, serve
 from simulation.run_totals import RunTotals, StepCounter
-from simulation.serve import in_order, serve
 
 NUM_SIMULATED = 10
 AIM = 0.1  # a prediction within this error is good

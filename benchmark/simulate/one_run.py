@@ -13,14 +13,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from benchmark.gate.gate import with_verdict
-from benchmark.options import markdown, verdict_line
+from benchmark.options import figure, markdown, verdict_line
 from benchmark.recordings.trace_events import SimulatedTrace
 from benchmark.simulate.deployment import SIMULATED, Deployment, Result, place
-from borders.file_bounds import MOST_JSON_BYTES, lines_of, read_bounded
-from borders.whole_file import whole_file
+from borders.files import MOST_JSON_BYTES, lines_of, read_bounded, whole_file
 from continuous_batching.request import Request
 from continuous_batching.routing.routing import ROUTES, Route
 from continuous_batching.routing.splitting import Split, SplitWeights
@@ -30,8 +28,7 @@ from recipes.schema.recipe import Recipe
 from serving.text.request_fields import parse_request
 from serving.text.tokenizer import Text
 from simulation import trace
-from simulation.fit_trust import in_words
-from simulation.fitted import Fitted
+from simulation.fitted import Fitted, in_words
 
 MOST_RECORDS = 20_000  # most records that a result keeps, for the gate to recount
 PANELS = (  # a figure, its heading and its format, for each panel of the picture of routes
@@ -233,11 +230,3 @@ def run_routes(options: argparse.Namespace) -> Result:
 def run_splits(options: argparse.Namespace) -> Result:
     """Compare who computes prompts."""
     return compare(options, options.split)
-
-
-def figure(result: Mapping[str, Any], name: str) -> float:
-    """Return a figure by its dotted name."""
-    value: Any = result
-    for part in name.split("."):
-        value = value[part]
-    return float(value)

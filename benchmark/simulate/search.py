@@ -17,7 +17,7 @@ from pathlib import Path
 from benchmark.gate.gate import with_verdict
 from benchmark.simulate.deployment import SIMULATED, Deployment, Result, device_name, place
 from benchmark.simulate.one_run import requests_of
-from borders.file_bounds import check_rereadable
+from borders.files import check_rereadable
 from continuous_batching.request import Request
 from recipes.assembly.families import model_config
 from recipes.schema.reader import read

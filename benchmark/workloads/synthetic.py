@@ -12,8 +12,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from borders.file_bounds import MOST_JSON_BYTES, read_bounded
-from borders.system_error import in_one_line
+from borders.files import MOST_JSON_BYTES, in_one_line, read_bounded
 from recipes.schema.numbers import MOST_COUNT, MOST_TOKENS, RATES_PER_S, real, whole
 
 Draw = Callable[[np.random.Generator, int], NDArray[np.int64]]

@@ -35,8 +35,8 @@ from benchmark.workloads.synthetic import (
     line_of,
     mark,
 )
-from borders.abbreviate import abbreviate
-from borders.file_bounds import lines_of, read_bounded
+from borders.files import lines_of, read_bounded
+from borders.refusal import abbreviate
 from recipes.schema.numbers import MOST_TOKENS
 
 # These defaults are a load that the tiny model of this repository serves too.

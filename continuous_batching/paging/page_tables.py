@@ -268,7 +268,7 @@ class PageTables:
     def compact(self, max_pages: int) -> int:
         """Move at most `max_pages` held pages of each group towards the low end.
 
-        Returns the most that moved of one group (see compaction.py).
+        Returns the most that moved of one group.
         """
         sources, targets = self.pool.scattered(max_pages)
         if len(self.pinned):
@@ -333,3 +333,20 @@ class PageTables:
         if sources:
             self._counters.copied_pages += len(sources)
             self.copy(PageCopy(np.array(sources), np.array(targets)))
+
+
+class Compaction:
+    """Compacts every `every_steps` steps, and moves at most `pages_per_step` pages a step (0: all)."""
+
+    def __init__(self, tables: PageTables, every_steps: int, pages_per_step: int) -> None:
+        self._tables = tables
+        self._every_steps = every_steps
+        self._pages_per_step = pages_per_step or tables.pool.num_pages
+        self._going_on = False
+
+    def step(self, num_steps: int) -> None:
+        """Move the pages that are due after `num_steps` steps."""
+        if num_steps % self._every_steps == 0:
+            self._going_on = True
+        if self._going_on:
+            self._going_on = self._tables.compact(self._pages_per_step) == self._pages_per_step

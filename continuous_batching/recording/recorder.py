@@ -18,8 +18,8 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
+from borders.files import in_one_line
 from borders.framing import framed
-from borders.system_error import in_one_line
 from continuous_batching.batch import Batch, Sampled
 from continuous_batching.engine import Observer
 from continuous_batching.paging.held_pages import Arrival

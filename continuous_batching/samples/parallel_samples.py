@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from continuous_batching.paging.slot_lifecycle import SlotLifecycle
-from continuous_batching.queueing.waiting_queue import WaitingQueue
+from continuous_batching.queueing import WaitingQueue
 from continuous_batching.request import Request
 from kv_cache.pages import Index
 

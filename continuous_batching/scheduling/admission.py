@@ -15,7 +15,7 @@ from continuous_batching.counters import Counters
 from continuous_batching.paging.page_tables import EMPTY
 from continuous_batching.paging.slot_lifecycle import SlotLifecycle
 from continuous_batching.policies.policy import Busy, Policy, Room, Waiting
-from continuous_batching.queueing.waiting_queue import WaitingQueue
+from continuous_batching.queueing import WaitingQueue
 from continuous_batching.request import Request
 from continuous_batching.samples.beam_search import BeamSearches
 from continuous_batching.scheduling.preemption import Preemption

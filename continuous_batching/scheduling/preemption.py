@@ -1,21 +1,43 @@
 """Preempt running requests to make room for others.
 
 The victim's pages are swapped to the host if there is room, or else dropped and recomputed. Which row is
-preempted is the choice of a `Victim` (see `victims`).
+preempted is the choice of a `Victim`.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import numpy as np
 
 from continuous_batching.counters import Counters
 from continuous_batching.paging.slot_lifecycle import SlotLifecycle
-from continuous_batching.queueing.waiting_queue import WaitingQueue
+from continuous_batching.queueing import WaitingQueue
 from continuous_batching.request import Request
 from continuous_batching.samples.beam_search import BeamSearches
 from continuous_batching.scheduling.in_flight import InFlight
-from continuous_batching.scheduling.victims import Victim
+from continuous_batching.slots import SlotPool
 from kv_cache.pages import Index
+
+Victim = Callable[[SlotPool, Index], int]
+
+
+def youngest(slots: SlotPool, rows: Index) -> int:
+    """Choose the request that arrived last: first come, first served to the end."""
+    return int(rows[-1])
+
+
+def fewest_lost(slots: SlotPool, rows: Index) -> int:
+    """Choose the request with the fewest computed tokens that the prefix cache does not hold."""
+    rows = rows[::-1]
+    lost = slots.num_computed[rows] - slots.num_published[rows] * slots.page_size
+    return int(rows[np.argmin(lost)])
+
+
+def lowest_priority(slots: SlotPool, rows: Index) -> int:
+    """Choose the request of the lowest priority."""
+    rows = rows[::-1]
+    return int(rows[np.argmin(slots.priority[rows])])
 
 
 class Preemption:

@@ -13,20 +13,17 @@ import numpy as np
 
 from continuous_batching.batch import LATE, NO_BATCH, Batch, Booked, Sampled
 from continuous_batching.counters import Counters
-from continuous_batching.paging.compaction import Compaction
-from continuous_batching.paging.page_tables import EMPTY
+from continuous_batching.paging.page_tables import EMPTY, Compaction
 from continuous_batching.paging.slot_lifecycle import SlotLifecycle
 from continuous_batching.policies.policy import Busy, Policy
-from continuous_batching.queueing.limits import QueueGate, QueueLimits
-from continuous_batching.queueing.waiting_queue import WaitingQueue
+from continuous_batching.queueing import QueueGate, QueueLimits, WaitingQueue
 from continuous_batching.request import Request
 from continuous_batching.samples.beam_search import BeamSearches
-from continuous_batching.samples.drafts import book_drafts, extend_by_drafts, yield_at_drafts
 from continuous_batching.samples.parallel_samples import ParallelSamples
 from continuous_batching.samples.stopping import FAILURES, StopConditions, complaint
 from continuous_batching.scheduling.admission import Admission, HeldBack
 from continuous_batching.scheduling.in_flight import InFlight
-from continuous_batching.scheduling.preemption import Preemption
+from continuous_batching.scheduling.preemption import Preemption, Victim, youngest
 from continuous_batching.scheduling.validation import (
     GiveUp,
     check_budget,
@@ -35,9 +32,13 @@ from continuous_batching.scheduling.validation import (
     check_samples,
     is_here,
 )
-from continuous_batching.scheduling.victims import Victim, youngest
 from continuous_batching.slots import SlotPool
-from continuous_batching.speculation.speculation import Speculation
+from continuous_batching.speculation.speculation import (
+    Speculation,
+    book_drafts,
+    extend_by_drafts,
+    yield_at_drafts,
+)
 from continuous_batching.step_time import StepTime
 from kv_cache.groups import WindowGroup
 from kv_cache.pages import Index, PagePool

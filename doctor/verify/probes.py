@@ -14,7 +14,7 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from devices.ascend_answers import answers_file, write_answers
+from devices.ascend_limits import answers_file, write_answers
 from doctor.verify.npu.latent_questions import LATENT_PROBES
 from doctor.verify.npu.mask_questions import MASK_PROBES
 from doctor.verify.npu.questions import QUESTIONS, Probe

@@ -1,7 +1,6 @@
 """Convert pages of a cache to bytes and back.
 
-The bytes of a page are all its tensors one after the other: keys and values of each layer, then those of the
-caches beside it.
+The bytes of a page are all planes of all layers, one after the other.
 """
 
 from __future__ import annotations
@@ -21,9 +20,10 @@ class PageBytes:
 
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache
-        tensors = [tensor for each in cache.all for tensor in each.tensors]
-        self.layout = [(tuple(each.shape[1:]), str(each.dtype)) for each in tensors]
-        self._sizes = [each[0].numel() * each.element_size() for each in tensors]
+        self.layout = [
+            [(tuple(plane.shape[1:]), str(plane.dtype)) for plane in planes] for planes in cache.planes
+        ]
+        self._sizes = [each[0].numel() * each.element_size() for each in cache.tensors]
 
     @property
     def page_bytes(self) -> int:
@@ -34,8 +34,8 @@ class PageBytes:
 
         The function returned waits for the bytes.
         """
-        parts = [part for each in self._cache.all for part in each.copied_out(pages)]
-        device = self._cache.keys[0].device
+        parts = self._cache.copied_out(pages)
+        device = self._cache.device
         if device.type == "cpu":
             return lambda: self._joined(parts)
         event = torch.get_device_module(device).Event()
@@ -49,9 +49,8 @@ class PageBytes:
 
     def write_host(self, pages: Index, contents: Sequence[bytes]) -> None:
         """Write contents to pages of the host pool, once earlier copies to or from it are done."""
-        tensors = [tensor for each in self._cache.all for tensor in each.host_tensors]
-        for each in self._cache.all:
-            each.wait_for_swaps()
+        tensors = self._cache.host_tensors
+        self._cache.wait_for_swaps()
         for page, content in zip(pages.tolist(), contents):
             assert len(content) == self.page_bytes, f"{len(content)} bytes are no page"
             data, at = np.frombuffer(content, dtype=np.uint8), 0

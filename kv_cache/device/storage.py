@@ -1,17 +1,18 @@
-"""Store keys and values in the device's memory, and copy pages within it and to and from the host.
+"""Store what layers remember in the device's memory, and copy pages within it and to and from the host.
 
-Layers belong to groups (`kv_cache/groups.py`), each with pages of its own. The scheduler decides which pages
-are copied; the cache makes the copies, in order, in all layers of a group.
+A layer has planes, which are tensors of pages, and belongs to a group (`kv_cache/groups.py`), whose pages all
+its layers share. The scheduler decides which pages are copied; the cache makes the copies, in order, in all
+planes of all layers of a group.
 
-Legend: P pages, B tokens a page, K kv heads, D head dim.
+Legend: P pages.
 """
 
 from __future__ import annotations
 
-import copy
 import ctypes
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -27,96 +28,126 @@ CHUNK_BYTES = 4 * 2**20  # bytes copied at a time, so that what is written is st
 WIDE = torch.complex128  # the widest type, as which a CPU copies pages
 
 
-class KVCache:
-    """Keys and values of all layers, allocated once; `keys[layer]` and `values[layer]` are [P, B, K, D].
+@dataclass(frozen=True, slots=True)
+class LayerPages:
+    """How the pages of one layer are made, and the group they belong to (`kv_cache/groups.py`).
 
-    Layer i belongs to group `groups[i]`, and all to group 0 by default. Group 0 has `num_pages` pages, and
-    the groups of windows have `window_pages`, and `window_host_pages` further ones in the host's memory.
+    `new_planes` returns the zeros of a number of pages, one tensor for each plane: keys and values, a latent
+    and rope keys, or a head's features. Attention may use its own order within a page or its own type: only
+    the first axis matters to the cache, and whatever a page holds, such as scales, is copied with it.
+    """
 
-    `allocate` makes such a tensor of a given number of pages, filled with zeros, for attention that uses its
-    own order within a page or its own type: only the first axis matters here, and whatever a page holds, such
-    as scales, is copied with it; `allocate_values` does so if values differ from keys. If the cache is not
-    `indexed`, pages are reached by slices only (torch_npu converts a whole tensor in FRACTAL_NZ for an index,
-    which it reads on the host). Page 0 is the null page: no request owns it, so it serves as padding for
-    operators. A page that is reused still holds what its last owner wrote. `num_host_pages` further pages lie
-    in the host's memory, where no operator reads them. A cache `beside` it has pages of the same numbers, for
-    other layers: whatever happens to pages here happens to them there. With `keys_only` it has no values, for
-    other per-token data that lies in pages. A `tier` makes the copies to a tier below, for all these caches
-    together.
+    new_planes: Callable[[int], tuple[Tensor, ...]]
+    group: int = 0
+
+
+class CacheLayers:
+    """Consecutive layers of a cache, counted from 0: those of one model, which reads and writes them.
+
+    The tensors are looked up each time, because a resize replaces them.
     """
 
     def __init__(
         self,
-        num_layers: int,
-        num_pages: int,
+        layers: Sequence[LayerPages],
+        planes: list[tuple[Tensor, ...]],
         page_size: int,
-        num_kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device | str = "cpu",
-        *,
-        num_host_pages: int = 0,
-        groups: Sequence[int] | None = None,
-        window_pages: Sequence[int] = (),
-        window_host_pages: Sequence[int] = (),
-        allocate: Callable[[int], Tensor] | None = None,
-        allocate_values: Callable[[int], Tensor] | None = None,
-        indexed: bool = True,
-        beside: KVCache | None = None,
-        keys_only: bool = False,
+        first: int = 0,
     ) -> None:
-        device = torch.device(device)
-
-        def plain(count: int) -> Tensor:
-            return torch.zeros(count, page_size, num_kv_heads, head_dim, dtype=dtype, device=device)
-
-        def on_host(layer: int, pages: Tensor) -> Tensor:
-            pinned = device.type != "cpu"  # so that the device copies without involving the host
-            count = (num_host_pages, *window_host_pages)[self.groups[layer]]
-            return torch.zeros(count, *pages.shape[1:], dtype=pages.dtype, pin_memory=pinned)
-
-        self.groups = tuple(groups or [0] * num_layers)
-        counts = (num_pages, *window_pages)
-        self.num_pages = num_pages
+        self.layers = tuple(layers)
         self.page_size = page_size
-        self.beside = beside
-        self._indexed, self._allocate = indexed, allocate or plain
-        self._allocate_values = allocate_values or self._allocate
-        self.keys = [self._allocate(counts[group]) for group in self.groups]
-        self.values = [self._allocate_values(counts[group]) for group in self.groups if not keys_only]
+        # Those of the whole cache, and where these layers begin among them
+        self._planes, self._first = planes, first
+
+    def of(self, layer: int) -> tuple[Tensor, ...]:
+        """Return the planes of a layer, [P, ...] each."""
+        return self._planes[self._first + layer]
+
+    @property
+    def planes(self) -> list[tuple[Tensor, ...]]:
+        """The planes of each layer."""
+        return [self.of(layer) for layer in range(len(self.layers))]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All planes of all layers, layer after layer."""
+        return [plane for planes in self.planes for plane in planes]
+
+    @property
+    def device(self) -> torch.device:
+        return self.of(0)[0].device
+
+    def scratch(self, num_places: int) -> CacheLayers:
+        """Return pages of at least `num_places` tokens for work without requests.
+
+        Layers that make their planes in the same way share them.
+        """
+        num_pages = -(-num_places // self.page_size)
+        made = {new: new(num_pages) for new in {each.new_planes for each in self.layers}}
+        return CacheLayers(self.layers, [made[each.new_planes] for each in self.layers], self.page_size)
+
+    def clear_null_page(self) -> None:
+        """Reset page 0 to zero after work without requests has written to it."""
+        for tensor in self.tensors:
+            tensor[:1].zero_()
+
+
+class KVCache(CacheLayers):
+    """What all layers remember, allocated once: those of the model first, then those of its drafter.
+
+    `num_pages` and `num_host_pages` have an entry for each group of layers; without the latter there are no
+    host pages. Page 0 is the null page: no request owns it, so it serves as padding for operators. A page
+    that is reused still holds what its last owner wrote. Host pages lie in the host's memory, where no
+    operator reads them. If the cache is not `indexed`, pages are reached by slices only (torch_npu converts a
+    whole tensor in FRACTAL_NZ for an index, which it reads on the host). A `tier` makes the copies to a tier
+    below.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[LayerPages],
+        page_size: int,
+        num_pages: Sequence[int],
+        num_host_pages: Sequence[int] = (),
+        *,
+        indexed: bool = True,
+    ) -> None:
+        planes = [each.new_planes(num_pages[each.group]) for each in layers]
+        super().__init__(layers, planes, page_size)
+        self.num_pages = num_pages[0]
+        self._indexed = indexed
         self.tier: PageTier | None = None
         self._swapped: Callable[[], None] = _nothing  # waits for the last copies to or from the host
-        self._host_keys, self._host_values = (
-            [on_host(layer, pages) for layer, pages in enumerate(each)] for each in (self.keys, self.values)
-        )
+        counts = num_host_pages or [0] * len(num_pages)
+        self._host_planes = [
+            tuple(_host_zeros(plane, counts[each.group]) for plane in of_layer)
+            for each, of_layer in zip(layers, planes)
+        ]
 
-    @staticmethod
-    def page_bytes(
-        num_layers: int, page_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
-    ) -> int:
-        """Return the bytes of one page: its keys and its values, over all layers."""
-        return 2 * num_layers * page_size * num_kv_heads * head_dim * dtype.itemsize
+    def part(self, first: int, count: int) -> CacheLayers:
+        """Return `count` layers from `first` on, for the model that owns them."""
+        return CacheLayers(self.layers[first : first + count], self._planes, self.page_size, first)
 
     @property
     def layout(self) -> list[str]:
         """The layout of a page in each layer; caches with the same layout may exchange page bytes."""
         return [
-            " and ".join(f"{each.dtype} {[*each.shape[1:]]}".removeprefix("torch.") for each in tensors)
-            for tensors in map(self._of_layer, range(len(self.keys)))
+            " and ".join(f"{each.dtype} {[*each.shape[1:]]}".removeprefix("torch.") for each in planes)
+            for planes in self.planes
         ]
 
     @property
     def layer_bytes(self) -> list[int]:
-        """Bytes of a page in each layer, keys and values together."""
-        return [sum(map(_page_bytes, self._of_layer(layer))) for layer in range(len(self.keys))]
+        """Bytes of a page in each layer, all planes together."""
+        return [sum(map(_page_bytes, planes)) for planes in self.planes]
 
     def read_layer(self, layer: int, pages: Index) -> Callable[[], Bytes]:
         """Start to copy some pages of a layer to the host; the function returned waits for the bytes.
 
-        The bytes are the keys of all these pages, then the values.
+        The bytes are the first plane of all these pages, then the next.
         """
-        parts = self._copied(self._of_layer(layer), pages)
-        done = _queued(self.keys[layer].device)
+        parts = self._copied(self.of(layer), pages)
+        done = _queued(self.device)
 
         def wait() -> Bytes:
             done()
@@ -130,50 +161,38 @@ class KVCache:
         The bytes may change afterwards, and a device is not waited for.
         """
         at = 0
-        for tensor in self._of_layer(layer):
+        for tensor in self.of(layer):
             part, count = _host_pages(tensor, len(pages)), len(pages) * _page_bytes(tensor)
             _bytes_of(part)[:] = data[at : at + count]
             _exchange(part, np.arange(len(pages)), tensor, pages, to_host=False, indexed=self._indexed)
             at += count
         assert at == len(data), f"{len(data)} bytes are not those of {len(pages)} pages"
 
-    def _of_layer(self, layer: int) -> list[Tensor]:
-        return [self.keys[layer], *self.values[layer : layer + 1]]
-
     def apply(self, copies: Sequence[PageCopy]) -> None:
         """Make page copies, one after the other. Off the CPU they are only queued, in that order."""
         for each in copies:
-            if each.way in ("within", "to_host", "from_host"):
-                for cache in self.all if each.group == 0 else [self]:
-                    cache._make(each)
+            if each.way == "within":
+                self.copy(each.sources, each.targets, each.group)
+            elif each.way in ("to_host", "from_host"):
+                self._swap(each)
+                self._swapped = _queued(self.device)
             else:
                 assert self.tier is not None, f"{len(each.keys)} pages go {each.way}, and there is none"
                 self.tier.apply(each)
 
-    @property
-    def all(self) -> list[KVCache]:
-        """This cache, and those beside it."""
-        return [self, *([] if self.beside is None else self.beside.all)]
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """The tensors of its own pages, in all layers."""
-        return [*self.keys, *self.values]
-
     def _of_group(self, group: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the tensors of a group's own pages, on the device and on the host."""
-        pairs = [*zip(self.keys, self._host_keys), *zip(self.values, self._host_values)]
-        groups = [*self.groups, *self.groups[: len(self.values)]]
-        own = [pair for pair, each in zip(pairs, groups) if each == group]
-        return [device for device, _ in own], [host for _, host in own]
+        """Return the planes of a group's layers, on the device and on the host."""
+        own = [layer for layer, each in enumerate(self.layers) if each.group == group]
+        device = [plane for layer in own for plane in self.of(layer)]
+        return device, [plane for layer in own for plane in self._host_planes[layer]]
 
     @property
     def host_tensors(self) -> list[Tensor]:
-        """The tensors of its own pages in the host's memory, in the order of `tensors`."""
-        return [*self._host_keys, *self._host_values]
+        """The planes in the host's memory, in the order of `tensors`."""
+        return [plane for planes in self._host_planes for plane in planes]
 
     def copied_out(self, pages: Index) -> list[Tensor]:
-        """Copy its own pages to the host's memory; off the CPU the copies are only queued."""
+        """Copy pages of all layers to the host's memory; off the CPU the copies are only queued."""
         return self._copied(self.tensors, pages)
 
     def _copied(self, tensors: Sequence[Tensor], pages: Index) -> list[Tensor]:
@@ -196,56 +215,21 @@ class KVCache:
             for read, written in _chunks(pages, sources, targets):
                 _copy(pages, read, pages, written, indexed=self._indexed)
 
-    def scratch(self, num_places: int) -> KVCache:
-        """Return a cache of at least `num_places` tokens for work without requests.
-
-        All layers share its pages.
-        """
-        made, layers = copy.copy(self), len(self.keys)
-        made.beside = None
-        made.num_pages = -(-num_places // self.page_size)
-        made.keys, made.values = (
-            [allocate(made.num_pages)] * layers for allocate in (self._allocate, self._allocate_values)
-        )
-        return made
-
-    def clear_null_page(self) -> None:
-        """Reset page 0 to zero after work without requests has written to it."""
-        for tensor in (*self.keys, *self.values):
-            tensor[:1].zero_()
-        if self.beside is not None:
-            self.beside.clear_null_page()
-
     def resize(self, num_pages: int) -> None:
         """Change the number of pages of group 0; pages that remain keep their content.
 
-        Tensors are copied one by one, and memory that is no longer needed is returned to the system.
+        Tensors are copied layer by layer, and memory that is no longer needed is returned to the system.
         """
         kept = np.arange(min(num_pages, self.num_pages))
-        for tensors, allocate in ((self.keys, self._allocate), (self.values, self._allocate_values)):
-            for layer, group in enumerate(self.groups[: len(tensors)]):
-                if group == 0:
-                    tensors[layer] = self._resized(tensors[layer], allocate(num_pages), kept)
+        for layer, each in enumerate(self.layers):
+            if each.group == 0:
+                new = each.new_planes(num_pages)
+                for old, made in zip(self._planes[layer], new):
+                    for read, written in _chunks(old, kept, kept):
+                        _copy(old, read, made, written, indexed=self._indexed)
+                self._planes[layer] = new
         self.num_pages = num_pages
-        _release_memory(self.keys[0].device)
-        if self.beside is not None:
-            self.beside.resize(num_pages)
-
-    def _resized(self, old: Tensor, new: Tensor, kept: Index) -> Tensor:
-        for read, written in _chunks(old, kept, kept):
-            _copy(old, read, new, written, indexed=self._indexed)
-        return new
-
-    def _make(self, copy: PageCopy) -> None:
-        if copy.way == "within":
-            self.copy(copy.sources, copy.targets, copy.group)
-            return
-        self._swap(copy)
-        device = self.keys[0].device
-        if device.type != "cpu":
-            event = torch.get_device_module(device).Event()
-            event.record()
-            self._swapped = event.synchronize
+        _release_memory(self.device)
 
     def _swap(self, copy: PageCopy) -> None:
         to_host = copy.way == "to_host"
@@ -254,6 +238,14 @@ class KVCache:
         device, host = self._of_group(copy.group)
         for source, target in zip(*((device, host) if to_host else (host, device))):
             _exchange(source, sources, target, targets, to_host=to_host, indexed=self._indexed)
+
+
+def _host_zeros(like: Tensor, count: int) -> Tensor:
+    """Allocate pages of zeros in the host's memory, pinned if a device copies to them.
+
+    Such copies do not involve the host.
+    """
+    return torch.zeros(count, *like.shape[1:], dtype=like.dtype, pin_memory=like.device.type != "cpu")
 
 
 def _host_pages(like: Tensor, count: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Define the messages that two engines exchange about pages, and their wire format.
+"""Define the messages that two engines exchange about pages, and what must be equal in both.
 
 The engine that answers connects to the one that computes prompts and sends a hello; everything else requires
 the same model with pages of the same layout. A message is MessagePack behind a head of 12 bytes, which holds
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import struct
 import zlib
+from dataclasses import dataclass
 from typing import Annotated
 
 import msgspec
@@ -21,6 +22,7 @@ from msgspec import Meta
 
 from borders.field_table import MOST_LEASE_S
 from borders.field_types import LAST_ID, LONGEST_NAME
+from borders.numbers import PORTS
 
 VERSION = 1
 HEAD = struct.Struct("<III")
@@ -162,3 +164,36 @@ def one_line(text: str) -> str:
 
 def _check(length: int, num_bytes: int, body: bytes) -> int:
     return zlib.crc32(body, zlib.crc32(_LENGTHS.pack(length, num_bytes)))
+
+
+@dataclass(frozen=True, slots=True)
+class PageIdentity:
+    """What must be equal in two engines that exchange pages."""
+
+    model: str  # digest of everything but the tokens that a page's content depends on
+    page_size: int
+    layout: list[str]  # layout of a page in each layer
+
+    def difference(self, hello: Hello) -> str | None:
+        """Describe the first difference to another engine, with both values; None if there is none."""
+        pairs = {
+            "the version of the messages": (VERSION, hello.version),
+            "the model": (self.model, hello.model),
+            "cache.page_size": (self.page_size, hello.page_size),
+            "the number of layers": (len(self.layout), len(hello.layout)),
+        }
+        for layer, both in enumerate(zip(self.layout, hello.layout)):
+            pairs[f"a page of layer {layer}"] = both
+        for name, (here, there) in pairs.items():
+            if here != there:
+                return f"{name} is {here} at the engine of prompts and {there} at the one of answers"
+        return None
+
+
+def address_of_pages(endpoint: str) -> tuple[str, int]:
+    """Return host and port of tcp://HOST:PORT; raises ValueError."""
+    kind, _, rest = endpoint.partition("://")
+    host, _, port = rest.rpartition(":")
+    if kind != "tcp" or not host or PORTS.parse(port) is None:
+        raise ValueError(f"{endpoint!r} is no tcp://HOST:PORT")
+    return host.strip("[]"), int(port)

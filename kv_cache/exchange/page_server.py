@@ -16,9 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from kv_cache.exchange.connection import UNREAD_S, Connection, Wake
-from kv_cache.exchange.identity import PageIdentity, address_of_pages
-from kv_cache.exchange.message_memory import UnhandledBytes
+from kv_cache.exchange.connection import UNREAD_S, Connection, UnhandledBytes, Wake
 from kv_cache.exchange.messages import (
     LONGEST_MESSAGE,
     LONGEST_SHORT,
@@ -26,6 +24,7 @@ from kv_cache.exchange.messages import (
     Damaged,
     Hello,
     NotSent,
+    PageIdentity,
     PagePart,
     PagesWanted,
     PartTaken,
@@ -33,6 +32,7 @@ from kv_cache.exchange.messages import (
     Unfit,
     Unwanted,
     Welcome,
+    address_of_pages,
     one_line,
 )
 from kv_cache.exchange.transports import TRANSPORTS, Bytes, Reach, Ring, Transport

@@ -15,13 +15,13 @@ import zlib
 from dataclasses import dataclass
 
 from kv_cache.exchange.connection import Connection, Stalled, Wake
-from kv_cache.exchange.identity import PageIdentity, address_of_pages
 from kv_cache.exchange.messages import (
     VERSION,
     AllSent,
     Damaged,
     Hello,
     NotSent,
+    PageIdentity,
     PagePart,
     PagesWanted,
     PartTaken,
@@ -29,6 +29,7 @@ from kv_cache.exchange.messages import (
     Unfit,
     Unwanted,
     Welcome,
+    address_of_pages,
     framed,
     one_line,
 )

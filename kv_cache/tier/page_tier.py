@@ -2,21 +2,325 @@
 
 The engine looks pages up and receives what was found; the device makes the copies that the scheduler
 requests, in order: published pages are written to the store, and found pages are put into the host's pool.
-Reading and writing happen in threads (`reads`, `writes`).
+
+Reading and writing happen in a thread each. Lookups run one after the other, and each ends at the first page
+that is missing. A request waits for a bounded time: what was found by then is used, and a store that has not
+answered for so long is left alone. The queue of writes is bounded in bytes, and pages that do not fit are
+dropped. It is processed in order, so that a page that turned out wrong is removed after it was written.
 """
 
 from __future__ import annotations
 
+import logging
+import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
+from kv_cache.page_keys import KEY_BYTES
 from kv_cache.pages import Index, PageCopy
-from kv_cache.tier.health import PAUSE_S, StoreHealth, TierCounters
-from kv_cache.tier.reads import Lookup, PageReads
-from kv_cache.tier.store import PageStore
-from kv_cache.tier.writes import MOST_QUEUED_BYTES, Contents, PageWrites
+from kv_cache.tier.store import PageStore, StoreFailed, WrongEntry, content_of, entry_of
+
+PAUSE_S = 5.0  # time for which a store that failed is left alone
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class TierCounters:
+    """Totals that only grow, of pages unless a lookup or a failure is named."""
+
+    written: int = 0
+    known: int = 0  # not written, because the store had them
+    dropped: int = 0  # not written, because too many are queued or the store fails
+    found: int = 0
+    refused: int = 0  # found and not used, because they are damaged or of another model
+    hits: int = 0  # lookups that found something
+    misses: int = 0
+    # Lookups that exceeded their time; what they had found by then was used
+    late: int = 0
+    # Lookups that were not started, because the store fails or too many are queued
+    skipped: int = 0
+    read_failures: int = 0
+    write_failures: int = 0
+
+
+class StoreHealth:
+    """Leaves a store alone for a while after a failure; logs the first failure, and the recovery.
+
+    Reading and writing have a health of their own, because a full disk can still be read. `name` says which
+    it is.
+    """
+
+    def __init__(self, name: str, pause_s: float = PAUSE_S) -> None:
+        self._name, self._pause_s = name, pause_s
+        self._lock = threading.Lock()
+        self._until_s = 0.0
+        self.is_well = True  # state after the last call to the store
+        self.num_failures = 0
+
+    @property
+    def may_be_asked(self) -> bool:
+        """Whether the store works, or has been left alone for long enough."""
+        return self.is_well or time.monotonic() >= self._until_s
+
+    def failed(self, why: str) -> None:
+        """Note that the store could not be read or written."""
+        with self._lock:
+            self.num_failures += 1
+            if self.is_well:
+                log.warning("%s fails, and is done without: %s", self._name, why)
+            self.is_well = False
+            self._until_s = time.monotonic() + self._pause_s
+
+    def worked(self) -> None:
+        """Note that the store did what was asked."""
+        with self._lock:
+            if not self.is_well:
+                log.warning("%s works again", self._name)
+            self.is_well = True
+
+
+MOST_LOOKUPS = 1024  # lookups that may be queued
+READ_BYTES = 2**23  # bytes requested at once, or one page if that is larger
+NO_KEY = bytes(KEY_BYTES)
+
+
+class Lookup:
+    """A lookup of pages in the order of their request, with the content found so far."""
+
+    def __init__(self, keys: Sequence[bytes], until_s: float) -> None:
+        self.keys, self.until_s = keys, until_s
+        self.contents: list[bytes] = []
+        self.has_ended = False
+
+
+class PageReads:
+    """Reads pages of `page_bytes` from a store; a lookup may take `wait_s`.
+
+    The keys of entries that must not be used are passed to `take_off`.
+    """
+
+    def __init__(
+        self,
+        store: PageStore,
+        health: StoreHealth,
+        counters: TierCounters,
+        identity: bytes,
+        page_bytes: int,
+        wait_s: float,
+        take_off: Callable[[Sequence[bytes]], None],
+    ) -> None:
+        self._store, self._health, self._counters = store, health, counters
+        self._identity, self._page_bytes = identity, page_bytes
+        self._wait_s, self._take_off = wait_s, take_off
+        self._queue = deque[Lookup]()
+        # Start of the call that the store has not answered yet, on the monotonic clock
+        self._asked_s: float | None = None
+        self._changed = threading.Condition()
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._run, name="tier-reads", daemon=True)
+        self._thread.start()
+
+    def begin(self, keys: Sequence[bytes]) -> Lookup | None:
+        """Start a lookup; return None if it would be futile or take too long."""
+        if not self._health.may_be_asked or len(self._queue) >= MOST_LOOKUPS or self._is_stuck():
+            self._counters.skipped += 1
+            return None
+        lookup = Lookup(keys, time.monotonic() + self._wait_s)
+        with self._changed:
+            self._queue.append(lookup)
+            self._changed.notify()
+        return lookup
+
+    def is_over(self, lookup: Lookup) -> bool:
+        """Whether a lookup has ended or reached its time limit, which ends it with what it has found."""
+        if lookup.has_ended:
+            return True
+        if time.monotonic() < lookup.until_s:
+            return False
+        if self._is_stuck() and self._health.may_be_asked:  # only once, however many requests wait for it
+            self._health.failed(f"no answer within {self._wait_s:g} s")
+        self._end(lookup, is_late=True)
+        return True
+
+    def close(self, limit_s: float) -> None:
+        """End the thread."""
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify()
+        self._thread.join(limit_s)
+
+    def _is_stuck(self) -> bool:
+        asked_s = self._asked_s
+        return asked_s is not None and time.monotonic() - asked_s >= self._wait_s
+
+    def _end(self, lookup: Lookup, *, is_late: bool = False) -> None:
+        with self._changed:  # either the thread or the waiting engine may end it
+            if lookup.has_ended:
+                return
+            lookup.has_ended = True
+            counters = self._counters
+            counters.found += len(lookup.contents)
+            counters.late += is_late
+            counters.hits += not is_late and bool(lookup.contents)
+            counters.misses += not is_late and not lookup.contents
+
+    def _run(self) -> None:
+        # Connect now, so that no request waits for a connection and a failure is logged at the start
+        self._read([NO_KEY])
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._queue or self._is_closing)
+                if self._is_closing:
+                    return
+                lookup = self._queue.popleft()
+            if not lookup.has_ended:
+                self._look(lookup)
+            self._end(lookup)
+
+    def _look(self, lookup: Lookup) -> None:
+        keys, at_once = lookup.keys, max(1, READ_BYTES // self._page_bytes)
+        for at in range(0, len(keys), at_once):
+            for key, entry in zip(keys[at:], self._read(keys[at : at + at_once])):
+                content = None if entry is None else self._checked(key, entry)
+                if content is None:
+                    return
+                with self._changed:
+                    if lookup.has_ended:
+                        return
+                    lookup.contents.append(content)
+
+    def _read(self, keys: Sequence[bytes]) -> list[bytes | None]:
+        self._asked_s = time.monotonic()
+        try:
+            entries = self._store.read(keys)
+        except StoreFailed as error:
+            self._health.failed(str(error))
+            return [None]
+        finally:
+            self._asked_s = None
+        self._health.worked()
+        return entries
+
+    def _checked(self, key: bytes, entry: bytes) -> bytes | None:
+        """Return the content of an entry, or None if it must not be used."""
+        try:
+            return content_of(entry, key, self._identity, self._page_bytes)
+        except WrongEntry as error:
+            if not self._counters.refused:
+                log.warning("an entry of the tier is not used: %s; further ones are only counted", error)
+            self._counters.refused += 1
+            self._take_off([key])
+            return None
+
+
+MOST_QUEUED_BYTES = 2**28
+
+
+Contents = Callable[[], Sequence[bytes]]  # waits until the contents are ready
+
+
+class PageWrites:
+    """Writes pages of `page_bytes` to a store."""
+
+    def __init__(
+        self,
+        store: PageStore,
+        health: StoreHealth,
+        counters: TierCounters,
+        identity: bytes,
+        page_bytes: int,
+        most_queued_bytes: int = MOST_QUEUED_BYTES,
+    ) -> None:
+        self._store, self._health, self._counters = store, health, counters
+        self._identity = identity
+        self._most_queued = max(1, most_queued_bytes // page_bytes)
+        self._num_queued = 0  # queued pages, including those being written
+        # Entries without contents are removals
+        self._queue = deque[tuple[Sequence[bytes], Contents | None]]()
+        self._changed = threading.Condition()
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._run, name="tier-writes", daemon=True)
+        self._thread.start()
+
+    def room(self, wanted: int) -> int:
+        """Return how many of `wanted` pages may be queued now; the others count as dropped."""
+        with self._changed:
+            room = min(wanted, self._most_queued - self._num_queued) if self._health.may_be_asked else 0
+            self._counters.dropped += wanted - room
+        return room
+
+    def put(self, keys: Sequence[bytes], contents: Contents) -> None:
+        """Queue pages, for which there is room, to be written when `contents` returns."""
+        with self._changed:
+            self._num_queued += len(keys)
+            self._queue.append((keys, contents))
+            self._changed.notify_all()
+
+    def remove(self, keys: Sequence[bytes]) -> None:
+        """Remove pages, after all writes queued so far."""
+        with self._changed:
+            self._queue.append((keys, None))
+            self._changed.notify_all()
+
+    def settle(self, limit_s: float) -> bool:
+        """Wait until everything is written; return False if that takes longer than `limit_s`."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._queue and not self._num_queued, limit_s)
+
+    def close(self, limit_s: float) -> None:
+        """Write what is queued as far as the time allows, and end the thread."""
+        self.settle(limit_s)
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify_all()
+        self._thread.join(limit_s)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._queue or self._is_closing)
+                if self._is_closing:
+                    return
+                keys, contents = self._queue.popleft()
+            if contents is None:
+                self._take_off(keys)
+                continue
+            for key, content in zip(keys, contents()):
+                is_new = self._written(key, content)
+                with self._changed:
+                    self._counters.written += is_new is True
+                    self._counters.known += is_new is False
+                    self._counters.dropped += is_new is None
+                    self._num_queued -= 1
+                    self._changed.notify_all()
+
+    def _written(self, key: bytes, content: bytes) -> bool | None:
+        """Write a page; return False if the store has it or it is too large, and None if the store fails."""
+        if self._is_closing or not self._health.may_be_asked:
+            return None
+        try:
+            is_new = self._store.write(key, entry_of(content, key, self._identity))
+        except StoreFailed as error:
+            self._health.failed(str(error))
+            return None
+        self._health.worked()
+        return is_new
+
+    def _take_off(self, keys: Sequence[bytes]) -> None:
+        """Remove entries, even if the store is failing.
+
+        A wrong page must not be found when the store works again.
+        """
+        try:
+            self._store.remove(keys)
+        except StoreFailed as error:
+            self._health.failed(str(error))
+            log.error("%d pages that turned out wrong could not be taken off the tier: %s", len(keys), error)
+
 
 CLOSE_S = 0.2  # time for what is still queued at the end
 

@@ -1,9 +1,19 @@
-"""Define the interface of a page store: entries by key, shared by several engines."""
+"""Define what a page store is, how a page is stored in one, and when an entry is the page that was requested.
+
+An entry is a head and the page's content. The head holds the model's identity, the page's key, and a checksum
+over both and the content, so that an entry that was damaged, cut short, stored under another key, or computed
+by another model is recognised and not used.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Mapping, Sequence
 from typing import Protocol
+
+import msgspec
+
+from kv_cache.page_keys import KEY_BYTES
 
 
 class StoreFailed(Exception):
@@ -32,3 +42,48 @@ class PageStore(Protocol):
     def close(self) -> None:
         """Release the store; no other call follows."""
         ...
+
+
+MAGIC = b"cbpage1\n"  # changes with the layout of an entry
+HEAD_BYTES = len(MAGIC) + 3 * 32
+_IDENTITY_AT, _KEY_AT, _SUM_AT = len(MAGIC), len(MAGIC) + 32, len(MAGIC) + 64
+
+
+class WrongEntry(ValueError):
+    """An entry that must not be used, with the reason."""
+
+
+def identity_of(facts: Mapping[str, object]) -> bytes:
+    """Return a digest of everything that a page's content depends on, except its tokens and salt."""
+    return hashlib.sha256(msgspec.json.encode(facts, order="deterministic")).digest()
+
+
+def entry_of(content: bytes, key: bytes, identity: bytes) -> bytes:
+    """Return the entry of a page's content."""
+    assert len(key) == KEY_BYTES == len(identity), "not the key of a page, or no identity"
+    return b"".join((MAGIC, identity, key, _sum(content, key, identity), content))
+
+
+def content_of(entry: bytes, key: bytes, identity: bytes, num_bytes: int) -> bytes:
+    """Return the content of an entry, of `num_bytes` bytes.
+
+    Raises WrongEntry unless the entry is this page of this model, complete and undamaged.
+    """
+    if entry[: len(MAGIC)] != MAGIC:
+        raise WrongEntry("it is no page of this format")
+    if entry[_IDENTITY_AT:_KEY_AT] != identity:
+        raise WrongEntry("it is of another model, or of pages in another form")
+    if entry[_KEY_AT:_SUM_AT] != key:
+        raise WrongEntry("it is another page")
+    if len(entry) != HEAD_BYTES + num_bytes:
+        raise WrongEntry(f"it has {len(entry) - HEAD_BYTES} bytes, and a page {num_bytes}")
+    content = entry[HEAD_BYTES:]
+    if entry[_SUM_AT:HEAD_BYTES] != _sum(content, key, identity):
+        raise WrongEntry("its checksum is another")
+    return content
+
+
+def _sum(content: bytes, key: bytes, identity: bytes) -> bytes:
+    summed = hashlib.sha256(identity + key)
+    summed.update(content)
+    return summed.digest()

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from borders.file_bounds import check_regular
+from borders.files import check_regular
 from borders.numbers import integers, numbers
 from borders.refusal import abbreviate_json
+from models.quantization import MOST_PATTERN, REPEATED_GROUP
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MOST_WEIGHTS_BYTES = 2**34
@@ -47,6 +48,7 @@ _CONVERT = (
     "convert it with peft: model.save_pretrained(FOLDER, path_initial_model_for_weight_conversion=INITIAL),"
     " where INITIAL holds the adapter as it was before training"
 )
+_REPEAT, _MOST_REPEATS = re.compile(r"[*+?{]"), 3  # each multiplies the time by the length of a name
 Number = TypeVar("Number", int, float)
 _MERGE = "merge it with peft: model.merge_and_unload(), and serve the checkpoint that this makes"
 
@@ -127,17 +129,22 @@ def _check_numbers(folder: Path, rank: object, alpha: object, most_rank: int) ->
 def _pattern(folder: Path, config: dict[str, Any], name: str) -> dict[str, Any]:
     """Return what `rank_pattern` or `alpha_pattern` says of linears, by the ends of their names.
 
-    peft takes the names as regular expressions. Those that are more than a name are refused, because
-    evaluating an expression from an untrusted file may take hours.
+    peft takes the names as regular expressions. Those that may take long to match are refused, because
+    evaluating such an expression from an untrusted file may take hours.
     """
     pattern = config.get(name) or {}
     if not isinstance(pattern, dict):
         raise ValueError(f"{folder}: {name} is {json.dumps(pattern)[:60]}; it must map linears to numbers")
     for key in pattern:
-        if not re.fullmatch(r"\^?[\w.]+", key):
+        try:
+            re.compile(key)
+            is_short = len(key) <= MOST_PATTERN and len(_REPEAT.findall(key)) <= _MOST_REPEATS
+        except (re.error, RecursionError, OverflowError):
+            is_short = False
+        if not is_short or REPEATED_GROUP.search(key):
             raise ValueError(
-                f"{folder}: {name} has the expression {json.dumps(key)[:60]}; name its linears one by one, as"
-                " in model.layers.0.self_attn.q_proj or q_proj"
+                f"{folder}: {name} has the expression {json.dumps(key)[:60]}, which is none or may take long"
+                " to match; name its linears one by one, as in model.layers.0.self_attn.q_proj or q_proj"
             )
     return pattern
 
@@ -145,7 +152,6 @@ def _pattern(folder: Path, config: dict[str, Any], name: str) -> dict[str, Any]:
 def _by_name(pattern: dict[str, Number], linear: str, default: Number) -> Number:
     """Return the value of the first name that fits, as peft chooses it; after `^`, it is the whole name."""
     for name, value in pattern.items():
-        # Peft's names are regular expressions; here only letters and dots are allowed, which match any letter
         if re.match(rf"(?:.*\.)?({name})$", linear):
             return value
     return default

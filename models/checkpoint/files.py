@@ -13,12 +13,19 @@ from typing import Any, Literal
 
 from safetensors import SafetensorError, safe_open
 
-from borders.file_bounds import check_regular, is_there
+from borders.files import check_regular, is_there
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _SHARD = re.compile(r"model-(\d{1,5})-of-(\d{1,5})\.safetensors")
 _LFS = b"version https://git-lfs"  # the first bytes of a pointer, where Git LFS has not fetched the file
+GPTQ_FILES = "gptq_model-*.safetensors"  # AutoGPTQ's name of a single file, with bits and group
 MOST_NAMES = 20  # names that one message lists
+# How checkpoints that read images, too, call the tensors of their text model, and what these are called alone
+TEXT_NAMES = (
+    ("language_model.model.", "model."),
+    ("language_model.lm_head.", "lm_head."),
+    ("model.language_model.", "model."),
+)
 
 
 def checkpoint_files(path: Path) -> list[Path]:
@@ -30,6 +37,8 @@ def checkpoint_files(path: Path) -> list[Path]:
             raise ValueError(f"{path / SINGLE} is a link that leads to no file; download it again")
         if shards := _numbered(path):
             return shards
+        if len(named := sorted(path.glob(GPTQ_FILES))) == 1:
+            return named
         raise ValueError(
             f"{path} holds neither {SINGLE} nor {INDEX}; only safetensors are read: "
             "convert the checkpoint, or set model.weights: random"
@@ -76,13 +85,46 @@ def _first(names: list[str]) -> str:
 def open_checkpoint(file: Path, framework: Literal["pt", "numpy"] = "pt") -> Any:
     """Map a safetensors file, whose tensors are those of `framework`.
 
-    Raises ValueError if the file is damaged or something else.
+    Tensors of a text model within another are named as if they were alone. Raises ValueError if the file is
+    damaged or something else.
     """
     _check_fetched(file)
     try:
-        return safe_open(str(file), framework=framework, device="cpu")
+        opened = safe_open(str(file), framework=framework, device="cpu")
+        stored = {_alone(name): name for name in names_in(opened)}
+        return opened if all(map(str.__eq__, stored, stored.values())) else TextTensors(opened, stored)
     except SafetensorError as error:
         raise ValueError(f"{file} cannot be read as safetensors ({error}); download it again") from error
+
+
+class TextTensors:
+    """A mapped file whose tensors have other names there."""
+
+    def __init__(self, opened: Any, stored: dict[str, str]) -> None:
+        self._opened, self._stored = opened, stored
+
+    def keys(self) -> list[str]:
+        """Return the names as if the text model were alone."""
+        return list(self._stored)
+
+    def get_tensor(self, name: str) -> Any:
+        """Read a whole tensor."""
+        return self._opened.get_tensor(self._stored[name])
+
+    def get_slice(self, name: str) -> Any:
+        """Return a tensor's header, by which parts of it are read."""
+        return self._opened.get_slice(self._stored[name])
+
+    def metadata(self) -> Any:
+        """Return what the file says of itself."""
+        return self._opened.metadata()
+
+
+def _alone(name: str) -> str:
+    for stored, alone in TEXT_NAMES:
+        if name.startswith(stored):
+            return alone + name.removeprefix(stored)
+    return name
 
 
 def _check_fetched(file: Path) -> None:

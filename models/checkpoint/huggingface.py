@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from borders.abbreviate import abbreviate
 from borders.numbers import Number, Range, integers, numbers
+from borders.refusal import abbreviate
 from kv_cache.groups import DType
 from models.config import (
     DTYPE_BYTES,
@@ -22,7 +22,9 @@ from models.config import (
     ROPE_KINDS,
     DecoderConfig,
     LatentConfig,
+    LayerSpec,
     MixtureConfig,
+    QkNorm,
     RopeConfig,
     check_fused,
 )
@@ -59,6 +61,15 @@ MOST = {
     "num_nextn_predict_layers": 2**6,
     "num_experts": 2**10,
     "num_experts_per_tok": 2**10,
+    "num_shared_experts": 2**10,
+    "moe_num_experts": 2**10,
+    "moe_k": 2**10,
+    "moe_topk": 2**10,
+    "rotary_dim": 2**14,
+    "moe_num_shared_experts": 2**10,
+    "moe_layer_start_index": 2**12,
+    "moe_layer_end_index": 2**12,
+    "moe_layer_interval": 2**12,
     "decoder_sparse_step": 2**12,
     "sliding_window": 2**31,
     "sliding_window_pattern": 2**12,
@@ -76,11 +87,11 @@ def decoder_config(
     hf: Mapping[str, Any],
     family: str,
     *,
-    windows: Windows,
+    layers: tuple[LayerSpec, ...],
     attention_bias: bool = False,
     output_bias: bool = False,
     mlp_bias: bool = False,
-    qk_norm: bool = False,
+    qk_norm: QkNorm = "none",
     mixture: MixtureConfig | None = None,
     latent: LatentConfig | None = None,
     turned: float | None = None,
@@ -102,7 +113,7 @@ def decoder_config(
         family=family,
         vocab_size=integer(hf, "vocab_size"),
         hidden_size=integer(hf, "hidden_size"),
-        num_layers=integer(hf, "num_hidden_layers"),
+        layers=layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
@@ -112,7 +123,6 @@ def decoder_config(
             rope_config(hf, head_dim if latent is None else latent.rope_dim, max_positions, turned),
             interleaved=interleaved,
         ),
-        windows=windows,
         tie_embeddings=boolean(hf, "tie_word_embeddings", False),
         attention_bias=attention_bias,
         output_bias=output_bias,
@@ -366,15 +376,28 @@ def sparse_layers(hf: Mapping[str, Any]) -> tuple[bool, ...]:
     return tuple(layer not in dense and (layer + 1) % step == 0 for layer in layers)
 
 
-def grouped_experts(
-    hf: Mapping[str, Any], *, first_dense: int, num_shared: int, **more: Any
-) -> MixtureConfig:
-    """Return experts as DeepSeek's files describe them, in all layers but the first.
-
-    `more` is of the family.
-    """
-    num_layers, size = integer(hf, "num_hidden_layers"), integer(hf, "moe_intermediate_size")
+def layers_after_dense(hf: Mapping[str, Any], first_dense: int) -> tuple[bool, ...]:
+    """Return which layers have experts: all but the first ones, `first_dense` of them by default."""
     dense = integer(hf, "first_k_dense_replace", first_dense, least=0)
+    return tuple(layer >= dense for layer in range(integer(hf, "num_hidden_layers")))
+
+
+def layers_by_mlp_type(hf: Mapping[str, Any]) -> tuple[bool, ...]:
+    """Return which layers have experts: those that `mlp_layer_types` calls sparse, or all but the first."""
+    types, num_layers = hf.get("mlp_layer_types"), integer(hf, "num_hidden_layers")
+    if types is None:
+        return tuple(layer > 0 for layer in range(num_layers))
+    known = ("dense", "sparse")
+    if not isinstance(types, list) or len(types) != num_layers or any(each not in known for each in types):
+        raise refused(
+            "mlp_layer_types", types, f"one of {' or '.join(known)} for each of {num_layers} layers"
+        )
+    return tuple(each == "sparse" for each in types)
+
+
+def grouped_experts(hf: Mapping[str, Any], *, num_shared: int, **more: Any) -> MixtureConfig:
+    """Return experts as DeepSeek's files describe them; `more` is of the family."""
+    size = integer(hf, "moe_intermediate_size")
     num_experts, num_groups = integer(hf, "n_routed_experts"), integer(hf, "n_group", 1)
     num_chosen, num_chosen_groups = integer(hf, "num_experts_per_tok"), integer(hf, "topk_group", 1)
     best = more.get("group_best", 1)
@@ -388,7 +411,6 @@ def grouped_experts(
         num_experts,
         num_chosen,
         inner_size=size,
-        layers=tuple(layer >= dense for layer in range(num_layers)),
         num_groups=num_groups,
         num_chosen_groups=num_chosen_groups,
         scale=number(hf, "routed_scaling_factor", 1.0),
@@ -407,9 +429,13 @@ def latent_config(hf: Mapping[str, Any]) -> LatentConfig:
     nope_dim, rope_dim = integer(hf, "qk_nope_head_dim"), integer(hf, "qk_rope_head_dim")
     if rope_dim % 2:
         raise refused("qk_rope_head_dim", rope_dim, "the rotary embedding turns pairs: it must be even")
+    derived = {"num_key_value_heads": integer(hf, "num_attention_heads"), "head_dim": rope_dim}
+    for name, size in (derived | {"qk_head_dim": nope_dim + rope_dim}).items():
+        if hf.get(name) not in (None, size):
+            raise refused(name, hf[name], f"it follows from other sizes: it must be {size}, or left out")
     rope = rope_config(hf, rope_dim, integer(hf, "max_position_embeddings"))
     scale = (nope_dim + rope_dim) ** -0.5
-    if rope.kind == "yarn" and rope.mscale_all_dim and rope.factor > 1:
+    if rope.kind != "default" and rope.mscale_all_dim and rope.factor > 1:
         scale *= (0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0) ** 2
     return LatentConfig(
         query_rank=None if hf.get("q_lora_rank") is None else integer(hf, "q_lora_rank"),

@@ -65,6 +65,10 @@ def inputs_of_experts(config: DecoderConfig) -> tuple[int, ...]:
     mixture = config.mixture
     if mixture is None:
         return ()
-    layers = [config.mlp_names(layer)[0] for layer, is_one in enumerate(mixture.layers) if is_one]
+    layers = [
+        config.mlp_names(layer)[0]
+        for layer in range(config.num_layers)
+        if config.mixture_of(layer) is not None
+    ]
     is_kept = any(isinstance(config.form(name), Int4) for names in layers for name in names)
     return (config.hidden_size, mixture.inner_size) if is_kept else ()

@@ -31,7 +31,7 @@ class LayerParts:
         parts = LayerParts({}, [], {})
         whole, joined, orders = parts.whole, parts.joined, parts.orders
         norms = (layer.input_norm, layer.mlp_norm, layer.attention_post_norm, layer.mlp_post_norm)
-        whole |= {f"{prefix}{name}.weight": norm for name, norm in zip(config.norms, norms)}
+        whole |= {f"{prefix}{name}.weight": norm for name, norm in zip(config.norms, norms) if name}
         for name, norm in attention.norms().items():
             whole[f"{prefix}self_attn.{name}.weight"] = norm
             orders[f"{prefix}self_attn.{name}"] = attention.order(name)
@@ -49,7 +49,10 @@ class LayerParts:
             block = f"{prefix}{mlp.config.block}."
             whole[f"{block}{mlp.config.router}.weight"] = mlp.router
             whole[f"{block}{mlp.config.router}.bias"] = mlp.router_bias
-            whole[f"{block}gate.e_score_correction_bias"] = mlp.correction
+            correction: Tensor | None = mlp.correction
+            if correction is not None and mlp.config.is_correction_row:
+                correction = correction[None]
+            whole[f"{block}{mlp.config.correction}"] = correction
             whole[f"{block}{mlp.config.shared_block}_gate.weight"] = mlp.shared_gate
             shared = config.shared_names(number, prefix)
             if mlp.shared is not None and shared is not None:

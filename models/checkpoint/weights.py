@@ -35,6 +35,16 @@ from models.parallel.share import Share, Slices
 HEAD, EMBEDDING, BODY = "lm_head.weight", "model.embed_tokens.weight", "embed_tokens.weight"
 # Bytes after which a file is mapped again, because pages read from a mapping count as the process's memory
 MAPPED_BYTES = 2**27
+# How the tensors of towers for images, and of what leads from them to the text model, are named
+TOWERS = (
+    "vision_tower.",
+    "vision_model.",
+    "multi_modal_projector.",
+    "mm_projector.",
+    "model.vision_tower.",
+    "model.multi_modal_projector.",
+    "model.mm_projector.",
+)
 # Buffers that older checkpoints contain although they follow from config.json
 HARMLESS = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 
@@ -50,13 +60,20 @@ def load(decoder: Decoder, path: str | Path, tell: Callable[[str], None] = lambd
     places = in_stacks(in_parts(own, config.stored_form, path), config, path)
     has_twin = config.tie_embeddings and EMBEDDING in places
     known = {HEAD: places[EMBEDDING], **places} if has_twin else places
-    share, prefix = decoder.share, ""
-    if BODY in tensor_names(path):  # saved without a head, as models for embeddings are
+    share, prefix, stored = decoder.share, "", tensor_names(path)
+    if has_twin and HEAD in stored and EMBEDDING not in stored:  # one tensor, stored by its other name
+        places = {HEAD if name == EMBEDDING else name: place for name, place in places.items()}
+    if BODY in stored:  # saved without a head, as models for embeddings are
         prefix = EMBEDDING.removesuffix(BODY)
         places, known = (
             {name.removeprefix(prefix): at for name, at in some.items()} for some in (places, known)
         )
-    found, num_bytes = fill(path, places, known, lambda name: share.is_elsewhere(prefix + name, config), tell)
+
+    def is_unread(name: str) -> bool:
+        is_of_a_tower = config.reads_text_alone and name.startswith(TOWERS)
+        return is_of_a_tower or share.is_elsewhere(prefix + name, config)
+
+    found, num_bytes = fill(path, places, known, is_unread, tell)
     # A tied checkpoint may contain its head as well; if the two differ it is not tied
     heads = (file for file, names in found.items() if HEAD in names and HEAD not in places)
     for file in heads if has_twin else ():
@@ -208,6 +225,9 @@ def placed(parts: LayerParts, config: DecoderConfig, held: dict[str, int], share
             if name.endswith(SINKS):
                 heads = share.heads(config)
                 places[name] = Place(tensor.data, (config.num_heads,), heads, order, added=added)
+            elif linear_name := _linear_of_joined_norm(name, config):
+                rows = share.slices(f"{linear_name}.weight", config)[:1]
+                places[name] = Place(tensor.data, sizes[linear_name][:1], rows, order, added=added)
             else:
                 places[name] = Place(tensor.data, tuple(tensor.shape), (), order, added=added)
     for prefix, names, linear in parts.joined:
@@ -229,6 +249,14 @@ def placed(parts: LayerParts, config: DecoderConfig, held: dict[str, int], share
                     slices = _of_words(slices)
                 places[f"{name}.{kind}"] = Place(room, shape, slices, orders.get(name), rounding=rounding)
     return places
+
+
+def _linear_of_joined_norm(name: str, config: DecoderConfig) -> str | None:
+    """Return the linear whose outputs, of all heads, this norm weighs, if it is such a norm."""
+    stem, _, norm = name.removesuffix(".weight").rpartition(".")
+    if config.qk_norm != "joined" or norm not in config.qk_norm_names:
+        return None
+    return f"{stem}.{FUSED[config.qk_norm_names.index(norm)]}"
 
 
 def _stored_as(names: tuple[str, ...], config: DecoderConfig) -> str | None:

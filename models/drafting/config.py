@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
-from models.config import DecoderConfig, HeadConfig
+from models.config import DecoderConfig, HeadConfig, LayerSpec
 
 # Names in the checkpoint of an EAGLE-3 head: its layer, and the embedding that it may have of its own
 LAYER, EMBEDDING = "midlayer.", "embed_tokens.weight"
@@ -82,7 +82,8 @@ def mtp_config(target: DecoderConfig, num_kept: int) -> MtpConfig:
             " predicts further tokens"
         )
     values = {each.name: getattr(target, each.name) for each in fields(target)}
-    mixture = target.mixture and replace(target.mixture, layers=(True,), placement=())
-    values |= {"family": "mtp", "num_layers": 1, "windows": (None,), "mixture": mixture}
+    mixture = target.mixture and replace(target.mixture, placement=())
+    layer = LayerSpec(target.layers[-1].mixer, mlp="dense" if mixture is None else "experts")
+    values |= {"family": "mtp", "layers": (layer,), "mixture": mixture}
     values |= {"tie_embeddings": True, "eos_token_ids": (), "num_unread_layers": 0, "window_groups": ()}
     return MtpConfig(**values, taps=(target.num_layers,), num_kept=num_kept, number=target.num_layers)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from continuous_batching.batch import Batch, ragged_ranges
 from continuous_batching.slots import SlotPool
-from kv_cache.device.storage import KVCache
+from kv_cache.device.storage import CacheLayers
 from kv_cache.device.transfer import to_device
 from kv_cache.pages import Index
 from models.decoder import Decoder
@@ -51,7 +51,7 @@ class Drafter:
     def __init__(
         self,
         decoder: Decoder | Head,
-        cache: KVCache,
+        cache: CacheLayers,
         slots: SlotPool,
         most_tokens: int,
         most_lag: int = _MOST_LAG,
@@ -195,7 +195,7 @@ class _Left:
 class HeadDrafter(Drafter):
     """A drafter for a head of the target's own checkpoint, with at most `most` drafts a row and step."""
 
-    def __init__(self, head: Head, cache: KVCache, slots: SlotPool, most_tokens: int, most: int) -> None:
+    def __init__(self, head: Head, cache: CacheLayers, slots: SlotPool, most_tokens: int, most: int) -> None:
         super().__init__(head, cache, slots, most_tokens, most + 1)
         self._head = head
         self._left: _Left | None = None

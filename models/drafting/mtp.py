@@ -75,6 +75,7 @@ class Mtp(Head):
     def fill(self, step: StepInputs, features: Tensor) -> None:
         """Write what the layer's attention caches, zeros at a position that has none."""
         x, cos, sin = self._inputs(step, features)
+        assert self.layer.input_norm is not None, "the layers of these models norm what they read"
         normed = self.ops.rms_norm(x, self.layer.input_norm, self.eps)
         self.layer.attention.write(normed, cos, sin, step, pad_rows(step.positions, len(x)) < FIRST_KEY)
 

@@ -155,17 +155,19 @@ class LatentSelfAttention(nn.Module):
 
     def forward(self, x: Tensor | Int8Rows, cos: Tensor, sin: Tensor, step: StepInputs) -> Tensor:
         """Map [T, hidden] to [T, hidden], after writing the step's latents and rope keys to the cache."""
-        pages, up = (step.cache.keys[self.layer], step.cache.values[self.layer]), self.up.packed
+        (latents, rope_keys), up = step.cache.of(self.layer), self.up.packed
         assert up is not None, "pack the decoder before its first step"
         if self.prolog is not None and self.attention.is_joined(step.metadata):
             rows, scale = self.rows(x)
             query, rope = self.attention.write_joined(
-                rows, scale, self.prolog, cos, sin, *pages, step.metadata
+                rows, scale, self.prolog, cos, sin, latents, rope_keys, step.metadata
             )
-            attended = self.attention.attend_joined(query, rope, up, *pages, step.metadata)
+            attended = self.attention.attend_joined(query, rope, up, latents, rope_keys, step.metadata)
         else:
             nope, rope = self.write(x, cos, sin, step)
-            attended = self.attention.attend_heads(nope, rope, up, *pages, step.metadata, self.layer)
+            attended = self.attention.attend_heads(
+                nope, rope, up, latents, rope_keys, step.metadata, self.layer
+            )
         y: Tensor = self.output(attended.flatten(1))
         return y
 
@@ -200,7 +202,7 @@ class LatentSelfAttention(nn.Module):
             nope, rope = nope.contiguous(), torch.cat((pairs[..., ::2], pairs[..., 1::2]), -1)
         else:
             nope, rope = (each.unflatten(-1, (-1, width)) for each, width in zip(queries, widths))
-        latents, rope_keys = step.cache.keys[self.layer], step.cache.values[self.layer]
+        latents, rope_keys = step.cache.of(self.layer)
         return nope, self._write(kv, rope, cos, sin, latents, rope_keys, step)
 
     def _write(

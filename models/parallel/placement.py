@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from borders.file_bounds import read_bounded
+from borders.files import read_bounded
 from borders.numbers import integers
 from models.config import DecoderConfig
 
@@ -71,7 +71,8 @@ def read(path: Path, config: DecoderConfig) -> Layers:
     count = config.mixture.num_experts
     if len(layers) != config.num_layers:
         raise ValueError(f"{path} is of {len(layers)} layers, and the model has {config.num_layers}")
-    for number, (layer, has_experts) in enumerate(zip(layers, config.mixture.layers)):
+    for number, layer in enumerate(layers):
+        has_experts = config.mixture_of(number) is not None
         if sorted(layer) != list(range(count if has_experts else 0)):
             wanted = f"each of {count} experts once" if has_experts else "no expert: it is dense"
             raise ValueError(f"{path}: layer {number} must name {wanted}")

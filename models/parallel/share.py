@@ -116,14 +116,12 @@ class Share:
                 mixture,
                 inner_size=mixture.inner_size // self.of_an_expert[1],
                 shared_size=mixture.shared_size // self.tensors,
-                layers=mixture.layers[layers.start : layers.stop],
                 placement=mixture.placement[layers.start : layers.stop],
                 held=None if self.experts == 1 else self.places(mixture),
             )
         return replace(
             config,
-            num_layers=len(layers),
-            windows=config.windows[layers.start : layers.stop],
+            layers=config.layers[layers.start : layers.stop],
             mixture=mixture,
             num_heads=config.num_heads // self.tensors,
             num_kv_heads=max(1, config.num_kv_heads // self.tensors),

@@ -27,7 +27,7 @@ from torch import Tensor
 from attention.reference import Attention, AttentionMetadata, StaticDecodes
 from continuous_batching.batch import Batch
 from continuous_batching.slots import SlotPool
-from kv_cache.device.storage import KVCache
+from kv_cache.device.storage import CacheLayers
 from kv_cache.pages import Index
 from models.decoder import Decoder
 from models.head import Head
@@ -149,7 +149,7 @@ class DecodeGraphs:
     def __init__(
         self,
         decoder: Decoder | Head,
-        cache: KVCache,
+        cache: CacheLayers,
         attention: Attention,
         sampler: CapturedSampler,
         slots: SlotPool,
@@ -266,7 +266,7 @@ class DecodeGraphs:
         self._held = best.chosen if drawn is None else drawn
         return StepOutputs(logits, best, drawn)
 
-    def _captured(self, rows: int, width: int, pool: Any, scratch: KVCache) -> CapturedStep:
+    def _captured(self, rows: int, width: int, pool: Any, scratch: CacheLayers) -> CapturedStep:
         size = num_values(rows, width, self.slots.max_pages, self._num_windows)
         pinned = torch.zeros(self._num_inputs, size, dtype=torch.int32, pin_memory=True)
         inputs = [
@@ -305,7 +305,7 @@ class DecodeGraphs:
         return CapturedStep(graph, inputs, sent, metadata, logits, best, joins, draw, drawn)
 
     def _step(
-        self, columns: Tensor, pages: Tensor, windows: list[tuple[Tensor, Tensor]], cache: KVCache
+        self, columns: Tensor, pages: Tensor, windows: list[tuple[Tensor, Tensor]], cache: CacheLayers
     ) -> tuple[Tensor, Best, tuple[AttentionMetadata, ...]]:
         _, positions, write_index, kv_lens, rope_lens, source, adapters = columns[: DRAW.start]
         # A row that failed has no token: its request ends, and this step's result for it is dropped

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from continuous_batching.batch import Batch
 from continuous_batching.slots import SlotPool
-from kv_cache.device.storage import KVCache
+from kv_cache.device.storage import CacheLayers
 from kv_cache.device.transfer import to_device
 from kv_cache.pages import Index
 from models.decoder import Decoder
@@ -21,7 +21,7 @@ from models.head import Head
 from models.step_inputs import StepInputs
 
 
-def step_inputs(batch: Batch, slots: SlotPool, decoder: Decoder | Head, cache: KVCache) -> StepInputs:
+def step_inputs(batch: Batch, slots: SlotPool, decoder: Decoder | Head, cache: CacheLayers) -> StepInputs:
     """Send all tokens of a batch, as far as the host knows them, to the device."""
     attention = decoder.attention
     packed = slots.inputs(batch)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from continuous_batching.slots import SlotPool
 from devices.shapes import AttentionShape, LatentShape
-from kv_cache.device.storage import KVCache
+from kv_cache.device.storage import KVCache, LayerPages
 from models.checkpoint import weights
 from models.config import DecoderConfig, HeadConfig
 from models.decoder import Decoder
@@ -97,53 +99,42 @@ def _own_layer(recipe: Recipe, config: MtpConfig, machine: Machine, group: Group
     return head
 
 
-def features_of(config: HeadConfig, recipe: Recipe, memory: MemoryPlan, device: torch.device) -> KVCache:
-    """Return the cache of target features that a head reads, in as many pages as were planned."""
+def layers_of(decoder: Decoder | Head) -> list[LayerPages]:
+    """Return what the cache holds for a decoder, layer by layer; the features that a head reads come last."""
+    config, attention = decoder.part, decoder.attention
+    layers = [LayerPages(attention.new_planes, config.group_of(layer)) for layer in range(config.num_layers)]
+    if isinstance(config, HeadConfig):
+        shape, dtype = (config.num_kept, config.hidden_size), TORCH_DTYPES[config.dtype]
+        layers.append(
+            LayerPages(lambda count: (torch.zeros(count, *shape, dtype=dtype, device=attention.device),))
+        )
+    return layers
+
+
+def cache_of(decoders: Sequence[Decoder | Head], recipe: Recipe, memory: MemoryPlan) -> KVCache:
+    """Return the cache of a decoder, and of the draft model or head after it, in as many pages as planned."""
     return KVCache(
-        1,
-        memory.num_pages,
-        config.num_kept,
-        1,
-        config.hidden_size,
-        TORCH_DTYPES[config.dtype],
-        device,
-        num_host_pages=memory.num_host_pages,
-        keys_only=True,
+        [layer for decoder in decoders for layer in layers_of(decoder)],
+        recipe.cache.page_size,
+        [memory.num_pages, *(each.num_pages for each in memory.windows)],
+        [memory.num_host_pages, *(each.num_host_pages for each in memory.windows)],
+        indexed=decoders[0].attention.indexed,
     )
 
 
 def drafter_of(
-    draft: Decoder | Head, target: Decoder, beside: KVCache, slots: SlotPool, most_tokens: int, recipe: Recipe
+    draft: Decoder | Head,
+    target: Decoder,
+    cache: KVCache,
+    slots: SlotPool,
+    most_tokens: int,
+    recipe: Recipe,
 ) -> Drafter:
-    """Return the drafter, whose keys and values are in the cache `beside` the target's."""
+    """Return the drafter, whose layers come last in the cache."""
+    count = draft.part.num_layers
+    first = len(cache.layers) - len(layers_of(draft))
+    own = cache.part(first, count)
     if isinstance(draft, Decoder):
-        return Drafter(draft, beside, slots, most_tokens)
-    assert beside.beside is not None, "features lie beside a head's keys"
-    draft.attach(target, FeaturePages(beside.beside, recipe.cache.page_size))
-    return HeadDrafter(draft, beside, slots, most_tokens, recipe.speculation.max_tokens)
-
-
-def cache_of(
-    decoder: Decoder | Head, recipe: Recipe, memory: MemoryPlan, beside: KVCache | None = None
-) -> KVCache:
-    """Return the cache of a decoder's keys and values, in as many pages as were planned."""
-    config, attention = decoder.part, decoder.attention
-    if isinstance(config, HeadConfig):
-        beside = features_of(config, recipe, memory, attention.device)
-    return KVCache(
-        config.num_layers,
-        memory.num_pages,
-        recipe.cache.page_size,
-        config.num_kv_heads,
-        config.head_dim,
-        TORCH_DTYPES[config.dtype],
-        attention.device,
-        num_host_pages=memory.num_host_pages,
-        groups=[config.group_of(layer) for layer in range(config.num_layers)],
-        window_pages=[each.num_pages for each in memory.windows],
-        window_host_pages=[each.num_host_pages for each in memory.windows],
-        allocate=attention.new_pages,
-        allocate_values=attention.new_value_pages,
-        indexed=attention.indexed,
-        beside=beside,
-    )
+        return Drafter(draft, own, slots, most_tokens)
+    draft.attach(target, FeaturePages(cache, first + count))
+    return HeadDrafter(draft, own, slots, most_tokens, recipe.speculation.max_tokens)

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from attention.reference import Attention
+from borders.files import in_one_line
 from borders.start_report import StartReport
-from borders.system_error import in_one_line
 from continuous_batching.engine import Engine
 from continuous_batching.recording.recorder import Recorder, RecordingFile, Sink
 from devices.compiled import LIMIT_S
@@ -37,7 +37,7 @@ from models.step.runner import ModelRunner, RowSampler
 from models.step.stage_runner import StageRunner
 from models.step.warm_up import capture, largest_step_bytes, warm_up
 from recipes.assembly.decoders import cache_of, draft_decoder, drafter_of, shape_of
-from recipes.assembly.families import overridden_fields, share_of
+from recipes.assembly.families import overridden_fields, share_of, unknown_fields
 from recipes.assembly.memory_plan import MemoryPlan, report
 from recipes.assembly.page_events import publish_pages
 from recipes.assembly.page_tier import attach_tier
@@ -97,6 +97,10 @@ def build(
             built = assemble(recipe, ranks.group, clock, ranks.wait_s, partial(_tell_all, ranks, tell))
         built.engine.runner = ranks.watched(built.runner, built.largest_step_s)
         built, sinks = replace(built, ranks=ranks), [ranks]
+    if unknown := unknown_fields(recipe):
+        log.warning(
+            "no effect: fields of the model's configuration that are not known: %s", ", ".join(unknown)
+        )
     if recipe.scheduler.record is not None:
         sinks = [RecordingFile(recipe.scheduler.record), *sinks]
     if sinks:
@@ -146,8 +150,7 @@ def assemble(
     adapters = _adapters(recipe, decoder)
     tell("")
     world.meet("the meeting after loading", wait_s)
-    beside = None if draft is None else cache_of(draft, recipe, memory)
-    cache = cache_of(decoder, recipe, memory, beside)
+    cache = cache_of([decoder] if draft is None else [decoder, draft], recipe, memory)
     drafts = None if draft is None else draft.config
     most = (memory.num_pages, memory.num_host_pages, memory.longest_tokens)
     limits = SchedulerLimits.of(config, *most, drafts, memory.window_pools)
@@ -157,9 +160,9 @@ def assemble(
     if world.rank == 0:
         sampler = Sampler(config.eos_token_ids, config.vocab_size, decoder.ops)
     drafter = None
-    if draft is not None and beside is not None:
-        slots, most_tokens = scheduler.slots, scheduler.max_batch_tokens
-        drafter = drafter_of(draft, decoder, beside, slots, most_tokens, recipe)
+    if draft is not None:
+        most_tokens = scheduler.max_batch_tokens
+        drafter = drafter_of(draft, decoder, cache, scheduler.slots, most_tokens, recipe)
     kind = ModelRunner if depth == 1 else StageRunner
     runner = kind(decoder, cache, decoder.attention, sampler, scheduler.slots, drafter)
     engine = Engine(scheduler, runner, clock, overlap=recipe.scheduler.overlap)

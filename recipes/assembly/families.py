@@ -8,59 +8,116 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from borders.abbreviate import abbreviate
-from borders.file_bounds import check_regular, is_there
+from borders.files import check_regular, is_there
+from borders.refusal import abbreviate
 from kv_cache.groups import DType
 from models.checkpoint.files import tensor_names
-from models.checkpoint.huggingface import check_attended
+from models.checkpoint.huggingface import check_attended, refused
 from models.checkpoint.int4 import check_groups, kept_int4
 from models.config import DecoderConfig
 from models.drafting.config import Eagle3Config, MtpConfig, mtp_config
 from models.parallel.placement import read as read_placement
 from models.parallel.share import Share, check_experts, check_ranks, check_stages
-from models.quantization import Quantization
+from models.quantization import KEY, Quantization
 from recipes.config_overrides import named_overrides, with_overrides
-from recipes.deepseek.model import v2 as deepseek_v2
-from recipes.deepseek.model import v3 as deepseek_v3
-from recipes.gemma2.model import config as gemma2
-from recipes.gemma3.model import config as gemma3
-from recipes.glm4.model import config as glm4
-from recipes.glm4_moe.model import config as glm4_moe
-from recipes.gpt_oss.model import config as gpt_oss
-from recipes.internlm3.model import config as internlm3
+from recipes.deepseek import model as deepseek
+from recipes.ernie4_5 import model as ernie4_5
+from recipes.gemma2 import model as gemma2
+from recipes.gemma3 import model as gemma3
+from recipes.glm4 import model as glm4
+from recipes.glm4_moe import model as glm4_moe
+from recipes.glm4_moe_lite import model as glm4_moe_lite
+from recipes.gpt_oss import model as gpt_oss
+from recipes.hunyuan import model as hunyuan
+from recipes.hy_v3 import model as hy_v3
+from recipes.internlm3 import model as internlm3
+from recipes.llama import model as llama
 from recipes.llama.eagle3 import config as eagle3
-from recipes.llama.model import config as llama
-from recipes.mistral.model import config as mistral
-from recipes.mixtral.model import config as mixtral
+from recipes.minimax_m2 import model as minimax_m2
+from recipes.mistral import model as mistral
+from recipes.mixtral import model as mixtral
 from recipes.model_folder import check_kind
-from recipes.phi3.model import config as phi3
-from recipes.qwen2.model import config as qwen2
-from recipes.qwen2_moe.model import config as qwen2_moe
-from recipes.qwen3.model import config as qwen3
-from recipes.qwen3_moe.model import config as qwen3_moe
+from recipes.olmo3 import model as olmo3
+from recipes.phi3 import model as phi3
+from recipes.qwen2 import model as qwen2
+from recipes.qwen2_moe import model as qwen2_moe
+from recipes.qwen3 import model as qwen3
+from recipes.qwen3_moe import model as qwen3_moe
 from recipes.schema.recipe import Recipe, from_root
 from recipes.schema.recipe_error import RecipeError
+from recipes.seed_oss import model as seed_oss
 
 Auto = Literal["auto"]
+# Keys that a configuration may have beside its text_config
+_OF_THE_WHOLE = ("tie_word_embeddings", "eos_token_id", "quantization_config", "dtype", "torch_dtype")
+GPTQ_FILE, AWQ_FILE = "quantize_config.json", "quant_config.json"
 FAMILIES = {
-    "deepseek_v2": deepseek_v2,
-    "deepseek_v3": deepseek_v3,
-    "gemma2": gemma2,
-    "gemma3_text": gemma3,
-    "glm4": glm4,
-    "glm4_moe": glm4_moe,
-    "gpt_oss": gpt_oss,
-    "internlm3": internlm3,
-    "kimi_k2": deepseek_v3,
-    "llama": llama,
-    "mistral": mistral,
-    "mixtral": mixtral,
-    "phi3": phi3,
-    "qwen2": qwen2,
-    "qwen2_moe": qwen2_moe,
-    "qwen3": qwen3,
-    "qwen3_moe": qwen3_moe,
+    "deepseek_v2": deepseek.v2,
+    "deepseek_v3": deepseek.v3,
+    "ernie4_5": ernie4_5.dense,
+    "ernie4_5_moe": ernie4_5.sparse,
+    "gemma2": gemma2.config,
+    "gemma3_text": gemma3.config,
+    "glm4": glm4.config,
+    "glm4_moe": glm4_moe.config,
+    "glm4_moe_lite": glm4_moe_lite.config,
+    "gpt_oss": gpt_oss.config,
+    "hunyuan_v1_dense": hunyuan.dense,
+    "hunyuan_v1_moe": hunyuan.sparse,
+    "hy_v3": hy_v3.config,
+    "internlm3": internlm3.config,
+    "kimi_k2": deepseek.v3,
+    "llama": llama.config,
+    "minimax_m2": minimax_m2.config,
+    "ministral3": mistral.ministral3,
+    "mistral": mistral.config,
+    "mixtral": mixtral.config,
+    "olmo3": olmo3.config,
+    "phi3": phi3.config,
+    "qwen2": qwen2.config,
+    "qwen2_moe": qwen2_moe.config,
+    "qwen3": qwen3.config,
+    "qwen3_moe": qwen3_moe.config,
+    "seed_oss": seed_oss.config,
 }
+# What each family makes of the fields of its config.json
+FIELDS = {
+    "deepseek_v2": deepseek.V2_FIELDS,
+    "deepseek_v3": deepseek.V3_FIELDS,
+    "ernie4_5": ernie4_5.DENSE_FIELDS,
+    "ernie4_5_moe": ernie4_5.SPARSE_FIELDS,
+    "gemma2": gemma2.FIELDS,
+    "gemma3_text": gemma3.FIELDS,
+    "glm4": glm4.FIELDS,
+    "glm4_moe": glm4_moe.FIELDS,
+    "glm4_moe_lite": glm4_moe_lite.FIELDS,
+    "gpt_oss": gpt_oss.FIELDS,
+    "hunyuan_v1_dense": hunyuan.DENSE_FIELDS,
+    "hunyuan_v1_moe": hunyuan.SPARSE_FIELDS,
+    "hy_v3": hy_v3.FIELDS,
+    "internlm3": internlm3.FIELDS,
+    "kimi_k2": deepseek.V3_FIELDS,
+    "llama": llama.FIELDS,
+    "minimax_m2": minimax_m2.FIELDS,
+    "ministral3": mistral.MINISTRAL_FIELDS,
+    "mistral": mistral.FIELDS,
+    "mixtral": mixtral.FIELDS,
+    "olmo3": olmo3.FIELDS,
+    "phi3": phi3.FIELDS,
+    "qwen2": qwen2.FIELDS,
+    "qwen2_moe": qwen2_moe.FIELDS,
+    "qwen3": qwen3.FIELDS,
+    "qwen3_moe": qwen3_moe.FIELDS,
+    "seed_oss": seed_oss.FIELDS,
+}
+# Families that read images, too, whose text is read: the families of their text, the usual one first, and
+# whether the head is tied to the embedding where config.json is silent
+NESTED = {
+    "gemma3": (("gemma3_text",), True),
+    "kimi_k25": (("kimi_k2", "deepseek_v3"), False),
+    "mistral3": (("mistral", "ministral3"), False),
+}
+SUPPORTED = sorted((*FAMILIES, *NESTED))
 
 
 def model_config(recipe: Recipe) -> DecoderConfig:
@@ -198,9 +255,16 @@ def decoder_config(hf: Mapping[str, Any]) -> DecoderConfig:
     Raises ValueError for a family that is not supported, and for a value that the decoder cannot honour.
     """
     family = hf.get("model_type")
+    is_nested = isinstance(family, str) and family in NESTED
+    if is_nested:
+        hf = text_config(hf)
+        family = hf["model_type"]
     if not isinstance(family, str) or family not in FAMILIES:
-        raise ValueError(f"the model's family is {abbreviate(family)}; supported are {', '.join(FAMILIES)}")
+        raise ValueError(f"the model's family is {abbreviate(family)}; supported are {', '.join(SUPPORTED)}")
+    hf = FIELDS[family].read_of(hf)
     config = FAMILIES[family](hf)
+    if is_nested:
+        config = replace(config, reads_text_alone=True)
     check_attended(hf, config.windows, config.max_positions)
     outside = [token for token in config.eos_token_ids if not 0 <= token < config.vocab_size]
     if outside and hf.get("eos_token_id") is None:  # the family's default, which a smaller vocabulary lacks
@@ -215,6 +279,32 @@ def decoder_config(hf: Mapping[str, Any]) -> DecoderConfig:
     return config
 
 
+def text_config(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the configuration of the text model in that of a model which reads images, too.
+
+    What concerns the whole model may stand at either level; where both say it, the outer level counts.
+    """
+    families, is_tied = NESTED[hf["model_type"]]
+    text = hf.get("text_config")
+    if not isinstance(text, Mapping):
+        raise refused("text_config", text, "it must be the configuration of the text model")
+    if text.get("model_type", families[0]) not in families:
+        raise refused("text_config.model_type", text["model_type"], f"supported are {', '.join(families)}")
+    outer = {key: hf[key] for key in _OF_THE_WHOLE if hf.get(key) is not None}
+    if "dtype" in outer or "torch_dtype" in outer:
+        text = {key: value for key, value in text.items() if key not in ("dtype", "torch_dtype")}
+    return {"model_type": families[0], "tie_word_embeddings": is_tied, **text, **outer}
+
+
+def unknown_fields(recipe: Recipe) -> list[str]:
+    """Return the fields of the model's configuration that no family reads and none is known to ignore."""
+    path, inline = recipe.model.path, recipe.model.config
+    hf: Mapping[str, Any] = read(path) if path is not None else inline or {}
+    if hf["model_type"] in NESTED:
+        hf = text_config(hf)
+    return FIELDS[hf["model_type"]].unknown(hf)
+
+
 def config_in(path: Path, overrides: Mapping[str, Any] | None = None) -> DecoderConfig:
     """Return the decoder of a checkpoint directory, with some fields of its config.json replaced.
 
@@ -224,22 +314,45 @@ def config_in(path: Path, overrides: Mapping[str, Any] | None = None) -> Decoder
     try:
         return decoder_config(hf)
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+        apart = _quantized_apart(path, _json(path / "config.json"))
+        place = f"{path} ({KEY} stands in {apart[0]})" if apart else f"{path}"
+        raise ValueError(f"{place}: {error}") from error
 
 
 def read(path: str | Path) -> dict[str, Any]:
-    """Return the parsed config.json of a checkpoint directory.
+    """Return the parsed config.json of a checkpoint directory, with what other files say of the weights.
 
     The end tokens of its generation_config.json, if there is one, replace those of config.json: a chat model
-    often ends its turn with a token of its own.
+    often ends its turn with a token of its own. What only a quantization's own file describes is added.
     """
     check_kind(Path(path))
     hf = _json(Path(path) / "config.json")
+    if said := _quantized_apart(Path(path), hf):
+        hf = {**hf, KEY: said[1]}
     generation = Path(path) / "generation_config.json"
     if is_there(generation):
         end = _json(generation).get("eos_token_id")
         hf = hf if end is None else {**hf, "eos_token_id": end}
     return hf
+
+
+def _quantized_apart(path: Path, hf: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
+    """Return the name of the file that alone describes a quantization, and what it says, or None.
+
+    AutoGPTQ writes quantize_config.json and older versions of AutoAWQ quant_config.json; neither adds to
+    config.json, as transformers does. Such a file says nothing beside weights that are not packed.
+    """
+    if hf.get(KEY) or not (is_there(path / GPTQ_FILE) or is_there(path / AWQ_FILE)):
+        return None
+    if any(path.glob("*.safetensors")) and not any(each.endswith(".qweight") for each in tensor_names(path)):
+        return None
+    if is_there(path / GPTQ_FILE):
+        return GPTQ_FILE, {"quant_method": "gptq", **_json(path / GPTQ_FILE)}
+    if is_there(path / AWQ_FILE):
+        names = {"w_bit": "bits", "q_group_size": "group_size"}
+        said = {names.get(key, key): value for key, value in _json(path / AWQ_FILE).items()}
+        return AWQ_FILE, {"quant_method": "awq", **said}
+    return None
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from kv_cache.tier.entries import HEAD_BYTES
-from kv_cache.tier.writes import MOST_QUEUED_BYTES
+from kv_cache.tier.page_tier import MOST_QUEUED_BYTES
+from kv_cache.tier.store import HEAD_BYTES
 from models.config import DecoderConfig, HeadConfig, needs_long_factors
 from models.parallel.share import Share
 from recipes.assembly.families import draft_config

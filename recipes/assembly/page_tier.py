@@ -17,9 +17,8 @@ import torch
 from continuous_batching.engine import Engine
 from kv_cache.device.page_bytes import PageBytes
 from kv_cache.tier.disk import DiskStore
-from kv_cache.tier.entries import identity_of
 from kv_cache.tier.page_tier import PageTier
-from kv_cache.tier.store import PageStore
+from kv_cache.tier.store import PageStore, identity_of
 from models.checkpoint.files import checkpoint_files
 from models.config import needs_long_factors
 from models.step.runner import ModelRunner

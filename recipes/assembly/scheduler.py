@@ -6,21 +6,26 @@ import math
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from continuous_batching.policies.adaptive_prefill_budget import AdaptiveChunks
-from continuous_batching.policies.long_prompts import LongPrompts
-from continuous_batching.policies.orca import Orca
+from continuous_batching.policies.batching import Orca, PrefillFirst, Split, StallFree, Static
 from continuous_batching.policies.policy import ALL, Policy
-from continuous_batching.policies.prefill_budget import Chunks, FixedChunks, StagedChunks
-from continuous_batching.policies.prefill_first import PrefillFirst
-from continuous_batching.policies.split import Split
-from continuous_batching.policies.stall_free import StallFree
-from continuous_batching.policies.static import Static
-from continuous_batching.queueing.fair_share import FairShare
-from continuous_batching.queueing.limits import QueueLimits
-from continuous_batching.queueing.ordering import Aged, EarliestDeadline, QueueOrder, shortest_first
-from continuous_batching.queueing.waiting_queue import WaitingQueue
+from continuous_batching.policies.prefill_budget import (
+    AdaptiveChunks,
+    Chunks,
+    FixedChunks,
+    LongPrompts,
+    StagedChunks,
+)
+from continuous_batching.queueing import (
+    Aged,
+    EarliestDeadline,
+    FairShare,
+    QueueLimits,
+    QueueOrder,
+    WaitingQueue,
+    shortest_first,
+)
+from continuous_batching.scheduling.preemption import Victim, fewest_lost, lowest_priority, youngest
 from continuous_batching.scheduling.scheduler import Scheduler
-from continuous_batching.scheduling.victims import Victim, fewest_lost, lowest_priority, youngest
 from continuous_batching.slots import SlotPool
 from continuous_batching.step_time import UNKNOWN, Coefficients, StepCosts, StepTime
 from kv_cache.groups import WindowGroup

@@ -17,11 +17,10 @@ from continuous_batching.batch import Batch
 from continuous_batching.request import Request
 from continuous_batching.slots import SlotPool
 from devices.host_memory import host_memory_bytes
-from kv_cache.device.storage import KVCache
+from kv_cache.device.storage import KVCache, LayerPages
 from kv_cache.groups import DType
 from models.checkpoint import weights
 from models.decoder import Decoder
-from models.layers.dtypes import TORCH_DTYPES
 from models.ops.cpu.ops import CpuOps
 from models.step_inputs import StepInputs
 from recipes.assembly.decoders import shape_of
@@ -120,16 +119,8 @@ def _score(decoder: Decoder, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Score a line as one span over pages of its own."""
     config, num_tokens = decoder.config, len(tokens)
     num_pages = -(-num_tokens // PAGE_SIZE)
-    cache = KVCache(
-        config.num_layers,
-        1 + num_pages,
-        PAGE_SIZE,
-        config.num_kv_heads,
-        config.head_dim,
-        TORCH_DTYPES[config.dtype],
-        allocate=decoder.attention.new_pages,
-        allocate_values=decoder.attention.new_value_pages,
-    )
+    layers = [LayerPages(decoder.attention.new_planes)] * config.num_layers
+    cache = KVCache(layers, PAGE_SIZE, [1 + num_pages])
     slots = SlotPool(1, num_tokens, PAGE_SIZE)
     row = np.array([slots.take(Request("line", np.array(tokens)))])
     slots.page_table[row, :num_pages] = np.arange(1, 1 + num_pages)

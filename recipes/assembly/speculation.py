@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from continuous_batching.slots import SlotPool
-from continuous_batching.speculation.draft_model import DraftModel, DraftSpans, head_spans, model_spans
-from continuous_batching.speculation.lengths import Fixed, Lengths
-from continuous_batching.speculation.ngram import NGram
-from continuous_batching.speculation.proposer import Proposer
-from continuous_batching.speculation.source import Source
+from continuous_batching.speculation.lengths import Fixed, Lengths, Source, Throughput
+from continuous_batching.speculation.proposer import (
+    DraftModel,
+    DraftSpans,
+    NGram,
+    Proposer,
+    head_spans,
+    model_spans,
+)
 from continuous_batching.speculation.speculation import Speculation
 from continuous_batching.speculation.suffix import Suffix
-from continuous_batching.speculation.throughput import Throughput
 from continuous_batching.step_time import StepTime
 from recipes.schema.speculation_section import SpeculationSection
 

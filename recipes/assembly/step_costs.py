@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from continuous_batching.step_time import UNKNOWN, StepCosts
-from devices.profile import named, names
-from devices.rates import DeviceRates
+from devices.rates import DeviceRates, named, names
 from models.config import DecoderConfig
 from models.cost import Counts, ModelPart, step_costs
 from recipes.schema.recipe import Recipe

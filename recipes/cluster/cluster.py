@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from borders.abbreviate import abbreviate
 from borders.numbers import PORTS, Range, integers
+from borders.refusal import abbreviate
 from recipes.cluster.rank_table import read_rank_table
 from recipes.schema.parallel_section import LEADER_PORT, ParallelSection
 from recipes.schema.recipe_error import RecipeError

@@ -12,7 +12,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from borders.file_bounds import read_bounded
+from borders.files import read_bounded
 from models.parallel.placement import MOST_BYTES
 from recipes.schema.keys import NAMES, keys_of
 from recipes.schema.reader import made

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from borders.abbreviate import abbreviate
-from borders.file_bounds import MOST_JSON_BYTES, read_bounded
+from borders.files import MOST_JSON_BYTES, read_bounded
 from borders.numbers import integers
+from borders.refusal import abbreviate
 from recipes.schema.recipe_error import RecipeError
 
 VERSIONS = ("1.0", "1.2")  # 910 and 910B; 910C

@@ -1,4 +1,4 @@
-"""Call the router in front of a set of replicas (`serving.router.app`)."""
+"""Call the router in front of a set of replicas (`serving.router.server`)."""
 
 from __future__ import annotations
 

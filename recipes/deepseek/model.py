@@ -8,15 +8,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from models.checkpoint.config_fields import ConfigFields
 from models.checkpoint.huggingface import (
     boolean,
     decoder_config,
     grouped_experts,
-    integer,
     latent_config,
+    layers_after_dense,
     refused,
 )
-from models.config import DecoderConfig
+from models.config import DecoderConfig, layer_specs
 
 SHAPE = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
 DEFAULTS: dict[str, float] = {**SHAPE, "v_head_dim": 128, "moe_layer_freq": 1}
@@ -34,6 +35,24 @@ V3 = DEFAULTS | {
 }
 V3 |= {"n_group": 8, "topk_group": 4, "num_experts_per_tok": 8, "routed_scaling_factor": 2.5}
 METHODS = ("greedy", "group_limited_greedy")
+
+_READ = frozenset({
+    *SHAPE,
+    *("v_head_dim", "attention_bias", "moe_layer_freq", "first_k_dense_replace", "n_group", "topk_group"),
+    *("topk_method", "norm_topk_prob", "routed_scaling_factor", "n_routed_experts", "n_shared_experts"),
+    *("num_experts_per_tok", "moe_intermediate_size", "qk_head_dim"),
+})  # fmt: skip
+V2_FIELDS = ConfigFields(
+    _READ,
+    irrelevant={"rope_interleave": "pairs always lie side by side", "head_dim": "qk_rope_head_dim says it"},
+    fixed={"scoring_func": ("softmax", None), "mlp_bias": (False, None)},
+    aliases={"num_experts": "n_routed_experts"},
+)
+V3_FIELDS = ConfigFields(
+    _READ - {"topk_method"} | {"rope_interleave", "num_nextn_predict_layers"},
+    fixed={"scoring_func": ("sigmoid", None), "topk_method": ("noaux_tc", None)},
+    aliases={"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
+)
 
 
 def v2(hf: Mapping[str, Any]) -> DecoderConfig:
@@ -60,9 +79,10 @@ def v3(hf: Mapping[str, Any]) -> DecoderConfig:
     return _decoder({**V3, **hf}, "deepseek_v3", first_dense=3, num_shared=1, **more)
 
 
-def _decoder(hf: Mapping[str, Any], family: str, **more: Any) -> DecoderConfig:
+def _decoder(hf: Mapping[str, Any], family: str, *, first_dense: int, **more: Any) -> DecoderConfig:
     if hf["moe_layer_freq"] != 1:
         raise refused("moe_layer_freq", hf["moe_layer_freq"], "it must be 1")
-    windows = (None,) * integer(hf, "num_hidden_layers")
+    has_experts = layers_after_dense(hf, first_dense)
+    layers = layer_specs((None,) * len(has_experts), has_experts, "latent")
     mixture, latent = grouped_experts(hf, **more), latent_config(hf)
-    return decoder_config(hf, family, windows=windows, mixture=mixture, latent=latent)
+    return decoder_config(hf, family, layers=layers, mixture=mixture, latent=latent)

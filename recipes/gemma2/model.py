@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from models.checkpoint.config_fields import ConfigFields
 from models.checkpoint.huggingface import (
     boolean,
     decoder_config,
@@ -14,7 +15,7 @@ from models.checkpoint.huggingface import (
     refused,
     windows_by_layer_type,
 )
-from models.config import DecoderConfig
+from models.config import DecoderConfig, layer_specs
 from recipes.gemma3.model import NORMS
 
 DEFAULTS = {
@@ -26,6 +27,10 @@ DEFAULTS = {
     "use_sliding_window": True,
 }
 CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+FIELDS = ConfigFields(
+    frozenset({"attention_bias", "hidden_activation", "query_pre_attn_scalar", *CAPS}),
+    irrelevant={"hidden_act": "hidden_activation says it"},
+)
 
 
 def config(hf: Mapping[str, Any]) -> DecoderConfig:
@@ -42,7 +47,9 @@ def config(hf: Mapping[str, Any]) -> DecoderConfig:
     for key, cap in caps.items():
         if cap == 0:
             raise refused(key, hf[key], "it must be more than 0, or null for none")
-    plain = decoder_config(hf, "gemma2", windows=windows, attention_bias=bias, output_bias=bias, norms=NORMS)
+    plain = decoder_config(
+        hf, "gemma2", layers=layer_specs(windows), attention_bias=bias, output_bias=bias, norms=NORMS
+    )
     return replace(
         plain,
         norms_add_one=True,

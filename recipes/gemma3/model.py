@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from models.checkpoint.config_fields import ConfigFields
 from models.checkpoint.huggingface import (
     boolean,
     decoder_config,
@@ -15,7 +16,7 @@ from models.checkpoint.huggingface import (
     ropes_by_layer_type,
     windows_by_layer_type,
 )
-from models.config import DecoderConfig
+from models.config import DecoderConfig, layer_specs
 
 DEFAULTS = {
     "max_position_embeddings": 131072,
@@ -29,6 +30,13 @@ UNUSED = ("attn_logit_softcapping", "final_logit_softcapping")
 NORMS = tuple(
     f"{place}_layernorm" for place in ("input", "pre_feedforward", "post_attention", "post_feedforward")
 )
+FIELDS = ConfigFields(
+    frozenset({
+        *("attention_bias", "hidden_activation", "query_pre_attn_scalar", *UNUSED),
+        *("sliding_window_pattern", "rope_local_base_freq"),
+    }),
+    irrelevant={"hidden_act": "hidden_activation says it"},
+)  # fmt: skip
 
 
 def config(hf: Mapping[str, Any]) -> DecoderConfig:
@@ -51,7 +59,13 @@ def config(hf: Mapping[str, Any]) -> DecoderConfig:
     hf |= {"rope_scaling": None, "rope_parameters": full}
     hf.pop("original_max_position_embeddings", None)  # transformers reads only the one of each rope
     plain = decoder_config(
-        hf, "gemma3_text", windows=windows, attention_bias=bias, output_bias=bias, qk_norm=True, norms=NORMS
+        hf,
+        "gemma3_text",
+        layers=layer_specs(windows),
+        attention_bias=bias,
+        output_bias=bias,
+        qk_norm="heads",
+        norms=NORMS,
     )
     return replace(
         plain,

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from models.checkpoint.config_fields import ConfigFields
 from models.checkpoint.huggingface import boolean, decoder_config, integer
-from models.config import GATE_UP, NORMS, DecoderConfig
+from models.config import GATE_UP, NORMS, DecoderConfig, layer_specs
 
 DEFAULTS = {
     "max_position_embeddings": 131072,
@@ -14,6 +15,7 @@ DEFAULTS = {
     "head_dim": 128,
     "rms_norm_eps": 1.5625e-7,
 }
+FIELDS = ConfigFields(frozenset({"attention_bias"}))
 
 
 def config(hf: Mapping[str, Any]) -> DecoderConfig:
@@ -26,7 +28,7 @@ def config(hf: Mapping[str, Any]) -> DecoderConfig:
     return decoder_config(
         hf,
         "glm4",
-        windows=(None,) * integer(hf, "num_hidden_layers"),
+        layers=layer_specs((None,) * integer(hf, "num_hidden_layers")),
         attention_bias=boolean(hf, "attention_bias", True),
         turned=0.5,
         interleaved=True,

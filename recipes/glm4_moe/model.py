@@ -5,8 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from models.checkpoint.huggingface import boolean, decoder_config, grouped_experts, integer
-from models.config import DecoderConfig
+from models.checkpoint.config_fields import ConfigFields
+from models.checkpoint.huggingface import (
+    boolean,
+    decoder_config,
+    grouped_experts,
+    integer,
+    layers_after_dense,
+)
+from models.config import DecoderConfig, layer_specs
 
 DEFAULTS = {
     "max_position_embeddings": 131072,
@@ -16,6 +23,14 @@ DEFAULTS = {
     "num_experts_per_tok": 8,
     "moe_intermediate_size": 1408,
 }
+FIELDS = ConfigFields(
+    frozenset({
+        *("attention_bias", "use_qk_norm", "first_k_dense_replace", "n_group", "topk_group"),
+        *("n_routed_experts", "n_shared_experts", "norm_topk_prob", "num_experts_per_tok"),
+        *("routed_scaling_factor", "moe_intermediate_size", "num_nextn_predict_layers"),
+    }),
+    aliases={"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
+)  # fmt: skip
 
 
 def config(hf: Mapping[str, Any]) -> DecoderConfig:
@@ -27,12 +42,11 @@ def config(hf: Mapping[str, Any]) -> DecoderConfig:
     return decoder_config(
         hf,
         "glm4_moe",
-        windows=(None,) * integer(hf, "num_hidden_layers"),
+        layers=layer_specs((None,) * integer(hf, "num_hidden_layers"), layers_after_dense(hf, 1)),
         attention_bias=boolean(hf, "attention_bias", False),
-        qk_norm=boolean(hf, "use_qk_norm", False),
+        qk_norm="heads" if boolean(hf, "use_qk_norm", False) else "none",
         mixture=grouped_experts(
             hf,
-            first_dense=1,
             num_shared=1,
             scores="sigmoid",
             group_best=2,

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from models.checkpoint.config_fields import ConfigFields
 from models.checkpoint.huggingface import (
     boolean,
     decoder_config,
@@ -15,7 +16,7 @@ from models.checkpoint.huggingface import (
     refused,
     windows_by_layer_type,
 )
-from models.config import DecoderConfig, MixtureConfig
+from models.config import DecoderConfig, MixtureConfig, layer_specs
 from models.quantization import MXFP4_BLOCK
 
 DEFAULTS = {
@@ -29,6 +30,16 @@ DEFAULTS = {
     "use_sliding_window": True,
 }
 YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
+FIELDS = ConfigFields(
+    frozenset({
+        *("attention_bias", "num_experts", "num_local_experts", "num_experts_per_tok"),
+        *("swiglu_alpha", "swiglu_limit"),
+    }),
+    irrelevant={
+        "experts_per_token": "num_experts_per_tok says it",
+        "initial_context_length": "rope_scaling says it",
+    },
+)  # fmt: skip
 
 
 def config(hf: Mapping[str, Any]) -> DecoderConfig:
@@ -56,7 +67,6 @@ def config(hf: Mapping[str, Any]) -> DecoderConfig:
         num_chosen,
         inner_size=inner,
         normalizes=True,
-        layers=(True,) * num_layers,
         router="router",
         is_biased=True,
         is_stacked=True,
@@ -65,7 +75,7 @@ def config(hf: Mapping[str, Any]) -> DecoderConfig:
     plain = decoder_config(
         hf,
         "gpt_oss",
-        windows=windows,
+        layers=layer_specs(windows, True),
         mixture=mixture,
         attention_bias=bias,
         output_bias=bias,

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from models.checkpoint.config_fields import ConfigFields
 from models.checkpoint.huggingface import boolean, decoder_config, integer, refused
-from models.config import DecoderConfig
+from models.config import DecoderConfig, layer_specs
 
 DEFAULTS = {
     "max_position_embeddings": 32768,
@@ -17,6 +18,7 @@ DEFAULTS = {
 }
 # The names in transformers, and those in the files on the hub.
 BIASES = (("attention_bias", "qkv_bias"), ("mlp_bias", "bias"))
+FIELDS = ConfigFields(frozenset({name for pair in BIASES for name in pair}))
 
 
 def config(hf: Mapping[str, Any]) -> DecoderConfig:
@@ -31,7 +33,7 @@ def config(hf: Mapping[str, Any]) -> DecoderConfig:
     return decoder_config(
         hf,
         "internlm3",
-        windows=(None,) * integer(hf, "num_hidden_layers"),
+        layers=layer_specs((None,) * integer(hf, "num_hidden_layers")),
         attention_bias=of_attention,
         output_bias=of_attention,
         mlp_bias=of_mlp,

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import fields
 from typing import Any
 
-from borders.abbreviate import abbreviate
+from borders.refusal import abbreviate
 from models.checkpoint.huggingface import boolean, integer
 from models.config import DecoderConfig
 from models.drafting.config import EMBEDDING, Eagle3Config

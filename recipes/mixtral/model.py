@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from models.checkpoint.config_fields import ConfigFields
 from models.checkpoint.huggingface import decoder_config, experts, integer
-from models.config import DecoderConfig, MixtureConfig
+from models.config import DecoderConfig, MixtureConfig, layer_specs
 
 DEFAULTS = {
     "max_position_embeddings": 131072,
@@ -16,6 +17,7 @@ DEFAULTS = {
     "eos_token_id": 2,
     "num_experts_per_tok": 2,
 }
+FIELDS = ConfigFields(frozenset({"num_experts", "num_local_experts", "num_experts_per_tok"}))
 
 
 def config(hf: Mapping[str, Any]) -> DecoderConfig:
@@ -31,8 +33,7 @@ def config(hf: Mapping[str, Any]) -> DecoderConfig:
         num_chosen=num_chosen,
         inner_size=integer(hf, "intermediate_size"),
         normalizes=True,
-        layers=(True,) * num_layers,
         block="block_sparse_moe",
         roles=("w1", "w3", "w2"),
     )
-    return decoder_config(hf, "mixtral", windows=(window,) * num_layers, mixture=mixture)
+    return decoder_config(hf, "mixtral", layers=layer_specs((window,) * num_layers, True), mixture=mixture)

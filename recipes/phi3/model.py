@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from models.checkpoint.config_fields import ConfigFields
 from models.checkpoint.huggingface import decoder_config, integer
-from models.config import GATE_UP, QKV, DecoderConfig
+from models.config import GATE_UP, QKV, DecoderConfig, layer_specs
 
 DEFAULTS = {
     "max_position_embeddings": 4096,
@@ -14,6 +15,8 @@ DEFAULTS = {
     "rms_norm_eps": 1e-5,
     "eos_token_id": 32000,
 }
+NO_BIASES = dict.fromkeys(("attention_bias", "mlp_bias", "lm_head_bias"), (False, None))
+FIELDS = ConfigFields(fixed=NO_BIASES | {"full_attn_mod": (1, None), "interpolate_factor": (1, None)})
 
 
 def config(hf: Mapping[str, Any]) -> DecoderConfig:
@@ -24,7 +27,7 @@ def config(hf: Mapping[str, Any]) -> DecoderConfig:
     hf = {**DEFAULTS, **hf} | _renamed_ropes(hf)
     window = None if hf.get("sliding_window") is None else integer(hf, "sliding_window")
     windows = (window,) * integer(hf, "num_hidden_layers")
-    return decoder_config(hf, "phi3", windows=windows, turned=1.0, stored_joined=(QKV, GATE_UP))
+    return decoder_config(hf, "phi3", layers=layer_specs(windows), turned=1.0, stored_joined=(QKV, GATE_UP))
 
 
 def _renamed_ropes(hf: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from models.checkpoint.config_fields import ConfigFields
 from models.checkpoint.huggingface import (
     FULL,
     SLIDING,
@@ -16,7 +17,7 @@ from models.checkpoint.huggingface import (
     switched_window,
     windows_by_layer_type,
 )
-from models.config import DecoderConfig, MixtureConfig
+from models.config import DecoderConfig, MixtureConfig, layer_specs
 
 DEFAULTS = {
     "max_position_embeddings": 32768,
@@ -26,6 +27,13 @@ DEFAULTS = {
     "moe_intermediate_size": 1408,
     "shared_expert_intermediate_size": 5632,
 }
+FIELDS = ConfigFields(
+    frozenset({
+        *("use_sliding_window", "max_window_layers", "qkv_bias", "num_experts", "num_experts_per_tok"),
+        *("moe_intermediate_size", "shared_expert_intermediate_size", "norm_topk_prob"),
+        *("decoder_sparse_step", "mlp_only_layers"),
+    })
+)  # fmt: skip
 
 
 def config(hf: Mapping[str, Any]) -> DecoderConfig:
@@ -42,7 +50,6 @@ def config(hf: Mapping[str, Any]) -> DecoderConfig:
         num_chosen,
         inner_size=integer(hf, "moe_intermediate_size"),
         normalizes=boolean(hf, "norm_topk_prob", False),
-        layers=sparse_layers(hf),
         shared_size=integer(hf, "shared_expert_intermediate_size"),
         shared_block="shared_expert",
         has_shared_gate=True,
@@ -54,5 +61,6 @@ def config(hf: Mapping[str, Any]) -> DecoderConfig:
         hf["layer_types"] = [
             SLIDING if slides and layer % 2 == 0 and layer < first_full else FULL for layer in layers
         ]
-    bias, windows = boolean(hf, "qkv_bias", True), windows_by_layer_type(hf)
-    return decoder_config(hf, "qwen2_moe", windows=windows, attention_bias=bias, mixture=mixture)
+    specs = layer_specs(windows_by_layer_type(hf), sparse_layers(hf))
+    bias = boolean(hf, "qkv_bias", True)
+    return decoder_config(hf, "qwen2_moe", layers=specs, attention_bias=bias, mixture=mixture)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from models.checkpoint.config_fields import ConfigFields
 from models.checkpoint.huggingface import (
     boolean,
     decoder_config,
@@ -13,7 +14,7 @@ from models.checkpoint.huggingface import (
     sparse_layers,
     switched_window,
 )
-from models.config import DecoderConfig, MixtureConfig
+from models.config import DecoderConfig, MixtureConfig, layer_specs
 
 DEFAULTS = {
     "max_position_embeddings": 32768,
@@ -21,6 +22,13 @@ DEFAULTS = {
     "moe_intermediate_size": 768,
     "num_experts_per_tok": 8,
 }
+FIELDS = ConfigFields(
+    frozenset({
+        *("use_sliding_window", "attention_bias", "num_experts", "num_local_experts", "num_experts_per_tok"),
+        *("moe_intermediate_size", "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers"),
+    }),
+    irrelevant={"max_window_layers": "a window is of all layers"},
+)  # fmt: skip
 
 
 def config(hf: Mapping[str, Any]) -> DecoderConfig:
@@ -40,14 +48,13 @@ def config(hf: Mapping[str, Any]) -> DecoderConfig:
         num_chosen=num_chosen,
         inner_size=integer(hf, "moe_intermediate_size"),
         normalizes=boolean(hf, "norm_topk_prob", False),
-        layers=sparse_layers(hf),
     )
     return decoder_config(
         hf,
         "qwen3_moe",
-        windows=(switched_window(hf),) * num_layers,
+        layers=layer_specs((switched_window(hf),) * num_layers, sparse_layers(hf)),
         attention_bias=bias,
         output_bias=bias,
-        qk_norm=True,
+        qk_norm="heads",
         mixture=mixture,
     )

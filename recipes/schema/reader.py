@@ -16,7 +16,7 @@ from dataclasses import MISSING, dataclass, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
-from borders.file_bounds import read_bounded
+from borders.files import read_bounded
 from recipes.schema.foreign_keys import foreign_key
 from recipes.schema.keys import NAMES, Key, keys_of
 from recipes.schema.precedence import BASE, COMMAND_LINE, FILE, PROFILE, Entry, settled

@@ -75,6 +75,12 @@ class ModelSection:
         " in 4 bits stay so; auto: as `config.json` says, with what is packed multiplied out",
         default="auto",
     )
+    generation_config: Literal["auto", "none"] = key(
+        "auto: temperature, top_k, top_p, min_p and repetition_penalty that a request leaves out are those of"
+        " the checkpoint's `generation_config.json`, as is the length of an answer without a bound; none:"
+        " those of docs/request_fields.md",
+        default="auto",
+    )
     pooling: Literal["none", "last", "mean"] = key(
         "what the model's embeddings are, if it was trained for them: its last hidden state at the last token"
         " of a text, or the mean over all of them; none: /v1/embeddings is refused",

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
-from borders.system_error import in_one_line
+from borders.files import in_one_line
 from borders.version import VERSION
 
 # Characters of an error, shortened in the middle, since both of its ends say what is wrong.

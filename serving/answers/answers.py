@@ -309,3 +309,14 @@ def _rank(whole: AnswerDelta) -> tuple[bool, float]:
 def finite(value: float) -> float:
     """Return a log-probability or a score as a number that JSON can hold."""
     return value if math.isfinite(value) else _NO_CHANCE
+
+
+def unit(embedding: Vector, dimensions: int | None = None) -> Vector:
+    """Return the first `dimensions` numbers (None: all), scaled to Euclidean length 1.
+
+    A zero vector stays zero.
+    """
+    kept = embedding[:dimensions].astype(np.float64)
+    length = float(np.linalg.norm(kept))
+    scaled: Vector = (kept / length if length else kept).astype(np.float32)
+    return scaled

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from borders.refusal import BadRequest
 from continuous_batching.engine import Engine, Step
-from continuous_batching.queueing.limits import QueueFull
+from continuous_batching.queueing import QueueFull
 from continuous_batching.request import Request
 from serving.answers.answers import AnswerDelta, SampleAnswers
 from serving.text.tokenizer import Text, TextOptions

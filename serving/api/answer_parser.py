@@ -10,11 +10,9 @@ from typing import Any
 from continuous_batching.request import Request
 from serving.answers.answers import AnswerDelta
 from serving.text.tokenizer import Text
-from serving.tools.channel_parsing import ChannelParser
-from serving.tools.channels import ChannelFormat
+from serving.tools.channels import ChannelFormat, ChannelParser
 from serving.tools.definitions import tool_use
-from serving.tools.parsing import Parsed, Thought, ToolParser
-from serving.tools.reasoning import ReasoningParser
+from serving.tools.parsing import Parsed, ReasoningParser, Thought, ToolParser
 
 
 class AnswerParser:

@@ -14,10 +14,9 @@ from itertools import takewhile
 from pathlib import Path
 
 from borders.field_types import LAST_ID
-from borders.file_bounds import MOST_JSON_BYTES, read_bounded
+from borders.files import MOST_JSON_BYTES, in_one_line, read_bounded
 from borders.numbers import integers
 from borders.refusal import BadRequest, abbreviate_json
-from borders.system_error import in_one_line
 
 GATEWAY = "*"  # stands for a key's tenant where the key may name the tenant of each request
 _PRIORITY = "max_priority="

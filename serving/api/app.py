@@ -11,21 +11,19 @@ from starlette.types import ASGIApp
 
 from borders.version import VERSION
 from serving import fingerprint
-from serving.api import adapters as adapter_routes
 from serving.api import batches as batch_routes
-from serving.api import errors, files, live_page, operations
-from serving.api.access import AccessControl, HeadAndOptions
+from serving.api import errors, files, live_page, model_names, operations
+from serving.api.access import AccessControl, BodyMemory, HeadAndOptions, bounded_route
 from serving.api.api_keys import ApiKeys
 from serving.api.batch_runner import Batches
-from serving.api.bodies import BodyMemory, bounded_route
 from serving.api.chat import ChatRoute
 from serving.api.completion import CompletionRoute
 from serving.api.embeddings import EmbeddingsRoute
 from serving.api.generation import Generation
 from serving.api.model_names import ModelNames
+from serving.api.pieces import Turns
 from serving.api.responses import ResponsesRoute
 from serving.api.scores import ScoreRoutes
-from serving.api.turns import Turns
 from serving.async_llm import AsyncLLM
 
 
@@ -66,7 +64,7 @@ def application(
     for path, answer in (answers | ScoreRoutes(generation).by_path()).items():
         app.add_api_route(path, answer, methods=["POST"], response_class=Response)
     app.include_router(operations.router(llm, names))
-    app.include_router(adapter_routes.adapters_router(llm, names, route))
+    app.include_router(model_names.adapters_router(llm, names, route))
     app.include_router(operations.text_router(llm, names, route))
     app.include_router(operations.metrics_router(llm, model))
     app.include_router(live_page.router(llm))

@@ -17,8 +17,7 @@ from borders.refusal import BadRequest, abbreviate_json
 from serving.api.batch_runner import Batches
 from serving.api.errors import NotFound
 from serving.api.files import listed
-from serving.api.ignored_fields import IGNORED, Ignored
-from serving.api.schemas import Name, StrictBody
+from serving.api.schemas import IGNORED, Ignored, Name, StrictBody
 from serving.batches.store import OPEN, BatchStore, StoredBatch
 from serving.failures import Overloaded
 

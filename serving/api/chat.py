@@ -9,9 +9,8 @@ from starlette.responses import Response
 
 from serving.answers.answers import AnswerDelta, AnswerStream
 from serving.api.answer_parser import AnswerParser
-from serving.api.choices import Choices
+from serving.api.choices import Choices, as_content, by_token
 from serving.api.generation import Generation, fields_as_sent
-from serving.api.logprobs import as_content, by_token
 from serving.api.pieces import Json
 from serving.api.schemas import ChatBody
 from serving.text.tokenizer import Text

@@ -11,11 +11,9 @@ from starlette.responses import Response
 
 from continuous_batching.request import TokenLogprobs
 from serving.answers.answers import AnswerDelta, AnswerStream
-from serving.api.choices import Choices
-from serving.api.generation import Generation, fields_as_sent
-from serving.api.logprobs import TextOffset, as_lists, by_token
+from serving.api.choices import Choices, TextOffset, as_lists, by_token
+from serving.api.generation import Generation, fields_as_sent, prompts_of
 from serving.api.pieces import Json, items
-from serving.api.prompts import prompts_of
 from serving.api.schemas import CompletionBody
 from serving.text.tokenizer import Text
 

@@ -14,13 +14,10 @@ from starlette.responses import Response
 from borders.numbers import integers
 from borders.refusal import BadRequest
 from continuous_batching.request import Vector
-from serving.answers.answers import AnswerDelta, AnswerStream
-from serving.answers.embeddings import unit
-from serving.api.generation import Generation, fields_as_sent
-from serving.api.ignored_fields import Ignored
+from serving.answers.answers import AnswerDelta, AnswerStream, unit
+from serving.api.generation import Generation, fields_as_sent, prompts_of
 from serving.api.pieces import Json, Parts, pieces_of
-from serving.api.prompts import prompts_of
-from serving.api.schemas import Prompt, RequestBody, takes
+from serving.api.schemas import Ignored, Prompt, RequestBody, takes
 from serving.failures import RequestFailed
 
 _AS_SENT = {"prompt": "input", "prompt_token_ids": "input"}

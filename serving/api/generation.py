@@ -22,13 +22,11 @@ from continuous_batching.routing.splitting import PROMPT_REPLICA_HEADER
 from serving.answers.answers import AnswerDelta, AnswerStream, collect
 from serving.api.api_keys import Client
 from serving.api.model_names import ModelNames
-from serving.api.pieces import PIECE_BYTES, gathered
+from serving.api.pieces import PIECE_BYTES, Turns, gathered
 from serving.api.schemas import RequestBody, SamplingBody
 from serving.api.streamed import StreamedResponse, gone
-from serving.api.turns import Turns
-from serving.async_llm import AsyncLLM
+from serving.async_llm import PROMPT_REPLICA, AsyncLLM
 from serving.failures import ClientGone, Failure
-from serving.prompt_pages import PROMPT_REPLICA
 
 Value = TypeVar("Value")
 
@@ -277,3 +275,11 @@ class _Writer:
         finally:
             working.cancel()
             leaving.cancel()
+
+
+def prompts_of(given: str | list[Any]) -> list[dict[str, Any]]:
+    """Return the prompts as fields of requests, each a text or token ids."""
+    if not given and not isinstance(given, str):
+        raise BadRequest("prompt", "is empty; it must hold at least one token")
+    prompts = [given] if isinstance(given, str) or isinstance(given[0], int) else given
+    return [{"prompt" if isinstance(each, str) else "prompt_token_ids": each} for each in prompts]

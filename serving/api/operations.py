@@ -161,6 +161,7 @@ def _info(llm: AsyncLLM, model: str, described: dict[str, Any], client: Client) 
         "version": VERSION,
         "recipe": recipe,
         "machine": described,
+        "sampling_defaults": llm.sampling_defaults,  # those that the checkpoint's own files give
         "device": None if facts is None else facts.device,
         "num_slots": None if facts is None else facts.num_slots,
         "num_pages": None if facts is None else facts.num_pages - 1,  # page 0 is the null page

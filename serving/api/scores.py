@@ -6,9 +6,11 @@ embeddings; the recipe decides which.
 
 from __future__ import annotations
 
+import re
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
@@ -17,14 +19,63 @@ from pydantic import Field
 from starlette.responses import Response
 
 from borders.refusal import BadRequest
-from serving.answers.answers import AnswerDelta, AnswerStream
-from serving.answers.embeddings import unit
+from recipes.schema.recipe import Recipe
+from recipes.schema.recipe_error import RecipeError
+from serving.answers.answers import AnswerDelta, AnswerStream, unit
 from serving.api.embeddings import embedding_of, usage_of
 from serving.api.generation import Generation, fields_as_sent
-from serving.api.ignored_fields import Ignored
 from serving.api.pieces import Json, to_json
-from serving.api.schemas import RequestBody, Strings, takes
-from serving.text.questions import Question
+from serving.api.schemas import Ignored, RequestBody, Strings, takes
+from serving.text.tokenizer import Text
+
+_MARK = re.compile(r"\{(query|document)\}")
+_NUM_ANSWERS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A chat turn about a pair of texts, and the tokens that answer it; the first of them means yes."""
+
+    question: str
+    system: str | None
+    answers: tuple[int, ...]
+
+    @staticmethod
+    def of(recipe: Recipe, text: Text | None) -> Question | None:
+        """Return a recipe's question, or None without one.
+
+        Raises RecipeError for a question that cannot be asked.
+        """
+        asked, answers = recipe.server.score_question, recipe.server.score_answers
+        if asked is None:
+            return None
+        if {*_MARK.findall(asked)} != {"query", "document"}:
+            fix = "write {query} and {document} where the texts are to stand"
+            raise RecipeError("server.score_question", "has no place for both texts", fix, value=asked)
+        if text is None or not text.has_chat_template:
+            fix = "leave it out, or name a model.path with a tokenizer and a chat template"
+            raise RecipeError(
+                "server.score_question", "needs a chat template, which the model does not have", fix
+            )
+        tokens = [text.encode_within(each) for each in answers]
+        if len(tokens) != _NUM_ANSWERS or any(len(each) != 1 for each in tokens):
+            found = ", ".join(f"{each!r} of {len(ids)} tokens" for each, ids in zip(answers, tokens))
+            fix = "name two words that are tokens of this model"
+            raise RecipeError("server.score_answers", f"are {found}", fix, value=answers)
+        return Question(asked, recipe.server.score_system, tuple(ids[0] for ids in tokens))
+
+    def fields(self, query: str, document: str) -> dict[str, Any]:
+        """Return the fields of the request that asks about two texts."""
+        texts = {"query": query, "document": document}
+        content = _MARK.sub(lambda mark: texts[mark[1]], self.question)
+        system = [] if self.system is None else [{"role": "system", "content": self.system}]
+        return {
+            "messages": [*system, {"role": "user", "content": content}],
+            "reasoning_effort": "none",
+            "pooling": "last",
+            "label_token_ids": list(self.answers),
+        }
+
 
 Pairs = Sequence[tuple[str, str]]
 

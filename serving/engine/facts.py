@@ -1,11 +1,11 @@
-"""Collect what the server needs to know of an engine, and the readings of its page tier."""
+"""Collect what the server needs to know of an engine, and the readings of its page tier and its experts."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from continuous_batching.scheduling.validation import longest_allowed
-from serving.engine.messages import EngineFacts, TierReading
+from serving.engine.messages import EngineFacts, ExpertTable, TierReading
 from serving.engine.silence import COMPILER_S, SHORTEST_S
 
 if TYPE_CHECKING:
@@ -41,3 +41,22 @@ def facts_of(built: BuiltEngine, *, prefix_sharing: bool) -> EngineFacts:
         expected_step_s=max(shortest_s, built.largest_step_s),
         hidden_size=config.hidden_size,
     )
+
+
+READ_S = 10.0  # interval between readings, each of which waits for the steps in flight
+
+
+class ExpertReadings:
+    """The readings of an engine that counts its experts; an engine that does not has none."""
+
+    def __init__(self, built: BuiltEngine) -> None:
+        self._built, self._due_s = built, 0.0
+
+    def due(self, now_s: float) -> ExpertTable | None:
+        """Return a new reading if one is due."""
+        counts, mixture = self._built.experts, self._built.config.mixture
+        if counts is None or mixture is None or now_s < self._due_s:
+            return None
+        self._due_s = now_s + READ_S
+        steps = self._built.engine.scheduler.counters.steps
+        return ExpertTable(counts.read(), mixture.num_chosen, steps)

@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from borders.refusal import BadRequest
-from continuous_batching.queueing.limits import QueueFull
+from continuous_batching.queueing import QueueFull
 from continuous_batching.request import Request
 from serving.grammars.matching import Grammars
 

@@ -64,14 +64,13 @@ def main(argv: list[str]) -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s engine: %(message)s", stream=sys.stderr)
     gc.disable()  # What is imported stays: a collection would visit 300,000 objects and find no garbage
+    from borders.files import in_one_line
     from borders.start_report import paced
-    from borders.system_error import in_one_line
     from continuous_batching.recording.listeners import RankLost
     from recipes.assembly.engine import build
     from recipes.cluster.ranks import LOST
     from recipes.schema.reader import load
-    from serving.engine.expert_readings import ExpertReadings
-    from serving.engine.facts import facts_of, tier_reading
+    from serving.engine.facts import ExpertReadings, facts_of, tier_reading
     from serving.engine.messages import HURRY, Starting, encode
     from serving.engine.page_exchange import exchange_of
     from serving.engine.worker import Worker

@@ -13,7 +13,8 @@ from borders.refusal import BadRequest
 from continuous_batching.counters import Counters
 from continuous_batching.inspection import Usage
 from continuous_batching.request import Request, SamplingParams, TokenLogprobs
-from kv_cache.tier.health import TierCounters
+from kv_cache.tier.page_tier import TierCounters
+from serving.adapters import AdapterPut, PutAdapter
 from serving.grammars.matching import GrammarCounters
 
 HURRY, BEGIN = b"h", b"!"  # what the engine's process reads from its standard input before anything else
@@ -60,22 +61,6 @@ class Add(Message, frozen=True):
             adapter=request.adapter,
             prompt_replica=request.prompt_replica,
         )
-
-
-class PutAdapter(Message, frozen=True):
-    """Load an adapter into a place that no request uses; its files must still have this digest."""
-
-    number: int
-    folder: str
-    digest: str
-
-
-class AdapterPut(Message, frozen=True):
-    """The place holds the adapter; or, with a `problem`, it does not, and no request may use its number."""
-
-    number: int
-    digest: str
-    problem: str
 
 
 class Finish(Message, frozen=True):

@@ -1,34 +1,456 @@
 """Connect an engine to others for prompt pages: it computes pages for them, or has them computed there.
 
 The recipe decides which of the two sides an engine has (`server.pages_at`, `server.prompt_replicas`).
+
+A request whose prompt another engine computes waits here, before the engine's queue, until all its pages have
+arrived, or until that is hopeless: the other engine refuses, is lost, or is late. Then it is added like any
+other request. After a complete transfer it is a prefix hit; after one that failed it is a miss, so no request
+is lost. Bytes are written to the pages between two steps, a bounded number each time, so that answers do not
+wait.
+
+On the other side, a prompt that another engine wants becomes a request for one token, which nobody reads.
+While a step computes a layer, the pages that the previous layer completed are already being sent. Pages that
+cannot be read at once, because the other side receives slowly, are read later; until then they are held on a
+lease, for as long as the other side waits.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from queue import Empty
+from typing import TYPE_CHECKING, Any
 
-from borders.system_error import in_one_line
-from continuous_batching.engine import Step
-from continuous_batching.request import Request
-from kv_cache.exchange.connection import Wake
-from kv_cache.exchange.identity import PageIdentity
-from kv_cache.exchange.page_server import PageServer
-from kv_cache.exchange.prompt_source import PromptSource
+import numpy as np
+
+from borders.files import in_one_line
+from borders.refusal import BadRequest
+from continuous_batching.batch import Batch, Sampled
+from continuous_batching.engine import Engine, Step
+from continuous_batching.queueing import QueueFull
+from continuous_batching.request import Request, SamplingParams
+from kv_cache.device.storage import KVCache
+from kv_cache.exchange.connection import Connection, Wake
+from kv_cache.exchange.messages import AllSent, NotSent, PageIdentity, PagePart, PagesWanted, one_line
+from kv_cache.exchange.page_server import PageLink, PageServer
+from kv_cache.exchange.prompt_source import Came, PromptSource, taken, unwanted
+from kv_cache.pages import Index
+from models.decoder import Decoder
 from recipes.schema.recipe import Recipe
 from recipes.schema.recipe_error import RecipeError
 from serving import fingerprint
-from serving.engine.page_fetches import Fetch, PageFetches
-from serving.engine.page_sends import PageSends
 
 if TYPE_CHECKING:
     from recipes.assembly.engine import BuiltEngine
 
-_MIB = 2**20
-_MOST_PART_BYTES = 2**22  # most bytes of pages in one message, unless one layer's page is larger
+
+MOST_WRITTEN_BYTES = 2**24  # most bytes written between two steps
+_HEARD_BYTES = 2**16  # what a message without pages counts as, which bounds their number between two steps
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Fetch:
+    """A request that waits for pages; its streams in `ends` are to end as soon as they begin."""
+
+    stream: int
+    leader: Request
+    source: PromptSource
+    asked_s: float  # time.monotonic() at the request
+    connection: Connection
+    number: int  # the transfer's number on the connection
+    num_pages: int
+    next_page: list[int]  # indexed by layer: the next page to write
+    until_s: float
+    num_bytes: int = 0
+    ends: dict[int, str] = field(default_factory=dict)
+
+
+class PageFetches:
+    """Fetches pages from `sources` (by endpoint), and waits for each prompt at most `most_wait_s`."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        cache: KVCache,
+        sources: Mapping[str, PromptSource],
+        most_wait_s: float,
+        wake: Wake,
+    ) -> None:
+        self._engine, self._cache = engine, cache
+        self._sources = sources
+        self._turns = deque(sources.values())  # the first source's message is handled next
+        self._most_wait_s, self._wake = most_wait_s, wake
+        self._layer_bytes = cache.layer_bytes
+        self._fetches: dict[tuple[Connection, int], Fetch] = {}
+        self._ready: list[Fetch] = []
+
+    def __len__(self) -> int:
+        return len(self._fetches) + len(self._ready)
+
+    @property
+    def queued_tokens(self) -> int:
+        """The tokens of waiting requests that are to be computed here once their pages have arrived."""
+        page_size = self._engine.slots.page_size
+        waiting = (*self._fetches.values(), *self._ready)
+        return sum(each.leader.num_prompt_tokens - each.num_pages * page_size for each in waiting)
+
+    def begin(self, stream: int, leader: Request) -> bool:
+        """Ask for the pages of a request, which `take_ready` returns later; False if it need not wait.
+
+        Raises BadRequest for a request that could never be served.
+        """
+        source = self._sources.get(leader.prompt_replica)
+        if source is None or leader.adapter:  # another engine numbers its adapters differently
+            return False
+        engine = self._engine
+        engine.scheduler.check(leader)
+        expected = engine.expect_pages(leader)
+        if expected is None:
+            return False
+        arrival, copies = expected
+        self._cache.apply(copies)
+        wait_s = self._most_wait_s if leader.timeout_s is None else min(self._most_wait_s, leader.timeout_s)
+        asked = source.want(
+            arrival.tokens.astype("<i4").tobytes(),
+            leader.cache_salt,
+            arrival.num_found,
+            wait_s,
+            leader.priority,
+            leader.tenant,
+        )
+        if asked is None:
+            engine.pages_arrived(leader.id, is_whole=False)
+            return False
+        first = [arrival.num_found] * len(self._layer_bytes)
+        until_s = engine.clock() + wait_s
+        asked_s = time.monotonic()
+        self._fetches[asked] = Fetch(
+            stream, leader, source, asked_s, *asked, len(arrival.keys), first, until_s
+        )
+        return True
+
+    def end(self, stream: int, reason: str) -> bool:
+        """Let a sample end as soon as it begins; returns False if it does not wait here."""
+        for each in (*self._fetches.values(), *self._ready):
+            if each.stream <= stream <= each.stream + len(each.leader.followers):
+                each.ends[stream] = reason
+                if (
+                    len(each.ends) > len(each.leader.followers)
+                    and (each.connection, each.number) in self._fetches
+                ):
+                    unwanted(each.connection, each.number)
+                    self._miss(each, "nobody waits for it")
+                return True
+        return False
+
+    def take(self) -> None:
+        """Write the bytes that have arrived to their pages, and give up transfers that are late."""
+        num_left, num_empty = MOST_WRITTEN_BYTES, 0
+        # One message of each source in turn, so that none starves.
+        while num_left > 0 and num_empty < len(self._turns):
+            source = self._turns[0]
+            self._turns.rotate(-1)
+            try:
+                came = source.came.get_nowait()
+            except Empty:
+                num_empty += 1
+                continue
+            num_empty = 0
+            came.connection.handled(came.num_held)
+            num_left -= max(_HEARD_BYTES, self._hear(came))
+        if num_left <= 0:
+            self._wake.ring()  # more messages may be waiting
+        now_s = self._engine.clock()
+        for fetch in [each for each in self._fetches.values() if now_s >= each.until_s]:
+            unwanted(fetch.connection, fetch.number)
+            self._miss(fetch, "it is late")
+            is_heard = fetch.source.came.empty()  # otherwise its pages may lie in our own queue, unread
+            # The request's own timeout was shorter.
+            is_own_limit = time.monotonic() - fetch.asked_s < self._most_wait_s
+            if is_heard and not is_own_limit:
+                fetch.source.was_late(fetch.asked_s)
+
+    def take_ready(self) -> list[Fetch]:
+        """Return the requests that wait no longer, in the order in which they became ready."""
+        ready, self._ready = self._ready, []
+        return ready
+
+    def _hear(self, came: Came) -> int:
+        """Handle one message, and return how many bytes were written."""
+        connection, message = came.connection, came.message
+        if message is None:
+            for lost in [each for each in self._fetches.values() if each.connection is connection]:
+                self._miss(lost, "the engine is lost")
+            return 0
+        fetch = self._fetches.get((connection, message.number))
+        if isinstance(message, PagePart):
+            if fetch is not None:
+                self._write(fetch, message)
+            taken(connection)
+            return message.num_bytes
+        if fetch is None:
+            return 0
+        match message:
+            case AllSent(_, num_bytes):  # the last message of a transfer: what is missing will not arrive
+                if min(fetch.next_page) == fetch.num_pages and num_bytes == fetch.num_bytes:
+                    self._engine.pages_arrived(fetch.leader.id, is_whole=True)
+                    fetch.source.has_arrived()
+                    self._settle(fetch)
+                else:
+                    self._miss(fetch, f"{fetch.num_bytes} of {num_bytes} bytes came")
+            case NotSent(_, why):
+                self._miss(fetch, one_line(why))
+        return 0
+
+    def _write(self, fetch: Fetch, part: PagePart) -> None:
+        """Write a part to the cache if it is the next one expected; otherwise give the transfer up."""
+        arrival = self._engine.arriving_pages(fetch.leader.id)
+        is_next = (
+            0 <= part.layer < len(self._layer_bytes)
+            and part.first_page == fetch.next_page[part.layer]
+            and 0 < part.num_pages <= fetch.num_pages - part.first_page
+            and part.num_bytes == part.num_pages * self._layer_bytes[part.layer]
+        )
+        if arrival is None or not is_next:
+            unwanted(fetch.connection, fetch.number)
+            self._miss(fetch, "its pages had to give way" if arrival is None else "another part was next")
+            return
+        stop = part.first_page + part.num_pages
+        self._cache.write_layer(
+            part.layer, arrival.pages[part.first_page : stop], fetch.connection.part(part)
+        )
+        fetch.next_page[part.layer] = stop
+        fetch.num_bytes += part.num_bytes
+
+    def _miss(self, fetch: Fetch, why: str) -> None:
+        """Give a transfer up: none of its pages will be found, and the prompt is computed here."""
+        log.info("a prompt of %d tokens is computed here: %s", fetch.leader.num_prompt_tokens, why)
+        self._engine.pages_arrived(fetch.leader.id, is_whole=False)
+        self._settle(fetch)
+
+    def _settle(self, fetch: Fetch) -> None:
+        del self._fetches[fetch.connection, fetch.number]
+        self._ready.append(fetch)
+
+
+MOST_UNSENT_BYTES = 2**26  # most bytes read for one other engine and not yet sent
+MOST_UNSENT_BYTES_OF_ALL = 2**29  # the same over all engines; beyond it, one part at a time is read for each
+MOST_SENDINGS = 1024  # most prompts that are computed for one other engine
+MOST_HEARD = 256  # most messages that are handled between two steps
+
+
+@dataclass(slots=True)
+class Sending:
+    """The pages of one prompt, on their way to another engine."""
+
+    link: PageLink
+    number: int
+    request: Request
+    first_page: int
+    num_pages: int
+    next_page: list[int]  # indexed by layer: the first page that was not read
+    until_s: float  # end of the lease: the other side waits no longer
+    is_computed: bool = False
+    num_bytes: int = 0
+
+    @property
+    def is_read(self) -> bool:
+        """Whether all pages have been read."""
+        return min(self.next_page) == self.num_pages
+
+
+class PageSends:
+    """A runner that also sends what it computes for others; it replaces the engine's runner and wraps it."""
+
+    def __init__(
+        self, engine: Engine, cache: KVCache, decoder: Decoder, server: PageServer, most_part_bytes: int
+    ) -> None:
+        self._engine, self._cache, self._server = engine, cache, server
+        self._runner, engine.runner = engine.runner, self
+        self._layer_bytes = cache.layer_bytes
+        self._most_part_bytes = most_part_bytes
+        self._sendings: dict[str, Sending] = {}  # keyed by the ids of their requests
+        # One entry for each span of this step: the slot's pages, and how many of them will be full.
+        self._spans: list[tuple[Sending, Index, int]] = []
+        self._num_asked = 0
+        self._num_of = Counter[PageLink]()  # number of sendings of each link
+        decoder.after_layer = self._after_layer
+
+    def __len__(self) -> int:
+        return len(self._sendings)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def run(self, batch: Batch) -> Sampled:
+        """Run a batch as the wrapped runner does."""
+        sampled: Sampled = self._tapped(batch, lambda: self._runner.run(batch))
+        return sampled
+
+    def start(self, batch: Batch) -> Callable[[], Sampled]:
+        """Start a batch as the wrapped runner does."""
+        wait: Callable[[], Sampled] = self._tapped(batch, lambda: self._runner.start(batch))
+        return wait
+
+    def resize(self, num_pages: int, copies: Any) -> None:
+        """Resize the cache as the wrapped runner does."""
+        self._runner.resize(num_pages, copies)
+
+    def take(self) -> None:
+        """Handle the messages of other engines, read pages for which there is room by now, and end leases."""
+        for _ in range(MOST_HEARD):
+            try:
+                asked = self._server.asked.get_nowait()
+            except Empty:
+                break
+            asked.link.connection.handled(asked.num_held)
+            if isinstance(asked.message, PagesWanted):
+                self._begin(asked.link, asked.message)
+                continue
+            number = None if asked.message is None else asked.message.number
+            for sending in self._of(asked.link, number):
+                self._end(sending)
+        else:
+            self._server.wake.ring()  # more messages may be waiting
+        now_s = self._engine.clock()
+        for sending in [*self._sendings.values()]:
+            if now_s >= sending.until_s:
+                self._fail(sending, "its lease is over")
+            elif sending.is_computed:
+                self._read_leased(sending)
+
+    def stepped(self, step: Step) -> None:
+        """Handle the requests that a step has finished, some of which may be for other engines."""
+        for request in step.finished if self._sendings else ():
+            sending = self._sendings.get(request.id)
+            if sending is None:
+                continue
+            if request.finish_reason in ("stop", "length"):
+                sending.is_computed = True
+                self._read_leased(sending)
+            else:
+                self._fail(sending, f"its prompt ended with {request.finish_reason}")
+
+    def _of(self, link: PageLink, number: int | None) -> list[Sending]:
+        return [
+            each for each in self._sendings.values() if each.link is link and number in (None, each.number)
+        ]
+
+    def _begin(self, link: PageLink, wanted: PagesWanted) -> None:
+        """Add a request for a wanted prompt, whose fields `PagesWanted` and `PageLink` have checked."""
+        engine, size = self._engine, self._engine.slots.page_size
+        if self._num_of[link] >= MOST_SENDINGS:
+            link.conclude(NotSent(wanted.number, f"{MOST_SENDINGS} prompts of it wait here already"))
+            return
+        tokens = np.frombuffer(wanted.tokens, dtype="<i4").astype(np.int32)
+        num_pages, now_s = len(tokens) // size, engine.clock()
+        self._num_asked += 1
+        request = Request(
+            f"pages-{self._num_asked}",
+            tokens,
+            SamplingParams(max_tokens=1, temperature=0.0),
+            tenant=wanted.tenant,
+            cache_salt=wanted.cache_salt,
+            priority=wanted.priority,
+            arrival_s=now_s,
+            timeout_s=wanted.lease_s,
+            leases_pages=True,
+        )
+        try:
+            engine.add(request)
+        except (BadRequest, QueueFull) as refusal:
+            link.conclude(NotSent(wanted.number, one_line(str(refusal))))
+            return
+        first = [wanted.first_page] * len(self._layer_bytes)
+        until_s = now_s + wanted.lease_s
+        self._num_of[link] += 1
+        self._sendings[request.id] = Sending(
+            link, wanted.number, request, wanted.first_page, num_pages, first, until_s
+        )
+
+    def _tapped(self, batch: Batch, run: Callable[[], Any]) -> Any:
+        """Run a batch, and read from each layer the pages that it completes for others."""
+        slots = self._engine.slots
+        if self._sendings:
+            self._spans = [
+                (sending, slots.pages(row), stop // slots.page_size)
+                for row, stop in zip(batch.slots.tolist(), batch.stops.tolist())
+                if (sending := self._sendings.get(slots.requests[row].id)) is not None
+            ]
+        try:
+            return run()
+        finally:
+            self._spans = []
+
+    def _after_layer(self, layer: int) -> None:
+        for sending, pages, num_full in self._spans:
+            self._read(sending, layer, pages, num_full)
+
+    def _read(self, sending: Sending, layer: int, pages: Index, num_full: int) -> None:
+        """Send a layer's part of these pages up to the first page that is not full.
+
+        What there is no room for is sent later.
+        """
+        each, link = self._layer_bytes[layer], sending.link
+        most = max(1, self._most_part_bytes // each)
+        stop, first = min(num_full, sending.num_pages), sending.next_page[layer]
+        while first < stop and self._may_read(link):
+            count = min(most, stop - first)
+            wait = self._cache.read_layer(layer, pages[first : first + count])
+            link.part(sending.number, layer, first, count, count * each, wait)
+            sending.num_bytes += count * each
+            first += count
+        sending.next_page[layer] = first
+
+    def _may_read(self, link: PageLink) -> bool:
+        """Return whether another part may be read.
+
+        A receiver that takes nothing cannot use up the memory for all others.
+        """
+        own = link.unsent_bytes
+        return not own or (
+            own < MOST_UNSENT_BYTES
+            and sum(each.unsent_bytes for each in self._server.links) < MOST_UNSENT_BYTES_OF_ALL
+        )
+
+    def _read_leased(self, sending: Sending) -> None:
+        """Send what could not be sent before the request ended, and conclude once everything is sent."""
+        if not sending.is_read:
+            pages = self._engine.leased_pages(sending.request.id)
+            if pages is None:
+                self._fail(sending, "its pages had to give way")
+                return
+            for layer in range(len(self._layer_bytes)):
+                self._read(sending, layer, pages, sending.num_pages)
+        if sending.is_read:
+            sending.link.conclude(AllSent(sending.number, sending.num_bytes))
+            self._engine.scheduler.counters.sent_pages += sending.num_pages - sending.first_page
+            self._end(sending)
+
+    def _fail(self, sending: Sending, why: str) -> None:
+        sending.link.conclude(NotSent(sending.number, one_line(why)))
+        log.info("pages of a prompt of %d tokens are not sent: %s", len(sending.request.prompt), why)
+        self._end(sending)
+
+    def _end(self, sending: Sending) -> None:
+        """Forget a sending and release its pages, or abort its request."""
+        del self._sendings[sending.request.id]
+        self._num_of[sending.link] -= 1
+        if not self._num_of[sending.link]:
+            del self._num_of[sending.link]
+        if sending.is_computed:
+            self._engine.release_pages(sending.request.id)
+        else:
+            self._engine.abort(sending.request.id)
+
+
+_MIB = 2**20
+_MOST_PART_BYTES = 2**22  # most bytes of pages in one message, unless one layer's page is larger
 
 
 class PageExchange:

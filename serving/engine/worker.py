@@ -2,6 +2,9 @@
 
 The worker steps while there is work, and handles tokens only, no text. A step that fails ends the process,
 with the reason on stderr: the server then answers the requests with errors and starts another engine.
+
+Adapters are read in a thread, without a step that waits for a file; only the copy to the device happens
+between two steps.
 """
 
 from __future__ import annotations
@@ -9,19 +12,25 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import zmq
 
+from borders.files import in_one_line
 from borders.refusal import BadRequest
-from continuous_batching.engine import Engine, Step
+from continuous_batching.batch import Batch, Sampled
+from continuous_batching.engine import Engine, Runner, Step
 from continuous_batching.inspection import Recount, Usage, recount, tokens_not_found, usage
-from continuous_batching.queueing.limits import QueueFull
+from continuous_batching.queueing import QueueFull
 from continuous_batching.request import Request
 from kv_cache.page_keys import KEY_BYTES
-from serving.engine.adapter_loads import AdapterLoads
+from models.checkpoint.adapter_files import look_at
+from models.step.adapters import Adapters, Parts
+from serving.adapters import AdapterPut, PutAdapter
 from serving.engine.grammar_queue import GrammarQueue
 from serving.engine.messages import (
     Add,
@@ -34,7 +43,6 @@ from serving.engine.messages import (
     Finish,
     FromEngine,
     Look,
-    PutAdapter,
     QueueRefused,
     Ready,
     SampleEnd,
@@ -46,9 +54,86 @@ from serving.engine.messages import (
     encode,
 )
 from serving.engine.page_exchange import PageExchange
-from serving.engine.timed_runner import TimedRunner
 from serving.grammars.matching import Grammars, Spelling
 from serving.own_processors import KnownProcessors
+
+Result = TypeVar("Result")
+
+
+class TimedRunner:
+    """A runner that measures its own time."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self._taken_s = 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def taken(self) -> float:
+        """Return the seconds spent in the runner since the last call."""
+        taken_s, self._taken_s = self._taken_s, 0.0
+        return taken_s
+
+    def run(self, batch: Batch) -> Sampled:
+        """Run a batch as the wrapped runner does."""
+        return self._measured(lambda: self._runner.run(batch))
+
+    def start(self, batch: Batch) -> Callable[[], Sampled]:
+        """Start a batch as the wrapped runner does; the wait for its result is measured too."""
+        wait = self._measured(lambda: self._runner.start(batch))
+        return lambda: self._measured(wait)
+
+    def resize(self, num_pages: int, copies: Any) -> None:
+        """Resize the cache as the wrapped runner does."""
+        self._runner.resize(num_pages, copies)
+
+    def _measured(self, do: Callable[[], Result]) -> Result:
+        start_s = time.perf_counter()
+        try:
+            return do()
+        finally:
+            self._taken_s += time.perf_counter() - start_s
+
+
+class AdapterLoads:
+    """Reads adapters in a thread; only the copy to the device happens between two steps."""
+
+    def __init__(self, adapters: Adapters | None) -> None:
+        self._adapters = adapters
+        self._reading: list[tuple[PutAdapter, Future[Parts]]] = []
+        self._thread = ThreadPoolExecutor(1, "adapters")
+
+    def __len__(self) -> int:
+        return len(self._reading)
+
+    def begin(self, message: PutAdapter) -> None:
+        """Begin to read an adapter."""
+        self._reading.append((message, self._thread.submit(self._read, message)))
+
+    def take_done(self) -> list[AdapterPut]:
+        """Put the adapters that were read into their places, and return the answers to their messages."""
+        done = [each for each in self._reading if each[1].done()]
+        self._reading = [each for each in self._reading if not each[1].done()]
+        return [self._put(*each) for each in done]
+
+    def _read(self, message: PutAdapter) -> Parts:
+        if self._adapters is None:
+            raise ValueError("the recipe has no room for adapters; set adapters.most")
+        files = look_at(Path(message.folder), self._adapters.rooms.rank)
+        if files.digest != message.digest:
+            raise ValueError(f"{message.folder} has changed while it was loaded; load it again")
+        return self._adapters.read(files)
+
+    def _put(self, message: PutAdapter, read: Future[Parts]) -> AdapterPut:
+        try:
+            parts = read.result()
+        except (ValueError, OSError) as error:
+            return AdapterPut(message.number, message.digest, in_one_line(error))
+        assert self._adapters is not None, "read for a place"
+        self._adapters.put(message.number, parts)
+        return AdapterPut(message.number, message.digest, "")
+
 
 BEAT_S = 0.25  # interval between beats
 _IDLE_MS = 1  # interval between checks of a queue that waits for a fuller batch

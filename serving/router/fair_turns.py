@@ -1,6 +1,6 @@
 """Decide whose request goes to a replica next when all replicas have enough to do.
 
-As in an engine (`continuous_batching.queueing.fair_share`), the tenant that was served least goes first, here
+As in an engine (`continuous_batching.queueing`), the tenant that was served least goes first, here
 counted over all replicas, so that a tenant with many requests does not fill every queue of the fleet before
 another tenant's first request.
 """

@@ -13,8 +13,7 @@ import socket
 from collections.abc import Sequence
 
 from continuous_batching.routing.routing import Routing
-from serving.router.fleet_model import FleetModel
-from serving.router.replicas import FleetReplica, Learned, address_of, ignore_learned, replicas_of
+from serving.router.replicas import FleetModel, FleetReplica, Learned, address_of, ignore_learned, replicas_of
 from serving.router.upstream import HeaderLines, Upstream
 
 log = logging.getLogger("route")

@@ -1,15 +1,17 @@
-"""Render a conversation as one text.
+"""Check the messages of a conversation, and render it as one text.
 
-The model's own Jinja template runs in a sandbox with what Hugging Face's templates rely on: the names of the
-control tokens, `add_generation_prompt`, `raise_exception`, `strftime_now`, a `tojson` that does not escape
-Chinese, loop controls, and `{% generation %}` blocks, which matter only in training.
+Each message has a role and text; an assistant's may have reasoning and calls, a tool's the id of its call.
+Anything else is refused. The model's own Jinja template runs in a sandbox with what Hugging Face's templates
+rely on: the names of the control tokens, `add_generation_prompt`, `raise_exception`, `strftime_now`, a
+`tojson` that does not escape Chinese, loop controls, and `{% generation %}` blocks, which matter only in
+training. The reasoning effort reaches a model by variables of its template, if it has any for it.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -19,10 +21,136 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from borders.refusal import BadRequest
-from serving.text.chat_messages import Message
+from borders.refusal import BadRequest, abbreviate_json
 from serving.text.chat_options import ChatOptions, up_to_mark, with_end_marked
-from serving.text.effort import variables_for
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+MOST_CALLS = 128  # most calls in one message
+# LiteLLM keeps what else an answer said in this field and sends it back; it asks for nothing.
+_UNREAD = "provider_specific_fields"
+_KNOWN = {
+    "assistant": {"role", "content", "name", "tool_calls", "reasoning_content", "reasoning", _UNREAD},
+    "tool": {"role", "content", "name", "tool_call_id"},
+}
+_PLAIN = {"role", "content", "name"}
+
+Message = dict[str, Any]
+
+
+def check_messages(messages: object, *, text_arguments: bool = False) -> list[Message]:
+    """Return messages as a template takes them; arguments of calls become objects, unless `text_arguments`.
+
+    Content may also be a list of text parts, which become lines. Raises BadRequest for anything else.
+    """
+    if not isinstance(messages, list) or not messages:
+        raise BadRequest("messages", 'must be a list of at least one {"role": ..., "content": ...}')
+    return [_check_message(f"[{index}]", message, text_arguments) for index, message in enumerate(messages)]
+
+
+def _check_message(place: str, message: object, text_arguments: bool) -> Message:
+    if not isinstance(message, dict):
+        raise _wrong(place, 'must be an object {"role": ..., "content": ...}')
+    given = {key: value for key, value in message.items() if value is not None and value != []}
+    role = given.get("role")
+    known = _KNOWN.get(role, _PLAIN) if isinstance(role, str) else _PLAIN
+    unknown = sorted(given.keys() - known)
+    if unknown:
+        names = "role, content and name"
+        raise _wrong(f"{place}.{unknown[0]}", f"is not supported; a message has {names}")
+    if role not in ROLES:
+        raise _wrong(f"{place}.role", f"must be one of {', '.join(ROLES)}")
+    calls = given.get("tool_calls")
+    content = message.get("content")
+    if content is None and calls is not None:
+        content = ""
+    checked: Message = {"role": role, "content": _text_of(f"{place}.content", content)}
+    for name in ("name", "tool_call_id"):
+        if name in given:
+            checked[name] = _check_text(f"{place}.{name}", given[name])
+    thoughts = given.get("reasoning_content", given.get("reasoning"))
+    if thoughts is not None:
+        checked["reasoning_content"] = _check_text(f"{place}.reasoning_content", thoughts)
+    if calls is not None:
+        checked["tool_calls"] = _calls(f"{place}.tool_calls", calls, text_arguments)
+    return checked
+
+
+def _calls(place: str, calls: object, text_arguments: bool) -> list[Message]:
+    if not isinstance(calls, list) or len(calls) > MOST_CALLS:
+        raise _wrong(place, f"must be a list of at most {MOST_CALLS} calls")
+    return [_call(f"{place}[{index}]", call, text_arguments) for index, call in enumerate(calls)]
+
+
+def _call(place: str, call: object, text_arguments: bool) -> Message:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(call, Mapping) or not isinstance(function, Mapping):
+        raise _wrong(place, 'must be {"id": ..., "type": "function", "function": ...}')
+    if call.get("type", "function") != "function":
+        raise _wrong(f"{place}.type", f'is {abbreviate_json(call["type"])}; it must be "function"')
+    name = _check_text(f"{place}.function.name", function.get("name"))
+    written = function.get("arguments") or "{}"
+    arguments: Any = written
+    if not text_arguments:
+        try:
+            arguments = json.loads(_check_text(f"{place}.function.arguments", written))
+        except (ValueError, RecursionError) as error:
+            raise _wrong(f"{place}.function.arguments", f"is no JSON: {error}") from error
+    checked: Message = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    if call.get("id") is not None:
+        checked["id"] = _check_text(f"{place}.id", call["id"])
+    return checked
+
+
+def _text_of(place: str, content: object) -> str:
+    if not isinstance(content, list):
+        return _check_text(place, content)
+    parts = []
+    for index, part in enumerate(content):
+        if not isinstance(part, dict) or part.get("type") != "text":
+            raise _wrong(f"{place}[{index}]", 'must be {"type": "text", "text": ...}; this model reads text')
+        parts.append(_check_text(f"{place}[{index}].text", part.get("text")))
+    return "\n".join(parts)
+
+
+def _check_text(place: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise _wrong(place, "must be a string")
+    return value
+
+
+def _wrong(place: str, problem: str) -> BadRequest:
+    return BadRequest("messages", problem, place=place)
+
+
+FIELD = "reasoning_effort"
+_LEAST = ("none", "minimal")
+_SWITCHES = ("enable_thinking", "thinking")  # Qwen3 and GLM-4.5; DeepSeek-V3.1 and Granite
+
+
+def variables_for(
+    effort: str, variables: Collection[str], given: Mapping[str, Any], *, thinks: bool
+) -> dict[str, Any]:
+    """Return the variables that tell a template the effort.
+
+    Variables that the request has `given` itself may not be set twice.
+
+    A model that does not reason (`thinks` false) needs no variable for "none". Raises BadRequest where the
+    template has no variable for the effort.
+    """
+    switch = next((each for each in _SWITCHES if each in variables), None)
+    settings: dict[str, Any] = {}
+    if switch is not None and effort in _LEAST:
+        settings = {switch: False}
+    elif FIELD in variables:
+        settings = {FIELD: effort}
+    elif effort != "none" or thinks:
+        limit = "none or minimal" if switch else "left out" if thinks else "none"
+        raise BadRequest(FIELD, value=effort, limit=f"{limit}: this model's chat template knows no other")
+    for name in settings:
+        if name in given:
+            raise BadRequest(FIELD, f"and chat_template_kwargs both set {name}", fix="give one of them")
+    return settings
+
 
 _FAILURES = (
     jinja2.TemplateError,

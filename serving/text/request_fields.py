@@ -3,34 +3,81 @@
 borders/field_table.py declares the fields, with the names of the OpenAI API and a few further ones that
 vLLM's users know; here their values become a request. Nothing is guessed: an unknown field, a wrong type and
 a value out of range are refused by name.
+
+A prompt is cut where the request allows it: as in vLLM the last tokens are kept, `truncate_prompt_tokens` of
+them, or with -1 as many as leave room for the answer. What the tokenizer or the chat template puts at the
+beginning is cut like the rest. Also as in vLLM, a word of `bad_words` is banned as its tokens, with and
+without a space before it: inside a longer token, or tokenized differently, it may still occur.
 """
 
 from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from borders.field_table import FIELDS, MOST_SAMPLES, WITHOUT_ANSWER, taken_by
 from borders.refusal import BadRequest, abbreviate_json
-from continuous_batching.request import Request, SamplingParams, TokenIds, packed_ids
+from continuous_batching.request import Request, SamplingParams, TokenIds, TokenSequence, packed_ids
 from continuous_batching.scheduling.validation import too_long
 from serving.adapters import NO_ADAPTERS, KnownAdapters
 from serving.grammars.structured_output import FIELDS as STRUCTURED
 from serving.grammars.structured_output import formed_answer, grammar_of
 from serving.own_processors import read_processors
-from serving.text.bad_words import spellings
 from serving.text.chat_options import ChatOptions
 from serving.text.tokenizer import Text, TextOptions
-from serving.text.truncation import truncated
-from serving.tools.channel_grammar import channel_grammar
 from serving.tools.definitions import FIELDS as TOOLS
-from serving.tools.definitions import ToolUse, tool_use
+from serving.tools.definitions import ToolUse, channel_grammar, tool_use
 
+
+def spellings(words: Sequence[str], text: Text | None) -> tuple[TokenSequence, ...]:
+    """Return the tokens of each word as an answer would spell it, each spelling once; raises BadRequest."""
+    if words and text is None:
+        raise BadRequest("bad_words", "needs a tokenizer, and this model has none; use logit_bias")
+    found: dict[TokenSequence, None] = {}
+    for index, word in enumerate(words):
+        if not word.strip(" "):
+            raise BadRequest("bad_words", value=word, limit="a word, not spaces alone", place=f"[{index}]")
+        assert text is not None
+        bare = word.lstrip(" ")
+        found |= {tuple(text.encode_within(each)): None for each in (bare, f" {bare}")}
+    return tuple(found)
+
+
+def truncated(prompt: TokenIds, asked: int, limit: int | None, num_answer: int) -> TokenIds:
+    """Return the tokens of a prompt that are kept beside an answer of `num_answer`.
+
+    Raises BadRequest if more than `limit` are asked for.
+
+    Without a limit, -1 keeps all tokens (see `fit`). Where the answer leaves no room, one token is kept, and
+    the scheduler refuses the request as too long.
+    """
+    if limit is not None and asked > limit:
+        raise BadRequest(
+            "truncate_prompt_tokens",
+            value=asked,
+            limit=f"-1 (as many as fit) or from 1 to {limit}, the model's maximum context length",
+        )
+    if asked == -1:
+        if limit is None:
+            return prompt
+        asked = max(1, limit - num_answer)
+    return prompt[-asked:]
+
+
+def fit(request: Request, limit: int) -> None:
+    """Cut the prompt of a request that asked for -1, and of its samples, once the limit is known."""
+    prompt = truncated(request.prompt, -1, limit, request.params.max_tokens)
+    for each in (request, *request.followers):
+        each.prompt = each.tokens = prompt
+
+
+NO_DEFAULTS: Mapping[str, Any] = MappingProxyType({})
 _SHORT = 500  # most characters or tokens of a short prompt
 _LONG = (  # requests with these fields may take longer to read
     *("messages", "logit_bias", "stop", "stop_token_ids", "allowed_token_ids", "bad_words"),
@@ -47,6 +94,7 @@ def parse_request(
     longest: int | None = None,
     limit: int | None = None,
     adapters: KnownAdapters = NO_ADAPTERS,
+    defaults: Mapping[str, Any] = NO_DEFAULTS,
 ) -> Request:
     """Return the request in a decoded JSON object; raises BadRequest.
 
@@ -54,7 +102,7 @@ def parse_request(
     ids. With `longest`, an answer without max_tokens may be so long that prompt and answer reach that many
     tokens. `limit` is the most tokens that they may ever reach; with None, the caller calls `truncation.fit`
     once it knows the limit. The request's adapter is one of `adapters`; raises Unavailable while that is
-    being loaded.
+    being loaded. `defaults` are those of the checkpoint (see `sampling_defaults`).
     """
     if not isinstance(fields, Mapping):
         raise BadRequest(None, f"a request must be a JSON object, not {abbreviate_json(fields)}")
@@ -63,14 +111,11 @@ def parse_request(
         if name not in FIELDS:
             raise _unknown(name)
     values = {name: FIELDS[name].kind.read(name, value) for name, value in given.items()}
-    if not values.get("id"):
-        raise BadRequest("id", "is missing; it must be a string of at least one character")
-    if "tenant" in values and "user" in values:
-        raise BadRequest("tenant", "and user are two names of one field; give one of them")
+    _check_alone(values, text)
     if "pooling" in values:
         _check_pooling(values)
-    if "stop" in values and text is None:
-        raise BadRequest("stop", "needs a tokenizer, and this model has none; use stop_token_ids")
+    else:
+        values = _with_defaults(values, defaults)
     tools = tool_use(values)
     if tools is not None and tools.schemas and text is not None and not text.has_tools:
         problem = "are not supported: the recipe names no server.tool_format for this model"
@@ -82,7 +127,8 @@ def parse_request(
         prompt = truncated(prompt, asked, limit, _least_answer(values, fills=longest is not None))
     if longest is not None and not values.keys() & {"max_tokens", "max_completion_tokens"}:
         # Where too little room is left, the scheduler refuses the request as too long.
-        values["max_tokens"] = max(1, longest - len(prompt), values.get("min_tokens", 0))
+        most = min(longest - len(prompt), defaults.get("max_tokens", longest))
+        values["max_tokens"] = max(1, most, values.get("min_tokens", 0))
     salt = values.get("cache_salt", "")
     leader, *followers = (
         Request(
@@ -100,12 +146,29 @@ def parse_request(
     return leader
 
 
+def _check_alone(values: dict[str, Any], text: Text | None) -> None:
+    """Check what no single field says of itself."""
+    if not values.get("id"):
+        raise BadRequest("id", "is missing; it must be a string of at least one character")
+    if "tenant" in values and "user" in values:
+        raise BadRequest("tenant", "and user are two names of one field; give one of them")
+    if "stop" in values and text is None:
+        raise BadRequest("stop", "needs a tokenizer, and this model has none; use stop_token_ids")
+
+
 def _check_pooling(values: dict[str, Any]) -> None:
     """Check the fields of a request for an embedding, which comes with a next token that nobody sees."""
     for name in values:
         if name not in WITHOUT_ANSWER:
             raise BadRequest(name, "must be left out beside pooling, which gives no answer")
     values |= {"max_tokens": 1, "temperature": 0.0}
+
+
+def _with_defaults(values: dict[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields with those of a checkpoint that are left out; a beam search draws no tokens."""
+    penalty = "repetition_penalty"
+    names = (penalty,) if values.get("beam_width") else (name for name in defaults if name != "max_tokens")
+    return {name: defaults[name] for name in names if name in defaults} | values
 
 
 def text_options(fields: Mapping[str, Any], text: Text | None = None) -> TextOptions:

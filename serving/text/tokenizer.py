@@ -4,12 +4,15 @@ Arriving tokens are joined as bytes, and an incremental UTF-8 decoder emits a ch
 arrived: half a character is never shown, and the pieces add up to the text of all tokens. What may be the
 beginning of a stop string is held back until that is decided. The cost of a token is proportional to its own
 length, not to the answer's.
+
+Control tokens that a message spells out are kept as text, apart from the chat template's own.
 """
 
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,21 +25,32 @@ from borders.refusal import BadRequest
 from continuous_batching.request import SamplingParams, TokenIds
 from recipes.schema.recipe import Recipe
 from serving.grammars.thinking import Thinking
-from serving.text.chat_messages import check_messages
-from serving.text.chat_options import ChatOptions, strings_in
-from serving.text.chat_template import ChatTemplate
-from serving.text.shielding import shielded
-from serving.text.tokenizer_settings import SPECIAL_KEYS
-from serving.text.vocabulary import (
-    SentencePieceVocabulary,
-    Vocabulary,
-    any_of,
-    read_tokenizer_files,
-    token_text,
-)
+from serving.text.chat_options import ChatOptions, strings_in, with_strings
+from serving.text.chat_template import ChatTemplate, check_messages
+from serving.text.tokenizer_settings import TEMPLATES, special_tokens, token_text
+from serving.text.vocabulary import Vocabulary, any_of, read_tokenizer_files
 from serving.tools.channels import HARMONY, NAME, ChannelFormat, check_marks, with_thinking
 from serving.tools.formats import TOOL_FORMATS, ToolFormat
-from serving.tools.reasoning import BEGIN, END
+from serving.tools.parsing import BEGIN, END
+
+
+def shielded(values: list[Any], control: Iterable[str]) -> tuple[list[Any], dict[str, str]]:
+    """Return the values with a mark for each control token in their text, and what each mark stands for.
+
+    The template cannot confuse the marks with its own control tokens, and all other text is unchanged.
+    """
+    written = "".join(strings_in(values))
+    numbers = (number for number in itertools.count() if _mark(number) not in written)
+    found = sorted(set(any_of(control).findall(written)))
+    marks = {name: _mark(number) for name, number in zip(found, numbers)}
+    pattern = any_of(marks)
+    shielded = with_strings(values, lambda text: pattern.sub(lambda match: marks[match[0]], text))
+    return shielded, {mark: name for name, mark in marks.items()}
+
+
+def _mark(number: int) -> str:
+    return f"\ue000{number}\ue001"  # private-use characters of Unicode
+
 
 _END_TOKENS = 16  # tokens at the end of a prompt, more than "<think>" and a line break take
 _AS_USUAL = ChatOptions()
@@ -54,7 +68,7 @@ class Text:
         self,
         vocabulary: Vocabulary,
         settings: dict[str, Any],
-        template: str | None,
+        templates: Mapping[str, str],
         tool_format: ToolFormat | None = None,
         *,
         thinks: bool = False,
@@ -67,21 +81,20 @@ class Text:
         self.think_marks = tuple(each for each in marks if each is not None)
         self._vocabulary = vocabulary
         self._settings = settings
-        self._source = template
-        self._names = tokens = {key: token_text(settings[key]) for key in SPECIAL_KEYS if settings.get(key)}
-        self._template = (
-            None
-            if template is None
-            else ChatTemplate(template, tokens, thinks=thinks or channels is not None)
-        )
-        self._bos_token_id = vocabulary.find(tokens.get("bos_token", ""))
+        self._sources = dict(templates)
+        self._names = tokens = {key: token_text(each) for key, each in special_tokens(settings).items()}
+        reasons = thinks or channels is not None
+        compiled = {
+            name: ChatTemplate(source, tokens, thinks=reasons)
+            for name, source in templates.items()
+            if name in TEMPLATES
+        }
+        self._template = compiled.get("default")
+        self._tool_template = compiled.get("tool_use", self._template)
         eos = vocabulary.find(tokens.get("eos_token", ""))
         self.eos_token_ids: tuple[int, ...] = () if eos is None else (eos,)
         self.vocab_size = vocabulary.size
         self.num_lead_spaces = vocabulary.num_lead_spaces
-        self._add_bos: bool | None = settings.get("add_bos_token")
-        if self._add_bos is None and isinstance(vocabulary, SentencePieceVocabulary):
-            self._add_bos = self._bos_token_id is not None  # the first Llama releases do not say so
         self._control_ids = frozenset(vocabulary.control.values())
         self._bytes: dict[int, bytes] = {}
         self.longest_token = max(len(vocabulary.token_bytes(token)) for token in range(vocabulary.size))
@@ -109,7 +122,7 @@ class Text:
             check_marks(channels, files.vocabulary.control, path)
             thinks = reasoning == "think"
             return Text(
-                files.vocabulary, files.settings, files.template, form, thinks=thinks, channels=channels
+                files.vocabulary, files.settings, files.templates, form, thinks=thinks, channels=channels
             )
         except (AttributeError, KeyError, RuntimeError, TypeError) as error:  # a file of another shape
             raise ValueError(
@@ -123,11 +136,13 @@ class Text:
 
     @property
     def has_chat_template(self) -> bool:
-        return self._template is not None
+        return self._tool_template is not None
 
     def describe(self) -> dict[str, Any]:
         """Return what a remote tokenizer of the same kind needs to know; control tokens are plain strings."""
-        return {**self._settings, **self._names, "chat_template": self._source, "vocab_size": self.vocab_size}
+        named = [{"name": name, "template": source} for name, source in self._sources.items()]
+        template = self._sources.get("default") if [*self._sources] in ([], ["default"]) else named
+        return {**self._settings, **self._names, "chat_template": template, "vocab_size": self.vocab_size}
 
     def opens_thoughts(self, prompt: TokenIds) -> bool:
         """Return whether a prompt ends inside a block of reasoning, which some chat templates begin."""
@@ -159,17 +174,12 @@ class Text:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of a prompt.
 
-        With `add_special_tokens` it begins as the tokenizer's configuration says.
+        With `add_special_tokens` it begins and ends as the tokenizer's files say.
 
         Control tokens written in a prompt are encoded as control tokens, since its author writes all of it.
         """
         check_unicode("prompt", text)
-        if not add_special_tokens:
-            return self._vocabulary.encode(text)
-        if self._add_bos is None:
-            return self._vocabulary.encode(text, add_special_tokens=True)
-        bos = [self._bos_token_id] if self._add_bos and self._bos_token_id is not None else []
-        return bos + self._vocabulary.encode(text)
+        return self._vocabulary.encode(text, add_special_tokens=add_special_tokens)
 
     def encode_within(self, text: str) -> list[int]:
         """Return the ids of a piece of text that follows other text."""
@@ -182,10 +192,11 @@ class Text:
         template, are encoded as text. Raises BadRequest for messages that are malformed or that the template
         refuses.
         """
-        if self._template is None:
-            raise BadRequest(
-                "messages", "has no chat template; send prompt instead of messages", subject="this model"
-            )
+        template = self._tool_template if options.tools else self._template
+        if template is None:
+            kind = "" if self._tool_template is None else " for conversations without tools"
+            problem = f"has no chat template{kind}; send prompt instead of messages"
+            raise BadRequest("messages", problem, subject="this model")
         is_text = self.tool_format is not None and self.tool_format.text_arguments
         checked = check_messages(messages, text_arguments=is_text)
         if self.channels is not None:
@@ -201,7 +212,7 @@ class Text:
         given = [checked, options.chat_template_kwargs, list(options.tools)]
         (shown, kwargs, tools), spelt = shielded(given, self._vocabulary.control)
         options = replace(options, chat_template_kwargs=kwargs, tools=tools)
-        rendered = self._template.render(shown, options)
+        rendered = template.render(shown, options)
         parts = any_of(spelt).split(rendered)
         literally = {mark: self._vocabulary.encode_literally(name) for mark, name in spelt.items()}
         ids: list[int] = []

@@ -1,32 +1,105 @@
-"""Read tokenizer_config.json, and check the form of what is used of it."""
+"""Read what a checkpoint says of its tokenizer beside the vocabulary, and check the form of what is used.
+
+The rules are those of transformers 5. What older files say in special_tokens_map.json and added_tokens.json
+counts where tokenizer_config.json has no `added_tokens_decoder`; a template in a file of its own replaces
+that in tokenizer_config.json.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from borders.abbreviate import abbreviate
-from borders.file_bounds import check_regular, is_there
+from borders.files import check_regular, is_there
 from borders.numbers import integers
+from borders.refusal import abbreviate
 
-SPECIAL_KEYS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+SPECIAL_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 MORE_KEYS = ("additional_special_tokens", "extra_special_tokens")
 MOST_TOKENS = 2**24  # ids are below this bound, as in a config.json
+TEMPLATES = ("default", "tool_use")  # those that a conversation without tools and one with tools take
 
 
-def read_settings(path: Path) -> dict[str, Any]:
-    """Return the file's keys, none without a file; raises ValueError, by its key, for what cannot be used."""
+def read_settings(folder: Path) -> dict[str, Any]:
+    """Return the keys of tokenizer_config.json with what older files say beside it; none without these files.
+
+    Raises ValueError, by its file and key, for what cannot be used.
+    """
+    path = folder / "tokenizer_config.json"
+    settings = _checked(path)
+    if "added_tokens_decoder" in settings:
+        return settings
+    settings |= _checked(folder / "special_tokens_map.json")
+    path = folder / "added_tokens.json"
+    added = _object(path)
+    special = {token_text(each) for each in special_tokens(settings).values()}
+    special |= {token_text(each) for each in more_special_tokens(settings)}
+    by_id: dict[str, dict[str, Any]] = {}
+    for name, index in added.items():
+        if integers(0, MOST_TOKENS - 1).read(index) is None:
+            limit = f"an id from 0 to {MOST_TOKENS - 1}"
+            raise ValueError(
+                f"{path} has {abbreviate(name)}: {abbreviate(index)}; it must be {limit}: download it again"
+            )
+        by_id[str(index)] = {"content": name, "special": name in special, "normalized": name not in special}
+    return settings | ({"added_tokens_decoder": by_id} if by_id else {})
+
+
+def templates_in(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return the chat templates of a checkpoint by their names, of which TEMPLATES are used."""
+    said = settings.get("chat_template")
+    found = {each["name"]: each["template"] for each in said} if isinstance(said, list) else {}
+    if isinstance(said, str):
+        found = {"default": said}
+    files = [("default", folder / "chat_template.jinja")]
+    files += [(name, folder / "additional_chat_templates" / f"{name}.jinja") for name in TEMPLATES]
+    for name, file in files:
+        if is_there(file):
+            check_regular(file)
+            try:
+                found[name] = file.read_text(encoding="utf-8")
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{file} is not UTF-8: byte {error.start} is wrong") from error
+    return found
+
+
+def token_text(token: Any) -> str:
+    """Return the text of a token, which is a string or an object that holds it."""
+    return token["content"] if isinstance(token, dict) else str(token)
+
+
+def special_tokens(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the control tokens that have a name, such as `eos_token`, the names of all models first."""
+    own = [key for key, value in settings.items() if key.endswith("_token") and _is_token(value)]
+    named = {key: settings[key] for key in dict.fromkeys([*SPECIAL_KEYS, *own]) if settings.get(key)}
+    more = settings.get("extra_special_tokens")
+    return named | more if isinstance(more, dict) else named
+
+
+def more_special_tokens(settings: Mapping[str, Any]) -> list[Any]:
+    """Return the control tokens that have no name."""
+    listed = [settings.get(key) for key in MORE_KEYS]
+    return [token for each in listed if isinstance(each, list) for token in each]
+
+
+def _object(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file, an empty one without the file."""
     if not is_there(path):
         return {}
     check_regular(path)
     try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
-    if not isinstance(settings, dict):
+    if not isinstance(found, dict):
         raise ValueError(f"{path} must hold an object")
+    return found
+
+
+def _checked(path: Path) -> dict[str, Any]:
+    settings = _object(path)
     for key, value, wanted in _problems(settings):
         raise ValueError(f"{path} has {key}: {abbreviate(value)}; it must be {wanted}: download it again")
     return settings

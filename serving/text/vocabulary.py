@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,10 +17,16 @@ from typing import Any, Protocol
 
 from google.protobuf.message import DecodeError
 from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer, decoders, models, processors
 
-from borders.file_bounds import MOST_TOKENIZER_BYTES, check_regular, is_there
-from serving.text.tokenizer_settings import MORE_KEYS, SPECIAL_KEYS, read_settings
+from borders.files import MOST_TOKENIZER_BYTES, check_regular, is_there
+from serving.text.tokenizer_settings import (
+    more_special_tokens,
+    read_settings,
+    special_tokens,
+    templates_in,
+    token_text,
+)
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -57,16 +63,16 @@ class Vocabulary(Protocol):
 
 
 class FastVocabulary:
-    """A `tokenizer.json`, read by the `tokenizers` library."""
+    """A `tokenizer.json`, read by the `tokenizers` library, with the tokens that other files add to it."""
 
-    def __init__(self, path: Path, special: Iterable[str]) -> None:
+    def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
         self._path = path
-        self._tokenizer = _read_tokenizer(path)
+        self._settings = settings
+        self._tokenizer = _read_tokenizer(path, settings)
         self.size = self._tokenizer.get_vocab_size(with_added_tokens=True)
         added = self._tokenizer.get_added_tokens_decoder().items()
         self.control = {token.content: index for index, token in added if token.special}
-        ids = ((name, self._tokenizer.token_to_id(name)) for name in special)
-        self.control |= {name: index for name, index in ids if index is not None}
+        self._is_plain = self._tokenizer.decoder is None
         self._by_bytes, self.num_lead_spaces, self._space = _decoder_steps(self._tokenizer, path)
 
     def encode(self, text: str, *, start: bool = True, add_special_tokens: bool = False) -> list[int]:
@@ -85,6 +91,8 @@ class FastVocabulary:
         piece: str | None = self._tokenizer.id_to_token(token)
         if piece is None:
             return b""
+        if self._is_plain:
+            return f" {piece}".encode()  # without a decoder the library puts a space between all tokens
         if self._by_bytes:
             spelt = [_BYTE_OF_CHARACTER.get(character) for character in piece]
             known = [byte for byte in spelt if byte is not None]
@@ -95,7 +103,7 @@ class FastVocabulary:
     def _literal(self) -> Tokenizer:
         # This needs a second tokenizer, because the switch would also affect other threads that encode
         # meanwhile.
-        tokenizer = _read_tokenizer(self._path)
+        tokenizer = _read_tokenizer(self._path, self._settings)
         tokenizer.encode_special_tokens = True
         return tokenizer
 
@@ -108,43 +116,80 @@ def _ids(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list[i
 
 
 class SentencePieceVocabulary:
-    """A sentencepiece `tokenizer.model`; `added` are the tokens that its configuration appends.
+    """A sentencepiece `tokenizer.model`, with the tokens that other files add to it.
 
-    With `legacy`, the space that may precede a text also follows each control token.
+    With `legacy` in the settings, the space that may precede a text also follows each added token.
     """
 
-    def __init__(self, path: Path, special: Iterable[str], added: Mapping[int, str], legacy: bool) -> None:
+    def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
         try:
             proto = sentencepiece_model_pb2.ModelProto.FromString(path.read_bytes())
             self._model = SentencePieceProcessor(model_proto=proto.SerializeToString())
         except (DecodeError, RuntimeError) as error:
             raise ValueError(f"{path} is not a sentencepiece model: {_line(error)}") from error
-        self.num_lead_spaces = int(proto.normalizer_spec.add_dummy_prefix)
+        has_lead = proto.normalizer_spec.add_dummy_prefix and settings.get("add_prefix_space") is not False
+        self.num_lead_spaces = int(has_lead)
         proto.normalizer_spec.add_dummy_prefix = False
         self._without_lead = SentencePieceProcessor(model_proto=proto.SerializeToString())
-        self._legacy = legacy
+        self._with_lead = self._model if has_lead else self._without_lead
+        self._legacy = bool(settings.get("legacy"))
 
         own = self._model.vocab_size()
         self._names = {index: self._model.id_to_piece(index) for index in range(own)}
-        self._names |= {index: name for index, name in added.items() if index >= own}
         self._id_of = {name: index for index, name in self._names.items()}
+        stored, special = _added_tokens(settings)
+        for index, token in stored.items():
+            self._place(token.content, index)
+        for token in special:
+            self._place(token.content, max(self._names) + 1)
         self.size = max(self._names) + 1
-        self.control = {name: self._id_of[name] for name in special if name in self._id_of}
+        added = [*stored.values(), *special]
+        self.control = {each.content: self._id_of[each.content] for each in added if each.special}
         for index in range(own):
             if self._model.is_control(index) or self._model.is_unknown(index):
                 self.control[self._names[index]] = index
-        self._markers = any_of(self.control)
+        self._finder, self._found = self._make_finder(added)
+        self._first, self._last = self._ends(settings)
 
     def encode(self, text: str, *, start: bool = True, add_special_tokens: bool = False) -> list[int]:
-        assert not add_special_tokens, "sentencepiece adds no special tokens"
-        ids: list[int] = []
-        for index, part in enumerate(self._markers.split(text)):
-            if index % 2:
-                ids.append(self.control[part])
-            elif part:
-                has_lead = self._legacy if index else start
-                ids += (self._model if has_lead else self._without_lead).encode(part)
-        return ids
+        ids: list[int] = [*self._first] if add_special_tokens else []
+        (parts,) = self._finder.encode_batch([text], add_special_tokens=False)
+        for found, (begin, end) in zip(parts.ids, parts.offsets, strict=True):
+            if found in self._found:
+                ids.append(self._found[found])
+            else:
+                has_lead = self._legacy if begin else start
+                ids += (self._with_lead if has_lead else self._without_lead).encode(text[begin:end])
+        return [*ids, *self._last] if add_special_tokens else ids
+
+    def _place(self, name: str, index: int) -> None:
+        """Give a token its id, unless the vocabulary has it under another."""
+        if name not in self._id_of:
+            self._id_of.pop(self._names.get(index, ""), None)  # of a place that was kept for such tokens
+            self._names[index], self._id_of[name] = name, index
+
+    def _make_finder(self, added: Iterable[AddedToken]) -> tuple[Tokenizer, dict[int, int]]:
+        """Return what finds added tokens in a text, and their ids here by those that it gives.
+
+        The library finds them, as it does in a tokenizer.json: the longest first, with the white space that
+        some take from around them. What lies between is one unknown word each.
+        """
+        finder = Tokenizer(models.WordLevel({"": 0}, unk_token=""))
+        own = [AddedToken(name, normalized=False, special=True) for name in self.control]
+        finder.add_tokens([*own, *added])
+        found = {each.content: finder.token_to_id(each.content) for each in [*own, *added]}
+        return finder, {index: self._id_of[name] for name, index in found.items() if index is not None}
+
+    def _ends(self, settings: Mapping[str, Any]) -> tuple[list[int], list[int]]:
+        """Return the ids that a text begins and ends with."""
+        names = {key: token_text(each) for key, each in special_tokens(settings).items()}
+        bos, eos = (self.find(names.get(key, "")) for key in ("bos_token", "eos_token"))
+        adds_bos = settings.get("add_bos_token")
+        adds_bos = True if adds_bos is None else adds_bos  # the first Llama releases do not say so
+        return (
+            [bos] if adds_bos and bos is not None else [],
+            [eos] if settings.get("add_eos_token") and eos is not None else [],
+        )
 
     def encode_literally(self, text: str) -> list[int]:
         ids: list[int] = []
@@ -164,11 +209,11 @@ class SentencePieceVocabulary:
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFiles:
-    """The contents of a model's tokenizer files; `template` is the chat template's source."""
+    """The contents of a model's tokenizer files; `templates` are the sources of chat templates, by name."""
 
     vocabulary: Vocabulary
     settings: dict[str, Any]
-    template: str | None
+    templates: dict[str, str]
 
 
 def read_tokenizer_files(folder: Path) -> TokenizerFiles | None:
@@ -176,20 +221,15 @@ def read_tokenizer_files(folder: Path) -> TokenizerFiles | None:
 
     Returns None if there is neither.
     """
-    settings = read_settings(folder / "tokenizer_config.json")
-    special = _special_names(settings)
-    if is_there(folder / "tokenizer.json"):
-        check_regular(folder / "tokenizer.json", MOST_TOKENIZER_BYTES)
-        vocabulary: Vocabulary = FastVocabulary(folder / "tokenizer.json", special)
-    elif is_there(folder / "tokenizer.model"):
-        check_regular(folder / "tokenizer.model", MOST_TOKENIZER_BYTES)
-        added = {index: token_text(token) for index, token in _added_tokens(settings).items()}
-        vocabulary = SentencePieceVocabulary(
-            folder / "tokenizer.model", special, added, legacy=bool(settings.get("legacy"))
-        )
-    else:
-        return None
-    return TokenizerFiles(vocabulary, settings, _template_of(folder, settings))
+    settings = read_settings(folder)
+    for name, kind in (("tokenizer.json", FastVocabulary), ("tokenizer.model", SentencePieceVocabulary)):
+        if is_there(folder / name):
+            check_regular(folder / name, MOST_TOKENIZER_BYTES)
+            vocabulary: Vocabulary = kind(folder / name, settings)
+            defaults = CLASS_TOKENS.get(_class_of(settings), {})
+            known = {key: each for key, each in defaults.items() if vocabulary.find(each) is not None}
+            return TokenizerFiles(vocabulary, known | settings, templates_in(folder, settings))
+    return None
 
 
 def any_of(names: Iterable[str]) -> re.Pattern[str]:
@@ -206,11 +246,34 @@ def _piece_bytes(piece: str, space: str) -> bytes:
     return bytes([int(spelt[1], 16)]) if spelt else piece.replace(space, " ").encode()
 
 
-def _read_tokenizer(path: Path) -> Tokenizer:
+def _read_tokenizer(path: Path, settings: Mapping[str, Any]) -> Tokenizer:
+    """Return the tokenizer of a file as transformers uses it: with all added tokens, and without bounds.
+
+    A file that was saved in training may hold a truncation and a padding, which are no part of a vocabulary.
+    """
     try:
-        return Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:
         raise ValueError(f"{path} is not a tokenizer: {_line(error)}") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    stored, special = _added_tokens(settings)
+    known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    known |= {token.content for token in stored.values()}
+    # The library gives new tokens the next ids, in this order
+    tokenizer.add_tokens([*stored.values(), *(each for each in special if each.content not in known)])
+    if tokenizer.decoder is None and (decoder := CLASS_DECODERS.get(_class_of(settings))) is not None:
+        tokenizer.decoder = decoder()
+    names = {key: token_text(each) for key, each in special_tokens(settings).items()}
+    bos, index = names.get("bos_token"), tokenizer.token_to_id(names.get("bos_token", ""))
+    # The post-processor says which tokens begin and end a text. DeepSeek's files have one that adds none and
+    # say add_bos_token, which transformers 4 followed for this class and transformers 5 does not
+    is_said = settings.get("add_bos_token") and _class_of(settings) == "LlamaTokenizer" and index is not None
+    if is_said and tokenizer.num_special_tokens_to_add(False) == 0:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", special_tokens=[(bos, index)]
+        )
+    return tokenizer
 
 
 def _line(error: Exception) -> str:
@@ -223,7 +286,9 @@ def _decoder_steps(tokenizer: Tokenizer, path: Path) -> tuple[bool, int, str]:
     The values are whether pieces write bytes as characters, the leading spaces to strip, and the character
     for a space.
     """
-    decoder: dict[str, Any] = json.loads(tokenizer.to_str())["decoder"] or {"type": "Fuse"}
+    if tokenizer.decoder is None:
+        return False, 1, " "
+    decoder: dict[str, Any] = json.loads(tokenizer.decoder.__getstate__())
     steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
     by_bytes, num_lead_spaces, space = False, 0, " "
     for step in steps:
@@ -259,38 +324,42 @@ def _characters_of_bytes() -> dict[str, int]:
 _BYTE_OF_CHARACTER = _characters_of_bytes()
 
 
-def token_text(token: Any) -> str:
-    """Return the text of a token in tokenizer_config.json, which is a string or an object that holds it."""
-    return token["content"] if isinstance(token, dict) else str(token)
+def _class_of(settings: Mapping[str, Any]) -> str:
+    """Return the class that tokenizer_config.json names, by the name that transformers 5 has for it."""
+    return str(settings.get("tokenizer_class")).removesuffix("Fast")
 
 
-def _added_tokens(settings: dict[str, Any]) -> dict[int, dict[str, Any]]:
-    return {int(index): token for index, token in (settings.get("added_tokens_decoder") or {}).items()}
+# What transformers' classes of tokenizers assume where the files say nothing
+CLASS_TOKENS = {
+    "LlamaTokenizer": {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"},
+    "GemmaTokenizer": {f"{name}_token": f"<{name}>" for name in ("bos", "eos", "unk", "pad")},
+    "Qwen2Tokenizer": dict.fromkeys(("eos_token", "unk_token", "pad_token"), "<|endoftext|>"),
+}
+_PIECES = (decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse())
+CLASS_DECODERS: dict[str, Callable[[], Any]] = {
+    "LlamaTokenizer": lambda: decoders.Sequence([*_PIECES, decoders.Strip(" ", 1, 0)]),
+    "GemmaTokenizer": lambda: decoders.Sequence([*_PIECES]),
+    "Qwen2Tokenizer": decoders.ByteLevel,
+}
 
 
-def _special_names(settings: dict[str, Any]) -> set[str]:
-    names = [settings[key] for key in SPECIAL_KEYS if settings.get(key)]
-    for key in MORE_KEYS:
-        more = settings.get(key) or []
-        names += more.values() if isinstance(more, dict) else more
-    names += [token for token in _added_tokens(settings).values() if token.get("special")]
-    return {token_text(name) for name in names}
+def _added_tokens(settings: Mapping[str, Any]) -> tuple[dict[int, AddedToken], list[AddedToken]]:
+    """Return the tokens that are stored with an id, in order of it, and all control tokens that have none."""
+    named, more = special_tokens(settings).values(), more_special_tokens(settings)
+    special = {text: _added(token, special=True) for token in (*named, *more) if (text := token_text(token))}
+    told = {token_text(token) for token in named}
+    stored = {
+        int(index): _added(token, special=token.get("special") is True or token["content"] in told)
+        for index, token in (settings.get("added_tokens_decoder") or {}).items()
+        if token["content"]
+    }
+    kept = {token.content for token in stored.values()}
+    return dict(sorted(stored.items())), [each for text, each in special.items() if text not in kept]
 
 
-def _template_of(folder: Path, settings: dict[str, Any]) -> str | None:
-    """Return chat_template.jinja, else the template in tokenizer_config.json.
-
-    Of several templates in tokenizer_config.json, the one named default counts.
-    """
-    separate = folder / "chat_template.jinja"
-    if is_there(separate):
-        check_regular(separate)
-        try:
-            return separate.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{separate} is not UTF-8: byte {error.start} is wrong") from error
-    template = settings.get("chat_template")
-    if isinstance(template, list):
-        named = {entry["name"]: entry["template"] for entry in template}
-        template = named.get("default")
-    return template
+def _added(token: Any, *, special: bool) -> AddedToken:
+    flags = token if isinstance(token, dict) else {}
+    said = {
+        key: flags[key] is True for key in ("lstrip", "rstrip", "single_word", "normalized") if key in flags
+    }
+    return AddedToken(token_text(token), special=special, **{"normalized": not special, **said})

@@ -1,10 +1,14 @@
-"""Check the tools of a request, and whether its answer may or must call them.
+"""Check the tools of a request, and build the grammar of an answer that may or must call them.
 
 The fields are `tools`, `tool_choice` and `parallel_tool_calls`; what cannot be done is refused in one line.
+The grammar is that of calls with valid arguments. On channels, the model may reason as long as it likes; then
+comes either the answer, whose form begins right after the mark that opens its text, or a call. A call ends
+the answer, since models stop at its end mark, so there is never a second call.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,9 +17,122 @@ from typing import Any
 from borders.field_table import MOST_TOOLS
 from borders.refusal import BadRequest, abbreviate_json
 from serving.grammars.json_schema import SchemaCheck
-from serving.grammars.structured_output import FormedAnswer
+from serving.grammars.matching import JSON_OPTIONS
+from serving.grammars.structured_output import CHANNELS, FormedAnswer
+from serving.tools.channels import ChannelFormat, ChannelParser
 from serving.tools.formats import ToolFormat
-from serving.tools.grammar import lark_of
+
+
+def lark_of(
+    form: ToolFormat,
+    schemas: Mapping[str, Any],
+    *,
+    must_call: bool,
+    is_single: bool,
+    mark: Mapping[str, int],
+    answer: FormedAnswer | None = None,
+) -> str:
+    """Return a grammar of calls, each with arguments by its schema, in the form of `SamplingParams.grammar`.
+
+    Text may come first, or stand alone, unless the answer `must_call`. With an `answer`, JSON by its schema
+    may stand alone, and no text comes first.
+    """
+    has_text = not must_call and answer is None
+    as_json = answer is not None and form.is_whole and form.arguments == "json"
+    is_plain = not form.is_whole and form.trigger not in mark  # text may contain what calls begin with
+    # A text before calls ends with the trigger, so the call's head omits it.
+    dropped = len(form.trigger) if is_plain and has_text else 0
+    more = "" if is_single else f" ({literal(form.between, mark)} call)*"
+    rules = [f"calls: first{more} {literal(form.closing, mark)}"]
+    for rule, opening, start in (("first", form.opening, dropped), ("call", "", 0)):
+        bodies = " | ".join(f"{rule}_{index}" for index in range(len(schemas)))
+        rules.append(f"{rule}: {bodies}")
+        for index, name in enumerate(schemas):
+            if (
+                as_json
+            ):  # when the answer is JSON as well, only a grammar of whole JSON values can tell the two apart
+                rules.append(f"{rule}_{index}: {json_rule(_call_schema(form, name, schemas[name]))}")
+                continue
+            head = literal((opening + form.head + name + form.middle)[start:], mark)
+            rules.append(f"{rule}_{index}: {head} arguments_{index} {literal(form.tail, mark)}")
+    for index, schema in enumerate(schemas.values()):
+        rules += [] if as_json else _arguments(form, index, schema)
+    if answer is not None:
+        start_rules = [
+            "start: BLANK? (answer | calls)",
+            "BLANK: /[ \\n]{1,2}/",
+            f"answer: {json_rule(answer.schema)}",
+        ]
+    else:
+        start_rules = _with_text(form, is_plain) if has_text else ["start: calls"]
+    field = "tools" if answer is None else answer.field
+    return json.dumps([field, "lark", "\n".join([*start_rules, *rules])], ensure_ascii=False)
+
+
+def _with_text(form: ToolFormat, is_plain: bool) -> list[str]:
+    """Return the start rules of an answer that need not call anything."""
+    if form.is_whole:
+        begin = re.escape((form.opening + form.head)[0])
+        return ["start: calls | TEXT?", f"TEXT: /[^{begin}\\s](?s:.*)/"]
+    if not is_plain:
+        return ["start: TEXT? calls?", "TEXT: /(?s:.+)/"]
+    trigger = re.escape(form.trigger).replace("/", "\\/")
+    return [
+        "start: TEXT? | before calls",
+        f"before[lazy]: /(?s:.*){trigger}/",
+        f"TEXT: /(?s:.+)/ & ~/(?s:.*){trigger}(?s:.*)/",
+    ]
+
+
+def _arguments(form: ToolFormat, index: int, schema: Any) -> list[str]:
+    name = f"arguments_{index}"
+    if form.arguments == "json":
+        return [f"{name}: {json_rule(schema)}"]
+    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    required = set(schema.get("required", []))
+    rules = [f"{name}: {name}_first_0"]
+    properties = [*schema.get("properties", {}).items()]
+    for at, (each, value) in enumerate(properties):
+        value = {**value, **shared} if isinstance(value, Mapping) else value
+        rules.append(f"{name}_item_{at}: {_quoted(each + '=')} {json_rule(value)}")
+        for place, before in (("first", ""), ("rest", '", " ')):
+            skip = "" if each in required else f" | {name}_{place}_{at + 1}"
+            rules.append(f"{name}_{place}_{at}: {before}{name}_item_{at} {name}_rest_{at + 1}{skip}")
+    rules += [f'{name}_{place}_{len(properties)}: ""' for place in ("first", "rest")]
+    return rules
+
+
+def _call_schema(form: ToolFormat, name: str, schema: Any) -> dict[str, Any]:
+    """Return the schema of a call that is a JSON object."""
+    call = json.loads(f"{form.head}{name}{form.middle}null{form.tail}")
+    values = {key: schema if value is None else {"const": value} for key, value in call.items()}
+    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    return {
+        "type": "object",
+        "properties": values,
+        "required": [*values],
+        "additionalProperties": False,
+        **shared,
+    }
+
+
+def json_rule(schema: Any) -> str:
+    """Return a rule's body for JSON of this schema."""
+    options = {"x-guidance": JSON_OPTIONS}
+    return "%json " + json.dumps({**schema, **options} if isinstance(schema, Mapping) else options)
+
+
+def literal(text: str, mark: Mapping[str, int]) -> str:
+    """Return a text as a literal of the grammar, in which control tokens are written as tokens."""
+    if not mark:
+        return _quoted(text)
+    parts = re.split(f"({'|'.join(map(re.escape, mark))})", text)
+    return " ".join(f"<[{mark[part]}]>" if part in mark else _quoted(part) for part in parts if part) or '""'
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
 
 FIELDS = ("tools", "tool_choice", "parallel_tool_calls")
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -135,3 +252,50 @@ def _choice(choice: object, names: Mapping[str, Any]) -> tuple[bool, str | None]
     if name not in names:
         raise BadRequest("tool_choice", f"names {abbreviate_json(name)}, which is none of the tools")
     return True, name
+
+
+def channel_grammar(
+    form: ChannelFormat,
+    mark: Mapping[str, int],
+    prompt: str,
+    *,
+    use: ToolUse | None = None,
+    answer: str | None = None,
+) -> str | None:
+    """Return the grammar in the form of `SamplingParams.grammar`; None: the answer is free.
+
+    `mark` has the token of each of the format's marks, and `prompt` is the prompt's text from its last
+    `start` on. `answer` is the grammar of the answer's text, if it has one; `use` are the tools that the
+    answer may call instead.
+    """
+    place = ChannelParser(form, (), prompt).place
+    schemas = {} if use is None else use.schemas
+    must_call = use is not None and use.must_call
+    if place == "text" and answer is not None:
+        return answer  # the prompt has already begun the message that has the form
+    if answer is None and (use is None or use.is_free):
+        return None
+
+    def spelt(text: str) -> str:
+        return literal(text, mark)
+
+    goes_on = spelt(form.goes_on)
+    starts = {
+        "head": "turn",
+        "between": f"{spelt(form.begin)} turn",
+        "thought": f"TEXT? {goes_on} turn",
+        "text": f"TEXT? {goes_on} turn" if must_call else f"TEXT? ({goes_on} turn)?",
+    }
+    # Notes are content as well, so there are none where a form or a call is required.
+    before = [form.thoughts] if must_call or answer is not None else [form.thoughts, form.notes]
+    last = [] if must_call else [f"{spelt(form.head(form.answer))} {'TEXT?' if answer is None else '@form'}"]
+    rules = [f"start: {starts[place]}", "turn: before* last", "TEXT: /(?s:.+)/"]
+    rules.append("before: " + " | ".join(f"{spelt(form.head(each))} TEXT? {goes_on}" for each in before))
+    for index, (name, schema) in enumerate(schemas.items()):
+        heads = " | ".join(map(spelt, form.call_heads(name)))
+        last.append(f"call_{index}")
+        rules.append(f"call_{index}: ({heads}) arguments_{index}")
+        rules.append(f"arguments_{index}: {json_rule(schema)}")
+    rules.append(f"last: {' | '.join(last)}")
+    field = "tools" if answer is None else json.loads(answer)[0]
+    return json.dumps([field, CHANNELS, {"outer": "\n".join(rules), "form": answer}], ensure_ascii=False)

@@ -1,7 +1,7 @@
 """Define the formats in which models write tool calls.
 
-The parser of what models write (parsing.py) and the grammar of what they must write (grammar.py) both follow
-from these definitions. A call is `head` NAME `middle` ARGUMENTS `tail`; several calls are separated by
+The parser of what models write (parsing.py) and the grammar of what they must write (definitions.py) both
+follow from these definitions. A call is `head` NAME `middle` ARGUMENTS `tail`; several calls are separated by
 `between`, and `opening` and `closing` enclose all of them. White space in these texts is what models were
 trained on; the parser accepts any other white space, or none, in its place.
 """

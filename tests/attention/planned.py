@@ -1,4 +1,4 @@
-"""What does the attention of a test plan for a batch, with the cache places that a slot table would give?"""
+"""Plan a batch for the attention under test, with the cache places that a slot table would give."""
 
 from __future__ import annotations
 

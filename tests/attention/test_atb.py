@@ -1,6 +1,6 @@
-"""Does attention on a 310P compute what a request alone would compute, over pages in its own order?
+"""Attention on a 310P computes what a request alone would compute, over pages in that chip's own order.
 
-On the stand-in, whose operators answer here as those of a 310P would.
+The tests run on the stand-in, whose operators answer here as those of a 310P would.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from devices.ascend_limits import FRACTAL_NZ, product
 from devices.shapes import AttentionShape
-from kv_cache.device.storage import KVCache
+from kv_cache.device.storage import KVCache, LayerPages
 from kv_cache.pages import PageCopy
 from tests.attention.test_attention import ROWS, Bench, shape
 from tests.device_kinds import machine, stand_in_alone
@@ -107,11 +107,10 @@ def test_the_cache_keeps_its_format_through_all_that_is_done_to_pages() -> None:
     import torch_npu
 
     attention = atb(dtype=torch.float16)
-    order = {"allocate": attention.new_pages, "indexed": attention.indexed}
-    cache = KVCache(1, 6, 128, 2, 64, torch.float16, "npu:0", num_host_pages=3, **order)
-    tensors = (*cache.keys, *cache.values)
+    cache = KVCache([LayerPages(attention.new_planes)], 128, [6], [3], indexed=attention.indexed)
+    tensors = cache.tensors
     assert tensors[0].shape == (6, 8, 128, 16)
-    assert sum(each.nbytes for each in tensors) == 6 * KVCache.page_bytes(1, 128, 2, 64, torch.float16)
+    assert sum(each.nbytes for each in tensors) == 6 * 2 * 128 * 2 * 64 * 2
     for number in range(6):
         for tensor in tensors:
             tensor[number].fill_(number)
@@ -121,7 +120,7 @@ def test_the_cache_keeps_its_format_through_all_that_is_done_to_pages() -> None:
     cache.clear_null_page()
     cache.resize(5)
     cache.resize(7)
-    for tensor in (*cache.keys, *cache.values):
+    for tensor in cache.tensors:
         assert torch_npu.get_npu_format(tensor) == FRACTAL_NZ
         assert torch.equal(tensor.cpu(), tensor.cpu()[:, :1, :1, :1].expand_as(tensor))
         assert tensor.cpu()[:, 0, 0, 0].tolist() == [0, 2, 3, 3, 1, 0, 0]

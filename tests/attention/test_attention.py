@@ -1,7 +1,8 @@
-"""Does every implementation of attention compute what a request alone would compute?
+"""Every implementation of attention computes for each request what that request alone would compute.
 
-Each as a recipe would get it, on each device that is here. Requests grow span by span over shuffled pages;
-every place that no request has written holds NaN, and so do the places of requests that have left.
+Each implementation is built as a recipe would get it, on each device that is present. Requests grow span by
+span over shuffled pages. Every place that no request has written holds NaN, and so do the places of requests
+that have left.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from attention.int8_pages import packed, unpacked
 from attention.reference import QUERY_ROWS, Attention
 from continuous_batching.batch import Batch
 from devices.shapes import AttentionShape
-from kv_cache.device.storage import KVCache
+from kv_cache.device.storage import KVCache, LayerPages
 from tests.attention.planned import planned
 from tests.device_kinds import Kind, Way, on_each, operators
 
@@ -65,18 +66,9 @@ class Bench:
             attention.sinks[layer] = (2 * sinks).bfloat16().to(self.device)  # as checkpoints have them
         max_pages = -(-MOST_TOKENS // shape.page_size)
         num_pages = 1 + ROWS * max_pages
-        self.cache = KVCache(
-            len(self.layers),
-            num_pages,
-            shape.page_size,
-            shape.num_kv_heads,
-            shape.head_dim,
-            shape.dtype,
-            self.device,
-            allocate=attention.new_pages,
-            indexed=attention.indexed,
-        )
-        for tensor in (*self.cache.keys, *self.cache.values):
+        layers = [LayerPages(attention.new_planes)] * len(self.layers)
+        self.cache = KVCache(layers, shape.page_size, [num_pages], indexed=attention.indexed)
+        for tensor in self.cache.tensors:
             spoil(tensor[1:])
         self.free = [int(page) for page in 1 + self.rng.permutation(num_pages - 1)]
         self.page_table = np.zeros((ROWS, max_pages), np.int32)
@@ -84,7 +76,7 @@ class Bench:
 
     def leave(self, row: int) -> None:
         """The request of a row goes; what it wrote turns to NaN, its stale page numbers stay."""
-        for tensor in (*self.cache.keys, *self.cache.values):
+        for tensor in self.cache.tensors:
             for page in self.told[row].pages:
                 spoil(tensor[page])
         self.free += self.told[row].pages
@@ -113,7 +105,7 @@ class Bench:
             torch.from_numpy(self.rng.standard_normal((total, heads, dim))).to(self.shape.dtype)
             for heads in (self.shape.num_heads, self.shape.num_kv_heads, self.shape.num_kv_heads)
         )
-        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        keys, values = self.cache.of(layer)
         ends = np.cumsum(list(spans.values()))
         begins = [end - count for end, (row, count) in zip(ends, spans.items()) if not self.told[row].length]
         if self.shape.first_key:
@@ -154,7 +146,7 @@ class Bench:
     def _places(self, layer: int) -> tuple[Tensor, ...]:
         """Keys and values of all places of the cache, in order."""
         index = torch.arange(self.cache.num_pages * self.shape.page_size, device=self.device)
-        found = self.attention.read(self.cache.keys[layer], self.cache.values[layer], index)
+        found = self.attention.read(*self.cache.of(layer), index)
         return tuple(each.cpu() for each in found)
 
     def _addresses(self, row: int, start: int, stop: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Does a CPU's own order of the cache, compiled or not, change nothing but the speed?"""
+"""The CPU's own order of the cache, compiled or not, changes nothing but the speed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from attention.cpu.attention import SHORT, CpuAttention
 from continuous_batching.batch import Batch
 from devices.compiled import Compiled
-from kv_cache.device.storage import KVCache
+from kv_cache.device.storage import KVCache, LayerPages
 from tests.attention.planned import planned
 from tests.attention.test_attention import NOTHING, ROWS, Bench, shape
 from tests.thorough import cases
@@ -91,7 +91,7 @@ class Layer:
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         self.shape = shape(windows=(None,), page_size=64, head_dim=32, dtype=dtype)
         self.attention = CpuAttention(self.shape)
-        self.cache = KVCache(1, 1 + 5 * ROWS, 64, 2, 32, dtype)
+        self.cache = KVCache([LayerPages(self.attention.new_planes)], 64, [1 + 5 * ROWS])
         self.page_table = (1 + np.arange(5 * ROWS, dtype=np.int32)).reshape(ROWS, 5)
         self.random = torch.Generator().manual_seed(0)
 
@@ -104,7 +104,7 @@ class Layer:
         )
         parts = [self._tokens(row, start, stop, row == broken) for row, (start, stop) in spans.items()]
         query, key, value = (torch.cat(each) for each in zip(*parts))
-        keys, values = self.cache.keys[0], self.cache.values[0]
+        keys, values = self.cache.of(0)
         self.attention.write(key, value, keys, values, metadata)
         output = self.attention.attend(query, keys, values, metadata, 0)
         return dict(zip(spans, output.split((stops - starts).tolist())))
@@ -168,14 +168,11 @@ def test_filling_rows_are_neither_written_nor_answered_wrongly() -> None:
     batch = Batch(np.array([1]), np.array([0]), np.array([9]), NOTHING, NOTHING, NOTHING)
     metadata = planned(attention, batch, layer.page_table)
     query, key, value = layer._tokens(1, 0, 16, False)
-    attention.write(key, value, cache.keys[0], cache.values[0], metadata)
-    padded = attention.attend(query, cache.keys[0], cache.values[0], metadata, 0)
+    attention.write(key, value, *cache.of(0), metadata)
+    padded = attention.attend(query, *cache.of(0), metadata, 0)
     assert torch.equal(padded[:9], Layer().step({1: (0, 9)})[1])
-    assert not cache.keys[0][7:].any()
-    assert (
-        int((attention.read(cache.keys[0], cache.values[0], torch.arange(6 * 64, 7 * 64))[0] != 0).sum())
-        == 9 * 64
-    )
+    assert not cache.of(0)[0][7:].any()
+    assert int((attention.read(*cache.of(0), torch.arange(6 * 64, 7 * 64))[0] != 0).sum()) == 9 * 64
 
 
 def test_a_dimension_that_the_code_would_fix_is_refused() -> None:

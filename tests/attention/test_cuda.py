@@ -1,4 +1,4 @@
-"""Do the Triton kernels compute what attention is defined to be, on a GPU or in Triton's interpreter?"""
+"""The Triton kernels compute what attention is defined to be, on a GPU or in Triton's interpreter."""
 
 from __future__ import annotations
 

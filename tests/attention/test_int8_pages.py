@@ -1,4 +1,4 @@
-"""Are keys and values in int8 as near to what was written as their scale allows, head by head?"""
+"""Keys and values in int8 are as near to what was written as the scale of each head allows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from attention.int8_pages import packed, row_bytes, unpacked
 from attention.reference import Attention
 from devices.shapes import AttentionShape
-from kv_cache.device.storage import KVCache
+from kv_cache.device.storage import KVCache, LayerPages
 from kv_cache.pages import PageCopy
 from models.config import DecoderConfig
 from recipes.assembly.families import decoder_config
@@ -59,14 +59,13 @@ def test_the_largest_number_of_a_head_is_kept() -> None:
 def test_a_page_takes_as_many_bytes_as_are_planned(dtype: str, head_dim: int, share: float) -> None:
     shape = AttentionShape(8, 2, head_dim, 16, 1.0, getattr(torch, dtype), (None,) * 3, int8_pages=True)
     attention = Attention(shape)
-    cache = KVCache(3, 5, 16, 2, head_dim, shape.dtype, num_host_pages=4, allocate=attention.new_pages)
-    hosts = (*cache._host_keys, *cache._host_values)
+    cache = KVCache([LayerPages(attention.new_planes)] * 3, 16, [5], [4])
     plain = config_of(dtype, head_dim)
     int8 = replace(plain, int8_cache=True)
-    for tensors, pages in (((*cache.keys, *cache.values), 5), (hosts, 4)):
+    for tensors, pages in ((cache.tensors, 5), (cache.host_tensors, 4)):
         assert {each.dtype for each in tensors} == {torch.int8}
-        assert sum(each.nbytes for each in tensors) == pages * int8.page_bytes(16)
-    assert int8.page_bytes(16) == share * plain.page_bytes(16)
+        assert sum(each.nbytes for each in tensors) == pages * 16 * int8.kv_bytes_per_token()
+    assert 16 * int8.kv_bytes_per_token() == share * 16 * plain.kv_bytes_per_token()
 
 
 def config_of(dtype: str, head_dim: int) -> DecoderConfig:
@@ -95,13 +94,13 @@ def test_scales_go_with_their_pages(seed: int) -> None:
     heads, dim, size = (2, 3)[seed % 2], (12, 10)[seed // 2], 4
     shape = AttentionShape(heads, heads, dim, size, 1.0, torch.float32, (None, None), int8_pages=True)
     attention = Attention(shape)
-    cache = KVCache(2, 24, size, heads, dim, torch.float32, num_host_pages=24, allocate=attention.new_pages)
+    cache = KVCache([LayerPages(attention.new_planes)] * 2, size, [24], [24])
     nothing = torch.zeros(4, size, heads, row_bytes(dim), dtype=torch.int8)
     held, rested = [nothing] * 24, [nothing] * 24
     for page in range(24):
         numbers = torch.randn(4, size, heads, dim, generator=torch_random) * 10.0 ** (page % 5)
         held[page] = packed(numbers)
-        for tensor, part in zip((*cache.keys, *cache.values), held[page]):
+        for tensor, part in zip(cache.tensors, held[page]):
             tensor[page] = part
     for _ in range(30):
         pages, others = random.permutation(cache.num_pages), random.permutation(24)
@@ -123,6 +122,6 @@ def test_scales_go_with_their_pages(seed: int) -> None:
     index = torch.arange(cache.num_pages * size)
     wanted = [unpacked(torch.stack(each)).flatten(0, 1) for each in zip(*held)]
     for layer in range(2):
-        keys, values = attention.read(cache.keys[layer], cache.values[layer], index)
-        assert torch.equal(keys, wanted[layer])
-        assert torch.equal(values, wanted[2 + layer])
+        keys, values = attention.read(*cache.of(layer), index)
+        assert torch.equal(keys, wanted[2 * layer])
+        assert torch.equal(values, wanted[2 * layer + 1])

@@ -1,4 +1,4 @@
-"""Is latent attention right on each device, however requests are cut and wherever their pages lie?
+"""Latent attention is right on each device, however requests are cut and wherever their pages lie.
 
 The oracle expands every latent to keys and values of each head, in float64.
 """
@@ -18,7 +18,7 @@ from attention.reference import AttentionMetadata, StaticDecodes
 from continuous_batching.batch import Batch
 from devices.shapes import AttentionShape, LatentShape
 from doctor.verify.npu.latent_questions import joins_latents
-from kv_cache.device.storage import KVCache
+from kv_cache.device.storage import KVCache, LayerPages
 from models.ops.reference import Ops
 from recipes.machine import Npu, start
 from tests.attention.planned import planned
@@ -51,18 +51,9 @@ class Bench:
         attention.check()
         max_pages = -(-MOST_TOKENS // PAGE)
         self.layers = range(len(self.shape.windows))
-        self.cache = KVCache(
-            len(self.layers),
-            1 + ROWS * max_pages,
-            PAGE,
-            1,
-            self.shape.head_dim,
-            self.shape.dtype,
-            attention.device,
-            allocate=attention.new_pages,
-            allocate_values=attention.new_value_pages,
-        )
-        for tensor in (*self.cache.keys, *self.cache.values):
+        layers = [LayerPages(attention.new_planes)] * len(self.layers)
+        self.cache = KVCache(layers, PAGE, [1 + ROWS * max_pages])
+        for tensor in self.cache.tensors:
             tensor[1:] = -1 if tensor.dtype == torch.int8 else torch.nan  # scales of four such bytes are NaN
         self.free = [int(page) for page in 1 + self.rng.permutation(ROWS * max_pages)]
         self.page_table = np.zeros((ROWS, max_pages), np.int32)
@@ -98,7 +89,7 @@ class Bench:
         total, rope_dim = sum(spans.values()), self.latent.rope_dim
         nope, rope = (self.random(total, HEADS, width) for width in (self.latent.nope_dim, rope_dim))
         latents, rope_keys = self.random(total, 1, self.shape.head_dim), self.random(total, 1, rope_dim)
-        pages = self.cache.keys[layer], self.cache.values[layer]
+        pages = self.cache.of(layer)
         device = self.attention.device
         self.attention.write(latents.to(device), rope_keys.to(device), *pages, metadata)
         found = self.attention.attend_heads(
@@ -185,9 +176,8 @@ def test_spans_are_expanded_where_that_takes_fewer_products(num_tokens: int) -> 
 
 def test_pages_hold_a_latent_and_a_rope_key() -> None:
     attention = LatentAttention(replace(SMALL, int8_pages=True))
-    assert attention.new_pages(3).shape == (3, PAGE, 1, 32 + 4)
-    assert attention.new_value_pages(3).shape == (3, PAGE, 1, 16 + 4)
-    assert LatentAttention(SMALL).new_value_pages(2).shape == (2, PAGE, 1, 16)
+    assert [each.shape for each in attention.new_planes(3)] == [(3, PAGE, 1, 32 + 4), (3, PAGE, 1, 16 + 4)]
+    assert LatentAttention(SMALL).new_planes(2)[1].shape == (2, PAGE, 1, 16)
 
 
 @pytest.mark.npu
@@ -197,7 +187,7 @@ def test_one_launch_writes_what_the_parts_of_it_write() -> None:
     assert isinstance(attention, LatentAttention)
     made = Bench(ops, attention)
     write_raw(made)
-    found = [pages[1, :3].cpu() for pages in (made.cache.keys[0], made.cache.values[0])]
+    found = [pages[1, :3].cpu() for pages in made.cache.of(0)]
     kv, norm, cos, sin = raw(made)
     pairs = kv[:, 512:]
     halves = torch.cat((pairs[:, ::2], pairs[:, 1::2]), -1)
@@ -218,7 +208,7 @@ def write_raw(made: Bench) -> None:
     device = made.attention.device
     kv, norm, cos, sin = (each.to(device) for each in raw(made))
     metadata = AttentionMetadata(16 + torch.arange(3, device=device), ())
-    pages = made.cache.keys[0], made.cache.values[0]
+    pages = made.cache.of(0)
     made.attention.write_raw(kv, norm, 1e-6, cos, sin, *pages, metadata)
 
 
@@ -236,7 +226,7 @@ def on_an_npu() -> None:
     zeros = torch.zeros(2, dtype=torch.int32, device="npu:0")
     metadata = made.attention.plan_static(StaticDecodes(zeros, zeros[:, None], zeros + 1))
     nope, rope = (torch.ones(2, 4, width, device="npu:0") for width in (128, 64))
-    pages = made.cache.keys[0], made.cache.values[0]
+    pages = made.cache.of(0)
     with torch.npu.graph(torch.npu.NPUGraph()):
         made.attention.attend_heads(nope, rope, made.packed[0], *pages, metadata, 0)
     ops.rotary_of_one(rope, rope[:, 0], rope[:, 0])

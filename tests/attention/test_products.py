@@ -1,4 +1,4 @@
-"""What a product's fused attention does not take is refused with key, value, limit and mend."""
+"""Shapes that a product's fused attention does not take are refused with the key, value, limit and fix."""
 
 from __future__ import annotations
 

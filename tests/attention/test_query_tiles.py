@@ -1,4 +1,4 @@
-"""Is every position that a query sees read once, and every part joined once?"""
+"""Every position that a query sees is read once, and every part is joined once."""
 
 from __future__ import annotations
 

@@ -68,7 +68,8 @@ class Stub:
     ) -> None:
         chat = "messages" in body
         count = body["max_completion_tokens" if chat else "max_tokens"]
-        usage_in_each = self.tells_usage and (body.get("stream_options") or {}).get("continuous_usage_stats")
+        options = body.get("stream_options") or {}
+        usage_in_each = self.tells_usage and bool(options.get("continuous_usage_stats"))
 
         async def send(choices: list[dict[str, Any]], tokens: int, *, usage: bool) -> None:
             cached = {"cached_tokens": num_prompt // 3}

@@ -1,4 +1,4 @@
-"""Is every absurd number of a trace refused by its line?"""
+"""Every absurd number in a trace is refused with the number of its line."""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ from benchmark.gate.gate import audit
 from benchmark.micro import device, host, kv
 from benchmark.offline import beside, offline
 from continuous_batching.batch import Batch
+from models.config import layer_specs
 from recipes.assembly.engine import build
 from recipes.assembly.families import model_config
 from recipes.schema.reader import read
@@ -257,7 +258,7 @@ def test_the_device_benchmark_prints_tables(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_floors_count_what_a_step_reads_and_multiplies() -> None:
-    config = replace(model_config(read(RECIPE).recipe), windows=(None, 8), num_layers=2)
+    config = replace(model_config(read(RECIPE).recipe), layers=layer_specs((None, 8)))
     load = device.StepLoad(3, 20, 1, 10)
     page = 2 * config.num_kv_heads * config.head_dim * config.dtype_bytes
     weights = config.weight_bytes - (not config.tie_embeddings) * (

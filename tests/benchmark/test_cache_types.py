@@ -1,4 +1,4 @@
-"""What int8 changes is measured where it should change something, and is small."""
+"""The change that an int8 cache makes to log-probabilities is measured, and it is small."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from benchmark.gate.gate import ANYWHERE, LAWS, audit, digests, published, with_
 from benchmark.gate.law import Tie
 from benchmark.gate.result import Figures, NotCheckable
 from benchmark.gate.table import STATEMENTS, TIES, under_ours
-from devices.profile import load, named
+from devices.rates import load, named
 from tests.benchmark.gate_results import batches, claim, client, engine
 from tests.simulation.queue import PARTS, honest, summarised
 

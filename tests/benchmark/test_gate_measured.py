@@ -1,6 +1,6 @@
-"""What verbs really measured passes the gate, and is refused when its figures are changed, digests and all.
+"""Results that verbs really measured pass the gate; changed figures are refused even if digests fit.
 
-Every verb that people quote is run here on the tiny model.
+Every verb whose results are quoted is run here on the tiny model.
 """
 
 from __future__ import annotations

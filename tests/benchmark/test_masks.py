@@ -1,4 +1,4 @@
-"""Is what `benchmark offline --masks` measures what it says?"""
+"""`benchmark offline --masks` measures what it says that it measures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What cannot be written is told before the work, whose figures would be lost."""
+"""An output path that cannot be written is refused before the work whose figures would be lost."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 from benchmark import options as outputs
 from benchmark.serve import measure
-from borders.whole_file import whole_file
+from borders.files import whole_file
 from recipes.schema.recipe import ROOT
 from tests.lazy import LazyModule
 

@@ -1,4 +1,4 @@
-"""What a verb prints is what its JSON holds: each figure under its own label, and the gate's verdict."""
+"""A verb prints what its JSON holds: each figure under its own label, and the gate's verdict."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is told of a run, in figures and in a picture, is what its steps did."""
+"""The figures and the picture of a run show what its steps did."""
 
 from __future__ import annotations
 

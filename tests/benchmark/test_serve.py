@@ -1,4 +1,4 @@
-"""What a client takes of a server is what happened; errors are counted, and nothing that lags goes unsaid."""
+"""The serving client records what really happened, counts every error, and reports every lag."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Is a number from outside read within its bounds, and is nothing else a number?"""
+"""A number from outside is read within its bounds, and nothing else is taken for a number."""
 
 from __future__ import annotations
 

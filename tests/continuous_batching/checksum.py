@@ -40,7 +40,9 @@ def alone(
     prompt: list[int], max_tokens: int, stops: frozenset[int] = frozenset(), seed: int = 0
 ) -> list[int]:
     """The answer that a request gets with the machine to itself."""
-    keys, tokens, answer = [], list(prompt), []
+    keys: list[int] = []
+    answer: list[int] = []
+    tokens = list(prompt)
     while len(answer) < max_tokens:
         for position in range(len(keys), len(tokens)):
             keys.append(key(tokens[position], position, keys[-1] if keys else 1))
@@ -55,7 +57,8 @@ def alone(
 def outlook(keys: np.ndarray) -> np.ndarray:
     """The log-probability of each next token: few bits, so that sums are exact and some are equal."""
     weights = np.arange(1, 2 * len(keys), 2, dtype=np.uint64)
-    mixed = np.arange(VOCAB_SIZE, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) ^ (keys * weights).sum()
+    total: np.uint64 = (keys * weights).sum()
+    mixed = np.arange(VOCAB_SIZE, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) ^ total
     mixed = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
     return -((mixed >> np.uint64(40)) & np.uint64(255)).astype(np.float64) / 32
 

@@ -59,7 +59,8 @@ class HeadRunner(ChecksumRunner):
         return replace(sampled, drafts=made)
 
     def resize(self, num_pages: int, copies: tuple[PageCopy, ...]) -> None:
-        for each in (super(), self.head, self.features):
+        super().resize(num_pages, copies)
+        for each in (self.head, self.features):
             each.resize(num_pages, copies)
 
     def _draft(self, batch: Batch, span: int, count: int) -> list[int]:

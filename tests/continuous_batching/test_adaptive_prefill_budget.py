@@ -7,9 +7,9 @@ import pytest
 
 from continuous_batching.batch import Batch, Sampled
 from continuous_batching.engine import Engine
-from continuous_batching.policies.adaptive_prefill_budget import AdaptiveChunks
+from continuous_batching.policies.batching import StallFree
 from continuous_batching.policies.policy import Busy
-from continuous_batching.policies.stall_free import StallFree
+from continuous_batching.policies.prefill_budget import AdaptiveChunks
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.slots import SlotPool

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from continuous_batching.request import Hypothesis, SamplingParams
-from continuous_batching.samples.beam_scoring import choose, is_over, keep, place, score
+from continuous_batching.samples.beam_search import choose, is_over, keep, place, score
 
 
 def found(*scores: float) -> list[Hypothesis]:

@@ -13,18 +13,13 @@ from hypothesis import strategies as st
 
 from continuous_batching.batch import Batch, Sampled
 from continuous_batching.engine import Engine
-from continuous_batching.policies.orca import Orca
+from continuous_batching.policies.batching import Orca, PrefillFirst, Split, StallFree, Static
 from continuous_batching.policies.prefill_budget import FixedChunks
-from continuous_batching.policies.prefill_first import PrefillFirst
-from continuous_batching.policies.split import Split
-from continuous_batching.policies.stall_free import StallFree
-from continuous_batching.policies.static import Static
-from continuous_batching.queueing.ordering import Aged
-from continuous_batching.queueing.waiting_queue import WaitingQueue
+from continuous_batching.queueing import Aged, WaitingQueue
 from continuous_batching.request import Request, SamplingParams, TokenLogprobs
+from continuous_batching.scheduling.preemption import fewest_lost, lowest_priority, youngest
 from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.scheduling.validation import GiveUp
-from continuous_batching.scheduling.victims import fewest_lost, lowest_priority, youngest
 from continuous_batching.slots import SlotPool
 from kv_cache.pages import PagePool
 from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner, searched

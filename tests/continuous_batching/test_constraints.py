@@ -1,4 +1,4 @@
-"""Is where an answer is in its grammar a function of its tokens alone?"""
+"""The place of an answer in its grammar is a function of the answer's tokens alone."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from continuous_batching.batch import Batch, Sampled
 from continuous_batching.engine import Engine, Observer
-from continuous_batching.policies.stall_free import StallFree
+from continuous_batching.policies.batching import StallFree
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.scheduling.admission import HeldBack
 from continuous_batching.scheduling.scheduler import Scheduler

@@ -1,4 +1,7 @@
-"""Does a request end inside an accepted run where it ends without drafts, and count nothing behind that?"""
+"""A request ends inside an accepted run where it would end without drafts.
+
+Nothing behind that token is counted.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does a draft model find its keys wherever a row goes, and does it never change a token?"""
+"""A draft model finds its keys wherever a row is moved, and never changes a token."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from continuous_batching.batch import Batch
 from continuous_batching.engine import Engine
-from continuous_batching.policies.stall_free import StallFree
+from continuous_batching.policies.batching import StallFree
 from continuous_batching.recording.format import Committed, Scheduled, read_entries
 from continuous_batching.recording.recorder import Recorder, RecordingFile
 from continuous_batching.recording.replay import Replayed, replay
@@ -19,16 +19,16 @@ from continuous_batching.request import Request, SamplingParams
 from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.scheduling.validation import GiveUp
 from continuous_batching.slots import SlotPool
-from continuous_batching.speculation.draft_model import DraftModel, model_spans
 from continuous_batching.speculation.lengths import Fixed, Offers, Verdicts
+from continuous_batching.speculation.proposer import DraftModel, model_spans
 from continuous_batching.speculation.speculation import Speculation
 from kv_cache.pages import Index, PagePool
-from simulation.recorded import follow, recorded_run
 from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner, alone
 from tests.continuous_batching.draft_checksum import DraftingRunner
 from tests.continuous_batching.recount import recount
 from tests.continuous_batching.test_draft_schedules import schedulers
 from tests.continuous_batching.test_schedules import Arrival, arrivals, check_answers, serve
+from tests.simulation.recorded import follow, recorded_run
 from tests.thorough import cases
 
 

@@ -12,31 +12,23 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from continuous_batching.engine import Engine
-from continuous_batching.policies.adaptive_prefill_budget import AdaptiveChunks
-from continuous_batching.policies.orca import Orca
+from continuous_batching.policies.batching import Orca, PrefillFirst, Split, StallFree, Static
 from continuous_batching.policies.policy import Policy
-from continuous_batching.policies.prefill_budget import FixedChunks
-from continuous_batching.policies.prefill_first import PrefillFirst
-from continuous_batching.policies.split import Split
-from continuous_batching.policies.stall_free import StallFree
-from continuous_batching.policies.static import Static
-from continuous_batching.queueing.fair_share import FairShare
-from continuous_batching.queueing.waiting_queue import WaitingQueue
+from continuous_batching.policies.prefill_budget import AdaptiveChunks, FixedChunks
+from continuous_batching.queueing import FairShare, WaitingQueue
 from continuous_batching.recording.format import Scheduled, read_entries, unpacked
 from continuous_batching.recording.recorder import Recorder, RecordingFile
 from continuous_batching.recording.replay import Replayed, replay
 from continuous_batching.request import Request, SamplingParams
+from continuous_batching.scheduling.preemption import fewest_lost, youngest
 from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.scheduling.validation import GiveUp
-from continuous_batching.scheduling.victims import fewest_lost, youngest
 from continuous_batching.slots import SlotPool
 from continuous_batching.speculation.lengths import Fixed
-from continuous_batching.speculation.ngram import NGram
-from continuous_batching.speculation.proposer import Guesses
+from continuous_batching.speculation.proposer import Guesses, NGram
 from continuous_batching.speculation.speculation import Speculation
 from continuous_batching.step_time import StepTime
 from kv_cache.pages import Index, PagePool
-from simulation.recorded import follow, recorded_run
 from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner, alone
 from tests.continuous_batching.recount import recount
 from tests.continuous_batching.test_schedules import (
@@ -49,6 +41,7 @@ from tests.continuous_batching.test_schedules import (
     serve,
 )
 from tests.continuous_batching.windows import drawn_groups
+from tests.simulation.recorded import follow, recorded_run
 from tests.thorough import cases
 
 Rightness = Literal["right", "wrong", "mixed", "ngram"]

@@ -1,4 +1,4 @@
-"""Do drafts change how many tokens a step brings, and never which?"""
+"""Drafts change how many tokens a step brings, and never which tokens."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ import pytest
 
 from continuous_batching.batch import Batch
 from continuous_batching.engine import Engine
-from continuous_batching.policies.stall_free import StallFree
+from continuous_batching.policies.batching import StallFree
 from continuous_batching.request import Request, SamplingParams
-from continuous_batching.samples.drafts import accepted
 from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.slots import SlotPool
 from continuous_batching.speculation.lengths import Fixed, Offers, Verdicts
 from continuous_batching.speculation.proposer import Guesses
-from continuous_batching.speculation.speculation import Speculation
+from continuous_batching.speculation.speculation import Speculation, accepted
 from kv_cache.pages import Index, PagePool
 from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner, alone, searched
 from tests.continuous_batching.recount import recount

@@ -1,4 +1,4 @@
-"""Does a head find its keys, and the target's features, wherever a row goes, and change no token?"""
+"""A head finds its keys and the target's features wherever a row is moved, and never changes a token."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from continuous_batching.policies.stall_free import StallFree
+from continuous_batching.policies.batching import StallFree
 from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.scheduling.validation import GiveUp
 from continuous_batching.slots import SlotPool
-from continuous_batching.speculation.draft_model import DraftModel, head_spans
 from continuous_batching.speculation.lengths import Fixed
+from continuous_batching.speculation.proposer import DraftModel, head_spans
 from continuous_batching.speculation.speculation import Speculation
 from kv_cache.pages import PagePool
 from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner, alone

@@ -1,4 +1,4 @@
-"""What was evicted is not computed again, one case after the other."""
+"""Pages that were evicted to the host come back from it instead of being computed again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ends between schedule and commit, and what came to light there."""
+"""Requests that end, fail or fork between schedule and commit leave nothing wrong behind."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ import pytest
 
 from continuous_batching.engine import Engine
 from continuous_batching.inspection import Recount, recount
-from continuous_batching.policies.stall_free import StallFree
+from continuous_batching.policies.batching import StallFree
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.slots import SlotPool

@@ -1,6 +1,7 @@
-"""Do numbers of drafts follow what rows and steps have shown, and never cost throughput?
+"""The numbers of drafts follow what rows and steps have shown, and never cost throughput.
 
-Steps take what a cost model says, guesses are right as often as a test says: all is deterministic.
+Steps take the time that a cost model gives and guesses are right as often as a test sets, so all is
+deterministic.
 """
 
 from __future__ import annotations
@@ -14,21 +15,24 @@ import pytest
 
 from continuous_batching.batch import Batch
 from continuous_batching.engine import Engine, Step
-from continuous_batching.policies.stall_free import StallFree
+from continuous_batching.policies.batching import StallFree
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.slots import SlotPool
-from continuous_batching.speculation.acceptance import Acceptance
-from continuous_batching.speculation.lengths import Fixed, Lengths, Verdicts
+from continuous_batching.speculation.lengths import (
+    Acceptance,
+    Fixed,
+    Lengths,
+    Source,
+    Throughput,
+    Verdicts,
+    Worth,
+)
 from continuous_batching.speculation.proposer import Guesses
-from continuous_batching.speculation.source import Source
 from continuous_batching.speculation.speculation import Speculation
-from continuous_batching.speculation.throughput import Throughput
-from continuous_batching.speculation.worth import Worth
 from continuous_batching.step_time import StepTime
 from kv_cache.pages import Index, PagePool
-from simulation.clock import Clock
-from simulation.runner import SimulatedRunner
+from simulation.replica import Clock, SimulatedRunner
 from tests.pairs import pairs
 
 Cost = Callable[[int, int, int], float]  # of tokens, spans and drafts: seconds

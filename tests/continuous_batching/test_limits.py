@@ -1,4 +1,7 @@
-"""What is too much is refused or given up, and whoever leaves takes nothing along."""
+"""The scheduler refuses what exceeds its limits and ends what waits too long.
+
+A request that ends takes its followers along and frees its pages within two steps.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,8 @@ import numpy as np
 import pytest
 
 from continuous_batching.engine import Engine
-from continuous_batching.policies.stall_free import StallFree
-from continuous_batching.queueing.limits import QueueFull, QueueLimits
+from continuous_batching.policies.batching import StallFree
+from continuous_batching.queueing import QueueFull, QueueLimits
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.slots import SlotPool

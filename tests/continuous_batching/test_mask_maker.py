@@ -1,4 +1,7 @@
-"""What becomes of a row whose mask takes long, and of those beside it?"""
+"""A row whose mask takes long comes when the mask is ready.
+
+A row that stands behind it is late at most once.
+"""
 
 from __future__ import annotations
 

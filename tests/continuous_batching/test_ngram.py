@@ -1,4 +1,7 @@
-"""Does the n-gram proposer find what followed the last tokens of a row before, and forget what it must?"""
+"""The n-gram proposer finds what followed an earlier place with a row's last tokens.
+
+It forgets a row's earlier requests, and its memory is bounded.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import pytest
 
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.slots import SlotPool
-from continuous_batching.speculation.ngram import LENGTH, NGram
+from continuous_batching.speculation.proposer import LENGTH, NGram
 from kv_cache.pages import Index
 
 

@@ -1,4 +1,4 @@
-"""Is a prompt of one token a prompt to every policy, and never a decode?"""
+"""Every policy treats a prompt of one token as a prompt, and never as a decode."""
 
 from __future__ import annotations
 
@@ -10,15 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from continuous_batching.engine import Engine
-from continuous_batching.policies.adaptive_prefill_budget import AdaptiveChunks
-from continuous_batching.policies.long_prompts import LongPrompts
-from continuous_batching.policies.orca import Orca
+from continuous_batching.policies.batching import Orca, PrefillFirst, Split, StallFree, Static
 from continuous_batching.policies.policy import Policy
-from continuous_batching.policies.prefill_budget import FixedChunks, StagedChunks
-from continuous_batching.policies.prefill_first import PrefillFirst
-from continuous_batching.policies.split import Split
-from continuous_batching.policies.stall_free import StallFree
-from continuous_batching.policies.static import Static
+from continuous_batching.policies.prefill_budget import AdaptiveChunks, FixedChunks, LongPrompts, StagedChunks
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.slots import SlotPool

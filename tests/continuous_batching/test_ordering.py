@@ -1,4 +1,4 @@
-"""Who goes first, and that nobody waits for ever who need not."""
+"""Each order admits requests by its own rule, and no request waits longer than that rule requires."""
 
 from __future__ import annotations
 
@@ -10,11 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from continuous_batching.engine import Engine
-from continuous_batching.policies.long_prompts import LongPrompts
-from continuous_batching.policies.stall_free import StallFree
-from continuous_batching.queueing.fair_share import FairShare
-from continuous_batching.queueing.ordering import Aged, EarliestDeadline, QueueOrder, shortest_first
-from continuous_batching.queueing.waiting_queue import WaitingQueue
+from continuous_batching.policies.batching import StallFree
+from continuous_batching.policies.prefill_budget import LongPrompts
+from continuous_batching.queueing import (
+    Aged,
+    EarliestDeadline,
+    FairShare,
+    QueueOrder,
+    WaitingQueue,
+    shortest_first,
+)
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.slots import SlotPool

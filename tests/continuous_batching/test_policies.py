@@ -5,14 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from continuous_batching.policies.long_prompts import LongPrompts
-from continuous_batching.policies.orca import Orca
+from continuous_batching.policies.batching import Orca, PrefillFirst, Split, StallFree, Static
 from continuous_batching.policies.policy import NO_ROOM, Busy, Policy, Room, Waiting
-from continuous_batching.policies.prefill_budget import FixedChunks, StagedChunks
-from continuous_batching.policies.prefill_first import PrefillFirst
-from continuous_batching.policies.split import Split
-from continuous_batching.policies.stall_free import StallFree
-from continuous_batching.policies.static import Static
+from continuous_batching.policies.prefill_budget import FixedChunks, LongPrompts, StagedChunks
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.slots import SlotPool

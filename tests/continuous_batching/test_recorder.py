@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 from borders.framing import DamagedRecording, framed
 from continuous_batching.engine import Engine
-from continuous_batching.policies.stall_free import StallFree
-from continuous_batching.policies.static import Static
+from continuous_batching.policies.batching import StallFree, Static
 from continuous_batching.recording.format import (
     BEGIN,
     FORMAT,

@@ -1,4 +1,4 @@
-"""Does a refusal say as data what its line says in words?"""
+"""A refusal holds as data what its line says in words."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from borders.refusal import BadRequest
-from continuous_batching.policies.stall_free import StallFree
+from continuous_batching.policies.batching import StallFree
 from continuous_batching.request import Request, SamplingParams, packed_ids
 from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.slots import SlotPool

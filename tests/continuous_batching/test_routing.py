@@ -7,8 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from continuous_batching.routing.key_holders import KeyHolders
-from continuous_batching.routing.routing import RoutedPrompt, Routing, Sent, Weights
+from continuous_batching.routing.routing import KeyHolders, RoutedPrompt, Routing, Sent, Weights
 from tests.thorough import cases
 
 PAGE = 16

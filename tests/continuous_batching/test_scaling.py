@@ -1,4 +1,7 @@
-"""How many replicas are wanted: never too few or too many, one at a time, and none for a moment's load."""
+"""The number of replicas that is wanted keeps its bounds and changes by one at a time.
+
+A load that lasts only for a moment changes nothing.
+"""
 
 from __future__ import annotations
 

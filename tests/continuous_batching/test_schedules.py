@@ -10,12 +10,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from continuous_batching.engine import Engine, Observer, Tier
-from continuous_batching.policies.stall_free import StallFree
-from continuous_batching.policies.static import Static
+from continuous_batching.policies.batching import StallFree, Static
 from continuous_batching.request import Request, SamplingParams
+from continuous_batching.scheduling.preemption import fewest_lost, lowest_priority, youngest
 from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.scheduling.validation import GiveUp
-from continuous_batching.scheduling.victims import fewest_lost, lowest_priority, youngest
 from continuous_batching.slots import SlotPool
 from kv_cache.pages import PagePool
 from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner, alone

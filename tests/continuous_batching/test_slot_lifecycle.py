@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from continuous_batching.engine import Engine
-from continuous_batching.policies.stall_free import StallFree
+from continuous_batching.policies.batching import StallFree
 from continuous_batching.request import Request, SamplingParams
+from continuous_batching.scheduling.preemption import fewest_lost, lowest_priority, youngest
 from continuous_batching.scheduling.scheduler import Scheduler
-from continuous_batching.scheduling.victims import fewest_lost, lowest_priority, youngest
 from continuous_batching.slots import SlotPool
 from kv_cache.pages import PagePool
 from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner, alone

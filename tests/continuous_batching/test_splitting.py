@@ -1,4 +1,7 @@
-"""Whose prompt is computed elsewhere, and what is counted where then."""
+"""Prompts are split off to prefill replicas by their length and by the load of each replica.
+
+Each prompt counts as load where it is computed.
+"""
 
 from __future__ import annotations
 

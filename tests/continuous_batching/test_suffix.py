@@ -1,4 +1,7 @@
-"""Does the suffix proposer find what other requests said, under the same salt alone, in bounded memory?"""
+"""The suffix proposer finds what other requests under the same salt said, and nothing of other salts.
+
+Its memory is bounded.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What another engine computed is not computed again, one case after the other."""
+"""Pages that another engine computed, or an earlier run, are found in the tier and not computed again."""
 
 from __future__ import annotations
 

@@ -8,12 +8,9 @@ import numpy as np
 import pytest
 
 from continuous_batching.engine import Engine
-from continuous_batching.policies.orca import Orca
+from continuous_batching.policies.batching import Orca, PrefillFirst, StallFree, Static
 from continuous_batching.policies.policy import Policy
 from continuous_batching.policies.prefill_budget import FixedChunks
-from continuous_batching.policies.prefill_first import PrefillFirst
-from continuous_batching.policies.stall_free import StallFree
-from continuous_batching.policies.static import Static
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.slots import SlotPool

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from continuous_batching.engine import Engine
+from continuous_batching.policies.batching import StallFree
 from continuous_batching.policies.prefill_budget import FixedChunks
-from continuous_batching.policies.stall_free import StallFree
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.slots import SlotPool
 from continuous_batching.speculation.lengths import Fixed
-from continuous_batching.speculation.ngram import NGram
+from continuous_batching.speculation.proposer import NGram
 from continuous_batching.speculation.speculation import Speculation
 from kv_cache.groups import WindowGroup, most_pages
 from kv_cache.pages import PagePool

@@ -9,7 +9,7 @@ import numpy as np
 
 from continuous_batching.engine import Engine
 from kv_cache.pages import PageCopy
-from kv_cache.tier.reads import Lookup
+from kv_cache.tier.page_tier import Lookup
 from tests.continuous_batching.checksum import POISON, ChecksumRunner
 
 

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from devices.ascend_answers import answered, answers_file, write_answers
-from devices.ascend_limits import product
+from devices.ascend_limits import answered, answers_file, product, write_answers
 from tests.attention.test_attention import shape
 
 B = product("910B", "")

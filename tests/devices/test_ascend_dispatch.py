@@ -1,4 +1,4 @@
-"""How many tokens do ranks send at once, and what do the operators' rules say of these?"""
+"""The number of tokens that ranks send at once follows the buffers and the rules of the operators."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from devices.ascend_dispatch import DISPATCHING, buffer_mib, most_dispatched
+from devices.ascend_limits import DISPATCHING, buffer_mib, most_dispatched
 from virtual_npu.contract import Conditions, ContractError
 from virtual_npu.operators import operator
 from virtual_npu.simulated_products import PRODUCTS

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from devices import cpu_threads
-from devices.cpu_threads import Measured, Threads, Watch, Way, beside_others, choose, measure, ways
-from devices.openmp import Barriers
+from devices.cpu_threads import Barriers, Measured, Threads, Watch, Way, beside_others, choose, measure, ways
 
 SPIN, SLEEP, ONE = Way(2), Way(2, sleeps=True), Way(1)
 

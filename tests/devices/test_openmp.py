@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from devices import openmp
-from devices.openmp import Barriers, GnuBarriers, IdleTeam, IntelBarriers, barriers
+from devices import cpu_threads
+from devices.cpu_threads import Barriers, GnuBarriers, IdleTeam, IntelBarriers, barriers
 from recipes.schema.recipe import ROOT
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="libraries are found in /proc")
 
 
-@pytest.mark.parametrize("name", openmp.SAID_BY)
+@pytest.mark.parametrize("name", cpu_threads.SAID_BY)
 def test_a_way_of_waiting_that_the_environment_says_stays(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, "1")
     assert type(barriers()) is Barriers
@@ -28,7 +28,7 @@ def test_a_way_of_waiting_that_the_environment_says_stays(name: str, monkeypatch
 def test_an_idle_team_is_kept_while_threads_sleep_and_by_one_engine_after_another(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name in openmp.SAID_BY:
+    for name in cpu_threads.SAID_BY:
         monkeypatch.delenv(name, raising=False)
     first, second = barriers(), barriers()
     if not isinstance(first, GnuBarriers):
@@ -56,9 +56,9 @@ def test_a_library_that_is_not_where_the_system_says_waits_as_it_does(
             raise error
         return str(tmp_path / f"{name}.so.1 (deleted)")
 
-    for name in openmp.SAID_BY:
+    for name in cpu_threads.SAID_BY:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(openmp, "_loaded", loaded)
+    monkeypatch.setattr(cpu_threads, "_loaded", loaded)
     found = barriers()
     assert type(found) is Barriers or isinstance(found, IntelBarriers)  # the latter where it is preloaded
 
@@ -69,12 +69,12 @@ def test_a_preloaded_library_of_intel_is_asked_by_its_own_function() -> None:
     if not library.exists():
         pytest.skip("intel-openmp is not installed")
     code = (
-        "import torch; from devices.openmp import barriers, IntelBarriers; own = barriers();"
+        "import torch; from devices.cpu_threads import barriers, IntelBarriers; own = barriers();"
         "assert type(own) is IntelBarriers; usual = own._library.kmp_get_blocktime(); own.sleep(True);"
         "assert own._library.kmp_get_blocktime() == 0; own.sleep(False);"
         "assert own._library.kmp_get_blocktime() == usual > 0"
     )
-    kept = {name: value for name, value in os.environ.items() if name not in openmp.SAID_BY}
+    kept = {name: value for name, value in os.environ.items() if name not in cpu_threads.SAID_BY}
     subprocess.run(
         [sys.executable, "-c", code], check=True, cwd=ROOT, env=kept | {"LD_PRELOAD": str(library)}
     )

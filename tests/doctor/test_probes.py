@@ -1,4 +1,7 @@
-"""Does each probe answer yes where the device is right, and no where it is not, and what follows?"""
+"""Each probe answers yes where the device is right and no where it is wrong.
+
+Recipes follow the answers.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from devices.ascend_answers import PROBED
-from devices.ascend_limits import FRACTAL_NZ, PRODUCTS, product
+from devices.ascend_limits import FRACTAL_NZ, PROBED, PRODUCTS, product
 from doctor.verify import probes
 from doctor.verify.npu.rank_questions import of_ranks
 from doctor.verify.probes import PROBES, answer

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,13 +20,12 @@ from torch import Tensor
 from attention import reference
 from continuous_batching.batch import Batch, Sampled
 from continuous_batching.engine import Engine
-from continuous_batching.policies.stall_free import StallFree
+from continuous_batching.policies.batching import StallFree
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.slots import SlotPool
-from kv_cache.device.storage import KVCache
+from kv_cache.device.storage import KVCache, LayerPages
 from kv_cache.pages import PageCopy, PagePool
-from models.layers.dtypes import TORCH_DTYPES
 from models.ops.cpu import ops as cpu
 from models.ops.cpu.ops import CpuOps
 from models.ops.reference import Packed
@@ -60,12 +60,18 @@ class PoisonedRunner:
         self.inner, self.pool, self.host_pool = inner, pool, host_pool
 
     def run(self, batch: Batch) -> Sampled:
-        self.inner.cache.apply(batch.copies)
-        self._poison()
-        return self.inner.run(dataclasses.replace(batch, copies=()))
+        return self.inner.run(self._prepared(batch))
+
+    def start(self, batch: Batch) -> Callable[[], Sampled]:
+        return self.inner.start(self._prepared(batch))
 
     def resize(self, num_pages: int, copies: tuple[PageCopy, ...]) -> None:
         self.inner.resize(num_pages, copies)
+
+    def _prepared(self, batch: Batch) -> Batch:
+        self.inner.cache.apply(batch.copies)
+        self._poison()
+        return dataclasses.replace(batch, copies=())
 
     def _poison(self) -> None:
         slots, cache = self.inner.slots, self.inner.cache
@@ -73,11 +79,11 @@ class PoisonedRunner:
             slots.pages(row)[-(-slots.num_computed[row] // slots.page_size) :] for row in slots.busy.tolist()
         ]
         pages = torch.from_numpy(np.concatenate([self.pool.free_pages, *fresh]))
-        for tensor in (*cache.keys, *cache.values):
+        for tensor in cache.tensors:
             tensor[pages] = _poison(tensor)
         if self.host_pool is not None:
             pages = torch.from_numpy(self.host_pool.free_pages)
-            for tensor in (*cache._host_keys, *cache._host_values):
+            for tensor in cache.host_tensors:
                 tensor[pages] = _poison(tensor)
 
 
@@ -118,7 +124,7 @@ def make(
     num_pages: int = 400,
     num_host_pages: int = 0,
     poisoned: bool = False,
-    **options,
+    **options: Any,
 ) -> Engine:
     """An engine over the small model; `options` are the scheduler's."""
     base = model(attention)
@@ -135,16 +141,8 @@ def make(
         host_pool=host,
         **options,
     )
-    cache = KVCache(
-        config.num_layers,
-        num_pages,
-        PAGE_SIZE,
-        config.num_kv_heads,
-        config.head_dim,
-        TORCH_DTYPES[config.dtype],
-        num_host_pages=num_host_pages,
-        allocate=base.attention.new_pages,
-    )
+    layers = [LayerPages(base.attention.new_planes)] * config.num_layers
+    cache = KVCache(layers, PAGE_SIZE, [num_pages], [num_host_pages])
     runner = ModelRunner(base.decoder, cache, base.attention, base.sampler, slots)
     return Engine(scheduler, PoisonedRunner(runner, pool, host) if poisoned else runner, clock=lambda: 0.0)
 

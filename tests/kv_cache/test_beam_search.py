@@ -1,4 +1,7 @@
-"""On the real device path, do searches and their neighbours get what each gets alone, however pages go?"""
+"""On the real device path, beam searches and their neighbours get what each would get alone.
+
+That holds however pages are moved or rows lost.
+"""
 
 from __future__ import annotations
 

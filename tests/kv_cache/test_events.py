@@ -1,4 +1,7 @@
-"""What an engine's cache publishes, read as a stranger would: by msgpack alone, over real sockets."""
+"""The events that an engine's cache publishes can be read by any client.
+
+The tests read them by msgpack alone, over real sockets, in vLLM's layout.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What lies between two engines, piece by piece: the ring of a window, messages, shared memory."""
+"""The parts of the page exchange between two engines work one by one.
+
+These are the ring of a window, messages, addresses and shared memory.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +15,17 @@ import pytest
 
 from kv_cache.exchange import transports
 from kv_cache.exchange.connection import Connection, Wake
-from kv_cache.exchange.identity import PageIdentity, address_of_pages
 from kv_cache.exchange.messages import (
     HEAD,
     LONGEST_MESSAGE,
     AllSent,
     Damaged,
     Hello,
+    PageIdentity,
     PagePart,
     PagesWanted,
     Said,
+    address_of_pages,
     framed,
     lengths_of,
     unframed,

@@ -1,4 +1,4 @@
-"""What newcomers found of the prefix that they could use, and why no more."""
+"""A lookup reports how much of a prefix a newcomer could use, and why no more."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is read of a page is what a page of the host's pool holds after it was written there."""
+"""The bytes that are read of a page are those that a page of the host's pool gets when they are written."""
 
 from __future__ import annotations
 
@@ -7,37 +7,22 @@ import pytest
 import torch
 
 from kv_cache.device.page_bytes import PageBytes
-from kv_cache.device.storage import KVCache
+from kv_cache.device.storage import KVCache, LayerPages
 from kv_cache.pages import PageCopy
+from tests.kv_cache.caches import plain_pages
 
 
 def filled(dtype: torch.dtype, *, indexed: bool, seed: int) -> KVCache:
-    """A cache of two layers, with a head's features beside it, of which every byte is random."""
+    """A cache of two layers with values wider than keys, and of features, of which every byte is random."""
 
-    def pages(count: int, width: int = 6) -> torch.Tensor:
-        return torch.zeros(count, 4, 2, width, dtype=dtype)
+    def keys_and_values(count: int) -> tuple[torch.Tensor, ...]:
+        return torch.zeros(count, 4, 2, 6, dtype=dtype), torch.zeros(count, 4, 2, 10, dtype=dtype)
 
-    def wide(count: int) -> torch.Tensor:
-        return pages(count, 10)
-
-    beside = KVCache(1, 9, 4, 1, 5, torch.float32, num_host_pages=7, keys_only=True)
-    cache = KVCache(
-        2,
-        9,
-        4,
-        2,
-        6,
-        dtype,
-        num_host_pages=7,
-        allocate=pages,
-        allocate_values=wide,
-        indexed=indexed,
-        beside=beside,
-    )
+    layers = [*[LayerPages(keys_and_values)] * 2, plain_pages((4, 5), torch.float32, 1)]
+    cache = KVCache(layers, 4, [9], [7], indexed=indexed)
     random = torch.Generator().manual_seed(seed)
-    for each in cache.all:
-        for tensor in each.tensors:
-            tensor.flatten(1).view(torch.uint8).random_(0, 256, generator=random)
+    for tensor in cache.tensors:
+        tensor.flatten(1).view(torch.uint8).random_(0, 256, generator=random)
     return cache
 
 
@@ -51,10 +36,9 @@ def test_pages_go_to_bytes_and_to_the_host_and_back(dtype: torch.dtype, indexed:
     assert size == 4 * 2 * (2 * (6 + 10)) * dtype.itemsize + 4 * 5 * 4
     PageBytes(target).write_host(np.array([5, 2, 6]), contents)
     target.apply([PageCopy(np.array([2, 6, 5]), np.array([4, 7, 2]), "from_host")])
-    for ours, theirs in zip(source.all, target.all):
-        for one, other in zip(ours.tensors, theirs.tensors):
-            raw, got = one.flatten(1).view(torch.uint8), other.flatten(1).view(torch.uint8)
-            assert torch.equal(got[[2, 4, 7]], raw[[3, 8, 1]])
+    for one, other in zip(source.tensors, target.tensors):
+        raw, got = one.flatten(1).view(torch.uint8), other.flatten(1).view(torch.uint8)
+        assert torch.equal(got[[2, 4, 7]], raw[[3, 8, 1]])
 
 
 def test_what_was_read_stays_as_it_was_when_the_page_is_used_again() -> None:

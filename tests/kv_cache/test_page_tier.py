@@ -12,11 +12,9 @@ import numpy as np
 import pytest
 
 from kv_cache.pages import Index, PageCopy
-from kv_cache.tier import health
-from kv_cache.tier.entries import entry_of
-from kv_cache.tier.page_tier import PageTier
-from kv_cache.tier.reads import MOST_LOOKUPS, Lookup
-from kv_cache.tier.store import StoreFailed
+from kv_cache.tier import page_tier
+from kv_cache.tier.page_tier import MOST_LOOKUPS, Lookup, PageTier
+from kv_cache.tier.store import StoreFailed, entry_of
 from tests.patience import PATIENCE_S
 
 IDENTITY, OTHER = b"i" * 32, b"o" * 32
@@ -215,7 +213,7 @@ def test_a_dead_store_is_told_once_left_alone_and_asked_again(
     now_s = [1000.0]
     caplog.set_level(logging.WARNING)
     tier = make(pause_s=5.0)
-    monkeypatch.setattr(health, "time", type("Clock", (), {"monotonic": staticmethod(lambda: now_s[0])}))
+    monkeypatch.setattr(page_tier, "time", type("Clock", (), {"monotonic": staticmethod(lambda: now_s[0])}))
     store.fails = True
     assert ended(tier, 1) == []
     num_calls = len(store.calls)

@@ -51,8 +51,8 @@ def test_poison_would_be_noticed() -> None:
     engine.step()
     cache = engine.runner.inner.cache  # type: ignore[attr-defined]
     page = engine.slots.pages(0)[0]
-    assert not torch.isnan(cache.keys[0][page]).all()
-    for tensor in (*cache.keys, *cache.values):
+    assert not torch.isnan(cache.of(0)[0][page]).all()
+    for tensor in cache.tensors:
         tensor[page] = torch.nan
     step = engine.step()
     assert step is not None

@@ -1,4 +1,4 @@
-"""Do the cache's tensors hold what they should, and nothing else?"""
+"""The cache's tensors hold what they should, and nothing else."""
 
 from __future__ import annotations
 
@@ -11,66 +11,61 @@ import torch
 from torch import Tensor
 
 from kv_cache.device import storage
-from kv_cache.device.storage import KVCache
+from kv_cache.device.storage import KVCache, LayerPages
 from kv_cache.pages import Index, PageCopy
+from tests.kv_cache.caches import plain_cache, plain_pages
 
 Way = Callable[[Tensor, Index, Tensor, Index], None]
 
 
 def test_page_bytes_are_what_is_allocated() -> None:
-    cache = KVCache(3, 7, 16, 2, 8, torch.bfloat16)
-    allocated = sum(tensor.nbytes for tensor in (*cache.keys, *cache.values))
-    assert allocated == 7 * KVCache.page_bytes(3, 16, 2, 8, torch.bfloat16)
-    assert not any(tensor.any() for tensor in (*cache.keys, *cache.values))
+    cache = plain_cache(3, 7, (16, 2, 8), torch.bfloat16)
+    allocated = sum(tensor.nbytes for tensor in cache.tensors)
+    assert allocated == 7 * sum(cache.layer_bytes) == 7 * 3 * 2 * 16 * 2 * 8 * 2
+    assert not any(tensor.any() for tensor in cache.tensors)
 
 
 def numbered(num_pages: int, num_host_pages: int = 0, head_dim: int = 2) -> KVCache:
     """A cache each of whose pages holds its number."""
-    cache = KVCache(2, num_pages, 4, 1, head_dim, torch.float32, num_host_pages=num_host_pages)
-    for tensor in (*cache.keys, *cache.values):
+    cache = plain_cache(2, num_pages, (4, 1, head_dim), torch.float32, num_host_pages)
+    for tensor in cache.tensors:
         tensor[:] = torch.arange(float(num_pages))[:, None, None, None]
     return cache
 
 
 def held(cache: KVCache) -> list[float]:
     """The number that each page holds, the same in all tensors and places."""
-    for tensor in (*cache.keys, *cache.values):
-        assert torch.equal(tensor, cache.keys[0][:, :1, :1, :1].expand_as(tensor))
-    return cache.keys[0][:, 0, 0, 0].tolist()
+    for tensor in cache.tensors:
+        assert torch.equal(tensor, cache.of(0)[0][:, :1, :1, :1].expand_as(tensor))
+    return cache.of(0)[0][:, 0, 0, 0].tolist()
 
 
 def test_each_group_of_layers_has_pages_of_its_own() -> None:
-    """Copies and swaps reach the layers of their group, and a resize those of group 0."""
-    cache = KVCache(
-        3,
-        9,
-        4,
-        1,
-        2,
-        torch.float32,
-        num_host_pages=5,
-        groups=[1, 0, 1],
-        window_pages=[4],
-        window_host_pages=[3],
-    )
-    assert [len(each) for each in cache.keys] == [len(each) for each in cache.values] == [4, 9, 4]
-    assert [len(each) for each in cache.host_tensors] == [3, 5, 3] * 2
-    for tensor in (*cache.keys, *cache.values):
+    """Copies and swaps reach all planes of the layers of their group, and a resize those of group 0."""
+    layers = [plain_pages((4, 1, 2), torch.float32, group=group) for group in (1, 0, 1)]
+    layers.append(plain_pages((2, 1, 3), torch.float32, num_planes=1))
+    cache = KVCache(layers, 4, [9, 4], [5, 3])
+    assert [len(each) for each in cache.tensors] == [4, 4, 9, 9, 4, 4, 9]
+    assert [len(each) for each in cache.host_tensors] == [3, 3, 5, 5, 3, 3, 5]
+    for tensor in cache.tensors:
         tensor[:] = torch.arange(float(len(tensor)))[:, None, None, None]
 
     def held() -> list[list[float]]:
-        return [each[:, 0, 0, 0].tolist() for each in (*cache.keys, *cache.values)]
+        pages = [[each[:, 0, 0, 0].tolist() for each in planes] for planes in cache.planes]
+        assert all(each[0] == each[-1] for each in pages)
+        assert pages[3][0] == pages[1][0], "layers of one group"
+        return [each[0] for each in pages[:3]]
 
     sources, targets = np.array([3]), np.array([1])
     cache.apply([PageCopy(sources, targets, group=1)])
-    assert held() == [[0, 3, 2, 3], [*range(9)], [0, 3, 2, 3]] * 2
+    assert held() == [[0, 3, 2, 3], [*range(9)], [0, 3, 2, 3]]
     cache.apply([PageCopy(np.array([2]), np.array([2]), "to_host", group=1)])
     cache.apply([PageCopy(np.array([8]), np.array([4]), "to_host")])
     cache.apply([PageCopy(np.array([2]), np.array([3]), "from_host", group=1)])
     cache.apply([PageCopy(np.array([4]), np.array([5]), "from_host")])
-    assert held() == [[0, 3, 2, 2], [0, 1, 2, 3, 4, 8, 6, 7, 8], [0, 3, 2, 2]] * 2
+    assert held() == [[0, 3, 2, 2], [0, 1, 2, 3, 4, 8, 6, 7, 8], [0, 3, 2, 2]]
     cache.resize(6)
-    assert held() == [[0, 3, 2, 2], [0, 1, 2, 3, 4, 8], [0, 3, 2, 2]] * 2
+    assert held() == [[0, 3, 2, 2], [0, 1, 2, 3, 4, 8], [0, 3, 2, 2]]
 
 
 @pytest.fixture(params=[1, 3, 1000], ids="{} pages a chunk".format)
@@ -105,16 +100,16 @@ def test_copies_take_every_page_to_its_target_and_touch_no_other(case: str, head
 
 
 def test_copies_keep_every_bit() -> None:
-    cache = KVCache(1, 40, 16, 2, 8, torch.bfloat16, num_host_pages=12)
+    cache = plain_cache(1, 40, (16, 2, 8), torch.bfloat16, 12)
     generator = torch.Generator().manual_seed(0)
-    bits = torch.randint(-(2**15), 2**15, cache.keys[0].shape, generator=generator, dtype=torch.int16)
-    cache.keys[0].copy_(bits.view(torch.bfloat16))  # NaN of every kind among them
+    bits = torch.randint(-(2**15), 2**15, cache.of(0)[0].shape, generator=generator, dtype=torch.int16)
+    cache.of(0)[0].copy_(bits.view(torch.bfloat16))  # NaN of every kind among them
     sources, targets = np.array([33, 37, 39, 35]), np.array([2, 9, 4, 7])
     cache.copy(sources, targets)
     cache.apply([PageCopy(targets, np.array([5, 3, 9, 8]), "to_host")])
     cache.apply([PageCopy(np.array([5, 3, 9, 8]), np.array([20, 12, 13, 11]), "from_host")])
     for back in (targets, np.array([20, 12, 13, 11])):
-        assert torch.equal(cache.keys[0].view(torch.int16)[back], bits[sources])
+        assert torch.equal(cache.of(0)[0].view(torch.int16)[back], bits[sources])
 
 
 @pytest.mark.usefixtures("_chunks")
@@ -148,7 +143,7 @@ def test_every_way_between_device_and_host_brings_the_same(way: Way) -> None:
 
 
 def test_a_run_is_copied_without_sending_its_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = KVCache(1, 8, 16, 2, 8, torch.bfloat16)
+    cache = plain_cache(1, 8, (16, 2, 8), torch.bfloat16)
     monkeypatch.delattr(storage, "to_device")
     cache.copy(np.array([1, 2]), np.array([5, 6]))
 
@@ -157,7 +152,7 @@ def test_resize_keeps_the_low_pages_and_gives_the_rest_back() -> None:
     cache = numbered(6)
     cache.resize(3)
     assert held(cache) == [0, 1, 2]
-    assert sum(tensor.untyped_storage().nbytes() for tensor in cache.keys) == 2 * 3 * 4 * 2 * 4
+    assert sum(tensor.untyped_storage().nbytes() for tensor in cache.tensors) == 2 * 2 * 3 * 4 * 2 * 4
     cache.resize(5)
     assert held(cache) == [0, 1, 2, 0, 0]
 
@@ -165,8 +160,8 @@ def test_resize_keeps_the_low_pages_and_gives_the_rest_back() -> None:
 @pytest.mark.parametrize("head_dim", [8, 3])
 @pytest.mark.parametrize("indexed", [True, False])
 def test_the_bytes_of_a_layer_come_to_the_same_in_other_pages(head_dim: int, indexed: bool) -> None:
-    source, target = (KVCache(2, 9, 5, 1, head_dim, torch.bfloat16, indexed=indexed) for _ in range(2))
-    for tensor in (*source.keys, *source.values):
+    source, target = (plain_cache(2, 9, (5, 1, head_dim), torch.bfloat16, indexed=indexed) for _ in range(2))
+    for tensor in source.tensors:
         tensor.normal_()
     assert (
         source.layout == target.layout == [f"bfloat16 [5, 1, {head_dim}] and bfloat16 [5, 1, {head_dim}]"] * 2
@@ -177,10 +172,10 @@ def test_the_bytes_of_a_layer_come_to_the_same_in_other_pages(head_dim: int, ind
     target.write_layer(1, written, data)
     kept = data.copy()
     data[:] = 0  # what was written does not change with it
-    for ours, theirs in ((target.keys, source.keys), (target.values, source.values)):
-        assert torch.equal(ours[1][written], theirs[1][read])
-        assert not ours[1][np.setdiff1d(np.arange(9), written)].any()
-        assert not ours[0].any()
+    assert not any(ours.any() for ours in target.of(0))
+    for ours, theirs in zip(target.of(1), source.of(1)):
+        assert torch.equal(ours[written], theirs[read])
+        assert not ours[np.setdiff1d(np.arange(9), written)].any()
     assert np.array_equal(target.read_layer(1, written)(), kept)
     with pytest.raises(AssertionError, match="are not those of 3 pages"):
         target.write_layer(1, written[:3], kept)
@@ -189,23 +184,23 @@ def test_the_bytes_of_a_layer_come_to_the_same_in_other_pages(head_dim: int, ind
 def test_bytes_that_were_read_are_not_changed_by_what_is_written_later() -> None:
     cache = numbered(6)
     wait = cache.read_layer(0, np.array([2, 3]))
-    cache.keys[0].zero_()
+    cache.of(0)[0].zero_()
     assert np.array_equal(wait(), numbered(6).read_layer(0, np.array([2, 3]))())
 
 
-def test_values_that_are_wider_than_keys_and_caches_without_any() -> None:
+def test_planes_of_unlike_types_and_a_layer_of_one() -> None:
     def narrow(count: int) -> Tensor:
         return torch.arange(count * 3, dtype=torch.int8).reshape(count, 3).clone()
 
     def wide(count: int) -> Tensor:
         return torch.arange(count * 16, dtype=torch.float32).reshape(count, 16).clone()
 
-    for only in (False, True):
-        parts = {"allocate": narrow, "allocate_values": wide, "keys_only": only}
-        source, target = (KVCache(1, 5, 4, 1, 1, torch.float32, **parts) for _ in range(2))
-        for tensor in (*target.keys, *target.values):
+    for planes in ((narrow, wide), (narrow,)):
+        layers = [LayerPages(lambda count, planes=planes: tuple(make(count) for make in planes))]
+        source, target = (KVCache(layers, 4, [5]) for _ in range(2))
+        for tensor in target.tensors:
             tensor.zero_()
-        assert source.layer_bytes == [3 if only else 3 + 64]
+        assert source.layer_bytes == [3 + 64 if wide in planes else 3]
         target.write_layer(0, np.array([4, 1]), source.read_layer(0, np.array([1, 4]))())
-        for ours, theirs in zip((*target.keys, *target.values), (*source.keys, *source.values)):
+        for ours, theirs in zip(target.tensors, source.tensors):
             assert torch.equal(ours[[4, 1]], theirs[[1, 4]])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kv_cache.tier.entries import HEAD_BYTES, MAGIC, WrongEntry, content_of, entry_of, identity_of
+from kv_cache.tier.store import HEAD_BYTES, MAGIC, WrongEntry, content_of, entry_of, identity_of
 
 CONTENT = bytes(range(100))
 KEY, IDENTITY = b"k" * 32, identity_of({"model": "tiny", "layout": [((16, 2, 8), "float32")]})

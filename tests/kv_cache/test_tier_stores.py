@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from kv_cache.tier.disk import INCOMING, DiskStore
-from kv_cache.tier.entries import HEAD_BYTES, content_of, entry_of
-from kv_cache.tier.store import PageStore, StoreFailed
+from kv_cache.tier.store import HEAD_BYTES, PageStore, StoreFailed, content_of, entry_of
 from tests.kv_cache import redis_server
 from tests.patience import PATIENCE_S
 from tests.test_imports import ROOT
@@ -165,7 +164,7 @@ WRITER = """
 import itertools, sys
 from pathlib import Path
 from kv_cache.tier.disk import DiskStore
-from kv_cache.tier.entries import entry_of
+from kv_cache.tier.store import entry_of
 from tests.kv_cache.test_tier_stores import BIG, CONTENT, ONE, key
 from tests.kv_cache.test_tier_stores import opened_by
 store = opened_by(sys.argv[1], BIG)

@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 
 from continuous_batching.counters import Counters
-from continuous_batching.paging.slot_lifecycle import SlotLifecycle
-from continuous_batching.paging.swap import Swapped
+from continuous_batching.paging.slot_lifecycle import SlotLifecycle, Swapped
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.scheduling.in_flight import InFlight
 from continuous_batching.slots import SlotPool
@@ -57,7 +56,7 @@ def written(tokens: tuple[int, ...]) -> int:
 
 def clone(value: Any, memo: dict[int, Any]) -> Any:
     """A deep copy, several times as fast as the general one, of what a world is made of."""
-    kind = type(value)
+    kind: Any = type(value)
     if kind in UNCHANGING:
         return value
     if id(value) in memo:
@@ -108,11 +107,13 @@ class World:
 
     def copy(self) -> World:
         """The same state again, to be changed."""
-        return clone(self, {})
+        copied: World = clone(self, {})
+        return copied
 
     def row(self, index: int) -> int:
         """The row of a running request."""
-        (row,) = (row for row in self.slots.busy.tolist() if self.slots.requests[row].number == index)
+        row: int
+        (row,) = (each for each in self.slots.busy.tolist() if self.slots.requests[each].number == index)
         return row
 
     def story(self, index: int) -> tuple[int, ...]:

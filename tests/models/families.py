@@ -1,4 +1,4 @@
-"""How is a small random checkpoint made, and what does transformers say of it?"""
+"""Make a small random checkpoint of a family, and compute what transformers says of it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from tests.lazy import transformers
+from tests.models.relative_variants import RELATIVES
 from tests.models.score_variants import SCORE_VARIANTS
 from tests.models.variants import PUBLISHED_LATENT, Variant
 from tests.models.variants import VARIANTS as PLAIN_VARIANTS
 
 VOCABULARY = 160
-VARIANTS = [*PLAIN_VARIANTS, *SCORE_VARIANTS]
+VARIANTS = [*PLAIN_VARIANTS, *SCORE_VARIANTS, *RELATIVES]
 __all__ = ["VARIANTS", "Variant"]
 
 
@@ -38,6 +39,16 @@ CLASSES = {
     "phi3": ("Phi3Config", "Phi3ForCausalLM"),
     "qwen2_moe": ("Qwen2MoeConfig", "Qwen2MoeForCausalLM"),
     "glm4_moe": ("Glm4MoeConfig", "Glm4MoeForCausalLM"),
+    "glm4_moe_lite": ("Glm4MoeLiteConfig", "Glm4MoeLiteForCausalLM"),
+    "seed_oss": ("SeedOssConfig", "SeedOssForCausalLM"),
+    "hy_v3": ("HYV3Config", "HYV3ForCausalLM"),
+    "ernie4_5": ("Ernie4_5Config", "Ernie4_5ForCausalLM"),
+    "ernie4_5_moe": ("Ernie4_5_MoeConfig", "Ernie4_5_MoeForCausalLM"),
+    "minimax_m2": ("MiniMaxM2Config", "MiniMaxM2ForCausalLM"),
+    "hunyuan_v1_dense": ("HunYuanDenseV1Config", "HunYuanDenseV1ForCausalLM"),
+    "hunyuan_v1_moe": ("HunYuanMoEV1Config", "HunYuanMoEV1ForCausalLM"),
+    "ministral3": ("Ministral3Config", "Ministral3ForCausalLM"),
+    "olmo3": ("Olmo3Config", "Olmo3ForCausalLM"),
     "deepseek_v2": ("DeepseekV2Config", "DeepseekV2ForCausalLM"),
     "deepseek_v3": ("DeepseekV3Config", "DeepseekV3ForCausalLM"),
 }
@@ -132,7 +143,8 @@ def _spell_old(path: Path) -> None:
 def expected_logprobs(model: Any, tokens: list[int]) -> Tensor:
     """Transformers' log-probabilities [len(tokens), V] for a request whose prompt is `tokens`, alone."""
     fresh_rope(model)
-    return model(torch.tensor([tokens]), use_cache=False).logits[0].float().log_softmax(-1)
+    logits: Tensor = model(torch.tensor([tokens]), use_cache=False).logits[0]
+    return logits.float().log_softmax(-1)
 
 
 @torch.no_grad()

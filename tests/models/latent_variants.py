@@ -1,4 +1,4 @@
-"""Which further checkpoints with latent attention are there, so that each family has three?
+"""Further checkpoints with latent attention, so that each family has three.
 
 They have no yarn, other sizes of each part of a head, and dense layers where the others have none.
 """

@@ -1,4 +1,4 @@
-"""How do AWQ, GPTQ and compressed-tensors store a checkpoint, by what they publish of their layouts?"""
+"""Store a checkpoint as AWQ, GPTQ and compressed-tensors do, by their published layouts."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def packed(values: Tensor, bits: int, order: Sequence[int] = range(8)) -> Tensor
     count = 32 // bits
     missing = -values.shape[1] % count
     apart = torch.nn.functional.pad(values, (0, missing)).unflatten(1, (-1, count))
-    words = sum(apart[..., order[place]] << (bits * place) for place in range(count))
+    words: Tensor = sum(apart[..., order[place]] << (bits * place) for place in range(count))
     return (words - 2**32 * (words >= 2**31)).int().contiguous()
 
 
@@ -121,7 +121,8 @@ def tensors_of(weight: Tensor, form: Form) -> tuple[dict[str, Tensor], Tensor]:
 
 def store(path: Path, form: Form) -> dict[str, Tensor]:
     """Store a checkpoint's linears so, in two files that cut some of them apart; what they stand for."""
-    tensors, exact, files = load_file(path / SINGLE), {}, ({}, {})
+    tensors, exact = load_file(path / SINGLE), dict[str, Tensor]()
+    files: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
     for number, (name, weight) in enumerate(sorted(tensors.items())):
         exact[name] = weight
         parts = {name: weight}
@@ -130,7 +131,7 @@ def store(path: Path, form: Form) -> dict[str, Tensor]:
             parts = {f"{name.removesuffix('.weight')}.{end}": each for end, each in made.items()}
         for place, (end, each) in enumerate(parts.items()):
             files[(number % 5 == 0 and place > 1) or number > len(tensors) // 2][end] = each
-    where = {}
+    where: dict[str, str] = {}
     for number, some in enumerate(files):
         save_file(some, path / f"model-{number}.safetensors")
         where |= dict.fromkeys(some, f"model-{number}.safetensors")

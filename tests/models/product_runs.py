@@ -1,4 +1,4 @@
-"""What does an engine answer on one product of the virtual NPU, eager, captured, and disturbed between steps?
+"""Run engines on one product of the virtual NPU: eager, captured, and disturbed between steps.
 
     python -m tests.models.product_runs < ASKED.json
 
@@ -70,7 +70,7 @@ def settings(product: str, run: Run) -> list[str]:
     size, disturbed = PAGE_SIZE.get(product, 16), run["way"] in ("disturbed", "own_type")
     pages_of_one = -(-(LONGEST + NUM_NEW) // size)
     own_type = run["way"] == "own_type"
-    keys = {
+    keys: dict[str, object] = {
         "model.path": run["path"],
         "model.dtype": OWN_TYPE.get(product, "bfloat16") if own_type else "float32",
         "device.kind": "npu",

@@ -1,4 +1,4 @@
-"""What do the ranks of an engine answer together, engine after engine in the same processes?
+"""Run engine after engine over ranks, in the same processes, and collect what they answer.
 
 `serve_all` is what each rank runs, see recipes/cluster/in_ranks.py: the first leads, the others follow its
 recording, as in a server. So two processes serve any number of checkpoints, and start once.

@@ -1,4 +1,4 @@
-"""Which small checkpoints have scores of their own: caps, or sinks?"""
+"""Small checkpoints whose attention scores are changed: by caps, or by sinks."""
 
 from __future__ import annotations
 

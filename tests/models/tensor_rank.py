@@ -16,10 +16,12 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -31,13 +33,12 @@ from attention.reference import Attention
 from continuous_batching.batch import Batch, Sampled
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.slots import SlotPool
-from devices.ascend_dispatch import BUFFER_MIB
-from kv_cache.device.storage import KVCache
+from devices.ascend_limits import BUFFER_MIB
+from kv_cache.device.storage import KVCache, LayerPages
 from kv_cache.groups import DType
 from models.checkpoint import weights
 from models.config import DecoderConfig
 from models.decoder import Decoder
-from models.layers.dtypes import TORCH_DTYPES
 from models.layers.logit_parts import LogitParts
 from models.ops.reference import Ops
 from models.parallel.group import Backend, Group, divided, join
@@ -48,8 +49,12 @@ from models.sampling.sampler import Best, Chosen, Sampler
 from models.step.runner import ModelRunner
 from recipes.assembly.decoders import shape_of
 from recipes.assembly.families import decoder_config, read
+from recipes.machine import Npu
 from tests.device_kinds import Kind, Way, machine
 from tests.patience import PATIENCE_S
+
+if TYPE_CHECKING:
+    from virtual_npu.launch_log import LaunchLog
 
 PAGE_SIZE, NUM_PAGES = 16, 8
 LENS = (41, 22)  # of two requests, the last tokens of which are computed one by one
@@ -79,6 +84,9 @@ class Kept:
 
     def draw_columns(self, rows: np.ndarray, targets: np.ndarray, slots: SlotPool) -> None:
         return None
+
+    def draw(self, logits: Tensor, best: Best, columns: Tensor) -> Tensor:
+        raise AssertionError("no draw is captured")
 
 
 def built(
@@ -142,18 +150,8 @@ def logits_of(decoder: Decoder, *, graphs: bool = False) -> Tensor:
 def cache_of(decoder: Decoder) -> KVCache:
     """The pages of a rank."""
     part, attention = decoder.part, decoder.attention
-    return KVCache(
-        part.num_layers,
-        NUM_PAGES,
-        PAGE_SIZE,
-        part.num_kv_heads,
-        part.head_dim,
-        TORCH_DTYPES[part.dtype],
-        attention.device,
-        allocate=attention.new_pages,
-        allocate_values=attention.new_value_pages,
-        indexed=attention.indexed,
-    )
+    layers = [LayerPages(attention.new_planes)] * part.num_layers
+    return KVCache(layers, PAGE_SIZE, [NUM_PAGES], indexed=attention.indexed)
 
 
 def table(decoder: Decoder) -> SlotPool:
@@ -162,7 +160,7 @@ def table(decoder: Decoder) -> SlotPool:
     rng, first_page = np.random.default_rng(3), 1
     for number, length in enumerate(LENS):
         vocab_size = decoder.config.vocab_size
-        prompt = rng.integers(0, vocab_size, length)
+        prompt = rng.integers(0, vocab_size, length).astype(np.int32)
         firsts = [-(-vocab_size // size) * rank for size in (2, 4) for rank in range(1, size)]
         ends = sorted({0, *firsts, *(first - 1 for first in firsts), vocab_size - 1})
         prompt[: len(ends)] = ends  # the first and the last token of each rank of two, and of four
@@ -190,17 +188,17 @@ def greedy_of(decoder: Decoder, *, graphs: bool = False) -> tuple[Tensor, int]:
     slots = table(decoder)
     slots.temperature[:] = 0
     runner = runner_of(decoder, slots, graphs=graphs)
-    counted = []
-    if decoder.parts is not None:
-        counted.append(Joins(decoder.parts.joined))
-        decoder.parts.joined = counted[0].replay
-    for size, step in runner.graphs.steps.items() if runner.graphs is not None else ():
-        if step.joins is not None:
-            counted.append(Joins(step.joins.replay))
-            runner.graphs.steps[size] = replace(step, joins=counted[-1])
-    tokens = stepped(runner, slots)
-    if decoder.parts is not None:
-        del decoder.parts.joined
+    counted: list[Joins] = []
+    if runner.graphs is not None:
+        for size, step in runner.graphs.steps.items():
+            if step.joins is not None:
+                counted.append(Joins(step.joins.replay))
+                runner.graphs.steps[size] = replace(step, joins=counted[-1])
+    with ExitStack() as patches:
+        if decoder.parts is not None:
+            counted.append(Joins(decoder.parts.joined))
+            patches.enter_context(mock.patch.object(decoder.parts, "joined", counted[-1].replay))
+        tokens = stepped(runner, slots)
     return tokens, sum(each.count for each in counted)
 
 
@@ -233,14 +231,21 @@ def stepped(runner: ModelRunner, slots: SlotPool) -> Tensor:
     return torch.from_numpy(np.array([wait().tokens for wait in waits]))
 
 
+def launch_log() -> LaunchLog:
+    """Return the stand-in's log of launches."""
+    npu = machine("npu")
+    assert isinstance(npu, Npu), "it is an NPU"
+    assert npu.launch_log is not None, "the stand-in counts"
+    return npu.launch_log
+
+
 def joined_sums(decoder: Decoder) -> int:
     """From now on products are added up in one launch; returns how often, of all that `logits_of` asks."""
     from models.ops.npu import ops as npu
 
     npu.LEAST_SUMMED_ROWS = 2  # the decodes of two rows, too
-    ops, log = decoder.ops, machine("npu").launch_log
+    ops, log = decoder.ops, launch_log()
     assert isinstance(ops, npu.NpuOps), "it is an operator of NPUs"
-    assert log is not None, "the stand-in counts"
     ops.product = replace(ops.product, sums_products=True)
     with log.reading() as asked:
         logits_of(decoder)
@@ -249,9 +254,7 @@ def joined_sums(decoder: Decoder) -> int:
 
 def launches(decoder: Decoder, *, graphs: bool) -> Counter[str]:
     """Of torch_npu's operators, in all that `logits_of` asks."""
-    log = machine("npu").launch_log
-    assert log is not None, "the stand-in counts"
-    with log.reading() as asked:
+    with launch_log().reading() as asked:
         logits_of(decoder, graphs=graphs)
     return Counter(each.name.removeprefix("npu::") for each in asked if each.name.startswith("npu::"))
 

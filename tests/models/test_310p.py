@@ -1,4 +1,4 @@
-"""Does the whole engine answer on a 310P as it does on a processor, and by which operators?
+"""The whole engine answers on a 310P as it does on a CPU, by the operators that the chip has.
 
 A process has one NPU for as long as it lives, so both engines run in another process than that of the tests.
 """

@@ -1,4 +1,4 @@
-"""Does the engine start on a 950, which holds four graphs, and does it say which sizes it captures?
+"""An engine on a 950, which holds four graphs, starts and says which sizes it captures.
 
 A process has one NPU for as long as it lives, so this runs in a process of its own.
 """

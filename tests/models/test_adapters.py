@@ -1,6 +1,7 @@
-"""Does each request get what its own adapter makes of the model, whatever its neighbours have?
+"""Each request gets what its own adapter makes of the model, whatever adapters its neighbours have.
 
-The judge is peft: adapters that it made and saved, merged into the weights of transformers' model in float32.
+The judge is peft: adapters that it made and saved are merged into the weights of transformers' model in
+float32.
 """
 
 from __future__ import annotations
@@ -101,7 +102,14 @@ def test_tokens_are_those_of_merged_weights(name: str, tmp_path: Path) -> None:
     modules = ATTENTION if name == "qwen3_moe" else JOINED.get(name, ALL)
     ways: list[dict[str, Any]] = [
         {"target_modules": modules},
-        {"target_modules": [modules[0], modules[-1]], "r": 8, "lora_alpha": 4, "use_rslora": True},
+        {
+            "target_modules": [modules[0], modules[-1]],
+            "r": 8,
+            "lora_alpha": 4,
+            "use_rslora": True,
+            "rank_pattern": {r"layers\.[01]\.self_attn\.(q|qkv)_proj": 3, rf"^.*\.2\..*{modules[-1]}": 5},
+            "alpha_pattern": {rf"\w+_attn\.{modules[0]}": 3, ".*(down|o)_?proj": 9},
+        },
         {"target_modules": modules[1:], "r": 1, "layers_to_transform": [1]},
         {
             "target_modules": modules,
@@ -261,9 +269,12 @@ def test_a_place_holds_nothing_of_what_it_held() -> None:
         ({"peft_type": "IA3"}, 'peft_type: "IA3"'),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         (
-            {"rank_pattern": {"(q|k)_proj": 2}},
-            'rank_pattern has the expression "(q|k)_proj"; name its linears',
+            {"rank_pattern": {"(q|k)_proj": 2, "(a+)+b": 2}},
+            'rank_pattern has the expression "(a+)+b", which is none or may take long to match; name its',
         ),
+        ({"rank_pattern": {"a?" * 40 + "a" * 40: 2}}, "may take long to match"),
+        ({"alpha_pattern": {".*.*.*.*q_proj": 2}}, "may take long to match"),
+        ({"alpha_pattern": {"(q_proj": 2}}, 'alpha_pattern has the expression "(q_proj", which is none'),
         ({"rank_pattern": ["q_proj"]}, "it must map linears to numbers"),
         (
             {"rank_pattern": {"q_proj": 9}},

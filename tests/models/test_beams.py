@@ -1,6 +1,6 @@
-"""Does a beam search find what transformers' finds, with the same scores?
+"""A beam search finds what transformers' search finds, with the same scores.
 
-Served all at once, beside requests of other kinds, and preempted at any time.
+All searches are served at once, beside requests of other kinds, and preempted at any time.
 """
 
 from __future__ import annotations

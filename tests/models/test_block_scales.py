@@ -1,4 +1,4 @@
-"""Are weights read that a checkpoint stores in 8-bit floats, with a scale for each block?"""
+"""Weights that a checkpoint stores in 8-bit floats, with a scale for each block, are read as meant."""
 
 from __future__ import annotations
 

@@ -20,6 +20,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 OF_FAMILY = {each.family: each for each in reversed(VARIANTS)}  # the first of each
 PROMPT = np.random.default_rng(7).integers(0, VOCABULARY, 96).tolist()
 FACTORS = {"short_factor": [1.0, 1.1, 1.4, 2.0, 2.1, 2.3], "long_factor": [1.1, 2.9, 4.5, 7.5, 8.0, 9.0]}
+LINEAR = {"type": "linear", "factor": 4.0}
 PHI3_ROPE = {"type": "yarn", **FACTORS}
 GEMMA_ROPES = {
     FULL: {
@@ -91,6 +92,8 @@ def theirs(path: Path) -> torch.Tensor:
             },
         ),
         ("deepseek_v3", {"norm_topk_prob": None}),
+        ("deepseek_v3", {"rope_parameters": None, "rope_scaling": LINEAR | {"mscale_all_dim": 0.7}}),
+        ("deepseek_v2", {"rope_parameters": None, "rope_scaling": LINEAR | {"mscale_all_dim": 1.0}}),
         ("gemma3_text", {"original_max_position_embeddings": 40, "rope_parameters": GEMMA_ROPES}),
     ],
     ids=str,

@@ -8,6 +8,7 @@ import pytest
 
 from continuous_batching.step_time import UNKNOWN, StepCosts
 from devices.rates import DeviceRates
+from models.config import layer_specs
 from models.cost import Counts, ModelPart, step_costs
 from recipes.assembly.families import decoder_config
 from simulation.roofline import Roofline
@@ -61,7 +62,7 @@ def test_a_stage_costs_its_share_and_layers_with_a_window_read_no_more_of_a_long
     assert part.decodes.context_s == pytest.approx(whole.decodes.context_s / 2)
     assert whole.prompts.token_s / 2 < part.prompts.token_s < 0.6 * whole.prompts.token_s
     windows = tuple(None if layer % 4 else 1024 for layer in range(config.num_layers))
-    seen = step_costs(Counts(replace(config, windows=windows)), device, ROWS, TOKENS)
+    seen = step_costs(Counts(replace(config, layers=layer_specs(windows))), device, ROWS, TOKENS)
     assert seen.decodes.context_s == pytest.approx(0.75 * whole.decodes.context_s)
     assert seen.prompts.pair_s == pytest.approx(0.75 * whole.prompts.pair_s)
 

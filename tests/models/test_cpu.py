@@ -1,4 +1,4 @@
-"""Do a CPU's operators say what the plain ones say?"""
+"""The CPU's operators compute what the plain ones compute."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does an engine of Triton kernels give the CPU's tokens, on a GPU or in Triton's interpreter?"""
+"""An engine with Triton kernels gives the CPU's tokens, on a GPU or in Triton's interpreter."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from devices.ascend_answers import answers_file, write_answers
+from devices.ascend_limits import answers_file, write_answers
 from recipes import machine as machines
 from recipes.machine import Npu, start
 from tests.attention import test_latent

@@ -1,4 +1,4 @@
-"""Does the decoder say what transformers says, however a prompt is cut and whatever runs beside it?"""
+"""The decoder gives transformers' log-probabilities, however a prompt is cut and whatever runs beside it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from torch import Tensor
 from continuous_batching.batch import Batch, Sampled
 from continuous_batching.request import Request
 from continuous_batching.slots import SlotPool
-from kv_cache.device.storage import KVCache
+from kv_cache.device.storage import KVCache, LayerPages
 from kv_cache.groups import DType
 from models.checkpoint import weights
 from models.decoder import Decoder
-from models.layers.dtypes import TORCH_DTYPES
 from models.sampling.sampler import Chosen
 from models.step.runner import ModelRunner
 from recipes.assembly import families as recipe_families
@@ -62,17 +61,8 @@ def run_in_chunks(decoder: Decoder, prompts: list[list[int]], seed: int) -> dict
     config, page_size = decoder.config, decoder.attention.shape.page_size
     slots = SlotPool(len(prompts), max(LENGTHS), page_size)
     num_pages = 1 + sum(-(-len(prompt) // page_size) for prompt in prompts)
-    cache = KVCache(
-        config.num_layers,
-        num_pages,
-        page_size,
-        config.num_kv_heads,
-        config.head_dim,
-        TORCH_DTYPES[config.dtype],
-        decoder.attention.device,
-        allocate_values=decoder.attention.new_value_pages if config.latent else None,
-    )
-    for tensor in (*cache.keys, *cache.values):
+    cache = KVCache([LayerPages(decoder.attention.new_planes)] * config.num_layers, page_size, [num_pages])
+    for tensor in cache.tensors:
         tensor.fill_(torch.nan)
     free = list(1 + rng.permutation(num_pages - 1))
     for number, prompt in enumerate(prompts):
@@ -102,6 +92,7 @@ def fitting(variant: Variant, pair: Pair) -> Variant:
 
 
 # Of each family, where all would take minutes
+WIDE_ANGLES = ("ernie4_5", "olmo3")  # whose angles transformers keeps in float32
 SOME = cases([*{each.family: each for each in VARIANTS}.values()], VARIANTS)
 
 
@@ -153,7 +144,8 @@ def test_bfloat16_is_as_near_to_transformers_as_its_own_float32(pair: Pair, chec
         exact = [expected_logprobs(exact_model, prompt) for prompt in prompts]
         model = exact_model.to(torch.bfloat16)
         theirs = [expected_logprobs(model, prompt) for prompt in prompts]
-        is_dense = decoder.config.mixture is None and not decoder.config.norms_add_one
+        rounds_alike = not decoder.config.norms_add_one and variant.family not in WIDE_ANGLES
+        is_dense = decoder.config.mixture is None and rounds_alike
         kind, near = ("dense", theirs) if is_dense else ("other", exact)
         apart = [logprobs - near[row][at] for (row, at), logprobs in seen.items()]
         ours[kind].append(torch.stack(apart).abs().mean())

@@ -1,4 +1,4 @@
-"""Are DeepSeek's experts chosen, its latents held and its heads shared as its checkpoints mean it?"""
+"""DeepSeek's experts, latents and heads are chosen, kept and shared as its checkpoints mean it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attention.latent import LatentAttention
 from devices.ascend_limits import product
-from kv_cache.device.storage import KVCache
+from kv_cache.device.storage import KVCache, LayerPages
 from models.checkpoint import weights
 from models.config import DecoderConfig, MixtureConfig
 from models.decoder import Decoder
@@ -36,12 +36,12 @@ NAMES = [each.name for each in VARIANTS if each.family.startswith("deepseek")]
 TOKENS = torch.randint(0, 160, (120,), generator=torch.Generator().manual_seed(5)).tolist()
 GROUPS = {"num_groups": 4, "num_chosen_groups": 2}
 ROUTERS = {
-    "V2": MixtureConfig(12, 3, 8, False, (True,), scale=1.7),
-    "V2 by groups": MixtureConfig(12, 3, 8, False, (True,), **GROUPS),
+    "V2": MixtureConfig(12, 3, 8, False, scale=1.7),
+    "V2 by groups": MixtureConfig(12, 3, 8, False, **GROUPS),
     "V3": MixtureConfig(
-        12, 5, 8, True, (True,), scores="sigmoid", group_best=2, is_corrected=True, scale=2.5, **GROUPS
+        12, 5, 8, True, scores="sigmoid", group_best=2, is_corrected=True, scale=2.5, **GROUPS
     ),
-    "V3, not normalised": MixtureConfig(12, 4, 8, False, (True,), scores="sigmoid", is_corrected=True),
+    "V3, not normalised": MixtureConfig(12, 4, 8, False, scores="sigmoid", is_corrected=True),
 }
 
 
@@ -116,11 +116,8 @@ def test_a_token_has_the_numbers_that_were_published() -> None:
 def test_what_is_planned_is_what_is_allocated(int8_cache: bool, tmp_path: Path) -> None:
     config = replace(config_in(checkpoint("deepseek_v2", tmp_path)[1]), int8_cache=int8_cache)
     attention = LatentAttention(shape_of(16, config))
-    cache = KVCache(
-        config.num_layers, 9, 16, 1, config.head_dim, torch.float32,
-        allocate=attention.new_pages, allocate_values=attention.new_value_pages, num_host_pages=2,
-    )  # fmt: skip
-    assert config.page_bytes(16) * 9 == sum(each.nbytes for each in (*cache.keys, *cache.values))
+    cache = KVCache([LayerPages(attention.new_planes)] * config.num_layers, 16, [9], [2])
+    assert 16 * config.kv_bytes_per_token() * 9 == sum(each.nbytes for each in cache.tensors)
     decoder = Decoder(config, Ops(), attention)
     assert config.weight_bytes == sum(each.nbytes for each in decoder.parameters())
 

@@ -1,7 +1,8 @@
-"""On checkpoints, does every kind of request get the tokens that it gets without drafts?
+"""On checkpoints, every kind of request gets the tokens that it gets without drafts.
 
-In float32, with chunked prompts, shared prefixes and a pool so small that requests are preempted, at
-temperatures from 0 to 2, with all penalties, masks and log-probabilities; the plain run is the definition.
+The engine runs in float32, with chunked prompts, shared prefixes and a pool so small that requests are
+preempted, at temperatures from 0 to 2, with all penalties, masks and log-probabilities. The plain run is the
+definition.
 """
 
 from __future__ import annotations
@@ -17,8 +18,7 @@ from continuous_batching.engine import Engine
 from continuous_batching.request import Request, SamplingParams, packed_ids
 from continuous_batching.slots import SlotPool
 from continuous_batching.speculation.lengths import Fixed
-from continuous_batching.speculation.ngram import NGram
-from continuous_batching.speculation.proposer import Guesses, Proposer
+from continuous_batching.speculation.proposer import Guesses, NGram, Proposer
 from continuous_batching.speculation.speculation import Speculation
 from kv_cache.pages import Index
 from models.step.graphs import FilledStep, StepOutputs

@@ -1,7 +1,8 @@
-"""With a draft model, does every request get its tokens, and every draft the keys that it follows?
+"""With a draft model every request gets its own tokens, and every draft the keys that it follows.
 
-In float32, over chunked prompts, shared prefixes, samples that fork, preemption with and without swapping,
-compaction and a pool that changes its size. Drafts are compared with what transformers says, token for token.
+The engine runs in float32, over chunked prompts, shared prefixes, samples that fork, preemption with and
+without swapping, compaction and a pool that changes its size. Drafts are compared with what transformers
+says, token for token.
 """
 
 from __future__ import annotations

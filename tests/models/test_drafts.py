@@ -1,4 +1,4 @@
-"""On the real device path, do drafts leave every token what it is without them?"""
+"""On the real device path, drafts leave every token and log-probability what it is without them."""
 
 from __future__ import annotations
 

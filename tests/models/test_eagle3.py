@@ -1,7 +1,7 @@
-"""Are an EAGLE-3 head's drafts those of the published head, wherever a row goes, and does no token change?
+"""An EAGLE-3 head makes the published head's drafts wherever a row is moved, and changes no token.
 
-In float32, over chunked prompts, shared prefixes, samples that fork, preemption with and without swapping,
-compaction and a pool that changes its size.
+The engine runs in float32, over chunked prompts, shared prefixes, samples that fork, preemption with and
+without swapping, compaction and a pool that changes its size.
 """
 
 from __future__ import annotations

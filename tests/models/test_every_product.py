@@ -1,8 +1,8 @@
-"""On every product, are the tokens those of transformers, whatever is done between captured steps?
+"""On every product the tokens are those of transformers, whatever happens between captured steps.
 
 In float32, which the stand-in can be made to take, greedy tokens are exactly transformers' own, and drawn
 ones a CPU's. In the type that the product takes on hardware, what it computes is held against transformers in
-float32 with the same weights. What a product has not is refused, and the refusal is held too.
+float32 with the same weights. A setting that a product lacks is refused, and the refusal is checked too.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Is every token counted once for each expert that it chose, captured or not, and padding never?"""
+"""Every token is counted once for each expert that it chose, captured or not, and padding never is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Which features does a page keep, and which tokens does a head compute at once?"""
+"""A page keeps the features of its last positions, and a head computes whole spans at once.
+
+The tokens of one step bound these spans.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from continuous_batching.batch import Batch
 from kv_cache.device.storage import KVCache
 from models.drafting.drafter import HeadDrafter
 from models.head import FeaturePages
+from tests.kv_cache.caches import plain_pages
 
 PAGE, KEPT = 8, 3
 
@@ -19,7 +23,7 @@ def places(page: int, start: int, stop: int) -> Tensor:
 
 
 def pages() -> FeaturePages:
-    return FeaturePages(KVCache(1, 5, KEPT, 1, 2, torch.float32, keys_only=True), PAGE)
+    return FeaturePages(KVCache([plain_pages((KEPT, 2), torch.float32, 1)], PAGE, [5]), 0)
 
 
 def numbered(index: Tensor, first: int = 0) -> Tensor:

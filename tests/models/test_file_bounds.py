@@ -1,4 +1,4 @@
-"""Is a file of a checkpoint refused where reading it would wait, or would not end?"""
+"""A checkpoint's file is refused where reading it would wait or would not end."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from benchmark.gate.result import read_result
-from borders import file_bounds
-from borders.file_bounds import MOST_JSON_BYTES, lines_of, read_bounded
+from borders import files
+from borders.files import MOST_JSON_BYTES, lines_of, read_bounded
 from models.checkpoint.files import checkpoint_files
 from recipes.assembly.families import config_in, read
 from recipes.schema.recipe import ROOT
@@ -91,7 +91,7 @@ def test_no_more_is_read_of_a_pipe_than_is_allowed(tmp_path: Path) -> None:
 
 
 def test_a_line_has_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_bounds, "MOST_LINE_BYTES", 10)
+    monkeypatch.setattr(files, "MOST_LINE_BYTES", 10)
     (tmp_path / "file").write_bytes(b"123456789\n" + b"1" * 1000)
     found = lines_of(tmp_path / "file")
     assert next(found) == b"123456789\n"
@@ -102,7 +102,7 @@ def test_a_line_has_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_pipe_that_nobody_writes_to_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(file_bounds, "PIPE_WAIT_S", 0.01)
+    monkeypatch.setattr(files, "PIPE_WAIT_S", 0.01)
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ValueError, match=r"pipe: nothing came for 0.01 s; write to this pipe"):
         read_bounded(tmp_path / "pipe", MOST_JSON_BYTES)

@@ -1,4 +1,4 @@
-"""Is what Gemma 2 alone has as in transformers, and is the rest refused by its key?"""
+"""Gemma 2's own features are computed as in transformers; what is not supported is refused by key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Is what gpt-oss alone has as in transformers, and is the rest refused by its key?"""
+"""The features of gpt-oss are computed as in transformers; what is not supported is refused by key."""
 
 from __future__ import annotations
 

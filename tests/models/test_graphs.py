@@ -13,6 +13,7 @@ from continuous_batching.batch import Batch
 from continuous_batching.slots import SlotPool
 from devices.ascend_limits import product
 from devices.shapes import AttentionShape
+from models.config import layer_specs
 from models.parallel.share import Share
 from models.step.graph_inputs import PLACE, SOURCE, GraphInputs, num_values, split
 from models.step.graphs import captured_sizes, doubling, ladder, smallest
@@ -21,7 +22,7 @@ from tests.models.test_share import WHOLE
 
 def sizes_of(share: Share, num_layers: int, most: int) -> list[int]:
     """What a stage of a 910B captures."""
-    config = replace(WHOLE, num_layers=num_layers, windows=(None,) * num_layers)
+    config = replace(WHOLE, layers=layer_specs((None,) * num_layers))
     shape = AttentionShape(8, 4, 16, 128, 0.25, torch.float32, share.part(config).windows)
     attention = AscendAttention(shape, "cpu", product("910B", ""))
     return captured_sizes(attention, most, 1, share.most_layers(config))[0]

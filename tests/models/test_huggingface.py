@@ -1,4 +1,4 @@
-"""Does config.json mean to us what it means to transformers, and is the rest refused by its key?"""
+"""config.json is read as transformers reads it, and what is not supported is refused by its key."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from models.layers.dtypes import TORCH_DTYPES
-from recipes.assembly.families import FAMILIES, decoder_config, read
+from recipes.assembly.families import FAMILIES, SUPPORTED, decoder_config, read
 from tests.lazy import transformers
 from tests.models.families import VARIANTS, Variant, make
 
@@ -26,12 +26,14 @@ NEEDED = {  # what neither says, or what transformers says only where its own vo
     "deepseek_v2": {"num_experts_per_tok": 6},
     "glm4": {"eos_token_id": 5},
     "glm4_moe": {"head_dim": 16},
+    "minimax_m2": {"eos_token_id": 5},
+    "olmo3": {"eos_token_id": 5},
     "phi3": {"eos_token_id": 5, "pad_token_id": None},
 }
 DEEPSEEK = {"model_type": "deepseek_v2", "num_experts_per_tok": 6}
 DEEPSEEK_V3 = {"model_type": "deepseek_v3"}
 PHI3 = LLAMA | {"model_type": "phi3"}
-FAMILY_NAMES = ", ".join(FAMILIES)
+FAMILY_NAMES = ", ".join(SUPPORTED)
 QWEN = LLAMA | {"model_type": "qwen2", "num_key_value_heads": 2}
 
 
@@ -76,7 +78,9 @@ def test_what_a_file_leaves_out_is_as_in_transformers(family: str) -> None:
         assert mixture.normalizes == theirs.norm_topk_prob
         groups = (mixture.num_groups, mixture.num_chosen_groups)
         assert groups == (theirs.n_group or 1, theirs.topk_group or 1)
-        assert sum(mixture.layers) == max(0, 2 - theirs.first_k_dense_replace)
+        types = getattr(theirs, "mlp_layer_types", None)
+        num_dense = theirs.first_k_dense_replace if types is None else types.count("dense")
+        assert ours.num_mixtures == max(0, 2 - num_dense)
     assert ours.rms_eps == theirs.rms_norm_eps
     assert ours.max_positions == theirs.max_position_embeddings
     ropes = theirs.rope_parameters
@@ -133,7 +137,7 @@ def test_windows_by_layer() -> None:
         (DEEPSEEK | {"norm_topk_prob": True}, "norm_topk_prob: True; .* must be false"),
         (DEEPSEEK | {"moe_layer_freq": 2}, "moe_layer_freq: 2; it must be 1"),
         (DEEPSEEK | {"attention_bias": True}, "attention_bias: True; latent attention"),
-        (DEEPSEEK | {"rope_interleave": False}, "rope_interleave: False; pairs must lie side by side"),
+        (DEEPSEEK_V3 | {"rope_interleave": False}, "rope_interleave: False; pairs must lie side by side"),
         (DEEPSEEK | {"qk_rope_head_dim": 15}, "qk_rope_head_dim: 15; .* must be even"),
         (DEEPSEEK_V3 | {"n_group": 7}, "n_group: 7; equal groups of 256 experts, of 2 at least"),
         (DEEPSEEK_V3 | {"topk_group": 9}, "topk_group: 9; there are 8 groups"),

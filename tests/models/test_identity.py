@@ -1,7 +1,7 @@
-"""Served all at once, does each request get the tokens that transformers gives it alone?
+"""Served all at once, each request gets the tokens that transformers gives it alone.
 
-With chunked prompts, shared prefixes, a pool so small that requests are preempted, and both the engine and
-the model in float32.
+Prompts are chunked, prefixes shared, the pool is so small that requests are preempted, and both the engine
+and the model run in float32.
 """
 
 from __future__ import annotations

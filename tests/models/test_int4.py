@@ -1,4 +1,4 @@
-"""Do linears that stay in 4 bits compute what the numbers of the checkpoint do?"""
+"""Linears that stay in 4 bits compute what the checkpoint's numbers do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Do experts that stay in 4 bits answer as transformers does with the numbers that their words stand for?"""
+"""Experts that stay in 4 bits answer as transformers does with the numbers that their words stand for."""
 
 from __future__ import annotations
 

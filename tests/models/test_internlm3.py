@@ -1,4 +1,4 @@
-"""Is InternLM3 a Llama with the biases that its file names, in either spelling?"""
+"""InternLM3 is read as a Llama with the biases that its file names, in either spelling."""
 
 from __future__ import annotations
 

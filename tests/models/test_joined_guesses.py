@@ -1,6 +1,7 @@
-"""A layer that predicts further tokens, all before whose attention is one launch: are its guesses the same?
+"""A layer that predicts further tokens makes the same guesses when its pre-attention work is one launch.
 
-Those of DeepSeek-V3's formulas, of a target whose layers are joined likewise, on the virtual NPU in float32.
+They are held against DeepSeek-V3's formulas, with a target whose layers are joined likewise, on the virtual
+NPU in float32.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""All that comes before latent attention in one launch: does it change a token, or what a layer computes?
+"""Joining all that comes before latent attention in one launch changes no token and no layer's result.
 
-At the smallest sizes that npu_mla_prolog_v3 takes, against transformers; at DeepSeek-V3's, against the plain
-torch of a CPU.
+At the smallest sizes that npu_mla_prolog_v3 takes, transformers is the judge; at DeepSeek-V3's sizes it is
+the plain torch of a CPU.
 """
 
 from __future__ import annotations
@@ -20,10 +20,8 @@ from attention.latent import LatentAttention
 from continuous_batching.batch import Batch
 from continuous_batching.engine import Engine
 from continuous_batching.request import Request, SamplingParams
-from devices.ascend_answers import answers_file, write_answers
-from devices.ascend_latents import takes_prolog
-from devices.ascend_limits import FRACTAL_NZ
-from kv_cache.device.storage import KVCache
+from devices.ascend_limits import FRACTAL_NZ, answers_file, takes_prolog, write_answers
+from kv_cache.device.storage import KVCache, LayerPages
 from models.checkpoint import weights
 from models.config import DecoderConfig
 from models.decoder import Decoder
@@ -164,10 +162,7 @@ class Layer:
             assert norm is not None
             norm.data.copy_(1 + torch.randn(norm.shape, generator=generator) / 4)
         self.made.pack()
-        self.cache = KVCache(
-            1, PAGES, PAGE, 1, config.head_dim, attention.shape.dtype, attention.device,
-            allocate=attention.new_pages, allocate_values=attention.new_value_pages,
-        )  # fmt: skip
+        self.cache = KVCache([LayerPages(attention.new_planes)], PAGE, [PAGES])
 
     def step(self, spans: dict[int, tuple[int, int]], seed: int) -> Tensor:
         """[T, hidden] in float32, of spans (start, stop) of rows with three pages each."""
@@ -187,7 +182,7 @@ class Layer:
         return self.made(x, cos, sin, inputs).cpu().float()
 
     def pages(self) -> Iterator[Tensor]:
-        return (each[1:].cpu().float() for each in (*self.cache.keys, *self.cache.values))
+        return (each[1:].cpu().float() for each in self.cache.tensors)
 
 
 def layers(form: str) -> tuple[Layer, Layer]:

@@ -1,4 +1,7 @@
-"""How much memory does loading take at its worst? By the bytes of all tensors that are there at once."""
+"""At its peak, loading takes the weights and a few copies of one tensor.
+
+The peak is counted by the bytes of all tensors that exist at the same time.
+"""
 
 from __future__ import annotations
 

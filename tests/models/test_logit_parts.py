@@ -1,4 +1,4 @@
-"""Do ranks that each have a part of the logits find the best token of all of them?"""
+"""Ranks that each have a part of the logits find the best token of all of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Which of its two lists of factors is a Phi turned by, and are its tokens then those of transformers?"""
+"""The longest request decides which of a Phi's two lists of factors its rope uses.
+
+The tokens are then those of transformers.
+"""
 
 from __future__ import annotations
 

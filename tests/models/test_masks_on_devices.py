@@ -1,4 +1,4 @@
-"""Do masks, biases and grammars hold where steps are compiled, captured or computed by an NPU?"""
+"""Masks, biases and grammars hold where steps are compiled, captured or computed by an NPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does a mixture give each token what its own experts make of it, whatever its neighbours choose?"""
+"""A mixture gives each token what its own experts make of it, whatever its neighbours choose."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def routed(num_tokens: int, normalizes: bool, seed: int = 0) -> tuple[Tensor, Te
 
 
 def mixture_of(normalizes: bool) -> MixtureConfig:
-    return MixtureConfig(EXPERTS, CHOSEN, HIDDEN, normalizes, (True,))
+    return MixtureConfig(EXPERTS, CHOSEN, HIDDEN, normalizes)
 
 
 @pytest.mark.parametrize("normalizes", [True, False])
@@ -251,8 +251,7 @@ def test_layers_are_dense_where_the_configuration_says_so(tmp_path: Path) -> Non
 
 def test_every_so_many_layers_have_experts_but_those_that_are_named_dense() -> None:
     config = decoder_config(QWEN3_30B_A3B | {"decoder_sparse_step": 2, "mlp_only_layers": [3]})
-    assert config.mixture is not None
-    assert config.mixture.layers[:6] == (False, True, False, False, False, True)
+    assert [config.mixture_of(layer) is not None for layer in range(6)] == [0, 1, 0, 0, 0, 1]
 
 
 def test_an_expert_that_is_missing_and_a_tensor_of_all_experts_are_named(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
-"""Are the guesses of a checkpoint's own further layer those of the published one, and does no token change?
+"""A checkpoint's multi-token-prediction layer makes the published guesses and changes no token.
 
-As test_eagle3 asks of heads: in float32, over chunked prompts, shared prefixes, samples that fork, preemption
-with and without swapping, compaction and a pool that changes its size.
+As test_eagle3 does for heads, the tests run in float32, over chunked prompts, shared prefixes, samples that
+fork, preemption with and without swapping, compaction and a pool that changes its size.
 """
 
 from __future__ import annotations

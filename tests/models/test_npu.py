@@ -1,4 +1,4 @@
-"""Which calls does an engine on an NPU make, and does a test reach every line that makes them?"""
+"""An engine on an NPU makes the expected calls, and a test reaches every line that makes them."""
 
 from __future__ import annotations
 
@@ -320,7 +320,7 @@ def _in_int8(ops: Ops, rows: torch.Tensor) -> None:
 def _by_experts(ops: Ops, rows: torch.Tensor) -> None:
     """Run a mixture of four experts on rows of 32, also in int8, where the product joins them."""
     router, bias = torch.ones(4, 32, device="npu:0"), torch.zeros(4, device="npu:0")
-    plain = MixtureConfig(4, 2, 32, True, (True,))
+    plain = MixtureConfig(4, 2, 32, True)
     grouped = {"num_groups": 2, "num_chosen_groups": 1, "scale": 2.0}
     for more in (grouped, grouped | {"scores": "sigmoid"}, {"scores": "sigmoid", "normalizes": False}):
         ops.route(rows, router, None, replace(plain, **more))
@@ -352,7 +352,7 @@ def _by_experts(ops: Ops, rows: torch.Tensor) -> None:
 
 def _among_ranks(ops: Ops, rows: torch.Tensor) -> None:
     """Multiply rows of a prompt, and send tokens to experts, as a rank of two does, which is alone here."""
-    config = MixtureConfig(4, 2, 32, True, (True,))
+    config = MixtureConfig(4, 2, 32, True)
     up, down = (torch.ones(size, 32, dtype=rows.dtype, device="npu:0") for size in (64, 32))
     packed = ops.pack_experts([UnpackedLinear(up)] * 2, [UnpackedLinear(down)] * 2)
     group = join("hccl", dist.HashStore(), 0, 1, 60.0)
@@ -381,7 +381,7 @@ def _with_sinks() -> None:
     zeros, query = torch.zeros(2, dtype=torch.int32, device="npu:0"), torch.ones(2, 4, 64, device="npu:0")
     metadata = attention.plan_static(StaticDecodes(zeros, zeros[:, None], zeros + 1))
     with torch.npu.graph(torch.npu.NPUGraph()):
-        attention.attend(query, bench.cache.keys[0], bench.cache.values[0], metadata, 0)
+        attention.attend(query, *bench.cache.of(0), metadata, 0)
 
 
 def _fetching(ops: Ops, rows: torch.Tensor) -> None:
@@ -430,7 +430,7 @@ def test_every_line_of_every_npu_file_runs(monkeypatch: pytest.MonkeyPatch) -> N
         ops.clamped_swiglu(rows, 1.0, 7.0)
         prompt = torch.ones(256, 32, dtype=torch.bfloat16, device="npu:0")
         both = replace(ops.product, sums_products=True)  # type: ignore[attr-defined]
-        monkeypatch.setattr("virtual_npu.joined_ranks.JoinedRanks.size", lambda *_: 2)
+        monkeypatch.setattr("virtual_npu.device.JoinedRanks.size", lambda *_: 2)
         _among_ranks(NpuOps(both), prompt)
         heads, angles = torch.ones(3, 2, 16, device="npu:0"), torch.ones(3, 16, device="npu:0")
         ops.rotary(heads, heads.clone(), angles, angles)

@@ -1,7 +1,7 @@
-"""Does every implementation of the small operators compute what their definition says?
+"""Every implementation of the small operators computes what its definition says.
 
-The definition itself and a device's own operators, on each device that is here. What is expected is computed
-in float64, in other words than the definition's.
+The tests run the definition itself and a device's own operators, on each device that is present. The expected
+values are computed in float64, by other formulas than the definition's.
 """
 
 from __future__ import annotations

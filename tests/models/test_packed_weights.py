@@ -1,7 +1,8 @@
-"""Are weights read that a checkpoint stores as small integers, several in a word?"""
+"""Weights that a checkpoint stores as small integers, several in a word, are read as meant."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from models.checkpoint import weights
+from models.checkpoint.files import INDEX, SINGLE, checkpoint_files
 from models.checkpoint.unpacking import Unpacking
 from models.packing import Packing, packing
 from recipes.assembly.families import config_in
@@ -165,6 +167,41 @@ def test_linears_may_be_stored_joined_and_packed(name: str, form: str, tmp_path:
 @pytest.mark.parametrize("form", ["awq", "gptq_by_activation", "packed_zeros"])
 def test_experts_and_latents_may_be_packed(form: str, tmp_path: Path) -> None:
     assert_alike(*stored("deepseek_v3_one_group", form, tmp_path))
+
+
+@pytest.mark.parametrize("form", ["awq", "gptq", "gptq_8_bits", "gptq_by_activation"])
+def test_a_file_beside_config_json_may_describe_how_weights_are_packed(form: str, tmp_path: Path) -> None:
+    """AutoGPTQ and older versions of AutoAWQ write such a file, and leave config.json as it was."""
+    model, path = stored("llama", form, tmp_path)
+    hf = json.loads((path / "config.json").read_text())
+    said = hf.pop("quantization_config")
+    del said["quant_method"]
+    name = "quantize_config.json"
+    if form == "awq":
+        name = "quant_config.json"
+        said = {"zero_point": True, "q_group_size": said["group_size"], "w_bit": 4, "version": "GEMM"}
+    (path / "config.json").write_text(json.dumps(hf))
+    (path / name).write_text(json.dumps(said))
+    assert_alike(model, path)
+    tensors = {}
+    for file in checkpoint_files(path):
+        tensors |= load_file(file)
+        file.unlink()
+    (path / INDEX).unlink()
+    save_file(tensors, path / (SINGLE if form == "awq" else "gptq_model-4bit-16g.safetensors"))
+    assert_alike(model, path)
+    (path / name).write_text(json.dumps(said | {"bits": 3, "w_bit": 3}))
+    with pytest.raises(
+        ValueError, match=rf"\(quantization_config stands in {name}\): .*\.bits: 3; of .* are read"
+    ):
+        config_in(path)
+
+
+def test_a_file_that_describes_packed_weights_says_nothing_of_plain_ones(tmp_path: Path) -> None:
+    model, path = make(BY_NAME["llama"], tmp_path)
+    (path / "quantize_config.json").write_text(json.dumps(GPTQ))
+    assert config_in(path).stored_form is None
+    assert_alike(model, path)
 
 
 def assert_alike(model: Any, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Is a prompt's embedding the last hidden state of transformers, however the prompt was computed?"""
+"""A prompt's embedding is pooled from transformers' last hidden states, however the prompt was computed."""
 
 from __future__ import annotations
 

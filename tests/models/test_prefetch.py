@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmark.micro import launches
-from devices.ascend_answers import answers_file, write_answers
+from devices.ascend_limits import answers_file, write_answers
 from recipes import machine as machines
 from recipes.machine import Npu, start
 from recipes.schema.reader import load

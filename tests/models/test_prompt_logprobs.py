@@ -1,4 +1,7 @@
-"""Is the log-probability of each prompt token what transformers finds, however the prompt was computed?"""
+"""The log-probability of each prompt token is the one that transformers finds.
+
+It does not depend on how the prompt was computed.
+"""
 
 from __future__ import annotations
 

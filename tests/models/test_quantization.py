@@ -1,4 +1,7 @@
-"""Is W8A8 what it says: exact products, the nearest int8, compressed-tensors' layout, and small in memory?"""
+"""W8A8 gives exact products and the nearest int8, reads compressed-tensors' layout, and saves memory.
+
+Its bytes are counted as they are held.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Do ranks compute what one computes, whatever the decoder and whatever the number of ranks?
+"""Ranks compute what one rank computes, whatever the decoder and however many ranks there are.
 
 The ranks are threads here, so that many cases cost little; test_tensor_parallel.py has processes.
 """
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from models.checkpoint import weights
-from models.config import DecoderConfig, RopeConfig
+from models.config import DecoderConfig, RopeConfig, layer_specs
 from models.parallel.group import ALONE, Alone, Group
 from models.parallel.share import check_ranks
 from tests.models.tensor_rank import empty, logits_of
@@ -50,22 +50,22 @@ class Thread(Alone):
 def drawn(rng: random.Random) -> DecoderConfig:
     """Any decoder of plain rope."""
     num_heads, head_dim = rng.choice([4, 6, 8, 12]), rng.choice([4, 8, 16])
-    flags = ("tie_embeddings", "attention_bias", "output_bias", "mlp_bias", "qk_norm")
+    flags = ("tie_embeddings", "attention_bias", "output_bias", "mlp_bias")
     return DecoderConfig(
         family="llama",
         vocab_size=rng.randint(30, 200),
         hidden_size=rng.choice([24, 40]),
-        num_layers=2,
         num_heads=num_heads,
         num_kv_heads=rng.choice([each for each in range(1, num_heads + 1) if num_heads % each == 0]),
         head_dim=head_dim,
         intermediate_size=rng.choice([24, 48, 96]),
         rms_eps=1e-5,
         rope=RopeConfig("default", 1e4, head_dim),
-        windows=(None, rng.choice([None, 5])),
+        layers=layer_specs((None, rng.choice([None, 5]))),
         dtype="float32",
         max_positions=128,
         eos_token_ids=(2,),
+        qk_norm=rng.choice(["none", "heads", "rotated", "joined"]),
         **{flag: rng.random() < 0.5 for flag in flags},
     )
 

@@ -1,4 +1,4 @@
-"""Do stages of layers hold the random weights that one rank holds?"""
+"""Stages of layers hold the random weights that one rank holds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attention.reference import Attention, AttentionShape
 from models.checkpoint import weights
-from models.config import MixtureConfig
+from models.config import MixtureConfig, layer_specs
 from models.decoder import Decoder
 from models.ops.reference import Ops
 from models.parallel.group import ALONE, Alone, Group
@@ -20,9 +20,8 @@ from tests.models.test_share import WHOLE
 # Two kinds of layers, so that a stage may have none of the others' kind
 FOUR = replace(
     WHOLE,
-    num_layers=4,
-    windows=(None, 5, None, 7),
-    mixture=MixtureConfig(4, 2, 24, normalizes=True, layers=(False, False, True, True)),
+    layers=layer_specs((None, 5, None, 7), (False, False, True, True)),
+    mixture=MixtureConfig(4, 2, 24, normalizes=True),
     mlp_bias=False,
 )
 

@@ -1,8 +1,8 @@
-"""Do engines of two ranks give the tokens that transformers gives each request alone?
+"""Engines of two ranks give the tokens that transformers gives each request alone.
 
-Two ranks divide each layer or, of mixtures, hold whole experts each: with prompts in chunks, shared
-beginnings, and a pool so small that requests are preempted, in float32. With THOROUGH=1, for all checkpoints
-instead of seven, and on virtual NPUs for one of each family.
+Two ranks divide each layer or, of mixtures, hold whole experts each. Prompts are chunked, beginnings shared,
+and the pool is so small that requests are preempted, in float32. With THOROUGH=1 all checkpoints are served
+instead of seven, and one of each family on virtual NPUs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ ALL = {each.name: each for each in [*VARIANTS, *LATENT_VARIANTS]}
 ONE_A_FAMILY = (
     *("llama_biased", "mistral_window", "qwen2_yarn", "qwen3_layer_types", "glm4", "phi3_part", "gemma2"),
     *("gemma3_layer_types", "internlm3_biased", "mixtral_window", "gpt_oss_half", "qwen3_moe", "qwen2_moe"),
-    *("glm4_moe", "deepseek_v2", "deepseek_v3"),
+    *("glm4_moe", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "seed_oss_biased", "hy_v3", "ernie4_5_moe"),
+    *("minimax_m2", "hunyuan_moe", "ministral3", "olmo3_types", "ernie4_5_biased", "hunyuan_alpha"),
 )
 EVEN = {  # experts that two ranks can share
     "qwen3_moe_window": {"num_experts": 6},
@@ -41,6 +42,10 @@ EVEN = {  # experts that two ranks can share
     "deepseek_v2_greedy": {"n_routed_experts": 8},
     "deepseek_v3_one_group": {"n_routed_experts": 6},
     "gpt_oss": {"num_local_experts": 4},
+    "hy_v3_types": {"num_experts": 6},
+    "ernie4_5_moe_interval": {"moe_num_experts": 6},
+    "minimax_m2_tied": {"num_local_experts": 6},
+    "hunyuan_moe_one": {"num_experts": 6},
 }
 WAYS: dict[str, tuple[str, ...]] = {"TP 2": (), "EP 2": ("parallel.expert=2",)}
 CPU = ("device.compile=false", "device.threads=1")
@@ -93,7 +98,7 @@ ON_CPUS = cases(FEW, MANY)
 # What ranks divide otherwise; test_tensor_parallel.py has the logits of one of each family
 DIVIDED = (
     *("llama_biased", "mistral_window", "qwen2_yarn", "gemma2", "mixtral_window", "gpt_oss_half"),
-    "deepseek_v3",
+    *("deepseek_v3", "minimax_m2", "olmo3_full", "hy_v3"),
 )
 NAMES = cases(DIVIDED, tuple(ALL))
 

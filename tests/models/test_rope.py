@@ -1,4 +1,4 @@
-"""Are the angles transformers' own, number for number?"""
+"""The angles of the rope are transformers' own, number for number."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does every row get the token that its own parameters and its own chance give it?"""
+"""Every row gets the token that its own parameters and its own random number give it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does a request draw the same tokens alone, in company, and after preemption?"""
+"""A request draws the same tokens alone, in company, and after preemption."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 
 from continuous_batching.batch import Batch, Sampled
 from continuous_batching.engine import Engine
-from continuous_batching.policies.stall_free import StallFree
+from continuous_batching.policies.batching import StallFree
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.slots import SlotPool

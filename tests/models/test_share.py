@@ -1,4 +1,4 @@
-"""Do the shares of all ranks make up the whole decoder, each part of it where it belongs?"""
+"""The shares of all ranks make up the whole decoder, with each part where it belongs."""
 
 from __future__ import annotations
 
@@ -6,26 +6,25 @@ from dataclasses import replace
 
 import pytest
 
-from models.config import DecoderConfig, RopeConfig
+from models.config import DecoderConfig, RopeConfig, layer_specs
 from models.parallel.share import Share
 
 WHOLE = DecoderConfig(
     family="llama",
     vocab_size=509,
     hidden_size=48,
-    num_layers=2,
     num_heads=8,
     num_kv_heads=4,
     head_dim=16,
     intermediate_size=96,
     rms_eps=1e-5,
     rope=RopeConfig("default", 1e4, 16),
-    windows=(None, None),
+    layers=layer_specs((None, None)),
     tie_embeddings=False,
     attention_bias=True,
     output_bias=True,
     mlp_bias=True,
-    qk_norm=False,
+    qk_norm="none",
     dtype="float32",
     max_positions=128,
     eos_token_ids=(2,),
@@ -127,7 +126,7 @@ def test_ranks_that_cannot_share_evenly_are_told_how_many_can(
 
 
 def test_stages_hold_each_layer_once_and_the_first_ranks_hold_the_last() -> None:
-    five = replace(WHOLE, num_layers=5, windows=(None, 4, None, 4, 8))
+    five = replace(WHOLE, layers=layer_specs((None, 4, None, 4, 8)))
     places = [Share.of_rank(rank, 2, 3) for rank in range(6)]
     assert [(each.tensor, each.stage) for each in places] == [(0, 2), (1, 2), (0, 1), (1, 1), (0, 0), (1, 0)]
     assert [each.layers(five) for each in places[::2]] == [range(3, 5), range(1, 3), range(1)]
@@ -141,7 +140,7 @@ def test_stages_hold_each_layer_once_and_the_first_ranks_hold_the_last() -> None
 
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_what_another_stage_holds_is_not_missed(is_tied: bool) -> None:
-    config = replace(WHOLE, num_layers=3, windows=(None,) * 3, tie_embeddings=is_tied)
+    config = replace(WHOLE, layers=layer_specs((None,) * 3), tie_embeddings=is_tied)
     last, middle, first = (Share.of_rank(rank, 1, 3) for rank in range(3))
     held = {
         share: [

@@ -1,4 +1,4 @@
-"""Does each rank read its part of a checkpoint and no more, and do the parts make up the whole?"""
+"""Each rank reads its part of a checkpoint and no more, and the parts make up the whole."""
 
 from __future__ import annotations
 
@@ -152,6 +152,13 @@ def test_a_tied_head_is_compared_where_a_rank_holds_it(tmp_path: Path) -> None:
     config = decoder_config(read(path))
     for rank in range(2):
         weights.load(part_of(config, rank, 2), path)
+    embedding = tensors.pop(weights.EMBEDDING)
+    save_file(tensors | {weights.HEAD: head}, path / SINGLE)  # the shared tensor by its other name alone
+    parts = [part_of(config, rank, 2) for rank in range(2)]
+    for part in parts:
+        weights.load(part, path)
+    assert torch.equal(torch.cat([part.embedding for part in parts])[:509].to(embedding), embedding)
+    tensors[weights.EMBEDDING] = embedding
     head[508] += 1
     save_file(tensors | {weights.HEAD: head}, path / SINGLE)
     weights.load(part_of(config, 0, 2), path)

@@ -1,4 +1,4 @@
-"""Do ranks that hold whole experts, wherever these lie, compute what transformers does?"""
+"""Ranks that hold whole experts, wherever these lie, compute what transformers does."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from attention.reference import Attention
 from models.checkpoint import weights
 from models.checkpoint.files import SINGLE
-from models.config import DecoderConfig, MixtureConfig
+from models.config import DecoderConfig, MixtureConfig, layer_specs
 from models.decoder import Decoder
 from models.ops.cpu.ops import CpuOps
 from models.ops.reference import Ops
@@ -67,13 +67,13 @@ def mixed(rng: random.Random, *, is_placed: bool) -> DecoderConfig:
         rng.randint(1, 4),
         inner,
         normalizes=rng.random() < 0.5,
-        layers=(True, rng.random() < 0.5),
         scores=rng.choice(["softmax", "sigmoid"]),
         shared_size=rng.choice([0, 8]),
         placement=tuple(tuple(rng.sample(range(count), count)) for _ in range(2)) if is_placed else (),
     )
     return replace(
         config,
+        layers=layer_specs(config.windows, (True, rng.random() < 0.5)),
         num_heads=num_heads,
         num_kv_heads=4,
         intermediate_size=48,

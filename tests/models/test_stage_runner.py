@@ -1,4 +1,4 @@
-"""Do stages of layers take their steps alike, and as the slots were when a step was made?"""
+"""Stages of layers take the same steps, with the slots as they were when a step was made."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from continuous_batching.batch import Batch
 from continuous_batching.request import Request, SamplingParams
 from continuous_batching.slots import SlotPool
 from devices.shapes import AttentionShape
-from kv_cache.device.storage import KVCache
+from kv_cache.device.storage import KVCache, LayerPages
 from models.checkpoint import weights
 from models.decoder import Decoder
 from models.ops.reference import Ops
@@ -87,9 +87,7 @@ def runner_of(stage: int, *, is_scoring: bool = False) -> tuple[StageRunner, Nei
     request.number = 0
     row = slots.take(request)
     slots.page_table[row, :2] = 1, 2
-    cache = KVCache(
-        part.num_layers, 4, PAGE_SIZE, part.num_kv_heads, part.head_dim, torch.float32, attention.device
-    )
+    cache = KVCache([LayerPages(attention.new_planes)] * part.num_layers, PAGE_SIZE, [4])
     sampler = kept if share.is_last else FollowerSampler()
     return StageRunner(decoder, cache, attention, sampler, slots), links, kept
 

@@ -1,4 +1,4 @@
-"""Are checkpoints read as they are meant that turn a part of each head, or store several linears as one?"""
+"""Checkpoints that rotate a part of each head, or store several linears as one, are read as meant."""
 
 from __future__ import annotations
 

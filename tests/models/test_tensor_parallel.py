@@ -1,4 +1,4 @@
-"""Do tensor ranks over gloo compute together what one rank computes alone?"""
+"""Tensor ranks over gloo compute together what one rank computes alone."""
 
 from __future__ import annotations
 
@@ -54,18 +54,29 @@ MODELS: dict[str, dict[str, Any]] = {
     "phi3_part": {"vocab_size": 509},
     "phi3_long": {},
     "internlm3_biased": {"vocab_size": 509},
+    "minimax_m2": {},
+    "olmo3_full": {"vocab_size": 509},
+    "hunyuan_moe": {},
+    "ernie4_5_moe": {},
+    "hy_v3": {},
 }
 EVEN = {  # experts that two parts of the ranks can share
     "qwen3_moe_window": {"num_experts": 6},
     "qwen2_moe_sparse": {"num_experts": 6},
     "mixtral_one": {"num_local_experts": 4},
     "deepseek_v3_one_group": {"n_routed_experts": 6},
+    "hy_v3_types": {"num_experts": 6},
+    "ernie4_5_moe_interval": {"moe_num_experts": 6},
+    "minimax_m2_tied": {"num_local_experts": 6},
+    "hunyuan_moe_one": {"num_experts": 6},
 }
 if THOROUGH:  # three checkpoints of each family, and more
     MODELS = {variant.name: {} for variant in VARIANTS} | EVEN | MODELS
 # Those whose whole experts are spread over two parts of the ranks
 SPREAD = {
-    f"{name}_spread": name for name in MODELS if "moe" in name or name.startswith(("mixtral", "deep", "gpt"))
+    f"{name}_spread": name
+    for name in MODELS
+    if "moe" in name or name.startswith(("mixtral", "deep", "gpt", "minimax", "hy_v3"))
 }
 # Those whose tokens are chosen, too, which hangs on a rank's rows of the head alone: where these do not
 # divide evenly, are tied to the embedding, and have caps
@@ -74,6 +85,7 @@ CHOOSE = ("llama_biased", "qwen2_yarn", "deepseek_v3", "gemma2", "fused")
 # int8 that do not divide alike
 AMONG_FOUR = (
     *("llama_biased", "qwen2_yarn", "gpt_oss_half", "deepseek_v2_spread", "phi3_part", "gemma2"),
+    *("minimax_m2_spread", "olmo3_full"),
     *("int8_at_load", "int8_stored", "bfloat16", "fused"),
 )
 AT_LOAD, STORED, BFLOAT16, FUSED = "int8_at_load", "int8_stored", "bfloat16", "fused"
@@ -81,6 +93,7 @@ INT8_MODEL = "llama_biased"
 # Every rank holds these whole, beside all norms: routers, first steps of latents, biases that are added once
 REPLICATED = (
     *("mlp.gate.weight", "block_sparse_moe.gate.weight", "router.weight", "router.bias"),
+    *("mlp.router.gate.weight", "expert_bias", "gate.wg.weight"),
     *("e_score_correction_bias", "shared_expert_gate.weight", "q_a_proj.weight", "kv_a_proj_with_mqa.weight"),
     *("o_proj.bias", "down_proj.bias"),
 )

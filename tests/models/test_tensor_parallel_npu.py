@@ -1,4 +1,4 @@
-"""Do tensor ranks over HCCL, with an NPU's operators and captured steps, compute what one rank computes?"""
+"""Tensor ranks over HCCL, with NPU operators and captured steps, compute what one rank computes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""When do ranks get a communicator for the tokens that they send to experts?"""
+"""Ranks get a communicator for the tokens that they send to experts only if all have buffers for it.
+
+Its size is the smallest that a rank has.
+"""
 
 from __future__ import annotations
 

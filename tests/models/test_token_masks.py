@@ -1,4 +1,4 @@
-"""Does an answer hold only what its request allows, and none of its bad words?"""
+"""An answer holds only tokens that its request allows, and none of its bad words."""
 
 from __future__ import annotations
 

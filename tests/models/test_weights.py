@@ -1,4 +1,4 @@
-"""Is every tensor of a checkpoint accounted for, and does it end where it belongs?"""
+"""Every tensor of a checkpoint is accounted for and ends where it belongs."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from models.decoder import Decoder
 from models.layers.dtypes import TORCH_DTYPES
 from models.ops.reference import Ops
 from recipes.assembly.families import decoder_config, read
+from tests.lazy import transformers
 from tests.models.families import VARIANTS, make
 
 VARIANT = {variant.name: variant for variant in VARIANTS}
@@ -120,6 +121,23 @@ def test_a_tied_head_may_be_there_or_not_but_not_differ(tmp_path: Path) -> None:
     loaded(path)
     save_file(tensors | {weights.HEAD: tensors[weights.EMBEDDING] + 1}, path / SINGLE)
     with pytest.raises(ValueError, match="set tie_word_embeddings to false"):
+        loaded(path)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma2"])
+def test_a_tied_tensor_may_be_stored_as_the_head_alone(name: str, tmp_path: Path) -> None:
+    """As transformers reads it, which ties the embedding to the head then."""
+    _, path = make(replace(VARIANT[name], shard_size="5GB"), tmp_path)
+    tensors = load_file(path / SINGLE)
+    whole = loaded(path).embedding.data.clone()
+    tensors[weights.HEAD] = tensors.pop(weights.EMBEDDING)
+    save_file(tensors, path / SINGLE, metadata={"format": "pt"})
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    assert torch.equal(loaded(path, "float32").embedding.data, theirs.get_input_embeddings().weight)
+    assert torch.equal(loaded(path).embedding.data, whole)
+    del tensors[weights.HEAD]
+    save_file(tensors, path / SINGLE, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=rf"missing: {weights.EMBEDDING}"):
         loaded(path)
 
 

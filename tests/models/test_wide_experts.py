@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from devices.ascend_experts import MOST_GATED, fuses_gate
+from devices.ascend_limits import MOST_GATED, fuses_gate
 from models.config import MixtureConfig
 from models.ops.operands import UnpackedLinear
 from models.ops.reference import Ops
@@ -65,7 +65,7 @@ def hold_to_definition(width: int, num_held: int, dtype: torch.dtype) -> None:
     )
     packed = npu.pack_experts(*sent)
     assert packed[0].keeps_int32 == fuses_gate(width)
-    config, router = MixtureConfig(EXPERTS, 2, width, True, (True,)), drawn(EXPERTS, HIDDEN, seed=7)
+    config, router = MixtureConfig(EXPERTS, 2, width, True), drawn(EXPERTS, HIDDEN, seed=7)
     cpu = Ops()
     alone = [
         [cpu.pack_int8(each.weight, each.scale.float(), None) for each in some] for some in (gate_ups, downs)

@@ -1,4 +1,4 @@
-"""Which small checkpoints use, together, every option that a decoder has?"""
+"""Small checkpoints that use, together, every option that a decoder has."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Would a test notice if this were wrong?
+"""Plant faults in the code, and check that the tests kill them.
 
-Plants one fault after the other in a copy of the tree and runs the one test there that is to kill it. Prints
-which test killed which fault; the status is 1 if a fault is not killed, if its place in the code is no longer
-found, or if one of the tests fails without any fault.
+Each fault is planted in a copy of the tree, and the one test runs there that is to kill it. Prints which test
+killed which fault; the status is 1 if a fault is not killed, if its place in the code is no longer found, or
+if one of the tests fails without any fault.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def main(argv: list[str]) -> int:
         raise ValueError(f"there is no fault called {', '.join(unknown)}; --list names them")
     chosen = {name: FAULTS[name] for name in FAULTS if not arguments.only or name in arguments.only}
     if arguments.list:
-        for name, fault in chosen.items():
-            print(f"{name:36} {fault.place:60} {fault.why}")
+        for called, fault in chosen.items():
+            print(f"{called:36} {fault.place:60} {fault.why}")
         return 0
     bad = []
     for name, outcome in outcomes(chosen, arguments.jobs, arguments.timeout_s):

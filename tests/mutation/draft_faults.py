@@ -6,14 +6,14 @@ from tests.mutation.fault import Fault
 
 FAULTS = {
     "ngram_finds_itself": Fault(
-        "continuous_batching/speculation/ngram.py::NGram._look",
+        "continuous_batching/speculation/proposer.py::NGram._look",
         "self._tables[entries[:-1]] = positions[LENGTH:-1].astype(np.int32)",
         "self._tables[entries] = positions[LENGTH:].astype(np.int32)",
         "the last tokens are found at the end of the row, where nothing follows",
         "tests/continuous_batching/test_ngram.py::test_it_guesses_what_followed_the_most_recent_earlier_place",
     ),
     "ngram_keeps_the_request_before": Fault(
-        "continuous_batching/speculation/ngram.py::NGram._forget",
+        "continuous_batching/speculation/proposer.py::NGram._forget",
         "self._tables.reshape(len(self._number), -1)[rows] = 0",
         "",
         "a request is given tokens of the one that had its row before, perhaps another tenant's",
@@ -62,7 +62,7 @@ FAULTS = {
         "tests/serving/test_drafts.py::test_answers_end_where_they_do_without_drafts",
     ),
     "prompt_not_computed_by_the_draft_model": Fault(
-        "continuous_batching/speculation/draft_model.py::model_spans",
+        "continuous_batching/speculation/proposer.py::model_spans",
         "has_drafts | ~slots.decoding(rows, starts, known)",
         "has_drafts",
         "drafts follow from a prompt that the draft model has not read",
@@ -90,28 +90,28 @@ FAULTS = {
         "tests/models/test_draft_model.py::test_a_draft_model_changes_no_token",
     ),
     "estimate_stays_with_the_row": Fault(
-        "continuous_batching/speculation/acceptance.py::Acceptance._follow",
+        "continuous_batching/speculation/lengths.py::Acceptance._follow",
         "numbers != self._number[rows]",
         "self._number[rows] < 0",
         "a new request is drafted for as the one before it in its row deserved",
         "tests/continuous_batching/test_lengths.py::test_an_estimate_follows_its_request_to_another_row",
     ),
     "drafts_free_of_charge": Fault(
-        "continuous_batching/speculation/throughput.py::Throughput._seconds",
+        "continuous_batching/speculation/lengths.py::Throughput._seconds",
         "plain_s + drafted_s * (counts > 0) + token_s * counts",
         "plain_s + drafted_s * (counts > 0)",
         "every likely draft is checked, however long the step gets for it",
         "tests/continuous_batching/test_lengths.py::test_throughput_never_falls_below_plain",
     ),
     "never_probed": Fault(
-        "continuous_batching/speculation/throughput.py::Throughput._best",
+        "continuous_batching/speculation/lengths.py::Throughput._best",
         "likeliest if is_due and gains[likeliest] >= (_LEAST_GAIN - 1) * num_rows else 0",
         "0 if is_due and gains[likeliest] >= (_LEAST_GAIN - 1) * num_rows else 0",
         "what once did not pay is never tried again",
         "tests/continuous_batching/test_lengths.py::test_each_row_has_drafts_by_its_own_acceptance",
     ),
     "guesses_made_whatever_they_cost": Fault(
-        "continuous_batching/speculation/worth.py::Worth.observe",
+        "continuous_batching/speculation/lengths.py::Worth.observe",
         "times >= _LEAST_TIMES",
         "True",
         "where making guesses takes longer than they save, all answers are slower for it",

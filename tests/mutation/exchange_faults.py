@@ -41,14 +41,14 @@ FAULTS = {
         "tests/continuous_batching/test_held_pages.py::test_held_pages_give_way_to_who_runs",
     ),
     "sent_before_it_is_full": Fault(
-        "serving/engine/page_sends.py::PageSends._tapped",
+        "serving/engine/page_exchange.py::PageSends._tapped",
         "stop // slots.page_size",
         "-(-stop // slots.page_size)",
         "a page is sent without its last tokens",
         "tests/serving/test_page_exchange.py::test_what_is_in_the_pages_is_what_the_other_engine_has_in_them",
     ),
     "end_without_a_count": Fault(
-        "serving/engine/page_fetches.py::PageFetches._hear",
+        "serving/engine/page_exchange.py::PageFetches._hear",
         "min(fetch.next_page) == fetch.num_pages and num_bytes == fetch.num_bytes",
         "num_bytes",
         "pages are found of which the last part was lost",
@@ -62,7 +62,7 @@ FAULTS = {
         "tests/serving/test_page_exchange.py::test_bytes_that_are_put_straight_into_the_window_are_verified",
     ),
     "model_not_compared": Fault(
-        "kv_cache/exchange/identity.py::PageIdentity.difference",
+        "kv_cache/exchange/messages.py::PageIdentity.difference",
         '"the model": (self.model, hello.model)',
         "",
         "pages of another model are found under the keys of the same tokens",

@@ -41,7 +41,7 @@ FAULTS = {
         "tests/models/test_mixture.py::test_joined_experts_in_int8_compute_what_each_does_alone",
     ),
     "width_of_a_half_bounded": Fault(
-        "devices/ascend_experts.py::fuses_gate",
+        "devices/ascend_limits.py::fuses_gate",
         "2 * inner_size",
         "inner_size",
         "the tiling counts gate and up together, and refuses Mixtral's experts over two ranks",
@@ -111,7 +111,7 @@ FAULTS = {
         "tests/models/test_expert_counts.py::test_thirty_two_bits_may_begin_again",
     ),
     "both_buffers_taken_for_one": Fault(
-        "devices/ascend_dispatch.py::most_dispatched",
+        "devices/ascend_limits.py::most_dispatched",
         "buffer_mib * _MIB // 2",
         "buffer_mib * _MIB",
         "more tokens are sent than the communicator's buffers hold",

@@ -34,11 +34,11 @@ FAULTS = {
         "tests/models/test_features.py::test_what_a_head_says_stands_at_ends_of_spans_alone",
     ),
     "features_stay_behind": Fault(
-        "recipes/assembly/decoders.py::cache_of",
-        "beside=beside",
-        "beside=None if isinstance(config, HeadConfig) else beside",
+        "kv_cache/device/storage.py::KVCache._of_group",
+        "each.group == group",
+        "each.group == group and len(self.of(layer)) > 1",
         "a page that is copied, swapped or moved leaves its features",
-        "tests/recipes/test_heads.py::test_requests_may_be_longer_than_the_heads_positions",
+        "tests/kv_cache/test_storage.py::test_each_group_of_layers_has_pages_of_its_own",
     ),
     "draft_tokens_taken_for_the_targets": Fault(
         "models/drafting/drafter.py::Greedy.best",

@@ -48,7 +48,7 @@ FAULTS = {
         "tests/models/test_npu.py::test_captured_steps_give_the_same_tokens_and_ask_for_no_operator",
     ),
     "columns_within_places": Fault(
-        "attention/npu/atb_attention.py::AtbAttention.new_pages",
+        "attention/npu/atb_attention.py::AtbAttention._columns",
         "(shape.num_kv_heads * shape.head_dim // COLUMN, shape.page_size, COLUMN)",
         "(shape.page_size, shape.num_kv_heads * shape.head_dim // COLUMN, COLUMN)",
         "the cache lies as on a 910B, whose operators it is not read by",
@@ -153,7 +153,7 @@ FAULTS = {
         "tests/attention/test_products.py::test_of_more_sizes_than_a_product_holds_a_sample_is_captured",
     ),
     "answers_without_effect": Fault(
-        "devices/ascend_answers.py::answered",
+        "devices/ascend_limits.py::answered",
         "replace(product, **found)",
         "product",
         "the first day on hardware changes nothing",

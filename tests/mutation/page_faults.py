@@ -69,7 +69,7 @@ FAULTS = {
         "tests/kv_cache/test_storage.py::test_copies_keep_every_bit",
     ),
     "resize_zeroes": Fault(
-        "kv_cache/device/storage.py::KVCache._resized",
+        "kv_cache/device/storage.py::KVCache.resize",
         "_chunks(old, kept, kept)",
         "_chunks(old, kept[:0], kept[:0])",
         "the keys and values of running requests are lost",

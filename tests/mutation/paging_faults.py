@@ -104,7 +104,7 @@ FAULTS = {
         "tests/kv_cache/test_identity.py::test_all_at_once_gives_the_tokens_of_each_alone",
     ),
     "host_pool_overdrawn": Fault(
-        "continuous_batching/paging/swap.py::SwapTier.leave",
+        "continuous_batching/paging/slot_lifecycle.py::SwapTier.leave",
         "not self._prefix.yield_host(num_pages)",
         "False",
         "samples of one prompt exhaust the host pool, and the engine stops",

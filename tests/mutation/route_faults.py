@@ -13,7 +13,7 @@ FAULTS = {
         "tests/continuous_batching/test_routing.py::test_own_sends_count_until_they_are_told",
     ),
     "hits_over_gaps": Fault(
-        "continuous_batching/routing/key_holders.py::num_first",
+        "continuous_batching/routing/routing.py::num_first",
         "_put(found, there ^ still, number)",
         "_put(found, there ^ still, number + 1)",
         "a replica seems to hold a page more than it does",

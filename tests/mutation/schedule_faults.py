@@ -6,7 +6,7 @@ from tests.mutation.fault import Fault
 
 FAULTS = {
     "draft_after_a_wrong_one": Fault(
-        "continuous_batching/samples/drafts.py::accepted",
+        "continuous_batching/speculation/speculation.py::accepted",
         "np.cumsum(~is_right) - ~is_right",
         "0 * np.cumsum(~is_right)",
         "tokens are booked that follow from what the model never said",
@@ -83,7 +83,7 @@ FAULTS = {
         "tests/continuous_batching/test_scheduler.py::test_a_request_that_can_never_fit_is_refused_at_the_door",
     ),
     "queue_keeps_the_dead": Fault(
-        "continuous_batching/queueing/waiting_queue.py::WaitingQueue._top",
+        "continuous_batching/queueing.py::WaitingQueue._top",
         "heap and self._waiting.get(heap[0][2].id) is not heap[0][2]",
         "False",
         "an aborted request is admitted",

@@ -34,14 +34,14 @@ FAULTS = {
         "tests/serving/test_batch_runner.py::test_what_is_not_the_line_s_fault_is_tried_again",
     ),
     "form_with_a_line_break_too_many": Fault(
-        "serving/api/multipart.py::read_form",
+        "serving/api/files.py::read_form",
         'part.removeprefix(b"\\r\\n")',
         "part.strip()",
         "a file loses the line breaks at its end",
         "tests/serving/test_multipart.py::test_a_form_is_read_as_it_was_written",
     ),
     "items_share_an_event": Fault(
-        "serving/api/responses_items.py::OutputItems._begin",
+        "serving/api/responses.py::OutputItems._begin",
         'yield from self._close("completed")',
         "",
         "an item is never done when another follows, and OpenAI's client waits for it",
@@ -69,7 +69,7 @@ FAULTS = {
         "tests/serving/test_scores.py::test_control_tokens_in_a_document_are_text",
     ),
     "documents_may_hold_marks": Fault(
-        "serving/text/questions.py::Question.fields",
+        "serving/api/scores.py::Question.fields",
         "_MARK.sub(lambda mark: texts[mark[1]], self.question)",
         'self.question.replace("{document}", document).replace("{query}", query)',
         "a document that writes {query} gets the query's words",
@@ -104,7 +104,7 @@ FAULTS = {
         "tests/serving/test_adapters.py::test_what_cannot_be_loaded_is_refused_and_the_rest_goes_on",
     ),
     "adapter_asked_for_before_it_is_there": Fault(
-        "serving/served_adapters.py::ServedAdapters.begin",
+        "serving/adapters.py::ServedAdapters.begin",
         "each.is_there = False",
         "",
         "a new engine answers for an adapter that it is still reading",

@@ -34,7 +34,7 @@ FAULTS = {
         "tests/continuous_batching/test_host_tier_schedules.py::test_prompts_that_come_again_through_the_host_give_the_answers_of_each_alone",
     ),
     "resting_has_right_of_way": Fault(
-        "continuous_batching/paging/swap.py::SwapTier.leave",
+        "continuous_batching/paging/slot_lifecycle.py::SwapTier.leave",
         "not self._prefix.yield_host(num_pages)",
         "num_pages > self.pool.num_free",
         "a full host pool never takes in what a preempted request computed",
@@ -55,7 +55,7 @@ FAULTS = {
         "tests/continuous_batching/test_host_tier.py::test_a_newcomer_waits_for_the_pages_that_its_resting_ones_need",
     ),
     "any_checksum": Fault(
-        "kv_cache/tier/entries.py::content_of",
+        "kv_cache/tier/store.py::content_of",
         "entry[_SUM_AT:HEAD_BYTES] != _sum(content, key, identity)",
         "False",
         "a page that was damaged on the disk is used",
@@ -90,21 +90,21 @@ FAULTS = {
         "tests/kv_cache/test_tier_stores.py::test_a_server_that_is_full_gone_or_wants_a_password_fails",
     ),
     "found_after_a_gap": Fault(
-        "kv_cache/tier/reads.py::PageReads._look",
+        "kv_cache/tier/page_tier.py::PageReads._look",
         "if content is None:\n    return",
         "if content is None:\n    continue",
         "a page stands for the one before it, which was not there",
         "tests/kv_cache/test_page_tier.py::test_what_is_kept_is_found_up_to_the_first_page_that_is_not_there",
     ),
     "dead_store_is_asked": Fault(
-        "kv_cache/tier/reads.py::PageReads.begin",
+        "kv_cache/tier/page_tier.py::PageReads.begin",
         "not self._health.may_be_asked or len(self._queue) >= MOST_LOOKUPS or self._is_stuck()",
         "len(self._queue) >= MOST_LOOKUPS or self._is_stuck()",
         "each request waits for a server that is gone",
         "tests/kv_cache/test_page_tier.py::test_a_dead_store_is_told_once_left_alone_and_asked_again",
     ),
     "queue_without_bound": Fault(
-        "kv_cache/tier/writes.py::PageWrites.room",
+        "kv_cache/tier/page_tier.py::PageWrites.room",
         "min(wanted, self._most_queued - self._num_queued)",
         "wanted",
         "pages fill the host's memory where the disk is slow",
@@ -140,8 +140,8 @@ FAULTS = {
     ),
     "layers_in_another_order": Fault(
         "kv_cache/device/page_bytes.py::PageBytes.write_host",
-        "each.host_tensors",
-        "each.host_tensors[::-1]",
+        "self._cache.host_tensors",
+        "self._cache.host_tensors[::-1]",
         "a page's values come back as its keys",
         "tests/kv_cache/test_page_bytes.py::test_pages_go_to_bytes_and_to_the_host_and_back",
     ),

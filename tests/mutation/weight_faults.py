@@ -85,7 +85,7 @@ FAULTS = {
             "    source, target = (e.view(torch.int8)[..., :-4] for e in (source, target))"
         ),
         "what comes back from the host has the scales of the page's last owner",
-        "tests/kv_cache/test_storage.py::test_values_that_are_wider_than_keys_and_caches_without_any",
+        "tests/kv_cache/test_storage.py::test_planes_of_unlike_types_and_a_layer_of_one",
     ),
     "int8_scale_not_planned": Fault(
         "models/config.py::DecoderConfig.layer_cache",
@@ -117,7 +117,7 @@ FAULTS = {
     ),
     "one_base_for_all_layers": Fault(
         "models/decoder.py::Decoder.forward",
-        "0 if self.part.windows[number] is None else -1",
+        "0 if self.part.layers[number].window is None else -1",
         "0",
         "layers with a window are turned as those that see all",
         "tests/models/test_stored_otherwise.py::test_a_prompt_scores_as_in_transformers",

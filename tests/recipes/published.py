@@ -139,11 +139,114 @@ GPT_OSS_20B = {
     "rope_theta": 150000, "swiglu_limit": 7.0, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
     "vocab_size": 201088,
 }  # fmt: skip
+GLM_4_7_FLASH = {
+    "architectures": ["Glm4MoeLiteForCausalLM"], "attention_bias": False,
+    "eos_token_id": [154820, 154827, 154829], "first_k_dense_replace": 1, "hidden_act": "silu",
+    "hidden_size": 2048, "intermediate_size": 10240, "kv_lora_rank": 512, "max_position_embeddings": 202752,
+    "model_type": "glm4_moe_lite", "moe_intermediate_size": 1536, "n_group": 1, "n_routed_experts": 64,
+    "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 20, "num_experts_per_tok": 4,
+    "num_hidden_layers": 47, "num_key_value_heads": 20, "num_nextn_predict_layers": 1, "q_lora_rank": 768,
+    "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-05, "rope_scaling": None,
+    "rope_theta": 1000000, "routed_scaling_factor": 1.8, "tie_word_embeddings": False, "topk_group": 1,
+    "topk_method": "noaux_tc", "torch_dtype": "bfloat16", "v_head_dim": 256, "vocab_size": 154880,
+}  # fmt: skip
+SEED_OSS_36B = {
+    "architectures": ["SeedOssForCausalLM"], "attention_bias": True, "attention_out_bias": False,
+    "bos_token_id": 0, "eos_token_id": 2, "head_dim": 128, "hidden_act": "silu", "hidden_size": 5120,
+    "intermediate_size": 27648, "max_position_embeddings": 524288, "mlp_bias": False,
+    "model_type": "seed_oss", "num_attention_heads": 80, "num_hidden_layers": 64, "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06, "rope_scaling": {"rope_type": "default"}, "rope_theta": 10000000.0,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "vocab_size": 155136,
+}  # fmt: skip
+HY3 = {
+    "architectures": ["HYV3ForCausalLM"], "enable_moe_fp32_combine": True, "head_dim": 128,
+    "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 13312,
+    "max_position_embeddings": 131072, "model_type": "hy_v3", "moe_intermediate_size": 1536,
+    "num_attention_heads": 64, "num_experts": 192, "num_experts_per_tok": 8, "num_hidden_layers": 80,
+    "num_key_value_heads": 8, "num_nextn_predict_layers": 1, "num_shared_experts": 1, "rms_norm_eps": 1e-05,
+    "rope_theta": 11158840.0, "router_scaling_factor": 2.826, "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16", "vocab_size": 120832,
+}  # fmt: skip
+ERNIE_4_5_21B_A3B = {
+    "architectures": ["Ernie4_5_MoeForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",
+    "hidden_size": 2560, "intermediate_size": 12288, "max_position_embeddings": 131072,
+    "model_type": "ernie4_5_moe", "moe_intermediate_size": 1536, "moe_k": 6, "moe_layer_end_index": 27,
+    "moe_layer_interval": 1, "moe_layer_start_index": 1, "moe_num_experts": 64, "moe_num_shared_experts": 2,
+    "num_attention_heads": 20, "num_hidden_layers": 28, "num_key_value_heads": 4, "rms_norm_eps": 1e-05,
+    "rope_theta": 500000.0, "tie_word_embeddings": True, "torch_dtype": "bfloat16", "use_bias": False,
+    "vocab_size": 103424,
+}  # fmt: skip
+MISTRAL_SMALL_3_2 = {
+    "architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3",
+    "text_config": {
+        "head_dim": 128, "hidden_act": "silu", "hidden_size": 5120, "intermediate_size": 32768,
+        "max_position_embeddings": 131072, "model_type": "mistral", "num_attention_heads": 32,
+        "num_hidden_layers": 40, "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_theta": 1000000000.0,
+        "sliding_window": None, "vocab_size": 131072,
+    },
+    "torch_dtype": "bfloat16", "vision_config": {"model_type": "pixtral"},
+}  # fmt: skip
+MINIMAX_M2 = {
+    "architectures": ["MiniMaxM2ForCausalLM"], "attn_type_list": [1] * 62, "bos_token_id": 200019,
+    "eos_token_id": 200020, "head_dim": 128, "hidden_act": "silu", "hidden_size": 3072,
+    "intermediate_size": 1536, "max_position_embeddings": 196608, "model_type": "minimax_m2",
+    "num_attention_heads": 48, "num_experts_per_tok": 8, "num_hidden_layers": 62, "num_key_value_heads": 8,
+    "num_local_experts": 256,
+    "quantization_config": {"activation_scheme": "dynamic", "fmt": "float8_e4m3fn", "quant_method": "fp8",
+                            "weight_block_size": [128, 128]},
+    "rms_norm_eps": 1e-06, "rope_theta": 5000000, "rotary_dim": 64, "scoring_func": "sigmoid",
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_qk_norm": True, "use_routing_bias": True,
+    "vocab_size": 200064,
+}  # fmt: skip
+HUNYUAN_A13B = {
+    "architectures": ["HunYuanMoEV1ForCausalLM"], "attention_bias": False, "eos_token_id": 127960,
+    "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 3072,
+    "max_position_embeddings": 32768, "model_type": "hunyuan_v1_moe", "moe_intermediate_size": [3072] * 32,
+    "moe_topk": [8] * 32, "num_attention_heads": 32, "num_experts": 64, "num_hidden_layers": 32,
+    "num_key_value_heads": 8, "num_shared_expert": [1] * 32, "rms_norm_eps": 1e-05,
+    "rope_scaling": {"alpha": 1000.0, "beta_fast": 32, "beta_slow": 1, "factor": 1.0, "mscale": 1.0,
+                     "mscale_all_dim": 1.0, "type": "dynamic"},
+    "rope_theta": 10000.0, "tie_word_embeddings": True, "torch_dtype": "bfloat16", "use_cla": False,
+    "use_qk_norm": True, "vocab_size": 128167,
+}  # fmt: skip
+OLMO_3_7B = {
+    "architectures": ["Olmo3ForCausalLM"], "attention_bias": False, "eos_token_id": 100257,
+    "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 11008,
+    "layer_types": [*["sliding_attention"] * 3, "full_attention"] * 8, "max_position_embeddings": 65536,
+    "model_type": "olmo3", "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {"attention_factor": 1.2079441541679836, "beta_fast": 32.0, "beta_slow": 1.0,
+                     "factor": 8.0, "original_max_position_embeddings": 8192, "rope_type": "yarn"},
+    "rope_theta": 500000, "sliding_window": 4096, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    "vocab_size": 100278,
+}  # fmt: skip
+MINISTRAL_3_8B = {
+    "architectures": ["Mistral3ForConditionalGeneration"], "dtype": "bfloat16", "model_type": "mistral3",
+    "text_config": {
+        "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 14336,
+        "max_position_embeddings": 262144, "model_type": "ministral3", "num_attention_heads": 32,
+        "num_hidden_layers": 34, "num_key_value_heads": 8, "rms_norm_eps": 1e-05,
+        "rope_parameters": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 16.0, "llama_4_scaling_beta": 0.1,
+                            "mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 16384,
+                            "rope_theta": 1000000.0, "rope_type": "yarn", "type": "yarn"},
+        "sliding_window": None, "vocab_size": 131072,
+    },
+    "tie_word_embeddings": False, "vision_config": {"model_type": "pixtral"},
+}  # fmt: skip
 GPT_OSS_120B = GPT_OSS_20B | {"num_hidden_layers": 36, "num_local_experts": 128}
 IGNORED = ("lm_head", ROUTERS, UP_PROJECTIONS)  # by python -m scripts.quantize
 DEEPSEEK_W8A8 = DEEPSEEK_V3 | {"quantization_config": Quantization(IGNORED).in_json()}
 MODELS: dict[str, dict[str, Any]] = {
     "Llama-2-7b-hf": LLAMA2_7B,
+    "MiniMax-M2": MINIMAX_M2,
+    "Hunyuan-A13B-Instruct": HUNYUAN_A13B,
+    "Olmo-3-7B-Instruct": OLMO_3_7B,
+    "Ministral-3-8B-Instruct-2512-BF16": MINISTRAL_3_8B,
+    "GLM-4.7-Flash": GLM_4_7_FLASH,
+    "Seed-OSS-36B-Instruct": SEED_OSS_36B,
+    "Hy3": HY3,
+    "ERNIE-4.5-21B-A3B-PT": ERNIE_4_5_21B_A3B,
+    "Mistral-Small-3.2-24B-Instruct-2506": MISTRAL_SMALL_3_2,
     "Qwen2.5-7B-Instruct": QWEN2_5_7B,
     "Qwen3-8B": QWEN3_8B,
     "Llama-2-13b-hf": LLAMA2_13B,

@@ -1,4 +1,4 @@
-"""Is every absurd value of a config.json refused in one line, before anything is built of it?"""
+"""Every absurd value in a config.json is refused in one line, before anything is built from it."""
 
 from __future__ import annotations
 

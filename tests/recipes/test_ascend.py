@@ -1,4 +1,4 @@
-"""Does each recipe for Ascend load, fit its device, and say in its README what it takes?"""
+"""Each recipe for Ascend loads, fits its device, and states in its README what it takes."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_a_recipe_asks_for_what_its_product_has(path: Path) -> None:
         assert named.graph_sizes(sizes, config.num_layers, page_size, joins=joins) == sizes
         assert recipe.device.graphs <= recipe.scheduler.num_slots
     else:
-        with pytest.raises(ValueError, match="no fused attention"):
+        with pytest.raises(ValueError, match=r"no fused attention|fused attention takes"):
             named.check(shape)
         assert recipe.device.graphs == 0
     if recipe.device.product in ("310P", "910"):

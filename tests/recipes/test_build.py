@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from attention.reference import Attention
-from continuous_batching.policies.static import Static
+from continuous_batching.policies.batching import Static
 from continuous_batching.request import Request, SamplingParams
-from continuous_batching.scheduling.victims import lowest_priority
+from continuous_batching.scheduling.preemption import lowest_priority
 from continuous_batching.step_time import StepTime
 from models.step.warm_up import largest_step_bytes
 from recipes.assembly import engine as building
@@ -82,7 +82,7 @@ def test_the_engine_has_the_sizes_of_the_recipe():
 def test_warming_up_leaves_no_trace():
     engine = build(made()).engine
     assert not engine.has_work
-    assert not any(tensor.any() for tensor in (*engine.runner.cache.keys, *engine.runner.cache.values))
+    assert not any(tensor.any() for tensor in engine.runner.cache.tensors)
     assert (engine.scheduler.pool.holders[1:] == 0).all()
 
 
@@ -186,7 +186,7 @@ def test_the_largest_step_is_of_the_whole_budget_and_leaves_no_trace(monkeypatch
     assert taken is None or taken >= 0
     assert [batch.num_tokens for batch in batches] == [16]
     assert len(batches[0].owners) == 3
-    assert not any(tensor.any() for tensor in (*engine.runner.cache.keys, *engine.runner.cache.values))
+    assert not any(tensor.any() for tensor in engine.runner.cache.tensors)
     assert not engine.slots.temperature.any()
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from borders.system_error import in_one_line
+from borders.files import in_one_line
 from devices.ascend_limits import PRODUCTS
 from devices.present import Present, npus
 from models.checkpoint.files import SINGLE, checkpoint_files

@@ -1,4 +1,4 @@
-"""What may a recipe say of a head of its model, and what does it take?"""
+"""A recipe may name a head for its model, whose weights and features the plan counts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from continuous_batching.speculation.draft_model import head_spans
+from continuous_batching.speculation.proposer import head_spans
 from models.drafting.drafter import HeadDrafter
 from recipes.assembly.engine import build
 from recipes.assembly.memory_plan import report
@@ -64,14 +64,12 @@ def test_the_plan_counts_the_head_and_its_features(pair: tuple[Path, Path]) -> N
     drafted = build(recipe)
     drafter = drafted.runner.drafter
     assert isinstance(drafter, HeadDrafter)
-    target, keys = drafted.runner.cache, drafted.runner.cache.beside
-    assert keys is drafter.cache
-    features = keys.beside
-    assert features is not None
-    assert features.keys[0].shape == (40, 1 + recipe.speculation.max_tokens, 1, HIDDEN)
-    held = [sum(each.nbytes for each in (*cache.keys, *cache.values)) for cache in (target, keys, features)]
+    *of_layers, (features,) = drafted.runner.cache.planes
+    assert of_layers[-1] is drafter.cache.of(0)
+    assert features.shape == (40, 1 + recipe.speculation.max_tokens, HIDDEN)
+    held = [sum(each.nbytes for each in tensors) for tensors in (*of_layers, (features,))]
     assert sum(held) == drafted.memory.cache_bytes
-    assert held[0] == plain.memory.cache_bytes
+    assert sum(held[:-2]) == plain.memory.cache_bytes
     weights = sum(each.numel() * 4 for each in load_file(pair[1] / "model.safetensors").values() if each.ndim)
     of_maps = 4 * (100 + VOCABULARY)
     assert drafter.decoder.config.weight_bytes == weights - of_maps

@@ -1,4 +1,4 @@
-"""Which engines may not exchange pages: each refusal, its keys and its words, and what is allowed."""
+"""Engines that cannot exchange pages are refused by their keys; all other combinations are allowed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does the plan count what plain attention makes of a request that is longer than a step?"""
+"""The plan counts what plain attention allocates for a request that is longer than a step."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_the_last_chunk_of_a_long_prompt(family: dict[str, Any]) -> None:
     config, longest = model_config(recipe), 500
     shape = shape_of(16, config)
     attention = Attention(shape) if config.latent is None else LatentAttention(shape)
-    keys, values = attention.new_pages(40), attention.new_value_pages(40)
+    keys, values = attention.new_planes(40)
     table = np.arange(1, 33, dtype=np.int32)[None]
     nothing = np.empty(0, np.int64)
     batch = Batch(np.array([0]), np.array([longest - 64]), np.array([longest]), nothing, nothing, nothing)

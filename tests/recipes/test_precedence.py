@@ -1,4 +1,4 @@
-"""What gives way to what was said later, what still contradicts, and that both are shown."""
+"""A later setting replaces an earlier one, two in one place contradict, and `show` displays both."""
 
 from __future__ import annotations
 

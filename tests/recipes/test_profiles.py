@@ -1,4 +1,4 @@
-"""Does every profile fit every machine, and does it say what it took?"""
+"""Every profile fits every machine, and says what it took."""
 
 from __future__ import annotations
 

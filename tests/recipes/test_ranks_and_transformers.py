@@ -1,8 +1,8 @@
-"""Do engines over several ranks give the answers of transformers, with everything that they do at once?
+"""Engines over several ranks give the answers of transformers, whatever they do at the same time.
 
 Prompts that share their beginnings answer greedily beside others that are drawn, masked and aborted, in a
 cache that is too small for them, of which pages are preempted, swapped, compacted and resized. Steps overlap,
-and guesses are checked.
+and drafts are verified.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a recipe may ask of the scheduler, and that it gets it."""
+"""The scheduler section of a recipe is checked, and the scheduler is built as it asks."""
 
 from __future__ import annotations
 
@@ -6,14 +6,9 @@ from typing import Any
 
 import pytest
 
-from continuous_batching.policies.adaptive_prefill_budget import AdaptiveChunks
-from continuous_batching.policies.orca import Orca
-from continuous_batching.policies.prefill_budget import StagedChunks
-from continuous_batching.policies.prefill_first import PrefillFirst
-from continuous_batching.policies.split import Split
-from continuous_batching.policies.stall_free import StallFree
-from continuous_batching.policies.static import Static
-from continuous_batching.queueing.ordering import Aged, EarliestDeadline, shortest_first
+from continuous_batching.policies.batching import Orca, PrefillFirst, Split, StallFree, Static
+from continuous_batching.policies.prefill_budget import AdaptiveChunks, StagedChunks
+from continuous_batching.queueing import Aged, EarliestDeadline, shortest_first
 from continuous_batching.request import Request
 from continuous_batching.step_time import StepTime
 from recipes.assembly.scheduler import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from recipes.__main__ import main
-from recipes.assembly.families import FAMILIES
+from recipes.assembly.families import SUPPORTED
 from recipes.schema import verb
 from recipes.schema.keys import table
 from recipes.schema.recipe import ROOT, Recipe
@@ -57,7 +57,7 @@ def test_show_names_the_base_as_the_origin(capsys):
         ),
         (
             [LLAMA, "model.config.model_type=lama"],
-            f"the model's family is 'lama'; supported are {', '.join(FAMILIES)}\n",
+            f"the model's family is 'lama'; supported are {', '.join(SUPPORTED)}\n",
         ),
         (
             [LLAMA, "scheduler.max_request_tokens=4096"],

@@ -12,7 +12,6 @@ import torch
 from attention.reference import Attention
 from devices.host_memory import group_limits, host_memory_bytes
 from devices.shapes import AttentionShape
-from kv_cache.device.storage import KVCache
 from models.decoder import Decoder
 from models.layers.dtypes import TORCH_DTYPES
 from models.layers.linear import Linear
@@ -26,6 +25,7 @@ from recipes.assembly.sizing import estimate, max_positions, plan_memory
 from recipes.schema.recipe import CacheSection, DeviceSection, ModelSection, Recipe, SchedulerSection
 from recipes.schema.recipe_error import RecipeError
 from tests.device_kinds import has_npu, operators, section
+from tests.kv_cache.caches import plain_cache
 
 LLAMA = {
     "model_type": "llama",
@@ -80,8 +80,8 @@ def test_the_plan_equals_what_is_allocated(family, tied, dtype):
     shape = AttentionShape(4, 2, config.head_dim, 16, 1.0, TORCH_DTYPES[config.dtype], config.windows)
     decoder = Decoder(config, Ops(), Attention(shape))
     assert sizing.weight_bytes == sum(each.nbytes for each in decoder.parameters())
-    cache = KVCache(2, sizing.num_pages, 16, 2, config.head_dim, TORCH_DTYPES[config.dtype])
-    assert sizing.cache_bytes == sum(each.nbytes for each in (*cache.keys, *cache.values))
+    cache = plain_cache(2, sizing.num_pages, (16, 2, config.head_dim), TORCH_DTYPES[config.dtype])
+    assert sizing.cache_bytes == sum(each.nbytes for each in cache.tensors)
 
 
 @pytest.mark.parametrize("has_bfloat16", {False, torch.ops.mkldnn._is_mkldnn_bf16_supported()})

@@ -1,4 +1,4 @@
-"""Is a checkpoint of 30 B weights planned from what its files say, without reading them?
+"""A checkpoint of 30 B weights is planned from what its files say, without reading the weights.
 
 Its files are sparse: they have headers, and behind them nothing that takes room on a disk.
 """

@@ -1,4 +1,4 @@
-"""What may a recipe say of drafts, and what becomes of it?"""
+"""Each kind of drafts that a recipe may ask for is built, and every other choice is refused in one line."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from pathlib import Path
 import pytest
 
 from continuous_batching.slots import SlotPool
-from continuous_batching.speculation.draft_model import model_spans
-from continuous_batching.speculation.lengths import Fixed
-from continuous_batching.speculation.source import Source
-from continuous_batching.speculation.throughput import Throughput
+from continuous_batching.speculation.lengths import Fixed, Source, Throughput
+from continuous_batching.speculation.proposer import model_spans
 from continuous_batching.step_time import StepTime
 from recipes.assembly.engine import build
 from recipes.assembly.families import draft_config, model_config
@@ -105,11 +103,11 @@ def test_a_draft_model_is_built_beside_the_model() -> None:
     assert drafter is not None
     assert drafter.decoder.config.num_layers < drafted.config.num_layers
     assert drafter.decoder.config.dtype == "float32"  # as the model
-    caches = drafted.runner.cache, drafted.runner.cache.beside
-    assert caches[1] is drafter.cache
-    held = [sum(each.nbytes for each in (*cache.keys, *cache.values)) for cache in caches if cache]
-    assert sum(held) == drafted.memory.cache_bytes
-    assert held[0] == plain.memory.cache_bytes
+    held, of_drafts = (
+        sum(tensor.nbytes for tensor in cache.tensors) for cache in (drafted.runner.cache, drafter.cache)
+    )
+    assert held == drafted.memory.cache_bytes
+    assert held - of_drafts == plain.memory.cache_bytes
     weights = sum(each.weight_bytes for each in (drafted.config, drafter.decoder.config))
     assert drafted.memory.weight_bytes - plain.memory.weight_bytes > weights - plain.config.weight_bytes - 1
     lines = dict(report(load(TINY, DRAFT), drafted.config, drafted.memory))

@@ -1,4 +1,4 @@
-"""What a scheduler's predictor of times starts from, and that every rank and every replay starts from it."""
+"""The scheduler's time predictor starts from the same costs on every rank and in every replay."""
 
 from __future__ import annotations
 

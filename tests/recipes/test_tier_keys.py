@@ -1,4 +1,4 @@
-"""What `cache.tier` may say, and what becomes of what cannot be."""
+"""The keys of `cache.tier` are checked, and what cannot be is refused by its name."""
 
 from __future__ import annotations
 

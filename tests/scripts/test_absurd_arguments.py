@@ -1,4 +1,4 @@
-"""Do options that are empty, garbled or endless end in one line, and never in another meaning?"""
+"""Options that are empty, garbled or endless are refused in one line, and never get another meaning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What the demo draws is what its steps did; the tests import matplotlib, which takes a second."""
+"""The demo draws what its steps did.
+
+The tests import matplotlib, which takes a second.
+"""
 
 from __future__ import annotations
 

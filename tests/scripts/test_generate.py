@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmark.recordings.recorded import CUT_SHORT
-from borders.system_error import in_one_line
+from borders.files import in_one_line
 from recipes.assembly.engine import build
 from recipes.schema import verb
 from recipes.schema.reader import load

@@ -1,4 +1,4 @@
-"""What does a launch set for each device, and what does it leave to the user?"""
+"""A launch sets the environment that each device needs, and leaves what the user has set."""
 
 from __future__ import annotations
 

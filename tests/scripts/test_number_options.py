@@ -1,4 +1,4 @@
-"""Has every number of a command line a least and a most, which one line names?"""
+"""Every number on a command line has a least and a most, which one line names when it is exceeded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does a Ray cluster start what a user would start on each node, and say in one line why it cannot?"""
+"""A Ray cluster starts what a user would start on each node, or says in one line why it cannot."""
 
 from __future__ import annotations
 

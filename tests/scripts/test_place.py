@@ -1,4 +1,4 @@
-"""Does a placement of experts balance what was counted, and does an engine obey it?"""
+"""A placement of experts balances what was counted, and an engine obeys it."""
 
 from __future__ import annotations
 

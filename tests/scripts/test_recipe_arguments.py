@@ -1,4 +1,4 @@
-"""Does everything that takes a recipe take it in the same way?"""
+"""Everything that takes a recipe takes it in the same way."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does every command put what the operating system refuses into one line, with a status?"""
+"""Every command reports what the operating system refuses in one line, with an exit status."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from borders import file_bounds
-from borders.system_error import in_one_line
+from borders import files as user_files
+from borders.files import in_one_line
 from recipes.schema.recipe import ROOT
 from serving import server
 from tests.patience import PATIENCE_S
@@ -92,7 +92,7 @@ def test_a_file_that_cannot_be_read_is_one_line(
     # A name that is not UTF-8, but for overrides, which are YAML, and what argparse prints by itself
     path = tmp_path / ("file" if name in ("model", "lengths") else "f\udcff ile")
     KINDS[kind](path)
-    monkeypatch.setattr(file_bounds, "PIPE_WAIT_S", 0.01)
+    monkeypatch.setattr(user_files, "PIPE_WAIT_S", 0.01)
     trace = tmp_path / "trace.jsonl"
     trace.write_text('{"id": "a", "prompt_token_ids": [1], "max_tokens": 2}\n')
     module, arguments = READERS[name]

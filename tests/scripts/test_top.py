@@ -1,4 +1,4 @@
-"""What cannot be watched is told in one line."""
+"""`scripts.top` reports in one line why a server cannot be watched."""
 
 from __future__ import annotations
 

@@ -12,6 +12,8 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import ParamSpec
+from unittest import mock
 
 import torch
 
@@ -19,17 +21,18 @@ import recipes.assembly.engine
 from continuous_batching.batch import Batch
 from models.step_inputs import StepInputs
 from recipes.assembly.engine import BuiltEngine
-from recipes.schema.recipe import Recipe
 from serving.engine import main
+
+P = ParamSpec("P")
 
 NAN, ONCE, ALWAYS = 777, 778, 779  # in no text of the tests
 
 
-def broken(build: Callable[[Recipe], BuiltEngine], folder: Path) -> Callable[[Recipe], BuiltEngine]:
+def broken(build: Callable[P, BuiltEngine], folder: Path) -> Callable[P, BuiltEngine]:
     """The same, for an engine that breaks."""
 
-    def build_broken(recipe: Recipe) -> BuiltEngine:
-        built = build(recipe)
+    def build_broken(*args: P.args, **kwargs: P.kwargs) -> BuiltEngine:
+        built = build(*args, **kwargs)
         slots, decoder = built.engine.slots, built.runner.decoder
         forward, inputs = decoder.forward, built.runner._inputs
         batches: list[Batch] = []
@@ -52,8 +55,8 @@ def broken(build: Callable[[Recipe], BuiltEngine], folder: Path) -> Callable[[Re
                     hidden[end] = torch.nan
             return hidden
 
-        built.runner._inputs = noted
-        decoder.forward = poisoned
+        mock.patch.object(built.runner, "_inputs", noted).start()
+        mock.patch.object(decoder, "forward", poisoned).start()
         return built
 
     return build_broken

@@ -7,7 +7,7 @@ import json
 import ssl
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
@@ -27,6 +27,9 @@ from serving.text.tokenizer import Text
 from tests.lazy import openai
 from tests.patience import PATIENCE_S
 from tests.serving.server import TINY, Server, started
+
+if TYPE_CHECKING:
+    from openai import OpenAI
 
 CORPUS = [f"What is {n} plus {n * 3}? It is {n * 4}, of course." for n in range(200)] + [
     f"你好，世界！今天是第{n}天，天气很好。" for n in range(150)
@@ -189,7 +192,7 @@ def http(shared: Server) -> Iterator[httpx.Client]:
 
 
 @pytest.fixture(scope="session")
-def client(shared: Server) -> Iterator[openai.OpenAI]:
+def client(shared: Server) -> Iterator[OpenAI]:
     """OpenAI's own, as it comes, but that it does not hide a failure by trying again."""
     with openai.OpenAI(base_url=f"{shared.url}/v1", api_key="any", max_retries=0) as client:
         yield client

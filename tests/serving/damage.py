@@ -1,15 +1,19 @@
-"""What may have become of a checkpoint's files: cut, flipped, mistaken for others. By name, how to do it."""
+"""Ways to damage a checkpoint's files, by name.
+
+Files are cut, flipped, taken away, replaced by others, or edited to values that no engine can serve.
+"""
 
 from __future__ import annotations
 
 import json
 import random
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 Damage = Callable[[Path], Any]
+Change = Callable[[dict[str, Any]], Any]  # changes what a JSON file, or the header of the weights, holds
 WEIGHTS, CONFIG, TOKENIZER, SETTINGS = (
     "model.safetensors",
     "config.json",
@@ -30,7 +34,7 @@ def kinds() -> Iterator[tuple[str, Damage]]:
         yield f"{file} pointer", put(file, _POINTER)
         yield f"{file} folder", folder_for(file)
     for file in (WEIGHTS, CONFIG):
-        yield f"{file} missing", lambda folder, file=file: (folder / file).unlink()
+        yield f"{file} missing", remove(file)
     yield "weights cut to 0.999", cut(WEIGHTS, 0.999)
     for at in (0, 3, 7, 8, 9, 20, 100, 1000):
         yield f"weights flipped at {at}", flip(WEIGHTS, at)
@@ -46,11 +50,11 @@ def kinds() -> Iterator[tuple[str, Damage]]:
 def _headers() -> Iterator[tuple[str, Damage]]:
     yield "shape transposed", header(lambda head: head[QUERY]["shape"].reverse())
     for shape in ([-1, 192], [], [2**40, 2**40]):
-        yield f"shape {shape}", header(lambda head, shape=shape: head[QUERY].update(shape=shape))
+        yield f"shape {shape}", header(of_query(shape=shape))
     for dtype in ("F32", "I64", "U8", "X99"):
-        yield f"dtype {dtype}", header(lambda head, dtype=dtype: head[QUERY].update(dtype=dtype))
+        yield f"dtype {dtype}", header(of_query(dtype=dtype))
     for offsets in ([0, 10**9], [100, 0]):
-        yield f"offsets {offsets}", header(lambda head, at=offsets: head[QUERY].update(data_offsets=at))
+        yield f"offsets {offsets}", header(of_query(data_offsets=offsets))
     yield "tensor missing", header(lambda head: head.pop(QUERY))
     yield "tensor renamed", header(lambda head: head.update(x=head.pop(QUERY)))
     yield "embedding missing", header(lambda head: head.pop("model.embed_tokens.weight"))
@@ -61,22 +65,16 @@ def _headers() -> Iterator[tuple[str, Damage]]:
         b'{"weight_map": {"a": "../../../etc/passwd"}}',
         b'{"weight_map": {"a": 3}}',
     ):
-        yield (
-            f"index {data!r}",
-            lambda folder, data=data: (
-                (folder / WEIGHTS).unlink(),
-                (folder / f"{WEIGHTS}.index.json").write_bytes(data),
-            ),
-        )
+        yield f"index {data!r}", index_for_weights(data)
 
 
 def _configs() -> Iterator[tuple[str, Damage]]:
     sizes = ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size", "intermediate_size")
     for key in (*sizes, "model_type"):
-        yield f"config without {key}", edit(CONFIG, lambda config, key=key: config.pop(key))
+        yield f"config without {key}", edit(CONFIG, without(key))
         for value in (0, -1, "many", None, [1], 3):
-            change = {key: value}
-            yield f"config {change}", edit(CONFIG, lambda config, change=change: config.update(change))
+            change: Mapping[str, object] = {key: value}
+            yield f"config {change}", edit(CONFIG, updated(change))
     for change in (
         {"rms_norm_eps": -1},
         {"max_position_embeddings": "many"},
@@ -84,7 +82,7 @@ def _configs() -> Iterator[tuple[str, Damage]]:
         {"rope_parameters": {"rope_theta": -1, "rope_type": "default"}},
         {"hidden_act": "nonsense"},
     ):
-        yield f"config {change}", edit(CONFIG, lambda config, change=change: config.update(change))
+        yield f"config {change}", edit(CONFIG, updated(change))
 
 
 def _tokenizers() -> Iterator[tuple[str, Damage]]:
@@ -96,7 +94,7 @@ def _tokenizers() -> Iterator[tuple[str, Damage]]:
         {"added_tokens_decoder": [1]},
         {"additional_special_tokens": 3},
     ):
-        yield f"settings {change}", edit(SETTINGS, lambda settings, change=change: settings.update(change))
+        yield f"settings {change}", edit(SETTINGS, updated(change))
     for data in (
         b'{"model": {"type": "BPE"',
         b"{}",
@@ -106,6 +104,36 @@ def _tokenizers() -> Iterator[tuple[str, Damage]]:
         b'{"version": "1.0", "model": {"type": "Nonsense", "vocab": {}}}',
     ):
         yield f"tokenizer.json {data!r}", put("tokenizer.json", data)
+
+
+def of_query(**values: object) -> Change:
+    """Give the entry of one tensor in a header other values."""
+    return lambda head: head[QUERY].update(values)
+
+
+def without(key: str) -> Change:
+    return lambda value: value.pop(key)
+
+
+def updated(change: Mapping[str, object]) -> Change:
+    return lambda value: value.update(change)
+
+
+def remove(file: str) -> Damage:
+    def do(folder: Path) -> None:
+        (folder / file).unlink()
+
+    return do
+
+
+def index_for_weights(data: bytes) -> Damage:
+    """Put an index of shards in place of the weights."""
+
+    def do(folder: Path) -> None:
+        (folder / WEIGHTS).unlink()
+        (folder / f"{WEIGHTS}.index.json").write_bytes(data)
+
+    return do
 
 
 def put(file: str, data: bytes) -> Damage:
@@ -130,10 +158,14 @@ def flip(file: str, at: int) -> Damage:
 
 
 def folder_for(file: str) -> Damage:
-    return lambda folder: ((folder / file).unlink(), (folder / file).mkdir())
+    def do(folder: Path) -> None:
+        (folder / file).unlink()
+        (folder / file).mkdir()
+
+    return do
 
 
-def edit(file: str, change: Callable[[dict[str, Any]], Any]) -> Damage:
+def edit(file: str, change: Change) -> Damage:
     def do(folder: Path) -> None:
         value = json.loads((folder / file).read_text())
         change(value)
@@ -142,7 +174,7 @@ def edit(file: str, change: Callable[[dict[str, Any]], Any]) -> Damage:
     return do
 
 
-def header(change: Callable[[dict[str, Any]], Any]) -> Damage:
+def header(change: Change) -> Damage:
     """Of the weights."""
 
     def do(folder: Path) -> None:

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Any
 
 import numpy as np
 
@@ -16,14 +17,11 @@ from continuous_batching.engine import Engine
 from continuous_batching.request import Request, SamplingParams
 from kv_cache.device.storage import KVCache
 from kv_cache.exchange.connection import Wake
-from kv_cache.exchange.identity import PageIdentity
-from kv_cache.exchange.messages import HEAD
+from kv_cache.exchange.messages import HEAD, PageIdentity
 from kv_cache.exchange.page_server import PageServer
 from kv_cache.exchange.prompt_source import PromptSource
 from kv_cache.exchange.transports import TRANSPORTS, Transport
-from serving.engine.page_exchange import PageExchange
-from serving.engine.page_fetches import PageFetches
-from serving.engine.page_sends import PageSends
+from serving.engine.page_exchange import PageExchange, PageFetches, PageSends
 from tests.continuous_batching.recount import recount
 from tests.kv_cache import device
 from tests.patience import PATIENCE_S
@@ -53,7 +51,7 @@ class Pair:
         answers_model: str = "the model",
         num_prompt_pages: int = 60,
         num_answer_pages: int = 60,
-        **options,
+        **options: Any,
     ) -> None:
         self.prompts = device.make(attention, num_pages=num_prompt_pages, **options)
         self.answers = device.make(attention, num_pages=num_answer_pages, **options)

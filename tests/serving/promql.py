@@ -1,4 +1,4 @@
-"""What a PromQL expression asks for, by a parser that is not ours."""
+"""Read what a PromQL expression asks for, by a parser that is not ours."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ def selectors(expression: str) -> Iterator[tuple[str, list[tuple[str, str, bool]
 
     def visit(node: object) -> None:
         if isinstance(node, promql.VectorSelector):
+            assert node.name is not None, "a selector of ours names its metric"
             matchers = node.matchers.matchers
             found.append(
                 (node.name, [(each.name, each.value, each.op == promql.MatchOp.Equal) for each in matchers])

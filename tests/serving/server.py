@@ -14,8 +14,8 @@ from collections.abc import Sequence
 
 import httpx
 
+from recipes.schema.recipe import ROOT
 from tests.patience import PATIENCE_S
-from tests.test_imports import ROOT
 
 TINY = "recipes/tiny/cpu.yaml"
 
@@ -40,11 +40,16 @@ class Server:
         options = [*(arguments or (TINY,))]
         if verb == "scripts.serve" and not any(each.startswith("server.spare_engine=") for each in options):
             options.insert(1, "server.spare_engine=false")
+
+        def set_limits() -> None:
+            for name, most in (limits or {}).items():
+                resource.setrlimit(name, (most, most))
+
         self.process = subprocess.Popen(
             [sys.executable, "-m", verb, *options, "--port", str(port)],
             cwd=ROOT,
             env=os.environ | {"OMP_NUM_THREADS": "1"} | (environment or {}),
-            preexec_fn=lambda: [resource.setrlimit(name, (n, n)) for name, n in (limits or {}).items()],
+            preexec_fn=set_limits,
             stderr=subprocess.PIPE,
             text=True,
         )

@@ -1,6 +1,6 @@
-"""Do clients get answers of the adapter that they name, while adapters come, go, and outlive an engine?
+"""Clients get answers of the adapter that they name, while adapters come, go, and outlive an engine.
 
-What is right is said by transformers with peft's adapters merged into its weights.
+The judge is transformers with peft's adapters merged into its weights.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ import torch
 from continuous_batching.request import Request
 from recipes.schema.adapters_section import AdaptersSection
 from recipes.schema.recipe import ROOT
-from serving.engine.messages import AdapterPut, PutAdapter
+from serving.adapters import AdapterPut, PutAdapter, ServedAdapters
 from serving.failures import Unavailable
 from serving.llm import LLM, SamplingParams
-from serving.served_adapters import ServedAdapters
 from serving.text.tokenizer import Text
 from tests.lazy import openai, transformers
 from tests.models.test_adapters import adapted

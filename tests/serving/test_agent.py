@@ -1,4 +1,4 @@
-"""Does the model that was trained to call tools do so, with a client of OpenAI, and end with an answer?"""
+"""A model that was trained to call tools plans, calls and answers through OpenAI's client."""
 
 from __future__ import annotations
 

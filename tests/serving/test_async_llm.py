@@ -1,4 +1,4 @@
-"""Do many callers in an event loop get what each would get alone?"""
+"""Many callers in an event loop each get what they would get alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Which lines of batches are run, when, and what becomes of them?"""
+"""Lines of batches run beside other requests, and each ends with an answer or an error.
+
+Batches take turns.
+"""
 
 from __future__ import annotations
 

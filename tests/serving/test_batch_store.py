@@ -1,4 +1,4 @@
-"""Whenever a server is killed, does its store of batches go on where it was?"""
+"""A store of batches goes on where it was, at whichever statement its server is killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does OpenAI's client get files of requests answered, each once, whatever becomes of the server?"""
+"""OpenAI's client gets files of requests answered, each once, whatever becomes of the server."""
 
 from __future__ import annotations
 

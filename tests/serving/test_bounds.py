@@ -1,4 +1,4 @@
-"""What a small body may ask for: log-probabilities are counted, and long responses leave in parts."""
+"""The log-probabilities that requests ask for are counted and bounded, and long responses leave in parts."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ from continuous_batching.request import Request, SamplingParams
 from recipes.schema.server_section import ServerSection
 from serving.answers.answers import AnswerStream
 from serving.api import streamed
-from serving.api.pieces import LONGEST_LIST, PIECE_BYTES, Items, gathered, items, object_around
+from serving.api.pieces import LONGEST_LIST, PIECE_BYTES, Items, Turns, gathered, items, object_around
 from serving.api.streamed import StreamedResponse
-from serving.api.turns import Turns
+from serving.async_llm import ServerLimits
 from serving.failures import Overloaded
-from serving.limits import ServerLimits
 from serving.text.tokenizer import TextOptions
 from tests.patience import PATIENCE_S
 from tests.serving.faults import Served

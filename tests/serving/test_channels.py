@@ -1,4 +1,4 @@
-"""Is what stands on gpt-oss' channels told apart, however the text was cut, as openai-harmony does?
+"""The parts of an answer on gpt-oss' channels are separated as openai-harmony does, however it is cut.
 
 harmony_answers.jsonl holds 150 made answers, and for each the messages (channel, recipient, text) that
 openai-harmony 0.0.8's own parser found in it, of the tokens of its own encoding.
@@ -22,8 +22,7 @@ from serving.grammars.matching import Grammars
 from serving.text.chat_options import ChatOptions
 from serving.text.request_fields import parse_request, text_options
 from serving.text.tokenizer import Text
-from serving.tools.channel_parsing import LONGEST_HEAD, ChannelParser
-from serving.tools.channels import HARMONY
+from serving.tools.channels import HARMONY, LONGEST_HEAD, ChannelParser
 from serving.tools.parsing import MOST_SPACE
 from tests.serving.channel_model import write_model
 from tests.serving.test_tool_grammars import SCHEMA, tool

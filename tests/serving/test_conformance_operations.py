@@ -1,4 +1,4 @@
-"""What operators, gateways and browsers rely on: 11 things."""
+"""A server answers the requests of operators, gateways and browsers."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import httpx
 import pytest
 import sentencepiece
 
-from serving.api.ignored_fields import IGNORED, IN_RESPONSES
 from serving.api.schemas import (
+    IGNORED,
+    IN_RESPONSES,
     ChatBody,
     CompletionBody,
     DetokenizeBody,

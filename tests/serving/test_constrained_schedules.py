@@ -1,7 +1,7 @@
-"""Does an answer that follows a grammar get the same tokens however it is scheduled?
+"""An answer that follows a grammar gets the same tokens however it is scheduled.
 
-Alone and beside others, with chunked prompts, preempted, forked, with guesses, ahead of the device, where
-masks come late, and again from a recording.
+It runs alone and beside others, with chunked prompts, preempted, forked, with drafts, ahead of the device,
+where masks come late, and again from a recording.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Is a text shown as early as it is decided, never earlier, and in the end completely?"""
+"""A text is shown as early as it is decided, never earlier, and completely in the end."""
 
 from __future__ import annotations
 

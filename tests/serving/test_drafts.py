@@ -1,4 +1,4 @@
-"""Do answers end where they end without drafts, though a step may bring a request several tokens?"""
+"""Answers end where they end without drafts, though a step may bring a request several tokens."""
 
 from __future__ import annotations
 

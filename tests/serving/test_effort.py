@@ -1,4 +1,4 @@
-"""Does a template learn how hard the model is to think, by the variable that it has for that?"""
+"""A template is told the reasoning effort by the variable that it has for it."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_two_words_for_one_variable_are_refused() -> None:
 
 
 def test_the_field_of_a_request_reaches_the_template(texts: dict[str, Text]) -> None:
-    text = Text(texts["byte_level"]._vocabulary, {}, QWEN3, thinks=True)
+    text = Text(texts["byte_level"]._vocabulary, {}, {"default": QWEN3}, thinks=True)
     asked = {"id": "a", "messages": TALK}
     short = parse_request(asked | {"reasoning_effort": "none"}, text).prompt
     assert text.decode(short.tolist()).endswith("</think>\n\n")

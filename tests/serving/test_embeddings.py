@@ -1,4 +1,4 @@
-"""Does OpenAI's client get the embeddings that transformers computes?"""
+"""OpenAI's client gets the embeddings that transformers computes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 from continuous_batching.request import Vector
 from recipes.schema.recipe import ROOT
-from serving.answers.embeddings import unit
+from serving.answers.answers import unit
 from serving.llm import LLM
 from serving.offline import read_jobs, run_jobs
 from serving.text.request_fields import parse_request

@@ -1,6 +1,6 @@
-"""Do answers of an engine satisfy the schemas that they were asked for, at any temperature, guessed or not?
+"""An engine's answers satisfy the schemas that they were asked for, at any temperature.
 
-Schemas are made by hypothesis, `jsonschema` is the judge.
+They do so with and without drafts. Schemas are made by hypothesis, and `jsonschema` is the judge.
 """
 
 from __future__ import annotations

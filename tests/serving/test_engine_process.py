@@ -1,4 +1,4 @@
-"""Does an engine's process that has ended, or cannot, end no more than itself?"""
+"""An engine's process that has ended, or that cannot be ended, ends nothing but itself."""
 
 from __future__ import annotations
 

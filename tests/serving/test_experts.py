@@ -1,4 +1,4 @@
-"""From served tokens to a placement that the next server obeys: are the answers the same?"""
+"""A placement made from counted tokens is obeyed by the next server, whose answers are the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What breaks, breaks for those alone whom it concerns: five checks around each fault (see faults.py)."""
+"""A fault ends only the requests that it concerns: five checks surround each fault (see faults.py)."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from typing import Any
 import aiohttp
 import pytest
 
+from serving.async_llm import ServerLimits
 from serving.engine import process, supervisor
-from serving.limits import ServerLimits
 from tests.serving import broken_engine
 from tests.serving.broken_engine import ALWAYS, NAN, ONCE
 from tests.serving.faults import PROMPTS, Served, ask, events

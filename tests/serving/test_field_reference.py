@@ -1,4 +1,7 @@
-"""Does every interface take the fields that the table declares, within their bounds and by their defaults?"""
+"""Every interface takes the fields that the table declares for it.
+
+Each is taken within its bounds and has its declared default.
+"""
 
 from __future__ import annotations
 

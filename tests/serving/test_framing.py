@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 from starlette.responses import Response
 
-from serving.api.access import AccessControl
+from serving.api.access import AccessControl, BodyMemory
 from serving.api.api_keys import ApiKeys
-from serving.api.bodies import BodyMemory
 from serving.metrics.server_stats import TRACE_HEADERS
 from tests.pairs import pairs
 from tests.serving.faults import Served

@@ -1,4 +1,4 @@
-"""Which forms of an answer are refused before anything is compiled, and in which words?"""
+"""Forms of an answer that exceed the limits are refused by name before anything is compiled."""
 
 from __future__ import annotations
 

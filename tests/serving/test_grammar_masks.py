@@ -1,4 +1,4 @@
-"""Does a mask hold exactly the tokens that may come, by brute force over the vocabulary?"""
+"""A mask holds exactly the tokens that may come, by brute force over the vocabulary."""
 
 from __future__ import annotations
 

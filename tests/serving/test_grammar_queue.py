@@ -1,4 +1,4 @@
-"""Do requests wait for their grammars beside the engine, and not longer than they may?"""
+"""Requests wait for their grammars without holding up the engine, and not longer than they may."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from borders.refusal import BadRequest
-from continuous_batching.queueing.limits import QueueFull
+from continuous_batching.queueing import QueueFull
 from continuous_batching.request import Request
 from serving.engine.grammar_queue import GrammarQueue
 from serving.grammars.matching import Grammars

@@ -1,4 +1,4 @@
-"""What another engine says ends at most its own connection, however it lies, floods or stalls."""
+"""A hostile engine ends at most its own connection, however it lies, floods or stalls."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 
 from borders import field_types
 from kv_cache.exchange import connection, page_server, prompt_source
-from kv_cache.exchange.message_memory import UnhandledBytes
+from kv_cache.exchange.connection import UnhandledBytes
 from kv_cache.exchange.messages import (
     HEAD,
     LONGEST_SHORT,
@@ -32,7 +32,7 @@ from kv_cache.exchange.messages import (
     framed,
     one_line,
 )
-from serving.engine import page_sends
+from serving.engine import page_exchange
 from tests.kv_cache import device
 from tests.patience import PATIENCE_S
 from tests.serving.hostile_peer import AnswersPeer, Frame, PromptsPeer, framed_body
@@ -109,8 +109,8 @@ def test_a_fault_is_counted_and_logged_in_one_bounded_line(caplog: pytest.LogCap
 
 
 def test_one_engine_has_so_many_prompts_computed_and_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page_sends, "MOST_SENDINGS", 3)
-    monkeypatch.setattr(page_sends, "MOST_HEARD", 2)
+    monkeypatch.setattr(page_exchange, "MOST_SENDINGS", 3)
+    monkeypatch.setattr(page_exchange, "MOST_HEARD", 2)
     pair = Pair()
     pair.is_stopped = True
     peer, other = AnswersPeer(pair), AnswersPeer(pair)

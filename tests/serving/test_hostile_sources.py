@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 
 from kv_cache.exchange.connection import Connection, Wake
-from kv_cache.exchange.identity import PageIdentity
-from kv_cache.exchange.messages import NotSent, PagesWanted
+from kv_cache.exchange.messages import NotSent, PageIdentity, PagesWanted
 from kv_cache.exchange.prompt_source import Came, PromptSource
-from serving.engine import page_fetches, page_sends
-from serving.engine.page_fetches import PageFetches
+from serving.engine import page_exchange as exchange
+from serving.engine.page_exchange import PageFetches
 from tests.kv_cache import device
 from tests.serving.hostile_peer import AnswersPeer
 from tests.serving.page_pair import HERE, Pair, alone, cache_of, prompts
@@ -50,7 +49,7 @@ def test_who_answered_is_not_blamed_for_what_lies_unread_here(
     num_unread: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A prompt is late; only a source that left nothing in this engine's queue is left alone for it."""
-    monkeypatch.setattr(page_fetches, "MOST_WRITTEN_BYTES", 0)
+    monkeypatch.setattr(exchange, "MOST_WRITTEN_BYTES", 0)
     pair = Pair(most_wait_s=0.0)
     pair.is_stopped = True
     late: list[float] = []
@@ -69,7 +68,7 @@ def test_who_answered_is_not_blamed_for_what_lies_unread_here(
 
 def test_who_takes_nothing_uses_up_no_memory_for_unsent_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """When all that may be unsent is, one part at a time is read for each, and so for an honest one, too."""
-    monkeypatch.setattr(page_sends, "MOST_UNSENT_BYTES_OF_ALL", 1)
+    monkeypatch.setattr(exchange, "MOST_UNSENT_BYTES_OF_ALL", 1)
     pair = Pair()
     most = pair.server.most_part_bytes
     peers = [AnswersPeer(pair, window_bytes=most) for _ in range(2)]

@@ -1,4 +1,7 @@
-"""What a client may send, counted before it is read, and answered so that the client can read why."""
+"""A client's request is bounded before it is decoded.
+
+A refusal is sent so that the client can read it.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,8 @@ import pytest
 from starlette.exceptions import HTTPException
 
 from borders.refusal import abbreviate_json
-from serving.api import bodies, protocol
-from serving.api.bodies import MOST_CONTAINERS, check_size
+from serving.api import access, protocol
+from serving.api.access import MOST_CONTAINERS, check_size
 from tests.patience import PATIENCE_S
 from tests.serving.faults import Served
 from tests.serving.test_connections import connected, request
@@ -106,7 +109,7 @@ def test_a_body_with_too_many_values_is_not_decoded(served: Served, monkeypatch:
             decoded.append(len(text))
             return json.loads(text)
 
-    monkeypatch.setattr(bodies, "json", Spy)
+    monkeypatch.setattr(access, "json", Spy)
     waits: list[float] = []
     statuses: list[int] = []
 

@@ -1,4 +1,4 @@
-"""Does a Python program get what a file of requests gets, by the names it knows from vLLM?"""
+"""A Python program gets what a file of requests gets, by the names that it knows from vLLM."""
 
 from __future__ import annotations
 

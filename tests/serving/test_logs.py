@@ -11,9 +11,8 @@ import pytest
 
 from continuous_batching.counters import Counters
 from serving.engine.messages import Beat, StepTimes
-from serving.metrics.activity_log import Pulse
 from serving.metrics.logs import FORMATS, Lines
-from serving.metrics.server_stats import NO_GAUGES, ServerStats
+from serving.metrics.server_stats import NO_GAUGES, Pulse, ServerStats
 
 
 @pytest.fixture
@@ -99,7 +98,7 @@ def test_a_record_that_cannot_be_formatted_is_lost_alone(logger: logging.Logger)
 
 
 def test_what_is_done_is_told_while_there_is_work(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "serving.metrics.activity_log")
+    caplog.set_level(logging.INFO, "serving.metrics.server_stats")
     stats = ServerStats()
     pulse = Pulse(stats)
     pulse.beat()

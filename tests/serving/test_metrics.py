@@ -1,4 +1,4 @@
-"""What operators see of a running server: metrics, dashboard, alerts, the log, and `scripts.top`."""
+"""A running server reports metrics, dashboard, alerts and log as operators and `scripts.top` read them."""
 
 from __future__ import annotations
 

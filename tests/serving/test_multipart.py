@@ -1,4 +1,4 @@
-"""Is a form that a client uploads read as it was written?"""
+"""A form that a client uploads is read as it was written."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from borders.refusal import BadRequest
-from serving.api.multipart import read_form
+from serving.api.files import read_form
 from tests.thorough import cases
 
 _NAMES = st.text(st.characters(codec="utf-8", exclude_categories=("Cc", "Cs")), min_size=1, max_size=20)

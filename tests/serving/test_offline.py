@@ -1,4 +1,4 @@
-"""Does every line of a file get its answer or its reason, at its time and with the right text?"""
+"""Every line of a file gets its answer or its error, at its time and with the right text."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ import pytest
 
 from continuous_batching.batch import Batch, Sampled
 from continuous_batching.engine import Engine, Step
-from continuous_batching.policies.stall_free import StallFree
-from continuous_batching.policies.static import Static
+from continuous_batching.policies.batching import StallFree, Static
 from continuous_batching.request import TokenLogprobs
 from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.slots import SlotPool

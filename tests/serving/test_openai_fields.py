@@ -1,4 +1,7 @@
-"""Is every field that OpenAI's client can send served, accepted for asking for nothing, or refused?"""
+"""Every field that OpenAI's client can send is served, accepted or refused.
+
+A field is accepted without effect only where its value asks for nothing.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,8 @@ from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from serving import fingerprint
 from serving.api.embeddings import EmbeddingsBody
-from serving.api.ignored_fields import IGNORED, problem_of
 from serving.api.responses import ResponsesBody
-from serving.api.schemas import ChatBody, CompletionBody
+from serving.api.schemas import IGNORED, ChatBody, CompletionBody, problem_of
 from serving.failures import ClientGone, CutOff, ShutDown
 from tests.lazy import openai
 from tests.patience import PATIENCE_S

@@ -1,4 +1,4 @@
-"""Do the operator's own logits processors act on the rows that ask for them, and on no others?"""
+"""The operator's own logits processors act on the rows that ask for them, and on no others."""
 
 from __future__ import annotations
 

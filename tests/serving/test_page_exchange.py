@@ -9,7 +9,7 @@ import pytest
 
 from kv_cache.exchange import prompt_source
 from kv_cache.exchange.transports import Bytes, Tcp
-from serving.engine import page_sends
+from serving.engine import page_exchange
 from tests.kv_cache import device
 from tests.serving.page_pair import HERE, Link, Pair, alone, cache_of, prompts
 
@@ -261,7 +261,7 @@ def test_who_reads_nothing_holds_pages_no_longer_than_it_is_waited_for(
     ends: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The window is full, and nothing is taken out of it: the pages are read no further, and then let go."""
-    monkeypatch.setattr(page_sends, "MOST_UNSENT_BYTES", 1)
+    monkeypatch.setattr(page_exchange, "MOST_UNSENT_BYTES", 1)
     wait_s = 2.0 if ends == "lease" else 3600.0
     pair = Pair(most_wait_s=wait_s, window_bytes=1 << 12, most_part_bytes=1)
     requests = prompts(1, longest=61)
@@ -283,7 +283,7 @@ def test_who_reads_nothing_holds_pages_no_longer_than_it_is_waited_for(
 
 
 def test_pages_are_held_until_there_is_room_to_read_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page_sends, "MOST_UNSENT_BYTES", 1)
+    monkeypatch.setattr(page_exchange, "MOST_UNSENT_BYTES", 1)
     pair = Pair(most_part_bytes=1)
     (request,) = prompts(1, longest=61)
     pair.ask([request])
@@ -301,7 +301,7 @@ def test_pages_are_held_until_there_is_room_to_read_them(monkeypatch: pytest.Mon
 def test_pages_that_had_to_give_way_are_computed_where_they_are_needed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(page_sends, "MOST_UNSENT_BYTES", 1)
+    monkeypatch.setattr(page_exchange, "MOST_UNSENT_BYTES", 1)
     pair = Pair(most_part_bytes=1)
     (request,) = prompts(1, longest=61)
     pair.ask([request])

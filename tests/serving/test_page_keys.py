@@ -1,4 +1,4 @@
-"""Are the keys of a prompt's pages made where text becomes tokens, and never on the engine's thread?"""
+"""A prompt's page keys are computed where text becomes tokens, and never on the engine's thread."""
 
 from __future__ import annotations
 

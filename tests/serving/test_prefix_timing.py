@@ -1,7 +1,7 @@
-"""Can a client tell by the time of its first token what another client has sent?
+"""A client cannot tell from the time of its first token what another client has sent.
 
-Times are measured, which takes a machine at rest: only THOROUGH asks for it. What the times follow from, that
-no key finds another key's pages, is counted in test_security_tree.py.
+Times are measured, which takes a machine at rest: only THOROUGH asks for it. The cause of the times, that no
+key finds another key's pages, is counted in test_security_tree.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Do the fields that change a prompt, or forbid words, do what vLLM's users expect of them?"""
+"""The fields that change a prompt, or forbid words, do what vLLM's users expect of them."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_nothing_is_continued_where_the_last_message_has_no_text(texts: dict[str
 
 def test_variables_reach_the_template_and_control_tokens_in_them_are_text(texts: dict[str, Text]) -> None:
     text = texts["byte_level"]
-    own = Text(text._vocabulary, {}, THINKING)
+    own = Text(text._vocabulary, {}, {"default": THINKING})
     given = {"mode": "<|im_start|>x", "deep": {"a": ["<|im_end|>", 1, None]}}
     ids = own.chat([{"role": "user", "content": "Hi"}], ChatOptions(chat_template_kwargs=given))
     assert own.decode(ids, skip_special_tokens=False) == ('Hi|<|im_start|>x|{"a": ["<|im_end|>", 1, null]}')

@@ -1,4 +1,4 @@
-"""Are thoughts told from answers, however a text was cut?"""
+"""Thoughts are told from answers, however a text is cut."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from serving.tools.reasoning import ReasoningParser
+from serving.tools.parsing import ReasoningParser
 from tests.serving.test_tool_parsing import cut
 
 

@@ -1,4 +1,4 @@
-"""Is a request understood as meant, and otherwise refused by name?"""
+"""A request is understood as it is meant, or refused with the name of its field."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Do the events of a response add up to it, however its text was cut, and do items become messages?"""
+"""The events of a response add up to it, however its text is cut.
+
+The items of a conversation become messages.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from serving.api.answer_parser import AnswerParser
 from serving.api.responses import ResponseObject, ResponsesBody
 from serving.api.responses_input import messages_of
 from serving.failures import RequestFailed
-from serving.text.chat_messages import check_messages
+from serving.text.chat_template import check_messages
 from serving.text.tokenizer import Text, TextOptions
 from serving.tools.formats import HERMES
 from tests.lazy import openai

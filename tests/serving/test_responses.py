@@ -1,4 +1,7 @@
-"""Does OpenAI's client get its responses, at once and as they are made, and can it answer them?"""
+"""OpenAI's client gets its responses, whole or as a stream.
+
+It can send them back with what it answers.
+"""
 
 from __future__ import annotations
 

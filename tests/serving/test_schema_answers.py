@@ -1,4 +1,7 @@
-"""Does what a random model says, held to a random schema, satisfy that schema? `jsonschema` is the judge."""
+"""A random model's answer that is held to a random schema satisfies that schema.
+
+The judge is `jsonschema`.
+"""
 
 from __future__ import annotations
 

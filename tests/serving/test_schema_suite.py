@@ -1,4 +1,4 @@
-"""Does the matcher take the valid instances of the JSON Schema Test Suite, and none of the invalid ones?
+"""The matcher takes the valid instances of the JSON Schema Test Suite, and none of the invalid ones.
 
 The suite is not a part of this project: the source distribution of `jsonschema` has it. Name its folder of a
 draft in JSON_SCHEMA_SUITE:

@@ -1,4 +1,4 @@
-"""Are documents scored by what the model itself would answer, or by embeddings?"""
+"""Documents are scored by what the model itself would answer, or by embeddings."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from continuous_batching.request import Request, SamplingParams
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from recipes.schema.recipe_error import RecipeError
+from serving.api.scores import Question
 from serving.llm import LLM
 from serving.offline import read_jobs, run_jobs
-from serving.text.questions import Question
 from serving.text.tokenizer import Text
 from tests.lazy import transformers
 from tests.models.test_prompt_logprobs import SETTINGS, engine_of, serve

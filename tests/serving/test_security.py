@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from serving.api.bodies import MOST_CONTAINERS
+from serving.api.access import MOST_CONTAINERS
 from tests.patience import PATIENCE_S
 from tests.serving.server import TINY, Server, defects
 

@@ -42,7 +42,7 @@ def test_no_key_or_constant_that_bounds_the_server_is_left_out() -> None:
     keys = {f"server.{name}" for name in ServerSection.__slots__ if name.startswith("max_")}
     constants = {
         f"serving.api.{room}.{name}"
-        for room in ("protocol", "bodies", "streamed")
+        for room in ("protocol", "access", "streamed")
         for name in vars(importlib.import_module(f"serving.api.{room}"))
         if re.match(r"MOST_|WHOLE_|PATIENCE_|SLOWEST_", name)
     }

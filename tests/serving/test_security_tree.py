@@ -1,4 +1,7 @@
-"""What the runtime never does, which paths are open, and how keys part their holders."""
+"""The runtime does nothing unsafe with what it reads, and keys separate their holders.
+
+Only the paths of probes are open without a key.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does OpenAI's client read thoughts, answers and calls of a model with channels, over HTTP?"""
+"""OpenAI's client reads thoughts, answers and calls of a model with channels, over HTTP."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Do served streams end inside an accepted run of drafts where they end without drafts?
+"""Served streams end inside an accepted run of drafts where they end without drafts.
 
-A request that allows no drafts shows where: the same server answers it.
+A request that allows no drafts, answered by the same server, shows where that is.
 """
 
 from __future__ import annotations

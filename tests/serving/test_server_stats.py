@@ -1,4 +1,4 @@
-"""What is counted, and how it is told, without a server."""
+"""Steps, tokens and ends of requests are counted, and reported, without a server."""
 
 from __future__ import annotations
 

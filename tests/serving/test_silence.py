@@ -1,4 +1,4 @@
-"""Is an engine that hangs told soon, and one that is only slow left alone?"""
+"""An engine that hangs is noticed soon, and one that is only slow is left alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does a spare process give way while it imports, and no longer?"""
+"""A spare process yields the CPU while it imports, and no longer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Has every answer the form that its request asked for, over HTTP, by judges that are not ours?"""
+"""Every answer over HTTP has the form that its request asked for.
+
+Judges that are not ours decide.
+"""
 
 from __future__ import annotations
 

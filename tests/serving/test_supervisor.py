@@ -1,4 +1,4 @@
-"""Is it never said that there is an engine where there is none?"""
+"""The supervisor never says that there is an engine where there is none."""
 
 from __future__ import annotations
 

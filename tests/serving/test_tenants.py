@@ -1,4 +1,4 @@
-"""Is each request its key's, and no other's, whatever its sender says?"""
+"""Each request belongs to its key and to no other, whatever its sender says."""
 
 from __future__ import annotations
 

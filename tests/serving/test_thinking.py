@@ -1,4 +1,4 @@
-"""Does a form begin behind the thoughts of an answer, and do thoughts end where they must?"""
+"""A form begins behind the thoughts of an answer, and thoughts end where they must."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Do texts, conversations and token ids turn into each other as the model's own files say?"""
+"""Texts, conversations and token ids turn into each other as the model's own files say."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Is every absurd value of a tokenizer_config.json refused in one line, or of no effect?"""
+"""Every absurd value in a tokenizer_config.json is refused in one line, or has no effect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Is what a format's grammar takes what its parser finds, in every format?"""
+"""In every format, what the grammar takes is what the parser finds."""
 
 from __future__ import annotations
 

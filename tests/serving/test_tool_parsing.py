@@ -1,4 +1,4 @@
-"""Does a parser find the same calls in an answer however it was cut, and lose no word of it?"""
+"""A parser finds the same calls in an answer however it is cut, and loses no word of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does a client of OpenAI get tool calls, at once and as they are made, and can it answer them?"""
+"""An OpenAI client gets tool calls, whole or as a stream, and can answer them."""
 
 from __future__ import annotations
 

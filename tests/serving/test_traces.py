@@ -10,9 +10,8 @@ import pytest
 
 from continuous_batching.request import Request, SamplingParams
 from serving.answers.answers import AnswerStream
-from serving.api.access import AccessControl
+from serving.api.access import AccessControl, BodyMemory
 from serving.api.api_keys import ApiKeys
-from serving.api.bodies import BodyMemory
 from serving.engine.messages import ExpertTable, SampleEnd
 from serving.metrics.server_stats import TRACE_HEADERS
 from serving.text.tokenizer import TextOptions

@@ -1,4 +1,4 @@
-"""What an operator sees and is woken by: a real Prometheus with the files of serving/deploy, and real faults.
+"""Prometheus with the files of serving/deploy shows a busy server, and alerts on real faults.
 
     python -m pytest -s tests/serving/test_watched.py
 

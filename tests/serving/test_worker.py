@@ -1,4 +1,4 @@
-"""What does an engine's process keep, and what does it give back?"""
+"""An engine's process keeps what it has loaded, and frees what its requests held."""
 
 from __future__ import annotations
 

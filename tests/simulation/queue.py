@@ -28,12 +28,16 @@ def served(seed: int, num_requests: int | None = None) -> tuple[list[Result], li
     num_slots, rate = int(random.integers(2, 12)), float(random.uniform(2, 60))
     arrivals_s = np.cumsum(random.exponential(1 / rate, count))
     prompts, wanted = random.integers(5, 200, count), random.integers(2, 25, count)
-    waiting, running, records, ends_s, spans = list(range(count)), [], {}, [], []
+    waiting = list(range(count))
+    running: list[int] = []
+    records: dict[int, list[float]] = {}  # the times of each request's tokens
+    ends_s: list[float] = []
+    spans: list[int] = []
     now_s = 0.0
     while waiting or running:
         if not running and arrivals_s[waiting[0]] > now_s:
             now_s = float(arrivals_s[waiting[0]])
-        new = []
+        new: list[int] = []
         while waiting and len(running) + len(new) < num_slots and arrivals_s[waiting[0]] <= now_s:
             new.append(waiting.pop(0))
         running += new

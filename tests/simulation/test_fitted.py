@@ -14,10 +14,20 @@ import pytest
 from continuous_batching.batch import Batch
 from continuous_batching.engine import Engine, Step
 from continuous_batching.slots import SlotPool
-from simulation.fit_trust import in_words, trust
-from simulation.fitted import NAMES, Fitted, Timed, Vector, features, fit, non_negative
-from simulation.serve import serve
-from simulation.spread import loads, spread
+from simulation.fitted import (
+    NAMES,
+    Fitted,
+    Timed,
+    Vector,
+    features,
+    fit,
+    in_words,
+    loads,
+    non_negative,
+    spread,
+    trust,
+)
+from simulation.replica import serve
 from tests.simulation.test_serve import requests, scheduler
 from tests.thorough import cases
 

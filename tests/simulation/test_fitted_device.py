@@ -1,4 +1,7 @@
-"""Is the device found that steps and sums were made with, and does it predict what several share?"""
+"""The fit finds the device with which steps and collectives were made.
+
+It predicts what several devices take together.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,7 @@ import pytest
 from devices.rates import DeviceRates
 from models.config import DecoderConfig
 from recipes.assembly.families import decoder_config
-from simulation.fitted_device import StepSize, fitted_device, predicted_s, with_links
-from simulation.roofline import Roofline
+from simulation.roofline import Roofline, StepSize, fitted_device, predicted_s, with_links
 
 CONFIG: DecoderConfig = decoder_config(
     {

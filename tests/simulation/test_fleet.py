@@ -14,9 +14,8 @@ from continuous_batching.routing.routing import Route, Routing
 from kv_cache.page_keys import short_key
 from simulation.fleet import Fleet, serve_fleet
 from simulation.pipeline import Pipeline, Stages
-from simulation.replica import Replica
+from simulation.replica import Replica, serve
 from simulation.run_totals import RunTotals
-from simulation.serve import serve
 from tests.simulation.test_serve import Fixed, requests, scheduler
 
 

@@ -14,7 +14,7 @@ from continuous_batching.scheduling.scheduler import Scheduler
 from recipes.assembly.scheduler import scheduler_from
 from scripts.generate import main as generate
 from scripts.trace import main as make_trace
-from simulation.recorded import follow, recorded_run
+from tests.simulation.recorded import follow, recorded_run
 
 TIGHT = ["cache.num_pages=24", "scheduler.num_slots=8", "scheduler.max_batch_tokens=48"]
 CASES = {

@@ -1,4 +1,4 @@
-"""Does a simulated step of experts and latents take what it must read and multiply, and little more?"""
+"""A simulated step of experts and latents takes what it must read and multiply, and little more."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_every_linear_of_attention_counts_once() -> None:
     for hf in (published.QWEN3_8B, published.DEEPSEEK_V2_LITE, published.DEEPSEEK_V3):
         config = decoder_config(hf)
         counted = sum(each.inputs * each.outputs for each in attention_products(config))
-        whole = sum(inputs * outputs for _, inputs, outputs in config.attention_linears())
+        whole = sum(inputs * outputs for _, inputs, outputs in config.attention_linears(0))
         assert counted == whole
 
 

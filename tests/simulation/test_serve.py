@@ -20,15 +20,15 @@ from continuous_batching.slots import SlotPool
 from devices.rates import DeviceRates
 from kv_cache.pages import PageCopy
 from models.checkpoint.huggingface import decoder_config
+from models.config import layer_specs
 from models.cost import ModelPart
 from recipes.assembly.scheduler import SchedulerLimits, scheduler_of
 from recipes.schema.recipe import CacheSection
 from recipes.schema.scheduler_section import SchedulerSection
 from simulation import trace
-from simulation.quantile_sketch import Sketch
+from simulation.replica import serve
 from simulation.roofline import Roofline
-from simulation.run_totals import rounded
-from simulation.serve import serve
+from simulation.run_totals import Sketch, rounded
 
 LLAMA_7B = decoder_config(
     {
@@ -41,7 +41,7 @@ LLAMA_7B = decoder_config(
         "dtype": "float16",
     },
     "llama",
-    windows=(None,) * 32,
+    layers=layer_specs((None,) * 32),
 )
 
 
@@ -258,7 +258,7 @@ def test_decodes_see_all_that_is_known() -> None:
     assert Roofline(LLAMA_7B, device).seen(decodes, 3) == (32 * 4010, 32 * 4010)
     windows = (None,) * 16 + (100,) * 16
     near = 16 * 4010 + 16 * (8 + 1 + 101)
-    context, pairs = Roofline(replace(LLAMA_7B, windows=windows), device).seen(decodes, 3)
+    context, pairs = Roofline(replace(LLAMA_7B, layers=layer_specs(windows)), device).seen(decodes, 3)
     assert (context, pairs) == (near, 16 * 4010 + 16 * (8 + 1 + 100))
 
 
@@ -266,7 +266,7 @@ def test_a_window_is_seen_by_each_token_of_a_span() -> None:
     device = DeviceRates.load("h200")
     starts, stops = np.array([0, 0, 500, 1000, 3000]), np.array([2048, 700, 900, 1100, 3001])
     batch = Batch(np.arange(5), starts, stops, np.arange(5), np.arange(5), stops)
-    costs = Roofline(replace(LLAMA_7B, windows=(1024,) * 32), device)
+    costs = Roofline(replace(LLAMA_7B, layers=layer_specs((1024,) * 32)), device)
     exact = sum(
         min(place + 1, 1024)
         for start, stop in zip(starts.tolist(), stops.tolist())

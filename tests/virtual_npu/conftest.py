@@ -1,4 +1,4 @@
-"""Where does the virtual NPU of these tests come from?"""
+"""The virtual NPU of these tests, started once in their process."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from virtual_npu.device import start
 
@@ -20,6 +21,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch import Tensor  # noqa: E402
 
+npu = torch.get_device_module("npu")
 RANK, SIZE, FOLDER, MODE = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int8)
 LENS = (1, 7, 2**20 + 3)  # the last goes in pieces
@@ -41,7 +43,8 @@ def same(found: Tensor, expected: Tensor) -> None:
 
 def name_of(group: dist.ProcessGroup) -> str:
     """By which an operator finds its communicator."""
-    return str(group._get_backend(torch.device("npu")).get_hccl_comm_name(RANK))
+    backend: Any = group._get_backend(torch.device("npu"))  # torch_npu's, which has more methods than torch's
+    return str(backend.get_hccl_comm_name(RANK))
 
 
 def collectives(count: int, dtype: torch.dtype) -> None:
@@ -115,15 +118,15 @@ def passed_on() -> None:
 def captured() -> None:
     """A graph with collectives inside, replayed with other values, and destroyed."""
     x = torch.ones(6, device="npu:0")
-    graph = torch.npu.NPUGraph()
-    with torch.npu.graph(graph):
+    graph = npu.NPUGraph()
+    with npu.graph(graph):
         y = x * 2
         dist.all_reduce(y)
         z = y + 1
     for value in (1.0, 5.0):
         x.fill_(value + RANK)
         graph.replay()
-        torch.npu.synchronize()
+        npu.synchronize()
         same(z, torch.full((6,), 2 * sum(value + rank for rank in range(SIZE)) + 1))
     graph.reset()
 
@@ -148,12 +151,12 @@ def multiplied() -> None:
     expected = sum((one.view(3, 8) @ other.view(8, 5) for one, other in zip(rows, parts)), torch.zeros(3, 5))
     x1, x2 = here(rows[RANK].view(3, 8)).bfloat16(), here(parts[RANK].view(8, 5)).bfloat16()
     same(torch_npu.npu_mm_all_reduce_base(x1, x2, name), expected.bfloat16())
-    graph = torch.npu.NPUGraph()
-    with torch.npu.graph(graph):
+    graph = npu.NPUGraph()
+    with npu.graph(graph):
         y = torch_npu.npu_mm_all_reduce_base(x1, x2, name)
     x1.mul_(2)
     graph.replay()
-    torch.npu.synchronize()
+    npu.synchronize()
     same(y, 2 * expected.bfloat16())
     graph.reset()
 
@@ -175,21 +178,24 @@ def dispatched() -> None:
         last = counts.cumsum(0)
         expert = (torch.arange(len(rows), device=x.device)[:, None] >= last).sum(1) + held * RANK
         made = rows * (1 + expert)[:, None].bfloat16()
-        return torch_npu.npu_moe_distribute_combine_v2(made, ids, notes, sent, weights, **of_group)
+        combined: Tensor = torch_npu.npu_moe_distribute_combine_v2(
+            made, ids, notes, sent, weights, **of_group
+        )
+        return combined
 
     def expected() -> torch.Tensor:
         made = x[:, None] * (1 + ids)[..., None].bfloat16()
         return (made.float() * weights[..., None]).sum(1).bfloat16().cpu()
 
     same(computed(), expected())
-    graph = torch.npu.NPUGraph()
-    with torch.npu.graph(graph):
+    graph = npu.NPUGraph()
+    with npu.graph(graph):
         y = computed()
     x.mul_(-3)
     weights.add_(1)
     ids.copy_(ids.flip(0))
     graph.replay()
-    torch.npu.synchronize()
+    npu.synchronize()
     same(y, expected())
     graph.reset()
 
@@ -199,7 +205,7 @@ def refused(call: Callable[[], object]) -> None:
     began_s = time.monotonic()
     try:
         call()
-        torch.npu.synchronize()
+        npu.synchronize()
     except RuntimeError as error:
         line = next((each for each in str(error).splitlines() if "virtual NPU:" in each), str(error))
         print(f"{time.monotonic() - began_s:.1f} {line.split('virtual NPU: ')[-1]}", flush=True)

@@ -22,7 +22,7 @@ from tests.virtual_npu import (
 from tests.virtual_npu.batches import MASK, first_version, paged
 from tests.virtual_npu.right_mixture_calls import HALVES, Arguments, pick
 from virtual_npu.contract import Conditions
-from virtual_npu.operators.atb_call import in_tiles
+from virtual_npu.operators.atb import in_tiles
 from virtual_npu.simulated_products import A2, A3, A5, P310
 
 

@@ -1,4 +1,4 @@
-"""Which calls of the operators for weights of 4 bits are right?"""
+"""Random right calls of the operators for weights of 4 bits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def pack(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
 
 
 def product(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
-    rows, inner, words = rng.integers(1, 20), rng.integers(33, 140), rng.integers(1, 9)
+    rows, inner, words = int(rng.integers(1, 20)), int(rng.integers(33, 140)), int(rng.integers(1, 9))
     columns, dtype, size = 8 * words, pick(rng, *HALVES), pick(rng, 0, 32, 96 if inner > 96 else 32)
     shape = (-(-inner // size), columns) if size else pick(rng, (columns,), (1, columns), (1,), (1, 1))
     arguments: Arguments = {

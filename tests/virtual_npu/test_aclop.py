@@ -1,6 +1,6 @@
-"""What torch_npu would send by way of aclop is refused where the device refuses it.
+"""Operators that torch_npu would send by way of aclop are refused where the device refuses them.
 
-A 310P is a process of its own, since a process has one NPU for as long as it lives.
+A 310P is simulated in a process of its own, since a process has one NPU for as long as it lives.
 """
 
 from __future__ import annotations

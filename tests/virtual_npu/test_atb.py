@@ -13,7 +13,7 @@ from tests.virtual_npu.batches import Dense, oracle, paged
 from tests.virtual_npu.right_calls import compressed, hidden
 from virtual_npu.contract import Conditions
 from virtual_npu.operators import operator
-from virtual_npu.operators.atb_call import in_rows, in_tiles
+from virtual_npu.operators.atb import in_rows, in_tiles
 from virtual_npu.simulated_products import A2, P310
 
 LENS = {"decodes": [(1, 70), (1, 3), (1, 128)], "spans": [(1, 70), (40, 40), (9, 200)]}

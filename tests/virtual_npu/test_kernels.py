@@ -1,4 +1,4 @@
-"""What is computed on npu:0 is what the CPU computes, at the place where torch expects it."""
+"""Kernels on npu:0 compute what the CPU computes, at the place where torch expects it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is counted as a launch, a copy, a wait or an update, and what is not."""
+"""The launch log counts launches, copies, waits and updates, and nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stands at a limit is right, and what is one step past it is refused."""
+"""A value at a limit is right, and one that is a step past it is refused."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.patience import PATIENCE_S
-from virtual_npu import elf, libraries
+from virtual_npu import libraries
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.npu
@@ -65,7 +65,9 @@ def test_every_symbol_that_the_wheel_lacks_is_there(site):
     assert len(symbols) > 100
     assert not [symbol for symbol in symbols if not hasattr(main, symbol)]
     assert {path.name for path in folder.glob("lib*.so")} == set(names)
-    assert all(libraries.MAIN in elf.read(folder / name).needed for name in names if name != libraries.MAIN)
+    assert all(
+        libraries.MAIN in libraries.read_elf(folder / name).needed for name in names if name != libraries.MAIN
+    )
     assert libraries.build() == folder
 
 
@@ -88,7 +90,7 @@ def test_what_is_no_library_is_told(tmp_path):
     path = tmp_path / "text.so"
     path.write_text("no library")
     with pytest.raises(ValueError, match=r"text.so is no 64-bit little-endian ELF library"):
-        elf.read(path)
+        libraries.read_elf(path)
 
 
 @pytest.mark.slow

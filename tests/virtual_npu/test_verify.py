@@ -1,4 +1,4 @@
-"""Are an engine's calls right by the contract, and does a device that computes otherwise show?"""
+"""An engine's calls are right by the contract, and a device that computes otherwise is found."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of an older wheel of torch_npu is told to differ?"""
+"""An older wheel of torch_npu is reported with each schema that it lacks or that differs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a right call is made wrong in one way."""
+"""Make a right call wrong in one way."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def put(**values: Any) -> Change:
     return lambda _: values
 
 
-def to(name: str, make: Callable[[Tensor], Tensor]) -> Change:
+def to(name: str, make: Callable[[Any], object]) -> Change:
     """Give an argument a value made of its own."""
     return lambda call: {name: make(call[name])}
 
@@ -52,7 +52,7 @@ def strided(tensor: Tensor) -> Tensor:
     return torch.stack([tensor, tensor], -1)[..., 0]
 
 
-def spoil(tensor: Tensor, places: Any, value: float) -> Tensor:
+def spoil(tensor: Tensor, places: Any, value: float | Tensor) -> Tensor:
     """A copy with another value in some places."""
     tensor = tensor.clone()
     tensor[places] = value

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from tests.virtual_npu.batches import MASK, paged
-from tests.virtual_npu.right_calls import Arguments, in_layout
+from tests.virtual_npu.right_calls import in_layout
+from tests.virtual_npu.right_mixture_calls import Arguments
 from tests.virtual_npu.wrong import Wrong, pages_but, put, spoil, strided, to
 from virtual_npu.simulated_products import A5
 

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from tests.virtual_npu import dispatch_calls, summed_calls, wrong_int8_calls, wrong_latent_calls
-from tests.virtual_npu.right_calls import Arguments, compressed, hidden
+from tests.virtual_npu.right_calls import compressed, hidden
+from tests.virtual_npu.right_mixture_calls import Arguments
 from tests.virtual_npu.wrong import Change, Wrong, cut, pages_but, put, spoil, strided, to
-from virtual_npu.operators.atb_call import in_tiles
+from virtual_npu.operators.atb import in_tiles
 from virtual_npu.simulated_products import A2, A5, P310
 
 ON_310P = {"product": P310}

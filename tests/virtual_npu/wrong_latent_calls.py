@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tests.virtual_npu.right_calls import Arguments
+from tests.virtual_npu.right_mixture_calls import Arguments
 from tests.virtual_npu.wrong import Wrong, cut, pages_but, put, spoil, strided, to
 
 CACHE = [

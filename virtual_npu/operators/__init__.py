@@ -9,7 +9,6 @@ from virtual_npu.operators import (
     attention,
     cache,
     dispatch,
-    gating,
     grouped_matmul,
     int8_fusions,
     latent,
@@ -20,7 +19,6 @@ from virtual_npu.operators import (
     prefetch,
     rotary,
     sampling,
-    scatter,
     summed_matmul,
     weight_quant,
 )
@@ -28,8 +26,8 @@ from virtual_npu.operators import (
 OPERATORS: tuple[Operator, ...] = tuple(
     operator
     for room in (
-        *(attention, atb, cache, scatter, latent, latent_prolog, norm, rotary, activation, matmul),
-        *(grouped_matmul, summed_matmul, weight_quant, gating, mixture, dispatch, int8_fusions),
+        *(attention, atb, cache, latent, latent_prolog, norm, rotary, activation, matmul),
+        *(grouped_matmul, summed_matmul, weight_quant, mixture, dispatch, int8_fusions),
         *(sampling, prefetch),
     )
     for operator in room.OPERATORS

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from continuous_batching.batch import Batch
-from devices.ascend_latents import LATENT_ROPE, PROLOG_HIDDEN
-from devices.ascend_limits import AscendProduct
+from devices.ascend_limits import LATENT_ROPE, PROLOG_HIDDEN, AscendProduct
 from devices.int8 import quantize_rows
 from doctor.verify.npu.questions import NEAR, Found, Probe, time_us
-from kv_cache.device.storage import KVCache
+from kv_cache.device.storage import KVCache, LayerPages
 from models.config import DecoderConfig
 from models.layers.latent import LatentSelfAttention
 from models.parallel.group import ALONE
@@ -76,10 +75,7 @@ class OneLayer:
         self.layer = LatentSelfAttention(config, 0, "model.layers.0.", NpuOps(product), self.attention, ALONE)
         self._fill()
         self.layer.pack()
-        self.cache = KVCache(
-            1, 1 + ROWS, PAGE, 1, config.head_dim, torch.bfloat16, machine.device,
-            allocate=self.attention.new_pages, allocate_values=self.attention.new_value_pages,
-        )  # fmt: skip
+        self.cache = KVCache([LayerPages(self.attention.new_planes)], PAGE, [1 + ROWS])
 
     def _fill(self) -> None:
         generator = torch.Generator().manual_seed(7)
@@ -112,9 +108,7 @@ class OneLayer:
 
     def found(self, output: Tensor) -> list[Tensor]:
         """Return the output and the rows written to both caches, in float32 on the host."""
-        return [
-            each.cpu().float() for each in (output, self.cache.keys[0][1:, 0], self.cache.values[0][1:, 0])
-        ]
+        return [each.cpu().float() for each in (output, *(plane[1:, 0] for plane in self.cache.of(0)))]
 
 
 def joins_latents(machine: Npu) -> Found:
@@ -153,8 +147,10 @@ def _is_same_in_a_graph(way: OneLayer) -> bool:
     prolog, graph = way.layer.prolog, npu.NPUGraph()
     assert prolog is not None, "it joins"
     rows, scale = way.layer.rows(x)
-    pages = way.cache.keys[0], way.cache.values[0]
-    call = partial(way.attention.write_joined, rows, scale, prolog, cos, sin, *pages, step.metadata)
+    latents, rope_keys = way.cache.of(0)
+    call = partial(
+        way.attention.write_joined, rows, scale, prolog, cos, sin, latents, rope_keys, step.metadata
+    )
     wanted = call()
     with npu.graph(graph):
         found = call()

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from attention.reference import StaticDecodes
-from devices.ascend_latents import LATENT_ROPE
-from devices.ascend_limits import AscendProduct
+from devices.ascend_limits import LATENT_ROPE, AscendProduct
 from devices.shapes import AttentionShape, LatentShape
 from doctor.verify.npu.questions import NEAR, Found, Probe, fused, time_us
 from models.layers.dtypes import TORCH_DTYPES

@@ -9,8 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from devices.ascend_dispatch import DISPATCHING
-from devices.ascend_limits import AscendProduct
+from devices.ascend_limits import DISPATCHING, AscendProduct
 from doctor.verify.npu.questions import NEAR, Found, Probe, time_us
 from models.config import MixtureConfig
 from models.layers.dtypes import TORCH_DTYPES
@@ -76,7 +75,7 @@ def dispatches(recipe: Recipe, group: Group) -> Found:
     world, _ = divided(group, share, recipe.parallel.connect_timeout_s)
     world.open_for_tokens(machine.buffer_mib, machine.device)
     hidden, inner, num_held = (1024, 64, 2) if machine.asked.virtual else EXPERTS
-    config = MixtureConfig(num_held * world.size, min(8, num_held * world.size), inner, True, (True,))
+    config = MixtureConfig(num_held * world.size, min(8, num_held * world.size), inner, True)
     ops, dtype = NpuOps(machine.product), TORCH_DTYPES[machine.product.dtypes[0]]
     dispatch = ops.dispatch_of(hidden, config, world)
     if dispatch is None:

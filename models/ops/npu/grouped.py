@@ -15,8 +15,7 @@ import torch
 import torch_npu
 from torch import Tensor
 
-from devices.ascend_experts import fuses_gate
-from devices.ascend_limits import FRACTAL_NZ
+from devices.ascend_limits import FRACTAL_NZ, fuses_gate
 from models.ops.operands import Int4Weight, UnpackedLinear
 
 

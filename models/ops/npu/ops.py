@@ -18,8 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from attention.latent import LatentLinears, LatentUp
-from devices.ascend_dispatch import most_dispatched
-from devices.ascend_limits import FRACTAL_NZ, AscendProduct
+from devices.ascend_limits import FRACTAL_NZ, AscendProduct, most_dispatched
 from models.config import MixtureConfig
 from models.ops.npu.dispatch import Dispatch
 from models.ops.npu.grouped import gated_by_width, joined, mixture

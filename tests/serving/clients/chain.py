@@ -1,4 +1,4 @@
-"""What does LangChain's client for OpenAI see of a server? `python chain.py URL` prints `passed`."""
+"""Use a server through LangChain's client for OpenAI: `python chain.py URL` prints `passed`."""
 
 from __future__ import annotations
 

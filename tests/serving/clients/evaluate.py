@@ -1,4 +1,4 @@
-"""What does lm-eval measure at a server? `python evaluate.py URL` prints it as one line of JSON."""
+"""Measure a server with lm-eval: `python evaluate.py URL` prints the figures as one line of JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Do LangChain's and LiteLLM's clients call the tools of an agent? `python tools.py URL` prints `passed`."""
+"""Call an agent's tools with LangChain and LiteLLM: `python tools.py URL` prints `passed`."""
 
 from __future__ import annotations
 
@@ -17,19 +17,17 @@ QUESTION = "What do the lamp and the clock cost together?"
 ANSWER = "The lamp and the clock cost 623 together."
 
 
-@tool
 def add(a: int, b: int) -> int:
     """Adds two numbers."""
     return a + b
 
 
-@tool
 def price(item: str) -> int:
     """What an item costs."""
     return PRICES[item]
 
 
-TOOLS = {"add": add, "price": price}
+TOOLS = {"add": tool(add), "price": tool(price)}
 
 
 def by_langchain(url: str, *, streams: bool) -> None:

@@ -1,4 +1,4 @@
-"""Who is asked to end a request by its id, and what a client hears of it."""
+"""The router asks the replica that has a request to end it, and tells the client where none has it."""
 
 from __future__ import annotations
 

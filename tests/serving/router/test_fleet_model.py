@@ -1,4 +1,7 @@
-"""Which replica decides the model of a router, for how long, and what it must have said by then."""
+"""The first replica that is ready decides the model of a router.
+
+Its claim ends when it has not been ready for long.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,7 @@ import pytest
 
 from serving.router import fleet_figures
 from serving.router import replicas as of_replicas
-from serving.router.fleet_model import CLAIM_S, FleetModel
-from serving.router.replica_answers import MOST_INFO_BYTES, MOST_METRICS_BYTES
+from serving.router.replicas import CLAIM_S, MOST_INFO_BYTES, MOST_METRICS_BYTES, FleetModel
 from tests.serving.router.test_hostile_replicas import CHUNKED, DEEP, LONG, Watched, endless, models
 from tests.serving.router.test_lost_replicas import answer
 from tests.serving.router.test_proxy import Script, run

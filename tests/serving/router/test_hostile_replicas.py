@@ -1,4 +1,4 @@
-"""What one replica answers ends at most what is sent to it: the router and its other replicas go on."""
+"""A replica's bad answers end at most its own traffic: the router and its other replicas go on."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from continuous_batching.routing.routing import Routing
-from serving.router import proxy, replica_answers, upstream
+from serving.router import proxy, upstream
 from serving.router import replicas as of_replicas
 from serving.router.membership import FleetMembers
-from serving.router.replica_answers import (
+from serving.router.replicas import (
     MOST_INFO_BYTES,
     MOST_STATUS_BYTES,
     figures_of,
@@ -170,8 +170,8 @@ def test_figures_are_bounded() -> None:
     for text, figure in (
         (b"1e300", 2**53), (b"9" * 5000, None), (b"-5", 0), (b"NaN", None), (b"+Inf", None), (b"12", 12),
     ):  # fmt: skip
-        found = figures_of(replica_answers.QUEUED + b'{a="b"} ' + text + b"\n")
-        assert found.get(replica_answers.QUEUED) == figure
+        found = figures_of(of_replicas.QUEUED + b'{a="b"} ' + text + b"\n")
+        assert found.get(of_replicas.QUEUED) == figure
 
 
 def test_the_names_of_a_model_are_those_that_are_no_adapters() -> None:

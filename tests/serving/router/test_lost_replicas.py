@@ -1,4 +1,4 @@
-"""What becomes of requests, and of the router, where a server goes away or says what was not expected?"""
+"""Requests and the router survive a server that goes away, or that says what was not expected."""
 
 from __future__ import annotations
 

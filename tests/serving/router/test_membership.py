@@ -13,12 +13,12 @@ import pytest
 
 from continuous_batching.routing.routing import Routing
 from serving.api.api_keys import ANYBODY, ApiKeys, Client, Rights
-from serving.router.app import FleetApplication
 from serving.router.fair_turns import FairTurns
 from serving.router.fleet_figures import FleetFigures
 from serving.router.membership import FleetMembers
 from serving.router.prompts import Prompts
 from serving.router.proxy import Proxy
+from serving.router.server import FleetApplication
 from tests.serving.router.waiting import end, until
 
 Answered = tuple[int, dict[str, Any]]

@@ -1,4 +1,4 @@
-"""What a router knows of a replica's pages: what its cache holds, also after something was missed."""
+"""The router knows which pages a replica's cache holds, also after it missed some events."""
 
 from __future__ import annotations
 

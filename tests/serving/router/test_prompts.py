@@ -1,4 +1,4 @@
-"""What a router knows of a prompt: with a recipe, exactly the keys that the engine gives its pages."""
+"""With a recipe, the router computes exactly the page keys that the engine computes for a prompt."""
 
 from __future__ import annotations
 

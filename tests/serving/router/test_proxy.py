@@ -1,4 +1,7 @@
-"""What a client gets through a router, whatever its replicas do: scripted servers on real sockets."""
+"""A client gets whole answers or errors through a router, whatever its replicas do.
+
+The replicas are scripted servers on real sockets.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Do servers of the tiny model behind a router find what one that knew all their pages would?"""
+"""The router sends each session to the replica that has its pages.
+
+The replicas are servers of the tiny model, and the judge is one that knows all their pages.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Which replica is told to have whose prompt computed, by a router in front of scripted servers."""
+"""The router tells the replica that answers which other one computes the prompt.
+
+The replicas are scripted servers.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Clients of a router while something behind it dies: was each answered, or told, and how soon?"""
+"""Send requests through a router while something behind it is killed.
+
+A tally holds whether each request was answered or told of the loss, and how soon.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of routers wait for: until something holds, and the end of a task."""
+"""Wait until a condition holds, or until a task has ended, in tests of routers."""
 
 from __future__ import annotations
 

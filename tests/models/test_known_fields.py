@@ -1,0 +1,185 @@
+"""Every field of transformers' configuration classes is read, has no effect there, or is refused by name."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from models.checkpoint.config_fields import FIXED, ConfigFields
+from models.config import DecoderConfig
+from recipes.assembly.engine import build
+from recipes.assembly.families import FAMILIES, FIELDS, decoder_config
+from recipes.schema.reader import load
+from tests.lazy import transformers
+from tests.models.families import CLASSES, VARIANTS, expected_logprobs, make
+
+OF_FAMILY = {each.family: each for each in reversed(VARIANTS)}  # the first of each
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
+
+
+def class_of(family: str) -> Any:
+    return getattr(transformers, CLASSES[family][0])
+
+
+def stored(family: str, root: Path) -> tuple[Path, dict[str, Any]]:
+    path = make(OF_FAMILY[family], root)[1]
+    return path, json.loads((path / "config.json").read_text())
+
+
+def outcome(hf: dict[str, Any]) -> DecoderConfig | str:
+    try:
+        return decoder_config(hf)
+    except ValueError as error:
+        return str(error)
+
+
+def test_each_family_states_its_fields() -> None:
+    assert FIELDS.keys() == FAMILIES.keys()
+    assert CLASSES.keys() == FAMILIES.keys() - {"kimi_k2"}, "Kimi's files are V3's"
+
+
+@pytest.mark.parametrize("family", CLASSES)
+def test_no_field_of_transformers_class_is_unknown(family: str) -> None:
+    known = class_of(family)()
+    names = known.to_dict().keys() | type(known).attribute_map.keys()
+    assert FIELDS[family].unknown(dict.fromkeys(names)) == []
+
+
+@pytest.mark.parametrize("family", CLASSES)
+def test_what_a_family_reads_changes_its_decoder_or_is_refused(family: str, tmp_path: Path) -> None:
+    hf, fields = stored(family, tmp_path)[1], FIELDS[family]
+    if family == "deepseek_v2":
+        hf |= {"topk_method": "group_limited_greedy"}
+    if "use_sliding_window" in fields.read:
+        hf |= {"use_sliding_window": True, "sliding_window": 9}
+    for name in fields.read:
+        each = hf | {"layer_types": None} if "layer" in name or "pattern" in name else hf
+        if name in ("qkv_bias", "bias"):  # a second name of another field
+            each = {key: value for key, value in each.items() if key not in ("attention_bias", "mlp_bias")}
+        assert outcome(each | {name: {"no": "value"}}) != outcome(each), f"{name} is not read"
+
+
+@pytest.mark.parametrize("family", CLASSES)
+def test_what_is_left_out_is_what_transformers_takes(family: str, tmp_path: Path) -> None:
+    hf, fields = stored(family, tmp_path)[1], FIELDS[family]
+    # Without num_nextn_predict_layers no layer is passed over, which a file without the field has not; 128
+    # keys beside fewer queries, V3's default, is nothing that transformers could compute
+    apart = ["model_type", "eos_token_id", "num_nextn_predict_layers"]
+    apart += ["num_key_value_heads"] if family in ("deepseek_v3", "glm4_moe_lite") else []
+    for name in class_of(family)().to_dict().keys() - {*apart}:
+        if not fields.is_read(name):
+            continue
+        without = {key: value for key, value in hf.items() if key != name} | {"eos_token_id": None}
+        try:
+            theirs = outcome(class_of(family).from_dict(without).to_dict() | {"eos_token_id": None})
+        except Exception:  # noqa: BLE001 - whatever transformers raises, there is nothing to compare with
+            continue
+        assert outcome(without) == theirs or f"has no {name};" in str(outcome(without)), name
+
+
+@pytest.mark.parametrize("family", CLASSES)
+def test_what_has_no_effect_here_has_none_there(family: str, tmp_path: Path) -> None:
+    path, hf = stored(family, tmp_path)
+    fields, known = FIELDS[family], class_of(family)()
+    altered = {}
+    for name, value in known.to_dict().items():
+        if fields.reason(name) and name not in ("architectures", "return_dict", "transformers_version"):
+            kinds = {bool: not value, int: 3, float: 0.5}
+            altered |= {name: kinds[type(value)]} if type(value) in kinds else {}
+    altered |= {"head_dim": 7} if "head_dim" in fields.irrelevant else {}
+    assert len(altered) > 5
+    assert decoder_config(hf | altered) == decoder_config(hf)
+    seen = []
+    for said in (hf, hf | altered):
+        (path / "config.json").write_text(json.dumps(said))
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, attn_implementation="eager"
+        )
+        seen.append(expected_logprobs(model.eval(), PROMPT))
+    assert torch.equal(*seen)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fields_that_cannot_be_honoured_are_refused_by_name(family: str, tmp_path: Path) -> None:
+    hf = stored("deepseek_v3" if family == "kimi_k2" else family, tmp_path)[1] | {"model_type": family}
+    plain = decoder_config(hf)
+    for name, allowed in (FIXED | dict(FIELDS[family].fixed)).items():
+        for value in allowed:
+            assert decoder_config(hf | {name: value}) == plain
+        with pytest.raises(ValueError, match=rf"has {name}: 'another'; it must be .*, or left out"):
+            decoder_config(hf | {name: "another"})
+
+
+@pytest.mark.parametrize(
+    ("family", "other", "name", "value"),
+    [
+        ("deepseek_v2", "num_experts", "n_routed_experts", 8),
+        ("deepseek_v3", "num_local_experts", "n_routed_experts", 16),
+        ("deepseek_v3", "num_mtp_layers", "num_nextn_predict_layers", 1),
+        ("glm4_moe", "num_local_experts", "n_routed_experts", 16),
+        ("glm4_moe", "num_mtp_layers", "num_nextn_predict_layers", 1),
+    ],
+)
+def test_a_field_may_have_its_other_name(
+    family: str, other: str, name: str, value: int, tmp_path: Path
+) -> None:
+    """As by transformers' attribute_map."""
+    assert class_of(family).attribute_map[other] == name
+    hf = stored(family, tmp_path)[1]
+    hf.pop(name, None)
+    named = class_of(family).from_dict(hf | {other: value})
+    assert getattr(named, name) == value
+    assert outcome(hf | {other: value}) == outcome(hf | {name: value})
+    with pytest.raises(ValueError, match=rf"has {other}: {value}; {name} says {value + 1}: remove one"):
+        decoder_config(hf | {other: value, name: value + 1})
+
+
+@pytest.mark.parametrize(
+    ("family", "foreign"),
+    [
+        ("gemma2", {"use_sliding_window": False, "hidden_act": "silu"}),
+        ("gemma3_text", {"use_sliding_window": False, "hidden_act": "gelu"}),
+        ("qwen2", {"attention_bias": True, "mlp_bias": True}),
+        ("llama", {"use_sliding_window": True, "num_nextn_predict_layers": 3, "use_qk_norm": True}),
+        ("mistral", {"attention_bias": True, "use_sliding_window": False}),
+    ],
+)
+def test_a_field_of_another_family_changes_nothing(
+    family: str, foreign: dict[str, Any], tmp_path: Path
+) -> None:
+    hf = stored(family, tmp_path)[1]
+    assert decoder_config(hf | foreign) == decoder_config(hf)
+
+
+def test_sizes_that_follow_from_those_of_latents_are_those(tmp_path: Path) -> None:
+    """transformers takes them from V3's file where it has them, and then fails on others."""
+    hf = stored("deepseek_v3", tmp_path)[1]
+    nope, rope, heads = (hf[name] for name in ("qk_nope_head_dim", "qk_rope_head_dim", "num_attention_heads"))
+    said = {"num_key_value_heads": heads, "head_dim": rope, "qk_head_dim": nope + rope}
+    assert decoder_config(hf | said) == decoder_config(hf)
+    for name, size in said.items():
+        with pytest.raises(ValueError, match=rf"{name}: {size + 1}; .*it must be {size}, or left out"):
+            decoder_config(hf | {name: size + 1})
+
+
+def test_a_field_stands_in_one_list() -> None:
+    with pytest.raises(AssertionError, match="one list"):
+        ConfigFields(frozenset({"a"}), irrelevant={"a": "it is nothing"})
+
+
+def test_fields_that_no_one_knows_are_named_once_at_load(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, hf = stored("llama", tmp_path)
+    more = {"residual_multiplier": 0.2, "_note": 1, "rope_parameters": hf["rope_parameters"] | {"mrope": [1]}}
+    (path / "config.json").write_text(json.dumps(hf | more))
+    sizes = ("cache.memory_gib=0.05", "device.compile=false", "device.threads=1")
+    with caplog.at_level(logging.WARNING):
+        build(load("recipes/any/cpu.yaml", (f"model.path={path}", *sizes)))
+    (said,) = (each.getMessage() for each in caplog.records if "residual_multiplier" in each.getMessage())
+    assert said.endswith("that are not known: residual_multiplier, rope_parameters.mrope")
