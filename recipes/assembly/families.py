@@ -305,12 +305,24 @@ def unknown_fields(recipe: Recipe) -> list[str]:
     return FIELDS[hf["model_type"]].unknown(hf)
 
 
+def _check_replaced(hf: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
+    """Raise RecipeError for a field that a recipe replaces and the model's family does not read."""
+    family = hf.get("model_type")
+    fields = FIELDS.get(text_config(hf)["model_type"] if family in NESTED else str(family))
+    for name in overrides:
+        if fields is not None and not fields.is_read(name):
+            why = fields.reason(name) or f"a model of the family {family} does not have it"
+            problem = f"{name} has no effect: {why}"
+            raise RecipeError("model.config_overrides", problem, "leave it out", value=overrides[name])
+
+
 def config_in(path: Path, overrides: Mapping[str, Any] | None = None) -> DecoderConfig:
     """Return the decoder of a checkpoint directory, with some fields of its config.json replaced.
 
     Raises ValueError like `decoder_config`, with the directory's path.
     """
     hf = with_overrides(read(path), overrides or {})
+    _check_replaced(hf, overrides or {})
     try:
         return decoder_config(hf)
     except ValueError as error:

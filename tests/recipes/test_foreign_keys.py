@@ -143,6 +143,7 @@ def test_a_replaced_field_counts_as_if_the_file_said_it(
         ("hidden_size=64", "hidden_size is what the checkpoint's weights were made with; leave it out"),
         ("rope_scalling=null", "rope_scalling is no field that may be replaced; it may be one of"),
         ("rope_scalling=null", "did you mean rope_scaling?"),
+        ("attn_logit_softcapping=50.0", "has no effect: a model of the family llama does not have it"),
         ("torch_dtype=float16", "torch_dtype is set by a key of its own; set model.dtype"),
     ],
 )
