@@ -27,7 +27,7 @@ from models.parallel.share import Share
 from recipes.assembly.families import share_of
 from recipes.assembly.memory_plan import GIB, in_gib
 from recipes.assembly.sizing import plan_memory
-from recipes.model_folder import model_folder, names_model
+from recipes.model_folder import answer_keys, model_folder, names_model
 from recipes.schema import verb
 from recipes.schema.command_line import places_of_positionals, profiles_in
 from recipes.schema.reader import read
@@ -77,6 +77,8 @@ def fitting(
         choice.fit_cache(found.memory_bytes)
     else:
         choice.fit_devices(found)
+    for key, (value, mark) in answer_keys(folder).items():
+        choice.set(key, value, f"the chat template writes {mark}")
     return Fitting(choice.path, tuple(choice.keys), tuple(choice.reasons))
 
 

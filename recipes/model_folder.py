@@ -6,10 +6,13 @@ refused by their kind, with the way to a folder that can be read.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+
+from borders.files import MOST_JSON_BYTES
 
 CONFIG = "config.json"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -18,6 +21,14 @@ _CONVERT = (
     'write it as safetensors: python -c "from transformers import AutoModelForCausalLM as M;'
     " M.from_pretrained('{folder}').save_pretrained('OUT')\""
 )
+# The formats of calls that can be read: the mark in a template, and what must stand beside it
+_CALLS = (
+    ("deepseek", "<｜tool▁calls▁begin｜>", "<｜tool▁sep｜>"),
+    ("mistral", "[TOOL_CALLS]", ""),
+    ("hermes", "<tool_call>", r"<tool_call>(\\n|\s)*\{+\\*[\"']name"),
+    ("llama3_json", "<|python_tag|>", r"[\"']parameters"),
+)
+_UNKNOWN_CALLS = re.compile("<function=|<arg_key>")  # in XML, as Qwen3-Coder and GLM write them
 OTHER_KINDS = {  # by a file's suffix: what it is, and how to come to a folder that can be read
     ".gguf": ("a GGUF file of llama.cpp", _DOWNLOAD),
     ".ggml": ("a GGML file of llama.cpp", _DOWNLOAD),
@@ -79,6 +90,40 @@ def checked(folder: Path) -> Path:
     if recipes or inner:
         raise ValueError(f"{folder} holds no {CONFIG}; did you mean {folder / (recipes or inner)[0]}?")
     raise ValueError(f"{folder} holds no {CONFIG} of Hugging Face's layout, so no checkpoint; {_DOWNLOAD}")
+
+
+def answer_keys(folder: Path) -> dict[str, tuple[str, str]]:
+    """Return how a chat template says that the model writes calls and thoughts: by key, value and mark."""
+    text, found = _templates(folder), dict[str, tuple[str, str]]()
+    if "<|channel|>" in text and "functions." in text:
+        return dict.fromkeys(("server.tool_format", "server.reasoning"), ("harmony", "<|channel|>"))
+    for tool_format, mark, beside in _CALLS:
+        if mark in text and re.search(beside, text) and not _UNKNOWN_CALLS.search(text):
+            found["server.tool_format"] = tool_format, mark
+            break
+    if "</think>" in text:
+        found["server.reasoning"] = "think", "</think>"
+    return found
+
+
+def _templates(folder: Path) -> str:
+    """Return the chat templates of a folder, one after the other; empty where there is none to be read."""
+    texts = []
+    for name in ("chat_template.jinja", "chat_template.json", "tokenizer_config.json"):
+        path = folder / name
+        if path.is_file() and path.stat().st_size <= MOST_JSON_BYTES and os.access(path, os.R_OK):
+            text = path.read_text(encoding="utf-8", errors="replace")
+            texts.append(text if name.endswith(".jinja") else _unescaped(text))
+    return "\n".join(texts)
+
+
+def _unescaped(text: str) -> str:
+    try:
+        said = json.loads(text)
+    except (ValueError, RecursionError):  # whoever reads the tokenizer refuses the file by name
+        return ""
+    template = said.get("chat_template") if isinstance(said, dict) else None
+    return template if isinstance(template, str) else json.dumps(template, ensure_ascii=False)
 
 
 def _names(folder: Path) -> list[str]:

@@ -133,6 +133,31 @@ def test_a_model_that_no_number_of_devices_holds_is_refused(tmp_path: Path) -> N
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("template", "keys"),
+    [
+        (r'<tool_call>\n{\"name\": <function-name>} {% if "</think>" in x %}', ("hermes", "think")),
+        ("<tool_call>\n<function=name>", (None, None)),
+        ("[AVAILABLE_TOOLS]{{ tools }}[TOOL_CALLS]", ("mistral", None)),
+        ("<｜tool▁calls▁begin｜>function<｜tool▁sep｜></think>", ("deepseek", "think")),
+        ('<|python_tag|>{"name": f, "parameters": p}', ("llama3_json", None)),
+        ("<|start|>assistant<|channel|>commentary to=functions.f", ("harmony", "harmony")),
+        ("{{ message.content }}", (None, None)),
+    ],
+)
+@pytest.mark.parametrize("file", ["chat_template.jinja", "tokenizer_config.json"])
+def test_the_template_says_how_calls_and_thoughts_are_written(
+    template: str, keys: tuple[str | None, str | None], file: str, tmp_path: Path
+) -> None:
+    model = folder(tmp_path, LLAMA_8B)
+    text = template if file.endswith(".jinja") else json.dumps({"chat_template": template})
+    (tmp_path / file).write_text(text, encoding="utf-8")
+    names = "server.tool_format", "server.reasoning"
+    expected = {name: value for name, value in zip(names, keys) if value is not None}
+    assert chosen_keys(model, ascend("910B")) == expected
+    assert chosen_keys(model, ascend("910B"), *(f"{name}=none" for name in names)) == {}
+
+
 def test_a_name_is_looked_up_in_both_caches(tmp_path: Path) -> None:
     hub = tmp_path / "hub" / "models--org--Qwen2.5"
     for revision in ("aaa", "bbb"):
