@@ -208,7 +208,9 @@ class _Choice:
             problem = refused or problem
             if refused is None:
                 holds = tensor
-                if plan_memory(recipe, config, found.memory_bytes, share=share).cache_tokens > USEFUL_TOKENS:
+                plan = plan_memory(recipe, config, found.memory_bytes, share=share)
+                is_fixed = recipe.cache.memory_fraction is None  # more devices would not make it larger
+                if is_fixed or plan.cache_tokens > USEFUL_TOKENS:
                     break
         if not holds:
             devices = f"{most} x {found.name}" if most > 1 else found.name

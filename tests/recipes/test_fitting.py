@@ -25,6 +25,7 @@ from recipes.schema.reader import read
 from recipes.schema.recipe import ROOT
 from scripts import generate
 from serving.llm import LLM, SamplingParams
+from tests.device_kinds import stand_in_alone
 
 GIB = 2**30
 TINY = "recipes/tiny/weights"
@@ -125,6 +126,10 @@ def test_as_many_devices_as_hold_the_model(
     assert chosen_keys(model, found) == keys
     asked = chosen_keys(model, found, "parallel.tensor=8", "cache.num_pages=64")
     assert not {"parallel.tensor", "cache.memory_gib"} & asked.keys()
+
+
+def test_a_cache_whose_size_is_given_asks_for_no_more_devices(tmp_path: Path) -> None:
+    assert chosen_keys(folder(tmp_path, LLAMA_8B), ascend("310P", 4, gib=22), "cache.num_pages=64") == {}
 
 
 def test_a_model_that_no_number_of_devices_holds_is_refused(tmp_path: Path) -> None:
@@ -319,3 +324,15 @@ def test_shards_without_an_index_are_read_if_all_are_there(tmp_path: Path) -> No
     (tmp_path / SHARD.format(1)).unlink()
     with pytest.raises(ValueError, match="and shards 1 of 2; download what is missing"):
         checkpoint_files(tmp_path)
+
+
+@stand_in_alone
+@pytest.mark.npu
+@pytest.mark.slow
+@pytest.mark.parametrize("product", [each.name for each in PRODUCTS])
+def test_a_folder_answers_on_each_product(product: str) -> None:
+    asked = [TINY, "device.virtual=true", f"device.product={product}", "cache.memory_gib=0.05"]
+    command = [sys.executable, "-m", "scripts.generate", *asked, "--prompt", "348+275=", "--max-tokens", "8"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout) == (0, "623\n"), done.stderr
+    assert f"recipes/any/{product.lower()}.yaml" in done.stderr
