@@ -19,6 +19,7 @@ from benchmark.options import markdown, rate, show
 from benchmark.run_clock import RunClock
 from benchmark.workloads.synthetic import arrivals, drawn_lengths, lengths, levels, shared_prompts, shares
 from continuous_batching.routing.routing import ROUTES
+from recipes.fitting import with_recipe
 from recipes.schema.adapters_section import MOST_ADAPTERS, MOST_RANK
 from recipes.schema.command_line import add_recipe
 from recipes.schema.numbers import (
@@ -520,7 +521,8 @@ def main(argv: list[str]) -> None:
         top.error("name a VERB")
     verb = chosen(BENCHMARKS, first.verb, argv[1:])
     modes = [each for each in BENCHMARKS if each.name == verb.name and each.mode and not verb.mode]
-    run(verb, parser_of(verb, prog, modes).parse_intermixed_args(argv[1:]))
+    given = with_recipe("scripts.benchmark", argv) if verb.takes_recipe else argv
+    run(verb, parser_of(verb, prog, modes).parse_intermixed_args(given[1:]))
 
 
 def simulate(argv: list[str]) -> None:

@@ -375,7 +375,7 @@ class AscendProduct:
         """
         most = MOST_STREAMS // (num_layers + 1 + self.captures_draws + self.prefetches + joins)
         if self.most_graphs is not None:
-            most = min(most, self.most_graphs)
+            most = min(most, self.most_graphs // (1 + joins))  # the join of each size is a graph of its own
         most -= beside
         if len(sizes) <= most:
             return list(sizes)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar
 
-from doctor.facts import Check, Chip, Finding, MachineFacts, Node, numbers
+from devices.present import Chip
+from doctor.facts import Check, Finding, MachineFacts, Node, numbers
 
 Device = TypeVar("Device", Node, Chip)
 

@@ -20,7 +20,9 @@ from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
-VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
+from devices.present import VISIBLE_NPUS as VISIBLE
+from devices.present import Chip, chips_of
+
 CONTROL_NODES = ("/dev/davinci_manager", "/dev/devmm_svm", "/dev/hisi_hdc")
 CANN_PLACES = (
     "/usr/local/Ascend/ascend-toolkit/latest",
@@ -46,16 +48,6 @@ class Node:
     path: str
     group: str
     is_usable: bool  # this user may read and write it
-
-
-@dataclass(frozen=True, slots=True)
-class Chip:
-    """A chip as npu-smi shows it; memory in MiB."""
-
-    name: str
-    health: str
-    used_mib: int
-    total_mib: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,21 +138,6 @@ def gather() -> MachineFacts:
         npu_error=npu_error,
         num_devices=int(printed) if printed.isdecimal() else None,
     )
-
-
-def chips_of(printed: str) -> tuple[Chip, ...]:
-    """Parse the output of `npu-smi info`: two lines for each chip, one of name and health, one of memory."""
-    found, name = [], None
-    for line in printed.splitlines():
-        cells = [cell.split() for cell in line.strip().strip("|").split("|")]
-        if len(cells) != 3 or not cells[0] or not cells[0][0].isdigit():
-            continue
-        memory = re.search(r"(\d+)\s*/\s*(\d+)\s*\|?\s*$", line.strip())
-        if len(cells[0]) == 2 and not (cells[1] and ":" in cells[1][0]):
-            name, health = cells[0][1], cells[1][0] if cells[1] else "?"
-        elif name is not None and memory:
-            found.append(Chip(name, health, int(memory[1]), int(memory[2])))
-    return tuple(found)
 
 
 def numbers(version: str | None) -> tuple[int, int] | None:

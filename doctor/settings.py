@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from borders.numbers import integers
-from doctor.facts import VISIBLE, Check, Finding, MachineFacts
+from devices.present import VISIBLE_NPUS as VISIBLE
+from doctor.facts import Check, Finding, MachineFacts
 
 ALLOCATOR = "PYTORCH_NPU_ALLOC_CONF"
 LEAST_SHM = 2**30

@@ -2,6 +2,7 @@
 
 python -m recipes show RECIPE [key=value ...] [--profile NAME]   its keys, their origins, the memory it takes
 python -m recipes keys                                           every key that there is, as a Markdown table
+python -m recipes names                                          what other engines call them, likewise
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from pathlib import Path
 
 from recipes.assembly import memory_plan, sizing
 from recipes.assembly.families import share_of
+from recipes.fitting import with_recipe
 from recipes.schema import verb
 from recipes.schema.command_line import add_recipe
+from recipes.schema.foreign_keys import names_table
 from recipes.schema.keys import keys_of, table
 from recipes.schema.reader import LoadedRecipe, placed, read
 from recipes.schema.recipe import Recipe, from_root
@@ -27,14 +30,16 @@ def main(given: list[str]) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m recipes", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("verb", choices=("show", "keys"))
+    parser.add_argument("verb", choices=("show", "keys", "names"))
     asked = parser.parse_args(given[:1]).verb
     one = argparse.ArgumentParser(prog=f"{parser.prog} {asked}")
     if asked == "show":
         add_recipe(one)
-    options = one.parse_intermixed_args(given[1:])
+    options = one.parse_intermixed_args(with_recipe("recipes", given)[1:] if asked == "show" else given[1:])
     if asked == "keys":
         print(table(Recipe), end="")
+    elif asked == "names":
+        print(names_table(), end="")
     else:
         show(options.recipe, options.overrides, options.profile)
 

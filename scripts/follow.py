@@ -15,6 +15,7 @@ import os
 import sys
 
 from recipes.cluster.cluster import find_cluster
+from recipes.fitting import with_recipe
 from recipes.schema import verb
 from recipes.schema.command_line import add_recipe
 from recipes.schema.reader import load
@@ -33,7 +34,7 @@ def main(argv: list[str]) -> int:
         help="of a sweep: follow one engine after the other, each with its leader's settings, until none\n"
         "has come for parallel.connect_timeout_s",
     )
-    asked = parser.parse_intermixed_args(argv)
+    asked = parser.parse_intermixed_args(with_recipe("scripts.follow", argv))
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     recipe = load(asked.recipe, asked.overrides, asked.profile)
     cluster = find_cluster(recipe.parallel, os.environ)

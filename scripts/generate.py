@@ -1,4 +1,4 @@
-"""Answer the requests of a file, and write the answers to a file.
+"""Answer the requests of a file; RECIPE may be the folder of a checkpoint, too.
 
     python -m scripts.generate RECIPE [key=value ...] --prompt TEXT | --chat TEXT
     python -m scripts.generate RECIPE [key=value ...] --input FILE.jsonl --output FILE.jsonl [--resume]
@@ -20,7 +20,8 @@ from collections.abc import Iterable
 from tqdm import tqdm
 
 from benchmark import options as kinds
-from recipes.assembly.engine import build
+from recipes.assembly.engine import build_in_sight
+from recipes.fitting import with_recipe
 from recipes.schema import verb
 from recipes.schema.command_line import add_field, add_recipe, keep_apart
 from recipes.schema.reader import read
@@ -55,7 +56,7 @@ def lines_of(options: argparse.Namespace) -> Iterable[str]:
 
 def main(argv: list[str]) -> None:
     """Serve all requests; raises ValueError or OSError for an unusable recipe or file."""
-    options = parser().parse_intermixed_args(argv)
+    options = parser().parse_intermixed_args(with_recipe("scripts.generate", argv))
     if options.input is not None and options.output is None:
         raise ValueError("--output is missing: name a file for the answers, or - for standard output")
     if options.output not in (None, "-"):
@@ -67,7 +68,7 @@ def main(argv: list[str]) -> None:
     recipe = read(options.recipe, options.overrides, options.profile).recipe
     text = Text.load(recipe.model.path) if recipe.model.path else None
     jobs = list(read_jobs(lines_of(options), text, recipe))  # a bad file fails before the build
-    engine = build(recipe).engine
+    engine = build_in_sight(recipe).engine
     jobs = unanswered(options.output, jobs) if options.resume else jobs
     with contextlib.ExitStack() as stack:  # opened after the build, whose failure keeps the file's content
         output = stack.enter_context(opened(options.output, goes_on=options.resume))

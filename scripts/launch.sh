@@ -3,6 +3,7 @@
 #
 #   bash scripts/launch.sh [--dry-run] VERB [ARGUMENT ...] RECIPE.yaml [ARGUMENT ...]
 #   bash scripts/launch.sh generate recipes/tiny/cpu.yaml --prompt "12+7="
+#   bash scripts/launch.sh generate DIR --prompt "12+7="     DIR: a checkpoint's folder, or ORG/NAME
 #
 # On each machine of a cluster the same command is given: see docs/cluster.md. A variable that is set already
 # stays. --dry-run prints, and runs nothing. PYTHON=... names another Python, ASCEND=... the directory where CANN
@@ -59,6 +60,12 @@ shift
 
 python=${PYTHON:-.venv/bin/python}
 command -v "$python" >/dev/null || die "there is no Python at $python; run bash scripts/setup.sh, or set PYTHON=..."
+# In place of a recipe, a folder of weights, or ORG/NAME: the recipe that fits is chosen once, for all ranks
+chosen=$("$python" -m recipes.fitting "$verb" "$@") || exit 2
+if [[ -n $chosen ]]; then
+    mapfile -t chosen <<<"$chosen"
+    set -- "${@:1:chosen[0]}" "${chosen[@]:1}" "${@:chosen[0]+2}"
+fi
 # Where no recipe is among the arguments, the verb itself says what it takes
 found=$("$python" -m recipes.cluster.launched "$@") || exit 2
 mapfile -t found <<<"$found"

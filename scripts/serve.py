@@ -1,6 +1,7 @@
 """Serve a recipe's model to many clients over HTTP.
 
     python -m scripts.serve RECIPE [key=value ...] [--host 127.0.0.1] [--port 8000]
+    python -m scripts.serve FOLDER of a checkpoint, or ORG/NAME of a downloaded one, in place of RECIPE
 
 The server speaks OpenAI's API at /v1. SIGTERM, or ctrl-C, lets running requests come to their end
 (`server.drain_s`); a second one does not wait. The server listens on this machine alone unless --host says
@@ -13,6 +14,7 @@ import argparse
 import os
 
 from borders.numbers import PORTS
+from recipes.fitting import with_recipe
 from recipes.schema import verb
 from recipes.schema.command_line import add_recipe
 from recipes.schema.numbers import option
@@ -53,7 +55,8 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str]) -> int:
     """Serve until a signal; returns 1 where no engine could be started."""
-    return run_server(ServerOptions(**vars(parser().parse_intermixed_args(argv))))
+    options = parser().parse_intermixed_args(with_recipe("scripts.serve", argv))
+    return run_server(ServerOptions(**vars(options)))
 
 
 if __name__ == "__main__":

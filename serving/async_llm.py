@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 from borders.refusal import BadRequest
 from continuous_batching.request import Request
 from kv_cache.page_keys import page_keys
+from recipes.fitting import fitted, one_of
 from recipes.schema.reader import load
 from recipes.schema.server_section import ServerSection
 from serving.adapters import AdapterPut, ServedAdapters
@@ -177,17 +178,19 @@ Fields = Mapping[str, Any]  # fields that `parse_request` reads, and PROMPT_REPL
 class AsyncLLM:
     """A model that answers many requests at once; raises ValueError for a recipe that cannot be used.
 
-    `overrides` are written as on the command line: "cache.page_size=32". Call `start` and `close` within the
-    same event loop.
+    A checkpoint's folder stands in place of a recipe as with `LLM`. `overrides` are written as on the command
+    line: "cache.page_size=32". Call `start` and `close` within the same event loop.
     """
 
     def __init__(
         self,
-        recipe: str | Path,
+        recipe: str | Path | None = None,
         *overrides: str,
+        model: str | Path | None = None,
         profile: str | None = None,
         stats: ServerStats | None = None,
     ) -> None:
+        recipe, overrides = fitted(one_of(recipe, model), overrides, profile)
         self.recipe = load(recipe, overrides, profile)
         self.text = Text.of(self.recipe)
         self.sampling_defaults = sampling_defaults(self.recipe)

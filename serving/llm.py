@@ -20,7 +20,8 @@ from tqdm import tqdm
 
 from continuous_batching.engine import Engine
 from continuous_batching.scheduling.validation import longest_allowed
-from recipes.assembly.engine import build
+from recipes.assembly.engine import build_in_sight
+from recipes.fitting import fitted, one_of
 from recipes.schema.reader import load
 from serving.adapters import KnownAdapters
 from serving.answers.answers import AnswerDelta
@@ -50,16 +51,24 @@ __all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParam
 class LLM:
     """A model that is ready to answer; raises ValueError for a recipe that cannot be used.
 
-    `overrides` are written as on the command line: "cache.page_size=32". After an exception within a step of
-    the engine, such as KeyboardInterrupt, the object cannot be used any more: make another.
+    In place of a recipe, `recipe` or `model` names a checkpoint's folder, or ORG/NAME of a downloaded one;
+    the recipe that fits it on this machine is then chosen, and logged. `overrides` are written as on the
+    command line: "cache.page_size=32". After an exception within a step of the engine, such as
+    KeyboardInterrupt, the object cannot be used any more: make another.
     """
 
-    def __init__(self, recipe: str | Path, *overrides: str, profile: str | None = None) -> None:
-        asked = load(recipe, overrides, profile)
+    def __init__(
+        self,
+        recipe: str | Path | None = None,
+        *overrides: str,
+        model: str | Path | None = None,
+        profile: str | None = None,
+    ) -> None:
+        asked = load(*fitted(one_of(recipe, model), overrides, profile), profile)
         self._adapters = KnownAdapters(asked.adapters)
         self.text = Text.load(asked.model.path) if asked.model.path else None
         self._defaults = sampling_defaults(asked)
-        self.engine: Engine = build(asked).engine
+        self.engine: Engine = build_in_sight(asked).engine
         scheduler = self.engine.scheduler
         self._grammars = Grammars(lambda: self.text, scheduler.vocab_size, scheduler.eos_token_ids)
         self._processors = KnownProcessors.of(asked, scheduler.vocab_size)

@@ -21,6 +21,7 @@ WORDS = {
         "cuda_candidates.py",
         "event_messages.py",
         "dashboard_names.py",
+        "foreign_keys.py",
     ),
 }
 

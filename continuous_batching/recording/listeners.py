@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
+import re
 import selectors
 import socket
 import threading
@@ -47,6 +49,12 @@ def activity(inside: str, doing: str) -> str:
     if not inside:
         return doing or "waiting for the first step"
     return f"waiting in {inside}" + (f" while {doing}" if doing else "")
+
+
+def _percent(doing: str) -> float:
+    """Return how far a rank says that it is, in percent; infinity where it says no number."""
+    said = re.search(r"(\d+)%", doing)
+    return int(said[1]) if said else math.inf
 
 
 class Heard:
@@ -187,12 +195,17 @@ class Listeners:
         """Describe what each rank does while the engine starts; ranks that do the same are grouped."""
         now_s = time.monotonic()
         found = {activity(self.inside(), self.doing): ["rank 0"]}
+        loaded = {"rank 0": _percent(self.doing)}
         for each in self._ranks:
             does, silent_s = activity(each.inside, each.doing), now_s - each.heard_s
             if silent_s > SLOW_S:
                 does += f", and has said nothing for {silent_s:.0f} s"
             found.setdefault(does, []).append(each.name)
-        return "; ".join(f"{_named(names)}: {does}" for does, names in found.items())
+            loaded[each.name] = _percent(each.doing)
+        slowest = min(loaded, key=loaded.__getitem__)
+        is_one = list(loaded.values()).count(loaded[slowest]) == 1 and loaded[slowest] < math.inf
+        last = [f"{slowest} is the slowest"] if is_one else []
+        return "; ".join([*(f"{_named(names)}: {does}" for does, names in found.items()), *last])
 
     def _send(self) -> None:
         while (record := self._records.get()) is not None:

@@ -7,6 +7,7 @@ go is the task of `weights`. torch is imported only when a tensor is read.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +18,8 @@ from models.modelslim import description_in
 from models.text_names import alone
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_SHARD = re.compile(r"model-(\d{1,5})-of-(\d{1,5})\.safetensors")
+_LFS = b"version https://git-lfs"  # the first bytes of a pointer, where Git LFS has not fetched the file
 GPTQ_FILES = "gptq_model-*.safetensors"  # AutoGPTQ's name of a single file, with bits and group
 QUANTISED = "quant_model_weight*.safetensors"  # names of msModelSlim, beside which there may be an index
 MOST_INDEX_BYTES = 2**28  # an entry for each tensor of 256 quantised experts in 61 layers has 24 MiB
@@ -36,6 +39,10 @@ def checkpoint_files(path: Path) -> list[Path]:
             " copy them into the same folder"
         )
     if not is_there(index):
+        if is_there(single):
+            raise ValueError(f"{single} is a link that leads to no file; download it again")
+        if shards := _numbered(path):
+            return shards
         if len(named := sorted(path.glob(GPTQ_FILES))) == 1:
             return named
         raise ValueError(
@@ -52,6 +59,21 @@ def checkpoint_files(path: Path) -> list[Path]:
     if absent:
         raise ValueError(f"{path} lacks {_first(absent)}, which {index.name} lists; download what is missing")
     return [path / name for name in names]
+
+
+def _numbered(path: Path) -> list[Path]:
+    """Return the shards of a checkpoint without an index, which their names count; empty if there are none.
+
+    Raises ValueError if some are absent.
+    """
+    found = {int(match[1]): match for each in path.iterdir() if (match := _SHARD.fullmatch(each.name))}
+    if not found:
+        return []
+    count = int(next(iter(found.values()))[2])
+    absent = [f"{number} of {count}" for number in range(1, count + 1) if number not in found]
+    if absent:
+        raise ValueError(f"{path} lacks {INDEX} and shards {_first(absent)}; download what is missing")
+    return [path / found[number].string for number in sorted(found)]
 
 
 def _quantised(path: Path) -> Path | None:
@@ -92,6 +114,7 @@ def open_checkpoint(file: Path, framework: Literal["pt", "numpy"] = "pt") -> Any
     Tensors of a text model within another are named as if they were alone. Raises ValueError if the file is
     damaged or something else, or if it has a tensor under both names.
     """
+    _check_fetched(file)
     try:
         opened = safe_open(str(file), framework=framework, device="cpu")
         stored: dict[str, str] = {}
@@ -124,6 +147,16 @@ class TextTensors:
     def metadata(self) -> Any:
         """Return what the file says of itself."""
         return self._opened.metadata()
+
+
+def _check_fetched(file: Path) -> None:
+    """Raise ValueError for a pointer of Git LFS, and OSError for a file that may not be read.
+
+    safetensors would call the one damaged, and say of the other that it is not there.
+    """
+    with file.open("rb") as opened:
+        if opened.read(len(_LFS)) == _LFS:
+            raise ValueError(f"{file} is Git LFS's pointer to the file: git lfs pull, or download it again")
 
 
 def names_in(opened: Any) -> list[str]:

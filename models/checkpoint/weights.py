@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from borders.start_report import ReadingReport
 from models.checkpoint.files import checkpoint_files, names_in, open_checkpoint, tensor_names
 from models.checkpoint.layer_parts import SINKS, LayerParts
 from models.checkpoint.modelslim import OF_INPUTS, in_described, of_pairs
@@ -52,10 +53,11 @@ PREDICTION = "model.mtp_"
 HARMLESS = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 
 
-def load(decoder: Decoder, path: str | Path) -> int:
+def load(decoder: Decoder, path: str | Path, tell: Callable[[str], None] = lambda _: None) -> int:
     """Fill the decoder from the checkpoint directory `path`, and pack it; return the bytes of tensors read.
 
-    Raises one ValueError that names every tensor that is missing, surplus, misshapen or wrongly typed.
+    `tell` is given how much has been read, in words. Raises one ValueError that names every tensor that is
+    missing, surplus, misshapen or wrongly typed.
     """
     path = Path(path)
     own, config = places_by_name(decoder), decoder.config
@@ -77,7 +79,7 @@ def load(decoder: Decoder, path: str | Path) -> int:
             return True
         return share.is_elsewhere(prefix + name, config)
 
-    found, num_bytes = fill(path, places, known, is_unread)
+    found, num_bytes = fill(path, places, known, is_unread, tell)
     # A tied checkpoint may contain its head as well; if the two differ it is not tied
     heads = (file for file, names in found.items() if HEAD in names and HEAD not in places)
     for file in heads if has_twin else ():
@@ -88,12 +90,17 @@ def load(decoder: Decoder, path: str | Path) -> int:
                 f"{HEAD} in {path} differs from {EMBEDDING}, yet config.json ties them; "
                 "set tie_word_embeddings to false"
             )
+    tell("packing its weights")
     decoder.pack()
     return num_bytes
 
 
 def fill(
-    path: Path, places: Places, known: Places, is_unread: Callable[[str], bool]
+    path: Path,
+    places: Places,
+    known: Places,
+    is_unread: Callable[[str], bool],
+    tell: Callable[[str], None] = lambda _: None,
 ) -> tuple[dict[Path, list[str]], int]:
     """Fill all places from the checkpoint directory `path`; return its tensors by file, and the bytes read.
 
@@ -107,11 +114,15 @@ def fill(
         for name, place in places.items()
         if isinstance(place, (PartPlace, PackedStack)) and place.is_far(name, files)
     }
+    counts = {file: sum(name in places for name in names) for file, names in found.items()}
+    read = {file.name: count for file, count in counts.items() if count}
+    progress = ReadingReport(tell, {file.name: file.stat().st_size for file in counts if counts[file]}, read)
     for some in (places.keys() - far, far):
         for file, names in found.items():
             for name, tensor in _tensors(file, {name: places[name] for name in names if name in some}):
                 places[name].take(file, name, tensor)
                 num_bytes += tensor.nbytes
+                progress.read(file.name)
     return found, num_bytes
 
 

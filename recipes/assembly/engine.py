@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from attention.reference import Attention
 from borders.files import in_one_line
+from borders.start_report import StartReport
 from continuous_batching.engine import Engine
 from continuous_batching.recording.recorder import Recorder, RecordingFile, Sink
+from devices.compiled import LIMIT_S
 from kv_cache.tier.page_tier import PageTier
 from models.checkpoint import weights
 from models.checkpoint.adapter_files import look_at
@@ -34,7 +38,7 @@ from models.step.runner import ModelRunner, RowSampler
 from models.step.stage_runner import StageRunner
 from models.step.warm_up import capture, largest_step_bytes, warm_up
 from recipes.assembly.decoders import cache_of, draft_decoder, drafter_of, shape_of
-from recipes.assembly.families import share_of, unknown_fields
+from recipes.assembly.families import overridden_fields, share_of, unknown_fields
 from recipes.assembly.memory_plan import MemoryPlan, report
 from recipes.assembly.page_events import publish_pages
 from recipes.assembly.page_tier import attach_tier
@@ -68,25 +72,30 @@ class BuiltEngine:
     tier: PageTier | None = None  # set where pages rest in a tier below the host's memory
 
 
-def build(recipe: Recipe, clock: Callable[[], float] = time.monotonic) -> BuiltEngine:
+def build(
+    recipe: Recipe,
+    clock: Callable[[], float] = time.monotonic,
+    tell: Callable[[str], None] = lambda _: None,
+) -> BuiltEngine:
     """Return the engine of a recipe, with its other ranks, if it has any.
 
     Raises ValueError for a recipe that cannot be built, and OSError where a rank is lost meanwhile. The
     choices made are logged, one line each for the device, the model, the cache, the defaults that the
-    scheduler's policy took, and the operators.
+    scheduler's policy took, and the operators. `tell` is given what is done, stage by stage, by each of
+    several ranks.
     """
     if recipe.scheduler.record is not None:
         _check_recording(recipe.scheduler.record)  # checked before the build, which takes minutes
     sinks: list[Sink] = []
     if recipe.parallel.ranks == 1:
-        built = assemble(recipe, clock=clock)
+        built = assemble(recipe, clock=clock, tell=tell)
     else:
         share_of(recipe, 0)  # invalid shares are refused before processes are started
         cluster = find_cluster(recipe.parallel, os.environ)
         recipe = recipe_of_a_rank(recipe, len(cluster.ranks_of(0, recipe.parallel.ranks)))
         ranks = Ranks(recipe, cluster)
         with ranks.building():
-            built = assemble(recipe, ranks.group, clock, ranks.wait_s, ranks.tell)
+            built = assemble(recipe, ranks.group, clock, ranks.wait_s, partial(_tell_all, ranks, tell))
         built.engine.runner = ranks.watched(built.runner, built.largest_step_s)
         built, sinks = replace(built, ranks=ranks), [ranks]
     if unknown := unknown_fields(recipe):
@@ -100,6 +109,18 @@ def build(recipe: Recipe, clock: Callable[[], float] = time.monotonic) -> BuiltE
     if recipe.cache.tier is not None:
         built = replace(built, tier=attach_tier(recipe, built.engine, built.runner, built.memory))
     return built
+
+
+def build_in_sight(recipe: Recipe) -> BuiltEngine:
+    """Return the engine of a recipe, and show on standard error what it does until then."""
+    with StartReport(sys.stderr) as report:
+        return build(recipe, tell=report.tell)
+
+
+def _tell_all(ranks: Ranks, tell: Callable[[str], None], doing: str) -> None:
+    """Note what this rank does, and tell what all of them do."""
+    ranks.tell(doing)
+    tell(ranks.start_report() if doing else "")
 
 
 def assemble(
@@ -124,7 +145,7 @@ def assemble(
     tell("loading its weights")
     # The smaller model is loaded first, so that a mistake in it is refused before the larger one is read.
     draft = draft_decoder(recipe, config, memory, machine, group, share)
-    decoder = _loaded(recipe, config, memory, machine, (group, share, stages))
+    decoder = _loaded(recipe, config, memory, machine, (group, share, stages), tell)
     adapters = _adapters(recipe, decoder)
     tell("")
     world.meet("the meeting after loading", wait_s)
@@ -169,6 +190,7 @@ def _loaded(
     memory: MemoryPlan,
     machine: Machine,
     place: tuple[Group, Share, StageLinks],
+    tell: Callable[[str], None],
 ) -> Decoder:
     """Return this rank's part of the decoder, with its weights."""
     group, share, stages = place
@@ -189,7 +211,7 @@ def _loaded(
         weights.random(decoder, recipe.model.seed)
     else:
         assert recipe.model.path is not None, "a checkpoint has a path"
-        weights.load(decoder, recipe.model.path)
+        weights.load(decoder, recipe.model.path, tell)
     return decoder
 
 
@@ -270,7 +292,8 @@ def _first_steps(recipe: Recipe, runner: ModelRunner, budget: int, tell: Callabl
 
     Returns the bytes of device memory that captured graphs hold.
     """
-    tell("compiling and running its first steps")
+    limited = recipe.device.kind == "cpu" and recipe.device.compile == "auto" and recipe.parallel.ranks == 1
+    tell(f"compiling{f' (at most {LIMIT_S:.0f} s)' if limited else ''} and running its first steps")
     warm_up(runner, budget)
     captured_bytes = 0
     if recipe.device.graphs:
@@ -330,6 +353,8 @@ def _log(recipe: Recipe, config: DecoderConfig, memory: MemoryPlan, decoder: Dec
     lines = dict(report(recipe, config, memory, decoder.share))
     log.info("model: %s, weights %s (%s)", lines["model"], lines["weights"], recipe.model.weights)
     log.info("cache: %s pages of %s, %s", f"{memory.num_pages:,}", lines["a page"], lines["cache"])
+    for line in overridden_fields(recipe):
+        log.info("model.config_overrides: %s", line)
     if memory.host_because:
         log.info("host tier: %s", lines["host tier"])
     section, sources = completed(recipe.scheduler, memory.longest_tokens)

@@ -20,6 +20,7 @@ from models.modelslim import check_cache, described, without_method
 from models.parallel.placement import read as read_placement
 from models.parallel.share import Share, check_experts, check_ranks, check_stages
 from models.quantization import KEY, Quantization
+from recipes.config_overrides import named_overrides, with_overrides
 from recipes.deepseek import model as deepseek
 from recipes.ernie4_5 import model as ernie4_5
 from recipes.gemma2 import model as gemma2
@@ -36,6 +37,7 @@ from recipes.llama.eagle3 import config as eagle3
 from recipes.minimax_m2 import model as minimax_m2
 from recipes.mistral import model as mistral
 from recipes.mixtral import model as mixtral
+from recipes.model_folder import check_kind
 from recipes.olmo3 import model as olmo3
 from recipes.phi3 import model as phi3
 from recipes.qwen2 import model as qwen2
@@ -124,7 +126,7 @@ def model_config(recipe: Recipe) -> DecoderConfig:
     """Return the decoder that a recipe names; raises ValueError for one that is not supported."""
     model = recipe.model
     if model.path is not None:
-        config = config_in(model.path)
+        config = config_in(model.path, model.config_overrides)
     else:
         assert model.config is not None, "a recipe has a model.path or a model.config"
         config = decoder_config(model.config)
@@ -132,6 +134,14 @@ def model_config(recipe: Recipe) -> DecoderConfig:
     if model.weights == "random" and config.quantization is not None:
         config = replace(config, quantization=replace(config.quantization, is_stored=False))
     return replace(config, window_groups=window_groups(recipe, config))
+
+
+def overridden_fields(recipe: Recipe) -> list[str]:
+    """Return a line for each field of the checkpoint's config.json that the recipe replaces."""
+    model = recipe.model
+    if model.path is None or not model.config_overrides:
+        return []
+    return list(named_overrides(read(model.path), model.config_overrides))
 
 
 def window_groups(recipe: Recipe, config: DecoderConfig) -> tuple[int, ...]:
@@ -303,12 +313,24 @@ def unknown_fields(recipe: Recipe) -> str:
     return ", ".join(map(abbreviate, unknown[:MOST_UNKNOWN])) + more
 
 
-def config_in(path: Path) -> DecoderConfig:
-    """Return the decoder of a checkpoint directory.
+def _check_replaced(hf: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
+    """Raise RecipeError for a field that a recipe replaces and the model's family does not read."""
+    family = hf.get("model_type")
+    fields = FIELDS.get(text_config(hf)["model_type"] if family in NESTED else str(family))
+    for name in overrides:
+        if fields is not None and not fields.is_read(name):
+            why = fields.reason(name) or f"a model of the family {family} does not have it"
+            problem = f"{name} has no effect: {why}"
+            raise RecipeError("model.config_overrides", problem, "leave it out", value=overrides[name])
+
+
+def config_in(path: Path, overrides: Mapping[str, Any] | None = None) -> DecoderConfig:
+    """Return the decoder of a checkpoint directory, with some fields of its config.json replaced.
 
     Raises ValueError like `decoder_config`, with the directory's path.
     """
-    hf = read(path)
+    hf = with_overrides(read(path), overrides or {})
+    _check_replaced(hf, overrides or {})
     try:
         return described(decoder_config(without_method(hf, path)), path)
     except ValueError as error:
@@ -323,6 +345,7 @@ def read(path: str | Path) -> dict[str, Any]:
     The end tokens of its generation_config.json, if there is one, replace those of config.json: a chat model
     often ends its turn with a token of its own. What only a quantization's own file describes is added.
     """
+    check_kind(Path(path))
     hf = _json(Path(path) / "config.json")
     if said := _quantized_apart(Path(path), hf):
         hf = {**hf, KEY: said[1]}

@@ -6,23 +6,26 @@ environment or by the file that it leaves. Nothing here imports torch.
 
 from __future__ import annotations
 
-import json
+import itertools
 import re
 import socket
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from borders.numbers import integers
+from borders.numbers import PORTS, Range, integers
+from borders.refusal import abbreviate
+from recipes.cluster.rank_table import read_rank_table
 from recipes.schema.parallel_section import LEADER_PORT, ParallelSection
 from recipes.schema.recipe_error import RecipeError
 
 HERE = "127.0.0.1"
 RANK_TABLE = Path("/user/serverid/devindex/config/hccl.json")  # the Ascend Operator mounts it there
-_LOOKS_S = 1.0  # interval between checks whether the rank table is complete
 _PORTS_OF_JOBS = 1000  # this many SLURM jobs that share a node use different ports
+_NUMBERS, _COUNTS = integers(0, 2**31 - 1), integers(1, 2**31 - 1)
+_NUMBERED = r"\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\]"
+_HOST = rf"(?:[^\s,\[\]]|{_NUMBERED})+"
+_SLURM_LIST = re.compile(rf"{_HOST}(?:,{_HOST})*")
 
 Environment = Mapping[str, str]
 
@@ -69,8 +72,10 @@ def find_cluster(
         or _by_ascend_operator(environment)
         or _in_rank_table(parallel, environment, names, rank_table)
         or _by_slurm(environment)
-        or Cluster("this machine")
     )
+    if found is None:
+        _check_alone(environment)
+        found = Cluster("this machine")
     if ranks % found.num_nodes:
         raise RecipeError(
             "parallel.tensor",
@@ -94,7 +99,7 @@ def _listed(
             f"{', '.join(nodes)} name a machine twice",
             "name each once, or say which one this is by NODE_RANK=0, NODE_RANK=1, ...",
         )
-    node = _number(environment, "NODE_RANK", len(nodes))
+    node = _optional(environment, "NODE_RANK", integers(0, len(nodes) - 1))
     if node is None:
         own = own_names()
         node = next((at for at, name in enumerate(nodes) if name in own), None)
@@ -104,8 +109,7 @@ def _listed(
             f"none of {', '.join(nodes)} is a name or an address of this machine",
             "correct them, or say which one this is by NODE_RANK=0, NODE_RANK=1, ...",
         )
-    port = _number(environment, "MASTER_PORT", 2**16) or LEADER_PORT
-    return Cluster("parallel.nodes", len(nodes), node, nodes[0], port)
+    return Cluster("parallel.nodes", len(nodes), node, nodes[0], _leader_port(environment))
 
 
 def _by_torchrun(environment: Environment) -> Cluster | None:
@@ -117,11 +121,11 @@ def _by_torchrun(environment: Environment) -> Cluster | None:
             "torchrun has started several processes on this machine, and one starts all ranks of a machine",
             "run it with --nproc-per-node 1",
         )
-    num_nodes = _needed(environment, "WORLD_SIZE")
-    port = _needed(environment, "MASTER_PORT") + 1  # torchrun itself listens on its own port
-    return _checked(
-        Cluster("torchrun", num_nodes, _needed(environment, "RANK"), environment["MASTER_ADDR"], port)
-    )
+    num_nodes = _needed(environment, "WORLD_SIZE", _COUNTS)
+    port = _needed(environment, "MASTER_PORT", integers(1, PORTS.most - 1))
+    leader = _address(environment, "MASTER_ADDR")
+    # torchrun itself listens on its own port, so the ranks meet on the next one
+    return _checked(Cluster("torchrun", num_nodes, _needed(environment, "RANK"), leader, port + 1))
 
 
 def _by_ascend_operator(environment: Environment) -> Cluster | None:
@@ -130,39 +134,35 @@ def _by_ascend_operator(environment: Environment) -> Cluster | None:
     Its RANK is the machine's number, its LOCAL_RANK a list such as {0,1,2,3}, and its WORLD_SIZE the number
     of NPUs.
     """
-    if not environment.get("LOCAL_RANK", "").startswith("{"):
+    listed = environment.get("LOCAL_RANK", "")
+    if not listed.startswith("{"):
         return None
-    world, here = _needed(environment, "WORLD_SIZE"), _needed(environment, "LOCAL_WORLD_SIZE")
+    world, here = _needed(environment, "WORLD_SIZE", _COUNTS), _needed(environment, "LOCAL_WORLD_SIZE")
     if here < 1 or world % here:
         raise RecipeError(
             (), f"LOCAL_WORLD_SIZE is {here}, which does not divide WORLD_SIZE, {world}", "see the AscendJob"
         )
-    port, node = _needed(environment, "MASTER_PORT"), _needed(environment, "RANK")
-    return _checked(Cluster("AscendJob", world // here, node, environment["MASTER_ADDR"], port))
+    if not re.fullmatch(r"\{\d+(,\d+)*\}", listed) or listed.count(",") + 1 != here:
+        problem = f"LOCAL_RANK is {abbreviate(listed)}, and LOCAL_WORLD_SIZE says {here} NPUs"
+        raise RecipeError((), problem, "see the AscendJob")
+    port, node = _needed(environment, "MASTER_PORT", integers(1, PORTS.most)), _needed(environment, "RANK")
+    return _checked(Cluster("AscendJob", world // here, node, _address(environment, "MASTER_ADDR"), port))
 
 
 def _in_rank_table(
     parallel: ParallelSection, environment: Environment, own_names: Callable[[], set[str]], path: Path
 ) -> Cluster | None:
-    """Read a rank table of version 1.0 (910, 910B) or 1.2 (910C), once it is complete."""
-    path = Path(environment.get("RANK_TABLE_FILE", path))
-    if not path.exists():
+    """Read a rank table, which the environment names, or which is mounted."""
+    named = environment.get("RANK_TABLE_FILE")
+    if named is None and not path.exists():
         return None
-    until_s = time.monotonic() + parallel.connect_timeout_s
-    while (table := _table(path)).get("status", "completed") != "completed":
-        if time.monotonic() > until_s:
-            raise RecipeError(
-                "parallel.connect_timeout_s",
-                f"{path} is not completed after {parallel.connect_timeout_s:g} s",
-                "see why the operator cannot place all pods, or raise it",
-            )
-        time.sleep(_LOOKS_S)
-    servers = sorted(
-        table["server_list"], key=lambda each: min(int(npu["rank_id"]) for npu in each["device"])
-    )
-    addresses = [str(each.get("container_ip") or each["server_id"]) for each in servers]
+    if named == "":
+        raise RecipeError((), "RANK_TABLE_FILE is ''", "let it name the rank table, or unset it")
+    path = path if named is None else Path(named)
+    servers = read_rank_table(path, parallel.connect_timeout_s)
+    addresses = [each.address for each in servers]
     own = own_names() | {environment[name] for name in ("POD_IP", "XDL_IP") if name in environment}
-    node = _number(environment, "NODE_RANK", len(servers))
+    node = _optional(environment, "NODE_RANK", integers(0, len(servers) - 1))
     if node is None:
         node = next((at for at, address in enumerate(addresses) if address in own), None)
     if node is None:
@@ -171,25 +171,29 @@ def _in_rank_table(
             f"{path} names {', '.join(addresses)}, and none of them is this machine",
             "say which one this is by POD_IP, or by NODE_RANK=0, NODE_RANK=1, ...",
         )
-    port = _number(environment, "MASTER_PORT", 2**16) or LEADER_PORT
-    return Cluster(str(path), len(servers), node, addresses[0], port)
-
-
-def _table(path: Path) -> dict[str, Any]:
-    try:
-        table = json.loads(path.read_text(encoding="utf-8"))
-        version, servers = table.get("version", "1.0"), table.get("server_list", [])
-        is_complete = table.get("status", "completed") == "completed"
-        if version in ("1.0", "1.2") and (not is_complete or all(each["device"] for each in servers)):
-            return dict(table)
-        problem = f"its version is {version}, and 1.0 and 1.2 can be read"
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        problem = f"it is no rank table ({error!r})"
-    raise RecipeError((), f"{path}: {problem}", "let RANK_TABLE_FILE name another")
+    num_npus = sum(len(each.ranks) for each in servers)
+    if parallel.ranks > num_npus:
+        raise RecipeError(
+            "parallel.tensor",
+            f"{parallel.ranks} ranks take an NPU each, and {path} lists {num_npus}",
+            "lower it, or let the table list more",
+            value=parallel.ranks,
+            limit=num_npus,
+        )
+    return Cluster(str(path), len(servers), node, addresses[0], _leader_port(environment))
 
 
 def _by_slurm(environment: Environment) -> Cluster | None:
-    if "SLURM_JOB_ID" not in environment or "SLURM_NODEID" not in environment:
+    if "SLURM_JOB_ID" not in environment:
+        return None
+    num_nodes = _optional(environment, "SLURM_NNODES", _COUNTS)
+    if "SLURM_NODEID" not in environment:  # a shell of salloc, say, which is on no machine of the job
+        if num_nodes is not None and num_nodes > 1:
+            raise RecipeError(
+                (),
+                f"SLURM_NNODES is {num_nodes}, and SLURM_NODEID, which says which one this is, is not set",
+                "start the command on each by srun, or allocate one machine",
+            )
         return None
     if environment.get("SLURM_LOCALID", "0") != "0":
         raise RecipeError(
@@ -197,16 +201,32 @@ def _by_slurm(environment: Environment) -> Cluster | None:
             "SLURM has started several processes on this machine, and one starts all ranks of a machine",
             "run it with --ntasks-per-node 1",
         )
-    node, num_nodes = _needed(environment, "SLURM_NODEID"), _needed(environment, "SLURM_NNODES")
-    leader = next(hosts(environment["SLURM_JOB_NODELIST"]))
+    node, num_nodes = _needed(environment, "SLURM_NODEID"), _needed(environment, "SLURM_NNODES", _COUNTS)
     port = LEADER_PORT + _needed(environment, "SLURM_JOB_ID") % _PORTS_OF_JOBS
-    return _checked(Cluster("SLURM", num_nodes, node, leader, port))
+    return _checked(Cluster("SLURM", num_nodes, node, _first_host(environment, num_nodes), port))
+
+
+def _first_host(environment: Environment, num_nodes: int) -> str:
+    """Return the first machine of SLURM's step, or of its job where the step is not named."""
+    name = "SLURM_STEP_NODELIST" if environment.get("SLURM_STEP_NODELIST") else "SLURM_JOB_NODELIST"
+    listed = environment.get(name)
+    found = [] if listed is None else list(itertools.islice(hosts(listed), num_nodes))
+    if len(found) < num_nodes:
+        said = "is not set" if listed is None else f"is {abbreviate(listed)}"
+        names = "no machine" if not found else f"only {len(found)}"
+        raise RecipeError(
+            (),
+            f"{name} {said}, which names {names} of {num_nodes} (SLURM_NNODES)",
+            "start the command by srun within the job, which sets it, as in n[1-2],m7",
+        )
+    return found[0]
 
 
 def hosts(listed: str) -> Iterator[str]:
-    """Yield the hosts of a list in SLURM's notation: n1,rack[1-2]n[01-03,7]."""
-    for name in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", listed):
-        yield from _expanded(name)
+    """Yield the hosts of a list in SLURM's notation, n1,rack[1-2]n[01-03,7]; none of another."""
+    if _SLURM_LIST.fullmatch(listed):
+        for name in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", listed):
+            yield from _expanded(name)
 
 
 def _expanded(name: str) -> Iterator[str]:
@@ -222,6 +242,18 @@ def _expanded(name: str) -> Iterator[str]:
                 yield f"{before}{number:0{len(first)}}{end}"
 
 
+def _check_alone(environment: Environment) -> None:
+    """Raise RecipeError where the environment says that there are other machines, in no way known here."""
+    world = environment.get("WORLD_SIZE", "")
+    if world not in ("", "1") and ("MASTER_ADDR" in environment or "RANK" in environment):
+        raise RecipeError(
+            (),
+            f"WORLD_SIZE is {abbreviate(world)}: there are others, and no launcher known here has set it,"
+            " neither torchrun (TORCHELASTIC_RUN_ID), nor an AscendJob (LOCAL_RANK={0,...}), nor SLURM",
+            "name the machines by parallel.nodes, or unset WORLD_SIZE",
+        )
+
+
 def _checked(cluster: Cluster) -> Cluster:
     if not 0 <= cluster.node < cluster.num_nodes:
         raise RecipeError(
@@ -232,19 +264,34 @@ def _checked(cluster: Cluster) -> Cluster:
     return cluster
 
 
-def _needed(environment: Environment, name: str) -> int:
-    number = _number(environment, name, 2**31)
+def _address(environment: Environment, name: str) -> str:
+    """Return the address of a machine, which a launcher of this kind sets."""
+    address = environment.get(name)
+    fix = "it must be the first machine's name or address, without a port"
+    if not address:
+        raise RecipeError((), f"{name} is {'not set' if address is None else repr(address)}", fix)
+    if re.search(r"[\s/,]", address) or re.fullmatch(r"[^:]*:\d*", address):
+        raise RecipeError((), f"{name} is {abbreviate(address)}", fix)
+    return address
+
+
+def _leader_port(environment: Environment) -> int:
+    return _optional(environment, "MASTER_PORT", PORTS) or LEADER_PORT
+
+
+def _needed(environment: Environment, name: str, allowed: Range[int] = _NUMBERS) -> int:
+    number = _optional(environment, name, allowed)
     if number is None:
         raise RecipeError((), f"{name} is not set, and a launcher of this kind sets it", "see its log")
     return number
 
 
-def _number(environment: Environment, name: str, end: int) -> int | None:
-    """Return an integer from 0 to `end` - 1, or None if it is not set."""
-    text, allowed = environment.get(name), integers(0, end - 1)
+def _optional(environment: Environment, name: str, allowed: Range[int]) -> int | None:
+    """Return an integer of a range, or None if it is not set."""
+    text = environment.get(name)
     number = None if text is None else allowed.parse(text)
     if text is not None and number is None:
-        raise RecipeError((), f"{name} is {text!r}", f"it must be {allowed}")
+        raise RecipeError((), f"{name} is {abbreviate(text)}", f"it must be {allowed}")
     return number
 
 

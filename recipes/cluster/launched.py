@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from recipes.cluster.cluster import Cluster, find_cluster
 from recipes.cluster.rank_process import VISIBLE
 from recipes.schema import verb
-from recipes.schema.command_line import positionals
+from recipes.schema.command_line import positionals, profiles_in
 from recipes.schema.reader import load
 from recipes.schema.recipe import Recipe
 
@@ -37,19 +37,11 @@ class Launched:
         given = positionals(arguments)
         recipes = [each for each in given if each.endswith((".yaml", ".yml"))][:1]
         changes = [each for each in given if _CHANGE.match(each)]
-        profile = [f"--profile={each}" for each in _profiles(arguments)][-1:]
+        profile = [f"--profile={each}" for each in profiles_in(arguments)][-1:]
         if not recipes:
             return Launched([], None)
         name = profile[0].partition("=")[2] if profile else None
         return Launched([*recipes, *changes, *profile], load(recipes[0], changes, name))
-
-
-def _profiles(arguments: Sequence[str]) -> Iterator[str]:
-    for at, argument in enumerate(arguments):
-        if argument.startswith("--profile="):
-            yield argument.partition("=")[2]
-        elif argument == "--profile":
-            yield from arguments[at + 1 : at + 2]
 
 
 def table(recipe: Recipe, cluster: Cluster) -> Iterator[str]:

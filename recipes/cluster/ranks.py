@@ -138,6 +138,10 @@ class Ranks:
         """Note what this rank does during the start, for messages about a start that takes long."""
         self._listeners.doing = doing
 
+    def start_report(self) -> str:
+        """Describe what each rank does during the start."""
+        return self._listeners.start_report()
+
     @contextmanager
     def building(self) -> Iterator[None]:
         """Report a rank that is lost inside this context by name, and end all others."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from borders.field_table import FIELDS, range_of
@@ -55,7 +55,11 @@ FLAGS = frozenset(
 
 def add_recipe(parser: argparse.ArgumentParser) -> None:
     """Add the arguments for a recipe's file, for keys that replace its own, and for a profile."""
-    parser.add_argument("recipe", metavar="RECIPE", help="a YAML file, such as recipes/tiny/cpu.yaml")
+    parser.add_argument(
+        "recipe",
+        metavar="RECIPE",
+        help="a YAML file, such as recipes/tiny/cpu.yaml, or a checkpoint's folder, for\nwhich one is chosen",
+    )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as cache.page_size=32")
     parser.add_argument("--profile", metavar="NAME", help="a name in recipes/profiles, such as low_latency")
 
@@ -71,16 +75,31 @@ def positionals(arguments: Sequence[str]) -> list[str]:
 
     It serves callers that do not parse the verb's command line.
     """
-    found: list[str] = []
-    rest = iter(arguments)
-    for argument in rest:
+    return [arguments[place] for place in places_of_positionals(arguments)]
+
+
+def places_of_positionals(arguments: Sequence[str]) -> list[int]:
+    """Return the places of the arguments that are neither options nor values of options."""
+    found: list[int] = []
+    places = iter(range(len(arguments)))
+    for place in places:
+        argument = arguments[place]
         if argument == "--":
-            return [*found, *rest]
+            return [*found, *places]
         if not argument.startswith("-") or argument == "-":
-            found.append(argument)
+            found.append(place)
         elif argument.startswith("--") and "=" not in argument and argument not in (*FLAGS, "--recipe"):
-            next(rest, None)  # skip the option's value
+            next(places, None)  # skip the option's value
     return found
+
+
+def profiles_in(arguments: Sequence[str]) -> Iterator[str]:
+    """Yield the profiles that a verb's arguments name; the last one holds."""
+    for at, argument in enumerate(arguments):
+        if argument.startswith("--profile="):
+            yield argument.partition("=")[2]
+        elif argument == "--profile":
+            yield from arguments[at + 1 : at + 2]
 
 
 def keep_apart(output: str | Path, *inputs: str | Path) -> None:

@@ -11,16 +11,17 @@ import difflib
 import logging
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 from borders.files import read_bounded
+from recipes.schema.foreign_keys import foreign_key
 from recipes.schema.keys import NAMES, Key, keys_of
 from recipes.schema.precedence import BASE, COMMAND_LINE, FILE, PROFILE, Entry, settled
 from recipes.schema.recipe import ROOT, Recipe
-from recipes.schema.recipe_error import RecipeError, in_words, nearest
+from recipes.schema.recipe_error import RecipeError, in_words, in_yaml, nearest
 from recipes.schema.source_location import Located, parse
 
 Section = TypeVar("Section")
@@ -28,9 +29,11 @@ Section = TypeVar("Section")
 log = logging.getLogger(__name__)
 
 MOST_BYTES = 2**18  # most bytes of a recipe; YAML takes seconds for a megabyte
+NO_RECIPE = "; give a recipe, such as recipes/tiny/cpu.yaml, or the folder of a checkpoint"
 PROFILES = ROOT / "recipes/profiles"
 KEYS = {each.name: each for each in keys_of(Recipe)}
-MAPPINGS = ("model.config", "cache.tier")  # an override may set a single key of these
+# An override may set a single key of these
+MAPPINGS = ("model.config", "model.config_overrides", "cache.tier")
 SECTIONS = {name.partition(".")[0] for name in KEYS}
 
 
@@ -103,7 +106,7 @@ def _nearest_recipe(path: Path) -> str:
     there = {str(each.relative_to(ROOT)): each for each in ROOT.glob("recipes/**/*.yaml")}
     near = difflib.get_close_matches(str(path), there, n=1)
     if not near:
-        return ""
+        return "" if path.suffix in (".yaml", ".yml") or path.exists() else NO_RECIPE
     from_here = os.path.relpath(there[near[0]])
     return f"; did you mean {there[near[0]] if from_here.startswith(os.pardir) else from_here}?"
 
@@ -136,27 +139,82 @@ def _base_path(base: Located, path: Path) -> Path:
 
 def _entries(document: Mapping[str, Located], name: str, level: int) -> dict[str, Entry]:
     """Return the entries of the keys of one file."""
-    entries = {}
+    entries: dict[str, Entry] = {}
     for section, located in document.items():
         place = f"{name}:{located.line}"
+        if section not in SECTIONS and foreign_key(section):
+            _take_foreign(entries, section, located, place, level)
+            continue
         if section not in SECTIONS:
-            raise _unknown(place, section)
+            if not any(foreign_key(_leaf(each)) for each, _ in _leaves(section, located)):
+                raise _unknown(place, section)
+            for each, value in _leaves(section, located):
+                _take_foreign(entries, each, value, f"{name}:{value.line}", level)
+            continue
         if not isinstance(located.value, (dict, type(None))):
             problem = f"{in_words(located.plain)} is not a mapping of the section's keys"
             raise RecipeError(section, problem, value=located.plain, place=place)
         for leaf, value in (located.value or {}).items():
             key, place = f"{section}.{leaf}", f"{name}:{value.line}"
             if key not in KEYS:
-                raise _unknown(place, key)
-            entries[key] = Entry(_converted(KEYS[key], value, place), place, level)
+                _take_foreign(entries, key, value, place, level)
+                continue
+            _check_agreement(entries, key, new := Entry(_converted(KEYS[key], value, place), place, level))
+            entries[key] = new
     return entries
+
+
+def _leaves(name: str, located: Located) -> Iterator[tuple[str, Located]]:
+    """Yield the dotted names of a section of another engine's recipe, down to known names and to values."""
+    if not isinstance(located.value, dict) or foreign_key(_leaf(name)):
+        yield name, located
+        return
+    for leaf, value in located.value.items():
+        yield from _leaves(f"{name}.{leaf}", value)
+
+
+def _take_foreign(
+    entries: dict[str, Entry], name: str, located: Located, place: str, level: int, number: int = 0
+) -> None:
+    """Add the entry of our key for another engine's name; raises RecipeError where they differ in meaning."""
+    foreign = foreign_key(leaf := _leaf(name))
+    is_misplaced = name.partition(".")[0] in SECTIONS and any(_leaf(each) == leaf for each in KEYS)
+    if foreign is None or is_misplaced:
+        raise _unknown(place, name)
+    key = foreign.key_of(leaf.replace("-", "_"))
+    if key is None or not foreign.same:
+        problem, fix = foreign.refusal(leaf.replace("-", "_"))
+        raise RecipeError(name, problem, fix, value=located.plain, place=place)
+    if foreign.same == "opposite" and isinstance(located.value, bool):
+        located = Located(not located.value, located.line)
+    value = _converted(KEYS[key], located, place)
+    new = Entry(value, place, level, number, f", there {leaf}")
+    _check_agreement(entries, key, new)
+    log.warning("%s: %s is taken as %s=%s", place, leaf, key, in_yaml(value))
+    entries[key] = new
+
+
+def _check_agreement(entries: Mapping[str, Entry], key: str, new: Entry) -> None:
+    """Raise RecipeError where one place gives a key two values, of which one has another engine's name."""
+    old = entries.get(key)
+    if old is None or old.level != new.level or old.value == new.value or new.level == COMMAND_LINE:
+        return
+    raise RecipeError(
+        key,
+        f"{in_words(new.value)} here{new.note}, and {in_words(old.value)} at {old.origin}",
+        "leave one of them out",
+        value=new.value,
+        place=new.place,
+    )
 
 
 def _override(entries: dict[str, Entry], override: str, number: int) -> None:
     place = f"command line: {override if len(override) <= 60 else override[:57] + '...'}"
     name, equals, text = override.partition("=")
     if not equals:
-        raise RecipeError((), "an override reads key=value, as in cache.page_size=32", place=place)
+        is_folder = Path(override).expanduser().is_dir()
+        fix = f"give model.path={override}, or the folder alone in place of the recipe" if is_folder else ""
+        raise RecipeError((), "an override reads key=value, as in cache.page_size=32", fix, place=place)
     located = parse(text, place, numbered=False)
     parts = name.split(".", 2)
     key = KEYS.get(".".join(parts[:2]))
@@ -165,6 +223,9 @@ def _override(entries: dict[str, Entry], override: str, number: int) -> None:
         raise RecipeError(
             (), f"{name} is a section", f"set one of its keys, as in {example}=...", place=place
         )
+    if key is None and foreign_key(_leaf(name)):
+        _take_foreign(entries, name, located, place, COMMAND_LINE, number)
+        return
     if key is None or (len(parts) == 3 and key.name not in MAPPINGS):
         raise _unknown(place, name)
     if len(parts) == 3:
@@ -199,7 +260,8 @@ def _path(text: str, key: str, place: str) -> Path:
 
     def replace(match: re.Match[str]) -> str:
         if match[1] not in os.environ:
-            problem, fix = f"{match[0]} is not set in the environment", "set it, or write the path out"
+            problem = f"{match[0]} is not set in the environment"
+            fix = f"export {match[1]}=FOLDER, or write the path out, as in {key}=FOLDER"
             raise RecipeError(key, problem, fix, value=text, place=place)
         return os.environ[match[1]]
 

@@ -57,6 +57,11 @@ class ModelSection:
     config: dict[str, Any] | None = key(
         "the keys of a `config.json`, written here in place of `model.path`", default=None
     )
+    config_overrides: dict[str, Any] | None = key(
+        "fields of the checkpoint's `config.json` that count with these values in place of its own, such as"
+        " `rope_scaling`; a field that changes the shapes of weights is refused",
+        default=None,
+    )
     weights: Literal["checkpoint", "random"] = key(
         "checkpoint: read from `model.path`; random: seeded random ones of the same shapes",
         default="checkpoint",
@@ -259,6 +264,13 @@ class Recipe:
                 "set model.weights to random, or name a model.path",
                 value=self.model.weights,
             )
+        if self.model.config is not None and self.model.config_overrides:
+            yield RecipeError(
+                ("model.config_overrides", "model.config"),
+                "read only where model.path is set, and model.config is in its place",
+                "write the fields into model.config",
+                value=self.model.config_overrides,
+            )
         if self.cache.compact_pages_per_step and not self.cache.compact_every_steps:
             yield RecipeError(
                 ("cache.compact_pages_per_step", "cache.compact_every_steps"),
@@ -351,7 +363,9 @@ class Recipe:
     def _one_of(self, *names: str) -> Iterator[RecipeError]:
         given = [name for name in names if self.value(name) is not None]
         if not given:
-            yield RecipeError(names, f"required, or {' or '.join(names[1:])} in its place")
+            is_model = names[0] == "model.path"
+            fix = "add model.path=FOLDER, or name the folder in place of the recipe" if is_model else ""
+            yield RecipeError(names, f"required, or {' or '.join(names[1:])} in its place", fix)
         elif len(given) > 1:
             yield RecipeError(
                 tuple(given),

@@ -43,9 +43,9 @@ def router(llm: AsyncLLM, names: ModelNames) -> APIRouter:
         """
         engine = llm.engine
         if llm.state in ("lost", "dead"):
-            return JSONResponse({"status": llm.state, "reason": engine.trouble}, 503)
+            return JSONResponse({"status": llm.state, "reason": engine.trouble} | engine.stage, 503)
         times = {"silent_s": round(engine.silent_s, 3), "limit_s": round(engine.silence.limit_s, 3)}
-        return JSONResponse({"status": engine.status} | times)
+        return JSONResponse({"status": engine.status} | times | engine.stage)
 
     @routes.get("/ready")
     async def ready() -> Response:

@@ -46,6 +46,14 @@ def _end_with_parent(engines: list[Engine]) -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
+def _connected(address: str) -> zmq.Socket[bytes]:
+    socket = zmq.Context().socket(zmq.PAIR)
+    socket.set_hwm(0)  # the number of messages is bounded by the requests that the server accepts
+    socket.linger = 0  # an engine that cannot start ends without waiting for its reader
+    socket.connect(address)
+    return socket
+
+
 def main(argv: list[str]) -> int:
     """Build the engine and serve; returns 2 for a recipe that cannot be used."""
     options = argparse.ArgumentParser(prog="python -m serving.engine.main")
@@ -57,12 +65,13 @@ def main(argv: list[str]) -> int:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s engine: %(message)s", stream=sys.stderr)
     gc.disable()  # What is imported stays: a collection would visit 300,000 objects and find no garbage
     from borders.files import in_one_line
+    from borders.start_report import paced
     from continuous_batching.recording.listeners import RankLost
     from recipes.assembly.engine import build
     from recipes.cluster.ranks import LOST
     from recipes.schema.reader import load
     from serving.engine.facts import ExpertReadings, facts_of, tier_reading
-    from serving.engine.messages import HURRY
+    from serving.engine.messages import HURRY, Starting, encode
     from serving.engine.page_exchange import exchange_of
     from serving.engine.worker import Worker
     from serving.own_processors import KnownProcessors
@@ -77,9 +86,10 @@ def main(argv: list[str]) -> int:
         return 0
     engines: list[Engine] = []
     _end_with_parent(engines)
+    socket = _connected(asked.socket)
     try:
         recipe = load(asked.recipe, asked.overrides, asked.profile)
-        built = build(recipe)
+        built = build(recipe, tell=paced(lambda doing: socket.send(encode(Starting(doing)))))
         processors = KnownProcessors.of(recipe, built.config.vocab_size)
         pages = exchange_of(recipe, built)
     except (ValueError, OSError) as error:
@@ -88,9 +98,6 @@ def main(argv: list[str]) -> int:
     engines.append(built.engine)
     gc.collect()
     gc.freeze()  # a collection that visits these lasting objects would delay a step by 0.1 s
-    socket = zmq.Context().socket(zmq.PAIR)
-    socket.set_hwm(0)  # the number of messages is bounded by the requests that the server accepts
-    socket.connect(asked.socket)
     facts = facts_of(built, prefix_sharing=recipe.cache.prefix_sharing)
     path = recipe.model.path
     read_experts = ExpertReadings(built).due

@@ -95,6 +95,12 @@ class EngineFacts(msgspec.Struct, frozen=True):
     window_page_bytes: tuple[int, ...] = ()  # bytes of a page over the layers of each window
 
 
+class Starting(Message, frozen=True):
+    """What the engine does while it starts; empty: nothing that takes long."""
+
+    doing: str
+
+
 class Ready(Message, frozen=True):
     """The engine can serve."""
 
@@ -259,7 +265,7 @@ class View(Message, frozen=True):
 
 
 ToEngine = Add | Finish | Look | PutAdapter
-FromEngine = Ready | AddRefused | QueueRefused | Stepped | Beat | View | AdapterPut
+FromEngine = Starting | Ready | AddRefused | QueueRefused | Stepped | Beat | View | AdapterPut
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode

@@ -12,11 +12,13 @@ from typing import Literal
 
 import zmq
 
+from borders.start_report import StartReport
 from recipes.schema.server_section import ServerSection
 from serving.engine.messages import (
     EngineFacts,
     FromEngine,
     Ready,
+    Starting,
     Stepped,
     ToEngine,
     decode_from_engine,
@@ -54,6 +56,7 @@ class Supervisor:
         self.state: State = "starting"
         self.facts: EngineFacts | None = None  # facts of the engine, while it is ready
         self.trouble = ""  # why the last engine ended
+        self.starting = StartReport(say=lambda text: log.info("start: %s", text))  # while an engine starts
         self.has_failed = False  # there will be no engine, although nobody asked for that
         self.start_s = 0.0  # how long the last start took
         self._ready_s = math.inf  # when this engine became ready
@@ -114,11 +117,17 @@ class Supervisor:
         return "slow" if is_slow else self.state
 
     @property
+    def stage(self) -> dict[str, str]:
+        """What the engine does while it starts, as the field `doing`; nothing otherwise."""
+        return {"doing": self.starting.text} if self.starting.text else {}
+
+    @property
     def why_not(self) -> str:
         """The reason why there is no answer now."""
+        doing = f" ({self.starting.text})" if self.starting.text else ""
         return {
-            "starting": "the engine is starting",
-            "lost": f"the engine is being started anew: {self.trouble}",
+            "starting": f"the engine is starting{doing}",
+            "lost": f"the engine is being started anew{doing}: {self.trouble}",
             "draining": "the server is shutting down",
         }.get(self.state, f"there is no engine: {self.trouble or 'the server is shutting down'}")
 
@@ -183,6 +192,7 @@ class Supervisor:
             self.trouble = str(error)
         finally:
             self._engine = self.facts = None
+            self.starting.tell("")
         if self._spare is not None:
             self._spare.hurry()  # also where a pause is due first
         log.error("%s", self.trouble)
@@ -219,6 +229,9 @@ class Supervisor:
     async def _listen(self, engine: EngineProcess, born_s: float) -> None:
         while True:
             message = decode_from_engine(await engine.socket.recv())
+            if isinstance(message, Starting):  # the limit of a start counts from its beginning
+                self.starting.tell(message.doing)
+                continue
             self.silence.hear(time.monotonic())
             if isinstance(message, Ready):
                 engine.hide()
@@ -229,6 +242,7 @@ class Supervisor:
 
     def _begin(self, message: Ready, start_s: float) -> None:
         self.facts, self.start_s = message.facts, start_s
+        self.starting.tell("")
         self._starts_s[self._had_spare] = start_s
         self._ready_s = time.monotonic()
         expected_s = message.facts.expected_step_s
@@ -243,6 +257,7 @@ class Supervisor:
         while num_silent < 2:
             due_s = time.monotonic() + _CHECKS_S
             await asyncio.sleep(_CHECKS_S)
+            self.starting.show()
             now_s = time.monotonic()
             self.silence.excuse(max(0.0, now_s - due_s), now_s)
             num_silent = num_silent + 1 if self.silent_s > self.silence.limit_s else 0

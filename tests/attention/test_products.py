@@ -148,6 +148,8 @@ def test_graphs_are_bounded_by_streams() -> None:
     sampled = product("910B", "").graph_sizes(wanted, 25, 128)
     assert (len(sampled), sampled[0], sampled[-1]) == (66, 1, 60 * 128)
     assert product("910B", "").graph_sizes(wanted, 24, 128, joins=True) == sampled
+    assert product("950", "").graph_sizes([1, 2, 4, 8], 5, 128) == [1, 2, 4, 8]
+    assert product("950", "").graph_sizes([1, 2, 4, 8], 5, 128, joins=True) == [1, 8], "each has two graphs"
     with pytest.raises(ValueError, match="67 graphs of 32 layers; the 910B holds 52: set it to at most 6656"):
         product("910B", "").graph_sizes(wanted, 32, 128)
     with pytest.raises(ValueError, match="5 layers; the 950 holds 4: set it to at most 512, or raise cache"):

@@ -130,3 +130,11 @@ def test_a_rank_that_ends_in_order_after_its_leader_has_lost_nothing(
         assert is_cut.wait(PATIENCE_S)
         beats.end()
     assert not has_lost.is_set()
+
+
+def test_the_slowest_rank_of_those_that_load_is_named() -> None:
+    with starting(start_limit_s=1800.0) as (listeners, beats, _):
+        listeners.doing, beats.doing = "loading its weights: 80%, 8 of 10 shards", "loading its weights: 9%"
+        wait_for(lambda: listeners.start_report().endswith(f": 9%; {NAME} is the slowest"))
+        listeners.doing = beats.doing
+        wait_for(lambda: "slowest" not in listeners.start_report())

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from devices.present import Chip, chips_of
 from doctor.diagnosis import CHECKS, diagnose, in_json, in_words, name_of
-from doctor.facts import Chip, MachineFacts, Node, _error_of, chips_of, gather, numbers
+from doctor.facts import MachineFacts, Node, _error_of, gather, numbers
 from scripts.doctor import main
 
 HOME = "/usr/local/Ascend/ascend-toolkit/latest"

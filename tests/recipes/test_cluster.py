@@ -41,6 +41,18 @@ def rank_table(num_nodes: int, version: str, **others: Any) -> dict[str, Any]:
     return {"status": "completed", "version": version, "server_list": servers} | pods | others
 
 
+def servers(ranks: list[list[str | None]], address_of_all: str = "") -> str:
+    """A table of servers with NPUs of these ranks; None: one that does not say its rank."""
+    listed = [
+        {
+            "server_id": address_of_all or address(node),
+            "device": [{"device_id": "0"} | ({} if rank is None else {"rank_id": rank}) for rank in held],
+        }
+        for node, held in enumerate(ranks)
+    ]
+    return json.dumps({"status": "completed", "version": "1.0", "server_list": listed})
+
+
 def launched(launcher: str, num_nodes: int, node: int, folder: Path) -> tuple[dict[str, Any], dict[str, str]]:
     """The recipe's keys and the environment that a launcher gives a process of this machine."""
     world = str(num_nodes * RANKS_A_NODE)
@@ -101,6 +113,11 @@ def test_without_a_launcher_all_ranks_are_here() -> None:
     assert find_cluster(ParallelSection(tensor=4), {}, set, Path("none")) == Cluster("this machine")
 
 
+def test_a_step_of_slurms_has_machines_of_its_own() -> None:
+    step = SLURM | {"SLURM_JOB_NODELIST": "n[1-4]", "SLURM_STEP_NODELIST": "n[3-4]"}
+    assert find_cluster(ParallelSection(tensor=16), step, set, Path("none")).leader == "n3"
+
+
 def test_one_rank_asks_no_launcher() -> None:
     environment = {"SLURM_JOB_ID": "1", "SLURM_NODEID": "3", "SLURM_LOCALID": "3"}
     assert find_cluster(ParallelSection(), environment, set, Path("none")) == Cluster("this machine")
@@ -124,6 +141,10 @@ def test_the_list_of_the_recipe_is_heard_first() -> None:
 )
 def test_a_list_of_slurms_is_expanded(listed: str, expected: list[str]) -> None:
     assert list(hosts(listed)) == expected
+
+
+def without(environment: dict[str, str], name: str) -> dict[str, str]:
+    return {each: value for each, value in environment.items() if each != name}
 
 
 TORCHRUN = launched("torchrun", 2, 1, Path())[1]
@@ -156,6 +177,26 @@ SLURM = launched("SLURM", 2, 1, Path())[1]
         ({"nodes": ("a", "b")}, {}, "parallel.nodes: none of a, b is a name or an address of this machine"),
         ({"nodes": ("a", "a")}, {}, "parallel.nodes: a, a name a machine twice"),
         ({"nodes": ("a", "b")}, {"NODE_RANK": "2"}, "NODE_RANK is '2'; it must be an integer from 0 to 1"),
+        ({}, without(TORCHRUN, "MASTER_ADDR"), "MASTER_ADDR is not set; it must be the first machine's"),
+        ({}, TORCHRUN | {"MASTER_ADDR": "tcp://a"}, "MASTER_ADDR is 'tcp://a'; it must be the first"),
+        ({}, ASCEND | {"MASTER_ADDR": "a:29500"}, "MASTER_ADDR is 'a:29500'; it must be the first machine's"),
+        ({}, TORCHRUN | {"MASTER_PORT": "65535"}, "MASTER_PORT is '65535'; it must be an integer from 1 to"),
+        ({}, ASCEND | {"MASTER_PORT": "0"}, "MASTER_PORT is '0'; it must be an integer from 1 to 65535"),
+        ({}, TORCHRUN | {"WORLD_SIZE": "-1"}, "WORLD_SIZE is '-1'; it must be an integer from 1"),
+        ({}, ASCEND | {"LOCAL_RANK": "{0,1"}, "LOCAL_RANK is '{0,1', and LOCAL_WORLD_SIZE says 8"),
+        (
+            {},
+            SLURM | {"SLURM_JOB_NODELIST": "n[2-1]"},
+            "'n[2-1]', which names no machine of 2",
+        ),
+        ({}, SLURM | {"SLURM_JOB_NODELIST": "n[1-2"}, "'n[1-2', which names no machine of 2"),
+        ({}, SLURM | {"SLURM_JOB_NODELIST": "n7"}, "'n7', which names only 1 of 2 (SLURM_NNODES)"),
+        ({}, SLURM | {"SLURM_STEP_NODELIST": "x["}, "SLURM_STEP_NODELIST is 'x['"),
+        ({}, without(SLURM, "SLURM_NODEID"), "start the command on each by srun, or allocate one machine"),
+        ({}, {"WORLD_SIZE": "2", "RANK": "1"}, "WORLD_SIZE is '2': there are others, and no launcher known"),
+        ({}, {"RANK_TABLE_FILE": ""}, "RANK_TABLE_FILE is ''; let it name the rank table, or unset it"),
+        ({}, {"RANK_TABLE_FILE": "/no/such"}, "RANK_TABLE_FILE: /no/such: no such file or directory; name"),
+        ({}, {"RANK_TABLE_FILE": "/"}, "RANK_TABLE_FILE: /: is a directory; name the table, or unset it"),
     ],
 )
 def test_what_cannot_be_is_refused(keys: dict[str, Any], environment: dict[str, str], words: str) -> None:
@@ -170,18 +211,38 @@ def test_what_cannot_be_is_refused(keys: dict[str, Any], environment: dict[str, 
     ("text", "words"),
     [
         ("{", "it is no rank table"),
-        ('{"status": "completed", "server_list": [{}]}', "it is no rank table (KeyError('device'))"),
+        ('{"status": "completed", "server_list": [{}]}', "server_list[0].server_id is not there; it must be"),
         (json.dumps(rank_table(2, "3")), "its version is 3, and 1.0 and 1.2 can be read"),
         (json.dumps(rank_table(2, "1.0")), "names 10.0.0.1, 10.0.0.2, and none of them is this machine"),
         (json.dumps(rank_table(2, "1.0", status="initializing")), "is not completed after 1 s"),
+        (json.dumps(rank_table(2, "1.0", server_count="3")), "server_count is '3'; server_list has 2"),
+        (json.dumps(rank_table(2, "1.0", server_list={})), "server_list is {}; it must list the servers"),
+        (servers([["0"], []]), "server_list[1].device is []; it must list the server's NPUs"),
+        (
+            servers([["0"], ["1", None]]),
+            "server_list[1].device[1].rank_id is not there; it must be an",
+        ),
+        (servers([["0"], ["-1"]]), "server_list[1].device[0].rank_id is '-1'; it must be an integer from 0"),
+        (servers([["0", "1"], ["1", "2"]]), "rank_id is 1; 2 NPUs have this rank"),
+        (servers([["0"], ["7"]]), "rank_id is 7; 2 NPUs have the ranks from 0 to 1"),
+        (servers([["0", "1", "2"], ["3"]]), "10.0.0.2 has 1'; each server must have the same number of NPUs"),
+        (servers([["0"], ["1"]], "10.0.0.1"), "server_list is '10.0.0.1'; 2 servers have this address"),
+        (
+            servers([["0"], ["1"]], "a b"),
+            "server_list[0].server_id is 'a b'; it must be the server's",
+        ),
+        (servers([["0"], ["1"]]), "parallel.tensor: 16 ranks take an NPU each, and"),
     ],
 )
 def test_a_rank_table_that_says_nothing_is_refused(tmp_path: Path, text: str, words: str) -> None:
     (tmp_path / "hccl.json").write_text(text)
     parallel = ParallelSection(tensor=16, connect_timeout_s=1)
+    environment = {"RANK_TABLE_FILE": str(tmp_path / "hccl.json")}
+    is_here = "an NPU each" in words
     with pytest.raises(RecipeError) as refused:
-        find_cluster(parallel, {"RANK_TABLE_FILE": str(tmp_path / "hccl.json")}, set)
+        find_cluster(parallel, environment, lambda: {address(0)} if is_here else set())
     assert words in str(refused.value)
+    assert "\n" not in str(refused.value)
 
 
 if __name__ == "__main__":  # after a change that is meant

@@ -105,7 +105,7 @@ def test_reads_a_recipe_and_says_where_each_value_comes_from(recipe):
             "path: recipes/tiny/weights",
             "path: ${NO_SUCH_PLACE}/x",
             "r.yaml:2: model.path: ${NO_SUCH_PLACE} is not set in the environment;"
-            " set it, or write the path out",
+            " export NO_SUCH_PLACE=FOLDER, or write the path out, as in model.path=FOLDER",
         ),
         (
             "  page_size: 16\n  num_pages: 64",

@@ -80,7 +80,11 @@ def made(**changes: Any) -> Recipe:
             {"device__kind": "npu", "device__graphs": 8, "device__attention": "reference"},
             "device.graphs: device.attention is reference, which synchronizes with the host at every span",
         ),
-        ({"model__path": None}, "model.path: required, or model.config in its place"),
+        (
+            {"model__path": None},
+            "model.path: required, or model.config in its place"
+            "; add model.path=FOLDER, or name the folder in place of the recipe",
+        ),
         (
             {"cache__num_pages": None},
             "cache.num_pages: required, or cache.memory_gib or cache.memory_fraction in its place",

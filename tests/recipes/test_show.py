@@ -52,7 +52,8 @@ def test_show_names_the_base_as_the_origin(capsys):
         ),
         (
             ["recipes/any/cpu.yaml"],
-            "recipes/any/cpu.yaml:3: model.path: required, or model.config in its place\n",
+            "recipes/any/cpu.yaml:3: model.path: required, or model.config in its place"
+            "; add model.path=FOLDER, or name the folder in place of the recipe\n",
         ),
         (
             [LLAMA, "model.config.model_type=lama"],

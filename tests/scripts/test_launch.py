@@ -176,7 +176,7 @@ def test_a_library_whose_path_the_loader_would_cut_is_left_out(tmp_path: Path) -
     (copy / "lib/libiomp5.so").touch()
     stand_in = copy / "python"
     stand_in.write_text(
-        f"""#!/bin/sh\ncase "$*" in *sys.prefix*) echo "{copy}" ;; *) printf 'cpu\\n0\\n' ;; esac\n"""
+        f"#!/bin/sh\ncase \"$*\" in *sys.prefix*) echo '{copy}' ;; *launched*) printf 'cpu\\n0\\n' ;; esac\n"
     )
     stand_in.chmod(0o755)
     done = subprocess.run(

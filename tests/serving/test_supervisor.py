@@ -13,7 +13,7 @@ from recipes.schema.server_section import ServerSection
 from serving.api.errors import response_of
 from serving.async_llm import AsyncLLM
 from serving.engine import supervisor
-from serving.engine.messages import EngineFacts, Ready, encode
+from serving.engine.messages import EngineFacts, FromEngine, Ready, Starting, encode
 from serving.engine.process import EngineLost, EngineProcess
 from serving.engine.supervisor import Supervisor
 from serving.failures import Unavailable
@@ -51,6 +51,49 @@ class Short:
 
     async def end(self) -> None:
         """Nothing is left."""
+
+
+class Loading(Short):
+    """A life of an engine that says how far it is, and then ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_over = asyncio.Event()
+
+    async def recv(self) -> bytes:
+        if self._is_ready.is_set():
+            await asyncio.Event().wait()
+        self._is_ready.set()
+        return encode(Starting("loading its weights: 9%"))
+
+    async def ended(self) -> None:
+        await self.is_over.wait()
+        raise EngineLost("it ended")
+
+
+def test_what_a_start_does_is_told_until_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def stages() -> None:
+        heard: list[FromEngine] = []
+        limits = ServerSection(spare_engine=False)
+        keeper = Supervisor(lambda life: [], limits, heard.append, lambda reason: None)
+        engine = Loading()
+
+        async def following() -> Loading:
+            return engine
+
+        monkeypatch.setattr(keeper, "_next", following)
+        keeper.start()
+        while not keeper.stage:
+            await asyncio.sleep(0)
+        assert keeper.stage["doing"].startswith("loading its weights: 9%, ")
+        assert keeper.why_not.startswith("the engine is starting (loading its weights: 9%, ")
+        assert not heard
+        engine.is_over.set()
+        await keeper.until(lambda: keeper.state == "dead")
+        assert keeper.stage == {}
+        await keeper.close()
+
+    asyncio.run(stages())
 
 
 def test_who_asks_while_an_engine_is_lost_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

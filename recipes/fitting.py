@@ -1,0 +1,290 @@
+"""Choose the recipe that serves a checkpoint folder on this machine.
+
+A verb that takes a recipe takes a folder, or ORG/NAME, in its place: the device is found, the recipe of
+recipes/any that fits it is taken, and the keys are set that the model asks for on this device. What was
+chosen is said, with the command that gives the same. A key that the user sets is never chosen.
+
+    python -m recipes.fitting VERB [ARGUMENT ...]    for scripts/launch.sh: which of a verb's arguments is a
+                                                     model, and what stands in its place; nothing if none is
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from devices.ascend_limits import ATB_MOST_PAGE, ATB_PAGES, PRODUCTS, AscendProduct
+from devices.present import Present, present, processor
+from models.config import DecoderConfig
+from models.parallel.share import Share
+from recipes.assembly.families import share_of
+from recipes.assembly.memory_plan import GIB, in_gib
+from recipes.assembly.sizing import plan_memory
+from recipes.model_folder import answer_keys, model_folder, names_model
+from recipes.schema import verb
+from recipes.schema.command_line import places_of_positionals, profiles_in
+from recipes.schema.reader import read
+from recipes.schema.recipe import ROOT, Recipe, from_root
+from recipes.schema.recipe_error import RecipeError
+
+log = logging.getLogger(__name__)
+
+MOST_TENSOR = 16
+VIRTUAL_DEVICES = 8
+USEFUL_TOKENS = 32768  # devices that hold the weights and a smaller cache are called too small
+CPU_CACHES_GIB = (4.0, 2.0, 1.0, 0.5, 0.25)  # the first is that of recipes/any/cpu.yaml
+STAND_IN_CACHE_GIB = 0.25
+CACHE_SIZES = ("cache.num_pages", "cache.memory_gib", "cache.memory_fraction")
+VERBS_OF_VERBS = ("benchmark", "recipes")  # their first argument is the name of one of several
+
+
+@dataclass(frozen=True, slots=True)
+class Fitting:
+    """The recipe for a model: a file of recipes/any, the keys to set in it, and why."""
+
+    recipe: str  # relative to the repository
+    overrides: tuple[str, ...]
+    reasons: tuple[str, ...]
+
+
+def fitting(
+    model: str, overrides: Sequence[str] = (), profile: str | None = None, found: Present | None = None
+) -> Fitting:
+    """Return the recipe for a folder or ORG/NAME on the devices `found`, by default those of this machine.
+
+    Raises ValueError for what is no checkpoint, for one that is not supported, and for one that the devices
+    do not hold.
+    """
+    folder = model_folder(model)
+    said = dict(each.partition("=")[::2] for each in overrides)
+    found = _asked(said, found)
+    path = f"recipes/any/{(found.product or found.kind).lower()}.yaml"
+    choice = _Choice(path, folder, overrides, profile, said)
+    several = f"{found.count} x " if found.count > 1 else ""
+    choice.reasons.append(f"{several}{found.name} with {in_gib(found.memory_bytes)} free: {choice.path}")
+    if said.get("device.virtual") == "true":
+        choice.fit_stand_in()
+    if found.kind == "npu":
+        choice.fit_operators(next(each for each in PRODUCTS if each.name == found.product))
+    if found.kind == "cpu":
+        choice.fit_cache(found.memory_bytes)
+    else:
+        choice.fit_devices(found)
+    for key, (value, mark) in answer_keys(folder).items():
+        choice.set(key, value, f"the chat template writes {mark}")
+    return Fitting(choice.path, tuple(choice.keys), tuple(choice.reasons))
+
+
+def fitted(
+    recipe: str | Path, overrides: Sequence[str] = (), profile: str | None = None
+) -> tuple[str | Path, tuple[str, ...]]:
+    """Return a recipe and its overrides as they are, or those that fit a model, which are logged."""
+    given = os.fspath(recipe)
+    if not names_model(given):
+        return recipe, tuple(overrides)
+    chosen = fitting(given, overrides, profile)
+    keys = (*chosen.overrides, *overrides)
+    for reason in chosen.reasons:
+        log.info("chosen: %s", reason)
+    log.info("chosen: the same is LLM(%s)", ", ".join(repr(each) for each in (chosen.recipe, *keys)))
+    return ROOT / chosen.recipe, keys
+
+
+def one_of(recipe: str | Path | None, model: str | Path | None) -> str | Path:
+    """Return the recipe or the model, of which a caller gives one; raises ValueError for none or both."""
+    if recipe is not None and model is not None:
+        raise ValueError(f"recipe is {recipe} and model is {model}; give one of the two")
+    given = model if recipe is None else recipe
+    if given is None:
+        raise ValueError(
+            "no model is named; give a checkpoint's folder, ORG/NAME, or a recipe ending in .yaml"
+        )
+    return given
+
+
+def with_recipe(command: str, arguments: Sequence[str]) -> list[str]:
+    """Return a verb's arguments with a recipe in the place of a model, and print what was chosen.
+
+    `command` is the verb's module, such as scripts.generate.
+    """
+    place, chosen = _replaced(command, arguments)
+    if chosen is None:
+        return list(arguments)
+    settled = [*arguments[:place], chosen.recipe, *chosen.overrides, *arguments[place + 1 :]]
+    _say(chosen)
+    print(f"chosen: the same is {shlex.join(['python', '-m', command, *settled])}", file=sys.stderr)
+    return settled
+
+
+class _Choice:
+    """A recipe of recipes/any, and the keys that have been chosen for it so far."""
+
+    def __init__(
+        self, path: str, folder: Path, overrides: Sequence[str], profile: str | None, said: dict[str, str]
+    ) -> None:
+        self.path, self.reasons = path, list[str]()
+        self.keys = [f"model.path={_in_yaml(from_root(folder.absolute()))}"]
+        self._overrides, self._profile, self._said = overrides, profile, said
+
+    def set(self, key: str, value: object, why: str) -> bool:
+        """Choose a key's value; returns False where the user has set it."""
+        if key in self._said:
+            return False
+        self.keys.append(f"{key}={value}")
+        self.reasons.append(f"{key}={value}, since {why}")
+        return True
+
+    def recipe(self, *more: str) -> Recipe:
+        """Return the recipe as it is chosen so far, with the user's own keys."""
+        return read(ROOT / self.path, [*self.keys, *more, *self._overrides], self._profile).recipe
+
+    def fit_stand_in(self) -> None:
+        """Choose a small cache for the virtual NPU, whose memory is this machine's."""
+        if not any(key in self._said for key in CACHE_SIZES):
+            self.set("cache.memory_gib", STAND_IN_CACHE_GIB, "a stand-in's memory is this machine's")
+
+    def fit_operators(self, product: AscendProduct) -> None:
+        """Choose the type, the pages and the attention that the product's operators take."""
+        config = share_of(self.recipe(), 0)[0]
+        if config.dtype not in product.dtypes:
+            why = f"operators of the {product.name} take no {config.dtype}"
+            self.set("model.dtype", product.dtypes[0], why)
+        if product.is_atb:
+            fits = [size for size in ATB_PAGES if size * config.head_dim <= ATB_MOST_PAGE]
+            if fits and fits[0] != self.recipe().cache.page_size:
+                self.set("cache.page_size", fits[0], f"pages of heads of {config.head_dim} are no larger")
+        recipe = self.recipe()
+        if recipe.device.attention == "reference":
+            return
+        try:
+            from recipes.assembly.decoders import shape_of  # imported here because it imports torch
+
+            config = share_of(recipe, 0)[0]
+            product.check(shape_of(recipe.cache.page_size, config), takes_float32=recipe.device.virtual_fp32)
+        except ValueError as error:
+            why = str(error).partition(": ")[0]
+            if self.set("device.attention", "reference", why):
+                self.set("device.graphs", 0, "plain PyTorch is not captured")
+
+    def fit_cache(self, memory_bytes: int) -> None:
+        """Choose a cache that the processor's memory holds beside the weights."""
+        if any(key in self._said for key in CACHE_SIZES):
+            return
+        first = self.recipe().cache.memory_gib
+        if first != CPU_CACHES_GIB[0]:  # a profile has another
+            return
+        for size_gib in CPU_CACHES_GIB:
+            recipe = self.recipe(f"cache.memory_gib={size_gib:g}")
+            config, share = share_of(recipe, 0)
+            if _planned(recipe, config, memory_bytes, share) is None:
+                if size_gib != first:
+                    why = f"{in_gib(memory_bytes)} hold no larger cache beside the weights"
+                    self.set("cache.memory_gib", f"{size_gib:g}", why)
+                return
+
+    def fit_devices(self, found: Present) -> None:
+        """Choose the number of devices that hold the model; raises RecipeError where all of them do not."""
+        if {"parallel.tensor", "parallel.pipeline"} & self._said.keys():
+            return
+        most, problem, holds = min(found.count, MOST_TENSOR), RecipeError((), ""), 0
+        for tensor in (1, 2, 4, 8, 16):
+            if tensor > most:
+                break
+            recipe = self.recipe(f"parallel.tensor={tensor}")
+            try:
+                config, share = share_of(recipe, 0)
+            except RecipeError as error:
+                if error.keys[:1] not in (("parallel.tensor",), ("parallel.expert",)) or tensor == 1:
+                    raise
+                continue  # the model's heads cannot be shared by so many
+            refused = _planned(recipe, config, found.memory_bytes, share)
+            problem = refused or problem
+            if refused is None:
+                holds = tensor
+                plan = plan_memory(recipe, config, found.memory_bytes, share=share)
+                is_fixed = recipe.cache.memory_fraction is None  # more devices would not make it larger
+                if is_fixed or plan.cache_tokens > USEFUL_TOKENS:
+                    break
+        if not holds:
+            devices = f"{most} x {found.name}" if most > 1 else found.name
+            why = f"{devices} cannot hold the model: {problem.problem}"
+            raise RecipeError(problem.keys, why, problem.fix)
+        if holds > 1:
+            why = f"fewer of {in_gib(found.memory_bytes)} hold too little beside the weights"
+            self.set("parallel.tensor", holds, why)
+
+
+def _in_yaml(path: str) -> str:
+    """Return a path as YAML reads it back, quoted where it might be read as something else."""
+    return path if re.fullmatch(r"[A-Za-z./][\w./+@-]*", path) else json.dumps(path, ensure_ascii=False)
+
+
+def _planned(recipe: Recipe, config: DecoderConfig, memory_bytes: int, share: Share) -> RecipeError | None:
+    """Return why the memory does not hold a recipe, or None."""
+    try:
+        plan_memory(recipe, config, memory_bytes, share=share)
+    except RecipeError as error:
+        return error
+    return None
+
+
+def _asked(said: dict[str, str], found: Present | None) -> Present:
+    """Return the devices that the user's keys ask for, or else those that are here."""
+    kind = "npu" if {"device.product", "device.virtual"} & said.keys() else said.get("device.kind")
+    gib, product = said.get("device.memory_gib"), said.get("device.product", "910B").strip("\"'")
+    if kind == "cpu":
+        return found if found is not None and found.kind == "cpu" else processor()
+    if kind == "npu" and (gib is not None or said.get("device.virtual") == "true"):
+        is_virtual = said.get("device.virtual") == "true"
+        name = f"a virtual {product}" if is_virtual else f"Ascend {product}"
+        count = VIRTUAL_DEVICES if is_virtual else len(list(Path("/dev").glob("davinci[0-9]*")))
+        found = Present("npu", name, product, max(1, count), processor().memory_bytes)
+    found = present() if found is None else found
+    if kind is not None and kind != found.kind:
+        problem = f"{kind} is asked for, and this machine has {found.name}"
+        raise RecipeError("device.kind", problem, "leave it out", value=kind)
+    if gib is not None:
+        try:
+            return replace(found, memory_bytes=int(float(gib) * GIB))
+        except ValueError:  # the reader refuses it, with its allowed values
+            return found
+    return replace(found, product=product) if "device.product" in said else found
+
+
+def _replaced(command: str, arguments: Sequence[str]) -> tuple[int, Fitting | None]:
+    """Return where in a verb's arguments a model stands, and what fits it; None if a recipe stands there."""
+    places = places_of_positionals(arguments)[command.rpartition(".")[2] in VERBS_OF_VERBS :]
+    if not places or not names_model(arguments[places[0]]):
+        return 0, None
+    overrides = [arguments[at] for at in places[1:] if "=" in arguments[at]]
+    profile = next(iter(reversed(list(profiles_in(arguments)))), None)
+    return places[0], fitting(arguments[places[0]], overrides, profile)
+
+
+def _say(chosen: Fitting) -> None:
+    for reason in chosen.reasons:
+        print(f"chosen: {reason}", file=sys.stderr)
+
+
+def _lines(argv: Sequence[str]) -> Iterator[str]:
+    place, chosen = _replaced(argv[0], argv[1:])
+    if chosen is not None:
+        _say(chosen)
+        yield from (str(place), chosen.recipe, *chosen.overrides)
+
+
+def main(argv: list[str]) -> None:
+    """Print the place of a model among a verb's arguments, and the recipe and keys that replace it."""
+    for line in _lines(argv):
+        print(line)
+
+
+if __name__ == "__main__":
+    verb.run(main)

@@ -1,0 +1,175 @@
+"""Find the checkpoint folder that a user names: by its path, or as ORG/NAME in a cache of downloads.
+
+The caches are those of Hugging Face and of ModelScope; nothing is downloaded. Files of other programs are
+refused by their kind, with the way to a folder that can be read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from borders.files import MOST_JSON_BYTES
+
+CONFIG = "config.json"
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_DOWNLOAD = "download the model's safetensors: hf download ORG/NAME, or modelscope download --model ORG/NAME"
+_CONVERT = (
+    'write it as safetensors: python -c "from transformers import AutoModelForCausalLM as M;'
+    " M.from_pretrained('{folder}').save_pretrained('OUT')\""
+)
+# The formats of calls that can be read: the mark in a template, and what must stand beside it
+_CALLS = (
+    ("deepseek", "<｜tool▁calls▁begin｜>", "<｜tool▁sep｜>"),
+    ("mistral", "[TOOL_CALLS]", ""),
+    ("hermes", "<tool_call>", r"<tool_call>(\\n|\s)*\{+\\*[\"']name"),
+    ("llama3_json", "<|python_tag|>", r"[\"']parameters"),
+)
+_UNKNOWN_CALLS = re.compile("<function=|<arg_key>")  # in XML, as Qwen3-Coder and GLM write them
+OTHER_KINDS = {  # by a file's suffix: what it is, and how to come to a folder that can be read
+    ".gguf": ("a GGUF file of llama.cpp", _DOWNLOAD),
+    ".ggml": ("a GGML file of llama.cpp", _DOWNLOAD),
+    ".bin": ("PyTorch's pickle, which may run any code when it is read", _CONVERT),
+    ".pt": ("PyTorch's pickle, which may run any code when it is read", _CONVERT),
+    ".pth": ("PyTorch's pickle, which may run any code when it is read", _CONVERT),
+    ".ckpt": ("a training checkpoint", _CONVERT),
+    ".onnx": ("an ONNX graph", _DOWNLOAD),
+    ".om": ("a graph compiled for one Ascend product", _DOWNLOAD),
+    ".mindir": ("a graph of MindSpore", _DOWNLOAD),
+}
+
+
+def names_model(given: str) -> bool:
+    """Return whether an argument names a model's folder or file, or ORG/NAME, rather than a recipe."""
+    path = Path(given).expanduser()
+    if path.suffix in (".yaml", ".yml") or (re.match(r"[a-z_]+\.[a-z_.]+=", given) and not path.exists()):
+        return False
+    is_of_a_model = path.suffix == ".safetensors" or path.suffix in OTHER_KINDS
+    return path.is_dir() or is_of_a_model or _HUB_NAME.fullmatch(given) is not None
+
+
+def model_folder(given: str, environment: Mapping[str, str] = os.environ) -> Path:
+    """Return the folder of the checkpoint that was named; raises ValueError with the way to one."""
+    path = Path(given).expanduser()
+    if not path.exists() and _HUB_NAME.fullmatch(given):
+        return _downloaded(given, environment)
+    check_kind(path)
+    if not path.exists():
+        raise ValueError(f"{given} does not exist; give a checkpoint's folder, or a recipe ending in .yaml")
+    if path.is_dir() and "snapshots" in _names(path):
+        path = _snapshot(path) or path
+    return checked(path)
+
+
+def check_kind(path: Path) -> None:
+    """Raise ValueError for a file, of any kind, where a folder is wanted."""
+    folder = path.parent
+    if path.suffix in OTHER_KINDS and not path.is_dir():
+        kind, fix = OTHER_KINDS[path.suffix]
+        raise ValueError(f"{path} is {kind}; only safetensors are read: {fix.format(folder=folder)}")
+    if path.suffix == ".safetensors" and not path.is_dir():
+        raise ValueError(f"{path} is one file of a checkpoint; give its folder, {folder}")
+
+
+def checked(folder: Path) -> Path:
+    """Return a checkpoint's folder as it is; raises ValueError where it holds no checkpoint."""
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is no folder; give a checkpoint's folder, or a recipe ending in .yaml")
+    names = _names(folder)
+    others = [name for name in names if Path(name).suffix in OTHER_KINDS]
+    has_weights = any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names)
+    if others and not has_weights:
+        check_kind(folder / others[0])
+    if CONFIG in names:
+        return folder
+    recipes = [name for name in names if name.endswith(".yaml")]
+    inner = [name for name in names if (folder / name / CONFIG).is_file()]
+    if recipes or inner:
+        raise ValueError(f"{folder} holds no {CONFIG}; did you mean {folder / (recipes or inner)[0]}?")
+    raise ValueError(f"{folder} holds no {CONFIG} of Hugging Face's layout, so no checkpoint; {_DOWNLOAD}")
+
+
+def answer_keys(folder: Path) -> dict[str, tuple[str, str]]:
+    """Return how a chat template says that the model writes calls and thoughts: by key, value and mark."""
+    text, found = _templates(folder), dict[str, tuple[str, str]]()
+    if "<|channel|>" in text and "functions." in text:
+        return dict.fromkeys(("server.tool_format", "server.reasoning"), ("harmony", "<|channel|>"))
+    for tool_format, mark, beside in _CALLS:
+        if mark in text and re.search(beside, text) and not _UNKNOWN_CALLS.search(text):
+            found["server.tool_format"] = tool_format, mark
+            break
+    if "</think>" in text:
+        found["server.reasoning"] = "think", "</think>"
+    return found
+
+
+def _templates(folder: Path) -> str:
+    """Return the chat templates of a folder, one after the other; empty where there is none to be read."""
+    texts = []
+    for name in ("chat_template.jinja", "chat_template.json", "tokenizer_config.json"):
+        path = folder / name
+        if path.is_file() and path.stat().st_size <= MOST_JSON_BYTES and os.access(path, os.R_OK):
+            text = path.read_text(encoding="utf-8", errors="replace")
+            texts.append(text if name.endswith(".jinja") else _unescaped(text))
+    return "\n".join(texts)
+
+
+def _unescaped(text: str) -> str:
+    try:
+        said = json.loads(text)
+    except (ValueError, RecursionError):  # whoever reads the tokenizer refuses the file by name
+        return ""
+    template = said.get("chat_template") if isinstance(said, dict) else None
+    return template if isinstance(template, str) else json.dumps(template, ensure_ascii=False)
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return sorted(each.name for each in folder.iterdir())
+    except OSError as error:
+        reason = (error.strerror or "unreadable").lower()
+        raise ValueError(f"{folder} cannot be read ({reason}); see its owner and rights") from error
+
+
+def _downloaded(name: str, environment: Mapping[str, str]) -> Path:
+    for folder in (*_of_hugging_face(name, environment), *_of_modelscope(name, environment)):
+        if (folder / CONFIG).is_file():
+            return checked(folder)
+    raise ValueError(
+        f"{name} is neither a folder here nor in the caches of Hugging Face and ModelScope; download it:"
+        f" hf download {name}, or modelscope download --model {name}"
+    )
+
+
+def _of_hugging_face(name: str, environment: Mapping[str, str]) -> Iterator[Path]:
+    home = Path(environment.get("XDG_CACHE_HOME", "~/.cache")) / "huggingface"
+    hub = Path(environment.get("HF_HOME", home)) / "hub"
+    hub = Path(environment.get("HF_HUB_CACHE") or environment.get("HUGGINGFACE_HUB_CACHE") or hub)
+    folder = _snapshot(hub.expanduser() / f"models--{name.replace('/', '--')}")
+    if folder is not None:
+        yield folder
+
+
+def _snapshot(repository: Path) -> Path | None:
+    """Return the revision of a repository in Hugging Face's cache: what `main` is, else the newest."""
+    revisions, main = repository / "snapshots", repository / "refs" / "main"
+    if not revisions.is_dir():
+        return None
+    if main.is_file() and (named := revisions / main.read_text(encoding="utf-8").strip()).is_dir():
+        return named
+    found = [each for each in revisions.iterdir() if (each / CONFIG).is_file()]
+    return max(found, key=lambda each: each.stat().st_mtime, default=None)
+
+
+def _of_modelscope(name: str, environment: Mapping[str, str]) -> Iterator[Path]:
+    """Yield where ModelScope's versions put a model; they write ___ for the dots of its name."""
+    said = environment.get("MODELSCOPE_CACHE")
+    caches = [Path("~/.cache/modelscope/hub")] if said is None else [Path(said), Path(said) / "hub"]
+    organization, _, model = name.partition("/")
+    for cache in caches:
+        for models in (cache / "models", cache):
+            for written in (model.replace(".", "___"), model):
+                yield models.expanduser() / organization / written

@@ -1,0 +1,338 @@
+"""A folder stands in place of a recipe: the one that fits the folder and the devices is chosen."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from borders.files import in_one_line
+from devices.ascend_limits import PRODUCTS
+from devices.present import Present, npus
+from models.checkpoint.files import SINGLE, checkpoint_files
+from recipes.fitting import fitting, with_recipe
+from recipes.model_folder import model_folder
+from recipes.schema.reader import read
+from recipes.schema.recipe import ROOT
+from scripts import generate
+from serving.llm import LLM, SamplingParams
+from tests.device_kinds import stand_in_alone
+
+GIB = 2**30
+TINY = "recipes/tiny/weights"
+SMALL = ["cache.memory_gib=0.05", "device.compile=false", "device.threads=1"]
+CPU = Present("cpu", "4 cores", memory_bytes=34 * GIB)
+LLAMA_70B = {
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 8192,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 28672,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "torch_dtype": "bfloat16",
+}
+LLAMA_8B = LLAMA_70B | {"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32}
+LLAMA_8B |= {"intermediate_size": 14336}
+SMI_OF_A_CHIP = """
+| 0     {name:<20}| OK            | 91.3        33                0    / 0             |
+| 0     0                   | 0000:C1:00.0  | 0           0    / 0          {used} / {total}         |
+"""
+
+
+def folder(path: Path, config: dict[str, Any]) -> str:
+    """A checkpoint without its weights, which no choice reads."""
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config))
+    return str(path)
+
+
+def ascend(product: str, count: int = 1, gib: float = 60) -> Present:
+    return Present("npu", f"Ascend {product}", product, count, int(gib * GIB))
+
+
+def chosen_keys(model: str, found: Present, *overrides: str) -> dict[str, str]:
+    """The keys that are chosen, beside the model's path."""
+    keys = dict(each.partition("=")[::2] for each in fitting(model, overrides, found=found).overrides)
+    assert keys.pop("model.path")
+    return keys
+
+
+@pytest.mark.parametrize(
+    ("name", "product"),
+    [
+        ("910B4-1", "910B"),
+        ("Ascend910", "910C"),
+        ("310P3", "310P"),
+        ("910B", "910"),
+        ("910ProB", "910"),
+        ("Ascend950PR", "950"),
+    ],
+)
+def test_npu_smi_says_which_product_it_is_and_what_is_free(name: str, product: str) -> None:
+    printed = 2 * SMI_OF_A_CHIP.format(name=name, used=3072, total=65536)
+    assert npus(printed, {}) == Present("npu", name, product, 2, 61 * GIB)
+    assert npus(printed, {"ASCEND_RT_VISIBLE_DEVICES": "1"}).count == 1
+    for wrong in (printed.replace(name, "980X"), ""):
+        with pytest.raises(ValueError, match=r"device\.kind=npu device\.product=910B device\.memory_gib=60"):
+            npus(wrong, {})
+
+
+@pytest.mark.parametrize("product", [each.name for each in PRODUCTS])
+def test_each_product_has_a_recipe_that_its_operators_take(product: str, tmp_path: Path) -> None:
+    chosen = fitting(folder(tmp_path, LLAMA_8B), found=ascend(product))
+    recipe = read(ROOT / chosen.recipe, chosen.overrides).recipe
+    assert (recipe.device.kind, recipe.device.product) == ("npu", product)
+    assert recipe.device.attention == ("reference" if product == "910" else "fused")
+    assert recipe.model.dtype == ("float16" if product in ("310P", "910") else "auto")
+
+
+def test_what_a_product_does_not_compute_is_left_to_what_does(tmp_path: Path) -> None:
+    wide = folder(tmp_path / "wide", LLAMA_8B | {"head_dim": 256})
+    assert chosen_keys(wide, ascend("310P")) == {"cache.page_size": "64"}
+    assert chosen_keys(wide, ascend("910B")) == {"device.attention": "reference", "device.graphs": "0"}
+    exact = folder(tmp_path / "exact", LLAMA_8B | {"torch_dtype": "float32"})
+    assert chosen_keys(exact, ascend("910C")) == {"model.dtype": "bfloat16"}
+    assert chosen_keys(exact, ascend("910C"), "model.dtype=float16") == {}, "what the user says, stays"
+
+
+@pytest.mark.parametrize(
+    ("config", "found", "keys"),
+    [
+        (LLAMA_8B, ascend("910B", 8), {}),
+        (LLAMA_70B, ascend("910B", 8), {"parallel.tensor": "4"}),
+        (LLAMA_70B, Present("cuda", "H100", count=8, memory_bytes=79 * GIB), {"parallel.tensor": "4"}),
+        (LLAMA_70B, Present("cuda", "H200", count=2, memory_bytes=139 * GIB), {"parallel.tensor": "2"}),
+        (LLAMA_8B, ascend("310P", 4, gib=22), {"parallel.tensor": "2"}),
+        (LLAMA_8B | {"torch_dtype": "float32"}, CPU, {"cache.memory_gib": "2"}),
+    ],
+)
+def test_as_many_devices_as_hold_the_model(
+    config: dict[str, Any], found: Present, keys: dict[str, str], tmp_path: Path
+) -> None:
+    model = folder(tmp_path, config)
+    assert chosen_keys(model, found) == keys
+    asked = chosen_keys(model, found, "parallel.tensor=8", "cache.num_pages=64")
+    assert not {"parallel.tensor", "cache.memory_gib"} & asked.keys()
+
+
+def test_a_cache_whose_size_is_given_asks_for_no_more_devices(tmp_path: Path) -> None:
+    assert chosen_keys(folder(tmp_path, LLAMA_8B), ascend("310P", 4, gib=22), "cache.num_pages=64") == {}
+
+
+def test_a_model_that_no_number_of_devices_holds_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"2 x Ascend 910B cannot hold the model: .*weights.*") as refused:
+        fitting(folder(tmp_path, LLAMA_70B), found=ascend("910B", 2))
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("template", "keys"),
+    [
+        (r'<tool_call>\n{\"name\": <function-name>} {% if "</think>" in x %}', ("hermes", "think")),
+        ("<tool_call>\n<function=name>", (None, None)),
+        ("[AVAILABLE_TOOLS]{{ tools }}[TOOL_CALLS]", ("mistral", None)),
+        ("<｜tool▁calls▁begin｜>function<｜tool▁sep｜></think>", ("deepseek", "think")),
+        ('<|python_tag|>{"name": f, "parameters": p}', ("llama3_json", None)),
+        ("<|start|>assistant<|channel|>commentary to=functions.f", ("harmony", "harmony")),
+        ("{{ message.content }}", (None, None)),
+    ],
+)
+@pytest.mark.parametrize("file", ["chat_template.jinja", "tokenizer_config.json"])
+def test_the_template_says_how_calls_and_thoughts_are_written(
+    template: str, keys: tuple[str | None, str | None], file: str, tmp_path: Path
+) -> None:
+    model = folder(tmp_path, LLAMA_8B)
+    text = template if file.endswith(".jinja") else json.dumps({"chat_template": template})
+    (tmp_path / file).write_text(text, encoding="utf-8")
+    names = "server.tool_format", "server.reasoning"
+    expected = {name: value for name, value in zip(names, keys) if value is not None}
+    assert chosen_keys(model, ascend("910B")) == expected
+    assert chosen_keys(model, ascend("910B"), *(f"{name}=none" for name in names)) == {}
+
+
+def test_a_name_is_looked_up_in_both_caches(tmp_path: Path) -> None:
+    hub = tmp_path / "hub" / "models--org--Qwen2.5"
+    for revision in ("aaa", "bbb"):
+        folder(hub / "snapshots" / revision, LLAMA_8B)
+    (hub / "refs").mkdir()
+    (hub / "refs" / "main").write_text("aaa\n")
+    scope = Path(folder(tmp_path / "scope/models/org/Qwen2___5-7B", LLAMA_8B))
+    caches = {"HF_HUB_CACHE": str(tmp_path / "hub"), "MODELSCOPE_CACHE": str(tmp_path / "scope")}
+    assert model_folder("org/Qwen2.5", caches) == hub / "snapshots/aaa"
+    assert model_folder(str(hub), {}) == hub / "snapshots/aaa"
+    assert model_folder("org/Qwen2.5-7B", caches) == scope
+    absent = "hf download org/other, or modelscope download --model org/other"
+    with pytest.raises(ValueError, match=absent):
+        model_folder("org/other", caches)
+
+
+@pytest.mark.parametrize(
+    ("file", "words"),
+    [
+        ("m.gguf", "is a GGUF file of llama.cpp"),
+        ("pytorch_model.bin", "PyTorch's pickle"),
+        ("model.safetensors", "give its folder"),
+        ("m.om", "compiled for one Ascend product"),
+    ],
+)
+@pytest.mark.parametrize("whole", [False, True])
+def test_files_of_other_programs_are_refused_by_their_kind(
+    file: str, words: str, whole: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / file).write_bytes(b"")
+    if whole:  # a folder that holds nothing else
+        words = "holds no config.json" if file == "model.safetensors" else words
+    given = str(tmp_path if whole else tmp_path / file)
+    with pytest.raises(ValueError, match=words) as refused:
+        with_recipe("scripts.generate", [given, "--prompt", "a"])
+    assert "\n" not in str(refused.value)
+    if not whole:
+        with pytest.raises(ValueError, match=words):
+            generate.main(["recipes/any/cpu.yaml", f"model.path={given}", "--prompt", "a"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["recipes/tiny"], "did you mean recipes/tiny/agent.yaml?"),
+        (
+            ["recipes/any/cpu.yaml", TINY],
+            f"give model.path={TINY}, or the folder alone in place of the recipe",
+        ),
+        (["recipes/any/cpu.yaml"], "add model.path=FOLDER, or name the folder in place of the recipe"),
+        (["nowhere"], "or the folder of a checkpoint"),
+        (["recipes/any/cpu.yaml", "model.path=${NO_SUCH}/m"], "export NO_SUCH=FOLDER, or write the path out"),
+        ([TINY, "device.kind=npu"], "leave it out"),
+    ],
+)
+def test_a_mistake_names_the_command_that_works(arguments: list[str], words: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)):
+        generate.main([*arguments, "--prompt", "a"])
+
+
+def test_a_folder_answers_and_says_which_command_gives_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    generate.main([TINY, *SMALL, "--prompt", "348+275=", "--max-tokens", "8"])
+    printed = capsys.readouterr()
+    assert printed.out == "623\n"
+    same = shlex.split(printed.err.partition("the same is ")[2].splitlines()[0])
+    assert same[:5] == ["python", "-m", "scripts.generate", "recipes/any/cpu.yaml", f"model.path={TINY}"]
+    generate.main(same[3:])
+    assert capsys.readouterr().out == "623\n"
+
+
+def test_llm_takes_a_folder(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    llm = LLM(None, *SMALL, model=TINY)
+    params = SamplingParams(temperature=0, max_tokens=8)
+    assert llm.generate("348+275=", params, use_tqdm=False)[0].outputs[0].text == "623"
+    assert "the same is LLM('recipes/any/cpu.yaml', 'model.path=recipes/tiny/weights'" in caplog.text
+    with pytest.raises(ValueError, match="give one of the two"):
+        LLM("recipes/tiny/cpu.yaml", model=TINY)
+
+
+def test_the_launcher_runs_the_recipe_that_was_chosen(tmp_path: Path) -> None:
+    command = [
+        "bash",
+        "scripts/launch.sh",
+        "--dry-run",
+        "generate",
+        "--prompt",
+        "a\nb",
+        TINY,
+        "device.kind=cpu",
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0
+    chosen = "'recipes/any/cpu.yaml' 'model.path=recipes/tiny/weights' 'device.kind=cpu'"
+    assert f"'--prompt' $'a\\nb' {chosen}" in done.stderr
+
+
+@pytest.mark.parametrize("verb", [["scripts.benchmark", "offline"], ["recipes", "show"], ["scripts.serve"]])
+def test_every_verb_with_a_recipe_takes_a_folder(verb: list[str]) -> None:
+    module, *before = verb
+    assert with_recipe(module, [*before, TINY, "device.kind=cpu", "--json"]) == [
+        *before,
+        "recipes/any/cpu.yaml",
+        f"model.path={TINY}",
+        "device.kind=cpu",
+        "--json",
+    ]
+    recipe = [*before, "recipes/tiny/cpu.yaml", "cache.page_size=32"]
+    assert with_recipe(module, recipe) == recipe
+
+
+VOCABULARY = "tokenizer.model"
+SHARD = "model-0000{}-of-00002.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("break_it", "words"),
+    [
+        (lambda folder: (folder / SINGLE).rename(folder / SHARD.format(1)), "and shards 2 of 2; download"),
+        (lambda folder: relinked(folder / SINGLE, "/no/such/blob"), "is a link that leads to no file"),
+        (lambda folder: relinked(folder / SINGLE, SINGLE), "is a link that leads to no file"),
+        (lambda folder: relinked(folder / "config.json", "config.json"), "the link leads to itself"),
+        (lambda folder: relinked(folder / VOCABULARY, VOCABULARY), "the link leads to itself"),
+        (lambda folder: (folder / SINGLE).write_bytes(b"version https://git-lfs\n"), "git lfs pull"),
+    ],
+)
+def test_a_broken_folder_is_one_line(break_it: Callable[[Path], Any], words: str, tmp_path: Path) -> None:
+    shutil.copytree(ROOT / TINY, tmp_path / "m")
+    break_it(tmp_path / "m")
+    with pytest.raises((ValueError, OSError)) as refused:
+        generate.main([str(tmp_path / "m"), *SMALL, "--prompt", "a"])
+    assert words in in_one_line(refused.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", [".", "config.json", SINGLE])
+def test_what_may_not_be_read_is_one_line(file: str, tmp_path: Path) -> None:
+    shutil.copytree(ROOT / TINY, tmp_path / "m")
+    (tmp_path / "m" / file).chmod(0)
+    lost = "-dac_override,-dac_read_search"  # with these capabilities root reads what nobody may
+    unprivileged = ["setpriv", f"--bounding-set={lost}", f"--inh-caps={lost}"] if os.geteuid() == 0 else []
+    generated = [sys.executable, "-m", "scripts.generate", str(tmp_path / "m"), *SMALL, "--prompt", "a"]
+    done = subprocess.run([*unprivileged, *generated], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    (tmp_path / "m").chmod(0o755)  # it is removed afterwards
+    assert (done.returncode, "Traceback" in done.stderr) == (2, False)
+    assert "permission denied" in done.stderr.splitlines()[-1]
+    assert file.strip(".") in done.stderr.splitlines()[-1]
+
+
+def relinked(path: Path, target: str) -> None:
+    path.unlink()
+    path.symlink_to(target)
+
+
+def test_shards_without_an_index_are_read_if_all_are_there(tmp_path: Path) -> None:
+    for number in (1, 2):
+        (tmp_path / SHARD.format(number)).touch()
+    assert checkpoint_files(tmp_path) == [tmp_path / SHARD.format(1), tmp_path / SHARD.format(2)]
+    (tmp_path / SHARD.format(1)).unlink()
+    with pytest.raises(ValueError, match="and shards 1 of 2; download what is missing"):
+        checkpoint_files(tmp_path)
+
+
+@stand_in_alone
+@pytest.mark.npu
+@pytest.mark.slow
+@pytest.mark.parametrize("product", [each.name for each in PRODUCTS])
+def test_a_folder_answers_on_each_product(product: str) -> None:
+    asked = [TINY, "device.virtual=true", f"device.product={product}", "cache.memory_gib=0.05"]
+    command = [sys.executable, "-m", "scripts.generate", *asked, "--prompt", "348+275=", "--max-tokens", "8"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout) == (0, "623\n"), done.stderr
+    assert f"recipes/any/{product.lower()}.yaml" in done.stderr

@@ -1,0 +1,165 @@
+"""Keys of other engines are taken as ours where they mean the same, and refused with our key elsewhere."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipes.assembly.engine import build
+from recipes.assembly.families import model_config
+from recipes.config_overrides import with_overrides
+from recipes.schema.foreign_keys import FOREIGN, names_table
+from recipes.schema.reader import KEYS, load, read
+from recipes.schema.recipe import ROOT
+from recipes.schema.recipe_error import RecipeError
+
+GOOD = """
+model:
+  path: recipes/tiny/weights
+device:
+  kind: cpu
+cache:
+  num_pages: 64
+scheduler:
+  num_slots: 4
+  max_batch_tokens: 64
+"""
+TINY = ROOT / "recipes/tiny/cpu.yaml"
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
+
+
+def recipe(folder: Path, text: str) -> Path:
+    path = folder / "r.yaml"
+    path.write_text(text.lstrip())
+    return path
+
+
+def refusal(path: Path, *overrides: str) -> str:
+    with pytest.raises(RecipeError) as refused:
+        load(path, overrides)
+    assert "\n" not in str(refused.value)
+    return str(refused.value).removeprefix(f"{path.parent}/")
+
+
+def test_every_name_leads_to_keys_that_there_are() -> None:
+    names = [name for each in FOREIGN for name in each.names]
+    assert len(set(names)) == len(names)
+    assert {key for each in FOREIGN for key in each.keys} <= set(KEYS)
+    page = (ROOT / "docs/recipe_keys.md").read_text()
+    assert names_table() in page, "else replace the table by what `python -m recipes names` prints"
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "value"),
+    [
+        (GOOD.replace("num_slots: 4", "max_num_seqs: 9"), "scheduler.num_slots", 9),
+        (GOOD.replace("num_pages: 64", "gpu_memory_utilization: 0.5"), "cache.memory_fraction", 0.5),
+        (f"{GOOD}tensor_parallel_size: 2\n", "parallel.tensor", 2),
+        (f"{GOOD}tensor-parallel-size: 2\n", "parallel.tensor", 2),
+        (f"{GOOD}disable_radix_cache: true\n", "cache.prefix_sharing", False),
+        (f"{GOOD}batching:\n  max_batch_size: 4\n  scheduling_policy: sjf\n", "scheduler.queue", "sjf"),
+        (
+            f"{GOOD}A:\n  B:\n    maxSeqLen: 512\n    cacheBlockSize: 32\n",
+            "scheduler.max_request_tokens",
+            512,
+        ),
+    ],
+)
+def test_a_key_of_the_same_meaning_is_taken_as_ours(
+    text: str, key: str, value: object, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    read_recipe = read(recipe(tmp_path, text))
+    assert read_recipe.recipe.value(key) == value
+    assert f"is taken as {key}=" in caplog.text
+    assert "r.yaml:" in read_recipe.origin(key)
+
+
+def test_the_command_line_takes_them_too(caplog: pytest.LogCaptureFixture) -> None:
+    assert load(TINY, ["max_num_seqs=3", "scheduler.max_model_len=64"]).scheduler.num_slots == 3
+    assert "command line: max_num_seqs=3: max_num_seqs is taken as scheduler.num_slots=3" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ("n_workers: 4", "r.yaml:10: n_workers: is a key of another engine, and there is none here ("),
+        (
+            "batching:\n  prefill_decode_ratio: 0.5",
+            "is split); set scheduler.prompt_share",
+        ),
+        ("scheduler2:\n  max_bs: 4\n  wrong: 1", "r.yaml:12: scheduler2.wrong: unknown key"),
+        ("engine:\n  max_tokens_per_batch: 9", "r.yaml:11: engine.max_tokens_per_batch: is a key of another"),
+        ("enforce_eager: true", "(0: none); set device.graphs"),
+        ("max_num_seqs: many", "r.yaml:10: scheduler.num_slots: 'many' is not allowed"),
+        ("max_num_seqs: 5", "scheduler.num_slots: 5 here, there max_num_seqs, and 4 at "),
+        (
+            "max_bs: 4\nmaxBatchSize: 8",
+            "8 here, there maxBatchSize, and 4 at r.yaml:10, there max_bs",
+        ),
+        ("npuMemSize: 3", "excludes cache.memory_gib, and both are set"),
+        ("tuning:\n  a: 1", "r.yaml:10: tuning: unknown key"),
+    ],
+)
+def test_what_means_something_else_or_disagrees_is_refused(more: str, words: str, tmp_path: Path) -> None:
+    said = refusal(recipe(tmp_path, f"{GOOD}{more}\n"))
+    assert words in said.replace(f"{tmp_path}/", "")
+
+
+def folder_with(path: Path, **fields: Any) -> Path:
+    """The tiny model's configuration with other fields, as someone would edit the file."""
+    config = json.loads((ROOT / "recipes/tiny/weights/config.json").read_text())
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(config | fields))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("given", "fields"),
+    [
+        ([f"model.config_overrides.rope_scaling={json.dumps(YARN)}"], {"rope_scaling": YARN}),
+        (
+            ["model.config_overrides={rms_norm_eps: 0.1, rope_theta: 7.0}"],
+            {"rms_norm_eps": 0.1, "rope_theta": 7.0},
+        ),
+        (["hf_overrides={eos_token_id: 7}"], {"eos_token_id": 7}),
+    ],
+)
+def test_a_replaced_field_counts_as_if_the_file_said_it(
+    given: list[str], fields: dict[str, Any], tmp_path: Path
+) -> None:
+    edited = folder_with(tmp_path / "edited", **fields)
+    plain = folder_with(tmp_path / "plain")
+    expected = model_config(load(TINY, [f"model.path={edited}"]))
+    assert expected != model_config(load(TINY, [f"model.path={plain}"]))
+    assert model_config(load(TINY, [f"model.path={plain}", *given])) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("hidden_size=64", "hidden_size is what the checkpoint's weights were made with; leave it out"),
+        ("rope_scalling=null", "rope_scalling is no field that may be replaced; it may be one of"),
+        ("rope_scalling=null", "did you mean rope_scaling?"),
+        ("attn_logit_softcapping=50.0", "has no effect: a model of the family llama does not have it"),
+        ("torch_dtype=float16", "torch_dtype is set by a key of its own; set model.dtype"),
+    ],
+)
+def test_a_field_that_cannot_be_replaced_is_refused(given: str, words: str) -> None:
+    with pytest.raises(RecipeError, match=r"^model\.config_overrides: ") as refused:
+        model_config(load(TINY, [f"model.config_overrides.{given}"]))
+    assert words in str(refused.value)
+
+
+def test_a_checkpoint_of_text_and_images_has_its_text_changed() -> None:
+    nested = {"model_type": "x", "text_config": {"rope_theta": 1.0}}
+    assert with_overrides(nested, {"rope_theta": 2.0})["text_config"] == {"rope_theta": 2.0}
+
+
+def test_replaced_fields_are_named_at_the_start(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    build(load(TINY, ["model.config_overrides.rms_norm_eps=0.5", "device.compile=false", "device.threads=1"]))
+    line = "model.config_overrides: rms_norm_eps is 0.5, where the checkpoint's config.json says 1e-05"
+    assert line in caplog.text
