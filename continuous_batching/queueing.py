@@ -41,9 +41,9 @@ class Aged:
 
     A level of priority counts as `priority_s` seconds of waiting, and 1,000 tokens of prompt and longest
     answer as `length_s` seconds less of it. A request is overtaken only by those that arrive within the
-    seconds that it is behind; against later ones its age decides. The composite of the sources' chapter on
-    dynamic batching is weighed in this way, with its hyperbola of the length (by which ten tokens count as
-    1,000 s) replaced by a line.
+    seconds that it is behind; against later ones its age decides. The composite of
+    the article "Dynamic batching" (动态批处理) is weighed in this way, with its hyperbola of the length
+    (by which ten tokens count as 1,000 s) replaced by a line.
     """
 
     priority_s: float

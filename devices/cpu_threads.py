@@ -1,14 +1,11 @@
-"""Choose how many threads compute on a CPU, and how they wait for each other.
+"""Choose how many threads compute on a CPU, and whether they spin or sleep at barriers.
 
-Every operator ends at a barrier. Threads that spin there are fastest while each has a core of its own; beside
-other busy processes they spin for a thread that the system has descheduled. So the alternatives are measured
-on the model's own step at start-up, and spinning is given up when the threads later get much less processor
-time.
-
-How threads wait is changed while they run. GNU's library (libgomp) reads its policy once, when it is loaded.
-But it spins only briefly while it manages more threads than there are cores, so a team of idle threads that
-is kept aside makes all others sleep (https://gcc.gnu.org/onlinedocs/libgomp/GOMP_005fSPINCOUNT.html). Intel's
-and LLVM's (libiomp5, libomp) have `kmp_set_blocktime`.
+Every operator ends at a barrier. Spinning threads are fastest while each has a core of its own; beside busy
+processes they spin for a thread that the system has descheduled. So the usual number of spinning threads, the
+same number of sleeping ones and a single thread are timed on the model's own step at start-up, as far as the
+recipe and the environment leave a choice. If the spinning threads later get much less processor time than at
+start-up, the engine switches once to sleeping threads or to one thread. How a barrier's policy is changed is
+left to `devices.openmp`.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """Verify everything on this machine's NPU, measure its speed, and write one report to send back.
 
-    bash scripts/verify_npu.sh [--virtual] [--output DIR] [--calls 50]
+    bash scripts/verify_npu.sh [--virtual] [--ranks N] [--output DIR] [--calls 50]
     python -m scripts.verify recipes/tiny/npu.yaml [key=value ...] [--output DIR] [--calls 50]
 
-The parts are the product, the environment, operators against their contract, tokens of the tiny model against
-the CPU's, and a short benchmark. Each runs in a process of its own, so that a crash of one is a line of the
-report. The parts override the recipe where the product needs it, such as float16. Exit status 0: all is
-right.
+The parts are the Ascend product, the environment, operators against their contract, probes of undocumented
+behaviour, tokens of the tiny model against the CPU's, and a short benchmark with its trace. Each runs in a
+process of its own, so a crash is one line of the report. Where the product needs it, the parts override keys
+of the recipe, for example model.dtype=float16; the user's overrides come last. With --virtual, a stand-in
+computes, and its speed means nothing. The exit status is 0 if all parts that count are right.
 """
 
 from __future__ import annotations

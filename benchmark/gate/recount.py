@@ -1,8 +1,10 @@
-"""Compute a figure again, from another place in the result.
+"""Recompute the metrics of a benchmark result from independent data in the same result.
 
-The places are other figures, the requests' records, the counters of an engine or of a server before and after
-the run, and the profile of the device. Each reading raises NotCheckable where its place is absent, or counts
-something else than the figure does. Its docstring is what a refusal says of it.
+A reading is one such value. It comes from other metrics, from the requests' records, from the counters of an
+engine or a server before and after the run, or from the device's profile. It raises NotCheckable where these
+data are absent, or count something other than the metric does. The first line of a reading's docstring is
+quoted in the message when the gate refuses a metric. Some tolerances that depend on the result are computed
+here too; which metric is compared with which reading is declared in `table`.
 """
 
 from __future__ import annotations

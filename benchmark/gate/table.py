@@ -1,7 +1,8 @@
-"""Declare the figures of a result: unit, vllm's names, and what each is checked against.
+"""Declare the metrics of a result: their units, vLLM's names for them, and what each is checked against.
 
-The signs of figures, the names of `vllm bench` and most laws are derived from this table. What is stated once
-in a result, and is no measurement, is guarded by its digest alone.
+The laws on signs and most other laws are derived from this table, and results under vLLM's names are
+converted by it. A value that a result states only once and that is no measurement, such as a setting, cannot
+be cross-checked; only its digest shows a later change.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Compare results on one self-contained HTML page, which is readable on a phone.
+"""Write one self-contained HTML page that compares benchmark results and is readable on a phone.
 
-They are results of `serve`, `offline` or `vllm bench serve` as JSON, or folders of a sweep. Charts are SVG,
-whose colours the page sets by day and by night.
+The inputs are JSON results of `serve`, `offline` or `vllm bench serve`, or folders of a sweep, of which the
+best result is compared. Each result is audited again by the gate, and the page shows the verdict. Charts are
+SVG that follow the page's light or dark theme.
 """
 
 from __future__ import annotations

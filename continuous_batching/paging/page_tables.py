@@ -1,9 +1,10 @@
-"""Keep the page tables of each row, and change them together with the holders of their pages.
+"""Keep the page tables of each row (a slot of the batch), and the reference counts of their pages.
 
-A row has a table of group 0, and one of each group of layers that see a window (`kv_cache/groups.py`). They
-grow, are shared and are released together, so that few callers need to know the groups. This covers growth,
-sharing, copy on write after a fork, compaction and resizing. Which pages a prompt finds in the cache is left
-to `prefix_matching`, and who has to give pages up to the scheduler.
+A row has a table of group 0, for full attention, and one for each group of sliding-window layers
+(`kv_cache/groups.py`). They grow, are shared and are released together, so that few callers need to know the
+groups. This covers growth, sharing, copy on write after a fork, freeing pages behind a window, compaction and
+resizing. Matching prompts against the cache is left to `prefix_matching`, and the choice of whom to preempt
+to the scheduler.
 """
 
 from __future__ import annotations

@@ -172,13 +172,13 @@ class StallFree(Policy):
 class Split(StallFree):
     """Splits a step into one budget for prompts and one for decodes; neither uses what the other leaves.
 
-    Prompts get at most `prompt_tokens` tokens of a step, however few decodes there are. After the mixed
-    scheduler of the sources' chapter on dynamic batching (`MaxPrefillTokens`, `MaxDecodeTokens`,
-    `PrefillDecodeRatio`). It deviates in four ways. The ratio, which the chapter declares and never reads,
-    divides the budget here, so that both parts together bound a step. A chunk that is larger than what is
-    left of its budget shrinks, where the chapter leaves it out, and a long prompt with it for ever. Requests
-    go by arrival, where the chapter's go in the order of a map. And the decodes' budget covers every slot (a
-    recipe that does not is refused), because the chapter's leaves the same ones behind at every step.
+    Prompts get at most `prompt_tokens` tokens of a step, however few decodes there are. This follows the
+    mixed scheduler of the article "Dynamic batching" (动态批处理; `MaxPrefillTokens`, `MaxDecodeTokens`,
+    `PrefillDecodeRatio`), with four changes. The ratio divides the step's budget, while the article declares
+    it and never reads it. A chunk that exceeds the rest of the prompts' budget is shortened, while the
+    article skips it, so that a long prompt may never run. Requests are taken in order of arrival, while the
+    article takes them in the order of a map. A recipe must leave one token for each slot's decode, while the
+    article may starve the same decodes at every step.
     """
 
     def __init__(

@@ -1,7 +1,8 @@
 """Define the interface of a batching policy, and the data it may use.
 
-A policy decides how many tokens each busy slot gets in a step, how much new requests may bring, and for how
-many tokens a new request must find pages. It neither sees nor changes pages, queues or drafts.
+A policy decides how many tokens each busy slot gets in a step, how many tokens and requests may newly enter
+it, and for how many tokens a new request must find free pages. It may learn from the time of a step. Of the
+queue it knows only the number of requests and the longest wait; pages and drafts it does not see.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Bound the prompt tokens that a step computes beside its decodes.
+"""Bound the prompt tokens that a step computes beside its decodes, in total and for each request.
 
-The chunk size is fixed, shrinks as a prompt progresses, or is chosen by a target for the time between tokens.
-For the last, the step's time (`continuous_batching.step_time`) is predicted for each possible chunk size, and
-multiplied by a margin: the quantile of measured over predicted times of the last steps with chunks. Long
-prompts can be held to half of the prompt tokens, so that short ones overtake them and neither starve.
+The chunk size is fixed, shrinks as a prompt progresses (Sarathi's schedule), or is chosen by a target for the
+time between tokens. For the last, the step's time (`continuous_batching.step_time`) is predicted for each
+possible chunk size, and multiplied by a margin: the quantile of measured over predicted times of the last
+steps with chunks. Long prompts can be held to half of the prompt tokens, so that short ones overtake them and
+neither starve.
 """
 
 from __future__ import annotations

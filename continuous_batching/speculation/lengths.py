@@ -1,8 +1,8 @@
 """Choose how many drafts of each row are verified.
 
-`Fixed` verifies all, and `Source` follows the formula of the sources' chapter on speculation: it takes the
-speedup of k drafts to be (1 + a + ... + a^k) / (1 + 0.1 k), a being the mean of the latest shares of drafts
-that were accepted, and knows neither the number of rows nor the time of a step.
+`Fixed` verifies all. `Source` follows a formula of the article "Dynamic batching" (动态批处理): it takes
+the speedup of k drafts to be (1 + a + ... + a^k) / (1 + 0.1 k), a being the mean of the latest shares of
+drafts that were accepted, and knows neither the number of rows nor the time of a step.
 
 `Throughput` chooses the number with which a step brings the most tokens a second: (rows + what the likeliest
 drafts bring) / predicted time of the step. A draft brings a token if it and all drafts before it are

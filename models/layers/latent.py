@@ -1,11 +1,11 @@
-"""Define a decoder layer's multi-head latent attention (DeepSeek-V2, arXiv 2405.04434).
+"""Define a decoder layer's multi-head latent attention (MLA; DeepSeek-V2, arXiv 2405.04434).
 
-The cache holds one latent and one rope key of a token, from which every head computes its own keys and
-values. Each tensor rank has its share of the heads, and holds the latents of all tokens. Attention over the
-cached latents is `attention.latent`.
+The layer projects queries and latents, writes one latent and one rope key of each token to the cache, and
+projects the result. Where the device allows it, steps of short spans compute all of this before attention in
+one fused launch. Each tensor-parallel rank has its share of the heads and all latents. Attention itself,
+absorbed or expanded, is left to `attention.latent`.
 
-Legend: T tokens of the step, H heads, L latent, R rope, N the other part of a query (nope), V value of a
-  head.
+Legend: T tokens of the step, H heads, L latent, R rope, N the other part of a query (nope).
 """
 
 from __future__ import annotations

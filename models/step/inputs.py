@@ -1,8 +1,11 @@
-"""Gather what a decoder reads in one step from the slot table, and send it to the device.
+"""Build the decoder's inputs of one step from the slot table, and send them to the device.
 
-`LastTokens` are the tokens that the device chose last: the next step may begin before the host knows them.
+With overlapped scheduling, a step is prepared before the host knows the tokens that the device sampled last.
+`LastTokens` keeps these on the device, with the place of each row's token; the runner and the graphs put them
+into the step.
 
-Legend: N rows of the slot table, R sampled rows, U of the next step's spans end in a token of no value yet.
+Legend: N rows of the slot table, R sampled rows, U spans of the step whose last token is known only to the
+device.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Define the decoders of Hunyuan checkpoints of the first version, dense and with experts."""
+"""Translate the config.json of a Hunyuan V1 checkpoint, dense or mixture of experts, into a DecoderConfig.
+
+Fields that describe a variant that is not computed here, such as cross-layer attention, are refused. The
+decoder itself is in `models`.
+"""
 
 from __future__ import annotations
 

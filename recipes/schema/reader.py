@@ -1,8 +1,8 @@
 """Read a recipe from YAML.
 
-It is made from a base, if the file names one, the file, a profile, if one is asked for, and `key=value`
-overrides; each of these replaces what came before. Every error is one line that begins with the place of the
-key.
+Values come, in rising precedence, from the base that the file names (if any), from the file, from the profile
+that was asked for (if any), and from `key=value` overrides. A mistake is reported in one line that begins,
+where possible, with where the key was set: file and line, profile, or command line.
 """
 
 from __future__ import annotations

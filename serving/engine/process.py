@@ -1,4 +1,9 @@
-"""Start and end the engine's process, and relay its log."""
+"""Start the engine's process with its socket, relay its log, report why it ended, and end it.
+
+A spare process may be started beside an engine that serves: it imports at low priority, and builds its engine
+after `wake`. Messages over the socket are defined in `messages`; replacing a lost engine is left to
+`supervisor`.
+"""
 
 from __future__ import annotations
 

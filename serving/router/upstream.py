@@ -1,8 +1,10 @@
-"""Send requests from a router to one server, one at a time on each connection, and receive answers as bytes.
+"""Keep HTTP/1.1 connections from the router to one server, and return the bytes of its answers as they come.
 
-This is a thin layer over httptools, the parser of our own server: a stream is passed on as it arrives, and
-its events are never parsed. A connection that ends before an answer is complete raises `Lost`, whatever the
-answer says.
+A connection carries one request at a time and is kept for later ones. Responses are parsed by httptools, as
+our own server parses requests; the events of a stream are not parsed. A request is sent again if the server
+had closed the kept connection on which it was sent. `Lost` is raised where no connection can be made, an
+answer is not HTTP, or the connection breaks before the answer is complete. Which server is asked, and what
+follows a loss, is left to `proxy`.
 """
 
 from __future__ import annotations

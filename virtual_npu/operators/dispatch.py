@@ -1,10 +1,12 @@
-"""Define the operators that send tokens to the ranks of their experts and bring the results back.
+"""Define the two exchanges of expert parallelism, with their schemas, rules and CPU references.
 
-The two are used in pairs. What the first returns for the second is opaque, except the rows, their scales in
-int8, and how many rows each expert has. There are as many rows as could arrive: those after the counted ones
-hold nothing.
+npu_moe_distribute_dispatch_v2 sends each token to the ranks that hold its experts, and
+npu_moe_distribute_combine_v2 returns the weighted sum of the results. They are used in pairs. Of what
+dispatch returns, the caller may read only the rows, the scales of int8 rows, and the number of rows of each
+expert; the rest is passed to combine unread. The result has room for as many rows as could arrive, and the
+rows beyond the counted ones are undefined.
 
-Legend: N ranks, B tokens of each, C experts that a token chooses, H columns, A rows that may arrive.
+Legend: N ranks, B tokens of each, C experts that a token chooses, H columns.
 """
 
 from __future__ import annotations

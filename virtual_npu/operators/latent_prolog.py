@@ -1,10 +1,12 @@
-"""Define the operator that computes everything before latent attention in one launch, with its rules.
+"""Define npu_mla_prolog_v3, which computes everything before latent attention (MLA) in one launch.
 
-Queries are compressed, normed and projected into the latent space; latents are normed, rope keys are rotated,
-and both are written to their caches. The pairs that are rotated are neighbours in the weights' outputs, and
-come out as halves, as with npu_kv_rmsnorm_rope_cache: the two operators fill the same pages.
+This is its schema, the rules of a correct call and a CPU reference. Queries are compressed, normed and
+projected into the latent space; latents are normed, rope keys are rotated, and both are written to the
+caches. The weights give rotary pairs as neighbours, and the operator returns them as halves, as
+npu_kv_rmsnorm_rope_cache does; so both operators may fill the same pages.
 
-Legend: T tokens, N heads, P pages, B tokens a page, E hidden size, Q width of compressed queries.
+Legend: T tokens, N heads, D width of a head without rope, P pages, B tokens a page, E hidden size, Q width of
+compressed queries.
 """
 
 from __future__ import annotations

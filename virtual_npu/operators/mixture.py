@@ -1,6 +1,10 @@
-"""Define the operators that choose experts, assign tokens to them and combine the results, with their rules.
+"""Define the operators that route tokens to experts on one device, with their rules and CPU references.
 
-Legend: T tokens, E experts, C experts that a token chooses.
+They are npu_moe_gating_top_k_softmax and its second version, npu_moe_init_routing_v2 (rows sorted by expert)
+and npu_moe_token_unpermute (the weighted sum for each token). Gating within groups is in `gating`, exchange
+between ranks in `dispatch`.
+
+Legend: T tokens, C experts that a token chooses.
 """
 
 from __future__ import annotations
