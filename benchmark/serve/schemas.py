@@ -49,6 +49,11 @@ def optional(count: int) -> dict[str, Any]:
     return {"type": "object", "properties": {f"p{number}": {"type": "string"} for number in range(count)}}
 
 
+def strict(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return the form of a response that a schema holds whole."""
+    return {"type": "json_schema", "json_schema": {"name": "form", "strict": True, "schema": schema}}
+
+
 def field(name: str, value: Any) -> str:
     """Return a field of a request as JSON."""
     return f'"{name}": {json.dumps(value)}'
@@ -61,7 +66,9 @@ FORMS = {  # content -> field of the request; the first six are far beyond the c
     "oneOf, 12 deep": field("guided_json", either(12)),
     "5,000 optional properties": field("guided_json", optional(5000)),
     "((a{99}){99}){99}": field("guided_regex", "((a{99}){99}){99}"),
-    "not, if, uniqueItems": field("guided_json", {"not": {}, "if": {}, "uniqueItems": True}),
+    "not, if, uniqueItems, strict": field(
+        "response_format", strict({"not": {}, "if": {}, "uniqueItems": True})
+    ),
     "a nest of 31": f'"guided_json": {nested(31)}',
     "an enum of 1,000": field("guided_json", {"enum": [f"value {number}" for number in range(1000)]}),
     "500 optional properties": field("guided_json", optional(500)),

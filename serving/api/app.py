@@ -96,5 +96,5 @@ def _open_to(origins: Sequence[str], app: ASGIApp) -> ASGIApp:
         allow_origins=origins,
         allow_methods=["GET", "POST", "DELETE"],
         allow_headers=["*"],
-        expose_headers=["x-request-id", "retry-after", "x-reasoning-effort"],
+        expose_headers=["x-request-id", "retry-after", "x-reasoning-effort", "x-schema-notes"],
     )

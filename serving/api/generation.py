@@ -27,11 +27,13 @@ from serving.api.schemas import RequestBody, SamplingBody
 from serving.api.streamed import StreamedResponse, gone
 from serving.async_llm import PROMPT_REPLICA, AsyncLLM
 from serving.failures import ClientGone, Failure
+from serving.grammars.structured_output import schema_notes
 
 Value = TypeVar("Value")
 
 _ONLY_HTTP = {"model", "stream", "user", "service_tier"}
 _TENANT_HEADER = "x-tenant"
+SCHEMA_HEADER = "x-schema-notes"  # names constraints of a schema that the answer need not meet
 EFFORT_HEADER = "x-reasoning-effort"  # says that a request's reasoning_effort changed nothing
 _LAST_S = 5.0  # time that a client which is cut off has to read the reason
 
@@ -102,9 +104,12 @@ class Generation:
         if body.model is not None and self.llm.adapters.knows(body.model):
             fields["adapter"] = body.model
         effort, text = fields.get("reasoning_effort"), self.llm.text
-        has_tools = bool(fields.get("tools"))
+        has_tools, notes = bool(fields.get("tools")), {}
         if text is not None and effort is not None and text.ignores_effort(effort, has_tools=has_tools):
-            request.state.notes = {EFFORT_HEADER: "no effect: the chat template does not know it"}
+            notes[EFFORT_HEADER] = "no effect: the chat template does not know it"
+        if unheld := schema_notes(fields):
+            notes[SCHEMA_HEADER] = "not enforced: " + "; ".join(unheld)
+        request.state.notes = notes
         return fields
 
     def check_number(

@@ -1,14 +1,17 @@
-"""Check that an answer can be held to a JSON schema.
+"""Prepare a JSON schema for the matcher that holds an answer to it.
 
-Every keyword is either enforced by the matcher or an annotation that constrains no value; any other keyword
-is refused by name, since a schema of which a part is ignored promises more than it keeps. What would take the
-matcher long is bounded here, before the matcher sees it.
+What the matcher enforces is passed on, and annotations, which constrain no value, are left out, as JSON
+Schema has it; so are keywords and formats that nobody knows. A keyword that constrains values and is not
+enforced is left out, too, and named to whoever asked (`Prepared.notes`); those by which a schema means
+something else without them are refused where it is `strict`. What would take the matcher long is bounded
+here, before the matcher sees it.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
@@ -21,13 +24,28 @@ MOST_PROPERTIES = 500  # properties of all objects together; a step's cost grows
 MOST_VALUES = 1000  # values of all enums together
 MOST_BRANCHES = 200  # branches of all anyOf, oneOf and allOf together
 LARGEST_STEP = 1000  # largest multipleOf without its decimal point; the matcher has as many states
-_BOUNDS = numbers(-1e15, 1e15)
+_BOUNDS = numbers(-(2**53), 2**53)  # JavaScript's largest integers, which its schemas name as bounds
+MOST_NOTES, LONGEST_NOTE = 8, 100  # notes that an answer carries, and characters of one
 MOST_REPEATS = 100_000  # largest minLength, maxLength, minItems, ...
 
 _NOTES = frozenset(
     {
         *("$schema", "$id", "$comment", "title", "description", "default", "examples", "example"),
-        *("deprecated", "readOnly", "writeOnly", "discriminator"),
+        *("deprecated", "readOnly", "writeOnly", "discriminator", "$anchor", "$vocabulary", "externalDocs"),
+        *("contentEncoding", "contentMediaType", "contentSchema", "propertyOrdering", "xml", "nullable"),
+    }
+)
+# Constraints without which a schema describes other values, and which the matcher does not enforce
+_HARD = frozenset(
+    {
+        *("not", "if", "then", "else", "dependentRequired", "dependentSchemas", "dependencies"),
+        *("unevaluatedProperties", "unevaluatedItems"),
+    }
+)
+_FORMATS = frozenset(
+    {
+        *("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"),
+        "unknown",  # the matcher's own word for any text
     }
 )
 _PLAIN = frozenset({"type", "format", "pattern", "required", "$ref"})
@@ -39,73 +57,117 @@ _ONE = frozenset({"items", "additionalProperties"})
 _TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 
 
-class SchemaCheck:
-    """Checks one schema, and raises BadRequest; `field` is the request's field, which a refusal names."""
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A schema as the matcher takes it, and the constraints in it that are not enforced, by their places."""
 
-    def __init__(self, field: str) -> None:
-        self._field = field
+    schema: dict[str, Any]
+    notes: tuple[str, ...]
+
+
+def prepared(schema: object, field: str, *, strict: bool = False) -> Prepared:
+    """Return a schema for the matcher; `field` is the request's field, which a refusal names.
+
+    Raises BadRequest where it cannot be enforced, as far as that shows without compiling it.
+    """
+    check = _Preparation(field, strict=strict)
+    return Prepared(check.whole(schema), tuple(check.notes))
+
+
+class _Preparation:
+    """Prepares one schema."""
+
+    def __init__(self, field: str, *, strict: bool) -> None:
+        self._field, self._strict = field, strict
         self._num_properties = self._num_values = self._num_branches = 0
+        self.notes: list[str] = []
 
-    def check(self, schema: object) -> None:
-        """Raise BadRequest unless the schema can be enforced, as far as that shows without compiling it."""
+    def whole(self, schema: object) -> dict[str, Any]:
+        """Return the schema for the matcher."""
+        if schema is True:
+            return {}
         if not isinstance(schema, Mapping):
             raise self._bad("", f"is {abbreviate_json(schema)}; it must be a JSON schema, as an object")
         size = _num_bytes(schema, self._field)
         if size > MOST_SCHEMA_BYTES:
             problem = f"is a schema of {size} bytes as compact JSON; it may have {MOST_SCHEMA_BYTES}"
             raise BadRequest(self._field, problem, value=size, limit=MOST_SCHEMA_BYTES, fix="make it smaller")
-        self._schema(schema, "", 1)
+        made = self._schema(schema, "", 1)
+        assert isinstance(made, dict), "an object stays one"
+        return made
 
-    def _schema(self, schema: object, place: str, level: int) -> None:
+    def _schema(self, schema: object, place: str, level: int) -> dict[str, Any] | bool:
         if isinstance(schema, bool):
-            return
+            return schema
         if not isinstance(schema, Mapping):
             raise self._bad(
                 place, f"is {abbreviate_json(schema)}; it must be a schema: an object, true or false"
             )
         if level > MOST_LEVELS:
             raise self._bad(place, f"is nested more than {MOST_LEVELS} levels deep", "use $defs and $ref")
+        made: dict[str, Any] = {}
         for keyword, value in schema.items():
             at = f"{place}.{keyword}"
             if keyword in _NAMED:
-                self._mapping(value, at, level)
+                made[keyword] = self._mapping(value, at, level)
                 if keyword in ("properties", "patternProperties"):
                     self._num_properties = self._counted(
                         at, "properties", self._num_properties + len(value), MOST_PROPERTIES
                     )
             elif keyword in _LISTS:
-                self._list(value, at, level)
+                made[keyword] = self._list(value, at, level)
                 if keyword != "prefixItems":
                     self._num_branches = self._counted(
                         at, "branches", self._num_branches + len(value), MOST_BRANCHES
                     )
             elif keyword in _ONE:
-                self._schema(value, at, level + 1)
-            else:
+                made[keyword] = self._schema(value, at, level + 1)
+            elif self._is_enforced(keyword, value, at):
                 self._value(keyword, value, at)
+                made[keyword] = value
         if _may_repeat_names(schema):
             problem = "is above 1 beside properties of any name, which could then come twice"
             fix = "set additionalProperties to false, or list required properties"
             raise self._bad(f"{place}.minProperties", problem, fix)
+        if "oneOf" in made and "anyOf" not in made and isinstance(schema.get("discriminator"), Mapping):
+            made["anyOf"] = made.pop("oneOf")  # the discriminator keeps the branches apart
+        return _or_null(made) if schema.get("nullable") is True else made
 
-    def _mapping(self, value: object, place: str, level: int) -> None:
+    def _is_enforced(self, keyword: str, value: Any, place: str) -> bool:
+        """Whether a keyword without schemas of its own is passed on; notes a constraint that is not."""
+        known = _PLAIN | _NUMBERS | _COUNTS | {"enum", "const", "multipleOf"}
+        if keyword == "format" and isinstance(value, str) and value not in _FORMATS:
+            self._note(place, value)
+            return False
+        if keyword in known:
+            return True
+        if keyword in _HARD and self._strict:
+            problem = f"uses the keyword {abbreviate_json(keyword)}, which cannot be enforced"
+            raise self._bad(place.removesuffix(f".{keyword}"), problem, "leave it out, or strict")
+        is_any_name = keyword == "propertyNames" and value in ({}, {"type": "string"}, True)
+        if not (keyword in _NOTES or keyword.startswith("x-") or value is False or is_any_name):
+            self._note(place)
+        return False
+
+    def _note(self, place: str, value: str = "") -> None:
+        shown = place.lstrip(".") + (f" {value}" if value else "")
+        if len(self.notes) < MOST_NOTES:
+            self.notes.append("".join(each if " " <= each <= "~" else "?" for each in shown)[:LONGEST_NOTE])
+
+    def _mapping(self, value: object, place: str, level: int) -> dict[str, Any]:
         if not isinstance(value, Mapping):
             raise self._bad(
                 place, f"is {abbreviate_json(value)}; it must be an object of schemas by their names"
             )
-        for name, each in value.items():
-            self._schema(each, f"{place}.{name}", level + 1)
+        return {name: self._schema(each, f"{place}.{name}", level + 1) for name, each in value.items()}
 
-    def _list(self, value: object, place: str, level: int) -> None:
+    def _list(self, value: object, place: str, level: int) -> list[dict[str, Any] | bool]:
         if not isinstance(value, list):
             raise self._bad(place, f"is {abbreviate_json(value)}; it must be a list of schemas")
-        for index, each in enumerate(value):
-            self._schema(each, f"{place}[{index}]", level + 1)
+        return [self._schema(each, f"{place}[{index}]", level + 1) for index, each in enumerate(value)]
 
     def _value(self, keyword: str, value: Any, place: str) -> None:
-        """Check the value of a keyword that holds no schemas."""
-        if keyword in _NOTES or keyword == "const":
-            return
+        """Check the value of a keyword that is enforced and holds no schemas."""
         if keyword == "enum":
             if not isinstance(value, list) or not value:
                 raise self._bad(
@@ -123,12 +185,8 @@ class SchemaCheck:
             if POSITIVE.read(value) is None or _digits(value) > LARGEST_STEP:
                 limit = f"above 0 and, without its point and zeros at the end, at most {LARGEST_STEP}"
                 raise self._bad(place, f"is {abbreviate_json(value)}; it must be {limit}")
-        elif keyword in _PLAIN:
-            if not _PLAIN_CHECKS[keyword](value):
-                raise self._bad(place, f"is {abbreviate_json(value)}, which this keyword does not accept")
-        else:
-            problem = f"uses the keyword {abbreviate_json(keyword)}, which is not supported"
-            raise self._bad(place.removesuffix(f".{keyword}"), problem, "leave it out")
+        elif keyword in _PLAIN and not _PLAIN_CHECKS[keyword](value):
+            raise self._bad(place, f"is {abbreviate_json(value)}, which this keyword does not accept")
 
     def _counted(self, place: str, what: str, count: int, most: int) -> int:
         if count > most:
@@ -138,6 +196,11 @@ class SchemaCheck:
     def _bad(self, place: str, problem: str, fix: str = "") -> BadRequest:
         subject = f"the JSON schema in {self._field}" + (f", at {place.lstrip('.')}," if place else "")
         return BadRequest(self._field, problem, fix=fix, subject=subject)
+
+
+def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema that takes null, too, as OpenAPI 3.0's `nullable` has it."""
+    return {"anyOf": [schema, {"type": "null"}]}
 
 
 def _num_bytes(schema: object, field: str) -> int:

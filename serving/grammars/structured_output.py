@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from borders.field_table import LONGEST_GRAMMAR, MOST_CHOICES
 from borders.refusal import BadRequest, abbreviate_json
-from serving.grammars.json_schema import SchemaCheck
+from serving.grammars.json_schema import MOST_NOTES, prepared
 from serving.grammars.thinking import KIND as THINKING
 
 CHANNELS = "channels"  # the kind of an answer on channels: `outer`, which refers to `form` as `@form`
@@ -79,6 +80,30 @@ def form_of(grammar: str) -> tuple[str, str] | None:
     return None if asked["then"] is None else form_of(asked["then"])
 
 
+def schema_notes(fields: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the constraints in the schemas of a request that its answer need not meet; () if there are none.
+
+    A schema that is refused has no notes.
+    """
+    asked = fields.get("response_format")
+    named = asked.get("json_schema") if isinstance(asked, Mapping) else None
+    outputs = fields.get("structured_outputs")
+    schemas = [
+        named.get("schema") if isinstance(named, Mapping) else None,
+        outputs.get("json") if isinstance(outputs, Mapping) else None,
+        fields.get("guided_json"),
+    ]
+    tools = fields.get("tools")
+    for tool in tools if isinstance(tools, list) else ():
+        function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+        schemas.append(function.get("parameters") if isinstance(function, Mapping) else None)
+    notes: list[str] = []
+    for schema in schemas:
+        with suppress(BadRequest, ValueError, RecursionError):
+            notes += prepared(json.loads(schema) if isinstance(schema, str) else schema, "schema").notes
+    return tuple(dict.fromkeys(notes[:MOST_NOTES]))
+
+
 def _response_format(value: object) -> str | None:
     field = "response_format"
     if not isinstance(value, Mapping):
@@ -101,7 +126,7 @@ def _response_format(value: object) -> str | None:
         raise BadRequest(field, value=asked["strict"], limit=limit, place=".json_schema.strict")
     if asked.get("schema") is None:
         raise BadRequest(field, "is missing", fix="give the schema", place=".json_schema.schema")
-    return _written(field, "json", asked["schema"])
+    return _written(field, "json", asked["schema"], strict=asked.get("strict") is True)
 
 
 def _structured_outputs(value: object) -> str | None:
@@ -121,11 +146,11 @@ def _structured_outputs(value: object) -> str | None:
     return _written(field, _OUTPUTS[name], asked)
 
 
-def _written(field: str, kind: str, asked: Any) -> str:
+def _written(field: str, kind: str, asked: Any, *, strict: bool = False) -> str:
     if kind == "json":
         if isinstance(asked, str):
             asked = _parsed(field, asked)
-        SchemaCheck(field).check(asked)
+        asked = prepared(asked, field, strict=strict).schema
     elif kind == "choice":
         _check_choices(field, asked)
     else:

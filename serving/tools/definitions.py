@@ -16,7 +16,7 @@ from typing import Any
 
 from borders.field_table import MOST_TOOLS
 from borders.refusal import BadRequest, abbreviate_json
-from serving.grammars.json_schema import SchemaCheck
+from serving.grammars.json_schema import prepared
 from serving.grammars.matching import JSON_OPTIONS
 from serving.grammars.structured_output import CHANNELS, FormedAnswer
 from serving.tools.channels import ChannelFormat, ChannelParser
@@ -232,7 +232,7 @@ def _enforced(schema: Mapping[str, Any], *, is_strict: bool) -> Any:
         problem = f"has a schema of type {abbreviate_json(schema['type'])}; arguments are an object"
         raise BadRequest("tools", problem, subject="a tool in tools")
     try:
-        SchemaCheck("tools").check(schema)
+        schema = prepared(schema, "tools", strict=is_strict).schema
     except BadRequest:
         if is_strict:
             raise

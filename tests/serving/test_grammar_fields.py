@@ -10,7 +10,7 @@ import pytest
 from borders.field_table import LONGEST_GRAMMAR, MOST_CHOICES, MOST_SCHEMA_BYTES
 from borders.refusal import BadRequest
 from serving.grammars.json_schema import MOST_BRANCHES, MOST_LEVELS, MOST_PROPERTIES, MOST_VALUES
-from serving.grammars.structured_output import grammar_of
+from serving.grammars.structured_output import grammar_of, schema_notes
 
 
 def nested(levels: int) -> dict[str, Any]:
@@ -59,7 +59,52 @@ LARGE = {f"p{number}": {} for number in range(MOST_PROPERTIES)}
     ids=lambda schema: next(iter(schema)),
 )
 def test_what_is_within_the_limits_is_taken(schema: dict[str, Any]) -> None:
-    assert asked(guided_json=schema)[2] == schema
+    kept = {keyword: value for keyword, value in schema.items() if keyword != "title"}
+    assert asked(guided_json=schema)[2] == kept, "annotations are left out"
+
+
+@pytest.mark.parametrize(
+    ("schema", "kept", "notes"),
+    [
+        # As pydantic, zod, OpenAPI and Gemini's clients write schemas
+        ({"type": "string", "format": "uri-reference"}, {"type": "string"}, ("format uri-reference",)),
+        ({"type": "integer", "format": "int64"}, {"type": "integer"}, ("format int64",)),
+        ({"type": "string", "contentMediaType": "application/json", "x-order": 1}, {"type": "string"}, ()),
+        (
+            {"type": "array", "items": {}, "uniqueItems": True},
+            {"type": "array", "items": {}},
+            ("uniqueItems",),
+        ),
+        ({"type": "array", "uniqueItems": False}, {"type": "array"}, ()),
+        ({"type": "object", "propertyNames": {"type": "string"}}, {"type": "object"}, ()),
+        ({"type": "object", "propertyNames": {"pattern": "^a"}}, {"type": "object"}, ("propertyNames",)),
+        ({"type": "integer", "maximum": 2**53 - 1}, {"type": "integer", "maximum": 2**53 - 1}, ()),
+        ({"type": "string", "nullable": True}, {"anyOf": [{"type": "string"}, {"type": "null"}]}, ()),
+        ({"properties": {"a": {"not": {}}}}, {"properties": {"a": {}}}, ("properties.a.not",)),
+        ({"if": {}, "then": {}, "dependentRequired": {}}, {}, ("if", "then", "dependentRequired")),
+        ({"type": "string", "maxlength": 2}, {"type": "string"}, ("maxlength",)),
+        ({"x-guidance": {"lenient": True}}, {}, ()),
+        (True, {}, ()),
+        ("true", {}, ()),
+    ],
+)
+def test_what_is_not_enforced_is_noted(schema: Any, kept: dict[str, Any], notes: tuple[str, ...]) -> None:
+    """What anybody's tools write is taken, and a constraint that an answer need not meet is named."""
+    assert asked(guided_json=schema)[2] == kept
+    assert schema_notes({"guided_json": schema}) == notes
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    assert schema_notes({"tools": [tool]}) == notes
+
+
+@pytest.mark.parametrize("keyword", ["not", "if", "dependentRequired", "unevaluatedProperties"])
+def test_a_strict_schema_is_held_whole(keyword: str) -> None:
+    schema = {"type": "object", "properties": {"a": {keyword: {}}}}
+    said = f'at properties.a, uses the keyword "{keyword}", which cannot be enforced: leave it out, or strict'
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema, "strict": True}}
+    with pytest.raises(BadRequest, match=said):
+        grammar_of({"response_format": form})
+    form["json_schema"]["strict"] = False  # type: ignore[index]
+    assert grammar_of({"response_format": form}) is not None
 
 
 @pytest.mark.parametrize(
@@ -70,11 +115,6 @@ def test_what_is_within_the_limits_is_taken(schema: dict[str, Any]) -> None:
         ({"enum": list(range(MOST_VALUES + 1))}, "to 1001 values; it may have 1000 in all"),
         ({"items": {"oneOf": [{}] * (MOST_BRANCHES + 1)}}, "to 201 branches"),
         ({"const": "x" * MOST_SCHEMA_BYTES}, "is a schema of 65548 bytes as compact JSON"),
-        ({"not": {}}, 'uses the keyword "not", which is not supported: leave it out'),
-        ({"properties": {"a": {"if": {}}}}, 'at properties.a, uses the keyword "if"'),
-        ({"anyOf": [{}, {"uniqueItems": True}]}, 'at anyOf[1], uses the keyword "uniqueItems"'),
-        ({"type": "string", "maxlength": 2}, 'uses the keyword "maxlength"'),
-        ({"x-guidance": {"lenient": True}}, 'uses the keyword "x-guidance"'),
         ({"items": [{}]}, "at items, is [{}]; it must be a schema"),
         ({"properties": []}, "it must be an object of schemas by their names"),
         ({"anyOf": {}}, "it must be a list of schemas"),
@@ -84,8 +124,8 @@ def test_what_is_within_the_limits_is_taken(schema: dict[str, Any]) -> None:
         ({"maxLength": -1}, "it must be an integer from 0 to 100000"),
         ({"minItems": 10**6}, "it must be an integer from 0 to 100000"),
         ({"maxItems": True}, "at maxItems"),
-        ({"minimum": "1"}, "it must be a number from -1e+15 to 1e+15"),
-        ({"maximum": 1e300}, "it must be a number from -1e+15 to 1e+15"),
+        ({"minimum": "1"}, "it must be a number from -9007199254740992 to 9007199254740992"),
+        ({"maximum": 1e300}, "it must be a number from -9007199254740992 to 9007199254740992"),
         ({"multipleOf": 9_999_991}, "at multipleOf"),
         ({"multipleOf": 0.00123457}, "at multipleOf"),
         ({"multipleOf": 0}, "at multipleOf"),
@@ -94,7 +134,6 @@ def test_what_is_within_the_limits_is_taken(schema: dict[str, Any]) -> None:
         ({"minProperties": 2, "additionalProperties": False, "patternProperties": {"a": {}}}, "come twice"),
         ([], "it must be a JSON schema, as an object"),
         ("{", "guided_json is no JSON"),
-        ("true", "it must be a JSON schema, as an object"),
         ({"const": float("nan")}, "cannot be written as JSON"),
     ],
     ids=lambda value: value[:30] if isinstance(value, str) else "",

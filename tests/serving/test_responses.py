@@ -202,7 +202,7 @@ def test_a_parsed_response_can_be_sent_back(client: openai.OpenAI) -> None:
         ({"input": [{"role": "critic", "content": "a"}]}, "input[0].role", "input"),
         ({"text": {"format": {"type": "xml"}}}, 'text.format.type is "xml"', None),
         (
-            {"text": {"format": {"type": "json_schema", "name": "n", "schema": {"not": {}}}}},
+            {"text": {"format": {"type": "json_schema", "name": "n", "strict": True, "schema": {"not": {}}}}},
             'the JSON schema in text.format uses the keyword "not"',
             "text.format",
         ),
