@@ -118,14 +118,16 @@ def _narrow(recipe: Recipe) -> Recipe:
         )  # fmt: skip
     hf = dict(recipe.model.config or {}) if recipe.model.path is None else read(recipe.model.path)
     config = model_config(recipe)
-    hf |= {**NARROW, "num_hidden_layers": LAYERS, "head_dim": config.head_dim}
+    hf |= {**NARROW, "num_hidden_layers": LAYERS}
     hf |= {key: value for key, value in NARROW_EXPERT.items() if key in hf}
     if config.quantization is not None and not _fuses_gate(config, recipe.parallel):
         hf["moe_intermediate_size" if "moe_intermediate_size" in hf else "intermediate_size"] = UNFUSED_EXPERT
-    if config.latent is not None:
-        hf["first_k_dense_replace"] = 1
+    if config.latent is None:
+        hf["head_dim"] = config.head_dim
+    else:
         # The products depend on the number of heads, so these are a rank's.
-        hf["num_attention_heads"] = config.num_heads // recipe.parallel.tensor
+        num_heads = config.num_heads // recipe.parallel.tensor
+        hf |= {"first_k_dense_replace": 1, "num_attention_heads": num_heads, "num_key_value_heads": num_heads}
     if isinstance(hf.get("layer_types"), list):
         hf["layer_types"] = hf["layer_types"][:LAYERS]
     model = replace(recipe.model, path=None, config=hf, weights="random")

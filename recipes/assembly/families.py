@@ -315,8 +315,10 @@ def unknown_fields(recipe: Recipe) -> str:
 
 def _check_replaced(hf: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
     """Raise RecipeError for a field that a recipe replaces and the model's family does not read."""
-    family = hf.get("model_type")
-    fields = FIELDS.get(text_config(hf)["model_type"] if family in NESTED else str(family))
+    if not overrides:
+        return
+    family = str(hf.get("model_type"))
+    fields = FIELDS.get(str(text_config(hf)["model_type"]) if family in NESTED else family)
     for name in overrides:
         if fields is not None and not fields.is_read(name):
             why = fields.reason(name) or f"a model of the family {family} does not have it"

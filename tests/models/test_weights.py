@@ -196,6 +196,10 @@ def test_files_that_are_absent_or_broken_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is no index of safetensors"):
         loaded(path)
     (path / INDEX).unlink()
+    with pytest.raises(ValueError, match=f"lacks {INDEX} and shards 1 of 6; download what is missing"):
+        loaded(path)
+    for each in path.glob("model-*.safetensors"):
+        each.unlink()
     with pytest.raises(ValueError, match="only safetensors are read: convert"):
         loaded(path)
 
