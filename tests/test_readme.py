@@ -199,6 +199,7 @@ def test_the_fields_of_a_request_are_those_of_the_reference() -> None:
     page = read(DOCS / "request_fields.md")
     assert field_reference.request_table() in page
     assert field_reference.answer_table() in page
+    assert field_reference.foreign_table() in page
 
 
 def test_the_fields_of_an_answer_are_those_that_are_written(tree: Path) -> None:

@@ -25,6 +25,7 @@ from pydantic_core import PydanticCustomError
 
 from borders.field_table import MOST_TOOLS, Form, taken_by
 from borders.field_types import LONGEST_NAME, Biases, FieldType, String, TokenIds
+from borders.foreign_fields import FOREIGN, ForeignField
 from serving.api.errors import whole
 
 Fields = Mapping[str, Any]
@@ -188,12 +189,14 @@ class StrictBody(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
     ignored: ClassVar[Ignored] = IGNORED
+    foreign: ClassVar[Mapping[str, ForeignField]] = {}  # fields of other engines that are understood
 
     @model_validator(mode="before")
     @classmethod
     def _names(cls, given: Any) -> Any:
         if not isinstance(given, dict):
             return given
+        given = cls._translated(given)
         for name in given.keys() & cls.ignored.keys():
             if (problem := problem_of(name, given, cls.ignored)) is not None:
                 raise refused(name, problem)
@@ -203,6 +206,28 @@ class StrictBody(BaseModel):
             hint = f"did you mean {near[0]}?" if near else "leave it out"
             raise refused(shown, f'unknown field "{shown}"; {hint}')
         return {name: value for name, value in given.items() if name in cls.model_fields}
+
+    @classmethod
+    def _translated(cls, given: dict[str, Any]) -> dict[str, Any]:
+        """Return a body in which other engines' fields have become this project's, or are left out."""
+        known = cls.model_fields.keys() | cls.ignored.keys()
+        meant = {
+            name: cls.foreign[name].read(given[name], given) for name in given.keys() & cls.foreign.keys()
+        }
+        own = {name: value for name, value in given.items() if name in known and meant.get(name) != {}}
+        own |= {name: value for name, value in given.items() if name not in known and name not in meant}
+        for name in sorted(meant.keys() - known):
+            each, read = cls.foreign[name], {} if given[name] is None else meant[name]
+            if read is None:
+                problem = f"{name} is not supported as {each.engines} has it; {each.taken} is accepted"
+                raise refused(name, f"{problem}: {each.fix}")
+            for field, value in read.items():
+                if field not in known:
+                    raise refused(name, f"{name} means {field}, which this request does not take: {each.fix}")
+                if own.get(field) is not None and own[field] != value:
+                    raise refused(name, f"{name} means {field}, which is another: leave one of them out")
+                own[field] = value
+        return own
 
 
 def takes(form: Form) -> Callable[[type[Body]], type[Body]]:
@@ -264,12 +289,15 @@ class SamplingBody(RequestBody):
     """The fields that all requests for sampled tokens share."""
 
     stream: bool | None = None
-    service_tier: Literal["auto", "default"] | None = Field(None, description="there is one: the default")
+    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = Field(
+        None, description="there is one: the default"
+    )
 
 
 class GenerationBody(SamplingBody):
     """The fields that completions and chats share."""
 
+    foreign = FOREIGN
     apart = frozenset({"stream_options", "prompt", "messages", "echo", "return_token_ids"})
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = Field(None, description="show the ids of the answer's tokens")

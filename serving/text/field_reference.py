@@ -1,13 +1,14 @@
-"""Write the tables of docs/request_fields.md: the fields of a request and of an answer.
+"""Write the tables of docs/request_fields.md: the fields of a request, of an answer and of other engines.
 
     python -m serving.text.field_reference
 
-borders/field_table.py declares the fields of a request.
+borders/field_table.py declares the fields of a request, borders/foreign_fields.py those of other engines.
 """
 
 from __future__ import annotations
 
 from borders.field_table import FIELDS, RequestField
+from borders.foreign_fields import foreign_table
 from recipes.schema import verb
 
 ANSWER_FIELDS = (  # fields of a line that `scripts.generate` writes
@@ -77,4 +78,4 @@ def _default(field: RequestField) -> str:
 
 
 if __name__ == "__main__":
-    verb.run(lambda _: print(f"{request_table()}\n{answer_table()}", end=""))
+    verb.run(lambda _: print(f"{request_table()}\n{answer_table()}\n{foreign_table()}", end=""))

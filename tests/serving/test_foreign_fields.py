@@ -1,0 +1,182 @@
+"""Fields of other engines: those that ask for nothing are taken, the rest is read by our names or refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pydantic
+import pytest
+
+from borders.field_table import FIELDS
+from borders.foreign_fields import FOREIGN
+from serving.api.schemas import ChatBody, CompletionBody
+
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}]}
+PROMPT: dict[str, Any] = {"prompt": "Hello"}
+
+# What each engine's own client sends of itself: its defaults
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "vLLM": {
+        "add_special_tokens": False,
+        "detokenize": True,
+        "documents": [],
+        "echo": False,
+        "guided_decoding_backend": "xgrammar",
+        "guided_whitespace_pattern": None,
+        "include_reasoning": True,
+        "kv_transfer_params": None,
+        "mm_processor_kwargs": None,
+        "return_tokens_as_token_ids": False,
+        "seed": -1,
+        "spaces_between_special_tokens": True,
+        "structural_tag": None,
+        "use_beam_search": False,
+    },
+    "SGLang": {
+        "custom_params": None,
+        "lora_path": None,
+        "no_stop_trim": False,
+        "return_hidden_states": False,
+        "rid": None,
+        "separate_reasoning": True,
+        "stream_reasoning": True,
+    },
+    "llama.cpp": {
+        "cache_prompt": True,
+        "dry_allowed_length": 2,
+        "dry_base": 1.75,
+        "dry_multiplier": 0.0,
+        "dry_penalty_last_n": -1,
+        "dry_sequence_breakers": ["\n"],
+        "dynatemp_exponent": 1.0,
+        "dynatemp_range": 0.0,
+        "grammar": "",
+        "id_slot": -1,
+        "min_keep": 0,
+        "mirostat": 0,
+        "mirostat_eta": 0.1,
+        "mirostat_tau": 5.0,
+        "n_keep": 0,
+        "n_predict": -1,
+        "n_probs": 0,
+        "post_sampling_probs": False,
+        "reasoning_format": "auto",
+        "repeat_last_n": 64,
+        "repeat_penalty": 1.0,
+        "return_progress": False,
+        "tfs_z": 1.0,
+        "timings_per_token": False,
+        "top_n_sigma": -1.0,
+        "typical_p": 1.0,
+        "xtc_probability": 0.0,
+        "xtc_threshold": 0.1,
+    },
+    "others": {
+        "keep_alive": "5m",
+        "max_tokens": -1,
+        "models": ["a"],
+        "options": {},
+        "plugins": [],
+        "provider": {"order": []},
+        "raw": False,
+        "route": "fallback",
+        "top_a": 0.0,
+        "transforms": [],
+        "ttl": 5,
+        "usage": {"include": True},
+        "service_tier": "flex",
+    },
+}
+
+
+def read(body: Any, fields: dict[str, Any]) -> dict[str, Any]:
+    own = body.model_validate(fields).model_dump(exclude_unset=True)
+    return {name: value for name, value in own.items() if name not in ("messages", "prompt")}
+
+
+@pytest.mark.parametrize("engine", DEFAULTS)
+def test_the_defaults_of_other_clients_ask_for_nothing(engine: str) -> None:
+    asked = read(ChatBody, CHAT | DEFAULTS[engine])
+    assert set(asked) <= {"repetition_penalty", "service_tier"}
+    assert asked.get("repetition_penalty", 1) == 1
+
+
+def test_every_foreign_field_is_taken_as_null() -> None:
+    assert read(ChatBody, CHAT | dict.fromkeys(FOREIGN.keys() - FIELDS.keys() - {"messages"})) == {}
+
+
+@pytest.mark.parametrize(
+    ("foreign", "own"),
+    [
+        ({"n_predict": 5}, {"max_tokens": 5}),
+        ({"max_new_tokens": 5, "min_new_tokens": 2}, {"max_tokens": 5, "min_tokens": 2}),
+        ({"max_tokens": -1, "n_predict": 7}, {"max_tokens": 7}),
+        ({"repeat_penalty": 1.1}, {"repetition_penalty": 1.1}),
+        ({"repeat_penalty": 1.1, "repeat_last_n": -1}, {"repetition_penalty": 1.1}),
+        ({"regex": "a+"}, {"guided_regex": "a+"}),
+        ({"ebnf": 'root ::= "a"'}, {"guided_grammar": 'root ::= "a"'}),
+        ({"grammar": 'root ::= "a"'}, {"guided_grammar": 'root ::= "a"'}),
+        ({"json_schema": {"type": "object"}}, {"guided_json": {"type": "object"}}),
+        ({"format": "json"}, {"response_format": {"type": "json_object"}}),
+        ({"format": {"type": "object"}}, {"guided_json": {"type": "object"}}),
+        ({"think": False}, {"reasoning_effort": "none"}),
+        ({"think": "high"}, {"reasoning_effort": "high"}),
+        ({"enable_thinking": True}, {"reasoning_effort": "medium"}),
+        ({"thinking": {"type": "disabled"}}, {"reasoning_effort": "none"}),
+        (
+            {"thinking": {"type": "enabled", "budget_tokens": 9}},
+            {"reasoning_effort": "medium", "thinking_token_budget": 9},
+        ),
+        ({"reasoning": {"effort": "low", "exclude": False}}, {"reasoning_effort": "low"}),
+        ({"reasoning": {"max_tokens": 9}}, {"thinking_token_budget": 9}),
+        ({"reasoning": {"enabled": False}}, {"reasoning_effort": "none"}),
+        ({"reasoning": {"effort": "low"}, "reasoning_effort": "low"}, {"reasoning_effort": "low"}),
+    ],
+)
+def test_what_means_the_same_is_read_by_our_name(foreign: dict[str, Any], own: dict[str, Any]) -> None:
+    assert read(ChatBody, CHAT | foreign) == own
+
+
+def test_usage_in_a_stream_is_asked_for_by_our_name() -> None:
+    asked = ChatBody.model_validate(CHAT | {"stream": True, "usage": {"include": True}})
+    assert asked.stream_options is not None
+    assert asked.stream_options.include_usage
+
+
+def test_prompts_of_completions_get_their_special_tokens() -> None:
+    assert read(CompletionBody, PROMPT | {"add_special_tokens": True}) == {}
+    with pytest.raises(pydantic.ValidationError, match="add_special_tokens is not supported"):
+        read(CompletionBody, PROMPT | {"add_special_tokens": False})
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"mirostat": 2}, "mirostat is not supported as llama.cpp has it; `0` is accepted: leave it out"),
+        ({"typical_p": 0.9}, "typical_p is not supported"),
+        ({"repeat_penalty": 1.1, "repeat_last_n": 64}, "repeat_last_n is not supported"),
+        ({"chat_template": "{{ x }}"}, "chat_template .* null is accepted: the model's own is used"),
+        ({"request_id": "a"}, "send it as the header x-request-id"),
+        ({"options": {"num_ctx": 1024}}, "send each of them as a field of its own"),
+        ({"use_beam_search": True}, "use beam_width"),
+        ({"n_probs": 3}, "use logprobs"),
+        ({"think": "often"}, "think is not supported"),
+        ({"thinking": {"type": "enabled", "depth": 3}}, "thinking is not supported"),
+        ({"reasoning": {"exclude": True}}, "reasoning is not supported"),
+        ({"keep_alive": []}, "keep_alive is not supported"),
+        ({"detokenize": 1}, "detokenize is not supported"),
+        ({"n_predict": 5, "max_tokens": 6}, "n_predict means max_tokens, which is another: leave one"),
+        ({"n_predict": 5, "max_new_tokens": 6}, "means max_tokens, which is another: leave one"),
+        ({"n_predict": "5"}, "max_tokens"),
+        ({"n_predikt": 5}, 'unknown field "n_predikt"'),
+        ({"service_tier": "fast"}, "service_tier"),
+    ],
+)
+def test_what_would_change_an_answer_is_refused_by_name(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(pydantic.ValidationError, match=said):
+        read(ChatBody, CHAT | fields)
+
+
+def test_what_only_a_conversation_has_is_refused_in_completions() -> None:
+    with pytest.raises(pydantic.ValidationError, match="think means reasoning_effort, which this request"):
+        read(CompletionBody, PROMPT | {"think": True})
