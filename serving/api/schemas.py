@@ -224,7 +224,10 @@ class StrictBody(BaseModel):
             for field, value in read.items():
                 if field not in known:
                     raise refused(name, f"{name} means {field}, which this request does not take: {each.fix}")
-                if own.get(field) is not None and own[field] != value:
+                bounds = (own.get(field), value) if field == "max_tokens" else ()
+                if bounds and all(type(each) is int for each in bounds):
+                    value = min(bounds)  # an answer that keeps the smaller bound keeps both
+                elif own.get(field) is not None and own[field] != value:
                     raise refused(name, f"{name} means {field}, which is another: leave one of them out")
                 own[field] = value
         return own
