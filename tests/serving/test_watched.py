@@ -118,7 +118,7 @@ def test_every_panel_draws_a_busy_server(server: Server, watched: Prometheus) ->
         return not left
 
     with Load(server, 8):
-        assert post(server, max_tokens=-1) == 400
+        assert post(server, max_tokens=-2) == 400
         watched.until(all_drawn, so_far=lambda: left)
     print(f"{len(PANELS)} expressions, none empty")
 
