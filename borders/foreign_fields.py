@@ -135,7 +135,7 @@ def _as_usual(given: Any, beside: Fields) -> Fields | None:
 
 def _looks_back(given: Any, beside: Fields) -> Fields | None:
     """Take the span of a penalty where it is the whole context, or where there is no penalty."""
-    is_off = beside.get("repeat_penalty") in (None, 1)
+    is_off = all(beside.get(name) in (None, 1) for name in ("repeat_penalty", "repetition_penalty"))
     return {} if type(given) is int and (given == -1 or is_off) else None
 
 
@@ -196,7 +196,7 @@ _TABLE = (
     _neutral("penalize_nl", _LLAMA, False),
     _neutral("post_sampling_probs", _LLAMA, False),
     _neutral("reasoning_format", _LLAMA, "auto", "deepseek"),
-    ForeignField("repeat_last_n", _LLAMA, "-1; others without `repeat_penalty`", "", _looks_back),
+    ForeignField("repeat_last_n", _LLAMA, "-1; others without a penalty of repetition", "", _looks_back),
     _renamed("repeat_penalty", "llama.cpp, Ollama", "repetition_penalty"),
     _neutral("return_progress", _LLAMA, False),
     _neutral("samplers", _LLAMA),

@@ -184,6 +184,9 @@ def refused(field: str, message: str) -> PydanticCustomError:
     return PydanticCustomError("refused", "{message}", {"message": message, "field": field})
 
 
+_BOUND = "max_completion_tokens"  # the other name of `max_tokens`, which counts where both are sent
+
+
 class StrictBody(BaseModel):
     """A JSON object with these fields and no others."""
 
@@ -221,10 +224,12 @@ class StrictBody(BaseModel):
             if read is None:
                 problem = f"{name} is not supported as {each.engines} has it; {each.taken} is accepted"
                 raise refused(name, f"{problem}: {each.fix}")
-            for field, value in read.items():
+            for meant_field, value in read.items():
+                is_bound = meant_field == "max_tokens"
+                field = _BOUND if is_bound and own.get(_BOUND) is not None else meant_field
                 if field not in known:
                     raise refused(name, f"{name} means {field}, which this request does not take: {each.fix}")
-                bounds = (own.get(field), value) if field == "max_tokens" else ()
+                bounds = (own.get(field), value) if is_bound else ()
                 if bounds and all(type(each) is int for each in bounds):
                     value = min(bounds)  # an answer that keeps the smaller bound keeps both
                 elif own.get(field) is not None and own[field] != value:

@@ -39,7 +39,7 @@ _NOTES = frozenset(
 _HARD = frozenset(
     {
         *("not", "if", "then", "else", "dependentRequired", "dependentSchemas", "dependencies"),
-        *("unevaluatedProperties", "unevaluatedItems"),
+        *("unevaluatedProperties", "unevaluatedItems", "$dynamicRef", "$recursiveRef"),
     }
 )
 _FORMATS = frozenset(
@@ -200,7 +200,8 @@ class _Preparation:
 
 def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
     """Return a schema that takes null, too, as OpenAPI 3.0's `nullable` has it."""
-    return {"anyOf": [schema, {"type": "null"}]}
+    shared: dict[str, Any] = {name: schema.pop(name) for name in ("$defs", "definitions") if name in schema}
+    return {"anyOf": [schema, {"type": "null"}], **shared}  # references lead to their places still
 
 
 def _num_bytes(schema: object, field: str) -> int:

@@ -80,6 +80,16 @@ def test_what_is_within_the_limits_is_taken(schema: dict[str, Any]) -> None:
         ({"type": "object", "propertyNames": {"pattern": "^a"}}, {"type": "object"}, ("propertyNames",)),
         ({"type": "integer", "maximum": 2**53 - 1}, {"type": "integer", "maximum": 2**53 - 1}, ()),
         ({"type": "string", "nullable": True}, {"anyOf": [{"type": "string"}, {"type": "null"}]}, ()),
+        (
+            {"$ref": "#/$defs/a", "nullable": True, "$defs": {"a": {"type": "integer"}}},
+            {"anyOf": [{"$ref": "#/$defs/a"}, {"type": "null"}], "$defs": {"a": {"type": "integer"}}},
+            (),
+        ),
+        (
+            {"oneOf": [{"const": 1}, {"const": 2}], "discriminator": {"propertyName": "k"}},
+            {"anyOf": [{"const": 1}, {"const": 2}]},
+            (),
+        ),
         ({"properties": {"a": {"not": {}}}}, {"properties": {"a": {}}}, ("properties.a.not",)),
         ({"if": {}, "then": {}, "dependentRequired": {}}, {}, ("if", "then", "dependentRequired")),
         ({"type": "string", "maxlength": 2}, {"type": "string"}, ("maxlength",)),
