@@ -144,8 +144,9 @@ class _Preparation:
         if keyword in _HARD and self._strict:
             problem = f"uses the keyword {abbreviate_json(keyword)}, which cannot be enforced"
             raise self._bad(place.removesuffix(f".{keyword}"), problem, "leave it out, or strict")
-        is_any_name = keyword == "propertyNames" and value in ({}, {"type": "string"}, True)
-        if not (keyword in _NOTES or keyword.startswith("x-") or value is False or is_any_name):
+        is_any_name = keyword == "propertyNames" and (value is True or value in ({}, {"type": "string"}))
+        is_off = value is False and keyword in ("uniqueItems", "not")  # elsewhere false allows no value
+        if not (keyword in _NOTES or keyword.startswith("x-") or is_off or is_any_name):
             self._note(place)
         return False
 

@@ -76,6 +76,8 @@ def test_what_is_within_the_limits_is_taken(schema: dict[str, Any]) -> None:
             ("uniqueItems",),
         ),
         ({"type": "array", "uniqueItems": False}, {"type": "array"}, ()),
+        ({"type": "object", "unevaluatedProperties": False}, {"type": "object"}, ("unevaluatedProperties",)),
+        ({"type": "object", "propertyNames": False}, {"type": "object"}, ("propertyNames",)),
         ({"type": "object", "propertyNames": {"type": "string"}}, {"type": "object"}, ()),
         ({"type": "object", "propertyNames": {"pattern": "^a"}}, {"type": "object"}, ("propertyNames",)),
         ({"type": "integer", "maximum": 2**53 - 1}, {"type": "integer", "maximum": 2**53 - 1}, ()),
