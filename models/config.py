@@ -207,7 +207,7 @@ Form = Stored | Int4  # how a linear is stored
 DTYPE_BYTES: dict[DType, int] = {each: ITEM_BYTES[each] for each in get_args(DType)}
 # Size of a float32 scale: one for each int8 output channel, and for each head in an int8 cache
 SCALE_BYTES = 4
-W4A8_SCALE_BYTES = 12  # of an output whose weights are in 4 bits: an NPU's scale, and what its split adds
+W4A8_SCALE_BYTES = 12  # An NPU's scale of an output in 4 bits, and what splitting it adds
 STATIC_BIAS_BYTES = 4  # the int32 that is added to each output of a linear whose inputs have one scale
 
 ROUTER_BYTES = 4  # size of a router's weight, which is kept in float32

@@ -28,8 +28,8 @@ _CALLS = (
     ("hermes", "<tool_call>", r"<tool_call>(\\n|\s)*\{+\\*[\"']name"),
     ("llama3_json", "<|python_tag|>", r"[\"']parameters"),
 )
-_UNKNOWN_CALLS = re.compile("<function=|<arg_key>")  # in XML, as Qwen3-Coder and GLM write them
-OTHER_KINDS = {  # by a file's suffix: what it is, and how to come to a folder that can be read
+_UNKNOWN_CALLS = re.compile("<function=|<arg_key>")  # Qwen3-Coder and GLM write calls in XML
+OTHER_KINDS = {  # A suffix of files: what they are, and how to get a folder that can be read
     ".gguf": ("a GGUF file of llama.cpp", _DOWNLOAD),
     ".ggml": ("a GGML file of llama.cpp", _DOWNLOAD),
     ".bin": ("PyTorch's pickle, which may run any code when it is read", _CONVERT),

@@ -100,7 +100,7 @@ class LatentSelfAttention(nn.Module):
             are_wide = all(each in ("plain", "int8", "quantize") for each in forms)
             if config.has_norm_bias(
                 f"{name}self_attn.{QUERY_NORM}"
-            ):  # which no operator adds beside the rest
+            ):  # no operator adds a bias beside the rest
                 self.query_norm_bias = parameter(latent.query_rank, dtype=dtype, device=device)
                 are_wide = False
             self.joins = are_alike and are_wide and attention.joins(hidden, latent.query_rank)

@@ -52,7 +52,7 @@ class StaticProducts:
     def __init__(self, ops: Ops, weight: StaticInt8, widths: Widths, dtype: torch.dtype) -> None:
         self.ops = ops
         self._rows: list[Packed] = []
-        numbers: dict[tuple[float, float], int] = {}  # of the rows' scales and offsets
+        numbers: dict[tuple[float, float], int] = {}  # the number of each pair of scale and offset
         self._parts: list[list[tuple[int, Packed]]] = []
         for parts in weight.parts(widths):
             packed = []

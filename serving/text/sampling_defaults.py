@@ -9,15 +9,15 @@ the log.
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 from typing import Any
 
 from borders.field_table import FIELDS
-from borders.files import check_regular, is_there
+from borders.files import is_there
 from borders.refusal import BadRequest, abbreviate
 from recipes.schema.recipe import Recipe
+from serving.text.tokenizer_settings import json_object
 
 log = logging.getLogger(__name__)
 
@@ -50,10 +50,10 @@ def sampling_defaults(recipe: Recipe) -> dict[str, Any]:
     if folder is None or recipe.model.generation_config == "none":
         return {}
     path = Path(folder) / "generation_config.json"
-    said = _object(path)
+    said = json_object(path)
     if not is_there(path):
         path = Path(folder) / "config.json"
-        said = {key: value for key, value in _object(path).items() if value != _UNSAID.get(key)}
+        said = {key: value for key, value in json_object(path).items() if value != _UNSAID.get(key)}
     said = {key: value for key, value in said.items() if value is not None}
     if ignored := [key for key, off in _OTHERS.items() if key in said and said[key] not in off]:
         log.warning("%s: no default of requests is %s; requests may ask for it", path, ", ".join(ignored))
@@ -67,17 +67,4 @@ def sampling_defaults(recipe: Recipe) -> dict[str, Any]:
                 raise ValueError(f"{path} has {key}: {abbreviate(said[key])}; {error}: {fix}") from error
     if said.get("do_sample") is False:
         found["temperature"] = 0.0
-    return found
-
-
-def _object(path: Path) -> dict[str, Any]:
-    if not is_there(path):
-        return {}
-    check_regular(path)
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON ({error}); download it again") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} must hold an object; download it again")
     return found

@@ -92,7 +92,7 @@ class FastVocabulary:
         if piece is None:
             return b""
         if self._is_plain:
-            return f" {piece}".encode()  # without a decoder the library puts a space between all tokens
+            return f" {piece}".encode()  # The library joins tokens by spaces where there is no decoder
         if self._by_bytes:
             spelt = [_BYTE_OF_CHARACTER.get(character) for character in piece]
             known = [byte for byte in spelt if byte is not None]
