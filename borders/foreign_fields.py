@@ -38,7 +38,7 @@ def _neutral(
     """Return a field of which only the given values are accepted: they ask for nothing."""
 
     def read(given: Any, _: Fields) -> Fields | None:
-        return {} if any(_same(given, each) for each in values) else None
+        return {} if any(same_value(given, each) for each in values) else None
 
     words = taken or " or ".join(f"`{_written(each)}`" for each in values) or "null"
     return ForeignField(name, engines, words, "", read, fix)
@@ -55,18 +55,22 @@ def _label(name: str, engines: str, kinds: tuple[type, ...], taken: str, why: st
     return ForeignField(name, engines, taken, f"nothing: {why}", read)
 
 
-def _renamed(name: str, engines: str, own: str, *absent: Any) -> ForeignField:
-    """Return a field that another one means; the values in `absent` ask for nothing."""
+def _renamed(name: str, engines: str, own: str, *absent: Any, without: str = "left out") -> ForeignField:
+    """Return a field that another one means; the values in `absent` leave it out, which is `without` it."""
 
     def read(given: Any, _: Fields) -> Fields | None:
-        return {} if any(_same(given, each) for each in absent) else {own: given}
+        return {} if any(type(given) is type(each) and given == each for each in absent) else {own: given}
 
-    more = "".join(f"; `{_written(each)}`: left out" for each in absent)
+    more = "".join(f"; `{_written(each)}`: {without}" for each in absent)
     return ForeignField(name, engines, f"what `{own}` takes{more}", f"`{own}`", read)
 
 
-def _same(given: Any, value: Any) -> bool:
-    return isinstance(given, bool) == isinstance(value, bool) and bool(given == value)
+def same_value(given: Any, value: Any) -> bool:
+    """Return whether two JSON values are the same; Python takes true for 1."""
+    try:
+        return isinstance(given, bool) == isinstance(value, bool) and bool(given == value)
+    except RecursionError:  # they are nested more deeply than can be compared
+        return False
 
 
 def _written(value: Any) -> str:
@@ -79,35 +83,48 @@ def _written(value: Any) -> str:
     )
 
 
-def _effort(given: Any, _: Fields) -> Fields | None:
+def _on(beside: Fields) -> Fields:
+    """Return what a switch for thinking asks for: nothing more where another field says how hard."""
+    reasoning = beside.get("reasoning")
+    said = [beside.get(name) for name in ("reasoning_effort", "think")]
+    said += [reasoning.get("effort")] if isinstance(reasoning, Mapping) else []
+    is_said = any(isinstance(each, str) and each not in ("none", "minimal") for each in said)
+    return {} if is_said else {"reasoning_effort": "medium"}
+
+
+def _effort(given: Any, beside: Fields) -> Fields | None:
     """Read whether to think, or how hard."""
     if isinstance(given, bool):
-        return {"reasoning_effort": "medium" if given else "none"}
+        return _on(beside) if given else {"reasoning_effort": "none"}
     return {"reasoning_effort": given} if given in ("low", "medium", "high") else None
 
 
-def _thinking(given: Any, _: Fields) -> Fields | None:
+def _thinking(given: Any, beside: Fields) -> Fields | None:
     """Read Anthropic's object, which GLM's and DeepSeek's services take, too."""
     if not isinstance(given, Mapping) or not given.keys() <= {"type", "budget_tokens", "clear_thinking"}:
         return None
     kind, budget = given.get("type"), given.get("budget_tokens")
-    if kind == "disabled":
-        return {"reasoning_effort": "none"}
-    if kind != "enabled" or given.get("clear_thinking") is not None:
+    if given.get("clear_thinking") is not None:
         return None
-    return {"reasoning_effort": "medium"} | ({} if budget is None else {"thinking_token_budget": budget})
+    if kind == "disabled":
+        return None if budget is not None else {"reasoning_effort": "none"}
+    budgets = {} if budget is None else {"thinking_token_budget": budget}
+    return {**_on(beside), **budgets} if kind == "enabled" else None
 
 
-def _reasoning(given: Any, _: Fields) -> Fields | None:
+def _reasoning(given: Any, beside: Fields) -> Fields | None:
     """Read OpenRouter's object."""
     if not isinstance(given, Mapping) or not given.keys() <= {"effort", "enabled", "max_tokens", "exclude"}:
         return None
-    if given.get("exclude") not in (None, False):
+    effort, enabled, budget = given.get("effort"), given.get("enabled"), given.get("max_tokens")
+    if given.get("exclude") not in (None, False) or not isinstance(enabled, (bool, type(None))):
         return None
-    fields = {"reasoning_effort": given.get("effort"), "thinking_token_budget": given.get("max_tokens")}
-    if fields["reasoning_effort"] is None and isinstance(given.get("enabled"), bool):
-        fields["reasoning_effort"] = "medium" if given["enabled"] else "none"
-    return {name: value for name, value in fields.items() if value is not None}
+    if enabled is True and effort == "none":
+        return None
+    if enabled is False:
+        return {"reasoning_effort": "none"} if effort in (None, "none") and budget is None else None
+    efforts = {"reasoning_effort": effort} if effort is not None else _on(beside) if enabled else {}
+    return {**efforts, **({} if budget is None else {"thinking_token_budget": budget})}
 
 
 def _form(given: Any, _: Fields) -> Fields | None:
@@ -133,16 +150,26 @@ def _as_usual(given: Any, beside: Fields) -> Fields | None:
     return {} if given is ("prompt" in beside) else None
 
 
+def _is_without_penalty(beside: Fields) -> bool:
+    neutral = {"repeat_penalty": 1, "repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}
+    return all(beside.get(name) in (None, value) for name, value in neutral.items())
+
+
 def _looks_back(given: Any, beside: Fields) -> Fields | None:
-    """Take the span of a penalty where it is the whole context, or where there is no penalty."""
-    is_off = all(beside.get(name) in (None, 1) for name in ("repeat_penalty", "repetition_penalty"))
-    return {} if type(given) is int and (given == -1 or is_off) else None
+    """Take the span of the penalties where it is the whole context, or where there is no penalty."""
+    return {} if type(given) is int and (given == -1 or _is_without_penalty(beside)) else None
+
+
+def _newlines(given: Any, beside: Fields) -> Fields | None:
+    """Take that line breaks are penalized as all tokens are; whether they are matters to penalties alone."""
+    return {} if given is True or (given is False and _is_without_penalty(beside)) else None
 
 
 _VLLM, _SGLANG, _LLAMA, _OLLAMA = "vLLM", "SGLang", "llama.cpp", "Ollama"
 _ROUTERS, _STUDIO = "OpenRouter", "LM Studio"
 _NUMBER, _TEXT = (int, float), (str,)
 _ID = "send it as the header x-request-id"
+_UNBOUNDED = "as many as fit"
 _NOT_ALONE = "no effect without the field that switches it on"
 
 _TABLE = (
@@ -169,7 +196,7 @@ _TABLE = (
     _renamed("ebnf", _SGLANG, "guided_grammar"),
     _renamed("json_schema", _SGLANG, "guided_json"),
     _neutral("lora_path", _SGLANG, fix="name the adapter as the model"),
-    _renamed("max_new_tokens", "SGLang, transformers", "max_tokens", -1),
+    _renamed("max_new_tokens", "SGLang, transformers", "max_tokens", -1, without=_UNBOUNDED),
     _renamed("min_new_tokens", "SGLang, transformers", "min_tokens"),
     _neutral("no_stop_trim", _SGLANG, False, fix="use include_stop_str_in_output"),
     _renamed("regex", _SGLANG, "guided_regex"),
@@ -191,12 +218,12 @@ _TABLE = (
     _neutral("mirostat", _LLAMA, 0),
     *(_label(name, _LLAMA, _NUMBER, "a number", _NOT_ALONE) for name in ("mirostat_eta", "mirostat_tau")),
     _neutral("n_keep", _LLAMA, 0, -1),
-    _renamed("n_predict", _LLAMA, "max_tokens", -1),
+    _renamed("n_predict", _LLAMA, "max_tokens", -1, without=_UNBOUNDED),
     _neutral("n_probs", _LLAMA, 0, fix="use logprobs"),
-    _neutral("penalize_nl", _LLAMA, False),
+    ForeignField("penalize_nl", _LLAMA, "true; false without a penalty", "", _newlines),
     _neutral("post_sampling_probs", _LLAMA, False),
     _neutral("reasoning_format", _LLAMA, "auto", "deepseek"),
-    ForeignField("repeat_last_n", _LLAMA, "-1; others without a penalty of repetition", "", _looks_back),
+    ForeignField("repeat_last_n", _LLAMA, "-1; others without a penalty", "", _looks_back),
     _renamed("repeat_penalty", "llama.cpp, Ollama", "repetition_penalty"),
     _neutral("return_progress", _LLAMA, False),
     _neutral("samplers", _LLAMA),
@@ -226,8 +253,8 @@ _TABLE = (
     ForeignField("usage", _ROUTERS, '`{"include": true}`', "`stream_options.include_usage`", _usage),
     _label("ttl", _STUDIO, (int,), "an integer", "the model stays loaded"),
     # Values of fields of our own by which others mean that the field is left out
-    _renamed("max_completion_tokens", "llama.cpp", "max_completion_tokens", -1),
-    _renamed("max_tokens", "llama.cpp, LM Studio", "max_tokens", -1),
+    _renamed("max_completion_tokens", "llama.cpp", "max_completion_tokens", -1, without=_UNBOUNDED),
+    _renamed("max_tokens", "llama.cpp, LM Studio", "max_tokens", -1, without=_UNBOUNDED),
     _renamed("seed", "llama.cpp, vLLM", "seed", -1),
 )  # fmt: skip
 FOREIGN = {each.name: each for each in _TABLE}

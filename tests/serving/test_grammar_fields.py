@@ -10,7 +10,8 @@ import pytest
 from borders.field_table import LONGEST_GRAMMAR, MOST_CHOICES, MOST_SCHEMA_BYTES
 from borders.refusal import BadRequest
 from serving.grammars.json_schema import MOST_BRANCHES, MOST_LEVELS, MOST_PROPERTIES, MOST_VALUES
-from serving.grammars.structured_output import grammar_of, schema_notes
+from serving.grammars.structured_output import form_notes, grammar_of
+from serving.tools.definitions import tool_use
 
 
 def nested(levels: int) -> dict[str, Any]:
@@ -76,6 +77,11 @@ def test_what_is_within_the_limits_is_taken(schema: dict[str, Any]) -> None:
             ("uniqueItems",),
         ),
         ({"type": "array", "uniqueItems": False}, {"type": "array"}, ()),
+        (
+            {"type": "array", "items": [{"type": "null"}], "additionalItems": False},
+            {"type": "array", "prefixItems": [{"type": "null"}], "items": False},
+            (),
+        ),
         ({"type": "object", "unevaluatedProperties": False}, {"type": "object"}, ("unevaluatedProperties",)),
         ({"type": "object", "propertyNames": False}, {"type": "object"}, ("propertyNames",)),
         ({"type": "object", "propertyNames": {"type": "string"}}, {"type": "object"}, ()),
@@ -103,9 +109,91 @@ def test_what_is_within_the_limits_is_taken(schema: dict[str, Any]) -> None:
 def test_what_is_not_enforced_is_noted(schema: Any, kept: dict[str, Any], notes: tuple[str, ...]) -> None:
     """What anybody's tools write is taken, and a constraint that an answer need not meet is named."""
     assert asked(guided_json=schema)[2] == kept
-    assert schema_notes({"guided_json": schema}) == notes
-    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
-    assert schema_notes({"tools": [tool]}) == notes
+    assert form_notes({"guided_json": schema}) == notes
+
+
+def test_notes_name_the_tool_and_what_became_any_object() -> None:
+    schemas = {"a": {"minProperties": 2}, "b": {"type": "object", "": 1}}
+    tools = [{"type": "function", "function": {"name": n, "parameters": s}} for n, s in schemas.items()]
+    use = tool_use({"tools": tools})
+    assert use is not None
+    assert (use.notes, use.schemas["a"]) == (("a: parameters", 'b: ""'), {"type": "object"})
+    assert tool_use({"tools": tools, "tool_choice": "none"}).notes == ()  # type: ignore[union-attr]
+    tools[0]["function"]["strict"] = True
+    with pytest.raises(BadRequest, match="come twice"):
+        tool_use({"tools": tools})
+
+
+A = {"type": "object", "properties": {"k": {"const": "a"}}, "required": ["k"]}
+B = {"type": "object", "properties": {"k": {"enum": ["b", "c"]}}, "required": ["k"]}
+
+
+@pytest.mark.parametrize(
+    ("branches", "are_apart"),
+    [
+        ([A, B], True),
+        ([A, B, {"type": "null"}, {"type": ["string", "boolean"]}, {"type": "integer"}], True),
+        ([{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}], True),
+        ([{"const": 1, "title": "one"}, {"enum": [2, "1"]}], True),
+        ([A, A], False),
+        ([A, {**B, "required": []}], False),
+        ([A, {**B, "type": ["object", "string"]}], True),
+        ([A, {"properties": B["properties"], "required": ["k"]}], True),
+        ([A, {"properties": B["properties"], "required": ["k"]}, {"type": "null"}], False),
+        ([{**A, "nullable": True}, {**B, "nullable": True}], False),
+        ([A, {**B, "properties": {"k": {"enum": ["b"], "nullable": True}}}], False),
+        ([{"type": "integer"}, {"type": "number"}], False),
+        ([{"const": 1}, {"const": 1.0}], False),
+        ([{"type": "string"}, {}], False),
+        ([{"type": "string"}, True], False),
+    ],
+)
+def test_branches_become_alternatives_where_no_value_can_meet_two(branches: Any, are_apart: bool) -> None:
+    """A discriminator alone says nothing: what the branches require tells them apart."""
+    schema = {
+        "oneOf": branches,
+        "discriminator": {"propertyName": "k"},
+        "$defs": {"a": {"$ref": "#/$defs/A"}, "A": A, "b": B},
+    }
+    assert set(asked(guided_json=schema)[2]) - {"$defs"} == {"anyOf"}
+    assert form_notes({"guided_json": schema}) == (() if are_apart else ("oneOf",))
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema, "strict": True}}
+    assert ("anyOf" if are_apart else "oneOf") in asked(response_format=form)[2], "the matcher judges it"
+
+
+@pytest.mark.parametrize(
+    ("schema", "kept"),
+    [
+        ({"$ref": "#/x/a", "x": {"a": {"type": "null"}}}, {"a": {"type": "null"}}),
+        ({"$ref": "#/x/A%20b", "x": {"A b": {"enum": [1]}}}, {"part.0": {"enum": [1]}}),
+        ({"$ref": "#/$defs/A~1b~0", "$defs": {"A/b~": {"enum": [1]}}}, {"part.0": {"enum": [1]}}),
+        ({"$ref": "#b", "$defs": {"a": {"$anchor": "b", "enum": [1]}}}, {"a": {"enum": [1]}}),
+        ({"$ref": "#b", "definitions": {"a": {"$id": "#b", "enum": [1]}}}, {"a": {"enum": [1]}}),
+        ({"$ref": "T", "$defs": {"a": {"$id": "T", "enum": [1]}}}, {"a": {"enum": [1]}}),
+        ({"$id": "http://a/b#", "$ref": "http://a/b#/$defs/a", "$defs": {"a": True}}, {"a": True}),
+        (
+            {"$ref": "#/$defs/a", "$defs": {"a": {"$id": "x", "$ref": "#/$defs/a", "$defs": {"a": {}}}}},
+            {"a": {"$ref": "#/$defs/part.1"}, "part.1": {}},
+        ),
+        (
+            {"properties": {"a": {"type": "array", "items": {"$ref": "#"}}}},
+            {"root": {"properties": {"a": {"type": "array", "items": {"$ref": "#/$defs/root"}}}}},
+        ),
+        (
+            {
+                "properties": {
+                    "a": {"anyOf": [{}, {"enum": [1]}], "nullable": True},
+                    "b": {"$ref": "#/properties/a/anyOf/1"},
+                }
+            },
+            {"1": {"enum": [1]}},
+        ),
+        ({"$ref": "#/$defs/b", "$defs": {"b": {"enum": [1]}, "a": {"type": "int"}}}, {"b": {"enum": [1]}}),
+    ],
+)
+def test_what_references_lead_to_stands_in_defs(schema: dict[str, Any], kept: dict[str, Any]) -> None:
+    assert asked(guided_json=schema)[2]["$defs"] == kept
+    assert form_notes({"guided_json": schema}) == ()
 
 
 @pytest.mark.parametrize("keyword", ["not", "if", "dependentRequired", "unevaluatedProperties"])
@@ -119,15 +207,23 @@ def test_a_strict_schema_is_held_whole(keyword: str) -> None:
     assert grammar_of({"response_format": form}) is not None
 
 
+LOOPS: dict[str, Any] = {"const": "x" * 30_000}
+for number in range(4):
+    LOOPS = {"properties": {"a": LOOPS, "b": {"$ref": "#" + "/properties/a" * (4 - number)}}}
+
+
 @pytest.mark.parametrize(
     ("schema", "said"),
     [
         (nested(MOST_LEVELS + 1), "is nested more than 32 levels deep"),
-        ({"properties": LARGE, "$defs": {"a": {"properties": {"b": {}}}}}, "to 501 properties"),
+        (
+            {"properties": LARGE, "items": {"$ref": "#/x"}, "x": {"properties": {"b": {}}}},
+            "to 501 properties",
+        ),
         ({"enum": list(range(MOST_VALUES + 1))}, "to 1001 values; it may have 1000 in all"),
         ({"items": {"oneOf": [{}] * (MOST_BRANCHES + 1)}}, "to 201 branches"),
         ({"const": "x" * MOST_SCHEMA_BYTES}, "is a schema of 65548 bytes as compact JSON"),
-        ({"items": [{}]}, "at items, is [{}]; it must be a schema"),
+        ({"items": 1}, "at items, is 1; it must be a schema"),
         ({"properties": []}, "it must be an object of schemas by their names"),
         ({"anyOf": {}}, "it must be a list of schemas"),
         ({"type": "int"}, 'at type, is "int", which this keyword does not accept'),
@@ -141,7 +237,28 @@ def test_a_strict_schema_is_held_whole(keyword: str) -> None:
         ({"multipleOf": 9_999_991}, "at multipleOf"),
         ({"multipleOf": 0.00123457}, "at multipleOf"),
         ({"multipleOf": 0}, "at multipleOf"),
-        ({"$ref": "https://example.com/schema"}, "at $ref"),
+        (
+            {"$ref": "https://example.com/schema"},
+            'at $ref, is "https://example.com/schema", which leads to no',
+        ),
+        ({"$ref": "#/$defs/b", "$defs": {"a": {}}}, "which leads to no place in the schema: refer to a part"),
+        ({"$ref": "#/properties", "properties": []}, "which leads to no place in the schema"),
+        ({"$ref": "#/allOf/1", "allOf": [{}]}, "which leads to no place in the schema"),
+        ({"$ref": "#/x/y", "x": 1}, "which leads to no place in the schema"),
+        ({"$ref": 5}, "is 5, which leads to no place in the schema"),
+        ({"$ref": "#"}, "refers to itself before it comes to a value: give it one"),
+        (
+            {
+                "$ref": "#/$defs/a",
+                "$defs": {
+                    "a": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/b"}]},
+                    "b": {"allOf": [{"$ref": "#/$defs/a"}]},
+                },
+            },
+            "refers to itself before it comes to a value",
+        ),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"type": "int"}}}, 'at $defs.a.type, is "int"'),
+        (LOOPS, "bytes with what its references lead to; it may have 131072"),
         ({"minProperties": 2}, "which could then come twice"),
         ({"minProperties": 2, "additionalProperties": False, "patternProperties": {"a": {}}}, "come twice"),
         ([], "it must be a JSON schema, as an object"),
@@ -169,6 +286,10 @@ def test_what_is_not_is_refused(schema: Any, said: str) -> None:
         (
             {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "strict": 2}}},
             "json_schema.strict is 2",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "strict": 1}}},
+            "json_schema.strict is 1",
         ),
         ({"structured_outputs": []}, "structured_outputs is []"),
         ({"structured_outputs": {}}, "must hold exactly one of json,"),
