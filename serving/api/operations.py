@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import platform
 import time
+from collections.abc import Iterator
 from functools import partial
 from importlib import metadata
 from typing import Annotated, Any
@@ -28,6 +29,15 @@ from serving.failures import CutOff, RequestFailed
 from serving.metrics.exposition import CONTENT_TYPE, Exposition
 from serving.text.chat_options import ChatOptions
 from serving.text.tokenizer import Text
+
+
+def routers(llm: AsyncLLM, names: ModelNames, model: str, route: type[APIRoute]) -> Iterator[APIRouter]:
+    """Yield the routers of this module that the recipe asks for."""
+    yield router(llm, names)
+    yield text_router(llm, names, route)
+    yield metrics_router(llm, model)
+    if llm.recipe.server.profile is not None:
+        yield profile_router(llm, route)
 
 
 def router(llm: AsyncLLM, names: ModelNames) -> APIRouter:
