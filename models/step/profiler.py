@@ -53,12 +53,10 @@ class StepProfiler:
             recording.start()
         self._recording = recording
 
-    def stepped(self) -> Path | None:
-        """Count a step; return where the trace was written if it was the last one."""
-        if not self.is_on:
-            return None
+    def stepped(self) -> bool:
+        """Count a step; return whether it was the last of the trace, which is then to be ended."""
         self._num_left -= 1
-        return None if self._num_left else self.end()
+        return not self._num_left
 
     def end(self) -> Path:
         """Write the trace of the steps so far and return its file, or its folder.

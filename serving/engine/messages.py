@@ -74,6 +74,12 @@ class Look(Message, frozen=True):
     """Ask for a View."""
 
 
+class Pause(Message, frozen=True):
+    """The engine does something else than steps, for at most so long."""
+
+    most_s: float
+
+
 class RecordTrace(Message, frozen=True):
     """Record a trace of the next so many steps; 0: end the one that is being recorded now."""
 
@@ -278,7 +284,10 @@ class View(Message, frozen=True):
 
 
 ToEngine = Add | Finish | Look | PutAdapter | RecordTrace
-FromEngine = Starting | Ready | AddRefused | QueueRefused | Stepped | Beat | View | AdapterPut | TraceWritten
+FromEngine = (
+    (Starting | Ready | Pause | Beat | Stepped)
+    | (AddRefused | QueueRefused | View | AdapterPut | TraceWritten)
+)  # fmt: skip
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode

@@ -45,6 +45,7 @@ from serving.engine.messages import (
     Finish,
     FromEngine,
     Look,
+    Pause,
     QueueRefused,
     Ready,
     RecordTrace,
@@ -140,6 +141,7 @@ class AdapterLoads:
 
 
 BEAT_S = 0.25  # interval between beats
+_TRACING_S = 300.0  # longest time to begin or to write a trace, which may have millions of events
 _IDLE_MS = 1  # interval between checks of a queue that waits for a fuller batch
 _RECOUNTS_COST = 1000  # the pause after a recount of the pages, as a multiple of the recount's duration
 
@@ -212,8 +214,8 @@ class Worker:
                 if self._pages is not None:
                     self._pages.stepped(step)
                 self._send_step(step)
-                if self._profiler is not None and self._profiler.is_on:
-                    self._profile(self._profiler.stepped)
+                if self._profiler is not None and self._profiler.is_on and self._profiler.stepped():
+                    self._profile(self._profiler.end)
 
     def _take(self, wait_ms: int) -> None:
         """Handle all messages in the socket; wait at most `wait_ms` for the first."""
@@ -241,7 +243,8 @@ class Worker:
                         self._profile(self._profiler.end)
 
     def _profile(self, do: Callable[[], Path | None]) -> None:
-        """Begin a trace, count a step for it, or end it; say when it has ended or cannot be written."""
+        """Begin a trace or end it, which may take long; say when it is written or cannot be."""
+        self._send(Pause(_TRACING_S))
         try:
             path = do()
         except (OSError, ValueError) as error:

@@ -16,16 +16,13 @@ from models.step.profiler import StepProfiler
 def test_a_trace_holds_the_operators_of_its_steps_alone(tmp_path: Path) -> None:
     profiler = StepProfiler(tmp_path / "traces", "cpu")
     torch.zeros(3).sin()
-    assert profiler.stepped() is None
     profiler.begin(2)
-    written = []
-    for _ in range(2):
+    for is_last in (False, True):
         torch.zeros(3).cos()
-        written.append(profiler.stepped())
+        assert profiler.stepped() == is_last
+    written = profiler.end()
     torch.zeros(3).tan()
-    assert written[0] is None
-    assert written[1] is not None
-    names = [each.get("name") for each in json.loads(written[1].read_text())["traceEvents"]]
+    names = [each.get("name") for each in json.loads(written.read_text())["traceEvents"]]
     assert [names.count(f"aten::{name}") for name in ("sin", "cos", "tan")] == [0, 2, 0]
     assert not profiler.is_on
 
@@ -61,13 +58,12 @@ def test_an_npu_is_recorded_by_torch_npu(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.delitem(sys.modules, "models.step.npu", raising=False)
     profiler = StepProfiler(tmp_path, "npu")
     profiler.begin(1)
-    path = profiler.stepped()
+    path = profiler.end()
     with pytest.raises(ValueError, match="the profiler failed: CANN's profiler is not there"):
         profiler.begin(1)
     assert not profiler.is_on
     asked["on_trace_ready"] = str(asked["on_trace_ready"]).partition("steps-")[0]
     monkeypatch.delitem(sys.modules, "models.step.npu")
-    assert path is not None
     assert path.parent == tmp_path
     assert asked == {
         "activities": ["cpu", "npu"],
