@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from fastapi import Request
@@ -27,6 +28,7 @@ from serving.api.schemas import RequestBody, SamplingBody
 from serving.api.streamed import StreamedResponse, gone
 from serving.async_llm import PROMPT_REPLICA, AsyncLLM
 from serving.failures import ClientGone, Failure
+from serving.grammars.structured_output import FIELDS as FORMS
 from serving.grammars.structured_output import form_notes
 from serving.tools.definitions import tool_use
 
@@ -117,7 +119,7 @@ class Generation:
         use = tool_use(fields)
         unmet = [*dict.fromkeys(form_notes(fields) + (() if use is None else use.notes))]
         if unmet:
-            more = [f"and {len(unmet) - MOST_NOTES} more"] * (len(unmet) > MOST_NOTES)
+            more = ["and more"] * (len(unmet) > MOST_NOTES)
             notes[SCHEMA_HEADER] = "not enforced: " + "; ".join([*unmet[:MOST_NOTES], *more])
         return notes
 
@@ -147,9 +149,10 @@ class Generation:
 
         Apart from their prompts, all have the same fields.
         """
-        answers = await self.llm.ask(requests, fill=fill, group=group, owner=request.state.client.owner)
-        request.state.notes = self._notes(requests[0])
-        return answers
+        fields = requests[0]
+        is_short = not any(fields.get(name) for name in (*FORMS, "tools"))
+        request.state.notes = await self.llm.apart(partial(self._notes, fields), at_once=is_short)
+        return await self.llm.ask(requests, fill=fill, group=group, owner=request.state.client.owner)
 
     def head(self, body: SamplingBody) -> dict[str, str]:
         """Return the fields that every answer to a request contains."""

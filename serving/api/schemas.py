@@ -187,7 +187,7 @@ def refused(field: str, message: str) -> PydanticCustomError:
 
 
 _BOUNDS = ("max_completion_tokens", "max_tokens")  # where both are sent, the first counts
-_UNBOUNDED = ("max_tokens", "n_predict", "max_new_tokens")  # of which -1 asks for as many tokens as fit
+_UNBOUNDED = (*_BOUNDS, "n_predict", "max_new_tokens")  # of which -1 asks for as many tokens as fit
 
 
 class StrictBody(BaseModel):

@@ -184,11 +184,11 @@ def tool_use(fields: Mapping[str, Any]) -> ToolUse | None:
             )
         return None
     schemas: dict[str, Any] = {}
-    is_strict, notes = False, list[str]()
+    is_strict, notes = False, dict[str, list[str]]()
     for index, each in enumerate(given):
         name, read, strict = _function(index, each, schemas)
         schemas[name] = {"type": "object", **read.schema}
-        notes += [f"{name}: {note}" for note in read.notes]
+        notes[name] = [f"{name}: {note}" for note in read.notes]
         is_strict |= strict
     must_call, named = _choice(choice, schemas)
     allowed = {} if choice == "none" else schemas if named is None else {named: schemas[named]}
@@ -196,7 +196,7 @@ def tool_use(fields: Mapping[str, Any]) -> ToolUse | None:
     if not isinstance(parallel, (bool, type(None))):
         raise BadRequest("parallel_tool_calls", value=parallel, limit="true or false")
     is_single = parallel is False or named is not None
-    is_strict, noted = is_strict and bool(allowed), tuple(notes) if allowed else ()
+    is_strict, noted = is_strict and bool(allowed), tuple(note for name in allowed for note in notes[name])
     return ToolUse(tuple(given), allowed, must_call, is_single, is_strict, noted)
 
 
@@ -236,7 +236,8 @@ def _enforced(schema: Mapping[str, Any], *, is_strict: bool) -> Prepared:
         problem = f"has a schema of type {abbreviate_json(schema['type'])}; arguments are an object"
         raise BadRequest("tools", problem, subject="a tool in tools")
     try:
-        return prepared(schema, "tools", strict=is_strict)
+        never_null = {keyword: value for keyword, value in schema.items() if keyword != "nullable"}
+        return prepared(never_null, "tools", strict=is_strict)
     except BadRequest:
         if is_strict:
             raise
