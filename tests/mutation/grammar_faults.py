@@ -70,7 +70,7 @@ FAULTS = {
     ),
     "unenforced_keyword_unsaid": Fault(
         "serving/grammars/json_schema.py::_Preparation.whole",
-        "place not in kept",
+        "place not in holds",
         "False",
         "sglang #40083: what a schema says is passed over in silence",
         "tests/serving/test_grammar_fields.py::test_what_is_not_enforced_is_noted",
