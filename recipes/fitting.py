@@ -4,8 +4,8 @@ A verb that takes a recipe takes a folder, or ORG/NAME, in its place: the device
 recipes/any that fits it is taken, and the keys are set that the model asks for on this device. What was
 chosen is said, with the command that gives the same. A key that the user sets is never chosen.
 
-    python -m recipes.fitting VERB [ARGUMENT ...]    for scripts/launch.sh: which of a verb's arguments is a
-                                                     model, and what stands in its place; nothing if none is
+    python -m recipes.fitting VERB [ARGUMENT ...]    for scripts/launch.sh: a verb's arguments with a recipe
+                                                     in a model's place, and a null character after each
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -29,7 +29,8 @@ from recipes.assembly.memory_plan import GIB, in_gib
 from recipes.assembly.sizing import plan_memory
 from recipes.model_folder import answer_keys, model_folder, names_model
 from recipes.schema import verb
-from recipes.schema.command_line import places_of_positionals, profiles_in
+from recipes.schema.command_line import places_of_positionals, profiles_in, with_keys
+from recipes.schema.foreign_keys import our_key
 from recipes.schema.reader import read
 from recipes.schema.recipe import ROOT, Recipe, from_root
 from recipes.schema.recipe_error import RecipeError
@@ -63,7 +64,7 @@ def fitting(
     do not hold.
     """
     folder = model_folder(model)
-    said = dict(each.partition("=")[::2] for each in overrides)
+    said = {our_key(key): value for key, _, value in (each.partition("=") for each in overrides)}
     found = _asked(said, found)
     path = f"recipes/any/{(found.product or found.kind).lower()}.yaml"
     choice = _Choice(path, folder, overrides, profile, said)
@@ -112,12 +113,11 @@ def one_of(recipe: str | Path | None, model: str | Path | None) -> str | Path:
 def with_recipe(command: str, arguments: Sequence[str]) -> list[str]:
     """Return a verb's arguments with a recipe in the place of a model, and print what was chosen.
 
-    `command` is the verb's module, such as scripts.generate.
+    `command` is the verb's module, such as scripts.generate. Options of other engines become keys.
     """
-    place, chosen = _replaced(command, arguments)
+    settled, chosen = _settled(command, arguments)
     if chosen is None:
-        return list(arguments)
-    settled = [*arguments[:place], chosen.recipe, *chosen.overrides, *arguments[place + 1 :]]
+        return settled
     _say(chosen)
     print(f"chosen: the same is {shlex.join(['python', '-m', command, *settled])}", file=sys.stderr)
     return settled
@@ -258,14 +258,19 @@ def _asked(said: dict[str, str], found: Present | None) -> Present:
     return replace(found, product=product) if "device.product" in said else found
 
 
-def _replaced(command: str, arguments: Sequence[str]) -> tuple[int, Fitting | None]:
-    """Return where in a verb's arguments a model stands, and what fits it; None if a recipe stands there."""
-    places = places_of_positionals(arguments)[command.rpartition(".")[2] in VERBS_OF_VERBS :]
-    if not places or not names_model(arguments[places[0]]):
-        return 0, None
-    overrides = [arguments[at] for at in places[1:] if "=" in arguments[at]]
-    profile = next(iter(reversed(list(profiles_in(arguments)))), None)
-    return places[0], fitting(arguments[places[0]], overrides, profile)
+def _settled(command: str, arguments: Sequence[str]) -> tuple[list[str], Fitting | None]:
+    """Return a verb's arguments with a recipe in a model's place, and why; None if no model stands there."""
+    number = int(command.rpartition(".")[2] in VERBS_OF_VERBS)
+    given = with_keys(arguments, number)
+    places = places_of_positionals(given)[number:]
+    first = given[places[0]] if places else ""
+    if not first or not names_model(first):  # the options of a verb without a recipe are its own
+        return (given if first.endswith((".yaml", ".yml")) else list(arguments)), None
+    place = places[0]
+    overrides = [given[at] for at in places[1:] if "=" in given[at]]
+    profile = next(iter(reversed(list(profiles_in(given)))), None)
+    chosen = fitting(given[place], overrides, profile)
+    return [*given[:place], chosen.recipe, *chosen.overrides, *given[place + 1 :]], chosen
 
 
 def _say(chosen: Fitting) -> None:
@@ -273,17 +278,12 @@ def _say(chosen: Fitting) -> None:
         print(f"chosen: {reason}", file=sys.stderr)
 
 
-def _lines(argv: Sequence[str]) -> Iterator[str]:
-    place, chosen = _replaced(argv[0], argv[1:])
+def main(argv: list[str]) -> None:
+    """Print a verb's arguments with the recipe and the keys that replace a model."""
+    settled, chosen = _settled(argv[0], argv[1:])
     if chosen is not None:
         _say(chosen)
-        yield from (str(place), chosen.recipe, *chosen.overrides)
-
-
-def main(argv: list[str]) -> None:
-    """Print the place of a model among a verb's arguments, and the recipe and keys that replace it."""
-    for line in _lines(argv):
-        print(line)
+    sys.stdout.write("".join(f"{each}\0" for each in settled))
 
 
 if __name__ == "__main__":

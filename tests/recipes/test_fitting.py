@@ -251,12 +251,14 @@ def test_the_launcher_runs_the_recipe_that_was_chosen(tmp_path: Path) -> None:
         "generate",
         "--prompt",
         "a\nb",
+        "--max-num-seqs",
+        "2",
         TINY,
         "device.kind=cpu",
     ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0
-    chosen = "'recipes/any/cpu.yaml' 'model.path=recipes/tiny/weights' 'device.kind=cpu'"
+    chosen = "'recipes/any/cpu.yaml' 'model.path=recipes/tiny/weights' 'max_num_seqs=2' 'device.kind=cpu'"
     assert f"'--prompt' $'a\\nb' {chosen}" in done.stderr
 
 
@@ -272,6 +274,8 @@ def test_every_verb_with_a_recipe_takes_a_folder(verb: list[str]) -> None:
     ]
     recipe = [*before, "recipes/tiny/cpu.yaml", "cache.page_size=32"]
     assert with_recipe(module, recipe) == recipe
+    others = with_recipe(module, [*before, "-tp", "2", "recipes/tiny/cpu.yaml"])
+    assert others == [*before, "recipes/tiny/cpu.yaml", "tp=2"]
 
 
 VOCABULARY = "tokenizer.model"
