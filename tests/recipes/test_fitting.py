@@ -186,6 +186,8 @@ def test_a_name_is_looked_up_in_both_caches(tmp_path: Path) -> None:
         ("pytorch_model.bin", "PyTorch's pickle"),
         ("model.safetensors", "give its folder"),
         ("m.om", "compiled for one Ascend product"),
+        ("consolidated.safetensors", "Mistral's own format, .* take config.json and model.safetensors, or"),
+        ("consolidated-00001-of-00002.safetensors", "Mistral's own format, which is not read; take config"),
     ],
 )
 @pytest.mark.parametrize("whole", [False, True])
@@ -276,6 +278,20 @@ def test_every_verb_with_a_recipe_takes_a_folder(verb: list[str]) -> None:
     assert with_recipe(module, recipe) == recipe
     others = with_recipe(module, [*before, "-tp", "2", "recipes/tiny/cpu.yaml"])
     assert others == [*before, "recipes/tiny/cpu.yaml", "tp=2"]
+
+
+def test_mistrals_own_weights_are_refused_beside_a_config_and_passed_over_beside_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "m"
+    shutil.copytree(ROOT / TINY, folder)
+    (folder / "consolidated.safetensors").write_bytes(b"")
+    (folder / "params.json").write_text("{}")
+    generate.main([str(folder), *SMALL, "--prompt", "348+275=", "--max-tokens", "8"])
+    assert capsys.readouterr().out == "623\n"
+    (folder / SINGLE).unlink()
+    with pytest.raises(ValueError, match=r"consolidated\.safetensors is in Mistral's own format"):
+        generate.main([str(folder), *SMALL, "--prompt", "a"])
 
 
 VOCABULARY = "tokenizer.model"
