@@ -68,6 +68,10 @@ class Quantization:
         """Whether the quantisation moved a part of what the norm of this name computes into a bias."""
         return False
 
+    def has_cache_scales(self, name: str) -> bool:
+        """Whether the attention of this name has scales for the channels of its keys and values."""
+        return False
+
     def in_json(self) -> dict[str, Any]:
         """Return what config.json says of a checkpoint in this form."""
         group = {"targets": ["Linear"], "weights": WEIGHTS, "input_activations": ACTIVATIONS}

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from borders.start_report import ReadingReport
 from models.checkpoint.files import checkpoint_files, names_in, open_checkpoint, tensor_names
 from models.checkpoint.layer_parts import SINKS, LayerParts
-from models.checkpoint.modelslim import OF_INPUTS, in_described, of_pairs
+from models.checkpoint.modelslim import OF_INPUTS, OfChannels, in_described, of_pairs
 from models.checkpoint.place import Place, Rounding
 from models.checkpoint.stacked_experts import AnyPlace, PackedStack, Places, in_stacks
 from models.checkpoint.stored_parts import PartPlace, in_parts
@@ -29,7 +29,7 @@ from models.config import FUSED, GATE_UP, MLP_ROLES, QKV, DecoderConfig, Form
 from models.decoder import Decoder, DecoderLayer
 from models.layers.latent import UpProjection
 from models.layers.linear import Linear
-from models.modelslim import description_in
+from models.modelslim import CACHE_ENDS, description_in
 from models.ops.operands import MIDDLE
 from models.packing import IN_A_WORD, Int4
 from models.parallel.share import Share, Slices
@@ -49,6 +49,7 @@ TOWERS = (
 )
 # How ERNIE's layers that predict further tokens are named, which lie beside its own and are not read
 PREDICTION = "model.mtp_"
+RANDOM_CACHE_SCALE = 1 / 32  # of keys and values near one
 # Buffers that older checkpoints contain although they follow from config.json
 HARMLESS = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 
@@ -163,6 +164,9 @@ def random(decoder: Decoder, seed: int) -> None:
     for name, parameter in decoder.named_parameters():  # a tied head appears once, as the embedding
         if name.endswith("norm"):
             parameter.data.fill_(1.0)
+        if name.endswith(("key_scale", "value_scale")):
+            parameter.data.fill_(RANDOM_CACHE_SCALE)
+            continue
         if name.endswith(("norm", "weight_scale", "weight_offset")) or not len(parameter):
             continue  # scales follow from what is drawn; the embedding of a stage that has none is empty
         places = parts[parameter.untyped_storage().data_ptr()]
@@ -241,6 +245,10 @@ def placed(parts: LayerParts, config: DecoderConfig, held: dict[str, int], share
             if name.endswith(SINKS):
                 heads = share.heads(config)
                 places[name] = Place(tensor.data, (config.num_heads,), heads, order, added=added)
+            elif name.endswith(CACHE_ENDS):
+                of = name.rpartition(".")[0]
+                rows = share.slices(name, config)
+                places[name] = OfChannels(tensor.data, sizes[of][:1], rows, orders.get(of))
             elif linear_name := _linear_of_joined_norm(name, config):
                 rows = share.slices(f"{linear_name}.weight", config)[:1]
                 places[name] = Place(tensor.data, sizes[linear_name][:1], rows, order, added=added)
