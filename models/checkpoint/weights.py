@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from borders.start_report import ReadingReport
+from borders.start_report import LOADING, QUANTISING, ReadingReport
 from models.checkpoint.files import checkpoint_files, names_in, open_checkpoint, tensor_names
 from models.checkpoint.layer_parts import SINKS, LayerParts
 from models.checkpoint.modelslim import OF_INPUTS, OfChannels, in_described, of_pairs
@@ -117,7 +117,9 @@ def fill(
     }
     counts = {file: sum(name in places for name in names) for file, names in found.items()}
     read = {file.name: count for file, count in counts.items() if count}
-    progress = ReadingReport(tell, {file.name: file.stat().st_size for file in counts if counts[file]}, read)
+    rounds = any(isinstance(place, Place) and place.rounding is not None for place in places.values())
+    sizes = {file.name: file.stat().st_size for file in counts if counts[file]}
+    progress = ReadingReport(tell, sizes, read, doing=QUANTISING if rounds else LOADING)
     for some in (places.keys() - far, far):
         for file, names in found.items():
             for name, tensor in _tensors(file, {name: places[name] for name in names if name in some}):
