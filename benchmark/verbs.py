@@ -534,4 +534,5 @@ def simulate(argv: list[str]) -> None:
     if one is own:
         verbs = "".join(f"\n  {each.name:10} {each.help}" for each in others)
         parser.description += f"\n\nOr a verb, each with its own --help:{verbs}"
-    run(one, parser.parse_intermixed_args(with_keys(argv[1:] if one.name else argv)))
+    given = with_keys(argv[1:] if one.name else argv, verb="simulate")
+    run(one, parser.parse_intermixed_args(given))

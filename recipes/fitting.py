@@ -260,8 +260,9 @@ def _asked(said: dict[str, str], found: Present | None) -> Present:
 
 def _settled(command: str, arguments: Sequence[str]) -> tuple[list[str], Fitting | None]:
     """Return a verb's arguments with a recipe in a model's place, and why; None if no model stands there."""
-    number = int(command.rpartition(".")[2] in VERBS_OF_VERBS)
-    given = with_keys(arguments, number)
+    verb_name = command.rpartition(".")[2]
+    number = int(verb_name in VERBS_OF_VERBS)
+    given = with_keys(arguments, number, verb_name)
     places = places_of_positionals(given)[number:]
     first = given[places[0]] if places else ""
     if not first or not names_model(first):  # the options of a verb without a recipe are its own

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from recipes.cluster.cluster import Cluster, find_cluster
 from recipes.cluster.rank_process import VISIBLE
 from recipes.schema import verb
-from recipes.schema.command_line import positionals, profiles_in, with_keys
+from recipes.schema.command_line import positionals, profiles_in
 from recipes.schema.reader import load
 from recipes.schema.recipe import Recipe
 
@@ -34,7 +34,7 @@ class Launched:
     @staticmethod
     def of(arguments: Sequence[str]) -> Launched:
         """Find the recipe; raises ValueError for one that cannot be used."""
-        given = positionals(with_keys(arguments))
+        given = positionals(arguments)
         recipes = [each for each in given if each.endswith((".yaml", ".yml"))][:1]
         changes = [each for each in given if _CHANGE.match(each)]
         profile = [f"--profile={each}" for each in profiles_in(arguments)][-1:]

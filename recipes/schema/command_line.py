@@ -72,20 +72,21 @@ def add_field(parser: argparse.ArgumentParser, name: str, *, default: float) -> 
     parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=default, metavar="N", help=meaning)
 
 
-# Names of other engines that are options of ours, too
+# Names of other engines that are options of ours, too, in all verbs or in this one
 _OWN_OPTIONS = ("host", "port", "served_model_name", "api_key")
+_OWN_OF_VERB = {"simulate": ("tp", "pp", "dp")}
 _SHORT = ("-tp", "-pp", "-dp", "-ep")
 _MODEL = ("model=", "model_path=")
 
 
-def with_keys(arguments: Sequence[str], place: int = 0) -> list[str]:
+def with_keys(arguments: Sequence[str], place: int = 0, verb: str = "") -> list[str]:
     """Return a verb's arguments with other engines' options as overrides, which the recipe's reader judges.
 
     `--tensor-parallel-size 2`, `-tp 2` and `--enforce-eager` become `tensor_parallel_size=2`, `tp=2` and
     `enforce_eager=true` behind the recipe, whose place among the positional arguments is given. In a
     command that needs no other, `--model DIR` is the model.
     """
-    kept, keys = _parted(arguments)
+    kept, keys = _parted(arguments, (*_OWN_OPTIONS, *_OWN_OF_VERB.get(verb, ())))
     places = places_of_positionals(kept)[place:]
     if not places and not place and (named := [each for each in keys if each.startswith(_MODEL)]):
         keys.remove(named[0])
@@ -94,7 +95,7 @@ def with_keys(arguments: Sequence[str], place: int = 0) -> list[str]:
     return [*kept[:at], *keys, *kept[at:]]
 
 
-def _parted(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+def _parted(arguments: Sequence[str], own: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the arguments without other engines' options, and these as overrides."""
     kept, keys, rest = list[str](), list[str](), iter(arguments)
     for argument in rest:
@@ -106,7 +107,7 @@ def _parted(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
             kept += [argument, *rest]
         elif is_option and switch in SWITCHES:
             keys.append(f"{switch}={value if is_joined else str(switch == name).lower()}")
-        elif is_option and name not in _OWN_OPTIONS and foreign_key(name) is not None:
+        elif is_option and name not in own and foreign_key(name) is not None:
             given = value if is_joined else next(rest, None)
             if given is None:
                 raise ValueError(f"{argument} has no value; give one, as in {argument} VALUE")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmark.verbs import BENCHMARKS, SIMULATIONS, simulate
+from benchmark.verbs import BENCHMARKS, SIMULATIONS, parser_of, simulate
 from benchmark.verbs import main as benchmark_main
 from doctor.verify import probes, product, tokens
 from recipes import __main__ as recipes_main
@@ -109,6 +109,17 @@ def test_options_of_other_engines_are_keys(given: str, meant: str) -> None:
 def test_an_option_of_another_engine_without_its_value_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^--max-num-seqs has no value; give one"):
         with_keys(["r.yaml", "--max-num-seqs"])
+
+
+def test_options_of_our_own_stay_what_they_are() -> None:
+    """No option of a verb with a recipe is taken for a key of another engine."""
+    parsers = {"serve": [serve.parser()], "generate": [generate.parser()]}
+    parsers["benchmark"] = [parser_of(each, "") for each in BENCHMARKS if each.takes_recipe]
+    parsers["simulate"] = [parser_of(each, "") for each in SIMULATIONS]
+    for verb, some in parsers.items():
+        for action in (each for parser in some for each in parser._actions):
+            for name in (each for each in action.option_strings if each.startswith("--")):
+                assert with_keys(["r.yaml", f"{name}=1"], verb=verb) == ["r.yaml", f"{name}=1"]
 
 
 def test_switches_are_names_that_there_are() -> None:
