@@ -16,7 +16,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from models.parallel.share import Share
 from recipes.assembly.families import share_of
 from recipes.assembly.memory_plan import GIB, in_gib
 from recipes.assembly.sizing import plan_memory
+from recipes.cluster.cluster import Cluster, named_cluster
 from recipes.model_folder import answer_keys, model_folder, names_model
 from recipes.schema import verb
 from recipes.schema.command_line import places_of_positionals, profiles_in, with_keys
@@ -132,6 +133,7 @@ class _Choice:
         self.path, self.reasons = path, list[str]()
         self.keys = [f"model.path={_in_yaml(from_root(folder.absolute()))}"]
         self._overrides, self._profile, self._said = overrides, profile, said
+        self._cluster = Cluster("this machine")
 
     def set(self, key: str, value: object, why: str) -> bool:
         """Choose a key's value; returns False where the user has set it."""
@@ -189,14 +191,29 @@ class _Choice:
                     self.set("cache.memory_gib", f"{size_gib:g}", why)
                 return
 
+    def _counts(self, found: Present) -> Iterator[int]:
+        """Yield the numbers of devices that may hold a model: one, or equally many of each machine.
+
+        All machines that the recipe or the launcher names have as many devices as this one.
+        """
+        yield 1
+        self._cluster = named_cluster(self.recipe().parallel, os.environ)
+        machines = self._cluster.num_nodes
+        most = min(found.count * machines, MOST_TENSOR)
+        yield from (count for count in (machines * each for each in (1, 2, 4, 8, 16)) if 1 < count <= most)
+
+    @property
+    def _machines(self) -> str:
+        """Words for the machines, if there are several."""
+        several = self._cluster.num_nodes
+        return f" of {several} machines ({self._cluster.source})" if several > 1 else ""
+
     def fit_devices(self, found: Present) -> None:
         """Choose the number of devices that hold the model; raises RecipeError where all of them do not."""
         if {"parallel.tensor", "parallel.pipeline"} & self._said.keys():
             return
-        most, problem, holds = min(found.count, MOST_TENSOR), RecipeError((), ""), 0
-        for tensor in (1, 2, 4, 8, 16):
-            if tensor > most:
-                break
+        problem, holds = RecipeError((), ""), 0
+        for tensor in self._counts(found):
             recipe = self.recipe(f"parallel.tensor={tensor}")
             try:
                 config, share = share_of(recipe, 0)
@@ -213,11 +230,12 @@ class _Choice:
                 if is_fixed or plan.cache_tokens > USEFUL_TOKENS:
                     break
         if not holds:
-            devices = f"{most} x {found.name}" if most > 1 else found.name
+            most = min(found.count * self._cluster.num_nodes, MOST_TENSOR)
+            devices = (f"{most} x {found.name}" if most > 1 else found.name) + self._machines
             why = f"{devices} cannot hold the model: {problem.problem}"
             raise RecipeError(problem.keys, why, problem.fix)
         if holds > 1:
-            why = f"fewer of {in_gib(found.memory_bytes)} hold too little beside the weights"
+            why = f"fewer of {in_gib(found.memory_bytes)}{self._machines} hold too little beside the weights"
             self.set("parallel.tensor", holds, why)
 
 

@@ -23,6 +23,7 @@ from recipes.fitting import fitting, with_recipe
 from recipes.model_folder import model_folder
 from recipes.schema.reader import read
 from recipes.schema.recipe import ROOT
+from recipes.schema.recipe_error import RecipeError
 from scripts import generate
 from serving.llm import LLM, SamplingParams
 from tests.device_kinds import stand_in_alone
@@ -126,6 +127,31 @@ def test_as_many_devices_as_hold_the_model(
     assert chosen_keys(model, found) == keys
     asked = chosen_keys(model, found, "parallel.tensor=8", "cache.num_pages=64")
     assert not {"parallel.tensor", "cache.memory_gib"} & asked.keys()
+
+
+SLURM = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NODEID": "1"}
+
+
+def test_the_devices_of_all_machines_hold_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which the launcher names, or the recipe; each holds as many ranks."""
+    model, two = folder(tmp_path, LLAMA_70B), Present("cuda", "H100", count=2, memory_bytes=60 * GIB)
+    with pytest.raises(RecipeError, match="2 x H100 cannot hold the model: "):
+        fitting(model, found=two)
+    for name, value in SLURM.items():
+        monkeypatch.setenv(name, value)
+    chosen = fitting(model, found=two)
+    assert "parallel.tensor=4" in chosen.overrides
+    assert "parallel.tensor=4, since fewer of 60.00 GiB of 2 machines (SLURM) hold too" in str(chosen.reasons)
+    assert chosen_keys(folder(tmp_path / "8b", LLAMA_8B), two) == {}, "one device of a machine holds it"
+    monkeypatch.setenv("SLURM_NNODES", "3")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-3]")
+    with pytest.raises(RecipeError, match=r"of 3 machines \(SLURM\) cannot hold the model"):
+        fitting(model, found=two)
+    for name in SLURM:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("NODE_RANK", "0")
+    nodes = "parallel.nodes=[a, b]"
+    assert chosen_keys(model, two, nodes) == {"parallel.tensor": "4"}
 
 
 def test_a_cache_whose_size_is_given_asks_for_no_more_devices(tmp_path: Path) -> None:
