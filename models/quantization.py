@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from borders.numbers import integers
 from borders.refusal import abbreviate
-from models.text_names import stored_spellings
+from models.checkpoint_names import stored_spellings
 
 # A linear is stored in the model's type; in int8 beside a scale for each output; in the model's type, and in
 # int8 from loading on; in int8 with one scale for all of its inputs, too; in 4 bits beside a scale for each

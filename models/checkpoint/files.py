@@ -14,8 +14,8 @@ from typing import Any, Literal
 from safetensors import SafetensorError, safe_open
 
 from borders.files import check_regular, is_there
+from models.checkpoint_names import alone
 from models.modelslim import description_in
-from models.text_names import alone
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _SHARD = re.compile(r"model-(\d{1,5})-of-(\d{1,5})\.safetensors")

@@ -8,7 +8,6 @@ is reported in one error.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterator
 from hashlib import sha256
 from itertools import zip_longest
@@ -25,6 +24,7 @@ from models.checkpoint.modelslim import OF_INPUTS, OfChannels, in_described, of_
 from models.checkpoint.place import Place, Rounding
 from models.checkpoint.stacked_experts import AnyPlace, PackedStack, Places, in_stacks
 from models.checkpoint.stored_parts import PartPlace, in_parts
+from models.checkpoint_names import HARMLESS, PREDICTION, TOWERS
 from models.config import FUSED, GATE_UP, MLP_ROLES, QKV, DecoderConfig, Form
 from models.decoder import Decoder, DecoderLayer
 from models.layers.latent import UpProjection
@@ -37,21 +37,7 @@ from models.parallel.share import Share, Slices
 HEAD, EMBEDDING, BODY = "lm_head.weight", "model.embed_tokens.weight", "embed_tokens.weight"
 # Bytes after which a file is mapped again, because pages read from a mapping count as the process's memory
 MAPPED_BYTES = 2**27
-# How the tensors of towers for images, and of what leads from them to the text model, are named
-TOWERS = (
-    "vision_tower.",
-    "vision_model.",
-    "multi_modal_projector.",
-    "mm_projector.",
-    "model.vision_tower.",
-    "model.multi_modal_projector.",
-    "model.mm_projector.",
-)
-# How ERNIE's layers that predict further tokens are named, which lie beside its own and are not read
-PREDICTION = "model.mtp_"
 RANDOM_CACHE_SCALE = 1 / 32  # of keys and values near one
-# Buffers that older checkpoints contain although they follow from config.json
-HARMLESS = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 
 
 def load(decoder: Decoder, path: str | Path, tell: Callable[[str], None] = lambda _: None) -> int:

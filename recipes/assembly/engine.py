@@ -37,7 +37,7 @@ from models.step.runner import ModelRunner, RowSampler
 from models.step.stage_runner import StageRunner
 from models.step.warm_up import capture, largest_step_bytes, warm_up
 from recipes.assembly.decoders import cache_of, draft_decoder, drafter_of, shape_of
-from recipes.assembly.families import overridden_fields, share_of, unknown_fields
+from recipes.assembly.families import WITH_MTP, overridden_fields, share_of, unknown_fields, unread_layers
 from recipes.assembly.memory_plan import MemoryPlan, report
 from recipes.assembly.page_events import publish_pages
 from recipes.assembly.page_tier import attach_tier
@@ -100,6 +100,12 @@ def build(
         built, sinks = replace(built, ranks=ranks), [ranks]
     if unknown := unknown_fields(recipe):
         log.warning("the model's configuration has fields that are not known, without effect: %s", unknown)
+    if unread := unread_layers(recipe, built.config):
+        log.log(
+            logging.INFO if built.config.family in WITH_MTP else logging.WARNING,
+            "the checkpoint has, and this engine does not read: %s",
+            unread,
+        )
     if recipe.scheduler.record is not None:
         sinks = [RecordingFile(recipe.scheduler.record), *sinks]
     if sinks:
