@@ -9,14 +9,13 @@ and of the type.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from borders.files import check_regular
+from borders.files import json_object
 from borders.numbers import integers
 from borders.refusal import abbreviate
 from models.config import LAST_NORM, QUERY_NORM, UP, DecoderConfig
@@ -150,7 +149,7 @@ def described(config: DecoderConfig, path: Path) -> DecoderConfig:
     file = description_in(path)
     if file is None:
         return config
-    said = _description(file)
+    said = json_object(file, MOST_DESCRIPTION_BYTES, "copy it again")
     try:
         _check_apart(config)
         _check_whole(said)
@@ -175,17 +174,6 @@ def described(config: DecoderConfig, path: Path) -> DecoderConfig:
     except ValueError as error:
         raise ValueError(f"{file.name}: {error}") from error
     return made
-
-
-def _description(file: Path) -> dict[str, Any]:
-    check_regular(file, MOST_DESCRIPTION_BYTES)
-    try:
-        said = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file.name} is not JSON ({error}); copy it again") from error
-    if not isinstance(said, dict):
-        raise ValueError(f"{file.name} holds no JSON object; copy it again")
-    return said
 
 
 def _check_apart(config: DecoderConfig) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from borders.files import check_regular, is_there
+from borders.files import is_there, json_object
 from borders.refusal import abbreviate
 from kv_cache.groups import DType
 from models.checkpoint.files import tensor_names
@@ -398,13 +397,4 @@ def _quantized_apart(path: Path, hf: Mapping[str, Any]) -> tuple[str, dict[str, 
 def _json(path: Path) -> dict[str, Any]:
     if not is_there(path):
         raise ValueError(f"{path} does not exist; give the directory of a Hugging Face checkpoint")
-    check_regular(path)
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON ({error}); download it again") from error
-    except RecursionError:
-        raise ValueError(f"{path} is nested too deeply; download it again") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} holds no JSON object; download it again")
-    return value
+    return json_object(path)

@@ -29,9 +29,8 @@ from tokenizers import (
     processors,
 )
 
-from borders.files import MOST_TOKENIZER_BYTES, check_regular, is_there
+from borders.files import MOST_TOKENIZER_BYTES, check_regular, is_there, optional_json_object
 from serving.text.tokenizer_settings import (
-    json_object,
     more_special_tokens,
     read_settings,
     special_tokens,
@@ -276,7 +275,7 @@ def check_ranks(path: Path) -> None:
 def _settings_of_pairs(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
     """Return the settings with the class of a vocab.json, and with the tokens that this class assumes."""
     if settings.get("tokenizer_class") is None:
-        model_type = json_object(folder / "config.json").get("model_type")
+        model_type = optional_json_object(folder / "config.json").get("model_type")
         settings = {**settings, "tokenizer_class": CLASS_OF_MODEL.get(str(model_type))}
     return CLASS_TOKENS.get(_class_of(settings), {}) | settings
 

@@ -316,7 +316,7 @@ def test_an_end_token_that_only_the_tokenizer_names_ends_an_answer(
     [
         ("added_tokens.json", '{"<a>": -1}', "added_tokens.json has '<a>': -1; it must be an id from 0"),
         ("added_tokens.json", '{"<a>": "x"}', "added_tokens.json has '<a>': 'x'; it must be an id"),
-        ("added_tokens.json", "[]", "added_tokens.json must hold an object"),
+        ("added_tokens.json", "[]", "added_tokens.json holds no JSON object"),
         (
             "special_tokens_map.json",
             '{"eos_token": 7}',
