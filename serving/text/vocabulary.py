@@ -76,8 +76,6 @@ class FastVocabulary:
     """A tokenizer of the `tokenizers` library, with the tokens that other files add to it."""
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
-        self._path = path
-        self._settings = settings
         self._tokenizer = _read_tokenizer(path, settings)
         self.size = self._tokenizer.get_vocab_size(with_added_tokens=True)
         added = self._tokenizer.get_added_tokens_decoder().items()
@@ -113,7 +111,7 @@ class FastVocabulary:
     def _literal(self) -> Tokenizer:
         # This needs a second tokenizer, because the switch would also affect other threads that encode
         # meanwhile.
-        tokenizer = _read_tokenizer(self._path, self._settings)
+        tokenizer = Tokenizer.from_str(self._tokenizer.to_str())
         tokenizer.encode_special_tokens = True
         return tokenizer
 
