@@ -31,6 +31,7 @@ from serving.adapters import AdapterPut, ServedAdapters
 from serving.answers.answers import AnswerDelta, AnswerStream, collect
 from serving.engine.messages import (
     Add,
+    AddAccepted,
     AddRefused,
     Beat,
     EngineFacts,
@@ -439,6 +440,8 @@ class AsyncLLM:
                 self.adapters.hear(message)
             case Beat():
                 self.stats.beat(message)
+            case AddAccepted(stream):
+                self._streams[stream][0].accept()
             case AddRefused(stream):
                 self._refuse(stream, "refused", message.error())
             case QueueRefused(stream, reason, retry_after_s):

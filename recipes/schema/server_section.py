@@ -144,6 +144,13 @@ class ServerSection:
         least=1,
         most=2**24,
     )
+    keep_alive_s: float = key(
+        "a stream sends a comment, which clients skip, whenever it has said nothing for this long, as while"
+        " its request waits: proxies end connections that are silent; 0: none",
+        default=15.0,
+        least=0,
+        most=_DAY_S,
+    )
     share_prefixes: bool = key(
         "let clients with different API keys share pages; one could then find out, by timing, what others"
         " sent",

@@ -211,6 +211,8 @@ class AnswerStream(SampleAnswers):
         self.failure: Failure | BadRequest | None = None
         self.is_aborted = False  # the request was aborted, and the engine knows it
         self.failed = asyncio.Event()
+        self.is_accepted = False  # the request is, or was, in the engine's queue
+        self.decided = asyncio.Event()  # set once it is accepted, or has failed before
         self._max_unread_tokens = max_unread_tokens
         self._unread: list[AnswerDelta] = []
         self._num_unread = 0
@@ -240,6 +242,11 @@ class AnswerStream(SampleAnswers):
             await self._news.wait()
         unread, self._unread, self._num_unread = self._unread, [], 0
         return unread
+
+    def accept(self) -> None:
+        """Record that the engine has accepted the request."""
+        self.is_accepted = True
+        self.decided.set()
 
     def begin(self, begun: Begun) -> None:
         """Record that the prompt is computed, with what the engine reports about it."""
@@ -280,6 +287,7 @@ class AnswerStream(SampleAnswers):
             self.failure = failure
             self._news.set()
             self.failed.set()
+            self.decided.set()
 
     def _put(self, deltas: list[AnswerDelta]) -> None:
         if not deltas:

@@ -17,7 +17,7 @@ from serving.answers.answers import AnswerDelta, AnswerStream, finite
 from serving.api.errors import body_of
 from serving.api.pieces import Items, Json, is_short, items, object_around, to_json
 from serving.api.schemas import StreamOptions
-from serving.api.streamed import DONE
+from serving.api.streamed import COMMENT, DONE
 from serving.failures import Failure
 from serving.text.tokenizer import Text
 
@@ -125,6 +125,8 @@ class ChoiceFormat(Protocol):
 
 class Choices:
     """The choices of one response (a `ResponseForm`); `head` holds further fields of each object."""
+
+    keep_alive = COMMENT
 
     def __init__(
         self,

@@ -29,6 +29,7 @@ from serving.api.generation import Generation, fields_as_sent
 from serving.api.pieces import Json, parts, pieces_of
 from serving.api.responses_input import messages_of, response_format_of, tool_choice_of, tools_of
 from serving.api.schemas import IN_RESPONSES, Ignored, PaddingOptions, SamplingBody, Strings, refused, takes
+from serving.api.streamed import COMMENT
 from serving.failures import Failure
 from serving.text.tokenizer import Text
 from serving.tools.parsing import CallDelta, Parsed, Thought
@@ -247,6 +248,8 @@ class ResponsesRoute:
 
 class ResponseObject:
     """The JSON form of a response (a `ResponseForm`)."""
+
+    keep_alive = COMMENT
 
     def __init__(
         self, text: Text | None, answer: AnswerStream, parser: AnswerParser, body: ResponsesBody, model: str

@@ -126,6 +126,12 @@ class Ready(Message, frozen=True):
     facts: EngineFacts
 
 
+class AddAccepted(Message, frozen=True):
+    """A request is in the engine's queue; whatever comes of it comes in later messages."""
+
+    stream: int
+
+
 class AddRefused(Message, frozen=True):
     """A request cannot be served as it is; the fields are those of `BadRequest`."""
 
@@ -286,7 +292,7 @@ class View(Message, frozen=True):
 ToEngine = Add | Finish | Look | PutAdapter | RecordTrace
 FromEngine = (
     (Starting | Ready | Pause | Beat | Stepped)
-    | (AddRefused | QueueRefused | View | AdapterPut | TraceWritten)
+    | (AddAccepted | AddRefused | QueueRefused | View | AdapterPut | TraceWritten)
 )  # fmt: skip
 
 encode = msgspec.msgpack.Encoder().encode

@@ -36,6 +36,7 @@ from serving.adapters import AdapterPut, PutAdapter
 from serving.engine.grammar_queue import GrammarQueue
 from serving.engine.messages import (
     Add,
+    AddAccepted,
     AddRefused,
     BeamHypothesis,
     Beat,
@@ -322,6 +323,7 @@ class Worker:
             self._requests[stream] = request
             self._stream_of[request.id] = stream
             self._silent[stream] = unsent
+        self._send(AddAccepted(first))
         return True
 
     def _finish(self, stream: int, reason: str) -> None:
