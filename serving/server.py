@@ -106,7 +106,11 @@ def _run(options: ServerOptions, lines: logs.Lines) -> int:
         llm = AsyncLLM(options.recipe, *options.overrides, profile=options.profile, stats=stats)
         stats.num_lost_lines = lambda: lines.num_lost
         keys = ApiKeys(rights_of, share_prefixes=llm.recipe.server.share_prefixes)
-        model = _name_of(llm, options.recipe) if options.model_name is None else options.model_name
+        model = (
+            name_of(llm.recipe.model.path, options.recipe)
+            if options.model_name is None
+            else options.model_name
+        )
         stats.model = model = _sendable(model)
         listener = ends.enter_context(listener_at(options.host, options.port))
         is_open = not keys.are_needed
@@ -250,6 +254,6 @@ def _sendable(model: str) -> str:
     return model
 
 
-def _name_of(llm: AsyncLLM, recipe: str) -> str:
-    path = llm.recipe.model.path
+def name_of(path: Path | None, recipe: str) -> str:
+    """Return the name under which a model is served unless another is given."""
     return Path(recipe).parent.name if path is None or path.name == "weights" else path.name

@@ -7,6 +7,7 @@ prompts begin alike, but nothing about pages.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -52,7 +53,12 @@ class RoutedResponse(msgspec.Struct):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
+class _Named(msgspec.Struct):
+    model: str | None = None
+
+
 _decode = msgspec.json.Decoder(RoutedBody).decode
+_decode_name = msgspec.json.Decoder(_Named).decode
 _decode_response = msgspec.json.Decoder(RoutedResponse).decode
 
 
@@ -67,16 +73,18 @@ class Prompts:
         self.page_size = page_size
 
     def asked(self, body: bytes) -> RoutedBody:
-        """Return the fields of a body, or no fields for a body that no replica will accept."""
-        try:
-            return _decode(body)
-        except (msgspec.MsgspecError, UnicodeDecodeError):
-            return RoutedBody()
+        """Return the fields of a body; of one that no replica will accept, only its model, if it has one."""
+        for decode in (_decode, lambda body: RoutedBody(model=_decode_name(body).model)):
+            with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+                return decode(body)
+        return RoutedBody()
 
-    def read(self, body: bytes, asked: RoutedBody, client: Client) -> RoutedPrompt:
-        """Return what is known of the prompt."""
+    def read(
+        self, body: bytes, asked: RoutedBody, client: Client, *, is_of_recipe: bool = True
+    ) -> RoutedPrompt:
+        """Return what is known of the prompt; of one for another model than the recipe's, by its text."""
         salt = client.salted(asked.cache_salt or "")
-        if self.page_size:
+        if self.page_size and is_of_recipe:
             try:
                 if bytes(asked.input):
                     return self._pages(_of_a_chat(_decode_response(body)), salt)

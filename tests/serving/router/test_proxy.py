@@ -12,7 +12,7 @@ from typing import Any
 
 from continuous_batching.routing.routing import Routing
 from continuous_batching.routing.splitting import Split, Splitting
-from serving.router.fair_turns import FairTurns
+from serving.router.fair_turns import ModelTurns
 from serving.router.fleet_figures import FleetFigures
 from serving.router.prompts import Prompts
 from serving.router.proxy import Proxy
@@ -113,7 +113,7 @@ class Fleet:
             FleetReplica(number, f"http://127.0.0.1:{port}", Upstream("127.0.0.1", port), self.routing, [])
             for number, port in enumerate(ports)
         ]
-        turns = FairTurns(lambda: 100)
+        turns = ModelTurns(lambda turn: 100)
         self.figures = FleetFigures(self.routing, self.replicas, turns)
         self.splitting = Splitting(self.routing, self.split)
         self.proxy = Proxy(self.routing, self.replicas, Prompts(), turns, self.figures, self.splitting)
