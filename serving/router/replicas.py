@@ -24,6 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeVar
 
+import anyio
 import msgspec
 from msgspec import Meta
 
@@ -221,13 +222,14 @@ class FleetReplica:
         """Poll for ever; `page_size` is that of the pages whose events are to be read, or 0."""
         while True:
             try:
-                await asyncio.wait_for(self._poll(page_size), _ANSWER_S)
+                with anyio.fail_after(_ANSWER_S):  # wait_for before Python 3.12 may swallow a cancellation
+                    await self._poll(page_size)
                 self._num_silent = 0
             except Lost as lost:
                 self._shut(str(lost))
             except Unreadable as error:
                 self._keep_out("not ready", str(error))
-            except asyncio.TimeoutError:
+            except TimeoutError:
                 self._num_silent += 1
                 if self.state != "ready":  # it may be another server by the time it answers
                     self._stop_reading()
