@@ -123,7 +123,8 @@ class Proxy:
         """Read what a request asks for, and send it on when its tenant has its turn."""
         is_bound = scope["method"] == "POST"  # what is posted is for a model, or for the server of one
         asked = self._prompts.asked(body) if is_bound else _NOTHING_ASKED
-        reply = Reply(send, scope["path"], self._keep_alive_s, is_stream=bool(asked.stream))
+        is_stream = bool(asked.stream) and scope["path"] in _GENERATIONS
+        reply = Reply(send, scope["path"], self._keep_alive_s, is_stream=is_stream)
         try:
             if is_bound:
                 self._models.others_than(asked.model)  # raises what would be in vain to wait for

@@ -31,8 +31,15 @@ BODIES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    with Served(*ONE_SLOT, "server.keep_alive_s=0.02", "scheduler.max_waiting_requests=2") as served:
+    with Served(*ONE_SLOT, "server.keep_alive_s=0.02") as served:
         yield served
+
+
+@pytest.fixture(scope="module")
+def silent() -> Iterator[Served]:
+    """A server that waits for the engine's word however long a step takes."""
+    with Served(*ONE_SLOT, "server.keep_alive_s=0", "scheduler.max_waiting_requests=2") as silent:
+        yield silent
 
 
 @contextlib.contextmanager
@@ -154,11 +161,11 @@ def test_a_client_that_leaves_while_it_waits_leaves_nothing_behind(served: Serve
     assert served.llm.stats.aborts["disconnect"] == aborted + 3
 
 
-def test_what_the_queue_refuses_has_a_status(served: Served) -> None:
+def test_what_the_queue_refuses_has_a_status(silent: Served) -> None:
     """A stream's head is sent when its request is in the queue, and not before."""
 
     async def run() -> None:
-        async with client(served) as session, session.post("/v1/completions", json=LONG) as holder:
+        async with client(silent) as session, session.post("/v1/completions", json=LONG) as holder:
             await holder.content.readuntil(b"\n\n")
             async with session.post("/v1/completions", json=LONG | {"n": 2}) as waiting:
                 assert waiting.status == 200
@@ -168,9 +175,9 @@ def test_what_the_queue_refuses_has_a_status(served: Served) -> None:
                 refused = await ask(session, "", prompt="One day", structured_outputs=schema)
                 assert refused.status == 400
 
-    before = served.held()
+    before = silent.held()
     asyncio.run(run())
-    served.settle(before)
+    silent.settle(before)
 
 
 def test_a_stream_whose_engine_is_lost_ends_with_an_error_event(served: Served) -> None:
@@ -199,17 +206,16 @@ def test_a_stream_whose_engine_is_lost_ends_with_an_error_event(served: Served) 
     served.settle()
 
 
-def test_without_comments_the_head_comes_at_once_all_the_same() -> None:
-    async def run(served: Served) -> None:
-        async with client(served) as session, session.post("/v1/completions", json=LONG) as holder:
+def test_without_comments_the_head_comes_at_once_all_the_same(silent: Served) -> None:
+    async def run() -> None:
+        async with client(silent) as session, session.post("/v1/completions", json=LONG) as holder:
             name = (await anext(events(holder)))["id"]
             async with session.post("/v1/completions", json=LONG | {"max_tokens": 2}) as response:
                 async with session.post(f"/abort/{name}") as aborted:
                     assert aborted.status == 200, "it still had the only slot"
                 assert COMMENT not in await response.read()
 
-    with Served(*ONE_SLOT, "server.keep_alive_s=0") as served:
-        asyncio.run(run(served))
+    asyncio.run(run())
 
 
 class Sent:
