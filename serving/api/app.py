@@ -20,6 +20,7 @@ from serving.api.chat import ChatRoute
 from serving.api.completion import CompletionRoute
 from serving.api.embeddings import EmbeddingsRoute
 from serving.api.generation import Generation
+from serving.api.messages import MessagesRoutes
 from serving.api.model_names import ModelNames
 from serving.api.pieces import Turns
 from serving.api.responses import ResponsesRoute
@@ -61,7 +62,8 @@ def application(
         "/v1/responses": ResponsesRoute(generation).respond,
         "/v1/embeddings": EmbeddingsRoute(generation).embed,
     }
-    for path, answer in (answers | ScoreRoutes(generation).by_path()).items():
+    others = MessagesRoutes(generation).by_path() | ScoreRoutes(generation).by_path()
+    for path, answer in (answers | others).items():
         app.add_api_route(path, answer, methods=["POST"], response_class=Response)
     for routes in operations.routers(llm, names, model, route):
         app.include_router(routes)
@@ -95,5 +97,5 @@ def _open_to(origins: Sequence[str], app: ASGIApp) -> ASGIApp:
         allow_origins=origins,
         allow_methods=["GET", "POST", "DELETE"],
         allow_headers=["*"],
-        expose_headers=["x-request-id", "retry-after", "x-reasoning-effort", "x-schema-notes"],
+        expose_headers=["x-request-id", "request-id", "retry-after", "x-reasoning-effort", "x-schema-notes"],
     )
