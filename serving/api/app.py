@@ -40,8 +40,7 @@ def application(
     """Return the server's application behind its access control.
 
     `model` is the name under which the model is served; see AccessControl for `is_local`. Pages of
-    `cors_origins` may send requests from a browser; "*" stands for all origins. Where `batches` is given, its
-    routes are served; `Batches.run` runs the batches.
+    `cors_origins` may send requests from a browser; "*" stands for all origins. `Batches.run` runs `batches`.
     """
     app = FastAPI(
         title="Continuous batching",
@@ -67,7 +66,7 @@ def application(
         app.add_api_route(path, answer, methods=["POST"], response_class=Response)
     for routes in operations.routers(llm, names, model, route):
         app.include_router(routes)
-    app.include_router(model_names.adapters_router(llm, names, route))
+    app.include_router(model_names.router(llm, names, route))
     app.include_router(live_page.router(llm))
     max_body_bytes, most_bytes_of = int(llm.recipe.server.max_body_mib * 2**20), {}
     if batches is not None:

@@ -71,11 +71,13 @@ def whole(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-def anthropics_error(status: int, message: str, request_id: str | None) -> bytes:
+def anthropics_error(status: int, message: str, request_id: str | None, code: str | None = None) -> bytes:
     """Return the JSON of an error as Anthropic's clients read it, in an answer or in an event of a stream."""
     shown = message if len(message) <= _LONGEST else f"{message[: _LONGEST - 3]}..."
     kind = _ANTHROPICS_KINDS.get(status, "api_error" if status >= 500 else "invalid_request_error")
-    error = {"type": kind, "message": whole(shown)}
+    error: dict[str, Any] = {"type": kind, "message": whole(shown)}
+    if code is not None:
+        error["details"] = {"error_code": code}
     return msgspec.json.encode({"type": "error", "error": error, "request_id": request_id})
 
 
@@ -93,17 +95,20 @@ def for_anthropic(failure: Failure | BadRequest) -> tuple[int, str]:
 
 
 class ErrorResponse(Response):
-    """A response that consists of an error; `for_anthropic` is its message for Anthropic's clients."""
+    """A response that consists of an error; Anthropic's clients get `message` and `code` in their form."""
 
-    def __init__(self, status: int, body: bytes, headers: dict[str, str], for_anthropic: str) -> None:
+    def __init__(
+        self, status: int, body: bytes, headers: dict[str, str], message: str, code: str | None
+    ) -> None:
         super().__init__(body, status, headers, "application/json")
-        self._for_anthropic = for_anthropic
+        self._message = message
+        self._code = code
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the error in the format that belongs to the path."""
         if scope.get("path", "").startswith(ANTHROPICS_PATHS):
             request_id = scope.get("state", {}).get("request_id")
-            self.body = anthropics_error(self.status_code, self._for_anthropic, request_id)
+            self.body = anthropics_error(self.status_code, self._message, request_id, self._code)
             self.headers["content-length"] = str(len(self.body))
         await super().__call__(scope, receive, send)
 
@@ -118,7 +123,8 @@ def error_response(
 ) -> Response:
     """Return a response that consists of an error; Anthropic's clients may be told another message."""
     headers = {} if retry_after_s is None else {"retry-after": str(max(1, math.ceil(retry_after_s)))}
-    return ErrorResponse(status, error_body(status, message, param, code), headers, for_anthropic or message)
+    body = error_body(status, message, param, code)
+    return ErrorResponse(status, body, headers, for_anthropic or message, code)
 
 
 def body_of(failure: Failure | BadRequest) -> bytes:

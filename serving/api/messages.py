@@ -54,6 +54,7 @@ _AS_SENT = {
     "thinking_token_budget": "thinking",
     "parallel_tool_calls": "tool_choice",
 }
+_NO_THREADS = "thread_unsupported_request"
 
 
 class ConversationBody(SamplingBody):
@@ -63,7 +64,7 @@ class ConversationBody(SamplingBody):
     apart = frozenset(
         {
             *("messages", "system", "tools", "tool_choice", "parallel_tool_calls", "thinking"),
-            *("output_config", "output_format", "max_tokens", "stop_sequences"),
+            *("output_config", "output_format", "max_tokens", "stop_sequences", "thread"),
         }
     )
     model: str = Field(description="a name of `/v1/models`")
@@ -75,10 +76,14 @@ class ConversationBody(SamplingBody):
     output_config: dict[str, Any] | None = Field(
         None, description="`effort`: how hard to think; `format`: a schema of the answer"
     )
+    thread: dict[str, Any] | None = Field(None, description="nothing but null: no conversation is stored")
     output_format: dict[str, Any] | None = Field(None, description="the older name of output_config.format")
 
     def fields(self) -> dict[str, Any]:
         """Return what is asked for as fields of a chat; raises BadRequest."""
+        if self.thread is not None:  # by the code, a client knows that it has to go on without one
+            fix = "send the whole conversation without it"
+            raise BadRequest("thread", "is not supported; nothing is stored", fix=fix, code=_NO_THREADS)
         messages = messages_of(self.messages, self.system)
         effort, form = self._output()
         fields: dict[str, Any] = {"messages": messages, "response_format": form}
@@ -143,8 +148,11 @@ class MessagesRoutes:
         generation = self._generation
         name = f"msg_{uuid.uuid4().hex}"
         with fields_as_sent(_AS_SENT):
-            fields = {"id": name, **self._fields(body, request)}
+            fields, note = self._fields(body, request)
+            fields["id"] = name
             (answer,) = await generation.ask([fields], name, request, shorten=True)
+            if note:
+                request.state.notes.setdefault(EFFORT_HEADER, note)
             text, thinks = generation.llm.text, generation.llm.recipe.server.reasoning == "think"
             parser = AnswerParser(text, answer.request, fields, thinks=thinks)
             form = MessageObject(answer, parser, body, request.state.request_id)
@@ -154,21 +162,20 @@ class MessagesRoutes:
         """Return how many tokens the prompt of a conversation has."""
         llm = self._generation.llm
         with fields_as_sent(_AS_SENT):
-            fields, _ = parted(self._fields(body, request))
+            fields, _ = parted(self._fields(body, request)[0])
             fields |= {"id": "count", "max_tokens": 1}
             parse = partial(parse_request, fields, llm.text, adapters=llm.adapters)
             counted = await llm.apart(parse)
         return Response(to_json({"input_tokens": counted.num_prompt_tokens}), media_type="application/json")
 
-    def _fields(self, body: ConversationBody, request: Request) -> dict[str, Any]:
-        """Return the fields of a chat, without a budget of thoughts where there is nothing to hold to it."""
+    def _fields(self, body: ConversationBody, request: Request) -> tuple[dict[str, Any], str]:
+        """Return the fields of a chat, and what has no effect: a budget where nothing ends thoughts."""
         fields = {**self._generation.fields(body, request), **body.fields()}
         text = self._generation.llm.text
-        if "thinking_token_budget" in fields and (text is None or len(text.think_marks) != 2):
-            del fields["thinking_token_budget"]
-            note = "budget_tokens has no effect: the recipe does not say server.reasoning: think"
-            request.state.notes.setdefault(EFFORT_HEADER, note)
-        return fields
+        if "thinking_token_budget" not in fields or (text is not None and len(text.think_marks) == 2):
+            return fields, ""
+        del fields["thinking_token_budget"]
+        return fields, "budget_tokens has no effect: the recipe does not say server.reasoning: think"
 
 
 @dataclass(slots=True)
@@ -320,7 +327,8 @@ class MessageObject:
 
     def failed(self, failure: Failure | BadRequest) -> bytes:
         """Return the last event of a message that cannot be completed."""
-        return b"event: error\ndata: " + anthropics_error(*for_anthropic(failure), self._request_id) + b"\n\n"
+        error = anthropics_error(*for_anthropic(failure), self._request_id, failure.code)
+        return b"event: error\ndata: " + error + b"\n\n"
 
     def _grown(self, delta: AnswerDelta) -> Iterator[Json]:
         yield from self._blocks.push(self._parser.push(delta.index, delta))

@@ -1,12 +1,10 @@
-"""Serve the routes about the server itself: health, models, metrics, aborts and the tokenizer."""
+"""Serve the routes about the server itself: health, metrics, aborts and the tokenizer."""
 
 from __future__ import annotations
 
 import asyncio
 import platform
-import time
 from collections.abc import Iterator
-from datetime import datetime, timezone
 from functools import partial
 from importlib import metadata
 from typing import Annotated, Any
@@ -31,8 +29,6 @@ from serving.metrics.exposition import CONTENT_TYPE, Exposition
 from serving.text.chat_options import ChatOptions
 from serving.text.tokenizer import Text
 
-_ANTHROPICS = "anthropic-version"  # the header by which Anthropic's clients are told apart
-
 
 def routers(llm: AsyncLLM, names: ModelNames, model: str, route: type[APIRoute]) -> Iterator[APIRouter]:
     """Yield the routers of this module that the recipe asks for."""
@@ -46,8 +42,7 @@ def routers(llm: AsyncLLM, names: ModelNames, model: str, route: type[APIRoute])
 def router(llm: AsyncLLM, names: ModelNames) -> APIRouter:
     """Return a router with the routes for operators of the server."""
     routes = APIRouter()
-    born_s, described = int(time.time()), versions.describe()
-    born = datetime.fromtimestamp(born_s, timezone.utc).isoformat()
+    described = versions.describe()
 
     @routes.get("/health")
     async def health() -> Response:
@@ -76,30 +71,6 @@ def router(llm: AsyncLLM, names: ModelNames) -> APIRouter:
     async def server_info(request: Request) -> dict[str, Any]:
         """What should be noted beside a figure that was measured on this server."""
         return _info(llm, names.name, described, request.state.client)
-
-    def entry(name: str) -> dict[str, Any]:
-        limits = {} if llm.facts is None else {"max_model_len": llm.facts.max_tokens}
-        named = {"id": name, "object": "model", "created": born_s, "owned_by": "local", "root": names.name}
-        parent = {} if name in names.of_model else {"parent": names.name}
-        return named | parent | limits
-
-    def anthropics_entry(name: str) -> dict[str, Any]:
-        limit = None if llm.facts is None else llm.facts.max_tokens
-        named = {"type": "model", "id": name, "display_name": name, "lifecycle": "active"}
-        return named | {"created_at": born, "max_input_tokens": limit, "max_tokens": limit}
-
-    @routes.get("/v1/models")
-    async def models(request: Request) -> dict[str, Any]:
-        """The served model under each of its names, and its limits."""
-        if _ANTHROPICS in request.headers:
-            found, ends = [*map(anthropics_entry, names.all)], (names.all[0], names.all[-1])
-            return {"data": found, "has_more": False, "first_id": ends[0], "last_id": ends[1]}
-        return {"object": "list", "data": [entry(name) for name in names.all]}
-
-    @routes.get("/v1/models/{name:path}")
-    async def retrieve(name: str, request: Request) -> dict[str, Any]:
-        """The served model under one of its names."""
-        return (anthropics_entry if _ANTHROPICS in request.headers else entry)(names.asked(name))
 
     @routes.post("/abort/{request_id}")
     async def abort(request_id: str, request: Request) -> dict[str, Any]:

@@ -253,10 +253,13 @@ def test_errors_have_anthropics_form(shared: Server) -> None:
         answer = post(shared, **{**fields, **changed})
         body = answer.json()
         assert body["type"] == "error"
-        assert body["error"].keys() == {"type", "message"}
+        assert {"type", "message"} <= body["error"].keys() <= {"type", "message", "details"}
         assert (body["error"]["type"], body["error"]["message"][: len(said)]) == (kind, said)
         assert answer.status_code == (404 if kind == "not_found_error" else 400)
         assert body["request_id"] == answer.headers["request-id"] == answer.headers["x-request-id"]
+    # By which Anthropic's runners of tools know that they have to send the whole conversation
+    threaded = post(shared, **fields, thread={"type": "create"}).json()
+    assert threaded["error"]["details"] == {"error_code": "thread_unsupported_request"}
     unknown = httpx.get(f"{shared.url}/v1/messages/batches", timeout=PATIENCE_S)
     assert unknown.json()["error"]["type"] == "not_found_error"
 
