@@ -274,8 +274,14 @@ def _object_of(arguments: str) -> Json:
     return read if isinstance(read, dict) else {"arguments": arguments}
 
 
+def _event(event: Mapping[str, Any]) -> bytes:
+    return b"event: " + str(event["type"]).encode() + b"\ndata: " + to_json(event) + b"\n\n"
+
+
 class MessageObject:
-    """The JSON form of a message (a `ResponseForm`)."""
+    """The JSON form of a message (a `ResponseForm`); its stream's sign of life is an event of its own."""
+
+    keep_alive = _event({"type": "ping"})
 
     def __init__(
         self,
@@ -361,7 +367,3 @@ class MessageObject:
             "output_tokens_details": {"thinking_tokens": self._parser.num_thought_tokens},
             "service_tier": "standard",
         }
-
-
-def _event(event: Mapping[str, Any]) -> bytes:
-    return b"event: " + str(event["type"]).encode() + b"\ndata: " + to_json(event) + b"\n\n"
