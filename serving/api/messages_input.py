@@ -8,14 +8,13 @@ anywhere but at the beginning. What cannot be read raises BadRequest with its pl
 
 from __future__ import annotations
 
-import base64
-import binascii
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from borders.field_types import check_unicode
 from borders.refusal import BadRequest, abbreviate_json
+from serving.api.carried import carried, carrying
 from serving.api.pieces import Json
 
 MOST_CALLS = 128  # most calls in one message, as in chats
@@ -43,14 +42,14 @@ _OF_TOOLS = {
 }
 # Claude Code's first block, which changes with each version and would part prompts that are otherwise alike
 _BILLING = "x-anthropic-billing-header:"
-_SHOWN, _CARRIED = "shown.", "carried."
+_SHOWN = "shown."
 
 
 def signature_of(thoughts: str, *, is_shown: bool) -> str:
     """Return the signature of a thinking block; it carries thoughts that the block does not show."""
     if is_shown:
         return _SHOWN + hashlib.sha256(thoughts.encode("utf-8", "replace")).hexdigest()
-    return _CARRIED + base64.b64encode(thoughts.encode("utf-8", "replace")).decode()
+    return carrying(thoughts)
 
 
 def messages_of(given: Sequence[Any], system: object) -> list[Json]:
@@ -198,14 +197,7 @@ def _thoughts(place: str, block: Mapping[str, Any]) -> str:
     """Return the text of a thinking block, which may be carried in its signature."""
     text = _string("messages", f"{place}.thinking", block.get("thinking"))
     signature = _string("messages", f"{place}.signature", block.get("signature") or "")
-    if text or not signature.startswith(_CARRIED):
-        return text
-    try:
-        carried = base64.b64decode(signature.removeprefix(_CARRIED), validate=True).decode()
-    except (binascii.Error, ValueError) as error:
-        problem = "is not as it was sent; send the block back unchanged"
-        raise BadRequest("messages", problem, place=f"{place}.signature") from error
-    return _string("messages", f"{place}.signature", carried)
+    return text or carried(signature, "messages", f"{place}.signature") or ""
 
 
 def _call(place: str, block: Mapping[str, Any]) -> Json:
