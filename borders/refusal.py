@@ -9,6 +9,7 @@ import json
 from itertools import islice
 from typing import Any
 
+TOO_LONG = "context_length_exceeded"  # the code of a prompt that is too long, as in OpenAI's API
 _LONGEST_VALUE = 60  # characters of a value in a message
 
 

@@ -273,19 +273,29 @@ class AsyncLLM:
             raise Unavailable(self.engine.why_not, self.engine.ready_in_s)
 
     async def ask(
-        self, requests: Sequence[Fields], *, fill: bool = False, group: str = "", owner: str = ""
+        self,
+        requests: Sequence[Fields],
+        *,
+        fill: bool = False,
+        shorten: bool = False,
+        group: str = "",
+        owner: str = "",
     ) -> list[AnswerStream]:
         """Send requests to the engine, all or none; raises a Failure or BadRequest.
 
-        Apart from their prompts, all have the same fields. With `fill`, an answer may be as long as model and
-        cache allow. Clients know the requests by their `group`, and only `owner` may find them. A caller that
-        has read an answer, or stops reading it, calls `limits.release`.
+        Apart from their prompts, all have the same fields. With `fill`, an answer without `max_tokens` may be
+        as long as model and cache allow; with `shorten`, one with `max_tokens` also ends there. Clients know
+        the requests by their `group`, and only `owner` may find them. A caller that has read an answer, or
+        stops reading it, calls `limits.release`.
         """
         self.check_ready()
         facts, alone = self.facts, len(requests) == 1
         assert facts is not None, "ready without facts"
         works = [
-            self.apart(partial(self._parse, each, facts, fill=fill), at_once=alone and is_short(each))
+            self.apart(
+                partial(self._parse, each, facts, fill=fill, shorten=shorten),
+                at_once=alone and is_short(each),
+            )
             for each in requests
         ]
         parsed = await asyncio.gather(*works)
@@ -318,15 +328,16 @@ class AsyncLLM:
         self.stats.added(answer)
         return answer
 
-    def _parse(self, fields: Fields, facts: EngineFacts, *, fill: bool) -> Request:
+    def _parse(self, fields: Fields, facts: EngineFacts, *, fill: bool, shorten: bool) -> Request:
         """Return the request, with the keys of its prompt's pages."""
         most, (asked, prompt_replica) = facts.max_tokens, parted(fields)
         check_length(fields, most, self.text)
-        longest, adapters = most if fill else None, self.adapters
+        longest, adapters = most if fill or shorten else None, self.adapters
         request = parse_request(
             asked,
             self.text,
             longest=longest,
+            shorten=shorten,
             limit=most,
             adapters=adapters,
             defaults=self.sampling_defaults,

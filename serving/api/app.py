@@ -20,6 +20,7 @@ from serving.api.chat import ChatRoute
 from serving.api.completion import CompletionRoute
 from serving.api.embeddings import EmbeddingsRoute
 from serving.api.generation import Generation
+from serving.api.messages import MessagesRoutes
 from serving.api.model_names import ModelNames
 from serving.api.pieces import Turns
 from serving.api.responses import ResponsesRoute
@@ -39,8 +40,7 @@ def application(
     """Return the server's application behind its access control.
 
     `model` is the name under which the model is served; see AccessControl for `is_local`. Pages of
-    `cors_origins` may send requests from a browser; "*" stands for all origins. Where `batches` is given, its
-    routes are served; `Batches.run` runs the batches.
+    `cors_origins` may send requests from a browser; "*" stands for all origins. `Batches.run` runs `batches`.
     """
     app = FastAPI(
         title="Continuous batching",
@@ -61,11 +61,12 @@ def application(
         "/v1/responses": ResponsesRoute(generation).respond,
         "/v1/embeddings": EmbeddingsRoute(generation).embed,
     }
-    for path, answer in (answers | ScoreRoutes(generation).by_path()).items():
+    others = MessagesRoutes(generation).by_path() | ScoreRoutes(generation).by_path()
+    for path, answer in (answers | others).items():
         app.add_api_route(path, answer, methods=["POST"], response_class=Response)
     for routes in operations.routers(llm, names, model, route):
         app.include_router(routes)
-    app.include_router(model_names.adapters_router(llm, names, route))
+    app.include_router(model_names.router(llm, names, route))
     app.include_router(live_page.router(llm))
     max_body_bytes, most_bytes_of = int(llm.recipe.server.max_body_mib * 2**20), {}
     if batches is not None:
@@ -95,5 +96,5 @@ def _open_to(origins: Sequence[str], app: ASGIApp) -> ASGIApp:
         allow_origins=origins,
         allow_methods=["GET", "POST", "DELETE"],
         allow_headers=["*"],
-        expose_headers=["x-request-id", "retry-after", "x-reasoning-effort", "x-schema-notes"],
+        expose_headers=["x-request-id", "request-id", "retry-after", "x-reasoning-effort", "x-schema-notes"],
     )

@@ -147,16 +147,23 @@ class Generation:
             )
 
     async def ask(
-        self, requests: Sequence[dict[str, Any]], group: str, request: Request, *, fill: bool = False
+        self,
+        requests: Sequence[dict[str, Any]],
+        group: str,
+        request: Request,
+        *,
+        fill: bool = False,
+        shorten: bool = False,
     ) -> list[AnswerStream]:
         """Send all requests to the engine, or none; `group` is the id of the single response to `request`.
 
-        Apart from their prompts, all have the same fields.
+        Apart from their prompts, all have the same fields; `AsyncLLM.ask` says what `fill` and `shorten` are.
         """
         fields = requests[0]
         is_short = not any(fields.get(name) for name in (*FORMS, "tools"))
         request.state.notes = await self.llm.apart(partial(self._notes, fields), at_once=is_short)
-        return await self.llm.ask(requests, fill=fill, group=group, owner=request.state.client.owner)
+        owner = request.state.client.owner
+        return await self.llm.ask(requests, fill=fill, shorten=shorten, group=group, owner=owner)
 
     def head(self, body: SamplingBody) -> dict[str, str]:
         """Return the fields that every answer to a request contains."""

@@ -1,10 +1,9 @@
-"""Serve the routes about the server itself: health, models, metrics, aborts and the tokenizer."""
+"""Serve the routes about the server itself: health, metrics, aborts and the tokenizer."""
 
 from __future__ import annotations
 
 import asyncio
 import platform
-import time
 from collections.abc import Iterator
 from functools import partial
 from importlib import metadata
@@ -43,7 +42,7 @@ def routers(llm: AsyncLLM, names: ModelNames, model: str, route: type[APIRoute])
 def router(llm: AsyncLLM, names: ModelNames) -> APIRouter:
     """Return a router with the routes for operators of the server."""
     routes = APIRouter()
-    born_s, described = int(time.time()), versions.describe()
+    described = versions.describe()
 
     @routes.get("/health")
     async def health() -> Response:
@@ -72,22 +71,6 @@ def router(llm: AsyncLLM, names: ModelNames) -> APIRouter:
     async def server_info(request: Request) -> dict[str, Any]:
         """What should be noted beside a figure that was measured on this server."""
         return _info(llm, names.name, described, request.state.client)
-
-    def entry(name: str) -> dict[str, Any]:
-        limits = {} if llm.facts is None else {"max_model_len": llm.facts.max_tokens}
-        named = {"id": name, "object": "model", "created": born_s, "owned_by": "local", "root": names.name}
-        parent = {} if name in names.of_model else {"parent": names.name}
-        return named | parent | limits
-
-    @routes.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        """The served model under each of its names, and its limits."""
-        return {"object": "list", "data": [entry(name) for name in names.all]}
-
-    @routes.get("/v1/models/{name:path}")
-    async def retrieve(name: str) -> dict[str, Any]:
-        """The served model under one of its names."""
-        return entry(names.asked(name))
 
     @routes.post("/abort/{request_id}")
     async def abort(request_id: str, request: Request) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from borders.refusal import BadRequest
 from continuous_batching.request import TokenLogprobs
 from serving.answers.answers import AnswerDelta, AnswerStream
 from serving.api.answer_parser import AnswerParser
+from serving.api.carried import carrying
 from serving.api.choices import as_content
 from serving.api.errors import whole
 from serving.api.generation import Generation, fields_as_sent
@@ -58,9 +59,13 @@ class Item:
 
 
 class OutputItems:
-    """The items of one response; `text` names the tokens whose log-probabilities are reported."""
+    """The items of one response; `text` names the tokens whose log-probabilities are reported.
 
-    def __init__(self, text: Text | None, call_id: Callable[[], str]) -> None:
+    Reasoning that `carries` has its text once more in the field that a client sends back unread.
+    """
+
+    def __init__(self, text: Text | None, call_id: Callable[[], str], *, carries: bool = False) -> None:
+        self._carries = carries
         self._text = text
         self._call_id = call_id
         self._items: list[Item] = []
@@ -154,6 +159,8 @@ class OutputItems:
             call = {"call_id": item.call_id, "name": item.name, "arguments": "".join(item.pieces)}
             return head | call
         role: Json = {"role": "assistant"} if item.kind == "message" else {"summary": []}
+        if item.kind == "reasoning" and self._carries and status != "in_progress":
+            role["encrypted_content"] = carrying("".join(item.pieces))
         return head | role | {"content": [] if status == "in_progress" else parts([self._part(item)])}
 
     def _part(self, item: Item, text: str | None = None) -> Json:
@@ -164,7 +171,7 @@ class OutputItems:
         return {"logprobs": as_content(self._text, entries)["content"]}
 
 
-_LOGPROBS = "message.output_text.logprobs"
+_LOGPROBS, _THOUGHTS = "message.output_text.logprobs", "reasoning.encrypted_content"
 _AS_SENT = {
     "messages": "input",
     "prompt": "input",
@@ -196,14 +203,14 @@ class ResponsesBody(SamplingBody):
     tool_choice: str | dict[str, Any] | None = Field(
         None, description="none, auto, required, or the function that must be called; null: auto"
     )
-    include: Strings | None = Field(None, description=f"{_LOGPROBS}, and nothing else")
+    include: Strings | None = Field(None, description=f"{_LOGPROBS} and {_THOUGHTS}, and nothing else")
     metadata: dict[str, str] | None = Field(None, description="sent back as it came")
     stream_options: PaddingOptions | None = None
 
     @model_validator(mode="after")
     def _includes_what_there_is(self) -> ResponsesBody:
         for index, name in enumerate(self.include or ()):
-            if name != _LOGPROBS:
+            if name not in (_LOGPROBS, _THOUGHTS):
                 problem = f'include[{index}] is "{whole(name[:60])}", which no answer here has'
                 raise refused("include", f"{problem}: leave it out")
         if self.top_logprobs is not None and _LOGPROBS not in (self.include or ()):
@@ -218,7 +225,7 @@ class ResponsesBody(SamplingBody):
             "response_format": None if self.text is None else response_format_of(self.text),
             "tools": None if self.tools is None else tools_of(self.tools),
             "tool_choice": None if self.tool_choice is None else tool_choice_of(self.tool_choice),
-            "logprobs": True if self.include else None,
+            "logprobs": True if _LOGPROBS in (self.include or ()) else None,
             "reasoning_effort": (self.reasoning or {}).get("effort"),
         }
         for name, value in (self.reasoning or {}).items():
@@ -256,8 +263,9 @@ class ResponseObject:
     ) -> None:
         self._answer = answer
         self._parser = parser
-        self._with_logprobs = bool(body.include)
-        self._items = OutputItems(text, parser.call_id)
+        asked = body.include or ()
+        self._with_logprobs = _LOGPROBS in asked
+        self._items = OutputItems(text, parser.call_id, carries=_THOUGHTS in asked)
         self._num_events = 0
         params = answer.request.params
         self._head: Json = {

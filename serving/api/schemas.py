@@ -119,6 +119,31 @@ IN_RESPONSES: Ignored = {
     "prompt": (_never, ""),
     "truncation": (_one_of("disabled"), '"disabled"'),
 }
+
+
+def _edits(given: Any, _: Fields) -> bool:
+    """Accept rules for editing the context that keep all of it."""
+    if not isinstance(given, dict) or not given.keys() <= {"edits"}:
+        return False
+    kept = {"type": "clear_thinking_20251015", "keep": "all"}
+    edits = given.get("edits") or []
+    return isinstance(edits, list) and all(each == kept for each in edits)
+
+
+def _object(given: Any, _: Fields) -> bool:
+    return isinstance(given, dict)
+
+
+IN_MESSAGES: Ignored = {
+    "cache_control": (_object, "an object"),  # pages are shared by their content
+    "container": (_never, ""),
+    "context_management": (_edits, "an object that keeps all thoughts"),
+    "diagnostics": (_object, "an object"),
+    "inference_geo": (_never, ""),
+    "mcp_servers": (_one_of([]), "[]"),
+    "metadata": (_object, "an object"),
+    "speed": (_one_of("standard"), '"standard"'),
+}
 _FIXES = {"previous_response_id": _NOTHING_IS_KEPT, "conversation": _NOTHING_IS_KEPT}
 
 

@@ -92,6 +92,7 @@ def parse_request(
     text: Text | None,
     *,
     longest: int | None = None,
+    shorten: bool = False,
     limit: int | None = None,
     adapters: KnownAdapters = NO_ADAPTERS,
     defaults: Mapping[str, Any] = NO_DEFAULTS,
@@ -100,9 +101,10 @@ def parse_request(
 
     A field that is null counts as absent. With `text` None the model has no tokenizer, and prompts are token
     ids. With `longest`, an answer without max_tokens may be so long that prompt and answer reach that many
-    tokens. `limit` is the most tokens that they may ever reach; with None, the caller calls `truncation.fit`
-    once it knows the limit. The request's adapter is one of `adapters`; raises Unavailable while that is
-    being loaded. `defaults` are those of the checkpoint (see `sampling_defaults`).
+    tokens; with `shorten`, a larger max_tokens is lowered to that. `limit` is the most tokens that they may
+    ever reach; with None, the caller calls `truncation.fit` once it knows the limit. The request's adapter is
+    one of `adapters`; raises Unavailable while that is being loaded. `defaults` are those of the checkpoint
+    (see `sampling_defaults`).
     """
     if not isinstance(fields, Mapping):
         raise BadRequest(None, f"a request must be a JSON object, not {abbreviate_json(fields)}")
@@ -125,10 +127,11 @@ def parse_request(
     asked = values.get("truncate_prompt_tokens")
     if asked is not None:
         prompt = truncated(prompt, asked, limit, _least_answer(values, fills=longest is not None))
-    if longest is not None and not values.keys() & {"max_tokens", "max_completion_tokens"}:
+    is_given = bool(values.keys() & {"max_tokens", "max_completion_tokens"})
+    if longest is not None and (shorten or not is_given):
         # Where too little room is left, the scheduler refuses the request as too long.
-        most = min(longest - len(prompt), defaults.get("max_tokens", longest))
-        values["max_tokens"] = max(1, most, values.get("min_tokens", 0))
+        most = min(longest - len(prompt), values.get("max_tokens", defaults.get("max_tokens", longest)))
+        values["max_tokens"] = max(1, most, 0 if is_given else values.get("min_tokens", 0))
     salt = values.get("cache_salt", "")
     leader, *followers = (
         Request(

@@ -103,6 +103,7 @@ def fuzz_bodies(server: Server, num_inputs: int, seed: int) -> Counter[int]:
     schemas = httpx.get(f"{server.url}/openapi.json", timeout=PATIENCE_S).json()["components"]["schemas"]
     routes = {"/v1/completions": "CompletionBody", "/v1/chat/completions": "ChatBody"}
     routes |= {"/v1/responses": "ResponsesBody", "/tokenize": "TokenizeBody", "/detokenize": "DetokenizeBody"}
+    routes |= {"/v1/messages": "MessagesBody", "/v1/messages/count_tokens": "CountBody"}
     with httpx.Client(base_url=server.url, timeout=PATIENCE_S, trust_env=False) as client:
         for _ in range(num_inputs):
             path, name = draw.choice(list(routes.items()))

@@ -19,6 +19,7 @@ from continuous_batching.request import Request, SamplingParams
 from recipes.schema.recipe import ROOT
 from serving.answers.answers import AnswerDelta, AnswerStream
 from serving.api.answer_parser import AnswerParser
+from serving.api.carried import carrying
 from serving.api.responses import ResponseObject, ResponsesBody
 from serving.api.responses_input import messages_of
 from serving.failures import RequestFailed
@@ -187,6 +188,11 @@ def test_items_become_the_messages_of_their_turns(text: Text) -> None:
     assert (joined(turn["content"]), turn["reasoning_content"]) == ("Let me see. ", "So.")
     assert [each["function"]["arguments"] for each in turn["tool_calls"]] == [each for _, each in CALLS]
     assert [each["tool_call_id"] for each in messages[3:]] == [each["call_id"] for each in output[2:]]
+    held = {"type": "reasoning", "summary": [], "encrypted_content": carrying("So.")}
+    (again,) = messages_of([held, output[1]], None)
+    assert again == {"role": "assistant", "content": again["content"], "reasoning_content": "So."}
+    foreign = held | {"encrypted_content": "of another service"}
+    assert "reasoning_content" not in messages_of([foreign, output[1]], None)[0]
     said = {"role": "assistant", "content": "b"}
     assert messages_of([said, said], None) == [said, said], "two messages are two turns"
 
@@ -236,7 +242,7 @@ def test_a_call_in_open_thoughts_is_a_call(
     [
         (1, r"input\[0\] is 1; it must be an object"),
         ({"type": "function_call_output", "output": "1"}, r"input\[0\].call_id is null"),
-        ({"type": "reasoning", "encrypted_content": "x"}, r'input\[0\] has no "encrypted_content"'),
+        ({"type": "reasoning", "encrypted_content": "carried.*"}, r"input\[0\].encrypted_content is not as"),
         ({"type": "reasoning", "summary": [{"text": "x"}]}, r"input\[0\] is a summary alone"),
         ({"type": "reasoning", "content": ["x"]}, r"input\[0\].content\[0\] is"),
         ({"role": "user", "content": "\ud800"}, r"input\[0\].content is not Unicode text"),
