@@ -20,6 +20,7 @@ from serving.api.chat import ChatRoute
 from serving.api.completion import CompletionRoute
 from serving.api.embeddings import EmbeddingsRoute
 from serving.api.generation import Generation
+from serving.api.live_page import LivePage
 from serving.api.model_names import ModelNames
 from serving.api.pieces import Turns
 from serving.api.responses import ResponsesRoute
@@ -35,12 +36,13 @@ def application(
     *,
     is_local: bool,
     batches: Batches | None = None,
+    live: LivePage | None = None,
 ) -> ASGIApp:
     """Return the server's application behind its access control.
 
     `model` is the name under which the model is served; see AccessControl for `is_local`. Pages of
     `cors_origins` may send requests from a browser; "*" stands for all origins. Where `batches` is given, its
-    routes are served; `Batches.run` runs the batches.
+    routes are served; `Batches.run` runs the batches. `live` has a history if it has begun before.
     """
     app = FastAPI(
         title="Continuous batching",
@@ -67,16 +69,15 @@ def application(
     app.include_router(model_names.adapters_router(llm, names, route))
     app.include_router(operations.text_router(llm, names, route))
     app.include_router(operations.metrics_router(llm, model))
-    app.include_router(live_page.router(llm))
+    app.include_router(live_page.router(live or LivePage(llm)))
     max_body_bytes, most_bytes_of = int(llm.recipe.server.max_body_mib * 2**20), {}
     if batches is not None:
         app.include_router(files.files_router(batches, route))
         app.include_router(batch_routes.batches_router(batches, tuple(answers), route))
         most_bytes_of[files.PATH] = int(llm.recipe.server.max_batch_file_mib * 2**20)
         batches.app = app
-    memory = BodyMemory(
-        max(max_body_bytes, *most_bytes_of.values(), int(llm.recipe.server.max_bodies_mib * 2**20))
-    )
+    most_bytes = int(llm.recipe.server.max_bodies_mib * 2**20)
+    memory = BodyMemory(max(most_bytes, max_body_bytes, *most_bytes_of.values()))
     guarded = AccessControl(
         HeadAndOptions(app),
         keys,

@@ -9,7 +9,6 @@ import asyncio
 
 import pytest
 
-from serving.router import fleet_figures
 from serving.router import replicas as of_replicas
 from serving.router.replicas import CLAIM_S, MOST_INFO_BYTES, MOST_METRICS_BYTES, FleetModel
 from tests.serving.router.test_hostile_replicas import CHUNKED, DEEP, LONG, Watched, endless, models
@@ -182,9 +181,3 @@ def test_a_claim_stays_with_a_replica_that_is_ready_however_long() -> None:
         assert not model.claim("one", ["a", "b"])
         assert not model.claim("two", ["b", "a"]), "names in any order"
         assert model.claim("three", ["b"])
-
-
-def test_the_page_marks_who_is_refused_as_who_is_lost() -> None:
-    page = fleet_figures.PAGE
-    assert ".lost,.refused{color:" in page
-    assert "each.state,each.state).title=each.trouble" in page.replace('each.drained?"drained":', "")
