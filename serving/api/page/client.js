@@ -1,6 +1,6 @@
 // Ask the server that this page came from, with a key where it wants one, and read its streams of events.
 
-const STORED = "key"; // in sessionStorage, which this tab alone reads, and which ends with it
+const STORED = "api-key"; // in sessionStorage, which this tab alone reads, and which ends with it
 const door = document.getElementById("door");
 let opening = null; // a promise, while the key is asked for
 
