@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 
-from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp
@@ -22,6 +21,7 @@ from serving.api.embeddings import EmbeddingsRoute
 from serving.api.generation import Generation
 from serving.api.live_page import LivePage
 from serving.api.model_names import ModelNames
+from serving.api.openapi import DescribedAPI
 from serving.api.pieces import Turns
 from serving.api.responses import ResponsesRoute
 from serving.api.scores import ScoreRoutes
@@ -44,7 +44,7 @@ def application(
     `cors_origins` may send requests from a browser; "*" stands for all origins. Where `batches` is given, its
     routes are served; `Batches.run` runs the batches. `live` has a history if it has begun before.
     """
-    app = FastAPI(
+    app = DescribedAPI(
         title="Continuous batching",
         version=VERSION,
         redirect_slashes=False,
