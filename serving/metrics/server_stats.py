@@ -28,7 +28,7 @@ from serving.engine.messages import Beat, EngineFacts, ExpertTable, SampleEnd, S
 # request.
 TRACE_HEADERS: ContextVar[Mapping[str, str]] = ContextVar("TRACE_HEADERS", default=MappingProxyType({}))
 _MOST_INTERVALS = 1000
-_MOST_RECENT = 2**16  # times that are kept for the next sample of the history
+MOST_RECENT = 2**16  # times that are kept for the next sample of the history
 NO_GAUGES = Usage(0, 0, 0, 0, 0, 0, 0.0, 0, 0, 0, 0.0, 0.0, {}, 0, 0, 0, 0, 0, 0)
 REJECTS = ("queue_full", "refused", "starting", "lost", "draining", "dead")
 ABORTS = ("disconnect", "slow_reader", "asked", "shutdown", "engine_lost", "timeout", "sibling")
@@ -157,8 +157,8 @@ class ServerStats:
         self._intervals_s: list[float] = []  # intervals between tokens that are not yet in the histogram
         # Times to first tokens, and between tokens, since they were read last.
         self._recent_s: tuple[deque[float], deque[float]] = (
-            deque(maxlen=_MOST_RECENT),
-            deque(maxlen=_MOST_RECENT),
+            deque(maxlen=MOST_RECENT),
+            deque(maxlen=MOST_RECENT),
         )
         self._make_histograms()
 

@@ -8,14 +8,14 @@ const CELLS = ["--free", "--others", "--prompt", ...[0, 1, 2, 3, 4].map((each) =
 const PAGES = ["--free", "--cached", "--held", "--shared"];
 const get = (id) => document.getElementById(id);
 const bytesOf = (text) => Uint8Array.from(atob(text), (sign) => sign.charCodeAt(0));
-const chart = (name, unit, ...series) => new LineChart(document.querySelector(`[data-chart=${name}]`), SPAN_S, unit, series);
+const chart = (name, kind, ...series) => new LineChart(document.querySelector(`[data-chart=${name}]`), SPAN_S, kind, series);
 
 const charts = [
-  chart("requests", "", ["running", (each) => each.running], ["waiting", (each) => each.waiting]),
-  chart("tokens", "", ["answers", (each) => each.output_tokens_per_s], ["prompts", (each) => each.prompt_tokens_per_s]),
-  chart("first", "s", ["median", (each) => each.first_token_p50_s], ["95th percentile", (each) => each.first_token_p95_s]),
-  chart("next", "s", ["median", (each) => each.next_token_p50_s], ["95th percentile", (each) => each.next_token_p95_s]),
-  chart("cache", "", ["in use", (each) => each.used_pages], ["cached", (each) => each.cached_pages]),
+  chart("requests", "numbers", ["running", (each) => each.running], ["waiting", (each) => each.waiting]),
+  chart("tokens", "numbers", ["answers", (each) => each.output_tokens_per_s], ["prompts", (each) => each.prompt_tokens_per_s]),
+  chart("first", "times", ["median", (each) => each.first_token_p50_s], ["95th percentile", (each) => each.first_token_p95_s]),
+  chart("next", "times", ["median", (each) => each.next_token_p50_s], ["95th percentile", (each) => each.next_token_p95_s]),
+  chart("cache", "numbers", ["in use", (each) => each.used_pages], ["cached", (each) => each.cached_pages]),
 ];
 const slots = element("canvas");
 slots.setAttribute("role", "img");
@@ -34,7 +34,7 @@ function drawHistory() {
   for (let x = 1; x < SPAN_S; x++) byColumn[x] ??= byColumn[x - 1]; // seconds that came between two samples
   drawCells(slots, SPAN_S, Math.max(1, numSlots), (x, y) => colours[byColumn[x]?.[y] ?? 0]);
   slots.style.height = `${Math.max(ROW_PX, Math.min(ROW_PX * numSlots, MOST_ROWS_PX))}px`;
-  labelSlots("0", numSlots > 8 ? Math.round(numSlots / 2) : "", Math.max(0, numSlots - 1));
+  labelSlots(["0", numSlots > 8 ? Math.round(numSlots / 2) : "", Math.max(0, numSlots - 1)]);
   const taken = samples.at(-1)?.cells.filter((each) => each).length ?? 0;
   slots.setAttribute("aria-label", `${taken} of ${numSlots} slots are taken`);
 }

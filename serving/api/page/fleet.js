@@ -35,7 +35,7 @@ function rowOf(replica, most) {
   if (replica.trouble) state.append(element("small", "", replica.trouble));
   const parts = [["found", share], ["computed", 1 - share]].map(([name, part]) => {
     const bar = element("i", name);
-    bar.style.width = `${8 * part * replica.sent / most}rem`;
+    bar.style.width = `${5 * part * replica.sent / most}rem`;
     return bar;
   });
   const found = element("td", "", `${(100 * share).toFixed(0)} %${replica.tells_pages ? "" : " by text"} `,
