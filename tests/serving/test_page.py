@@ -55,7 +55,10 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def opens(browser: Browser) -> Iterator[Opens]:
-    """Opens the page of a server in a fresh browser, and looks at the end that nothing failed in it."""
+    """Opens the page of a server in a fresh browser, and looks at the end that nothing failed in it.
+
+    A test that ends its server closes the page before, which would ask for it again.
+    """
     errors: list[str] = []
     asked: list[tuple[str, str]] = []
     with ExitStack() as ends:
@@ -244,6 +247,8 @@ def test_a_server_with_keys_is_asked_with_one(tmp_path: Path, opens: Opens) -> N
         page.locator("#running").filter(has_text="0 of 32").wait_for()
         other = opens(server.url)
         other.locator("#door").wait_for(state="visible")
+        other.close()
+        page.close()
     finally:
         assert server.close() == 0
 
@@ -303,6 +308,7 @@ def test_it_names_the_model_and_draws_256_slots_in_little_room(opens: Opens) -> 
             assert page.text_content("#machine") == f"on {device}, 256 slots, 32,767 pages of 16 tokens"
             page.locator("#own summary").click()
             assert page.locator("#own li").count() == 33, "32, and how many more"
+            page.close()
         finally:
             server.close()
     assert not [each.exception() for each in asked if each.exception()]
@@ -367,5 +373,6 @@ def test_a_router_shows_its_fleet_beside_the_same_conversation(shared: Server, o
         page.locator("#replicas td.refused small").wait_for()
         assert page.locator("#replicas td.refused small").text_content() == HOSTILE
         assert page.text_content("#state") == "0 of 1 ready"
+        page.close()
     finally:
         assert router.close() == 0
