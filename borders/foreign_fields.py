@@ -38,7 +38,7 @@ def _neutral(
     """Return a field of which only the given values are accepted: they ask for nothing."""
 
     def read(given: Any, _: Fields) -> Fields | None:
-        return {} if any(_same(given, each) for each in values) else None
+        return {} if any(same_value(given, each) for each in values) else None
 
     words = taken or " or ".join(f"`{_written(each)}`" for each in values) or "null"
     return ForeignField(name, engines, words, "", read, fix)
@@ -55,17 +55,29 @@ def _label(name: str, engines: str, kinds: tuple[type, ...], taken: str, why: st
     return ForeignField(name, engines, taken, f"nothing: {why}", read)
 
 
-def _renamed(name: str, engines: str, own: str, *absent: Any) -> ForeignField:
-    """Return a field that another one means; the values in `absent` ask for nothing."""
+def _renamed(name: str, engines: str, own: str, *absent: Any, without: str = "left out") -> ForeignField:
+    """Return a field that another one means; the values in `absent` leave it out, which is `without` it."""
 
     def read(given: Any, _: Fields) -> Fields | None:
-        return {} if any(_same(given, each) for each in absent) else {own: given}
+        return {} if any(type(given) is type(each) and given == each for each in absent) else {own: given}
 
-    more = "".join(f"; `{_written(each)}`: left out" for each in absent)
+    more = "".join(f"; `{_written(each)}`: {without}" for each in absent)
     return ForeignField(name, engines, f"what `{own}` takes{more}", f"`{own}`", read)
 
 
+def same_value(given: Any, value: Any) -> bool:
+    """Return whether two JSON values are the same; Python takes true for 1."""
+    try:
+        return _same(given, value)
+    except RecursionError:  # they are nested more deeply than can be compared
+        return False
+
+
 def _same(given: Any, value: Any) -> bool:
+    if isinstance(given, Mapping) and isinstance(value, Mapping):
+        return given.keys() == value.keys() and all(_same(each, value[name]) for name, each in given.items())
+    if isinstance(given, list) and isinstance(value, list):
+        return len(given) == len(value) and all(map(_same, given, value))
     return isinstance(given, bool) == isinstance(value, bool) and bool(given == value)
 
 
@@ -79,35 +91,71 @@ def _written(value: Any) -> str:
     )
 
 
-def _effort(given: Any, _: Fields) -> Fields | None:
+_OFF = ("none", "minimal")  # the efforts at which a model does not think
+
+
+def _switch(is_on: bool, beside: Fields, budget: Any = None) -> Fields | None:
+    """Return what a switch for thinking asks for: nothing more where another field says how hard.
+
+    The result is None where another field contradicts it.
+    """
+    kwargs = beside.get("chat_template_kwargs")
+    said = kwargs.get("enable_thinking") if isinstance(kwargs, Mapping) else None
+    if isinstance(said, bool) and said != is_on:
+        return None
+    inner = {name: beside.get(name) for name in ("reasoning", "thinking")}
+    reasoning, thinking = (each if isinstance(each, Mapping) else {} for each in inner.values())
+    if is_on:
+        efforts = beside.get("reasoning_effort"), beside.get("think"), reasoning.get("effort")
+        is_said = any(isinstance(each, str) and each not in _OFF for each in efforts)
+        return {} if is_said else {"reasoning_effort": "medium"}
+    budgets = (
+        *(budget, beside.get("thinking_token_budget")),
+        *(reasoning.get("max_tokens"), thinking.get("budget_tokens")),
+    )
+    if any(each is not None for each in budgets):
+        return None
+    return {} if beside.get("reasoning_effort") == "minimal" else {"reasoning_effort": "none"}
+
+
+def _effort(given: Any, beside: Fields) -> Fields | None:
     """Read whether to think, or how hard."""
     if isinstance(given, bool):
-        return {"reasoning_effort": "medium" if given else "none"}
+        return _switch(given, beside)
     return {"reasoning_effort": given} if given in ("low", "medium", "high") else None
 
 
-def _thinking(given: Any, _: Fields) -> Fields | None:
+def _thinking(given: Any, beside: Fields) -> Fields | None:
     """Read Anthropic's object, which GLM's and DeepSeek's services take, too."""
     if not isinstance(given, Mapping) or not given.keys() <= {"type", "budget_tokens", "clear_thinking"}:
         return None
     kind, budget = given.get("type"), given.get("budget_tokens")
-    if kind == "disabled":
-        return {"reasoning_effort": "none"}
-    if kind != "enabled" or given.get("clear_thinking") is not None:
+    if given.get("clear_thinking") is not None or kind not in ("enabled", "disabled"):
         return None
-    return {"reasoning_effort": "medium"} | ({} if budget is None else {"thinking_token_budget": budget})
+    switched = _switch(kind == "enabled", beside, budget)
+    return switched if switched is None or budget is None else {**switched, "thinking_token_budget": budget}
 
 
-def _reasoning(given: Any, _: Fields) -> Fields | None:
+def _reasoning(given: Any, beside: Fields) -> Fields | None:
     """Read OpenRouter's object."""
     if not isinstance(given, Mapping) or not given.keys() <= {"effort", "enabled", "max_tokens", "exclude"}:
         return None
-    if given.get("exclude") not in (None, False):
+    effort, enabled, budget = given.get("effort"), given.get("enabled"), given.get("max_tokens")
+    if not (given.get("exclude") is None or given["exclude"] is False):
         return None
-    fields = {"reasoning_effort": given.get("effort"), "thinking_token_budget": given.get("max_tokens")}
-    if fields["reasoning_effort"] is None and isinstance(given.get("enabled"), bool):
-        fields["reasoning_effort"] = "medium" if given["enabled"] else "none"
-    return {name: value for name, value in fields.items() if value is not None}
+    if not isinstance(enabled, (bool, type(None))) or (enabled is True and effort in _OFF):
+        return None
+    if enabled is False and effort not in (None, *_OFF):
+        return None
+    if effort in _OFF or enabled is not None:
+        is_on = effort not in _OFF and enabled is not False
+        switched = _switch(is_on, beside, budget)
+        if switched is None or (not is_on and not switched):
+            return switched
+        efforts = switched if effort is None else {"reasoning_effort": effort}
+    else:
+        efforts = {} if effort is None else {"reasoning_effort": effort}
+    return {**efforts, **({} if budget is None else {"thinking_token_budget": budget})}
 
 
 def _form(given: Any, _: Fields) -> Fields | None:
@@ -119,13 +167,15 @@ def _form(given: Any, _: Fields) -> Fields | None:
 
 def _usage(given: Any, beside: Fields) -> Fields | None:
     """Read OpenRouter's `usage`; a whole answer always has it."""
-    if (
-        not isinstance(given, Mapping)
-        or given.keys() != {"include"}
-        or not isinstance(given["include"], bool)
-    ):
+    if not isinstance(given, Mapping) or given.keys() != {"include"}:
         return None
-    return {"stream_options": {"include_usage": True}} if given["include"] and beside.get("stream") else {}
+    options, include = beside.get("stream_options"), given["include"]
+    if not isinstance(include, bool):
+        return None
+    if not include:
+        is_asked = isinstance(options, Mapping) and options.get("include_usage") is True
+        return None if is_asked else {}
+    return {"stream_options": {"include_usage": True}} if beside.get("stream") else {}
 
 
 def _as_usual(given: Any, beside: Fields) -> Fields | None:
@@ -133,16 +183,26 @@ def _as_usual(given: Any, beside: Fields) -> Fields | None:
     return {} if given is ("prompt" in beside) else None
 
 
+def _is_without_penalty(beside: Fields) -> bool:
+    neutral = {"repeat_penalty": 1, "repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}
+    return all(beside.get(name) in (None, value) for name, value in neutral.items())
+
+
 def _looks_back(given: Any, beside: Fields) -> Fields | None:
-    """Take the span of a penalty where it is the whole context, or where there is no penalty."""
-    is_off = all(beside.get(name) in (None, 1) for name in ("repeat_penalty", "repetition_penalty"))
-    return {} if type(given) is int and (given == -1 or is_off) else None
+    """Take the span of the penalties where it is the whole context, or where there is no penalty."""
+    return {} if type(given) is int and (given == -1 or _is_without_penalty(beside)) else None
+
+
+def _newlines(given: Any, beside: Fields) -> Fields | None:
+    """Take that line breaks are penalized as all tokens are; whether they are matters to penalties alone."""
+    return {} if given is True or (given is False and _is_without_penalty(beside)) else None
 
 
 _VLLM, _SGLANG, _LLAMA, _OLLAMA = "vLLM", "SGLang", "llama.cpp", "Ollama"
 _ROUTERS, _STUDIO = "OpenRouter", "LM Studio"
 _NUMBER, _TEXT = (int, float), (str,)
 _ID = "send it as the header x-request-id"
+_UNBOUNDED = "as many as fit"
 _NOT_ALONE = "no effect without the field that switches it on"
 
 _TABLE = (
@@ -169,7 +229,7 @@ _TABLE = (
     _renamed("ebnf", _SGLANG, "guided_grammar"),
     _renamed("json_schema", _SGLANG, "guided_json"),
     _neutral("lora_path", _SGLANG, fix="name the adapter as the model"),
-    _renamed("max_new_tokens", "SGLang, transformers", "max_tokens", -1),
+    _renamed("max_new_tokens", "SGLang, transformers", "max_tokens", -1, without=_UNBOUNDED),
     _renamed("min_new_tokens", "SGLang, transformers", "min_tokens"),
     _neutral("no_stop_trim", _SGLANG, False, fix="use include_stop_str_in_output"),
     _renamed("regex", _SGLANG, "guided_regex"),
@@ -191,12 +251,12 @@ _TABLE = (
     _neutral("mirostat", _LLAMA, 0),
     *(_label(name, _LLAMA, _NUMBER, "a number", _NOT_ALONE) for name in ("mirostat_eta", "mirostat_tau")),
     _neutral("n_keep", _LLAMA, 0, -1),
-    _renamed("n_predict", _LLAMA, "max_tokens", -1),
+    _renamed("n_predict", _LLAMA, "max_tokens", -1, without=_UNBOUNDED),
     _neutral("n_probs", _LLAMA, 0, fix="use logprobs"),
-    _neutral("penalize_nl", _LLAMA, False),
+    ForeignField("penalize_nl", _LLAMA, "true; false without a penalty", "", _newlines),
     _neutral("post_sampling_probs", _LLAMA, False),
     _neutral("reasoning_format", _LLAMA, "auto", "deepseek"),
-    ForeignField("repeat_last_n", _LLAMA, "-1; others without a penalty of repetition", "", _looks_back),
+    ForeignField("repeat_last_n", _LLAMA, "-1; others without a penalty", "", _looks_back),
     _renamed("repeat_penalty", "llama.cpp, Ollama", "repetition_penalty"),
     _neutral("return_progress", _LLAMA, False),
     _neutral("samplers", _LLAMA),
@@ -226,8 +286,8 @@ _TABLE = (
     ForeignField("usage", _ROUTERS, '`{"include": true}`', "`stream_options.include_usage`", _usage),
     _label("ttl", _STUDIO, (int,), "an integer", "the model stays loaded"),
     # Values of fields of our own by which others mean that the field is left out
-    _renamed("max_completion_tokens", "llama.cpp", "max_completion_tokens", -1),
-    _renamed("max_tokens", "llama.cpp, LM Studio", "max_tokens", -1),
+    _renamed("max_completion_tokens", "llama.cpp", "max_completion_tokens", -1, without=_UNBOUNDED),
+    _renamed("max_tokens", "llama.cpp, LM Studio", "max_tokens", -1, without=_UNBOUNDED),
     _renamed("seed", "llama.cpp, vLLM", "seed", -1),
 )  # fmt: skip
 FOREIGN = {each.name: each for each in _TABLE}

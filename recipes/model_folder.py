@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from borders.files import MOST_JSON_BYTES
+from models.checkpoint.files import MISTRALS, mistrals_own
 
 CONFIG = "config.json"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -70,6 +71,8 @@ def check_kind(path: Path) -> None:
     if path.suffix in OTHER_KINDS and not path.is_dir():
         kind, fix = OTHER_KINDS[path.suffix]
         raise ValueError(f"{path} is {kind}; only safetensors are read: {fix.format(folder=folder)}")
+    if path.match(MISTRALS) and not path.is_dir():
+        raise mistrals_own(path)
     if path.suffix == ".safetensors" and not path.is_dir():
         raise ValueError(f"{path} is one file of a checkpoint; give its folder, {folder}")
 
@@ -85,6 +88,8 @@ def checked(folder: Path) -> Path:
         check_kind(folder / others[0])
     if CONFIG in names:
         return folder
+    if mistrals := sorted(folder.glob(MISTRALS)):
+        raise mistrals_own(mistrals[0])
     recipes = [name for name in names if name.endswith(".yaml")]
     inner = [name for name in names if (folder / name / CONFIG).is_file()]
     if recipes or inner:

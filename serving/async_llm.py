@@ -39,8 +39,10 @@ from serving.engine.messages import (
     Look,
     QueueRefused,
     Ready,
+    RecordTrace,
     SampleEnd,
     Stepped,
+    TraceWritten,
     View,
 )
 from serving.engine.supervisor import State, Supervisor
@@ -208,6 +210,7 @@ class AsyncLLM:
         self._num_parsing = 0
         self._next_stream = 0
         self._looks: list[asyncio.Future[View]] = []
+        self._trace: asyncio.Future[TraceWritten] | None = None  # the last trace of steps that was asked for
 
     def _arguments_of(self, life: int) -> list[str]:
         """Return the worker's arguments; each life of the engine has a recording of its own."""
@@ -403,6 +406,28 @@ class AsyncLLM:
         self.engine.send(Look())
         return await future
 
+    def start_profile(self, num_steps: int) -> None:
+        """Have the engine record a trace of the next so many steps.
+
+        Raises BadRequest while another is recorded, and Unavailable without an engine.
+        """
+        self.check_ready()
+        if self._trace is not None and not self._trace.done():
+            raise BadRequest(None, "a trace is being recorded", fix="end it by POST /stop_profile")
+        self._trace = asyncio.get_running_loop().create_future()
+        self.engine.send(RecordTrace(num_steps))
+
+    async def stop_profile(self) -> TraceWritten:
+        """Return the trace that was asked for last; one that is being recorded ends now.
+
+        Raises BadRequest where none was asked for, and Unavailable if the engine was lost with it.
+        """
+        if self._trace is None:
+            raise BadRequest(None, "no trace was begun", fix="begin one by POST /start_profile")
+        if not self._trace.done():
+            self.engine.send(RecordTrace(0))
+        return await asyncio.shield(self._trace)
+
     def _hear(self, message: FromEngine) -> None:
         match message:
             case Stepped():
@@ -418,6 +443,10 @@ class AsyncLLM:
                 self._refuse(stream, "refused", message.error())
             case QueueRefused(stream, reason, retry_after_s):
                 self._refuse(stream, "queue_full", Overloaded(reason, retry_after_s))
+            case TraceWritten(path, error):
+                log.info("%s", f"a trace of steps: {path}" if path else f"no trace of steps: {error}")
+                if self._trace is not None and not self._trace.done():
+                    self._trace.set_result(message)
             case View():
                 look = self._looks.pop(0)
                 if not look.done():
@@ -484,4 +513,7 @@ class AsyncLLM:
         for look in (each for each in self._looks if not each.done()):
             look.set_exception(failure)
         self._looks.clear()
+        if self._trace is not None and not self._trace.done():
+            self._trace.cancel()
+            self._trace = None
         self.engine.notify()

@@ -44,6 +44,11 @@ class ServerSection:
         " (docs/serving.md)",
         default=(),
     )
+    profile: str | None = key(
+        "a folder for traces of the engine's steps, which POST /start_profile and /stop_profile record; null:"
+        " there are no such routes",
+        default=None,
+    )
     pages_at: str | None = key(
         "where this engine computes prompts for others and sends them the pages, tcp://HOST:PORT, beside what"
         " it serves itself; it asks for no key: keep others out; null: nowhere",

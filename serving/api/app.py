@@ -65,10 +65,9 @@ def application(
     }
     for path, answer in (answers | ScoreRoutes(generation).by_path()).items():
         app.add_api_route(path, answer, methods=["POST"], response_class=Response)
-    app.include_router(operations.router(llm, names))
+    for routes in operations.routers(llm, names, model, route):
+        app.include_router(routes)
     app.include_router(model_names.adapters_router(llm, names, route))
-    app.include_router(operations.text_router(llm, names, route))
-    app.include_router(operations.metrics_router(llm, model))
     app.include_router(live_page.router(live or LivePage(llm)))
     max_body_bytes, most_bytes_of = int(llm.recipe.server.max_body_mib * 2**20), {}
     if batches is not None:

@@ -41,9 +41,8 @@ class CompletionRoute:
             # A prompt's log-probabilities come from `logprobs` of an echo.
             names["prompt_logprobs"] = "logprobs"
         with fields_as_sent(names):
-            answers = await generation.ask(
-                [{"id": each, **prompt, **fields} for each, prompt in zip(ids, prompts)], name, request
-            )
+            asked = [{"id": each, **prompt, **fields} for each, prompt in zip(ids, prompts)]
+            answers = await generation.ask(asked, name, request, fill=body.fills)
             form = CompletionFormat(generation.llm.text, answers, prompts, body)
             choices = Choices(
                 answers, form, generation.head(body), body.stream_options, hides_tokens=is_hidden

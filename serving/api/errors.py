@@ -38,6 +38,12 @@ class NotFound(Failure):
         return cls(f"there is no model {asked!r}; this server serves {', '.join(map(repr, served))}")
 
 
+class Forbidden(Failure):
+    """The client's key is not an operator's."""
+
+    status = 403
+
+
 def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> bytes:
     """Return the JSON of an error."""
     shown = message if len(message) <= _LONGEST else f"{message[: _LONGEST - 3]}..."

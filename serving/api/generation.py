@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from fastapi import Request
@@ -27,13 +28,16 @@ from serving.api.schemas import RequestBody, SamplingBody
 from serving.api.streamed import StreamedResponse, gone
 from serving.async_llm import PROMPT_REPLICA, AsyncLLM
 from serving.failures import ClientGone, Failure
-from serving.grammars.structured_output import schema_notes
+from serving.grammars.structured_output import FIELDS as FORMS
+from serving.grammars.structured_output import form_notes
+from serving.tools.definitions import tool_use
 
 Value = TypeVar("Value")
 
 _ONLY_HTTP = {"model", "stream", "user", "service_tier"}
 _TENANT_HEADER = "x-tenant"
 SCHEMA_HEADER = "x-schema-notes"  # names constraints of a schema that the answer need not meet
+MOST_NOTES = 8  # constraints that the header names
 EFFORT_HEADER = "x-reasoning-effort"  # says that a request's reasoning_effort changed nothing
 _LAST_S = 5.0  # time that a client which is cut off has to read the reason
 
@@ -103,14 +107,21 @@ class Generation:
             fields[PROMPT_REPLICA] = replica
         if body.model is not None and self.llm.adapters.knows(body.model):
             fields["adapter"] = body.model
+        return fields
+
+    def _notes(self, fields: Mapping[str, Any]) -> dict[str, str]:
+        """Return the headers that name what was asked for, and what the answer need not meet."""
+        notes: dict[str, str] = {}
         effort, text = fields.get("reasoning_effort"), self.llm.text
-        has_tools, notes = bool(fields.get("tools")), {}
+        has_tools = bool(fields.get("tools"))
         if text is not None and effort is not None and text.ignores_effort(effort, has_tools=has_tools):
             notes[EFFORT_HEADER] = "no effect: the chat template does not know it"
-        if unheld := schema_notes(fields):
-            notes[SCHEMA_HEADER] = "not enforced: " + "; ".join(unheld)
-        request.state.notes = notes
-        return fields
+        use = tool_use(fields)
+        unmet = [*dict.fromkeys(form_notes(fields) + (() if use is None else use.notes))]
+        if unmet:
+            more = ["and more"] * (len(unmet) > MOST_NOTES)
+            notes[SCHEMA_HEADER] = "not enforced: " + "; ".join([*unmet[:MOST_NOTES], *more])
+        return notes
 
     def check_number(
         self, num_prompts: int, samples_each: int | None = None, *, subject: str = "prompt, n and best_of"
@@ -134,7 +145,13 @@ class Generation:
     async def ask(
         self, requests: Sequence[dict[str, Any]], group: str, request: Request, *, fill: bool = False
     ) -> list[AnswerStream]:
-        """Send all requests to the engine, or none; `group` is the id of the single response to `request`."""
+        """Send all requests to the engine, or none; `group` is the id of the single response to `request`.
+
+        Apart from their prompts, all have the same fields.
+        """
+        fields = requests[0]
+        is_short = not any(fields.get(name) for name in (*FORMS, "tools"))
+        request.state.notes = await self.llm.apart(partial(self._notes, fields), at_once=is_short)
         return await self.llm.ask(requests, fill=fill, group=group, owner=request.state.client.owner)
 
     def head(self, body: SamplingBody) -> dict[str, str]:

@@ -16,7 +16,9 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    ModelWrapValidatorHandler,
     PlainValidator,
+    PrivateAttr,
     WithJsonSchema,
     create_model,
     model_validator,
@@ -25,7 +27,7 @@ from pydantic_core import PydanticCustomError
 
 from borders.field_table import MOST_TOOLS, Form, RequestField, taken_by
 from borders.field_types import LONGEST_NAME, Biases, FieldType, String, TokenIds
-from borders.foreign_fields import FOREIGN, ForeignField
+from borders.foreign_fields import FOREIGN, ForeignField, same_value
 from serving.api.errors import whole
 
 Fields = Mapping[str, Any]
@@ -184,7 +186,8 @@ def refused(field: str, message: str) -> PydanticCustomError:
     return PydanticCustomError("refused", "{message}", {"message": message, "field": field})
 
 
-_BOUND = "max_completion_tokens"  # the other name of `max_tokens`, which counts where both are sent
+_BOUNDS = ("max_completion_tokens", "max_tokens")  # where both are sent, the first counts
+_UNBOUNDED = (*_BOUNDS, "n_predict", "max_new_tokens")  # of which -1 asks for as many tokens as fit
 
 
 class StrictBody(BaseModel):
@@ -219,23 +222,34 @@ class StrictBody(BaseModel):
         }
         own = {name: value for name, value in given.items() if name in known and meant.get(name) != {}}
         own |= {name: value for name, value in given.items() if name not in known and name not in meant}
+        bounds = []
         for name in sorted(meant.keys() - known):
             each, read = cls.foreign[name], {} if given[name] is None else meant[name]
             if read is None:
                 problem = f"{name} is not supported as {each.engines} has it; {each.taken} is accepted"
                 raise refused(name, f"{problem}: {each.fix}")
-            for meant_field, value in read.items():
-                is_bound = meant_field == "max_tokens"
-                field = _BOUND if is_bound and own.get(_BOUND) is not None else meant_field
+            for field, value in read.items():
                 if field not in known:
                     raise refused(name, f"{name} means {field}, which this request does not take: {each.fix}")
-                bounds = (own.get(field), value) if is_bound else ()
-                if bounds and all(type(each) is int for each in bounds):
-                    value = min(bounds)  # an answer that keeps the smaller bound keeps both
-                elif own.get(field) is not None and own[field] != value:
+                if field == "max_tokens":
+                    bounds.append(value)
+                    continue
+                beside = own.get(field)
+                if field == "stream_options" and isinstance(beside, dict):  # of which each sets a part
+                    given_there = {each: said for each, said in beside.items() if said is not None}
+                    beside, value = {**value, **given_there}, {**given_there, **value}
+                if beside is not None and not same_value(beside, value):
                     raise refused(name, f"{name} means {field}, which is another: leave one of them out")
                 own[field] = value
-        return own
+        return own if not bounds else cls._bounded(own, bounds)
+
+    @classmethod
+    def _bounded(cls, own: dict[str, Any], bounds: list[Any]) -> dict[str, Any]:
+        """Return a body that keeps the smallest of several bounds of its answer's tokens, and so all."""
+        names = [name for name in _BOUNDS if own.get(name) is not None]
+        bounds = [*bounds, *(own[name] for name in names)]
+        wrong = [each for each in bounds if type(each) is not int]  # which its field refuses
+        return own | {names[0] if names else "max_tokens": wrong[0] if wrong else min(bounds)}
 
 
 def takes(form: Form) -> Callable[[type[Body]], type[Body]]:
@@ -327,9 +341,24 @@ class GenerationBody(SamplingBody):
 class CompletionBody(GenerationBody):
     """The body of `POST /v1/completions`."""
 
+    _fills: bool = PrivateAttr(False)
     prompt: Prompt = Field(description="text or token ids, or several")
     echo: bool | None = Field(None, description="show the prompt before the answer")
     logprobs: int | None = Field(None, description="log-probabilities of each token and of the likeliest")
+
+    @property
+    def fills(self) -> bool:
+        """Whether an answer may be as long as model and cache allow, as -1 asks in place of a bound."""
+        return self._fills and self.max_tokens is None
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _reads_no_bound(
+        cls, given: Any, handler: ModelWrapValidatorHandler[CompletionBody]
+    ) -> CompletionBody:
+        body = handler(given)
+        body._fills = isinstance(given, dict) and any(given.get(name) == -1 for name in _UNBOUNDED)
+        return body
 
     @model_validator(mode="after")
     def _tells_prompts_once(self) -> CompletionBody:

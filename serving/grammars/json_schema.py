@@ -5,37 +5,53 @@ Schema has it; so are keywords and formats that nobody knows. A keyword that con
 enforced is left out, too, and named to whoever asked (`Prepared.notes`); those by which a schema means
 something else without them are refused where it is `strict`. What would take the matcher long is bounded
 here, before the matcher sees it.
+
+A reference may lead anywhere in a schema: by a JSON pointer, by an anchor, or by the `$id` of a part. What
+it leads to stands in `$defs` of the prepared schema, and nothing else does, so that a prepared schema can be
+put into another one together with its `$defs`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any
 
 from borders.field_table import MOST_SCHEMA_BYTES
 from borders.numbers import POSITIVE, integers, numbers
 from borders.refusal import BadRequest, abbreviate_json
+from serving.grammars.schema_references import Path, References, are_apart, written
 
 MOST_LEVELS = 32  # levels of nested schemas
+MOST_LEVELS_IN_ALL = 600  # of it and of each part that references lead to; the matcher's stack is finite
+MOST_DEPTH = 200  # lists and objects in each other, in constants and annotations, too
 MOST_PROPERTIES = 500  # properties of all objects together; a step's cost grows with them
 MOST_VALUES = 1000  # values of all enums together
 MOST_BRANCHES = 200  # branches of all anyOf, oneOf and allOf together
 LARGEST_STEP = 1000  # largest multipleOf without its decimal point; the matcher has as many states
 _BOUNDS = numbers(-(2**53), 2**53)  # JavaScript's largest integers, which its schemas name as bounds
-MOST_NOTES, LONGEST_NOTE = 8, 100  # notes that an answer carries, and characters of one
+LONGEST_NOTE = 100  # characters of a note
 MOST_REPEATS = 100_000  # largest minLength, maxLength, minItems, ...
+MOST_NOTES = 50  # notes of one schema
+_MOST_KEPT_BYTES = 2**21  # of prepared schemas that are kept; an agent sends the same ones with each turn
+_QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
 
 _NOTES = frozenset(
     {
-        *("$schema", "$id", "$comment", "title", "description", "default", "examples", "example"),
+        *("$schema", "$id", "id", "$comment", "title", "description", "default", "examples", "example"),
         *("deprecated", "readOnly", "writeOnly", "discriminator", "$anchor", "$vocabulary", "externalDocs"),
         *("contentEncoding", "contentMediaType", "contentSchema", "propertyOrdering", "xml", "nullable"),
+        *("$defs", "definitions", "$dynamicAnchor"),  # which hold only what references lead to
     }
 )
-# Constraints without which a schema describes other values, and which the matcher does not enforce
+# Constraints that the matcher does not enforce
+_UNHELD = frozenset({"uniqueItems", "propertyNames", "contains", "minContains", "maxContains"})
+# Those of them without which a schema describes other values
 _HARD = frozenset(
     {
         *("not", "if", "then", "else", "dependentRequired", "dependentSchemas", "dependencies"),
@@ -48,10 +64,10 @@ _FORMATS = frozenset(
         "unknown",  # the matcher's own word for any text
     }
 )
-_PLAIN = frozenset({"type", "format", "pattern", "required", "$ref"})
+_PLAIN = frozenset({"type", "format", "pattern", "required"})
 _NUMBERS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"})
 _COUNTS = frozenset({"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"})
-_NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions"})
+_NAMED = frozenset({"properties", "patternProperties"})
 _LISTS = frozenset({"prefixItems", "anyOf", "oneOf", "allOf"})
 _ONE = frozenset({"items", "additionalProperties"})
 _TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
@@ -59,9 +75,12 @@ _TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A schema as the matcher takes it, and the constraints in it that are not enforced, by their places."""
+    """A schema as the matcher takes it, and the constraints in it that are not enforced, by their places.
 
-    schema: dict[str, Any]
+    Neither is ever changed, since other requests share them.
+    """
+
+    schema: Mapping[str, Any]
     notes: tuple[str, ...]
 
 
@@ -70,34 +89,107 @@ def prepared(schema: object, field: str, *, strict: bool = False) -> Prepared:
 
     Raises BadRequest where it cannot be enforced, as far as that shows without compiling it.
     """
-    check = _Preparation(field, strict=strict)
-    return Prepared(check.whole(schema), tuple(check.notes))
+    text, size, depth = _as_json(schema, field)
+    if depth > MOST_DEPTH:
+        raise BadRequest(field, f"is nested {depth} levels deep; lists and objects may be {MOST_DEPTH}")
+    if not isinstance(schema, Mapping) and schema is not True:
+        problem = f"is {abbreviate_json(schema)}; it must be a JSON schema, as an object"
+        raise BadRequest(field, problem, subject=f"the JSON schema in {field}")
+    if size > MOST_SCHEMA_BYTES:
+        problem = f"is a schema of {size} bytes as compact JSON; it may have {MOST_SCHEMA_BYTES}"
+        raise BadRequest(field, problem, value=size, limit=MOST_SCHEMA_BYTES, fix="make it smaller")
+    found = _KEPT.get(text, field, strict)
+    if isinstance(found, BadRequest):
+        raise found.of_field(field)  # a new exception, whose traceback is its own
+    return found
+
+
+@dataclass(slots=True)
+class _Kept:
+    """Prepares schemas, and keeps those that were asked for last; all threads share them."""
+
+    _found: OrderedDict[tuple[str, str, bool], Prepared | BadRequest] = field(default_factory=OrderedDict)
+    _num_bytes: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def get(self, text: str, name: str, strict: bool) -> Prepared | BadRequest:
+        """Return the schema of a JSON text, or why it is refused."""
+        asked = text, name, strict
+        with self._lock:
+            if asked in self._found:
+                self._found.move_to_end(asked)
+                return self._found[asked]
+        try:
+            made: Prepared | BadRequest = _Preparation(json.loads(text), name, strict=strict).whole()
+        except BadRequest as bad:
+            made = bad.with_traceback(None)
+        with self._lock:
+            if asked not in self._found:
+                self._found[asked] = made
+                self._num_bytes += len(text)
+            while self._num_bytes > _MOST_KEPT_BYTES:
+                (oldest, _, _), _ = self._found.popitem(last=False)
+                self._num_bytes -= len(oldest)
+        return made
+
+
+_KEPT = _Kept()
 
 
 class _Preparation:
-    """Prepares one schema."""
+    """Prepares one schema, which is an object or true."""
 
-    def __init__(self, field: str, *, strict: bool) -> None:
-        self._field, self._strict = field, strict
+    def __init__(self, schema: Any, field: str, *, strict: bool) -> None:
+        self._root, self._field, self._strict = schema, field, strict
+        self._references = References(schema)
+        self._deepest = self._num_levels = 0
         self._num_properties = self._num_values = self._num_branches = 0
-        self.notes: list[str] = []
+        self._made: dict[Path, dict[str, Any] | bool] = {}  # each schema that is prepared, by its place
+        self._levels: dict[Path, int] = {}  # of each of them, itself included
+        self._names: dict[Path, str] = {}  # the name in `$defs` of each place that a reference leads to
+        self._waiting: list[Path] = []  # those of them that `$defs` does not have yet
+        self._taken = set[str]()  # the names
+        self._notes: dict[Path, str] = {}
+        self._unknown = set[Path]()  # those of them that are about a keyword which nobody knows
 
-    def whole(self, schema: object) -> dict[str, Any]:
+    def whole(self) -> Prepared:
         """Return the schema for the matcher."""
-        if schema is True:
-            return {}
-        if not isinstance(schema, Mapping):
-            raise self._bad("", f"is {abbreviate_json(schema)}; it must be a JSON schema, as an object")
-        size = _num_bytes(schema, self._field)
-        if size > MOST_SCHEMA_BYTES:
-            problem = f"is a schema of {size} bytes as compact JSON; it may have {MOST_SCHEMA_BYTES}"
-            raise BadRequest(self._field, problem, value=size, limit=MOST_SCHEMA_BYTES, fix="make it smaller")
-        made = self._schema(schema, "", 1)
-        assert isinstance(made, dict), "an object stays one"
-        return made
+        made = self._schema(self._root, (), 1)
+        whole = {} if made is True else made
+        assert isinstance(whole, dict), "an object stays one, and true becomes one"
+        self._count_levels(())
+        defs: dict[str, Any] = {}
+        while self._waiting:  # what a reference leads to may hold further references
+            place = self._waiting.pop()
+            if place not in self._made:
+                self._schema(self._references.at(place), place, 1)
+            self._count_levels(place)
+            defs[self._names[place]] = self._made[place]
+        self._check_circles(defs)
+        if defs:
+            while whole.keys() == {"$ref"}:  # its type and its properties are looked at where it is used
+                whole = defs[whole["$ref"].removeprefix("#/$defs/")]
+            whole = {**whole, "$defs": defs}
+            if (size := _as_json(whole, self._field)[1]) > (most := 2 * MOST_SCHEMA_BYTES):
+                problem = f"comes to {size} bytes with what its references lead to; it may have {most}"
+                raise self._bad((), problem, "refer to smaller parts, in $defs")
+        # A keyword that nobody knows may be where a schema keeps what it refers to.
+        holds = {holder for place in self._names if (holder := self._holder(place)) in self._unknown}
+        return Prepared(whole, tuple(note for place, note in self._notes.items() if place not in holds))
 
-    def _schema(self, schema: object, place: str, level: int) -> dict[str, Any] | bool:
+    def _count_levels(self, place: Path) -> None:
+        self._num_levels += self._levels[place]
+        if self._num_levels > MOST_LEVELS_IN_ALL:
+            problem = f"has more than {MOST_LEVELS_IN_ALL} levels of schemas with what its references lead to"
+            raise self._bad((), problem, "refer to fewer or flatter parts")
+
+    def _holder(self, place: Path) -> Path | None:
+        """Return the place of the first keyword on the way to `place` that nobody knows."""
+        return next((part for end in range(len(place)) if (part := place[:end]) in self._unknown), None)
+
+    def _schema(self, schema: object, place: Path, level: int) -> dict[str, Any] | bool:
         if isinstance(schema, bool):
+            self._made[place], self._levels[place] = schema, 1
             return schema
         if not isinstance(schema, Mapping):
             raise self._bad(
@@ -106,34 +198,104 @@ class _Preparation:
         if level > MOST_LEVELS:
             raise self._bad(place, f"is nested more than {MOST_LEVELS} levels deep", "use $defs and $ref")
         made: dict[str, Any] = {}
+        deepest_before, self._deepest, is_never = self._deepest, level, False
         for keyword, value in schema.items():
-            at = f"{place}.{keyword}"
+            at = (*place, keyword)
             if keyword in _NAMED:
                 made[keyword] = self._mapping(value, at, level)
-                if keyword in ("properties", "patternProperties"):
-                    self._num_properties = self._counted(
-                        at, "properties", self._num_properties + len(value), MOST_PROPERTIES
-                    )
+                self._num_properties = self._counted(
+                    at, "properties", self._num_properties + len(value), MOST_PROPERTIES
+                )
             elif keyword in _LISTS:
                 made[keyword] = self._list(value, at, level)
                 if keyword != "prefixItems":
                     self._num_branches = self._counted(
                         at, "branches", self._num_branches + len(value), MOST_BRANCHES
                     )
+            elif keyword == "items" and isinstance(value, list):
+                made |= self._tuple(schema, at, level)
             elif keyword in _ONE:
                 made[keyword] = self._schema(value, at, level + 1)
+            elif keyword == "$ref":
+                leads_to, name = self._referred(value, at)
+                is_never |= leads_to is False
+                made |= {} if isinstance(leads_to, bool) else {keyword: f"#/$defs/{name}"}
             elif self._is_enforced(keyword, value, at):
                 self._value(keyword, value, at)
                 made[keyword] = value
         if _may_repeat_names(schema):
             problem = "is above 1 beside properties of any name, which could then come twice"
             fix = "set additionalProperties to false, or list required properties"
-            raise self._bad(f"{place}.minProperties", problem, fix)
-        if "oneOf" in made and "anyOf" not in made and isinstance(schema.get("discriminator"), Mapping):
-            made["anyOf"] = made.pop("oneOf")  # the discriminator keeps the branches apart
-        return _or_null(made) if schema.get("nullable") is True else made
+            raise self._bad((*place, "minProperties"), problem, fix)
+        if "oneOf" in made:
+            self._split(made, schema["oneOf"], place)
+        if schema.get("nullable") is True:  # OpenAPI 3.0's word for a type beside others
+            made = {"anyOf": [made, {"type": "null"}]}
+        self._made[place], self._levels[place] = not is_never and made, self._deepest - level + 1
+        self._deepest = max(deepest_before, self._deepest)
+        return self._made[place]
 
-    def _is_enforced(self, keyword: str, value: Any, place: str) -> bool:
+    def _tuple(self, schema: Mapping[str, Any], place: Path, level: int) -> dict[str, Any]:
+        """Read a list of `items` and `additionalItems`, as drafts before 2020 have them."""
+        if "prefixItems" in schema:
+            raise self._bad(place, "is a list beside prefixItems", "keep prefixItems, and give one schema")
+        made: dict[str, Any] = {"prefixItems": self._list(schema["items"], place, level)}
+        if "additionalItems" in schema:
+            rest = (*place[:-1], "additionalItems")
+            made["items"] = self._schema(schema["additionalItems"], rest, level + 1)
+        return made
+
+    def _split(self, made: dict[str, Any], branches: Sequence[object], place: Path) -> None:
+        """Write `oneOf` as `anyOf`, which is the same where no value can satisfy two branches.
+
+        Where that does not show, the matcher judges a strict schema, and another one has a note.
+        """
+        places = ((*place, "oneOf", index) for index in range(len(branches)))
+        if not are_apart(list(zip(branches, places)), self._references):
+            if self._strict:
+                return
+            self._note((*place, "oneOf"))
+        if "anyOf" in made:
+            made["allOf"] = [*made.get("allOf", ()), {"anyOf": made.pop("oneOf")}]
+        else:
+            made["anyOf"] = made.pop("oneOf")
+
+    def _referred(self, reference: object, place: Path) -> tuple[object, str]:
+        """Return what a reference leads to, and the name of that in `$defs`; true and false need none."""
+        target = self._references.target(reference, place[:-1]) if isinstance(reference, str) else None
+        if target is None:
+            problem = f"is {abbreviate_json(reference)}, which leads to no place in the schema"
+            raise self._bad(place, problem, 'refer to a part of it, as "#/$defs/name"')
+        leads_to = self._references.at(target)
+        if target not in self._names and not isinstance(leads_to, bool):
+            name = str(target[-1]) if target else "root"
+            is_plain = name.isascii() and name.replace("_", "").replace("-", "").isalnum()
+            if not is_plain or name in self._taken:
+                name = f"part.{len(self._names)}"  # no plain name has a dot
+            self._names[target] = name
+            self._taken.add(name)
+            self._waiting.append(target)
+        return leads_to, self._names.get(target, "")
+
+    def _check_circles(self, defs: Mapping[str, Any]) -> None:
+        """Raise BadRequest for references that lead to each other without a value in between."""
+        done, places = set[str](), {name: place for place, name in self._names.items()}
+        for start in defs:
+            path: dict[str, Iterator[str]] = {start: _same_value(defs[start])}
+            while path:
+                name, further = next(reversed(path.items()))
+                each = next((one for one in further if one not in done), None)
+                if each is None:
+                    done.add(name)
+                    del path[name]
+                elif each in path:
+                    raise self._bad(
+                        places[each], "refers to itself before it comes to a value", "give it one"
+                    )
+                else:
+                    path[each] = _same_value(defs[each])
+
+    def _is_enforced(self, keyword: str, value: Any, place: Path) -> bool:
         """Whether a keyword without schemas of its own is passed on; notes a constraint that is not."""
         known = _PLAIN | _NUMBERS | _COUNTS | {"enum", "const", "multipleOf"}
         if keyword == "format" and isinstance(value, str) and value not in _FORMATS:
@@ -143,31 +305,36 @@ class _Preparation:
             return True
         if keyword in _HARD and self._strict:
             problem = f"uses the keyword {abbreviate_json(keyword)}, which cannot be enforced"
-            raise self._bad(place.removesuffix(f".{keyword}"), problem, "leave it out, or strict")
+            raise self._bad(place[:-1], problem, "leave it out, or strict")
         is_any_name = keyword == "propertyNames" and (value is True or value in ({}, {"type": "string"}))
         is_off = value is False and keyword in ("uniqueItems", "not")  # elsewhere false allows no value
-        if not (keyword in _NOTES or keyword.startswith("x-") or is_off or is_any_name):
+        is_read = keyword == "additionalItems"  # beside a list of items; it means nothing elsewhere
+        if not (keyword in _NOTES or keyword.startswith("x-") or is_off or is_any_name or is_read):
             self._note(place)
+            if keyword not in _HARD | _UNHELD:
+                self._unknown.add(place)
         return False
 
-    def _note(self, place: str, value: str = "") -> None:
-        shown = place.lstrip(".") + (f" {value}" if value else "")
-        if len(self.notes) < MOST_NOTES:
-            self.notes.append("".join(each if " " <= each <= "~" else "?" for each in shown)[:LONGEST_NOTE])
+    def _note(self, place: Path, value: str = "") -> None:
+        if len(self._notes) == MOST_NOTES:
+            return
+        shown = written(place) + (f" {value}" if value else "")
+        printed = "".join(each if " " <= each <= "~" else "?" for each in shown)
+        self._notes[place] = printed[:LONGEST_NOTE].strip()
 
-    def _mapping(self, value: object, place: str, level: int) -> dict[str, Any]:
+    def _mapping(self, value: object, place: Path, level: int) -> dict[str, Any]:
         if not isinstance(value, Mapping):
             raise self._bad(
                 place, f"is {abbreviate_json(value)}; it must be an object of schemas by their names"
             )
-        return {name: self._schema(each, f"{place}.{name}", level + 1) for name, each in value.items()}
+        return {name: self._schema(each, (*place, name), level + 1) for name, each in value.items()}
 
-    def _list(self, value: object, place: str, level: int) -> list[dict[str, Any] | bool]:
+    def _list(self, value: object, place: Path, level: int) -> list[dict[str, Any] | bool]:
         if not isinstance(value, list):
             raise self._bad(place, f"is {abbreviate_json(value)}; it must be a list of schemas")
-        return [self._schema(each, f"{place}[{index}]", level + 1) for index, each in enumerate(value)]
+        return [self._schema(each, (*place, index), level + 1) for index, each in enumerate(value)]
 
-    def _value(self, keyword: str, value: Any, place: str) -> None:
+    def _value(self, keyword: str, value: Any, place: Path) -> None:
         """Check the value of a keyword that is enforced and holds no schemas."""
         if keyword == "enum":
             if not isinstance(value, list) or not value:
@@ -189,27 +356,42 @@ class _Preparation:
         elif keyword in _PLAIN and not _PLAIN_CHECKS[keyword](value):
             raise self._bad(place, f"is {abbreviate_json(value)}, which this keyword does not accept")
 
-    def _counted(self, place: str, what: str, count: int, most: int) -> int:
+    def _counted(self, place: Path, what: str, count: int, most: int) -> int:
         if count > most:
             raise self._bad(place, f"brings the schema to {count} {what}; it may have {most} in all")
         return count
 
-    def _bad(self, place: str, problem: str, fix: str = "") -> BadRequest:
-        subject = f"the JSON schema in {self._field}" + (f", at {place.lstrip('.')}," if place else "")
+    def _bad(self, place: Path, problem: str, fix: str = "") -> BadRequest:
+        subject = f"the JSON schema in {self._field}" + (f", at {written(place)}," if place else "")
         return BadRequest(self._field, problem, fix=fix, subject=subject)
 
 
-def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema that takes null, too, as OpenAPI 3.0's `nullable` has it."""
-    shared: dict[str, Any] = {name: schema.pop(name) for name in ("$defs", "definitions") if name in schema}
-    return {"anyOf": [schema, {"type": "null"}], **shared}  # references lead to their places still
+def _same_value(schema: object) -> Iterator[str]:
+    """Yield the names of references that judge the very value which a schema judges."""
+    if isinstance(schema, Mapping):
+        if "$ref" in schema:
+            yield schema["$ref"].removeprefix("#/$defs/")
+        for keyword in ("anyOf", "oneOf", "allOf"):
+            for each in schema.get(keyword, ()):
+                yield from _same_value(each)
 
 
-def _num_bytes(schema: object, field: str) -> int:
+def _as_json(schema: object, field: str) -> tuple[str, int, int]:
+    """Return a schema as compact JSON, its number of bytes, and of lists and objects in each other."""
     try:
-        return len(json.dumps(schema, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode())
+        text = json.dumps(schema, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+        return text, len(text.encode()), depth_of(text)
     except (ValueError, TypeError, RecursionError) as error:
         raise BadRequest(field, f"cannot be written as JSON ({error})") from error
+
+
+def depth_of(text: str) -> int:
+    """Return how many lists and objects are in each other in a JSON text."""
+    depth = deepest = 0
+    for each in re.findall(r"[\[\]{}]", _QUOTED.sub("", text)):
+        depth += 1 if each in "[{" else -1
+        deepest = max(deepest, depth)
+    return deepest
 
 
 def _may_repeat_names(schema: Mapping[str, Any]) -> bool:
@@ -242,5 +424,4 @@ _PLAIN_CHECKS: dict[str, Callable[[object], bool]] = {
     "format": _is_string,
     "pattern": _is_string,
     "required": _is_names,
-    "$ref": lambda value: isinstance(value, str) and value.startswith("#"),
 }

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from borders.field_table import LONGEST_GRAMMAR, MOST_CHOICES
 from borders.refusal import BadRequest, abbreviate_json
-from serving.grammars.json_schema import MOST_NOTES, prepared
+from serving.grammars.json_schema import MOST_DEPTH, Prepared, depth_of, prepared
 from serving.grammars.thinking import KIND as THINKING
 
 CHANNELS = "channels"  # the kind of an answer on channels: `outer`, which refers to `form` as `@form`
@@ -80,28 +79,19 @@ def form_of(grammar: str) -> tuple[str, str] | None:
     return None if asked["then"] is None else form_of(asked["then"])
 
 
-def schema_notes(fields: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the constraints in the schemas of a request that its answer need not meet; () if there are none.
-
-    A schema that is refused has no notes.
-    """
-    asked = fields.get("response_format")
-    named = asked.get("json_schema") if isinstance(asked, Mapping) else None
-    outputs = fields.get("structured_outputs")
-    schemas = [
-        named.get("schema") if isinstance(named, Mapping) else None,
-        outputs.get("json") if isinstance(outputs, Mapping) else None,
-        fields.get("guided_json"),
-    ]
-    tools = fields.get("tools")
-    for tool in tools if isinstance(tools, list) else ():
-        function = tool.get("function", tool) if isinstance(tool, Mapping) else None
-        schemas.append(function.get("parameters") if isinstance(function, Mapping) else None)
-    notes: list[str] = []
-    for schema in schemas:
-        with suppress(BadRequest, ValueError, RecursionError):
-            notes += prepared(json.loads(schema) if isinstance(schema, str) else schema, "schema").notes
-    return tuple(dict.fromkeys(notes[:MOST_NOTES]))
+def form_notes(fields: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the constraints in the schema of an answer's form that are not enforced; raises BadRequest."""
+    grammar_of(fields)
+    asked, outputs = fields.get("response_format") or {}, fields.get("structured_outputs") or {}
+    named = asked.get("json_schema") or {}
+    given = {
+        "response_format": named.get("schema"),
+        "structured_outputs": outputs.get("json"),
+        "guided_json": fields.get("guided_json"),
+    }
+    strict = named.get("strict") is True
+    schemas = {field: schema for field, schema in given.items() if schema is not None}
+    return tuple(note for field, schema in schemas.items() for note in _schema(field, schema, strict).notes)
 
 
 def _response_format(value: object) -> str | None:
@@ -121,7 +111,7 @@ def _response_format(value: object) -> str | None:
     if not isinstance(asked, Mapping):
         raise BadRequest(field, value=asked, limit="an object with a schema", place=".json_schema")
     _check_names(f"{field}.json_schema", asked, {"name", "description", "schema", "strict"})
-    if asked.get("strict") not in (None, True, False):
+    if not isinstance(asked.get("strict", False), (bool, type(None))):
         limit = "true or false; the answer follows the schema either way"
         raise BadRequest(field, value=asked["strict"], limit=limit, place=".json_schema.strict")
     if asked.get("schema") is None:
@@ -148,9 +138,7 @@ def _structured_outputs(value: object) -> str | None:
 
 def _written(field: str, kind: str, asked: Any, *, strict: bool = False) -> str:
     if kind == "json":
-        if isinstance(asked, str):
-            asked = _parsed(field, asked)
-        asked = prepared(asked, field, strict=strict).schema
+        asked = _schema(field, asked, strict).schema
     elif kind == "choice":
         _check_choices(field, asked)
     else:
@@ -158,12 +146,16 @@ def _written(field: str, kind: str, asked: Any, *, strict: bool = False) -> str:
     return json.dumps([field, kind, asked], ensure_ascii=False, separators=(",", ":"))
 
 
-def _parsed(field: str, text: str) -> Any:
-    """Return a schema that was sent as a text."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise BadRequest(field, f"is no JSON: {error}") from error
+def _schema(field: str, schema: Any, strict: bool) -> Prepared:
+    """Return a schema, which may be sent as a text, for the matcher."""
+    if isinstance(schema, str):
+        if (depth := depth_of(schema)) > MOST_DEPTH:
+            raise BadRequest(field, f"is nested {depth} levels deep; lists and objects may be {MOST_DEPTH}")
+        try:
+            schema = json.loads(schema)
+        except (ValueError, RecursionError) as error:
+            raise BadRequest(field, f"is no JSON: {error}") from error
+    return prepared(schema, field, strict=strict)
 
 
 def _check_choices(field: str, choices: object) -> None:

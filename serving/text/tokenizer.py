@@ -110,9 +110,9 @@ class Text:
 
     @staticmethod
     def load(path: str | Path | None, tool_format: str = "none", reasoning: str = "none") -> Text | None:
-        """Return the tokenizer in a Hugging Face directory: tokenizer.json, else tokenizer.model.
+        """Return the tokenizer in a Hugging Face directory: tokenizer.json, or else a file of another kind.
 
-        Returns None if the directory holds neither, or if there is no directory; `tool_format` and
+        Returns None if the directory holds none, or if there is no directory; `tool_format` and
         `reasoning` are those of a recipe. Raises ValueError for files that cannot be used.
         """
         if path is None:

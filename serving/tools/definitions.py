@@ -16,7 +16,7 @@ from typing import Any
 
 from borders.field_table import MOST_TOOLS
 from borders.refusal import BadRequest, abbreviate_json
-from serving.grammars.json_schema import prepared
+from serving.grammars.json_schema import Prepared, prepared
 from serving.grammars.matching import JSON_OPTIONS
 from serving.grammars.structured_output import CHANNELS, FormedAnswer
 from serving.tools.channels import ChannelFormat, ChannelParser
@@ -136,7 +136,7 @@ def _quoted(text: str) -> str:
 
 FIELDS = ("tools", "tool_choice", "parallel_tool_calls")
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-_NOTHING: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+_NOTHING = Prepared({"type": "object", "properties": {}, "additionalProperties": False}, ())
 _ANY = {"type": "object"}
 
 
@@ -149,6 +149,7 @@ class ToolUse:
     must_call: bool
     is_single: bool  # no answer may make two calls
     is_strict: bool  # arguments are held to their schema although no call is required
+    notes: tuple[str, ...]  # constraints of the schemas that are not enforced, each after its tool's name
 
     @property
     def is_free(self) -> bool:
@@ -183,20 +184,23 @@ def tool_use(fields: Mapping[str, Any]) -> ToolUse | None:
             )
         return None
     schemas: dict[str, Any] = {}
-    is_strict = False
+    is_strict, notes = False, dict[str, list[str]]()
     for index, each in enumerate(given):
-        name, schemas[name], strict = _function(index, each, schemas)
+        name, read, strict = _function(index, each, schemas)
+        schemas[name] = {"type": "object", **read.schema}
+        notes[name] = [f"{name}: {note}" for note in read.notes]
         is_strict |= strict
     must_call, named = _choice(choice, schemas)
     allowed = {} if choice == "none" else schemas if named is None else {named: schemas[named]}
     parallel = fields.get("parallel_tool_calls")
-    if parallel not in (None, True, False):
+    if not isinstance(parallel, (bool, type(None))):
         raise BadRequest("parallel_tool_calls", value=parallel, limit="true or false")
     is_single = parallel is False or named is not None
-    return ToolUse(tuple(given), allowed, must_call, is_single, is_strict and bool(allowed))
+    is_strict, noted = is_strict and bool(allowed), tuple(note for name in allowed for note in notes[name])
+    return ToolUse(tuple(given), allowed, must_call, is_single, is_strict, noted)
 
 
-def _function(index: int, tool: object, known: Mapping[str, Any]) -> tuple[str, Any, bool]:
+def _function(index: int, tool: object, known: Mapping[str, Any]) -> tuple[str, Prepared, bool]:
     """Return the name and the schema of a function, and whether it is strict."""
     place = f"[{index}]"
     if not isinstance(tool, Mapping) or tool.get("type") != "function":
@@ -216,7 +220,7 @@ def _function(index: int, tool: object, known: Mapping[str, Any]) -> tuple[str, 
         raise BadRequest(
             "tools", f"is {abbreviate_json(name)}, which an earlier tool has", place=f"{place}.name"
         )
-    if strict not in (None, True, False):
+    if not isinstance(strict, (bool, type(None))):
         raise BadRequest("tools", value=strict, limit="true or false", place=f"{place}.strict")
     schema = function.get("parameters")
     if schema is None:
@@ -226,18 +230,18 @@ def _function(index: int, tool: object, known: Mapping[str, Any]) -> tuple[str, 
     return name, _enforced(schema, is_strict=bool(strict)), bool(strict)
 
 
-def _enforced(schema: Mapping[str, Any], *, is_strict: bool) -> Any:
+def _enforced(schema: Mapping[str, Any], *, is_strict: bool) -> Prepared:
     """Return the schema, or that of any object where it cannot be enforced and need not be."""
     if schema.get("type", "object") != "object":
         problem = f"has a schema of type {abbreviate_json(schema['type'])}; arguments are an object"
         raise BadRequest("tools", problem, subject="a tool in tools")
     try:
-        schema = prepared(schema, "tools", strict=is_strict).schema
+        never_null = {keyword: value for keyword, value in schema.items() if keyword != "nullable"}
+        return prepared(never_null, "tools", strict=is_strict)
     except BadRequest:
         if is_strict:
             raise
-        return _ANY
-    return {"type": "object", **schema}
+        return Prepared(_ANY, ("parameters",))
 
 
 def _choice(choice: object, names: Mapping[str, Any]) -> tuple[bool, str | None]:

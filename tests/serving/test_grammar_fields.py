@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import Any
 
@@ -9,8 +10,29 @@ import pytest
 
 from borders.field_table import LONGEST_GRAMMAR, MOST_CHOICES, MOST_SCHEMA_BYTES
 from borders.refusal import BadRequest
-from serving.grammars.json_schema import MOST_BRANCHES, MOST_LEVELS, MOST_PROPERTIES, MOST_VALUES
-from serving.grammars.structured_output import grammar_of, schema_notes
+from serving.grammars import json_schema
+from serving.grammars.json_schema import (
+    MOST_BRANCHES,
+    MOST_LEVELS,
+    MOST_LEVELS_IN_ALL,
+    MOST_PROPERTIES,
+    MOST_VALUES,
+)
+from serving.grammars.matching import Grammars
+from serving.grammars.structured_output import form_notes, grammar_of
+from serving.tools.definitions import tool_use
+
+
+class Bytes:
+    """A tokenizer whose tokens are the bytes, and an end."""
+
+    vocab_size = 257
+
+    def token_bytes(self, token: int, *, skip_special_tokens: bool = True) -> bytes:
+        return bytes([token]) if token < 256 else b"" if skip_special_tokens else b"<end>"
+
+    def encode_within(self, text: str) -> list[int]:
+        return list(text.encode())
 
 
 def nested(levels: int) -> dict[str, Any]:
@@ -54,7 +76,7 @@ LARGE = {f"p{number}": {} for number in range(MOST_PROPERTIES)}
         {"multipleOf": 0.01, "minimum": -1e15},
         {"minProperties": 2, "required": ["a", "b"]},
         {"minProperties": 2, "properties": {"a": {}, "b": {}}, "additionalProperties": False},
-        {"title": "a", "$ref": "#/$defs/a", "$defs": {"a": True}},
+        {"title": "a", "$ref": "#/$defs/a", "minimum": 1, "$defs": {"a": {"type": "integer"}}},
     ],
     ids=lambda schema: next(iter(schema)),
 )
@@ -76,6 +98,11 @@ def test_what_is_within_the_limits_is_taken(schema: dict[str, Any]) -> None:
             ("uniqueItems",),
         ),
         ({"type": "array", "uniqueItems": False}, {"type": "array"}, ()),
+        (
+            {"type": "array", "items": [{"type": "null"}], "additionalItems": False},
+            {"type": "array", "prefixItems": [{"type": "null"}], "items": False},
+            (),
+        ),
         ({"type": "object", "unevaluatedProperties": False}, {"type": "object"}, ("unevaluatedProperties",)),
         ({"type": "object", "propertyNames": False}, {"type": "object"}, ("propertyNames",)),
         ({"type": "object", "propertyNames": {"type": "string"}}, {"type": "object"}, ()),
@@ -103,9 +130,108 @@ def test_what_is_within_the_limits_is_taken(schema: dict[str, Any]) -> None:
 def test_what_is_not_enforced_is_noted(schema: Any, kept: dict[str, Any], notes: tuple[str, ...]) -> None:
     """What anybody's tools write is taken, and a constraint that an answer need not meet is named."""
     assert asked(guided_json=schema)[2] == kept
-    assert schema_notes({"guided_json": schema}) == notes
-    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
-    assert schema_notes({"tools": [tool]}) == notes
+    assert form_notes({"guided_json": schema}) == notes
+
+
+def test_notes_name_the_tool_and_what_became_any_object() -> None:
+    schemas = {"a": {"minProperties": 2}, "b": {"type": "object", "": 1}}
+    tools = [{"type": "function", "function": {"name": n, "parameters": s}} for n, s in schemas.items()]
+    use = tool_use({"tools": tools})
+    assert use is not None
+    assert (use.notes, use.schemas["a"]) == (("a: parameters", 'b: ""'), {"type": "object"})
+    assert tool_use({"tools": tools, "tool_choice": "none"}).notes == ()  # type: ignore[union-attr]
+    tools[0]["function"]["strict"] = True
+    with pytest.raises(BadRequest, match="come twice"):
+        tool_use({"tools": tools})
+
+
+A = {"type": "object", "properties": {"k": {"const": "a"}}, "required": ["k"]}
+B = {"type": "object", "properties": {"k": {"enum": ["b", "c"]}}, "required": ["k"]}
+
+
+@pytest.mark.parametrize(
+    ("branches", "are_apart"),
+    [
+        ([A, B], True),
+        ([A, B, {"type": "null"}, {"type": ["string", "boolean"]}, {"type": "integer"}], True),
+        ([{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}], True),
+        ([{"const": 1, "title": "one"}, {"enum": [2, "1"]}], True),
+        ([A, A], False),
+        ([A, {**B, "required": []}], False),
+        ([A, {**A, "properties": {"k": {"type": "integer"}}}], True),
+        ([A, {**A, "properties": {"k": {"$ref": "#/$defs/b/properties/k"}}}], True),
+        ([{"const": None}, {"const": 1}, {"enum": [2, 1e400 > 1]}], True),
+        ([{"const": 0}, {"const": False}], True),
+        ([{"const": 0}, {"const": -0.0}], False),
+        ([{"const": 10**400}, {"const": 1}], True),
+        ([False, {"type": "integer"}], True),
+        ([{"type": "string"}], True),
+        ([{"$ref": "#/$defs/s", "nullable": True}, {"type": "null"}], False),
+        ([{"$ref": "#/$defs/s"}, {"$ref": "#/$defs/s"}], False),
+        (
+            [
+                {"$id": "u:b", "$ref": "#/$defs/s", "$defs": {"s": {"type": "integer"}}},
+                {"type": "number"},
+            ],
+            False,
+        ),
+        ([A, {**B, "type": ["object", "string"]}], True),
+        ([A, {"properties": B["properties"], "required": ["k"]}], True),
+        ([A, {"properties": B["properties"], "required": ["k"]}, {"type": "null"}], False),
+        ([{**A, "nullable": True}, {**B, "nullable": True}], False),
+        ([A, {**B, "properties": {"k": {"enum": ["b"], "nullable": True}}}], False),
+        ([{"type": "integer"}, {"type": "number"}], False),
+        ([{"const": 1}, {"const": 1.0}], False),
+        ([{"type": "string"}, {}], False),
+        ([{"type": "string"}, True], False),
+    ],
+)
+def test_branches_become_alternatives_where_no_value_can_meet_two(branches: Any, are_apart: bool) -> None:
+    """A discriminator alone says nothing: what the branches require tells them apart."""
+    schema = {
+        "oneOf": branches,
+        "discriminator": {"propertyName": "k"},
+        "$defs": {"a": {"$ref": "#/$defs/A"}, "A": A, "b": B, "s": {"type": "string"}},
+    }
+    assert set(asked(guided_json=schema)[2]) - {"$defs"} == {"anyOf"}
+    assert form_notes({"guided_json": schema}) == (() if are_apart else ("oneOf",))
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema, "strict": True}}
+    assert ("anyOf" if are_apart else "oneOf") in asked(response_format=form)[2], "the matcher judges it"
+
+
+@pytest.mark.parametrize(
+    ("schema", "kept"),
+    [
+        ({"$ref": "#/x/a", "x": {"a": {"type": "null"}}}, {"a": {"type": "null"}}),
+        ({"$ref": "#/x/A%20b", "x": {"A b": {"enum": [1]}}}, {"part.0": {"enum": [1]}}),
+        ({"$ref": "#/$defs/A~1b~0", "$defs": {"A/b~": {"enum": [1]}}}, {"part.0": {"enum": [1]}}),
+        ({"$ref": "#b", "$defs": {"a": {"$anchor": "b", "enum": [1]}}}, {"a": {"enum": [1]}}),
+        ({"$ref": "#b", "definitions": {"a": {"$id": "#b", "enum": [1]}}}, {"a": {"enum": [1]}}),
+        ({"$ref": "T", "$defs": {"a": {"$id": "T", "enum": [1]}}}, {"a": {"enum": [1]}}),
+        ({"$id": "http://a/b#", "$ref": "b#/$defs/a", "$defs": {"a": {"enum": [1]}}}, {"a": {"enum": [1]}}),
+        (
+            {"$ref": "#/$defs/a", "$defs": {"a": {"$id": "x", "$ref": "#/$defs/a", "$defs": {"a": {}}}}},
+            {"a": {"$ref": "#/$defs/part.1"}, "part.1": {}},
+        ),
+        (
+            {"properties": {"a": {"type": "array", "items": {"$ref": "#"}}}},
+            {"root": {"properties": {"a": {"type": "array", "items": {"$ref": "#/$defs/root"}}}}},
+        ),
+        (
+            {
+                "properties": {
+                    "a": {"anyOf": [{}, {"enum": [1]}], "nullable": True},
+                    "b": {"$ref": "#/properties/a/anyOf/1"},
+                }
+            },
+            {"1": {"enum": [1]}},
+        ),
+        ({"$ref": "#/$defs/b", "$defs": {"b": {"enum": [1]}, "a": {"type": "int"}}}, {"b": {"enum": [1]}}),
+    ],
+)
+def test_what_references_lead_to_stands_in_defs(schema: dict[str, Any], kept: dict[str, Any]) -> None:
+    assert asked(guided_json=schema)[2]["$defs"] == kept
+    assert form_notes({"guided_json": schema}) == ()
 
 
 @pytest.mark.parametrize("keyword", ["not", "if", "dependentRequired", "unevaluatedProperties"])
@@ -119,15 +245,121 @@ def test_a_strict_schema_is_held_whole(keyword: str) -> None:
     assert grammar_of({"response_format": form}) is not None
 
 
+def test_a_reference_into_a_keyword_that_is_not_held_leaves_its_note() -> None:
+    schema = {
+        "properties": {"v": {"oneOf": [{"type": "integer"}, {"type": "number"}]}},
+        "additionalProperties": {"$ref": "#/not/items"},
+        "items": {"$ref": "#/properties/v/oneOf/0"},
+        "not": {"items": {"type": "string"}},
+    }
+    assert form_notes({"guided_json": schema}) == ("properties.v.oneOf", "not")
+
+
+def test_a_root_that_is_only_a_reference_is_what_it_leads_to() -> None:
+    """So that its type and its properties are seen, as those of a tool's parameters."""
+    schema = {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"type": "object"}}}
+    assert asked(guided_json=schema)[2]["type"] == "object"
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema | {"nullable": True}}}
+    use = tool_use({"tools": [tool]})
+    assert use is not None
+    assert use.schemas["f"]["type"] == "object"
+
+
+def test_references_to_true_and_false_are_these() -> None:
+    defs = {"$defs": {"t": True, "f": False}}
+    schema = {"properties": {"a": {"$ref": "#/$defs/t", "minimum": 1}, "b": {"$ref": "#/$defs/f"}}, **defs}
+    assert asked(guided_json=schema)[2] == {"properties": {"a": {"minimum": 1}, "b": False}}
+
+
+def test_a_oneof_beside_an_anyof_is_held_with_it() -> None:
+    schema = {"anyOf": [{"maximum": 9}], "oneOf": [{"type": "integer"}, {"type": "number"}], "allOf": [{}]}
+    assert asked(guided_json=schema)[2] == {
+        "anyOf": [{"maximum": 9}],
+        "allOf": [{}, {"anyOf": [{"type": "integer"}, {"type": "number"}]}],
+    }
+
+
+def chained(num_parts: int, levels: int, keyword: str) -> dict[str, Any]:
+    """A schema whose parts refer to each other in turn, each from its innermost level."""
+    parts: dict[str, Any] = {}
+    for number in range(num_parts):
+        inner: Any = {"$ref": f"#/$defs/{number + 1}"} if number + 1 < num_parts else {}
+        for _ in range(levels - 1):
+            inner = {keyword: [inner] if keyword == "prefixItems" else inner}
+        parts[f"{number}"] = inner
+    return {"$ref": "#/$defs/0", "$defs": parts}
+
+
+@pytest.mark.parametrize(("levels", "keyword"), [(2, "items"), (30, "items"), (30, "prefixItems")])
+def test_no_chain_of_references_overflows_the_matcher_s_stack(levels: int, keyword: str) -> None:
+    """What is accepted is compiled: an overflow would end the process, not this test."""
+    most = MOST_LEVELS_IN_ALL // (levels + 1)
+    grammars = Grammars(lambda: Bytes(), 257, [256])
+    for num_parts in (most, 60 * most):
+        schema = chained(num_parts, levels, keyword)
+        if num_parts == most:
+            grammars.beginning(json.dumps(asked(guided_json=schema)))
+        else:
+            with pytest.raises(BadRequest, match=r"600 levels of schemas|bytes as compact JSON"):
+                grammar_of({"guided_json": schema})
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_hostile_schemas_are_read_in_bounds(strict: bool) -> None:
+    """Each took seconds or raised another error than a refusal; patience here is the runner's own limit."""
+    name = {"$ref": "#/$defs/a"}
+    many = {f"p{number}": {} for number in range(490)}
+    required = [f"q{number}" for number in range(4500)]
+    deep: Any = [{"$anchor": "0"}]
+    for _ in range(180):
+        deep = {"a": deep}
+    hostile: list[Any] = [
+        {"oneOf": [name] * 190, "$defs": {"a": {"enum": [1] * 28_000}}},
+        {"oneOf": [name] * 200, "$defs": {"a": {"type": "object", "properties": many, "required": required}}},
+        {"prefixItems": [{"$ref": "#0"}] * 1700, "x": deep},
+        {"prefixItems": [{"$ref": "#/x"}], "x": [1] * 28_000},
+        {"anyOf": [{}], "$ref": "#/anyOf/" + "9" * 5000},
+        {"$ref": "http://["},
+        {"$id": "http://[", "$ref": "a"},
+        "[" * 989 + "]" * 989,
+        {"type": "string", "default": json.loads("[" * 250 + "]" * 250)},
+        {"type": [json.loads("[" * 150 + "]" * 150)]},
+        {"properties": {"a": {"required": {"b": 1}}}},
+        {"oneOf": [{"type": "object", "required": 5, "properties": 3}, {"type": [[]]}]},
+    ]
+    for schema in hostile:
+        form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema, "strict": strict}}
+        with contextlib.suppress(BadRequest):
+            grammar_of({"response_format": form})
+
+
+def test_kept_schemas_are_bounded_in_bytes() -> None:
+    for number in range(200):
+        grammar_of({"guided_json": {"const": ["x"] * 10_000, "title": f"{number}"}})
+    assert len(json_schema._KEPT._found) < 70
+    assert json_schema._KEPT._num_bytes <= json_schema._MOST_KEPT_BYTES
+
+
+LOOPS: dict[str, Any] = {"const": "x" * 30_000}
+for number in range(4):
+    LOOPS = {"properties": {"a": LOOPS, "b": {"$ref": "#" + "/properties/a" * (4 - number)}}}
+
+
 @pytest.mark.parametrize(
     ("schema", "said"),
     [
         (nested(MOST_LEVELS + 1), "is nested more than 32 levels deep"),
-        ({"properties": LARGE, "$defs": {"a": {"properties": {"b": {}}}}}, "to 501 properties"),
+        (
+            {"properties": LARGE, "items": {"$ref": "#/x"}, "x": {"properties": {"b": {}}}},
+            "to 501 properties",
+        ),
         ({"enum": list(range(MOST_VALUES + 1))}, "to 1001 values; it may have 1000 in all"),
         ({"items": {"oneOf": [{}] * (MOST_BRANCHES + 1)}}, "to 201 branches"),
         ({"const": "x" * MOST_SCHEMA_BYTES}, "is a schema of 65548 bytes as compact JSON"),
-        ({"items": [{}]}, "at items, is [{}]; it must be a schema"),
+        ({"items": 1}, "at items, is 1; it must be a schema"),
+        ({"items": [{}], "prefixItems": [{}]}, "at items, is a list beside prefixItems"),
+        ({"default": json.loads("[" * 300 + "]" * 300)}, "is nested 301 levels deep"),
+        ("[" * 300 + "]" * 300, "is nested 300 levels deep"),
         ({"properties": []}, "it must be an object of schemas by their names"),
         ({"anyOf": {}}, "it must be a list of schemas"),
         ({"type": "int"}, 'at type, is "int", which this keyword does not accept'),
@@ -141,7 +373,28 @@ def test_a_strict_schema_is_held_whole(keyword: str) -> None:
         ({"multipleOf": 9_999_991}, "at multipleOf"),
         ({"multipleOf": 0.00123457}, "at multipleOf"),
         ({"multipleOf": 0}, "at multipleOf"),
-        ({"$ref": "https://example.com/schema"}, "at $ref"),
+        (
+            {"$ref": "https://example.com/schema"},
+            'at $ref, is "https://example.com/schema", which leads to no',
+        ),
+        ({"$ref": "#/$defs/b", "$defs": {"a": {}}}, "which leads to no place in the schema: refer to a part"),
+        ({"$ref": "#/properties", "properties": []}, "which leads to no place in the schema"),
+        ({"$ref": "#/allOf/1", "allOf": [{}]}, "which leads to no place in the schema"),
+        ({"$ref": "#/x/y", "x": 1}, "which leads to no place in the schema"),
+        ({"$ref": 5}, "is 5, which leads to no place in the schema"),
+        ({"$ref": "#"}, "refers to itself before it comes to a value: give it one"),
+        (
+            {
+                "$ref": "#/$defs/a",
+                "$defs": {
+                    "a": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/b"}]},
+                    "b": {"allOf": [{"$ref": "#/$defs/a"}]},
+                },
+            },
+            "refers to itself before it comes to a value",
+        ),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"type": "int"}}}, 'at $defs.a.type, is "int"'),
+        (LOOPS, "bytes with what its references lead to; it may have 131072"),
         ({"minProperties": 2}, "which could then come twice"),
         ({"minProperties": 2, "additionalProperties": False, "patternProperties": {"a": {}}}, "come twice"),
         ([], "it must be a JSON schema, as an object"),
@@ -169,6 +422,10 @@ def test_what_is_not_is_refused(schema: Any, said: str) -> None:
         (
             {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "strict": 2}}},
             "json_schema.strict is 2",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "strict": 1}}},
+            "json_schema.strict is 1",
         ),
         ({"structured_outputs": []}, "structured_outputs is []"),
         ({"structured_outputs": {}}, "must hold exactly one of json,"),

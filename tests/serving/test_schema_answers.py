@@ -160,7 +160,8 @@ finished = {"whole": 0, "cut": 0, "refused": 0}
 @given(schema=SCHEMAS, seed=st.integers(0, 2**32))
 def test_answers_are_valid(grammars: Grammars, text: Text, schema: dict[str, Any], seed: int) -> None:
     try:
-        grammar = grammar_of({"guided_json": schema})
+        form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema, "strict": True}}
+        grammar = grammar_of({"response_format": form})
         assert grammar is not None
         said = answer_of(grammars, text, grammar, seed, most=150)
     except BadRequest:  # no value satisfies it, or one of two branches cannot be told from the other
@@ -177,3 +178,75 @@ def test_answers_are_valid(grammars: Grammars, text: Text, schema: dict[str, Any
 
 def test_most_of_them_came_to_an_end() -> None:
     assert finished["whole"] > sum(finished.values()) / 3, finished
+
+
+TREE = {"type": "object", "properties": {"v": {"type": "integer"}, "next": {"$ref": "#"}}, "required": ["v"]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "values"),
+    [
+        (TREE | {"additionalProperties": False}, [{"v": 1, "next": {"v": 2}}, {"v": 1, "next": {}}, {}]),
+        (
+            {
+                "properties": {
+                    "a": {"anyOf": [{"enum": [1]}, {"enum": [2]}]},
+                    "b": {"$ref": "#/properties/a/anyOf/1"},
+                },
+                "required": ["b"],
+                "type": "object",
+            },
+            [{"b": 2}, {"b": 1}, {"a": 1, "b": 2}],
+        ),
+        (
+            {
+                "$ref": "#/$defs/a",
+                "$defs": {
+                    "a": {"$id": "http://x/", "$ref": "#/$defs/b", "$defs": {"b": {"enum": ["in"]}}},
+                    "b": {"enum": ["out"]},
+                },
+            },
+            ["in", "out"],
+        ),
+        (
+            {
+                "$ref": "#x",
+                "$defs": {"a": {"$anchor": "x", "enum": [1]}},
+                "x-any": {"$anchor": "x", "enum": [2]},
+            },
+            [1, 2],
+        ),
+        (
+            {
+                "$id": "http://a/",
+                "$ref": "c",
+                "$defs": {
+                    "r": {"$id": "c", "enum": [1]},
+                    "p": {"$id": "http://b/", "$defs": {"q": {"$id": "c", "enum": [2]}}},
+                },
+            },
+            [1, 2],
+        ),
+        ({"$ref": "#x", "$defs": {"default": {"$anchor": "x", "enum": [1]}, "enum": {"enum": [2]}}}, [1, 2]),
+        (
+            {"$id": "http://a/root.json", "$ref": "/b.json", "$defs": {"b": {"$id": "b.json", "enum": [1]}}},
+            [1, 2],
+        ),
+        ({"$ref": "#t", "$defs": {"a": {"$anchor": "t", "enum": [1]}, "t": {"enum": [2]}}}, [1, 2]),
+        ({"$ref": "#/x-parts/a~1b", "x-parts": {"a/b": {"enum": [1]}}}, [1, 2]),
+        (
+            {"$ref": "#/$defs/a", "maximum": 3, "$defs": {"a": {"type": "integer", "minimum": 2}}},
+            [1, 2, 3, 4],
+        ),
+    ],
+)
+def test_references_mean_what_json_schema_says(
+    grammars: Grammars, text: Text, schema: dict[str, Any], values: list[Any]
+) -> None:
+    judge, beginning = jsonschema.Draft202012Validator(schema), grammar_of({"guided_json": schema})
+    assert beginning is not None
+    for value in values:
+        tokens = text.encode_within(json.dumps(value, separators=(",", ":")))
+        matcher = grammars.beginning(beginning)
+        is_taken = matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+        assert is_taken == judge.is_valid(value), value

@@ -128,8 +128,8 @@ def test_other_forms(client: openai.OpenAI, extra: dict[str, Any], form: str) ->
         ({"response_format": schema_format({"not": {}})}, 'uses the keyword "not", which cannot be enforced'),
         ({"guided_json": {"multipleOf": 9_999_991}}, "at multipleOf"),
         ({"guided_json": {"$ref": "http://127.0.0.1:9/a"}}, "at $ref"),
-        ({"guided_json": {"$ref": "#/nowhere"}}, "cannot be followed"),
-        ({"guided_json": {"$ref": "#"}}, "cannot be followed: no answer follows it"),
+        ({"guided_json": {"$ref": "#/nowhere"}}, "leads to no place in the schema"),
+        ({"guided_json": {"$ref": "#"}}, "refers to itself before it comes to a value"),
         ({"guided_json": {"type": "integer", "minimum": 5, "maximum": 3}}, "cannot be followed"),
         ({"guided_regex": "(?=a)b"}, "the regular expression in guided_regex cannot be followed"),
         ({"guided_regex": "(a"}, "the regular expression in guided_regex cannot be followed"),
@@ -156,8 +156,27 @@ def test_a_header_names_what_is_not_enforced(server: Server) -> None:
     noted = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
     assert json.loads(noted.json()["choices"][0]["text"]) == [1]
     assert noted.headers["x-schema-notes"] == "not enforced: uniqueItems"
+    form = {"format": {"type": "json_schema", "name": "n", "schema": schema}}
+    asked = {"model": "tiny", "input": "1+1=", "max_output_tokens": 20, "text": form}
+    noted = httpx.post(f"{server.url}/v1/responses", json=asked, timeout=60)
+    assert noted.headers["x-schema-notes"] == "not enforced: uniqueItems"
+    many = {"type": "object", "properties": {f"p{number}": schema for number in range(10)}}
+    noted = httpx.post(f"{server.url}/v1/completions", json=body | {"guided_json": many}, timeout=60)
+    places = "; ".join(f"properties.p{number}.uniqueItems" for number in range(8))
+    assert noted.headers["x-schema-notes"] == f"not enforced: {places}; and more"
     del schema["uniqueItems"]
     assert "x-schema-notes" not in httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).headers
+
+
+def test_minus_one_lets_a_completion_be_as_long_as_fits(server: Server) -> None:
+    """llama.cpp's and LM Studio's clients mean by it that there is no bound."""
+    body = {"model": "tiny", "prompt": "1+1=", "ignore_eos": True}
+    used = [
+        httpx.post(f"{server.url}/v1/completions", json=body | more, timeout=60).json()["usage"]
+        for more in ({}, {"n_predict": -1})
+    ]
+    assert used[0]["completion_tokens"] == 16
+    assert used[1]["completion_tokens"] > 16
 
 
 def test_an_answer_that_nobody_reads_ends_while_its_grammar_is_compiled(server: Server) -> None:

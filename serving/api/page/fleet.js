@@ -40,7 +40,8 @@ function rowOf(replica, most) {
   });
   const found = element("td", "", `${(100 * share).toFixed(0)} %${replica.tells_pages ? "" : " by text"} `,
     element("span", "bar", ...parts));
-  return row(element("th", "", replica.url), state, replica.open, replica.sent, replica.lost, replica.requests,
+  const models = element("td", "models", (replica.models ?? []).join(", "));
+  return row(element("th", "", replica.url), models, state, replica.open, replica.sent, replica.lost, replica.requests,
     replica.queued_tokens, found);
 }
 
