@@ -27,6 +27,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from serving.api import page_files
 from serving.api.api_keys import ApiKeys
 from serving.api.errors import ANTHROPICS_PATHS, DEFECT, error_response, response_of
 from serving.api.pieces import Turns
@@ -114,7 +115,8 @@ def bounded_route(most_values: int, turns: Turns) -> type[APIRoute]:
 
 log = logging.getLogger(__name__)
 
-OPEN_PATHS = ("/", "/health", "/ready")  # a page that asks for the key itself, and the paths of probes
+# A page that asks for the key itself, its files, and the paths of probes
+OPEN_PATHS = frozenset(("/", "/health", "/ready", *page_files.PATHS))
 _LOCAL = re.compile(r"(localhost|127(\.[0-9]{1,3}){3}|\[::1\])(:[0-9]{1,5})?", re.IGNORECASE)
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
 

@@ -25,7 +25,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from borders.field_table import MOST_TOOLS, Form, taken_by
+from borders.field_table import MOST_TOOLS, Form, RequestField, taken_by
 from borders.field_types import LONGEST_NAME, Biases, FieldType, String, TokenIds
 from borders.foreign_fields import FOREIGN, ForeignField, same_value
 from serving.api.errors import whole
@@ -282,7 +282,7 @@ def takes(form: Form) -> Callable[[type[Body]], type[Body]]:
 
     def with_fields(body: type[Body]) -> type[Body]:
         added: dict[str, Any] = {
-            each.name: (_checked(each.kind) | None, Field(None, description=each.meaning))
+            each.name: (_checked(each.kind) | None, Field(None, description=_description(each)))
             for each in taken_by(form)
             if each.name not in body.model_fields
         }
@@ -291,6 +291,10 @@ def takes(form: Form) -> Callable[[type[Body]], type[Body]]:
         )
 
     return with_fields
+
+
+def _description(field: RequestField) -> str:
+    return f"{field.meaning} ({field.kind.allowed}; default: {field.stated})"
 
 
 def _checked(kind: FieldType) -> Any:

@@ -1,10 +1,9 @@
-"""Report the router's figures as metrics, as one JSON object, and on a page that shows it."""
+"""Report the router's figures as metrics, and as one JSON object, which the router's page shows."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from continuous_batching.routing.routing import RoutedPrompt, Routing, Sent
@@ -12,7 +11,6 @@ from continuous_batching.routing.splitting import SplitChoice
 from serving.router.fair_turns import ModelTurns
 from serving.router.replicas import FleetReplica
 
-PAGE = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _MOST_CHOICES = 20  # choices that are reported, the last one first
 

@@ -23,7 +23,7 @@ from continuous_batching.routing.routing import Route, Routing
 from continuous_batching.routing.splitting import Split, Splitting
 from recipes.schema.reader import load
 from serving.adapters import NO_ADAPTERS, KnownAdapters
-from serving.api import access
+from serving.api import access, page_files
 from serving.api.access import AccessControl, BodyMemory
 from serving.api.api_keys import ANYBODY, ApiKeys, Client, key_of_environment
 from serving.api.errors import NotFound, error_response, response_of
@@ -54,7 +54,7 @@ _ORDERS = ("add", "remove", "drain", "resume")
 class FleetApplication:
     """The router's own paths in front of the proxy.
 
-    These are `/fleet` and its page at `/`, `/metrics`, `/health` and `/ready`, `/v1/models`, and the orders
+    These are `/fleet` and the page at `/`, `/metrics`, `/health` and `/ready`, `/v1/models`, and the orders
     `/fleet/add`, `/remove`, `/drain` and `/resume` for the replica whose address is the query, as in
     /fleet/drain?http://127.0.0.1:8001. Without keys, orders are accepted only where no other machine reaches
     the router (`is_local`).
@@ -80,7 +80,9 @@ class FleetApplication:
     def _own(self, path: str, scope: Scope) -> ASGIApp | None:
         match path:
             case "/":
-                return Response(fleet_figures.PAGE, media_type="text/html")
+                return page_files.page("fleet")
+            case _ if path in page_files.PATHS:
+                return page_files.file(path)
             case "/fleet":
                 return Response(msgspec.json.encode(self._figures.as_json()), media_type="application/json")
             case "/metrics":
