@@ -31,6 +31,7 @@ from serving.api.responses_input import messages_of, response_format_of, tool_ch
 from serving.api.schemas import IN_RESPONSES, Ignored, PaddingOptions, SamplingBody, Strings, refused, takes
 from serving.failures import Failure
 from serving.text.tokenizer import Text
+from serving.tools.formats import THOUGHT_FORMATS
 from serving.tools.parsing import CallDelta, Parsed, Thought
 
 Kind = Literal["reasoning", "message", "function_call"]
@@ -59,7 +60,7 @@ class Item:
 class OutputItems:
     """The items of one response; `text` names the tokens whose log-probabilities are reported."""
 
-    def __init__(self, text: Text | None, call_id: Callable[[], str]) -> None:
+    def __init__(self, text: Text | None, call_id: Callable[[CallDelta], str]) -> None:
         self._text = text
         self._call_id = call_id
         self._items: list[Item] = []
@@ -109,7 +110,7 @@ class OutputItems:
 
     def _call(self, delta: CallDelta) -> Iterator[Json]:
         if delta.name is not None:
-            yield from self._begin("function_call", call_id=self._call_id(), name=delta.name)
+            yield from self._begin("function_call", call_id=self._call_id(delta), name=delta.name)
         self._waiting = []
         if delta.arguments:
             self._items[-1].pieces.append(delta.arguments)
@@ -239,7 +240,7 @@ class ResponsesRoute:
         fields = {"id": name, **generation.fields(body, request), **body.fields()}
         with fields_as_sent(_AS_SENT):
             (answer,) = await generation.ask([fields], name, request, fill=True)
-            text, thinks = generation.llm.text, generation.llm.recipe.server.reasoning == "think"
+            text, thinks = generation.llm.text, generation.llm.recipe.server.reasoning in THOUGHT_FORMATS
             parser = AnswerParser(text, answer.request, fields, thinks=thinks)
             form = ResponseObject(text, answer, parser, body, generation.head(body)["model"])
             return await generation.respond([answer], form, request, is_streamed=bool(body.stream))

@@ -105,7 +105,7 @@ FAULTS = {
     ),
     "undecided_call_is_shown": Fault(
         "serving/tools/parsing.py::ToolParser._in_content",
-        "end == _NO",
+        "end == NO",
         "end < 0",
         "vLLM #43436: a marker that is cut in two pieces is shown as text, and its call is lost",
         "tests/serving/test_tool_parsing.py::test_no_way_to_cut_an_answer_changes_what_is_found",
@@ -133,15 +133,15 @@ FAULTS = {
     ),
     "cut_end_of_thoughts_is_shown": Fault(
         "serving/tools/parsing.py::ReasoningParser._thoughts",
-        "next((size for size in sizes if self._held.endswith(END[:size])), 0)",
+        "next((size for size in sizes if self._held.endswith(end[:size])), 0)",
         "0 * len(sizes)",
         "vLLM #32152: an end mark in two deltas leaves the whole answer in the thoughts",
         "tests/serving/test_reasoning.py::test_a_block_is_found_however_it_is_cut",
     ),
     "opened_thoughts_are_an_answer": Fault(
         "serving/text/tokenizer.py::Text.opens_thoughts",
-        "self._end_of(prompt).endswith(BEGIN)",
-        "self._end_of(prompt) == BEGIN",
+        "self._end_of(prompt).endswith(begin)",
+        "self._end_of(prompt) == begin",
         "vLLM #53284: where the template opens the block, thoughts are shown as the answer",
         "tests/serving/test_tools.py::test_what_the_prompt_opened_is_thought",
     ),
