@@ -85,8 +85,10 @@ def _branches(schema: Any, root: Any, depth: int = 0) -> list[Any]:
         return [schema]
     if isinstance(schema.get("$ref"), str) and schema.keys() <= {"$ref", "$defs", "definitions"}:
         return _branches(_resolved(root, schema["$ref"]), root, depth + 1)
-    for union in ("anyOf", "oneOf"):
-        if isinstance(schema.get(union), list) and schema.keys() <= {union, "$defs", "definitions"}:
+    for union in ("anyOf", "oneOf", "allOf"):
+        parts = schema.get(union)
+        is_union = isinstance(parts, list) and (union != "allOf" or len(parts) == 1)
+        if is_union and schema.keys() <= {union, "$defs", "definitions"}:
             return [part for each in schema[union] for part in _branches(each, root, depth + 1)]
     if isinstance(schema.get("type"), list) and "enum" not in schema:
         return [{**schema, "type": each} for each in schema["type"]]
@@ -125,9 +127,9 @@ class _PairRules:
             yield from _in_order(self._name, self._schema, items, "")
         else:
             key = f"{self._name.upper()}_KEY"
-            item = self._tagged(self._pairs.value, self._text({}))
+            value = self._value(self._schema.get("additionalProperties", {}))
             yield f"{key}: /[A-Za-z0-9_.-]{{1,64}}/"
-            yield f"{self._name}: ({self._spelt(self._pairs.key)} {key} {item})*"
+            yield f"{self._name}: ({self._spelt(self._pairs.key)} {key} {value})*"
         yield from self._extra
 
     def _spelt(self, text: str) -> str:
@@ -138,9 +140,11 @@ class _PairRules:
         return f"{self._spelt(before + margin)} {value} {self._spelt(behind)}"
 
     def _item(self, key: str, schema: Any) -> str:
-        pairs = self._pairs
+        return f"{self._spelt(self._pairs.key + key)} {self._value(schema)}"
+
+    def _value(self, schema: Any) -> str:
         ways = [way for each in _branches(schema, self._schema) for way in self._ways(each)]
-        return f"{self._spelt(pairs.key + key)} ({' | '.join(dict.fromkeys(ways))})"
+        return f"({' | '.join(dict.fromkeys(ways))})"
 
     def _ways(self, schema: Any) -> Iterator[str]:
         """Yield how a value of a schema that is no union may be written."""
@@ -186,7 +190,7 @@ def _content(schema: Any, end: str = "") -> str:
     most = given.get("maxLength", "")
     found = [f"/(?s:.{{{given.get('minLength', 0)},{most}}}){end}/"]
     if isinstance(given.get("pattern"), str):
-        pattern = re.sub(r"(?<!\\)/", r"\\/", given["pattern"])
+        pattern = re.sub(r"(?<!\\)/", r"\\/", given["pattern"]).replace("\n", "\\n")
         begin = "" if pattern.startswith("^") else "(?s:.*)"
         rest = "" if re.search(r"(?<!\\)\$$", pattern) else "(?s:.*)"
         pattern = pattern.removeprefix("^")

@@ -263,13 +263,13 @@ class Types:
         self._root = schema if isinstance(schema, Mapping) else {}
         named = self._root.get("properties")
         self._properties: Mapping[str, Any] = named if isinstance(named, Mapping) else {}
-        self._is_closed = self._root.get("additionalProperties") is False
+        self._others = self._root.get("additionalProperties")
 
     def of(self, key: str) -> frozenset[str]:
-        """Return the possible types of an argument; of one that the schema doesn't name, all."""
-        if key in self._properties:
-            return self._of(self._properties[key], 0) or _ALL
-        return frozenset({"string"}) if self._is_closed else _ALL
+        """Return the possible types of an argument; where the schema allows no such argument, it is text."""
+        if key not in self._properties and self._others is False:
+            return frozenset({"string"})
+        return self._of(self._properties.get(key, self._others), 0)
 
     def has_next(self, key: str, seen: set[str]) -> bool:
         """Whether this key may come where those `seen` have come."""

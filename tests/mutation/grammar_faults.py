@@ -117,6 +117,27 @@ FAULTS = {
         "brackets in a string with an escaped quote end the arguments",
         "tests/serving/test_tool_parsing.py::test_calls_are_found_with_all_their_arguments",
     ),
+    "first_tag_ends_a_value": Fault(
+        "serving/tools/arguments.py::PairReader._followed",
+        "max(follows) >= 0",
+        "True",
+        "code that writes a format's own tags is cut at the first of them",
+        "tests/serving/test_call_templates.py::test_calls_thoughts_and_text_are_those_of_the_template",
+    ),
+    "types_are_guessed": Fault(
+        "serving/tools/arguments.py::PairReader._between",
+        "self._types.of(key)",
+        "_ALL",
+        "a string of digits becomes a number, although the schema says string",
+        "tests/serving/test_call_templates.py::test_calls_thoughts_and_text_are_those_of_the_template",
+    ),
+    "marks_are_skipped": Fault(
+        "serving/text/tokenizer.py::Detokenizer._bytes_of",
+        "self._skip_special_tokens and token not in self._marks",
+        "self._skip_special_tokens",
+        "thoughts are the answer where their marks are control tokens",
+        "tests/serving/test_reported_cases.py::test_a_call_in_an_open_thought_is_a_call",
+    ),
     "single_call_is_repeated": Fault(
         "serving/tools/definitions.py::lark_of",
         "is_single",

@@ -19,14 +19,17 @@ from typing import Any, cast
 import jsonschema
 import pytest
 from llguidance import LLMatcher, LLTokenizer
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from continuous_batching.request import Request
 from serving.answers.answers import AnswerDelta
 from serving.api.answer_parser import AnswerParser
+from serving.grammars.matching import Grammars
 from serving.text.tokenizer import Text
 from serving.tools.channels import HARMONY
 from serving.tools.definitions import tool_use
 from serving.tools.formats import THOUGHT_FORMATS, TOOL_FORMATS
+from serving.tools.parsing import ToolParser
 from tests.serving.call_templates import (
     CALLS,
     KEYWORDS,
@@ -40,6 +43,7 @@ from tests.serving.call_templates import (
     render,
     turn,
 )
+from tests.serving.conftest import write_settings
 from tests.thorough import cases
 
 NUM_TURNS = cases(60, 1000)
@@ -373,3 +377,63 @@ def test_the_parser_finds_valid_calls_in_what_the_grammar_takes(form: str) -> No
             for each in called(found):
                 jsonschema.validate(each["arguments"], SCHEMAS[each["name"]])
     assert num_taken > 0
+
+
+MARKS = sorted({mark for form in TOOL_FORMATS.values() for mark in form.marks})
+
+
+@pytest.fixture(scope="module")
+def marked(tmp_path_factory: pytest.TempPathFactory) -> Text:
+    """A tokenizer of bytes in which every mark of every format is a control token."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Tokenizer(models.BPE(vocab={sign: index for index, sign in enumerate(alphabet)}, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens([AddedToken(each, normalized=False) for each in ("<|end|>", *MARKS)])
+    folder = tmp_path_factory.mktemp("marked")
+    made.save(str(folder / "tokenizer.json"))
+    write_settings(folder, eos_token="<|end|>")
+    text = Text.load(folder)
+    assert text is not None
+    return text
+
+
+@pytest.mark.parametrize("form", [name for name, form in TOOL_FORMATS.items() if form.marks])
+def test_marks_may_be_control_tokens(form: str, marked: Text) -> None:
+    """The grammar then has them as tokens, and lets no text spell them."""
+    rng, grammars = random.Random(form), Grammars(lambda: marked, marked.vocab_size, marked.eos_token_ids)
+    marks = marked.control_tokens(TOOL_FORMATS[form].marks)
+    asked: list[dict[str, Any]] = [{"tools": TOOLS, "tool_choice": "required"}, {"tools": STRICT}]
+    uses = [use for each in asked if (use := tool_use(each)) is not None]
+    beginnings = [
+        grammars.beginning(grammar) for use in uses if (grammar := use.grammar(TOOL_FORMATS[form], marks))
+    ]
+    for _ in range(NUM_TURNS):
+        said = turn(form, rng, num_calls=rng.choice((1, 2)))
+        said.thoughts, said.says = None, ""
+        if holds_tags(said) or any(mark in json.dumps(said.calls, ensure_ascii=False) for mark in MARKS):
+            continue
+        for beginning, says in zip(beginnings, ("", rng.choice(("", "I look: a < b </")))):
+            tokens = marked.encode(render(form, replace(said, says=says)))
+            matcher = beginning.deep_copy()
+            assert matcher.try_consume_tokens(tokens) == len(tokens), render(form, replace(said, says=says))
+            assert matcher.is_accepting()
+
+
+COUNT = {"type": "object", "additionalProperties": {"type": "integer"}}
+
+
+@pytest.mark.parametrize("form", [*PAIRS, "gemma4"])
+def test_arguments_of_any_name_have_the_type_of_all_others(form: str) -> None:
+    use = tool_use({"tools": [{"type": "function", "function": {"name": "count", "parameters": COUNT}}]})
+    assert use is not None
+    grammar = replace(use, must_call=True).grammar(TOOL_FORMATS[form], {})
+    assert grammar is not None
+    beginning = LLMatcher(LLTokenizer("byte"), json.loads(grammar)[2], log_level=0)
+    for values, is_valid in (({"a": 1, "b": -20}, True), ({}, True), ({"a": "x"}, False)):
+        answer = render(form, Turn(None, "", [{"name": "count", "arguments": values}]))
+        matcher, data = beginning.deep_copy(), [*answer.encode()]
+        is_taken = matcher.try_consume_tokens(data) == len(data) and matcher.is_accepting()
+        assert is_taken == is_valid, matcher.get_error()
+        parser = ToolParser(TOOL_FORMATS[form], use.schemas, schemas=use.parameters)
+        assert json.loads("".join(each.arguments for each in parser.push(answer).calls)) == values
