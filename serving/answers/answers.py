@@ -145,6 +145,7 @@ class SampleAnswers:
                 options.without_end(tokens, found.finish_reason),
                 skip_special_tokens=options.skip_special_tokens,
                 start=options.start,
+                marks=options.marks,
             )
         return AnswerDelta(index, text, tokens, list(found.logprobs), found.finish_reason, hypothesis=found)
 

@@ -15,6 +15,7 @@ from serving.api.pieces import Json
 from serving.api.schemas import ChatBody
 from serving.text.tokenizer import Text
 from serving.tools.definitions import FIELDS as TOOLS
+from serving.tools.formats import THOUGHT_FORMATS
 from serving.tools.parsing import CallDelta
 
 
@@ -36,7 +37,7 @@ class ChatRoute:
             names["max_tokens"] = "max_completion_tokens"
         with fields_as_sent(names):
             answers = await generation.ask([asked], name, request, fill=True)
-            thinks = generation.llm.recipe.server.reasoning == "think"
+            thinks = generation.llm.recipe.server.reasoning in THOUGHT_FORMATS
             form = ChatFormat(generation.llm.text, answers[0], body, thinks=thinks)
             head = generation.head(body)
             choices = Choices(answers, form, head, body.stream_options)
@@ -68,7 +69,7 @@ class ChatFormat:
         if calls:
             message["tool_calls"] = [
                 {
-                    "id": self._parser.call_id(),
+                    "id": self._parser.call_id(each),
                     "type": "function",
                     "function": {"name": each.name, "arguments": each.arguments},
                 }
@@ -101,7 +102,7 @@ class ChatFormat:
         if call.name is None:
             return {"index": call.index, "function": {"arguments": call.arguments}}
         function = {"name": call.name, "arguments": call.arguments}
-        name = self._parser.call_id()
+        name = self._parser.call_id(call)
         return {"index": call.index, "id": name, "type": "function", "function": function}
 
     def _choice(self, delta: AnswerDelta, index: int, message: Json) -> Json:

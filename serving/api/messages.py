@@ -36,6 +36,7 @@ from serving.api.schemas import IN_MESSAGES, Ignored, SamplingBody, Strings, tak
 from serving.async_llm import parted
 from serving.failures import Failure
 from serving.text.request_fields import parse_request
+from serving.tools.formats import THOUGHT_FORMATS
 from serving.tools.parsing import CallDelta, Parsed, Thought
 
 PATH = "/v1/messages"
@@ -153,7 +154,7 @@ class MessagesRoutes:
             (answer,) = await generation.ask([fields], name, request, shorten=True)
             if note:
                 request.state.notes.setdefault(EFFORT_HEADER, note)
-            text, thinks = generation.llm.text, generation.llm.recipe.server.reasoning == "think"
+            text, thinks = generation.llm.text, generation.llm.recipe.server.reasoning in THOUGHT_FORMATS
             parser = AnswerParser(text, answer.request, fields, thinks=thinks)
             form = MessageObject(answer, parser, body, request.state.request_id)
             return await generation.respond([answer], form, request, is_streamed=bool(body.stream))
@@ -191,7 +192,7 @@ class Block:
 class Blocks:
     """The blocks of one message."""
 
-    def __init__(self, call_id: Callable[[], str], *, shows_thoughts: bool) -> None:
+    def __init__(self, call_id: Callable[[CallDelta], str], *, shows_thoughts: bool) -> None:
         self._call_id = call_id
         self._shows_thoughts = shows_thoughts
         self._blocks: list[Block] = []
@@ -206,7 +207,7 @@ class Blocks:
         for part in said.parts:
             if isinstance(part, CallDelta):
                 if part.name is not None:
-                    yield from self._begin(Block("tool_use", self._call_id(), part.name))
+                    yield from self._begin(Block("tool_use", self._call_id(part), part.name))
                 yield from self._add(part.arguments)
             else:
                 kind: Kind = "thinking" if isinstance(part, Thought) else "text"

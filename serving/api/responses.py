@@ -33,6 +33,7 @@ from serving.api.schemas import IN_RESPONSES, Ignored, PaddingOptions, SamplingB
 from serving.api.streamed import COMMENT
 from serving.failures import Failure
 from serving.text.tokenizer import Text
+from serving.tools.formats import THOUGHT_FORMATS
 from serving.tools.parsing import CallDelta, Parsed, Thought
 
 Kind = Literal["reasoning", "message", "function_call"]
@@ -64,7 +65,9 @@ class OutputItems:
     Reasoning that `carries` has its text once more in the field that a client sends back unread.
     """
 
-    def __init__(self, text: Text | None, call_id: Callable[[], str], *, carries: bool = False) -> None:
+    def __init__(
+        self, text: Text | None, call_id: Callable[[CallDelta], str], *, carries: bool = False
+    ) -> None:
         self._carries = carries
         self._text = text
         self._call_id = call_id
@@ -115,7 +118,7 @@ class OutputItems:
 
     def _call(self, delta: CallDelta) -> Iterator[Json]:
         if delta.name is not None:
-            yield from self._begin("function_call", call_id=self._call_id(), name=delta.name)
+            yield from self._begin("function_call", call_id=self._call_id(delta), name=delta.name)
         self._waiting = []
         if delta.arguments:
             self._items[-1].pieces.append(delta.arguments)
@@ -247,7 +250,7 @@ class ResponsesRoute:
         fields = {"id": name, **generation.fields(body, request), **body.fields()}
         with fields_as_sent(_AS_SENT):
             (answer,) = await generation.ask([fields], name, request, fill=True)
-            text, thinks = generation.llm.text, generation.llm.recipe.server.reasoning == "think"
+            text, thinks = generation.llm.text, generation.llm.recipe.server.reasoning in THOUGHT_FORMATS
             parser = AnswerParser(text, answer.request, fields, thinks=thinks)
             form = ResponseObject(text, answer, parser, body, generation.head(body)["model"])
             return await generation.respond([answer], form, request, is_streamed=bool(body.stream))

@@ -177,16 +177,14 @@ def _with_defaults(values: dict[str, Any], defaults: Mapping[str, Any]) -> dict[
 def text_options(fields: Mapping[str, Any], text: Text | None = None) -> TextOptions:
     """Return how the answers to a request that `parse_request` accepted become text."""
     given = {name: fields[name] for name in _SHOWING if fields.get(name) is not None}
-    form = None if text is None else text.tool_format
-    if text is not None and form is not None and fields.get("tools") and text.control_tokens(form.marks):
-        given.setdefault("skip_special_tokens", False)  # calls are found by their control tokens
     is_chat = fields.get("messages") is not None
     if is_chat and text is not None and text.channels is not None:
         # Channels are told apart by control tokens, none of which is shown.
         given["skip_special_tokens"] = False
     is_turn = is_chat and not fields.get("continue_final_message")
     num_tools = 0 if fields.get("tool_choice") == "none" else len(fields.get("tools") or ())
-    return TextOptions(is_chat=is_chat, start=is_turn, num_tools=num_tools, **given)
+    marks = text.marks(has_calls=num_tools > 0) if is_chat and text is not None else frozenset()
+    return TextOptions(is_chat=is_chat, start=is_turn, num_tools=num_tools, marks=marks, **given)
 
 
 def check_length(fields: Mapping[str, Any], max_tokens: int, text: Text | None) -> None:

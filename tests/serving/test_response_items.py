@@ -25,7 +25,6 @@ from serving.api.responses_input import messages_of
 from serving.failures import RequestFailed
 from serving.text.chat_template import check_messages, joined
 from serving.text.tokenizer import Text, TextOptions
-from serving.tools.formats import HERMES
 from tests.lazy import openai
 from tests.serving.test_tool_parsing import cut, written
 
@@ -94,7 +93,7 @@ def test_every_way_to_cut_an_answer_gives_the_same_response(text: Text) -> None:
         "\n",
         "It is ",
         "42.",
-        written(HERMES, CALLS),
+        written("hermes", CALLS),
         "<tool_call>",
         "天气",
     ]
@@ -150,7 +149,7 @@ def test_thoughts_text_and_calls_are_items(text: Text) -> None:
         "<think>So.",
         "</think>",
         "Let me see. ",
-        *(written(HERMES, [each]) for each in CALLS),
+        *(written("hermes", [each]) for each in CALLS),
         " Well.",
     ]
     response = events_of(text, pieces, "stop")[-1]["response"]
@@ -177,7 +176,7 @@ def test_a_failure_ends_a_stream_as_a_response(text: Text) -> None:
 
 
 def test_items_become_the_messages_of_their_turns(text: Text) -> None:
-    pieces = ["<think>So.</think>", "Let me see. ", *(written(HERMES, [each]) for each in CALLS)]
+    pieces = ["<think>So.</think>", "Let me see. ", *(written("hermes", [each]) for each in CALLS)]
     output = events_of(text, pieces, "stop")[-1]["response"]["output"]
     results = [
         {"type": "function_call_output", "call_id": each["call_id"], "output": "1"} for each in output[2:]
@@ -227,7 +226,7 @@ def test_a_call_in_open_thoughts_is_a_call(
     answer: str, thoughts: str, content: str, num_calls: int, text: Text
 ) -> None:
     """However the answer is cut; a function that is not asked for stays a thought."""
-    said = answer.format(*(written(HERMES, [each]) for each in CALLS))
+    said = answer.format(*(written("hermes", [each]) for each in CALLS))
     right = [[name, arguments] for name, arguments in CALLS[:num_calls]]
     for size in (1, 3, 7, len(said)):
         pieces = [said[at : at + size] for at in range(0, len(said), size)]
