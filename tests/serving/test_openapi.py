@@ -101,13 +101,17 @@ def test_what_operators_ask(asks: Checked) -> None:
 
 @pytest.fixture
 def batching(tmp_path: Path) -> Iterator[Checked]:
-    server = Server(TINY, "--batches", str(tmp_path / "batches")).ready()
+    traces = f"server.profile={tmp_path / 'traces'}"
+    server = Server(TINY, traces, "--batches", str(tmp_path / "batches")).ready()
     yield Checked(server)
     assert server.close() == 0
 
 
-def test_files_and_batches(batching: Checked) -> None:
+def test_files_batches_and_traces(batching: Checked) -> None:
     asks = batching
+    assert asks.ask("POST", "/start_profile", {"num_steps": 1}).status_code == 200
+    assert asks.ask("POST", "/start_profile").status_code == 400
+    assert asks.ask("POST", "/stop_profile").status_code == 200
     line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "1+", **SHORT}}
     files = {"file": ("asked.jsonl", json.dumps(line).encode())}
     file = asks.ask("POST", "/v1/files", files=files, data={"purpose": "batch"}).json()
