@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from serving.answers.answers import AnswerDelta, AnswerStream
 from serving.api.answer_parser import AnswerParser
-from serving.api.choices import Choices, as_content, by_token
+from serving.api.choices import Choices, as_content, by_token, is_silent
 from serving.api.generation import Generation, fields_as_sent
 from serving.api.pieces import Json
 from serving.api.schemas import ChatBody
@@ -80,7 +80,7 @@ class ChatFormat:
             choice["prompt_logprobs"] = by_token(self._text, self._answer.prompt_logprobs)
         return choice
 
-    def event(self, delta: AnswerDelta, index: int) -> Json:
+    def event(self, delta: AnswerDelta, index: int) -> Json | None:
         """Return an event of a choice.
 
         The role comes with the first token, because clients time the first event.
@@ -88,14 +88,15 @@ class ChatFormat:
         said = self._parser.push(index, delta)
         content, calls = said.content, said.calls
         message: Json = _of_thoughts(said.thoughts)
-        if content or not (calls or said.thoughts):
+        if content or not (calls or said.thoughts or index in self._begun):
             message["content"] = content
         if calls:
             message["tool_calls"] = [self._call_event(each) for each in calls]
         if index not in self._begun:
             self._begun.add(index)
             message = {"role": "assistant", **message}
-        return self._choice(delta, index, {"delta": message})
+        choice = self._choice(delta, index, {"delta": message})
+        return choice if message or not is_silent(choice) else None
 
     def _call_event(self, call: CallDelta) -> Json:
         """Return a piece of a tool call; the first piece has the call's id and name."""
