@@ -46,7 +46,7 @@ def test_no_event_is_empty(http: httpx.Client, asked: dict[str, Any]) -> None:
     """Half a character yields no text; the first event comes all the same, since clients time it."""
     body = asked | {"guided_regex": "[à-ö]{8}", "temperature": 1, "max_tokens": 24}
     assert http.post("/tokenize", json={"prompt": "é"}).json()["count"] > 1
-    first, *pieces, last = (each["choices"][0] for each in events_of(http, body))
+    _, *pieces, last = (each["choices"][0] for each in events_of(http, body))
     assert last["finish_reason"] == "stop"
     assert all(each.get("text") or each["delta"]["content"] for each in pieces)
     options = {"stream_options": {"include_usage": True}}
