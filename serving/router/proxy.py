@@ -195,7 +195,8 @@ class Proxy:
 
     async def _read(self, routed: _Routed, asked: RoutedBody, client: Client) -> RoutedPrompt:
         is_of_recipe = self._models.is_of_recipe(routed.model)
-        read = partial(self._prompts.read, routed.body, asked, client, is_of_recipe=is_of_recipe)
+        kind = {"is_of_recipe": is_of_recipe, "is_message": routed.scope["path"] == MESSAGES}
+        read = partial(self._prompts.read, routed.body, asked, client, **kind)
         is_long = len(routed.body) >= _LONG_BYTES and self._prompts.page_size
         return await asyncio.to_thread(read) if is_long else read()
 
