@@ -28,6 +28,7 @@ from serving.failures import CutOff, RequestFailed
 from serving.metrics.exposition import CONTENT_TYPE, Exposition
 from serving.text.chat_options import ChatOptions
 from serving.text.tokenizer import Text
+from serving.tools.definitions import tool_use
 
 
 def routers(llm: AsyncLLM, names: ModelNames, model: str, route: type[APIRoute]) -> Iterator[APIRouter]:
@@ -217,8 +218,13 @@ def _as_json(answer: dict[str, Any]) -> Response:
 def _tokens(text: Text, body: TokenizeBody, most: int) -> dict[str, Any]:
     if body.messages is not None:
         named = {each.name for each in taken_by("tokenize")}
-        ids = text.chat(body.messages, ChatOptions(**body.model_dump(include=named, exclude_none=True)))
+        options = body.model_dump(include=named, exclude_none=True)
+        use = tool_use({"tools": body.tools})
+        tools = () if use is None else use.tools
+        ids = text.chat(body.messages, ChatOptions(tools=tools, **options))
     else:
+        if body.tools:
+            raise BadRequest("tools", "needs messages; a prompt goes through no chat template")
         assert body.prompt is not None
         ids = text.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
     if len(ids) > most:

@@ -415,6 +415,7 @@ class TokenizeBody(StrictBody):
     model: str | None = None
     prompt: str | None = None
     messages: list[Any] | None = None
+    tools: list[Any] | None = Field(None, description="functions that the conversation's template shows")
     add_special_tokens: bool | None = Field(None, description="null: true")
     return_token_strs: bool | None = None
 
