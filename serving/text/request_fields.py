@@ -77,6 +77,8 @@ def fit(request: Request, limit: int) -> None:
         each.prompt = each.tokens = prompt
 
 
+# Below the likeliest token's probability in any vocabulary, and float32 tells 1 less this from 1
+LEAST_TOP_P = 1e-6
 NO_DEFAULTS: Mapping[str, Any] = MappingProxyType({})
 _SHORT = 500  # most characters or tokens of a short prompt
 _LONG = (  # requests with these fields may take longer to read
@@ -240,6 +242,8 @@ def _params(
 ) -> SamplingParams:
     named = {FIELDS[name].attribute: value for name, value in values.items() if FIELDS[name].attribute}
     named["logprobs"] = _logprobs(values)
+    if "top_p" in named:
+        named["top_p"] = max(named["top_p"], LEAST_TOP_P)
     if "max_completion_tokens" in values:
         named["max_tokens"] = values["max_completion_tokens"]
     if "allowed_token_ids" in values:

@@ -78,7 +78,7 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("web_search_options", {}, "web_search_options is not supported"),
     ("stream_options", {"include_usage": True}, "needs stream: true"),
     ("max_tokens", 100_000, "maximum context length is 2048 tokens"),
-    ("top_p", 0, "it must be a number above 0, at most 1"),
+    ("top_p", -0.1, "it must be a number from 0 to 1"),
     ("tempersture", 1, "did you mean temperature?"),
 ]
 
