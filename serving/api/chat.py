@@ -96,7 +96,7 @@ class ChatFormat:
             self._begun.add(index)
             message = {"role": "assistant", **message}
         choice = self._choice(delta, index, {"delta": message})
-        return choice if message or not is_silent(choice) else None
+        return choice if message or self._text is None or not is_silent(choice) else None
 
     def _call_event(self, call: CallDelta) -> Json:
         """Return a piece of a tool call; the first piece has the call's id and name."""

@@ -83,7 +83,8 @@ class CompletionFormat:
         """Return a piece of a choice; the first piece starts with the prompt, if an echo was asked for."""
         is_first = index not in self._offsets
         choice = self._choice(delta, index)
-        return choice if is_first or choice["text"] or not is_silent(choice) else None
+        is_said = is_first or choice["text"] or self._text is None  # without a tokenizer, tokens have no text
+        return choice if is_said or not is_silent(choice) else None
 
     def _choice(self, delta: AnswerDelta, index: int) -> Json:
         prompt = index // self._answers[0].num_answers

@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 
+from serving.answers.answers import AnswerDelta
+from serving.api.completion import CompletionFormat
+from serving.api.schemas import CompletionBody
 from tests.lazy import openai
 from tests.serving.server import Server
 
@@ -214,3 +218,11 @@ def test_many_streams_at_once(shared: Server) -> None:
             return await asyncio.gather(*(one(client, left) for left in range(10, 42)))
 
     assert asyncio.run(all_of_them()) == [str(left + 1) for left in range(10, 42)]
+
+
+def test_without_a_tokenizer_each_token_has_an_event() -> None:
+    """Its tokens never have text, and clients time them."""
+    body = CompletionBody.model_validate({"prompt": [1], "stream": True})
+    answers: Any = [SimpleNamespace(num_answers=1)]
+    form = CompletionFormat(None, answers, [{"prompt_token_ids": [1]}], body)
+    assert all(form.event(AnswerDelta(0, "", tokens=[5]), 0) is not None for _ in range(3))
