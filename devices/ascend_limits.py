@@ -6,7 +6,7 @@ _310p/attention; CANN, PagedAttentionOperation; CANN's error messages where thes
 
 Sources of experts' limits: op-plugin, npu_moe_distribute_dispatch_v2 and npu_moe_distribute_combine_v2; CANN,
 HCCL_BUFFSIZE, the size of each of a communicator's two buffers; op-plugin, npu_dequant_swiglu_quant, which
-limits a call with group_index alone; vllm-ascend 182b75e,
+limits a call with group_index alone, and npu_moe_gating_top_k; vllm-ascend 182b75e,
 csrc/moe/dequant_swiglu_quant/op_host/dequant_swiglu_quant_tiling.cpp (CountMaxDim): a row of gate and up, H
 columns each, its scales and its result lie in the unified buffer of 192 KiB together.
 
@@ -80,6 +80,16 @@ GATED_STEP = 64  # the columns of each are a multiple of this
 def fuses_gate(inner_size: int) -> bool:
     """Whether one launch scales, gates and quantises the rows of experts of this width on a rank."""
     return 2 * inner_size <= MOST_GATED and inner_size % GATED_STEP == 0
+
+
+MOST_GATING = 2048  # experts, of which each group's are rounded up to a multiple of 32
+LEAST_IN_A_GROUP, IN_A_GROUP_STEP = 3, 32
+
+
+def chooses_in_groups(num_experts: int, num_groups: int) -> bool:
+    """Whether one launch chooses among experts of so many groups; without groups there is one of them."""
+    held = num_experts // num_groups
+    return held >= LEAST_IN_A_GROUP and _up(held, IN_A_GROUP_STEP) * num_groups <= MOST_GATING
 
 
 BUFFER_NAME, BUFFER_MIB = "HCCL_BUFFSIZE", 200  # an environment variable, and its default

@@ -17,6 +17,7 @@ from attention.latent import LatentAttention, LatentProlog, LatentUp
 from models.config import NORM_EPS, QUERY_NORM, DecoderConfig, Form
 from models.layers.dtypes import TORCH_DTYPES
 from models.layers.linear import Linear, SplitLinear, SummedLinear, parameter
+from models.layers.rope import is_scaled
 from models.ops.operands import Int8Rows
 from models.ops.reference import Ops
 from models.parallel.group import Group
@@ -78,6 +79,7 @@ class LatentSelfAttention(nn.Module):
         assert latent is not None, "the decoder has other attention"
         self.layer, self.latent, self.num_heads = layer, latent, heads
         self.ops, self.attention = ops, attention
+        ops.scales_angles |= is_scaled(config.rope)
         dtype, device = TORCH_DTYPES[config.dtype], attention.device
 
         def form(linear: str) -> Form:

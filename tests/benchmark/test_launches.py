@@ -51,7 +51,7 @@ QWEN3_MOE = (
     " decoder_sparse_step: 1}"
 )
 FEW_EXPERTS = {
-    "n_routed_experts": 16,
+    "n_routed_experts": 32,
     "n_group": 8,
     "topk_group": 4,
 }  # a layer's launches are for all of them

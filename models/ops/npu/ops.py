@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from attention.latent import LatentLinears, LatentUp
-from devices.ascend_limits import FRACTAL_NZ, AscendProduct, most_dispatched
+from devices.ascend_limits import FRACTAL_NZ, AscendProduct, chooses_in_groups, most_dispatched
 from models.config import MixtureConfig
 from models.ops.npu.dispatch import Dispatch
 from models.ops.npu.grouped import gated_by_width, joined, mixture
@@ -224,7 +224,7 @@ class NpuOps(Int4Ops, StaticOps, PlainNpuOps):
         """Rotate query [T, H, D] and key [T, K, D], in place if contiguous; cos and sin [T, D]."""
         (_, heads, dim), kv_heads = query.shape, key.shape[1]
         turned = dim in FUSED_ROTARY_DIMS and 5 * 4 * dim * (heads + kv_heads) <= FUSED_ROTARY_BYTES
-        if not (turned or self.product.is_fused):  # the 310P's npu_rotary_mul requires four axes
+        if not (turned or self._multiplies_angles):
             return super().rotary(query, key, cos, sin)
         cos, sin = cos[:, None], sin[:, None]
         if turned:
@@ -245,6 +245,9 @@ class NpuOps(Int4Ops, StaticOps, PlainNpuOps):
         """Compute Ops.route, with int32 experts."""
         if not self.product.has_mixtures:
             return super().route(x, router, correction, config, bias)
+        if not (config.is_plain or chooses_in_groups(config.num_experts, config.num_groups)):
+            weights, chosen = super().route(x, router, correction, config, bias)
+            return weights, chosen.int()
         scores = F.linear(x.float(), router, bias)
         if config.is_plain:  # a softmax over the best alone gives weights that add up to one
             weights, chosen, _ = torch_npu.npu_moe_gating_top_k_softmax_v2(
@@ -318,9 +321,14 @@ class NpuOps(Int4Ops, StaticOps, PlainNpuOps):
         """Return the whole row, whose running sum is one launch while tiles take ten."""
         return vocab_size
 
+    @property
+    def _multiplies_angles(self) -> bool:
+        """Whether npu_rotary_mul takes the rows: the 310P's has four axes, and by its page none is scaled."""
+        return self.product.is_fused and not self.scales_angles
+
     def rotary_of_one(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotate x [T, H, D]; cos and sin [T, D]."""
-        if not self.product.is_fused:
+        if not self._multiplies_angles:
             return super().rotary_of_one(x, cos, sin)
         turned: Tensor = torch_npu.npu_rotary_mul(x.contiguous(), cos[:, None], sin[:, None])
         return turned
