@@ -194,6 +194,14 @@ class AscendProduct:
     # Fused attention of decodes is right without a mask, in captured steps too. vllm-ascend #12605 restored
     # the mask, because graphs of a model on a 910B gave wrong answers without it
     unmasks_decodes: bool = False
+    # A band's pre_tokens counts a query's own key, as vllm-ascend passes windows; by the page it does not
+    counts_own_key: bool = False
+    # One launch of the products of queries, keys and values is right and faster than one product of all three
+    # and copies of its parts. No other engine has it for attention
+    groups_products: bool = False
+    # npu_moe_gating_top_k_softmax_v2, which no other engine calls and no page describes, is right and faster
+    # than npu_moe_gating_top_k_softmax and a division
+    divides_gates: bool = False
     slices_tiles: bool = True  # slices of a cache in FRACTAL_NZ are views (vllm-ascend _310p/kv_block_zeroer)
     captures_draws: bool = False  # graphs capture the operators of a draw by top-k and top-p
     prefetches: bool = (
@@ -478,7 +486,8 @@ log = logging.getLogger(__name__)
 
 PROBED = (
     *("keeps_nan", "packs_float16", "tiles_weights", "slices_tiles", "captures_draws", "prefetches"),
-    *("exact_angles", "unmasks_decodes", "joins_latents", "sums_products", "dispatches"),
+    *("exact_angles", "groups_products", "divides_gates", "unmasks_decodes", "counts_own_key"),
+    *("joins_latents", "sums_products", "dispatches"),
 )
 assert {each.name for each in fields(AscendProduct)} >= set(PROBED), "the answers are facts of a product"
 # Answers in files of earlier versions that no longer count, each with the reason

@@ -111,6 +111,7 @@ class LatentSelfAttention(nn.Module):
             self.query_up = SplitLinear(
                 ops, latent.query_rank, sum(queries), False, dtype, device, forms[1], outputs
             )
+            self.qkv.in_parts = self.query_up.in_parts = self.joins
         self.latent_norm = parameter(latent.rank, dtype=dtype, device=device)
         ups = heads * latent.nope_dim, heads * latent.value_dim
         self.up = UpProjection(ops, latent.rank, ups, heads, dtype, device, form("kv_b_proj"))

@@ -468,7 +468,11 @@ def test_every_line_of_every_npu_file_runs(monkeypatch: pytest.MonkeyPatch) -> N
         packed = ops.pack_int8(ones, torch.ones(16, device="npu:0"), torch.ones(16, device="npu:0"))
         rows = torch.ones(3, 32, dtype=torch.bfloat16, device="npu:0")
         ops.linear_int8(rows, packed)
-        ops.pack_split(torch.ones(16, 32, dtype=torch.bfloat16, device="npu:0"), None, (8, 8))
+        grouping = replace(ops.product, groups_products=True, divides_gates=True)  # type: ignore[attr-defined]
+        for each in (ops, NpuOps(grouping)):
+            weight = torch.ones(16, 32, dtype=torch.bfloat16, device="npu:0")
+            each.linear_split(rows, each.pack_split(weight, None, (8, 8), in_parts=True), (8, 8))
+            each.route(rows, weight.float(), None, MixtureConfig(16, 2, 32, True))
         _in_int8(ops, rows)
         _by_experts(ops, rows)
         for each in (ops, NpuOps(replace(ops.product, has_int4=False))):  # type: ignore[attr-defined]
