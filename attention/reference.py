@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from attention.int8_pages import packed, row_bytes, unpacked
+from attention.int8_pages import packed, packed_units, row_bytes, unpacked
 from continuous_batching.batch import Batch
 from devices.shapes import AttentionShape
 from kv_cache.device.transfer import to_device
@@ -152,6 +152,23 @@ class Attention:
         num_tokens = len(metadata.write_index)
         for pages, new in ((layer_keys, key[:num_tokens]), (layer_values, value[:num_tokens])):
             pages.flatten(0, 1)[metadata.write_index] = packed(new) if self.shape.int8_pages else new
+
+    def write_units(
+        self,
+        key: Tensor,
+        value: Tensor,
+        layer_keys: Tensor,
+        layer_values: Tensor,
+        metadata: AttentionMetadata,
+    ) -> None:
+        """Write keys and values that were divided by a scale for each channel, into pages in int8.
+
+        Queries are multiplied by the keys' scales then, and what they attend to by the values'.
+        """
+        assert self.shape.int8_pages, "scales of a checkpoint are those of pages in int8"
+        num_tokens = len(metadata.write_index)
+        for pages, new in ((layer_keys, key[:num_tokens]), (layer_values, value[:num_tokens])):
+            pages.flatten(0, 1)[metadata.write_index] = packed_units(new)
 
     def read(self, layer_keys: Tensor, layer_values: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
         """Return the keys and values [n, K, D] at cache places `index` [n].

@@ -14,6 +14,7 @@ mpl.use("Agg")  # draws files, without a display
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
+from matplotlib.ticker import LogFormatter, MaxNLocator
 
 from benchmark.run_record import Timeline
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:  # matplotlib 3.10, the last for Python 3.10, does not have it
 Bar = tuple[float, float]  # start and width, in seconds
 Panel = tuple[str, Sequence[float], str]  # its heading, a value for each bar, and the format of a value
 PLAIN: dict[RcKeyType, Any] = {  # style of pictures of figures
+    "axes.axisbelow": True,
     "axes.grid": True,
     "axes.spines.right": False,
     "axes.spines.top": False,
@@ -79,7 +81,10 @@ def draw_slots(axes: Axes, timeline: Timeline, origin_s: float, title: str) -> N
         )
     axes.set_title(title, loc="left")
     axes.set_ylabel("slot")
-    axes.invert_yaxis()
+    last = max((row for row, *_ in bars(timeline)), default=0)
+    axes.set_ylim(last + 0.5, -0.5)
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlim(left=0)
 
 
 def draw_pages(axes: Axes, timeline: Timeline, origin_s: float, num_pages: int) -> None:
@@ -185,8 +190,10 @@ def draw_lines(
             axes.plot(rates, values, marker=".", label=name)
         axes.set_xlabel("requests/s offered")
         axes.set_title(heading)
-        if log:
+        if log:  # numbers are shown plain, not as powers of ten
             axes.set_yscale("log")
+            axes.yaxis.set_major_formatter(LogFormatter())
+            axes.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1.5, 0.5)))
     handles, names = all_axes[0].get_legend_handles_labels()
     figure = all_axes[0].get_figure()
     assert figure is not None, "axes are in a figure"

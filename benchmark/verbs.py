@@ -21,7 +21,7 @@ from benchmark.workloads.synthetic import arrivals, drawn_lengths, lengths, leve
 from continuous_batching.routing.routing import ROUTES
 from recipes.fitting import with_recipe
 from recipes.schema.adapters_section import MOST_ADAPTERS, MOST_RANK
-from recipes.schema.command_line import add_recipe
+from recipes.schema.command_line import add_recipe, with_keys
 from recipes.schema.numbers import (
     MOST_COUNT,
     MOST_SEED,
@@ -534,4 +534,5 @@ def simulate(argv: list[str]) -> None:
     if one is own:
         verbs = "".join(f"\n  {each.name:10} {each.help}" for each in others)
         parser.description += f"\n\nOr a verb, each with its own --help:{verbs}"
-    run(one, parser.parse_intermixed_args(argv[1:] if one.name else argv))
+    given = with_keys(argv[1:] if one.name else argv, verb="simulate")
+    run(one, parser.parse_intermixed_args(given))

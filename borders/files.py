@@ -12,12 +12,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
+import json
 import os
 import select
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, BinaryIO
+from typing import IO, TYPE_CHECKING, Any, BinaryIO
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -94,6 +95,27 @@ def check_regular(path: Path, most_bytes: int = MOST_JSON_BYTES, fix: str = "dow
         raise ValueError(f"{path} is no plain file but a folder, pipe or device; {fix}")
     if found.st_size > most_bytes:
         raise _too_long(path, most_bytes)
+
+
+def json_object(
+    path: Path, most_bytes: int = MOST_JSON_BYTES, fix: str = "download it again"
+) -> dict[str, Any]:
+    """Return the object in a JSON file of a checkpoint; raises ValueError for anything else."""
+    check_regular(path, most_bytes, fix)
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON ({error}); {fix}") from error
+    except RecursionError:
+        raise ValueError(f"{path} is nested too deeply; {fix}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds no JSON object; {fix}")
+    return found
+
+
+def optional_json_object(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file, as `json_object` does, or an empty one without the file."""
+    return json_object(path) if is_there(path) else {}
 
 
 def check_rereadable(path: Path) -> None:

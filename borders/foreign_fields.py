@@ -68,9 +68,17 @@ def _renamed(name: str, engines: str, own: str, *absent: Any, without: str = "le
 def same_value(given: Any, value: Any) -> bool:
     """Return whether two JSON values are the same; Python takes true for 1."""
     try:
-        return isinstance(given, bool) == isinstance(value, bool) and bool(given == value)
+        return _same(given, value)
     except RecursionError:  # they are nested more deeply than can be compared
         return False
+
+
+def _same(given: Any, value: Any) -> bool:
+    if isinstance(given, Mapping) and isinstance(value, Mapping):
+        return given.keys() == value.keys() and all(_same(each, value[name]) for name, each in given.items())
+    if isinstance(given, list) and isinstance(value, list):
+        return len(given) == len(value) and all(map(_same, given, value))
+    return isinstance(given, bool) == isinstance(value, bool) and bool(given == value)
 
 
 def _written(value: Any) -> str:
@@ -83,19 +91,37 @@ def _written(value: Any) -> str:
     )
 
 
-def _on(beside: Fields) -> Fields:
-    """Return what a switch for thinking asks for: nothing more where another field says how hard."""
-    reasoning = beside.get("reasoning")
-    said = [beside.get(name) for name in ("reasoning_effort", "think")]
-    said += [reasoning.get("effort")] if isinstance(reasoning, Mapping) else []
-    is_said = any(isinstance(each, str) and each not in ("none", "minimal") for each in said)
-    return {} if is_said else {"reasoning_effort": "medium"}
+_OFF = ("none", "minimal")  # the efforts at which a model does not think
+
+
+def _switch(is_on: bool, beside: Fields, budget: Any = None) -> Fields | None:
+    """Return what a switch for thinking asks for: nothing more where another field says how hard.
+
+    The result is None where another field contradicts it.
+    """
+    kwargs = beside.get("chat_template_kwargs")
+    said = kwargs.get("enable_thinking") if isinstance(kwargs, Mapping) else None
+    if isinstance(said, bool) and said != is_on:
+        return None
+    inner = {name: beside.get(name) for name in ("reasoning", "thinking")}
+    reasoning, thinking = (each if isinstance(each, Mapping) else {} for each in inner.values())
+    if is_on:
+        efforts = beside.get("reasoning_effort"), beside.get("think"), reasoning.get("effort")
+        is_said = any(isinstance(each, str) and each not in _OFF for each in efforts)
+        return {} if is_said else {"reasoning_effort": "medium"}
+    budgets = (
+        *(budget, beside.get("thinking_token_budget")),
+        *(reasoning.get("max_tokens"), thinking.get("budget_tokens")),
+    )
+    if any(each is not None for each in budgets):
+        return None
+    return {} if beside.get("reasoning_effort") == "minimal" else {"reasoning_effort": "none"}
 
 
 def _effort(given: Any, beside: Fields) -> Fields | None:
     """Read whether to think, or how hard."""
     if isinstance(given, bool):
-        return _on(beside) if given else {"reasoning_effort": "none"}
+        return _switch(given, beside)
     return {"reasoning_effort": given} if given in ("low", "medium", "high") else None
 
 
@@ -104,12 +130,10 @@ def _thinking(given: Any, beside: Fields) -> Fields | None:
     if not isinstance(given, Mapping) or not given.keys() <= {"type", "budget_tokens", "clear_thinking"}:
         return None
     kind, budget = given.get("type"), given.get("budget_tokens")
-    if given.get("clear_thinking") is not None:
+    if given.get("clear_thinking") is not None or kind not in ("enabled", "disabled"):
         return None
-    if kind == "disabled":
-        return None if budget is not None else {"reasoning_effort": "none"}
-    budgets = {} if budget is None else {"thinking_token_budget": budget}
-    return {**_on(beside), **budgets} if kind == "enabled" else None
+    switched = _switch(kind == "enabled", beside, budget)
+    return switched if switched is None or budget is None else {**switched, "thinking_token_budget": budget}
 
 
 def _reasoning(given: Any, beside: Fields) -> Fields | None:
@@ -117,13 +141,20 @@ def _reasoning(given: Any, beside: Fields) -> Fields | None:
     if not isinstance(given, Mapping) or not given.keys() <= {"effort", "enabled", "max_tokens", "exclude"}:
         return None
     effort, enabled, budget = given.get("effort"), given.get("enabled"), given.get("max_tokens")
-    if given.get("exclude") not in (None, False) or not isinstance(enabled, (bool, type(None))):
+    if not (given.get("exclude") is None or given["exclude"] is False):
         return None
-    if enabled is True and effort == "none":
+    if not isinstance(enabled, (bool, type(None))) or (enabled is True and effort in _OFF):
         return None
-    if enabled is False:
-        return {"reasoning_effort": "none"} if effort in (None, "none") and budget is None else None
-    efforts = {"reasoning_effort": effort} if effort is not None else _on(beside) if enabled else {}
+    if enabled is False and effort not in (None, *_OFF):
+        return None
+    if effort in _OFF or enabled is not None:
+        is_on = effort not in _OFF and enabled is not False
+        switched = _switch(is_on, beside, budget)
+        if switched is None or (not is_on and not switched):
+            return switched
+        efforts = switched if effort is None else {"reasoning_effort": effort}
+    else:
+        efforts = {} if effort is None else {"reasoning_effort": effort}
     return {**efforts, **({} if budget is None else {"thinking_token_budget": budget})}
 
 
@@ -136,13 +167,15 @@ def _form(given: Any, _: Fields) -> Fields | None:
 
 def _usage(given: Any, beside: Fields) -> Fields | None:
     """Read OpenRouter's `usage`; a whole answer always has it."""
-    if (
-        not isinstance(given, Mapping)
-        or given.keys() != {"include"}
-        or not isinstance(given["include"], bool)
-    ):
+    if not isinstance(given, Mapping) or given.keys() != {"include"}:
         return None
-    return {"stream_options": {"include_usage": True}} if given["include"] and beside.get("stream") else {}
+    options, include = beside.get("stream_options"), given["include"]
+    if not isinstance(include, bool):
+        return None
+    if not include:
+        is_asked = isinstance(options, Mapping) and options.get("include_usage") is True
+        return None if is_asked else {}
+    return {"stream_options": {"include_usage": True}} if beside.get("stream") else {}
 
 
 def _as_usual(given: Any, beside: Fields) -> Fields | None:

@@ -9,6 +9,7 @@ import json
 from itertools import islice
 from typing import Any
 
+TOO_LONG = "context_length_exceeded"  # the code of a prompt that is too long, as in OpenAI's API
 _LONGEST_VALUE = 60  # characters of a value in a message
 
 
@@ -72,7 +73,10 @@ def abbreviate_json(value: object) -> str:
         value = value[:_LONGEST_VALUE]
     elif isinstance(value, dict):
         value = dict(islice(value.items(), _LONGEST_VALUE))
-    text = json.dumps(value, ensure_ascii=False, default=repr)
+    try:
+        text = json.dumps(value, ensure_ascii=False, default=repr)
+    except (RecursionError, ValueError, TypeError):  # too deep, or a mapping whose keys JSON does not know
+        return f"a value of type {type(value).__name__} that cannot be shown"
     return text if len(text) <= _LONGEST_VALUE else f"{text[: _LONGEST_VALUE - 3]}..."
 
 

@@ -6,15 +6,18 @@ and since when. A start that ends soon shows nothing.
 
 from __future__ import annotations
 
+import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import TextIO
 
 EVERY_S = 5.0  # between two lines
 REDRAW_S = 0.5  # between two states of a terminal's line
 GIB = 2**30
+LOADING, QUANTISING = "loading its weights", "loading and quantising its weights"
 
 
 class StartReport:
@@ -76,7 +79,8 @@ class StartReport:
             if not self._is_terminal:
                 self.show()
             elif text := self.text:
-                self._write(f"\r\033[Kstart: {text[:100]}")
+                room = shutil.get_terminal_size().columns - len("start: ") - 1
+                self._write(f"\r\033[Kstart: {text[:room]}")
 
     def _print(self, text: str) -> None:
         self._write(f"start: {text}\n")
@@ -103,8 +107,27 @@ def paced(
     return pass_on
 
 
+@contextmanager
+def repeated(say: Callable[[], None], every_s: float = REDRAW_S) -> Iterator[None]:
+    """Call `say` at once and then now and then, from a thread of its own, while inside this context."""
+    is_over = threading.Event()
+
+    def run() -> None:
+        say()
+        while not is_over.wait(every_s):
+            say()
+
+    thread = threading.Thread(target=run, name="start-progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
 class ReadingReport:
-    """How much of a checkpoint's files has been read, in words for `tell`."""
+    """How much of a checkpoint's files has been read, in words for `tell`; `doing` names the stage."""
 
     def __init__(
         self,
@@ -112,7 +135,9 @@ class ReadingReport:
         file_bytes: dict[str, int],
         num_tensors: dict[str, int],
         clock: Callable[[], float] = time.monotonic,
+        doing: str = LOADING,
     ) -> None:
+        self._doing = doing
         self._tell, self._clock, self._began_s = tell, clock, clock()
         self._bytes, self._tensors = file_bytes, num_tensors
         self._told_s = self._began_s - REDRAW_S
@@ -136,6 +161,6 @@ class ReadingReport:
         whole = sum(self._read[file] >= count for file, count in self._tensors.items())
         rate = read / GIB / max(1e-3, self._clock() - self._began_s)
         return (
-            f"loading its weights: {read / max(1, total):.0%}, {whole} of {len(self._bytes)} shards,"
+            f"{self._doing}: {read / max(1, total):.0%}, {whole} of {len(self._bytes)} shards,"
             f" {read / GIB:.2f} of {total / GIB:.2f} GiB, {rate:.2f} GiB/s"
         )

@@ -324,6 +324,13 @@ class DecoderConfig:
         """Whether a bias is added to what the norm of this checkpoint name computes."""
         return self.quantization is not None and self.quantization.has_norm_bias(name)
 
+    def has_cache_scales(self, name: str) -> bool:
+        """Whether the checkpoint has scales of keys and values for the attention of this name.
+
+        Each channel has one, where an int8 cache has one for each token and head otherwise.
+        """
+        return self.int8_cache and self.quantization is not None and self.quantization.has_cache_scales(name)
+
     def linears(self) -> Iterator[tuple[str, int, int]]:
         """Yield the checkpoint name, inputs and outputs of every linear."""
         hidden = self.hidden_size
@@ -501,7 +508,9 @@ class DecoderConfig:
         for name, inputs, outputs in self.linears():
             if not name.endswith(UP):
                 total += outputs * (self._row_bytes(self.form(name), inputs) - inputs * self.dtype_bytes)
-        return total
+        names = [f"model.layers.{layer}.self_attn" for layer in range(self.num_layers)]
+        scaled = sum(map(self.has_cache_scales, names))
+        return total + scaled * 2 * self.num_kv_heads * self.head_dim * SCALE_BYTES
 
     @property
     def max_shared_positions(self) -> int | None:

@@ -71,6 +71,13 @@ class SelfAttention(nn.Module):
         if config.has_sinks:
             self.sinks = attention.sinks[layer] = parameter(config.num_heads, dtype=dtype, device=device)
 
+        self.key_scale, self.value_scale = (
+            parameter(widths[1], dtype=torch.float32, device=device)
+            if config.has_cache_scales(f"{name}self_attn")
+            else None
+            for _ in range(2)
+        )
+
     def norms(self) -> dict[str, nn.Parameter | None]:
         """Return its norms by their checkpoint names."""
         return dict(zip(self.norm_names, (self.query_norm, self.key_norm)))
@@ -94,6 +101,8 @@ class SelfAttention(nn.Module):
         self.ops.prefetch(self.output.packed, query)
         keys, values = step.cache.of(self.layer)
         attended = self.attention.attend(query, keys, values, step.metadata_of(self.group), self.layer)
+        if self.value_scale is not None:
+            attended = self._by_channel(attended, self.value_scale)
         self.ops.await_prefetch()
         mixed: Tensor = self.output(attended.flatten(1))
         return mixed
@@ -127,8 +136,20 @@ class SelfAttention(nn.Module):
             growth = 1 + rate * (1 + (positions // step_size)).float().log()
             query = query * growth.to(query.dtype)[:, None, None]
         keys, values = step.cache.of(self.layer)
-        self.attention.write(key, value, keys, values, step.metadata_of(self.group))
-        return query
+        if self.key_scale is None or self.value_scale is None:
+            self.attention.write(key, value, keys, values, step.metadata_of(self.group))
+            return query
+        heads = self.num_kv_heads, self.head_dim
+        key = key.float() / self.key_scale.view(heads)
+        value = value.float() / self.value_scale.view(heads)
+        self.attention.write_units(key, value, keys, values, step.metadata_of(self.group))
+        return self._by_channel(query, self.key_scale)
+
+    def _by_channel(self, x: Tensor, scale: Tensor) -> Tensor:
+        """Multiply query heads [T, H, D] with scales [K * D] of the key-value heads that they read."""
+        heads = x.float().unflatten(1, (self.num_kv_heads, -1))
+        scaled: Tensor = heads * scale.view(self.num_kv_heads, 1, self.head_dim)
+        return scaled.flatten(1, 2).to(x.dtype)
 
     def _normed_by_head(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         assert self.query_norm is not None, "its norms are those of heads"

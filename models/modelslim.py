@@ -9,14 +9,13 @@ and of the type.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from borders.files import check_regular
+from borders.files import json_object
 from borders.numbers import integers
 from borders.refusal import abbreviate
 from models.config import LAST_NORM, QUERY_NORM, UP, DecoderConfig
@@ -38,6 +37,7 @@ READ: dict[str, Stored] = {
 }
 # Scales and offsets of keys and values (C8), and of queries, keys and values of latent attention (FAKQuant)
 CACHE_SCALE = re.compile(r"\.self_attn\.([kv]_proj\.kv_cache_|fa_[qkv]\.)(scale|offset)$")
+CACHE_ENDS = "k_proj.kv_cache_scale", "v_proj.kv_cache_scale"  # of C8, as attention has them
 EXPERTS = ".experts."  # part of an expert's names, which those of a shared expert lack
 _ON_950 = "whose products only the Ascend 950 has, and which this engine does not call"
 _BY_4_BITS = "activations in 4 bits, which this engine does not compute"
@@ -64,6 +64,7 @@ class Described(Quantization):
     types: Mapping[str, str] = field(default_factory=dict, hash=False)
     norm_biases: frozenset[str] = frozenset()  # norms that have a bias
     cache_scale: str | None = None  # a tensor that has scales of keys or values, if there are any
+    scaled_caches: frozenset[str] = frozenset()  # attention whose keys and values have scales by channel (C8)
     is_rotated: bool = False  # whether hidden states are multiplied with an orthogonal matrix (QuaRot)
     rotation: str | None = None  # path of the file with this matrix, if it was exported
 
@@ -83,6 +84,10 @@ class Described(Quantization):
         """See Quantization.has_norm_bias."""
         return name in self.norm_biases
 
+    def has_cache_scales(self, name: str) -> bool:
+        """See Quantization.has_cache_scales."""
+        return name in self.scaled_caches
+
     def form(self, name: str) -> Stored:
         """Return how a checkpoint's linear is held."""
         stored = READ[self.types.get(name, FLOAT)]
@@ -98,8 +103,8 @@ class Described(Quantization):
 def check_cache(config: DecoderConfig) -> DecoderConfig:
     """Return the configuration; raises ValueError if the checkpoint has scales of a cache and this has none.
 
-    These are C8's, one for each channel of keys and of values, and FAKQuant's, of latents. An int8 cache has
-    a scale of its own for each token and head in their place.
+    These are C8's, one for each channel of keys and of values, which an int8 cache uses, and FAKQuant's, of
+    latents, in whose place it has a scale of its own for each token.
     """
     form = config.quantization
     if isinstance(form, Described) and form.cache_scale is not None and not config.int8_cache:
@@ -144,8 +149,9 @@ def described(config: DecoderConfig, path: Path) -> DecoderConfig:
     file = description_in(path)
     if file is None:
         return config
-    said = _description(file)
+    said = json_object(file, MOST_DESCRIPTION_BYTES, "copy it again")
     try:
+        _check_apart(config)
         _check_whole(said)
         types = {name: _type_of(name, said) for name, *_ in config.linears()}
         types |= dict(_further(said, config, types))
@@ -159,6 +165,7 @@ def described(config: DecoderConfig, path: Path) -> DecoderConfig:
             types=types,
             norm_biases=frozenset(_norm_biases(said, config)),
             cache_scale=next((key for key in said if CACHE_SCALE.search(key)), None),
+            scaled_caches=frozenset(_scaled_caches(said)),
             is_rotated=bool(_quarot(said, "metadata") or _quarot(said, "optional")),
             rotation=_rotation(said, file.parent),
         )
@@ -169,15 +176,19 @@ def described(config: DecoderConfig, path: Path) -> DecoderConfig:
     return made
 
 
-def _description(file: Path) -> dict[str, Any]:
-    check_regular(file, MOST_DESCRIPTION_BYTES)
-    try:
-        said = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file.name} is not JSON ({error}); copy it again") from error
-    if not isinstance(said, dict):
-        raise ValueError(f"{file.name} holds no JSON object; copy it again")
-    return said
+def _check_apart(config: DecoderConfig) -> None:
+    """Raise ValueError if the family's checkpoints store linears as one, of which no described form is known.
+
+    msModelSlim's own list of what is multiplied as one has none of these families.
+    """
+    joined = [*config.stored_joined]
+    if config.mixture is not None and config.mixture.is_stacked:
+        joined.append("the experts of a layer")
+    if joined:
+        raise ValueError(
+            f"checkpoints of {config.family} store {' and '.join(joined)} as one tensor, and how msModelSlim"
+            " describes such a tensor is not known: use the original checkpoint with model.quantization: w8a8"
+        )
 
 
 def _check_whole(said: Mapping[str, Any]) -> None:
@@ -248,6 +259,18 @@ def _further(
         yield name, _checked(name, kind)
 
 
+def _scaled_caches(said: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the names of attention with scales by channel; raises ValueError if only keys or values have."""
+    for key in said:
+        if not key.endswith(CACHE_ENDS):
+            continue
+        attention, _, of = key.removesuffix(".kv_cache_scale").rpartition(".")
+        other = f"{attention}.{'v_proj' if of == 'k_proj' else 'k_proj'}.kv_cache_scale"
+        if other not in said:
+            raise ValueError(f"it has {key}, and no {other}: copy it again")
+        yield attention
+
+
 def _norm_biases(said: Mapping[str, Any], config: DecoderConfig) -> Iterator[str]:
     """Yield the norms that have a bias; raises ValueError for one that this engine does not add.
 
@@ -269,8 +292,6 @@ def _norm_biases(said: Mapping[str, Any], config: DecoderConfig) -> Iterator[str
 
 def _check_joined(config: DecoderConfig, types: Mapping[str, str]) -> None:
     """Raise ValueError if linears that are multiplied as one are held in different forms."""
-    if config.stored_joined or (config.mixture is not None and config.mixture.is_stacked):
-        raise ValueError(f"this family stores linears joined, which are read unquantised: {_INSTEAD}")
     for layer in range(config.num_layers):
         first = [f"model.layers.{layer}.self_attn.{name}" for name in config.first_linears]
         shared, experts = config.shared_names(layer), config.mlp_names(layer)

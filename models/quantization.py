@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from borders.numbers import integers
 from borders.refusal import abbreviate
-from models.text_names import stored_spellings
+from models.checkpoint_names import stored_spellings
 
 # A linear is stored in the model's type; in int8 beside a scale for each output; in the model's type, and in
 # int8 from loading on; in int8 with one scale for all of its inputs, too; in 4 bits beside a scale for each
@@ -66,6 +66,10 @@ class Quantization:
 
     def has_norm_bias(self, name: str) -> bool:
         """Whether the quantisation moved a part of what the norm of this name computes into a bias."""
+        return False
+
+    def has_cache_scales(self, name: str) -> bool:
+        """Whether the attention of this name has scales for the channels of its keys and values."""
         return False
 
     def in_json(self) -> dict[str, Any]:

@@ -4,8 +4,8 @@ A verb that takes a recipe takes a folder, or ORG/NAME, in its place: the device
 recipes/any that fits it is taken, and the keys are set that the model asks for on this device. What was
 chosen is said, with the command that gives the same. A key that the user sets is never chosen.
 
-    python -m recipes.fitting VERB [ARGUMENT ...]    for scripts/launch.sh: which of a verb's arguments is a
-                                                     model, and what stands in its place; nothing if none is
+    python -m recipes.fitting VERB [ARGUMENT ...]    for scripts/launch.sh: a verb's arguments with a recipe
+                                                     in a model's place, and a null character after each
 """
 
 from __future__ import annotations
@@ -27,9 +27,11 @@ from models.parallel.share import Share
 from recipes.assembly.families import share_of
 from recipes.assembly.memory_plan import GIB, in_gib
 from recipes.assembly.sizing import plan_memory
+from recipes.cluster.cluster import Cluster, named_cluster
 from recipes.model_folder import answer_keys, model_folder, names_model
 from recipes.schema import verb
-from recipes.schema.command_line import places_of_positionals, profiles_in
+from recipes.schema.command_line import places_of_positionals, profiles_in, with_keys
+from recipes.schema.foreign_keys import our_key
 from recipes.schema.reader import read
 from recipes.schema.recipe import ROOT, Recipe, from_root
 from recipes.schema.recipe_error import RecipeError
@@ -63,7 +65,7 @@ def fitting(
     do not hold.
     """
     folder = model_folder(model)
-    said = dict(each.partition("=")[::2] for each in overrides)
+    said = {our_key(key): value for key, _, value in (each.partition("=") for each in overrides)}
     found = _asked(said, found)
     path = f"recipes/any/{(found.product or found.kind).lower()}.yaml"
     choice = _Choice(path, folder, overrides, profile, said)
@@ -112,12 +114,11 @@ def one_of(recipe: str | Path | None, model: str | Path | None) -> str | Path:
 def with_recipe(command: str, arguments: Sequence[str]) -> list[str]:
     """Return a verb's arguments with a recipe in the place of a model, and print what was chosen.
 
-    `command` is the verb's module, such as scripts.generate.
+    `command` is the verb's module, such as scripts.generate. Options of other engines become keys.
     """
-    place, chosen = _replaced(command, arguments)
+    settled, chosen = _settled(command, arguments)
     if chosen is None:
-        return list(arguments)
-    settled = [*arguments[:place], chosen.recipe, *chosen.overrides, *arguments[place + 1 :]]
+        return settled
     _say(chosen)
     print(f"chosen: the same is {shlex.join(['python', '-m', command, *settled])}", file=sys.stderr)
     return settled
@@ -132,6 +133,7 @@ class _Choice:
         self.path, self.reasons = path, list[str]()
         self.keys = [f"model.path={_in_yaml(from_root(folder.absolute()))}"]
         self._overrides, self._profile, self._said = overrides, profile, said
+        self._cluster = Cluster("this machine")
 
     def set(self, key: str, value: object, why: str) -> bool:
         """Choose a key's value; returns False where the user has set it."""
@@ -189,14 +191,29 @@ class _Choice:
                     self.set("cache.memory_gib", f"{size_gib:g}", why)
                 return
 
+    def _counts(self, found: Present) -> Iterator[int]:
+        """Yield the numbers of devices that may hold a model: one, or equally many of each machine.
+
+        All machines that the recipe or the launcher names have as many devices as this one.
+        """
+        yield 1
+        self._cluster = named_cluster(self.recipe().parallel, os.environ)
+        machines = self._cluster.num_nodes
+        most = min(found.count * machines, MOST_TENSOR)
+        yield from (count for count in (machines * each for each in (1, 2, 4, 8, 16)) if 1 < count <= most)
+
+    @property
+    def _machines(self) -> str:
+        """Words for the machines, if there are several."""
+        several = self._cluster.num_nodes
+        return f" of {several} machines ({self._cluster.source})" if several > 1 else ""
+
     def fit_devices(self, found: Present) -> None:
         """Choose the number of devices that hold the model; raises RecipeError where all of them do not."""
         if {"parallel.tensor", "parallel.pipeline"} & self._said.keys():
             return
-        most, problem, holds = min(found.count, MOST_TENSOR), RecipeError((), ""), 0
-        for tensor in (1, 2, 4, 8, 16):
-            if tensor > most:
-                break
+        problem, holds = RecipeError((), ""), 0
+        for tensor in self._counts(found):
             recipe = self.recipe(f"parallel.tensor={tensor}")
             try:
                 config, share = share_of(recipe, 0)
@@ -213,11 +230,12 @@ class _Choice:
                 if is_fixed or plan.cache_tokens > USEFUL_TOKENS:
                     break
         if not holds:
-            devices = f"{most} x {found.name}" if most > 1 else found.name
+            most = min(found.count * self._cluster.num_nodes, MOST_TENSOR)
+            devices = (f"{most} x {found.name}" if most > 1 else found.name) + self._machines
             why = f"{devices} cannot hold the model: {problem.problem}"
             raise RecipeError(problem.keys, why, problem.fix)
         if holds > 1:
-            why = f"fewer of {in_gib(found.memory_bytes)} hold too little beside the weights"
+            why = f"fewer of {in_gib(found.memory_bytes)}{self._machines} hold too little beside the weights"
             self.set("parallel.tensor", holds, why)
 
 
@@ -258,14 +276,20 @@ def _asked(said: dict[str, str], found: Present | None) -> Present:
     return replace(found, product=product) if "device.product" in said else found
 
 
-def _replaced(command: str, arguments: Sequence[str]) -> tuple[int, Fitting | None]:
-    """Return where in a verb's arguments a model stands, and what fits it; None if a recipe stands there."""
-    places = places_of_positionals(arguments)[command.rpartition(".")[2] in VERBS_OF_VERBS :]
-    if not places or not names_model(arguments[places[0]]):
-        return 0, None
-    overrides = [arguments[at] for at in places[1:] if "=" in arguments[at]]
-    profile = next(iter(reversed(list(profiles_in(arguments)))), None)
-    return places[0], fitting(arguments[places[0]], overrides, profile)
+def _settled(command: str, arguments: Sequence[str]) -> tuple[list[str], Fitting | None]:
+    """Return a verb's arguments with a recipe in a model's place, and why; None if no model stands there."""
+    verb_name = command.rpartition(".")[2]
+    number = int(verb_name in VERBS_OF_VERBS)
+    given = with_keys(arguments, number, verb_name)
+    places = places_of_positionals(given)[number:]
+    first = given[places[0]] if places else ""
+    if not first or not names_model(first):  # the options of a verb without a recipe are its own
+        return (given if first.endswith((".yaml", ".yml")) else list(arguments)), None
+    place = places[0]
+    overrides = [given[at] for at in places[1:] if "=" in given[at]]
+    profile = next(iter(reversed(list(profiles_in(given)))), None)
+    chosen = fitting(given[place], overrides, profile)
+    return [*given[:place], chosen.recipe, *chosen.overrides, *given[place + 1 :]], chosen
 
 
 def _say(chosen: Fitting) -> None:
@@ -273,17 +297,12 @@ def _say(chosen: Fitting) -> None:
         print(f"chosen: {reason}", file=sys.stderr)
 
 
-def _lines(argv: Sequence[str]) -> Iterator[str]:
-    place, chosen = _replaced(argv[0], argv[1:])
+def main(argv: list[str]) -> None:
+    """Print a verb's arguments with the recipe and the keys that replace a model."""
+    settled, chosen = _settled(argv[0], argv[1:])
     if chosen is not None:
         _say(chosen)
-        yield from (str(place), chosen.recipe, *chosen.overrides)
-
-
-def main(argv: list[str]) -> None:
-    """Print the place of a model among a verb's arguments, and the recipe and keys that replace it."""
-    for line in _lines(argv):
-        print(line)
+    sys.stdout.write("".join(f"{each}\0" for each in settled))
 
 
 if __name__ == "__main__":

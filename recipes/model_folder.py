@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from borders.files import MOST_JSON_BYTES
+from models.checkpoint.files import MISTRALS, mistrals_own
 
 CONFIG = "config.json"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -21,14 +22,37 @@ _CONVERT = (
     'write it as safetensors: python -c "from transformers import AutoModelForCausalLM as M;'
     " M.from_pretrained('{folder}').save_pretrained('OUT')\""
 )
-# The formats of calls that can be read: the mark in a template, and what must stand beside it
+# The formats of calls: the mark in a template, and what must stand beside it
 _CALLS = (
-    ("deepseek", "<｜tool▁calls▁begin｜>", "<｜tool▁sep｜>"),
+    ("deepseek_v32", "｜DSML｜", ""),
+    ("deepseek", "<｜tool▁calls▁begin｜>", "```json|function<｜tool▁sep｜>"),
+    ("deepseek_v31", "<｜tool▁calls▁begin｜>", "<｜tool▁sep｜>"),
+    ("kimi_k2", "<|tool_call_argument_begin|>", ""),
+    ("mistral_v11", "[TOOL_CALLS]", r"\[ARGS\]"),
     ("mistral", "[TOOL_CALLS]", ""),
+    ("gemma4", "<|tool_call>", "call:"),
+    ("minimax_m2", "<minimax:tool_call>", ""),
+    ("seed_oss", "<seed:tool_call>", ""),
+    ("longcat", "<longcat_tool_call>", ""),
+    ("hy_v3", "<tool_calls", "<tool_sep"),
+    ("hunyuan_a13b", "<tool_calls>", ""),
+    ("olmo3", "<function_calls>", ""),
+    ("qwen3_coder", "<tool_call>", "<function="),
+    ("glm47", "<arg_key>", "</arg_key><arg_value>"),
+    ("glm45", "<arg_key>", ""),
     ("hermes", "<tool_call>", r"<tool_call>(\\n|\s)*\{+\\*[\"']name"),
+    ("pythonic", "<|python_start|>", ""),
     ("llama3_json", "<|python_tag|>", r"[\"']parameters"),
 )
-_UNKNOWN_CALLS = re.compile("<function=|<arg_key>")  # Qwen3-Coder and GLM write calls in XML
+# The same for thoughts
+_THOUGHTS = (
+    ("seed", "<seed:think>", ""),
+    ("mistral", "[THINK]", ""),
+    ("gemma4", "<|channel>", "thought"),
+    ("hunyuan", "</think>", "<answer>"),
+    ("ernie", "</think>", "<response>"),
+    ("think", "</think>", ""),
+)
 OTHER_KINDS = {  # A suffix of files: what they are, and how to get a folder that can be read
     ".gguf": ("a GGUF file of llama.cpp", _DOWNLOAD),
     ".ggml": ("a GGML file of llama.cpp", _DOWNLOAD),
@@ -70,6 +94,8 @@ def check_kind(path: Path) -> None:
     if path.suffix in OTHER_KINDS and not path.is_dir():
         kind, fix = OTHER_KINDS[path.suffix]
         raise ValueError(f"{path} is {kind}; only safetensors are read: {fix.format(folder=folder)}")
+    if path.match(MISTRALS) and not path.is_dir():
+        raise mistrals_own(path)
     if path.suffix == ".safetensors" and not path.is_dir():
         raise ValueError(f"{path} is one file of a checkpoint; give its folder, {folder}")
 
@@ -85,6 +111,8 @@ def checked(folder: Path) -> Path:
         check_kind(folder / others[0])
     if CONFIG in names:
         return folder
+    if mistrals := sorted(folder.glob(MISTRALS)):
+        raise mistrals_own(mistrals[0])
     recipes = [name for name in names if name.endswith(".yaml")]
     inner = [name for name in names if (folder / name / CONFIG).is_file()]
     if recipes or inner:
@@ -94,16 +122,19 @@ def checked(folder: Path) -> Path:
 
 def answer_keys(folder: Path) -> dict[str, tuple[str, str]]:
     """Return how a chat template says that the model writes calls and thoughts: by key, value and mark."""
-    text, found = _templates(folder), dict[str, tuple[str, str]]()
+    text = _templates(folder)
     if "<|channel|>" in text and "functions." in text:
         return dict.fromkeys(("server.tool_format", "server.reasoning"), ("harmony", "<|channel|>"))
-    for tool_format, mark, beside in _CALLS:
-        if mark in text and re.search(beside, text) and not _UNKNOWN_CALLS.search(text):
-            found["server.tool_format"] = tool_format, mark
-            break
-    if "</think>" in text:
-        found["server.reasoning"] = "think", "</think>"
-    return found
+    named = {"server.tool_format": _named(_CALLS, text), "server.reasoning": _named(_THOUGHTS, text)}
+    return {key: found for key, found in named.items() if found is not None}
+
+
+def _named(formats: tuple[tuple[str, str, str], ...], text: str) -> tuple[str, str] | None:
+    """Return the first of the formats whose mark is in a template, and that mark."""
+    for name, mark, beside in formats:
+        if mark in text and re.search(beside, text):
+            return name, mark
+    return None
 
 
 def _templates(folder: Path) -> str:

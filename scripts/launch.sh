@@ -61,11 +61,9 @@ shift
 python=${PYTHON:-.venv/bin/python}
 command -v "$python" >/dev/null || die "there is no Python at $python; run bash scripts/setup.sh, or set PYTHON=..."
 # In place of a recipe, a folder of weights, or ORG/NAME: the recipe that fits is chosen once, for all ranks
-chosen=$("$python" -m recipes.fitting "$verb" "$@") || exit 2
-if [[ -n $chosen ]]; then
-    mapfile -t chosen <<<"$chosen"
-    set -- "${@:1:chosen[0]}" "${chosen[@]:1}" "${@:chosen[0]+2}"
-fi
+mapfile -d '' -t settled < <("$python" -m recipes.fitting "$verb" "$@")
+wait $! || exit 2
+set -- "${settled[@]}"
 # Where no recipe is among the arguments, the verb itself says what it takes
 found=$("$python" -m recipes.cluster.launched "$@") || exit 2
 mapfile -t found <<<"$found"

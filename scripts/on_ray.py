@@ -20,6 +20,7 @@ from recipes.cluster.ray_cluster import ray_job
 from recipes.cluster.ray_fleet import RayFleet
 from recipes.cluster.ray_replica import ReplicaJob
 from recipes.schema import verb
+from recipes.schema.command_line import with_keys
 from recipes.schema.numbers import real, span, whole
 from recipes.schema.reader import load
 from scripts import serve
@@ -59,7 +60,8 @@ def fleet(options: argparse.Namespace) -> RayFleet:
     verb_, *arguments = options.arguments or [""]
     if verb_ != "serve":
         raise ValueError(f"--replicas are servers, and the verb is {verb_!r}; say serve RECIPE")
-    asked, served = ray_job(options.nodes, options.arguments), serve.parser().parse_intermixed_args(arguments)
+    asked = ray_job(options.nodes, options.arguments)
+    served = serve.parser().parse_intermixed_args(with_keys(arguments))
     if served.port != serve.parser().get_default("port"):
         raise ValueError(f"--port is {served.port}, and each replica has a port of its own; leave it out")
     recipe = load(served.recipe, served.overrides, served.profile)

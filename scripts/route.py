@@ -45,6 +45,13 @@ def parser() -> argparse.ArgumentParser:
     add("--port", type=whole(0, 2**16 - 1), default=8080, help="0: any that is free, which is logged")
     add("--most-open", type=whole(1, 2**20), default=256, metavar="N", help="requests at a replica at once")
     add("--drain-s", type=real(1e-3, 86_400), default=30.0, help="how long requests may go on after SIGTERM")
+    add("--keep-alive-s", type=real(0, 86_400), default=15.0, help="comments in silent streams; 0: none")
+    add(
+        "--served-model-name",
+        dest="model_name",
+        metavar="NAME",
+        help="what replicas call the recipe's model, where they serve several",
+    )
     add("--api-keys", metavar="FILE", help="the file that the replicas have")
     add("--log-format", choices=FORMATS, default="text", help="json: an object a line")
     add("--log-requests", action="store_true", help="a line for each request, without its text")

@@ -95,10 +95,11 @@ if is_wanted requirements/clients.txt && is_new requirements/clients.txt; then
     packages() { "$1" -c 'import os, sysconfig; print(os.path.realpath(sysconfig.get_path("purelib")))'; }
     packages "$python" >"$(packages "$apart/bin/python")/behind.pth"
     "$apart/bin/python" "${pip[@]:1}" --requirement=requirements/clients.txt
+    "$apart/bin/python" "${pip[@]:1}" --target "$apart/older" --requirement=tests/serving/clients/older.txt
     if command -v npm >/dev/null; then
         cp tests/serving/clients/package.json "$apart"
         npm install --prefix "$apart" --silent --no-audit --no-fund ||
-            echo "setup: npm installs no openai; the client for Node.js is not tried" >&2
+            echo "setup: npm installs nothing; the clients for Node.js are not tried" >&2
     fi
     done_with requirements/clients.txt
 fi

@@ -28,7 +28,7 @@ from doctor.verify.report import (
     write,
 )
 from recipes.schema import verb
-from recipes.schema.command_line import add_recipe
+from recipes.schema.command_line import add_recipe, with_keys
 from recipes.schema.numbers import whole
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
     add_recipe(parser)
     parser.add_argument("--output", type=kinds.folder, default=ROOT / "out", metavar="DIR")
     parser.add_argument("--calls", type=whole(1, 10_000), default=50, metavar="N", help="of each operator")
-    options = parser.parse_intermixed_args(argv)
+    options = parser.parse_intermixed_args(with_keys(argv))
     chosen = ["--profile", options.profile] if options.profile else []
     device = load(options.recipe, options.overrides, options.profile).device
     kind = "virtual" if device.virtual else device.kind

@@ -31,6 +31,7 @@ from serving.adapters import AdapterPut, ServedAdapters
 from serving.answers.answers import AnswerDelta, AnswerStream, collect
 from serving.engine.messages import (
     Add,
+    AddAccepted,
     AddRefused,
     Beat,
     EngineFacts,
@@ -39,8 +40,10 @@ from serving.engine.messages import (
     Look,
     QueueRefused,
     Ready,
+    RecordTrace,
     SampleEnd,
     Stepped,
+    TraceWritten,
     View,
 )
 from serving.engine.supervisor import State, Supervisor
@@ -208,6 +211,7 @@ class AsyncLLM:
         self._num_parsing = 0
         self._next_stream = 0
         self._looks: list[asyncio.Future[View]] = []
+        self._trace: asyncio.Future[TraceWritten] | None = None  # the last trace of steps that was asked for
 
     def _arguments_of(self, life: int) -> list[str]:
         """Return the worker's arguments; each life of the engine has a recording of its own."""
@@ -269,19 +273,29 @@ class AsyncLLM:
             raise Unavailable(self.engine.why_not, self.engine.ready_in_s)
 
     async def ask(
-        self, requests: Sequence[Fields], *, fill: bool = False, group: str = "", owner: str = ""
+        self,
+        requests: Sequence[Fields],
+        *,
+        fill: bool = False,
+        shorten: bool = False,
+        group: str = "",
+        owner: str = "",
     ) -> list[AnswerStream]:
         """Send requests to the engine, all or none; raises a Failure or BadRequest.
 
-        Apart from their prompts, all have the same fields. With `fill`, an answer may be as long as model and
-        cache allow. Clients know the requests by their `group`, and only `owner` may find them. A caller that
-        has read an answer, or stops reading it, calls `limits.release`.
+        Apart from their prompts, all have the same fields. With `fill`, an answer without `max_tokens` may be
+        as long as model and cache allow; with `shorten`, one with `max_tokens` also ends there. Clients know
+        the requests by their `group`, and only `owner` may find them. A caller that has read an answer, or
+        stops reading it, calls `limits.release`.
         """
         self.check_ready()
         facts, alone = self.facts, len(requests) == 1
         assert facts is not None, "ready without facts"
         works = [
-            self.apart(partial(self._parse, each, facts, fill=fill), at_once=alone and is_short(each))
+            self.apart(
+                partial(self._parse, each, facts, fill=fill, shorten=shorten),
+                at_once=alone and is_short(each),
+            )
             for each in requests
         ]
         parsed = await asyncio.gather(*works)
@@ -314,15 +328,16 @@ class AsyncLLM:
         self.stats.added(answer)
         return answer
 
-    def _parse(self, fields: Fields, facts: EngineFacts, *, fill: bool) -> Request:
+    def _parse(self, fields: Fields, facts: EngineFacts, *, fill: bool, shorten: bool) -> Request:
         """Return the request, with the keys of its prompt's pages."""
         most, (asked, prompt_replica) = facts.max_tokens, parted(fields)
         check_length(fields, most, self.text)
-        longest, adapters = most if fill else None, self.adapters
+        longest, adapters = most if fill or shorten else None, self.adapters
         request = parse_request(
             asked,
             self.text,
             longest=longest,
+            shorten=shorten,
             limit=most,
             adapters=adapters,
             defaults=self.sampling_defaults,
@@ -403,6 +418,28 @@ class AsyncLLM:
         self.engine.send(Look())
         return await future
 
+    def start_profile(self, num_steps: int) -> None:
+        """Have the engine record a trace of the next so many steps.
+
+        Raises BadRequest while another is recorded, and Unavailable without an engine.
+        """
+        self.check_ready()
+        if self._trace is not None and not self._trace.done():
+            raise BadRequest(None, "a trace is being recorded", fix="end it by POST /stop_profile")
+        self._trace = asyncio.get_running_loop().create_future()
+        self.engine.send(RecordTrace(num_steps))
+
+    async def stop_profile(self) -> TraceWritten:
+        """Return the trace that was asked for last; one that is being recorded ends now.
+
+        Raises BadRequest where none was asked for, and Unavailable if the engine was lost with it.
+        """
+        if self._trace is None:
+            raise BadRequest(None, "no trace was begun", fix="begin one by POST /start_profile")
+        if not self._trace.done():
+            self.engine.send(RecordTrace(0))
+        return await asyncio.shield(self._trace)
+
     def _hear(self, message: FromEngine) -> None:
         match message:
             case Stepped():
@@ -414,10 +451,16 @@ class AsyncLLM:
                 self.adapters.hear(message)
             case Beat():
                 self.stats.beat(message)
+            case AddAccepted(stream):
+                self._streams[stream][0].accept()
             case AddRefused(stream):
                 self._refuse(stream, "refused", message.error())
             case QueueRefused(stream, reason, retry_after_s):
                 self._refuse(stream, "queue_full", Overloaded(reason, retry_after_s))
+            case TraceWritten(path, error):
+                log.info("%s", f"a trace of steps: {path}" if path else f"no trace of steps: {error}")
+                if self._trace is not None and not self._trace.done():
+                    self._trace.set_result(message)
             case View():
                 look = self._looks.pop(0)
                 if not look.done():
@@ -484,4 +527,7 @@ class AsyncLLM:
         for look in (each for each in self._looks if not each.done()):
             look.set_exception(failure)
         self._looks.clear()
+        if self._trace is not None and not self._trace.done():
+            self._trace.cancel()
+            self._trace = None
         self.engine.notify()

@@ -23,6 +23,7 @@ from serving.api import access
 from serving.api.api_keys import ApiKeys, Rights, key_of_environment
 from serving.api.app import application
 from serving.api.batch_runner import Batches
+from serving.api.live_page import LivePage
 from serving.api.protocol import Protocol
 from serving.async_llm import AsyncLLM
 from serving.metrics import logs
@@ -106,7 +107,11 @@ def _run(options: ServerOptions, lines: logs.Lines) -> int:
         llm = AsyncLLM(options.recipe, *options.overrides, profile=options.profile, stats=stats)
         stats.num_lost_lines = lambda: lines.num_lost
         keys = ApiKeys(rights_of, share_prefixes=llm.recipe.server.share_prefixes)
-        model = _name_of(llm, options.recipe) if options.model_name is None else options.model_name
+        model = (
+            name_of(llm.recipe.model.path, options.recipe)
+            if options.model_name is None
+            else options.model_name
+        )
         stats.model = model = _sendable(model)
         listener = ends.enter_context(listener_at(options.host, options.port))
         is_open = not keys.are_needed
@@ -116,16 +121,23 @@ def _run(options: ServerOptions, lines: logs.Lines) -> int:
         log.info("listening at http://%s:%d, model %s", f"[{host}]" if ":" in host else host, port, model)
         is_local = is_open and options.host in LOOPBACK
         batches = None if options.batches is None else Batches.of(Path(options.batches), llm, keys)
-        app = application(llm, model, keys, options.cors_origins, is_local=is_local, batches=batches)
+        live = LivePage(llm)
+        app = application(
+            llm, model, keys, options.cors_origins, is_local=is_local, batches=batches, live=live
+        )
         server = SignalFreeServer(configuration(app, most))
         gc.collect()
         gc.freeze()  # later collections then skip what is imported, and delay clients less
-        uvloop.run(_serve(llm, server, listener, batches))
+        uvloop.run(_serve(llm, server, listener, live, batches))
     return 1 if llm.engine.has_failed else 0
 
 
 async def _serve(
-    llm: AsyncLLM, server: uvicorn.Server, listener: socket.socket, batches: Batches | None
+    llm: AsyncLLM,
+    server: uvicorn.Server,
+    listener: socket.socket,
+    live: LivePage,
+    batches: Batches | None,
 ) -> None:
     """Serve until a signal, or until there can be no engine; a second signal does not wait for requests."""
     loop = asyncio.get_running_loop()
@@ -142,6 +154,7 @@ async def _serve(
     for number in (signal.SIGTERM, signal.SIGINT, *hang_up):
         loop.add_signal_handler(number, on_signal)
     llm.start()
+    live.begin()
     listening = asyncio.ensure_future(server.serve([listener]))
     waits = [asyncio.ensure_future(each) for each in (llm.engine.dead(), first.wait())]
     beside = [asyncio.ensure_future(report(llm.stats, _LOG_EVERY_S))]
@@ -250,6 +263,6 @@ def _sendable(model: str) -> str:
     return model
 
 
-def _name_of(llm: AsyncLLM, recipe: str) -> str:
-    path = llm.recipe.model.path
+def name_of(path: Path | None, recipe: str) -> str:
+    """Return the name under which a model is served unless another is given."""
     return Path(recipe).parent.name if path is None or path.name == "weights" else path.name

@@ -283,6 +283,36 @@ def _expert_products(draw: RandomInputs) -> dict[str, Any]:
     }
 
 
+def _int8_expert_products(draw: RandomInputs) -> dict[str, Any]:
+    """Draw int8 rows of experts, whose weights are int8, or 4 bits with what the split of a row takes away.
+
+    Weights in 4 bits are drawn as numbers, which are paired as a checkpoint's are.
+    """
+    counts = torch.tensor([draw.one(0, draw.number(1, 40)) for _ in range(draw.one(8, 64))] + [1])
+    inputs, width, rows = draw.one(64, 512), draw.one(64, 256), int(counts.sum())
+    experts = len(counts)
+    scale, beside = draw.scale(experts, width), dict[str, Any]()
+    if draw.one(True, False):
+        weight = draw.int4(experts, inputs, width)
+        beside["bias"] = [8 * weight.sum(1) * scale]
+        bits = scale.view(torch.int32).long()
+        beside["scale"] = [draw.one(bits, bits[:, None])]
+    else:
+        weight = draw.int8(experts, inputs, width)
+        beside["scale"] = [scale if draw.dtype == torch.float16 else scale.to(draw.dtype)]
+    beside |= {"per_token_scale": [draw.scale(rows)], "output_dtype": draw.dtype}
+    if weight.dtype == torch.int8 and draw.one(True, False):  # scaled by the operator after it
+        beside = {"output_dtype": torch.int32}
+    return beside | {
+        "x": [draw.int8(rows, inputs)],
+        "weight": [weight],
+        "split_item": 2,
+        "group_type": 0,
+        "group_list": counts,
+        "group_list_type": 1,
+    }
+
+
 MASK = torch.ones(2048, 2048, dtype=torch.int8).triu(1)  # the mask of sparse_mode 3 and 4
 LATENT_PRODUCTS = contract_of("npu_kv_rmsnorm_rope_cache").products
 ATB_MASK = MASK.half() * -10000  # splitfuse adds it to the scores
@@ -462,7 +492,9 @@ def _clipped_swiglu(draw: RandomInputs) -> dict[str, Any]:
 
 
 def _grouped_matmul(draw: RandomInputs) -> dict[str, Any]:
-    return draw.one(_products_of_their_own, _expert_products)(draw)
+    kinds = [_products_of_their_own, _expert_products]
+    # The engine multiplies no int8 on the 950
+    return draw.one(*kinds, *([] if draw.product is A5 else [_int8_expert_products] * 2))(draw)
 
 
 def _products_of_their_own(draw: RandomInputs) -> dict[str, Any]:

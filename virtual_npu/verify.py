@@ -111,15 +111,31 @@ def _sent(call: SampleCall, device: torch.device | str) -> dict[str, Any]:
             arguments[name] = value.clone().to(device)
             if name in call.packed:
                 arguments[name] = _packed(arguments[name], call.product)
-            if name in call.tiled and torch.device(device).type != "cpu":
-                cast = {"input": arguments[name], "acl_format": FRACTAL_NZ}
-                arguments[name] = on_device("npu_format_cast", cast)
+            if name in call.tiled:
+                arguments[name] = _tiled(arguments[name])
         elif isinstance(value, list) and isinstance(value[0], Tensor):
             arguments[name] = [each.clone().to(device) for each in value]
-            if name == "weight" and value[0].dtype == torch.int32:
-                numbers = arguments[name][0]  # weights of experts, in 4 bits
-                arguments[name] = [torch.stack([_packed(each, call.product) for each in numbers])]
+            if name == "weight" and value[0].dim() == 3 and value[0].dtype in (torch.int32, torch.int8):
+                arguments[name] = [_of_experts(arguments[name][0], call)]
     return arguments
+
+
+def _of_experts(weight: Tensor, call: SampleCall) -> Tensor:
+    """Return weights [E, K, N] of experts, in int8 or as numbers of 4 bits, as the device takes them."""
+    if weight.dtype == torch.int32 and call.arguments["x"][0].dtype != torch.int8:
+        return torch.stack([_packed(each, call.product) for each in weight])
+    if weight.dtype == torch.int8:
+        return _tiled(weight)
+    low, high = (weight[..., first::2].to(torch.int8) for first in (0, 1))
+    return _tiled((low & 15) | (high << 4)).view(torch.int32)
+
+
+def _tiled(weight: Tensor) -> Tensor:
+    """Return a weight in FRACTAL_NZ, which a CPU does not have."""
+    if weight.device.type == "cpu":
+        return weight
+    found: Tensor = on_device("npu_format_cast", {"input": weight, "acl_format": FRACTAL_NZ})
+    return found
 
 
 def _packed(numbers: Tensor, product: Product) -> Tensor:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import matplotlib as mpl
 import numpy as np
 from matplotlib import pyplot as plt
-from matplotlib.ticker import LogFormatter
+from matplotlib.ticker import LogFormatter, MaxNLocator
 
 from benchmark.gate.gate import audit
 from benchmark.gate.result import read_result
@@ -84,6 +84,8 @@ h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 th, td { padding: .25rem .5rem; text-align: right; border-bottom: 1px solid var(--line); }
 th:first-child, td:first-child { text-align: left; }
+.figures th, .figures td { overflow-wrap: normal; }
+.figures td { white-space: nowrap; }
 .pictures { display: grid; gap: 1rem;
   grid-template-columns: repeat(auto-fit, minmax(min(100%, 22rem), 1fr)); }
 figure { margin: 0; } figcaption { font-size: .9rem; } svg { width: 100%; height: auto; }
@@ -110,7 +112,9 @@ CHART_STYLE: dict[RcKeyType, Any] = {
     "font.size": 11,
     "grid.color": LINE,
     "grid.linewidth": 0.5,
+    "legend.fontsize": 9,
     "legend.frameon": False,
+    "legend.labelspacing": 0.2,
     "legend.labelcolor": INK,
     "svg.fonttype": "none",
     "text.color": INK,
@@ -119,7 +123,9 @@ CHART_STYLE: dict[RcKeyType, Any] = {
     "ytick.color": INK,
 }
 MOST_POINTS = 400  # most points of a line: a percentile curve needs no more
-LEAST_MS = 0.001  # pieces may come together, and a logarithmic axis has no 0
+TOGETHER_MS = 0.1  # pieces with a shorter gap came in one packet, so that the gap tells nothing of a server
+LONGEST_LABEL = 60  # characters of a line's name that fit above a chart
+LINE_INCHES = 0.2  # height of a name above a chart
 Sweeps = Sequence[tuple[str, Sequence[Result]]]
 Chart = tuple[str, str]  # its caption, and its SVG
 
@@ -200,12 +206,12 @@ def figures_table(sides: Sequence[Side]) -> str:
         values = [known_figure(side.result, name) for side in sides]
         if all(value is None for value in values):
             continue
-        row = [label, *("-" if value is None else f"{value:,.4g}" for value in values)]
+        row = [label, *map(_number, values)]
         if len(sides) == 2:
             row.append(_ratio(values[0], values[1], more_is_better))
         rows.append(row)
     heads = [marked(side.name, kind) for side, kind in zip(sides, cycle(KINDS))]
-    return table(["", *heads, *(["times"] if len(sides) == 2 else [])], rows)
+    return table(["", *heads, *(["times"] if len(sides) == 2 else [])], rows, kind="figures")
 
 
 def points_table(points: Sequence[Result]) -> str:
@@ -213,11 +219,10 @@ def points_table(points: Sequence[Result]) -> str:
     head = ["offered/s", *(ROWS[name][0] for name in SWEPT), "verdict"]
     rows = []
     for point in points:
-        values = [known_figure(point, name) for name in SWEPT]
-        cells = ["-" if value is None else f"{value:,.4g}" for value in values]
+        cells = [_number(known_figure(point, name)) for name in SWEPT]
         outcome = point["verdict"]["outcome"]
         rows.append([f"{rate_of(point):g}", *cells, marked(outcome, outcome)])
-    return table(head, rows)
+    return table(head, rows, kind="figures")
 
 
 def facts_table(result: Result) -> str:
@@ -231,6 +236,13 @@ def facts_table(result: Result) -> str:
         if isinstance(shown, Mapping):
             facts |= {f"{group}: {name}": value for name, value in shown.items()}
     return table(["", ""], [[name, _text(value)] for name, value in facts.items()])
+
+
+def _number(value: float | None) -> str:
+    """Return a figure with four digits, or all of its whole part."""
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def _text(value: object) -> str:
@@ -261,13 +273,29 @@ class Line:
     @property
     def label(self) -> str:
         """The name, with a space before an underscore: matplotlib leaves such names out of a legend."""
-        return f" {self.name}" if self.name.startswith("_") else self.name
+        name = self.name
+        if len(name) > LONGEST_LABEL:  # names of settings may differ at either end
+            name = f"{name[: LONGEST_LABEL // 2]}…{name[1 - LONGEST_LABEL // 2 :]}"
+        return f" {name}" if name.startswith("_") else name
 
 
-def svg(lines: Sequence[Line], x_title: str, y_title: str, *, log: str = "", from_zero: bool = False) -> str:
-    """Draw lines over one pair of axes, for insertion into a page; the axis `log` is logarithmic."""
+def svg(
+    lines: Sequence[Line],
+    x_title: str,
+    y_title: str,
+    *,
+    log: str = "",
+    from_zero: bool = False,
+    counts: bool = False,
+) -> str:
+    """Draw lines over one pair of axes, for insertion into a page; the axis `log` is logarithmic.
+
+    Values that are `counts` have no fractions at their axis.
+    """
     with mpl.rc_context(CHART_STYLE):
-        drawing, axes = plt.subplots(figsize=(6.4, 3.4))
+        names_inches = LINE_INCHES * len(lines)
+        height = 3.0 + names_inches
+        drawing, axes = plt.subplots(figsize=(6.4, height))
         try:
             for line in lines:
                 colour = COLOURS[line.side % len(COLOURS)]
@@ -279,11 +307,16 @@ def svg(lines: Sequence[Line], x_title: str, y_title: str, *, log: str = "", fro
                 axis.set_minor_formatter(LogFormatter(minor_thresholds=(1.5, 0.5)))
             if from_zero:
                 axes.set_ylim(bottom=0)
+            if counts:
+                axes.yaxis.set_major_locator(MaxNLocator(integer=True))
             axes.set_xlabel(x_title)
             axes.set_ylabel(y_title)
-            if lines:
-                axes.legend()
-            drawing.tight_layout()
+            if (
+                lines
+            ):  # above the axes: within them names would hide lines, and their width is not the chart's
+                legend = axes.legend(loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0.2)
+                legend.set_in_layout(False)
+            drawing.tight_layout(rect=(0, 0, 1, 1 - names_inches / height))
             out = io.StringIO()
             drawing.savefig(out, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
         finally:
@@ -305,7 +338,7 @@ def curves(sweeps: Sweeps) -> Iterator[Chart]:
             known = [each for each in points if f"{latency}_ms" in each]
             served = [each["requests_per_s"] for each in known]
             for part, style in (("p50", "-"), ("p99", "--")):
-                values = [max(LEAST_MS, each[f"{latency}_ms"][part]) for each in known]
+                values = [max(TOGETHER_MS, each[f"{latency}_ms"][part]) for each in known]
                 lines += [Line(side, f"{name} {part}", served, values, style, ".")] if known else []
         if lines:
             title = f"{latency.upper()}, ms"
@@ -326,15 +359,22 @@ def goodput(sweeps: Sweeps) -> Chart:
 
 
 def distributions(runs: Sweeps) -> Iterator[Chart]:
-    """Draw the share of requests (of gaps, for ITL) that took at most a time."""
+    """Draw the share of requests (of gaps, for ITL) that took at most a time.
+
+    The line of ITL begins at the share of gaps within one packet, which has no place on a logarithmic axis.
+    """
     for latency in ("ttft", "itl"):
         lines = []
         for side, (name, (result,)) in enumerate(runs):
             values_ms = _latencies_ms(result, latency)
             if len(values_ms):
-                shares = np.linspace(0, 1, min(len(values_ms), MOST_POINTS))
-                times_ms = np.maximum(LEAST_MS, np.quantile(values_ms, shares))
-                lines.append(Line(side, name, times_ms.tolist(), shares.tolist()))
+                together = float(np.mean(values_ms < TOGETHER_MS))
+                said = f"{name} ({together:.0%} came together)" if together >= 0.005 else name
+                shares = np.linspace(together, 1, min(len(values_ms), MOST_POINTS))
+                apart_ms = np.sort(values_ms)[int(np.sum(values_ms < TOGETHER_MS)) :]
+                if len(apart_ms):
+                    times_ms = np.quantile(apart_ms, np.linspace(0, 1, len(shares)))
+                    lines.append(Line(side, said, times_ms.tolist(), shares.tolist()))
         if lines:
             image = svg(lines, f"{latency.upper()}, ms", "share", log="x")
             yield f"Share of {latency.upper()} at most so long", image
@@ -361,7 +401,8 @@ def over_time(runs: Sweeps) -> Iterator[Chart]:
                     Line(side, name, [each[0] for each in readings], [each[at] for each in readings])
                 )
         if lines:
-            yield label, svg(lines, "seconds", label, from_zero=True)
+            are_counts = gauge != "kv_usage"
+            yield label, svg(lines, "seconds", label, from_zero=True, counts=are_counts)
 
 
 class Markup(str):
@@ -381,11 +422,12 @@ def page(title: str, parts: Iterable[str]) -> str:
     )
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table; cells are text, or Markup."""
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, kind: str = "facts") -> str:
+    """Return a table; cells are text, or Markup. Words are broken in facts alone, which may be long paths."""
     top = "".join(f"<th>{_cell(each)}</th>" for each in head)
     body = "".join("<tr>" + "".join(f"<td>{_cell(each)}</td>" for each in row) + "</tr>\n" for row in rows)
-    return f'<div class="wide"><table><thead><tr>{top}</tr></thead><tbody>\n{body}</tbody></table></div>'
+    inner = f"<thead><tr>{top}</tr></thead><tbody>\n{body}</tbody>"
+    return f'<div class="wide"><table class="{kind}">{inner}</table></div>'
 
 
 def pictures(drawn: Iterable[tuple[str, str]]) -> str:

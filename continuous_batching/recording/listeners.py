@@ -209,6 +209,19 @@ class Listeners:
         last = [f"{slowest} is the slowest"] if is_one else []
         return "; ".join([*(f"{_named(names)}: {does}" for does, names in found.items()), *last])
 
+    def start_progress(self) -> str:
+        """Describe how far the start is by its slowest rank, with the share that each rank has loaded."""
+        ranks = [("rank 0", self.doing), *((each.name, each.doing) for each in self._ranks)]
+        shares = [_percent(doing) for _, doing in ranks]
+        if min(shares) == math.inf:
+            return self.start_report()
+        name, doing = ranks[shares.index(min(shares))]
+        stage, _, far = doing.partition(":")
+        is_one = shares.count(min(shares)) == 1
+        slowest = f" {' '.join(name.split()[:2])} is the slowest," if is_one else ""
+        each = ", ".join("done" if share == math.inf else f"{share:.0f}%" for share in shares)
+        return f"{stage}:{slowest}{far}; by rank: {each}"
+
     def _send(self) -> None:
         while (record := self._records.get()) is not None:
             for each in self._ranks:

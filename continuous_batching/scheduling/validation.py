@@ -11,7 +11,7 @@ from typing import Literal
 
 import numpy as np
 
-from borders.refusal import BadRequest
+from borders.refusal import TOO_LONG, BadRequest
 from continuous_batching.policies.policy import Policy
 from continuous_batching.request import Request
 from continuous_batching.slots import SlotPool
@@ -122,7 +122,7 @@ def too_long(num_prompt: int, asked: str, limit: int, *, value: int) -> BadReque
         limit=limit,
         fix="shorten the prompt" if num_prompt >= limit else "shorten the prompt or lower max_tokens",
         subject="This model's maximum context length",
-        code="context_length_exceeded",
+        code=TOO_LONG,
     )
 
 

@@ -22,7 +22,7 @@ from doctor.verify.npu.questions import QUESTIONS, Probe
 from doctor.verify.npu.rank_questions import of_ranks
 from recipes.machine import ANSWERS, Npu, one_line, start
 from recipes.schema import verb
-from recipes.schema.command_line import add_recipe
+from recipes.schema.command_line import add_recipe, with_keys
 from recipes.schema.reader import load
 
 PROBES = (*QUESTIONS, *LAUNCH_PROBES, *MASK_PROBES, *LATENT_PROBES)
@@ -57,7 +57,7 @@ def main(argv: list[str]) -> int:
     )
     add_recipe(parser)
     parser.add_argument("--answers", type=Path, default=ANSWERS, metavar="DIR", help="where they are kept")
-    options = parser.parse_intermixed_args(argv)
+    options = parser.parse_intermixed_args(with_keys(argv))
     recipe = load(options.recipe, options.overrides, options.profile)
     machine = start(recipe.device)
     found: list[Answer] = []

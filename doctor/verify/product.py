@@ -17,7 +17,7 @@ from models.layers.dtypes import TORCH_DTYPES
 from recipes.assembly.families import model_config
 from recipes.machine import Npu, start
 from recipes.schema import verb
-from recipes.schema.command_line import add_recipe
+from recipes.schema.command_line import add_recipe, with_keys
 from recipes.schema.reader import load
 from recipes.schema.recipe import Recipe
 
@@ -52,7 +52,7 @@ def main(argv: list[str]) -> int:
         formatter_class=argparse.RawTextHelpFormatter,
     )
     add_recipe(parser)
-    options = parser.parse_intermixed_args(argv)
+    options = parser.parse_intermixed_args(with_keys(argv))
     recipe = load(options.recipe, options.overrides, options.profile)
     machine = start(recipe.device)
     if not isinstance(machine, Npu):

@@ -18,7 +18,7 @@ from typing import Any
 from recipes.assembly.engine import build
 from recipes.machine import Npu, start
 from recipes.schema import verb
-from recipes.schema.command_line import add_recipe
+from recipes.schema.command_line import add_recipe, with_keys
 from recipes.schema.reader import load
 from recipes.tiny.corpus import held_out_sums
 from serving.offline import Record, read_jobs, run_jobs
@@ -85,7 +85,7 @@ def main(argv: list[str]) -> int:
         formatter_class=argparse.RawTextHelpFormatter,
     )
     add_recipe(parser)
-    options = parser.parse_intermixed_args(argv)
+    options = parser.parse_intermixed_args(with_keys(argv))
     recipe = load(options.recipe, options.overrides, options.profile)
     machine = start(recipe.device)
     found: list[dict[str, Any]] = []

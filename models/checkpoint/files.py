@@ -14,13 +14,14 @@ from typing import Any, Literal
 from safetensors import SafetensorError, safe_open
 
 from borders.files import check_regular, is_there
+from models.checkpoint_names import alone
 from models.modelslim import description_in
-from models.text_names import alone
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _SHARD = re.compile(r"model-(\d{1,5})-of-(\d{1,5})\.safetensors")
 _LFS = b"version https://git-lfs"  # the first bytes of a pointer, where Git LFS has not fetched the file
 GPTQ_FILES = "gptq_model-*.safetensors"  # AutoGPTQ's name of a single file, with bits and group
+MISTRALS = "consolidated*.safetensors"  # names of Mistral's own format, whose tensors have other names, too
 QUANTISED = "quant_model_weight*.safetensors"  # names of msModelSlim, beside which there may be an index
 MOST_INDEX_BYTES = 2**28  # an entry for each tensor of 256 quantised experts in 61 layers has 24 MiB
 MOST_NAMES = 20  # names that one message lists
@@ -45,6 +46,8 @@ def checkpoint_files(path: Path) -> list[Path]:
             return shards
         if len(named := sorted(path.glob(GPTQ_FILES))) == 1:
             return named
+        if mistrals := sorted(path.glob(MISTRALS)):
+            raise mistrals_own(mistrals[0])
         raise ValueError(
             f"{path} holds neither {SINGLE} nor {INDEX}; only safetensors are read: "
             "convert the checkpoint, or set model.weights: random"
@@ -59,6 +62,14 @@ def checkpoint_files(path: Path) -> list[Path]:
     if absent:
         raise ValueError(f"{path} lacks {_first(absent)}, which {index.name} lists; download what is missing")
     return [path / name for name in names]
+
+
+def mistrals_own(file: Path) -> ValueError:
+    """Return the refusal of weights in Mistral's own format."""
+    return ValueError(
+        f"{file} is in Mistral's own format, which is not read; take config.json and {SINGLE}, or {INDEX}"
+        " with its shards, of the same model: hf download ORG/NAME --exclude 'consolidated*'"
+    )
 
 
 def _numbered(path: Path) -> list[Path]:

@@ -11,6 +11,7 @@ from models.decoder import DecoderLayer, SelfAttention
 from models.layers.latent import LatentSelfAttention, UpProjection
 from models.layers.linear import Linear
 from models.layers.mixture import Mixture
+from models.modelslim import CACHE_ENDS
 
 SINKS = "sinks"  # attention sinks, one number for each query head
 
@@ -19,7 +20,8 @@ SINKS = "sinks"  # attention sinks, one number for each query head
 class LayerParts:
     """What is filled of one layer or several, by names in a checkpoint."""
 
-    whole: dict[str, Tensor | None]  # held whole by every rank, except sinks, which are cut by heads
+    # Held whole by every rank, except sinks and a cache's scales, which are cut by heads
+    whole: dict[str, Tensor | None]
     # Linears of a checkpoint that a linear joins
     joined: list[tuple[str, tuple[str, ...], Linear | UpProjection]]
     orders: dict[str, Tensor | None]  # orders of rows, as in `Place.order`
@@ -44,6 +46,8 @@ class LayerParts:
             whole[f"{prefix}self_attn.{QUERY_NORM}.bias"] = attention.query_norm_bias
         if isinstance(attention, SelfAttention):
             whole[f"{prefix}self_attn.{SINKS}"] = attention.sinks
+            scales = attention.key_scale, attention.value_scale
+            whole |= {f"{prefix}self_attn.{end}": each for end, each in zip(CACHE_ENDS, scales)}
         names = config.mlp_names(number, prefix)
         experts = mlp.mlps() if isinstance(mlp, Mixture) else {"0": mlp}
         for which, expert in experts.items():

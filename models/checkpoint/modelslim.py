@@ -96,6 +96,18 @@ class OfOutputs(Place):
         self.fill(found)
 
 
+@dataclass(frozen=True, slots=True)
+class OfChannels(Place):
+    """The destination of a cache's scales, one for each channel, or one for all of them."""
+
+    def take(self, file: Path, name: str, tensor: Tensor) -> None:
+        """See Place.take."""
+        found = tensor.float()
+        if not bool(((found > 0) & found.isfinite()).all()):
+            raise ValueError(f"{file}: {name} holds a number that is no scale above 0; copy it again")
+        self.fill(found.expand(len(self.room)) if self.shape == (1,) else found)
+
+
 def scale_of(stored: Tensor) -> Tensor:
     """Return float32 scales, which an int64 holds in its low half."""
     return stored.to(torch.int32).view(torch.float32) if stored.dtype == torch.int64 else stored
@@ -147,7 +159,11 @@ def in_described(
             CACHE_SCALE.search(name)
             and f"{linear.rpartition('.self_attn.')[0]}.self_attn.o_proj.weight" in places
         ):
-            more[name] = Unused(shape, must_be_zero=name.endswith("offset"))
+            own = more.get(name)
+            if not isinstance(own, OfChannels):
+                more[name] = Unused(shape, must_be_zero=name.endswith("offset"))
+            elif shape == (1,):
+                more[name] = OfChannels(own.room, shape, ())
         kind, place = form.types.get(linear, FLOAT), places.get(f"{linear}.weight")
         if kind == FLOAT or not isinstance(place, Place):
             continue

@@ -8,7 +8,6 @@ is reported in one error.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterator
 from hashlib import sha256
 from itertools import zip_longest
@@ -18,18 +17,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from borders.start_report import ReadingReport
+from borders.start_report import LOADING, QUANTISING, ReadingReport
 from models.checkpoint.files import checkpoint_files, names_in, open_checkpoint, tensor_names
 from models.checkpoint.layer_parts import SINKS, LayerParts
-from models.checkpoint.modelslim import OF_INPUTS, in_described, of_pairs
+from models.checkpoint.modelslim import OF_INPUTS, OfChannels, in_described, of_pairs
 from models.checkpoint.place import Place, Rounding
 from models.checkpoint.stacked_experts import AnyPlace, PackedStack, Places, in_stacks
 from models.checkpoint.stored_parts import PartPlace, in_parts
+from models.checkpoint_names import HARMLESS, PREDICTION, TOWERS
 from models.config import FUSED, GATE_UP, MLP_ROLES, QKV, DecoderConfig, Form
 from models.decoder import Decoder, DecoderLayer
 from models.layers.latent import UpProjection
 from models.layers.linear import Linear
-from models.modelslim import description_in
+from models.modelslim import CACHE_ENDS, description_in
 from models.ops.operands import MIDDLE
 from models.packing import IN_A_WORD, Int4
 from models.parallel.share import Share, Slices
@@ -37,20 +37,7 @@ from models.parallel.share import Share, Slices
 HEAD, EMBEDDING, BODY = "lm_head.weight", "model.embed_tokens.weight", "embed_tokens.weight"
 # Bytes after which a file is mapped again, because pages read from a mapping count as the process's memory
 MAPPED_BYTES = 2**27
-# How the tensors of towers for images, and of what leads from them to the text model, are named
-TOWERS = (
-    "vision_tower.",
-    "vision_model.",
-    "multi_modal_projector.",
-    "mm_projector.",
-    "model.vision_tower.",
-    "model.multi_modal_projector.",
-    "model.mm_projector.",
-)
-# How ERNIE's layers that predict further tokens are named, which lie beside its own and are not read
-PREDICTION = "model.mtp_"
-# Buffers that older checkpoints contain although they follow from config.json
-HARMLESS = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
+RANDOM_CACHE_SCALE = 1 / 32  # of keys and values near one
 
 
 def load(decoder: Decoder, path: str | Path, tell: Callable[[str], None] = lambda _: None) -> int:
@@ -116,7 +103,9 @@ def fill(
     }
     counts = {file: sum(name in places for name in names) for file, names in found.items()}
     read = {file.name: count for file, count in counts.items() if count}
-    progress = ReadingReport(tell, {file.name: file.stat().st_size for file in counts if counts[file]}, read)
+    rounds = any(isinstance(place, Place) and place.rounding is not None for place in places.values())
+    sizes = {file.name: file.stat().st_size for file in counts if counts[file]}
+    progress = ReadingReport(tell, sizes, read, doing=QUANTISING if rounds else LOADING)
     for some in (places.keys() - far, far):
         for file, names in found.items():
             for name, tensor in _tensors(file, {name: places[name] for name in names if name in some}):
@@ -163,6 +152,9 @@ def random(decoder: Decoder, seed: int) -> None:
     for name, parameter in decoder.named_parameters():  # a tied head appears once, as the embedding
         if name.endswith("norm"):
             parameter.data.fill_(1.0)
+        if name.endswith(("key_scale", "value_scale")):
+            parameter.data.fill_(RANDOM_CACHE_SCALE)
+            continue
         if name.endswith(("norm", "weight_scale", "weight_offset")) or not len(parameter):
             continue  # scales follow from what is drawn; the embedding of a stage that has none is empty
         places = parts[parameter.untyped_storage().data_ptr()]
@@ -241,6 +233,10 @@ def placed(parts: LayerParts, config: DecoderConfig, held: dict[str, int], share
             if name.endswith(SINKS):
                 heads = share.heads(config)
                 places[name] = Place(tensor.data, (config.num_heads,), heads, order, added=added)
+            elif name.endswith(CACHE_ENDS):
+                of = name.rpartition(".")[0]
+                rows = share.slices(name, config)
+                places[name] = OfChannels(tensor.data, sizes[of][:1], rows, orders.get(of))
             elif linear_name := _linear_of_joined_norm(name, config):
                 rows = share.slices(f"{linear_name}.weight", config)[:1]
                 places[name] = Place(tensor.data, sizes[linear_name][:1], rows, order, added=added)

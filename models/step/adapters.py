@@ -16,6 +16,7 @@ from torch import Tensor
 from models.checkpoint.adapter_files import WEIGHTS, AdapterFiles
 from models.checkpoint.files import names_in, open_checkpoint
 from models.checkpoint.place import check_finite
+from models.checkpoint_names import TOWERS
 from models.config import FUSED, GATE_UP, MLP_ROLES, QKV, DecoderConfig
 from models.decoder import Decoder
 from models.layers.dtypes import TORCH_DTYPES
@@ -23,7 +24,12 @@ from models.layers.linear import Linear
 from models.layers.low_rank import AdapterRooms, LowRank
 from models.layers.mlp import MLP
 
-_TENSOR = re.compile(r"base_model\.model\.(model\.layers\.\d+\.[\w.]+)\.lora_([AB])\.weight")
+# A linear is called as the trained model does, which may hold the text model within one that reads images,
+# too, or be a decoder without its head
+_TENSOR = re.compile(
+    r"base_model\.model\.((?:model\.|language_model\.)*(layers\.\d+\.[\w.]+))\.lora_([AB])\.weight"
+)
+_BEFORE = "base_model.model."
 # Linears that a checkpoint, and so an adapter, may store as one
 _JOINED = {QKV: FUSED, GATE_UP: MLP_ROLES[:2]}
 
@@ -75,9 +81,9 @@ class Adapters:
         """
         opened = open_checkpoint(files.folder / WEIGHTS)
         parts = {}
-        for at, (stored, down, up) in self._found(files, opened).items():
+        for at, (linear, stored, down, up) in self._found(files, opened).items():
             room = self._rooms[at]
-            names = self._parts(stored)  # a joined linear has their rows in this order
+            names = self._parts(linear)  # a joined linear has their rows in this order
             first = sum(self._sizes[name][1] for name in names[: names.index(room.name)])
             a, b = (self._read(files, opened, each, files.scale_of(stored)) for each in (down, up))
             b = b[first : first + self._sizes[room.name][1]][room.outputs]
@@ -95,36 +101,48 @@ class Adapters:
         check_finite(files.folder / WEIGHTS, name, tensor * max(1.0, abs(scale)), self._dtype)
         return tensor
 
-    def _found(self, files: AdapterFiles, opened: Any) -> dict[int, tuple[str, str, str]]:
-        """Return, for each place that the adapter fills, the stored linear and its two tensors' names."""
+    def _found(self, files: AdapterFiles, opened: Any) -> dict[int, tuple[str, str, str, str]]:
+        """Return, for each place that the adapter fills, the linear by its own name and as the trained model
+        calls it, and its two tensors' names.
+
+        What an adapter adds to a tower for images, which is not read, does not count.
+        """
         known = {room.name: at for at, room in enumerate(self._rooms)}
         pairs: dict[str, dict[str, str]] = {}
+        called: dict[str, str] = {}
         for name in names_in(opened):
+            if self._config.reads_text_alone and name.removeprefix(_BEFORE).startswith(TOWERS):
+                continue
             match = _TENSOR.fullmatch(name)
-            parts = self._parts(match[1]) if match else []
+            linear = f"model.{match[2]}" if match else ""
+            parts = self._parts(linear)
             is_here = any(part in known for part in parts)
             if match is None or not (is_here or (parts and all(map(self._is_elsewhere, parts)))):
                 raise ValueError(
                     f"{files.folder}: {name[:120]} changes what adapters cannot change here: they are of"
                     f" {', '.join(sorted({each.rpartition('.')[2] for each in known}))}"
                 )
+            if is_here and called.setdefault(linear, match[1]) != match[1]:
+                raise ValueError(
+                    f"{files.folder}: {WEIGHTS} has both {called[linear]} and {match[1]}; save it again"
+                )
             if is_here:
-                pairs.setdefault(match[1], {})[match[2]] = name
-        found: dict[int, tuple[str, str, str]] = {}
-        for stored, pair in pairs.items():
-            parts = self._parts(stored)
+                pairs.setdefault(linear, {})[match[3]] = name
+        found: dict[int, tuple[str, str, str, str]] = {}
+        for linear, pair in pairs.items():
+            parts, stored = self._parts(linear), called[linear]
             outputs = sum(self._sizes[part][1] for part in parts)
             rank = files.rank_of(stored)
             shapes = {"A": [rank, self._sizes[parts[0]][0]], "B": [outputs, rank]}
             given = {which: opened.get_slice(name).get_shape() for which, name in pair.items()}
             if given != shapes:
                 raise ValueError(f"{files.folder}: {stored} has {given}, and this model needs {shapes}")
-            found |= dict.fromkeys([known[part] for part in parts], (stored, pair["A"], pair["B"]))
+            found |= dict.fromkeys([known[part] for part in parts], (linear, stored, pair["A"], pair["B"]))
         return found
 
-    def _parts(self, stored: str) -> list[str]:
+    def _parts(self, linear: str) -> list[str]:
         """Return the linears that an adapter calls by this name; none if the model has no such linears."""
-        block, _, role = stored.rpartition(".")
+        block, _, role = linear.rpartition(".")
         names = [f"{block}.{each}" for each in _JOINED.get(role, (role,))]
         return names if all(name in self._sizes for name in names) else []
 

@@ -8,13 +8,12 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from attention.reference import Attention
 from borders.files import in_one_line
-from borders.start_report import StartReport
+from borders.start_report import LOADING, StartReport, repeated
 from continuous_batching.engine import Engine
 from continuous_batching.recording.recorder import Recorder, RecordingFile, Sink
 from devices.compiled import LIMIT_S
@@ -38,7 +37,7 @@ from models.step.runner import ModelRunner, RowSampler
 from models.step.stage_runner import StageRunner
 from models.step.warm_up import capture, largest_step_bytes, warm_up
 from recipes.assembly.decoders import cache_of, draft_decoder, drafter_of, shape_of
-from recipes.assembly.families import overridden_fields, share_of, unknown_fields
+from recipes.assembly.families import WITH_MTP, overridden_fields, share_of, unknown_fields, unread_layers
 from recipes.assembly.memory_plan import MemoryPlan, report
 from recipes.assembly.page_events import publish_pages
 from recipes.assembly.page_tier import attach_tier
@@ -94,12 +93,19 @@ def build(
         cluster = find_cluster(recipe.parallel, os.environ)
         recipe = recipe_of_a_rank(recipe, len(cluster.ranks_of(0, recipe.parallel.ranks)))
         ranks = Ranks(recipe, cluster)
-        with ranks.building():
-            built = assemble(recipe, ranks.group, clock, partial(_tell_all, ranks, tell))
+        with ranks.building(), repeated(lambda: tell(ranks.start_progress())):
+            built = assemble(recipe, ranks.group, clock, ranks.tell)
+        tell("")
         built.engine.runner = ranks.watched(built.runner, built.largest_step_s)
         built, sinks = replace(built, ranks=ranks), [ranks]
     if unknown := unknown_fields(recipe):
         log.warning("the model's configuration has fields that are not known, without effect: %s", unknown)
+    if unread := unread_layers(recipe, built.config):
+        log.log(
+            logging.INFO if built.config.family in WITH_MTP else logging.WARNING,
+            "the checkpoint has, and this engine does not read: %s",
+            unread,
+        )
     if recipe.scheduler.record is not None:
         sinks = [RecordingFile(recipe.scheduler.record), *sinks]
     if sinks:
@@ -115,12 +121,6 @@ def build_in_sight(recipe: Recipe) -> BuiltEngine:
     """Return the engine of a recipe, and show on standard error what it does until then."""
     with StartReport(sys.stderr) as report:
         return build(recipe, tell=report.tell)
-
-
-def _tell_all(ranks: Ranks, tell: Callable[[str], None], doing: str) -> None:
-    """Note what this rank does, and tell what all of them do."""
-    ranks.tell(doing)
-    tell(ranks.start_report() if doing else "")
 
 
 def assemble(
@@ -140,7 +140,7 @@ def assemble(
     machine.join(group)
     memory = plan_memory(recipe, config, machine.memory_bytes(), share=share)
     memory = _least(recipe, config, memory, world, share, machine)
-    tell("loading its weights")
+    tell(LOADING)
     # The smaller model is loaded first, so that a mistake in it is refused before the larger one is read.
     draft = draft_decoder(recipe, config, memory, machine, group, share)
     decoder = _loaded(recipe, config, memory, machine, (group, share, stages), tell)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from borders.files import check_regular, is_there
+from borders.files import is_there, json_object
 from borders.refusal import abbreviate
 from kv_cache.groups import DType
 from models.checkpoint.files import tensor_names
 from models.checkpoint.huggingface import check_attended, refused
 from models.checkpoint.int4 import check_groups, kept_int4
+from models.checkpoint_names import PREDICTION
 from models.config import DecoderConfig
 from models.drafting.config import Eagle3Config, MtpConfig, mtp_config
 from models.modelslim import check_cache, described, without_method
@@ -51,6 +51,7 @@ from recipes.seed_oss import model as seed_oss
 Auto = Literal["auto"]
 # Keys that a configuration may have beside its text_config
 _OF_THE_WHOLE = ("tie_word_embeddings", "eos_token_id", "quantization_config", "dtype", "torch_dtype")
+WITH_MTP = "deepseek_v3", "glm4_moe"  # families whose layer for further tokens is known
 MOST_UNKNOWN = 20  # fields that one message lists
 GPTQ_FILE, AWQ_FILE = "quantize_config.json", "quant_config.json"
 FAMILIES = {
@@ -313,6 +314,22 @@ def unknown_fields(recipe: Recipe) -> str:
     return ", ".join(map(abbreviate, unknown[:MOST_UNKNOWN])) + more
 
 
+def unread_layers(recipe: Recipe, config: DecoderConfig) -> str:
+    """Say which layers of the checkpoint predict further tokens and are not read; the empty text for none."""
+    path = recipe.model.path
+    if path is None or recipe.model.weights == "random" or recipe.speculation.kind == "mtp":
+        return ""
+    behind = range(config.num_layers, config.num_layers + config.num_unread_layers)
+    prefixes = tuple(f"model.layers.{layer}." for layer in behind)
+    found = sorted(name for name in tensor_names(path) if name.startswith((*prefixes, PREDICTION)))
+    if not found:
+        return ""
+    way = "speculation.kind: mtp guesses with them"
+    if config.family not in WITH_MTP:
+        way = f"speculation.kind: mtp is known of {' and '.join(WITH_MTP)}, and not of {config.family}"
+    return f"layers that predict further tokens, in {len(found)} tensors such as {found[0]} ({way})"
+
+
 def _check_replaced(hf: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
     """Raise RecipeError for a field that a recipe replaces and the model's family does not read."""
     if not overrides:
@@ -380,13 +397,4 @@ def _quantized_apart(path: Path, hf: Mapping[str, Any]) -> tuple[str, dict[str, 
 def _json(path: Path) -> dict[str, Any]:
     if not is_there(path):
         raise ValueError(f"{path} does not exist; give the directory of a Hugging Face checkpoint")
-    check_regular(path)
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON ({error}); download it again") from error
-    except RecursionError:
-        raise ValueError(f"{path} is nested too deeply; download it again") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} holds no JSON object; download it again")
-    return value
+    return json_object(path)

@@ -23,12 +23,12 @@ from models.checkpoint.files import (
 )
 from models.checkpoint.place import check_finite
 from models.checkpoint.unpacking import SUFFIX, scaled
+from models.checkpoint_names import alone
 from models.config import DecoderConfig
 from models.drafting.config import mtp_config
 from models.layers.dtypes import TORCH_DTYPES
 from models.packing import Packing
 from models.quantization import KEY, BlockScales, Quantization
-from models.text_names import alone
 from recipes.assembly.families import config_in
 
 # These belong to latent attention, which multiplies with them in the model's type.

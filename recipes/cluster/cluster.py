@@ -63,19 +63,10 @@ def find_cluster(
     `own_names` returns the names and addresses of this machine; `rank_table` is read unless RANK_TABLE_FILE
     names another file.
     """
-    names, ranks = own_names or names_of_this_machine, parallel.ranks
+    ranks = parallel.ranks
     if ranks == 1:  # the launcher's numbers do not matter, since it may start many engines of one rank
         return Cluster("this machine")
-    found = (
-        _listed(parallel, environment, names)
-        or _by_torchrun(environment)
-        or _by_ascend_operator(environment)
-        or _in_rank_table(parallel, environment, names, rank_table)
-        or _by_slurm(environment)
-    )
-    if found is None:
-        _check_alone(environment)
-        found = Cluster("this machine")
+    found = named_cluster(parallel, environment, own_names, rank_table)
     if ranks % found.num_nodes:
         raise RecipeError(
             "parallel.tensor",
@@ -85,6 +76,26 @@ def find_cluster(
         )
     # One machine needs no network, whatever its address is.
     return found if found.num_nodes > 1 else Cluster(found.source)
+
+
+def named_cluster(
+    parallel: ParallelSection,
+    environment: Environment,
+    own_names: Callable[[], set[str]] | None = None,
+    rank_table: Path = RANK_TABLE,
+) -> Cluster:
+    """Return the machines that the recipe or the launcher names, whatever the number of ranks."""
+    names = own_names or names_of_this_machine
+    found = (
+        _listed(parallel, environment, names)
+        or _by_torchrun(environment)
+        or _by_ascend_operator(environment)
+        or _in_rank_table(parallel, environment, names, rank_table)
+        or _by_slurm(environment)
+    )
+    if found is None:
+        _check_alone(environment)
+    return found or Cluster("this machine")
 
 
 def _listed(

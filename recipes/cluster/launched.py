@@ -21,7 +21,7 @@ from recipes.schema.command_line import positionals, profiles_in
 from recipes.schema.reader import load
 from recipes.schema.recipe import Recipe
 
-_CHANGE = re.compile(r"[a-z]+\.[a-z_.]+=")
+_CHANGE = re.compile(r"[A-Za-z_][\w.-]*=")
 
 
 @dataclass(frozen=True, slots=True)

@@ -138,9 +138,9 @@ class Ranks:
         """Note what this rank does during the start, for messages about a start that takes long."""
         self._listeners.doing = doing
 
-    def start_report(self) -> str:
-        """Describe what each rank does during the start."""
-        return self._listeners.start_report()
+    def start_progress(self) -> str:
+        """Describe how far the start is, in one line for whoever waits for it."""
+        return self._listeners.start_progress()
 
     @contextmanager
     def building(self) -> Iterator[None]:

@@ -18,6 +18,7 @@ from typing import Any
 
 from recipes.cluster.cluster import own_address
 from recipes.cluster.launched import Launched
+from recipes.schema.command_line import with_keys
 from recipes.schema.recipe import ROOT
 from recipes.schema.recipe_error import RecipeError
 
@@ -38,7 +39,7 @@ class RayJob:
 
 def ray_job(num_nodes: int, arguments: list[str]) -> RayJob:
     """Return what is to run, and what it needs of each node; raises ValueError for an unusable recipe."""
-    recipe = Launched.of(arguments[1:]).recipe
+    recipe = Launched.of(with_keys(arguments[1:], verb="".join(arguments[:1]))).recipe
     if recipe is None:
         raise RecipeError((), "no recipe is among the arguments", "say VERB RECIPE, as in serve RECIPE")
     if recipe.parallel.nodes is not None:

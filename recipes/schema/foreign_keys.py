@@ -112,11 +112,11 @@ FOREIGN = (
     _near("enforce_eager disable_cuda_graph", "device.graphs", "0: none"),
     _same("cuda_graph_max_bs max_cudagraph_capture_size", "device.graphs"),
     _near("attention_backend", "device.attention"),
-    _same("tensor_parallel_size tp_size", "parallel.tensor"),
+    _same("tensor_parallel_size tp_size tp", "parallel.tensor"),
     _near("worldSize npuDeviceIds", "parallel.tensor", "ASCEND_RT_VISIBLE_DEVICES says which devices"),
-    _same("pipeline_parallel_size pp_size", "parallel.pipeline"),
-    _near("enable_expert_parallel ep_size", "parallel.expert", "a number that divides `parallel.tensor`"),
-    _near("data_parallel_size dp_size", "", "scripts.route spreads requests over engines"),
+    _same("pipeline_parallel_size pp_size pp", "parallel.pipeline"),
+    _near("enable_expert_parallel ep_size ep", "parallel.expert", "a number that divides `parallel.tensor`"),
+    _near("data_parallel_size dp_size dp", "", "scripts.route spreads requests over engines"),
     _same("NumSpecTokens num_spec_tokens num_speculative_tokens", "speculation.max_tokens", "with a kind"),
     _near("speculative_config", "speculation.kind"),
     _near(
@@ -132,11 +132,31 @@ FOREIGN = (
     _near("served_model_name host port api_key", "", _OPTION),
 )  # fmt: skip
 _BY_NAME = {name: each for each in FOREIGN for name in each.names}
+# Options of other engines' command lines that take no value; vLLM sets the opposite of `--X` by `--no-X`
+SWITCHES = frozenset(
+    (
+        "trust_remote_code",
+        "enable_prefix_caching",
+        "disable_radix_cache",
+        "enable_preemption",
+        "enable_chunked_prefill",
+        "enforce_eager",
+        "disable_cuda_graph",
+        "enable_expert_parallel",
+        "enable_lora",
+    )
+)
 
 
 def foreign_key(name: str) -> ForeignKeys | None:
     """Return what is known of a name elsewhere; dashes count as underscores, as on a command line."""
     return _BY_NAME.get(name.replace("-", "_"))
+
+
+def our_key(name: str) -> str:
+    """Return our key for a name that is taken as ours, or else the name itself."""
+    foreign = foreign_key(name)
+    return (foreign.key_of(name.replace("-", "_")) if foreign and foreign.same else None) or name
 
 
 def names_table() -> str:

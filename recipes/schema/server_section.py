@@ -9,6 +9,30 @@ from borders.field_table import MOST_LEASE_S
 from recipes.schema.keys import key
 
 _DAY_S = 86_400
+ToolFormatName = Literal[
+    "none",
+    "hermes",
+    "llama3_json",
+    "mistral",
+    "mistral_v11",
+    "deepseek",
+    "deepseek_v31",
+    "deepseek_v32",
+    "kimi_k2",
+    "glm45",
+    "glm47",
+    "qwen3_coder",
+    "seed_oss",
+    "minimax_m2",
+    "hy_v3",
+    "gemma4",
+    "hunyuan_a13b",
+    "longcat",
+    "olmo3",
+    "pythonic",
+    "harmony",
+]
+ReasoningName = Literal["none", "think", "seed", "mistral", "gemma4", "hunyuan", "ernie", "harmony"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,14 +43,15 @@ class ServerSection:
         "further names that clients may call the model by, such as one that their programs have built in",
         default=(),
     )
-    tool_format: Literal["none", "hermes", "llama3_json", "mistral", "deepseek", "pythonic", "harmony"] = key(
-        "how the model writes that it calls tools; none: it was not trained to, and requests that let it are"
-        " refused; harmony: beside `server.reasoning` alone",
+    tool_format: ToolFormatName = key(
+        "how the model writes that it calls tools (docs/tools.md); none: it was not trained to, and requests"
+        " that let it are refused; harmony: beside `server.reasoning` alone",
         default="none",
     )
-    reasoning: Literal["none", "think", "harmony"] = key(
-        "how the model writes what it only thinks; think: from <think> to </think>, before the answer;"
-        " harmony: on gpt-oss' channels, on which its calls are, too",
+    reasoning: ReasoningName = key(
+        "how the model writes what it only thinks; think: from <think> to </think>, before the answer; seed,"
+        " mistral and gemma4: between marks of their own; hunyuan and ernie: as think, with marks around the"
+        " answer, too; harmony: on gpt-oss' channels, on which its calls are, too",
         default="none",
     )
     score_question: str | None = key(
@@ -43,6 +68,11 @@ class ServerSection:
         "classes of the operator's own, as MODULE:CLASS, which change the logits of requests that name them"
         " (docs/serving.md)",
         default=(),
+    )
+    profile: str | None = key(
+        "a folder for traces of the engine's steps, which POST /start_profile and /stop_profile record; null:"
+        " there are no such routes",
+        default=None,
     )
     pages_at: str | None = key(
         "where this engine computes prompts for others and sends them the pages, tcp://HOST:PORT, beside what"
@@ -138,6 +168,13 @@ class ServerSection:
         default=4096,
         least=1,
         most=2**24,
+    )
+    keep_alive_s: float = key(
+        "a stream sends a comment, which clients skip, whenever it has said nothing for this long, as while"
+        " its request waits: proxies end connections that are silent; 0: none",
+        default=15.0,
+        least=0,
+        most=_DAY_S,
     )
     share_prefixes: bool = key(
         "let clients with different API keys share pages; one could then find out, by timing, what others"

@@ -145,6 +145,7 @@ class SampleAnswers:
                 options.without_end(tokens, found.finish_reason),
                 skip_special_tokens=options.skip_special_tokens,
                 start=options.start,
+                marks=options.marks,
             )
         return AnswerDelta(index, text, tokens, list(found.logprobs), found.finish_reason, hypothesis=found)
 
@@ -211,6 +212,8 @@ class AnswerStream(SampleAnswers):
         self.failure: Failure | BadRequest | None = None
         self.is_aborted = False  # the request was aborted, and the engine knows it
         self.failed = asyncio.Event()
+        self.is_accepted = False  # the request is, or was, in the engine's queue
+        self.decided = asyncio.Event()  # set once it is accepted, or has failed before
         self._max_unread_tokens = max_unread_tokens
         self._unread: list[AnswerDelta] = []
         self._num_unread = 0
@@ -240,6 +243,11 @@ class AnswerStream(SampleAnswers):
             await self._news.wait()
         unread, self._unread, self._num_unread = self._unread, [], 0
         return unread
+
+    def accept(self) -> None:
+        """Record that the engine has accepted the request."""
+        self.is_accepted = True
+        self.decided.set()
 
     def begin(self, begun: Begun) -> None:
         """Record that the prompt is computed, with what the engine reports about it."""
@@ -280,6 +288,7 @@ class AnswerStream(SampleAnswers):
             self.failure = failure
             self._news.set()
             self.failed.set()
+            self.decided.set()
 
     def _put(self, deltas: list[AnswerDelta]) -> None:
         if not deltas:

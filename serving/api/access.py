@@ -27,8 +27,9 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from serving.api import page_files
 from serving.api.api_keys import ApiKeys
-from serving.api.errors import DEFECT, error_response, response_of
+from serving.api.errors import ANTHROPICS_PATHS, DEFECT, error_response, response_of
 from serving.api.pieces import Turns
 from serving.api.streamed import gone
 from serving.failures import ShutDown
@@ -114,7 +115,8 @@ def bounded_route(most_values: int, turns: Turns) -> type[APIRoute]:
 
 log = logging.getLogger(__name__)
 
-OPEN_PATHS = ("/", "/health", "/ready")  # a page that asks for the key itself, and the paths of probes
+# A page that asks for the key itself, its files, and the paths of probes
+OPEN_PATHS = frozenset(("/", "/health", "/ready", *page_files.PATHS))
 _LOCAL = re.compile(r"(localhost|127(\.[0-9]{1,3}){3}|\[::1\])(:[0-9]{1,5})?", re.IGNORECASE)
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
 
@@ -160,6 +162,8 @@ class AccessControl:
         name = state["request_id"] = given if _ID.fullmatch(given) else secrets.token_hex(16)
         traced = ("traceparent", "tracestate") if b"traceparent" in headers else ()
         TRACE_HEADERS.set({each: headers.get(each.encode(), "") for each in traced})
+        is_anthropics = scope["path"].startswith(ANTHROPICS_PATHS)
+        named = (b"x-request-id", b"request-id") if is_anthropics else (b"x-request-id",)
         # The status stays 499 if the client closed the connection first.
         start_s, status, is_whole = time.monotonic(), 499, False
 
@@ -168,7 +172,11 @@ class AccessControl:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 notes = [(each.encode(), said.encode()) for each, said in state.get("notes", {}).items()]
-                message["headers"] = [*message["headers"], (b"x-request-id", name.encode()), *notes]
+                message["headers"] = [
+                    *message["headers"],
+                    *((label, name.encode()) for label in named),
+                    *notes,
+                ]
                 # A body that the client holds back may never come.
                 if refusal is not None and b"expect" in headers:
                     message["headers"].append((b"connection", b"close"))
@@ -209,7 +217,10 @@ class AccessControl:
                 403,
                 "without API keys the server answers localhost only; ask there, or start it with --api-keys",
             )
-        client = self._keys.client(headers.get(b"authorization"))
+        bearer = headers.get(b"authorization")
+        if bearer is None and b"x-api-key" in headers:  # Anthropic's clients send their keys so
+            bearer = f"Bearer {headers[b'x-api-key']}"
+        client = self._keys.client(bearer)
         if client is None and scope["path"] not in OPEN_PATHS:
             return error_response(401, "the key is missing or wrong; send Authorization: Bearer KEY")
         state["client"] = client

@@ -12,7 +12,8 @@ from serving.answers.answers import AnswerDelta
 from serving.text.tokenizer import Text
 from serving.tools.channels import ChannelFormat, ChannelParser
 from serving.tools.definitions import tool_use
-from serving.tools.parsing import Parsed, ReasoningParser, Thought, ToolParser
+from serving.tools.formats import THOUGHT_FORMATS
+from serving.tools.parsing import CallDelta, Parsed, ReasoningParser, Thought, ToolParser
 
 
 class AnswerParser:
@@ -30,13 +31,15 @@ class AnswerParser:
         self._channels = None if text is None else text.channels
         use = tool_use(fields)
         self._names = () if use is None else tuple(use.schemas)
+        self._schemas = {} if use is None else use.parameters
         has_text = use is not None and bool(use.schemas) and not use.must_call
         has_place = has_text or (text is not None and len(text.think_marks) == 2)  # a place for reasoning
         is_held = request.params.grammar is not None and not has_place
         self.thinks = thinks and not is_held
         self._end_mark = text.think_marks[-1] if text is not None and text.think_marks else -1
         is_open = self.thinks and text is not None and text.opens_thoughts(request.prompt)
-        self._thoughts = defaultdict[int, ReasoningParser](lambda: ReasoningParser(is_open=is_open))
+        form = THOUGHT_FORMATS["think"] if text is None or text.thoughts is None else text.thoughts
+        self._thoughts = defaultdict[int, ReasoningParser](lambda: ReasoningParser(form, is_open=is_open))
         self._tools: dict[int, ToolParser | ChannelParser] = {}
         self._tools_in_thoughts: dict[int, ToolParser] = {}
         self._opening = ""  # the opening, held by the prompt, of an answer's first message on channels
@@ -65,11 +68,13 @@ class AnswerParser:
 
     def _in_thoughts(self, index: int, thoughts: str, *, is_open: bool) -> Parsed:
         """Return reasoning, and the calls in it: a model may call before it ends its reasoning."""
-        if self._form is None or not self._names or self._form.is_whole:
+        if self._form is None or not self._names:
             found = Parsed([thoughts] if thoughts else [])
         else:
             if index not in self._tools_in_thoughts:
-                self._tools_in_thoughts[index] = ToolParser(self._form, self._names)
+                self._tools_in_thoughts[index] = ToolParser(
+                    self._form, self._names, schemas=self._schemas, in_thoughts=True
+                )
             parser = self._tools_in_thoughts[index]
             found = parser.push(thoughts)
             if not is_open:
@@ -101,8 +106,10 @@ class AnswerParser:
         parser = self._tools.get(index) or self._tools_in_thoughts.get(index)
         return 0 if parser is None else parser.num_calls
 
-    def call_id(self) -> str:
-        """Return a new, random id for a call."""
+    def call_id(self, call: CallDelta) -> str:
+        """Return the id of a call that begins: its own, where the model gave one, or a random one."""
+        if call.id is not None:
+            return call.id
         form = self._form or self._channels
         assert form is not None, "a call without a format"
         return uuid.uuid4().hex[: form.id_length]
@@ -133,7 +140,7 @@ class AnswerParser:
         if index not in self._tools:  # once it is known how many calls the reasoning had
             before = self._tools_in_thoughts.get(index)
             num_calls = 0 if before is None else before.num_calls
-            self._tools[index] = ToolParser(self._form, self._names, num_calls)
+            self._tools[index] = ToolParser(self._form, self._names, num_calls, schemas=self._schemas)
         parser = self._tools[index]
         parsed = parser.push(text)
         if is_last:

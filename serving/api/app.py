@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 
-from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp
@@ -20,7 +19,10 @@ from serving.api.chat import ChatRoute
 from serving.api.completion import CompletionRoute
 from serving.api.embeddings import EmbeddingsRoute
 from serving.api.generation import Generation
+from serving.api.live_page import LivePage
+from serving.api.messages import MessagesRoutes
 from serving.api.model_names import ModelNames
+from serving.api.openapi import DescribedAPI
 from serving.api.pieces import Turns
 from serving.api.responses import ResponsesRoute
 from serving.api.scores import ScoreRoutes
@@ -35,14 +37,15 @@ def application(
     *,
     is_local: bool,
     batches: Batches | None = None,
+    live: LivePage | None = None,
 ) -> ASGIApp:
     """Return the server's application behind its access control.
 
     `model` is the name under which the model is served; see AccessControl for `is_local`. Pages of
     `cors_origins` may send requests from a browser; "*" stands for all origins. Where `batches` is given, its
-    routes are served; `Batches.run` runs the batches.
+    routes are served; `Batches.run` runs the batches. `live` has a history if it has begun before.
     """
-    app = FastAPI(
+    app = DescribedAPI(
         title="Continuous batching",
         version=VERSION,
         redirect_slashes=False,
@@ -61,22 +64,21 @@ def application(
         "/v1/responses": ResponsesRoute(generation).respond,
         "/v1/embeddings": EmbeddingsRoute(generation).embed,
     }
-    for path, answer in (answers | ScoreRoutes(generation).by_path()).items():
+    others = MessagesRoutes(generation).by_path() | ScoreRoutes(generation).by_path()
+    for path, answer in (answers | others).items():
         app.add_api_route(path, answer, methods=["POST"], response_class=Response)
-    app.include_router(operations.router(llm, names))
-    app.include_router(model_names.adapters_router(llm, names, route))
-    app.include_router(operations.text_router(llm, names, route))
-    app.include_router(operations.metrics_router(llm, model))
-    app.include_router(live_page.router(llm))
+    for routes in operations.routers(llm, names, model, route):
+        app.include_router(routes)
+    app.include_router(model_names.router(llm, names, route))
+    app.include_router(live_page.router(live or LivePage(llm)))
     max_body_bytes, most_bytes_of = int(llm.recipe.server.max_body_mib * 2**20), {}
     if batches is not None:
         app.include_router(files.files_router(batches, route))
         app.include_router(batch_routes.batches_router(batches, tuple(answers), route))
         most_bytes_of[files.PATH] = int(llm.recipe.server.max_batch_file_mib * 2**20)
         batches.app = app
-    memory = BodyMemory(
-        max(max_body_bytes, *most_bytes_of.values(), int(llm.recipe.server.max_bodies_mib * 2**20))
-    )
+    most_bytes = int(llm.recipe.server.max_bodies_mib * 2**20)
+    memory = BodyMemory(max(most_bytes, max_body_bytes, *most_bytes_of.values()))
     guarded = AccessControl(
         HeadAndOptions(app),
         keys,
@@ -96,5 +98,5 @@ def _open_to(origins: Sequence[str], app: ASGIApp) -> ASGIApp:
         allow_origins=origins,
         allow_methods=["GET", "POST", "DELETE"],
         allow_headers=["*"],
-        expose_headers=["x-request-id", "retry-after", "x-reasoning-effort", "x-schema-notes"],
+        expose_headers=["x-request-id", "request-id", "retry-after", "x-reasoning-effort", "x-schema-notes"],
     )

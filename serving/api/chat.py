@@ -9,12 +9,13 @@ from starlette.responses import Response
 
 from serving.answers.answers import AnswerDelta, AnswerStream
 from serving.api.answer_parser import AnswerParser
-from serving.api.choices import Choices, as_content, by_token
+from serving.api.choices import Choices, as_content, by_token, is_silent
 from serving.api.generation import Generation, fields_as_sent
 from serving.api.pieces import Json
 from serving.api.schemas import ChatBody
 from serving.text.tokenizer import Text
 from serving.tools.definitions import FIELDS as TOOLS
+from serving.tools.formats import THOUGHT_FORMATS
 from serving.tools.parsing import CallDelta
 
 
@@ -36,7 +37,7 @@ class ChatRoute:
             names["max_tokens"] = "max_completion_tokens"
         with fields_as_sent(names):
             answers = await generation.ask([asked], name, request, fill=True)
-            thinks = generation.llm.recipe.server.reasoning == "think"
+            thinks = generation.llm.recipe.server.reasoning in THOUGHT_FORMATS
             form = ChatFormat(generation.llm.text, answers[0], body, thinks=thinks)
             head = generation.head(body)
             choices = Choices(answers, form, head, body.stream_options)
@@ -68,7 +69,7 @@ class ChatFormat:
         if calls:
             message["tool_calls"] = [
                 {
-                    "id": self._parser.call_id(),
+                    "id": self._parser.call_id(each),
                     "type": "function",
                     "function": {"name": each.name, "arguments": each.arguments},
                 }
@@ -79,7 +80,7 @@ class ChatFormat:
             choice["prompt_logprobs"] = by_token(self._text, self._answer.prompt_logprobs)
         return choice
 
-    def event(self, delta: AnswerDelta, index: int) -> Json:
+    def event(self, delta: AnswerDelta, index: int) -> Json | None:
         """Return an event of a choice.
 
         The role comes with the first token, because clients time the first event.
@@ -87,21 +88,22 @@ class ChatFormat:
         said = self._parser.push(index, delta)
         content, calls = said.content, said.calls
         message: Json = _of_thoughts(said.thoughts)
-        if content or not (calls or said.thoughts):
+        if content or not (calls or said.thoughts or index in self._begun):
             message["content"] = content
         if calls:
             message["tool_calls"] = [self._call_event(each) for each in calls]
         if index not in self._begun:
             self._begun.add(index)
             message = {"role": "assistant", **message}
-        return self._choice(delta, index, {"delta": message})
+        choice = self._choice(delta, index, {"delta": message})
+        return choice if message or not is_silent(choice) else None
 
     def _call_event(self, call: CallDelta) -> Json:
         """Return a piece of a tool call; the first piece has the call's id and name."""
         if call.name is None:
             return {"index": call.index, "function": {"arguments": call.arguments}}
         function = {"name": call.name, "arguments": call.arguments}
-        name = self._parser.call_id()
+        name = self._parser.call_id(call)
         return {"index": call.index, "id": name, "type": "function", "function": function}
 
     def _choice(self, delta: AnswerDelta, index: int, message: Json) -> Json:

@@ -17,7 +17,7 @@ from serving.answers.answers import AnswerDelta, AnswerStream, finite
 from serving.api.errors import body_of
 from serving.api.pieces import Items, Json, is_short, items, object_around, to_json
 from serving.api.schemas import StreamOptions
-from serving.api.streamed import DONE
+from serving.api.streamed import COMMENT, DONE
 from serving.failures import Failure
 from serving.text.tokenizer import Text
 
@@ -118,13 +118,20 @@ class ChoiceFormat(Protocol):
         """Return a whole choice."""
         ...
 
-    def event(self, delta: AnswerDelta, index: int) -> Json:
-        """Return the choice of one event."""
+    def event(self, delta: AnswerDelta, index: int) -> Json | None:
+        """Return the choice of one event; None where new tokens say nothing yet, such as half a character."""
         ...
+
+
+def is_silent(choice: Json) -> bool:
+    """Return whether the choice of an event has nothing beside its text."""
+    return choice["finish_reason"] is None and not choice["logprobs"] and "token_ids" not in choice
 
 
 class Choices:
     """The choices of one response (a `ResponseForm`); `head` holds further fields of each object."""
+
+    keep_alive = COMMENT
 
     def __init__(
         self,
@@ -152,6 +159,8 @@ class Choices:
         """Yield an event for each piece of a choice; a long event is yielded in several parts."""
         for index, delta in deltas:
             choice = self._form.event(delta, index)
+            if choice is None:
+                continue
             if is_short(choice):
                 yield self._event([choice], self._always_usage)
                 continue

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from continuous_batching.request import TokenLogprobs
 from serving.answers.answers import AnswerDelta, AnswerStream
-from serving.api.choices import Choices, TextOffset, as_lists, by_token
+from serving.api.choices import Choices, TextOffset, as_lists, by_token, is_silent
 from serving.api.generation import Generation, fields_as_sent, prompts_of
 from serving.api.pieces import Json, items
 from serving.api.schemas import CompletionBody
@@ -77,10 +77,15 @@ class CompletionFormat:
 
     def choice(self, delta: AnswerDelta, index: int) -> Json:
         """Return a whole choice."""
-        return self.event(delta, index)
+        return self._choice(delta, index)
 
-    def event(self, delta: AnswerDelta, index: int) -> Json:
+    def event(self, delta: AnswerDelta, index: int) -> Json | None:
         """Return a piece of a choice; the first piece starts with the prompt, if an echo was asked for."""
+        is_first = index not in self._offsets
+        choice = self._choice(delta, index)
+        return choice if is_first or choice["text"] or not is_silent(choice) else None
+
+    def _choice(self, delta: AnswerDelta, index: int) -> Json:
         prompt = index // self._answers[0].num_answers
         if self._hides_answer:
             reason = delta.finish_reason if delta.finish_reason == "timeout" else "length"

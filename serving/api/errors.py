@@ -1,4 +1,7 @@
-"""Write failures and refusals as HTTP errors in the format that OpenAI's clients read."""
+"""Write failures and refusals as HTTP errors, in the format that OpenAI's clients read or in Anthropic's.
+
+Which of them a client reads follows from the path that it asks.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,9 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
-from borders.refusal import BadRequest
+from borders.refusal import TOO_LONG, BadRequest
 from serving.failures import Failure
 
 _KINDS = {  # types that differ from OpenAI's two usual ones, for mistakes of the client and of the server
@@ -22,6 +26,16 @@ _KINDS = {  # types that differ from OpenAI's two usual ones, for mistakes of th
     429: "rate_limit_error",
     499: "aborted_error",
     503: "service_unavailable_error",
+}
+ANTHROPICS_PATHS = "/v1/messages"
+_ANTHROPICS_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
 }
 DEFECT = "a defect of the server; its log tells more"
 _LONGEST = 500  # most characters of a message, which may quote the client's text
@@ -38,6 +52,12 @@ class NotFound(Failure):
         return cls(f"there is no model {asked!r}; this server serves {', '.join(map(repr, served))}")
 
 
+class Forbidden(Failure):
+    """The client's key is not an operator's."""
+
+    status = 403
+
+
 def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> bytes:
     """Return the JSON of an error."""
     shown = message if len(message) <= _LONGEST else f"{message[: _LONGEST - 3]}..."
@@ -51,16 +71,60 @@ def whole(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
+def anthropics_error(status: int, message: str, request_id: str | None, code: str | None = None) -> bytes:
+    """Return the JSON of an error as Anthropic's clients read it, in an answer or in an event of a stream."""
+    shown = message if len(message) <= _LONGEST else f"{message[: _LONGEST - 3]}..."
+    kind = _ANTHROPICS_KINDS.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    error: dict[str, Any] = {"type": kind, "message": whole(shown)}
+    if code is not None:
+        error["details"] = {"error_code": code}
+    return msgspec.json.encode({"type": "error", "error": error, "request_id": request_id})
+
+
+def for_anthropic(failure: Failure | BadRequest) -> tuple[int, str]:
+    """Return the status and the message of a failure.
+
+    The refusal of a prompt that is too long begins as Anthropic's, by which Claude Code knows that it has to
+    shorten the conversation.
+    """
+    if not isinstance(failure, BadRequest):
+        return failure.status, str(failure)
+    if failure.code == TOO_LONG and failure.field != "max_tokens":
+        return 400, f"prompt is too long: {failure.value} tokens > {failure.limit} maximum"
+    return 400, str(failure)
+
+
+class ErrorResponse(Response):
+    """A response that consists of an error; Anthropic's clients get `message` and `code` in their form."""
+
+    def __init__(
+        self, status: int, body: bytes, headers: dict[str, str], message: str, code: str | None
+    ) -> None:
+        super().__init__(body, status, headers, "application/json")
+        self._message = message
+        self._code = code
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the error in the format that belongs to the path."""
+        if scope.get("path", "").startswith(ANTHROPICS_PATHS):
+            request_id = scope.get("state", {}).get("request_id")
+            self.body = anthropics_error(self.status_code, self._message, request_id, self._code)
+            self.headers["content-length"] = str(len(self.body))
+        await super().__call__(scope, receive, send)
+
+
 def error_response(
     status: int,
     message: str,
     param: str | None = None,
     retry_after_s: float | None = None,
     code: str | None = None,
+    for_anthropic: str | None = None,
 ) -> Response:
-    """Return a response that consists of an error."""
+    """Return a response that consists of an error; Anthropic's clients may be told another message."""
     headers = {} if retry_after_s is None else {"retry-after": str(max(1, math.ceil(retry_after_s)))}
-    return Response(error_body(status, message, param, code), status, headers, "application/json")
+    body = error_body(status, message, param, code)
+    return ErrorResponse(status, body, headers, for_anthropic or message, code)
 
 
 def body_of(failure: Failure | BadRequest) -> bytes:
@@ -72,8 +136,9 @@ def body_of(failure: Failure | BadRequest) -> bytes:
 
 def response_of(failure: Failure | BadRequest) -> Response:
     """Return the response for a failure that occurs before any part of the answer was sent."""
+    message = for_anthropic(failure)[1]
     if isinstance(failure, BadRequest):
-        return error_response(400, str(failure), failure.field, code=failure.code)
+        return error_response(400, str(failure), failure.field, code=failure.code, for_anthropic=message)
     return error_response(
         failure.status, str(failure), retry_after_s=failure.retry_after_s, code=failure.code
     )

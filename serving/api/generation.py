@@ -1,17 +1,20 @@
 """Send requests to the engine, and their answers back to the client, whole or as a stream.
 
-This is what all forms of an answer share. The status of a stream is decided by its first event, so that a
-request which the engine refuses, or which finds no engine, gets a status code and not a stream that breaks.
-The requests of a client that disconnects are aborted.
+This is what all forms of an answer share. The head of a stream is sent once the engine has put its request
+into the queue. So a request which the server or the engine refuses, or which finds no engine, gets a status
+code; whatever fails later is the stream's last event. The requests of a client that disconnects are aborted.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import AsyncGenerator, Awaitable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
+import anyio
 from fastapi import Request
 from starlette.responses import Response
 from starlette.types import Receive
@@ -24,9 +27,10 @@ from serving.api.api_keys import Client
 from serving.api.model_names import ModelNames
 from serving.api.pieces import PIECE_BYTES, Turns, gathered
 from serving.api.schemas import RequestBody, SamplingBody
-from serving.api.streamed import StreamedResponse, gone
+from serving.api.streamed import KeepAlive, StreamedResponse, gone
 from serving.async_llm import PROMPT_REPLICA, AsyncLLM
 from serving.failures import ClientGone, Failure
+from serving.grammars.structured_output import FIELDS as FORMS
 from serving.grammars.structured_output import form_notes
 from serving.tools.definitions import tool_use
 
@@ -61,6 +65,8 @@ class WholeForm(Protocol):
 
 class ResponseForm(WholeForm, Protocol):
     """Writes the answers to one request either whole or as a stream."""
+
+    keep_alive: bytes  # what a stream sends while it has nothing to say, which its readers skip
 
     def events(self, deltas: Sequence[tuple[int, AnswerDelta]]) -> Iterator[bytes]:
         """Yield the events for new parts of answers; each part comes with the index of its answer."""
@@ -117,7 +123,7 @@ class Generation:
         use = tool_use(fields)
         unmet = [*dict.fromkeys(form_notes(fields) + (() if use is None else use.notes))]
         if unmet:
-            more = [f"and {len(unmet) - MOST_NOTES} more"] * (len(unmet) > MOST_NOTES)
+            more = ["and more"] * (len(unmet) > MOST_NOTES)
             notes[SCHEMA_HEADER] = "not enforced: " + "; ".join([*unmet[:MOST_NOTES], *more])
         return notes
 
@@ -141,15 +147,23 @@ class Generation:
             )
 
     async def ask(
-        self, requests: Sequence[dict[str, Any]], group: str, request: Request, *, fill: bool = False
+        self,
+        requests: Sequence[dict[str, Any]],
+        group: str,
+        request: Request,
+        *,
+        fill: bool = False,
+        shorten: bool = False,
     ) -> list[AnswerStream]:
         """Send all requests to the engine, or none; `group` is the id of the single response to `request`.
 
-        Apart from their prompts, all have the same fields.
+        Apart from their prompts, all have the same fields; `AsyncLLM.ask` says what `fill` and `shorten` are.
         """
-        answers = await self.llm.ask(requests, fill=fill, group=group, owner=request.state.client.owner)
-        request.state.notes = self._notes(requests[0])
-        return answers
+        fields = requests[0]
+        is_short = not any(fields.get(name) for name in (*FORMS, "tools"))
+        request.state.notes = await self.llm.apart(partial(self._notes, fields), at_once=is_short)
+        owner = request.state.client.owner
+        return await self.llm.ask(requests, fill=fill, shorten=shorten, group=group, owner=owner)
 
     def head(self, body: SamplingBody) -> dict[str, str]:
         """Return the fields that every answer to a request contains."""
@@ -207,14 +221,21 @@ class _Writer:
             piece = next(pieces, None)
 
     async def stream(self, request: Request, form: ResponseForm) -> Response:
-        """Return server-sent events once there is a first one; raises a failure that comes before it."""
-        news = self._news()
-        first = await self._unless_gone(request.receive, anext(news))
+        """Return server-sent events once the engine has accepted the request; raises what comes before."""
+        keep_alive = KeepAlive(self._llm.recipe.server.keep_alive_s, form.keep_alive)
+        await self._unless_gone(request.receive, self._accepted(keep_alive.every_s or math.inf))
 
         async def events() -> AsyncGenerator[bytes, None]:
-            deltas = first
-            async with contextlib.aclosing(news):
+            ready = b""
+            async with contextlib.aclosing(self._news()) as news:
                 while True:
+                    try:
+                        deltas: list[tuple[int, AnswerDelta]] = await anext(news, [])
+                    except (Failure, BadRequest) as failure:
+                        yield form.failed(failure)
+                        return
+                    if not deltas:
+                        break
                     pieces = gathered(form.events(deltas))
                     ready = next(pieces, b"")  # new tokens may still yield nothing to write
                     while len(ready) >= PIECE_BYTES:
@@ -226,16 +247,22 @@ class _Writer:
                     if ready:
                         yield ready
                     ready = b""
-                    try:
-                        deltas = await anext(news, [])
-                    except (Failure, BadRequest) as failure:
-                        yield form.failed(failure)
-                        return
-                    if not deltas:
-                        break
             yield ready + form.end()
 
-        return StreamedResponse(events(), self._end, self._cut_off)
+        return StreamedResponse(events(), self._end, self._cut_off, keep_alive=keep_alive)
+
+    async def _accepted(self, most_s: float) -> None:
+        """Wait for the engine's word on all prompts, at most `most_s`; raises the failure of a refused one.
+
+        An engine in a long step says nothing before its end, and a proxy may not wait as long for a head.
+        What fails after a prompt is accepted is told in the stream, however soon, so that the same request
+        gets the same status each time.
+        """
+        with anyio.move_on_after(most_s):
+            for answer in self._answers:
+                await answer.decided.wait()
+                if answer.failure is not None and not answer.is_accepted:
+                    raise answer.failure
 
     def _end(self) -> None:
         for answer in self._answers:

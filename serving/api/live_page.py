@@ -1,9 +1,10 @@
 """Show the engine's state to people who open the server in a browser.
 
-The module serves one plain page and a stream of the engine's state: the request in each slot, the state of
-each page, and the queue. All viewers share one query of the engine, a few times a second; without viewers
-there is none. The stream holds no text and no id of any request, only the kind of answer that it asks for; of
-the requests of other keys, it shows only that they exist.
+The module serves the page, the history of the last minutes, and a stream of the engine's state: the request
+in each slot, the state of each page, and the queue. All viewers share one query of the engine, a few times a
+second; without viewers there is one a second while there is work, for the history, and none otherwise. The
+stream holds no text and no id of any request, only the kind of answer that it asks for; of the requests of
+other keys, it shows only that they exist.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import base64
 from collections.abc import AsyncGenerator
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -20,45 +20,46 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from serving.answers.answers import AnswerStream
+from serving.api import page_files
 from serving.api.streamed import StreamedResponse
 from serving.async_llm import AsyncLLM
 from serving.engine.messages import View
 from serving.failures import Unavailable
 from serving.grammars.structured_output import form_of
+from serving.metrics.history import EVERY_S, History, Occupant, Sample
 
-_PAGE = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
-_HEADERS = {
-    "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline';"
-    " connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-    "referrer-policy": "no-referrer",
-    "x-content-type-options": "nosniff",
-}
-_EVERY_S = 0.25
+_TICK_S = 0.25
 _LATE_S = 2.0  # delay after which the page says that the engine does not answer
 _MOST_CELLS = 4096  # cells of the page map; with more pages, a cell stands for several
 FREE, CACHED, HELD, SHARED = range(4)
 
 
 class LivePage:
-    """The queries that all viewers share."""
+    """The history, and the queries that all viewers share."""
 
     def __init__(self, llm: AsyncLLM) -> None:
+        self.history = History()
         self._llm = llm
         self._num_viewers = 0
-        self._looking: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
         self._seen: dict[str, Any] = {}
-        # The owner who may see a slot, and its content.
-        self._slots: list[tuple[str | None, dict[str, Any]] | None] = []
+        # What is in each slot, and what its owner may see of it.
+        self._slots: list[tuple[Occupant, dict[str, Any]] | None] = []
         self._asked: dict[int, dict[str, Any]] = {}  # keyed by the number of each stream in a slot
         self._events: dict[str, bytes] = {}  # events of the last query, by viewer's key
+        self._is_sampled = False  # the last query belongs to a new sample of the history
         self._news = asyncio.Event()
+
+    def begin(self) -> None:
+        """Begin to watch the engine, if that has not begun, until the event loop ends."""
+        if self._watching is None or self._watching.done():
+            self._watching = asyncio.get_running_loop().create_task(self._watch())
+            self._watching.add_done_callback(_raise_defect)
 
     async def events(self, owner: str) -> AsyncGenerator[bytes, None]:
         """Yield one event for each query, for a viewer with this key."""
         self._num_viewers += 1
-        if self._looking is None or self._looking.done():
-            self._looking = asyncio.get_running_loop().create_task(self._look())
-            self._looking.add_done_callback(_raise_defect)
+        self.begin()
         try:
             while True:
                 await self._news.wait()
@@ -68,25 +69,58 @@ class LivePage:
         finally:
             self._num_viewers -= 1
 
-    async def _look(self) -> None:
-        while self._num_viewers:
-            self._seen, self._slots = await self._query()
+    def past(self, owner: str) -> dict[str, Any]:
+        """Return what a viewer with this key may see of the history."""
+        return {
+            "every_s": EVERY_S,
+            "columns": Sample._fields,
+            "samples": list(self.history.samples),
+            "num_slots": self._num_slots,
+            "cells": self._cells(owner),
+        }
+
+    @property
+    def _num_slots(self) -> int:
+        return 0 if self._llm.facts is None else self._llm.facts.num_slots
+
+    def _cells(self, owner: str, *, only_last: bool = False) -> str:
+        cells = self.history.cells(owner, self._num_slots, only_last=only_last)
+        return base64.b64encode(cells).decode()
+
+    async def _watch(self) -> None:
+        loop = asyncio.get_running_loop()
+        due_s = loop.time()
+        while True:
+            now_s = loop.time()
+            is_due = now_s >= due_s
+            if self._num_viewers or (is_due and self._llm.num_requests):
+                self._seen, self._slots = await self._query()
+            elif is_due:
+                self._slots = []
+            occupants = [slot and slot[0] for slot in self._slots]
+            self.history.look(occupants)
+            if is_due:
+                self.history.add(self._llm.stats, occupants)
+                due_s = max(due_s + EVERY_S, now_s)
+            self._is_sampled = is_due
             self._events.clear()
             self._news.set()
             self._news = asyncio.Event()
-            await asyncio.sleep(_EVERY_S)
+            await asyncio.sleep(max(0.0, now_s + _TICK_S - loop.time()))
 
     def _event(self, owner: str) -> bytes:
         """Return what a viewer with this key may see, as an event."""
         if owner not in self._events:
-            shown = self._seen
+            shown = dict(self._seen)
             if self._slots:
-                slots = [slot and (slot[1] if slot[0] == owner else {}) for slot in self._slots]
-                shown = shown | {"slots": slots}
+                slots = zip(self._slots, self.history.colours)
+                shown["slots"] = [slot and _shown_to(owner, *slot, colour) for slot, colour in slots]
+            if self._is_sampled:
+                shown |= {"sample": self.history.samples[-1], "cells": self._cells(owner, only_last=True)}
             self._events[owner] = b"data: " + msgspec.json.encode(shown) + b"\n\n"
         return self._events[owner]
 
-    async def _query(self) -> tuple[dict[str, Any], list[tuple[str | None, dict[str, Any]] | None]]:
+    async def _query(self) -> tuple[dict[str, Any], list[tuple[Occupant, dict[str, Any]] | None]]:
         """Return what all viewers may see, and what each slot holds."""
         llm = self._llm
         try:
@@ -104,7 +138,9 @@ class LivePage:
         self._asked = {stream: asked for stream, asked in self._asked.items() if stream in here}
         return {
             "state": llm.state,
+            "model": llm.stats.model,
             "device": facts.device,
+            "num_slots": facts.num_slots,
             "page_size": facts.page_size,
             "pages": base64.b64encode(page_map(view).tobytes()).decode(),
             "num_pages": facts.num_pages - 1,
@@ -121,11 +157,12 @@ class LivePage:
 
     def _slot(
         self, stream: int, num_tokens: int, num_computed: int, num_pages: int
-    ) -> tuple[str | None, dict[str, Any]]:
-        """Return the owner who may see a slot, and the slot's content."""
+    ) -> tuple[Occupant, dict[str, Any]]:
+        """Return what is in a slot, and what its owner may see of it."""
         answer = self._llm.answer_of(stream)
         num_prompt = num_tokens if answer is None else answer.request.num_prompt_tokens
-        return None if answer is None else answer.owner, {
+        owner = None if answer is None else answer.owner
+        return Occupant(stream, owner, num_computed < num_prompt), {
             "stream": stream,
             "tokens": num_tokens,
             "computed": num_computed,
@@ -150,6 +187,10 @@ class LivePage:
             }
             self._asked[stream] = {name: value for name, value in found.items() if value}
         return self._asked[stream]
+
+
+def _shown_to(owner: str, occupant: Occupant, content: dict[str, Any], colour: int) -> dict[str, Any]:
+    return content | {"colour": colour} if occupant.owner == owner else {}
 
 
 def _raise_defect(looking: asyncio.Task[None]) -> None:
@@ -177,17 +218,28 @@ def page_map(view: View) -> np.ndarray[Any, np.dtype[np.uint8]]:
     return most
 
 
-def router(llm: AsyncLLM) -> APIRouter:
-    """Return a router with the page and the stream that it reads."""
+def router(live: LivePage) -> APIRouter:
+    """Return a router with the page and what it reads."""
     routes = APIRouter()
-    live = LivePage(llm)
 
     @routes.get("/", include_in_schema=False)
     async def page() -> Response:
-        return Response(_PAGE, headers=_HEADERS, media_type="text/html")
+        return page_files.page("engine")
+
+    async def file(request: Request) -> Response:
+        return page_files.file(request.url.path)
+
+    for path in page_files.PATHS:
+        routes.add_api_route(path, file, include_in_schema=False)
 
     @routes.get("/live", include_in_schema=False)
     async def stream(request: Request) -> Response:
         return StreamedResponse(live.events(request.state.client.owner), lambda: None, asyncio.Event().wait)
+
+    @routes.get("/history", response_class=Response)
+    async def history(request: Request) -> Response:
+        """The figures of the last five minutes, a sample a second, and what was in each slot."""
+        past = live.past(request.state.client.owner)
+        return Response(msgspec.json.encode(past), media_type="application/json")
 
     return routes

@@ -1,14 +1,15 @@
-"""Define the names by which clients may ask for the model and its adapters, and serve the adapters' routes.
+"""Define the names by which clients may ask for the model and its adapters, list them, and load adapters.
 
-An operator loads and unloads adapters by these routes while the server runs. The routes and their bodies are
-named as vLLM names them.
+An operator loads and unloads adapters by routes that are named as vLLM names them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import datetime, timezone
+from typing import Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from fastapi.routing import APIRoute
 from pydantic import Field
 from starlette.responses import PlainTextResponse, Response
@@ -47,6 +48,30 @@ class ModelNames:
         return name
 
 
+class Entries:
+    """The entries of the list of models, in the forms of two APIs."""
+
+    def __init__(self, llm: AsyncLLM, names: ModelNames) -> None:
+        self._llm = llm
+        self._names = names
+        self._born = datetime.now(timezone.utc).replace(microsecond=0)
+
+    def for_openai(self, name: str) -> dict[str, Any]:
+        """Return an entry as OpenAI's clients read it, with vLLM's fields."""
+        facts, root = self._llm.facts, self._names.name
+        named = {"id": name, "object": "model", "created": int(self._born.timestamp()), "owned_by": "local"}
+        parent = {} if name in self._names.of_model else {"parent": root}
+        return (
+            named | {"root": root} | parent | ({} if facts is None else {"max_model_len": facts.max_tokens})
+        )
+
+    def for_anthropic(self, name: str) -> dict[str, Any]:
+        """Return an entry as Anthropic's clients read it."""
+        limit = None if self._llm.facts is None else self._llm.facts.max_tokens
+        named = {"type": "model", "id": name, "display_name": name, "lifecycle": "active"}
+        return named | {"created_at": self._born.isoformat(), "max_input_tokens": limit, "max_tokens": limit}
+
+
 class LoadBody(StrictBody):
     """The body of `POST /v1/load_lora_adapter`."""
 
@@ -60,9 +85,26 @@ class UnloadBody(StrictBody):
     lora_name: str
 
 
-def adapters_router(llm: AsyncLLM, names: ModelNames, route: type[APIRoute]) -> APIRouter:
-    """Return a router with both routes; a recipe enables them by adapters.root."""
-    routes = APIRouter(route_class=route)
+_ANTHROPICS = "anthropic-version"  # the header by which Anthropic's clients are told apart
+
+
+def router(llm: AsyncLLM, names: ModelNames, route: type[APIRoute]) -> APIRouter:
+    """Return a router that lists the names, and loads adapters where the recipe has adapters.root."""
+    routes, entries = APIRouter(route_class=route), Entries(llm, names)
+
+    @routes.get("/v1/models")
+    async def models(request: Request) -> dict[str, Any]:
+        """The served model under each of its names, and its limits."""
+        if _ANTHROPICS in request.headers:
+            found = [*map(entries.for_anthropic, names.all)]
+            return {"data": found, "has_more": False, "first_id": names.all[0], "last_id": names.all[-1]}
+        return {"object": "list", "data": [entries.for_openai(name) for name in names.all]}
+
+    @routes.get("/v1/models/{name:path}")
+    async def retrieve(name: str, request: Request) -> dict[str, Any]:
+        """The served model under one of its names."""
+        is_anthropics = _ANTHROPICS in request.headers
+        return (entries.for_anthropic if is_anthropics else entries.for_openai)(names.asked(name))
 
     @routes.post("/v1/load_lora_adapter", response_class=Response)
     async def load(body: LoadBody) -> Response:

@@ -1,17 +1,18 @@
-"""Serve the routes about the server itself: health, models, metrics, aborts and the tokenizer."""
+"""Serve the routes about the server itself: health, metrics, aborts and the tokenizer."""
 
 from __future__ import annotations
 
 import asyncio
 import platform
-import time
+from collections.abc import Iterator
 from functools import partial
 from importlib import metadata
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from fastapi import APIRouter, Request
 from fastapi.routing import APIRoute
+from pydantic import Field
 from starlette.responses import JSONResponse, Response
 
 from borders.field_table import taken_by
@@ -19,20 +20,30 @@ from borders.refusal import BadRequest
 from borders.version import VERSION
 from recipes.assembly import versions
 from serving.api.api_keys import Client
-from serving.api.errors import NotFound
+from serving.api.errors import Forbidden, NotFound
 from serving.api.model_names import ModelNames
-from serving.api.schemas import DetokenizeBody, TokenizeBody
+from serving.api.schemas import DetokenizeBody, StrictBody, TokenizeBody
 from serving.async_llm import AsyncLLM
-from serving.failures import CutOff
+from serving.failures import CutOff, RequestFailed
 from serving.metrics.exposition import CONTENT_TYPE, Exposition
 from serving.text.chat_options import ChatOptions
 from serving.text.tokenizer import Text
+from serving.tools.definitions import tool_use
+
+
+def routers(llm: AsyncLLM, names: ModelNames, model: str, route: type[APIRoute]) -> Iterator[APIRouter]:
+    """Yield the routers of this module that the recipe asks for."""
+    yield router(llm, names)
+    yield text_router(llm, names, route)
+    yield metrics_router(llm, model)
+    if llm.recipe.server.profile is not None:
+        yield profile_router(llm, route)
 
 
 def router(llm: AsyncLLM, names: ModelNames) -> APIRouter:
     """Return a router with the routes for operators of the server."""
     routes = APIRouter()
-    born_s, described = int(time.time()), versions.describe()
+    described = versions.describe()
 
     @routes.get("/health")
     async def health() -> Response:
@@ -61,22 +72,6 @@ def router(llm: AsyncLLM, names: ModelNames) -> APIRouter:
     async def server_info(request: Request) -> dict[str, Any]:
         """What should be noted beside a figure that was measured on this server."""
         return _info(llm, names.name, described, request.state.client)
-
-    def entry(name: str) -> dict[str, Any]:
-        limits = {} if llm.facts is None else {"max_model_len": llm.facts.max_tokens}
-        named = {"id": name, "object": "model", "created": born_s, "owned_by": "local", "root": names.name}
-        parent = {} if name in names.of_model else {"parent": names.name}
-        return named | parent | limits
-
-    @routes.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        """The served model under each of its names, and its limits."""
-        return {"object": "list", "data": [entry(name) for name in names.all]}
-
-    @routes.get("/v1/models/{name:path}")
-    async def retrieve(name: str) -> dict[str, Any]:
-        """The served model under one of its names."""
-        return entry(names.asked(name))
 
     @routes.post("/abort/{request_id}")
     async def abort(request_id: str, request: Request) -> dict[str, Any]:
@@ -113,6 +108,46 @@ def metrics_router(llm: AsyncLLM, model: str) -> APIRouter:
         return msgspec.structs.asdict(llm.stats.experts)
 
     return routes
+
+
+PROFILED_STEPS, MOST_PROFILED_STEPS = 10, 1000
+
+
+class ProfileBody(StrictBody):
+    """The body of `POST /start_profile`."""
+
+    num_steps: Annotated[int, Field(ge=1, le=MOST_PROFILED_STEPS)] | None = Field(
+        None, description=f"steps of the engine to record; null: {PROFILED_STEPS}"
+    )
+
+
+def profile_router(llm: AsyncLLM, route: type[APIRoute]) -> APIRouter:
+    """Return a router with the routes of traces; a recipe enables them by `server.profile`."""
+    routes = APIRouter(route_class=route)
+
+    @routes.post("/start_profile", response_class=Response)
+    async def start(request: Request, body: ProfileBody | None = None) -> Response:
+        """Begin to record the next steps."""
+        _check_operator(request.state.client)
+        num_steps = (None if body is None else body.num_steps) or PROFILED_STEPS
+        llm.start_profile(num_steps)
+        return _as_json({"num_steps": num_steps, "folder": llm.recipe.server.profile})
+
+    @routes.post("/stop_profile", response_class=Response)
+    async def stop(request: Request) -> Response:
+        """Wait for the trace, which ends now at the latest, and name its file."""
+        _check_operator(request.state.client)
+        written = await llm.stop_profile()
+        if written.error:
+            raise RequestFailed(f"the trace could not be recorded: {written.error}")
+        return _as_json({"path": written.path})
+
+    return routes
+
+
+def _check_operator(client: Client) -> None:
+    if not client.may_operate:
+        raise Forbidden("this key may not record traces, which slow every client; use an operator's")
 
 
 def text_router(llm: AsyncLLM, names: ModelNames, route: type[APIRoute]) -> APIRouter:
@@ -183,8 +218,13 @@ def _as_json(answer: dict[str, Any]) -> Response:
 def _tokens(text: Text, body: TokenizeBody, most: int) -> dict[str, Any]:
     if body.messages is not None:
         named = {each.name for each in taken_by("tokenize")}
-        ids = text.chat(body.messages, ChatOptions(**body.model_dump(include=named, exclude_none=True)))
+        options = body.model_dump(include=named, exclude_none=True)
+        use = tool_use({"tools": body.tools})
+        tools = () if use is None else use.tools
+        ids = text.chat(body.messages, ChatOptions(tools=tools, **options))
     else:
+        if body.tools:
+            raise BadRequest("tools", "needs messages; a prompt goes through no chat template")
         assert body.prompt is not None
         ids = text.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
     if len(ids) > most:

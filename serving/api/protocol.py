@@ -30,7 +30,7 @@ Headers = list[tuple[bytes, bytes]]  # the names are in lower case
 # here.
 SINGLE = (
     *(b"authorization", b"content-type", b"expect", b"host", b"transfer-encoding", b"x-tenant"),
-    *(b"origin", b"access-control-request-method"),
+    *(b"origin", b"access-control-request-method", b"x-api-key"),
 )
 _ABSOLUTE = re.compile(rb"[^/?#]+://([^/?#]*)")  # a target that includes scheme and host
 

@@ -23,14 +23,17 @@ from borders.refusal import BadRequest
 from continuous_batching.request import TokenLogprobs
 from serving.answers.answers import AnswerDelta, AnswerStream
 from serving.api.answer_parser import AnswerParser
+from serving.api.carried import carrying
 from serving.api.choices import as_content
 from serving.api.errors import whole
 from serving.api.generation import Generation, fields_as_sent
 from serving.api.pieces import Json, parts, pieces_of
 from serving.api.responses_input import messages_of, response_format_of, tool_choice_of, tools_of
 from serving.api.schemas import IN_RESPONSES, Ignored, PaddingOptions, SamplingBody, Strings, refused, takes
+from serving.api.streamed import COMMENT
 from serving.failures import Failure
 from serving.text.tokenizer import Text
+from serving.tools.formats import THOUGHT_FORMATS
 from serving.tools.parsing import CallDelta, Parsed, Thought
 
 Kind = Literal["reasoning", "message", "function_call"]
@@ -57,9 +60,15 @@ class Item:
 
 
 class OutputItems:
-    """The items of one response; `text` names the tokens whose log-probabilities are reported."""
+    """The items of one response; `text` names the tokens whose log-probabilities are reported.
 
-    def __init__(self, text: Text | None, call_id: Callable[[], str]) -> None:
+    Reasoning that `carries` has its text once more in the field that a client sends back unread.
+    """
+
+    def __init__(
+        self, text: Text | None, call_id: Callable[[CallDelta], str], *, carries: bool = False
+    ) -> None:
+        self._carries = carries
         self._text = text
         self._call_id = call_id
         self._items: list[Item] = []
@@ -109,7 +118,7 @@ class OutputItems:
 
     def _call(self, delta: CallDelta) -> Iterator[Json]:
         if delta.name is not None:
-            yield from self._begin("function_call", call_id=self._call_id(), name=delta.name)
+            yield from self._begin("function_call", call_id=self._call_id(delta), name=delta.name)
         self._waiting = []
         if delta.arguments:
             self._items[-1].pieces.append(delta.arguments)
@@ -153,6 +162,8 @@ class OutputItems:
             call = {"call_id": item.call_id, "name": item.name, "arguments": "".join(item.pieces)}
             return head | call
         role: Json = {"role": "assistant"} if item.kind == "message" else {"summary": []}
+        if item.kind == "reasoning" and self._carries and status != "in_progress":
+            role["encrypted_content"] = carrying("".join(item.pieces))
         return head | role | {"content": [] if status == "in_progress" else parts([self._part(item)])}
 
     def _part(self, item: Item, text: str | None = None) -> Json:
@@ -163,7 +174,7 @@ class OutputItems:
         return {"logprobs": as_content(self._text, entries)["content"]}
 
 
-_LOGPROBS = "message.output_text.logprobs"
+_LOGPROBS, _THOUGHTS = "message.output_text.logprobs", "reasoning.encrypted_content"
 _AS_SENT = {
     "messages": "input",
     "prompt": "input",
@@ -195,14 +206,14 @@ class ResponsesBody(SamplingBody):
     tool_choice: str | dict[str, Any] | None = Field(
         None, description="none, auto, required, or the function that must be called; null: auto"
     )
-    include: Strings | None = Field(None, description=f"{_LOGPROBS}, and nothing else")
+    include: Strings | None = Field(None, description=f"{_LOGPROBS} and {_THOUGHTS}, and nothing else")
     metadata: dict[str, str] | None = Field(None, description="sent back as it came")
     stream_options: PaddingOptions | None = None
 
     @model_validator(mode="after")
     def _includes_what_there_is(self) -> ResponsesBody:
         for index, name in enumerate(self.include or ()):
-            if name != _LOGPROBS:
+            if name not in (_LOGPROBS, _THOUGHTS):
                 problem = f'include[{index}] is "{whole(name[:60])}", which no answer here has'
                 raise refused("include", f"{problem}: leave it out")
         if self.top_logprobs is not None and _LOGPROBS not in (self.include or ()):
@@ -217,7 +228,7 @@ class ResponsesBody(SamplingBody):
             "response_format": None if self.text is None else response_format_of(self.text),
             "tools": None if self.tools is None else tools_of(self.tools),
             "tool_choice": None if self.tool_choice is None else tool_choice_of(self.tool_choice),
-            "logprobs": True if self.include else None,
+            "logprobs": True if _LOGPROBS in (self.include or ()) else None,
             "reasoning_effort": (self.reasoning or {}).get("effort"),
         }
         for name, value in (self.reasoning or {}).items():
@@ -239,7 +250,7 @@ class ResponsesRoute:
         fields = {"id": name, **generation.fields(body, request), **body.fields()}
         with fields_as_sent(_AS_SENT):
             (answer,) = await generation.ask([fields], name, request, fill=True)
-            text, thinks = generation.llm.text, generation.llm.recipe.server.reasoning == "think"
+            text, thinks = generation.llm.text, generation.llm.recipe.server.reasoning in THOUGHT_FORMATS
             parser = AnswerParser(text, answer.request, fields, thinks=thinks)
             form = ResponseObject(text, answer, parser, body, generation.head(body)["model"])
             return await generation.respond([answer], form, request, is_streamed=bool(body.stream))
@@ -248,13 +259,16 @@ class ResponsesRoute:
 class ResponseObject:
     """The JSON form of a response (a `ResponseForm`)."""
 
+    keep_alive = COMMENT
+
     def __init__(
         self, text: Text | None, answer: AnswerStream, parser: AnswerParser, body: ResponsesBody, model: str
     ) -> None:
         self._answer = answer
         self._parser = parser
-        self._with_logprobs = bool(body.include)
-        self._items = OutputItems(text, parser.call_id)
+        asked = body.include or ()
+        self._with_logprobs = _LOGPROBS in asked
+        self._items = OutputItems(text, parser.call_id, carries=_THOUGHTS in asked)
         self._num_events = 0
         params = answer.request.params
         self._head: Json = {

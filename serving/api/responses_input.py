@@ -11,6 +11,7 @@ from typing import Any
 
 from borders.field_types import check_unicode
 from borders.refusal import BadRequest, abbreviate_json
+from serving.api.carried import carried
 from serving.api.pieces import Json
 
 # Fields of any item; items that this server made may be sent back unchanged.
@@ -19,7 +20,7 @@ _KNOWN = {
     "message": {"role", "content"},
     "function_call": {"call_id", "name", "arguments"},
     "function_call_output": {"call_id", "output"},
-    "reasoning": {"summary", "content"},
+    "reasoning": {"summary", "content", "encrypted_content"},
 }
 _PARTS = {"input_text", "output_text"}
 _OF_PARTS = {"type", "text", "annotations", "logprobs", "parsed"}
@@ -87,7 +88,9 @@ class _Turns:
         self._open_message().setdefault("tool_calls", []).append(call)
 
     def _thoughts(self, place: str, given: Mapping[str, Any]) -> None:
-        if "summary" in given and "content" not in given:
+        sent = _string(f"{place}.encrypted_content", given.get("encrypted_content", ""))
+        held = carried(sent, "input", f"{place}.encrypted_content")
+        if "summary" in given and "content" not in given and held is None:
             problem = "is a summary alone, which no model here reads"
             raise BadRequest("input", problem, fix="send the item's content", place=place)
         thoughts = []
@@ -97,7 +100,9 @@ class _Turns:
                 raise _wrong(at, part, '{"type": "reasoning_text", "text": ...}')
             thoughts.append(_string(f"{at}.text", part.get("text")))
         self._turn = None
-        self._open_message()["reasoning_content"] = "\n".join(thoughts)
+        if sent and held is None and not thoughts:
+            return  # the service that wrote it alone can read it
+        self._open_message()["reasoning_content"] = "\n".join(thoughts) or held or ""
 
     def _open_message(self) -> Json:
         """Return the open message of the assistant, or a new one if there is none."""

@@ -25,7 +25,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from borders.field_table import MOST_TOOLS, Form, taken_by
+from borders.field_table import MOST_TOOLS, Form, RequestField, taken_by
 from borders.field_types import LONGEST_NAME, Biases, FieldType, String, TokenIds
 from borders.foreign_fields import FOREIGN, ForeignField, same_value
 from serving.api.errors import whole
@@ -119,6 +119,31 @@ IN_RESPONSES: Ignored = {
     "prompt": (_never, ""),
     "truncation": (_one_of("disabled"), '"disabled"'),
 }
+
+
+def _edits(given: Any, _: Fields) -> bool:
+    """Accept rules for editing the context that keep all of it."""
+    if not isinstance(given, dict) or not given.keys() <= {"edits"}:
+        return False
+    kept = {"type": "clear_thinking_20251015", "keep": "all"}
+    edits = given.get("edits") or []
+    return isinstance(edits, list) and all(each == kept for each in edits)
+
+
+def _object(given: Any, _: Fields) -> bool:
+    return isinstance(given, dict)
+
+
+IN_MESSAGES: Ignored = {
+    "cache_control": (_object, "an object"),  # pages are shared by their content
+    "container": (_never, ""),
+    "context_management": (_edits, "an object that keeps all thoughts"),
+    "diagnostics": (_object, "an object"),
+    "inference_geo": (_never, ""),
+    "mcp_servers": (_one_of([]), "[]"),
+    "metadata": (_object, "an object"),
+    "speed": (_one_of("standard"), '"standard"'),
+}
 _FIXES = {"previous_response_id": _NOTHING_IS_KEPT, "conversation": _NOTHING_IS_KEPT}
 
 
@@ -187,7 +212,7 @@ def refused(field: str, message: str) -> PydanticCustomError:
 
 
 _BOUNDS = ("max_completion_tokens", "max_tokens")  # where both are sent, the first counts
-_UNBOUNDED = ("max_tokens", "n_predict", "max_new_tokens")  # of which -1 asks for as many tokens as fit
+_UNBOUNDED = (*_BOUNDS, "n_predict", "max_new_tokens")  # of which -1 asks for as many tokens as fit
 
 
 class StrictBody(BaseModel):
@@ -257,7 +282,7 @@ def takes(form: Form) -> Callable[[type[Body]], type[Body]]:
 
     def with_fields(body: type[Body]) -> type[Body]:
         added: dict[str, Any] = {
-            each.name: (_checked(each.kind) | None, Field(None, description=each.meaning))
+            each.name: (_checked(each.kind) | None, Field(None, description=_description(each)))
             for each in taken_by(form)
             if each.name not in body.model_fields
         }
@@ -266,6 +291,10 @@ def takes(form: Form) -> Callable[[type[Body]], type[Body]]:
         )
 
     return with_fields
+
+
+def _description(field: RequestField) -> str:
+    return f"{field.meaning} ({field.kind.allowed}; default: {field.stated})"
 
 
 def _checked(kind: FieldType) -> Any:
@@ -386,6 +415,7 @@ class TokenizeBody(StrictBody):
     model: str | None = None
     prompt: str | None = None
     messages: list[Any] | None = None
+    tools: list[Any] | None = Field(None, description="functions that the conversation's template shows")
     add_special_tokens: bool | None = Field(None, description="null: true")
     return_token_strs: bool | None = None
 

@@ -1,4 +1,8 @@
-"""Send a response in parts as they are made, to a client that may read slowly or disconnect."""
+"""Send a response in parts as they are made, to a client that may read slowly or disconnect.
+
+Proxies end a connection on which nothing is sent for a minute or so, and a request may wait longer for its
+first token. So a stream of events that has nothing to say for a while sends what its readers skip.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +10,32 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import dataclass
 
 import anyio
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 DONE = b"data: [DONE]\n\n"
+COMMENT = b": keep-alive\n\n"  # a line of server-sent events that every reader skips
 PATIENCE_S = 60.0  # total time that a client may make the server wait
 SLOWEST_BYTES_S = 2**16  # each of these many bytes earns the client one more second
 EVENTS = "text/event-stream"
 
 
+@dataclass(frozen=True, slots=True)
+class KeepAlive:
+    """What a stream sends between two events after `every_s` of silence; 0: it stays silent."""
+
+    every_s: float = 0.0
+    sign: bytes = COMMENT
+
+
+_SILENT = KeepAlive()
+
+
 class StreamedResponse(Response):
-    """A response that sends parts as they come.
+    """A response that sends parts as they come, and signs of life between events.
 
     `end` is called when nobody reads any more, for whatever reason. When `cut` returns, or the client reads
     too slowly, the connection is dropped with everything that was not read.
@@ -30,6 +47,7 @@ class StreamedResponse(Response):
         end: Callable[[], None],
         cut: Callable[[], Awaitable[object]],
         media_type: str = EVENTS,
+        keep_alive: KeepAlive = _SILENT,
     ) -> None:
         super().__init__(media_type=media_type)
         del self.headers["content-length"]
@@ -39,16 +57,22 @@ class StreamedResponse(Response):
         self._parts = parts
         self._end = end
         self._cut = cut
+        self._keep_alive = keep_alive
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the parts."""
-        tasks = [asyncio.ensure_future(each) for each in (self._send(send), gone(receive), self._cut())]
+        pace = _Pace(send)
+        works = [self._send(pace), gone(receive), self._cut()]
+        if self._keep_alive.every_s:
+            works.append(self._stay_alive(pace))
+        tasks = [asyncio.ensure_future(each) for each in works]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             cut_off = scope.get("state", {}).get("cut_off")
-            is_slow = tasks[0].done() and isinstance(tasks[0].exception(), _TooSlow)
-            if tasks[0].done() and not is_slow:
-                tasks[0].result()
+            ended = [each for each in (tasks[0], *tasks[3:]) if each.done()]
+            is_slow = any(isinstance(each.exception(), _TooSlow) for each in ended)
+            if ended and not is_slow:
+                ended[0].result()
             elif (is_slow or tasks[2].done()) and cut_off is not None:
                 cut_off()  # otherwise what the client does not read would be kept in memory
                 await tasks[1]
@@ -57,16 +81,27 @@ class StreamedResponse(Response):
                 task.cancel()
             self._end()
 
-    async def _send(self, send: Send) -> None:
-        pace = _Pace(send)
+    async def _send(self, pace: _Pace) -> None:
         await pace.send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         more = True
         async with contextlib.aclosing(self._parts):
             async for part in self._parts:
                 more = not part.endswith(DONE)  # the last event also ends the response
-                await pace.send({"type": "http.response.body", "body": part, "more_body": more})
+                if part:
+                    await pace.send({"type": "http.response.body", "body": part, "more_body": more})
         if more:
             await pace.send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _stay_alive(self, pace: _Pace) -> None:
+        """Send a sign of life after each silence between two events, until this is cancelled."""
+        every_s = self._keep_alive.every_s
+        sign: Message = {"type": "http.response.body", "body": self._keep_alive.sign, "more_body": True}
+        while True:
+            silent_s = time.monotonic() - pace.sent_s
+            if silent_s >= every_s and pace.is_between_events:
+                await pace.send(sign)
+                silent_s = 0.0
+            await asyncio.sleep(every_s - silent_s if silent_s < every_s else every_s)
 
 
 class _TooSlow(Exception):
@@ -74,23 +109,32 @@ class _TooSlow(Exception):
 
 
 class _Pace:
-    """Sends messages, and measures how long the client made the server wait."""
+    """Sends messages one after the other, and measures how long the client made the server wait."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
         self._left_s = PATIENCE_S
+        self._in_turn = asyncio.Lock()  # parts and signs of life come from two tasks
+        self.sent_s = time.monotonic()  # when a message was last sent
+        self.is_between_events = False  # after the head, or after an event that is complete and not the last
 
     async def send(self, message: Message) -> None:
         """Send a message; raises _TooSlow."""
-        start_s = time.monotonic()
+        async with self._in_turn:
+            await self._send_now(message)
+
+    async def _send_now(self, message: Message) -> None:
+        start_s, self.is_between_events = time.monotonic(), False
         with anyio.move_on_after(
             self._left_s
         ) as limit:  # wait_for would start another task, and cost a turn of the loop
             await self._send(message)
         if limit.cancelled_caught:
             raise _TooSlow
-        num_bytes = len(message.get("body", b""))
-        self._left_s += num_bytes / SLOWEST_BYTES_S - (time.monotonic() - start_s)
+        body = message.get("body", b"")
+        self.sent_s = time.monotonic()
+        self._left_s += len(body) / SLOWEST_BYTES_S - (self.sent_s - start_s)
+        self.is_between_events = message.get("more_body", True) and (not body or body.endswith(b"\n\n"))
 
 
 async def gone(receive: Receive) -> None:

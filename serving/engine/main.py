@@ -16,6 +16,7 @@ import signal
 import sys
 import threading
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import zmq
@@ -25,6 +26,8 @@ from recipes.schema.command_line import add_recipe
 
 if TYPE_CHECKING:
     from continuous_batching.engine import Engine
+    from models.step.profiler import StepProfiler
+    from recipes.schema.recipe import Recipe
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +55,13 @@ def _connected(address: str) -> zmq.Socket[bytes]:
     socket.linger = 0  # an engine that cannot start ends without waiting for its reader
     socket.connect(address)
     return socket
+
+
+def _profiler(recipe: Recipe) -> StepProfiler | None:
+    from models.step.profiler import StepProfiler
+
+    folder, device = recipe.server.profile, recipe.device
+    return None if folder is None else StepProfiler(Path(folder), "cpu" if device.virtual else device.kind)
 
 
 def main(argv: list[str]) -> int:
@@ -103,7 +113,8 @@ def main(argv: list[str]) -> int:
     read_experts = ExpertReadings(built).due
     load_text = partial(Text.load, path) if path else lambda: None
     reads = read_experts, partial(tier_reading, built.tier)
-    worker = Worker(built.engine, socket, facts, load_text, *reads, processors, built.adapters, pages)
+    adapters, profiler = built.adapters, _profiler(recipe)
+    worker = Worker(built.engine, socket, facts, load_text, *reads, processors, adapters, pages, profiler)
     if built.ranks is not None:
         built.ranks.ends_process = True  # an idle engine is then lost as well, and another can be started
     try:

@@ -74,6 +74,25 @@ class Look(Message, frozen=True):
     """Ask for a View."""
 
 
+class Pause(Message, frozen=True):
+    """The engine does something else than steps, for at most so long."""
+
+    most_s: float
+
+
+class RecordTrace(Message, frozen=True):
+    """Record a trace of the next so many steps; 0: end the one that is being recorded now."""
+
+    num_steps: int
+
+
+class TraceWritten(Message, frozen=True):
+    """A trace ended: its path, or the reason why there is none."""
+
+    path: str
+    error: str
+
+
 class EngineFacts(msgspec.Struct, frozen=True):
     """The constant facts of an engine that is ready."""
 
@@ -105,6 +124,12 @@ class Ready(Message, frozen=True):
     """The engine can serve."""
 
     facts: EngineFacts
+
+
+class AddAccepted(Message, frozen=True):
+    """A request is in the engine's queue; whatever comes of it comes in later messages."""
+
+    stream: int
 
 
 class AddRefused(Message, frozen=True):
@@ -264,8 +289,11 @@ class View(Message, frozen=True):
     cached: bytes  # one byte a page: whether the prefix cache holds it
 
 
-ToEngine = Add | Finish | Look | PutAdapter
-FromEngine = Starting | Ready | AddRefused | QueueRefused | Stepped | Beat | View | AdapterPut
+ToEngine = Add | Finish | Look | PutAdapter | RecordTrace
+FromEngine = (
+    (Starting | Ready | Pause | Beat | Stepped)
+    | (AddAccepted | AddRefused | QueueRefused | View | AdapterPut | TraceWritten)
+)  # fmt: skip
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode

@@ -27,16 +27,24 @@ class Silence:
     fixed_s: float | None
     expected_s: float = SHORTEST_S
     longest_s: float = 0.0  # the longest silence that ended; it decays with time
+    allowed_s: float = 0.0  # how long the present silence may be, if the engine announced it
 
     def hear(self, now_s: float) -> None:
         """Record a message.
 
         A silence beyond the limit is ignored, since then this process was the one that did not listen.
         """
+        if self.allowed_s:  # an announced silence says nothing of steps
+            self.allowed_s, self.heard_s = 0.0, now_s
+            return
         silent_s = now_s - self.heard_s
         faded_s = self.longest_s * 0.5 ** (silent_s / _HALF_LIFE_S)
         self.longest_s = faded_s if silent_s > self.limit_s else max(silent_s, faded_s)
         self.heard_s = now_s
+
+    def allow(self, most_s: float) -> None:
+        """Allow a silence of this duration until the next message."""
+        self.allowed_s = most_s
 
     def excuse(self, late_s: float, now_s: float) -> None:
         """Discount a time in which the server itself did not run, perhaps with the whole machine."""
@@ -45,7 +53,7 @@ class Silence:
     @property
     def limit_s(self) -> float:
         """The silence after which an engine counts as hung."""
-        return self.fixed_s or HUNG * max(self.expected_s, self.longest_s)
+        return max(self.allowed_s, self.fixed_s or HUNG * max(self.expected_s, self.longest_s))
 
     @property
     def slow_s(self) -> float:

@@ -17,6 +17,7 @@ from recipes.schema.server_section import ServerSection
 from serving.engine.messages import (
     EngineFacts,
     FromEngine,
+    Pause,
     Ready,
     Starting,
     Stepped,
@@ -236,6 +237,8 @@ class Supervisor:
             if isinstance(message, Ready):
                 engine.hide()
                 self._begin(message, self.silence.heard_s - born_s)
+            elif isinstance(message, Pause):
+                self.silence.allow(message.most_s)
             elif isinstance(message, Stepped) and message.times.num_spans > 0:
                 self._has_worked = True
             self._hear(message)

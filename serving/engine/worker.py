@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -30,10 +31,12 @@ from continuous_batching.request import Request
 from kv_cache.page_keys import KEY_BYTES
 from models.checkpoint.adapter_files import look_at
 from models.step.adapters import Adapters, Parts
+from models.step.profiler import StepProfiler
 from serving.adapters import AdapterPut, PutAdapter
 from serving.engine.grammar_queue import GrammarQueue
 from serving.engine.messages import (
     Add,
+    AddAccepted,
     AddRefused,
     BeamHypothesis,
     Beat,
@@ -43,12 +46,15 @@ from serving.engine.messages import (
     Finish,
     FromEngine,
     Look,
+    Pause,
     QueueRefused,
     Ready,
+    RecordTrace,
     SampleEnd,
     Stepped,
     StepTimes,
     TierReading,
+    TraceWritten,
     View,
     decode_to_engine,
     encode,
@@ -136,6 +142,7 @@ class AdapterLoads:
 
 
 BEAT_S = 0.25  # interval between beats
+_TRACING_S = 300.0  # longest time to begin or to write a trace, which may have millions of events
 _IDLE_MS = 1  # interval between checks of a queue that waits for a fuller batch
 _RECOUNTS_COST = 1000  # the pause after a recount of the pages, as a multiple of the recount's duration
 
@@ -162,6 +169,7 @@ class Worker:
         processors: KnownProcessors | None = None,
         adapters: Adapters | None = None,
         pages: PageExchange | None = None,
+        profiler: StepProfiler | None = None,
     ) -> None:
         self._engine = engine
         self._socket = socket
@@ -170,7 +178,7 @@ class Worker:
         scheduler = engine.scheduler
         self._grammars = GrammarQueue(Grammars(load_text, scheduler.vocab_size, scheduler.eos_token_ids))
         self._adapters = AdapterLoads(adapters)
-        self._pages = pages
+        self._pages, self._profiler = pages, profiler
         self._poller = zmq.Poller()
         self._poller.register(socket, zmq.POLLIN)
         if pages is not None:
@@ -207,6 +215,8 @@ class Worker:
                 if self._pages is not None:
                     self._pages.stepped(step)
                 self._send_step(step)
+                if self._profiler is not None and self._profiler.is_on and self._profiler.stepped():
+                    self._profile(self._profiler.end)
 
     def _take(self, wait_ms: int) -> None:
         """Handle all messages in the socket; wait at most `wait_ms` for the first."""
@@ -226,6 +236,23 @@ class Worker:
                     self._adapters.begin(message)
                 case Look():
                     self._send(self._view())
+                case RecordTrace(num_steps):
+                    assert self._profiler is not None, "the server asks only if server.profile is set"
+                    if num_steps:
+                        self._profile(partial(self._profiler.begin, num_steps))
+                    elif self._profiler.is_on:  # else its end is on the way already
+                        self._profile(self._profiler.end)
+
+    def _profile(self, do: Callable[[], Path | None]) -> None:
+        """Begin a trace or end it, which may take long; say when it is written or cannot be."""
+        self._send(Pause(_TRACING_S))
+        try:
+            path = do()
+        except (OSError, ValueError) as error:
+            self._send(TraceWritten("", in_one_line(error)))
+        else:
+            if path is not None:
+                self._send(TraceWritten(str(path), ""))
 
     def _add(self, message: Add) -> None:
         prompt, data = np.frombuffer(message.prompt, dtype=np.int32), message.page_keys
@@ -296,6 +323,7 @@ class Worker:
             self._requests[stream] = request
             self._stream_of[request.id] = stream
             self._silent[stream] = unsent
+        self._send(AddAccepted(first))
         return True
 
     def _finish(self, stream: int, reason: str) -> None:

@@ -14,18 +14,22 @@ put into another one together with its `$defs`.
 from __future__ import annotations
 
 import json
+import re
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from decimal import Decimal
-from functools import lru_cache
 from typing import Any
-from urllib.parse import unquote
 
 from borders.field_table import MOST_SCHEMA_BYTES
 from borders.numbers import POSITIVE, integers, numbers
 from borders.refusal import BadRequest, abbreviate_json
+from serving.grammars.schema_references import Path, References, are_apart, written
 
 MOST_LEVELS = 32  # levels of nested schemas
+MOST_LEVELS_IN_ALL = 600  # of it and of each part that references lead to; the matcher's stack is finite
+MOST_DEPTH = 200  # lists and objects in each other, in constants and annotations, too
 MOST_PROPERTIES = 500  # properties of all objects together; a step's cost grows with them
 MOST_VALUES = 1000  # values of all enums together
 MOST_BRANCHES = 200  # branches of all anyOf, oneOf and allOf together
@@ -33,18 +37,21 @@ LARGEST_STEP = 1000  # largest multipleOf without its decimal point; the matcher
 _BOUNDS = numbers(-(2**53), 2**53)  # JavaScript's largest integers, which its schemas name as bounds
 LONGEST_NOTE = 100  # characters of a note
 MOST_REPEATS = 100_000  # largest minLength, maxLength, minItems, ...
-_MOST_KEPT = 256  # prepared schemas that are kept; an agent sends the same ones with each turn
+MOST_NOTES = 50  # notes of one schema
+_MOST_KEPT_BYTES = 2**21  # of prepared schemas that are kept; an agent sends the same ones with each turn
+_QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
 
 _NOTES = frozenset(
     {
-        *("$schema", "$id", "$comment", "title", "description", "default", "examples", "example"),
+        *("$schema", "$id", "id", "$comment", "title", "description", "default", "examples", "example"),
         *("deprecated", "readOnly", "writeOnly", "discriminator", "$anchor", "$vocabulary", "externalDocs"),
         *("contentEncoding", "contentMediaType", "contentSchema", "propertyOrdering", "xml", "nullable"),
         *("$defs", "definitions", "$dynamicAnchor"),  # which hold only what references lead to
     }
 )
-_DATA = frozenset({"enum", "const", "default", "examples", "example"})  # which hold values, not schemas
-# Constraints without which a schema describes other values, and which the matcher does not enforce
+# Constraints that the matcher does not enforce
+_UNHELD = frozenset({"uniqueItems", "propertyNames", "contains", "minContains", "maxContains"})
+# Those of them without which a schema describes other values
 _HARD = frozenset(
     {
         *("not", "if", "then", "else", "dependentRequired", "dependentSchemas", "dependencies"),
@@ -63,7 +70,6 @@ _COUNTS = frozenset({"minLength", "maxLength", "minItems", "maxItems", "minPrope
 _NAMED = frozenset({"properties", "patternProperties"})
 _LISTS = frozenset({"prefixItems", "anyOf", "oneOf", "allOf"})
 _ONE = frozenset({"items", "additionalProperties"})
-Path = tuple[str | int, ...]  # the keys and indices that lead from a schema to a place in it
 _TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 
 
@@ -83,22 +89,51 @@ def prepared(schema: object, field: str, *, strict: bool = False) -> Prepared:
 
     Raises BadRequest where it cannot be enforced, as far as that shows without compiling it.
     """
+    text, size, depth = _as_json(schema, field)
+    if depth > MOST_DEPTH:
+        raise BadRequest(field, f"is nested {depth} levels deep; lists and objects may be {MOST_DEPTH}")
     if not isinstance(schema, Mapping) and schema is not True:
         problem = f"is {abbreviate_json(schema)}; it must be a JSON schema, as an object"
         raise BadRequest(field, problem, subject=f"the JSON schema in {field}")
-    text, size = _as_json(schema, field)
     if size > MOST_SCHEMA_BYTES:
         problem = f"is a schema of {size} bytes as compact JSON; it may have {MOST_SCHEMA_BYTES}"
         raise BadRequest(field, problem, value=size, limit=MOST_SCHEMA_BYTES, fix="make it smaller")
-    try:
-        return _prepared(text, field, strict)
-    except RecursionError as error:  # in values, which have no limit of levels
-        raise BadRequest(field, "is nested too deeply to be read") from error
+    found = _KEPT.get(text, field, strict)
+    if isinstance(found, BadRequest):
+        raise found.of_field(field)  # a new exception, whose traceback is its own
+    return found
 
 
-@lru_cache(maxsize=_MOST_KEPT)
-def _prepared(text: str, field: str, strict: bool) -> Prepared:
-    return _Preparation(json.loads(text), field, strict=strict).whole()
+@dataclass(slots=True)
+class _Kept:
+    """Prepares schemas, and keeps those that were asked for last; all threads share them."""
+
+    _found: OrderedDict[tuple[str, str, bool], Prepared | BadRequest] = field(default_factory=OrderedDict)
+    _num_bytes: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def get(self, text: str, name: str, strict: bool) -> Prepared | BadRequest:
+        """Return the schema of a JSON text, or why it is refused."""
+        asked = text, name, strict
+        with self._lock:
+            if asked in self._found:
+                self._found.move_to_end(asked)
+                return self._found[asked]
+        try:
+            made: Prepared | BadRequest = _Preparation(json.loads(text), name, strict=strict).whole()
+        except BadRequest as bad:
+            made = bad.with_traceback(None)
+        with self._lock:
+            if asked not in self._found:
+                self._found[asked] = made
+                self._num_bytes += len(text)
+            while self._num_bytes > _MOST_KEPT_BYTES:
+                (oldest, _, _), _ = self._found.popitem(last=False)
+                self._num_bytes -= len(oldest)
+        return made
+
+
+_KEPT = _Kept()
 
 
 class _Preparation:
@@ -106,38 +141,55 @@ class _Preparation:
 
     def __init__(self, schema: Any, field: str, *, strict: bool) -> None:
         self._root, self._field, self._strict = schema, field, strict
-        self._references = _References(schema)
+        self._references = References(schema)
+        self._deepest = self._num_levels = 0
         self._num_properties = self._num_values = self._num_branches = 0
         self._made: dict[Path, dict[str, Any] | bool] = {}  # each schema that is prepared, by its place
+        self._levels: dict[Path, int] = {}  # of each of them, itself included
         self._names: dict[Path, str] = {}  # the name in `$defs` of each place that a reference leads to
         self._waiting: list[Path] = []  # those of them that `$defs` does not have yet
         self._taken = set[str]()  # the names
         self._notes: dict[Path, str] = {}
+        self._unknown = set[Path]()  # those of them that are about a keyword which nobody knows
 
     def whole(self) -> Prepared:
         """Return the schema for the matcher."""
         made = self._schema(self._root, (), 1)
         whole = {} if made is True else made
         assert isinstance(whole, dict), "an object stays one, and true becomes one"
+        self._count_levels(())
         defs: dict[str, Any] = {}
         while self._waiting:  # what a reference leads to may hold further references
             place = self._waiting.pop()
             if place not in self._made:
                 self._schema(self._references.at(place), place, 1)
+            self._count_levels(place)
             defs[self._names[place]] = self._made[place]
         self._check_circles(defs)
         if defs:
+            while whole.keys() == {"$ref"}:  # its type and its properties are looked at where it is used
+                whole = defs[whole["$ref"].removeprefix("#/$defs/")]
             whole = {**whole, "$defs": defs}
             if (size := _as_json(whole, self._field)[1]) > (most := 2 * MOST_SCHEMA_BYTES):
                 problem = f"comes to {size} bytes with what its references lead to; it may have {most}"
                 raise self._bad((), problem, "refer to smaller parts, in $defs")
         # A keyword that nobody knows may be where a schema keeps what it refers to.
-        kept = {place[:index] for place in self._names for index in range(len(place))}
-        return Prepared(whole, tuple(note for place, note in self._notes.items() if place not in kept))
+        holds = {holder for place in self._names if (holder := self._holder(place)) in self._unknown}
+        return Prepared(whole, tuple(note for place, note in self._notes.items() if place not in holds))
+
+    def _count_levels(self, place: Path) -> None:
+        self._num_levels += self._levels[place]
+        if self._num_levels > MOST_LEVELS_IN_ALL:
+            problem = f"has more than {MOST_LEVELS_IN_ALL} levels of schemas with what its references lead to"
+            raise self._bad((), problem, "refer to fewer or flatter parts")
+
+    def _holder(self, place: Path) -> Path | None:
+        """Return the place of the first keyword on the way to `place` that nobody knows."""
+        return next((part for end in range(len(place)) if (part := place[:end]) in self._unknown), None)
 
     def _schema(self, schema: object, place: Path, level: int) -> dict[str, Any] | bool:
         if isinstance(schema, bool):
-            self._made[place] = schema
+            self._made[place], self._levels[place] = schema, 1
             return schema
         if not isinstance(schema, Mapping):
             raise self._bad(
@@ -146,6 +198,7 @@ class _Preparation:
         if level > MOST_LEVELS:
             raise self._bad(place, f"is nested more than {MOST_LEVELS} levels deep", "use $defs and $ref")
         made: dict[str, Any] = {}
+        deepest_before, self._deepest, is_never = self._deepest, level, False
         for keyword, value in schema.items():
             at = (*place, keyword)
             if keyword in _NAMED:
@@ -159,15 +212,14 @@ class _Preparation:
                     self._num_branches = self._counted(
                         at, "branches", self._num_branches + len(value), MOST_BRANCHES
                     )
-            elif keyword == "items" and isinstance(value, list):  # as drafts before 2020 have it
-                made["prefixItems"] = self._list(value, at, level)
-                if "additionalItems" in schema:
-                    rest = (*place, "additionalItems")
-                    made["items"] = self._schema(schema["additionalItems"], rest, level + 1)
+            elif keyword == "items" and isinstance(value, list):
+                made |= self._tuple(schema, at, level)
             elif keyword in _ONE:
                 made[keyword] = self._schema(value, at, level + 1)
             elif keyword == "$ref":
-                made[keyword] = f"#/$defs/{self._name_of(value, at)}"
+                leads_to, name = self._referred(value, at)
+                is_never |= leads_to is False
+                made |= {} if isinstance(leads_to, bool) else {keyword: f"#/$defs/{name}"}
             elif self._is_enforced(keyword, value, at):
                 self._value(keyword, value, at)
                 made[keyword] = value
@@ -175,11 +227,22 @@ class _Preparation:
             problem = "is above 1 beside properties of any name, which could then come twice"
             fix = "set additionalProperties to false, or list required properties"
             raise self._bad((*place, "minProperties"), problem, fix)
-        if "oneOf" in made and "anyOf" not in made:
+        if "oneOf" in made:
             self._split(made, schema["oneOf"], place)
         if schema.get("nullable") is True:  # OpenAPI 3.0's word for a type beside others
             made = {"anyOf": [made, {"type": "null"}]}
-        self._made[place] = made
+        self._made[place], self._levels[place] = not is_never and made, self._deepest - level + 1
+        self._deepest = max(deepest_before, self._deepest)
+        return self._made[place]
+
+    def _tuple(self, schema: Mapping[str, Any], place: Path, level: int) -> dict[str, Any]:
+        """Read a list of `items` and `additionalItems`, as drafts before 2020 have them."""
+        if "prefixItems" in schema:
+            raise self._bad(place, "is a list beside prefixItems", "keep prefixItems, and give one schema")
+        made: dict[str, Any] = {"prefixItems": self._list(schema["items"], place, level)}
+        if "additionalItems" in schema:
+            rest = (*place[:-1], "additionalItems")
+            made["items"] = self._schema(schema["additionalItems"], rest, level + 1)
         return made
 
     def _split(self, made: dict[str, Any], branches: Sequence[object], place: Path) -> None:
@@ -187,19 +250,24 @@ class _Preparation:
 
         Where that does not show, the matcher judges a strict schema, and another one has a note.
         """
-        if not _are_apart([self._references.resolved(each, place) for each in branches]):
+        places = ((*place, "oneOf", index) for index in range(len(branches)))
+        if not are_apart(list(zip(branches, places)), self._references):
             if self._strict:
                 return
             self._note((*place, "oneOf"))
-        made["anyOf"] = made.pop("oneOf")
+        if "anyOf" in made:
+            made["allOf"] = [*made.get("allOf", ()), {"anyOf": made.pop("oneOf")}]
+        else:
+            made["anyOf"] = made.pop("oneOf")
 
-    def _name_of(self, reference: object, place: Path) -> str:
-        """Return the name in `$defs` of what a reference leads to."""
+    def _referred(self, reference: object, place: Path) -> tuple[object, str]:
+        """Return what a reference leads to, and the name of that in `$defs`; true and false need none."""
         target = self._references.target(reference, place[:-1]) if isinstance(reference, str) else None
         if target is None:
             problem = f"is {abbreviate_json(reference)}, which leads to no place in the schema"
             raise self._bad(place, problem, 'refer to a part of it, as "#/$defs/name"')
-        if target not in self._names:
+        leads_to = self._references.at(target)
+        if target not in self._names and not isinstance(leads_to, bool):
             name = str(target[-1]) if target else "root"
             is_plain = name.isascii() and name.replace("_", "").replace("-", "").isalnum()
             if not is_plain or name in self._taken:
@@ -207,7 +275,7 @@ class _Preparation:
             self._names[target] = name
             self._taken.add(name)
             self._waiting.append(target)
-        return self._names[target]
+        return leads_to, self._names.get(target, "")
 
     def _check_circles(self, defs: Mapping[str, Any]) -> None:
         """Raise BadRequest for references that lead to each other without a value in between."""
@@ -243,10 +311,14 @@ class _Preparation:
         is_read = keyword == "additionalItems"  # beside a list of items; it means nothing elsewhere
         if not (keyword in _NOTES or keyword.startswith("x-") or is_off or is_any_name or is_read):
             self._note(place)
+            if keyword not in _HARD | _UNHELD:
+                self._unknown.add(place)
         return False
 
     def _note(self, place: Path, value: str = "") -> None:
-        shown = _written(place) + (f" {value}" if value else "")
+        if len(self._notes) == MOST_NOTES:
+            return
+        shown = written(place) + (f" {value}" if value else "")
         printed = "".join(each if " " <= each <= "~" else "?" for each in shown)
         self._notes[place] = printed[:LONGEST_NOTE].strip()
 
@@ -290,95 +362,8 @@ class _Preparation:
         return count
 
     def _bad(self, place: Path, problem: str, fix: str = "") -> BadRequest:
-        subject = f"the JSON schema in {self._field}" + (f", at {_written(place)}," if place else "")
+        subject = f"the JSON schema in {self._field}" + (f", at {written(place)}," if place else "")
         return BadRequest(self._field, problem, fix=fix, subject=subject)
-
-
-class _References:
-    """Finds what the references in one schema lead to."""
-
-    def __init__(self, root: object) -> None:
-        self._root = root
-        self._anchors: dict[tuple[Path, str], Path] | None = None  # by the part that an anchor belongs to
-        self._ids: dict[str, Path] = {}
-
-    def target(self, reference: str, place: Path) -> Path | None:
-        """Return the place that a reference in the schema at `place` leads to; None where there is none."""
-        part, _, fragment = reference.partition("#")
-        anchors = self._found()
-        base = self._ids.get(part) if part else self._base(place)
-        if base is None:
-            return None
-        pointer = unquote(fragment)
-        if pointer and not pointer.startswith("/"):
-            return anchors.get((base, pointer))
-        path, node = base, self.at(base)
-        for token in pointer.split("/")[1:]:
-            key: str | int = token.replace("~1", "/").replace("~0", "~")
-            if isinstance(node, list) and token.isascii() and token.isdigit() and int(token) < len(node):
-                key = int(token)
-            elif not isinstance(node, Mapping) or key not in node:
-                return None
-            path, node = (*path, key), node[key]
-        return path if isinstance(node, (Mapping, bool)) else None
-
-    def resolved(self, schema: object, place: Path) -> object:
-        """Return a schema at `place`, or what it leads to where it is nothing but a reference."""
-        for _ in range(MOST_LEVELS):
-            reference = schema.get("$ref") if isinstance(schema, Mapping) else None
-            target = self.target(reference, place) if isinstance(reference, str) else None
-            if target is None:
-                break
-            schema, place = self.at(target), target
-        return schema
-
-    def at(self, place: Path) -> Any:
-        """Return what stands at a place."""
-        node: Any = self._root
-        for key in place:
-            node = node[key]
-        return node
-
-    def _base(self, place: Path) -> Path:
-        """Return the innermost part with an `$id` around a place; references in it start there."""
-        base, node = Path(), self._root
-        for index, key in enumerate(place, 1):
-            node = node[key]  # type: ignore[index]  # `place` leads somewhere
-            if _id_of(node):
-                base = place[:index]
-        return base
-
-    def _found(self) -> Mapping[tuple[Path, str], Path]:
-        """Return the anchors; on the first call, find them and the ids of parts."""
-        if self._anchors is None:
-            self._anchors = {}
-            for place, base, node in _parts(self._root):
-                if own := _id_of(node):
-                    self._ids.setdefault(own, place)
-                for name in ("$anchor", "$dynamicAnchor", "$id"):
-                    anchor = node.get(name)
-                    if isinstance(anchor, str) and (name != "$id" or anchor.startswith("#")):
-                        self._anchors.setdefault((base, anchor.removeprefix("#")), place)
-        return self._anchors
-
-
-def _id_of(node: object) -> str:
-    """Return the `$id` of a part; drafts before 2019 wrote an anchor as one that begins with #."""
-    own = node.get("$id") if isinstance(node, Mapping) else None
-    return own.removesuffix("#") if isinstance(own, str) and not own.startswith("#") else ""
-
-
-def _parts(root: object) -> Iterator[tuple[Path, Path, Mapping[str, Any]]]:
-    """Yield the objects in a schema, each with its place and that of the part with an `$id` around it."""
-    waiting: list[tuple[Path, Path, object]] = [((), (), root)]
-    while waiting:
-        place, base, node = waiting.pop()
-        if isinstance(node, Mapping):
-            base = place if _id_of(node) else base
-            yield place, base, node
-            waiting += [((*place, key), base, each) for key, each in node.items() if key not in _DATA]
-        elif isinstance(node, list):
-            waiting += [((*place, index), base, each) for index, each in enumerate(node)]
 
 
 def _same_value(schema: object) -> Iterator[str]:
@@ -391,69 +376,22 @@ def _same_value(schema: object) -> Iterator[str]:
                 yield from _same_value(each)
 
 
-def _are_apart(branches: Sequence[object]) -> bool:
-    """Return whether it shows that no value satisfies two of these schemas.
-
-    It shows by their types, by their constants, or by those of a property that all of them require.
-    """
-    of_type: dict[str, list[Mapping[str, Any]]] = {}
-    for each in branches:
-        if not isinstance(each, Mapping) or each.get("nullable") is True:
-            return False
-        for kind in _types_of(each):
-            of_type.setdefault(kind, []).append(each)
-    for kind, same in of_type.items():
-        required = [_required_properties(each) if kind == "object" else {} for each in same]
-        names = set[str].intersection(*map(set, required))
-        known = ([_constants(each[name]) for each in required] for name in names)
-        if len(same) > 1 and not any(map(_differ, ([_constants(each) for each in same], *known))):
-            return False
-    return True
-
-
-def _required_properties(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    names, properties = schema.get("required"), schema.get("properties")
-    if not isinstance(names, list) or not isinstance(properties, Mapping):
-        return {}
-    return {name: properties[name] for name in properties if name in names}
-
-
-def _types_of(schema: Mapping[str, Any]) -> set[str]:
-    """Return the types of a schema's values, in which an integer is a number."""
-    given = schema.get("type", _TYPES)
-    named = given if isinstance(given, (list, tuple)) else [given]
-    return {"number" if each == "integer" else str(each) for each in named}
-
-
-def _constants(schema: object) -> list[str] | None:
-    """Return the only values of a schema, as JSON; None where others may be allowed, too."""
-    if not isinstance(schema, Mapping) or not schema.keys() & {"const", "enum"} or "nullable" in schema:
-        return None
-    values = [schema["const"]] if "const" in schema else schema["enum"]
-    if not isinstance(values, list) or not all(isinstance(each, (str, int, float, bool)) for each in values):
-        return None
-    return [json.dumps(float(each) if type(each) is int else each) for each in values]
-
-
-def _differ(lists: Sequence[Sequence[str] | None]) -> bool:
-    """Return whether all lists are known, and no value stands in two of them."""
-    sets = [set(each) for each in lists if each is not None]
-    return len(sets) == len(lists) and len(set().union(*sets)) == sum(map(len, sets))
-
-
-def _written(place: Path) -> str:
-    """Return a place as a client reads it: properties.a.anyOf[0]."""
-    keys = (f"[{key}]" if isinstance(key, int) else f".{key}" if key else '.""' for key in place)
-    return "".join(keys).removeprefix(".")
-
-
-def _as_json(schema: object, field: str) -> tuple[str, int]:
-    """Return a schema as compact JSON, and its number of bytes."""
+def _as_json(schema: object, field: str) -> tuple[str, int, int]:
+    """Return a schema as compact JSON, its number of bytes, and of lists and objects in each other."""
     try:
         text = json.dumps(schema, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-        return text, len(text.encode())
+        return text, len(text.encode()), depth_of(text)
     except (ValueError, TypeError, RecursionError) as error:
         raise BadRequest(field, f"cannot be written as JSON ({error})") from error
+
+
+def depth_of(text: str) -> int:
+    """Return how many lists and objects are in each other in a JSON text."""
+    depth = deepest = 0
+    for each in re.findall(r"[\[\]{}]", _QUOTED.sub("", text)):
+        depth += 1 if each in "[{" else -1
+        deepest = max(deepest, depth)
+    return deepest
 
 
 def _may_repeat_names(schema: Mapping[str, Any]) -> bool:

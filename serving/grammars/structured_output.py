@@ -15,7 +15,7 @@ from typing import Any
 
 from borders.field_table import LONGEST_GRAMMAR, MOST_CHOICES
 from borders.refusal import BadRequest, abbreviate_json
-from serving.grammars.json_schema import Prepared, prepared
+from serving.grammars.json_schema import MOST_DEPTH, Prepared, depth_of, prepared
 from serving.grammars.thinking import KIND as THINKING
 
 CHANNELS = "channels"  # the kind of an answer on channels: `outer`, which refers to `form` as `@form`
@@ -80,10 +80,8 @@ def form_of(grammar: str) -> tuple[str, str] | None:
 
 
 def form_notes(fields: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the constraints in the schema of an answer's form that are not enforced.
-
-    The fields are those of a request that `grammar_of` accepted.
-    """
+    """Return the constraints in the schema of an answer's form that are not enforced; raises BadRequest."""
+    grammar_of(fields)
     asked, outputs = fields.get("response_format") or {}, fields.get("structured_outputs") or {}
     named = asked.get("json_schema") or {}
     given = {
@@ -151,6 +149,8 @@ def _written(field: str, kind: str, asked: Any, *, strict: bool = False) -> str:
 def _schema(field: str, schema: Any, strict: bool) -> Prepared:
     """Return a schema, which may be sent as a text, for the matcher."""
     if isinstance(schema, str):
+        if (depth := depth_of(schema)) > MOST_DEPTH:
+            raise BadRequest(field, f"is nested {depth} levels deep; lists and objects may be {MOST_DEPTH}")
         try:
             schema = json.loads(schema)
         except (ValueError, RecursionError) as error:

@@ -12,7 +12,7 @@ import asyncio
 import logging
 import time
 from bisect import bisect_left
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import asdict
@@ -28,6 +28,7 @@ from serving.engine.messages import Beat, EngineFacts, ExpertTable, SampleEnd, S
 # request.
 TRACE_HEADERS: ContextVar[Mapping[str, str]] = ContextVar("TRACE_HEADERS", default=MappingProxyType({}))
 _MOST_INTERVALS = 1000
+MOST_RECENT = 2**16  # times that are kept for the next sample of the history
 NO_GAUGES = Usage(0, 0, 0, 0, 0, 0, 0.0, 0, 0, 0, 0.0, 0.0, {}, 0, 0, 0, 0, 0, 0)
 REJECTS = ("queue_full", "refused", "starting", "lost", "draining", "dead")
 ABORTS = ("disconnect", "slow_reader", "asked", "shutdown", "engine_lost", "timeout", "sibling")
@@ -154,6 +155,11 @@ class ServerStats:
         self.last_beat: Beat | None = None  # the last beat of the engine that runs
         self.experts: ExpertTable | None = None  # its last reading, if it counts experts
         self._intervals_s: list[float] = []  # intervals between tokens that are not yet in the histogram
+        # Times to first tokens, and between tokens, since they were read last.
+        self._recent_s: tuple[deque[float], deque[float]] = (
+            deque(maxlen=MOST_RECENT),
+            deque(maxlen=MOST_RECENT),
+        )
         self._make_histograms()
 
     def _make_histograms(self) -> None:
@@ -227,6 +233,15 @@ class ServerStats:
     def _fold(self) -> None:
         intervals_s, self._intervals_s = self._intervals_s, []
         self._per_token_s.observe_all(intervals_s)
+        self._recent_s[1].extend(intervals_s)
+
+    def recent_times(self) -> tuple[list[float], list[float]]:
+        """Return the times to first tokens, and those between tokens, since the last call."""
+        self._fold()
+        first_s, next_s = map(list, self._recent_s)
+        for each in self._recent_s:
+            each.clear()
+        return first_s, next_s
 
     def ready(self, facts: EngineFacts, start_s: float) -> None:
         """Record that an engine is ready, `start_s` after its start."""
@@ -277,6 +292,7 @@ class ServerStats:
     def first_token(self, answer: AnswerStream, since_arrival_s: float) -> None:
         """Record the first token of a sample."""
         self.first_token_s.observe(since_arrival_s)
+        self._recent_s[0].append(since_arrival_s)
 
     def next_token(self, since_last_s: float) -> None:
         """Record a further token of a sample."""

@@ -1,4 +1,4 @@
-"""Decide whose request goes to a replica next when all replicas have enough to do.
+"""Decide whose request goes to a replica next when all replicas of a model have enough to do.
 
 As in an engine (`continuous_batching.queueing`), the tenant that was served least goes first, here
 counted over all replicas, so that a tenant with many requests does not fill every queue of the fleet before
@@ -12,6 +12,40 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 MOST_TENANTS = 4096  # most tenants that are remembered
+
+
+class ModelTurns:
+    """The turns of each model, so that requests for one do not wait for the replicas of another.
+
+    `most_open` returns how many requests for a model may be let through at once.
+    """
+
+    def __init__(self, most_open: Callable[[str], int]) -> None:
+        self._most_open = most_open
+        self._turns: dict[str, FairTurns] = {}
+
+    def of(self, model: str) -> FairTurns:
+        """Return the turns of a model that a replica serves."""
+        if model not in self._turns:
+            self._turns[model] = FairTurns(lambda: self._most_open(model))
+        return self._turns[model]
+
+    @property
+    def num_open(self) -> int:
+        return sum(each.num_open for each in self._turns.values())
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(each.num_waiting for each in self._turns.values())
+
+    @property
+    def waiting_tokens(self) -> int:
+        return sum(each.waiting_tokens for each in self._turns.values())
+
+    def fill(self) -> None:
+        """Let requests through while there is room."""
+        for each in self._turns.values():
+            each.fill()
 
 
 class FairTurns:

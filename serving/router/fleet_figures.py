@@ -1,18 +1,16 @@
-"""Report the router's figures as metrics, as one JSON object, and on a page that shows it."""
+"""Report the router's figures as metrics, and as one JSON object, which the router's page shows."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from continuous_batching.routing.routing import RoutedPrompt, Routing, Sent
 from continuous_batching.routing.splitting import SplitChoice
-from serving.router.fair_turns import FairTurns
+from serving.router.fair_turns import ModelTurns
 from serving.router.replicas import FleetReplica
 
-PAGE = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _MOST_CHOICES = 20  # choices that are reported, the last one first
 
@@ -39,7 +37,7 @@ class RouteChoice(NamedTuple):
 class FleetFigures:
     """Counts what was sent where, and why."""
 
-    def __init__(self, routing: Routing, replicas: list[FleetReplica], turns: FairTurns) -> None:
+    def __init__(self, routing: Routing, replicas: list[FleetReplica], turns: ModelTurns) -> None:
         self._routing = routing
         self._replicas = replicas
         self._turns = turns
@@ -123,6 +121,8 @@ class FleetFigures:
                 {
                     "url": each.url,
                     "state": each.state,
+                    "models": each.listed.models,
+                    "adapters": each.listed.adapters,
                     "trouble": each.trouble,
                     "drained": each.is_drained,
                     "leaves": each.leaves,
@@ -139,6 +139,10 @@ class FleetFigures:
                 for each in self._there
             ],
         }
+
+    def health(self) -> list[dict[str, Any]]:
+        """Return the state of each replica, and which models it serves."""
+        return [{"url": each.url, "state": each.state, "models": each.listed.models} for each in self._there]
 
     def as_metrics(self) -> str:
         """Return the figures in Prometheus's text format."""

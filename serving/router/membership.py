@@ -13,7 +13,8 @@ import socket
 from collections.abc import Sequence
 
 from continuous_batching.routing.routing import Routing
-from serving.router.replicas import FleetModel, FleetReplica, Learned, address_of, ignore_learned, replicas_of
+from serving.router.models import FleetModels
+from serving.router.replicas import FleetReplica, Learned, address_of, ignore_learned, replicas_of
 from serving.router.upstream import HeaderLines, Upstream
 
 log = logging.getLogger("route")
@@ -27,10 +28,15 @@ class FleetMembers:
     """The replicas behind a router; `replicas` holds them by number, including those whose number is free."""
 
     def __init__(
-        self, urls: Sequence[str], routing: Routing, headers: HeaderLines, learned: Learned = ignore_learned
+        self,
+        urls: Sequence[str],
+        routing: Routing,
+        headers: HeaderLines,
+        learned: Learned = ignore_learned,
+        models: FleetModels | None = None,
     ) -> None:
-        self.model = FleetModel()
-        self.replicas = replicas_of(urls, routing, headers, learned, self.model)
+        self.models = models or FleetModels()
+        self.replicas = replicas_of(urls, routing, headers, learned, self.models)
         self._routing = routing
         self._headers, self._learned = headers, learned
         self._named: dict[str, set[str]] = {}  # the addresses that each name last resolved to
@@ -48,7 +54,7 @@ class FleetMembers:
             raise ValueError(f"there are {MOST_REPLICAS} replicas, the most that one router has")
         server = Upstream(*address_of(url))
         number = self._routing.join()
-        replica = FleetReplica(number, url, server, self._routing, self._headers, self._learned, self.model)
+        replica = FleetReplica(number, url, server, self._routing, self._headers, self._learned, self.models)
         self.replicas[number : number + 1] = [replica]
         log.info("%s has come", url)
         return replica

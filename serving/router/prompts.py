@@ -7,6 +7,7 @@ prompts begin alike, but nothing about pages.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -17,6 +18,7 @@ from continuous_batching.routing.routing import RoutedPrompt
 from kv_cache.page_keys import page_keys, short_key
 from serving.adapters import NO_ADAPTERS, KnownAdapters
 from serving.api.api_keys import Client
+from serving.api.messages import MessagesBody
 from serving.api.responses_input import messages_of, tool_choice_of, tools_of
 from serving.text.request_fields import parse_request
 from serving.text.tokenizer import Text
@@ -52,7 +54,12 @@ class RoutedResponse(msgspec.Struct):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
+class _Named(msgspec.Struct):
+    model: str | None = None
+
+
 _decode = msgspec.json.Decoder(RoutedBody).decode
+_decode_name = msgspec.json.Decoder(_Named).decode
 _decode_response = msgspec.json.Decoder(RoutedResponse).decode
 
 
@@ -67,17 +74,30 @@ class Prompts:
         self.page_size = page_size
 
     def asked(self, body: bytes) -> RoutedBody:
-        """Return the fields of a body, or no fields for a body that no replica will accept."""
-        try:
-            return _decode(body)
-        except (msgspec.MsgspecError, UnicodeDecodeError):
-            return RoutedBody()
+        """Return the fields of a body; of one that no replica will accept, only its model, if it has one."""
+        for decode in (_decode, lambda body: RoutedBody(model=_decode_name(body).model)):
+            with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+                return decode(body)
+        return RoutedBody()
 
-    def read(self, body: bytes, asked: RoutedBody, client: Client) -> RoutedPrompt:
-        """Return what is known of the prompt."""
+    def read(
+        self,
+        body: bytes,
+        asked: RoutedBody,
+        client: Client,
+        *,
+        is_of_recipe: bool = True,
+        is_message: bool = False,
+    ) -> RoutedPrompt:
+        """Return what is known of the prompt; of one for another model than the recipe's, by its text.
+
+        A body of `/v1/messages` `is_message`.
+        """
         salt = client.salted(asked.cache_salt or "")
-        if self.page_size:
+        if self.page_size and is_of_recipe:
             try:
+                if is_message:
+                    return self._pages(_of_a_message(body), salt)
                 if bytes(asked.input):
                     return self._pages(_of_a_chat(_decode_response(body)), salt)
                 return self._pages(msgspec.json.decode(body, type=dict[str, Any]), salt)
@@ -112,6 +132,15 @@ def _of_a_chat(body: RoutedResponse) -> dict[str, Any]:
         "reasoning_effort": (body.reasoning or {}).get("effort"),
         "chat_template_kwargs": body.chat_template_kwargs,
     }
+
+
+def _of_a_message(body: bytes) -> dict[str, Any]:
+    """Translate a body of `/v1/messages` into fields of a chat; raises BadRequest."""
+    try:
+        read = MessagesBody.model_validate_json(body)
+    except ValueError as error:
+        raise BadRequest(None, "the body cannot be read") from error
+    return read.fields() | {"model": read.model}
 
 
 def _parts(text: bytes, model: str | None, salt: str) -> RoutedPrompt:

@@ -1,8 +1,9 @@
-"""Pass a request to a replica and its answer back, also when the replica is lost.
+"""Pass a request to a replica of its model and its answer back, also when the replica is lost.
 
-If nothing of the answer has been sent, a request goes to another replica when the first is lost or refuses
-it. If an answer has begun, its client is told that it ends early: a stream by an error event in place of its
-end, an answer of announced size by a connection that breaks. No request is ever sent to two replicas at once.
+If nothing of the answer has been sent but signs of life, a request goes to another replica when the first is
+lost or refuses it. If an answer has begun, its client is told that it ends early: a stream by an error event
+in place of its end, an answer of announced size by a connection that breaks. No request is ever sent to two
+replicas at once.
 """
 
 from __future__ import annotations
@@ -10,30 +11,46 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
+from borders.refusal import BadRequest
 from continuous_batching.routing.routing import RoutedPrompt, Routing, Sent
 from continuous_batching.routing.splitting import PROMPT_REPLICA_HEADER, PromptPlace, Splitting
 from serving.api.api_keys import ANYBODY, Client
-from serving.api.errors import error_body, error_response
-from serving.router.fair_turns import FairTurns
+from serving.api.errors import error_response
+from serving.api.streamed import DONE
+from serving.failures import Failure
+from serving.router.fair_turns import ModelTurns
 from serving.router.fleet_figures import FleetFigures
+from serving.router.models import RETRY_S, FleetModels
 from serving.router.prompts import Prompts, RoutedBody
 from serving.router.replicas import FleetReplica
+from serving.router.reply import (
+    MESSAGES,
+    REFUSED,
+    WITH_DONE,
+    Reply,
+    begun_with,
+    error_event,
+    has_event,
+    is_event_stream,
+    own_error,
+    refuses,
+)
 from serving.router.upstream import HeaderLines, Lost, UpstreamAnswer
 
 log = logging.getLogger("route")
 
 SESSION_HEADER, TENANT_HEADER = b"x-session-id", b"x-tenant"
-RETRY_S = 1.0
 AGAIN_S = 0.05  # interval at which the request of a disconnected client is cancelled again
 _ENDS = (b"data: [DONE]", b"data:[DONE]")
-_WITH_DONE = ("/v1/chat/completions", "/v1/completions")  # the paths whose streams end with [DONE]
-_GENERATIONS = (*_WITH_DONE, "/v1/responses")
+_GENERATIONS = (*WITH_DONE, "/v1/responses", MESSAGES)
 _LONG_BYTES = 2**14  # a body of this size or more is read in a thread
 _MOST_WHOLE_BYTES = 2**23  # most bytes of an answer that is held back until it is complete
 _OWN = {b"host", b"content-length", b"connection", b"transfer-encoding", b"keep-alive", b"expect", b"te"}
@@ -44,21 +61,37 @@ _NOT_SENT_BACK = frozenset({*_OWN, b"x-request-id", b"server", b"date"})
 _ONCE = ("/v1/files", "/v1/batches")  # requests posted to these paths are never repeated
 _ABORT = "/abort/"  # followed by a request's id, which only the replica that runs it knows
 _DONE, _UNKNOWN = 200, 404
-_NOT_NOW = (429, 502, 503)  # statuses after which another replica may accept the request
 _NOTHING_ASKED, _NO_PROMPT = RoutedBody(), RoutedPrompt(0)
 
 
+@dataclass(frozen=True, slots=True)
+class _Routed:
+    """A request, as far as it decides where it goes; `model` is what it names if it `is_bound` to one."""
+
+    scope: Scope
+    body: bytes
+    is_bound: bool = False
+    model: str | None = None
+    prompt: RoutedPrompt = _NO_PROMPT
+    session: str = ""
+
+
 class Proxy:
-    """Passes requests on; `prompts` reads their prompts, and `turns` decides when each is sent."""
+    """Passes requests on; `prompts` reads their prompts, and `turns` decides when each is sent.
+
+    A client whose stream is silent for `keep_alive_s` gets a sign of life; 0: it gets none but its replica's.
+    """
 
     def __init__(
         self,
         routing: Routing,
         replicas: list[FleetReplica],
         prompts: Prompts,
-        turns: FairTurns,
+        turns: ModelTurns,
         figures: FleetFigures,
         splitting: Splitting | None = None,
+        models: FleetModels | None = None,
+        keep_alive_s: float = 0.0,
     ) -> None:
         self._routing = routing
         self._replicas = replicas
@@ -66,6 +99,8 @@ class Proxy:
         self._turns = turns
         self._figures = figures
         self._splitting = splitting or Splitting(routing)
+        self._models = models or FleetModels()
+        self._keep_alive_s = keep_alive_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -86,23 +121,41 @@ class Proxy:
 
     async def _in_turn(self, scope: Scope, send: Send, body: bytes) -> None:
         """Read what a request asks for, and send it on when its tenant has its turn."""
-        asked, prompt = _NOTHING_ASKED, _NO_PROMPT
-        client: Client = scope["state"].get("client") or ANYBODY
-        if scope["method"] == "POST" and scope["path"] in _GENERATIONS:
-            asked, prompt = await self._read(body, client)
-        headers = dict(scope["headers"])
+        is_bound = scope["method"] == "POST"  # what is posted is for a model, or for the server of one
+        asked = self._prompts.asked(body) if is_bound else _NOTHING_ASKED
+        is_stream = bool(asked.stream) and scope["path"] in _GENERATIONS
+        reply = Reply(send, scope["path"], self._keep_alive_s, is_stream=is_stream)
+        try:
+            if is_bound:
+                self._models.others_than(asked.model)  # raises what would be in vain to wait for
+            await self._take_turn(_Routed(scope, body, is_bound, asked.model), asked, reply)
+        except BadRequest as bad:
+            await reply.error(400, str(bad), bad.field)
+        except Failure as failure:
+            await reply.error(failure.status, str(failure), retry_after_s=failure.retry_after_s)
+        finally:
+            await reply.end()
+
+    async def _take_turn(self, routed: _Routed, asked: RoutedBody, reply: Reply) -> None:
+        """Wait for a turn among the requests for the same model, and send the request on."""
+        client: Client = routed.scope["state"].get("client") or ANYBODY
+        turn_of = self._models.turn_of(routed.model)
+        if routed.is_bound and routed.scope["path"] in _GENERATIONS:
+            routed = replace(routed, prompt=await self._read(routed, asked, client))
+        headers = dict(routed.scope["headers"])
         named = headers.get(TENANT_HEADER, b"").decode("latin-1") or asked.tenant
         tenant = (named or asked.user or client.tenant) if client.names_tenants else client.tenant
-        session = (
-            f"{client.owner}\0{value.decode('latin-1')}" if (value := headers.get(SESSION_HEADER)) else ""
-        )
-        came_s = time.monotonic()
-        await self._turns.enter(tenant, prompt.num_tokens)
+        if value := headers.get(SESSION_HEADER):
+            of_model = "" if self._models.is_one else turn_of  # a session has a replica of each model
+            session = f"{client.owner}\0{of_model}\0{value.decode('latin-1')}"
+            routed = replace(routed, session=session)
+        came_s, turns = time.monotonic(), self._turns.of(turn_of)
+        await turns.enter(tenant, routed.prompt.num_tokens)
         try:
             self._figures.waited(time.monotonic() - came_s)
-            await self._send_on(scope, send, body, prompt, session)
+            await self._send_on(routed, reply)
         finally:
-            self._turns.leave()
+            turns.leave()
 
     async def _abort(self, scope: Scope, send: Send, body: bytes) -> None:
         """Ask all replicas at once to abort a request.
@@ -119,7 +172,7 @@ class Proxy:
             finally:
                 replica.server.done(answer)
 
-        there = [each for each in self._replicas if each.state not in ("lost", "refused", "gone")]
+        there = [each for each in self._replicas if each.state not in ("lost", "gone")]
         asking = [asyncio.ensure_future(ask(each)) for each in there]
         said: tuple[int, HeaderLines, bytes] | None = None
         try:
@@ -140,113 +193,134 @@ class Proxy:
             why = "no replica could be reached; send the request again"
             await error_response(503, why, retry_after_s=RETRY_S)(scope, _nothing, send)
 
-    async def _read(self, body: bytes, client: Client) -> tuple[RoutedBody, RoutedPrompt]:
-        asked = self._prompts.asked(body)
-        if len(body) < _LONG_BYTES or not self._prompts.page_size:
-            return asked, self._prompts.read(body, asked, client)
-        return asked, await asyncio.to_thread(self._prompts.read, body, asked, client)
+    async def _read(self, routed: _Routed, asked: RoutedBody, client: Client) -> RoutedPrompt:
+        is_of_recipe = self._models.is_of_recipe(routed.model)
+        kind = {"is_of_recipe": is_of_recipe, "is_message": routed.scope["path"] == MESSAGES}
+        read = partial(self._prompts.read, routed.body, asked, client, **kind)
+        is_long = len(routed.body) >= _LONG_BYTES and self._prompts.page_size
+        return await asyncio.to_thread(read) if is_long else read()
 
-    async def _send_on(
-        self, scope: Scope, send: Send, body: bytes, prompt: RoutedPrompt, session: str
-    ) -> None:
+    async def _send_on(self, routed: _Routed, reply: Reply) -> None:
         """Send a request to one replica after the other, until one begins to answer."""
-        headers = _passed_on(scope)
-        raw = scope["raw_path"].decode("latin-1")
-        path = f"{raw}?{query.decode('latin-1')}" if (query := scope["query_string"]) else raw
+        scope, prompt = routed.scope, routed.prompt
         is_once = scope["method"] == "POST" and scope["path"].startswith(_ONCE)
         tried: list[int] = []
-        refusal: tuple[int, HeaderLines, bytes] | None = None
-        while (sent := self._sent(prompt, session, tried)) is not None:
+        refusal: Callable[[], Awaitable[None]] | None = None  # passes on what the last replica has said
+        while (sent := self._sent(routed, tried)) is not None:
             replica = self._replicas[sent.replica]
             split = self._splitting.choose(prompt, sent, time.monotonic())
             self._figures.sent(replica, sent, prompt, split, is_again=bool(tried))
             tried.append(sent.replica)
-            place = split.place
-            by = [] if place is None else [(_PROMPT_REPLICA, place.endpoint.encode())]
+            counted = _Counted(self._routing, replica, sent, split.place)
             try:
-                answer = await replica.server.ask(scope["method"], path, headers + by, body, is_once=is_once)
+                answer = await self._ask(routed, replica, split.place, is_once=is_once)
             except Lost as lost:
-                self._end(replica, sent, place)
+                counted.end()
                 replica.num_lost += 1
                 if is_once and lost.may_be_done:
-                    await self._may_be_done(scope, send, replica, lost)
+                    await self._may_be_done(reply, replica, lost)
                     return
                 log.warning("%s: %s; nothing was answered, so it goes elsewhere", replica.url, lost)
                 continue
             except BaseException:
-                self._end(replica, sent, place)
+                counted.end()
                 raise
             try:
-                if answer.status in _NOT_NOW:
-                    refusal = answer.status, answer.headers, await _whole(answer)
+                if answer.status in REFUSED or (answer.status == _UNKNOWN and routed.model is not None):
+                    refusal = partial(reply.whole, answer.status, _kept(answer.headers), await _whole(answer))
                     continue
-                self._routing.begun(sent)
-                if place is not None:
-                    self._routing.ended(place.sent)
-                if await self._forward(scope, send, answer, replica):
+                refusal = await self._forward(routed, reply, answer, counted)
+                if refusal is None:
                     return
             except Lost as lost:
                 replica.num_lost += 1
                 if is_once:
-                    await self._may_be_done(scope, send, replica, lost)
+                    await self._may_be_done(reply, replica, lost)
                     return
                 log.warning("%s: %s; nothing was sent on, so it goes elsewhere", replica.url, lost)
             finally:
                 replica.server.done(answer)
-                self._end(replica, sent, place)
+                counted.end()
         self._figures.refused()
         if refusal is not None:
-            await _send_whole(send, *refusal)
+            await refusal()
         else:
-            why = "no replica can take a request now; send it again"
-            await error_response(503, why, retry_after_s=RETRY_S)(scope, _nothing, send)
+            of_model = f" of {routed.model!r}" if routed.model is not None and not self._models.is_one else ""
+            why = f"no replica{of_model} can take a request now; send it again"
+            await reply.error(503, why, retry_after_s=RETRY_S)
 
-    async def _may_be_done(self, scope: Scope, send: Send, replica: FleetReplica, lost: Lost) -> None:
+    async def _ask(
+        self, routed: _Routed, replica: FleetReplica, place: PromptPlace | None, *, is_once: bool
+    ) -> UpstreamAnswer:
+        """Send a request to a replica, and return its answer once there is a head; raises Lost."""
+        scope = routed.scope
+        raw, headers = scope["raw_path"].decode("latin-1"), _passed_on(scope)
+        path = f"{raw}?{query.decode('latin-1')}" if (query := scope["query_string"]) else raw
+        if place is not None:
+            headers.append((_PROMPT_REPLICA, place.endpoint.encode()))
+        return await replica.server.ask(scope["method"], path, headers, routed.body, is_once=is_once)
+
+    async def _may_be_done(self, reply: Reply, replica: FleetReplica, lost: Lost) -> None:
         log.warning("%s: %s; its client is told", replica.url, lost)
         why = f"the replica was lost ({lost}), and may have done this or not: check, or send it again"
-        await error_response(502, why, code="replica_lost")(scope, _nothing, send)
+        await reply.error(502, why, code="replica_lost")
 
-    def _sent(self, prompt: RoutedPrompt, session: str, tried: list[int]) -> Sent | None:
-        """Choose a replica for a request; one that computes prompts for others is the last resort."""
-        now_s, apart = time.monotonic(), self._splitting.not_for_answers
-        sent = self._routing.send(prompt, now_s, session, [*tried, *apart]) if apart else None
-        return sent or self._routing.send(prompt, now_s, session, tried)
+    def _sent(self, routed: _Routed, tried: list[int]) -> Sent | None:
+        """Choose a replica of the model; one that computes prompts for others is the last resort."""
+        others = self._models.others_than(routed.model) if routed.is_bound else ()
+        now_s, apart, but = time.monotonic(), self._splitting.not_for_answers, [*others, *tried]
+        sent = self._routing.send(routed.prompt, now_s, routed.session, [*but, *apart]) if apart else None
+        return sent or self._routing.send(routed.prompt, now_s, routed.session, but)
 
-    def _end(self, replica: FleetReplica, sent: Sent, place: PromptPlace | None) -> None:
-        replica.num_open -= 1
-        self._routing.ended(sent)
-        if place is not None:
-            self._routing.ended(place.sent)
+    async def _forward(
+        self, routed: _Routed, reply: Reply, answer: UpstreamAnswer, counted: _Counted
+    ) -> Callable[[], Awaitable[None]] | None:
+        """Send an answer on, or return what passes on that it is a refusal.
 
-    async def _forward(self, scope: Scope, send: Send, answer: UpstreamAnswer, replica: FleetReplica) -> bool:
-        """Send an answer on; raises Lost only where nothing of it was sent yet."""
-        kinds = [value for name, value in answer.headers if name == b"content-type"]
-        if not (kinds and kinds[0].startswith(b"text/event-stream")):
-            await self._forward_whole(scope, send, answer, replica)
-            return True
-        unsent = await answer.next()
-        await send({"type": "http.response.start", "status": answer.status, "headers": _kept(answer.headers)})
-        last, wants_done = b"", answer.status == 200 and scope["path"] in _WITH_DONE
+        Raises Lost only where nothing of it was sent yet but signs of life.
+        """
+        if not is_event_stream(answer.headers):
+            counted.begin()
+            await self._forward_whole(routed.scope, reply, answer, counted.replica)
+            return None
+        path, wants_done = routed.scope["path"], answer.status == 200 and routed.scope["path"] in WITH_DONE
+        await reply.head(answer.status, _kept(answer.headers))
+        unsent = await self._first_event(routed, reply, answer)
+        if refuses(unsent):
+            return partial(reply.part, unsent if not wants_done else _with_done(unsent), more=False)
+        counted.begin()
+        last = b""
         try:
             while unsent:
                 last = (last + unsent)[-64:] if len(unsent) < 64 else unsent[-64:]
                 if answer.is_read:  # the end is sent with these bytes, so that the client wakes once for both
                     break
-                await send({"type": "http.response.body", "body": unsent, "more_body": True})
+                await reply.part(unsent)
                 unsent = b""
                 unsent = await answer.next()
             if wants_done and not last.rstrip().endswith(_ENDS):
                 raise Lost("the stream ended before its end")
         except Lost as lost:
-            self._record_loss(replica, lost)
+            self._record_loss(counted.replica, lost)
             message = f"the replica was lost during the answer ({lost}); send the request again"
             unsent += b"" if last.endswith(b"\n\n") or not last else b"\n\n"
-            unsent += _error_event(scope["path"], message)
-        await send({"type": "http.response.body", "body": unsent})
-        return True
+            unsent += error_event(path, own_error(path, 502, message, code="replica_lost"))
+        await reply.part(unsent, more=False)
+        return None
+
+    async def _first_event(self, routed: _Routed, reply: Reply, answer: UpstreamAnswer) -> bytes:
+        """Pass signs of life on until there is an event, and return it and what follows it; raises Lost."""
+        received = b""
+        while not has_event(received) and (part := await answer.next()):
+            signs, received = begun_with(received + part)
+            if signs:
+                await reply.part(signs)
+        if not has_event(received) and routed.scope["path"] in _GENERATIONS:
+            raise Lost("the stream ended before its first event")
+        return received
 
     async def _forward_whole(
-        self, scope: Scope, send: Send, answer: UpstreamAnswer, replica: FleetReplica
+        self, scope: Scope, reply: Reply, answer: UpstreamAnswer, replica: FleetReplica
     ) -> None:
         """Send on an answer that is no event stream.
 
@@ -257,25 +331,53 @@ class Proxy:
             parts.append(part)
             num_bytes += len(part)
         if num_bytes <= _MOST_WHOLE_BYTES:
-            await _send_whole(send, answer.status, answer.headers, b"".join(parts))
+            await reply.whole(answer.status, _kept(answer.headers), b"".join(parts))
             return
-        await send({"type": "http.response.start", "status": answer.status, "headers": _kept(answer.headers)})
+        if reply.has_head:
+            raise Lost(
+                f"it answered a stream's request with more than {_MOST_WHOLE_BYTES} bytes that are none"
+            )
+        await reply.head(answer.status, _kept(answer.headers))
         part = b"".join(parts)
         try:
             while part:
-                await send({"type": "http.response.body", "body": part, "more_body": True})
+                await reply.part(part)
                 part = await answer.next()
         except Lost as lost:
             self._record_loss(replica, lost)
             cut_off: Callable[[], None] = scope["state"]["cut_off"]
             cut_off()
             return
-        await send({"type": "http.response.body", "body": b""})
+        await reply.part(b"", more=False)
 
     def _record_loss(self, replica: FleetReplica, lost: Lost) -> None:
         replica.num_lost += 1
         self._figures.cut_off()
         log.warning("%s: %s; its client is told", replica.url, lost)
+
+
+class _Counted:
+    """A request as it is counted at its replica, and its prompt where that is computed."""
+
+    def __init__(
+        self, routing: Routing, replica: FleetReplica, sent: Sent, place: PromptPlace | None
+    ) -> None:
+        self.replica = replica
+        self._routing = routing
+        self._sent, self._place = sent, place
+
+    def begin(self) -> None:
+        """Note that the answer has begun, so that its prompt is computed."""
+        self._routing.begun(self._sent)
+        if self._place is not None:
+            self._routing.ended(self._place.sent)
+
+    def end(self) -> None:
+        """Note that the request has ended, in whatever way."""
+        self.replica.num_open -= 1
+        self._routing.ended(self._sent)
+        if self._place is not None:
+            self._routing.ended(self._place.sent)
 
 
 class ClientWatch:
@@ -305,9 +407,9 @@ class ClientWatch:
         self._again = self._task.get_loop().call_later(AGAIN_S, self._gone)
 
 
-def _error_event(path: str, message: str) -> bytes:
-    name = b"" if path in _WITH_DONE else b"event: error\n"
-    return name + b"data: " + error_body(502, message, code="replica_lost") + b"\n\n"
+def _with_done(event: bytes) -> bytes:
+    """Return an error event with the end of a stream, which may have come behind it or not."""
+    return event if event.rstrip().endswith(_ENDS) else event + DONE
 
 
 def _passed_on(scope: Scope) -> HeaderLines:

@@ -10,10 +10,8 @@ A replica may be another kind of server, of which less is known, or one that is 
 is read up to a bound of bytes and decoded into types with bounds, and what cannot be read raises Unreadable,
 whose text says which answer it was.
 
-A router chooses a replica by load and pages, not by the `model` of a request: with replicas of two models, it
-would be chance whether a request arrives where its model is. So the router has one model, that of the first
-replica that became ready, and a replica of another model is sent nothing. The names in `/v1/models` decide:
-aliases and adapters may differ, and a server that reports no name is accepted as it is.
+What a replica lists in `/v1/models` is read with every poll, since adapters come and go while it runs, and
+before it gets requests again, since another server may have taken its place.
 """
 
 from __future__ import annotations
@@ -26,79 +24,16 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeVar
 
+import anyio
 import msgspec
 from msgspec import Meta
 
 from borders.field_types import LAST_ID, LONGEST_NAME
 from borders.numbers import integers
 from continuous_batching.routing.routing import Routing
+from serving.router.models import LISTS_NOTHING, FleetModels, Listed
 from serving.router.page_reader import PageReader, reached_at
 from serving.router.upstream import HeaderLines, Lost, Upstream
-
-CLAIM_S = 600.0  # a restart that loads a large model takes minutes
-
-
-@dataclass(slots=True)
-class _Claim:
-    names: Sequence[str]
-    ready_s: float  # when its replica was last ready
-
-
-class FleetModel:
-    """Knows which names each replica last served, by its address.
-
-    A replica claims the model for the router where it is ready, and holds it until it serves another one, is
-    removed, or has not been ready for `CLAIM_S`. The router's model stays while any replica holds it; after
-    that, the next replica that becomes ready decides.
-    """
-
-    def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
-        self.name = ""
-        self._claims: dict[str, _Claim] = {}
-        self._now_s = now_s
-
-    def refusal(self, url: str, names: Sequence[str]) -> str:
-        """Return why a replica with these names gets no requests, "" where it may; it claims nothing yet."""
-        if not names or self.name in names:
-            return ""
-        self._claims.pop(url, None)  # what it claimed before, it serves no more
-        holder = self._holder()
-        if not holder:
-            return ""
-        return (
-            f"it serves the model {names[0]!r}, and this router's is {self.name!r}, which {holder} last"
-            " served: start it with that model, give it a router of its own, or let go of each that serves"
-            f" {self.name!r} with POST /fleet/remove?{holder}"
-        )
-
-    def claim(self, url: str, names: Sequence[str]) -> str:
-        """Note that a replica is ready with these names, or with those it had before where it reports none.
-
-        Returns why the replica is refused after all, as `refusal` does.
-        """
-        refusal = self.refusal(url, names)
-        if refusal:
-            return refusal
-        if names:
-            if self.name not in names:
-                self.name = names[0]
-            self._claims[url] = _Claim(names, self._now_s())
-        elif url in self._claims:
-            self._claims[url].ready_s = self._now_s()
-        return ""
-
-    def forget(self, url: str) -> None:
-        """Drop the claim of a replica that has left."""
-        self._claims.pop(url, None)
-
-    def _holder(self) -> str:
-        """Return the first replica that holds the router's model, "" where none does."""
-        since_s = self._now_s() - CLAIM_S
-        held = (
-            url for url, each in self._claims.items() if self.name in each.names and each.ready_s >= since_s
-        )
-        return next(held, "")
-
 
 MOST_INFO_BYTES = 2**20  # most bytes of /server_info, which has the recipe, and of /v1/models
 MOST_METRICS_BYTES = 2**22
@@ -151,6 +86,10 @@ class _Models(msgspec.Struct):
     data: list[_Model]
 
 
+class _Entries(msgspec.Struct):
+    data: list[msgspec.Raw]  # which are passed on unread
+
+
 async def ask(server: Upstream, path: str, headers: HeaderLines, most_bytes: int) -> tuple[int, bytes]:
     """Return the status and the body of an answer; raises Lost, and TooLong beyond `most_bytes`."""
     answer = await server.ask("GET", path, headers, b"")
@@ -180,13 +119,20 @@ def info_of(text: bytes) -> ServerInfo:
     return info
 
 
-def models_of(text: bytes) -> tuple[str, ...]:
-    """Return the names of a server's model from `/v1/models`, without those of adapters.
+def listed_of(text: bytes) -> Listed:
+    """Return what a server lists in `/v1/models`; an entry with a parent is an adapter.
 
-    The result is empty where the answer is not understood; raises Unreadable.
+    Nothing is listed where the answer is not understood, or names no model; raises Unreadable.
     """
-    found = _decoded("/v1/models", text, _Models)
-    return () if isinstance(found, str) else tuple(each.id for each in found.data if each.parent is None)
+    path = "/v1/models"
+    found, entries = _decoded(path, text, _Models), _decoded(path, text, _Entries)
+    if isinstance(found, str) or isinstance(entries, str):
+        return LISTS_NOTHING
+    models = dict.fromkeys(each.id for each in found.data if each.parent is None)
+    adapters = dict.fromkeys(each.id for each in found.data if each.id not in models)
+    by_name = {each.id: bytes(entry) for each, entry in zip(reversed(found.data), reversed(entries.data))}
+    names = (*models, *adapters) if models else ()
+    return Listed({name: by_name[name] for name in names}, tuple(models), tuple(adapters) if models else ())
 
 
 def figures_of(text: bytes) -> dict[bytes, int]:
@@ -220,8 +166,7 @@ def _decoded(path: str, text: bytes, kind: type[_Any]) -> _Any | str:
 
 log = logging.getLogger("route")
 
-# "refused" serves another model than the router's; "gone" is final.
-State = Literal["unknown", "ready", "not ready", "refused", "lost", "gone"]
+State = Literal["unknown", "ready", "not ready", "lost", "gone"]  # "gone" is final
 POLL_S = 0.5
 _ANSWER_S = 2.0  # time limit of a poll's answer
 _LOST_AFTER = 2  # polls in a row without an answer, unless the connection is refused
@@ -247,7 +192,7 @@ class FleetReplica:
         routing: Routing,
         headers: HeaderLines,
         learned: Learned = ignore_learned,
-        model: FleetModel | None = None,
+        models: FleetModels | None = None,
     ) -> None:
         self.number, self.url, self.server = number, url, server
         self.state: State = "unknown"
@@ -260,24 +205,31 @@ class FleetReplica:
         self.reader: PageReader | None = None
         self._routing = routing
         self._headers, self._learned = headers, learned
-        self._model = model or FleetModel()
+        self._models = models or FleetModels()
+        self._models.join(number)
         self._ready_path = "/ready"
         self._num_silent = 0
         self._is_asked = False  # whether its pages' endpoint and its prompt replicas are known
-        self._names: Sequence[str] = ()  # names of the model that it serves
+        self._events: str | None = None  # where it publishes its pages, if they are of the router's size
         self._warned_paths: set[str] = set()  # paths whose answer was warned of, and has not been good since
+
+    @property
+    def listed(self) -> Listed:
+        """What it last listed of its models."""
+        return self._models.of(self.number) or LISTS_NOTHING
 
     async def watch(self, page_size: int) -> None:
         """Poll for ever; `page_size` is that of the pages whose events are to be read, or 0."""
         while True:
             try:
-                await asyncio.wait_for(self._poll(page_size), _ANSWER_S)
+                with anyio.fail_after(_ANSWER_S):  # wait_for before Python 3.12 may swallow a cancellation
+                    await self._poll(page_size)
                 self._num_silent = 0
             except Lost as lost:
                 self._shut(str(lost))
             except Unreadable as error:
                 self._keep_out("not ready", str(error))
-            except asyncio.TimeoutError:
+            except TimeoutError:
                 self._num_silent += 1
                 if self.state != "ready":  # it may be another server by the time it answers
                     self._stop_reading()
@@ -318,7 +270,7 @@ class FleetReplica:
         self.close()
         self._learned(self.number, "", (), 0)
         self._routing.leave(self.number)
-        self._model.forget(self.url)
+        self._models.forget(self.number)
         self.state = "gone"
 
     def close(self) -> None:
@@ -333,19 +285,15 @@ class FleetReplica:
             status, _ = await self._get(self._ready_path, MOST_STATUS_BYTES)
         if status != 200:
             self._keep_out("not ready", f"{self._ready_path} says {status}")
+            await self._hear_early()
             return
         since_s = time.monotonic()
+        self._learn(await self._ask_models())
         if not self._is_asked:
-            self._names = await self._ask_names()
-            if refusal := self._model.refusal(self.url, self._names):
-                self._keep_out("refused", refusal)
-                return
             await self._read_info(page_size)
             self._is_asked = True
+        self._read_pages()
         figures = await self._ask_figures()
-        if refusal := self._model.claim(self.url, self._names):
-            self._keep_out("refused", refusal)
-            return
         self._become("ready", "")
         if QUEUED in figures:
             requests = figures.get(WAITING, 0) + figures.get(RUNNING, 0)
@@ -356,25 +304,50 @@ class FleetReplica:
         self._become(state, trouble)
         self._stop_reading()
 
-    async def _ask_names(self) -> Sequence[str]:
-        """Return the names of the model that it serves, or none where it does not say.
+    async def _ask_models(self) -> Listed:
+        """Return the models that it lists, which may be none.
 
-        Raises Unreadable where that may change with the next poll.
+        Raises Unreadable where that may change with the next poll, unless it has been ready since it was last
+        heard.
         """
-        path, names, why = "/v1/models", tuple[str, ...](), "/v1/models names none"
+        path, listed, why = "/v1/models", LISTS_NOTHING, "/v1/models names none"
         try:
             status, text = await self._get(path, MOST_INFO_BYTES)
         except TooLong as error:
             why = str(error)
         else:
+            known = self._models.of(self.number) if self._is_asked else None
             if status == 200:
-                names = models_of(text)
+                listed = listed_of(text)
             elif status in _TELLS_NO_MODEL:
                 why = f"{path} says {status}"
-            else:
+            elif known is None:
                 raise Unreadable(f"{path} says {status}")
-        self._warn_once(path, "" if names else f"its model is unknown, and is not checked: {why}")
-        return names
+            else:
+                return known
+        self._warn_once(path, "" if listed.models else f"its model is unknown, and is not checked: {why}")
+        return listed
+
+    async def _hear_early(self) -> None:
+        """Learn what it will serve while it is not ready yet, if it was never heard and says so."""
+        if self._models.of(self.number) is None:
+            with suppress(Unreadable):
+                status, text = await self._get("/v1/models", MOST_INFO_BYTES)
+                if status == 200 and (listed := listed_of(text)).models:
+                    self._learn(listed)
+
+    def _learn(self, listed: Listed) -> None:
+        """Note what it lists; where its model has changed, another server has taken its place."""
+        before = self._models.of(self.number)
+        if before is not None and before.models != listed.models:
+            log.warning(
+                "%s serves %s, and no longer %s",
+                self.url,
+                *(_named(each.models) for each in (listed, before)),
+            )
+            self._stop_reading()
+            self._routing.lost(self.number)
+        self._models.learn(self.number, listed)
 
     async def _ask_figures(self) -> dict[bytes, int]:
         path, why, figures = "/metrics", "", dict[bytes, int]()
@@ -408,22 +381,34 @@ class FleetReplica:
         said = info_of(text) if status == 200 else ServerInfo()
         for trouble in said.not_understood:  # it is another kind of server
             log.warning("%s: /server_info is not understood: %s", self.url, trouble)
-        endpoint, pages_at = said.events, reached_at(said.pages_at or "", self.server.host)
+        pages_at = reached_at(said.pages_at or "", self.server.host)
         self._learned(self.number, pages_at, said.prompt_replicas or (), said.num_slots or 0)
-        if not page_size or endpoint is None:
+        if not page_size or said.events is None:
             return
-        if said.page_size != page_size:
+        if said.page_size == page_size:
+            self._events = said.events
+        else:
             log.warning("%s: pages of %s tokens, not %d: by text alone", self.url, said.page_size, page_size)
-            return
-        try:
-            self.reader = PageReader(endpoint, self.server.host, self.number, self._routing)
-        except (ValueError, OSError) as error:
-            log.warning("%s: its pages cannot be read at %s: %s", self.url, endpoint, error)
-            return
-        self.reader.start()
+
+    def _read_pages(self) -> None:
+        """Begin or end to read the events of its pages, which the recipe's keys name for its model alone."""
+        if self._events is None or not self._models.reads_pages(self.number):
+            self._close_reader()
+        elif self.reader is None:
+            try:
+                self.reader = PageReader(self._events, self.server.host, self.number, self._routing)
+            except (ValueError, OSError) as error:
+                log.warning("%s: its pages cannot be read at %s: %s", self.url, self._events, error)
+                self._events = None
+            else:
+                self.reader.start()
 
     def _stop_reading(self) -> None:
-        self._is_asked = False
+        """Ask it anew for what it reports about itself."""
+        self._is_asked, self._events = False, None
+        self._close_reader()
+
+    def _close_reader(self) -> None:
         if self.reader is not None:
             self.reader.close()
             self.reader = None
@@ -447,6 +432,10 @@ class FleetReplica:
         self._routing.is_open[self.number] = self.state == "ready" and not self.is_drained and not self.leaves
 
 
+def _named(models: Sequence[str]) -> str:
+    return f"the model {models[0]!r}" if models else "a model that it does not name"
+
+
 def address_of(url: str) -> tuple[str, int]:
     """Return host and port of http://HOST:PORT; raises ValueError."""
     kind, _, rest = url.rstrip("/").partition("://")
@@ -457,12 +446,12 @@ def address_of(url: str) -> tuple[str, int]:
 
 
 def replicas_of(
-    urls: Sequence[str], routing: Routing, headers: HeaderLines, learned: Learned, model: FleetModel
+    urls: Sequence[str], routing: Routing, headers: HeaderLines, learned: Learned, models: FleetModels
 ) -> list[FleetReplica]:
     """Return the replicas at these addresses; raises ValueError for one that is no address."""
     if len({*urls}) < len(urls):
         raise ValueError("an address appears twice among --replica; name each once")
     return [
-        FleetReplica(number, url, Upstream(*address_of(url)), routing, headers, learned, model)
+        FleetReplica(number, url, Upstream(*address_of(url)), routing, headers, learned, models)
         for number, url in enumerate(urls)
     ]

@@ -14,7 +14,6 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 
 import msgspec
-import numpy as np
 import uvicorn
 import uvloop
 from starlette.responses import JSONResponse, Response
@@ -24,15 +23,16 @@ from continuous_batching.routing.routing import Route, Routing
 from continuous_batching.routing.splitting import Split, Splitting
 from recipes.schema.reader import load
 from serving.adapters import NO_ADAPTERS, KnownAdapters
-from serving.api import access
+from serving.api import access, page_files
 from serving.api.access import AccessControl, BodyMemory
 from serving.api.api_keys import ANYBODY, ApiKeys, Client, key_of_environment
-from serving.api.errors import error_response
+from serving.api.errors import NotFound, error_response, response_of
 from serving.metrics import logs
 from serving.router import fleet_figures
-from serving.router.fair_turns import FairTurns
+from serving.router.fair_turns import ModelTurns
 from serving.router.fleet_figures import FleetFigures
 from serving.router.membership import FleetMembers
+from serving.router.models import FleetModels
 from serving.router.prompts import Prompts
 from serving.router.proxy import Proxy
 from serving.router.replicas import address_of
@@ -44,6 +44,7 @@ from serving.server import (
     configuration,
     listener_at,
     most_connections,
+    name_of,
 )
 from serving.text.tokenizer import Text
 
@@ -53,8 +54,8 @@ _ORDERS = ("add", "remove", "drain", "resume")
 class FleetApplication:
     """The router's own paths in front of the proxy.
 
-    These are `/fleet` and its page at `/`, `/metrics`, `/health` and `/ready`, and the orders `/fleet/add`,
-    `/remove`, `/drain` and `/resume` for the replica whose address is the query, as in
+    These are `/fleet` and the page at `/`, `/metrics`, `/health` and `/ready`, `/v1/models`, and the orders
+    `/fleet/add`, `/remove`, `/drain` and `/resume` for the replica whose address is the query, as in
     /fleet/drain?http://127.0.0.1:8001. Without keys, orders are accepted only where no other machine reaches
     the router (`is_local`).
     """
@@ -69,17 +70,19 @@ class FleetApplication:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
         method, path = scope["method"], scope["path"]
-        if method == "GET" and (own := self._own(path)) is not None:
+        if method == "GET" and (own := self._own(path, scope) or self._models(path)) is not None:
             await own(scope, receive, send)
         elif method == "POST" and (order := path.removeprefix("/fleet/")) != path and order in _ORDERS:
             await (self._refusal(scope) or self._obey(order, scope))(scope, receive, send)
         else:
             await self._proxy(scope, receive, send)
 
-    def _own(self, path: str) -> ASGIApp | None:
+    def _own(self, path: str, scope: Scope) -> ASGIApp | None:
         match path:
             case "/":
-                return Response(fleet_figures.PAGE, media_type="text/html")
+                return page_files.page("fleet")
+            case _ if path in page_files.PATHS:
+                return page_files.file(path)
             case "/fleet":
                 return Response(msgspec.json.encode(self._figures.as_json()), media_type="application/json")
             case "/metrics":
@@ -87,7 +90,10 @@ class FleetApplication:
                     self._figures.as_metrics(), headers={"content-type": fleet_figures.CONTENT_TYPE}
                 )
             case "/health":
-                return JSONResponse({"status": "ok"})
+                has_key = scope.get("state", {}).get("client") is not None
+                return JSONResponse(
+                    {"status": "ok"} | ({"replicas": self._figures.health()} if has_key else {})
+                )
             case "/ready":
                 is_ready = not self.is_draining and any(
                     each.state == "ready" for each in self._members.replicas
@@ -96,6 +102,17 @@ class FleetApplication:
                     {"status": "ready" if is_ready else "not ready"}, 200 if is_ready else 503
                 )
         return None
+
+    def _models(self, path: str) -> ASGIApp | None:
+        """Return all models of the fleet, or one by its name; None where no replica lists any."""
+        prefix, entries = "/v1/models", self._members.models.entries
+        name = path.removeprefix(f"{prefix}/")
+        if not entries or not (path == prefix or name != path):
+            return None
+        if path != prefix and name not in entries:
+            return response_of(NotFound.of_model(name, [*entries]))
+        listed = b'{"object":"list","data":[' + b",".join(entries.values()) + b"]}"
+        return Response(listed if path == prefix else entries[name], media_type="application/json")
 
     def _obey(self, order: str, scope: Scope) -> Response:
         url = scope["query_string"].decode("latin-1")
@@ -154,6 +171,8 @@ class RouterOptions:
     port: int = 8080
     most_open: int = 256  # requests at each replica
     drain_s: float = 30.0
+    keep_alive_s: float = 15.0  # silence of a stream after which its client gets a sign of life; 0: none
+    model_name: str | None = None  # by which replicas serve the recipe's model; None: as scripts.serve would
     api_keys: str | None = None
     log_format: str = "text"
     log_requests: bool = False
@@ -171,10 +190,11 @@ def run_router(options: RouterOptions) -> int:
 
 def _run(options: RouterOptions) -> None:
     logging.getLogger(access.__name__).setLevel(logging.INFO if options.log_requests else logging.WARNING)
-    text, page_size, share_prefixes, adapters = None, 0, False, NO_ADAPTERS
+    text, page_size, share_prefixes, adapters, recipe_name = None, 0, False, NO_ADAPTERS, ""
     if options.recipe is not None:
         recipe = load(options.recipe, options.overrides, options.profile)
         text, share_prefixes = Text.of(recipe), recipe.server.share_prefixes
+        recipe_name = options.model_name or name_of(recipe.model.path, options.recipe)
         adapters = KnownAdapters(recipe.adapters)
         page_size = recipe.cache.page_size if recipe.cache.prefix_sharing else 0
     key = key_of_environment()
@@ -183,14 +203,15 @@ def _run(options: RouterOptions) -> None:
     routing = Routing(len(options.replicas), options.route, tells=False)
     routing.is_open[:] = False
     splitting = Splitting(routing, options.split)
-    members = FleetMembers(options.replicas, routing, headers, splitting.is_known)
+    models = FleetModels(recipe_name)
+    members = FleetMembers(options.replicas, routing, headers, splitting.is_known, models)
     for name in options.discover:
         address_of(name)
-    turns = FairTurns(lambda: options.most_open * max(1, int(np.count_nonzero(routing.is_open))))
+    turns = ModelTurns(lambda turn: options.most_open * max(1, models.num_open(turn, routing.is_open)))
     figures = FleetFigures(routing, members.replicas, turns)
     prompts = Prompts(text, page_size if options.route == "prefix" else 0, adapters)
     is_local = not keys.are_needed and options.host in LOOPBACK
-    proxy = Proxy(routing, members.replicas, prompts, turns, figures, splitting)
+    proxy = Proxy(routing, members.replicas, prompts, turns, figures, splitting, models, options.keep_alive_s)
     app = FleetApplication(proxy, members, figures, is_local=is_local)
     memory = BodyMemory(_MOST_BODIES_BYTES)
     guarded = AccessControl(app, keys, _MOST_BODY_BYTES, memory, lambda status: None, is_local=is_local)
@@ -210,7 +231,7 @@ async def _serve(
     server: uvicorn.Server,
     listener: socket.socket,
     members: FleetMembers,
-    turns: FairTurns,
+    turns: ModelTurns,
     forever: Sequence[Coroutine[None, None, None]],
     drain_s: float,
 ) -> None:
@@ -238,7 +259,7 @@ async def _serve(
         replica.close()
 
 
-async def _fill(turns: FairTurns) -> None:
+async def _fill(turns: ModelTurns) -> None:
     """Let waiting requests through once a replica has opened."""
     while True:
         await asyncio.sleep(0.05)

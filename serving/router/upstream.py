@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import cast
 
+import anyio
 import httptools
 
 HeaderLines = list[tuple[bytes, bytes]]
@@ -246,10 +247,10 @@ class Upstream:
 
     async def _connected(self) -> UpstreamAnswer:
         loop = asyncio.get_running_loop()
-        connecting = loop.create_connection(UpstreamAnswer, self.host, self.port)
         try:
-            _, answer = await asyncio.wait_for(connecting, CONNECT_S)
-        except asyncio.TimeoutError:
+            with anyio.fail_after(CONNECT_S):  # wait_for before Python 3.12 may swallow a cancellation
+                _, answer = await loop.create_connection(UpstreamAnswer, self.host, self.port)
+        except TimeoutError:
             raise Lost(f"no connection within {CONNECT_S:g} s", may_be_done=False) from None
         except OSError as error:
             raise Lost(f"no connection: {error.strerror or error}", may_be_done=False) from None

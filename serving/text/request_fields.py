@@ -77,6 +77,8 @@ def fit(request: Request, limit: int) -> None:
         each.prompt = each.tokens = prompt
 
 
+# Below the likeliest token's probability in any vocabulary, and float32 tells 1 less this from 1
+LEAST_TOP_P = 1e-6
 NO_DEFAULTS: Mapping[str, Any] = MappingProxyType({})
 _SHORT = 500  # most characters or tokens of a short prompt
 _LONG = (  # requests with these fields may take longer to read
@@ -92,6 +94,7 @@ def parse_request(
     text: Text | None,
     *,
     longest: int | None = None,
+    shorten: bool = False,
     limit: int | None = None,
     adapters: KnownAdapters = NO_ADAPTERS,
     defaults: Mapping[str, Any] = NO_DEFAULTS,
@@ -100,9 +103,10 @@ def parse_request(
 
     A field that is null counts as absent. With `text` None the model has no tokenizer, and prompts are token
     ids. With `longest`, an answer without max_tokens may be so long that prompt and answer reach that many
-    tokens. `limit` is the most tokens that they may ever reach; with None, the caller calls `truncation.fit`
-    once it knows the limit. The request's adapter is one of `adapters`; raises Unavailable while that is
-    being loaded. `defaults` are those of the checkpoint (see `sampling_defaults`).
+    tokens; with `shorten`, a larger max_tokens is lowered to that. `limit` is the most tokens that they may
+    ever reach; with None, the caller calls `truncation.fit` once it knows the limit. The request's adapter is
+    one of `adapters`; raises Unavailable while that is being loaded. `defaults` are those of the checkpoint
+    (see `sampling_defaults`).
     """
     if not isinstance(fields, Mapping):
         raise BadRequest(None, f"a request must be a JSON object, not {abbreviate_json(fields)}")
@@ -125,10 +129,11 @@ def parse_request(
     asked = values.get("truncate_prompt_tokens")
     if asked is not None:
         prompt = truncated(prompt, asked, limit, _least_answer(values, fills=longest is not None))
-    if longest is not None and not values.keys() & {"max_tokens", "max_completion_tokens"}:
+    is_given = bool(values.keys() & {"max_tokens", "max_completion_tokens"})
+    if longest is not None and (shorten or not is_given):
         # Where too little room is left, the scheduler refuses the request as too long.
-        most = min(longest - len(prompt), defaults.get("max_tokens", longest))
-        values["max_tokens"] = max(1, most, values.get("min_tokens", 0))
+        most = min(longest - len(prompt), values.get("max_tokens", defaults.get("max_tokens", longest)))
+        values["max_tokens"] = max(1, most, 0 if is_given else values.get("min_tokens", 0))
     salt = values.get("cache_salt", "")
     leader, *followers = (
         Request(
@@ -174,16 +179,14 @@ def _with_defaults(values: dict[str, Any], defaults: Mapping[str, Any]) -> dict[
 def text_options(fields: Mapping[str, Any], text: Text | None = None) -> TextOptions:
     """Return how the answers to a request that `parse_request` accepted become text."""
     given = {name: fields[name] for name in _SHOWING if fields.get(name) is not None}
-    form = None if text is None else text.tool_format
-    if text is not None and form is not None and fields.get("tools") and text.control_tokens(form.marks):
-        given.setdefault("skip_special_tokens", False)  # calls are found by their control tokens
     is_chat = fields.get("messages") is not None
     if is_chat and text is not None and text.channels is not None:
         # Channels are told apart by control tokens, none of which is shown.
         given["skip_special_tokens"] = False
     is_turn = is_chat and not fields.get("continue_final_message")
     num_tools = 0 if fields.get("tool_choice") == "none" else len(fields.get("tools") or ())
-    return TextOptions(is_chat=is_chat, start=is_turn, num_tools=num_tools, **given)
+    marks = text.marks(has_calls=num_tools > 0) if is_chat and text is not None else frozenset()
+    return TextOptions(is_chat=is_chat, start=is_turn, num_tools=num_tools, marks=marks, **given)
 
 
 def check_length(fields: Mapping[str, Any], max_tokens: int, text: Text | None) -> None:
@@ -239,6 +242,8 @@ def _params(
 ) -> SamplingParams:
     named = {FIELDS[name].attribute: value for name, value in values.items() if FIELDS[name].attribute}
     named["logprobs"] = _logprobs(values)
+    if "top_p" in named:
+        named["top_p"] = max(named["top_p"], LEAST_TOP_P)
     if "max_completion_tokens" in values:
         named["max_tokens"] = values["max_completion_tokens"]
     if "allowed_token_ids" in values:

@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from borders.field_table import FIELDS
-from borders.files import is_there
+from borders.files import is_there, optional_json_object
 from borders.refusal import BadRequest, abbreviate
 from recipes.schema.recipe import Recipe
-from serving.text.tokenizer_settings import json_object
 
 log = logging.getLogger(__name__)
 
@@ -50,10 +49,10 @@ def sampling_defaults(recipe: Recipe) -> dict[str, Any]:
     if folder is None or recipe.model.generation_config == "none":
         return {}
     path = Path(folder) / "generation_config.json"
-    said = json_object(path)
+    said = optional_json_object(path)
     if not is_there(path):
         path = Path(folder) / "config.json"
-        said = {key: value for key, value in json_object(path).items() if value != _UNSAID.get(key)}
+        said = {key: value for key, value in optional_json_object(path).items() if value != _UNSAID.get(key)}
     said = {key: value for key, value in said.items() if value is not None}
     if ignored := [key for key, off in _OTHERS.items() if key in said and said[key] not in off]:
         log.warning("%s: no default of requests is %s; requests may ask for it", path, ", ".join(ignored))

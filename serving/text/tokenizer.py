@@ -30,8 +30,7 @@ from serving.text.chat_template import ChatTemplate, check_messages, joined
 from serving.text.tokenizer_settings import TEMPLATES, end_tokens_of_model, special_tokens, token_text
 from serving.text.vocabulary import Vocabulary, any_of, read_tokenizer_files
 from serving.tools.channels import HARMONY, NAME, ChannelFormat, check_marks, with_thinking
-from serving.tools.formats import TOOL_FORMATS, ToolFormat
-from serving.tools.parsing import BEGIN, END
+from serving.tools.formats import THOUGHT_FORMATS, TOOL_FORMATS, ThoughtFormat, ToolFormat
 
 
 def shielded(values: list[Any], control: Iterable[str]) -> tuple[list[Any], dict[str, str]]:
@@ -50,6 +49,14 @@ def shielded(values: list[Any], control: Iterable[str]) -> tuple[list[Any], dict
 
 def _mark(number: int) -> str:
     return f"\ue000{number}\ue001"  # private-use characters of Unicode
+
+
+def _suffix_of(tag: str, vocabulary: Vocabulary) -> str:
+    """Return what stands before the end of the token that is this tag; empty where it is the tag itself."""
+    begin = tag.removesuffix(">").encode()
+    tokens = map(vocabulary.token_bytes, range(vocabulary.size))
+    suffixes = (token.removeprefix(begin)[:-1] for token in tokens if token.startswith(begin + b":"))
+    return next((suffix.decode() for suffix in suffixes), "")
 
 
 _END_TOKENS = 16  # tokens at the end of a prompt, more than "<think>" and a line break take
@@ -71,20 +78,21 @@ class Text:
         templates: Mapping[str, str],
         tool_format: ToolFormat | None = None,
         *,
-        thinks: bool = False,
+        thoughts: ThoughtFormat | None = None,
         channels: ChannelFormat | None = None,
         ends_of_model: Sequence[int] | None = None,
     ) -> None:
         self.tool_format = tool_format
         self.channels = channels  # used in place of a tool format and of reasoning marks
-        marks = [vocabulary.find(each) if thinks else None for each in (BEGIN, END)]
+        self.thoughts = thoughts
+        marks = [] if thoughts is None else [vocabulary.find(each) for each in thoughts.tokens]
         # Both marks, or fewer, which cannot be used.
         self.think_marks = tuple(each for each in marks if each is not None)
         self._vocabulary = vocabulary
         self._settings = settings
         self._sources = dict(templates)
         self._names = tokens = {key: token_text(each) for key, each in special_tokens(settings).items()}
-        reasons = thinks or channels is not None
+        reasons = thoughts is not None or channels is not None
         compiled = {
             name: ChatTemplate(source, tokens, thinks=reasons)
             for name, source in templates.items()
@@ -110,9 +118,9 @@ class Text:
 
     @staticmethod
     def load(path: str | Path | None, tool_format: str = "none", reasoning: str = "none") -> Text | None:
-        """Return the tokenizer in a Hugging Face directory: tokenizer.json, else tokenizer.model.
+        """Return the tokenizer in a Hugging Face directory: tokenizer.json, or else a file of another kind.
 
-        Returns None if the directory holds neither, or if there is no directory; `tool_format` and
+        Returns None if the directory holds none, or if there is no directory; `tool_format` and
         `reasoning` are those of a recipe. Raises ValueError for files that cannot be used.
         """
         if path is None:
@@ -121,16 +129,21 @@ class Text:
             files = read_tokenizer_files(Path(path))
             if files is None:
                 return None
-            form = TOOL_FORMATS.get(tool_format)
+            form, thoughts = TOOL_FORMATS.get(tool_format), THOUGHT_FORMATS.get(reasoning)
+            if form is not None and form.has_suffix:
+                suffix = _suffix_of(form.trigger, files.vocabulary)
+                form = form.with_suffix(suffix)
+                suffixed = None if thoughts is None else thoughts.with_suffix(suffix)
+                if suffixed is not None and files.vocabulary.find(suffixed.begin) is not None:
+                    thoughts = suffixed
             channels = HARMONY if reasoning == NAME else None
             check_marks(channels, files.vocabulary.control, path)
-            thinks = reasoning == "think"
             return Text(
                 files.vocabulary,
                 files.settings,
                 files.templates,
                 form,
-                thinks=thinks,
+                thoughts=thoughts,
                 channels=channels,
                 ends_of_model=end_tokens_of_model(Path(path)),
             )
@@ -161,7 +174,8 @@ class Text:
 
     def opens_thoughts(self, prompt: TokenIds) -> bool:
         """Return whether a prompt ends inside a block of reasoning, which some chat templates begin."""
-        return self._end_of(prompt).endswith(BEGIN)
+        begin = (self.thoughts or THOUGHT_FORMATS["think"]).begin
+        return self._end_of(prompt).endswith(begin)
 
     def _end_of(self, prompt: TokenIds) -> str:
         return self.decode(prompt[-_END_TOKENS:].tolist(), skip_special_tokens=False).rstrip()
@@ -171,9 +185,9 @@ class Text:
 
         The result is None where the model does not reason, or the prompt has closed the block.
         """
-        if len(self.think_marks) != 2:
+        if self.thoughts is None or len(self.think_marks) != 2:
             return None
-        if self._end_of(prompt).endswith(END):
+        if self._end_of(prompt).endswith(self.thoughts.end):
             return None
         return Thinking(*self.think_marks, is_open=self.opens_thoughts(prompt), budget=budget)
 
@@ -181,6 +195,13 @@ class Text:
         """Return the end of a prompt from the last of these control tokens on; empty where it has none."""
         at = np.flatnonzero(prompt == self._vocabulary.control[mark])
         return self.decode(prompt[at[-1] :].tolist(), skip_special_tokens=False) if len(at) else ""
+
+    def marks(self, *, has_calls: bool) -> frozenset[int]:
+        """Return the control tokens by which an answer's thoughts and, if it `has_calls`, calls are found."""
+        names = [] if self.thoughts is None else [*self.thoughts.tokens, *self.thoughts.answer]
+        if has_calls and self.tool_format is not None:
+            names += [*self.tool_format.marks, *self.tool_format.wrap]
+        return frozenset(self.control_tokens(names).values())
 
     def control_tokens(self, names: Iterable[str]) -> dict[str, int]:
         """Return the ids of those names that are control tokens."""
@@ -242,14 +263,22 @@ class Text:
         return ids
 
     def decode(
-        self, token_ids: Iterable[int], *, skip_special_tokens: bool = True, start: bool = True
+        self,
+        token_ids: Iterable[int],
+        *,
+        skip_special_tokens: bool = True,
+        start: bool = True,
+        marks: frozenset[int] = frozenset(),
     ) -> str:
         """Return the text of some ids.
 
         With `start` they begin a text; otherwise they continue one, as an answer continues its prompt, and a
-        leading space belongs to the text.
+        leading space belongs to the text. `marks` are control tokens that are not skipped.
         """
-        pieces = (self.token_bytes(token, skip_special_tokens=skip_special_tokens) for token in token_ids)
+        skip = skip_special_tokens
+        pieces = (
+            self.token_bytes(token, skip_special_tokens=skip and token not in marks) for token in token_ids
+        )
         data = b"".join(pieces)
         for _ in range(self.num_lead_spaces if start else 0):
             data = data.removeprefix(b" ")
@@ -271,7 +300,8 @@ class TextOptions:
 
     `is_chat` says that it answers a conversation, and `start` that it is a text of its own (a turn), not the
     continuation of its prompt. With `include_stop_str_in_output`, the string or token that ended the answer
-    belongs to its text. `num_tools` is the number of functions that may be called.
+    belongs to its text. `num_tools` is the number of functions that may be called. `marks` are control tokens
+    by which calls and thoughts are found, so that they are never skipped.
     """
 
     is_chat: bool = False
@@ -279,6 +309,7 @@ class TextOptions:
     skip_special_tokens: bool = default("skip_special_tokens")
     include_stop_str_in_output: bool = default("include_stop_str_in_output")
     num_tools: int = 0
+    marks: frozenset[int] = frozenset()
 
     def detokenizer(self, text: Text, params: SamplingParams) -> Detokenizer:
         """Return a detokenizer for one answer."""
@@ -289,6 +320,7 @@ class TextOptions:
             start=self.start,
             skip_special_tokens=self.skip_special_tokens,
             include_stop=self.include_stop_str_in_output,
+            marks=self.marks,
         )
 
     def without_end(self, answer: Sequence[int], finish_reason: str | None) -> Sequence[int]:
@@ -316,6 +348,7 @@ class Detokenizer:
         start: bool = True,
         skip_special_tokens: bool = True,
         include_stop: bool = False,
+        marks: frozenset[int] = frozenset(),
     ) -> None:
         self.stopped: str | None = None
         self.num_tokens = 0
@@ -323,6 +356,7 @@ class Detokenizer:
         self._stop = stop
         self._min_tokens = min_tokens
         self._skip_special_tokens = skip_special_tokens
+        self._marks = marks
         self._include_stop = include_stop
         self._spaces_to_drop = text.num_lead_spaces if start else 0
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -330,9 +364,8 @@ class Detokenizer:
 
     def push(self, token_ids: Iterable[int]) -> str:
         """Return the text that is certain with these tokens; empty once a stop string has been found."""
-        text, skip = self._text, self._skip_special_tokens
         if not self._stop:
-            pieces = [text.token_bytes(token, skip_special_tokens=skip) for token in token_ids]
+            pieces = [self._bytes_of(token) for token in token_ids]
             self.num_tokens += len(pieces)
             return self._decoder.decode(self._without_lead(b"".join(pieces)))
         shown = ""
@@ -340,9 +373,13 @@ class Detokenizer:
             if self.stopped is not None:
                 break
             self.num_tokens += 1
-            data = text.token_bytes(token, skip_special_tokens=skip)
+            data = self._bytes_of(token)
             shown += self._advance(self._decoder.decode(self._without_lead(data)))
         return shown
+
+    def _bytes_of(self, token: int) -> bytes:
+        is_skipped = self._skip_special_tokens and token not in self._marks
+        return self._text.token_bytes(token, skip_special_tokens=is_skipped)
 
     def flush(self) -> str:
         """Return the rest, when no more tokens come."""

@@ -7,12 +7,11 @@ that in tokenizer_config.json.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from borders.files import check_regular, is_there
+from borders.files import check_regular, is_there, optional_json_object
 from borders.numbers import integers
 from borders.refusal import abbreviate
 
@@ -33,7 +32,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
         return settings
     settings |= _checked(folder / "special_tokens_map.json")
     path = folder / "added_tokens.json"
-    added = json_object(path)
+    added = optional_json_object(path)
     special = {token_text(each) for each in special_tokens(settings).values()}
     special |= {token_text(each) for each in more_special_tokens(settings)}
     by_id: dict[str, dict[str, Any]] = {}
@@ -72,7 +71,7 @@ def end_tokens_of_model(folder: Path) -> list[Any] | None:
     """
     found: list[Any] | None = None
     for name in ("config.json", "generation_config.json"):
-        said = json_object(folder / name)
+        said = optional_json_object(folder / name)
         if (ends := said.get("eos_token_id")) is not None:
             found = ends if isinstance(ends, list) else [ends]
         elif found is None and "eos_token_id" in said:
@@ -99,22 +98,8 @@ def more_special_tokens(settings: Mapping[str, Any]) -> list[Any]:
     return [token for each in listed if isinstance(each, list) for token in each]
 
 
-def json_object(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file, an empty one without the file."""
-    if not is_there(path):
-        return {}
-    check_regular(path)
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON ({error}); download it again") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} must hold an object; download it again")
-    return found
-
-
 def _checked(path: Path) -> dict[str, Any]:
-    settings = json_object(path)
+    settings = optional_json_object(path)
     for key, value, wanted in _problems(settings):
         raise ValueError(f"{path} has {key}: {abbreviate(value)}; it must be {wanted}: download it again")
     return settings

@@ -1,6 +1,7 @@
 """Map token ids to bytes, and text to token ids.
 
-Two kinds of tokenizer have one interface: a Hugging Face `tokenizer.json` and a sentencepiece
+Two kinds of tokenizer have one interface: those of the `tokenizers` library, which a Hugging Face
+`tokenizer.json`, a `vocab.json` with `merges.txt` or Mistral's `tekken.json` describes, and a sentencepiece
 `tokenizer.model`. Both give every token's bytes, because bytes can be joined token by token and text cannot:
 a Chinese character or an emoji may be split over several tokens.
 """
@@ -17,9 +18,18 @@ from typing import Any, Protocol
 
 from google.protobuf.message import DecodeError
 from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
-from tokenizers import AddedToken, Tokenizer, decoders, models, processors
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
 
-from borders.files import MOST_TOKENIZER_BYTES, check_regular, is_there
+from borders.files import MOST_TOKENIZER_BYTES, check_regular, is_there, optional_json_object
 from serving.text.tokenizer_settings import (
     more_special_tokens,
     read_settings,
@@ -63,11 +73,9 @@ class Vocabulary(Protocol):
 
 
 class FastVocabulary:
-    """A `tokenizer.json`, read by the `tokenizers` library, with the tokens that other files add to it."""
+    """A tokenizer of the `tokenizers` library, with the tokens that other files add to it."""
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
-        self._path = path
-        self._settings = settings
         self._tokenizer = _read_tokenizer(path, settings)
         self.size = self._tokenizer.get_vocab_size(with_added_tokens=True)
         added = self._tokenizer.get_added_tokens_decoder().items()
@@ -103,7 +111,7 @@ class FastVocabulary:
     def _literal(self) -> Tokenizer:
         # This needs a second tokenizer, because the switch would also affect other threads that encode
         # meanwhile.
-        tokenizer = _read_tokenizer(self._path, self._settings)
+        tokenizer = Tokenizer.from_str(self._tokenizer.to_str())
         tokenizer.encode_special_tokens = True
         return tokenizer
 
@@ -126,6 +134,7 @@ class SentencePieceVocabulary:
             proto = sentencepiece_model_pb2.ModelProto.FromString(path.read_bytes())
             self._model = SentencePieceProcessor(model_proto=proto.SerializeToString())
         except (DecodeError, RuntimeError) as error:
+            check_ranks(path)
             raise ValueError(f"{path} is not a sentencepiece model: {_line(error)}") from error
         has_lead = proto.normalizer_spec.add_dummy_prefix and settings.get("add_prefix_space") is not False
         self.num_lead_spaces = int(has_lead)
@@ -224,19 +233,49 @@ class TokenizerFiles:
 
 
 def read_tokenizer_files(folder: Path) -> TokenizerFiles | None:
-    """Read the files of a Hugging Face directory: tokenizer.json, else tokenizer.model.
+    """Read the files of a Hugging Face directory: the first of KINDS that is there.
 
-    Returns None if there is neither.
+    Returns None if there is none. Raises ValueError, too, if all that there is cannot be read here.
     """
     settings = read_settings(folder)
-    for name, kind in (("tokenizer.json", FastVocabulary), ("tokenizer.model", SentencePieceVocabulary)):
+    for name, kind in KINDS.items():
         if is_there(folder / name):
             check_regular(folder / name, MOST_TOKENIZER_BYTES)
+            if name == PAIRS:
+                settings = _settings_of_pairs(folder, settings)
+            elif name == TEKKEN:
+                settings = TEKKEN_TOKENS | settings
             vocabulary: Vocabulary = kind(folder / name, settings)
             defaults = CLASS_TOKENS.get(_class_of(settings), {})
             known = {key: each for key, each in defaults.items() if vocabulary.find(each) is not None}
             return TokenizerFiles(vocabulary, known | settings, templates_in(folder, settings))
+    for path in sorted([*folder.glob("*.tiktoken"), *folder.glob("tiktoken.model")]):
+        check_ranks(path)
     return None
+
+
+def check_ranks(path: Path) -> None:
+    """Raise ValueError for a file in tiktoken's format: a token in base64 and its rank in each line.
+
+    Such a file does not say where a text is cut into words, which is code of the model's.
+    """
+    check_regular(path, MOST_TOKENIZER_BYTES)
+    with path.open("rb") as file:
+        if not _RANK.fullmatch(file.readline(_LONGEST_RANK)):
+            return
+    raise ValueError(
+        f"{path} is a vocabulary of tiktoken, whose rule for words is code beside it, and no code of a"
+        " checkpoint is run here; take tokenizer.json of the same model, or write it where you trust the"
+        " code, by convert_tiktoken_to_fast of transformers.integrations.tiktoken"
+    )
+
+
+def _settings_of_pairs(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings with the class of a vocab.json, and with the tokens that this class assumes."""
+    if settings.get("tokenizer_class") is None:
+        model_type = optional_json_object(folder / "config.json").get("model_type")
+        settings = {**settings, "tokenizer_class": CLASS_OF_MODEL.get(str(model_type))}
+    return CLASS_TOKENS.get(_class_of(settings), {}) | settings
 
 
 def any_of(names: Iterable[str]) -> re.Pattern[str]:
@@ -258,10 +297,7 @@ def _read_tokenizer(path: Path, settings: Mapping[str, Any]) -> Tokenizer:
 
     A file that was saved in training may hold a truncation and a padding, which are no part of a vocabulary.
     """
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:
-        raise ValueError(f"{path} is not a tokenizer: {_line(error)}") from error
+    tokenizer = _stored_tokenizer(path, settings)
     if tokenizer.padding is not None:
         settings = {"pad_token": tokenizer.padding["pad_token"], **settings}
     tokenizer.no_truncation()
@@ -279,6 +315,63 @@ def _read_tokenizer(path: Path, settings: Mapping[str, Any]) -> Tokenizer:
     # say add_bos_token, which transformers 4 followed for this class and transformers 5 does not
     is_said = settings.get("add_bos_token") and _class_of(settings) == "LlamaTokenizer" and index is not None
     if is_said and tokenizer.num_special_tokens_to_add(False) == 0:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", special_tokens=[(bos, index)]
+        )
+    return tokenizer
+
+
+def _stored_tokenizer(path: Path, settings: Mapping[str, Any]) -> Tokenizer:
+    """Return the tokenizer of a file as such."""
+    try:
+        match path.name:
+            case "vocab.json":
+                return _of_pairs(path, settings)
+            case "tekken.json":
+                return _of_tekken(path, settings)
+            case _:
+                return Tokenizer.from_file(str(path))
+    except Exception as error:
+        raise ValueError(f"{path} is not a tokenizer: {_line(error)}") from error
+
+
+def _of_pairs(path: Path, settings: Mapping[str, Any]) -> Tokenizer:
+    """Return the byte-level BPE of a vocab.json and the merges.txt beside it, as its class builds it."""
+    name, merges = _class_of(settings), path.with_name("merges.txt")
+    if name not in WORDS_OF_CLASS:
+        known = " and ".join(WORDS_OF_CLASS)
+        raise ValueError(
+            f"tokenizer_config.json has tokenizer_class: {name}, and a vocab.json without tokenizer.json is"
+            f" read for {known}; take tokenizer.json of the same model"
+        )
+    check_regular(merges, MOST_TOKENIZER_BYTES)
+    tokenizer = Tokenizer(models.BPE.from_file(str(path), str(merges)))
+    has_lead, pattern = settings.get("add_prefix_space") is True, WORDS_OF_CLASS[name]
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=has_lead, use_regex=pattern is None)
+    if pattern is not None:
+        cut = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([cut, tokenizer.pre_tokenizer])
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _of_tekken(path: Path, settings: Mapping[str, Any]) -> Tokenizer:
+    """Return the byte-level BPE of a tekken.json by transformers' converter.
+
+    It begins texts with the BOS token, as mistral-common does, unless the settings say otherwise.
+    """
+    try:  # imported here because it takes seconds
+        from transformers.integrations.mistral.tokenizer import MistralConverter
+    except ImportError as error:
+        raise ValueError(
+            "this version of transformers does not convert it; take tokenizer.json of the same model, or"
+            " install transformers 5.23"
+        ) from error
+    tokenizer: Tokenizer = MistralConverter(str(path)).converted()
+    bos = token_text(settings["bos_token"])
+    index = tokenizer.token_to_id(bos)
+    if settings.get("add_bos_token") is not False and index is not None:
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{bos} $A", special_tokens=[(bos, index)]
         )
@@ -338,8 +431,28 @@ def _class_of(settings: Mapping[str, Any]) -> str:
     return str(settings.get("tokenizer_class")).removesuffix("Fast")
 
 
+PAIRS, TEKKEN = "vocab.json", "tekken.json"
+KINDS: dict[str, Callable[[Path, Mapping[str, Any]], Vocabulary]] = {
+    "tokenizer.json": FastVocabulary,
+    "tokenizer.model": SentencePieceVocabulary,
+    PAIRS: FastVocabulary,
+    TEKKEN: FastVocabulary,
+}
+TEKKEN_TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
+_RANK, _LONGEST_RANK = re.compile(rb"[A-Za-z0-9+/]+=* \d+\r?\n"), 2**16
+# Where classes cut texts into words before pairs are joined; None: where GPT-2 does
+WORDS_OF_CLASS = {
+    "GPT2Tokenizer": None,
+    "Qwen2Tokenizer": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+}
+# The class of models whose files do not name one
+CLASS_OF_MODEL = {"gpt2": "GPT2Tokenizer"} | dict.fromkeys(
+    ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe"), "Qwen2Tokenizer"
+)
 # What transformers' classes of tokenizers assume where the files say nothing
 CLASS_TOKENS = {
+    "GPT2Tokenizer": dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>"),
     "LlamaTokenizer": {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"},
     "GemmaTokenizer": {f"{name}_token": f"<{name}>" for name in ("bos", "eos", "unk", "pad")},
     "Qwen2Tokenizer": dict.fromkeys(("eos_token", "unk_token", "pad_token"), "<|endoftext|>"),

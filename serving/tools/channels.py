@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from serving.tools.formats import LONGEST_ID
-from serving.tools.parsing import MOST_SPACE, CallDelta, Parsed
+from serving.tools.matching import MOST_SPACE
+from serving.tools.parsing import CallDelta, Parsed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,8 +17,8 @@ from typing import Any
 from borders.field_table import MOST_TOOLS
 from borders.refusal import BadRequest, abbreviate_json
 from serving.grammars.json_schema import Prepared, prepared
-from serving.grammars.matching import JSON_OPTIONS
 from serving.grammars.structured_output import CHANNELS, FormedAnswer
+from serving.tools.argument_rules import argument_rules, json_rule, literal, slashed
 from serving.tools.channels import ChannelFormat, ChannelParser
 from serving.tools.formats import ToolFormat
 
@@ -38,25 +38,29 @@ def lark_of(
     may stand alone, and no text comes first.
     """
     has_text = not must_call and answer is None
+    # When the answer is JSON as well, only a grammar of whole JSON values can tell the two apart.
     as_json = answer is not None and form.is_whole and form.arguments == "json"
-    is_plain = not form.is_whole and form.trigger not in mark  # text may contain what calls begin with
     # A text before calls ends with the trigger, so the call's head omits it.
-    dropped = len(form.trigger) if is_plain and has_text else 0
+    dropped = _trigger_end(form, mark) if has_text else 0
     more = "" if is_single else f" ({literal(form.between, mark)} call)*"
-    rules = [f"calls: first{more} {literal(form.closing, mark)}"]
+    # The matcher takes the longest piece that it can, so that a line break is one of its own where calls may
+    # end or go on behind it.
+    closing = form.closing.removeprefix("\n")
+    end = f'"\\n" {literal(closing, mark)}' if closing != form.closing else literal(closing, mark)
+    rules = [f"calls: first{more} {end}"]
     for rule, opening, start in (("first", form.opening, dropped), ("call", "", 0)):
         bodies = " | ".join(f"{rule}_{index}" for index in range(len(schemas)))
         rules.append(f"{rule}: {bodies}")
         for index, name in enumerate(schemas):
-            if (
-                as_json
-            ):  # when the answer is JSON as well, only a grammar of whole JSON values can tell the two apart
+            if as_json:
                 rules.append(f"{rule}_{index}: {json_rule(_call_schema(form, name, schemas[name]))}")
                 continue
-            head = literal((opening + form.head + name + form.middle)[start:], mark)
+            head = _head((opening + form.head)[start:], form, name, mark)
             rules.append(f"{rule}_{index}: {head} arguments_{index} {literal(form.tail, mark)}")
     for index, schema in enumerate(schemas.values()):
-        rules += [] if as_json else _arguments(form, index, schema)
+        rules += [] if as_json else argument_rules(form, f"arguments_{index}", schema, mark)
+    if form.is_numbered:
+        rules.append("NUMBER: /[0-9]{1,6}/")
     if answer is not None:
         start_rules = [
             "start: BLANK? (answer | calls)",
@@ -64,42 +68,48 @@ def lark_of(
             f"answer: {json_rule(answer.schema)}",
         ]
     else:
-        start_rules = _with_text(form, is_plain) if has_text else ["start: calls"]
+        start_rules = _with_text(form, mark) if has_text else ["start: calls"]
     field = "tools" if answer is None else answer.field
     return json.dumps([field, "lark", "\n".join([*start_rules, *rules])], ensure_ascii=False)
 
 
-def _with_text(form: ToolFormat, is_plain: bool) -> list[str]:
+def _head(begin: str, form: ToolFormat, name: str, mark: Mapping[str, int]) -> str:
+    """Return what stands before the arguments of a call, as the grammar has it."""
+    if not form.is_numbered:
+        return literal(begin + form.prefix + name + form.middle, mark)
+    return f"{literal(f'{begin}{form.prefix}{name}:', mark)} NUMBER {literal(form.middle, mark)}"
+
+
+def _trigger_end(form: ToolFormat, mark: Mapping[str, int]) -> int:
+    """Return how much of a call's beginning the rules of the text before it contain."""
+    if form.is_whole or form.trigger in mark:
+        return 0
+    ends = [form.trigger.index(each) + len(each) for each in mark if each in form.trigger]
+    return min(ends, default=len(form.trigger))
+
+
+def _with_text(form: ToolFormat, mark: Mapping[str, int]) -> list[str]:
     """Return the start rules of an answer that need not call anything."""
     if form.is_whole:
         begin = re.escape((form.opening + form.head)[0])
         return ["start: calls | TEXT?", f"TEXT: /[^{begin}\\s](?s:.*)/"]
-    if not is_plain:
+    if form.trigger in mark:
         return ["start: TEXT? calls?", "TEXT: /(?s:.+)/"]
-    trigger = re.escape(form.trigger).replace("/", "\\/")
+    end = form.trigger[: _trigger_end(form, mark)]
+    token = next((each for each in mark if each in end), None)
+    if token is not None:  # what precedes the control token is text, and may stand alone
+        begin = end.removesuffix(token)
+        return [
+            f"start: until* TEXT? | until+ {literal(token, mark)} calls",
+            f"until[lazy]: /(?s:.*){slashed(begin)}/",
+            f"TEXT: /(?s:.+)/ & ~/(?s:.*){slashed(begin)}(?s:.*)/",
+        ]
+    trigger = slashed(end)
     return [
         "start: TEXT? | before calls",
         f"before[lazy]: /(?s:.*){trigger}/",
         f"TEXT: /(?s:.+)/ & ~/(?s:.*){trigger}(?s:.*)/",
     ]
-
-
-def _arguments(form: ToolFormat, index: int, schema: Any) -> list[str]:
-    name = f"arguments_{index}"
-    if form.arguments == "json":
-        return [f"{name}: {json_rule(schema)}"]
-    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-    required = set(schema.get("required", []))
-    rules = [f"{name}: {name}_first_0"]
-    properties = [*schema.get("properties", {}).items()]
-    for at, (each, value) in enumerate(properties):
-        value = {**value, **shared} if isinstance(value, Mapping) else value
-        rules.append(f"{name}_item_{at}: {_quoted(each + '=')} {json_rule(value)}")
-        for place, before in (("first", ""), ("rest", '", " ')):
-            skip = "" if each in required else f" | {name}_{place}_{at + 1}"
-            rules.append(f"{name}_{place}_{at}: {before}{name}_item_{at} {name}_rest_{at + 1}{skip}")
-    rules += [f'{name}_{place}_{len(properties)}: ""' for place in ("first", "rest")]
-    return rules
 
 
 def _call_schema(form: ToolFormat, name: str, schema: Any) -> dict[str, Any]:
@@ -116,24 +126,6 @@ def _call_schema(form: ToolFormat, name: str, schema: Any) -> dict[str, Any]:
     }
 
 
-def json_rule(schema: Any) -> str:
-    """Return a rule's body for JSON of this schema."""
-    options = {"x-guidance": JSON_OPTIONS}
-    return "%json " + json.dumps({**schema, **options} if isinstance(schema, Mapping) else options)
-
-
-def literal(text: str, mark: Mapping[str, int]) -> str:
-    """Return a text as a literal of the grammar, in which control tokens are written as tokens."""
-    if not mark:
-        return _quoted(text)
-    parts = re.split(f"({'|'.join(map(re.escape, mark))})", text)
-    return " ".join(f"<[{mark[part]}]>" if part in mark else _quoted(part) for part in parts if part) or '""'
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
-
-
 FIELDS = ("tools", "tool_choice", "parallel_tool_calls")
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _NOTHING = Prepared({"type": "object", "properties": {}, "additionalProperties": False}, ())
@@ -145,7 +137,8 @@ class ToolUse:
     """The tools of one request."""
 
     tools: tuple[Mapping[str, Any], ...]  # the tools as they were sent, for the chat template
-    schemas: Mapping[str, Any]  # name of each callable tool -> schema of its arguments
+    schemas: Mapping[str, Any]  # name of each callable tool -> schema that holds its arguments
+    parameters: Mapping[str, Any]  # name of each callable tool -> schema of its arguments as it was sent
     must_call: bool
     is_single: bool  # no answer may make two calls
     is_strict: bool  # arguments are held to their schema although no call is required
@@ -184,11 +177,11 @@ def tool_use(fields: Mapping[str, Any]) -> ToolUse | None:
             )
         return None
     schemas: dict[str, Any] = {}
-    is_strict, notes = False, list[str]()
+    is_strict, notes = False, dict[str, list[str]]()
     for index, each in enumerate(given):
         name, read, strict = _function(index, each, schemas)
         schemas[name] = {"type": "object", **read.schema}
-        notes += [f"{name}: {note}" for note in read.notes]
+        notes[name] = [f"{name}: {note}" for note in read.notes]
         is_strict |= strict
     must_call, named = _choice(choice, schemas)
     allowed = {} if choice == "none" else schemas if named is None else {named: schemas[named]}
@@ -196,8 +189,16 @@ def tool_use(fields: Mapping[str, Any]) -> ToolUse | None:
     if not isinstance(parallel, (bool, type(None))):
         raise BadRequest("parallel_tool_calls", value=parallel, limit="true or false")
     is_single = parallel is False or named is not None
-    is_strict, noted = is_strict and bool(allowed), tuple(notes) if allowed else ()
-    return ToolUse(tuple(given), allowed, must_call, is_single, is_strict, noted)
+    sent = {each["function"]["name"]: each["function"].get("parameters") for each in given}
+    return ToolUse(
+        tools=tuple(given),
+        schemas=allowed,
+        parameters={name: sent[name] for name in allowed},
+        must_call=must_call,
+        is_single=is_single,
+        is_strict=is_strict and bool(allowed),
+        notes=tuple(note for name in allowed for note in notes[name]),
+    )
 
 
 def _function(index: int, tool: object, known: Mapping[str, Any]) -> tuple[str, Prepared, bool]:
@@ -236,7 +237,8 @@ def _enforced(schema: Mapping[str, Any], *, is_strict: bool) -> Prepared:
         problem = f"has a schema of type {abbreviate_json(schema['type'])}; arguments are an object"
         raise BadRequest("tools", problem, subject="a tool in tools")
     try:
-        return prepared(schema, "tools", strict=is_strict)
+        never_null = {keyword: value for keyword, value in schema.items() if keyword != "nullable"}
+        return prepared(never_null, "tools", strict=is_strict)
     except BadRequest:
         if is_strict:
             raise

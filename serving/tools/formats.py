@@ -1,4 +1,4 @@
-"""Define the formats in which models write tool calls.
+"""Define the formats in which models write tool calls and thoughts.
 
 The parser of what models write (parsing.py) and the grammar of what they must write (definitions.py) both
 follow from these definitions. A call is `head` NAME `middle` ARGUMENTS `tail`; several calls are separated by
@@ -8,19 +8,44 @@ trained on; the parser accepts any other white space, or none, in its place.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 from typing import Literal
 
 LONGEST_ID = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Pairs:
+    """Arguments in tags: `key` KEY `value` VALUE `close` `behind`, once for each.
+
+    A value that is text is neither quoted nor escaped; other values are JSON. Which it is follows from the
+    schema of the argument or, with `json_value`, from the text: that stands in place of `value` before JSON.
+    `margin` stands on each side of a value without belonging to it. With `is_by_line`, a key at the beginning
+    of a line ends a value that the model forgot to close.
+    """
+
+    key: str
+    value: str
+    json_value: str = ""
+    close: str
+    margin: str = ""
+    behind: str = "\n"
+    is_by_line: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ToolFormat:
-    """One format, whose arguments are a JSON object or Python keywords (`a=1, b="x"`).
+    """One format, whose arguments are a JSON object, Python keywords (`a=1, b="x"`), tagged pairs, or an
+    object in Gemma's notation: keys are bare, and strings stand between two `quote`.
 
     With `is_whole`, calls have no mark of their own, so an answer either begins with a call or has none.
-    `marks` are control tokens of some tokenizers. With `text_arguments`, the chat template takes the
-    arguments of earlier calls as JSON text, not as an object.
+    `wrap` are texts that some models write around all calls. `marks` are control tokens of some tokenizers.
+    A name may have `prefix` before it and, with `is_numbered`, has `:` and a number behind it; `prefix`, name
+    and number are then the call's id. `id_mark` precedes an id behind the name, if there is one. With
+    `has_suffix`, the tags of a vocabulary may have one before their end, such as `<tool_call:opensource>`.
+    With `text_arguments`, the chat template takes the arguments of earlier calls as JSON text, not as an
+    object.
     """
 
     opening: str = ""
@@ -29,16 +54,47 @@ class ToolFormat:
     tail: str
     between: str
     closing: str = ""
-    arguments: Literal["json", "keywords"] = "json"
+    arguments: Literal["json", "keywords", "pairs", "bare"] = "json"
+    pairs: Pairs | None = None
+    quote: str = ""
     is_whole: bool = False
+    wrap: tuple[str, str] = ("", "")
     marks: tuple[str, ...] = ()
+    prefix: str = ""
+    is_numbered: bool = False
+    id_mark: str = ""
+    has_suffix: bool = False
     text_arguments: bool = False
     id_length: int = LONGEST_ID  # length of the ids of calls, which some chat templates check
 
     @property
     def trigger(self) -> str:
         """The text with which a call begins and which other text does not contain; empty if `is_whole`."""
-        return "" if self.is_whole else next(iter(self.marks), (self.opening + self.head).split()[0])
+        if self.is_whole:
+            return ""
+        begin = self.opening + self.head
+        return next((mark for mark in self.marks if begin.startswith(mark)), begin.split()[0])
+
+    def with_suffix(self, suffix: str) -> ToolFormat:
+        """Return the format with this suffix in each of its tags."""
+        pairs = self.pairs
+        if pairs is not None:
+            key, value, close = (_tags_with(suffix, each) for each in (pairs.key, pairs.value, pairs.close))
+            pairs = replace(pairs, key=key, value=value, close=close)
+        return replace(
+            self,
+            opening=_tags_with(suffix, self.opening),
+            head=_tags_with(suffix, self.head),
+            middle=_tags_with(suffix, self.middle),
+            tail=_tags_with(suffix, self.tail),
+            closing=_tags_with(suffix, self.closing),
+            pairs=pairs,
+            marks=tuple(_tags_with(suffix, mark) for mark in self.marks),
+        )
+
+
+def _tags_with(suffix: str, text: str) -> str:
+    return re.sub(r"(</?\w+)>", rf"\1{suffix}>", text)
 
 
 HERMES = ToolFormat(
@@ -47,7 +103,15 @@ HERMES = ToolFormat(
     tail="}\n</tool_call>",
     between="\n",
 )
-LLAMA3_JSON = ToolFormat(head='{"name": "', middle='", "parameters": ', tail="}", between="; ", is_whole=True)
+LONGCAT = replace(HERMES, head='<longcat_tool_call>\n{"name": "', tail="}\n</longcat_tool_call>")
+LLAMA3_JSON = ToolFormat(
+    head='{"name": "',
+    middle='", "parameters": ',
+    tail="}",
+    between="; ",
+    is_whole=True,
+    wrap=("<|python_tag|>", ""),
+)
 MISTRAL = ToolFormat(
     opening="[TOOL_CALLS][",
     head='{"name": "',
@@ -58,6 +122,19 @@ MISTRAL = ToolFormat(
     marks=("[TOOL_CALLS]",),
     id_length=9,
 )
+MISTRAL_V11 = ToolFormat(
+    head="[TOOL_CALLS]",
+    middle="[ARGS]",
+    tail="",
+    between="",
+    marks=("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
+    id_mark="[CALL_ID]",
+    id_length=9,
+)
+_DEEPSEEK_MARKS = (
+    *("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"),
+    *("<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
+)
 DEEPSEEK = ToolFormat(
     opening="<｜tool▁calls▁begin｜>",
     head="<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
@@ -65,14 +142,132 @@ DEEPSEEK = ToolFormat(
     tail="\n```<｜tool▁call▁end｜>",
     between="\n",
     closing="<｜tool▁calls▁end｜>",
-    marks=(
-        *("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"),
-        *("<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
-    ),
+    marks=_DEEPSEEK_MARKS,
     text_arguments=True,
 )
+DEEPSEEK_V31 = replace(
+    DEEPSEEK,
+    head="<｜tool▁call▁begin｜>",
+    middle="<｜tool▁sep｜>",
+    tail="<｜tool▁call▁end｜>",
+    between="",
+)
+DEEPSEEK_V32 = ToolFormat(
+    opening="<｜DSML｜function_calls>\n",
+    head='<｜DSML｜invoke name="',
+    middle='">\n',
+    tail="</｜DSML｜invoke>",
+    between="\n",
+    closing="\n</｜DSML｜function_calls>",
+    arguments="pairs",
+    pairs=Pairs(
+        key='<｜DSML｜parameter name="',
+        value='" string="true">',
+        json_value='" string="false">',
+        close="</｜DSML｜parameter>",
+    ),
+    marks=("｜DSML｜",),
+)
+KIMI_K2 = ToolFormat(
+    opening="<|tool_calls_section_begin|>",
+    head="<|tool_call_begin|>",
+    middle="<|tool_call_argument_begin|>",
+    tail="<|tool_call_end|>",
+    between="",
+    closing="<|tool_calls_section_end|>",
+    marks=(
+        *("<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>"),
+        *("<|tool_call_end|>", "<|tool_calls_section_end|>"),
+    ),
+    prefix="functions.",
+    is_numbered=True,
+    text_arguments=True,
+)
+GLM45 = ToolFormat(
+    head="<tool_call>",
+    middle="\n",
+    tail="</tool_call>",
+    between="\n",
+    arguments="pairs",
+    pairs=Pairs(key="<arg_key>", value="</arg_key>\n<arg_value>", close="</arg_value>"),
+    marks=("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+)
+GLM47 = replace(
+    GLM45,
+    middle="",
+    between="",
+    pairs=Pairs(key="<arg_key>", value="</arg_key><arg_value>", close="</arg_value>", behind=""),
+)
+HY_V3 = replace(
+    GLM45,
+    opening="<tool_calls>\n",
+    middle="<tool_sep>\n",
+    closing="\n</tool_calls>",
+    has_suffix=True,
+    marks=("<tool_calls>", "</tool_calls>", "<tool_sep>", *GLM45.marks),
+)
+QWEN3_CODER = ToolFormat(
+    head="<tool_call>\n<function=",
+    middle=">\n",
+    tail="</function>\n</tool_call>",
+    between="\n",
+    arguments="pairs",
+    pairs=Pairs(key="<parameter=", value=">", close="</parameter>", margin="\n", is_by_line=True),
+    marks=("<tool_call>", "</tool_call>"),
+)
+SEED_OSS = replace(
+    QWEN3_CODER,
+    head="<seed:tool_call>\n<function=",
+    tail="</function>\n</seed:tool_call>",
+    marks=("<seed:tool_call>", "</seed:tool_call>"),
+)
+MINIMAX_M2 = ToolFormat(
+    opening="<minimax:tool_call>\n",
+    head='<invoke name="',
+    middle='">\n',
+    tail="</invoke>",
+    between="\n",
+    closing="\n</minimax:tool_call>",
+    arguments="pairs",
+    pairs=Pairs(key='<parameter name="', value='">', close="</parameter>", is_by_line=True),
+    marks=("<minimax:tool_call>", "</minimax:tool_call>"),
+)
+GEMMA4 = ToolFormat(
+    head="<|tool_call>call:",
+    middle="",
+    tail="<tool_call|>",
+    between="",
+    arguments="bare",
+    quote='<|"|>',
+    marks=("<|tool_call>", "<tool_call|>", '<|"|>'),
+)
+HUNYUAN = ToolFormat(
+    opening="<tool_calls>[",
+    head='{"name": "',
+    middle='", "arguments": ',
+    tail="}",
+    between=", ",
+    closing="]</tool_calls>",
+)
 PYTHONIC = ToolFormat(
-    opening="[", head="", middle="(", tail=")", between=", ", closing="]", arguments="keywords", is_whole=True
+    opening="[",
+    head="",
+    middle="(",
+    tail=")",
+    between=", ",
+    closing="]",
+    arguments="keywords",
+    is_whole=True,
+    wrap=("<|python_start|>", "<|python_end|>"),
+)
+OLMO3 = ToolFormat(
+    opening="<function_calls>\n",
+    head="",
+    middle="(",
+    tail=")",
+    between="\n",
+    closing="\n</function_calls>",
+    arguments="keywords",
 )
 
 # The keys are the values that `server.tool_format` of a recipe may have.
@@ -80,6 +275,54 @@ TOOL_FORMATS = {
     "hermes": HERMES,
     "llama3_json": LLAMA3_JSON,
     "mistral": MISTRAL,
+    "mistral_v11": MISTRAL_V11,
     "deepseek": DEEPSEEK,
+    "deepseek_v31": DEEPSEEK_V31,
+    "deepseek_v32": DEEPSEEK_V32,
+    "kimi_k2": KIMI_K2,
+    "glm45": GLM45,
+    "glm47": GLM47,
+    "qwen3_coder": QWEN3_CODER,
+    "seed_oss": SEED_OSS,
+    "minimax_m2": MINIMAX_M2,
+    "hy_v3": HY_V3,
+    "gemma4": GEMMA4,
+    "hunyuan_a13b": HUNYUAN,
+    "longcat": LONGCAT,
+    "olmo3": OLMO3,
     "pythonic": PYTHONIC,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ThoughtFormat:
+    """The marks around a block of thoughts, with which an answer begins.
+
+    `answer` are marks that some models write around the text behind the block.
+    """
+
+    begin: str = "<think>"
+    end: str = "</think>"
+    answer: tuple[str, str] = ("", "")
+
+    @property
+    def tokens(self) -> tuple[str, str]:
+        """The tokens that begin and end the block."""
+        token = re.match(r"[\[<].*?[\]>]", self.begin)
+        assert token is not None, "a block begins with a mark"
+        return token[0], self.end
+
+    def with_suffix(self, suffix: str) -> ThoughtFormat:
+        """Return the format with this suffix in its tags."""
+        return replace(self, begin=_tags_with(suffix, self.begin), end=_tags_with(suffix, self.end))
+
+
+# The keys are the values that `server.reasoning` of a recipe may have, besides that of channels.
+THOUGHT_FORMATS = {
+    "think": ThoughtFormat(),
+    "seed": ThoughtFormat("<seed:think>", "</seed:think>"),
+    "mistral": ThoughtFormat("[THINK]", "[/THINK]"),
+    "gemma4": ThoughtFormat("<|channel>thought", "<channel|>"),
+    "hunyuan": ThoughtFormat(answer=("<answer>", "</answer>")),
+    "ernie": ThoughtFormat(answer=("<response>", "</response>")),
 }

@@ -5,8 +5,8 @@ back until that is decided. A call is recognised when its name is one of the too
 JSON arguments are then passed on as they arrive, whether the model closes them or not. All other text is
 content.
 
-The reasoning is the text of a think block, `<think>` to `</think>`, with which an answer begins, or which its
-prompt has opened.
+The reasoning is the text of a block, such as `<think>` to `</think>`, with which an answer begins, or which
+its prompt has opened. Marks around the text behind it are dropped.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ import ast
 import json
 import re
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from serving.tools.formats import ToolFormat
-
-BEGIN, END = "<think>", "</think>"
+from serving.tools.arguments import Reader, reader_of
+from serving.tools.formats import THOUGHT_FORMATS, ThoughtFormat, ToolFormat
+from serving.tools.matching import MAYBE, MOST_SPACE, NO, after_space, match
 
 
 class ReasoningParser:
@@ -30,30 +31,41 @@ class ReasoningParser:
     inside it. `has_ended` says that the block's end has been found.
     """
 
-    def __init__(self, *, is_open: bool) -> None:
+    def __init__(self, form: ThoughtFormat = THOUGHT_FORMATS["think"], *, is_open: bool) -> None:
+        self._form = form
+        self._begin = form.begin.rstrip()
         self.is_open = is_open
         self.has_ended = False
         self._has_begun = is_open
         self._is_blank = True  # white space around the block, and at its beginning, is dropped
         self._held = ""
+        self._answer = _WithoutMarks(*form.answer)
 
     def push(self, text: str) -> tuple[str, str]:
         """Add text, and return the reasoning and the answer that are certain with it."""
-        self._held += text
-        if not self._has_begun:
-            begun = self._held.lstrip()
-            if len(begun) < len(BEGIN) and BEGIN.startswith(begun):
-                return "", ""
-            self._has_begun = True
-            if not begun.startswith(BEGIN):
-                self._is_blank = False
-            else:
-                self.is_open, self._held = True, begun.removeprefix(BEGIN)
-        thoughts = self._thoughts() if self.is_open else ""
-        return thoughts, "" if self.is_open else self._shown(len(self._held))
+        thoughts, answer = self._split(text)
+        return thoughts, self._answer.push(answer)
 
     def finish(self) -> tuple[str, str]:
         """Return the rest, when no more text comes."""
+        thoughts, answer = self._rest()
+        return thoughts, self._answer.push(answer) + self._answer.finish()
+
+    def _split(self, text: str) -> tuple[str, str]:
+        self._held += text
+        if not self._has_begun:
+            begun = self._held.lstrip()
+            if len(begun) < len(self._begin) and self._begin.startswith(begun):
+                return "", ""
+            self._has_begun = True
+            if not begun.startswith(self._begin):
+                self._is_blank = False
+            else:
+                self.is_open, self._held = True, begun.removeprefix(self._begin)
+        thoughts = self._thoughts() if self.is_open else ""
+        return thoughts, "" if self.is_open else self._shown(len(self._held))
+
+    def _rest(self) -> tuple[str, str]:
         held, self._held = self._held, ""
         if self.is_open:
             return ("" if self._is_blank else held.rstrip()), ""
@@ -61,15 +73,16 @@ class ReasoningParser:
 
     def _thoughts(self) -> str:
         """Return reasoning that is certain: without white space with which the block may end."""
-        at = self._held.find(END)
+        end = self._form.end
+        at = self._held.find(end)
         if at >= 0:
             thoughts = self._held[:at].rstrip()
             thoughts = thoughts.lstrip() if self._is_blank else thoughts
-            self._held, self._is_blank = self._held[at + len(END) :], True
+            self._held, self._is_blank = self._held[at + len(end) :], True
             self.is_open, self.has_ended = False, True
             return thoughts
-        sizes = range(min(len(END) - 1, len(self._held)), 0, -1)
-        kept = next((size for size in sizes if self._held.endswith(END[:size])), 0)
+        sizes = range(min(len(end) - 1, len(self._held)), 0, -1)
+        kept = next((size for size in sizes if self._held.endswith(end[:size])), 0)
         return self._shown(len(self._held[: len(self._held) - kept].rstrip()))
 
     def _shown(self, size: int) -> str:
@@ -83,20 +96,66 @@ class ReasoningParser:
         return shown
 
 
-MOST_SPACE = 64  # most white space within the words around a call; more of it makes them content
+class _WithoutMarks:
+    """Drops the marks that stand around an answer, and the white space within them."""
+
+    def __init__(self, begin: str, end: str) -> None:
+        self._begin, self._end = begin, end
+        self._is_within = False
+        self._is_decided = not begin
+        self._held = ""
+
+    def push(self, text: str) -> str:
+        """Add text, and return what is certain with it."""
+        held = self._held + text
+        if not self._is_decided:
+            begun = held.lstrip()
+            if self._begin.startswith(begun) and begun != self._begin:
+                self._held = held
+                return ""
+            if begun.startswith(self._begin):
+                rest = begun.removeprefix(self._begin).lstrip()
+                if not rest:
+                    self._held = held
+                    return ""
+                self._is_within, held = True, rest
+            self._is_decided = True
+        if not self._is_within:
+            self._held = ""
+            return held
+        at = held.find(self._end)
+        if at >= 0:
+            self._is_within, self._held = False, ""
+            return held[:at].rstrip() + held[at + len(self._end) :]
+        sizes = range(min(len(self._end) - 1, len(held)), 0, -1)
+        kept = next((size for size in sizes if held.endswith(self._end[:size])), 0)
+        shown = len(held[: len(held) - kept].rstrip())
+        self._held = held[shown:]
+        return held[:shown]
+
+    def finish(self) -> str:
+        """Return the rest, when no more text comes."""
+        held, self._held = self._held, ""
+        if not self._is_decided and held.lstrip().startswith(self._begin):
+            return ""
+        return held.rstrip() if self._is_within else held
+
+
 LONGEST_NAME = 64
 _NAME = re.compile(r"[A-Za-z0-9_.-]*")
-_NO, _MAYBE = -1, -2
+_NUMBER = re.compile(r":\d{0,9}")
+_ID = re.compile(r"\w{0,64}", re.ASCII)
 _LITERALS = {"true": True, "false": False, "null": None}
 
 
 @dataclass(slots=True)
 class CallDelta:
-    """The new part of a call; its name comes first."""
+    """The new part of a call; its name comes first, with the id that the model gave it, if it did."""
 
     index: int
     name: str | None = None
     arguments: str = ""
+    id: str | None = None
 
 
 @dataclass(slots=True)
@@ -147,18 +206,37 @@ class Parsed:
 
 
 class ToolParser:
-    """Parses one answer; `num_calls` is the number of calls that have begun, before it and in it."""
+    """Parses one answer; `num_calls` is the number of calls that have begun, before it and in it.
 
-    def __init__(self, form: ToolFormat, names: Collection[str], num_calls: int = 0) -> None:
+    `schemas` has the schema of each function's arguments, which some formats need to tell text from numbers.
+    In the thoughts of an answer, a call without a mark of its own begins at the beginning of a line.
+    """
+
+    def __init__(
+        self,
+        form: ToolFormat,
+        names: Collection[str],
+        num_calls: int = 0,
+        *,
+        schemas: Mapping[str, Any] | None = None,
+        in_thoughts: bool = False,
+    ) -> None:
         self.num_calls = num_calls
         self._form = form
         self._names = names
+        self._schemas = schemas or {}
+        self._in_thoughts = in_thoughts
         self._held = ""
         self._place = self._in_content
         self._is_blank = True  # only white space has come since the start, or since the last call
         self._may_begin = True  # whether a call may begin
+        self._is_line = True  # whether what is held begins a line, but for white space
         self._name = self._lead = ""  # the name and the head of a call whose keywords are not complete
         self._scan = _Scan()
+        self._reader: Reader | None = None
+        wraps = ("", form.wrap[0]) if form.wrap[0] else ("",)
+        self._leads = [wrap + form.opening + form.head for wrap in wraps]
+        self._first = re.compile("|".join(re.escape(each[0]) for each in self._leads))
 
     def push(self, text: str) -> Parsed:
         """Add text, and return what is certain with it."""
@@ -173,6 +251,8 @@ class ToolParser:
         parsed, held = Parsed(), self._held
         if self._place == self._in_keywords:
             parsed.say(self._lead + self._scan.text + held)
+        elif self._place == self._in_reader and self._reader is not None:
+            self._add(parsed, self._reader.rest(held))
         elif self._place == self._in_content:
             parsed.say(held if held.strip() or not self.num_calls else "")
         elif self._place == self._behind_call and held.strip() and not self._may_close(held):
@@ -181,7 +261,9 @@ class ToolParser:
         return parsed
 
     def _may_close(self, held: str) -> bool:
-        return bool(self._form.closing) and _match(self._form.closing, held, 0) == _MAYBE
+        form = self._form
+        ends = (form.closing + form.wrap[1], form.closing)
+        return any(end and match(end, held, 0) == MAYBE for end in ends)
 
     def _in_content(self, parsed: Parsed) -> bool:
         """Look for a call; like the method of every place, returns whether anything was decided."""
@@ -190,74 +272,138 @@ class ToolParser:
         if self._is_blank and blank == len(held):
             return False
         at = self._candidate(held, blank)
-        name, end = self._begun(self._form.opening + self._form.head, held, at)
-        shown = at + 1 if end == _NO else at
+        lead, end = self._any_begun(self._leads, held, at)
+        shown = at + 1 if end == NO else at
         if shown > blank:
             parsed.say(held[:shown])
+            _, is_ended, last = held[:shown].rpartition("\n")
+            self._is_line = not last.strip() and (bool(is_ended) or self._is_line)
             self._is_blank = False
             blank = 0
             self._held = held[shown:]
         if end >= 0:
             self._held = held[at:]  # white space that only a call follows is not shown
-            self._begin(parsed, name, held[at:end])
-        return end != _MAYBE and bool(self._held)
+            self._begin(parsed, lead, held[at:end])
+        return end != MAYBE and bool(self._held)
 
     def _candidate(self, held: str, blank: int) -> int:
         """Return where a call may begin; the end of the text if nowhere."""
-        if not self._form.is_whole:
-            at = held.find((self._form.opening + self._form.head)[0], blank)
-            return len(held) if at < 0 else at
-        return blank if self._may_begin and self._is_blank else len(held)
+        if self._form.is_whole and not self._in_thoughts:
+            return blank if self._may_begin and self._is_blank else len(held)
+        for found in self._first.finditer(held, blank):
+            if not self._form.is_whole or self._begins_line(held, found.start()):
+                return found.start()
+        return len(held)
 
-    def _begun(self, lead: str, held: str, at: int) -> tuple[str, int]:
-        """Return the name of the call that begins at `at` and where its arguments begin, or _NO or _MAYBE."""
+    def _begins_line(self, held: str, at: int) -> bool:
+        before = held[:at].rstrip(" \t")
+        return before.endswith("\n") or (not before and (self._is_line or self._is_blank))
+
+    def _any_begun(self, leads: list[str], held: str, at: int) -> tuple[_Lead, int]:
+        """Return the first call that begins at `at` with one of these texts, as `_begun` does."""
+        found = [self._begun(lead, held, at) for lead in leads]
+        ends = [end for _, end in found]
+        return found[ends.index(max(ends)) if max(ends) >= 0 else ends.index(min(ends))]
+
+    def _begun(self, lead: str, held: str, at: int) -> tuple[_Lead, int]:
+        """Return the name of the call that begins at `at` and where its arguments begin, or NO or MAYBE."""
+        form = self._form
         if at == len(held):
-            return "", _MAYBE
-        at = _match(lead, held, at)
+            return _NONE, MAYBE
+        at = match(lead, held, at)
         if at < 0:
-            return "", at
-        if not self._form.head:
-            at = _after_space(held, at)
+            return _NONE, at
+        if not form.head:
+            at = after_space(held, at)
+        begin = at
         found = _NAME.match(held, at)
         assert found is not None, "a name may be empty"
         name, at = found[0], found.end()
-        if at == len(held) and len(name) <= LONGEST_NAME:
-            return "", _MAYBE
+        if at == len(held) and len(name) <= LONGEST_NAME + len(form.prefix):
+            return _NONE, MAYBE
+        name = name if name in self._names else name.removeprefix(form.prefix)
         if name not in self._names:
-            return "", _NO
-        at = _match(self._form.middle, held, at)
-        if at < 0 or self._form.arguments == "keywords":
-            return name, at
-        after = _after_space(held, at)
-        if after - at > MOST_SPACE:
-            return "", _NO
-        if after == len(held):
-            return "", _MAYBE
-        return name, after if held[after] == "{" else _NO
+            return _NONE, NO
+        own, at = self._own_id(held, begin, at)
+        if at >= 0:
+            at = match(form.middle, held, at)
+        if at < 0 or form.arguments == "keywords":
+            return _Lead(name, own), at
+        return _Lead(name, own), self._arguments_at(held, at)
 
-    def _begin(self, parsed: Parsed, name: str, lead: str) -> None:
-        self._held = self._held[len(lead) :]
+    def _own_id(self, held: str, begin: int, at: int) -> tuple[str | None, int]:
+        """Return the id that the model gives a call whose name ends at `at`, and where it ends."""
+        form = self._form
+        if form.is_numbered:
+            number = _NUMBER.match(held, at)
+            if number is None or number.end() == len(held):
+                return None, NO if number is None else MAYBE
+            return held[begin : number.end()], number.end()
+        if not form.id_mark:
+            return None, at
+        end = match(form.id_mark, held, at)
+        if end == NO:
+            return None, at
+        found = _ID.match(held, end) if end >= 0 else None
+        if found is None or found.end() == len(held):
+            return None, MAYBE
+        return found[0], found.end()
+
+    def _arguments_at(self, held: str, at: int) -> int:
+        """Return where arguments begin behind the middle of a call, or NO or MAYBE."""
+        after = after_space(held, at)
+        if after - at > MOST_SPACE:
+            return NO
+        if after == len(held):
+            return MAYBE
+        pairs = self._form.pairs
+        if pairs is None:
+            return after if held[after] == "{" else NO
+        begins = [match(each, held, after) for each in (pairs.key, self._form.tail.split()[0])]
+        if max(begins) >= 0:
+            return after
+        return MAYBE if MAYBE in begins else NO
+
+    def _begin(self, parsed: Parsed, lead: _Lead, text: str) -> None:
+        self._held = self._held[len(text) :]
         self._scan = _Scan()
         if self._form.arguments == "keywords":
-            self._name, self._lead, self._place = name, lead, self._in_keywords
+            self._name, self._lead, self._place = lead.name, text, self._in_keywords
             return
-        parsed.add(CallDelta(self.num_calls, name))
+        parsed.add(CallDelta(self.num_calls, lead.name, id=lead.id))
         self.num_calls += 1
-        self._place = self._in_json
+        if self._form.arguments == "json":
+            self._place = self._in_json
+        else:
+            self._reader = reader_of(self._form, self._schemas.get(lead.name))
+            self._place = self._in_reader
+
+    def _add(self, parsed: Parsed, arguments: str) -> None:
+        if arguments:
+            parsed.add(CallDelta(self.num_calls - 1, arguments=arguments))
 
     def _in_json(self, parsed: Parsed) -> bool:
         taken = self._scan.json(self._held)
-        parsed.add(CallDelta(self.num_calls - 1, arguments=self._held[:taken]))
+        self._add(parsed, self._held[:taken])
         self._held = self._held[taken:]
         if self._scan.depth == 0:
             self._place = self._in_tail
         return True
 
+    def _in_reader(self, parsed: Parsed) -> bool:
+        assert self._reader is not None, "a reader is made when a call begins"
+        taken, arguments = self._reader.read(self._held)
+        self._add(parsed, arguments)
+        self._held = self._held[taken:]
+        if self._reader.is_complete:
+            self._place = self._in_tail
+        return bool(taken or arguments or self._reader.is_complete)
+
     def _in_tail(self, parsed: Parsed) -> bool:
-        end = _match(self._form.tail, self._held, 0)
-        if end == _MAYBE:
+        end = match(self._form.tail, self._held, 0)
+        if end == MAYBE:
             return False
-        if end == _NO:
+        if end == NO:
             self._resume()
         else:
             self._held, self._place = self._held[end:], self._behind_call
@@ -280,12 +426,14 @@ class ToolParser:
 
     def _behind_call(self, parsed: Parsed) -> bool:
         form, held = self._form, self._held
-        name, end = self._begun(form.between.strip() + form.head, held, 0)
+        lead, end = self._begun(form.between.strip() + form.head, held, 0)
         if end >= 0:
-            self._begin(parsed, name, held[:end])
+            self._begin(parsed, lead, held[:end])
             return True
-        closed = _match(form.closing, held, 0) if form.closing else _NO
-        if closed < 0 and _MAYBE in (end, closed):
+        whole = form.closing + form.wrap[1]
+        closings = [match(each, held, 0) for each in dict.fromkeys((whole, form.closing)) if each]
+        closed = max(closings, default=NO)
+        if MAYBE in (end, *closings) and (closed < 0 or closings[0] == MAYBE):
             return False
         self._held = held[max(closed, 0) :]
         self._resume()
@@ -294,6 +442,17 @@ class ToolParser:
     def _resume(self) -> None:
         self._place, self._is_blank = self._in_content, True
         self._may_begin = not self._form.is_whole
+
+
+@dataclass(frozen=True, slots=True)
+class _Lead:
+    """The name of a call that has begun, and the id that the model gave it."""
+
+    name: str = ""
+    id: str | None = None
+
+
+_NONE = _Lead()
 
 
 class _Scan:
@@ -339,29 +498,6 @@ class _Scan:
             self.depth += 1
         elif char in "}])":
             self.depth -= 1
-
-
-def _match(literal: str, text: str, at: int) -> int:
-    """Return where the literal ends in the text, white space ignored, or _NO, or _MAYBE if it is cut off."""
-    num_spaces = 0
-    for char in "".join(literal.split()):
-        while at < len(text) and text[at].isspace():
-            at += 1
-            num_spaces += 1
-        if num_spaces > MOST_SPACE:
-            return _NO
-        if at == len(text):
-            return _MAYBE
-        if text[at] != char:
-            return _NO
-        at += 1
-    return at
-
-
-def _after_space(text: str, at: int) -> int:
-    while at < len(text) and text[at].isspace():
-        at += 1
-    return at
 
 
 def _as_json(keywords: str) -> str | None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import io
+import threading
 
 import pytest
 
-from borders.start_report import GIB, ReadingReport, StartReport, paced
+from borders.start_report import GIB, ReadingReport, StartReport, paced, repeated
 from recipes.assembly.engine import build
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
+from tests.patience import PATIENCE_S
 
 TINY = ["device.compile=false", "device.threads=1"]
 
@@ -85,6 +87,39 @@ def test_a_build_tells_its_stages() -> None:
         "running its largest step",
     ]
     assert any("of 1 shards" in each for each in told)
+    assert told[-1] == ""
+
+
+def test_quantising_at_load_is_said() -> None:
+    told = list[str]()
+    recipe = load(ROOT / "recipes/tiny/cpu.yaml", [*TINY, "model.quantization=w8a8"])
+    build(recipe, tell=told.append)
+    assert any(each.startswith("loading and quantising its weights: ") for each in told)
+
+
+def test_progress_is_repeated_until_the_end() -> None:
+    said, is_second = list[int](), threading.Event()
+
+    def say() -> None:
+        said.append(1)
+        if len(said) == 2:
+            is_second.set()
+
+    with repeated(say, every_s=0.001):
+        assert is_second.wait(PATIENCE_S)
+    count = len(said)
+    assert not [each for each in threading.enumerate() if each.name == "start-progress"]
+    assert len(said) == count
+
+
+def test_a_leader_tells_how_far_every_rank_is() -> None:
+    """While it waits for the others itself, too."""
+    told = list[str]()
+    more = ["parallel.tensor=2", "device.attention=reference"]
+    built = build(load(ROOT / "recipes/tiny/cpu.yaml", [*TINY, *more]), tell=told.append)
+    assert built.ranks is not None
+    built.engine.close()
+    assert any("rank 0" in each and "rank 1 (process" in each for each in told)
     assert told[-1] == ""
 
 

@@ -149,5 +149,16 @@ def test_the_slowest_rank_of_those_that_load_is_named() -> None:
     with starting(start_limit_s=1800.0) as (listeners, beats, _):
         listeners.doing, beats.doing = "loading its weights: 80%, 8 of 10 shards", "loading its weights: 9%"
         wait_for(lambda: listeners.start_report().endswith(f": 9%; {NAME} is the slowest"))
+        assert listeners.start_progress() == (
+            "loading its weights: rank 1 is the slowest, 9%; by rank: 80%, 9%"
+        )
         listeners.doing = beats.doing
         wait_for(lambda: "slowest" not in listeners.start_report())
+        assert listeners.start_progress() == "loading its weights: 9%; by rank: 9%, 9%"
+        listeners.doing = ""  # it waits for the others
+        assert listeners.start_progress() == (
+            "loading its weights: rank 1 is the slowest, 9%; by rank: done, 9%"
+        )
+        beats.doing = ""
+        wait_for(lambda: "loading" not in listeners.start_progress())
+        assert listeners.start_progress() == listeners.start_report()

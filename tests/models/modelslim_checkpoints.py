@@ -7,16 +7,18 @@ themselves: nothing of the product is used. transformers' model computes everyth
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tests.lazy import transformers
 from tests.models.families import VARIANTS, expected_logprobs, make, wide
 
 LINEAR = "_proj.weight", "_with_mqa.weight"
@@ -144,7 +146,7 @@ def quantised(
     *,
     salt: int = 0,
     are_apart: bool = False,
-    has_cache_scales: bool = False,
+    has_cache_scales: bool | Literal["one"] = False,
     ranks: int = 1,
     divided: int = 1,
     norm_biases: bool = False,
@@ -154,7 +156,8 @@ def quantised(
     """Store a checkpoint so, and let transformers' model compute by it; `further` is a layer behind its own.
 
     Linears that share an input share its scale, unless they `are_apart`; `ranks` divide the inputs of dense
-    linears, and `divided` of them those of an expert.
+    linears, and `divided` of them those of an expert. Scales of a cache (C8) are coarse, so that they matter,
+    and one for all channels on request.
     """
     tensors = load_file(path / "model.safetensors")
     (path / "model.safetensors").unlink()
@@ -193,14 +196,42 @@ def quantised(
     for layer in range(model.config.num_hidden_layers if has_cache_scales else 0):
         is_latent = hasattr(model.config, "kv_lora_rank")
         stems = ["fa_q.", "fa_k.", "fa_v."] if is_latent else ["k_proj.kv_cache_", "v_proj.kv_cache_"]
-        for stem in (f"model.layers.{layer}.self_attn.{each}" for each in stems):
-            made |= {f"{stem}scale": torch.full((32,), 0.03), f"{stem}offset": torch.zeros(32)}
+        own = model.model.layers[layer].self_attn
+        scales = []
+        for number, stem in enumerate(f"model.layers.{layer}.self_attn.{each}" for each in stems):
+            draw = torch.Generator().manual_seed(salt + 2 * layer + number)
+            width = 32 if is_latent else len(own.v_proj.weight)
+            scales.append(0.1 + 0.2 * torch.rand(1 if has_cache_scales == "one" else width, generator=draw))
+            made |= {f"{stem}scale": scales[-1], f"{stem}offset": torch.zeros_like(scales[-1])}
             described |= dict.fromkeys((f"{stem}scale", f"{stem}offset"), "C8")
+        own.cache_scales = scales
+    if has_cache_scales and not is_latent:
+        model.config._attn_implementation = _quantised_cache()
     _write(path, made, {"model_quant_type": "W8A8_DYNAMIC", "version": "1.0.0"} | described | (more or {}))
     _replace(model, linears)
     if further is not None:
         _replace(further, linears, f"model.layers.{model.config.num_hidden_layers}.")
     return path
+
+
+def _quantised_cache() -> str:
+    """The name of attention in transformers that reads keys and values as a C8 cache returns them."""
+
+    def attend(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *given: Any, **more: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        kept = []
+        for each, scale in zip((key, value), cast(Any, module).cache_scales):
+            units = scale.expand(each.shape[1] * each.shape[3]).view(1, each.shape[1], 1, each.shape[3])
+            kept.append((each / units).round().clamp(-128, 127) * units)
+        eager = sys.modules[type(module).__module__].eager_attention_forward
+        found: tuple[Tensor, Tensor | None] = eager(module, query, *kept, *given, **more)
+        return found
+
+    masks = transformers.masking_utils
+    transformers.AttentionInterface.register("c8", attend)
+    transformers.AttentionMaskInterface.register("c8", masks.eager_mask)
+    return "c8"
 
 
 def _write(path: Path, made: dict[str, Tensor], described: dict[str, Any]) -> None:

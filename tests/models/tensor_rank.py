@@ -99,11 +99,12 @@ def built(
     dtype: DType = "float32",
     experts: int = 1,
     dispatches: bool = False,
+    int8_cache: bool = False,
 ) -> tuple[Decoder, int]:
     """The group's decoder of a checkpoint, and the bytes that this rank read; one that `dispatches` has its
     experts in another order.
     """
-    config = replace(config_in(path), dtype=dtype)
+    config = replace(config_in(path), dtype=dtype, int8_cache=int8_cache)
     if dispatches:
         assert config.mixture is not None, "nothing else is sent to ranks"
         order = tuple(torch.randperm(config.mixture.num_experts, generator=torch.Generator().manual_seed(5)))

@@ -21,6 +21,7 @@ from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT, DeviceSection
 from tests.interpreter import DEVICE, multiply_rows_alone
 from tests.models.families import VOCABULARY, make
+from tests.models.modelslim_checkpoints import checkpoint as described
 from tests.models.variants import Variant
 
 Build = Callable[..., Engine]
@@ -171,3 +172,12 @@ def test_log_probabilities_in_bfloat16_are_near_those_of_the_cpu(graphs: int, en
             [second[token] for token in common],
             abs=0.125,  # four units in the last place of the largest logits, which are below 8
         )
+
+
+def test_keys_and_values_by_scales_of_the_checkpoint_give_the_cpus_tokens(tmp_path: Path) -> None:
+    """As msModelSlim's C8 has them; pages in int8 are read by plain torch on both devices."""
+    _, path = described("qwen3", tmp_path, lambda _: "FLOAT", form={"has_cache_scales": True})
+    said = "cache.dtype=int8", "device.attention=reference", "cache.num_pages=30"
+    ours = serve(built(path, "device.kind=cuda", *said), requests(4))
+    theirs = serve(built(path, "device.kind=cpu", "device.threads=1", *said), requests(4))
+    assert [each.answer.tolist() for each in ours] == [each.answer.tolist() for each in theirs]

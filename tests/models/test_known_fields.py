@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from models.checkpoint.config_fields import FIXED, ConfigFields
 from models.config import DecoderConfig
@@ -187,3 +189,38 @@ def test_fields_that_no_one_knows_are_named_once_at_load(
         build(load("recipes/any/cpu.yaml", (f"model.path={path}", *sizes)))
     (said,) = (each.getMessage() for each in caplog.records if "residual_multiplier" in each.getMessage())
     assert said.endswith("not known, without effect: 'residual_multiplier', 'rope_parameters.mrope'")
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "tensor", "level"),
+    [
+        ("ernie4_5_moe", {}, "model.mtp_block.0.mlp.up_proj.weight", logging.WARNING),
+        ("minimax_m2", {"use_mtp": True}, "model.mtp_modules.0.norm.weight", logging.WARNING),
+        ("hy_v3", {"num_nextn_predict_layers": 1}, "model.layers.3.eh_proj.weight", logging.WARNING),
+        ("glm4_moe", {"num_nextn_predict_layers": 1}, "model.layers.3.eh_proj.weight", logging.INFO),
+    ],
+)
+def test_layers_for_further_tokens_that_are_not_read_are_said(
+    name: str,
+    field: dict[str, Any],
+    tensor: str,
+    level: int,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    variant = next(each for each in VARIANTS if each.name == name)
+    _, path = make(replace(variant, shard_size="5GB"), tmp_path)
+    hf = json.loads((path / "config.json").read_text()) | field
+    number = str(hf["num_hidden_layers"])
+    tensor = tensor.replace("layers.3", f"layers.{number}")
+    (path / "config.json").write_text(json.dumps(hf))
+    save_file(load_file(path / "model.safetensors") | {tensor: torch.ones(2)}, path / "model.safetensors")
+    sizes = ("cache.memory_gib=0.05", "device.compile=false", "device.threads=1")
+    with caplog.at_level(logging.INFO):
+        build(load("recipes/any/cpu.yaml", (f"model.path={path}", *sizes)))
+    (said,) = (each for each in caplog.records if "layers that predict further" in each.getMessage())
+    assert said.levelno == level
+    way = "guesses with them" if level == logging.INFO else f"and not of {name}"
+    words = f"does not read: layers that predict further tokens, in 1 tensors such as {tensor} ("
+    assert words in said.getMessage()
+    assert way in said.getMessage()

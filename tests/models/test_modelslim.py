@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from recipes.schema.recipe_error import RecipeError
 from tests.device_kinds import settings
-from tests.models.families import generated
+from tests.models.families import VARIANTS, generated, make
 from tests.models.modelslim_checkpoints import DESCRIPTION, Types, checkpoint, oracle_logprobs
 from tests.models.tensor_rank import STOPS, built, empty, logits_of, table
 from tests.models.test_random_shares import together
@@ -234,10 +235,78 @@ def test_an_engine_gives_the_tokens_that_the_arithmetic_gives(
 
 
 @pytest.mark.parametrize(
-    ("name", "scale"), [("qwen3", r"k_proj\.kv_cache_scale"), ("deepseek_v3", r"fa_q\.scale")]
+    ("name", "form"),
+    [
+        ("qwen3", {}),
+        ("llama_biased", {"has_cache_scales": "one"}),
+        ("ernie4_5", {}),  # whose heads are held in another order
+        ("mistral_window", {}),
+        ("qwen3_moe", {}),
+    ],
 )
-def test_scales_of_a_cache_are_of_a_quantised_one(name: str, scale: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_keys_and_values_are_kept_by_the_scales_of_the_checkpoint(
+    name: str, form: dict[str, Any], ranks: int, tmp_path: Path
+) -> None:
+    """By transformers' attention, which rounds keys and values to them; other scales give other answers."""
+
+    def compute(path: Path) -> list[Tensor]:
+        return together(ranks, lambda group: logits_of(built(path, group, int8_cache=True)[0]))
+
+    assert_answers(name, everywhere("FLOAT"), tmp_path, compute, form={"has_cache_scales": True} | form)
+    path = next(tmp_path.glob("*/*"))
+    plain = logits_of(built(path, ALONE)[0])
+    assert float((compute(path)[0].log_softmax(-1) - plain.log_softmax(-1)).abs().max()) > 0.05
+
+
+def test_an_engine_keeps_keys_and_values_by_the_scales_of_the_checkpoint(tmp_path: Path) -> None:
+    """And refuses them by their name where its cache is not quantised."""
+    for salt in range(9):
+        model, path = checkpoint(
+            "qwen3", tmp_path / str(salt), everywhere("FLOAT"), salt=salt, form={"has_cache_scales": True}
+        )
+        right, logprobs = generated(model, list(range(3, 40)), 8)
+        if float(logprobs.topk(2).values.diff().abs().min()) > 0.1:
+            break
+    assert greedy(path, "cache.dtype=int8", "device.attention=reference") == right
+    with pytest.raises(RecipeError, match=r"has model\.layers\.0\.self_attn\.k_proj\.kv_cache_scale, a"):
+        greedy(path)
+
+
+def test_random_weights_have_scales_of_a_cache_too(tmp_path: Path) -> None:
+    _, path = checkpoint("qwen3", tmp_path, everywhere("FLOAT"), form={"has_cache_scales": True})
+    more = "model.weights=random", "cache.dtype=int8", "device.attention=reference"
+    assert len(set(greedy(path, *more))) > 1
+
+
+@pytest.mark.parametrize(
+    ("end", "number", "words"),
+    [
+        ("k_proj.kv_cache_scale", 0.0, "holds a number that is no scale above 0"),
+        ("v_proj.kv_cache_scale", torch.inf, "holds a number that is no scale above 0"),
+        ("k_proj.kv_cache_offset", 1.0, "is not zero, and what is read is symmetric"),
+    ],
+)
+def test_scales_of_a_cache_that_are_none_are_refused(
+    end: str, number: float, words: str, tmp_path: Path
+) -> None:
+    _, path = checkpoint("qwen3", tmp_path, everywhere("FLOAT"), form={"has_cache_scales": True})
+    for file in path.glob("*.safetensors"):
+        tensors = load_file(file)
+        for name in (name for name in tensors if name.endswith(end)):
+            tensors[name][-1] = number
+        save_file(tensors, file)
+    with pytest.raises(ValueError, match=f"{end} {words}"):
+        built(path, ALONE, int8_cache=True)
+    change(path, **{f"model.layers.1.self_attn.{end[:6]}.kv_cache_scale": None})
+    other = "v_proj" if end.startswith("k") else "k_proj"
+    with pytest.raises(ValueError, match=rf"has model\.layers\.1\.self_attn\.{other}\.kv_cache_scale, and"):
+        config_in(path)
+
+
+def test_scales_of_latents_are_of_a_quantised_cache(tmp_path: Path) -> None:
     """Which has scales of its own, as fine as these: the tokens are those of the model."""
+    name, scale = "deepseek_v3", r"fa_q\.scale"
     model, path = checkpoint(name, tmp_path, everywhere("W8A8_DYNAMIC"), form={"has_cache_scales": True})
     with pytest.raises(RecipeError, match=rf"has model\.layers\.0\.self_attn\.{scale}, a scale of"):
         greedy(path)
@@ -294,6 +363,26 @@ def test_what_is_not_read_is_refused_by_the_name_of_the_description(
     with pytest.raises(ValueError, match=f"{DESCRIPTION}: .*{words}") as caught:
         config_in(tmp_path)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "joined"),
+    [
+        ("phi3", "qkv_proj and gate_up_proj"),
+        ("glm4", "gate_up_proj"),
+        ("gpt_oss", "the experts of a layer"),
+    ],
+)
+def test_families_that_store_linears_as_one_say_why_they_are_not_read(
+    name: str, joined: str, tmp_path: Path
+) -> None:
+    """Whatever the description names: linears as they are stored, or one by one."""
+    variant = next(each for each in VARIANTS if each.name == name)
+    _, path = make(replace(variant, options=variant.options | {"max_position_embeddings": 512}), tmp_path)
+    (path / DESCRIPTION).write_text(json.dumps({"model.layers.0.self_attn.qkv_proj.weight": "W8A8_DYNAMIC"}))
+    words = f"{DESCRIPTION}: checkpoints of {name} store {joined} as one tensor, and how msModelSlim"
+    with pytest.raises(ValueError, match=words):
+        config_in(path)
 
 
 def test_a_tensor_that_does_not_belong_is_named_with_the_description(tmp_path: Path) -> None:
@@ -398,6 +487,12 @@ def test_what_is_planned_is_what_is_held(name: str, types: Types, tmp_path: Path
         if isinstance(linear, Linear) and linear.form == "w4a8":
             held += 8 * len(linear.weight_scale)
     assert config.weight_bytes == held
+
+
+def test_scales_of_a_cache_are_planned(tmp_path: Path) -> None:
+    _, path = checkpoint("qwen3", tmp_path, everywhere("FLOAT"), form={"has_cache_scales": True})
+    config = replace(config_in(path), int8_cache=True)
+    assert config.weight_bytes == sum(each.nbytes for each in bare(config).parameters())
 
 
 def test_a_checkpoint_that_multiplies_nothing_in_int8_asks_for_no_such_products(tmp_path: Path) -> None:

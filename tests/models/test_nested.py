@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,8 @@ from recipes.assembly.families import decoder_config
 from recipes.assembly.int8_checkpoint import quantize
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
-from tests.lazy import transformers
+from recipes.schema.recipe_error import RecipeError
+from tests.lazy import peft, transformers
 from tests.models.families import VARIANTS, VOCABULARY, _fill, generated, make
 
 SIZES = {
@@ -78,7 +81,7 @@ def gemma3() -> Any:
     return transformers.Gemma3ForConditionalGeneration(config)
 
 
-def served(path: Path, prompt: list[int], *overrides: str) -> list[int]:
+def served(path: Path, prompt: list[int], *overrides: str, adapter: int = 0) -> list[int]:
     """The greedy tokens that follow a prompt, which is computed in chunks."""
     recipe = load(
         ROOT / "recipes/any/cpu.yaml",
@@ -97,7 +100,10 @@ def served(path: Path, prompt: list[int], *overrides: str) -> list[int]:
     )
     engine = build(recipe).engine
     request = Request(
-        "one", np.array(prompt), SamplingParams(max_tokens=NEW, temperature=0.0, ignore_eos=True)
+        "one",
+        np.array(prompt),
+        SamplingParams(max_tokens=NEW, temperature=0.0, ignore_eos=True),
+        adapter=adapter,
     )
     engine.add(request)
     while engine.has_work:
@@ -131,6 +137,90 @@ def test_the_text_is_read_and_the_tower_is_not(made: Callable[[], Any], is_new: 
             logits = model(torch.tensor([tokens]), use_cache=False).logits[0, -1]
             tokens.append(int(logits.argmax()))
     assert served(tmp_path, prompt) == tokens[len(prompt) :]
+
+
+def merged(model: Any, folder: Path, **options: Any) -> Any:
+    """The model with an adapter of peft's merged into it, which peft saves in the folder."""
+    torch.manual_seed(4)
+    with warnings.catch_warnings():  # peft and copies of models ask torch for what will be no more
+        warnings.simplefilter("ignore")
+        wrapped = peft.get_peft_model(deepcopy(model), peft.LoraConfig(r=4, lora_alpha=8, **options))
+        with torch.no_grad():
+            for name, weight in wrapped.named_parameters():
+                if "lora_" in name:
+                    weight.copy_(torch.randn(weight.shape))
+        wrapped.save_pretrained(folder)
+        return wrapped.merge_and_unload().eval()
+
+
+def renamed(folder: Path, before: str, after: str) -> None:
+    file = folder / "adapter_model.safetensors"
+    tensors = load_file(file)
+    other = {name.replace(before, after): tensor for name, tensor in tensors.items()}
+    assert other.keys() != tensors.keys()
+    save_file(other, file)
+
+
+BEFORE = "base_model.model."
+
+
+@pytest.mark.parametrize("made", [mistral3, gemma3])
+@pytest.mark.parametrize(
+    ("name", "pattern"),
+    [
+        (f"{BEFORE}model.language_model.layers.", r"^model\.language_model\.layers\.1\.self_attn\.q_proj"),
+        (f"{BEFORE}language_model.model.layers.", r"^language_model\.model\.layers\.1\.self_attn\.q_proj"),
+        (f"{BEFORE}model.layers.", "^model.layers.1.self_attn.q_proj"),
+        (f"{BEFORE}layers.", "^layers.1.self_attn.q_proj"),
+    ],
+    ids=["nested", "nested, older", "text", "text without a head"],
+)
+def test_adapters_of_the_whole_and_of_its_text_are_read(
+    made: Callable[[], Any], name: str, pattern: str, tmp_path: Path
+) -> None:
+    """What they add to the tower has no effect on a text."""
+    model = made().eval()
+    model.config._attn_implementation = "eager"
+    _fill(model, seed=3, norm=0.0 if made is gemma3 else 1.0)
+    with torch.no_grad():  # else a tied model repeats its last token, whatever layers add
+        model.get_input_embeddings().weight.mul_(0.1)
+    model.save_pretrained(tmp_path)
+    nested = r"^model\.language_model\.layers\.1\.self_attn\.q_proj"
+    right = merged(
+        model,
+        tmp_path / "a",
+        target_modules=["q_proj", "v_proj", "down_proj"],
+        rank_pattern={nested: 2},
+        alpha_pattern={nested: 3},
+    )
+    file = tmp_path / "a/adapter_config.json"
+    said = json.loads(file.read_text())
+    file.write_text(json.dumps(said | {"rank_pattern": {pattern: 2}, "alpha_pattern": {pattern: 3}}))
+    nested = f"{BEFORE}model.language_model.layers."
+    assert any("vision_tower" in each for each in load_file(tmp_path / "a/adapter_model.safetensors"))
+    if name != nested:
+        renamed(tmp_path / "a", nested, name)
+    prompt = np.random.default_rng(1).integers(6, VOCABULARY, 30).tolist()
+    tokens = list(prompt)
+    with torch.no_grad():
+        for _ in range(NEW):
+            tokens.append(int(right(torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
+    places = ["adapters.most=1", "adapters.rank=4", f"adapters.folders={{a: {tmp_path / 'a'}}}"]
+    assert served(tmp_path, prompt, *places, adapter=1) == tokens[len(prompt) :]
+    assert served(tmp_path, prompt, *places) != tokens[len(prompt) :]
+
+
+def test_an_adapter_under_two_names_is_refused(tmp_path: Path) -> None:
+    model = gemma3()
+    model.save_pretrained(tmp_path)
+    merged(model, tmp_path / "a", target_modules=["q_proj"])
+    file = tmp_path / "a/adapter_model.safetensors"
+    tensors = load_file(file)
+    twice = {name.replace("model.language_model.", "model."): each.clone() for name, each in tensors.items()}
+    save_file(tensors | twice, file)
+    places = ["adapters.most=1", "adapters.rank=4", f"adapters.folders={{a: {tmp_path / 'a'}}}"]
+    with pytest.raises(RecipeError, match=r"has both model\.language_model\.layers\..* and model\.layers"):
+        served(tmp_path, [1], *places)
 
 
 def test_kimi_k25s_text_is_a_deepseek_v3(tmp_path: Path) -> None:

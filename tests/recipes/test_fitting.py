@@ -23,6 +23,7 @@ from recipes.fitting import fitting, with_recipe
 from recipes.model_folder import model_folder
 from recipes.schema.reader import read
 from recipes.schema.recipe import ROOT
+from recipes.schema.recipe_error import RecipeError
 from scripts import generate
 from serving.llm import LLM, SamplingParams
 from tests.device_kinds import stand_in_alone
@@ -128,6 +129,31 @@ def test_as_many_devices_as_hold_the_model(
     assert not {"parallel.tensor", "cache.memory_gib"} & asked.keys()
 
 
+SLURM = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NODEID": "1"}
+
+
+def test_the_devices_of_all_machines_hold_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which the launcher names, or the recipe; each holds as many ranks."""
+    model, two = folder(tmp_path, LLAMA_70B), Present("cuda", "H100", count=2, memory_bytes=60 * GIB)
+    with pytest.raises(RecipeError, match="2 x H100 cannot hold the model: "):
+        fitting(model, found=two)
+    for name, value in SLURM.items():
+        monkeypatch.setenv(name, value)
+    chosen = fitting(model, found=two)
+    assert "parallel.tensor=4" in chosen.overrides
+    assert "parallel.tensor=4, since fewer of 60.00 GiB of 2 machines (SLURM) hold too" in str(chosen.reasons)
+    assert chosen_keys(folder(tmp_path / "8b", LLAMA_8B), two) == {}, "one device of a machine holds it"
+    monkeypatch.setenv("SLURM_NNODES", "3")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-3]")
+    with pytest.raises(RecipeError, match=r"of 3 machines \(SLURM\) cannot hold the model"):
+        fitting(model, found=two)
+    for name in SLURM:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("NODE_RANK", "0")
+    nodes = "parallel.nodes=[a, b]"
+    assert chosen_keys(model, two, nodes) == {"parallel.tensor": "4"}
+
+
 def test_a_cache_whose_size_is_given_asks_for_no_more_devices(tmp_path: Path) -> None:
     assert chosen_keys(folder(tmp_path, LLAMA_8B), ascend("310P", 4, gib=22), "cache.num_pages=64") == {}
 
@@ -142,7 +168,19 @@ def test_a_model_that_no_number_of_devices_holds_is_refused(tmp_path: Path) -> N
     ("template", "keys"),
     [
         (r'<tool_call>\n{\"name\": <function-name>} {% if "</think>" in x %}', ("hermes", "think")),
-        ("<tool_call>\n<function=name>", (None, None)),
+        ("<tool_call>\n<function=name>", ("qwen3_coder", None)),
+        ("<seed:tool_call>\n<function=name><seed:think>", ("seed_oss", "seed")),
+        ("<tool_call>f\n<arg_key>a</arg_key>\n<arg_value></think>", ("glm45", "think")),
+        ("<tool_call>f<arg_key>a</arg_key><arg_value>", ("glm47", None)),
+        ("<minimax:tool_call><invoke></think>", ("minimax_m2", "think")),
+        ("<tool_calls:opensource><tool_sep:opensource><arg_key:opensource>", ("hy_v3", None)),
+        ("<tool_calls>[{}]</tool_calls><answer></think>", ("hunyuan_a13b", "hunyuan")),
+        ("<tool_calls_section_begin|><|tool_call_argument_begin|>", ("kimi_k2", None)),
+        ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{{ n }}<｜tool▁sep｜>", ("deepseek_v31", None)),
+        ("[TOOL_CALLS]{{ n }}[ARGS][THINK]", ("mistral_v11", "mistral")),
+        ("<|tool_call>call:{{ n }}<|channel>thought", ("gemma4", "gemma4")),
+        ("<function_calls>", ("olmo3", None)),
+        (r'<tool_call>\n{"name": <response> </think>', ("hermes", "ernie")),
         ("[AVAILABLE_TOOLS]{{ tools }}[TOOL_CALLS]", ("mistral", None)),
         ("<｜tool▁calls▁begin｜>function<｜tool▁sep｜></think>", ("deepseek", "think")),
         ('<|python_tag|>{"name": f, "parameters": p}', ("llama3_json", None)),
@@ -186,6 +224,8 @@ def test_a_name_is_looked_up_in_both_caches(tmp_path: Path) -> None:
         ("pytorch_model.bin", "PyTorch's pickle"),
         ("model.safetensors", "give its folder"),
         ("m.om", "compiled for one Ascend product"),
+        ("consolidated.safetensors", "Mistral's own format, .* take config.json and model.safetensors, or"),
+        ("consolidated-00001-of-00002.safetensors", "Mistral's own format, which is not read; take config"),
     ],
 )
 @pytest.mark.parametrize("whole", [False, True])
@@ -251,12 +291,14 @@ def test_the_launcher_runs_the_recipe_that_was_chosen(tmp_path: Path) -> None:
         "generate",
         "--prompt",
         "a\nb",
+        "--max-num-seqs",
+        "2",
         TINY,
         "device.kind=cpu",
     ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0
-    chosen = "'recipes/any/cpu.yaml' 'model.path=recipes/tiny/weights' 'device.kind=cpu'"
+    chosen = "'recipes/any/cpu.yaml' 'model.path=recipes/tiny/weights' 'max_num_seqs=2' 'device.kind=cpu'"
     assert f"'--prompt' $'a\\nb' {chosen}" in done.stderr
 
 
@@ -272,6 +314,22 @@ def test_every_verb_with_a_recipe_takes_a_folder(verb: list[str]) -> None:
     ]
     recipe = [*before, "recipes/tiny/cpu.yaml", "cache.page_size=32"]
     assert with_recipe(module, recipe) == recipe
+    others = with_recipe(module, [*before, "-tp", "2", "recipes/tiny/cpu.yaml"])
+    assert others == [*before, "recipes/tiny/cpu.yaml", "tp=2"]
+
+
+def test_mistrals_own_weights_are_refused_beside_a_config_and_passed_over_beside_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "m"
+    shutil.copytree(ROOT / TINY, folder)
+    (folder / "consolidated.safetensors").write_bytes(b"")
+    (folder / "params.json").write_text("{}")
+    generate.main([str(folder), *SMALL, "--prompt", "348+275=", "--max-tokens", "8"])
+    assert capsys.readouterr().out == "623\n"
+    (folder / SINGLE).unlink()
+    with pytest.raises(ValueError, match=r"consolidated\.safetensors is in Mistral's own format"):
+        generate.main([str(folder), *SMALL, "--prompt", "a"])
 
 
 VOCABULARY = "tokenizer.model"

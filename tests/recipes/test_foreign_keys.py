@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmark.verbs import BENCHMARKS, SIMULATIONS, parser_of, simulate
+from benchmark.verbs import main as benchmark_main
+from doctor.verify import probes, product, tokens
+from recipes import __main__ as recipes_main
 from recipes.assembly.engine import build
 from recipes.assembly.families import model_config
 from recipes.config_overrides import with_overrides
-from recipes.schema.foreign_keys import FOREIGN, names_table
+from recipes.schema.command_line import with_keys
+from recipes.schema.foreign_keys import FOREIGN, SWITCHES, names_table
 from recipes.schema.reader import KEYS, load, read
 from recipes.schema.recipe import ROOT
 from recipes.schema.recipe_error import RecipeError
+from scripts import follow, generate, serve, verify
 
 GOOD = """
 model:
@@ -80,6 +87,79 @@ def test_a_key_of_the_same_meaning_is_taken_as_ours(
 def test_the_command_line_takes_them_too(caplog: pytest.LogCaptureFixture) -> None:
     assert load(TINY, ["max_num_seqs=3", "scheduler.max_model_len=64"]).scheduler.num_slots == 3
     assert "command line: max_num_seqs=3: max_num_seqs is taken as scheduler.num_slots=3" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("r.yaml --tensor-parallel-size 2", "r.yaml tensor_parallel_size=2"),
+        ("--tensor-parallel-size 2 r.yaml a.b=c", "r.yaml tensor_parallel_size=2 a.b=c"),
+        ("-tp 2 --json r.yaml --max_model_len=9", "--json r.yaml tp=2 max_model_len=9"),
+        ("--enforce-eager r.yaml --prompt --tp", "r.yaml enforce_eager=true --prompt --tp"),
+        ("r.yaml --no-enable-prefix-caching --port 1", "r.yaml enable_prefix_caching=false --port 1"),
+        ("--model DIR --tp 2", "DIR tp=2"),
+        ("r.yaml --model DIR -- --tp 2", "r.yaml model=DIR -- --tp 2"),
+        ("r.yaml --unknown 2", "r.yaml --unknown 2"),
+    ],
+)
+def test_options_of_other_engines_are_keys(given: str, meant: str) -> None:
+    assert with_keys(given.split()) == meant.split()
+
+
+def test_an_option_of_another_engine_without_its_value_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^--max-num-seqs has no value; give one"):
+        with_keys(["r.yaml", "--max-num-seqs"])
+
+
+def test_options_of_our_own_stay_what_they_are() -> None:
+    """No option of a verb with a recipe is taken for a key of another engine."""
+    parsers = {"serve": [serve.parser()], "generate": [generate.parser()]}
+    parsers["benchmark"] = [parser_of(each, "") for each in BENCHMARKS if each.takes_recipe]
+    parsers["simulate"] = [parser_of(each, "") for each in SIMULATIONS]
+    for verb, some in parsers.items():
+        for action in (each for parser in some for each in parser._actions):
+            for name in (each for each in action.option_strings if each.startswith("--")):
+                assert with_keys(["r.yaml", f"{name}=1"], verb=verb) == ["r.yaml", f"{name}=1"]
+
+
+def test_switches_are_names_that_there_are() -> None:
+    assert set(SWITCHES) <= {name for each in FOREIGN for name in each.names}
+
+
+def verbs() -> Iterator[tuple[str, Callable[[list[str]], object], list[str]]]:
+    """Every verb that takes a recipe, as its module's main and what it needs before the recipe."""
+    yield "serve", serve.main, []
+    yield "generate", generate.main, ["--prompt", "a"]
+    yield "follow", follow.main, []
+    yield "verify", verify.main, []
+    yield "recipes show", recipes_main.main, ["show"]
+    for each in (tokens, product, probes):
+        yield each.__name__, each.main, []
+    for verb in BENCHMARKS:
+        if verb.takes_recipe:
+            yield f"benchmark {verb.title}", benchmark_main, [*verb.title.split()]
+    for verb in SIMULATIONS:
+        yield f"simulate {verb.title}", simulate, [*verb.title.split()]
+
+
+@pytest.mark.parametrize(("main", "before"), [pytest.param(*each[1:], id=each[0]) for each in verbs()])
+def test_every_verb_with_a_recipe_reads_them(
+    main: Callable[[list[str]], object], before: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises((ValueError, OSError, SystemExit)) as refused:
+        main([*before, "--enable-chunked-prefill", str(TINY), *("--max-num-seqs", "many")])
+    assert "unrecognized" not in capsys.readouterr().err + str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("main", "before"),
+    [(generate.main, ["--prompt", "a"]), (recipes_main.main, ["show"]), (follow.main, [])],
+)
+def test_their_values_are_judged_as_keys(main: Callable[[list[str]], object], before: list[str]) -> None:
+    with pytest.raises(RecipeError, match=r"^command line: max_num_seqs=many: scheduler\.num_slots: "):
+        main([*before, str(TINY), "--max-num-seqs", "many"])
+    with pytest.raises(RecipeError, match=r"^command line: n_workers=4: n_workers: is a key of another"):
+        main([*before, "--n-workers", "4", str(TINY)])
 
 
 @pytest.mark.parametrize(

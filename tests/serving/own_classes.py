@@ -49,3 +49,15 @@ class Fail:
         if self._how == "leaves nothing":
             return torch.full_like(logits, -torch.inf)
         return {"short": logits[:-1], "nothing": None, "double": logits.double()}[self._how]
+
+
+class Script:
+    """The answer is these tokens."""
+
+    def __init__(self, vocab_size: int, tokens: list[int]) -> None:
+        self._tokens = tokens
+
+    def __call__(self, prompt: Index, answer: Index, logits: Tensor) -> Tensor:
+        only = torch.full_like(logits, -torch.inf)
+        only[self._tokens[min(len(answer), len(self._tokens) - 1)]] = 0
+        return only

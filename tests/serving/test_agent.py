@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from recipes.tiny.agent_corpus import HELLO, ITEMS, NO_TOOL
@@ -197,3 +198,15 @@ def test_the_page_s_loop_runs_as_it_stands_there(agent: Server, tmp_path: Path) 
         [sys.executable, "loop.py"], cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S
     )
     assert done.stdout.strip() == printed.strip(), done.stderr[-2000:]
+
+
+def test_tokenize_shows_the_tools_as_a_chat_does(agent: Server) -> None:
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+    talk = {"messages": [{"role": "user", "content": "What is 12+30?"}], "tools": tools}
+    with httpx.Client(base_url=agent.url, timeout=PATIENCE_S) as http:
+        usage = http.post("/v1/chat/completions", json=talk | {"max_tokens": 1}).json()["usage"]
+        counted = http.post("/tokenize", json=talk).json()["count"]
+        assert counted == usage["prompt_tokens"]
+        assert counted > http.post("/tokenize", json=talk | {"tools": None}).json()["count"]
+        refused = http.post("/tokenize", json={"prompt": "a", "tools": tools})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tools")

@@ -1,4 +1,4 @@
-"""Clients that people have, unmodified: OpenAI's for Node.js, LangChain's, LiteLLM's, lm-eval and guidellm.
+"""Clients that people have, unmodified: those of `scripts.clients`, lm-eval and guidellm, and more of some.
 
 They live in an environment of their own, which `bash scripts/setup.sh clients` makes.
 """
@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ import torch
 
 from tests.lazy import transformers
 from tests.patience import PATIENCE_S
+from tests.serving.clients.__main__ import main as table_of_clients
+from tests.serving.clients.tried import CLIENTS
 from tests.serving.server import Server
 from tests.test_imports import ROOT
 
@@ -55,6 +58,31 @@ def test_openais_client_for_node(shared: Server, tmp_path: Path) -> None:
     script = shutil.copy(SCRIPTS / "openai.mjs", tmp_path)
     (tmp_path / "node_modules").symlink_to(APART / "node_modules")  # it is looked for beside the script
     assert run("node", script, shared.url, folder=tmp_path) == "passed\n"
+
+
+@needs_clients
+@needs_node
+@pytest.mark.slow
+def test_every_client_is_served() -> None:
+    """The command prints its table, and ends with 0 only if each client got what it asked for."""
+    done = subprocess.run(
+        [sys.executable, "-m", "scripts.clients"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = {line.split("`")[1] for line in done.stdout.splitlines() if line.startswith("| `")}
+    assert {*CLIENTS} < said
+    assert "ai+@ai-sdk/anthropic (npm)" in said
+
+
+def test_the_clients_are_looked_for_before_a_server_is_started(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(ValueError, match=r"bash scripts/setup\.sh clients"):
+        table_of_clients(["--environment", str(tmp_path)])
 
 
 @needs_clients

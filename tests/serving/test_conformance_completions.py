@@ -231,3 +231,17 @@ def test_a_prompts_log_probabilities_come_as_in_vllm(client: openai.OpenAI) -> N
     assert [next(iter(each.values()))["decoded_token"] for each in others] == list(SUM)
     with pytest.raises(openai.BadRequestError, match="prompt_logprobs needs stream: false"):
         ask(client, extra_body={"prompt_logprobs": 1}, stream=True)
+
+
+def test_no_probability_leaves_the_likeliest_token(http: httpx.Client) -> None:
+    """OpenAI's API takes a top_p of 0."""
+    asked = {"prompt": "One day", "max_tokens": 12}
+    texts = [
+        http.post("/v1/completions", json=asked | more).json()["choices"][0]["text"]
+        for more in (
+            {"temperature": 0},
+            {"temperature": 2, "top_p": 0},
+            {"temperature": 2, "top_p": 0, "top_k": 9},
+        )
+    ]
+    assert len(set(texts)) == 1

@@ -202,6 +202,16 @@ def test_a_missing_or_wrong_key_is_refused(guarded: Server) -> None:
         assert response.status_code == 401
         assert error_of(response)["type"] == "authentication_error"
     assert httpx.get(f"{guarded.url}/health", timeout=PATIENCE_S).status_code == 200
+    for headers, status in (
+        ({"x-api-key": "secret"}, 200),
+        ({"x-api-key": "wrong"}, 401),
+        ({"x-api-key": "secret", "authorization": "Bearer wrong"}, 401),
+    ):
+        response = httpx.get(f"{guarded.url}/v1/models", headers=headers, timeout=PATIENCE_S)
+        assert response.status_code == status
+    messages = httpx.post(f"{guarded.url}/v1/messages", json={}, timeout=PATIENCE_S)
+    assert messages.json()["error"]["type"] == "authentication_error"
+    assert messages.json()["type"] == "error"
     wrong = openai.OpenAI(base_url=f"{guarded.url}/v1", api_key="wrong", max_retries=0)
     with wrong, pytest.raises(openai.AuthenticationError):
         wrong.models.list()

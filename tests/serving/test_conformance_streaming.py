@@ -41,6 +41,24 @@ def test_a_stream_is_not_held_up_on_its_way(http: httpx.Client) -> None:
     assert headers["x-accel-buffering"] == "no"
 
 
+@pytest.mark.parametrize("asked", [STORY, HELLO])
+def test_no_event_is_empty(http: httpx.Client, asked: dict[str, Any]) -> None:
+    """Half a character yields no text; the first event comes all the same, since clients time it."""
+    body = asked | {"guided_regex": "[à-ö]{8}", "temperature": 1, "max_tokens": 24}
+    assert http.post("/tokenize", json={"prompt": "é"}).json()["count"] > 1
+    _, *pieces, last = (each["choices"][0] for each in events_of(http, body))
+    assert last["finish_reason"] == "stop"
+    assert all(each.get("text") or each["delta"]["content"] for each in pieces)
+    options = {"stream_options": {"include_usage": True}}
+    *_, end = events_of(http, body | options)
+    assert end["usage"]["completion_tokens"] > len(pieces) + 2
+    entries = [
+        each["choices"][0]["logprobs"]
+        for each in events_of(http, body | {"logprobs": "messages" in body or 1})
+    ]
+    assert all(entries), "a token whose log-probability is asked for has an event"
+
+
 PARTS = [{"type": "text", "text": "Hello"}]
 ON = {"ignore_eos": True}
 BODIES = {

@@ -12,6 +12,7 @@ from serving.text.chat_options import ChatOptions
 from serving.text.chat_template import ChatTemplate
 from serving.text.request_fields import parse_request
 from serving.text.tokenizer import Text
+from serving.tools.formats import ThoughtFormat
 from tests.lazy import transformers
 
 TALK: list[Any] = [{"role": "user", "content": "What is 1?"}]
@@ -80,7 +81,7 @@ def test_two_words_for_one_variable_are_refused() -> None:
 
 
 def test_the_field_of_a_request_reaches_the_template(texts: dict[str, Text]) -> None:
-    text = Text(texts["byte_level"]._vocabulary, {}, {"default": QWEN3}, thinks=True)
+    text = Text(texts["byte_level"]._vocabulary, {}, {"default": QWEN3}, thoughts=ThoughtFormat())
     asked = {"id": "a", "messages": TALK}
     short = parse_request(asked | {"reasoning_effort": "none"}, text).prompt
     assert text.decode(short.tolist()).endswith("</think>\n\n")

@@ -125,6 +125,12 @@ def test_every_foreign_field_is_taken_as_null() -> None:
         ({"reasoning": {"effort": "high"}, "thinking": {"type": "enabled"}}, {"reasoning_effort": "high"}),
         ({"reasoning": {"enabled": True, "effort": "high"}}, {"reasoning_effort": "high"}),
         ({"reasoning": {"enabled": True}, "think": True}, {"reasoning_effort": "medium"}),
+        ({"think": False, "reasoning_effort": "minimal"}, {"reasoning_effort": "minimal"}),
+        ({"reasoning": {"enabled": False, "effort": "minimal"}}, {"reasoning_effort": "minimal"}),
+        (
+            {"think": True, "chat_template_kwargs": {"enable_thinking": True}},
+            {"reasoning_effort": "medium", "chat_template_kwargs": {"enable_thinking": True}},
+        ),
         ({"reasoning": {"enabled": False, "effort": "none"}}, {"reasoning_effort": "none"}),
         ({"repeat_penalty": 1.1}, {"repetition_penalty": 1.1}),
         ({"repeat_penalty": 1.1, "repeat_last_n": -1}, {"repetition_penalty": 1.1}),
@@ -164,14 +170,15 @@ def test_usage_in_a_stream_is_asked_for_by_our_name() -> None:
         ChatBody.model_validate(CHAT | beside | {"stream_options": {"include_usage": False}})
 
 
-@pytest.mark.parametrize("name", ["max_tokens", "n_predict", "max_new_tokens"])
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens", "n_predict", "max_new_tokens"])
 def test_minus_one_asks_a_completion_for_as_many_tokens_as_fit(name: str) -> None:
     assert CompletionBody.model_validate(PROMPT | {name: -1}).fills
     assert not CompletionBody.model_validate(PROMPT).fills
-    assert not CompletionBody.model_validate(PROMPT | {name: 5}).fills
+    if name != "max_completion_tokens":
+        assert not CompletionBody.model_validate(PROMPT | {name: 5}).fills
     both = CompletionBody.model_validate(PROMPT | {"max_tokens": 5} | {"n_predict": -1})
     assert (both.fills, both.max_tokens) == (False, 5)
-    with pytest.raises(pydantic.ValidationError, match="max_tokens"):
+    with pytest.raises(pydantic.ValidationError, match="_tokens"):
         CompletionBody.model_validate(PROMPT | {name: -1.0})
 
 
@@ -212,6 +219,19 @@ def test_prompts_of_completions_get_their_special_tokens() -> None:
         ({"reasoning": {"enabled": False, "effort": "high"}}, "reasoning is not supported"),
         ({"reasoning": {"enabled": False, "max_tokens": 5}}, "reasoning is not supported"),
         ({"reasoning": {"enabled": True, "effort": "none"}}, "reasoning is not supported"),
+        ({"reasoning": {"enabled": True, "effort": "minimal"}}, "reasoning is not supported"),
+        ({"reasoning": {"effort": "none", "max_tokens": 500}}, "reasoning is not supported"),
+        ({"reasoning": {"exclude": 0}}, "reasoning is not supported"),
+        ({"thinking": {"type": "disabled"}, "thinking_token_budget": 100}, "thinking is not supported"),
+        ({"enable_thinking": False, "reasoning": {"max_tokens": 9}}, "enable_thinking is not supported"),
+        ({"enable_thinking": True, "chat_template_kwargs": {"enable_thinking": False}}, "enable_thinking is"),
+        ({"enable_thinking": False, "chat_template_kwargs": {"enable_thinking": True}}, "enable_thinking is"),
+        ({"guided_json": {"const": 1}, "json_schema": {"const": True}}, "json_schema means guided_json"),
+        ({"guided_json": {"enum": [0]}, "format": {"enum": [False]}}, "format means guided_json"),
+        (
+            {"usage": {"include": False}, "stream": True, "stream_options": {"include_usage": True}},
+            "usage is not supported",
+        ),
         ({"think": True, "reasoning_effort": "none"}, "think means reasoning_effort, which is another"),
         ({"think": False, "reasoning_effort": "high"}, "think means reasoning_effort, which is another"),
         ({"thinking": {"type": "disabled", "budget_tokens": 9}}, "thinking is not supported"),

@@ -21,6 +21,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
 from tests.patience import PATIENCE_S
+from tests.serving.described import check
 from tests.serving.server import Server, defects
 from tests.thorough import cases
 
@@ -103,6 +104,7 @@ def fuzz_bodies(server: Server, num_inputs: int, seed: int) -> Counter[int]:
     schemas = httpx.get(f"{server.url}/openapi.json", timeout=PATIENCE_S).json()["components"]["schemas"]
     routes = {"/v1/completions": "CompletionBody", "/v1/chat/completions": "ChatBody"}
     routes |= {"/v1/responses": "ResponsesBody", "/tokenize": "TokenizeBody", "/detokenize": "DetokenizeBody"}
+    routes |= {"/v1/messages": "MessagesBody", "/v1/messages/count_tokens": "CountBody"}
     with httpx.Client(base_url=server.url, timeout=PATIENCE_S, trust_env=False) as client:
         for _ in range(num_inputs):
             path, name = draw.choice(list(routes.items()))
@@ -142,6 +144,7 @@ def fuzz_schema(server: Server, num_inputs: int) -> Counter[int]:
     import schemathesis  # these take a second to import
     from schemathesis.specs.openapi.schemas import OpenApiSchema
 
+    description = httpx.get(f"{server.url}/openapi.json", timeout=PATIENCE_S).json()
     schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
     assert isinstance(schema, OpenApiSchema)
     operations = [result.ok() for result in schema.get_all_operations()]
@@ -164,6 +167,7 @@ def fuzz_schema(server: Server, num_inputs: int) -> Counter[int]:
                     body = {**body, "max_tokens": 2} if "prompt" in body or "messages" in body else body
                 response = client.request(case.method, case.formatted_path, json=body)
                 assert response.status_code < 500, (case, response.text)
+                check(description, case.method, case.operation.path, response)
                 statuses[response.status_code] += 1
 
             ask()

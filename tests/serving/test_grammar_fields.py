@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import Any
 
@@ -9,9 +10,29 @@ import pytest
 
 from borders.field_table import LONGEST_GRAMMAR, MOST_CHOICES, MOST_SCHEMA_BYTES
 from borders.refusal import BadRequest
-from serving.grammars.json_schema import MOST_BRANCHES, MOST_LEVELS, MOST_PROPERTIES, MOST_VALUES
+from serving.grammars import json_schema
+from serving.grammars.json_schema import (
+    MOST_BRANCHES,
+    MOST_LEVELS,
+    MOST_LEVELS_IN_ALL,
+    MOST_PROPERTIES,
+    MOST_VALUES,
+)
+from serving.grammars.matching import Grammars
 from serving.grammars.structured_output import form_notes, grammar_of
 from serving.tools.definitions import tool_use
+
+
+class Bytes:
+    """A tokenizer whose tokens are the bytes, and an end."""
+
+    vocab_size = 257
+
+    def token_bytes(self, token: int, *, skip_special_tokens: bool = True) -> bytes:
+        return bytes([token]) if token < 256 else b"" if skip_special_tokens else b"<end>"
+
+    def encode_within(self, text: str) -> list[int]:
+        return list(text.encode())
 
 
 def nested(levels: int) -> dict[str, Any]:
@@ -55,7 +76,7 @@ LARGE = {f"p{number}": {} for number in range(MOST_PROPERTIES)}
         {"multipleOf": 0.01, "minimum": -1e15},
         {"minProperties": 2, "required": ["a", "b"]},
         {"minProperties": 2, "properties": {"a": {}, "b": {}}, "additionalProperties": False},
-        {"title": "a", "$ref": "#/$defs/a", "$defs": {"a": True}},
+        {"title": "a", "$ref": "#/$defs/a", "minimum": 1, "$defs": {"a": {"type": "integer"}}},
     ],
     ids=lambda schema: next(iter(schema)),
 )
@@ -137,6 +158,23 @@ B = {"type": "object", "properties": {"k": {"enum": ["b", "c"]}}, "required": ["
         ([{"const": 1, "title": "one"}, {"enum": [2, "1"]}], True),
         ([A, A], False),
         ([A, {**B, "required": []}], False),
+        ([A, {**A, "properties": {"k": {"type": "integer"}}}], True),
+        ([A, {**A, "properties": {"k": {"$ref": "#/$defs/b/properties/k"}}}], True),
+        ([{"const": None}, {"const": 1}, {"enum": [2, 1e400 > 1]}], True),
+        ([{"const": 0}, {"const": False}], True),
+        ([{"const": 0}, {"const": -0.0}], False),
+        ([{"const": 10**400}, {"const": 1}], True),
+        ([False, {"type": "integer"}], True),
+        ([{"type": "string"}], True),
+        ([{"$ref": "#/$defs/s", "nullable": True}, {"type": "null"}], False),
+        ([{"$ref": "#/$defs/s"}, {"$ref": "#/$defs/s"}], False),
+        (
+            [
+                {"$id": "u:b", "$ref": "#/$defs/s", "$defs": {"s": {"type": "integer"}}},
+                {"type": "number"},
+            ],
+            False,
+        ),
         ([A, {**B, "type": ["object", "string"]}], True),
         ([A, {"properties": B["properties"], "required": ["k"]}], True),
         ([A, {"properties": B["properties"], "required": ["k"]}, {"type": "null"}], False),
@@ -153,7 +191,7 @@ def test_branches_become_alternatives_where_no_value_can_meet_two(branches: Any,
     schema = {
         "oneOf": branches,
         "discriminator": {"propertyName": "k"},
-        "$defs": {"a": {"$ref": "#/$defs/A"}, "A": A, "b": B},
+        "$defs": {"a": {"$ref": "#/$defs/A"}, "A": A, "b": B, "s": {"type": "string"}},
     }
     assert set(asked(guided_json=schema)[2]) - {"$defs"} == {"anyOf"}
     assert form_notes({"guided_json": schema}) == (() if are_apart else ("oneOf",))
@@ -170,7 +208,7 @@ def test_branches_become_alternatives_where_no_value_can_meet_two(branches: Any,
         ({"$ref": "#b", "$defs": {"a": {"$anchor": "b", "enum": [1]}}}, {"a": {"enum": [1]}}),
         ({"$ref": "#b", "definitions": {"a": {"$id": "#b", "enum": [1]}}}, {"a": {"enum": [1]}}),
         ({"$ref": "T", "$defs": {"a": {"$id": "T", "enum": [1]}}}, {"a": {"enum": [1]}}),
-        ({"$id": "http://a/b#", "$ref": "http://a/b#/$defs/a", "$defs": {"a": True}}, {"a": True}),
+        ({"$id": "http://a/b#", "$ref": "b#/$defs/a", "$defs": {"a": {"enum": [1]}}}, {"a": {"enum": [1]}}),
         (
             {"$ref": "#/$defs/a", "$defs": {"a": {"$id": "x", "$ref": "#/$defs/a", "$defs": {"a": {}}}}},
             {"a": {"$ref": "#/$defs/part.1"}, "part.1": {}},
@@ -207,6 +245,101 @@ def test_a_strict_schema_is_held_whole(keyword: str) -> None:
     assert grammar_of({"response_format": form}) is not None
 
 
+def test_a_reference_into_a_keyword_that_is_not_held_leaves_its_note() -> None:
+    schema = {
+        "properties": {"v": {"oneOf": [{"type": "integer"}, {"type": "number"}]}},
+        "additionalProperties": {"$ref": "#/not/items"},
+        "items": {"$ref": "#/properties/v/oneOf/0"},
+        "not": {"items": {"type": "string"}},
+    }
+    assert form_notes({"guided_json": schema}) == ("properties.v.oneOf", "not")
+
+
+def test_a_root_that_is_only_a_reference_is_what_it_leads_to() -> None:
+    """So that its type and its properties are seen, as those of a tool's parameters."""
+    schema = {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"type": "object"}}}
+    assert asked(guided_json=schema)[2]["type"] == "object"
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema | {"nullable": True}}}
+    use = tool_use({"tools": [tool]})
+    assert use is not None
+    assert use.schemas["f"]["type"] == "object"
+
+
+def test_references_to_true_and_false_are_these() -> None:
+    defs = {"$defs": {"t": True, "f": False}}
+    schema = {"properties": {"a": {"$ref": "#/$defs/t", "minimum": 1}, "b": {"$ref": "#/$defs/f"}}, **defs}
+    assert asked(guided_json=schema)[2] == {"properties": {"a": {"minimum": 1}, "b": False}}
+
+
+def test_a_oneof_beside_an_anyof_is_held_with_it() -> None:
+    schema = {"anyOf": [{"maximum": 9}], "oneOf": [{"type": "integer"}, {"type": "number"}], "allOf": [{}]}
+    assert asked(guided_json=schema)[2] == {
+        "anyOf": [{"maximum": 9}],
+        "allOf": [{}, {"anyOf": [{"type": "integer"}, {"type": "number"}]}],
+    }
+
+
+def chained(num_parts: int, levels: int, keyword: str) -> dict[str, Any]:
+    """A schema whose parts refer to each other in turn, each from its innermost level."""
+    parts: dict[str, Any] = {}
+    for number in range(num_parts):
+        inner: Any = {"$ref": f"#/$defs/{number + 1}"} if number + 1 < num_parts else {}
+        for _ in range(levels - 1):
+            inner = {keyword: [inner] if keyword == "prefixItems" else inner}
+        parts[f"{number}"] = inner
+    return {"$ref": "#/$defs/0", "$defs": parts}
+
+
+@pytest.mark.parametrize(("levels", "keyword"), [(2, "items"), (30, "items"), (30, "prefixItems")])
+def test_no_chain_of_references_overflows_the_matcher_s_stack(levels: int, keyword: str) -> None:
+    """What is accepted is compiled: an overflow would end the process, not this test."""
+    most = MOST_LEVELS_IN_ALL // (levels + 1)
+    grammars = Grammars(lambda: Bytes(), 257, [256])
+    for num_parts in (most, 60 * most):
+        schema = chained(num_parts, levels, keyword)
+        if num_parts == most:
+            grammars.beginning(json.dumps(asked(guided_json=schema)))
+        else:
+            with pytest.raises(BadRequest, match=r"600 levels of schemas|bytes as compact JSON"):
+                grammar_of({"guided_json": schema})
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_hostile_schemas_are_read_in_bounds(strict: bool) -> None:
+    """Each took seconds or raised another error than a refusal; patience here is the runner's own limit."""
+    name = {"$ref": "#/$defs/a"}
+    many = {f"p{number}": {} for number in range(490)}
+    required = [f"q{number}" for number in range(4500)]
+    deep: Any = [{"$anchor": "0"}]
+    for _ in range(180):
+        deep = {"a": deep}
+    hostile: list[Any] = [
+        {"oneOf": [name] * 190, "$defs": {"a": {"enum": [1] * 28_000}}},
+        {"oneOf": [name] * 200, "$defs": {"a": {"type": "object", "properties": many, "required": required}}},
+        {"prefixItems": [{"$ref": "#0"}] * 1700, "x": deep},
+        {"prefixItems": [{"$ref": "#/x"}], "x": [1] * 28_000},
+        {"anyOf": [{}], "$ref": "#/anyOf/" + "9" * 5000},
+        {"$ref": "http://["},
+        {"$id": "http://[", "$ref": "a"},
+        "[" * 989 + "]" * 989,
+        {"type": "string", "default": json.loads("[" * 250 + "]" * 250)},
+        {"type": [json.loads("[" * 150 + "]" * 150)]},
+        {"properties": {"a": {"required": {"b": 1}}}},
+        {"oneOf": [{"type": "object", "required": 5, "properties": 3}, {"type": [[]]}]},
+    ]
+    for schema in hostile:
+        form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema, "strict": strict}}
+        with contextlib.suppress(BadRequest):
+            grammar_of({"response_format": form})
+
+
+def test_kept_schemas_are_bounded_in_bytes() -> None:
+    for number in range(200):
+        grammar_of({"guided_json": {"const": ["x"] * 10_000, "title": f"{number}"}})
+    assert len(json_schema._KEPT._found) < 70
+    assert json_schema._KEPT._num_bytes <= json_schema._MOST_KEPT_BYTES
+
+
 LOOPS: dict[str, Any] = {"const": "x" * 30_000}
 for number in range(4):
     LOOPS = {"properties": {"a": LOOPS, "b": {"$ref": "#" + "/properties/a" * (4 - number)}}}
@@ -224,6 +357,9 @@ for number in range(4):
         ({"items": {"oneOf": [{}] * (MOST_BRANCHES + 1)}}, "to 201 branches"),
         ({"const": "x" * MOST_SCHEMA_BYTES}, "is a schema of 65548 bytes as compact JSON"),
         ({"items": 1}, "at items, is 1; it must be a schema"),
+        ({"items": [{}], "prefixItems": [{}]}, "at items, is a list beside prefixItems"),
+        ({"default": json.loads("[" * 300 + "]" * 300)}, "is nested 301 levels deep"),
+        ("[" * 300 + "]" * 300, "is nested 300 levels deep"),
         ({"properties": []}, "it must be an object of schemas by their names"),
         ({"anyOf": {}}, "it must be a list of schemas"),
         ({"type": "int"}, 'at type, is "int", which this keyword does not accept'),

@@ -1,10 +1,11 @@
-"""The page that shows slots, pages and the queue."""
+"""What the page is told of slots, pages and the queue, now and over the last minutes."""
 
 from __future__ import annotations
 
 import base64
 import json
-import shutil
+import time
+from itertools import pairwise
 from typing import Any
 
 import httpx
@@ -13,9 +14,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from continuous_batching.counters import Counters
 from recipes.schema.recipe import ROOT
 from serving.api.live_page import CACHED, FREE, HELD, SHARED, page_map
-from serving.engine.messages import View
+from serving.engine.messages import Beat, View
+from serving.metrics.history import FIRST_COLOUR, NUM_SAMPLES, PROMPT, History, Occupant, SlotColours
+from serving.metrics.server_stats import NO_GAUGES, ServerStats
 from serving.text.tokenizer import Text
 from tests.patience import PATIENCE_S
 from tests.serving.server import Server
@@ -101,36 +105,65 @@ def test_it_tells_what_kind_of_answer_is_asked_for(
     assert "secret" not in json.dumps(event), "who looks may be another than who asked"
 
 
-def test_it_is_drawn_in_a_browser_of_a_phone(shared: Server) -> None:
-    sync_api = pytest.importorskip("playwright.sync_api", reason="bash scripts/setup.sh browser")
-    chromium = shutil.which("chromium") or shutil.which("google-chrome")
-    if chromium is None:
-        pytest.skip("no chromium is installed")
-    request = LONG | {"n": 4}
-    with (
-        httpx.stream("POST", f"{shared.url}/v1/completions", json=request, timeout=PATIENCE_S) as answer,
-        sync_api.sync_playwright() as playwright,
-    ):
-        lines = answer.iter_lines()
-        next(lines)
-        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        page = browser.new_page(viewport={"width": 375, "height": 700}, device_scale_factor=2)
-        errors: list[str] = []
-        page.on("pageerror", lambda error: errors.append(str(error)))
-        page.on("console", lambda line: errors.append(line.text) if line.type == "error" else None)
-        requests: list[str] = []
-        page.on("request", lambda request: requests.append(request.url))
-        page.goto(shared.url)
-        page.locator("#running").filter(has_text="4 of 32").wait_for()
-        assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
-        for name in ("slots", "map"):
-            assert page.evaluate(
-                """(name) => { const canvas = document.getElementById(name);
-                const data = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data;
-                return new Set(new Uint32Array(data.buffer)).size > 1; }""",
-                name,
-            )
-        assert page.text_content("#state") == "ready"
-        browser.close()
-    assert not errors
-    assert all(each.startswith(shared.url) for each in requests)
+@given(st.lists(st.lists(st.none() | st.integers(0, 9), min_size=7, max_size=7), min_size=1, max_size=20))
+def test_no_request_has_the_colour_of_a_neighbour_or_of_the_last_one_in_its_slot(
+    readings: list[list[int | None]],
+) -> None:
+    painter, last = SlotColours(), [(-1, -1)] * 7  # the request that was in each slot, and its colour
+    for streams in readings:
+        # A request is in one slot at a time
+        streams = [each if each not in streams[:slot] else None for slot, each in enumerate(streams)]
+        colours = painter.paint(streams)
+        shown = [None if stream is None else colour for stream, colour in zip(streams, colours)]
+        assert all(above is None or above != below for above, below in pairwise(shown))
+        for slot, (stream, colour) in enumerate(zip(streams, colours)):
+            if stream is not None:
+                assert stream == last[slot][0] or colour != last[slot][1]
+                last[slot] = (stream, colour)
+
+
+def test_a_sample_holds_what_its_second_brought() -> None:
+    stats, history = ServerStats(), History()
+    stats.first_token_s.observe(5)
+    history.add(stats, [])
+    stats.beat(Beat(NO_GAUGES, Counters(), None, 0, 0))
+    for value in (0.1, 0.2, 0.3):
+        stats.next_token(value)
+    history.add(stats, [])
+    history.add(stats, [])
+    before, then, after = history.samples
+    assert (before.running, then.running) == (None, 0), "no engine ran yet"
+    assert (before.output_tokens_per_s, after.output_tokens_per_s) == (0, 0)
+    assert then.output_tokens_per_s > 0
+    assert (then.first_token_p50_s, then.next_token_p50_s, then.next_token_p95_s) == (None, 0.2, 0.29)
+    assert after.next_token_p50_s is None
+
+
+def test_the_history_is_bounded() -> None:
+    stats, history = ServerStats(), History()
+    for number in range(NUM_SAMPLES + 9):
+        slots = [Occupant(number, "", reads_prompt=False), None, Occupant(-1, "", reads_prompt=True)]
+        history.look(slots)
+        history.add(stats, slots)
+    cells = history.cells("", 3)
+    assert len(history.samples) == NUM_SAMPLES
+    assert len(cells) == 3 * NUM_SAMPLES
+    assert set(cells[0::3]) <= {*range(FIRST_COLOUR, FIRST_COLOUR + 5)}
+    assert cells[1::3] == bytes(NUM_SAMPLES)
+    assert set(cells[2::3]) == {PROMPT}
+    assert history.cells("", 3, only_last=True) == cells[-3:]
+
+
+def test_a_server_keeps_a_history_that_nobody_looks_at(shared: Server) -> None:
+    httpx.post(f"{shared.url}/v1/completions", json=LONG | {"stream": False}, timeout=PATIENCE_S)
+    until_s = time.monotonic() + PATIENCE_S
+    while True:
+        past = httpx.get(f"{shared.url}/history", timeout=PATIENCE_S).json()
+        samples = [dict(zip(past["columns"], each)) for each in past["samples"]]
+        if any(each["first_token_p50_s"] for each in samples):
+            break
+        assert time.monotonic() < until_s, "the request never comes into the history"
+    assert any(each["output_tokens_per_s"] for each in samples)
+    assert any(each["next_token_p95_s"] for each in samples)
+    assert [each["at_s"] for each in samples] == sorted(each["at_s"] for each in samples)
+    assert len(base64.b64decode(past["cells"])) == past["num_slots"] * len(samples) == 32 * len(samples)

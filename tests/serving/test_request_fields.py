@@ -144,7 +144,7 @@ def test_one_stop_string_needs_no_list(texts: dict[str, Text]) -> None:
         ({"temperature": float("nan")}, "temperature is NaN; it must be a number"),
         ({"temperature": 10**400}, "it must be a number"),
         ({"temperature": -1}, "temperature is -1; it must be a number from 0 to 100"),
-        ({"top_p": 0}, "top_p is 0; it must be a number above 0, at most 1"),
+        ({"top_p": -1}, "top_p is -1; it must be a number from 0 to 1"),
         ({"repetition_penalty": 1e-40}, "repetition_penalty is 1e-40; it must be a number from 0.01 to 100"),
         ({"repetition_penalty": 100.5}, "repetition_penalty is 100.5; it must be a number from 0.01 to 100"),
         ({"top_k": 1.5}, "top_k is 1.5; it must be an integer"),

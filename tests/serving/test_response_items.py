@@ -19,12 +19,12 @@ from continuous_batching.request import Request, SamplingParams
 from recipes.schema.recipe import ROOT
 from serving.answers.answers import AnswerDelta, AnswerStream
 from serving.api.answer_parser import AnswerParser
+from serving.api.carried import carrying
 from serving.api.responses import ResponseObject, ResponsesBody
 from serving.api.responses_input import messages_of
 from serving.failures import RequestFailed
 from serving.text.chat_template import check_messages, joined
 from serving.text.tokenizer import Text, TextOptions
-from serving.tools.formats import HERMES
 from tests.lazy import openai
 from tests.serving.test_tool_parsing import cut, written
 
@@ -93,7 +93,7 @@ def test_every_way_to_cut_an_answer_gives_the_same_response(text: Text) -> None:
         "\n",
         "It is ",
         "42.",
-        written(HERMES, CALLS),
+        written("hermes", CALLS),
         "<tool_call>",
         "天气",
     ]
@@ -149,7 +149,7 @@ def test_thoughts_text_and_calls_are_items(text: Text) -> None:
         "<think>So.",
         "</think>",
         "Let me see. ",
-        *(written(HERMES, [each]) for each in CALLS),
+        *(written("hermes", [each]) for each in CALLS),
         " Well.",
     ]
     response = events_of(text, pieces, "stop")[-1]["response"]
@@ -176,7 +176,7 @@ def test_a_failure_ends_a_stream_as_a_response(text: Text) -> None:
 
 
 def test_items_become_the_messages_of_their_turns(text: Text) -> None:
-    pieces = ["<think>So.</think>", "Let me see. ", *(written(HERMES, [each]) for each in CALLS)]
+    pieces = ["<think>So.</think>", "Let me see. ", *(written("hermes", [each]) for each in CALLS)]
     output = events_of(text, pieces, "stop")[-1]["response"]["output"]
     results = [
         {"type": "function_call_output", "call_id": each["call_id"], "output": "1"} for each in output[2:]
@@ -187,6 +187,11 @@ def test_items_become_the_messages_of_their_turns(text: Text) -> None:
     assert (joined(turn["content"]), turn["reasoning_content"]) == ("Let me see. ", "So.")
     assert [each["function"]["arguments"] for each in turn["tool_calls"]] == [each for _, each in CALLS]
     assert [each["tool_call_id"] for each in messages[3:]] == [each["call_id"] for each in output[2:]]
+    held = {"type": "reasoning", "summary": [], "encrypted_content": carrying("So.")}
+    (again,) = messages_of([held, output[1]], None)
+    assert again == {"role": "assistant", "content": again["content"], "reasoning_content": "So."}
+    foreign = held | {"encrypted_content": "of another service"}
+    assert "reasoning_content" not in messages_of([foreign, output[1]], None)[0]
     said = {"role": "assistant", "content": "b"}
     assert messages_of([said, said], None) == [said, said], "two messages are two turns"
 
@@ -221,7 +226,7 @@ def test_a_call_in_open_thoughts_is_a_call(
     answer: str, thoughts: str, content: str, num_calls: int, text: Text
 ) -> None:
     """However the answer is cut; a function that is not asked for stays a thought."""
-    said = answer.format(*(written(HERMES, [each]) for each in CALLS))
+    said = answer.format(*(written("hermes", [each]) for each in CALLS))
     right = [[name, arguments] for name, arguments in CALLS[:num_calls]]
     for size in (1, 3, 7, len(said)):
         pieces = [said[at : at + size] for at in range(0, len(said), size)]
@@ -236,7 +241,7 @@ def test_a_call_in_open_thoughts_is_a_call(
     [
         (1, r"input\[0\] is 1; it must be an object"),
         ({"type": "function_call_output", "output": "1"}, r"input\[0\].call_id is null"),
-        ({"type": "reasoning", "encrypted_content": "x"}, r'input\[0\] has no "encrypted_content"'),
+        ({"type": "reasoning", "encrypted_content": "carried.*"}, r"input\[0\].encrypted_content is not as"),
         ({"type": "reasoning", "summary": [{"text": "x"}]}, r"input\[0\] is a summary alone"),
         ({"type": "reasoning", "content": ["x"]}, r"input\[0\].content\[0\] is"),
         ({"role": "user", "content": "\ud800"}, r"input\[0\].content is not Unicode text"),

@@ -179,7 +179,7 @@ def test_a_parsed_response_can_be_sent_back(client: openai.OpenAI) -> None:
         ({"conversation": "conv_1"}, "conversation is not supported", None),
         ({"background": True}, "background is not supported; only false is accepted", None),
         ({"truncation": "auto"}, 'only "disabled" is accepted', None),
-        ({"include": ["reasoning.encrypted_content"]}, 'include[0] is "reasoning.encrypted_content"', None),
+        ({"include": ["file_search_call.results"]}, 'include[0] is "file_search_call.results"', None),
         ({"top_logprobs": 2}, "top_logprobs needs", None),
         ({"reasoning": {"summary": "auto"}}, "reasoning.summary is not supported", None),
         (
@@ -249,3 +249,24 @@ def test_a_form_s_name_is_what_the_client_makes_of_a_type(client: openai.OpenAI)
 
     again = ask(client, text={"format": type_to_text_format_param(Sum)})
     assert Sum.model_validate_json(again.output_text)
+
+
+def test_thoughts_come_back_in_the_field_that_a_client_keeps_unread(agent: Server) -> None:
+    """As Vercel's client and OpenAI's agents send them where nothing is stored."""
+    asked: dict[str, Any] = {"model": "agent", "temperature": 0, "include": ["reasoning.encrypted_content"]}
+    with openai.OpenAI(
+        base_url=f"{agent.url}/v1", api_key="any", max_retries=0, timeout=PATIENCE_S
+    ) as client:
+        given: list[Any] = [{"role": "user", "content": "What does the lamp cost?"}]
+        first = client.responses.create(input=given, **asked)
+        thoughts, said = first.output
+        assert (thoughts.type, said.type) == ("reasoning", "message")
+        counts = []
+        for held in (
+            {"type": "reasoning", "summary": [], "encrypted_content": thoughts.encrypted_content},
+            {"type": "reasoning", "summary": [], "content": [each.to_dict() for each in thoughts.content]},
+            {"type": "reasoning", "summary": [], "encrypted_content": "of another service"},
+        ):
+            answer = client.responses.create(input=[*given, held, said.to_dict(), *given], **asked)
+            counts.append(answer.usage.input_tokens)
+    assert counts[0] == counts[1]

@@ -208,6 +208,30 @@ TREE = {"type": "object", "properties": {"v": {"type": "integer"}, "next": {"$re
             },
             ["in", "out"],
         ),
+        (
+            {
+                "$ref": "#x",
+                "$defs": {"a": {"$anchor": "x", "enum": [1]}},
+                "x-any": {"$anchor": "x", "enum": [2]},
+            },
+            [1, 2],
+        ),
+        (
+            {
+                "$id": "http://a/",
+                "$ref": "c",
+                "$defs": {
+                    "r": {"$id": "c", "enum": [1]},
+                    "p": {"$id": "http://b/", "$defs": {"q": {"$id": "c", "enum": [2]}}},
+                },
+            },
+            [1, 2],
+        ),
+        ({"$ref": "#x", "$defs": {"default": {"$anchor": "x", "enum": [1]}, "enum": {"enum": [2]}}}, [1, 2]),
+        (
+            {"$id": "http://a/root.json", "$ref": "/b.json", "$defs": {"b": {"$id": "b.json", "enum": [1]}}},
+            [1, 2],
+        ),
         ({"$ref": "#t", "$defs": {"a": {"$anchor": "t", "enum": [1]}, "t": {"enum": [2]}}}, [1, 2]),
         ({"$ref": "#/x-parts/a~1b", "x-parts": {"a/b": {"enum": [1]}}}, [1, 2]),
         (

@@ -14,7 +14,7 @@ from continuous_batching.request import Request, SamplingParams
 from serving.answers.answers import AnswerStream
 from serving.engine.messages import Beat, EngineFacts, ExpertTable, SampleEnd, StepTimes
 from serving.metrics.exposition import Exposition
-from serving.metrics.server_stats import NO_GAUGES, Histogram, ServerStats
+from serving.metrics.server_stats import MOST_RECENT, NO_GAUGES, Histogram, ServerStats
 from serving.text.tokenizer import TextOptions
 
 FACTS = EngineFacts(100, (1,), 64, 4, 101, 16, 1024, 0, "cpu", 1000, 200, True, None, 1.0, 8)
@@ -54,6 +54,16 @@ def test_a_value_at_a_bound_lies_below_it_as_prometheus_has_it() -> None:
     at_once.observe_all([0, 1, 1.5, 2, 7])
     at_once.observe_all([])
     assert (at_once.buckets(), at_once.sum) == (histogram.buckets(), histogram.sum)
+
+
+def test_times_for_the_next_sample_are_bounded() -> None:
+    stats = ServerStats()
+    for number in range(MOST_RECENT + 5):
+        stats.first_token(answer(), float(number))
+        stats.next_token(float(number))
+    for times in stats.recent_times():
+        assert (len(times), times[-1]) == (MOST_RECENT, MOST_RECENT + 4)
+    assert stats.recent_times() == ([], [])
 
 
 def test_every_interval_between_tokens_is_counted() -> None:

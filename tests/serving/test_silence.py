@@ -41,6 +41,16 @@ def test_a_silence_in_which_nobody_listened_is_none() -> None:
     assert silence.limit_s == HUNG
 
 
+def test_a_silence_that_was_announced_may_be_as_long_and_says_nothing_of_steps() -> None:
+    for fixed_s in (None, 2.0):
+        silence = Silence(0.0, fixed_s, expected_s=1.0)
+        before_s = silence.limit_s
+        silence.allow(300.0)
+        assert silence.limit_s == 300
+        silence.hear(250.0)
+        assert (silence.limit_s, silence.heard_s) == (before_s, 250.0)
+
+
 def test_a_step_that_was_measured_long_may_take_long() -> None:
     assert Silence(0.0, None, expected_s=30.0).limit_s == 30 * HUNG
 

@@ -163,7 +163,7 @@ def test_a_header_names_what_is_not_enforced(server: Server) -> None:
     many = {"type": "object", "properties": {f"p{number}": schema for number in range(10)}}
     noted = httpx.post(f"{server.url}/v1/completions", json=body | {"guided_json": many}, timeout=60)
     places = "; ".join(f"properties.p{number}.uniqueItems" for number in range(8))
-    assert noted.headers["x-schema-notes"] == f"not enforced: {places}; and 2 more"
+    assert noted.headers["x-schema-notes"] == f"not enforced: {places}; and more"
     del schema["uniqueItems"]
     assert "x-schema-notes" not in httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).headers
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
@@ -13,7 +14,6 @@ import pytest
 
 from borders.refusal import BadRequest
 from continuous_batching.counters import Counters
-from continuous_batching.inspection import Usage
 from continuous_batching.request import Request, SamplingParams
 from serving.adapters import NO_ADAPTERS
 from serving.answers.answers import AnswerStream
@@ -23,7 +23,8 @@ from serving.api.live_page import LivePage
 from serving.async_llm import AsyncLLM
 from serving.engine.messages import Beat, EngineFacts, View
 from serving.failures import Unavailable
-from serving.metrics.server_stats import NO_GAUGES
+from serving.metrics.history import FIRST_COLOUR, FREE, OTHERS
+from serving.metrics.server_stats import NO_GAUGES, ServerStats
 from serving.text.tokenizer import TextOptions
 from tests.serving.server import TINY
 
@@ -158,13 +159,12 @@ def test_a_viewer_sees_of_other_keys_requests_only_that_they_are_there() -> None
     class Engine:
         """Two requests run, of two keys."""
 
-        state, adapters = "ready", NO_ADAPTERS
+        state, adapters, num_requests = "ready", NO_ADAPTERS, 2
         facts = EngineFacts(*[1, (2,)], *[64] * 6, "cpu", 1, 64, True, None, 1.0, 8)
 
         def __init__(self) -> None:
-            self.stats = self
-            gauges: Usage = NO_GAUGES
-            self.last_beat = Beat(gauges, Counters(), None, 0, 0)
+            self.stats = ServerStats()
+            self.stats.beat(Beat(NO_GAUGES, Counters(), None, 0, 0))
 
         async def look(self) -> View:
             return View([(0, 20, 19, 2), None, (1, 345, 344, 22)], bytes(64), bytes(64))
@@ -179,12 +179,21 @@ def test_a_viewer_sees_of_other_keys_requests_only_that_they_are_there() -> None
             stream: AsyncIterator[bytes] = live.events(owner)
             return json.loads((await anext(stream)).removeprefix(b"data: "))
 
-        return list(await asyncio.gather(first("key 1"), first("key 2"), first("key 3")))
+        seen = await asyncio.gather(first("key 1"), first("key 2"), first("key 3"))
+        assert [live.past(f"key {number}")["cells"] for number in (1, 2, 3)] == [
+            each["cells"] for each in seen
+        ]
+        return list(seen)
 
-    one, two, three = (each["slots"] for each in asyncio.run(events()))
+    found = asyncio.run(events())
+    one, two, three = (each["slots"] for each in found)
     assert (one[0]["prompt"], one[1], one[2]) == (17, None, {})
     assert (two[0], two[1], two[2]["prompt"]) == ({}, None, 333)
     assert three == [{}, None, {}]
+    one, two, three = (base64.b64decode(each["cells"])[:3] for each in found)
+    assert (one[0] >= FIRST_COLOUR, one[1], one[2]) == (True, FREE, OTHERS)
+    assert (*two,) == (OTHERS, FREE, FIRST_COLOUR + found[1]["slots"][2]["colour"])
+    assert (*three,) == (OTHERS, FREE, OTHERS)
 
 
 def test_a_key_is_shown_no_other_tenants_names() -> None:

@@ -135,7 +135,7 @@ def test_a_directory_without_a_tokenizer_has_no_text(tmp_path: Path) -> None:
         ("tokenizer.json", "{", "tokenizer.json is not a tokenizer"),
         ("tokenizer.model", "junk", "tokenizer.model is not a sentencepiece model"),
         ("tokenizer_config.json", "{", "tokenizer_config.json is not JSON"),
-        ("tokenizer_config.json", "[]", "tokenizer_config.json must hold an object"),
+        ("tokenizer_config.json", "[]", "tokenizer_config.json holds no JSON object"),
         ("tokenizer_config.json", '{"chat_template": "{% if %}"}', "the chat template does not compile"),
     ],
 )

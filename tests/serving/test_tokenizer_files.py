@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import shutil
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import sentencepiece
 from sentencepiece import sentencepiece_model_pb2
-from tokenizers import Tokenizer, processors
+from tokenizers import ByteLevelBPETokenizer, Tokenizer, processors
 
 from serving.text.chat_options import ChatOptions
 from serving.text.request_fields import parse_request
@@ -315,7 +316,7 @@ def test_an_end_token_that_only_the_tokenizer_names_ends_an_answer(
     [
         ("added_tokens.json", '{"<a>": -1}', "added_tokens.json has '<a>': -1; it must be an id from 0"),
         ("added_tokens.json", '{"<a>": "x"}', "added_tokens.json has '<a>': 'x'; it must be an id"),
-        ("added_tokens.json", "[]", "added_tokens.json must hold an object"),
+        ("added_tokens.json", "[]", "added_tokens.json holds no JSON object"),
         (
             "special_tokens_map.json",
             '{"eos_token": 7}',
@@ -330,4 +331,140 @@ def test_an_older_file_that_cannot_be_used_is_named(
     write(tmp_path, folders["byte_level"], {"tokenizer_config": {}})
     (tmp_path / name).write_text(content)
     with pytest.raises(ValueError, match=said):
+        Text.load(tmp_path)
+
+
+def pairs(folder: Path) -> None:
+    """vocab.json and merges.txt alone, as a slow tokenizer was saved."""
+    trained = ByteLevelBPETokenizer()
+    trained.train_from_iterator(CORPUS, vocab_size=500, special_tokens=["<|endoftext|>"], show_progress=False)
+    trained.save_model(str(folder))
+
+
+WORDS = (
+    *SAMPLES,
+    "It's DON'T we'LL 12345 3.14",
+    " two  spaces  ",
+    "def f(x):\n    return x\r\n\n\tend ",
+    "e\u0301 \u212b 你好，世界！👩‍👩‍👧‍👦",
+    "<|endoftext|>x<|im_start|>",
+)
+
+
+@pytest.mark.parametrize(
+    ("files", "config"),
+    [
+        ({"tokenizer_class": "GPT2Tokenizer"}, {}),
+        ({"tokenizer_class": "GPT2TokenizerFast", "add_prefix_space": True}, {}),
+        ({"tokenizer_class": "GPT2Tokenizer", "bos_token": "<s>", "eos_token": "<b>", "unk_token": None}, {}),
+        ({"tokenizer_class": "Qwen2Tokenizer"}, {}),
+        ({"tokenizer_class": "Qwen2TokenizerFast", "add_prefix_space": False, "bos_token": None}, {}),
+        (
+            {
+                "tokenizer_class": "Qwen2Tokenizer",
+                "added_tokens_decoder": {
+                    "500": {"content": "<|im_start|>", **FIXED, "special": True},
+                    "501": {"content": "<think>", **FIXED, "special": False},
+                },
+                "additional_special_tokens": ["<|im_start|>"],
+                "eos_token": "<|im_start|>",
+                "pad_token": "<|endoftext|>",
+            },
+            {},
+        ),
+        ({}, {"model_type": "qwen2"}),
+        ({}, {"model_type": "qwen3_moe"}),
+        ({}, {"model_type": "gpt2"}),
+        (None, {"model_type": "qwen3"}),
+    ],
+)
+def test_a_vocabulary_with_its_merges_is_read_as_its_class_does(
+    files: dict[str, Any] | None, config: dict[str, Any], tmp_path: Path
+) -> None:
+    pairs(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"} | config))
+    if files is not None:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(files))
+    check_same(tmp_path, WORDS)
+
+
+def test_a_vocabulary_of_another_class_or_without_merges_is_refused_by_name(tmp_path: Path) -> None:
+    pairs(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "CohereTokenizer"}')
+    with pytest.raises(ValueError, match=r"vocab\.json is not a tokenizer: .*CohereTokenizer, and a vocab"):
+        Text.load(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
+    (tmp_path / "merges.txt").unlink()
+    with pytest.raises(ValueError, match=r"vocab\.json is not a tokenizer: .*merges\.txt"):
+        Text.load(tmp_path)
+
+
+def tekken(folder: Path, *, special: bool = True) -> Path:
+    """A vocabulary in Mistral's form: bytes and pairs by rank, and control tokens in front of them."""
+    listed = [bytes([each]) for each in range(256)] + [
+        b"Wh",
+        b"at",
+        b"What",
+        b" i",
+        b" is",
+        b"12",
+        b"\xe4\xbd",
+    ]
+    names = ["<unk>", "<s>", "</s>", "[INST]", "[/INST]", "<pad>"]
+    content = {
+        "config": {
+            "pattern": r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+            "num_vocab_tokens": len(listed),
+            "default_vocab_size": len(listed) + 9,
+            "default_num_special_tokens": 10,
+            "version": "v7",
+        },
+        "vocab": [
+            {"rank": rank, "token_bytes": base64.b64encode(each).decode(), "token_str": None}
+            for rank, each in enumerate(listed)
+        ],
+        "special_tokens": [
+            {"rank": rank, "token_str": name, "is_control": True} for rank, name in enumerate(names)
+        ],
+    }
+    if not special:
+        del content["special_tokens"]
+    file = folder / "tekken.json"
+    file.write_text(json.dumps(content))
+    return file
+
+
+def test_mistrals_vocabulary_is_read_as_transformers_converts_it(tmp_path: Path) -> None:
+    from transformers.integrations.mistral.tokenizer import convert_tekken_tokenizer
+
+    theirs = convert_tekken_tokenizer(str(tekken(tmp_path)))
+    (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}[INST]{{ messages[0].content }}[/INST]")
+    ours = Text.load(tmp_path)
+    assert ours is not None
+    for sample in (*WORDS, "[INST]What is<s>"):
+        ids = theirs(sample, add_special_tokens=False).input_ids
+        assert ours.encode(sample, add_special_tokens=False) == ids, sample
+        assert ours.encode(sample, add_special_tokens=True) == [1, *ids]  # as mistral-common begins texts
+        for skip in (True, False):
+            assert ours.decode(ids, skip_special_tokens=skip) == theirs.decode(ids, skip_special_tokens=skip)
+    assert ours.eos_token_ids == (theirs.eos_token_id,)
+    (tmp_path / "tokenizer_config.json").write_text('{"add_bos_token": false}')
+    without = Text.load(tmp_path)
+    assert without is not None
+    assert without.encode("is", add_special_tokens=True) == ours.encode("is", add_special_tokens=False)
+
+
+def test_an_old_vocabulary_of_mistrals_says_what_reads_it(tmp_path: Path) -> None:
+    file = tekken(tmp_path, special=False)
+    with pytest.raises(ValueError, match=r"tekken\.json is not a tokenizer: .*mistral-common") as refused:
+        Text.load(tmp_path)
+    assert str(refused.value).startswith(str(file))
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["qwen.tiktoken", "tiktoken.model", "tokenizer.model"])
+def test_a_vocabulary_whose_rule_is_code_is_refused_by_its_name(name: str, tmp_path: Path) -> None:
+    ranks = [base64.b64encode(bytes([each])) + b" %d\n" % each for each in range(256)]
+    (tmp_path / name).write_bytes(b"".join(ranks))
+    with pytest.raises(ValueError, match=rf"{name} is a vocabulary of tiktoken, .*; take tokenizer\.json"):
         Text.load(tmp_path)

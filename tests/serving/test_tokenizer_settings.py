@@ -40,7 +40,9 @@ def test_a_token_far_beyond_the_vocabulary_is_refused_by_its_id(tmp_path: Path) 
 @pytest.mark.parametrize("text", ["[" * 100_000, "[]", "\x00"])
 def test_a_file_that_is_no_object_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "tokenizer_config.json").write_text(text)
-    with pytest.raises(ValueError, match=r"tokenizer_config\.json (is not JSON|must hold an object)"):
+    with pytest.raises(
+        ValueError, match=r"tokenizer_config\.json (is not JSON|is nested too deeply|holds no JSON object)"
+    ):
         read_tokenizer_files(tmp_path)
 
 

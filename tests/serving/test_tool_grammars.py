@@ -11,9 +11,8 @@ from llguidance import LLMatcher, LLTokenizer
 from borders.refusal import BadRequest
 from serving.grammars.structured_output import FormedAnswer
 from serving.tools.definitions import ToolUse, tool_use
-from serving.tools.formats import TOOL_FORMATS, ToolFormat
-from tests.serving import test_tool_parsing
-from tests.serving.test_tool_parsing import parsed
+from serving.tools.formats import TOOL_FORMATS
+from tests.serving.test_tool_parsing import parsed, written
 
 SCHEMA = {
     "type": "object",
@@ -25,12 +24,6 @@ SCHEMA = {
 
 def tool(name: str, **more: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, **more}}
-
-
-def written(form: ToolFormat, calls: list[tuple[str, dict[str, Any]]]) -> str:
-    """As the grammar has it: JSON's values, in Python's keywords too."""
-    text = test_tool_parsing.written(form, calls)
-    return text.replace("'", '"').replace("True", "true")
 
 
 def asked(**fields: Any) -> ToolUse:
@@ -54,22 +47,22 @@ def takes(use: ToolUse, name: str, answer: str, formed: FormedAnswer | None = No
 def test_a_required_call_is_all_of_the_answer(name: str) -> None:
     form, use = TOOL_FORMATS[name], asked(tool_choice="required")
     right = [("add", {"x": 1, "y": "a"}), ("add", {"y": "b", "z": True}), ("get_weather", {})]
-    answer = written(form, right)
+    answer = written(name, right)
     assert takes(use, name, answer)
     assert len(parsed(form, [answer])[1]) == 3
     for wrong in ([("add", {"x": 1})], [("add", {"y": "c"})], [("other", {})], [("get_weather", {"a": 1})]):
-        assert not takes(use, name, written(form, wrong))
+        assert not takes(use, name, written(name, wrong))
     assert not takes(use, name, "")
     assert not takes(use, name, f"So: {answer}")
 
 
 @pytest.mark.parametrize("name", TOOL_FORMATS)
 def test_a_named_call_is_one_of_that_function(name: str) -> None:
-    form, use = TOOL_FORMATS[name], asked(tool_choice=tool("add"))
+    use = asked(tool_choice=tool("add"))
     one = ("add", {"y": "a"})
-    assert takes(use, name, written(form, [one]))
-    assert not takes(use, name, written(form, [one, one]))
-    assert not takes(use, name, written(form, [("get_weather", {})]))
+    assert takes(use, name, written(name, [one]))
+    assert not takes(use, name, written(name, [one, one]))
+    assert not takes(use, name, written(name, [("get_weather", {})]))
 
 
 @pytest.mark.parametrize("name", TOOL_FORMATS)
@@ -78,12 +71,12 @@ def test_a_strict_tool_is_called_right_or_not_at_all(name: str) -> None:
     right, wrong = ("add", {"y": "a"}), ("add", {"y": "c"})
     assert takes(use, name, "")
     assert takes(use, name, "It is 天气 <b>.")
-    assert takes(use, name, written(form, [right, right]))
-    assert not takes(use, name, written(form, [wrong]))
+    assert takes(use, name, written(name, [right, right]))
+    assert not takes(use, name, written(name, [wrong]))
     if not form.is_whole:
-        assert takes(use, name, f"I look.\n{written(form, [right])}")
-        assert not takes(use, name, f"I look.\n{written(form, [wrong])}")
-    assert not takes(asked(parallel_tool_calls=False), name, written(form, [right, right]))
+        assert takes(use, name, f"I look.\n{written(name, [right])}")
+        assert not takes(use, name, f"I look.\n{written(name, [wrong])}")
+    assert not takes(asked(parallel_tool_calls=False), name, written(name, [right, right]))
 
 
 @pytest.mark.parametrize("name", TOOL_FORMATS)
@@ -94,13 +87,13 @@ def test_an_answer_of_a_form_or_calls(name: str) -> None:
     right, wrong = ("add", {"y": "a"}), ("add", {"y": "c"})
     for use in (asked(), loose):
         assert takes(use, name, '{"x": 3, "y": "b"}', formed)
-        assert takes(use, name, written(form, [right, right]), formed)
+        assert takes(use, name, written(name, [right, right]), formed)
         assert not takes(use, name, "", formed)
         assert not takes(use, name, '{"x": 3}', formed)
         assert not takes(use, name, "It is b.", formed)
-        assert not takes(use, name, written(form, [wrong]), formed)
+        assert not takes(use, name, written(name, [wrong]), formed)
     assert takes(
-        loose, name, written(form, [("other", {"any": 1} if form.arguments == "json" else {})]), formed
+        loose, name, written(name, [("other", {"any": 1} if form.arguments == "json" else {})]), formed
     )
     grammar = loose.grammar(form, {}, formed)
     assert grammar is not None

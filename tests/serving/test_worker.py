@@ -18,7 +18,7 @@ from continuous_batching.request import SamplingParams
 from recipes.assembly.engine import build
 from recipes.schema.reader import load
 from serving.engine.facts import facts_of
-from serving.engine.messages import Add, AddRefused, Beat, Finish, decode_from_engine, encode
+from serving.engine.messages import Add, AddAccepted, AddRefused, Beat, Finish, decode_from_engine, encode
 from serving.engine.worker import Worker
 from tests.patience import PATIENCE_S
 from tests.serving import page_pair
@@ -135,7 +135,8 @@ def test_an_id_that_is_being_served_is_refused_and_the_engine_goes_on() -> None:
             params = SamplingParams(max_tokens=4)
             theirs.send(encode(Add(stream, ["same"], prompt, b"", params, [None], "", "", 0, None, 0.0)))
         worker._take(1000)
-        refused = decode_from_engine(theirs.recv())
+        accepted, refused = (decode_from_engine(theirs.recv()) for _ in range(2))
+        assert accepted == AddAccepted(0)
         assert isinstance(refused, AddRefused)
         assert (refused.stream, refused.field) == (1, "id")
         assert built.engine.step() is not None
@@ -143,7 +144,7 @@ def test_an_id_that_is_being_served_is_refused_and_the_engine_goes_on() -> None:
 
 def test_what_waits_for_another_engines_pages_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """A router that polls would forget it, and send more there. Tokens by hand: what is behind full pages."""
-    told: list[Beat] = []
+    told: list[Beat] = []  # and of no request that it is accepted, since none is in the queue
     facts, pair = facts_of(build(load(TINY)), prefix_sharing=True), page_pair.Pair(num_slots=4)
     requests = page_pair.prompts(3)
     with zmq.Context() as context, context.socket(zmq.PAIR) as socket:

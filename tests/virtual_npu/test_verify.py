@@ -92,6 +92,24 @@ def test_a_seed_draws_one_call() -> None:
     assert one.shape != other.shape or not torch.equal(one, other)
 
 
+def test_grouped_products_of_int8_with_4_and_with_8_bits_are_drawn() -> None:
+    """And those of 4 bits without their bias are found wrong, as by an operator that adds nothing."""
+    seen, calls = set[tuple[torch.dtype, bool]](), 0
+    for seed in range(60):
+        call = sample_call("npu_grouped_matmul", seed).arguments
+        if call["x"][0].dtype == torch.int8:
+            seen.add((call["weight"][0].dtype, call["output_dtype"] == torch.int32))
+            calls += call["weight"][0].dtype == torch.int32
+    assert seen == {(torch.int8, False), (torch.int8, True), (torch.int32, False)}
+
+    def without_bias(operator: str, arguments: Mapping[str, Any]) -> Any:
+        if arguments["x"][0].dtype == torch.int8 and "bias" in arguments:
+            arguments = {**arguments, "bias": [0 * arguments["bias"][0]]}
+        return by_reference(operator, arguments)
+
+    assert verify("npu_grouped_matmul", without_bias, "cpu", 60, 0).num_right == 60 - calls
+
+
 def test_what_the_engine_calls_is_tried() -> None:
     files = ["attention/npu/fused_attention.py"]
     files += [f"models/ops/npu/{name}.py" for name in ("ops", "int4_ops", "grouped", "dispatch")]

@@ -12,12 +12,13 @@ from continuous_batching.routing.routing import Routing
 from serving.router import proxy, upstream
 from serving.router import replicas as of_replicas
 from serving.router.membership import FleetMembers
+from serving.router.models import LISTS_NOTHING
 from serving.router.replicas import (
     MOST_INFO_BYTES,
     MOST_STATUS_BYTES,
     figures_of,
     info_of,
-    models_of,
+    listed_of,
 )
 from tests.serving.router.test_lost_replicas import answer, by_path
 from tests.serving.router.test_proxy import Script, Stub, run
@@ -175,77 +176,21 @@ def test_figures_are_bounded() -> None:
 
 
 def test_the_names_of_a_model_are_those_that_are_no_adapters() -> None:
-    text = b'{"data": [{"id": "a", "parent": "tiny"}, {"id": "tiny"}, {"id": "alias"}]}'
-    assert models_of(text) == ("tiny", "alias")
-    assert models_of(b'{"data": [{"id": "m", "parent": null, "root": "/path", "x": [1]}]}') == ("m",)
-    for other in (b"{}", b"", b"<html>", b"\xff", b'{"data": [{"id": 3}]}', b'{"data": []}'):
-        assert models_of(other) == ()
-
-
-def test_a_replica_of_another_model_is_sent_nothing(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It may join when it serves the right one; aliases and adapters make no other model."""
-    monkeypatch.setattr(of_replicas, "POLL_S", 0.01)
-
-    async def test() -> None:
-        late = {"ready": answer(b"", 503)}
-        async with Watched(late | {"models": models("tiny")}, late, late, late) as fleet:
-            one, other, *_ = fleet.replicas
-            fleet.says(1, models=models("agent", "tiny"))  # the first that is ready decides
-            await until(lambda: other.state == "ready")
-            fleet.says(0)
-            await until(lambda: one.state == "refused")
-            assert fleet.is_sent() == [False, True, False, False]
-            line = (
-                f"it serves the model 'tiny', and this router's is 'agent', which {other.url} last served:"
-                " start it with that model, give it a router of its own, or let go of each that serves"
-                f" 'agent' with POST /fleet/remove?{other.url}"
-            )
-            assert one.trouble == line
-            assert [each.getMessage() for each in caplog.records if line in each.getMessage()] == [
-                f"{one.url} is refused: {line}"
-            ], "told once"
-            fleet.says(0, models=models("agent", adapters=("tiny",)))
-            fleet.says(2, models=models("alias", "agent"))
-            fleet.says(3, models=answer(b"{}"))  # another kind of server, which does not say
-            await until(lambda: all(fleet.is_sent()))
-
-    run(test)
-
-
-def test_the_routers_model_changes_when_none_of_its_replicas_serves_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A rolling change of all replicas ends with the new model; a replica that is lost keeps its claim."""
-    monkeypatch.setattr(of_replicas, "POLL_S", 0.01)
-    new = {"models": models("new")}
-
-    async def restart(fleet: Watched, number: int, **scripts: Script) -> None:
-        fleet.says(number, ready=answer(b"", 503))
-        await until(lambda: fleet.replicas[number].state == "not ready")
-        fleet.says(number, **scripts)
-
-    async def test() -> None:
-        async with Watched({}, {"ready": answer(b"", 503)}) as fleet:
-            one, two = fleet.replicas
-            await until(lambda: one.state == "ready")
-            await restart(fleet, 1, **new)
-            await until(lambda: two.state == "refused")
-            fleet.says(0, ready=answer(b"", 503))
-            await until(lambda: one.state == "not ready")
-            asked = len(fleet.stubs[1].heads)
-            await until(lambda: len(fleet.stubs[1].heads) > asked + 9)
-            assert two.state == "refused", "the one that is away comes back"
-            fleet.says(0, **new)
-            await until(lambda: fleet.is_sent() == [True, True])
-            assert fleet.members.model.name == "new"
-            one.leave(True)
-            await until(lambda: one.state == "gone")
-            await restart(fleet, 1, models=models("newest"))
-            await until(lambda: two.state == "ready")
-
-    run(test)
+    text = b'{"data": [{"id": "a", "parent": "tiny"}, {"id": "tiny", "x": [10e999]}, {"id": "alias"}]}'
+    listed = listed_of(text)
+    assert (listed.models, listed.adapters) == (("tiny", "alias"), ("a",))
+    assert listed.entries["tiny"] == b'{"id": "tiny", "x": [10e999]}', "as it is"
+    assert listed_of(b'{"data": [{"id": "m", "parent": null, "root": "/path", "x": [1]}]}').models == ("m",)
+    for other in (
+        b"{}",
+        b"",
+        b"<html>",
+        b"\xff",
+        b'{"data": [{"id": 3}]}',
+        b'{"data": []}',
+        b'{"data": [3]}',
+    ):
+        assert listed_of(other) == LISTS_NOTHING
 
 
 def test_the_answer_to_an_order_to_end_a_request_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ def by_path(**scripts: Script) -> Callable[[Stub], Script]:
 
     def script_of(stub: Stub) -> Script:
         async def script(writer: asyncio.StreamWriter) -> None:
-            path = stub.heads[-1].split()[1].decode().rpartition("/")[2]
+            path = stub.asked[writer].split()[1].decode().rpartition("/")[2]
             await (scripts.get(path) or scripts["other"])(writer)
 
         return script

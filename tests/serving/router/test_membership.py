@@ -13,7 +13,7 @@ import pytest
 
 from continuous_batching.routing.routing import Routing
 from serving.api.api_keys import ANYBODY, ApiKeys, Client, Rights
-from serving.router.fair_turns import FairTurns
+from serving.router.fair_turns import ModelTurns
 from serving.router.fleet_figures import FleetFigures
 from serving.router.membership import FleetMembers
 from serving.router.prompts import Prompts
@@ -60,7 +60,7 @@ class Router:
         self.routing = Routing(len(urls), tells=False)
         self.routing.is_open[:] = False
         self.members = FleetMembers(urls, self.routing, [])
-        turns = FairTurns(lambda: 100)
+        turns = ModelTurns(lambda turn: 100)
         figures = FleetFigures(self.routing, self.members.replicas, turns)
         proxy = Proxy(self.routing, self.members.replicas, Prompts(), turns, figures)
         self.app = FleetApplication(proxy, self.members, figures, is_local=is_local)

@@ -66,6 +66,43 @@ def test_a_response_has_the_keys_of_the_chat_that_it_is() -> None:
     assert (found.tokens_a_key, len(found.keys) >= 3) == (16, True)
 
 
+def test_a_message_has_the_keys_of_the_chat_that_it_is() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "string"}}}
+    call = {"type": "tool_use", "id": "c", "name": "look", "input": {"a": "b"}}
+    message = {
+        "model": "tiny",
+        "max_tokens": 5,
+        "temperature": 0.5,
+        "system": [{"type": "text", "text": "Be kind.", "cache_control": {"type": "ephemeral"}}],
+        "messages": [
+            *CHAT,
+            {"role": "assistant", "content": [call]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "d"}]},
+        ],
+        "tools": [{"name": "look", "input_schema": schema}],
+        "tool_choice": {"type": "none"},
+    }
+    function = {"name": "look", "arguments": '{"a": "b"}'}
+    chat = {
+        "model": "tiny",
+        "messages": [
+            {"role": "system", "content": "Be kind."},
+            *CHAT,
+            {"role": "assistant", "tool_calls": [{"id": "c", "type": "function", "function": function}]},
+            {"role": "tool", "tool_call_id": "c", "content": "d"},
+        ],
+        "tools": [{"type": "function", "function": {"name": "look", "parameters": schema}}],
+        "tool_choice": "none",
+        "reasoning_effort": "none",
+    }
+    prompts, data = Prompts(TEXT, 16), json.dumps(message).encode()
+    found = prompts.read(data, prompts.asked(data), ANYBODY, is_message=True)
+    assert found == routed(prompts, chat)
+    assert (found.tokens_a_key, len(found.keys) >= 3) == (16, True)
+    wrong = json.dumps(message | {"thread": {}}).encode()
+    assert prompts.read(wrong, prompts.asked(wrong), ANYBODY, is_message=True).tokens_a_key != 16
+
+
 def test_keys_of_an_adapter_are_its_own(tmp_path: Path) -> None:
     """As the engine names the pages of its requests."""
     config = {"r": 4, "lora_alpha": 8, "peft_type": "LORA"}

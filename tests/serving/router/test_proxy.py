@@ -12,7 +12,7 @@ from typing import Any
 
 from continuous_batching.routing.routing import Routing
 from continuous_batching.routing.splitting import Split, Splitting
-from serving.router.fair_turns import FairTurns
+from serving.router.fair_turns import ModelTurns
 from serving.router.fleet_figures import FleetFigures
 from serving.router.prompts import Prompts
 from serving.router.proxy import Proxy
@@ -67,6 +67,7 @@ class Stub:
     def __init__(self, script: Script) -> None:
         self.script = script
         self.heads: list[bytes] = []
+        self.asked: dict[asyncio.StreamWriter, bytes] = {}  # the last head of each connection
         self.bodies: list[bytes] = []
         self.num_closed = 0
         self.writers: list[asyncio.StreamWriter] = []
@@ -82,6 +83,7 @@ class Stub:
             while True:
                 head = await reader.readuntil(b"\r\n\r\n")
                 self.heads.append(head)
+                self.asked[writer] = head
                 size = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
                 self.bodies.append(await reader.readexactly(size))
                 answering = asyncio.ensure_future(self.script(writer))
@@ -105,6 +107,9 @@ class Fleet:
     def __init__(self, *scripts: Script | None) -> None:
         self.stubs = [each and Stub(each) for each in scripts]
         self.split: Split = "always"
+        self.keep_alive_s = 0.0
+        self.most_open = 100
+        self.parts: list[bytes] = []  # what the last client has received
 
     async def __aenter__(self) -> Fleet:
         self.routing = Routing(len(self.stubs), "round_robin")
@@ -113,10 +118,19 @@ class Fleet:
             FleetReplica(number, f"http://127.0.0.1:{port}", Upstream("127.0.0.1", port), self.routing, [])
             for number, port in enumerate(ports)
         ]
-        turns = FairTurns(lambda: 100)
+        turns = ModelTurns(lambda turn: self.most_open)
         self.figures = FleetFigures(self.routing, self.replicas, turns)
         self.splitting = Splitting(self.routing, self.split)
-        self.proxy = Proxy(self.routing, self.replicas, Prompts(), turns, self.figures, self.splitting)
+        self.proxy = Proxy(
+            self.routing,
+            self.replicas,
+            Prompts(),
+            turns,
+            self.figures,
+            self.splitting,
+            keep_alive_s=self.keep_alive_s,
+        )
+        self.turns = turns
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -142,6 +156,7 @@ class Fleet:
         body = json.dumps({"messages": [{"role": "user", "content": "x" * 600}], "stream": True}).encode()
         received.put_nowait({"type": "http.request", "body": body})
         status, parts = 0, list[bytes]()
+        self.parts = parts
 
         async def send(message: Any) -> None:
             nonlocal status

@@ -1,6 +1,8 @@
-"""Name the tensors of a text model that is stored within a model which reads images, too."""
+"""Name tensors that checkpoints call otherwise than the decoder does, and those that it does not read."""
 
 from __future__ import annotations
+
+import re
 
 # How checkpoints that read images, too, call the tensors of their text model, and what these are called alone
 TEXT_NAMES = (
@@ -8,6 +10,20 @@ TEXT_NAMES = (
     ("language_model.lm_head.", "lm_head."),
     ("model.language_model.", "model."),
 )
+# How the tensors of towers for images, and of what leads from them to the text model, are named
+TOWERS = (
+    "vision_tower.",
+    "vision_model.",
+    "multi_modal_projector.",
+    "mm_projector.",
+    "model.vision_tower.",
+    "model.multi_modal_projector.",
+    "model.mm_projector.",
+)
+# How ERNIE's layers that predict further tokens are named, which lie beside its own and are not read
+PREDICTION = "model.mtp_"
+# Buffers that older checkpoints contain although they follow from config.json
+HARMLESS = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 
 
 def alone(name: str) -> str:

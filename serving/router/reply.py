@@ -1,0 +1,194 @@
+"""Send a client its answer, and signs of life while it waits for one that is streamed.
+
+A stream that has had nothing but signs of life is not answered yet: it may still be answered by another
+replica. What is a sign of life, and what an event that refuses the request, is known here for each API.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import re
+from typing import Any
+
+import msgspec
+from starlette.types import Message, Send
+
+from serving.api.errors import error_body
+from serving.api.streamed import COMMENT, EVENTS
+from serving.router.upstream import HeaderLines
+
+MESSAGES = "/v1/messages"  # Anthropic's path, and the beginning of its others
+WITH_DONE = ("/v1/chat/completions", "/v1/completions")  # the paths whose streams end with [DONE]
+REFUSED = (429, 502, 503)  # statuses after which another replica may accept the request
+_PING = b'event: ping\ndata: {"type": "ping"}\n\n'
+_HEAD: HeaderLines = [
+    (b"content-type", EVENTS.encode() + b"; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+_END = re.compile(rb"\r\n\r\n|\n\n|\r\r")  # of an event
+_MOST_FIRST = 2**16  # bytes after which an event is taken to be part of an answer before its end
+_ANTHROPICS = {400: "invalid_request_error", 404: "not_found_error", 429: "rate_limit_error"}
+# How the two other APIs name what REFUSED names by status
+_OVERLOADED = ("overloaded_error", "rate_limit_error")
+_FAILED = ("server_error", "rate_limit_exceeded")
+
+
+def is_event_stream(headers: HeaderLines) -> bool:
+    """Return whether a head announces a stream of events."""
+    return any(name == b"content-type" and value.startswith(EVENTS.encode()) for name, value in headers)
+
+
+def begun_with(received: bytes) -> tuple[bytes, bytes]:
+    """Split the beginning of a stream into signs of life and the rest, which may be a part of an event."""
+    at = 0
+    while (end := _END.search(received, at)) and _is_sign(received[at : end.start()]):
+        at = end.end()
+    return received[:at], received[at:]
+
+
+def has_event(received: bytes) -> bool:
+    """Return whether this begins with a whole event, or with one that is long."""
+    return len(received) > _MOST_FIRST or _END.search(received) is not None
+
+
+def _is_sign(event: bytes) -> bool:
+    lines = [each for each in event.splitlines() if each and not each.startswith(b":")]
+    return not lines or lines[0].replace(b" ", b"") == b"event:ping"
+
+
+def refuses(stream: bytes) -> bool:
+    """Return whether the first event of a stream refuses the request; another replica may accept it."""
+    event = _END.split(stream, 1)[0]
+    data = b"".join(line[5:] for line in event.splitlines() if line.startswith(b"data:"))
+    if len(event) > _MOST_FIRST or b'"error"' not in data:
+        return False
+    try:
+        found = msgspec.json.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return False
+    is_response = isinstance(found, dict) and found.get("type") == "response.failed"
+    error = _field(_field(found, "response") if is_response else found, "error")
+    if is_response:
+        return _field(error, "code") in _FAILED
+    return _field(error, "code") in REFUSED or _field(error, "type") in _OVERLOADED
+
+
+def _field(found: Any, name: str) -> Any:
+    return found.get(name) if isinstance(found, dict) else None
+
+
+def own_error(
+    path: str, status: int, message: str, param: str | None = None, code: str | None = None
+) -> bytes:
+    """Return the JSON of an error of the router's own, in the form of the API that the path belongs to."""
+    if not path.startswith(MESSAGES):
+        return error_body(status, message, param, code)
+    kind = _ANTHROPICS.get(status, "overloaded_error" if status == 503 else "api_error")
+    return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": message}})
+
+
+def error_event(path: str, error: bytes) -> bytes:
+    """Return the JSON of an error as the last event of a stream."""
+    name = b"" if path in WITH_DONE else b"event: error\n"
+    return name + b"data: " + error.replace(b"\n", b" ") + b"\n\n"
+
+
+class Reply:
+    """The answer to one request.
+
+    If it `is_stream`, its client gets a sign of life between two events after `every_s` of silence; 0: none.
+    The caller calls `end`.
+    """
+
+    def __init__(self, send: Send, path: str, every_s: float, *, is_stream: bool) -> None:
+        self._send = send
+        self._path = path
+        self._every_s = every_s
+        self._sign = _PING if path.startswith(MESSAGES) else COMMENT
+        self._loop = asyncio.get_running_loop()
+        self._in_turn = asyncio.Lock()
+        self._sent_s = self._loop.time()
+        self._is_between = True
+        self._is_events = True  # the answer is a stream of events, or is expected to be one
+        self.has_head = False  # the head is sent, so that no other status can be
+        self._timer: asyncio.TimerHandle | None = None
+        self._signing: asyncio.Task[None] | None = None
+        if is_stream and every_s:
+            self._timer = self._loop.call_later(every_s, self._look)
+
+    async def head(self, status: int, headers: HeaderLines) -> None:
+        """Send a head, unless that of a stream has been sent."""
+        if not self.has_head:
+            self._is_events = is_event_stream(headers)
+        async with self._in_turn:
+            await self._head(status, headers)
+
+    async def part(self, body: bytes, *, more: bool = True) -> None:
+        """Send a part of the answer, whose head has been sent."""
+        async with self._in_turn:
+            await self._put({"type": "http.response.body", "body": body, "more_body": more})
+
+    async def whole(self, status: int, headers: HeaderLines, body: bytes) -> None:
+        """Send a whole answer, or what it says as the last event of a stream whose head has been sent."""
+        if not self.has_head:
+            await self.head(status, [*headers, (b"content-length", b"%d" % len(body))])
+        elif not body.lstrip().startswith(b"{"):
+            why = f"a replica answered with status {status}, and without a reason"
+            body = error_event(self._path, own_error(self._path, 502, why))
+        else:
+            body = error_event(self._path, body)
+        await self.part(body, more=False)
+
+    async def error(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        *,
+        code: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        """Send an error of the router's own."""
+        headers: HeaderLines = [(b"content-type", b"application/json")]
+        if retry_after_s is not None:
+            headers.append((b"retry-after", b"%d" % max(1, math.ceil(retry_after_s))))
+        await self.whole(status, headers, own_error(self._path, status, message, param, code))
+
+    async def end(self) -> None:
+        """Send no more signs of life."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._signing is not None:
+            await self._signing
+
+    def _look(self) -> None:
+        """Give a sign of life if one is due, and look again when the next one may be."""
+        silent_s = self._loop.time() - self._sent_s
+        if silent_s >= self._every_s and self._is_between and not self._in_turn.locked():
+            self._signing = asyncio.ensure_future(self._give_sign())
+            silent_s = 0.0
+        wait_s = self._every_s - silent_s if silent_s < self._every_s else self._every_s
+        self._timer = self._loop.call_later(wait_s, self._look)
+
+    async def _give_sign(self) -> None:
+        async with self._in_turn:
+            if self._is_between and self._is_events:
+                await self._head(200, _HEAD)
+                await self._put({"type": "http.response.body", "body": self._sign, "more_body": True})
+
+    async def _head(self, status: int, headers: HeaderLines) -> None:
+        if not self.has_head:
+            self.has_head = True
+            await self._put({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def _put(self, message: Message) -> None:
+        body = message.get("body", b"")
+        self._is_between = False
+        await self._send(message)
+        self._sent_s = self._loop.time()
+        self._is_between = message.get("more_body", True) and (
+            not body or body.endswith((b"\n\n", b"\r\n\r\n"))
+        )

@@ -1,0 +1,348 @@
+"""Write the arguments of calls as JSON while a model writes them in another notation.
+
+A reader is given the text that has arrived, and says how much of it is decided and what that adds to the
+JSON. No decision depends on how the text was cut.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+from serving.tools.formats import Pairs, ToolFormat
+from serving.tools.matching import MAYBE, NO, match
+
+LONGEST_KEY = 256
+_ALL = frozenset({"string", "integer", "number", "boolean", "null", "array", "object"})
+_NAMES = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
+_PYTHON = {"True": ("true", "boolean"), "False": ("false", "boolean"), "None": ("null", "null")}
+_DEEPEST = 32  # references and unions of a schema that are followed within each other
+
+
+class Reader(Protocol):
+    """Reads the arguments of one call."""
+
+    is_complete: bool
+
+    def read(self, held: str) -> tuple[int, str]:
+        """Return how many characters are decided, and the JSON that they add."""
+
+    def rest(self, held: str) -> str:
+        """Return what else is certain when no more text comes."""
+
+
+def reader_of(form: ToolFormat, schema: Any) -> Reader:
+    """Return the reader of a call of a function whose arguments have this schema."""
+    if form.pairs is not None:
+        return PairReader(form.pairs, form.tail.split()[0], schema)
+    return BareReader(form.quote)
+
+
+class PairReader:
+    """Reads pairs up to the text `end`, which it leaves.
+
+    A value ends at the closing tag behind which the next key or the end stands, so that it may contain such
+    tags itself. Text is passed on as it arrives; another value when it has ended. Of a key that comes twice,
+    the first value counts, since it has been passed on.
+    """
+
+    def __init__(self, pairs: Pairs, end: str, schema: Any) -> None:
+        self.is_complete = False
+        self._pairs = pairs
+        self._end = end
+        self._types = Types(schema)
+        self._seen: set[str] = set()
+        self._key: str | None = None  # the key whose value is arriving
+        self._allowed = frozenset[str]()  # the types that this value may have
+        self._is_silent = False  # whether this value is passed over
+        self._is_fresh = True  # whether nothing of this value has been read
+        self._sought = 0  # where in the text that is held the search for the value's end goes on
+
+    def read(self, held: str) -> tuple[int, str]:
+        """Return how many characters are decided, and the JSON that they add."""
+        if self._key is None:
+            return self._between(held)
+        return self._value(held)
+
+    def rest(self, held: str) -> str:
+        """Return the part of a text, or the value, that the answer has when it breaks off."""
+        if self._key is None or self._is_silent:
+            return ""
+        start = self._begin(held)
+        at, is_closed = self._last(held, start)
+        if self._is_text:
+            return self._opened() + _escaped(held[start:at]) + ('"' if is_closed else "")
+        return self._written(held[start:at]) if is_closed else ""
+
+    @property
+    def _is_text(self) -> bool:
+        return self._allowed == {"string"}
+
+    def _between(self, held: str) -> tuple[int, str]:
+        found = self._next_key(held, 0)
+        if isinstance(found, int):
+            if found == MAYBE or match(self._end, held, 0) == MAYBE:
+                return 0, ""
+            self.is_complete = True  # here they end, or something else begins
+            return 0, "}" if self._seen else "{}"
+        key, at, is_json = found
+        self._key, self._is_fresh, self._sought = key, True, 0
+        self._is_silent = key in self._seen
+        self._seen.add(key)
+        self._allowed = self._types.of(key)
+        if self._pairs.json_value:
+            self._allowed = _ALL - {"string"} if is_json else frozenset({"string"})
+        if self._is_silent:
+            return at, ""
+        return at, ("{" if len(self._seen) == 1 else ", ") + json.dumps(key, ensure_ascii=False) + ": "
+
+    def _next_key(self, held: str, at: int) -> tuple[str, int, bool] | int:
+        """Return a key, where its value begins, and whether that is JSON; or the result of `match`."""
+        pairs = self._pairs
+        begin = match(pairs.key, held, at)
+        if begin < 0:
+            return begin
+        first = (pairs.value.split() or [""])[0][:1]
+        end = held.find(first, begin)
+        while end >= 0:
+            found = [match(each, held, end) for each in (pairs.value, pairs.json_value) if each]
+            key = held[begin:end].strip()
+            if not key or "\n" in key:
+                return NO
+            if max(found) >= 0:
+                return key, max(found), found[0] < 0
+            if MAYBE in found:
+                return MAYBE
+            end = held.find(first, end + 1)
+        is_key = len(held) - begin <= LONGEST_KEY and "\n" not in held[begin:].strip()
+        return MAYBE if is_key else NO
+
+    def _begin(self, held: str) -> int:
+        """Return where the value begins, behind the margin."""
+        return len(self._pairs.margin) if self._is_fresh and held.startswith(self._pairs.margin) else 0
+
+    def _value(self, held: str) -> tuple[int, str]:
+        if self._is_fresh and self._pairs.margin and not held:
+            return 0, ""
+        start = self._begin(held)
+        for at, end in self._ends(held, start):
+            if end == NO:
+                self._sought = at + 1
+                continue
+            if end == MAYBE:
+                return self._part(held, start, at)
+            return self._ended(held, start, at, end)
+        return self._part(held, start, len(held))
+
+    def _ends(self, held: str, start: int) -> Iterator[tuple[int, int]]:
+        """Yield where a value may end, and where what follows its closing tag begins, or NO or MAYBE."""
+        pairs, at = self._pairs, max(self._sought, start)
+        firsts = [pairs.close[0]] + (["\n"] if pairs.is_by_line else [])
+        search = re.compile("|".join(map(re.escape, firsts)))
+        while found := search.search(held, at):
+            at = found.start()
+            end = _ahead(pairs.close, held, at)
+            if end >= 0:
+                end = self._followed(held, end)
+            elif pairs.is_by_line and held[at] == "\n":
+                end = self._forgotten(held, at)
+            yield at, end
+            at += 1
+
+    def _followed(self, held: str, end: int) -> int:
+        """Return `end` where the next key or the end of all pairs follows; NO or MAYBE."""
+        follows = [match(each, held, end) for each in (self._pairs.key, self._end)]
+        if max(follows) >= 0:
+            return end
+        return MAYBE if MAYBE in follows else NO
+
+    def _forgotten(self, held: str, at: int) -> int:
+        """Return where the next pair begins on a line of its own, which ends a value without a tag."""
+        begin = _ahead(self._pairs.key, held, at + 1)
+        if begin < 0:
+            return begin
+        found = self._next_key(held, at + 1)
+        if isinstance(found, int):
+            return found
+        return at if self._types.has_next(found[0], self._seen) else NO
+
+    def _part(self, held: str, start: int, at: int) -> tuple[int, str]:
+        """Pass on text before `at`, without what may be the margin behind it."""
+        self._sought = at
+        if not self._is_text:
+            return 0, ""
+        at -= len(self._pairs.margin) if held[start:at].endswith(self._pairs.margin) else 0
+        if at <= start and not (self._is_fresh and start):
+            return 0, ""
+        said = "" if self._is_silent else self._opened() + _escaped(held[start:at])
+        self._is_fresh, self._sought = False, self._sought - at
+        return at, said
+
+    def _ended(self, held: str, start: int, at: int, end: int) -> tuple[int, str]:
+        margin = self._pairs.margin
+        is_closed = end > at  # by its tag, and not by a key that is not its own
+        if is_closed and margin and held[start:at].endswith(margin):
+            at -= len(margin)
+        text, was_silent, opened = held[start:at], self._is_silent, self._opened()
+        written = f'{opened}{_escaped(text)}"' if self._is_text else self._written(text)
+        self._key = None
+        return end, "" if was_silent else written
+
+    def _last(self, held: str, start: int) -> tuple[int, bool]:
+        """Return where a value ends with which an answer breaks off, and whether its closing tag has come."""
+        margin, at, is_closed = self._pairs.margin, len(held), False
+        undecided = next((at for at, end in self._ends(held, start) if end == MAYBE), None)
+        if undecided is not None:
+            at, is_closed = undecided, held.startswith(self._pairs.close, undecided)
+        if margin and held[start:at].endswith(margin):
+            at -= len(margin)
+        return at, is_closed
+
+    def _opened(self) -> str:
+        return '"' if self._is_fresh else ""
+
+    def _written(self, text: str) -> str:
+        """Return the JSON of a value that need not be text."""
+        return as_json(text, self._allowed)
+
+
+class BareReader:
+    """Reads an object in Gemma's notation, from its first brace to its last."""
+
+    def __init__(self, quote: str) -> None:
+        self.is_complete = False
+        self._quote = quote
+        self._stack: list[str] = []  # the brackets that are open
+        self._is_text = False
+        self._is_key = False  # whether a key, and not a value, comes next
+
+    def read(self, held: str) -> tuple[int, str]:
+        """Return how many characters are decided, and the JSON that they add."""
+        at, said = 0, ""
+        while at < len(held) and not self.is_complete:
+            if held.startswith(self._quote, at):
+                said += '"'
+                at += len(self._quote)
+                self._is_text, self._is_key = not self._is_text, False
+            elif self._quote.startswith(held[at:]):
+                break
+            elif self._is_text:
+                said += _escaped(held[at])
+                at += 1
+            elif self._is_key and held[at] != "}" and not held[at].isspace():
+                end = held.find(":", at)
+                if end < 0:
+                    break
+                said += json.dumps(held[at:end].replace(self._quote, "").strip(), ensure_ascii=False) + ": "
+                at, self._is_key = end + 1, False
+            else:
+                said += self._step(held[at])
+                at += 1
+        return at, said
+
+    def rest(self, held: str) -> str:
+        """Return nothing: what is undecided is a part of a mark or of a key."""
+        return ""
+
+    def _step(self, char: str) -> str:
+        if char in "{[":
+            self._stack.append(char)
+        elif char in "}]" and self._stack:
+            self._stack.pop()
+            self.is_complete = not self._stack
+        self._is_key = bool(self._stack) and self._stack[-1] == "{" and char in "{,"
+        return ", " if char == "," else char
+
+
+class Types:
+    """The types that the arguments of a function may have, by its schema."""
+
+    def __init__(self, schema: Any) -> None:
+        self._root = schema if isinstance(schema, Mapping) else {}
+        named = self._root.get("properties")
+        self._properties: Mapping[str, Any] = named if isinstance(named, Mapping) else {}
+        self._others = self._root.get("additionalProperties")
+
+    def of(self, key: str) -> frozenset[str]:
+        """Return the possible types of an argument; where the schema allows no such argument, it is text."""
+        if key not in self._properties and self._others is False:
+            return frozenset({"string"})
+        return self._of(self._properties.get(key, self._others), 0)
+
+    def has_next(self, key: str, seen: set[str]) -> bool:
+        """Whether this key may come where those `seen` have come."""
+        return key not in seen and (key in self._properties or not self._properties)
+
+    def _of(self, schema: Any, depth: int) -> frozenset[str]:
+        if not isinstance(schema, Mapping) or depth > _DEEPEST:
+            return _ALL
+        reference = schema.get("$ref")
+        if isinstance(reference, str):
+            return self._of(_at(self._root, reference), depth + 1)
+        found = set[str]()
+        named = schema.get("type")
+        if isinstance(named, str | list):
+            found |= {named} if isinstance(named, str) else {each for each in named if isinstance(each, str)}
+        elif isinstance(schema.get("enum"), list):
+            found |= {_type(each) for each in schema["enum"]}
+        elif "const" in schema:
+            found.add(_type(schema["const"]))
+        else:
+            for union in ("anyOf", "oneOf", "allOf"):
+                if isinstance(schema.get(union), list):
+                    found |= {name for each in schema[union] for name in self._of(each, depth + 1)}
+        if schema.get("nullable") is True and found:
+            found.add("null")
+        if not found and ("properties" in schema or "additionalProperties" in schema):
+            found.add("object")
+        if not found and "items" in schema:
+            found.add("array")
+        return frozenset(found) if found else _ALL
+
+
+def as_json(text: str, allowed: frozenset[str]) -> str:
+    """Return a value as JSON: as it is written where it is JSON of a type that is `allowed`, else as text."""
+    word, is_text = text.strip(), json.dumps(text, ensure_ascii=False)
+    if word in _PYTHON and _PYTHON[word][1] in allowed:
+        return _PYTHON[word][0]
+    try:
+        value = json.loads(word, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return is_text
+    if "string" not in allowed:
+        return word
+    found = _type(value)
+    is_allowed = found in allowed or (found == "integer" and "number" in allowed)
+    return word if is_allowed and found != "string" else is_text
+
+
+def _at(root: Any, reference: str) -> Any:
+    """Return the part of a schema that a reference names; None if there is none."""
+    found = root
+    for name in reference.removeprefix("#").split("/")[1:]:
+        key = name.replace("~1", "/").replace("~0", "~")
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return found
+
+
+def _type(value: Any) -> str:
+    if isinstance(value, float) and value.is_integer():
+        return "integer"
+    return _NAMES.get(type(value), "null")
+
+
+def _refuse(word: str) -> None:
+    raise ValueError(f"{word} is no JSON")
+
+
+def _escaped(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def _ahead(literal: str, held: str, at: int) -> int:
+    """Return where a text ends that stands here exactly, or NO, or MAYBE if it is cut off."""
+    if held.startswith(literal, at):
+        return at + len(literal)
+    return MAYBE if literal.startswith(held[at:]) else NO

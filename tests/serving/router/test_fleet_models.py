@@ -1,0 +1,405 @@
+"""Requests go to the replicas of the model that they name, whatever the replicas do.
+
+The replicas are scripted servers on real sockets, and the router is asked without one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from serving.api.api_keys import ANYBODY
+from serving.router import fleet_figures
+from serving.router import replicas as of_replicas
+from serving.router.fair_turns import ModelTurns
+from serving.router.fleet_figures import FleetFigures
+from serving.router.models import FleetModels
+from serving.router.prompts import Prompts
+from serving.router.proxy import Proxy
+from serving.router.replicas import MOST_INFO_BYTES, MOST_METRICS_BYTES
+from serving.router.server import FleetApplication
+from tests.serving.router.test_hostile_replicas import CHUNKED, LONG, Watched, endless, models
+from tests.serving.router.test_lost_replicas import answer
+from tests.serving.router.test_proxy import Script, run
+from tests.serving.router.waiting import until
+
+READY: dict[str, Script] = {"ready": answer(b"")}
+LATE: dict[str, Script] = {"ready": answer(b"", 503)}
+TINY: dict[str, Script] = {"models": models("tiny", "alias", adapters=("pirate",))}
+AGENT: dict[str, Script] = {"models": models("agent")}
+CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(of_replicas, "POLL_S", 0.01)
+    monkeypatch.setattr(of_replicas, "_ANSWER_S", 60.0)  # a busy machine takes no replica for a silent one
+
+
+class Routed(Watched):
+    """A router of such replicas; each answers a request with its number, and says what it was asked for."""
+
+    most_open = 100
+
+    async def __aenter__(self) -> Routed:
+        await super().__aenter__()
+        turns = ModelTurns(
+            lambda turn: self.most_open * max(1, self.members.models.num_open(turn, self.routing.is_open))
+        )
+        figures = FleetFigures(self.routing, self.replicas, turns)
+        self.proxy = Proxy(self.routing, self.replicas, Prompts(), turns, figures, models=self.members.models)
+        self.app = FleetApplication(self.proxy, self.members, figures, is_local=True)
+        return self
+
+    async def all_ready(self) -> None:
+        await until(lambda: all(self.is_sent()))
+
+    async def ask(
+        self, path: str, body: Any = None, method: str = "POST", session: str = "", client: Any = ANYBODY
+    ) -> tuple[int, Any]:
+        sent, status = [], 0
+        received = asyncio.Queue[dict[str, Any]]()
+        received.put_nowait(
+            {"type": "http.request", "body": b"" if body is None else json.dumps(body).encode()}
+        )
+
+        async def send(message: Any) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            sent.append(message.get("body", b""))
+
+        scope = {
+            "type": "http", "method": method, "path": path, "raw_path": path.encode(), "query_string": b"",
+            "headers": [(b"x-session-id", session.encode())] if session else [], "state": {"client": client},
+        }  # fmt: skip
+        await self.app(scope, received.get, send)
+        return status, json.loads(b"".join(sent) or b"null")
+
+    async def asked(self, model: str | None, number: int = 8, **options: Any) -> Counter[int]:
+        """How many of so many requests for a model each replica got."""
+        before = [each.num_sent for each in self.replicas]
+        body = {"messages": [], "stream": False} | ({} if model is None else {"model": model})
+        for _ in range(number):
+            status, said = await self.ask(CHAT, body, **options)
+            assert status == 200, said
+        return Counter({at: each.num_sent - old for at, (each, old) in enumerate(zip(self.replicas, before))})
+
+    async def refused(self, model: str | None, path: str = CHAT) -> tuple[int, dict[str, Any]]:
+        body = {"input": "a"} | ({} if model is None else {"model": model})
+        before = [each.num_sent for each in self.replicas]
+        status, said = await self.ask(path, body)
+        assert [each.num_sent for each in self.replicas] == before, "no replica is asked"
+        return status, said["error"]
+
+
+def test_a_request_goes_to_the_replicas_of_its_model_and_to_each_of_them() -> None:
+    async def test() -> None:
+        async with Routed(TINY, AGENT, TINY) as fleet:
+            await fleet.all_ready()
+            for name in ("tiny", "alias", "pirate"):
+                found = await fleet.asked(name)
+                assert found[0] == found[2] == 4, name
+                assert not found[1]
+            assert await fleet.asked("agent") == {0: 0, 1: 8, 2: 0}
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/v1/completions", "/v1/responses", "/v1/embeddings", "/rerank", "/v1/score", "/tokenize", MESSAGES,
+     f"{MESSAGES}/count_tokens"],
+)  # fmt: skip
+def test_every_path_with_a_model_is_routed_by_it(path: str) -> None:
+    async def test() -> None:
+        async with Routed(TINY, AGENT) as fleet:
+            await fleet.all_ready()
+            for _ in range(3):
+                for number, name in enumerate(("pirate", "agent")):
+                    before = fleet.replicas[number].num_sent
+                    assert (await fleet.ask(path, {"model": name, "user": 3}))[0] == 200
+                    assert fleet.replicas[number].num_sent == before + 1
+            status, error = await fleet.refused("tinny", path)
+            assert status == 404
+            assert all(name in error["message"] for name in ("tinny", "tiny", "alias", "pirate", "agent"))
+            status, error = await fleet.refused(None, path)
+            assert status == 400
+            assert "model is missing" in error["message"]
+            assert "'tiny', 'alias', 'agent', 'pirate'" in error["message"]
+            assert error["type"] == "invalid_request_error"
+
+    run(test)
+
+
+def test_the_list_of_models_is_that_of_all_replicas() -> None:
+    async def test() -> None:
+        async with Routed(TINY, AGENT, AGENT | LATE, {"models": models("alias", "tiny")}) as fleet:
+            await until(lambda: fleet.is_sent() == [True, True, False, True])
+            await until(
+                lambda: fleet.replicas[2].listed.models == ("agent",),
+            )
+            status, said = await fleet.ask("/v1/models", method="GET")
+            assert (status, said["object"]) == (200, "list")
+            assert [each["id"] for each in said["data"]] == ["tiny", "alias", "agent", "pirate"]
+            status, said = await fleet.ask("/v1/models/pirate", method="GET")
+            assert (status, said) == (200, {"id": "pirate", "parent": "tiny"})
+            status, said = await fleet.ask("/v1/models/other", method="GET")
+            assert (status, said["error"]["type"]) == (404, "not_found_error")
+            shown = (await fleet.ask("/fleet", method="GET"))[1]["replicas"]
+            assert [each["models"] for each in shown] == [
+                ["tiny", "alias"], ["agent"], ["agent"], ["alias", "tiny"],
+            ]  # fmt: skip
+            assert shown[0]["adapters"] == ["pirate"]
+            health = (await fleet.ask("/health", method="GET"))[1]
+            assert [each["models"] for each in health["replicas"]] == [each["models"] for each in shown]
+            assert [each["state"] for each in health["replicas"]] == ["ready", "ready", "not ready", "ready"]
+            assert (await fleet.ask("/health", method="GET", client=None))[1] == {"status": "ok"}, (
+                "without a key"
+            )
+
+    run(test)
+
+
+def test_without_a_model_all_replicas_must_serve_the_same() -> None:
+    """Also those that are away: their model is known until they are removed."""
+
+    async def test() -> None:
+        async with Routed(TINY, {"models": models("tiny")}, LATE) as fleet:
+            three = fleet.replicas[2]
+            await until(lambda: fleet.is_sent() == [True, True, False])
+            assert await fleet.asked(None) == {0: 4, 1: 4, 2: 0}
+            fleet.says(2, **AGENT)
+            await fleet.all_ready()
+            assert (await fleet.refused(None))[0] == 400
+            assert (await fleet.ask("/v1/load_lora_adapter", {"lora_name": "a"}))[0] == 400
+            fleet.says(2, **LATE)
+            await until(lambda: three.state == "not ready")
+            assert (await fleet.refused(None))[0] == 400
+            status, error = await fleet.ask(CHAT, {"model": "agent"})
+            assert (status, error["error"]["type"]) == (503, "service_unavailable_error"), "it may come back"
+            assert "'agent'" in error["error"]["message"]
+            fleet.members.remove(three.url)
+            await until(lambda: three.state == "gone")
+            assert await fleet.asked(None) == {0: 4, 1: 4, 2: 0}
+            assert (await fleet.refused("agent"))[0] == 404
+
+    run(test)
+
+
+def test_a_replica_that_serves_another_model_is_noticed(caplog: pytest.LogCaptureFixture) -> None:
+    """Also where it was away between two polls alone; adapters that come and go are no other model."""
+
+    async def test() -> None:
+        async with Routed(TINY, AGENT) as fleet:
+            await fleet.all_ready()
+
+            def num_infos() -> int:
+                return sum(b"/server_info" in each for each in fleet.stubs[1].heads)
+
+            infos = num_infos()
+            fleet.says(1, models=models("new"))
+            await until(lambda: fleet.replicas[1].listed.models == ("new",))
+            assert fleet.is_sent() == [True, True]
+            assert await fleet.asked("new") == {0: 0, 1: 8}
+            status, error = await fleet.refused("agent")
+            assert (status, "'new'" in error["message"]) == (404, True)
+            await until(lambda: num_infos() == infos + 1)
+            fleet.says(1, models=models("new", adapters=("fox",)))
+            await until(lambda: "fox" in fleet.replicas[1].listed.adapters)
+            assert await fleet.asked("fox") == {0: 0, 1: 8}
+            assert num_infos() == infos + 1
+
+    run(test)
+    lines = [each for each in caplog.messages if "no longer" in each]
+    assert len(lines) == 1
+    assert lines[0].endswith("serves the model 'new', and no longer the model 'agent'")
+
+
+def test_a_name_is_unknown_only_once_all_replicas_were_heard() -> None:
+    """One that is starting says what it will serve; of one that cannot be reached, nothing is known."""
+
+    async def abort(writer: asyncio.StreamWriter) -> None:
+        writer.transport.abort()
+
+    async def test() -> None:
+        async with Routed(TINY, {"ready": abort, "models": abort}) as fleet:
+            await until(lambda: fleet.is_sent() == [True, False])
+            status, error = await fleet.refused("agent")
+            assert (status, "'tiny'" in error["message"]) == (503, True)
+            fleet.says(1, **AGENT | LATE)
+            await until(lambda: fleet.replicas[1].listed.models == ("agent",))
+            assert (await fleet.refused("other"))[0] == 404
+            assert (await fleet.ask(CHAT, {"model": "agent"}))[0] == 503
+
+    run(test)
+
+
+def test_a_server_that_lists_nothing_gets_what_others_do_not_list() -> None:
+    """Where the others serve one model, it is taken to serve it, too."""
+
+    async def test() -> None:
+        nothing = {"models": answer(b"", 404)}
+        async with Routed(TINY, nothing, LATE) as fleet:
+            await until(lambda: fleet.is_sent() == [True, True, False])
+            assert await fleet.asked("tiny") == await fleet.asked(None) == {0: 4, 1: 4, 2: 0}
+            assert await fleet.asked("other") == {0: 0, 1: 8, 2: 0}
+            fleet.says(2, **AGENT)
+            await fleet.all_ready()
+            assert await fleet.asked("tiny") == {0: 8, 1: 0, 2: 0}
+            assert await fleet.asked("other") == {0: 0, 1: 8, 2: 0}
+        async with Routed(nothing, nothing) as fleet:
+            await fleet.all_ready()
+            assert await fleet.asked("any") == await fleet.asked(None) == {0: 4, 1: 4}
+            assert (await fleet.ask("/v1/models", method="GET"))[0] == 404, "as a replica answers"
+
+    run(test)
+
+
+def test_an_error_of_an_overloaded_list_changes_nothing() -> None:
+    async def test() -> None:
+        async with Routed(TINY, AGENT) as fleet:
+            await fleet.all_ready()
+            for status in (429, 503):
+                fleet.says(1, models=answer(b"", status))
+                asked = len(fleet.stubs[1].heads)
+                await until(lambda: len(fleet.stubs[1].heads) > asked + 9)  # noqa: B023
+                assert await fleet.asked("agent") == {0: 0, 1: 8}
+
+    run(test)
+
+
+def test_a_replica_that_does_not_know_the_model_after_all_is_not_the_last_word() -> None:
+    """It has just been started anew, or has unloaded the adapter."""
+
+    async def test() -> None:
+        error = answer(b'{"error":{"message":"there is no model"}}', 404)
+        unknown = READY | {"other": error}
+        async with Routed(TINY | unknown, TINY, AGENT | unknown) as fleet:
+            await fleet.all_ready()
+            found = await fleet.asked("pirate")
+            assert found[1] == 8
+            assert not found[2]
+            status, said = await fleet.ask(CHAT, {"model": "agent"})
+            assert (status, said["error"]["message"]) == (404, "there is no model"), "as it said it"
+
+    run(test)
+
+
+def test_a_session_has_a_replica_of_each_model() -> None:
+    async def test() -> None:
+        async with Routed(TINY, TINY, AGENT, AGENT) as fleet:
+            await fleet.all_ready()
+            total: Counter[int] = Counter()
+            for _ in range(4):
+                for name in ("tiny", "agent", "alias"):
+                    total += await fleet.asked(name, 1, session="a")
+            assert sorted(total.values()) == [4, 8]
+
+    run(test)
+
+
+def test_requests_for_one_model_do_not_wait_for_the_replicas_of_another() -> None:
+    goes_on = asyncio.Event()
+
+    async def slow(writer: asyncio.StreamWriter) -> None:
+        await goes_on.wait()
+        await answer(b"{}")(writer)
+
+    async def test() -> None:
+        async with Routed(TINY | READY | {"other": slow}, AGENT) as fleet:
+            fleet.most_open = 1
+            await fleet.all_ready()
+            asking = [asyncio.ensure_future(fleet.ask(CHAT, {"model": "tiny"})) for _ in range(3)]
+            await until(lambda: fleet.replicas[0].num_open == 1)
+            assert await fleet.asked("agent") == {0: 0, 1: 8}
+            assert fleet.replicas[0].num_sent == 1
+            goes_on.set()
+            assert [status for status, _ in await asyncio.gather(*asking)] == [200] * 3
+
+    run(test)
+
+
+def test_what_may_be_missing_may_be_too_long(caplog: pytest.LogCaptureFixture) -> None:
+    long = endless(CHUNKED, LONG)
+
+    async def test() -> None:
+        async with Watched({"metrics": long}, {"models": long}) as fleet:
+            await until(lambda: fleet.is_sent() == [True, True])
+            asked = len(fleet.stubs[0].heads)
+            await until(lambda: len(fleet.stubs[0].heads) > asked + 6)
+            one, two = (each.url for each in fleet.replicas)
+        assert sorted(each for each in caplog.messages if "answers with more" in each) == sorted(
+            [
+                f"{one}: its figures are ignored: /metrics answers with more than {MOST_METRICS_BYTES} bytes",
+                f"{two}: its model is unknown, and is not checked: /v1/models answers with more than"
+                f" {MOST_INFO_BYTES} bytes",
+            ]
+        ), "told once"
+
+    run(test)
+
+
+def test_a_bad_field_of_server_info_costs_that_field_alone() -> None:
+    info = (
+        b'{"num_slots": 7, "recipe": {"cache": {"events": "tcp://a b:1"},'
+        b' "server": {"pages_at": "tcp://*:7", "prompt_replicas": ["tcp://x:1"]}}}'
+    )
+    learned = list[tuple[object, ...]]()
+
+    async def test() -> None:
+        async with Watched({"server_info": answer(info)}) as fleet:
+            fleet.replicas[0]._learned = lambda *each: learned.append(each)
+            await until(lambda: fleet.is_sent() == [True])
+            assert learned == [(0, "tcp://127.0.0.1:7", ("tcp://x:1",), 7)]
+
+    run(test)
+
+
+def test_pages_are_read_of_the_recipes_model_alone() -> None:
+    """Once there are two models; the keys of another model's pages are not those that the router computes."""
+    info = b'{"page_size": 16, "recipe": {"cache": {"events": "tcp://127.0.0.1:9"}}}'
+
+    async def test() -> None:
+        said = {"server_info": answer(info)}
+        async with Watched(said | TINY, said | AGENT | LATE) as fleet:
+            found = fleet.members.models
+            found._recipe_name = "agent"
+            one, two = fleet.replicas
+            await until(lambda: one.state == "ready")
+            fleet.says(1, **said | AGENT)
+            await until(lambda: two.reader is not None)
+            await until(lambda: one.reader is None)
+            assert [found.is_of_recipe(name) for name in ("tiny", "pirate", "agent")] == [False, False, True]
+            fleet.says(1, **said | TINY)
+            await until(lambda: one.reader is not None and two.reader is not None)
+            assert found.is_of_recipe("tiny"), "one model can only be the recipe's"
+
+    run(test)
+
+
+def test_a_recipe_that_no_replica_serves_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    found = FleetModels("mine")
+
+    async def test() -> None:
+        async with Watched(TINY, AGENT) as fleet:
+            await until(lambda: all(fleet.is_sent()))
+            for number in range(2):
+                found.learn(number, fleet.replicas[number].listed)
+            found.learn(1, fleet.replicas[0].listed)
+
+    run(test)
+    assert [each for each in caplog.messages if "--served-model-name" in each] == [
+        "replicas serve several models, and none is called 'mine', the name of the recipe's: all are"
+        " judged by text alone; name it with --served-model-name"
+    ]
+    assert found.is_one
+
+
+def test_the_page_shows_the_model_of_each_replica() -> None:
+    page = fleet_figures.PAGE
+    assert 'each.models.join(", ")' in page
+    assert page.index("<th>model</th>") < page.index("<th>state</th>")

@@ -1,0 +1,306 @@
+"""What clients and other engines' users send is answered over HTTP, or refused by the name of the field.
+
+The fields are those of users of vLLM, SGLang, llama.cpp, Ollama, OpenRouter, LM Studio and OpenAI, most with
+a value that asks for nothing; the messages and tools are those that frameworks send back; the schemas are
+those that pydantic and zod write.
+"""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+import enum
+import ipaddress
+import json
+import pathlib
+import uuid
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+import httpx
+import pydantic
+import pytest
+from pydantic import AnyUrl, BaseModel, Field, create_model
+
+from tests.patience import PATIENCE_S
+from tests.serving.server import Server
+
+HELLO = [{"role": "user", "content": "hi"}]
+NOTHING: dict[str, dict[str, Any]] = {
+    "vLLM": {
+        "skip_special_tokens": True, "spaces_between_special_tokens": True, "top_k": 20, "min_p": 0.0,
+        "include_stop_str_in_output": False, "repetition_penalty": 1.05, "length_penalty": 1.0,
+        "use_beam_search": False, "early_stopping": False, "detokenize": True, "add_special_tokens": False,
+        "documents": [], "priority": 0, "cache_salt": "x", "return_tokens_as_token_ids": False,
+        "include_reasoning": True, "ignore_eos": False, "min_tokens": 0, "stop_token_ids": [],
+        "kv_transfer_params": None, "echo": False, "mm_processor_kwargs": None, "prompt_logprobs": None,
+        "guided_decoding_backend": "xgrammar", "guided_whitespace_pattern": None, "bad_words": [],
+        "add_generation_prompt": True, "truncate_prompt_tokens": None, "return_token_ids": False,
+        "structural_tag": None, "media_io_kwargs": None, "logits_processors": None,
+        "allowed_token_ids": None, "thinking_token_budget": None,
+    },
+    "SGLang": {
+        "regex": "a+", "ebnf": 'root ::= "a"', "json_schema": "{}", "separate_reasoning": True,
+        "stream_reasoning": True, "min_new_tokens": 0, "no_stop_trim": False, "lora_path": None,
+        "return_hidden_states": False, "continue_final_message": False, "custom_params": None,
+    },
+    "llama.cpp": {
+        "cache_prompt": True, "n_predict": 5, "repeat_penalty": 1.1, "mirostat": 0, "id_slot": -1,
+        "grammar": 'root ::= "a"', "typical_p": 1.0, "dry_multiplier": 0.0, "xtc_probability": 0.0,
+        "n_keep": 0, "repeat_last_n": 64, "tfs_z": 1.0, "dynatemp_range": 0.0, "min_keep": 0, "n_probs": 0,
+        "reasoning_format": "auto", "return_progress": False,
+    },
+    "Ollama, OpenRouter and LM Studio": {
+        "think": False, "keep_alive": "5m", "reasoning": {"effort": "low"}, "provider": {"order": []},
+        "transforms": [], "models": ["a"], "route": "fallback", "usage": {"include": True}, "plugins": [],
+        "ttl": 5, "format": "json", "enable_thinking": False, "thinking": {"type": "disabled"}, "top_a": 0.0,
+        "raw": False, "stream_options": None, "temperature": None, "top_p": None, "stop": None, "n": None,
+        "max_tokens": None, "seed": None, "logit_bias": None, "user": None, "tools": None,
+        "tool_choice": None, "response_format": None, "parallel_tool_calls": None,
+    },
+    "OpenAI": {
+        "reasoning_effort": "low", "verbosity": "low", "max_completion_tokens": 3, "modalities": ["text"],
+        "service_tier": "flex", "store": True, "metadata": {"a": "b"}, "prompt_cache_key": "a",
+        "parallel_tool_calls": True, "tool_choice": "none", "tools": [], "response_format": {"type": "text"},
+        "logprobs": False, "top_logprobs": None, "temperature": 2.0, "stop": [],
+    },
+    "out of our own range": {"max_tokens": -1, "top_k": -1, "seed": -1},
+}  # fmt: skip
+# What would change the answer, or asks for what is not here: the field, and what is said about it
+REFUSED: list[tuple[str, Any, str]] = [
+    ("chat_template", "{{ messages[0].content }}", "chat_template is not supported as vLLM has it"),
+    ("request_id", "a", "send it as the header x-request-id"),
+    ("rid", "a", "send it as the header x-request-id"),
+    ("vllm_xargs", {"a": 1}, "use logits_processors"),
+    ("timings_per_token", True, "`false` is accepted"),
+    ("samplers", ["top_k"], "samplers is not supported as llama.cpp has it"),
+    ("options", {"num_ctx": 1024}, "send each of them as a field of its own"),
+    ("web_search_options", {}, "web_search_options is not supported"),
+    ("stream_options", {"include_usage": True}, "needs stream: true"),
+    ("max_tokens", 100_000, "maximum context length is 2048 tokens"),
+    ("top_p", -0.1, "it must be a number from 0 to 1"),
+    ("tempersture", 1, "did you mean temperature?"),
+]
+
+
+@pytest.fixture(scope="module")
+def tiny(shared: Server) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=shared.url, timeout=PATIENCE_S) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def tooled(agent: Server) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=agent.url, timeout=PATIENCE_S) as client:
+        yield client
+
+
+def asked(client: httpx.Client, **fields: Any) -> tuple[int, str]:
+    body = {"messages": HELLO, "max_tokens": 2, **fields}
+    answer = client.post("/v1/chat/completions", json=body)
+    error = answer.json().get("error") or {}
+    return answer.status_code, error.get("message", "")
+
+
+@pytest.mark.parametrize("who", NOTHING)
+def test_a_field_that_asks_for_nothing_or_for_what_is_here_is_taken(tiny: httpx.Client, who: str) -> None:
+    found = {name: asked(tiny, **{name: value}) for name, value in NOTHING[who].items()}
+    assert {name: each for name, each in found.items() if each[0] != 200} == {}
+
+
+@pytest.mark.parametrize(("name", "value", "said"), REFUSED)
+def test_what_is_not_here_is_refused_by_its_name(
+    tiny: httpx.Client, name: str, value: Any, said: str
+) -> None:
+    status, message = asked(tiny, **{name: value})
+    assert (status, said in message) == (400, True), message
+
+
+def test_completions_take_their_nulls(tiny: httpx.Client) -> None:
+    body = {"prompt": "hi", "max_tokens": 2, "suffix": None, "best_of": 1, "logprobs": None}
+    assert tiny.post("/v1/completions", json=body).status_code == 200
+
+
+PRICE = {"id": "call_1", "type": "function", "function": {"name": "price", "arguments": '{"item": "lamp"}'}}
+USER = {"role": "user", "content": "What does the lamp cost?"}
+SAYS = {"role": "assistant", "content": "x"}
+CALLED = {"role": "assistant", "content": None, "tool_calls": [PRICE]}
+RESULT = {"role": "tool", "tool_call_id": "call_1", "content": "348"}
+BARE = {"id": "c", "function": {"name": "price", "arguments": "{}"}}
+SYSTEM = {"role": "system", "content": "a"}
+TALKS: dict[str, list[dict[str, Any]]] = {
+    "nulls": [
+        USER,
+        {**SAYS, "refusal": None, "audio": None, "function_call": None, "tool_calls": None},
+        USER,
+    ],
+    "annotations": [USER, {**SAYS, "annotations": []}, USER],
+    "no calls": [USER, {**SAYS, "tool_calls": []}, USER],
+    "two names of thoughts": [USER, {**SAYS, "reasoning_content": "r", "reasoning": "r"}, USER],
+    "blocks of thoughts": [USER, {**SAYS, "thinking_blocks": [], "provider_specific_fields": {}}, USER],
+    "details of thoughts": [USER, {**SAYS, "reasoning_details": []}, USER],
+    "an id": [USER, {**SAYS, "id": "msg_1"}, USER],
+    "marks of a cache": [
+        {
+            "role": "system",
+            "content": [{"type": "text", "text": "s", "cache_control": {"type": "ephemeral"}}],
+        },
+        USER,
+    ],
+    "a name": [{**USER, "name": "bob"}],
+    "a result with its function's name": [USER, CALLED, {**RESULT, "name": "price"}],
+    "a result in parts": [USER, CALLED, {**RESULT, "content": [{"type": "text", "text": "348"}]}],
+    "a call as it was streamed": [USER, {"role": "assistant", "tool_calls": [{**PRICE, "index": 0}]}, RESULT],
+    "a call without arguments": [
+        USER,
+        {**CALLED, "tool_calls": [{**PRICE, "function": {"name": "price", "arguments": ""}}]},
+        {**RESULT, "content": ""},
+    ],
+    "a call without a type": [USER, {**CALLED, "tool_calls": [BARE]}, {**RESULT, "tool_call_id": "c"}],
+    "a result of another call": [USER, CALLED, {**RESULT, "tool_call_id": "other"}],
+    "two system messages": [SYSTEM, SYSTEM, USER],
+    "a late system message": [USER, SYSTEM],
+    "two user messages": [USER, USER],
+    "an assistant at the end": [USER, {"role": "assistant", "content": "The"}],
+    "only a system message": [SYSTEM],
+    "an empty text": [{"role": "user", "content": ""}],
+    "no parts": [{"role": "user", "content": []}],
+    "a result in the older way": [USER, {"role": "function", "name": "price", "content": "1"}],
+}
+
+
+@pytest.mark.parametrize("name", TALKS)
+def test_messages_are_taken_as_frameworks_send_them_back(tooled: httpx.Client, name: str) -> None:
+    assert asked(tooled, messages=TALKS[name]) == (200, "")
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        ({"role": "user", "content": None}, "messages[0].content must be a string"),
+        (
+            {"role": "user", "content": [{"type": "input_text", "text": "x"}]},
+            "messages[0].content[0] must be",
+        ),
+    ],
+)
+def test_what_is_no_message_is_refused(tooled: httpx.Client, message: dict[str, Any], said: str) -> None:
+    status, text = asked(tooled, messages=[message])
+    assert (status, said in text) == (400, True), text
+
+
+def tool(name: str = "f", **more: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, **more}}
+
+
+TOOLS: dict[str, dict[str, Any]] = {
+    "strict": tool(strict=True, parameters={"type": "object", "properties": {}}),
+    "no parameters": tool(),
+    "nulls": tool(description=None, parameters=None),
+    "any parameters": tool(parameters={}),
+    "a name with signs": tool("my-tool.x", parameters={"type": "object"}),
+    "the longest name": tool("mcp__" + "a" * 59, parameters={"type": "object"}),
+    "marks of a cache": tool(parameters={"type": "object"}) | {"cache_control": {"type": "ephemeral"}},
+}
+
+
+@pytest.mark.parametrize("name", TOOLS)
+def test_tools_are_taken_as_frameworks_send_them(tooled: httpx.Client, name: str) -> None:
+    assert asked(tooled, tools=[TOOLS[name]]) == (200, "")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (tool("mcp__" + "a" * 64), "it must be 1 to 64 letters, digits, _, . and -"),
+        ({"type": "web_search"}, 'must be {"type": "function"'),
+        ({"type": "custom", "custom": {"name": "x"}}, 'must be {"type": "function"'),
+    ],
+)
+def test_what_is_no_function_is_refused(tooled: httpx.Client, given: dict[str, Any], said: str) -> None:
+    status, text = asked(tooled, tools=[given])
+    assert (status, said in text) == (400, True), text
+
+
+class Unit(enum.Enum):
+    ONE = 1
+    X = "x"
+
+
+class Cat(BaseModel):
+    k: Literal["cat"]
+    n: int
+
+
+class Dog(BaseModel):
+    k: Literal["dog"]
+    n: str
+
+
+class Tree(BaseModel):
+    v: int
+    ch: list[Tree] = []
+
+
+class Open(BaseModel):
+    model_config = pydantic.ConfigDict(extra="allow")
+    a: int
+
+
+FIELDS: dict[str, Any] = {
+    "set": set[str], "frozenset": frozenset[int], "decimal": decimal.Decimal, "date": datetime.date,
+    "datetime": datetime.datetime, "timedelta": datetime.timedelta, "time": datetime.time, "uuid": uuid.UUID,
+    "url": AnyUrl, "enum": Unit, "dict": dict[str, int], "dict of anything": dict[str, Any],
+    "dict by numbers": dict[int, str], "tuple": tuple[int, str], "long tuple": tuple[int, ...],
+    "optional": int | None, "union": int | str | None, "any": Any, "bytes": bytes, "path": pathlib.Path,
+    "discriminated": Annotated[Cat | Dog, Field(discriminator="k")], "tree": Tree,
+    "address": ipaddress.IPv4Address, "bounded": Annotated[int, Field(gt=0, le=100)],
+    "short list": Annotated[list[int], Field(min_length=1, max_length=3)],
+    "pattern": Annotated[str, Field(pattern=r"^\d{3}-\d{4}$")],
+    "notes": Annotated[str, Field(examples=["a"], description="d", title="t", deprecated=True)],
+    "json": pydantic.Json, "secret": pydantic.SecretStr, "float": float, "literal": Literal[1, "x", True],
+    "dict with one": Annotated[dict[str, int], Field(min_length=1)],
+    "halves": Annotated[float, Field(multiple_of=0.5)],
+    "named keys": dict[Annotated[str, Field(pattern="^[a-z]+$")], int],
+}  # fmt: skip
+
+
+def of_text(**more: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": {"a": {"type": "string", **more}}}
+
+
+SCHEMAS: dict[str, Any] = {
+    **{name: create_model("M", a=(each, ...)).model_json_schema() for name, each in FIELDS.items()},
+    "open": Open.model_json_schema(),
+    "not": {"type": "object", "properties": {"a": {"not": {"type": "null"}}}},
+    "if": of_text() | {"if": {"properties": {"a": {"const": "x"}}}, "then": {"required": ["a"]}},
+    "needs another": of_text() | {"dependentRequired": {"a": ["a"]}},
+    "definitions": {
+        "definitions": {"X": {"type": "string"}},
+        "type": "object",
+        "properties": {"a": {"$ref": "#/definitions/X"}},
+    },
+    "nullable": of_text(nullable=True),
+    "own keywords": of_text(**{"x-foo": 1}) | {"x-order": 1},
+    "order": of_text() | {"propertyOrdering": ["a"]},
+    "empty": {},
+    "int64": {"type": "object", "properties": {"a": {"type": "integer", "format": "int64"}}},
+    "double": {"type": "object", "properties": {"a": {"type": "number", "format": "double"}}},
+    "reference": of_text(format="uri-reference"),
+    **json.loads(pathlib.Path(__file__).with_name("zod_schemas.json").read_text(encoding="utf-8")),
+}
+
+
+@pytest.mark.parametrize("name", [*SCHEMAS, "true"])
+def test_schemas_are_taken_as_libraries_write_them(
+    tiny: httpx.Client, tooled: httpx.Client, name: str
+) -> None:
+    """As the form of an answer and, where it is an object, as the parameters of a tool."""
+    schema = SCHEMAS.get(name, True)
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    assert asked(tiny, response_format=form, max_tokens=3) == (200, "")
+    if name in ("arr", "true"):
+        status, message = asked(tooled, tools=[tool(parameters=schema)])
+        assert (status, "tools" in message) == (400, True)
+    else:
+        assert asked(tooled, tools=[tool(parameters=schema)], max_tokens=3) == (200, "")
