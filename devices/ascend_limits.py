@@ -6,7 +6,7 @@ _310p/attention; CANN, PagedAttentionOperation; CANN's error messages where thes
 
 Sources of experts' limits: op-plugin, npu_moe_distribute_dispatch_v2 and npu_moe_distribute_combine_v2; CANN,
 HCCL_BUFFSIZE, the size of each of a communicator's two buffers; op-plugin, npu_dequant_swiglu_quant, which
-limits a call with group_index alone; vllm-ascend 182b75e,
+limits a call with group_index alone, and npu_moe_gating_top_k; vllm-ascend 182b75e,
 csrc/moe/dequant_swiglu_quant/op_host/dequant_swiglu_quant_tiling.cpp (CountMaxDim): a row of gate and up, H
 columns each, its scales and its result lie in the unified buffer of 192 KiB together.
 
@@ -80,6 +80,16 @@ GATED_STEP = 64  # the columns of each are a multiple of this
 def fuses_gate(inner_size: int) -> bool:
     """Whether one launch scales, gates and quantises the rows of experts of this width on a rank."""
     return 2 * inner_size <= MOST_GATED and inner_size % GATED_STEP == 0
+
+
+MOST_GATING = 2048  # experts, of which each group's are rounded up to a multiple of 32
+LEAST_IN_A_GROUP, IN_A_GROUP_STEP = 3, 32
+
+
+def chooses_in_groups(num_experts: int, num_groups: int) -> bool:
+    """Whether one launch chooses among experts of so many groups; without groups there is one of them."""
+    held = num_experts // num_groups
+    return held >= LEAST_IN_A_GROUP and _up(held, IN_A_GROUP_STEP) * num_groups <= MOST_GATING
 
 
 BUFFER_NAME, BUFFER_MIB = "HCCL_BUFFSIZE", 200  # an environment variable, and its default
@@ -184,6 +194,14 @@ class AscendProduct:
     # Fused attention of decodes is right without a mask, in captured steps too. vllm-ascend #12605 restored
     # the mask, because graphs of a model on a 910B gave wrong answers without it
     unmasks_decodes: bool = False
+    # A band's pre_tokens counts a query's own key, as vllm-ascend passes windows; by the page it does not
+    counts_own_key: bool = False
+    # One launch of the products of queries, keys and values is right and faster than one product of all three
+    # and copies of its parts. No other engine has it for attention
+    groups_products: bool = False
+    # npu_moe_gating_top_k_softmax_v2, which no other engine calls and no page describes, is right and faster
+    # than npu_moe_gating_top_k_softmax and a division
+    divides_gates: bool = False
     slices_tiles: bool = True  # slices of a cache in FRACTAL_NZ are views (vllm-ascend _310p/kv_block_zeroer)
     captures_draws: bool = False  # graphs capture the operators of a draw by top-k and top-p
     prefetches: bool = (
@@ -468,7 +486,8 @@ log = logging.getLogger(__name__)
 
 PROBED = (
     *("keeps_nan", "packs_float16", "tiles_weights", "slices_tiles", "captures_draws", "prefetches"),
-    *("exact_angles", "unmasks_decodes", "joins_latents", "sums_products", "dispatches"),
+    *("exact_angles", "groups_products", "divides_gates", "unmasks_decodes", "counts_own_key"),
+    *("joins_latents", "sums_products", "dispatches"),
 )
 assert {each.name for each in fields(AscendProduct)} >= set(PROBED), "the answers are facts of a product"
 # Answers in files of earlier versions that no longer count, each with the reason

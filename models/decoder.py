@@ -24,7 +24,7 @@ from models.layers.logit_parts import LogitParts
 from models.layers.low_rank import AdapterRooms
 from models.layers.mixture import Mixture
 from models.layers.mlp import MLP
-from models.layers.rope import Rope, head_order
+from models.layers.rope import Rope, head_order, is_scaled
 from models.ops.operands import Int8Rows
 from models.ops.reference import Ops
 from models.parallel.group import ALONE, NO_LINKS, Group, StageLinks
@@ -51,6 +51,7 @@ class SelfAttention(nn.Module):
         self.head_dim, self.head_order = config.head_dim, head_order(config.rope)
         self.eps = config.rms_eps
         self.ops, self.attention = ops, attention
+        ops.scales_angles |= is_scaled(config.rope, config.window_rope)
         dtype, device = TORCH_DTYPES[config.dtype], attention.device
         widths = tuple(
             count * config.head_dim for count in (config.num_heads, config.num_kv_heads, config.num_kv_heads)

@@ -142,12 +142,13 @@ def _shared(
 
 def _latent_write(draw: RandomInputs) -> dict[str, Any]:
     """Draw latents to be normed and rope keys to be rotated, for cache places in any order."""
-    tokens, page_size = draw.number(1, 300), draw.one(16, 128)
-    num_pages = 2 + tokens // page_size
+    tokens, page_size = draw.one(draw.number(1, 20), draw.number(20, 300)), draw.one(16, 128)
+    num_pages = 20 + tokens // page_size
     angles = 10 * torch.rand(tokens, ROPE // 2, generator=draw.generator)
-    both = torch.cat([angles, angles], -1)[:, None, None]
+    lead = (tokens, 1, 1) if tokens <= num_pages else (1, 1, tokens)  # each row a sequence, or all of one
+    both = torch.cat([angles, angles], -1).view(*lead, ROPE)
     return {
-        "kv": draw.tensor(tokens, 1, 1, LATENT + ROPE),
+        "kv": draw.tensor(*lead, LATENT + ROPE),
         "gamma": draw.tensor(LATENT),
         "cos": both.cos().to(draw.dtype),
         "sin": both.sin().to(draw.dtype),
@@ -210,7 +211,11 @@ def _gating(draw: RandomInputs) -> dict[str, Any]:
     """Draw scores so far apart that rounding does not change their order."""
     tokens, experts = draw.number(1, 200), draw.one(8, 64, 128)
     scores = torch.stack([draw.order(experts) for _ in range(tokens)]).float() / 4
-    return {"x": scores, "k": draw.one(1, 2, 8), "renorm": draw.one(0, 1)}
+    return {"x": scores, "k": draw.one(1, 2, 8)}
+
+
+def _divided_gating(draw: RandomInputs) -> dict[str, Any]:
+    return _gating(draw) | {"renorm": draw.one(0, 1)}
 
 
 def _gating_in_groups(draw: RandomInputs) -> dict[str, Any]:
@@ -579,7 +584,8 @@ MAKERS: Mapping[str, Maker] = {
     "npu_dynamic_quant": _dynamic_quant,
     "npu_quantize": _static_quant,
     "npu_grouped_matmul": _grouped_matmul,
-    "npu_moe_gating_top_k_softmax_v2": _gating,
+    "npu_moe_gating_top_k_softmax": _gating,
+    "npu_moe_gating_top_k_softmax_v2": _divided_gating,
     "npu_moe_gating_top_k": _gating_in_groups,
     "npu_moe_init_routing_v2": _routing,
     "npu_moe_token_unpermute": _combining,
@@ -609,6 +615,7 @@ RESULTS = {
     "npu_rms_norm": (0,),
     "npu_add_rms_norm": (0, 2),
     "npu_add_rms_norm_dynamic_quant": (0, 2, 3),
+    "npu_moe_gating_top_k_softmax": (0, 1),
     "npu_moe_gating_top_k_softmax_v2": (0, 1),
     "npu_moe_gating_top_k": (0, 1),
     "npu_moe_init_routing_v2": (0, 1, 2),

@@ -185,7 +185,8 @@ class FusedAttention(AscendAttention):
         if self.leaves_first_out:
             arguments["softmax_lse_flag"] = True
         if window is not None:
-            band = {"sparse_mode": BAND, "pre_tokens": window - 1, "next_tokens": 0}
+            before = window if self.product.counts_own_key else window - 1
+            band = {"sparse_mode": BAND, "pre_tokens": before, "next_tokens": 0}
             return arguments | band | {"atten_mask": self.mask}
         if part.is_decodes and self.product.unmasks_decodes:  # vllm-ascend #10302: up to 12 % faster
             return arguments | {"sparse_mode": ALL}

@@ -102,12 +102,17 @@ class FusedLatentAttention(LatentAttention, FusedAttention):
         layer_rope_keys: Tensor,
         metadata: AttentionMetadata,
     ) -> None:
-        """Normalise, rotate and write the step's latents and rope keys [T, L + R] in one launch."""
+        """Normalise, rotate and write the step's latents and rope keys [T, L + R] in one launch.
+
+        Each row is a sequence of its own, as other engines pass rows, unless there are fewer pages. The
+        operator's page asks for pages of each sequence, which rows of one sequence share.
+        """
+        axes = (None, None, slice(None)) if len(kv) > len(layer_latents) else (slice(None), None, None)
         torch_npu.npu_kv_rmsnorm_rope_cache(
-            kv[:, None, None],
+            kv.contiguous()[axes],
             norm,
-            cos[:, None, None],
-            sin[:, None, None],
+            cos[axes],
+            sin[axes],
             metadata.write_index,
             layer_rope_keys,
             layer_latents,

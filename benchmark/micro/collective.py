@@ -160,7 +160,7 @@ def steps_of(
 
     The product has one row, so its time is that of reading its weight.
     """
-    shared = assemble(recipe, world, lambda: 0.0, recipe.parallel.start_timeout_s)
+    shared = assemble(recipe, world, lambda: 0.0)
     alone = None
     if world.rank == 0:
         alone = assemble(replace(recipe, parallel=ParallelSection()), clock=lambda: 0.0)
@@ -343,7 +343,7 @@ class TimedStage:
 
 def stages_of(recipe: Recipe, world: Group, num_requests: int) -> list[dict[str, Any]]:
     """Return a rank's figures of each round, after one that gives the simulation its costs."""
-    built = assemble(recipe, world, lambda: 0.0, recipe.parallel.start_timeout_s)
+    built = assemble(recipe, world, lambda: 0.0)
     engine, decoder = built.engine, built.runner.decoder
     decoder.stages = links = TimedLinks(decoder.stages)
     costs: list[Fitted] = []

@@ -96,9 +96,9 @@ class Listeners:
     it is silent for `limit_s`, or if a step takes longer than that with it. Then `lose` is called once, from
     one of the threads, and each later `write` raises RankLost.
 
-    With a `start_limit_s` the engine counts as starting until `begin` is called: all ranks together may take
-    that long, and each may be silent for START_SILENCE_S. `doing` says what the leader does meanwhile, and
-    `inside` which collective it is in.
+    With a `start_limit_s` the engine counts as starting until `begin` is called: for so long no rank may
+    report anything new, and each may be silent for START_SILENCE_S. `doing` says what the leader does
+    meanwhile, and `inside` which collective it is in.
     """
 
     def __init__(
@@ -114,6 +114,8 @@ class Listeners:
         self.has_started = start_limit_s is None
         self._start_limit_s = start_limit_s or 0.0
         self._began_s = time.monotonic()
+        self._reported: list[tuple[str, str]] = []  # what each rank, the leader first, does
+        self._progressed_s = self._began_s
         self._news_s = START_NEWS_S  # age of the start at which the log next says what it waits for
         self.lost: str | None = None
         self.busy_since_s: float | None = None  # start of the leader's current step, on the monotonic clock
@@ -279,13 +281,19 @@ class Listeners:
             log.warning("%s", waits)
 
     def _check_start(self, now_s: float) -> None:
-        """Raise RankLost if the start takes too long or a rank has been silent for too long."""
-        took_s = now_s - self._began_s
-        if took_s > self._start_limit_s:
+        """Raise RankLost if the start has not progressed, or a rank has been silent, for too long."""
+        reported = [
+            (self.inside(), self.doing),
+            *((each.inside, each.doing) for each in self._ranks),
+        ]
+        if reported != self._reported:
+            self._reported, self._progressed_s = reported, now_s
+        if now_s - self._progressed_s > self._start_limit_s:
             raise RankLost(
-                f"the engine has not started within {self._start_limit_s:g} s ({self.start_report()}); raise"
-                " parallel.start_timeout_s if these ranks need longer"
+                f"the start of the engine has not progressed for {self._start_limit_s:g} s"
+                f" ({self.start_report()}); raise parallel.start_timeout_s if these ranks need longer"
             )
+        took_s = now_s - self._began_s
         silent = [rank for rank in self._ranks if now_s - rank.heard_s > START_SILENCE_S]
         if silent:
             raise RankLost(f"a rank does not answer while the engine starts: {self.start_report()}")

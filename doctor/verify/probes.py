@@ -16,6 +16,7 @@ from pathlib import Path
 
 from devices.ascend_limits import answers_file, write_answers
 from doctor.verify.npu.latent_questions import LATENT_PROBES
+from doctor.verify.npu.launch_questions import LAUNCH_PROBES
 from doctor.verify.npu.mask_questions import MASK_PROBES
 from doctor.verify.npu.questions import QUESTIONS, Probe
 from doctor.verify.npu.rank_questions import of_ranks
@@ -24,7 +25,7 @@ from recipes.schema import verb
 from recipes.schema.command_line import add_recipe, with_keys
 from recipes.schema.reader import load
 
-PROBES = (*QUESTIONS, *MASK_PROBES, *LATENT_PROBES)
+PROBES = (*QUESTIONS, *LAUNCH_PROBES, *MASK_PROBES, *LATENT_PROBES)
 
 
 @dataclass(frozen=True, slots=True)

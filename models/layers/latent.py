@@ -17,6 +17,7 @@ from attention.latent import LatentAttention, LatentProlog, LatentUp
 from models.config import NORM_EPS, QUERY_NORM, DecoderConfig, Form
 from models.layers.dtypes import TORCH_DTYPES
 from models.layers.linear import Linear, SplitLinear, SummedLinear, parameter
+from models.layers.rope import is_scaled
 from models.ops.operands import Int8Rows
 from models.ops.reference import Ops
 from models.parallel.group import Group
@@ -78,6 +79,7 @@ class LatentSelfAttention(nn.Module):
         assert latent is not None, "the decoder has other attention"
         self.layer, self.latent, self.num_heads = layer, latent, heads
         self.ops, self.attention = ops, attention
+        ops.scales_angles |= is_scaled(config.rope)
         dtype, device = TORCH_DTYPES[config.dtype], attention.device
 
         def form(linear: str) -> Form:
@@ -109,6 +111,7 @@ class LatentSelfAttention(nn.Module):
             self.query_up = SplitLinear(
                 ops, latent.query_rank, sum(queries), False, dtype, device, forms[1], outputs
             )
+            self.qkv.in_parts = self.query_up.in_parts = self.joins
         self.latent_norm = parameter(latent.rank, dtype=dtype, device=device)
         ups = heads * latent.nope_dim, heads * latent.value_dim
         self.up = UpProjection(ops, latent.rank, ups, heads, dtype, device, form("kv_b_proj"))

@@ -103,6 +103,7 @@ class Linear(nn.Module):
     ) -> None:
         super().__init__()
         self.ops, self.form, self.widths, self.dtype = ops, form, widths, dtype
+        self.in_parts = False  # one launch of all before latent attention reads the weight of each part
         self.scale_dtype = torch.float32  # type to which scales are rounded, if an operator takes another one
         stored, width = torch.int8 if self.is_int8 or form in ("static", "w8a16") else dtype, in_features
         self.static: StaticScales | None = StaticScales(out_features, device) if form == "static" else None
@@ -148,7 +149,10 @@ class Linear(nn.Module):
             self.packed = ops.pack_int8_split(*int8, self.widths) if self.widths else ops.pack_int8(*int8)
         else:
             plain = weight, bias
-            self.packed = ops.pack_split(*plain, self.widths) if self.widths else ops.pack(*plain)
+            if self.widths:
+                self.packed = ops.pack_split(*plain, self.widths, self.in_parts)
+            else:
+                self.packed = ops.pack(*plain)
         self.weight = self.weight_scale = self.weight_offset = None
 
     def _w8a16(self, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Packed:

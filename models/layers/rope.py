@@ -84,6 +84,11 @@ class Rope:
         return torch.where((lens > original)[:, None], stretched, self.frequencies)
 
 
+def is_scaled(*configs: RopeConfig | None) -> bool:
+    """Whether one of these multiplies cosines and sines by more than 1, as YaRN and LongRoPE do."""
+    return any(config is not None and _frequencies(config)[1] > 1 for config in configs)
+
+
 def head_order(config: RopeConfig) -> Tensor | None:
     """Return the order of a head's dimensions [D] in a checkpoint by which rotated pairs lie halves apart.
 

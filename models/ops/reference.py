@@ -41,6 +41,8 @@ class Ops:
     """Linear, norm, rotary, SwiGLU and greedy choice, as a decoder uses them."""
 
     captures_draws = False  # whether captured steps may end in a draw by top-k and top-p
+    # A decoder multiplies cosines and sines by more than 1, which some operators do not take
+    scales_angles = False
 
     def padded(self, num_rows: int) -> int:
         """Return how many rows to compute for `num_rows`; more are computed if that is faster."""
@@ -62,8 +64,13 @@ class Ops:
         """Map [T, in], divided among the ranks of the group, to the sum [T, out] of their products."""
         return group.all_reduce(self.linear(x, packed))
 
-    def pack_split(self, weight: Tensor, bias: Tensor | None, widths: Widths) -> Packed:
-        """Pack a linear whose outputs are read in parts, the first of width widths[0], and so on."""
+    def pack_split(
+        self, weight: Tensor, bias: Tensor | None, widths: Widths, in_parts: bool = False
+    ) -> Packed:
+        """Pack a linear whose outputs are read in parts, the first of width widths[0], and so on.
+
+        With `in_parts`, `join_latents` reads the weight of each part.
+        """
         return self.pack(weight, bias)
 
     def linear_split(self, x: Tensor, packed: Packed, widths: Widths) -> tuple[Tensor, ...]:

@@ -32,6 +32,7 @@ HCCL_RANGES_S = {"HCCL_EXEC_TIMEOUT": (1, 17340), "HCCL_CONNECT_TIMEOUT": (120, 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")  # the same for a machine and its containers
 # Names the HCCL variables that were set here and not by the user
 _SET_HCCL = "CONTINUOUS_BATCHING_SET_HCCL"
+UNLIMITED = timedelta(days=365)
 HCCL_FIRST_S = 10.0  # margin in which HCCL reports what it waits for before torch_npu's watchdog does
 
 log = logging.getLogger(__name__)
@@ -50,6 +51,7 @@ class Group:
     few: Group | None = None
     tokens: Group | None = None
     buffer_mib = 0
+    timeout_s = 0.0  # how long a collective waits; process groups of some of the ranks wait as long
     store: dist.Store | None = None  # the store through which the ranks have joined
 
     def __init__(
@@ -93,18 +95,19 @@ class Group:
         self.inside = ""
         return x
 
-    def meet(self, name: str, timeout_s: float) -> None:
+    def meet(self, name: str) -> None:
         """Wait on the host until all ranks have reached this point; `name` is its name in messages.
 
         HCCL limits how long a device waits; ranks that load their weights at different speeds do not reach
-        that limit, because they wait here.
+        that limit, because they wait here. The wait has no limit of its own: whoever watches the ranks ends
+        them, when one is lost or their start stops to progress.
         """
         assert self.store is not None, "these ranks have joined through a store"
         self._num_met += 1
         ours = [f"meeting/{self._num_met}/{rank}" for rank in range(self.size)]
         self.inside = name
         self.store.set(ours[self.rank], "")
-        self.store.wait(ours, timedelta(seconds=timeout_s))
+        self.store.wait(ours, UNLIMITED)
         self.inside = ""
 
     @property
@@ -163,7 +166,7 @@ class Alone(Group):
     def broadcast(self, x: Tensor, root: int = 0) -> Tensor:
         return x
 
-    def meet(self, name: str, timeout_s: float) -> None:
+    def meet(self, name: str) -> None:
         return
 
     def least(self, value: int, device: torch.device) -> int:
@@ -224,24 +227,23 @@ def join(backend: Backend, store: dist.Store, rank: int, size: int, timeout_s: f
     such group in a process; `dist.destroy_process_group` leaves it. HCCL variables that the user has set are
     kept.
     """
-    if backend == "hccl":
-        timeout_s = max(timeout_s, tell_hccl(timeout_s)) + HCCL_FIRST_S
+    timeout_s = watchdog_s(timeout_s) if backend == "hccl" else timeout_s
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
     )
     assert dist.group.WORLD is not None, "it was just made"
     group = Group(dist.group.WORLD)
-    group.store = store
+    group.store, group.timeout_s = store, timeout_s
     return group
 
 
-def divided(world: Group, share: Share, timeout_s: float) -> tuple[Group, StageLinks]:
+def divided(world: Group, share: Share) -> tuple[Group, StageLinks]:
     """Return the ranks of this rank's stage, and the links to the others.
 
     All ranks must call it at the same time.
     """
     size, rank, few, tokens = share.tensors, world.rank, None, None
-    wait = timedelta(seconds=timeout_s)
+    wait = timedelta(seconds=world.timeout_s)
 
     def in_parts(size: int) -> list[Any]:
         return [dist.new_group(range(at, at + size), timeout=wait) for at in range(0, world.size, size)]
@@ -261,6 +263,15 @@ def divided(world: Group, share: Share, timeout_s: float) -> tuple[Group, StageL
     return (Group(own, few, tokens) if size > 1 else ALONE), StageLinks(before, after)
 
 
+def watchdog_s(timeout_s: float) -> float:
+    """Tell HCCL how long its collectives wait; return how long torch_npu's watchdog waits for them.
+
+    The watchdog ends a process without naming a rank, so it waits longer than HCCL.
+    """
+    hccl_s = tell_hccl(timeout_s)
+    return max(timeout_s, hccl_s) + HCCL_FIRST_S if hccl_s else UNLIMITED.total_seconds()
+
+
 def hccl_timeouts(timeout_s: float) -> dict[str, str]:
     """Return the variables that set HCCL's time limits, as near to `timeout_s` as it allows."""
     ranges = HCCL_RANGES_S.items()
@@ -268,7 +279,7 @@ def hccl_timeouts(timeout_s: float) -> dict[str, str]:
 
 
 def tell_hccl(timeout_s: float) -> float:
-    """Set HCCL's time limits unless the user has; return how long its collectives wait then."""
+    """Set HCCL's time limits unless the user has; return how long its collectives wait then, 0 for ever."""
     # Set by an earlier engine of this process, or by its parent
     ours = os.environ.get(_SET_HCCL, "").split()
     for name, seconds in hccl_timeouts(timeout_s).items():

@@ -94,7 +94,7 @@ def build(
         recipe = recipe_of_a_rank(recipe, len(cluster.ranks_of(0, recipe.parallel.ranks)))
         ranks = Ranks(recipe, cluster)
         with ranks.building(), repeated(lambda: tell(ranks.start_progress())):
-            built = assemble(recipe, ranks.group, clock, ranks.wait_s, ranks.tell)
+            built = assemble(recipe, ranks.group, clock, ranks.tell)
         tell("")
         built.engine.runner = ranks.watched(built.runner, built.largest_step_s)
         built, sinks = replace(built, ranks=ranks), [ranks]
@@ -127,17 +127,15 @@ def assemble(
     recipe: Recipe,
     world: Group = ALONE,
     clock: Callable[[], float] = time.monotonic,
-    wait_s: float = 0.0,
     tell: Callable[[str], None] = lambda _: None,
 ) -> BuiltEngine:
     """Build this rank's part of the engine of a recipe.
 
-    All ranks of the world build theirs at the same time, and wait for each other for `wait_s` at most; `tell`
-    is given what this rank does, stage by stage.
+    All ranks of the world build theirs at the same time; `tell` is given what this rank does, stage by stage.
     """
     tell("planning its memory")
     config, share = share_of(recipe, world.rank)
-    group, stages = divided(world, share, wait_s)
+    group, stages = divided(world, share)
     machine = start(recipe.device)
     machine.join(group)
     memory = plan_memory(recipe, config, machine.memory_bytes(), share=share)
@@ -148,7 +146,7 @@ def assemble(
     decoder = _loaded(recipe, config, memory, machine, (group, share, stages), tell)
     adapters = _adapters(recipe, decoder)
     tell("")
-    world.meet("the meeting after loading", wait_s)
+    world.meet("the meeting after loading")
     cache = cache_of([decoder] if draft is None else [decoder, draft], recipe, memory)
     drafts = None if draft is None else draft.config
     most = (memory.num_pages, memory.num_host_pages, memory.longest_tokens)
@@ -168,12 +166,12 @@ def assemble(
     log.info("device: %s", machine.name)
     experts = ExpertCounts(decoder) if recipe.device.count_experts and world.rank == 0 else None
     captured_bytes = _first_steps(recipe, runner, scheduler.max_batch_tokens, tell)
-    world.meet("the meeting after compiling", wait_s)  # then the time of the largest step includes no wait
+    world.meet("the meeting after compiling")  # then the time of the largest step includes no wait
     tell("running its largest step")
     memory, largest_step_s = _measure(recipe, config, memory, engine, runner, machine, world, captured_bytes)
     machine.settle(runner)
     tell("")
-    world.meet("the meeting before the first step", wait_s)
+    world.meet("the meeting before the first step")
     if experts is not None:
         experts.restart()
     _log(recipe, config, memory, decoder)

@@ -109,7 +109,7 @@ def follow(recipe: Recipe, rank: int, leader: str, *, adopts: bool = False) -> N
             wait_s = float(store.get(WAIT_S))
             group = join(BACKENDS[recipe.device.kind], store, rank, recipe.parallel.ranks, wait_s)
             beats.inside = lambda: group.inside
-            built = assemble(recipe, group, wait_s=wait_s, tell=tell)
+            built = assemble(recipe, group, tell=tell)
             decoder = built.runner.decoder
             beats.inside = lambda: decoder.group.inside or decoder.stages.inside
             gc.collect()

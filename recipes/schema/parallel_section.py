@@ -49,8 +49,8 @@ class ParallelSection:
         "how long the ranks may take to find each other", default=120.0, least=1, most=86_400
     )
     start_timeout_s: float = key(
-        "how long the ranks that have found each other may take to load, compile and capture until the first"
-        " step; then server.step_timeout_s holds",
+        "how long the ranks that have found each other may load, compile or capture without reporting"
+        " progress, such as a percent more of their weights; from the first step server.step_timeout_s holds",
         default=1800.0,
         least=1,
         most=86_400,

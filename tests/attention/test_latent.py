@@ -6,6 +6,7 @@ The oracle expands every latent to keys and values of each head, in float64.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -182,13 +183,28 @@ def test_pages_hold_a_latent_and_a_rope_key() -> None:
 
 @pytest.mark.npu
 @pytest.mark.skipif(not has_npu(), reason="torch_npu is not installed")
-def test_one_launch_writes_what_the_parts_of_it_write() -> None:
+@pytest.mark.parametrize("num_tokens", [3, 300])
+def test_one_launch_writes_what_the_parts_of_it_write(
+    num_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows are sequences of their own, and one sequence where there are more rows than pages."""
     ops, attention = operators("npu", "fused", PUBLISHED)
     assert isinstance(attention, LatentAttention)
+    import torch_npu
+
+    seen, inner = [], torch_npu.npu_kv_rmsnorm_rope_cache
+
+    def watched(kv: Tensor, *args: Any, **kwargs: Any) -> Any:
+        seen.append(tuple(kv.shape[:3]))
+        return inner(kv, *args, **kwargs)
+
+    monkeypatch.setattr(torch_npu, "npu_kv_rmsnorm_rope_cache", watched)
     made = Bench(ops, attention)
-    write_raw(made)
-    found = [pages[1, :3].cpu() for pages in made.cache.of(0)]
-    kv, norm, cos, sin = raw(made)
+    write_raw(made, num_tokens)
+    is_long = num_tokens > len(made.cache.of(0)[0])
+    assert (seen, is_long) == ([(1, 1, 300) if is_long else (3, 1, 1)], num_tokens == 300)
+    found = [pages[1:].flatten(0, 1)[:num_tokens].cpu() for pages in made.cache.of(0)]
+    kv, norm, cos, sin = raw(made, num_tokens)
     pairs = kv[:, 512:]
     halves = torch.cat((pairs[:, ::2], pairs[:, 1::2]), -1)
     rope_key = Ops().rotary_of_one(halves[:, None], cos, sin)
@@ -196,18 +212,18 @@ def test_one_launch_writes_what_the_parts_of_it_write() -> None:
         torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5)
 
 
-def raw(made: Bench) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Latents and rope keys of three tokens, a norm, and angles."""
-    angles = torch.arange(3)[:, None] * torch.linspace(0.1, 3, 32).repeat(2)
+def raw(made: Bench, num_tokens: int = 3) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Latents and rope keys of some tokens, a norm, and angles."""
+    angles = torch.arange(num_tokens)[:, None] * torch.linspace(0.1, 3, 32).repeat(2)
     made.rng = np.random.default_rng(8)
-    return made.random(3, 576), made.random(512), angles.cos(), angles.sin()
+    return made.random(num_tokens, 576), made.random(512), angles.cos(), angles.sin()
 
 
-def write_raw(made: Bench) -> None:
+def write_raw(made: Bench, num_tokens: int = 3) -> None:
     """Write them at the first places of page 1."""
     device = made.attention.device
-    kv, norm, cos, sin = (each.to(device) for each in raw(made))
-    metadata = AttentionMetadata(16 + torch.arange(3, device=device), ())
+    kv, norm, cos, sin = (each.to(device) for each in raw(made, num_tokens))
+    metadata = AttentionMetadata(16 + torch.arange(num_tokens, device=device), ())
     pages = made.cache.of(0)
     made.attention.write_raw(kv, norm, 1e-6, cos, sin, *pages, metadata)
 

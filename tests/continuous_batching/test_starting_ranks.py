@@ -64,10 +64,23 @@ def test_a_start_that_takes_too_long_says_what_each_rank_does() -> None:
         listeners._start_limit_s = 0.0
         assert is_lost.wait(PATIENCE_S)
         assert listeners.lost == (
-            "the engine has not started within 0 s (rank 0: waiting in the meeting after loading while"
-            f" loading its weights; {NAME}: compiling); raise parallel.start_timeout_s if these ranks need"
-            " longer"
+            "the start of the engine has not progressed for 0 s (rank 0: waiting in the meeting after loading"
+            f" while loading its weights; {NAME}: compiling); raise parallel.start_timeout_s if these ranks"
+            " need longer"
         )
+
+
+def test_a_start_takes_as_long_as_it_progresses() -> None:
+    with starting(start_limit_s=1800.0) as (listeners, beats, is_lost):
+        beats.doing = "loading its weights: 1%"
+        wait_for(lambda: "1%" in str(listeners._reported))
+        listeners._began_s -= 7200
+        beats.doing = "loading its weights: 2%"
+        wait_for(lambda: "2%" in str(listeners._reported))
+        assert not is_lost.is_set()
+        listeners._progressed_s -= 1800
+        assert is_lost.wait(PATIENCE_S)
+        assert "loading its weights: 2%" in str(listeners.lost)
 
 
 def test_a_long_start_is_told_with_those_that_do_the_same(caplog: pytest.LogCaptureFixture) -> None:

@@ -9,6 +9,7 @@ import json
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,8 @@ from recipes import machine as machines
 from recipes.machine import Npu, start
 from recipes.schema.reader import load
 from tests.attention.test_atb import answering_as
-from tests.attention.test_attention import shape
-from tests.device_kinds import section, stand_in_alone
+from tests.attention.test_attention import Bench, shape
+from tests.device_kinds import operators, section, stand_in_alone
 
 pytestmark = [pytest.mark.npu, stand_in_alone]
 
@@ -126,7 +127,7 @@ def attending(change: Callable[[dict[str, Any]], dict[str, Any]], npu: Npu, fact
     from virtual_npu.operators import operator
 
     def attend(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        out, lse = operator(ATTENTION)(Conditions(), *args, **change(kwargs))
+        out, lse = operator(ATTENTION)(Conditions(fp32=True), *args, **change(kwargs))
         return out * factor, lse
 
     return attend
@@ -178,6 +179,58 @@ def test_decodes_that_are_wrong_without_a_mask_in_graphs_alone_are_found(
     lens_seen = frozen if fault == "lengths of the first replay" else like_filler
     wrong(f"npu::{form}", maskless_wrong(form, lens_seen))
     assert not ask("unmasks_decodes", npu)
+
+
+def test_a_band_that_counts_a_querys_own_key_is_found_and_followed(npu: Npu, wrong: Any) -> None:
+    def without_own(call: dict[str, Any]) -> dict[str, Any]:
+        return call | {"pre_tokens": call["pre_tokens"] - 1} if call["sparse_mode"] == 4 else call
+
+    assert not ask("counts_own_key", npu)
+    windowed = shape(windows=(20,), page_size=32)
+    bench = Bench(operators("npu", "fused", windowed)[1])
+    wrong(f"npu::{ATTENTION}", attending(without_own, npu))
+    assert ask("counts_own_key", npu)
+    with pytest.raises(AssertionError):
+        bench.step({0: 60})
+    followed = Bench(operators("npu", "fused", windowed)[1])
+    followed.attention.product = replace(npu.product, counts_own_key=True)  # type: ignore[attr-defined]
+    followed.step({0: 60})
+
+
+def test_a_band_that_gives_no_window_is_named(npu: Npu, wrong: Any) -> None:
+    wrong(f"npu::{ATTENTION}", attending(lambda call: call | {"pre_tokens": 2048}, npu))
+    probe = next(each for each in PROBES if each.name == "counts_own_key")
+    found = answer(probe, npu)
+    assert not found.answer
+    assert found.said.startswith("layers with a window are wrong: ")
+
+
+@pytest.mark.parametrize(
+    ("name", "operator_name", "spoilt"),
+    [
+        ("groups_products", "npu_grouped_matmul", lambda made: [each * 1.1 for each in made]),
+        ("divides_gates", "npu_moe_gating_top_k_softmax_v2", lambda made: (made[0] * 1.1, *made[1:])),
+        ("divides_gates", "npu_moe_gating_top_k_softmax_v2", lambda made: (made[0], made[1] + 1, made[2])),
+    ],
+    ids=["products", "weights", "experts"],
+)
+def test_a_launch_that_no_other_engine_has_is_followed_where_it_is_right(
+    name: str,
+    operator_name: str,
+    spoilt: Callable[[Any], Any],
+    npu: Npu,
+    wrong: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from virtual_npu.contract import Conditions
+    from virtual_npu.operators import operator
+
+    assert not getattr(npu.product, name), "until it is asked, what other engines call is called"
+    monkeypatch.setattr(npu, "product", replace(npu.product, **{name: True}))
+    assert ask(name, npu), "right, and as it was"
+    inner = partial(operator(operator_name), Conditions(fp32=True))
+    wrong(f"npu::{operator_name}", lambda *args, **kwargs: spoilt(inner(*args, **kwargs)))
+    assert not ask(name, npu)
 
 
 def test_tiles_that_no_graph_takes_are_found(npu: Npu, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,7 +104,7 @@ def _served(asked: Asked, group: Group, folder: Path) -> Served:
 
 def _assembled(asked: Asked, group: Group) -> tuple[BuiltEngine, Witness]:
     recipe = load(ROOT / "recipes/any/cpu.yaml", [*asked.settings, f"parallel.tensor={group.size}"])
-    built = assemble(recipe, group, wait_s=PATIENCE_S)
+    built = assemble(recipe, group)
     witness = Witness(built.runner.sampler)
     built.runner.sampler = witness
     return built, witness

@@ -307,7 +307,7 @@ def main(backend: Backend, rank: int, size: int, folder: Path) -> None:
     torch.save(collectives(group, device), folder / f"collectives.{rank}.pt")
     for name, case in json.loads((folder / "cases.json").read_text()).items():
         graphs, joins, chooses = (case.pop(name, False) for name in ("graphs", "joins", "chooses"))
-        divided(group, Share(rank, size, experts=case.get("experts", 1)), PATIENCE_S)
+        divided(group, Share(rank, size, experts=case.get("experts", 1)))
         group.open_for_tokens(BUFFER_MIB if case.get("dispatches") else 0, device)
         decoder, num_bytes = built(Path(case.pop("path")), group, kind, **case)
         found: dict[str, Any] = {"bytes": num_bytes}

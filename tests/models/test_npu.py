@@ -319,11 +319,12 @@ def _in_int8(ops: Ops, rows: torch.Tensor) -> None:
 
 def _by_experts(ops: Ops, rows: torch.Tensor) -> None:
     """Run a mixture of four experts on rows of 32, also in int8, where the product joins them."""
-    router, bias = torch.ones(4, 32, device="npu:0"), torch.zeros(4, device="npu:0")
-    plain = MixtureConfig(4, 2, 32, True)
+    wide, router = torch.ones(6, 32, device="npu:0"), torch.ones(4, 32, device="npu:0")
+    plain, bias = MixtureConfig(4, 2, 32, True), torch.zeros(4, device="npu:0")
     grouped = {"num_groups": 2, "num_chosen_groups": 1, "scale": 2.0}
     for more in (grouped, grouped | {"scores": "sigmoid"}, {"scores": "sigmoid", "normalizes": False}):
-        ops.route(rows, router, None, replace(plain, **more))
+        ops.route(rows, wide, None, replace(plain, num_experts=6, **more))
+    ops.route(rows, router, None, replace(plain, **grouped))  # groups of two
     ops.route(rows, router, bias, replace(plain, scores="sigmoid", is_corrected=True))
     routed = ops.route(rows, router, None, plain)
     if not ops.joins_experts(ExpertKind(32, 32)):
@@ -413,6 +414,32 @@ def _fetching(ops: Ops, rows: torch.Tensor) -> None:
 
 
 @stand_in_alone
+def test_angles_that_a_model_scales_are_turned_in_plain_torch() -> None:
+    start(section("npu"))
+    from models.ops.npu.ops import NpuOps
+
+    ops, generator = NpuOps(product("910B", "")), torch.Generator().manual_seed(4)
+    query, key = (torch.randn(5, heads, 96, generator=generator) for heads in (4, 2))
+    angles = torch.randn(5, 48, generator=generator).repeat(1, 2)
+    cos, sin = 1.19 * angles.cos(), 1.19 * angles.sin()
+    there = [each.to("npu:0") for each in (query, key, cos, sin)]
+    with pytest.raises(ValueError, match=r"npu_rotary_mul: r1 is of up to 1\.\d+; .*plain torch"):
+        ops.rotary(*there)
+    ops.scales_angles = True
+    found = [*ops.rotary(*there), ops.rotary_of_one(there[0], *there[2:])]
+    expected = Ops().rotary(query, key, cos, sin)
+    for turned, wanted in zip(found, (*expected, expected[0])):
+        torch.testing.assert_close(turned.cpu(), wanted, rtol=0, atol=1e-6)
+    long = "rope_scaling: {rope_type: yarn, factor: 4.0, original_max_position_embeddings: 64}"
+    config = f"{{model_type: llama, vocab_size: 320, hidden_size: 96, num_hidden_layers: 1, {long},"
+    config += " num_attention_heads: 2, num_key_value_heads: 1, intermediate_size: 64, eos_token_id: 2}"
+    plain = ("device.attention=reference", "model.path=null", f"model.config={config}", *RANDOM)
+    engine = engine_of(*plain)
+    assert engine.runner.decoder.ops.scales_angles
+    serve(engine)
+
+
+@stand_in_alone
 def test_every_line_of_every_npu_file_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     start(section("npu"))
     import torch_npu
@@ -441,7 +468,11 @@ def test_every_line_of_every_npu_file_runs(monkeypatch: pytest.MonkeyPatch) -> N
         packed = ops.pack_int8(ones, torch.ones(16, device="npu:0"), torch.ones(16, device="npu:0"))
         rows = torch.ones(3, 32, dtype=torch.bfloat16, device="npu:0")
         ops.linear_int8(rows, packed)
-        ops.pack_split(torch.ones(16, 32, dtype=torch.bfloat16, device="npu:0"), None, (8, 8))
+        grouping = replace(ops.product, groups_products=True, divides_gates=True)  # type: ignore[attr-defined]
+        for each in (ops, NpuOps(grouping)):
+            weight = torch.ones(16, 32, dtype=torch.bfloat16, device="npu:0")
+            each.linear_split(rows, each.pack_split(weight, None, (8, 8), in_parts=True), (8, 8))
+            each.route(rows, weight.float(), None, MixtureConfig(16, 2, 32, True))
         _in_int8(ops, rows)
         _by_experts(ops, rows)
         for each in (ops, NpuOps(replace(ops.product, has_int4=False))):  # type: ignore[attr-defined]

@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from models.checkpoint.huggingface import rope_config
-from models.layers.rope import Rope
+from models.layers.rope import Rope, is_scaled
 from tests.lazy import transformers
 
 DIM, MAX_POSITIONS = 32, 256
@@ -73,6 +73,7 @@ def test_frequencies(rope: dict[str, Any], theta: float) -> None:
     mine = ours(rope, theta)
     torch.testing.assert_close(mine.frequencies, frequencies, rtol=1e-7, atol=0)
     assert mine.factors.tolist() == pytest.approx([factor] * len(mine.factors), rel=1e-6)
+    assert is_scaled(None, mine.config) == (factor > 1)
     positions = torch.tensor([0, 1, 63, 255, 4000])
     mine.tabulate(4001, torch.float32)
     frequencies, _ = theirs(rope, theta, torch.tensor(4000))

@@ -24,7 +24,19 @@ from torch import Tensor
 from models.checkpoint.files import SINGLE
 from models.decoder import Decoder
 from models.ops.reference import Ops, Packed
-from models.parallel.group import _SET_HCCL, ALONE, Backend, hccl_timeouts, join, tell_hccl
+from models.parallel.group import (
+    _SET_HCCL,
+    ALONE,
+    UNLIMITED,
+    Backend,
+    Group,
+    divided,
+    hccl_timeouts,
+    join,
+    tell_hccl,
+    watchdog_s,
+)
+from models.parallel.share import Share
 from recipes.schema.recipe import ROOT
 from tests.device_kinds import Way
 from tests.models.families import VARIANTS, make
@@ -254,6 +266,42 @@ def test_what_the_user_has_told_hccl_stays(
     monkeypatch.setenv("HCCL_EXEC_TIMEOUT", "0")  # without a limit
     assert tell_hccl(1800.0) == 0.0
     assert len(caplog.messages) == 2, "a variable without a limit was complained of"
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"), [("60", 1810.0), ("3600", 3610.0), ("0", UNLIMITED.total_seconds())]
+)
+def test_the_watchdog_of_torch_waits_longer_than_hccl(
+    said: str, expected: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(_SET_HCCL, "")
+    monkeypatch.setenv("HCCL_CONNECT_TIMEOUT", "7200")
+    monkeypatch.setenv("HCCL_EXEC_TIMEOUT", said)
+    assert watchdog_s(1800.0) == expected
+
+
+def test_groups_of_some_ranks_wait_as_long_as_that_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[timedelta] = []
+
+    class Some:
+        """A process group of two."""
+
+        def __init__(self, _: object, timeout: timedelta) -> None:
+            waits.append(timeout)
+
+        def rank(self) -> int:
+            return 0
+
+        def size(self) -> int:
+            return 2
+
+    monkeypatch.setattr(dist, "new_group", Some)
+    world = Group(Some((), timedelta()))  # type: ignore[arg-type]
+    world.size, world.timeout_s = 4, 3610.0
+    few = divided(world, Share(0, 4, experts=2))[0].few
+    assert few is not None
+    assert few.size == 2
+    assert set(waits[1:]) == {timedelta(seconds=3610)}
 
 
 def test_what_one_engine_has_told_hccl_the_next_one_changes(

@@ -173,4 +173,25 @@ FAULTS = {
         "vllm-ascend #4960: bfloat16 in FRACTAL_NZ failed in captured steps",
         "tests/doctor/test_probes.py::test_weights_lie_in_tiles_where_the_answer_is_yes",
     ),
+    "bands_of_a_key_more": Fault(
+        "attention/npu/fused_attention.py::FusedAttention._unsunk",
+        "self.product.counts_own_key",
+        "not self.product.counts_own_key",
+        "a query sees a key more than its window has, by the page of the operator",
+        "tests/attention/test_attention.py::test_mixed_spans_decodes_and_leavers",
+    ),
+    "groups_of_two_chosen_in_one_launch": Fault(
+        "models/ops/npu/ops.py::NpuOps.route",
+        "config.is_plain or chooses_in_groups(config.num_experts, config.num_groups)",
+        "True",
+        "npu_moe_gating_top_k refuses groups of fewer than three experts at the warm-up",
+        "tests/models/test_npu.py::test_every_line_of_every_npu_file_runs",
+    ),
+    "rows_of_a_prompt_as_sequences": Fault(
+        "attention/npu/latent_attention.py::FusedLatentAttention.write_raw",
+        "len(kv) > len(layer_latents)",
+        "False",
+        "npu_kv_rmsnorm_rope_cache asks for a page of each sequence, and a prompt has more rows",
+        "tests/attention/test_latent.py::test_one_launch_writes_what_the_parts_of_it_write",
+    ),
 }

@@ -137,4 +137,11 @@ FAULTS = {
         "greedy steps bring the whole vocabulary together, of which nobody reads more than a token",
         "tests/models/test_tensor_parallel.py::test_all_ranks_choose_the_best_tokens_of_one_without_joining_logits",
     ),
+    "limit_of_the_whole_start": Fault(
+        "continuous_batching/recording/listeners.py::Listeners._check_start",
+        "now_s - self._progressed_s",
+        "now_s - self._began_s",
+        "ranks that read their weights for longer than parallel.start_timeout_s are ended while they read",
+        "tests/continuous_batching/test_starting_ranks.py::test_a_start_takes_as_long_as_it_progresses",
+    ),
 }

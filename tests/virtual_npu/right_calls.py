@@ -297,7 +297,7 @@ def rotary_mul(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
     batch, tokens = rng.integers(1, (5, 2000)).tolist()
     dim = 128 if product is P310 else pick(rng, 32, 80, 128, 256)
     lead = (batch, tokens) if product is P310 or rng.integers(2) else (tokens,)
-    x, angles = torch.randn(*lead, 3, dim).to(dtype), torch.randn(*lead, 1, dim).to(dtype)
+    x, angles = torch.randn(*lead, 3, dim).to(dtype), (2 * torch.rand(*lead, 1, dim) - 1).to(dtype)
     return {"input": x, "r1": angles, "r2": angles.clone()}, Conditions(product=product)
 
 

@@ -15,15 +15,16 @@ from virtual_npu.simulated_products import A2, A3, A5
 def cache_write(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
     tokens, page_size, dtype = int(rng.integers(1, 30)), pick(rng, 16, 48), pick(rng, *HALVES)
     num_pages = 3 + int(rng.integers(3))
+    lead = (1, 1, tokens) if tokens > num_pages or rng.integers(2) else (tokens, 1, 1)
 
     def random(*sizes: int) -> torch.Tensor:
         return torch.randn(*sizes).to(dtype)
 
     made: dict[str, Any] = {
-        "kv": random(tokens, 1, 1, 576),
+        "kv": random(*lead, 576),
         "gamma": random(512),
-        "cos": random(tokens, 1, 1, 64),
-        "sin": random(tokens, 1, 1, 64),
+        "cos": random(*lead, 64),
+        "sin": random(*lead, 64),
         "index": torch.from_numpy(page_size + rng.permutation((num_pages - 1) * page_size)[:tokens]),
         "k_cache": random(num_pages, page_size, 1, 64),
         "ckv_cache": random(num_pages, page_size, 1, 512),
@@ -35,7 +36,8 @@ def cache_write(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
 
 
 def product(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
-    tokens, heads, inner, width = rng.integers(1, 30, 4).tolist()
+    tokens, heads = rng.integers(1, 30, 2).tolist()
+    inner, width = (16 * rng.integers(1, 4, 2)).tolist()
     dtype, swaps = pick(rng, torch.float32, *HALVES), bool(rng.integers(2))
     made: dict[str, Any] = {
         "input": torch.randn(*((tokens, heads) if swaps else (heads, tokens)), inner).to(dtype),

@@ -30,7 +30,7 @@ def gating_as_one(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
 
 
 def gating_in_groups(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
-    tokens, groups, size = int(rng.integers(1, 30)), int(rng.integers(1, 5)), int(rng.integers(2, 8))
+    tokens, groups, size = int(rng.integers(1, 30)), int(rng.integers(1, 5)), int(rng.integers(3, 8))
     dtype, chosen_groups = pick(rng, torch.float32, *HALVES), int(rng.integers(1, groups + 1))
     made = {
         "x": torch.randn(tokens, groups * size).to(dtype),

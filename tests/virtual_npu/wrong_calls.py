@@ -12,7 +12,7 @@ from tests.virtual_npu.wrong import Change, Wrong, cut, pages_but, put, spoil, s
 from virtual_npu.operators.atb import in_tiles
 from virtual_npu.simulated_products import A2, A5, P310
 
-ON_310P = {"product": P310}
+ON_310P, ON_910B = {"product": P310}, {"product": A2}
 Sent = torch.nn.Parameter  # stands for a tensor in the device's memory
 NOBODYS, HELD = {"held": pages_but()}, {"held": lambda: [39]}
 
@@ -147,6 +147,7 @@ NORM = [
     ),
     Wrong("epsilon", put(epsilon=0.0), "epsilon", "is 0.0"),
     Wrong("alike", cut("x2"), "x2", "beside"),
+    Wrong("filled", lambda call: {name: call[name][:0] for name in ("x1", "x2")}, "x1", "(0,"),
 ]
 TURNED = ("query", "key", "cos", "sin")
 ROTARY = [
@@ -175,6 +176,13 @@ MULTIPLY = [
     Wrong("angles", cut("r2"), "r2", "beside r1"),
     Wrong(
         "angles", lambda call: {name: call[name][..., :2, :, :] for name in ("r1", "r2")}, "r1", "for input"
+    ),
+    Wrong(
+        "unscaled",
+        to("r2", lambda sin: torch.full_like(sin, 1.25)),
+        "r2",
+        "of up to 1.25",
+        conditions=ON_910B,
     ),
 ]
 SWIGLU = [

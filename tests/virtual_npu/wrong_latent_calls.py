@@ -6,7 +6,24 @@ import torch
 from torch import Tensor
 
 from tests.virtual_npu.right_mixture_calls import Arguments
-from tests.virtual_npu.wrong import Wrong, cut, pages_but, put, spoil, strided, to
+from tests.virtual_npu.wrong import Change, Wrong, cut, pages_but, put, spoil, strided, to
+
+
+def _as_sequences(*sizes: int) -> Change:
+    """Put sequences in place of a call's, with two pages for all of them."""
+    rows, length = sizes if len(sizes) == 2 else (1, sizes[0])
+    lead = rows, 1, length
+
+    def changed(call: Arguments) -> Arguments:
+        made = {"kv": 576, "cos": 64, "sin": 64}
+        dtype = call["kv"].dtype
+        rows_of = {name: torch.zeros(*lead, width, dtype=dtype) for name, width in made.items()}
+        caches = {"k_cache": 64, "ckv_cache": 512}
+        pages = {name: torch.zeros(2, 128, 1, width, dtype=dtype) for name, width in caches.items()}
+        return rows_of | pages | {"index": torch.arange(rows * length)}
+
+    return changed
+
 
 CACHE = [
     Wrong("mode", put(cache_mode="PA_NZ"), "cache_mode", "PA_NZ"),
@@ -19,6 +36,8 @@ CACHE = [
     Wrong("axes", to("ckv_cache", lambda cache: cache.transpose(1, 2)), "ckv_cache", "512)"),
     Wrong("axes", to("k_cache", lambda cache: cache[..., :-1]), "k_cache", "63)"),
     Wrong("axes", cut("index"), "index", "rows"),
+    Wrong("enough-pages", _as_sequences(300), "k_cache", "of 2 pages of 128 for 1 times 300 tokens"),
+    Wrong("enough-pages", _as_sequences(3, 1), "k_cache", "of 2 pages of 128 for 3 times 1 tokens"),
     Wrong("contiguous", to("kv", strided), "kv", "strided"),
     Wrong("slots-in-range", to("index", lambda index: spoil(index, 1, -1)), "index", "one with place -1 of"),
     Wrong("slots-unique", to("index", lambda index: spoil(index, 1, index[0])), "index", "more than once"),
@@ -41,6 +60,11 @@ def _wide(call: Arguments) -> Arguments:
     }
 
 
+def _by_eights(inner: int, width: int) -> Change:
+    x, weight = torch.zeros(3, 2, inner), torch.zeros(2, inner, width)
+    return put(input=x, weight=weight, perm_x1=[1, 0, 2])
+
+
 PRODUCT = [
     Wrong("sides", to("weight", lambda weight: weight.mT.contiguous()), "weight", "for"),
     Wrong("sides", put(perm_x1=[0, 2, 1]), "perm_x1", "[0, 2, 1]"),
@@ -51,6 +75,8 @@ PRODUCT = [
     Wrong("plain", put(batch_split_factor=2), "batch_split_factor", "is 2"),
     Wrong("dtype", to("weight", Tensor.double), "weight", "float64"),
     Wrong("sizes", _wide, "input", "rows of 65536"),
+    Wrong("by-sixteens", _by_eights(32, 40), "weight", "32, 40)"),
+    Wrong("by-sixteens", _by_eights(40, 32), "weight", "40, 32)"),
 ]
 
 PROLOG = [
@@ -95,6 +121,13 @@ PROLOG = [
     Wrong("pages-held", put(), "cache_index", "no request holds", conditions={"held": lambda: [39]}),
 ]
 
+
+def gating_of(groups: int, size: int) -> Change:
+    """Put groups of so many experts in place of a call's."""
+    x, bias = torch.randn(4, groups * size), torch.randn(groups * size)
+    return put(x=x, bias=bias, group_count=groups, k_group=1, k=1, group_select_mode=0)
+
+
 GATING = [
     Wrong("scores", to("x", Tensor.double), "x", "float64"),
     Wrong("scores", to("bias", Tensor.double), "bias", "float64"),
@@ -103,6 +136,9 @@ GATING = [
     Wrong("groups", put(k_group=0), "k_group", "0 of"),
     Wrong("groups", put(group_select_mode=2), "group_select_mode", "2 of groups"),
     Wrong("groups", put(k=1000), "k", "1000 of"),
+    Wrong("group-sizes", gating_of(8, 2), "group_count", "8 of 2 experts each"),
+    Wrong("group-sizes", gating_of(128, 4), "group_count", "128 of 4 experts each"),
+    Wrong("group-sizes", gating_of(1, 2), "group_count", "1 of 2 experts each"),
     Wrong("kinds", put(renorm=1), "renorm", "is 1"),
     Wrong("kinds", put(norm_type=2), "norm_type", "is 2"),
     Wrong("kinds", put(input_ids=torch.zeros(3)), "input_ids", "float32 (3,)"),

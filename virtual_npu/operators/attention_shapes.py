@@ -2,6 +2,10 @@
 
 These rules are checked first, in order; the rules on options and on the batch rely on them. Rules use the
 names of the operator's second version.
+
+Two sentences of the first version's page are not rules here. Its heads in TND are of 128 or 192, while the
+page of the second version, and vllm-ascend, have heads of 64 too. It asks for as many pages as all sequences
+have together, which sequences that share a prefix do not need, in any engine.
 """
 
 from __future__ import annotations

@@ -4,6 +4,10 @@ With `group_type` -1 the products are independent: there are as many left and ri
 `group_type` 0 they are products of experts: there is one left side, and a list on the device says how many of
 its rows each expert has.
 
+Two sentences of op-plugin's page of 2026-08 are not rules here. Its counts add up to the rows of x, while
+vllm-ascend multiplies what experts of this rank have, and leaves the rows behind these alone. Its biases have
+one axis; later versions of the page allow two.
+
 Legend: T rows, K inner, N columns, E experts.
 """
 

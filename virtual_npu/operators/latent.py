@@ -3,11 +3,12 @@
 One norms a latent, rotates its rope key and writes both to their caches; the other is a product by heads that
 accepts and returns the axes in attention's order.
 
-Legend: T tokens, N heads, P pages, B tokens a page.
+Legend: S sequences, T tokens of each, N heads.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -22,15 +23,16 @@ CACHE = "op-plugin npu_kv_rmsnorm_rope_cache"
 PRODUCT = "op-plugin npu_transpose_batchmatmul; CANN aclnnTransposeBatchMatMul"
 LATENT, ROPE = 512, 64
 MOST_ROW, MOST_BATCH = 65535, 65535
+PRODUCT_STEP = 16  # inner sizes and columns of a product are a multiple of this
 HALVES = (torch.bfloat16, torch.float16)
 
 
 def _write(call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the caches, and the rows written to them, which are NaN where they are not requested."""
-    latent, pairs = call["kv"][:, 0, 0].split((LATENT, ROPE), -1)
+    latent, pairs = call["kv"].flatten(0, 2).split((LATENT, ROPE), -1)
     halves = torch.cat((pairs[:, ::2], pairs[:, 1::2]), -1).float()
     turned = torch.cat((-halves[:, ROPE // 2 :], halves[:, : ROPE // 2]), -1)
-    cos, sin = (call[name][:, 0, 0].float() for name in ("cos", "sin"))
+    cos, sin = (call[name].flatten(0, 2).float() for name in ("cos", "sin"))
     made = (
         (halves * cos + turned * sin).to(latent.dtype),
         rms_norm(latent, call["gamma"], call["epsilon"])[0],
@@ -38,7 +40,7 @@ def _write(call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     caches = call["k_cache"], call["ckv_cache"]
     for cache, rows in zip(caches, made):
         cache.flatten(0, 2)[call["index"]] = rows
-    rope, written = (rows[:, None, None] for rows in made)
+    rope, written = (rows.view(*call["kv"].shape[:3], -1) for rows in made)
     if not call["is_output_kv"]:
         rope, written = torch.full_like(rope, torch.nan), torch.full_like(written, torch.nan)
     return *caches, rope, written
@@ -67,13 +69,15 @@ def _cache_types(call: Call) -> Iterator[Breach]:
 
 
 def _cache_axes(call: Call) -> Iterator[Breach]:
-    kv, rows = call["kv"], call["kv"].shape[0]
-    if kv.shape != (rows, 1, 1, LATENT + ROPE):
+    kv = call["kv"]
+    if kv.dim() != 4 or not kv.numel() or (kv.shape[1], kv.shape[3]) != (1, LATENT + ROPE):
         yield "kv", shape(kv)
+        return
+    rows = kv.shape[0] * kv.shape[2]
     if call["gamma"].shape != (LATENT,):
         yield "gamma", shape(call["gamma"])
     for name in ("cos", "sin"):
-        if call[name].shape != (rows, 1, 1, ROPE):
+        if call[name].shape != (*kv.shape[:3], ROPE):
             yield name, f"{shape(call[name])} for {rows} rows"
     pages = call["k_cache"].shape[:2]
     for name, width in (("k_cache", ROPE), ("ckv_cache", LATENT)):
@@ -81,6 +85,12 @@ def _cache_axes(call: Call) -> Iterator[Breach]:
             yield name, shape(call[name])
     if call["index"].shape != (rows,):
         yield "index", f"{shape(call['index'])} for {rows} rows"
+
+
+def _enough_pages(call: Call) -> Iterator[Breach]:
+    (batch, _, tokens, _), (pages, page_size) = call["kv"].shape, call["k_cache"].shape[:2]
+    if pages < math.ceil(tokens / page_size) * batch:
+        yield "k_cache", f"of {pages} pages of {page_size} for {batch} times {tokens} tokens"
 
 
 def _contiguous(call: Call) -> Iterator[Breach]:
@@ -154,6 +164,12 @@ def _sizes(call: Call) -> Iterator[Breach]:
         yield "weight", shape(weight)
 
 
+def _by_sixteens(call: Call) -> Iterator[Breach]:
+    weight = call["weight"]
+    if weight.shape[1] % PRODUCT_STEP or weight.shape[2] % PRODUCT_STEP:
+        yield "weight", shape(weight)
+
+
 OPERATORS = (
     Operator(
         schema="npu::npu_kv_rmsnorm_rope_cache(Tensor kv, Tensor gamma, Tensor cos, Tensor sin, Tensor index,"
@@ -180,11 +196,18 @@ OPERATORS = (
             ),
             Rule(
                 "axes",
-                "kv is [T, 1, 1, 576], gamma [512], cos and sin [T, 1, 1, 64]; the caches are [pages, page,"
+                "kv is [S, 1, T, 576], gamma [512], cos and sin [S, 1, T, 64]; the caches are [pages, page,"
                 " 1, 64] and [pages, page, 1, 512], and there is a place for each row",
                 CACHE + "; vllm-ascend attention/mla_v1.py",
                 "view the rows so; other sizes are for plain torch",
                 _cache_axes,
+            ),
+            Rule(
+                "enough-pages",
+                "the cache has the pages of S sequences of T tokens, which share none",
+                CACHE + ": block_num",
+                "pass more rows than there are pages as one sequence",
+                _enough_pages,
             ),
             Rule("contiguous", "tensors are contiguous", CACHE, "call contiguous() first", _contiguous),
         ),
@@ -248,6 +271,13 @@ OPERATORS = (
                 PRODUCT,
                 "call torch.bmm on transposed views",
                 _sizes,
+            ),
+            Rule(
+                "by-sixteens",
+                f"K and M are multiples of {PRODUCT_STEP}",
+                PRODUCT,
+                "call torch.bmm on transposed views",
+                _by_sixteens,
             ),
         ),
         reference=_multiply,

@@ -9,6 +9,7 @@ Legend: T tokens, C experts that a token chooses.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -21,6 +22,7 @@ from virtual_npu.simulated_products import A2, A3
 GATING_IN_GROUPS = "op-plugin npu_moe_gating_top_k"
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
 MOST_EXPERTS = 2048
+LEAST_IN_A_GROUP, GROUP_STEP = 3, 32  # experts of a group, and what they are rounded up to
 
 
 def _gated_in_groups(call: Call) -> tuple[Tensor, Tensor, Tensor]:
@@ -63,6 +65,13 @@ def _groups(call: Call) -> Iterator[Breach]:
         yield "k", f"{call['k']} of {call['k_group']} groups of {experts // count}"
 
 
+def _group_sizes(call: Call) -> Iterator[Breach]:
+    count = call["group_count"]
+    size = call["x"].shape[-1] // count
+    if size < LEAST_IN_A_GROUP or math.ceil(size / GROUP_STEP) * GROUP_STEP * count > MOST_EXPERTS:
+        yield "group_count", f"{count} of {size} experts each"
+
+
 def _kinds(call: Call) -> Iterator[Breach]:
     if call["renorm"] != 0:
         yield "renorm", call["renorm"]
@@ -96,6 +105,14 @@ GROUPED = (
                 GATING_IN_GROUPS,
                 "choose fewer experts or more groups",
                 _groups,
+            ),
+            Rule(
+                "group-sizes",
+                f"a group has {LEAST_IN_A_GROUP} experts or more, without groups too, and all groups have"
+                f" {MOST_EXPERTS} at most, each rounded up to a multiple of {GROUP_STEP}",
+                GATING_IN_GROUPS,
+                "choose experts in plain torch",
+                _group_sizes,
             ),
             Rule(
                 "kinds",

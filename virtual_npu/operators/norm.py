@@ -62,6 +62,11 @@ def _alike(call: Call) -> Iterator[Breach]:
         yield "x2", f"{shape(second)} beside {shape(first)}"
 
 
+def _filled(call: Call) -> Iterator[Breach]:
+    if not call["x1"].numel():
+        yield "x1", shape(call["x1"])
+
+
 def _row(call: Call) -> Iterator[Breach]:
     x: Tensor = call["x1"]
     if call.conditions.product is P310 and x.shape[-1] * x.element_size() < ROW_BYTES:
@@ -107,6 +112,13 @@ OPERATORS = (
         rules=(
             *_rules(ADD, "gamma is of the type of x1"),
             Rule("alike", "x1 and x2 are of one shape and type", ADD, "cast the residual", _alike),
+            Rule(
+                "filled",
+                "there are elements",
+                ADD + " of 2026-08, whose later versions accept empty tensors",
+                "leave the call out",
+                _filled,
+            ),
         ),
         reference=_add_rms,
     ),

@@ -1,7 +1,5 @@
 """Define the fused rotary embeddings, with the rules of a correct call.
 
-One documented demand is not checked: cosines and sines within [-1, 1], since some models scale them.
-
 Legend: T tokens, Q sequences, S tokens a sequence, H heads, D head dim.
 """
 
@@ -158,6 +156,13 @@ def _is_layout(x: Tensor, cos: Tensor, layout: str, mode: str) -> bool:
     return within and any([sizes.get(axis, 1) for axis in each] == list(cos.shape) for each in shapes)
 
 
+def _unscaled(call: Call) -> Iterator[Breach]:
+    for name in ("r1", "r2") if call.conditions.product in (A2, A3) else ():
+        furthest = float(call[name].abs().max()) if call[name].numel() else 0.0
+        if furthest > 1:
+            yield name, f"of up to {furthest:g}"
+
+
 OPERATORS = (
     Operator(
         schema="npu::npu_apply_rotary_pos_emb(Tensor query, Tensor key, Tensor cos, Tensor sin, "
@@ -234,6 +239,13 @@ OPERATORS = (
                 MULTIPLY,
                 "pass [T, 1, dim] for [T, heads, dim]",
                 _angles,
+            ),
+            Rule(
+                "unscaled",
+                "cosines and sines are from -1 to 1 on the 910B and 910C",
+                MULTIPLY + ": jit_compile False",
+                "rotate in plain torch where a model scales them",
+                _unscaled,
             ),
         ),
         reference=_multiply,

@@ -1,8 +1,8 @@
-"""Ask a device whether decodes without a mask are right in captured steps, replayed as the engine does.
+"""Ask a device whether decodes are right without a mask in captured steps, and how a band gives a window.
 
-vllm-ascend #12605 found wrong answers in graph mode only. The engine's own attention therefore captures a
-step, and replays it with other lengths, pages and numbers of filler rows, in layers with windows and without.
-Each replay is compared with the masked call of the same batch, made outside of graphs.
+vllm-ascend #12605 found wrong answers without a mask in graph mode only. The engine's own attention therefore
+captures a step, and replays it with other lengths, pages and numbers of filler rows, in layers with windows
+and without. Each replay is compared with the masked call of the same batch, made outside of graphs.
 
 Legend: R rows of the captured step, P pages, B tokens a page, H query heads, K key and value heads, D head
 dim, L latent.
@@ -15,13 +15,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from attention.reference import StaticDecodes
 from devices.ascend_limits import LATENT_ROPE, AscendProduct
 from devices.shapes import AttentionShape, LatentShape
-from doctor.verify.npu.questions import NEAR, Found, Probe, fused, time_us
+from doctor.verify.npu.questions import NEAR, Band, Found, Probe, attention_apart, fused, time_us
 from models.layers.dtypes import TORCH_DTYPES
 from recipes.machine import Npu
 
@@ -39,6 +40,8 @@ REPLAYS: tuple[tuple[int, ...], ...] = (
 WINDOWS = (None, 200, None)  # one layer has a window, so that one graph has calls with and without a mask
 # (query heads, key and value heads); a stand-in is asked only the last.
 HEADS = ((8, 8), (32, 8), (28, 4), (8, 1))
+# (queries, keys) of spans, and windows within a page and across one, by which pre_tokens is judged
+SPANS, BANDS = [(1, 4), (1, 260), (40, 500), (300, 300)], (5, 130)
 LATENT = LatentShape(rope_dim=LATENT_ROPE, nope_dim=128, value_dim=128)
 
 
@@ -175,6 +178,35 @@ def _shapes(
                 yield name, replace(plain, dtype=TORCH_DTYPES[dtype_name], **sizes)
 
 
+def counts_own_key(machine: Npu) -> Found:
+    """Ask which pre_tokens of a band gives a window of W keys, in decodes, a chunk and a prompt.
+
+    The engine passes W - 1, which is right by the operator's page, while vllm-ascend passes W. Replays of
+    layers with windows are compared with calls outside of graphs where `unmasks_decodes` is asked.
+    """
+    cuts = list(machine.product.cuts(np.array([queries for queries, _ in SPANS])))
+    dtype, furthest = TORCH_DTYPES[machine.product.dtypes[0]], {}
+    for more in (0, 1):
+        furthest[more] = max(
+            attention_apart(machine, dtype, SPANS[first:last], kv_heads, Band(window, window - 1 + more))
+            for first, last in cuts
+            for kv_heads in (8, 2)
+            for window in BANDS
+        )
+        if furthest[more] <= NEAR[dtype]:
+            return bool(more), f"{furthest[more]:.2g} from float32 with pre_tokens W{'' if more else ' - 1'}"
+    return False, (
+        f"layers with a window are wrong: {furthest[0]:.2g} from float32 with pre_tokens W - 1, and"
+        f" {furthest[1]:.2g} with W"
+    )
+
+
 MASK_PROBES = (
     Probe("unmasks_decodes", "are decodes right without a mask, also in graphs?", fused, unmasks_decodes),
+    Probe(
+        "counts_own_key",
+        "does a window's pre_tokens count a query's own key?",
+        fused,
+        counts_own_key,
+    ),
 )

@@ -66,7 +66,7 @@ def packs_float16(machine: Npu) -> Found:
     spans = [(300, 300), (40, 500), (1, 260)]
     cuts = machine.product.cuts(np.array([queries for queries, _ in spans]))
     furthest = max(
-        _attention_apart(machine, torch.float16, spans[first:last], kv_heads)
+        attention_apart(machine, torch.float16, spans[first:last], kv_heads)
         for first, last in cuts
         for kv_heads in (HEADS, 2)
     )
@@ -224,14 +224,24 @@ QUESTIONS = (
 )
 
 
-def _attention_apart(machine: Npu, dtype: torch.dtype, lens: list[tuple[int, int]], kv_heads: int) -> float:
+@dataclass(frozen=True, slots=True)
+class Band:
+    """A sliding window: the keys that a query reads, its own among them, and the operator's pre_tokens."""
+
+    window: int
+    pre_tokens: int
+
+
+def attention_apart(
+    machine: Npu, dtype: torch.dtype, lens: list[tuple[int, int]], kv_heads: int, band: Band | None = None
+) -> float:
     """Return how far one call over (queries, keys) of each span is from plain torch in float32."""
-    call, wanted = _attention(machine, dtype, lens, kv_heads)
+    call, wanted = _attention(machine, dtype, lens, kv_heads, band)
     return float((call().cpu().float() - wanted).abs().nan_to_num(nan=torch.inf).max())
 
 
 def _attention(
-    machine: Npu, dtype: torch.dtype, lens: list[tuple[int, int]], kv_heads: int
+    machine: Npu, dtype: torch.dtype, lens: list[tuple[int, int]], kv_heads: int, band: Band | None = None
 ) -> tuple[Callable[[], Tensor], Tensor]:
     """Return a causal call over pages, and the result of plain torch in float32."""
     import torch_npu
@@ -250,6 +260,7 @@ def _attention(
             for each in cache
         )
         seen = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
+        seen = seen if band is None else seen.triu(keys - queries - band.window + 1)
         q = query[row : row + queries].transpose(0, 1).float()
         out = F.scaled_dot_product_attention(q[None], k[None], v[None], seen, enable_gqa=True)[0]
         wanted.append(out.transpose(0, 1))
@@ -270,6 +281,8 @@ def _attention(
         "block_size": PAGE,
         "sparse_mode": 3,
     }
+    if band is not None:
+        arguments |= {"sparse_mode": 4, "pre_tokens": band.pre_tokens, "next_tokens": 0}
 
     def call() -> Tensor:
         found: Tensor = torch_npu.npu_fused_infer_attention_score(**arguments)[0]

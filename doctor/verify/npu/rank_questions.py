@@ -72,7 +72,7 @@ def dispatches(recipe: Recipe, group: Group) -> Found:
     machine = start(recipe.device)
     assert isinstance(machine, Npu), "the probes ask an NPU"
     share = Share(group.rank, group.size, experts=group.size)
-    world, _ = divided(group, share, recipe.parallel.connect_timeout_s)
+    world, _ = divided(group, share)
     world.open_for_tokens(machine.buffer_mib, machine.device)
     hidden, inner, num_held = (1024, 64, 2) if machine.asked.virtual else EXPERTS
     config = MixtureConfig(num_held * world.size, min(8, num_held * world.size), inner, True)

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from attention.latent import LatentUp
 
-MOST_PRODUCT_ROW = 65535  # heads x width up to which npu_transpose_batchmatmul takes rows
+# Of npu_transpose_batchmatmul: the most heads x width of a row, and the step of a weight's inputs and outputs
+MOST_PRODUCT_ROW, PRODUCT_STEP = 65535, 16
 
 
 class NpuLatentUp(LatentUp):
@@ -26,7 +27,8 @@ class NpuLatentUp(LatentUp):
         return self._by_heads(x, self.values)
 
     def _by_heads(self, x: Tensor, weight: Tensor) -> Tensor:
-        if x.shape[1] * x.shape[2] > MOST_PRODUCT_ROW:
+        is_even = not any(size % PRODUCT_STEP for size in weight.shape[1:])
+        if x.shape[1] * x.shape[2] > MOST_PRODUCT_ROW or not is_even:
             return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
         made: Tensor = torch_npu.npu_transpose_batchmatmul(x, weight, perm_x1=(1, 0, 2), perm_y=(1, 0, 2))
         return made

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from attention.latent import LatentLinears, LatentUp
-from devices.ascend_limits import FRACTAL_NZ, AscendProduct, most_dispatched
+from devices.ascend_limits import FRACTAL_NZ, AscendProduct, chooses_in_groups, most_dispatched
 from models.config import MixtureConfig
 from models.ops.npu.dispatch import Dispatch
 from models.ops.npu.grouped import gated_by_width, joined, mixture
@@ -87,6 +87,10 @@ class NpuOps(Int4Ops, StaticOps, PlainNpuOps):
         self._no_offsets: dict[tuple[int, ...], Tensor] = {}  # shared by all layers of experts in 4 bits
         self._prefetches = torch_npu.npu.Stream() if product.prefetches else None
 
+    @property
+    def _groups_products(self) -> bool:
+        return self.product.is_fused and self.product.groups_products
+
     def pack(self, weight: Tensor, bias: Tensor | None) -> Packed:
         """Convert the weight to the format of the matrix unit, if that is faster on this product."""
         return in_tiles(weight) if self.product.tiles_weights else weight, bias
@@ -108,9 +112,11 @@ class NpuOps(Int4Ops, StaticOps, PlainNpuOps):
         y: Tensor = torch_npu.npu_mm_all_reduce_base(x.contiguous(), weight.t(), group.hccl_name)
         return y
 
-    def pack_split(self, weight: Tensor, bias: Tensor | None, widths: Widths) -> Packed:
-        """Return a weight [in, width] for each width, the form that npu_grouped_matmul takes."""
-        if not self.product.is_fused:
+    def pack_split(
+        self, weight: Tensor, bias: Tensor | None, widths: Widths, in_parts: bool = False
+    ) -> Packed:
+        """Return a weight [in, width] for each width, if npu_grouped_matmul or `join_latents` takes them."""
+        if not (in_parts or self._groups_products):
             return super().pack_split(weight, bias, widths)
         wide = weight.dtype in (torch.bfloat16, torch.float32)
         biases = None if bias is None else [each.float() if wide else each for each in bias.split(widths)]
@@ -118,10 +124,13 @@ class NpuOps(Int4Ops, StaticOps, PlainNpuOps):
         return parts, biases
 
     def linear_split(self, x: Tensor, packed: Packed, widths: Widths) -> tuple[Tensor, ...]:
-        """Multiply in one launch with contiguous results; copying each part would take another launch."""
-        if not self.product.is_fused:
-            return super().linear_split(x, packed, widths)
+        """Multiply in one launch; the parts are contiguous if the product groups them."""
         weights, biases = packed
+        if isinstance(weights, Tensor):
+            return super().linear_split(x, packed, widths)
+        if not self._groups_products:
+            assert biases is None, "the linears before latent attention have none"
+            return tuple(torch.mm(x, weight) for weight in weights)
         sides = [x] * len(weights)
         return tuple(torch_npu.npu_grouped_matmul(sides, weights, bias=biases, split_item=0, group_type=-1))
 
@@ -224,7 +233,7 @@ class NpuOps(Int4Ops, StaticOps, PlainNpuOps):
         """Rotate query [T, H, D] and key [T, K, D], in place if contiguous; cos and sin [T, D]."""
         (_, heads, dim), kv_heads = query.shape, key.shape[1]
         turned = dim in FUSED_ROTARY_DIMS and 5 * 4 * dim * (heads + kv_heads) <= FUSED_ROTARY_BYTES
-        if not (turned or self.product.is_fused):  # the 310P's npu_rotary_mul requires four axes
+        if not (turned or self._multiplies_angles):
             return super().rotary(query, key, cos, sin)
         cos, sin = cos[:, None], sin[:, None]
         if turned:
@@ -245,12 +254,19 @@ class NpuOps(Int4Ops, StaticOps, PlainNpuOps):
         """Compute Ops.route, with int32 experts."""
         if not self.product.has_mixtures:
             return super().route(x, router, correction, config, bias)
+        if not (config.is_plain or chooses_in_groups(config.num_experts, config.num_groups)):
+            weights, chosen = super().route(x, router, correction, config, bias)
+            return weights, chosen.int()
         scores = F.linear(x.float(), router, bias)
-        if config.is_plain:  # a softmax over the best alone gives weights that add up to one
+        if config.is_plain and self.product.divides_gates:
+            # A softmax over the best alone gives weights that add up to one
             weights, chosen, _ = torch_npu.npu_moe_gating_top_k_softmax_v2(
                 scores, k=config.num_chosen, renorm=int(config.normalizes)
             )
             return weights if config.scale == 1 else weights * config.scale, chosen
+        if config.is_plain:
+            weights, chosen, _ = torch_npu.npu_moe_gating_top_k_softmax(scores, k=config.num_chosen)
+            return self._shares(weights, config), chosen
         # The operator divides by the sum of the weights for these scores, and only then
         divides = config.scores == "sigmoid"
         weights, chosen, _ = torch_npu.npu_moe_gating_top_k(
@@ -318,9 +334,14 @@ class NpuOps(Int4Ops, StaticOps, PlainNpuOps):
         """Return the whole row, whose running sum is one launch while tiles take ten."""
         return vocab_size
 
+    @property
+    def _multiplies_angles(self) -> bool:
+        """Whether npu_rotary_mul takes the rows: the 310P's has four axes, and by its page none is scaled."""
+        return self.product.is_fused and not self.scales_angles
+
     def rotary_of_one(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotate x [T, H, D]; cos and sin [T, D]."""
-        if not self.product.is_fused:
+        if not self._multiplies_angles:
             return super().rotary_of_one(x, cos, sin)
         turned: Tensor = torch_npu.npu_rotary_mul(x.contiguous(), cos[:, None], sin[:, None])
         return turned

@@ -1,0 +1,120 @@
+"""Ask a device whether calls that no other engine makes are right, also in graphs, and faster than theirs.
+
+Until a probe says yes, the engine calls what other engines call.
+
+Legend: T rows, E experts, C experts that a row chooses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from devices.ascend_limits import AscendProduct
+from doctor.verify.npu.questions import NEAR, Found, Probe, fused, time_us
+from models.config import MixtureConfig
+from models.layers.dtypes import TORCH_DTYPES
+from models.ops.reference import Ops, Packed, Widths
+from recipes.machine import Npu
+
+ROWS = (1, 32, 256)  # rows of the calls that are compared; all but the last are timed, as decodes have them
+HIDDEN = 4096
+WIDTHS = ((4096, 1024, 1024), (3584, 512, 512))  # of queries, keys and values
+MIXTURES = ((8, 2, True), (60, 4, False), (128, 8, True))  # (E, C, whether a row's weights add up to one)
+NEAR_WEIGHT = 1e-5
+
+Call = Callable[[], tuple[Tensor, ...]]
+
+
+def groups_products(machine: Npu) -> Found:
+    """Ask about the products of queries, keys and values in one launch, with biases and without."""
+    from models.ops.npu.ops import NpuOps
+
+    dtype = TORCH_DTYPES[machine.product.dtypes[0]]
+    ways = [NpuOps(replace(machine.product, groups_products=each)) for each in (False, True)]
+    times = []
+    for widths in WIDTHS[:1] if machine.asked.virtual else WIDTHS:
+        weight = _drawn(machine, dtype, sum(widths), HIDDEN) / HIDDEN**0.5
+        for bias in (None, _drawn(machine, dtype, sum(widths))):
+            packed = [way.pack_split(weight.clone(), bias, widths) for way in ways]
+            for rows in ROWS:
+                x = _drawn(machine, dtype, rows, HIDDEN)
+                theirs, ours = (partial(_contiguous, way, x, each, widths) for way, each in zip(ways, packed))
+                if furthest := _beyond(NEAR[dtype], theirs, ours):
+                    return False, f"{furthest:.2g} from one product of {rows} rows"
+                times += [] if rows == ROWS[-1] else [(time_us(machine, ours), time_us(machine, theirs))]
+    return _faster(machine, machine.product.groups_products, times)
+
+
+def _contiguous(ops: Ops, x: Tensor, packed: Packed, widths: Widths) -> tuple[Tensor, ...]:
+    return tuple(each.contiguous() for each in ops.linear_split(x, packed, widths))
+
+
+def divides_gates(machine: Npu) -> Found:
+    """Ask about the choice of experts whose weights one launch divides by their sum."""
+    from models.ops.npu.ops import NpuOps
+
+    ways = [NpuOps(replace(machine.product, divides_gates=each)) for each in (False, True)]
+    times = []
+    for experts, chosen, normalizes in MIXTURES:
+        config = MixtureConfig(experts, chosen, HIDDEN, normalizes)
+        router = _drawn(machine, torch.float32, experts, HIDDEN) / HIDDEN**0.5
+        for rows in ROWS:
+            x = _drawn(machine, torch.float32, rows, HIDDEN)
+            theirs, ours = (partial(way.route, x, router, None, config) for way in ways)
+            if furthest := _beyond(NEAR_WEIGHT, theirs, ours):
+                return False, f"{furthest:.2g} from weights of {experts} experts that are divided afterwards"
+            times += [] if rows == ROWS[-1] else [(time_us(machine, ours), time_us(machine, theirs))]
+    return _faster(machine, machine.product.divides_gates, times)
+
+
+def _drawn(machine: Npu, dtype: torch.dtype, *sizes: int) -> Tensor:
+    generator = torch.Generator().manual_seed(sizes[0])
+    return torch.randn(*sizes, generator=generator).to(dtype).to(machine.device)
+
+
+def _beyond(near: float, theirs: Call, ours: Call) -> float:
+    """Return how far one call is from the other, at once and in a graph; 0 if it is near."""
+    npu = torch.get_device_module("npu")
+    wanted, graph = theirs(), npu.NPUGraph()
+    at_once = ours()
+    with npu.graph(graph):
+        captured = ours()
+    graph.replay()
+    furthest = max(
+        float((one.float() - other.float()).abs().nan_to_num(nan=torch.inf).max())
+        for found in (at_once, captured)
+        for one, other in zip(found, wanted)
+    )
+    return furthest if furthest > near else 0.0
+
+
+def _faster(machine: Npu, known: bool, times: list[tuple[float, float]]) -> Found:
+    if machine.asked.virtual:  # a stand-in's times mean nothing
+        return known, "right, and as it was: a stand-in has no times"
+    said = ", ".join(f"{ours:.0f} us against {theirs:.0f}" for ours, theirs in times)
+    return sum(ours for ours, _ in times) < sum(theirs for _, theirs in times), said
+
+
+def _has_mixtures(product: AscendProduct) -> bool:
+    return product.has_mixtures
+
+
+LAUNCH_PROBES = (
+    Probe(
+        "groups_products",
+        "is one launch of the products of queries, keys and values right and faster?",
+        fused,
+        groups_products,
+    ),
+    Probe(
+        "divides_gates",
+        "is one launch that chooses experts and divides their weights right and faster?",
+        _has_mixtures,
+        divides_gates,
+    ),
+)
