@@ -12,7 +12,7 @@ import pytest
 
 from devices.present import Chip, chips_of
 from doctor.diagnosis import CHECKS, diagnose, in_json, in_words, name_of
-from doctor.facts import MachineFacts, Node, _error_of, gather, numbers
+from doctor.facts import MachineFacts, Node, Port, _error_of, gather, numbers
 from scripts.doctor import main
 
 HOME = "/usr/local/Ascend/ascend-toolkit/latest"
@@ -46,7 +46,10 @@ FIT = MachineFacts(
     packages={"torch": "2.9.0+cpu", "torch_npu": "2.9.0.post2", "numpy": "2.4"} | dict.fromkeys(NEEDS, "1"),
     wheel_glibc=(2, 28),
     num_devices=2,
+    interfaces={"lo": ("127.0.0.1",), "eth0": ("10.0.0.9",), "eth1": ()},
+    ports=(Port(0, "10.0.0.1", "UP", False), Port(1, "10.0.0.2", "UP", False)),
 )  # fmt: skip
+PORT = Port(0, "10.0.0.1", "UP", False)
 SHUT = (Node("/dev/davinci0", "HwHiAiUser", False),)
 BUSY = (Chip("910B1", "OK", 60000, 65536),)
 HCCL = "ImportError: libhccl.so: cannot open shared object file: No such file or directory"
@@ -101,8 +104,24 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
     ("cann_apart", {"cann_version": "8.3.RC1"}, "install CANN 9.0"),
     ("cann_apart", {"cann_version": "9.1.0"}, "install CANN 9.0"),
     ("cann_apart", packages(torch="2.13.0", torch_npu="2.13.0"), "install CANN 9.1 or newer"),
+    (
+        "too_old",
+        packages(torch="2.9.0", torch_npu="2.9.0") | {"cann_version": "8.5.1"},
+        "install CANN 9.1, then bash scripts/setup.sh npu-2.10",
+    ),
+    (
+        "too_old",
+        packages(torch="2.9.0", torch_npu="2.9.0.post2") | {"chips": (Chip("310P3", "OK", 1, 21527),)},
+        "install CANN 9.1, then",
+    ),
+    ("too_old", packages(torch_npu="2.9.0.post7") | {"npu_lacks": ("npu_f",)}, "torch_npu 2.9.0.post2"),
+    ("unknown_pair", {"cann_version": None}, "verify_npu.sh"),
+    ("unknown_pair", packages(torch="2.10.0", torch_npu="2.10.0.post2"), "setup.sh npu-2.9"),
+    ("unknown_pair", packages(torch_npu="2.9.0.post1+git4c901a4"), "verify_npu.sh"),
+    ("unknown_pair", packages(torch="2.13.0", torch_npu="2.13.0") | {"cann_version": "9.1.0"}, "verify_npu"),
+    ("sees_fewer", {"num_devices": 1}, "npu-smi info"),
     ("cuda_torch", {"torch_cuda": "12.8"}, "torch==2.9.0+cpu"),
-    ("cann_packages", without("decorator"), "pip install decorator"),
+    ("cann_packages", without("decorator"), "setup.sh npu installs them"),
     ("static_tls", {"npu_error": TLS}, "LD_PRELOAD"),
     ("static_tls", {"torch_error": TLS}, "LD_PRELOAD"),
     (
@@ -127,6 +146,22 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
     ("hccl_timeout", shell(HCCL_CONNECT_TIMEOUT="²"), "unset it"),
     ("hccl_timeout", shell(HCCL_CONNECT_TIMEOUT="60"), "unset it"),
     ("hccl_timeout", shell(HCCL_CONNECT_TIMEOUT="20min"), "unset it"),
+    ("hccl_exec_timeout", shell(HCCL_EXEC_TIMEOUT="5"), "unset it"),
+    ("hccl_exec_timeout", shell(HCCL_EXEC_TIMEOUT="1h"), "unset it"),
+    ("hccl_buffer", shell(HCCL_BUFFSIZE="0"), "unset HCCL_BUFFSIZE"),
+    ("hccl_interface", shell(HCCL_SOCKET_IFNAME="eth99"), "between the machines"),
+    ("hccl_interface", shell(HCCL_SOCKET_IFNAME="=eth"), "between the machines"),
+    ("hccl_interface", shell(HCCL_SOCKET_IFNAME="^lo,eth"), "between the machines"),
+    ("hccl_address", shell(HCCL_IF_IP="1.2.3.4"), "own address"),
+    (
+        "rank_table",
+        shell(RANK_TABLE_FILE="/nope.json") | {"rank_table_error": "No such file or directory"},
+        "unset RANK_TABLE_FILE",
+    ),
+    ("runtime_devices", shell(ASCEND_VISIBLE_DEVICES="1"), "export ASCEND_RT_VISIBLE_DEVICES=1"),
+    ("device_address", {"ports": (PORT, replace(PORT, device=1, address=None))}, "/etc/hccn.conf"),
+    ("device_link", {"ports": (PORT, replace(PORT, device=1, link="DOWN"))}, "link_stat"),
+    ("device_tls", {"ports": (PORT, replace(PORT, device=1, tls=True))}, "-tls -s enable 0"),
     ("expansion_mode", shell(HCCL_OP_EXPANSION_MODE="aiv"), "HCCL_OP_EXPANSION_MODE=AIV"),
     ("unbound_threads", shell(CPU_AFFINITY_CONF="mode:0"), "CPU_AFFINITY_CONF=1,npu_affine:1,bind_irq:0"),
     ("blocking", shell(ASCEND_LAUNCH_BLOCKING="1"), "unset"),
@@ -145,9 +180,15 @@ def test_a_sound_environment_has_no_finding() -> None:
     assert diagnose(FIT) == {}
     plenty = shell(ASCEND_RT_VISIBLE_DEVICES="0,1", HCCL_CONNECT_TIMEOUT="1200", TASK_QUEUE_ENABLE="2")
     assert diagnose(replace(FIT, **plenty)) == {}
-    newest = packages(torch="2.13.0", torch_npu="2.13.0")
-    for version in ("9.1.0", "9.2.0", None):
-        assert diagnose(replace(FIT, cann_version=version, **newest)) == {}
+    network = shell(HCCL_SOCKET_IFNAME="^docker,lo", HCCL_IF_IP="10.0.0.9", HCCL_EXEC_TIMEOUT="0")
+    assert diagnose(replace(FIT, **network)) == {}
+    assert diagnose(replace(FIT, ports=(), **shell(HCCL_SOCKET_IFNAME="=eth1", HCCL_BUFFSIZE="400"))) == {}
+    image = packages(torch="2.10.0+cpu", torch_npu="2.10.0.post4")
+    assert diagnose(replace(FIT, cann_version="9.1.0", **image)) == {}
+    own_word = packages(torch_npu="2.9.0.post2+git4c901a4") | {"npu_lacks": ()}
+    assert diagnose(replace(FIT, **own_word)) == {}
+    runtime = shell(ASCEND_VISIBLE_DEVICES="0-1", ASCEND_RT_VISIBLE_DEVICES="0")
+    assert diagnose(replace(FIT, num_devices=1, **runtime)) == {}
 
 
 def test_one_folder_by_several_names_is_one(tmp_path: Path) -> None:
