@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +15,19 @@ import pytest
 
 from devices.present import Chip, chips_of
 from doctor.diagnosis import CHECKS, diagnose, in_json, in_words, name_of
-from doctor.facts import MachineFacts, Node, Port, _error_of, gather, numbers
+from doctor.facts import (
+    MachineFacts,
+    Node,
+    Port,
+    _cann_home,
+    _error_of,
+    _npu_lacks,
+    _port,
+    _rank_table_error,
+    gather,
+    numbers,
+)
+from recipes.schema.recipe import ROOT
 from scripts.doctor import main
 
 HOME = "/usr/local/Ascend/ascend-toolkit/latest"
@@ -359,3 +374,69 @@ def test_the_command_ends_by_its_verdict(
     monkeypatch.setattr("scripts.doctor.gather", lambda: replace(FIT, nodes=SHUT))
     assert main(["--json"]) == 1
     assert list(json.loads(capsys.readouterr().out)["findings"]) == ["no_permission"]
+
+
+HCCN = """#!/bin/sh
+case "$2 $3" in
+"0 -ip") echo "ipaddr:192.168.1.10"; echo "netmask:255.255.255.0" ;;
+"0 -link") echo "link status: UP" ;;
+"0 -tls") echo "dev_id:0, tls switch[0](0:disable, 1:enable), tls alarm time threshold[60]days" ;;
+"1 -link") echo "link status: DOWN" ;;
+"1 -tls") echo "dev_id:1, tls switch[1](0:disable, 1:enable)" ;;
+*) echo "no such thing"; exit 1 ;;
+esac
+"""
+
+
+def test_the_ports_of_the_devices_are_asked_for(tmp_path: Path) -> None:
+    tool = tmp_path / "hccn_tool"
+    tool.write_text(HCCN)
+    tool.chmod(0o755)
+    assert [_port(str(tool), device) for device in (0, 1, 2)] == [
+        Port(0, "192.168.1.10", "UP", False),
+        Port(1, None, "DOWN", True),
+        Port(2, None, None, None),
+    ]
+    assert _port(str(tmp_path / "nothing"), 0) == Port(0, None, None, None)
+
+
+def test_a_rank_table_is_read(tmp_path: Path) -> None:
+    assert _rank_table_error(None) is None
+    assert _rank_table_error(str(tmp_path / "none.json")) == "No such file or directory"
+    table = tmp_path / "table.json"
+    cases = {"{": "it is not JSON", "[]": "it has no server_list", '{"server_list": []}': None}
+    for text, error in cases.items():
+        table.write_text(text)
+        found = _rank_table_error(str(table))
+        assert found == error if error is None else str(found).startswith(error)
+
+
+def test_the_interfaces_of_this_machine_have_its_addresses(here: MachineFacts) -> None:
+    assert here.interfaces.keys() == {name for _, name in socket.if_nameindex()}
+    assert here.interfaces.get("lo", ("127.0.0.1",)) == ("127.0.0.1",)
+
+
+@pytest.mark.parametrize("place", ["ascend-toolkit/latest", "cann", "latest", ""])
+@pytest.mark.parametrize("by", ["ASCEND", "HOME", "ASCEND_HOME_PATH"])
+def test_cann_is_found_by_the_scripts_where_the_doctor_finds_it(place: str, by: str, tmp_path: Path) -> None:
+    (tmp_path / "Ascend" / place).mkdir(parents=True)
+    ascend = f"{tmp_path}/Ascend"
+    named = {"ASCEND": ascend, "HOME": str(tmp_path), "ASCEND_HOME_PATH": f"{ascend}/{place}"}
+    shell = {"PATH": os.environ["PATH"], "ASCEND": "/nonexistent", "HOME": "/nonexistent", by: named[by]}
+    command = ["bash", "-c", "source scripts/cann.sh; cann_home"]
+    done = subprocess.run(command, cwd=ROOT, env=shell, capture_output=True, text=True, check=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", shell["HOME"])
+        assert (done.stdout.strip() or None) == _cann_home(shell)
+    is_found = by == "ASCEND_HOME_PATH" or (bool(place) and not (by == "HOME" and place == "latest"))
+    assert (done.returncode == 0) == is_found
+
+
+def test_a_torch_npu_whose_version_is_unknown_is_asked_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("doctor.facts._error_of", lambda code, *product: (None, json.dumps([*product])))
+    chips = (Chip("310P3", "OK", 1, 21527),)
+    assert _npu_lacks("2.9.0.post1+git4c901a4", chips) == ("310P",)
+    assert _npu_lacks("2.9.0.post7", ()) == ("910B",)
+    assert _npu_lacks("2.10.0.post4", chips) is None
+    monkeypatch.setattr("doctor.facts._error_of", lambda code, *product: ("ImportError: no", ""))
+    assert _npu_lacks("2.9.0.post7", ()) is None
