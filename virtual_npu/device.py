@@ -108,11 +108,9 @@ class VirtualDevice:
             return
         self.conditions = conditions
         for each in OPERATORS:
-            # torch_npu up to 2.12 has the operators that 2.13 calls inside of others under their public names
-            names = (each.qualified, each.qualified.replace("::_", "::"))
-            name = next((name for name in names if find(name) is not None), None)
-            if name is not None:
-                self.implement(name, partial(each, conditions), partial(each.check_capture, conditions))
+            if find(each.qualified) is None:  # torch_npu 2.10 lacks one that 2.13 calls inside of another
+                continue
+            self.implement(each.qualified, partial(each, conditions), partial(each.check_capture, conditions))
 
     def take(self, release: OtherRelease | None) -> None:
         """Take only the calls that a release of torch_npu takes; None: those of the installed one."""
