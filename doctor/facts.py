@@ -5,32 +5,32 @@ The machine is only read, never changed, and any part may be missing.
 
 from __future__ import annotations
 
+import fcntl
 import grp
+import json
 import locale
 import os
 import platform
 import re
 import resource
 import shutil
+import socket
+import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 from devices.present import VISIBLE_NPUS as VISIBLE
-from devices.present import Chip, chips_of
+from devices.present import Chip, chips_of, product_of
+from devices.torch_npu_releases import public, releases
 
 CONTROL_NODES = ("/dev/davinci_manager", "/dev/devmm_svm", "/dev/hisi_hdc")
-CANN_PLACES = (
-    "/usr/local/Ascend/ascend-toolkit/latest",
-    "/usr/local/Ascend/cann",
-    "/usr/local/Ascend/latest",
-    "~/Ascend/ascend-toolkit/latest",
-    "~/Ascend/cann",
-)
+CANN_PLACES = Path(__file__).parents[1] / "scripts/cann_places.txt"  # which the shell scripts read too
+ASCEND = "/usr/local/Ascend"
 # The packages are those with which CANN compiles operators in Python, torch, and torch_npu.
 PACKAGES = (
     "torch", "torch_npu", "numpy", "attrs", "cffi", "decorator", "protobuf", "psutil", "pyyaml", "scipy",
@@ -38,7 +38,14 @@ PACKAGES = (
 )  # fmt: skip
 ASK_TORCH = "import torch; print(torch.__version__)"
 ASK_NPU = "import torch, torch_npu; print(torch.npu.device_count())"
+# What the library says of itself, which needs no device
+ASK_CALLS = (
+    "import json, sys; from attention.npu.registered import lacking_here;"
+    " from devices.ascend_limits import product; from devices.torch_npu_calls import calls_of;"
+    " print(json.dumps(lacking_here(calls_of(product(sys.argv[1], '')))))"
+)
 PROBE_S = 120
+SIOCGIFADDR = 0x8915  # the address of an interface, netdevice(7)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +55,16 @@ class Node:
     path: str
     group: str
     is_usable: bool  # this user may read and write it
+
+
+@dataclass(frozen=True, slots=True)
+class Port:
+    """The port of a device to the network between machines, as hccn_tool shows it; None: it shows nothing."""
+
+    device: int
+    address: str | None
+    link: str | None  # UP or DOWN
+    tls: bool | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +100,12 @@ class MachineFacts:
     wheel_glibc: tuple[int, int] | None = None  # the least version that torch_npu's wheel requires
     torch_error: str | None = None  # error of `import torch`
     npu_error: str | None = None  # error of `import torch_npu`
+    npu_lacks: tuple[str, ...] | None = None  # what torch_npu lacks of what is called; None: not asked
     num_devices: int | None = None  # number of devices that torch_npu sees
+    # IPv4 addresses of the network interfaces of this machine, by name
+    interfaces: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    rank_table_error: str | None = None  # why RANK_TABLE_FILE cannot be read
+    ports: tuple[Port, ...] = ()  # of the devices' own network, where hccn_tool is there
 
     def is_visible(self, index: int) -> bool:
         """Return whether the environment leaves this device visible; an invalid list hides none."""
@@ -130,13 +152,17 @@ def gather() -> MachineFacts:
         cann_version=_cann_version(Path(home)) if home else None,
         has_kernels=bool(home) and _has_kernels(Path(home or "")),
         has_hccl=home is not None and any(Path(home).glob("**/lib64/libhccl.so")),
-        nnal_home=next((place for place in ("/usr/local/Ascend/nnal",) if Path(place).is_dir()), None),
+        nnal_home=nnal if Path(nnal := f"{environment.get('ASCEND', ASCEND)}/nnal").is_dir() else None,
         packages=packages,
         torch_cuda=_torch_cuda(),
         wheel_glibc=_wheel_glibc("torch_npu"),
         torch_error=torch_error,
         npu_error=npu_error,
+        npu_lacks=_npu_lacks(packages["torch_npu"], chips) if printed else None,
         num_devices=int(printed) if printed.isdecimal() else None,
+        interfaces=_interfaces(),
+        rank_table_error=_rank_table_error(environment.get("RANK_TABLE_FILE")),
+        ports=tuple(_port(tool, index) for index in range(len(nodes))) if (tool := _hccn_tool()) else (),
     )
 
 
@@ -160,10 +186,10 @@ def _npu_smi() -> tuple[str | None, str | None, tuple[Chip, ...]]:
     return None, None if status == 0 else _last_line(printed) or f"ended by {status}", chips_of(printed)
 
 
-def _error_of(code: str) -> tuple[str | None, str]:
+def _error_of(code: str, *arguments: str) -> tuple[str | None, str]:
     """Return the last line of a program's error, or None if it succeeds, and the last line it prints."""
     try:
-        status, printed, errors = _run(sys.executable, "-c", code)
+        status, printed, errors = _run(sys.executable, "-c", code, *arguments)
     except subprocess.TimeoutExpired:
         return f"no answer in {PROBE_S} s", ""
     except OSError as error:
@@ -192,6 +218,67 @@ def _last_line(text: str) -> str:
     return lines[-1] if lines else ""
 
 
+def _npu_lacks(version: str, chips: Sequence[Chip]) -> tuple[str, ...] | None:
+    """Ask a torch_npu whose version is in no table here what it lacks; None where it gives no answer."""
+    if public(version) in releases():
+        return None
+    name = next((known for chip in chips if (known := product_of(chip.name))), "910B")
+    printed = _error_of(ASK_CALLS, name)[1]
+    return tuple(json.loads(printed)) if printed.startswith("[") else None
+
+
+def _interfaces() -> dict[str, tuple[str, ...]]:
+    """Return the IPv4 address of each network interface; the system tells one of each."""
+    found: dict[str, tuple[str, ...]] = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(asked, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                found[name] = (socket.inet_ntoa(answer[20:24]),)
+            except OSError:  # it has none
+                found[name] = ()
+    return found
+
+
+def _rank_table_error(place: str | None) -> str | None:
+    """Return why the table of ranks cannot be read, None where it can or none is named."""
+    if not place:
+        return None
+    try:
+        table = json.loads(Path(place).read_text(encoding="utf-8"))
+    except OSError as error:
+        return error.strerror
+    except ValueError as error:
+        return f"it is not JSON: {error}"
+    return None if isinstance(table, dict) and "server_list" in table else "it has no server_list"
+
+
+def _hccn_tool() -> str | None:
+    """Return the driver's tool for the devices' own network."""
+    places = (shutil.which("hccn_tool"), "/usr/local/Ascend/driver/tools/hccn_tool")
+    return next((place for place in places if place and os.access(place, os.X_OK)), None)
+
+
+def _port(tool: str, device: int) -> Port:
+    """Ask the tool for address, link and TLS switch of one device."""
+
+    def answer(option: str, pattern: str) -> str | None:
+        try:
+            status, printed, _ = _run(tool, "-i", str(device), option, "-g")
+        except (OSError, subprocess.TimeoutExpired):  # shown as unknown
+            return None
+        found = re.search(pattern, printed) if status == 0 else None
+        return found[1] if found else None
+
+    tls = answer("-tls", r"tls switch\[(\d)\]")
+    return Port(
+        device,
+        answer("-ip", r"ipaddr:\s*([\d.]+)"),
+        answer("-link", r"link status:\s*(\w+)"),
+        None if tls is None else tls == "1",
+    )
+
+
 def _driver_version() -> str | None:
     places = [Path("/usr/local/Ascend/driver/version.info")]
     said = _field(Path("/etc/ascend_install.info"), "Driver_Install_Path_Param")
@@ -213,8 +300,10 @@ def _field(path: Path, name: str) -> str | None:
 
 def _cann_home(environment: Mapping[str, str]) -> str | None:
     said = [environment.get(name) for name in ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH")]
-    places = [place for place in said if place] + [os.path.expanduser(place) for place in CANN_PLACES]
-    return next((place for place in places if Path(place).is_dir()), None)
+    ascend = environment.get("ASCEND") or ASCEND
+    known = [line for line in CANN_PLACES.read_text(encoding="utf-8").split("\n") if line and line[0] != "#"]
+    places = [os.path.expanduser(line.replace("ASCEND/", f"{ascend}/", 1)) for line in known]
+    return next((place for place in [*filter(None, said), *places] if Path(place).is_dir()), None)
 
 
 def _cann_version(home: Path) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from borders.numbers import integers
+from devices.ascend_limits import BUFFER_NAME, buffer_mib
 from devices.present import VISIBLE_NPUS as VISIBLE
 from doctor.facts import Check, Finding, MachineFacts
 
@@ -10,6 +11,9 @@ ALLOCATOR = "PYTORCH_NPU_ALLOC_CONF"
 LEAST_SHM = 2**30
 LEAST_FILES = 4096
 LEAST_TIMEOUT_S = 120  # HCCL's default
+LEAST_EXEC_TIMEOUT_S = 68
+RUNTIME_VISIBLE = "ASCEND_VISIBLE_DEVICES"
+CLUSTER = "vllm-ascend, multi-node documents, Verify Multi-Node Communication Environment"
 YEAR = 2025  # no supported CANN is older
 EXPANSION_MODES = ("AIV", "AI_CPU", "HOST", "HOST_TS")
 AFFINITY = "CPU_AFFINITY_CONF"
@@ -62,6 +66,136 @@ def _hccl_timeout(facts: MachineFacts) -> Finding | None:
         "vllm-ascend #2248, #1221, #486",
         is_fatal=False,
     )
+
+
+def _hccl_exec_timeout(facts: MachineFacts) -> Finding | None:
+    said = facts.environment.get("HCCL_EXEC_TIMEOUT")
+    number = None if said is None else integers(0, 2**31 - 1).parse(said)
+    if said is None or number == 0 or (number or 0) >= LEAST_EXEC_TIMEOUT_S:
+        return None
+    return Finding(
+        f"HCCL_EXEC_TIMEOUT is {said!r}",
+        "it is in seconds, and steps of 68 s on some products: a rank that waits longer for another, as while"
+        " one of them compiles operators, is ended; 0 waits for ever",
+        "unset it",
+        "HCCL, environment variables",
+        is_fatal=False,
+    )
+
+
+def _hccl_buffer(facts: MachineFacts) -> Finding | None:
+    try:
+        buffer_mib(facts.environment)
+    except ValueError as error:
+        return Finding(
+            str(error).partition(";")[0],
+            "it is the size of HCCL's buffers in MiB, and the engine does not start with it",
+            f"unset {BUFFER_NAME}",
+            "HCCL, environment variables",
+        )
+    return None
+
+
+def _hccl_interface(facts: MachineFacts) -> Finding | None:
+    said, names = facts.environment.get("HCCL_SOCKET_IFNAME"), tuple(facts.interfaces)
+    if not said or not names or any(_is_chosen(name, said) for name in names):
+        return None
+    return Finding(
+        f"HCCL_SOCKET_IFNAME is {said}, and the network interfaces here are {', '.join(names)}",
+        "HCCL then finds no address by which ranks reach each other, and ends in EI0006 or EI0019",
+        "export HCCL_SOCKET_IFNAME to the one between the machines, or unset it",
+        f"HCCL, environment variables; {CLUSTER}",
+        is_fatal=len(facts.nodes) > 1,
+    )
+
+
+def _hccl_address(facts: MachineFacts) -> Finding | None:
+    said = facts.environment.get("HCCL_IF_IP")
+    addresses = [each for found in facts.interfaces.values() for each in found]
+    if not said or not addresses or said in addresses or ":" in said:  # addresses of IPv6 are not looked for
+        return None
+    return Finding(
+        f"HCCL_IF_IP is {said}, and the addresses here are {', '.join(addresses)}",
+        "it is the address of this very machine; that of another was copied, or the address has changed",
+        "export HCCL_IF_IP to this machine's own address, or unset it",
+        f"HCCL, environment variables; {CLUSTER}",
+        is_fatal=len(facts.nodes) > 1,
+    )
+
+
+def _rank_table(facts: MachineFacts) -> Finding | None:
+    if facts.rank_table_error is None:
+        return None
+    return Finding(
+        f"RANK_TABLE_FILE is {facts.environment.get('RANK_TABLE_FILE')}: {facts.rank_table_error}",
+        "HCCL reads the ranks from this file where the variable is set; this engine's ranks find each other",
+        "unset RANK_TABLE_FILE",
+        "HCCL, environment variables",
+        is_fatal=len(facts.nodes) > 1,
+    )
+
+
+def _runtime_devices(facts: MachineFacts) -> Finding | None:
+    """Find the variable of the container runtime where it hides nothing."""
+    said = facts.environment.get(RUNTIME_VISIBLE)
+    if not said or VISIBLE in facts.environment or len(facts.nodes) <= len(said.split(",")):
+        return None
+    return Finding(
+        f"{RUNTIME_VISIBLE} is {said}, and {len(facts.nodes)} devices are visible",
+        f"only the container runtime reads it, when it starts a container; torch_npu reads {VISIBLE}",
+        f"export {VISIBLE}={said}, or unset {RUNTIME_VISIBLE}",
+        "Ascend Docker Runtime; CANN environment variables",
+        is_fatal=False,
+    )
+
+
+def _device_address(facts: MachineFacts) -> Finding | None:
+    absent = [str(port.device) for port in facts.ports if port.address is None]
+    if not absent or len(facts.ports) == 1:
+        return None
+    return Finding(
+        f"hccn_tool shows no address of device {', '.join(absent)}",
+        "collectives between machines go from device to device; in a container /etc/hccn.conf is not mounted",
+        "hccn_tool -i N -ip -s address A netmask M on the host, and -v /etc/hccn.conf:/etc/hccn.conf:ro",
+        CLUSTER,
+        is_fatal=False,
+    )
+
+
+def _device_link(facts: MachineFacts) -> Finding | None:
+    down = [str(port.device) for port in facts.ports if port.link not in (None, "UP")]
+    if not down:
+        return None
+    return Finding(
+        f"hccn_tool shows the link of device {', '.join(down)} as down",
+        "a cable or a switch's port is not there; on one machine ranks do without it, on several they do not",
+        "see `hccn_tool -i N -link_stat -g`, the cable, and the switch",
+        CLUSTER,
+        is_fatal=False,
+    )
+
+
+def _device_tls(facts: MachineFacts) -> Finding | None:
+    switched = {port.tls for port in facts.ports if port.tls is not None}
+    if len(switched) < 2:
+        return None
+    on = ", ".join(str(port.device) for port in facts.ports if port.tls)
+    return Finding(
+        f"TLS of the devices' network is on for {on}, and off for the others",
+        "devices whose switches differ do not connect; it must be the same on every machine too",
+        "hccn_tool -i N -tls -s enable 0 for each device of every machine, or 1 for all",
+        CLUSTER,
+        is_fatal=len(facts.nodes) > 1,
+    )
+
+
+def _is_chosen(name: str, said: str) -> bool:
+    """Return whether HCCL_SOCKET_IFNAME chooses it: it lists beginnings, = whole names, ^ all others."""
+    is_other = said.startswith("^")
+    names = said.removeprefix("^")
+    whole = names.startswith("=")
+    among = [each.strip() for each in names.removeprefix("=").split(",")]
+    return any(name == each if whole else name.startswith(each) for each in among) != is_other
 
 
 def _expansion_mode(facts: MachineFacts) -> Finding | None:
@@ -205,6 +339,15 @@ CHECKS: tuple[Check, ...] = (
     _visible_devices,
     _allocator,
     _hccl_timeout,
+    _hccl_exec_timeout,
+    _hccl_buffer,
+    _hccl_interface,
+    _hccl_address,
+    _rank_table,
+    _runtime_devices,
+    _device_address,
+    _device_link,
+    _device_tls,
     _expansion_mode,
     _unbound_threads,
     _blocking,

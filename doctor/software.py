@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from os.path import realpath
 
+from devices.ascend_limits import PRODUCTS, AscendProduct
+from devices.present import product_of
+from devices.torch_npu_calls import calls_of
+from devices.torch_npu_releases import public, releases, supported
 from doctor.facts import Check, Finding, MachineFacts, numbers
 
 PYTHONS = ((3, 10), (3, 12))
 MATCHING = "Ascend/pytorch, COMPATIBILITY.md"
-# The CANN with which each release of torch_npu was made, from that page; a newer release needs at least the
-# newest of these.
+# The CANN with which each release of torch_npu was made: from that page, and 2.14.0 from the README in its
+# wheel. Of others it is unknown; one that is newer than those of the page needs at least their newest.
 CANN_OF = {
+    "2.14.0": (9, 1),
     "2.12.0": (9, 1), "2.12.0.post2": (9, 1), "2.11.0": (9, 1), "2.11.0.post2": (9, 1),
     "2.10.0": (9, 0), "2.10.0.post4": (9, 1), "2.10.0.post6": (9, 1),
     "2.9.0": (8, 5), "2.9.0.post2": (9, 0), "2.9.0.post6": (9, 1), "2.9.0.post8": (9, 1),
@@ -19,6 +24,7 @@ CANN_OF = {
     "2.7.1.post10": (9, 1),
     "2.6.0": (8, 2), "2.6.0.post3": (8, 3), "2.6.0.post5": (8, 5), "2.5.1": (8, 1), "2.5.1.post1": (8, 2),
 }  # fmt: skip
+_LISTED = tuple(version for version in CANN_OF if version != "2.14.0")  # the releases of that page
 DRIVER_OF = {
     (8, 1): (25, 0),
     (8, 2): (25, 2),
@@ -27,6 +33,8 @@ DRIVER_OF = {
     (9, 0): (25, 5),
     (9, 1): (25, 5),
 }
+# The releases that scripts/setup.sh installs by name: an extra, and what requirements/EXTRA.txt has
+EXTRAS = {"npu-2.10": "2.10.0.post4", "npu-2.9": "2.9.0.post2"}
 CANN_NEEDS = ("attrs", "cffi", "decorator", "protobuf", "psutil", "pyyaml", "scipy", "sympy")
 CPU_TORCH = "pip install torch==VERSION+cpu --index-url https://download.pytorch.org/whl/cpu"
 
@@ -57,8 +65,8 @@ def _no_cann(facts: MachineFacts) -> Finding | None:
     if facts.cann_home is not None:
         return None
     return Finding(
-        "CANN is not found in /usr/local/Ascend nor in ~/Ascend",
-        "the toolkit is not installed, or lies elsewhere and its set_env.sh was not sourced",
+        "CANN is not found in /usr/local/Ascend, in ~/Ascend, nor where ASCEND or its own variables say",
+        "the toolkit is not installed, or lies elsewhere: ASCEND=DIR names the folder that holds it",
         "install the CANN toolkit and the operator package of your product, then source its set_env.sh",
         "vllm-ascend, docs/source/installation.md",
     )
@@ -164,17 +172,80 @@ def _versions_apart(facts: MachineFacts) -> Finding | None:
     )
 
 
+def _too_old(facts: MachineFacts) -> Finding | None:
+    version, chip = facts.packages.get("torch_npu", ""), _product(facts)
+    lacks = _lacks(facts)
+    if not lacks:
+        return None
+    return Finding(
+        f"torch_npu {version} does not fit this project: it lacks {'; '.join(lacks)}",
+        f"it is too old, or was built without what is called on a {chip.name}: a call ends in a TypeError",
+        _another_release(chip, numbers(facts.cann_version)),
+        "the schemas in the wheels of torch_npu: devices/torch_npu_releases.json",
+    )
+
+
+def _unknown_pair(facts: MachineFacts) -> Finding | None:
+    version, cann = facts.packages.get("torch_npu"), facts.cann_version
+    if version is None or facts.cann_home is None or _lacks(facts) or _cann_apart(facts):
+        return None
+    partners = []
+    if _lacks(facts) is None:
+        partners.append("this project")
+    if numbers(cann) is None:
+        partners.append(f"the CANN in {facts.cann_home}, whose version is not found")
+    elif public(version) not in CANN_OF:
+        partners.append(f"CANN {cann}")
+    if not partners:
+        return None
+    return Finding(
+        f"whether torch_npu {version} fits {' and '.join(partners)} is unknown",
+        "it stands in no table; what does not fit ends in a symbol or an argument that is unknown",
+        "run bash scripts/verify_npu.sh, which tries the operators; or "
+        + _another_release(_product(facts), numbers(cann)),
+        f"{MATCHING}; devices/torch_npu_releases.json",
+        is_fatal=False,
+    )
+
+
+def _lacks(facts: MachineFacts) -> tuple[str, ...] | None:
+    """Return what torch_npu lacks of what this project calls; None where that is not known.
+
+    What the installed library says of itself comes before what is known of its version.
+    """
+    if facts.npu_lacks is not None:
+        return facts.npu_lacks
+    release = releases().get(public(facts.packages.get("torch_npu", "")))
+    return None if release is None else release.lacks(calls_of(_product(facts)))
+
+
+def _product(facts: MachineFacts) -> AscendProduct:
+    """Return the product of the chips; where none is known, the one that most calls are made on."""
+    name = next((known for chip in facts.chips if (known := product_of(chip.name))), "910B")
+    return next(each for each in PRODUCTS if each.name == name)
+
+
+def _another_release(chip: AscendProduct, cann: tuple[int, int] | None) -> str:
+    """Return the command that installs a release with all calls, for this CANN if there is one."""
+    fits = {extra: version for extra, version in EXTRAS.items() if version in supported(chip)}
+    same = [extra for extra, version in fits.items() if CANN_OF[version] == cann]
+    extra = (same or [*fits])[0]
+    command = f"bash scripts/setup.sh {extra}, which installs torch_npu {fits[extra]}"
+    return command if same else f"install CANN {_dotted(CANN_OF[fits[extra]])}, then {command}"
+
+
 def _cann_apart(facts: MachineFacts) -> Finding | None:
-    npu, cann = facts.packages.get("torch_npu", ""), numbers(facts.cann_version)
-    is_newer = (numbers(npu) or (0, 0)) > max(filter(None, map(numbers, CANN_OF)))
+    npu, cann = public(facts.packages.get("torch_npu", "")), numbers(facts.cann_version)
+    is_newer = npu not in CANN_OF and (numbers(npu) or (0, 0)) > max(filter(None, map(numbers, _LISTED)))
     wanted = max(CANN_OF.values()) if is_newer else CANN_OF.get(npu)
     if wanted is None or cann is None or cann == wanted or (is_newer and cann > wanted):
         return None
     least = f"{_dotted(wanted)}{' or newer' * is_newer}"
+    for_it = any(CANN_OF.get(version) == cann for version in supported(_product(facts)))
     return Finding(
         f"torch_npu {npu} was made with CANN {least}, and this is {facts.cann_version}",
         "its calls and CANN's operators may differ in arguments: errors such as 561002, or symbols not found",
-        f"install CANN {least}, or the torch_npu of {_dotted(cann)}",
+        f"install CANN {least}" + f", or the torch_npu of {_dotted(cann)}" * for_it,
         MATCHING,
         is_fatal=cann < wanted,
     )
@@ -198,7 +269,7 @@ def _cann_packages(facts: MachineFacts) -> Finding | None:
     return Finding(
         f"CANN's operator compiler lacks {', '.join(absent)}",
         "it runs in this Python and imports them; without, the first operator ends in EH9999",
-        f"pip install {' '.join(absent)}",
+        f".venv/bin/python -m pip install {' '.join(absent)}; bash scripts/setup.sh npu installs them",
         "Ascend/pytorch #7",
     )
 
@@ -224,7 +295,9 @@ CHECKS: tuple[Check, ...] = (
     _no_torch,
     _no_torch_npu,
     _versions_apart,
+    _too_old,
     _cann_apart,
+    _unknown_pair,
     _cuda_torch,
     _cann_packages,
 )
@@ -304,6 +377,19 @@ def _import_fails(facts: MachineFacts) -> Finding | None:
     )
 
 
+def _sees_fewer(facts: MachineFacts) -> Finding | None:
+    visible = sum(facts.is_visible(index) for index in range(len(facts.nodes)))
+    if not facts.num_devices or facts.num_devices >= visible:
+        return None
+    return Finding(
+        f"torch_npu sees {facts.num_devices} of {visible} devices that have device files",
+        "a device is lost or held, or a file has no chip behind it; those after it have other numbers",
+        "see `npu-smi info`; name the devices that answer by ASCEND_RT_VISIBLE_DEVICES",
+        "CANN environment variables",
+        is_fatal=False,
+    )
+
+
 def _sees_none(facts: MachineFacts) -> Finding | None:
     if facts.num_devices != 0 or not facts.nodes:
         return None
@@ -328,4 +414,5 @@ LOADING_CHECKS: tuple[Check, ...] = (
     _no_library,
     _import_fails,
     _sees_none,
+    _sees_fewer,
 )

@@ -23,6 +23,8 @@ from devices.compiled import LIMIT_S, CompileLimit, keep_results, missing_for_co
 from devices.cpu_threads import Threads, barriers
 from devices.host_memory import host_memory_bytes
 from devices.shapes import AttentionShape
+from devices.torch_npu_calls import ALL
+from devices.torch_npu_releases import releases
 from models.ops.reference import Ops
 from models.parallel.group import Group
 from models.step.runner import ModelRunner
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from attention.npu.ascend_attention import AscendAttention
     from virtual_npu import VirtualDevice
     from virtual_npu.launch_log import LaunchLog
+    from virtual_npu.other_release import OtherRelease
 
 log = logging.getLogger(__name__)
 
@@ -205,10 +208,12 @@ class Npu(Accelerator):
                 value=False,
             )
         try:
+            from attention.npu.registered import check_release
             from models.ops.npu.ops import cann, chip, use_compiled_kernels
 
             self.chip = chip()
             named = product(asked.product, self.chip)
+            check_release(named)
             use_compiled_kernels()
             self.cann = cann()
             path = answers_file(ANSWERS, named.name, self.cann, virtual=asked.virtual)
@@ -274,11 +279,24 @@ def _stand_in(asked: DeviceSection) -> VirtualDevice:
 
     chip = next(each.chip for each in PRODUCTS if each.name == (asked.product or "910B"))
     try:
-        return virtual_npu.start(chip, fp32=asked.virtual_fp32)
+        return virtual_npu.start(chip, fp32=asked.virtual_fp32, release=_other_release(asked.virtual_release))
     except (OSError, RuntimeError, ValueError) as error:
         raise RecipeError(
             "device.virtual", f"the stand-in does not start: {one_line(error)}", value=True
         ) from error
+
+
+def _other_release(version: str | None) -> OtherRelease | None:
+    if version is None:
+        return None
+    from virtual_npu.other_release import OtherRelease
+
+    known = releases()
+    if version not in known:
+        raise ValueError(
+            f"there is no torch_npu {version} in the table of releases; it has {', '.join(known)}"
+        )
+    return OtherRelease(version, [call.operator for call in ALL], known[version].schemas)
 
 
 def one_line(error: Exception) -> str:

@@ -51,6 +51,9 @@ source_first() { # the first of these files that is there; fails where none is
 
 tcmalloc() { ldconfig -p 2>/dev/null | sed -n 's/.*libtcmalloc\(_minimal\)\?\.so\.4 .* => //p' | head -1; }
 
+# shellcheck source=scripts/cann.sh
+source scripts/cann.sh
+
 dry_run=
 [[ ${1:-} == --dry-run ]] && dry_run=yes && shift
 (($# >= 2)) || die "say what to run, as in: bash scripts/launch.sh generate RECIPE.yaml --prompt TEXT"
@@ -76,8 +79,8 @@ case $device in
     npu)
         ascend=${ASCEND:-/usr/local/Ascend}
         if [[ -z ${ASCEND_TOOLKIT_HOME:-}${ASCEND_HOME_PATH:-} ]]; then
-            source_first "$ascend"/{ascend-toolkit,cann}/set_env.sh ~/Ascend/{ascend-toolkit,cann}/set_env.sh ||
-                die "no set_env.sh of CANN in $ascend; install CANN, or name its place by ASCEND=..."
+            home=$(cann_home) || die "CANN is not in $ascend or ~/Ascend; install it, or name its place by ASCEND=..."
+            source_first "${home%/latest}/set_env.sh" "$home/set_env.sh" || die "$home has no set_env.sh"
         fi
         [[ -n ${ATB_HOME_PATH:-} ]] || source_first "$ascend/nnal/atb/set_env.sh" ||
             echo "launch: no NNAL in $ascend: operators of ATB are not there" >&2

@@ -3,6 +3,9 @@
 #
 #   bash scripts/setup.sh [EXTRA ...]     an EXTRA is a requirements/EXTRA.txt, or npu (requirements-npu.txt)
 #   PYTHON=python3.12 bash scripts/setup.sh
+#
+# In an image whose Python has a torch_npu that fits this project, npu makes .venv over its packages: torch and
+# torch_npu are the image's, and nothing of the image is changed. npu-2.10 and npu-2.9 install these releases.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -13,14 +16,25 @@ die() {
 
 known=()
 for file in requirements-npu.txt requirements/*.txt; do
-    file=${file##*[/-]}
+    file=${file##*/}
+    file=${file#requirements-}
     known+=("${file%.txt}")
 done
-wanted=(requirements.txt)
+wanted=(requirements.txt) npu=
 for extra in "$@"; do
     [[ " ${known[*]} " == *" $extra "* ]] || die "there is no extra '$extra'; there is: ${known[*]}"
-    if [[ $extra == npu ]]; then wanted+=(requirements-npu.txt); else wanted+=("requirements/$extra.txt"); fi
+    case $extra in
+        npu | npu-*)
+            [[ -z $npu ]] || die "'$npu' and '$extra' install different releases of torch_npu; give one"
+            npu=$extra
+            wanted+=(requirements-npu.txt)
+            ;;
+        *) wanted+=("requirements/$extra.txt") ;;
+    esac
 done
+# shellcheck source=scripts/cann.sh
+source scripts/cann.sh
+cann=$(cann_home) || cann=
 
 mkdir -p .venv
 if command -v flock >/dev/null; then
@@ -30,8 +44,27 @@ fi
 
 python=.venv/bin/python
 works() { "$python" -c 'import pip' 2>/dev/null; }
+# The versions of torch and torch_npu that a Python has, where both are there
+pair() {
+    "$1" -c 'from importlib.metadata import version as v; print(v("torch"), v("torch_npu"))' 2>/dev/null
+}
+chosen=${PYTHON:-python3} over=()
+before=$(cat .venv/npu 2>/dev/null) || before=
+[[ -n $npu ]] || npu=$before # what an earlier call chose stays, as the torch of its torch_npu does
+prefix=$("$chosen" -c 'import sys; print(sys.prefix)' 2>/dev/null) || prefix=
+if [[ $before == image && ($npu == npu || $npu == image) ]] && works; then
+    npu=image
+    found=$(pair "$python") || die "torch or torch_npu is no longer in the image; remove .venv and set it up anew"
+elif [[ $npu == npu && -n $cann && $prefix != "$PWD/.venv" ]] && found=$(pair "$chosen"); then
+    if lacks=$("$chosen" -m devices.torch_npu_releases "${found#* }"); then
+        echo "setup: torch ${found% *} and torch_npu ${found#* } are those of $prefix, which stays as it is"
+        npu=image over=(--system-site-packages)
+        rm -f "$python"
+    else
+        echo "setup: torch_npu ${found#* } of $prefix does not fit this project: $lacks" >&2
+    fi
+fi
 if [[ -n ${PYTHON:-} ]] || ! works; then
-    chosen=${PYTHON:-python3}
     version=$("$chosen" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null) ||
         die "'$chosen' is no Python; name one of version 3.10 to 3.12, as in PYTHON=python3.11"
     case $version in
@@ -40,8 +73,23 @@ if [[ -n ${PYTHON:-} ]] || ! works; then
     esac
     if ! works || [[ $("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])') != "$version" ]]; then
         echo "setup: making .venv with Python $version"
-        "$chosen" -m venv --clear .venv || die "'$chosen' cannot make .venv (on Debian: install python3-venv)"
+        "$chosen" -m venv --clear "${over[@]}" .venv || die "'$chosen' cannot make .venv (on Debian: install python3-venv)"
     fi
+fi
+
+if [[ $npu == image ]]; then
+    echo image >.venv/npu
+    torch="torch==${found% *}"
+    if [[ $(pair "$python") != "$found" ]]; then # a Python that is an environment itself does not hand its own on
+        "$chosen" -c 'import site; print(*site.getsitepackages(), sep="\n")' \
+            >"$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/image.pth"
+    fi
+elif [[ $npu == npu-* ]]; then
+    echo "$npu" >.venv/npu
+    torch=$(sed -n 's/^\(torch==[^ ;#]*\).*/\1/p' "requirements/$npu.txt")
+else
+    rm -f .venv/npu
+    torch=$(sed -n 's/^\(torch==[^ ;#]*\).*/\1/p' requirements.txt)
 fi
 
 usual=() # what pip installs as it comes
@@ -57,12 +105,26 @@ done_with() {
 }
 
 pip=("$python" -m pip install --disable-pip-version-check --no-input --progress-bar off -qq)
+has_torch() { [[ $(cat .venv/torch.txt 2>/dev/null) == "$torch" ]]; }
+install_torch() { # first, so that nothing else brings another torch
+    [[ $npu != image ]] || return 0
+    if [[ -n $cann && -n $npu && $(uname -m) == x86_64 && $torch != *+* ]]; then
+        # torch_npu does not load beside a torch for CUDA, which is what plain torch is on x86_64
+        "${pip[@]}" "$torch+cpu" --extra-index-url "$cpu_index" ||
+            die "pip finds no $torch+cpu: pip install $torch+cpu --index-url $cpu_index"
+    else
+        "${pip[@]}" "$torch"
+    fi
+}
+cpu_index=https://download.pytorch.org/whl/cpu
 for file in "${usual[@]}"; do
-    if is_new "$file"; then
-        torch=$(sed -n 's/^\(torch==[^ ;#]*\).*/\1/p' requirements.txt)
+    if is_new "$file" || ! has_torch; then
         echo "setup: installing ${usual[*]} (the first time takes some minutes)"
-        "${pip[@]}" "$torch" # first, so that nothing else brings another torch
-        "${pip[@]}" "${usual[@]/#/--requirement=}"
+        install_torch
+        sed '/^torch==/d' requirements.txt >.venv/requirements.txt
+        echo "$torch" >.venv/torch.txt
+        from=("${usual[@]/#/--requirement=}")
+        "${pip[@]}" --constraint=.venv/torch.txt "${from[@]/%=requirements.txt/=.venv/requirements.txt}"
         done_with "${usual[@]}"
         break
     fi
@@ -70,21 +132,27 @@ done
 
 # torch loads torch_npu by itself, and fails where there is no CANN: there it lies where only the virtual NPU looks
 if is_wanted requirements-npu.txt; then
-    beside=.venv/virtual_npu
-    if [[ -n ${ASCEND_HOME_PATH:-}${ASCEND_TOOLKIT_HOME:-} || -d /usr/local/Ascend/ascend-toolkit ]]; then
-        if is_new requirements-npu.txt || [[ -d $beside ]]; then
-            echo "setup: installing torch_npu"
-            "${pip[@]}" --no-deps --requirement=requirements-npu.txt
+    beside=.venv/virtual_npu releases=requirements-npu.txt
+    [[ $npu != npu-* ]] || releases=requirements/$npu.txt
+    torch_npu=$(sed -n 's/^\(torch-npu==[^ ;#]*\).*/\1/p' "$releases")
+    is_other() { is_new requirements-npu.txt || [[ $(cat .venv/torch_npu.txt 2>/dev/null) != "$npu $torch_npu" ]]; }
+    if [[ -n $cann ]]; then
+        if is_other || [[ -d $beside ]]; then
+            echo "setup: installing what CANN and torch_npu need"
+            sed '/^torch-npu==/d' requirements-npu.txt >.venv/requirements-npu.txt
+            "${pip[@]}" --constraint=.venv/torch.txt --requirement=.venv/requirements-npu.txt
+            [[ $npu == image ]] || "${pip[@]}" --no-deps "$torch_npu"
             rm -rf "$beside"
         fi
     else
-        if is_new requirements-npu.txt; then
+        if is_other; then
             echo "setup: installing torch_npu"
-            "${pip[@]}" --no-deps --upgrade --target "$beside" --requirement=requirements-npu.txt
+            "${pip[@]}" --no-deps --upgrade --target "$beside" "$torch_npu"
         fi
         [[ ! -d $beside ]] || "$python" -m virtual_npu.libraries || die "the virtual NPU has no libraries"
     fi
     done_with requirements-npu.txt
+    echo "$npu $torch_npu" >.venv/torch_npu.txt
 fi
 
 # these clients bring other versions of what .venv pins: theirs lie apart and come first, .venv's behind them

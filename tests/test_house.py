@@ -22,6 +22,7 @@ WORDS = {
         "event_messages.py",
         "dashboard_names.py",
         "foreign_keys.py",
+        "torch_npu_calls.py",
     ),
 }
 

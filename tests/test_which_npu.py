@@ -61,7 +61,7 @@ def test_else_the_stand_in_is(found: Any, here: dict[str, Any]) -> None:
     assert found(**here) == "virtual"
     assert device_kinds.section("npu").virtual
     fp32 = ["device.kind=npu", "device.virtual=true", "device.virtual_fp32=true"]
-    assert device_kinds.settings("npu") == fp32
+    assert device_kinds.settings("npu") == [*fp32, f"device.virtual_release={device_kinds.OLDER}"]
 
 
 def test_and_without_torch_npu_neither(found: Any) -> None:

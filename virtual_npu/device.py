@@ -24,9 +24,10 @@ from virtual_npu import libraries
 from virtual_npu.contract import Capture, Conditions, Summing
 from virtual_npu.deferred_calls import CAPTURED, DeferredCalls
 from virtual_npu.host_call import Memory
-from virtual_npu.kernels import Kernels
+from virtual_npu.kernels import Kernels, find
 from virtual_npu.launch_log import LaunchLog
 from virtual_npu.operators import OPERATORS
+from virtual_npu.other_release import OtherRelease, enforce
 from virtual_npu.simulated_products import PRODUCTS
 
 # These are the numbers of cann/communicator.h.
@@ -79,6 +80,8 @@ class VirtualDevice:
         self.num_kernels = self.kernels.register()
         self.num_operators = len(OPERATORS)
         self.conditions: Conditions | None = None
+        self._release: OtherRelease | None = None
+        self._restore: Callable[[], None] = lambda: None
 
     def implement(
         self, name: str, function: Callable[..., Any], captured: Callable[..., Any] | None = None
@@ -105,7 +108,20 @@ class VirtualDevice:
             return
         self.conditions = conditions
         for each in OPERATORS:
+            if find(each.qualified) is None:  # torch_npu 2.10 lacks one that 2.13 calls inside of another
+                continue
             self.implement(each.qualified, partial(each, conditions), partial(each.check_capture, conditions))
+
+    def take(self, release: OtherRelease | None) -> None:
+        """Take only the calls that a release of torch_npu takes; None: those of the installed one."""
+        if release == self._release:
+            return
+        self._restore()
+        self._release, self._restore = release, lambda: None
+        if release is not None:
+            import torch_npu
+
+            self._restore = enforce(torch_npu, release)
 
 
 _started: list[VirtualDevice] = []  # a process has one torch, and torch one accelerator
@@ -117,13 +133,15 @@ def start(
     *,
     fp32: bool = False,
     held: Callable[[], Any] | None = None,
+    release: OtherRelease | None = None,
 ) -> VirtualDevice:
     """Give this process one virtual NPU; torch then has `npu:0`, whose memory is the host's.
 
     `chip` is the device's name; `memory_bytes` is its memory, None for as much as the host has. `fp32` and
-    `held` are conditions of the operators' contract, and a later start may change them. Raises ValueError for
-    an unknown chip or a second, different device; OSError where the wheel or a C compiler is missing;
-    RuntimeError beside a real NPU, CANN, another accelerator, or a torch_npu that was imported before.
+    `held` are conditions of the operators' contract, `release` is another torch_npu whose calls alone are
+    taken; a later start may change these three. Raises ValueError for an unknown chip or a second, different
+    device; OSError where the wheel or a C compiler is missing; RuntimeError beside a real NPU, CANN, another
+    accelerator, or a torch_npu that was imported before.
     """
     if chip not in CHIPS:
         raise ValueError(f"chip {chip!r} is not known; choose one of {', '.join(CHIPS)}")
@@ -148,6 +166,7 @@ def start(
             communicators=JoinedRanks(device.library),
         )
     )
+    device.take(release)
     log.warning(
         "VIRTUAL NPU: npu:0 is a stand-in for an %s in this host's memory; its speed means nothing", chip
     )

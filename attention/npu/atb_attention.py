@@ -70,11 +70,6 @@ class AtbAttention(AscendAttention):
                 f"attention of the {self.product.name} reads every position, and a head has no key at the"
                 " first: set device.attention to reference, or speculation.kind to ngram, suffix or draft"
             )
-        if not hasattr(torch_npu, "_npu_paged_attention_splitfuse_v2"):
-            raise ValueError(
-                f"torch_npu is {torch_npu.__version__}, without _npu_paged_attention_splitfuse_v2 for the"
-                f" {self.product.name}: install 2.13, or set device.attention to reference"
-            )
 
     def new_planes(self, count: int) -> tuple[Tensor, ...]:
         """Return `count` pages of zeros for the keys, and as many for the values: [P, C, B, 16]."""

@@ -111,15 +111,14 @@ class FusedAttention(AscendAttention):
         metadata: AttentionMetadata,
     ) -> None:
         """Write the step's keys and values, both [T, K, D], to their places in the layer's [P, B, K, D]."""
-        key, value = key.contiguous(), value.contiguous()
-        if hasattr(torch_npu, "npu_scatter_pa_kv_cache"):
-            torch_npu.npu_scatter_pa_kv_cache(
-                key, value, layer_keys, layer_values, metadata.write_index, cache_mode="Norm"
-            )
-        else:
-            index = metadata.write_index[:, None]
-            torch_npu.npu_scatter_nd_update_(layer_keys.flatten(0, 1), index, key)
-            torch_npu.npu_scatter_nd_update_(layer_values.flatten(0, 1), index, value)
+        torch_npu.npu_scatter_pa_kv_cache(
+            key.contiguous(),
+            value.contiguous(),
+            layer_keys,
+            layer_values,
+            metadata.write_index,
+            cache_mode="Norm",
+        )
 
     def attend(
         self, query: Tensor, layer_keys: Tensor, layer_values: Tensor, metadata: AttentionMetadata, layer: int

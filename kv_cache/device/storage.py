@@ -297,7 +297,8 @@ def _nothing() -> None:
 def _release_memory(device: torch.device) -> None:
     """Make the allocator return the memory that it keeps for later use."""
     if device.type != "cpu":
-        torch.accelerator.empty_cache()
+        # torch.accelerator.empty_cache takes no allocator of torch_npu up to 2.10
+        torch.get_device_module(device).empty_cache()
     elif hasattr(libc := ctypes.CDLL(None), "malloc_trim"):  # a function of glibc
         libc.malloc_trim(0)
 

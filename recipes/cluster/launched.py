@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from recipes.cluster.cluster import Cluster, find_cluster
-from recipes.cluster.rank_process import VISIBLE
+from recipes.cluster.rank_process import VISIBLE, named_devices, too_few
 from recipes.schema import verb
 from recipes.schema.command_line import positionals, profiles_in
 from recipes.schema.reader import load
@@ -44,15 +44,24 @@ class Launched:
         return Launched([*recipes, *changes, *profile], load(recipes[0], changes, name))
 
 
-def table(recipe: Recipe, cluster: Cluster) -> Iterator[str]:
-    """Yield a line for each rank: its machine, its device, and the environment that it alone has."""
+def table(recipe: Recipe, cluster: Cluster, environment: Mapping[str, str]) -> Iterator[str]:
+    """Yield a line for each rank: its machine, its device, and the environment that it alone has.
+
+    The devices of this machine are those that the environment leaves visible; others count theirs from 0.
+    Raises RecipeError where it names fewer devices than this machine has ranks.
+    """
     kind, ranks = recipe.device.kind, recipe.parallel.ranks
     each = ranks // cluster.num_nodes
+    is_given = kind in VISIBLE and not recipe.device.virtual  # a device for each rank
+    named = named_devices(kind, environment) if is_given else None
+    if named is not None and len(named) < each:
+        raise too_few(kind, each, len(named))
     for node in range(cluster.num_nodes):
         for at, rank in enumerate(cluster.ranks_of(node, ranks)):
             where = "leads" if rank == 0 else f"follows {cluster.leader}:{cluster.port or 'any port'}"
-            device = f"{kind} {at}" if kind in VISIBLE and not recipe.device.virtual else kind
-            own = f"{VISIBLE[kind]}={at}" if kind in VISIBLE and not recipe.device.virtual else ""
+            number = named[at].strip() if named is not None and node == cluster.node else str(at)
+            device = f"{kind} {number}" if is_given else kind
+            own = f"{VISIBLE[kind]}={number}" if is_given else ""
             if kind == "cpu":
                 own = f"threads: {recipe.device.threads or f'cores / {each}'}"
             yield f"rank {rank}: machine {node} of {cluster.num_nodes}, {device}, {where}; {own}".rstrip("; ")
@@ -67,7 +76,7 @@ def main(argv: list[str]) -> None:
     if is_table:
         if recipe is not None and recipe.parallel.ranks > 1:
             print(f"{recipe.parallel.ranks} ranks, placed by {cluster.source}")
-            print("\n".join(table(recipe, cluster)))
+            print("\n".join(table(recipe, cluster, os.environ)))
         return
     device = "cpu" if recipe is None else "virtual" if recipe.device.virtual else recipe.device.kind
     print("\n".join([device, str(cluster.node), *asked.arguments]))

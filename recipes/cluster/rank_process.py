@@ -8,6 +8,7 @@ import os
 import struct
 import subprocess
 import sys
+from collections.abc import Mapping
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from models.parallel.placement import MOST_BYTES
 from recipes.schema.keys import NAMES, keys_of
 from recipes.schema.reader import made
 from recipes.schema.recipe import ROOT, Recipe
+from recipes.schema.recipe_error import RecipeError
 
 # The variable by which a process sees some devices alone, by the kind of device
 VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
@@ -66,6 +68,23 @@ def restored(text: bytes) -> Recipe:
             value = ROOT / value if key.kind is Path else tuple(value)
         values[key.name] = value
     return made(Recipe, values)
+
+
+def named_devices(kind: str, environment: Mapping[str, str]) -> list[str] | None:
+    """Return the devices that the environment names as visible; None where it leaves all visible."""
+    said = environment.get(VISIBLE[kind])
+    return said.split(",") if said else None
+
+
+def too_few(kind: str, ranks: int, there: int) -> RecipeError:
+    """Return the refusal of more ranks on this machine than it lets a process see devices."""
+    return RecipeError(
+        "parallel.tensor",
+        f"{ranks} ranks of this machine take a device each, and this process sees {there}",
+        f"lower it, or let it see more by {VISIBLE[kind]}",
+        value=ranks,
+        limit=there,
+    )
 
 
 class RankProcess:

@@ -27,10 +27,17 @@ from continuous_batching.recording.listeners import Listeners, RankLost
 from kv_cache.pages import PageCopy
 from models.parallel.group import BACKENDS, join
 from recipes.cluster.cluster import HERE, Cluster, own_address
-from recipes.cluster.rank_process import RECIPE, RECORDING, VISIBLE, WAIT_S, RankProcess, common
+from recipes.cluster.rank_process import (
+    RECIPE,
+    RECORDING,
+    WAIT_S,
+    RankProcess,
+    common,
+    named_devices,
+    too_few,
+)
 from recipes.machine import start
 from recipes.schema.recipe import Recipe
-from recipes.schema.recipe_error import RecipeError
 
 LOST = 70  # the status of a process that ends because a rank is lost
 # A rank's silence and a step may last this long, unless server.step_timeout_s says otherwise.
@@ -219,15 +226,8 @@ def devices_of(recipe: Recipe, ranks: int) -> Sequence[str | None]:
         return [None] * ranks
     there = torch.get_device_module(kind).device_count()
     if there < ranks:
-        raise RecipeError(
-            "parallel.tensor",
-            f"{ranks} ranks of this machine take a device each, and this process sees {there}",
-            f"lower it, or let it see more by {VISIBLE[kind]}",
-            value=ranks,
-            limit=there,
-        )
-    seen = os.environ.get(VISIBLE[kind])
-    return list(seen.split(",") if seen else map(str, range(there)))[:ranks]
+        raise too_few(kind, ranks, there)
+    return (named_devices(kind, os.environ) or list(map(str, range(there))))[:ranks]
 
 
 def stay_near(cluster: Cluster) -> None:

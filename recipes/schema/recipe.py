@@ -38,6 +38,7 @@ KINDS_OF = {  # the keys of `device` that only some kinds of machine read
     "memory_gib": ("cuda", "npu"),
     "virtual": ("npu",),
     "virtual_fp32": ("npu",),
+    "virtual_release": ("npu",),
 }
 
 
@@ -140,6 +141,11 @@ class DeviceSection:
     virtual_fp32: bool = key(
         "npu: for tests: the stand-in's fused operators take float32, which no product does",
         default=False,
+    )
+    virtual_release: str | None = key(
+        "npu: the stand-in takes only the calls that this release of torch_npu takes, such as 2.10.0.post4;"
+        " null: those of the installed one",
+        default=None,
     )
 
 
@@ -342,6 +348,13 @@ class Recipe:
                 "no product takes float32 in its fused operators, only the stand-in can be made to",
                 "set device.virtual to true, or leave this out",
                 value=True,
+            )
+        if device.virtual_release and not device.virtual:
+            yield RecipeError(
+                ("device.virtual_release", "device.virtual"),
+                "an NPU has the torch_npu that is installed, only the stand-in can take the calls of another",
+                "set device.virtual to true, or leave this out",
+                value=device.virtual_release,
             )
         if device.batch_invariant and device.attention == "reference":
             yield RecipeError(

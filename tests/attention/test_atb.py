@@ -126,14 +126,6 @@ def test_the_cache_keeps_its_format_through_all_that_is_done_to_pages() -> None:
         assert tensor.cpu()[:, 0, 0, 0].tolist() == [0, 2, 3, 3, 1, 0, 0]
 
 
-def test_an_older_torch_npu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch_npu
-
-    monkeypatch.delattr(torch_npu, "_npu_paged_attention_splitfuse_v2")
-    with pytest.raises(ValueError, match=r"torch_npu is 2\.\d+.*, without .* for the 310P: install 2\.13"):
-        atb().check()
-
-
 def test_a_window_is_refused() -> None:
     with pytest.raises(
         ValueError, match="layer 1 of the model has a sliding window of 7; attention of the 310P"

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +15,19 @@ import pytest
 
 from devices.present import Chip, chips_of
 from doctor.diagnosis import CHECKS, diagnose, in_json, in_words, name_of
-from doctor.facts import MachineFacts, Node, _error_of, gather, numbers
+from doctor.facts import (
+    MachineFacts,
+    Node,
+    Port,
+    _cann_home,
+    _error_of,
+    _npu_lacks,
+    _port,
+    _rank_table_error,
+    gather,
+    numbers,
+)
+from recipes.schema.recipe import ROOT
 from scripts.doctor import main
 
 HOME = "/usr/local/Ascend/ascend-toolkit/latest"
@@ -46,7 +61,10 @@ FIT = MachineFacts(
     packages={"torch": "2.9.0+cpu", "torch_npu": "2.9.0.post2", "numpy": "2.4"} | dict.fromkeys(NEEDS, "1"),
     wheel_glibc=(2, 28),
     num_devices=2,
+    interfaces={"lo": ("127.0.0.1",), "eth0": ("10.0.0.9",), "eth1": ()},
+    ports=(Port(0, "10.0.0.1", "UP", False), Port(1, "10.0.0.2", "UP", False)),
 )  # fmt: skip
+PORT = Port(0, "10.0.0.1", "UP", False)
 SHUT = (Node("/dev/davinci0", "HwHiAiUser", False),)
 BUSY = (Chip("910B1", "OK", 60000, 65536),)
 HCCL = "ImportError: libhccl.so: cannot open shared object file: No such file or directory"
@@ -101,8 +119,24 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
     ("cann_apart", {"cann_version": "8.3.RC1"}, "install CANN 9.0"),
     ("cann_apart", {"cann_version": "9.1.0"}, "install CANN 9.0"),
     ("cann_apart", packages(torch="2.13.0", torch_npu="2.13.0"), "install CANN 9.1 or newer"),
+    (
+        "too_old",
+        packages(torch="2.9.0", torch_npu="2.9.0") | {"cann_version": "8.5.1"},
+        "install CANN 9.1, then bash scripts/setup.sh npu-2.10",
+    ),
+    (
+        "too_old",
+        packages(torch="2.9.0", torch_npu="2.9.0.post2") | {"chips": (Chip("310P3", "OK", 1, 21527),)},
+        "install CANN 9.1, then",
+    ),
+    ("too_old", packages(torch_npu="2.9.0.post7") | {"npu_lacks": ("npu_f",)}, "torch_npu 2.9.0.post2"),
+    ("unknown_pair", {"cann_version": None}, "verify_npu.sh"),
+    ("unknown_pair", packages(torch="2.10.0", torch_npu="2.10.0.post2"), "setup.sh npu-2.9"),
+    ("unknown_pair", packages(torch_npu="2.9.0.post1+git4c901a4"), "verify_npu.sh"),
+    ("unknown_pair", packages(torch="2.13.0", torch_npu="2.13.0") | {"cann_version": "9.1.0"}, "verify_npu"),
+    ("sees_fewer", {"num_devices": 1}, "npu-smi info"),
     ("cuda_torch", {"torch_cuda": "12.8"}, "torch==2.9.0+cpu"),
-    ("cann_packages", without("decorator"), "pip install decorator"),
+    ("cann_packages", without("decorator"), "setup.sh npu installs them"),
     ("static_tls", {"npu_error": TLS}, "LD_PRELOAD"),
     ("static_tls", {"torch_error": TLS}, "LD_PRELOAD"),
     (
@@ -127,6 +161,22 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
     ("hccl_timeout", shell(HCCL_CONNECT_TIMEOUT="²"), "unset it"),
     ("hccl_timeout", shell(HCCL_CONNECT_TIMEOUT="60"), "unset it"),
     ("hccl_timeout", shell(HCCL_CONNECT_TIMEOUT="20min"), "unset it"),
+    ("hccl_exec_timeout", shell(HCCL_EXEC_TIMEOUT="5"), "unset it"),
+    ("hccl_exec_timeout", shell(HCCL_EXEC_TIMEOUT="1h"), "unset it"),
+    ("hccl_buffer", shell(HCCL_BUFFSIZE="0"), "unset HCCL_BUFFSIZE"),
+    ("hccl_interface", shell(HCCL_SOCKET_IFNAME="eth99"), "between the machines"),
+    ("hccl_interface", shell(HCCL_SOCKET_IFNAME="=eth"), "between the machines"),
+    ("hccl_interface", shell(HCCL_SOCKET_IFNAME="^lo,eth"), "between the machines"),
+    ("hccl_address", shell(HCCL_IF_IP="1.2.3.4"), "own address"),
+    (
+        "rank_table",
+        shell(RANK_TABLE_FILE="/nope.json") | {"rank_table_error": "No such file or directory"},
+        "unset RANK_TABLE_FILE",
+    ),
+    ("runtime_devices", shell(ASCEND_VISIBLE_DEVICES="1"), "export ASCEND_RT_VISIBLE_DEVICES=1"),
+    ("device_address", {"ports": (PORT, replace(PORT, device=1, address=None))}, "/etc/hccn.conf"),
+    ("device_link", {"ports": (PORT, replace(PORT, device=1, link="DOWN"))}, "link_stat"),
+    ("device_tls", {"ports": (PORT, replace(PORT, device=1, tls=True))}, "-tls -s enable 0"),
     ("expansion_mode", shell(HCCL_OP_EXPANSION_MODE="aiv"), "HCCL_OP_EXPANSION_MODE=AIV"),
     ("unbound_threads", shell(CPU_AFFINITY_CONF="mode:0"), "CPU_AFFINITY_CONF=1,npu_affine:1,bind_irq:0"),
     ("blocking", shell(ASCEND_LAUNCH_BLOCKING="1"), "unset"),
@@ -145,9 +195,15 @@ def test_a_sound_environment_has_no_finding() -> None:
     assert diagnose(FIT) == {}
     plenty = shell(ASCEND_RT_VISIBLE_DEVICES="0,1", HCCL_CONNECT_TIMEOUT="1200", TASK_QUEUE_ENABLE="2")
     assert diagnose(replace(FIT, **plenty)) == {}
-    newest = packages(torch="2.13.0", torch_npu="2.13.0")
-    for version in ("9.1.0", "9.2.0", None):
-        assert diagnose(replace(FIT, cann_version=version, **newest)) == {}
+    network = shell(HCCL_SOCKET_IFNAME="^docker,lo", HCCL_IF_IP="10.0.0.9", HCCL_EXEC_TIMEOUT="0")
+    assert diagnose(replace(FIT, **network)) == {}
+    assert diagnose(replace(FIT, ports=(), **shell(HCCL_SOCKET_IFNAME="=eth1", HCCL_BUFFSIZE="400"))) == {}
+    image = packages(torch="2.10.0+cpu", torch_npu="2.10.0.post4")
+    assert diagnose(replace(FIT, cann_version="9.1.0", **image)) == {}
+    own_word = packages(torch_npu="2.9.0.post2+git4c901a4") | {"npu_lacks": ()}
+    assert diagnose(replace(FIT, **own_word)) == {}
+    runtime = shell(ASCEND_VISIBLE_DEVICES="0-1", ASCEND_RT_VISIBLE_DEVICES="0")
+    assert diagnose(replace(FIT, num_devices=1, **runtime)) == {}
 
 
 def test_one_folder_by_several_names_is_one(tmp_path: Path) -> None:
@@ -318,3 +374,69 @@ def test_the_command_ends_by_its_verdict(
     monkeypatch.setattr("scripts.doctor.gather", lambda: replace(FIT, nodes=SHUT))
     assert main(["--json"]) == 1
     assert list(json.loads(capsys.readouterr().out)["findings"]) == ["no_permission"]
+
+
+HCCN = """#!/bin/sh
+case "$2 $3" in
+"0 -ip") echo "ipaddr:192.168.1.10"; echo "netmask:255.255.255.0" ;;
+"0 -link") echo "link status: UP" ;;
+"0 -tls") echo "dev_id:0, tls switch[0](0:disable, 1:enable), tls alarm time threshold[60]days" ;;
+"1 -link") echo "link status: DOWN" ;;
+"1 -tls") echo "dev_id:1, tls switch[1](0:disable, 1:enable)" ;;
+*) echo "no such thing"; exit 1 ;;
+esac
+"""
+
+
+def test_the_ports_of_the_devices_are_asked_for(tmp_path: Path) -> None:
+    tool = tmp_path / "hccn_tool"
+    tool.write_text(HCCN)
+    tool.chmod(0o755)
+    assert [_port(str(tool), device) for device in (0, 1, 2)] == [
+        Port(0, "192.168.1.10", "UP", False),
+        Port(1, None, "DOWN", True),
+        Port(2, None, None, None),
+    ]
+    assert _port(str(tmp_path / "nothing"), 0) == Port(0, None, None, None)
+
+
+def test_a_rank_table_is_read(tmp_path: Path) -> None:
+    assert _rank_table_error(None) is None
+    assert _rank_table_error(str(tmp_path / "none.json")) == "No such file or directory"
+    table = tmp_path / "table.json"
+    cases = {"{": "it is not JSON", "[]": "it has no server_list", '{"server_list": []}': None}
+    for text, error in cases.items():
+        table.write_text(text)
+        found = _rank_table_error(str(table))
+        assert found == error if error is None else str(found).startswith(error)
+
+
+def test_the_interfaces_of_this_machine_have_its_addresses(here: MachineFacts) -> None:
+    assert here.interfaces.keys() == {name for _, name in socket.if_nameindex()}
+    assert here.interfaces.get("lo", ("127.0.0.1",)) == ("127.0.0.1",)
+
+
+@pytest.mark.parametrize("place", ["ascend-toolkit/latest", "cann", "latest", ""])
+@pytest.mark.parametrize("by", ["ASCEND", "HOME", "ASCEND_HOME_PATH"])
+def test_cann_is_found_by_the_scripts_where_the_doctor_finds_it(place: str, by: str, tmp_path: Path) -> None:
+    (tmp_path / "Ascend" / place).mkdir(parents=True)
+    ascend = f"{tmp_path}/Ascend"
+    named = {"ASCEND": ascend, "HOME": str(tmp_path), "ASCEND_HOME_PATH": f"{ascend}/{place}"}
+    shell = {"PATH": os.environ["PATH"], "ASCEND": "/nonexistent", "HOME": "/nonexistent", by: named[by]}
+    command = ["bash", "-c", "source scripts/cann.sh; cann_home"]
+    done = subprocess.run(command, cwd=ROOT, env=shell, capture_output=True, text=True, check=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", shell["HOME"])
+        assert (done.stdout.strip() or None) == _cann_home(shell)
+    is_found = by == "ASCEND_HOME_PATH" or (bool(place) and not (by == "HOME" and place == "latest"))
+    assert (done.returncode == 0) == is_found
+
+
+def test_a_torch_npu_whose_version_is_unknown_is_asked_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("doctor.facts._error_of", lambda code, *product: (None, json.dumps([*product])))
+    chips = (Chip("310P3", "OK", 1, 21527),)
+    assert _npu_lacks("2.9.0.post1+git4c901a4", chips) == ("310P",)
+    assert _npu_lacks("2.9.0.post7", ()) == ("910B",)
+    assert _npu_lacks("2.10.0.post4", chips) is None
+    monkeypatch.setattr("doctor.facts._error_of", lambda code, *product: ("ImportError: no", ""))
+    assert _npu_lacks("2.9.0.post7", ()) is None

@@ -99,7 +99,7 @@ def lines(folder: Path) -> Iterator[str]:
                 source = each.source.replace(str(folder), "")
                 yield f"  machine {each.node} of {each.num_nodes}, leader {each.leader}:{each.port}, {source}"
             asked = load(recipe, [f"parallel.tensor={num_nodes * RANKS_A_NODE}"])
-            rows = [list(table(asked, each)) for each in clusters]
+            rows = [list(table(asked, each, {})) for each in clusters]
             assert all(each == rows[0] for each in rows), "all machines agree"
             shown = rows[0] if num_nodes < 8 else [rows[0][0], *rows[0][-2:]]
             yield from (f"    {row}" for row in shown)
@@ -107,6 +107,21 @@ def lines(folder: Path) -> Iterator[str]:
 
 def test_every_launcher_places_the_same_ranks(tmp_path: Path) -> None:
     assert list(lines(tmp_path)) == GOLDEN.read_text().splitlines()
+
+
+def test_the_devices_of_this_machine_are_those_that_are_visible() -> None:
+    recipe = load("recipes/tiny/npu.yaml", ["parallel.tensor=4"])
+    cluster = Cluster("parallel.nodes", 2, 1, "a", 77)
+    rows = list(table(recipe, cluster, {"ASCEND_RT_VISIBLE_DEVICES": "4, 6,7"}))
+    assert [row.rpartition("; ")[2] for row in rows] == [
+        f"ASCEND_RT_VISIBLE_DEVICES={number}" for number in (0, 1, 4, 6)
+    ]
+    assert "npu 6, follows" in rows[3]
+    words = r"2 ranks of this machine take a device each, and this process sees 1"
+    with pytest.raises(RecipeError, match=words):
+        list(table(recipe, cluster, {"ASCEND_RT_VISIBLE_DEVICES": "5"}))
+    virtual = load("recipes/tiny/npu.yaml", ["parallel.tensor=4", "device.virtual=true"])
+    assert "npu, leads" in next(table(virtual, cluster, {"ASCEND_RT_VISIBLE_DEVICES": "5"}))
 
 
 def test_without_a_launcher_all_ranks_are_here() -> None:

@@ -152,7 +152,7 @@ def test_all_options_without_a_value_are_known() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["generate", NPU], "no set_env.sh of CANN in /nonexistent; install CANN"),
+        (["generate", NPU], "CANN is not in /nonexistent or ~/Ascend; install it"),
         (["nothing", NPU], "there is no scripts/nothing.py"),
         (["generate"], "say what to run"),
         (["generate", "recipes/none.yaml"], "recipes/none.yaml"),
@@ -170,7 +170,7 @@ def test_what_cannot_be_launched_is_one_line(arguments: list[str], words: str) -
 def test_a_library_whose_path_the_loader_would_cut_is_left_out(tmp_path: Path) -> None:
     copy = tmp_path / "a b"
     (copy / "scripts").mkdir(parents=True)
-    for name in ("launch.sh", "generate.py"):
+    for name in ("launch.sh", "cann.sh", "generate.py"):
         (copy / "scripts" / name).write_text((ROOT / "scripts" / name).read_text())
     (copy / "lib").mkdir()
     (copy / "lib/libiomp5.so").touch()
