@@ -381,6 +381,9 @@ class AsyncLLM:
             if at_once:
                 return work()
             return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        except RecursionError as error:
+            self.stats.rejected("refused")
+            raise BadRequest(None, "a request must not be nested so deeply", fix="make it flatter") from error
         except ValueError as error:
             self.stats.rejected("refused")
             raise error if isinstance(error, BadRequest) else BadRequest(None, str(error)) from error
@@ -528,6 +531,6 @@ class AsyncLLM:
             look.set_exception(failure)
         self._looks.clear()
         if self._trace is not None and not self._trace.done():
-            self._trace.cancel()
-            self._trace = None
+            self._trace.set_exception(failure)
+            self._trace.exception()  # nobody may be waiting for it
         self.engine.notify()

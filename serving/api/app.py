@@ -67,7 +67,7 @@ def application(
     others = MessagesRoutes(generation).by_path() | ScoreRoutes(generation).by_path()
     for path, answer in (answers | others).items():
         app.add_api_route(path, answer, methods=["POST"], response_class=Response)
-    for routes in operations.routers(llm, names, model, route):
+    for routes in operations.routers(llm, names, model, route, is_local=is_local):
         app.include_router(routes)
     app.include_router(model_names.router(llm, names, route))
     app.include_router(live_page.router(live or LivePage(llm)))

@@ -99,7 +99,9 @@ class _Turns:
 
     def finished(self) -> list[Json]:
         """Return all messages; a turn of the assistant that says nothing has no content, as in chats."""
-        for each in self.messages:
+        if not self.messages:
+            raise BadRequest("messages", "hold no text", fix="send a message of the user")
+        for each in self.messages[:-1]:  # the last one would be continued, and is refused if it is empty
             if each["role"] == "assistant" and each["content"] == "" and len(each) > 2:
                 del each["content"]
         return self.messages

@@ -5,6 +5,7 @@ An operator loads and unloads adapters by routes that are named as vLLM names th
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
@@ -68,8 +69,19 @@ class Entries:
     def for_anthropic(self, name: str) -> dict[str, Any]:
         """Return an entry as Anthropic's clients read it."""
         limit = None if self._llm.facts is None else self._llm.facts.max_tokens
-        named = {"type": "model", "id": name, "display_name": name, "lifecycle": "active"}
-        return named | {"created_at": self._born.isoformat(), "max_input_tokens": limit, "max_tokens": limit}
+        return anthropic_entry(name, self._born, limit)
+
+
+def anthropic_entry(name: str, born: datetime, limit: int | None) -> dict[str, Any]:
+    """Return an entry of the list of models as Anthropic's clients read it."""
+    named = {"type": "model", "id": name, "display_name": name, "lifecycle": "active"}
+    return named | {"created_at": born.isoformat(), "max_input_tokens": limit, "max_tokens": limit}
+
+
+def anthropic_list(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return a list of models, of which there is one at least, as Anthropic's clients read it."""
+    first, last = entries[0]["id"], entries[-1]["id"]
+    return {"data": [*entries], "has_more": False, "first_id": first, "last_id": last}
 
 
 class LoadBody(StrictBody):
@@ -85,7 +97,7 @@ class UnloadBody(StrictBody):
     lora_name: str
 
 
-_ANTHROPICS = "anthropic-version"  # the header by which Anthropic's clients are told apart
+ANTHROPICS = "anthropic-version"  # the header by which Anthropic's clients are told apart
 
 
 def router(llm: AsyncLLM, names: ModelNames, route: type[APIRoute]) -> APIRouter:
@@ -95,15 +107,14 @@ def router(llm: AsyncLLM, names: ModelNames, route: type[APIRoute]) -> APIRouter
     @routes.get("/v1/models")
     async def models(request: Request) -> dict[str, Any]:
         """The served model under each of its names, and its limits."""
-        if _ANTHROPICS in request.headers:
-            found = [*map(entries.for_anthropic, names.all)]
-            return {"data": found, "has_more": False, "first_id": names.all[0], "last_id": names.all[-1]}
+        if ANTHROPICS in request.headers:
+            return anthropic_list([*map(entries.for_anthropic, names.all)])
         return {"object": "list", "data": [entries.for_openai(name) for name in names.all]}
 
     @routes.get("/v1/models/{name:path}")
     async def retrieve(name: str, request: Request) -> dict[str, Any]:
         """The served model under one of its names."""
-        is_anthropics = _ANTHROPICS in request.headers
+        is_anthropics = ANTHROPICS in request.headers
         return (entries.for_anthropic if is_anthropics else entries.for_openai)(names.asked(name))
 
     @routes.post("/v1/load_lora_adapter", response_class=Response)

@@ -19,7 +19,7 @@ from borders.field_table import taken_by
 from borders.refusal import BadRequest
 from borders.version import VERSION
 from recipes.assembly import versions
-from serving.api.api_keys import Client
+from serving.api.api_keys import ANYBODY, Client
 from serving.api.errors import Forbidden, NotFound
 from serving.api.model_names import ModelNames
 from serving.api.schemas import DetokenizeBody, StrictBody, TokenizeBody
@@ -31,13 +31,15 @@ from serving.text.tokenizer import Text
 from serving.tools.definitions import tool_use
 
 
-def routers(llm: AsyncLLM, names: ModelNames, model: str, route: type[APIRoute]) -> Iterator[APIRouter]:
-    """Yield the routers of this module that the recipe asks for."""
+def routers(
+    llm: AsyncLLM, names: ModelNames, model: str, route: type[APIRoute], *, is_local: bool
+) -> Iterator[APIRouter]:
+    """Yield the routers of this module that the recipe asks for; see AccessControl for `is_local`."""
     yield router(llm, names)
     yield text_router(llm, names, route)
     yield metrics_router(llm, model)
     if llm.recipe.server.profile is not None:
-        yield profile_router(llm, route)
+        yield profile_router(llm, route, is_local=is_local)
 
 
 def router(llm: AsyncLLM, names: ModelNames) -> APIRouter:
@@ -121,14 +123,21 @@ class ProfileBody(StrictBody):
     )
 
 
-def profile_router(llm: AsyncLLM, route: type[APIRoute]) -> APIRouter:
+def profile_router(llm: AsyncLLM, route: type[APIRoute], *, is_local: bool) -> APIRouter:
     """Return a router with the routes of traces; a recipe enables them by `server.profile`."""
     routes = APIRouter(route_class=route)
+
+    def check_operator(request: Request) -> None:
+        client: Client = request.state.client
+        if not client.may_operate or (client is ANYBODY and not is_local):
+            raise Forbidden("this key may not record traces, which slow every client; use an operator's")
+        if "origin" in request.headers or request.headers.get("sec-fetch-site", "none") != "none":
+            raise Forbidden("pages in a browser may not record traces; send it from a command line")
 
     @routes.post("/start_profile", response_class=Response)
     async def start(request: Request, body: ProfileBody | None = None) -> Response:
         """Begin to record the next steps."""
-        _check_operator(request.state.client)
+        check_operator(request)
         num_steps = (None if body is None else body.num_steps) or PROFILED_STEPS
         llm.start_profile(num_steps)
         return _as_json({"num_steps": num_steps, "folder": llm.recipe.server.profile})
@@ -136,18 +145,13 @@ def profile_router(llm: AsyncLLM, route: type[APIRoute]) -> APIRouter:
     @routes.post("/stop_profile", response_class=Response)
     async def stop(request: Request) -> Response:
         """Wait for the trace, which ends now at the latest, and name its file."""
-        _check_operator(request.state.client)
+        check_operator(request)
         written = await llm.stop_profile()
         if written.error:
             raise RequestFailed(f"the trace could not be recorded: {written.error}")
         return _as_json({"path": written.path})
 
     return routes
-
-
-def _check_operator(client: Client) -> None:
-    if not client.may_operate:
-        raise Forbidden("this key may not record traces, which slow every client; use an operator's")
 
 
 def text_router(llm: AsyncLLM, names: ModelNames, route: type[APIRoute]) -> APIRouter:

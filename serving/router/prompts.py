@@ -7,6 +7,7 @@ prompts begin alike, but nothing about pages.
 
 from __future__ import annotations
 
+import json
 from contextlib import suppress
 from typing import Any
 
@@ -37,9 +38,18 @@ class RoutedBody(msgspec.Struct):
     cache_salt: str | None = None
     tenant: str | None = None
     user: str | None = None
+    system: msgspec.Raw = msgspec.Raw()
+    instructions: msgspec.Raw = msgspec.Raw()
+    tools: msgspec.Raw = msgspec.Raw()
     messages: msgspec.Raw = msgspec.Raw()
     prompt: msgspec.Raw = msgspec.Raw()
     input: msgspec.Raw = msgspec.Raw()
+
+    @property
+    def text(self) -> bytes:
+        """What the prompt is made of, in the order in which chat templates show it."""
+        before = (bytes(each) for each in (self.system, self.instructions, self.tools))
+        return b"".join(before) + (bytes(self.messages) or bytes(self.prompt) or bytes(self.input))
 
 
 class RoutedResponse(msgspec.Struct):
@@ -54,13 +64,17 @@ class RoutedResponse(msgspec.Struct):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-class _Named(msgspec.Struct):
-    model: str | None = None
-
-
 _decode = msgspec.json.Decoder(RoutedBody).decode
-_decode_name = msgspec.json.Decoder(_Named).decode
 _decode_response = msgspec.json.Decoder(RoutedResponse).decode
+
+
+def _read_leniently(body: bytes) -> RoutedBody:
+    """Read a body as Python does, which takes half a character's escape and NaN, as replicas do."""
+    found = json.loads(body)
+    model, stream = (found.get(name) if isinstance(found, dict) else None for name in ("model", "stream"))
+    return RoutedBody(
+        model=model if isinstance(model, str) else None, stream=stream if isinstance(stream, bool) else None
+    )
 
 
 class Prompts:
@@ -74,9 +88,9 @@ class Prompts:
         self.page_size = page_size
 
     def asked(self, body: bytes) -> RoutedBody:
-        """Return the fields of a body; of one that no replica will accept, only its model, if it has one."""
-        for decode in (_decode, lambda body: RoutedBody(model=_decode_name(body).model)):
-            with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        """Return the fields of a body; of one that cannot be read whole, its model and whether it streams."""
+        for decode in (_decode, _read_leniently):
+            with suppress(ValueError, msgspec.MsgspecError, RecursionError):
                 return decode(body)
         return RoutedBody()
 
@@ -101,9 +115,9 @@ class Prompts:
                 if bytes(asked.input):
                     return self._pages(_of_a_chat(_decode_response(body)), salt)
                 return self._pages(msgspec.json.decode(body, type=dict[str, Any]), salt)
-            except (BadRequest, msgspec.MsgspecError):
+            except (BadRequest, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
                 pass  # the replica will say what is wrong with it
-        return _parts(bytes(asked.messages) or bytes(asked.prompt) or bytes(asked.input), asked.model, salt)
+        return _parts(asked.text, asked.model, salt)
 
     def _pages(self, fields: dict[str, Any], salt: str) -> RoutedPrompt:
         known = {name: fields[name] for name in _PROMPT_FIELDS if fields.get(name) is not None}

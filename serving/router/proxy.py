@@ -42,6 +42,7 @@ from serving.router.reply import (
     is_event_stream,
     own_error,
     refuses,
+    whole_events,
 )
 from serving.router.upstream import HeaderLines, Lost, UpstreamAnswer
 
@@ -57,7 +58,7 @@ _OWN = {b"host", b"content-length", b"connection", b"transfer-encoding", b"keep-
 _UNREADABLE = b"accept-encoding"  # the end of a compressed stream could not be told from a loss
 _PROMPT_REPLICA = PROMPT_REPLICA_HEADER.encode()
 _NOT_PASSED_ON = frozenset({*_OWN, _UNREADABLE, b"x-request-id", _PROMPT_REPLICA})
-_NOT_SENT_BACK = frozenset({*_OWN, b"x-request-id", b"server", b"date"})
+_NOT_SENT_BACK = frozenset({*_OWN, b"x-request-id", b"request-id", b"server", b"date"})
 _ONCE = ("/v1/files", "/v1/batches")  # requests posted to these paths are never repeated
 _ABORT = "/abort/"  # followed by a request's id, which only the replica that runs it knows
 _DONE, _UNKNOWN = 200, 404
@@ -289,21 +290,22 @@ class Proxy:
         if refuses(unsent):
             return partial(reply.part, unsent if not wants_done else _with_done(unsent), more=False)
         counted.begin()
-        last = b""
+        sent, held = b"", b""  # the last bytes that were sent, and the beginning of an event
         try:
-            while unsent:
-                last = (last + unsent)[-64:] if len(unsent) < 64 else unsent[-64:]
-                if answer.is_read:  # the end is sent with these bytes, so that the client wakes once for both
-                    break
-                await reply.part(unsent)
+            while unsent and not answer.is_read:  # the end is sent with the last bytes: the client wakes once
+                ready, held = whole_events(held + unsent)
                 unsent = b""
+                if ready:
+                    await reply.part(ready)
+                    sent = ready[-64:]
                 unsent = await answer.next()
-            if wants_done and not last.rstrip().endswith(_ENDS):
+            unsent = held + unsent
+            if wants_done and not (sent + unsent[-64:]).rstrip().endswith(_ENDS):
                 raise Lost("the stream ended before its end")
         except Lost as lost:
             self._record_loss(counted.replica, lost)
             message = f"the replica was lost during the answer ({lost}); send the request again"
-            unsent += b"" if last.endswith(b"\n\n") or not last else b"\n\n"
+            unsent, _ = whole_events(unsent)
             unsent += error_event(path, own_error(path, 502, message, code="replica_lost"))
         await reply.part(unsent, more=False)
         return None

@@ -27,7 +27,8 @@ _HEAD: HeaderLines = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
-_END = re.compile(rb"\r\n\r\n|\n\n|\r\r")  # of an event
+_ENDS = (b"\r\n\r\n", b"\n\n", b"\r\r")  # of an event
+_END = re.compile(b"|".join(_ENDS))
 _MOST_FIRST = 2**16  # bytes after which an event is taken to be part of an answer before its end
 _ANTHROPICS = {400: "invalid_request_error", 404: "not_found_error", 429: "rate_limit_error"}
 # How the two other APIs name what REFUSED names by status
@@ -51,6 +52,12 @@ def begun_with(received: bytes) -> tuple[bytes, bytes]:
 def has_event(received: bytes) -> bool:
     """Return whether this begins with a whole event, or with one that is long."""
     return len(received) > _MOST_FIRST or _END.search(received) is not None
+
+
+def whole_events(received: bytes) -> tuple[bytes, bytes]:
+    """Split a part of a stream behind its last whole event; a very long event is not held back."""
+    at = max(received.rfind(end) + len(end) if end in received else 0 for end in _ENDS)
+    return (received[:at], received[at:]) if len(received) - at <= _MOST_FIRST else (received, b"")
 
 
 def _is_sign(event: bytes) -> bool:
@@ -134,8 +141,8 @@ class Reply:
         """Send a whole answer, or what it says as the last event of a stream whose head has been sent."""
         if not self.has_head:
             await self.head(status, [*headers, (b"content-length", b"%d" % len(body))])
-        elif not body.lstrip().startswith(b"{"):
-            why = f"a replica answered with status {status}, and without a reason"
+        elif status < 400 or not body.lstrip().startswith(b"{"):
+            why = f"a replica answered with status {status}, and not by a stream or a reason"
             body = error_event(self._path, own_error(self._path, 502, why))
         else:
             body = error_event(self._path, body)
@@ -189,6 +196,4 @@ class Reply:
         self._is_between = False
         await self._send(message)
         self._sent_s = self._loop.time()
-        self._is_between = message.get("more_body", True) and (
-            not body or body.endswith((b"\n\n", b"\r\n\r\n"))
-        )
+        self._is_between = message.get("more_body", True) and (not body or body.endswith(_ENDS))

@@ -12,6 +12,8 @@ import signal
 import socket
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
+from datetime import datetime, timezone
+from typing import Any
 
 import msgspec
 import uvicorn
@@ -27,6 +29,7 @@ from serving.api import access, page_files
 from serving.api.access import AccessControl, BodyMemory
 from serving.api.api_keys import ANYBODY, ApiKeys, Client, key_of_environment
 from serving.api.errors import NotFound, error_response, response_of
+from serving.api.model_names import ANTHROPICS, anthropic_entry, anthropic_list
 from serving.metrics import logs
 from serving.router import fleet_figures
 from serving.router.fair_turns import ModelTurns
@@ -70,7 +73,7 @@ class FleetApplication:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
         method, path = scope["method"], scope["path"]
-        if method == "GET" and (own := self._own(path, scope) or self._models(path)) is not None:
+        if method == "GET" and (own := self._own(path, scope) or self._models(path, scope)) is not None:
             await own(scope, receive, send)
         elif method == "POST" and (order := path.removeprefix("/fleet/")) != path and order in _ORDERS:
             await (self._refusal(scope) or self._obey(order, scope))(scope, receive, send)
@@ -103,7 +106,7 @@ class FleetApplication:
                 )
         return None
 
-    def _models(self, path: str) -> ASGIApp | None:
+    def _models(self, path: str, scope: Scope) -> ASGIApp | None:
         """Return all models of the fleet, or one by its name; None where no replica lists any."""
         prefix, entries = "/v1/models", self._members.models.entries
         name = path.removeprefix(f"{prefix}/")
@@ -111,6 +114,10 @@ class FleetApplication:
             return None
         if path != prefix and name not in entries:
             return response_of(NotFound.of_model(name, [*entries]))
+        if any(each == ANTHROPICS.encode() for each, _ in scope["headers"]):
+            found = {each: _for_anthropic(each, entry) for each, entry in entries.items()}
+            whole = anthropic_list([*found.values()]) if path == prefix else found[name]
+            return Response(msgspec.json.encode(whole), media_type="application/json")
         listed = b'{"object":"list","data":[' + b",".join(entries.values()) + b"]}"
         return Response(listed if path == prefix else entries[name], media_type="application/json")
 
@@ -148,6 +155,15 @@ class FleetApplication:
         if any(name == b"origin" for name, _ in scope["headers"]):
             return error_response(403, "pages in a browser may not do this; send it from a command line")
         return None
+
+
+def _for_anthropic(name: str, entry: bytes) -> dict[str, Any]:
+    """Return the entry of a replica's list as Anthropic's clients read it."""
+    said = msgspec.json.decode(entry)
+    born_s, limit = said.get("created"), said.get("max_model_len")
+    born_s = born_s if isinstance(born_s, int) and 0 <= born_s < 2**32 else 0
+    born = datetime.fromtimestamp(born_s, timezone.utc)
+    return anthropic_entry(name, born, limit if isinstance(limit, int) else None)
 
 
 log = logging.getLogger("route")

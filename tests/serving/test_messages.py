@@ -363,3 +363,21 @@ def test_a_signature_that_was_changed_is_refused() -> None:
     assert read(signature)["reasoning_content"] == "a thought"
     with pytest.raises(BadRequest, match=r"messages\[0\]\.content\[0\]\.signature"):
         read(signature + "*")
+
+
+def test_a_conversation_without_a_turn_is_refused(agent: Server) -> None:
+    nobody = [{"role": "system", "content": []}]
+    nested: Any = {}
+    for _ in range(600):
+        nested = {"a": nested}
+    deep = [{"name": "f", "input_schema": {"type": "object", "const": nested}}]
+    talk = {"model": "agent", "max_tokens": 4}
+    with httpx.Client(base_url=agent.url, timeout=PATIENCE_S) as http:
+        for path in ("/v1/messages", "/v1/messages/count_tokens"):
+            asked = talk if path == "/v1/messages" else {"model": "agent"}
+            for more in (
+                {"messages": nobody},
+                {"messages": [{"role": "user", "content": "a"}], "tools": deep},
+            ):
+                refused = http.post(path, json=asked | more)
+                assert (refused.status_code, refused.json()["type"]) == (400, "error")

@@ -140,6 +140,8 @@ class Turn {
     const button = document.createElement("button");
     button.textContent = "Send results";
     button.onclick = () => {
+      if (running || chosen() === null) return;
+      if (messages.at(-1) !== this.message) return button.remove();  // the conversation has gone on without them
       for (const { box, said } of this.calls.filter(Boolean)) {
         const field = box.querySelector("textarea");
         field.readOnly = true;

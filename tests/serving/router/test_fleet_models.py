@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from serving.api.api_keys import ANYBODY
-from serving.router import fleet_figures
 from serving.router import replicas as of_replicas
 from serving.router.fair_turns import ModelTurns
 from serving.router.fleet_figures import FleetFigures
@@ -397,9 +396,3 @@ def test_a_recipe_that_no_replica_serves_is_told(caplog: pytest.LogCaptureFixtur
         " judged by text alone; name it with --served-model-name"
     ]
     assert found.is_one
-
-
-def test_the_page_shows_the_model_of_each_replica() -> None:
-    page = fleet_figures.PAGE
-    assert 'each.models.join(", ")' in page
-    assert page.index("<th>model</th>") < page.index("<th>state</th>")

@@ -154,3 +154,39 @@ def test_text_that_goes_on_begins_alike() -> None:
 def test_a_wrong_body_is_for_the_replica_to_refuse(body: bytes) -> None:
     for prompts in (Prompts(), Prompts(TEXT, 16)):
         prompts.read(body, prompts.asked(body), ANYBODY)
+
+
+def test_what_cannot_be_read_is_judged_by_its_text() -> None:
+    """The replica says what is wrong with it, or reads what this router does not."""
+    prompts = Prompts(TEXT, 16)
+    nested = {"a": 1}
+    for _ in range(600):
+        nested = {"a": nested}  # type: ignore[dict-item]
+    tools = [{"type": "function", "name": "f", "parameters": nested}]
+    for path, body in (
+        ("", {"input": STORY, "tools": tools}),
+        ("", {"messages": CHAT, "chat_template_kwargs": nested}),
+        ("messages", {"model": "a", "max_tokens": 4, "messages": [{"role": "system", "content": []}]}),
+    ):
+        data = json.dumps(body).encode()
+        found = prompts.read(data, prompts.asked(data), ANYBODY, is_message=bool(path))
+        assert found.tokens_a_key == 64
+    for data in (
+        b'{"model": "a", "stream": true, "user": "\\ud83d"}',
+        b'{"model": "a", "stream": true, "n": NaN}',
+    ):
+        asked = prompts.asked(data)
+        assert (asked.model, asked.stream) == ("a", True)
+
+
+def test_without_a_recipe_the_system_and_the_tools_count() -> None:
+    prompts = Prompts()
+    system = "Be kind and thorough. " * 60
+    first, second = (
+        json.dumps({"model": "a", "system": system, "messages": [{"role": "user", "content": each}]}).encode()
+        for each in ("Hello", "Bye")
+    )
+    one, other = (prompts.read(each, prompts.asked(each), ANYBODY) for each in (first, second))
+    assert one.num_tokens > 300
+    shared = [here for here, there in zip(one.keys, other.keys) if here == there]
+    assert len(shared) >= 4

@@ -159,11 +159,12 @@ def test_the_router_says_nothing_within_an_event_nor_behind_the_last() -> None:
             asking = asyncio.ensure_future(fleet.ask())
             await until(lambda: fleet.parts.count(COMMENT) >= 2)  # nothing of the first event is sent on yet
             half.set()
-            await until(lambda: WHOLE[0] + WHOLE[1][:5] in fleet.parts)
-            num_parts = len(fleet.parts)
-            await asyncio.sleep(0.1)
-            assert len(fleet.parts) == num_parts
+            await until(lambda: WHOLE[0] in fleet.parts)
+            num_parts = len(fleet.parts)  # the second event is held back until it is whole
+            await until(lambda: fleet.parts[num_parts:].count(COMMENT) >= 2)
             rest.set()
+            await until(lambda: WHOLE[1] in fleet.parts)
+            num_parts = len(fleet.parts)
             await until(lambda: fleet.parts[num_parts:].count(COMMENT) >= 2)
             last.set()
             status, body = await asking
