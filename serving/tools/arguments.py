@@ -18,6 +18,8 @@ LONGEST_KEY = 256
 _ALL = frozenset({"string", "integer", "number", "boolean", "null", "array", "object"})
 _NAMES = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
 _PYTHON = {"True": ("true", "boolean"), "False": ("false", "boolean"), "None": ("null", "null")}
+_JSON_TEXT = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _DEEPEST = 32  # references and unions of a schema that are followed within each other
 
 
@@ -62,9 +64,11 @@ class PairReader:
 
     def read(self, held: str) -> tuple[int, str]:
         """Return how many characters are decided, and the JSON that they add."""
-        if self._key is None:
-            return self._between(held)
-        return self._value(held)
+        taken, said = (0, "") if self._key is None else self._value(held)
+        if self._key is None and not taken:  # with this value, or before it, nothing is left but what follows
+            further, more = self._between(held)
+            return further, said + more
+        return taken, said
 
     def rest(self, held: str) -> str:
         """Return the part of a text, or the value, that the answer has when it breaks off."""
@@ -209,51 +213,82 @@ class PairReader:
 
 
 class BareReader:
-    """Reads an object in Gemma's notation, from its first brace to its last."""
+    """Reads an object in Gemma's notation, from its first brace to its last.
+
+    Outside of texts, white space has no meaning. Python's constants, and keys and texts as JSON has them, are
+    read as well, since models write them.
+    """
 
     def __init__(self, quote: str) -> None:
         self.is_complete = False
         self._quote = quote
+        self._word_end = re.compile(rf"[,\]}}]|{re.escape(quote)}")
         self._stack: list[str] = []  # the brackets that are open
         self._is_text = False
         self._is_key = False  # whether a key, and not a value, comes next
+        self._has_comma = False  # whether a comma is written before what comes next
 
     def read(self, held: str) -> tuple[int, str]:
         """Return how many characters are decided, and the JSON that they add."""
         at, said = 0, ""
         while at < len(held) and not self.is_complete:
-            if held.startswith(self._quote, at):
-                said += '"'
-                at += len(self._quote)
-                self._is_text, self._is_key = not self._is_text, False
-            elif self._quote.startswith(held[at:]):
+            end, piece = self._next(held, at)
+            if end == MAYBE:
                 break
-            elif self._is_text:
-                said += _escaped(held[at])
-                at += 1
-            elif self._is_key and held[at] != "}" and not held[at].isspace():
-                end = held.find(":", at)
-                if end < 0:
-                    break
-                said += json.dumps(held[at:end].replace(self._quote, "").strip(), ensure_ascii=False) + ": "
-                at, self._is_key = end + 1, False
-            else:
-                said += self._step(held[at])
-                at += 1
+            at, said = end, said + piece
         return at, said
 
     def rest(self, held: str) -> str:
-        """Return nothing: what is undecided is a part of a mark or of a key."""
+        """Return nothing: what is undecided is a part of a mark, of a key or of a number."""
         return ""
 
+    def _next(self, held: str, at: int) -> tuple[int, str]:
+        """Return where the piece ends that begins here, or MAYBE, and the JSON that it adds."""
+        begin = held[at : at + len(self._quote)]
+        if begin == self._quote:
+            self._is_text = not self._is_text
+            return at + len(begin), (self._before() if self._is_text else "") + '"'
+        if self._quote.startswith(begin):
+            return MAYBE, ""
+        if self._is_text:
+            return at + 1, _escaped(held[at])
+        if held[at].isspace():
+            return at + 1, ""
+        if held[at] in "{}[],:":
+            return at + 1, self._step(held[at])
+        return self._word(held, at)
+
+    def _before(self) -> str:
+        comma, self._has_comma, self._is_key = self._has_comma, False, False
+        return ", " if comma else ""
+
     def _step(self, char: str) -> str:
+        if char == ":":
+            return ": "
+        said = "" if char == "," else char
         if char in "{[":
+            said = self._before() + char
             self._stack.append(char)
         elif char in "}]" and self._stack:
             self._stack.pop()
             self.is_complete = not self._stack
+        self._has_comma = char == ","
         self._is_key = bool(self._stack) and self._stack[-1] == "{" and char in "{,"
-        return ", " if char == "," else char
+        return said
+
+    def _word(self, held: str, at: int) -> tuple[int, str]:
+        """Return the same of a key or a value that does not stand between two quotes."""
+        found = _JSON_TEXT.match(held, at)
+        if held[at] == '"':
+            return (MAYBE, "") if found is None else (found.end(), self._before() + _as_text(found[0]))
+        if self._is_key:
+            end = held.find(":", at)
+            word = dumped(held[at:end].strip())
+        else:
+            found = self._word_end.search(held, at)
+            end = NO if found is None else found.start()
+            word = as_json(held[at:end].strip(), _ALL - {"string"})
+        return (MAYBE, "") if end < 0 else (end, self._before() + word)
 
 
 class Types:
@@ -335,6 +370,21 @@ def _type(value: Any) -> str:
 
 def _refuse(word: str) -> None:
     raise ValueError(f"{word} is no JSON")
+
+
+def dumped(value: Any) -> str:
+    """Return a value as JSON in which every character can be encoded: surrogates are joined or escaped."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    joined = text.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
+    return _SURROGATE.sub(lambda found: f"\\u{ord(found[0]):04x}", joined)
+
+
+def _as_text(text: str) -> str:
+    """Return a text between double quotes as JSON."""
+    try:
+        return dumped(json.loads(text, strict=False))
+    except ValueError:
+        return dumped(text[1:-1])
 
 
 def _escaped(text: str) -> str:

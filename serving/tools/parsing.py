@@ -12,14 +12,13 @@ its prompt has opened. Marks around the text behind it are dropped.
 from __future__ import annotations
 
 import ast
-import json
 import re
 import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from serving.tools.arguments import Reader, reader_of
+from serving.tools.arguments import Reader, dumped, reader_of
 from serving.tools.formats import THOUGHT_FORMATS, ThoughtFormat, ToolFormat
 from serving.tools.matching import MAYBE, MOST_SPACE, NO, after_space, match
 
@@ -144,6 +143,7 @@ class _WithoutMarks:
 LONGEST_NAME = 64
 _NAME = re.compile(r"[A-Za-z0-9_.-]*")
 _NUMBER = re.compile(r":\d{0,9}")
+_ESCAPE = re.compile(r"\\(.)", re.DOTALL)
 _ID = re.compile(r"\w{0,64}", re.ASCII)
 _LITERALS = {"true": True, "false": False, "null": None}
 
@@ -258,6 +258,7 @@ class ToolParser:
         elif self._place == self._behind_call and held.strip() and not self._may_close(held):
             parsed.say(held)
         self._held = ""
+        self._resume()  # so that nothing of it is given a second time
         return parsed
 
     def _may_close(self, held: str) -> bool:
@@ -313,9 +314,9 @@ class ToolParser:
         at = match(lead, held, at)
         if at < 0:
             return _NONE, at
-        if not form.head:
-            at = after_space(held, at)
-        begin = at
+        begin = at = at if form.head else after_space(held, at, MOST_SPACE + 1)
+        if at < len(held) and held[at].isspace():
+            return _NONE, NO
         found = _NAME.match(held, at)
         assert found is not None, "a name may be empty"
         name, at = found[0], found.end()
@@ -351,7 +352,7 @@ class ToolParser:
 
     def _arguments_at(self, held: str, at: int) -> int:
         """Return where arguments begin behind the middle of a call, or NO or MAYBE."""
-        after = after_space(held, at)
+        after = after_space(held, at, MOST_SPACE + 1)
         if after - at > MOST_SPACE:
             return NO
         if after == len(held):
@@ -503,17 +504,19 @@ class _Scan:
 def _as_json(keywords: str) -> str | None:
     """Return Python keywords and their closing bracket as a JSON object.
 
-    The result is None if the values are not plain.
+    Values may be written as JSON, too, so that `\\/` is a slash, and two surrogates are one character. The
+    result is None if the values are not plain.
     """
+    code = _ESCAPE.sub(lambda found: "/" if found[1] == "/" else found[0], keywords)
     try:
         with warnings.catch_warnings(action="ignore"):  # Python warns of a backslash that it would keep
-            call = ast.parse(f"call({keywords}", mode="eval").body
+            call = ast.parse(f"call({code}", mode="eval").body
         if not isinstance(call, ast.Call) or call.args or any(each.arg is None for each in call.keywords):
             return None
         values = {
             str(each.arg): ast.literal_eval(_WithConstants().visit(each.value)) for each in call.keywords
         }
-        return json.dumps(values, ensure_ascii=False, allow_nan=False)
+        return dumped(values)
     except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
         return None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -23,9 +24,11 @@ def written(name: str, calls: list[tuple[str, dict[str, Any]]]) -> str:
     return render(name, Turn(None, "", [{"name": each, "arguments": values} for each, values in calls]))
 
 
-def parsed(form: ToolFormat, pieces: list[str]) -> tuple[str, Calls]:
+def parsed(
+    form: ToolFormat, pieces: list[str], schemas: Mapping[str, Any] | None = None
+) -> tuple[str, Calls]:
     """The sum of what a parser gives for these pieces; each call's name comes first, and once."""
-    parser, content, calls = ToolParser(form, NAMES), "", list[list[str]]()
+    parser, content, calls = ToolParser(form, NAMES, schemas=schemas), "", list[list[str]]()
     for each in [*map(parser.push, pieces), parser.finish()]:
         content += each.content
         for delta in each.calls:
@@ -150,6 +153,77 @@ def test_arguments_leave_before_they_are_complete() -> None:
     assert [(each.name, each.arguments) for each in first.calls] == [("add", '{"x"')]
     assert [each.arguments for each in parser.push(": 1").calls] == [": 1"]
     assert parser.finish().content == ""
+
+
+def read(name: str, answer: str, schemas: Mapping[str, Any] | None = None) -> tuple[str, Calls]:
+    """What a parser finds in an answer, which is the same however it is cut."""
+    rng, form = random.Random(6), TOOL_FORMATS[name]
+    whole = parsed(form, [answer], schemas)
+    for pieces in (list(answer), *(cut(answer, rng) for _ in range(20))):
+        assert parsed(form, pieces, schemas) == whole, pieces
+    for at in range(len(answer)):
+        assert parsed(form, [answer[:at], answer[at:]], schemas) == whole, answer[:at]
+    return whole
+
+
+@pytest.mark.parametrize(
+    ("written", "value"),
+    [
+        (r'"\ud83d\ude00 a\/b"', "😀 a/b"),
+        (r'["\\\\/", {"\ud83d\ude00": "\u00e9"}]', [r"\\/", {"😀": "é"}]),
+        (r"'it\'s \x41'", "it's A"),
+        (r'"\ud83d"', "\ud83d"),
+    ],
+)
+def test_keywords_have_the_escapes_of_json_and_can_be_encoded(written: str, value: Any) -> None:
+    for name, begin, end in (("pythonic", "[", "]"), ("olmo3", "<function_calls>\n", "\n</function_calls>")):
+        _, [(_, arguments)] = read(name, f"{begin}add(s={written}){end}")
+        assert json.loads(arguments.encode()) == {"s": value}
+
+
+@pytest.mark.parametrize(
+    "answer", ["<function_calls>\n{}", "<function_calls>\nadd(s=1){}", "[{}", "[add(s=1){}"]
+)
+def test_white_space_within_calls_does_not_hold_an_answer_back(answer: str) -> None:
+    """What is held back is looked at again with each piece, so there has to be a limit to it."""
+    name = "pythonic" if answer.startswith("[") else "olmo3"
+    parser = ToolParser(TOOL_FORMATS[name], NAMES)
+    for piece in list(answer.format(" " * 10 * MOST_SPACE)):
+        parser.push(piece)
+    shown = parser.push("x").content
+    assert shown.endswith("x")
+    assert "add" in answer or parser.push("add(s=1)").calls == []
+
+
+GEMMA = "<|tool_call>call:add{}<tool_call|>"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        ("{a:1, b:2}", {"a": 1, "b": 2}),
+        ("{a:{ b:1 , c : [ 2 , 3 ] } }", {"a": {"b": 1, "c": [2, 3]}}),
+        ("{\na:1\n,\n}", {"a": 1}),
+        ("{a:None,b:True,c:False,d:[None]}", {"a": None, "b": True, "c": False, "d": [None]}),
+        ("{a:null,b:true,c:-1.5e3}", {"a": None, "b": True, "c": -1500}),
+        ('{"s":<|"|>x, y: z<|"|>}', {"s": "x, y: z"}),
+        ('{"a:b":"x, {\\"y\\"}", <|"|>t<|"|>:<|"|> None <|"|>}', {"a:b": 'x, {"y"}', "t": " None "}),
+        ("{a:low, b:1}", {"a": "low", "b": 1}),
+    ],
+)
+def test_gemmas_arguments_are_json_whatever_their_space_and_words(arguments: str, meant: Any) -> None:
+    content, [(_, found)] = read("gemma4", GEMMA.format(arguments))
+    assert (content, json.loads(found)) == ("", meant)
+    assert found == json.dumps(json.loads(found)).replace("-1500.0", "-1.5e3")
+
+
+def test_a_key_that_comes_twice_and_is_not_closed_loses_nothing_behind_it() -> None:
+    schemas = {"add": {"type": "object", "properties": {"s": {"type": "string"}, "i": {"type": "integer"}}}}
+    answer = (
+        "<tool_call>\n<function=add>\n<parameter=s>\na\n</parameter>\n<parameter=s>\nb\n<parameter=i>\n3\n"
+        "</parameter>\n</function>\n</tool_call>"
+    )
+    assert read("qwen3_coder", answer, schemas) == ("", [("add", '{"s": "a", "i": 3}')])
 
 
 def test_keywords_that_are_no_plain_values_stay_text() -> None:
