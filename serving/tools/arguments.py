@@ -6,6 +6,7 @@ JSON. No decision depends on how the text was cut.
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -38,22 +39,26 @@ class Reader(Protocol):
 def reader_of(form: ToolFormat, schema: Any) -> Reader:
     """Return the reader of a call of a function whose arguments have this schema."""
     if form.pairs is not None:
-        return PairReader(form.pairs, form.tail.split()[0], schema)
+        return PairReader(form, schema)
     return BareReader(form.quote)
 
 
 class PairReader:
-    """Reads pairs up to the text `end`, which it leaves.
+    """Reads the pairs of a format up to the first tag behind them, which it leaves.
 
     A value ends at the closing tag behind which the next key or the end stands, so that it may contain such
     tags itself. Text is passed on as it arrives; another value when it has ended. Of a key that comes twice,
     the first value counts, since it has been passed on.
     """
 
-    def __init__(self, pairs: Pairs, end: str, schema: Any) -> None:
+    def __init__(self, form: ToolFormat, schema: Any) -> None:
+        assert form.pairs is not None, "a format of pairs says how they are written"
         self.is_complete = False
-        self._pairs = pairs
-        self._end = end
+        self._pairs: Pairs = form.pairs
+        self._end = form.tail.split()[0]
+        # What ends a call for certain, even where its last value is not closed
+        behind = (form.closing, form.between + form.head) if form.closing else ("",)
+        self._whole_ends = [form.tail + each for each in behind]
         self._types = Types(schema)
         self._seen: set[str] = set()
         self._key: str | None = None  # the key whose value is arriving
@@ -163,14 +168,18 @@ class PairReader:
         return MAYBE if MAYBE in follows else NO
 
     def _forgotten(self, held: str, at: int) -> int:
-        """Return where the next pair begins on a line of its own, which ends a value without a tag."""
+        """Return `at` where a line begins with the next pair or ends the call: a value without a tag ends."""
         begin = _ahead(self._pairs.key, held, at + 1)
-        if begin < 0:
-            return begin
-        found = self._next_key(held, at + 1)
-        if isinstance(found, int):
-            return found
-        return at if self._types.has_next(found[0], self._seen) else NO
+        if begin >= 0:
+            found = self._next_key(held, at + 1)
+            if isinstance(found, int):
+                return found
+            return at if self._types.has_next(found[0], self._seen) else NO
+        end = _ahead(self._end, held, at + 1)
+        if end >= 0:
+            ends = [match(each, held, at + 1) for each in self._whole_ends]
+            return at if max(ends) >= 0 else min(ends)
+        return min(begin, end)
 
     def _part(self, held: str, start: int, at: int) -> tuple[int, str]:
         """Pass on text before `at`, without what may be the margin behind it."""
@@ -345,12 +354,23 @@ def as_json(text: str, allowed: frozenset[str]) -> str:
     try:
         value = json.loads(word, parse_constant=_refuse)
     except (ValueError, RecursionError):
-        return is_text
+        return is_text if "string" in allowed else _of_literal(word, allowed) or is_text
     if "string" not in allowed:
         return word
     found = _type(value)
     is_allowed = found in allowed or (found == "integer" and "number" in allowed)
     return word if is_allowed and found != "string" else is_text
+
+
+def _of_literal(word: str, allowed: frozenset[str]) -> str | None:
+    """Return a list or an object that is written as Python has it as JSON; None if it is neither."""
+    if word[:1] not in ("[", "{"):
+        return None
+    try:
+        value = ast.literal_eval(word)
+        return dumped(value) if _type(value) in allowed else None
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+        return None
 
 
 def _at(root: Any, reference: str) -> Any:

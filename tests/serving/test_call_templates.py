@@ -190,7 +190,7 @@ def unclosed_block(form: str, rng: random.Random) -> tuple[Turn, str]:
 
 def unclosed_value(form: str, rng: random.Random) -> tuple[Turn, str]:
     said, begin = turn(form, rng), LINES.get(form)
-    gap = "" if form != "minimax_m2" else "\n"
+    gap = "" if form == "qwen3_coder" else "\n"
     text = render(form, said)
     return said, text if begin is None else text.replace(f"</parameter>\n{begin}", f"{gap}{begin}")
 

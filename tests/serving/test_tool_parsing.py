@@ -190,8 +190,8 @@ def test_white_space_within_calls_does_not_hold_an_answer_back(answer: str) -> N
     parser = ToolParser(TOOL_FORMATS[name], NAMES)
     for piece in list(answer.format(" " * 10 * MOST_SPACE)):
         parser.push(piece)
-    shown = parser.push("x").content
-    assert shown.endswith("x")
+    shown = parser.push("x?").content
+    assert shown.endswith("x?")
     assert "add" in answer or parser.push("add(s=1)").calls == []
 
 
@@ -215,6 +215,63 @@ def test_gemmas_arguments_are_json_whatever_their_space_and_words(arguments: str
     content, [(_, found)] = read("gemma4", GEMMA.format(arguments))
     assert (content, json.loads(found)) == ("", meant)
     assert found == json.dumps(json.loads(found)).replace("-1500.0", "-1.5e3")
+
+
+@pytest.mark.parametrize("name", [name for name, form in TOOL_FORMATS.items() if not form.is_whole])
+@pytest.mark.parametrize("wrong", [0, 1, 2])
+def test_a_call_of_what_is_no_tool_does_not_hide_those_beside_it(name: str, wrong: int) -> None:
+    calls: list[tuple[str, dict[str, Any]]] = [("add", {"x": 1}), ("get_weather", {}), ("add", {"y": [2]})]
+    calls.insert(wrong, ("unknown", {"z": 3}))
+    content, found = read(name, written(name, calls))
+    del calls[wrong]
+    assert [(each, json.loads(arguments)) for each, arguments in found] == calls
+    assert "unknown" in content
+    assert not any(each in content for each in NAMES)
+
+
+def test_a_block_ends_with_its_end() -> None:
+    """Behind it, what looks like a call without an opening is text."""
+    for name in ("olmo3", "minimax_m2", "kimi_k2", "hunyuan_a13b"):
+        form, block = TOOL_FORMATS[name], written(name, [("unknown", {"x": 1})])
+        inner = written(name, [("add", {"x": 1})]).replace(form.opening, "")
+        assert form.opening in block
+        assert read(name, block + "\n" + inner) == (block + "\n" + inner, [])
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "seed_oss", "minimax_m2"])
+def test_a_last_value_that_is_not_closed_ends_with_its_call(name: str) -> None:
+    schemas = {"add": {"type": "object", "properties": {"s": {"type": "string"}, "i": {"type": "integer"}}}}
+    calls: list[tuple[str, dict[str, Any]]] = [("add", {"s": "x"}), ("add", {"s": "y\n</a", "i": 3})]
+    for spoilt in (calls, calls[:1], calls[1:]):
+        tag, gap = "</parameter>\n", "" if name == "qwen3_coder" else "\n"
+        answer = written(name, spoilt)
+        at = answer.index(tag)
+        for text in (answer[:at] + gap + answer[at + len(tag) :], answer.replace(tag, gap)):
+            content, found = read(name, text, schemas)
+            assert content == ""
+            assert [(each, json.loads(arguments)) for each, arguments in found] == spoilt, text
+
+
+def test_a_value_of_seed_is_all_between_its_tags_and_may_be_a_list_of_python() -> None:
+    properties = {"s": {"type": "string"}, "l": {"type": "array"}, "o": {"type": "object"}, "u": {}}
+    schemas = {"add": {"type": "object", "properties": properties}}
+    answer = (
+        "<seed:tool_call>\n<function=add>\n<parameter=s>\na\n\nb\n</parameter>\n"
+        "<parameter=l>['a', \"it's\", None]</parameter>\n<parameter=o>{'b': [True, 1.5]}</parameter>\n"
+        "<parameter=u>['a']</parameter>\n</function>\n"
+        "</seed:tool_call>"
+    )
+    content, [(_, arguments)] = read("seed_oss", answer, schemas)
+    meant = {"s": "\na\n\nb\n", "l": ["a", "it's", None], "o": {"b": [True, 1.5]}, "u": "['a']"}
+    assert (content, json.loads(arguments)) == ("", meant)
+
+
+def test_both_wraps_of_llamas_calls_are_no_text() -> None:
+    call = '{"name": "add", "parameters": {"x": 1}}'
+    for wrap in ("", "<|python_tag|>", "<|python_start|><|python_end|>"):
+        assert read("llama3_json", wrap + call) == ("", [("add", '{"x": 1}')])
+    for text in ("<|python_start|>x", "<|python_start|><|python_end|>x", "<|python_start|><|pyth"):
+        assert read("llama3_json", text) == (text, [])
 
 
 def test_a_key_that_comes_twice_and_is_not_closed_loses_nothing_behind_it() -> None:
