@@ -33,16 +33,17 @@ _CALLS = (
     ("gemma4", "<|tool_call>", "call:"),
     ("minimax_m2", "<minimax:tool_call>", ""),
     ("seed_oss", "<seed:tool_call>", ""),
-    ("longcat", "<longcat_tool_call>", ""),
+    ("longcat", "<longcat_tool_call>", r"<longcat_tool_call>(\\n|\s)*\{+\\*[\"']name"),
     ("hy_v3", "<tool_calls", "<tool_sep"),
-    ("hunyuan_a13b", "<tool_calls>", ""),
+    ("hunyuan_a13b", "<tool_calls>", r"<tool_calls>[^<{\[]{0,20}\["),
     ("olmo3", "<function_calls>", ""),
     ("qwen3_coder", "<tool_call>", "<function="),
     ("glm47", "<arg_key>", "</arg_key><arg_value>"),
     ("glm45", "<arg_key>", ""),
     ("hermes", "<tool_call>", r"<tool_call>(\\n|\s)*\{+\\*[\"']name"),
-    ("pythonic", "<|python_start|>", ""),
     ("llama3_json", "<|python_tag|>", r"[\"']parameters"),
+    ("llama3_json", '{"name": ', r"""(?s)\{"name": ([^"'{}]{1,40}, |"'.{1,200}?')"parameters": """),
+    ("pythonic", "<|python_start|>", ""),
 )
 # The same for thoughts
 _THOUGHTS = (
@@ -153,8 +154,10 @@ def _unescaped(text: str) -> str:
         said = json.loads(text)
     except (ValueError, RecursionError):  # whoever reads the tokenizer refuses the file by name
         return ""
-    template = said.get("chat_template") if isinstance(said, dict) else None
-    return template if isinstance(template, str) else json.dumps(template, ensure_ascii=False)
+    given = said.get("chat_template") if isinstance(said, dict) else None
+    named = given if isinstance(given, list) else [{"template": given}]
+    texts = [each.get("template") for each in named if isinstance(each, dict)]
+    return "\n".join(each for each in texts if isinstance(each, str))
 
 
 def _names(folder: Path) -> list[str]:

@@ -59,7 +59,7 @@ def _suffix_of(tag: str, vocabulary: Vocabulary) -> str:
     return next((suffix.decode() for suffix in suffixes), "")
 
 
-_END_TOKENS = 16  # tokens at the end of a prompt, more than "<think>" and a line break take
+_END_TOKENS = 32  # tokens at the end of a prompt, more than "<think>", a mark and a line break take
 _AS_USUAL = ChatOptions()
 
 
@@ -174,8 +174,8 @@ class Text:
 
     def opens_thoughts(self, prompt: TokenIds) -> bool:
         """Return whether a prompt ends inside a block of reasoning, which some chat templates begin."""
-        begin = (self.thoughts or THOUGHT_FORMATS["think"]).begin
-        return self._end_of(prompt).endswith(begin)
+        form = self.thoughts or THOUGHT_FORMATS["think"]
+        return self._end_of(prompt).removesuffix(form.limit).rstrip().endswith(form.begin)
 
     def _end_of(self, prompt: TokenIds) -> str:
         return self.decode(prompt[-_END_TOKENS:].tolist(), skip_special_tokens=False).rstrip()
@@ -200,7 +200,7 @@ class Text:
         """Return the control tokens by which an answer's thoughts and, if it `has_calls`, calls are found."""
         names = [] if self.thoughts is None else [*self.thoughts.tokens, *self.thoughts.answer]
         if has_calls and self.tool_format is not None:
-            names += [*self.tool_format.marks, *self.tool_format.wrap]
+            names += self.tool_format.tokens
         return frozenset(self.control_tokens(names).values())
 
     def control_tokens(self, names: Iterable[str]) -> dict[str, int]:

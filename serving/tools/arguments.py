@@ -6,6 +6,7 @@ JSON. No decision depends on how the text was cut.
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -18,6 +19,8 @@ LONGEST_KEY = 256
 _ALL = frozenset({"string", "integer", "number", "boolean", "null", "array", "object"})
 _NAMES = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
 _PYTHON = {"True": ("true", "boolean"), "False": ("false", "boolean"), "None": ("null", "null")}
+_JSON_TEXT = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _DEEPEST = 32  # references and unions of a schema that are followed within each other
 
 
@@ -36,22 +39,26 @@ class Reader(Protocol):
 def reader_of(form: ToolFormat, schema: Any) -> Reader:
     """Return the reader of a call of a function whose arguments have this schema."""
     if form.pairs is not None:
-        return PairReader(form.pairs, form.tail.split()[0], schema)
+        return PairReader(form, schema)
     return BareReader(form.quote)
 
 
 class PairReader:
-    """Reads pairs up to the text `end`, which it leaves.
+    """Reads the pairs of a format up to the first tag behind them, which it leaves.
 
     A value ends at the closing tag behind which the next key or the end stands, so that it may contain such
     tags itself. Text is passed on as it arrives; another value when it has ended. Of a key that comes twice,
     the first value counts, since it has been passed on.
     """
 
-    def __init__(self, pairs: Pairs, end: str, schema: Any) -> None:
+    def __init__(self, form: ToolFormat, schema: Any) -> None:
+        assert form.pairs is not None, "a format of pairs says how they are written"
         self.is_complete = False
-        self._pairs = pairs
-        self._end = end
+        self._pairs: Pairs = form.pairs
+        self._end = form.tail.split()[0]
+        # What ends a call for certain, even where its last value is not closed
+        behind = (form.closing, form.between + form.head) if form.closing else ("",)
+        self._whole_ends = [form.tail + each for each in behind]
         self._types = Types(schema)
         self._seen: set[str] = set()
         self._key: str | None = None  # the key whose value is arriving
@@ -62,9 +69,11 @@ class PairReader:
 
     def read(self, held: str) -> tuple[int, str]:
         """Return how many characters are decided, and the JSON that they add."""
-        if self._key is None:
-            return self._between(held)
-        return self._value(held)
+        taken, said = (0, "") if self._key is None else self._value(held)
+        if self._key is None and not taken:  # with this value, or before it, nothing is left but what follows
+            further, more = self._between(held)
+            return further, said + more
+        return taken, said
 
     def rest(self, held: str) -> str:
         """Return the part of a text, or the value, that the answer has when it breaks off."""
@@ -159,14 +168,18 @@ class PairReader:
         return MAYBE if MAYBE in follows else NO
 
     def _forgotten(self, held: str, at: int) -> int:
-        """Return where the next pair begins on a line of its own, which ends a value without a tag."""
+        """Return `at` where a line begins with the next pair or ends the call: a value without a tag ends."""
         begin = _ahead(self._pairs.key, held, at + 1)
-        if begin < 0:
-            return begin
-        found = self._next_key(held, at + 1)
-        if isinstance(found, int):
-            return found
-        return at if self._types.has_next(found[0], self._seen) else NO
+        if begin >= 0:
+            found = self._next_key(held, at + 1)
+            if isinstance(found, int):
+                return found
+            return at if self._types.has_next(found[0], self._seen) else NO
+        end = _ahead(self._end, held, at + 1)
+        if end >= 0:
+            ends = [match(each, held, at + 1) for each in self._whole_ends]
+            return at if max(ends) >= 0 else min(ends)
+        return min(begin, end)
 
     def _part(self, held: str, start: int, at: int) -> tuple[int, str]:
         """Pass on text before `at`, without what may be the margin behind it."""
@@ -209,51 +222,82 @@ class PairReader:
 
 
 class BareReader:
-    """Reads an object in Gemma's notation, from its first brace to its last."""
+    """Reads an object in Gemma's notation, from its first brace to its last.
+
+    Outside of texts, white space has no meaning. Python's constants, and keys and texts as JSON has them, are
+    read as well, since models write them.
+    """
 
     def __init__(self, quote: str) -> None:
         self.is_complete = False
         self._quote = quote
+        self._word_end = re.compile(rf"[,\]}}]|{re.escape(quote)}")
         self._stack: list[str] = []  # the brackets that are open
         self._is_text = False
         self._is_key = False  # whether a key, and not a value, comes next
+        self._has_comma = False  # whether a comma is written before what comes next
 
     def read(self, held: str) -> tuple[int, str]:
         """Return how many characters are decided, and the JSON that they add."""
         at, said = 0, ""
         while at < len(held) and not self.is_complete:
-            if held.startswith(self._quote, at):
-                said += '"'
-                at += len(self._quote)
-                self._is_text, self._is_key = not self._is_text, False
-            elif self._quote.startswith(held[at:]):
+            end, piece = self._next(held, at)
+            if end == MAYBE:
                 break
-            elif self._is_text:
-                said += _escaped(held[at])
-                at += 1
-            elif self._is_key and held[at] != "}" and not held[at].isspace():
-                end = held.find(":", at)
-                if end < 0:
-                    break
-                said += json.dumps(held[at:end].replace(self._quote, "").strip(), ensure_ascii=False) + ": "
-                at, self._is_key = end + 1, False
-            else:
-                said += self._step(held[at])
-                at += 1
+            at, said = end, said + piece
         return at, said
 
     def rest(self, held: str) -> str:
-        """Return nothing: what is undecided is a part of a mark or of a key."""
+        """Return nothing: what is undecided is a part of a mark, of a key or of a number."""
         return ""
 
+    def _next(self, held: str, at: int) -> tuple[int, str]:
+        """Return where the piece ends that begins here, or MAYBE, and the JSON that it adds."""
+        begin = held[at : at + len(self._quote)]
+        if begin == self._quote:
+            self._is_text = not self._is_text
+            return at + len(begin), (self._before() if self._is_text else "") + '"'
+        if self._quote.startswith(begin):
+            return MAYBE, ""
+        if self._is_text:
+            return at + 1, _escaped(held[at])
+        if held[at].isspace():
+            return at + 1, ""
+        if held[at] in "{}[],:":
+            return at + 1, self._step(held[at])
+        return self._word(held, at)
+
+    def _before(self) -> str:
+        comma, self._has_comma, self._is_key = self._has_comma, False, False
+        return ", " if comma else ""
+
     def _step(self, char: str) -> str:
+        if char == ":":
+            return ": "
+        said = "" if char == "," else char
         if char in "{[":
+            said = self._before() + char
             self._stack.append(char)
         elif char in "}]" and self._stack:
             self._stack.pop()
             self.is_complete = not self._stack
+        self._has_comma = char == ","
         self._is_key = bool(self._stack) and self._stack[-1] == "{" and char in "{,"
-        return ", " if char == "," else char
+        return said
+
+    def _word(self, held: str, at: int) -> tuple[int, str]:
+        """Return the same of a key or a value that does not stand between two quotes."""
+        found = _JSON_TEXT.match(held, at)
+        if held[at] == '"':
+            return (MAYBE, "") if found is None else (found.end(), self._before() + _as_text(found[0]))
+        if self._is_key:
+            end = held.find(":", at)
+            word = dumped(held[at:end].strip())
+        else:
+            found = self._word_end.search(held, at)
+            end = NO if found is None else found.start()
+            word = as_json(held[at:end].strip(), _ALL - {"string"})
+        return (MAYBE, "") if end < 0 else (end, self._before() + word)
 
 
 class Types:
@@ -310,12 +354,23 @@ def as_json(text: str, allowed: frozenset[str]) -> str:
     try:
         value = json.loads(word, parse_constant=_refuse)
     except (ValueError, RecursionError):
-        return is_text
+        return is_text if "string" in allowed else _of_literal(word, allowed) or is_text
     if "string" not in allowed:
         return word
     found = _type(value)
     is_allowed = found in allowed or (found == "integer" and "number" in allowed)
     return word if is_allowed and found != "string" else is_text
+
+
+def _of_literal(word: str, allowed: frozenset[str]) -> str | None:
+    """Return a list or an object that is written as Python has it as JSON; None if it is neither."""
+    if word[:1] not in ("[", "{"):
+        return None
+    try:
+        value = ast.literal_eval(word)
+        return dumped(value) if _type(value) in allowed else None
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+        return None
 
 
 def _at(root: Any, reference: str) -> Any:
@@ -335,6 +390,21 @@ def _type(value: Any) -> str:
 
 def _refuse(word: str) -> None:
     raise ValueError(f"{word} is no JSON")
+
+
+def dumped(value: Any) -> str:
+    """Return a value as JSON in which every character can be encoded: surrogates are joined or escaped."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    joined = text.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
+    return _SURROGATE.sub(lambda found: f"\\u{ord(found[0]):04x}", joined)
+
+
+def _as_text(text: str) -> str:
+    """Return a text between double quotes as JSON."""
+    try:
+        return dumped(json.loads(text, strict=False))
+    except ValueError:
+        return dumped(text[1:-1])
 
 
 def _escaped(text: str) -> str:

@@ -22,7 +22,7 @@ class Pairs:
     A value that is text is neither quoted nor escaped; other values are JSON. Which it is follows from the
     schema of the argument or, with `json_value`, from the text: that stands in place of `value` before JSON.
     `margin` stands on each side of a value without belonging to it. With `is_by_line`, a key at the beginning
-    of a line ends a value that the model forgot to close.
+    of a line, or the call's end there, ends a value that the model forgot to close.
     """
 
     key: str
@@ -40,7 +40,8 @@ class ToolFormat:
     object in Gemma's notation: keys are bare, and strings stand between two `quote`.
 
     With `is_whole`, calls have no mark of their own, so an answer either begins with a call or has none.
-    `wrap` are texts that some models write around all calls. `marks` are control tokens of some tokenizers.
+    `wraps` are pairs of texts that some models write around all calls. `marks` are control tokens of some
+    tokenizers.
     A name may have `prefix` before it and, with `is_numbered`, has `:` and a number behind it; `prefix`, name
     and number are then the call's id. `id_mark` precedes an id behind the name, if there is one. With
     `has_suffix`, the tags of a vocabulary may have one before their end, such as `<tool_call:opensource>`.
@@ -58,7 +59,7 @@ class ToolFormat:
     pairs: Pairs | None = None
     quote: str = ""
     is_whole: bool = False
-    wrap: tuple[str, str] = ("", "")
+    wraps: tuple[tuple[str, str], ...] = ()
     marks: tuple[str, ...] = ()
     prefix: str = ""
     is_numbered: bool = False
@@ -74,6 +75,12 @@ class ToolFormat:
             return ""
         begin = self.opening + self.head
         return next((mark for mark in self.marks if begin.startswith(mark)), begin.split()[0])
+
+    @property
+    def tokens(self) -> list[str]:
+        """The texts that are control tokens of some tokenizers, those around all calls included."""
+        around = "".join(text for wrap in self.wraps for text in wrap)
+        return [*self.marks, *re.findall("<[^<>]*>", around)]
 
     def with_suffix(self, suffix: str) -> ToolFormat:
         """Return the format with this suffix in each of its tags."""
@@ -110,7 +117,7 @@ LLAMA3_JSON = ToolFormat(
     tail="}",
     between="; ",
     is_whole=True,
-    wrap=("<|python_tag|>", ""),
+    wraps=(("<|python_tag|>", ""), ("<|python_start|><|python_end|>", "")),
 )
 MISTRAL = ToolFormat(
     opening="[TOOL_CALLS][",
@@ -206,19 +213,21 @@ HY_V3 = replace(
     has_suffix=True,
     marks=("<tool_calls>", "</tool_calls>", "<tool_sep>", *GLM45.marks),
 )
+_FUNCTION_PAIRS = Pairs(key="<parameter=", value=">", close="</parameter>", is_by_line=True)
 QWEN3_CODER = ToolFormat(
     head="<tool_call>\n<function=",
     middle=">\n",
     tail="</function>\n</tool_call>",
     between="\n",
     arguments="pairs",
-    pairs=Pairs(key="<parameter=", value=">", close="</parameter>", margin="\n", is_by_line=True),
+    pairs=replace(_FUNCTION_PAIRS, margin="\n"),
     marks=("<tool_call>", "</tool_call>"),
 )
 SEED_OSS = replace(
     QWEN3_CODER,
     head="<seed:tool_call>\n<function=",
     tail="</function>\n</seed:tool_call>",
+    pairs=_FUNCTION_PAIRS,
     marks=("<seed:tool_call>", "</seed:tool_call>"),
 )
 MINIMAX_M2 = ToolFormat(
@@ -258,7 +267,7 @@ PYTHONIC = ToolFormat(
     closing="]",
     arguments="keywords",
     is_whole=True,
-    wrap=("<|python_start|>", "<|python_end|>"),
+    wraps=(("<|python_start|>", "<|python_end|>"),),
 )
 OLMO3 = ToolFormat(
     opening="<function_calls>\n",
@@ -298,12 +307,14 @@ TOOL_FORMATS = {
 class ThoughtFormat:
     """The marks around a block of thoughts, with which an answer begins.
 
-    `answer` are marks that some models write around the text behind the block.
+    `answer` are marks that some models write around the text behind the block. `limit` is the mark behind
+    `begin` with which a prompt begins a remark on how long the thoughts may be.
     """
 
     begin: str = "<think>"
     end: str = "</think>"
     answer: tuple[str, str] = ("", "")
+    limit: str = ""
 
     @property
     def tokens(self) -> tuple[str, str]:
@@ -320,7 +331,7 @@ class ThoughtFormat:
 # The keys are the values that `server.reasoning` of a recipe may have, besides that of channels.
 THOUGHT_FORMATS = {
     "think": ThoughtFormat(),
-    "seed": ThoughtFormat("<seed:think>", "</seed:think>"),
+    "seed": ThoughtFormat("<seed:think>", "</seed:think>", limit="<seed:cot_budget_reflect>"),
     "mistral": ThoughtFormat("[THINK]", "[/THINK]"),
     "gemma4": ThoughtFormat("<|channel>thought", "<channel|>"),
     "hunyuan": ThoughtFormat(answer=("<answer>", "</answer>")),

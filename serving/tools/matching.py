@@ -23,8 +23,9 @@ def match(literal: str, text: str, at: int) -> int:
     return at
 
 
-def after_space(text: str, at: int) -> int:
-    """Return where the white space ends that begins here."""
-    while at < len(text) and text[at].isspace():
+def after_space(text: str, at: int, most: int) -> int:
+    """Return where the white space ends that begins here, of which `most` characters are looked at."""
+    end = min(len(text), at + most)
+    while at < end and text[at].isspace():
         at += 1
     return at

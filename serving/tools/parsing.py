@@ -12,14 +12,13 @@ its prompt has opened. Marks around the text behind it are dropped.
 from __future__ import annotations
 
 import ast
-import json
 import re
 import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from serving.tools.arguments import Reader, reader_of
+from serving.tools.arguments import Reader, dumped, reader_of
 from serving.tools.formats import THOUGHT_FORMATS, ThoughtFormat, ToolFormat
 from serving.tools.matching import MAYBE, MOST_SPACE, NO, after_space, match
 
@@ -144,6 +143,7 @@ class _WithoutMarks:
 LONGEST_NAME = 64
 _NAME = re.compile(r"[A-Za-z0-9_.-]*")
 _NUMBER = re.compile(r":\d{0,9}")
+_ESCAPE = re.compile(r"\\(.)", re.DOTALL)
 _ID = re.compile(r"\w{0,64}", re.ASCII)
 _LITERALS = {"true": True, "false": False, "null": None}
 
@@ -234,9 +234,16 @@ class ToolParser:
         self._name = self._lead = ""  # the name and the head of a call whose keywords are not complete
         self._scan = _Scan()
         self._reader: Reader | None = None
-        wraps = ("", form.wrap[0]) if form.wrap[0] else ("",)
+        wraps = ("", *(begin for begin, _ in form.wraps))
         self._leads = [wrap + form.opening + form.head for wrap in wraps]
+        self._closings = [form.closing + end for _, end in form.wraps if end]
+        self._closings += [form.closing] if form.closing else []
         self._first = re.compile("|".join(re.escape(each[0]) for each in self._leads))
+        # Behind an opening, and behind a call in the block that it opens, calls need no opening.
+        self._is_within = False
+        head = re.escape(form.head[0]) if form.head else r"[\w.-]"
+        marks = (form.opening[:1], form.closing.lstrip()[:1])
+        self._first_within = re.compile("|".join([*map(re.escape, marks), head]))
 
     def push(self, text: str) -> Parsed:
         """Add text, and return what is certain with it."""
@@ -258,12 +265,11 @@ class ToolParser:
         elif self._place == self._behind_call and held.strip() and not self._may_close(held):
             parsed.say(held)
         self._held = ""
+        self._resume()  # so that nothing of it is given a second time
         return parsed
 
     def _may_close(self, held: str) -> bool:
-        form = self._form
-        ends = (form.closing + form.wrap[1], form.closing)
-        return any(end and match(end, held, 0) == MAYBE for end in ends)
+        return any(match(each, held, 0) == MAYBE for each in self._closings)
 
     def _in_content(self, parsed: Parsed) -> bool:
         """Look for a call; like the method of every place, returns whether anything was decided."""
@@ -272,8 +278,8 @@ class ToolParser:
         if self._is_blank and blank == len(held):
             return False
         at = self._candidate(held, blank)
-        lead, end = self._any_begun(self._leads, held, at)
-        shown = at + 1 if end == NO else at
+        lead, end = self._any_begun(held, at)
+        shown = self._passed(held, at) if end == NO else at
         if shown > blank:
             parsed.say(held[:shown])
             _, is_ended, last = held[:shown].rpartition("\n")
@@ -290,8 +296,10 @@ class ToolParser:
         """Return where a call may begin; the end of the text if nowhere."""
         if self._form.is_whole and not self._in_thoughts:
             return blank if self._may_begin and self._is_blank else len(held)
-        for found in self._first.finditer(held, blank):
-            if not self._form.is_whole or self._begins_line(held, found.start()):
+        first = self._first_within if self._is_within else self._first
+        for found in first.finditer(held, blank):
+            is_bare = self._form.is_whole or (not self._form.head and found[0] != self._form.opening[0])
+            if not is_bare or self._begins_line(held, found.start()):
                 return found.start()
         return len(held)
 
@@ -299,11 +307,26 @@ class ToolParser:
         before = held[:at].rstrip(" \t")
         return before.endswith("\n") or (not before and (self._is_line or self._is_blank))
 
-    def _any_begun(self, leads: list[str], held: str, at: int) -> tuple[_Lead, int]:
-        """Return the first call that begins at `at` with one of these texts, as `_begun` does."""
-        found = [self._begun(lead, held, at) for lead in leads]
+    def _any_begun(self, held: str, at: int) -> tuple[_Lead, int]:
+        """Return the first call that may begin at `at`, as `_begun` does; a block may end there, too."""
+        form = self._form
+        found = [self._begun(lead, held, at) for lead in self._leads]
+        if self._is_within:
+            found.append(self._begun(form.head, held, at))
+            found.append((_NONE, min(match(form.closing, held, at), NO)))
         ends = [end for _, end in found]
         return found[ends.index(max(ends)) if max(ends) >= 0 else ends.index(min(ends))]
+
+    def _passed(self, held: str, at: int) -> int:
+        """Return the end of the text at `at`, where no call begins: that of an opening, or one character."""
+        form = self._form
+        if not form.opening or form.is_whole:
+            return at + 1
+        if self._is_within and match(form.closing, held, at) >= 0:
+            self._is_within = False
+        opened = match(form.opening, held, at)
+        self._is_within |= opened >= 0
+        return max(opened, at + 1)
 
     def _begun(self, lead: str, held: str, at: int) -> tuple[_Lead, int]:
         """Return the name of the call that begins at `at` and where its arguments begin, or NO or MAYBE."""
@@ -313,9 +336,9 @@ class ToolParser:
         at = match(lead, held, at)
         if at < 0:
             return _NONE, at
-        if not form.head:
-            at = after_space(held, at)
-        begin = at
+        begin = at = at if form.head else after_space(held, at, MOST_SPACE + 1)
+        if at < len(held) and held[at].isspace():
+            return _NONE, NO
         found = _NAME.match(held, at)
         assert found is not None, "a name may be empty"
         name, at = found[0], found.end()
@@ -351,7 +374,7 @@ class ToolParser:
 
     def _arguments_at(self, held: str, at: int) -> int:
         """Return where arguments begin behind the middle of a call, or NO or MAYBE."""
-        after = after_space(held, at)
+        after = after_space(held, at, MOST_SPACE + 1)
         if after - at > MOST_SPACE:
             return NO
         if after == len(held):
@@ -367,6 +390,7 @@ class ToolParser:
     def _begin(self, parsed: Parsed, lead: _Lead, text: str) -> None:
         self._held = self._held[len(text) :]
         self._scan = _Scan()
+        self._is_within = bool(self._form.opening) and not self._form.is_whole
         if self._form.arguments == "keywords":
             self._name, self._lead, self._place = lead.name, text, self._in_keywords
             return
@@ -430,12 +454,12 @@ class ToolParser:
         if end >= 0:
             self._begin(parsed, lead, held[:end])
             return True
-        whole = form.closing + form.wrap[1]
-        closings = [match(each, held, 0) for each in dict.fromkeys((whole, form.closing)) if each]
+        closings = [match(each, held, 0) for each in self._closings]
         closed = max(closings, default=NO)
         if MAYBE in (end, *closings) and (closed < 0 or closings[0] == MAYBE):
             return False
         self._held = held[max(closed, 0) :]
+        self._is_within = self._is_within and closed < 0
         self._resume()
         return True
 
@@ -503,17 +527,19 @@ class _Scan:
 def _as_json(keywords: str) -> str | None:
     """Return Python keywords and their closing bracket as a JSON object.
 
-    The result is None if the values are not plain.
+    Values may be written as JSON, too, so that `\\/` is a slash, and two surrogates are one character. The
+    result is None if the values are not plain.
     """
+    code = _ESCAPE.sub(lambda found: "/" if found[1] == "/" else found[0], keywords)
     try:
         with warnings.catch_warnings(action="ignore"):  # Python warns of a backslash that it would keep
-            call = ast.parse(f"call({keywords}", mode="eval").body
+            call = ast.parse(f"call({code}", mode="eval").body
         if not isinstance(call, ast.Call) or call.args or any(each.arg is None for each in call.keywords):
             return None
         values = {
             str(each.arg): ast.literal_eval(_WithConstants().visit(each.value)) for each in call.keywords
         }
-        return json.dumps(values, ensure_ascii=False, allow_nan=False)
+        return dumped(values)
     except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
         return None
 

@@ -186,6 +186,20 @@ def test_a_model_that_no_number_of_devices_holds_is_refused(tmp_path: Path) -> N
         ('<|python_tag|>{"name": f, "parameters": p}', ("llama3_json", None)),
         ("<|start|>assistant<|channel|>commentary to=functions.f", ("harmony", "harmony")),
         ("{{ message.content }}", (None, None)),
+        (
+            'within <tool_calls></tool_calls>:\n<tool_calls>\n{"name": n, "arguments": a}\n</tool_calls>',
+            (None, None),
+        ),
+        ("<longcat_tool_call>{{ n }}\n<longcat_arg_key>k</longcat_arg_key>", (None, None)),
+        ('<longcat_tool_call>\\n{"name": n, "arguments": a}', ("longcat", None)),
+        ('in the format {"name": function name, "parameters": dictionary of', ("llama3_json", None)),
+        ("""{{- '{"name": "' + c.name + '", ' }}\n{{- '"parameters": ' }}""", ("llama3_json", None)),
+        ("""{{ '{"name": "' + t.name + '", "description": "' + d }}""", (None, None)),
+        (
+            '<|python_start|><|python_end|>{{- \'{"name": "\' + n }}{{- \'"parameters": \' }}',
+            ("llama3_json", None),
+        ),
+        ("<|python_start|>[f(a=1)]<|python_end|>", ("pythonic", None)),
     ],
 )
 @pytest.mark.parametrize("file", ["chat_template.jinja", "tokenizer_config.json"])
@@ -199,6 +213,15 @@ def test_the_template_says_how_calls_and_thoughts_are_written(
     expected = {name: value for name, value in zip(names, keys) if value is not None}
     assert chosen_keys(model, ascend("910B")) == expected
     assert chosen_keys(model, ascend("910B"), *(f"{name}=none" for name in names)) == {}
+
+
+def test_named_templates_are_read_as_one_template_is(tmp_path: Path) -> None:
+    template = r"""{{- 'in <tool_call></tool_call>:\n<tool_call>\n{"name": n, "arguments": a}' }}</think>"""
+    named = [{"name": "default", "template": "{{ x }}"}, {"name": "tool_use", "template": template}]
+    model = folder(tmp_path, LLAMA_8B)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}), encoding="utf-8")
+    expected = {"server.tool_format": "hermes", "server.reasoning": "think"}
+    assert chosen_keys(model, ascend("910B")) == expected
 
 
 def test_a_name_is_looked_up_in_both_caches(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ _QWEN_CALL = (
     "<function={{ c.name }}>{{ nl }}{% for k, v in c.arguments.items() %}<parameter={{ k }}>\n{{ say(v) }}\n"
     "</parameter>{{ nl }}{% endfor %}</function>{{ nl }}"
 )
+_SEED_CALL = _QWEN_CALL.replace("\n", "")
 _MINIMAX_PAIRS = (
     '{% for k, v in c.arguments.items() %}<parameter name="{{ k }}">{{ say(v) }}</parameter>{{ nl }}'
     "{% endfor %}</invoke>{{ nl }}"
@@ -96,7 +97,7 @@ CALLS = {
         "<arg_value>{{ say(v) }}</arg_value>{% endfor %}</tool_call>"
     ),
     "qwen3_coder": _each(f"<tool_call>{_NL}{_QWEN_CALL}</tool_call>", _NL),
-    "seed_oss": _each(f"<seed:tool_call>{_NL}{_QWEN_CALL}</seed:tool_call>", _NL),
+    "seed_oss": _each(f"<seed:tool_call>{_NL}{_SEED_CALL}</seed:tool_call>", _NL),
     "minimax_m2": _when_called(
         f"<minimax:tool_call>{_NL}"
         + _each(f'<invoke name="{{{{ c.name }}}}">{_NL}{_MINIMAX_PAIRS}')

@@ -36,6 +36,7 @@ from tests.serving.call_templates import (
     PAIRS,
     REASONING,
     SCHEMAS,
+    THOUGHTS,
     TOOLS,
     WHOLE,
     Turn,
@@ -189,7 +190,7 @@ def unclosed_block(form: str, rng: random.Random) -> tuple[Turn, str]:
 
 def unclosed_value(form: str, rng: random.Random) -> tuple[Turn, str]:
     said, begin = turn(form, rng), LINES.get(form)
-    gap = "" if form != "minimax_m2" else "\n"
+    gap = "" if form == "qwen3_coder" else "\n"
     text = render(form, said)
     return said, text if begin is None else text.replace(f"</parameter>\n{begin}", f"{gap}{begin}")
 
@@ -309,6 +310,22 @@ def test_thoughts_that_the_prompt_has_opened(form: str) -> None:
         found = agree(form, render(form, said).removeprefix(begin), rng, is_open=True)
         assert (called(found), words(found.thoughts)) == (said.calls, ["So.", "I", "see."])
         assert words(found.content) == words(said.says)
+
+
+@pytest.mark.parametrize("form", TOOL_FORMATS)
+def test_a_call_that_breaks_off_in_thoughts_is_given_once(form: str) -> None:
+    """Its rest is certain when the thoughts end, and further pieces of the answer add nothing to it."""
+    rng = random.Random(f"{form} unfinished")
+    for _ in range(NUM_TURNS):
+        said = turn(form, rng, num_calls=1)
+        said.thoughts, said.says = None, ""
+        call = render(form, said)
+        answer = f"x\n{call[: rng.randrange(len(call))]}</think>abcdef"
+        _, end = THOUGHTS[REASONING.get(form, "think")]
+        answer = answer.replace("</think>", end)
+        found = agree(form, answer, rng, is_open=True)
+        assert found.content.endswith("abcdef"), answer
+        assert found.thoughts.startswith("x")
 
 
 STRICT = [

@@ -21,6 +21,7 @@ from serving.grammars.matching import Grammars
 from serving.grammars.thinking import Thinking, ThinkingMatcher
 from serving.text.request_fields import parse_request
 from serving.text.tokenizer import Text
+from serving.tools.formats import THOUGHT_FORMATS
 from tests.serving.test_constrained_schedules import PLAIN, RECIPE, WAYS
 
 FORM = {
@@ -190,6 +191,20 @@ def test_a_prompt_says_whether_thoughts_are_open() -> None:
     assert said("<think>\n\n</think>\n\n") is None
     text.think_marks = ()
     assert said("12<think>") is None
+
+
+def test_a_remark_on_their_length_may_stand_at_the_beginning_of_open_thoughts() -> None:
+    text = Text.load(ROOT / "recipes/tiny/weights")
+    assert text is not None
+    text.thoughts = THOUGHT_FORMATS["seed"]
+    for prompt, is_open in (
+        ("<seed:think>", True),
+        ("<seed:think><seed:cot_budget_reflect>", True),
+        ("<seed:think>\n<seed:cot_budget_reflect>\n", True),
+        ("<seed:cot_budget_reflect>", False),
+        ("<seed:think></seed:think>", False),
+    ):
+        assert text.opens_thoughts(np.array(text.encode(prompt))) == is_open, prompt
 
 
 def test_a_budget_is_refused_where_no_thoughts_are_known() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -23,9 +24,11 @@ def written(name: str, calls: list[tuple[str, dict[str, Any]]]) -> str:
     return render(name, Turn(None, "", [{"name": each, "arguments": values} for each, values in calls]))
 
 
-def parsed(form: ToolFormat, pieces: list[str]) -> tuple[str, Calls]:
+def parsed(
+    form: ToolFormat, pieces: list[str], schemas: Mapping[str, Any] | None = None
+) -> tuple[str, Calls]:
     """The sum of what a parser gives for these pieces; each call's name comes first, and once."""
-    parser, content, calls = ToolParser(form, NAMES), "", list[list[str]]()
+    parser, content, calls = ToolParser(form, NAMES, schemas=schemas), "", list[list[str]]()
     for each in [*map(parser.push, pieces), parser.finish()]:
         content += each.content
         for delta in each.calls:
@@ -150,6 +153,134 @@ def test_arguments_leave_before_they_are_complete() -> None:
     assert [(each.name, each.arguments) for each in first.calls] == [("add", '{"x"')]
     assert [each.arguments for each in parser.push(": 1").calls] == [": 1"]
     assert parser.finish().content == ""
+
+
+def read(name: str, answer: str, schemas: Mapping[str, Any] | None = None) -> tuple[str, Calls]:
+    """What a parser finds in an answer, which is the same however it is cut."""
+    rng, form = random.Random(6), TOOL_FORMATS[name]
+    whole = parsed(form, [answer], schemas)
+    for pieces in (list(answer), *(cut(answer, rng) for _ in range(20))):
+        assert parsed(form, pieces, schemas) == whole, pieces
+    for at in range(len(answer)):
+        assert parsed(form, [answer[:at], answer[at:]], schemas) == whole, answer[:at]
+    return whole
+
+
+@pytest.mark.parametrize(
+    ("written", "value"),
+    [
+        (r'"\ud83d\ude00 a\/b"', "😀 a/b"),
+        (r'["\\\\/", {"\ud83d\ude00": "\u00e9"}]', [r"\\/", {"😀": "é"}]),
+        (r"'it\'s \x41'", "it's A"),
+        (r'"\ud83d"', "\ud83d"),
+    ],
+)
+def test_keywords_have_the_escapes_of_json_and_can_be_encoded(written: str, value: Any) -> None:
+    for name, begin, end in (("pythonic", "[", "]"), ("olmo3", "<function_calls>\n", "\n</function_calls>")):
+        _, [(_, arguments)] = read(name, f"{begin}add(s={written}){end}")
+        assert json.loads(arguments.encode()) == {"s": value}
+
+
+@pytest.mark.parametrize(
+    "answer", ["<function_calls>\n{}", "<function_calls>\nadd(s=1){}", "[{}", "[add(s=1){}"]
+)
+def test_white_space_within_calls_does_not_hold_an_answer_back(answer: str) -> None:
+    """What is held back is looked at again with each piece, so there has to be a limit to it."""
+    name = "pythonic" if answer.startswith("[") else "olmo3"
+    parser = ToolParser(TOOL_FORMATS[name], NAMES)
+    for piece in list(answer.format(" " * 10 * MOST_SPACE)):
+        parser.push(piece)
+    shown = parser.push("x?").content
+    assert shown.endswith("x?")
+    assert "add" in answer or parser.push("add(s=1)").calls == []
+
+
+GEMMA = "<|tool_call>call:add{}<tool_call|>"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        ("{a:1, b:2}", {"a": 1, "b": 2}),
+        ("{a:{ b:1 , c : [ 2 , 3 ] } }", {"a": {"b": 1, "c": [2, 3]}}),
+        ("{\na:1\n,\n}", {"a": 1}),
+        ("{a:None,b:True,c:False,d:[None]}", {"a": None, "b": True, "c": False, "d": [None]}),
+        ("{a:null,b:true,c:-1.5e3}", {"a": None, "b": True, "c": -1500}),
+        ('{"s":<|"|>x, y: z<|"|>}', {"s": "x, y: z"}),
+        ('{"a:b":"x, {\\"y\\"}", <|"|>t<|"|>:<|"|> None <|"|>}', {"a:b": 'x, {"y"}', "t": " None "}),
+        ("{a:low, b:1}", {"a": "low", "b": 1}),
+    ],
+)
+def test_gemmas_arguments_are_json_whatever_their_space_and_words(arguments: str, meant: Any) -> None:
+    content, [(_, found)] = read("gemma4", GEMMA.format(arguments))
+    assert (content, json.loads(found)) == ("", meant)
+    assert found == json.dumps(json.loads(found)).replace("-1500.0", "-1.5e3")
+
+
+@pytest.mark.parametrize("name", [name for name, form in TOOL_FORMATS.items() if not form.is_whole])
+@pytest.mark.parametrize("wrong", [0, 1, 2])
+def test_a_call_of_what_is_no_tool_does_not_hide_those_beside_it(name: str, wrong: int) -> None:
+    calls: list[tuple[str, dict[str, Any]]] = [("add", {"x": 1}), ("get_weather", {}), ("add", {"y": [2]})]
+    calls.insert(wrong, ("unknown", {"z": 3}))
+    content, found = read(name, written(name, calls))
+    del calls[wrong]
+    assert [(each, json.loads(arguments)) for each, arguments in found] == calls
+    assert "unknown" in content
+    assert not any(each in content for each in NAMES)
+
+
+def test_a_block_ends_with_its_end() -> None:
+    """Behind it, what looks like a call without an opening is text."""
+    for name in ("olmo3", "minimax_m2", "kimi_k2", "hunyuan_a13b"):
+        form, block = TOOL_FORMATS[name], written(name, [("unknown", {"x": 1})])
+        inner = written(name, [("add", {"x": 1})]).replace(form.opening, "")
+        assert form.opening in block
+        assert read(name, block + "\n" + inner) == (block + "\n" + inner, [])
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "seed_oss", "minimax_m2"])
+def test_a_last_value_that_is_not_closed_ends_with_its_call(name: str) -> None:
+    schemas = {"add": {"type": "object", "properties": {"s": {"type": "string"}, "i": {"type": "integer"}}}}
+    calls: list[tuple[str, dict[str, Any]]] = [("add", {"s": "x"}), ("add", {"s": "y\n</a", "i": 3})]
+    for spoilt in (calls, calls[:1], calls[1:]):
+        tag, gap = "</parameter>\n", "" if name == "qwen3_coder" else "\n"
+        answer = written(name, spoilt)
+        at = answer.index(tag)
+        for text in (answer[:at] + gap + answer[at + len(tag) :], answer.replace(tag, gap)):
+            content, found = read(name, text, schemas)
+            assert content == ""
+            assert [(each, json.loads(arguments)) for each, arguments in found] == spoilt, text
+
+
+def test_a_value_of_seed_is_all_between_its_tags_and_may_be_a_list_of_python() -> None:
+    properties = {"s": {"type": "string"}, "l": {"type": "array"}, "o": {"type": "object"}, "u": {}}
+    schemas = {"add": {"type": "object", "properties": properties}}
+    answer = (
+        "<seed:tool_call>\n<function=add>\n<parameter=s>\na\n\nb\n</parameter>\n"
+        "<parameter=l>['a', \"it's\", None]</parameter>\n<parameter=o>{'b': [True, 1.5]}</parameter>\n"
+        "<parameter=u>['a']</parameter>\n</function>\n"
+        "</seed:tool_call>"
+    )
+    content, [(_, arguments)] = read("seed_oss", answer, schemas)
+    meant = {"s": "\na\n\nb\n", "l": ["a", "it's", None], "o": {"b": [True, 1.5]}, "u": "['a']"}
+    assert (content, json.loads(arguments)) == ("", meant)
+
+
+def test_both_wraps_of_llamas_calls_are_no_text() -> None:
+    call = '{"name": "add", "parameters": {"x": 1}}'
+    for wrap in ("", "<|python_tag|>", "<|python_start|><|python_end|>"):
+        assert read("llama3_json", wrap + call) == ("", [("add", '{"x": 1}')])
+    for text in ("<|python_start|>x", "<|python_start|><|python_end|>x", "<|python_start|><|pyth"):
+        assert read("llama3_json", text) == (text, [])
+
+
+def test_a_key_that_comes_twice_and_is_not_closed_loses_nothing_behind_it() -> None:
+    schemas = {"add": {"type": "object", "properties": {"s": {"type": "string"}, "i": {"type": "integer"}}}}
+    answer = (
+        "<tool_call>\n<function=add>\n<parameter=s>\na\n</parameter>\n<parameter=s>\nb\n<parameter=i>\n3\n"
+        "</parameter>\n</function>\n</tool_call>"
+    )
+    assert read("qwen3_coder", answer, schemas) == ("", [("add", '{"s": "a", "i": 3}')])
 
 
 def test_keywords_that_are_no_plain_values_stay_text() -> None:
