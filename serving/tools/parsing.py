@@ -336,7 +336,8 @@ class ToolParser:
         at = match(lead, held, at)
         if at < 0:
             return _NONE, at
-        begin = at = at if form.head else after_space(held, at, MOST_SPACE + 1)
+        is_quoted = form.head.endswith('"')
+        begin = at = at if is_quoted else after_space(held, at, MOST_SPACE)
         if at < len(held) and held[at].isspace():
             return _NONE, NO
         found = _NAME.match(held, at)
@@ -370,7 +371,7 @@ class ToolParser:
         found = _ID.match(held, end) if end >= 0 else None
         if found is None or found.end() == len(held):
             return None, MAYBE
-        return found[0], found.end()
+        return found[0] or None, found.end()
 
     def _arguments_at(self, held: str, at: int) -> int:
         """Return where arguments begin behind the middle of a call, or NO or MAYBE."""
