@@ -63,7 +63,8 @@ class AnswerParser:
         is_open = self._thoughts[index].is_open and not is_last
         parsed = self._in_thoughts(index, thoughts, is_open=is_open)
         if not is_open:
-            parsed.parts += self._with_calls(index, text, is_last=is_last).parts
+            answer = self._with_calls(index, text, is_last=is_last)
+            parsed.parts += self._thoughts[index].without_mark(answer, is_last=is_last).parts
         return parsed
 
     def _in_thoughts(self, index: int, thoughts: str, *, is_open: bool) -> Parsed:

@@ -175,7 +175,8 @@ class Text:
     def opens_thoughts(self, prompt: TokenIds) -> bool:
         """Return whether a prompt ends inside a block of reasoning, which some chat templates begin."""
         form = self.thoughts or THOUGHT_FORMATS["think"]
-        return self._end_of(prompt).removesuffix(form.limit).rstrip().endswith(form.begin)
+        said = self._end_of(prompt).removesuffix(form.limit).rstrip()
+        return said.endswith(form.begin)
 
     def _end_of(self, prompt: TokenIds) -> str:
         return self.decode(prompt[-_END_TOKENS:].tolist(), skip_special_tokens=False).rstrip()

@@ -55,6 +55,14 @@ class PairReader:
         assert form.pairs is not None, "a format of pairs says how they are written"
         self.is_complete = False
         self._pairs: Pairs = form.pairs
+        text = frozenset({"string"}) if self._pairs.json_value else None
+        # What may stand before a value, and the types that it has then, if that says them
+        said = {
+            self._pairs.value: text,
+            self._pairs.json_value: _ALL - {"string"},
+            self._pairs.loose_value: None,
+        }
+        self._said = {each: types for each, types in said.items() if each}
         self._end = form.tail.split()[0]
         # What ends a call for certain, even where its last value is not closed
         behind = (form.closing, form.between + form.head) if form.closing else ("",)
@@ -96,19 +104,17 @@ class PairReader:
                 return 0, ""
             self.is_complete = True  # here they end, or something else begins
             return 0, "}" if self._seen else "{}"
-        key, at, is_json = found
+        key, at, said = found
         self._key, self._is_fresh, self._sought = key, True, 0
         self._is_silent = key in self._seen
         self._seen.add(key)
-        self._allowed = self._types.of(key)
-        if self._pairs.json_value:
-            self._allowed = _ALL - {"string"} if is_json else frozenset({"string"})
+        self._allowed = self._types.of(key) if said is None else said
         if self._is_silent:
             return at, ""
         return at, ("{" if len(self._seen) == 1 else ", ") + json.dumps(key, ensure_ascii=False) + ": "
 
-    def _next_key(self, held: str, at: int) -> tuple[str, int, bool] | int:
-        """Return a key, where its value begins, and whether that is JSON; or the result of `match`."""
+    def _next_key(self, held: str, at: int) -> tuple[str, int, frozenset[str] | None] | int:
+        """Return a key, where its value begins, and its types if the text says them; or as `match` does."""
         pairs = self._pairs
         begin = match(pairs.key, held, at)
         if begin < 0:
@@ -116,13 +122,14 @@ class PairReader:
         first = (pairs.value.split() or [""])[0][:1]
         end = held.find(first, begin)
         while end >= 0:
-            found = [match(each, held, end) for each in (pairs.value, pairs.json_value) if each]
+            found = {each: match(each, held, end) for each in self._said}
             key = held[begin:end].strip()
             if not key or "\n" in key:
                 return NO
-            if max(found) >= 0:
-                return key, max(found), found[0] < 0
-            if MAYBE in found:
+            for value, begun in found.items():
+                if begun >= 0:
+                    return key, begun, self._said[value]
+            if MAYBE in found.values():
                 return MAYBE
             end = held.find(first, end + 1)
         is_key = len(held) - begin <= LONGEST_KEY and "\n" not in held[begin:].strip()

@@ -46,7 +46,8 @@ def lark_of(
     # The matcher takes the longest piece that it can, so that a line break is one of its own where calls may
     # end or go on behind it.
     closing = form.closing.removeprefix("\n")
-    end = f'"\\n" {literal(closing, mark)}' if closing != form.closing else literal(closing, mark)
+    line = '"\\n"' if form.head else '"\\n"?'
+    end = f"{line} {literal(closing, mark)}" if closing != form.closing else literal(closing, mark)
     rules = [f"calls: first{more} {end}"]
     for rule, opening, start in (("first", form.opening, dropped), ("call", "", 0)):
         bodies = " | ".join(f"{rule}_{index}" for index in range(len(schemas)))
@@ -74,7 +75,12 @@ def lark_of(
 
 
 def _head(begin: str, form: ToolFormat, name: str, mark: Mapping[str, int]) -> str:
-    """Return what stands before the arguments of a call, as the grammar has it."""
+    """Return what stands before the arguments of a call, as the grammar has it.
+
+    Where a call has no head, some models write no line break between the opening and it.
+    """
+    if not form.head and begin.endswith("\n"):
+        return f'{literal(begin[:-1], mark)} "\\n"? {literal(name + form.middle, mark)}'
     if not form.is_numbered:
         return literal(begin + form.prefix + name + form.middle, mark)
     return f"{literal(f'{begin}{form.prefix}{name}:', mark)} NUMBER {literal(form.middle, mark)}"

@@ -20,7 +20,8 @@ class Pairs:
     """Arguments in tags: `key` KEY `value` VALUE `close` `behind`, once for each.
 
     A value that is text is neither quoted nor escaped; other values are JSON. Which it is follows from the
-    schema of the argument or, with `json_value`, from the text: that stands in place of `value` before JSON.
+    schema of the argument or, with `json_value`, from the text: that stands in place of `value` before JSON;
+    and `loose_value` where a model does not say which, so that the schema does.
     `margin` stands on each side of a value without belonging to it. With `is_by_line`, a key at the beginning
     of a line, or the call's end there, ends a value that the model forgot to close.
     """
@@ -28,6 +29,7 @@ class Pairs:
     key: str
     value: str
     json_value: str = ""
+    loose_value: str = ""
     close: str
     margin: str = ""
     behind: str = "\n"
@@ -171,6 +173,7 @@ DEEPSEEK_V32 = ToolFormat(
         key='<｜DSML｜parameter name="',
         value='" string="true">',
         json_value='" string="false">',
+        loose_value='">',
         close="</｜DSML｜parameter>",
     ),
     marks=("｜DSML｜",),

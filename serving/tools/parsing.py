@@ -38,17 +38,32 @@ class ReasoningParser:
         self._has_begun = is_open
         self._is_blank = True  # white space around the block, and at its beginning, is dropped
         self._held = ""
-        self._answer = _WithoutMarks(*form.answer)
+        self._begin_mark = _BeginMark(form.answer[0])
+        self._end_mark = _EndMark(form.answer[1])
 
     def push(self, text: str) -> tuple[str, str]:
         """Add text, and return the reasoning and the answer that are certain with it."""
         thoughts, answer = self._split(text)
-        return thoughts, self._answer.push(answer)
+        return thoughts, self._begin_mark.push(answer)
 
     def finish(self) -> tuple[str, str]:
         """Return the rest, when no more text comes."""
         thoughts, answer = self._rest()
-        return thoughts, self._answer.push(answer) + self._answer.finish()
+        return thoughts, self._begin_mark.push(answer) + self._begin_mark.finish()
+
+    def without_mark(self, answer: Parsed, *, is_last: bool) -> Parsed:
+        """Return parts of the answer without the mark at its end, which may stand in a call's arguments."""
+        shown, mark = Parsed(), self._end_mark
+        mark.is_awaited |= self._begin_mark.has_come and not mark.has_come
+        for part in answer.parts:
+            if isinstance(part, str):
+                shown.say(mark.push(part))
+            else:
+                shown.say(mark.flush())
+                shown.parts.append(part)
+        if is_last:
+            shown.say(mark.flush().rstrip())
+        return shown
 
     def _split(self, text: str) -> tuple[str, str]:
         self._held += text
@@ -95,49 +110,62 @@ class ReasoningParser:
         return shown
 
 
-class _WithoutMarks:
-    """Drops the marks that stand around an answer, and the white space within them."""
+class _BeginMark:
+    """Drops the mark with which an answer begins, and the white space behind it."""
 
-    def __init__(self, begin: str, end: str) -> None:
-        self._begin, self._end = begin, end
-        self._is_within = False
-        self._is_decided = not begin
+    def __init__(self, mark: str) -> None:
+        self.has_come = False
+        self._mark = mark
+        self._is_decided = not mark
         self._held = ""
 
     def push(self, text: str) -> str:
         """Add text, and return what is certain with it."""
+        if self._is_decided:
+            return text
         held = self._held + text
-        if not self._is_decided:
-            begun = held.lstrip()
-            if self._begin.startswith(begun) and begun != self._begin:
-                self._held = held
-                return ""
-            if begun.startswith(self._begin):
-                rest = begun.removeprefix(self._begin).lstrip()
-                if not rest:
-                    self._held = held
-                    return ""
-                self._is_within, held = True, rest
-            self._is_decided = True
-        if not self._is_within:
-            self._held = ""
-            return held
-        at = held.find(self._end)
-        if at >= 0:
-            self._is_within, self._held = False, ""
-            return held[:at].rstrip() + held[at + len(self._end) :]
-        sizes = range(min(len(self._end) - 1, len(held)), 0, -1)
-        kept = next((size for size in sizes if held.endswith(self._end[:size])), 0)
-        shown = len(held[: len(held) - kept].rstrip())
-        self._held = held[shown:]
-        return held[:shown]
+        begun = held.lstrip()
+        rest = begun.removeprefix(self._mark).lstrip()
+        if self._mark.startswith(begun) or not rest:
+            self._held = held
+            return ""
+        self._held, self._is_decided = "", True
+        self.has_come = begun.startswith(self._mark)
+        return rest if self.has_come else held
 
     def finish(self) -> str:
         """Return the rest, when no more text comes."""
         held, self._held = self._held, ""
-        if not self._is_decided and held.lstrip().startswith(self._begin):
-            return ""
-        return held.rstrip() if self._is_within else held
+        return "" if self._mark and held.lstrip().startswith(self._mark) else held
+
+
+class _EndMark:
+    """Drops the mark with which an answer ends where it is awaited, and the white space before it."""
+
+    def __init__(self, mark: str) -> None:
+        self.is_awaited = self.has_come = False
+        self._mark = mark
+        self._held = ""
+
+    def push(self, text: str) -> str:
+        """Add text, and return what is certain with it."""
+        if not self.is_awaited:
+            return text
+        held = self._held + text
+        at = held.find(self._mark)
+        if at >= 0:
+            self.is_awaited, self.has_come, self._held = False, True, ""
+            return held[:at].rstrip() + held[at + len(self._mark) :]
+        sizes = range(min(len(self._mark) - 1, len(held)), 0, -1)
+        kept = next((size for size in sizes if held.endswith(self._mark[:size])), 0)
+        shown = len(held[: len(held) - kept].rstrip())
+        self._held = held[shown:]
+        return held[:shown]
+
+    def flush(self) -> str:
+        """Return what was held, since no more text comes right behind it."""
+        held, self._held = self._held, ""
+        return held
 
 
 LONGEST_NAME = 64
@@ -336,7 +364,8 @@ class ToolParser:
         at = match(lead, held, at)
         if at < 0:
             return _NONE, at
-        begin = at = at if form.head else after_space(held, at, MOST_SPACE + 1)
+        is_quoted = form.head.endswith('"')
+        begin = at = at if is_quoted else after_space(held, at, MOST_SPACE)
         if at < len(held) and held[at].isspace():
             return _NONE, NO
         found = _NAME.match(held, at)
@@ -370,7 +399,7 @@ class ToolParser:
         found = _ID.match(held, end) if end >= 0 else None
         if found is None or found.end() == len(held):
             return None, MAYBE
-        return found[0], found.end()
+        return found[0] or None, found.end()
 
     def _arguments_at(self, held: str, at: int) -> int:
         """Return where arguments begin behind the middle of a call, or NO or MAYBE."""

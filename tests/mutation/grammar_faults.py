@@ -161,8 +161,8 @@ FAULTS = {
     ),
     "opened_thoughts_are_an_answer": Fault(
         "serving/text/tokenizer.py::Text.opens_thoughts",
-        "self._end_of(prompt).endswith(begin)",
-        "self._end_of(prompt) == begin",
+        "said.endswith(form.begin)",
+        "said == form.begin",
         "vLLM #53284: where the template opens the block, thoughts are shown as the answer",
         "tests/serving/test_tools.py::test_what_the_prompt_opened_is_thought",
     ),

@@ -328,6 +328,18 @@ def test_a_call_that_breaks_off_in_thoughts_is_given_once(form: str) -> None:
         assert found.thoughts.startswith("x")
 
 
+@pytest.mark.parametrize("text", ["</answer>", "foo </answer> bar\n</answer>", " </answer"])
+def test_marks_of_an_answer_within_arguments_are_text(text: str) -> None:
+    rng = random.Random(text)
+    said = Turn("Hm.", "ok", [{"name": "write", "arguments": {"path": text, "text": text}}])
+    found = agree("hunyuan_a13b", render("hunyuan_a13b", said), rng)
+    assert (called(found), found.content.strip(), found.thoughts) == (said.calls, "ok", "Hm.")
+    calls = render("hunyuan_a13b", replace(said, says="", thoughts=None))
+    answer = f"<think>\nHm.\n</think>\n<answer>\nok {calls}\n</answer>"
+    found = agree("hunyuan_a13b", answer, rng)
+    assert (called(found), found.content, found.thoughts) == (said.calls, "ok ", "Hm.")
+
+
 STRICT = [
     {"type": "function", "function": {"name": name, "parameters": schema, "strict": True}}
     for name, schema in SCHEMAS.items()

@@ -100,6 +100,18 @@ def test_an_answer_of_a_form_or_calls(name: str) -> None:
     assert json.loads(grammar)[0] == "response_format"
 
 
+def test_line_breaks_within_olmos_block_may_be_left_out() -> None:
+    calls = [("add", {"y": "a"}), ("add", {"y": "b"})]
+    for use in (asked(tool_choice="required"), asked()):
+        for some in (calls, calls[:1]):
+            answer = written("olmo3", some)
+            for text in (answer, answer.replace("s>\n", "s>"), answer.replace("\n<", "<")):
+                assert takes(use, "olmo3", text)
+                assert [*parsed(TOOL_FORMATS["olmo3"], [text])[1]] == [
+                    (name, json.dumps(values)) for name, values in some
+                ]
+
+
 def test_control_tokens_are_no_text() -> None:
     form = TOOL_FORMATS["mistral"]
     for choice in ("required", "auto"):

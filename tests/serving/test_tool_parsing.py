@@ -274,6 +274,36 @@ def test_both_wraps_of_llamas_calls_are_no_text() -> None:
         assert read("llama3_json", text) == (text, [])
 
 
+def test_a_call_id_of_no_length_is_none() -> None:
+    calls = ToolParser(TOOL_FORMATS["mistral_v11"], NAMES).push("[TOOL_CALLS]add[CALL_ID][ARGS]{}").calls
+    assert [(each.name, each.id, each.arguments) for each in calls] == [("add", None, "{}")]
+
+
+@pytest.mark.parametrize("value", ["5", "[1]", "x <y>"])
+def test_the_schema_says_the_type_of_a_value_whose_tag_does_not(value: str) -> None:
+    properties = {"s": {"type": "string"}, "i": {"type": ["integer", "array", "string"]}}
+    schemas = {"add": {"type": "object", "properties": properties}}
+    answer = written("deepseek_v32", [("add", {"s": value, "i": value})])
+    assert answer.count(' string="true"') == 2
+    content, [(_, arguments)] = read("deepseek_v32", answer.replace(' string="true"', ""), schemas)
+    assert (content, json.loads(arguments)) == (
+        "",
+        {"s": value, "i": value if value[0] == "x" else json.loads(value)},
+    )
+
+
+@pytest.mark.parametrize("name", [name for name, form in TOOL_FORMATS.items() if form.head[-1:] != '"'])
+def test_white_space_may_stand_before_a_name(name: str) -> None:
+    call = written(name, [("add", {"x": 1})])
+    begin = "functions." if name == "kimi_k2" else "add"
+    for space in (" ", "\n", " \n "):
+        content, [(_, arguments)] = read(name, call.replace(begin, space + begin, 1))
+        assert (content, json.loads(arguments)) == ("", {"x": 1})
+    too_wide = call.replace(begin, " " * (MOST_SPACE + 1) + begin, 1)
+    if name != "olmo3":  # whose calls need nothing but a line of the block
+        assert read(name, too_wide) == (too_wide, [])
+
+
 def test_a_key_that_comes_twice_and_is_not_closed_loses_nothing_behind_it() -> None:
     schemas = {"add": {"type": "object", "properties": {"s": {"type": "string"}, "i": {"type": "integer"}}}}
     answer = (
