@@ -12,6 +12,7 @@ from borders.refusal import BadRequest
 from serving.grammars.structured_output import FormedAnswer
 from serving.tools.definitions import ToolUse, tool_use
 from serving.tools.formats import TOOL_FORMATS
+from serving.tools.parsing import ToolParser
 from tests.serving.test_tool_parsing import parsed, written
 
 SCHEMA = {
@@ -117,3 +118,54 @@ def test_nothing_is_held_where_nothing_was_asked_for() -> None:
         assert use.grammar(TOOL_FORMATS["hermes"], {}) is None
     with pytest.raises(BadRequest, match='keyword "not"'):
         tool_use({"tools": [tool("add", parameters={"not": {}}, strict=True)]})
+
+
+def levels_of(number: int, end: Any) -> dict[str, Any]:
+    """Definitions of which each has four branches that lead to the next one: 4**number ways to the end."""
+    levels = {f"A{at}": {"anyOf": [{"$ref": f"#/$defs/A{at + 1}"}] * 4} for at in range(number)}
+    return {**levels, f"A{number}": end}
+
+
+MANY_WAYS = {
+    "type": "object",
+    "properties": {"v": {"$ref": "#/$defs/A0"}},
+    "required": ["v"],
+    "$defs": levels_of(14, {"type": "string"}),
+}
+CIRCLE = {"properties": {"v": {"$ref": "#/$defs/A"}}, "$defs": {"A": {"anyOf": [{"$ref": "#/$defs/A"}] * 3}}}
+TEXT = {"type": "string"}
+
+
+def read_by(name: str, schema: Any, answer: str) -> Any:
+    """The arguments of the call in an answer, read by a schema as a client sent it."""
+    calls = ToolParser(TOOL_FORMATS[name], ["f"], schemas={"f": schema}).push(answer).calls
+    return json.loads("".join(each.arguments for each in calls))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        MANY_WAYS,
+        {"$ref": "#/$defs/R", "$defs": {"R": {"properties": {"v": TEXT}}}},
+        {"allOf": [{"properties": {"v": TEXT}}, {"properties": {"w": {"type": "integer"}}}]},
+        {"anyOf": [{"properties": {"v": TEXT}}, {"properties": {"v": {"enum": ["a"]}}}]},
+        {"properties": {"v": {"allOf": [TEXT, {"minLength": 1}]}}},
+        {
+            "properties": {
+                "v": {"allOf": [{"type": ["string", "integer"]}, {"type": ["string", "null"]}, TEXT]}
+            }
+        },
+        {"properties": {"v": {"$ref": "#text"}}, "$defs": {"t": {"$anchor": "text", "type": "string"}}},
+        {"properties": {"v": {"$ref": "#/$defs/t", "minLength": 1}}, "$defs": {"t": TEXT}},
+        {"patternProperties": {"^v": TEXT}},
+        {"properties": {"v": False}},
+    ],
+)
+def test_text_stays_text_however_the_schema_says_so(schema: Any) -> None:
+    for name in ("glm45", "qwen3_coder", "minimax_m2"):
+        answer = written(name, [("f", {"v": "42"})])
+        assert read_by(name, schema, answer) == {"v": "42"}
+
+
+def test_references_in_a_circle_name_no_type() -> None:
+    assert read_by("glm45", CIRCLE, written("glm45", [("f", {"v": 42})])) == {"v": 42}
