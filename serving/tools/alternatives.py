@@ -11,9 +11,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 TYPES = ("array", "boolean", "integer", "null", "number", "object", "string")
-MOST_JOINS = 256  # pairs of alternatives that are joined for one value
+MOST_JOINS = 5000  # pairs of alternatives that are joined for all parts of one schema
 _DEEPEST = 64  # references and unions that are followed within each other
-_UNIONS = ("anyOf", "oneOf")
 _APART = frozenset({"$ref", "allOf", "anyOf", "oneOf", "$defs", "definitions"})
 _LARGEST = frozenset({"minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties"})
 _SMALLEST = frozenset({"maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties"})
@@ -39,7 +38,6 @@ class Alternatives:
 
         Raises Unheld.
         """
-        self._num_joins = 0
         return [each for found in self._of(schema, 0) if (each := _typed(found)) is not None]
 
     def _of(self, schema: Any, depth: int) -> list[Alternative]:
@@ -114,7 +112,7 @@ def _joined(one: Alternative, other: Alternative) -> Alternative | None:
         elif key in _LARGEST | _SMALLEST:
             made[key] = max(left, right) if key in _LARGEST else min(left, right)
         elif key == "items" and not {"prefixItems"} & made.keys():
-            made[key] = {"allOf": [left, right]}
+            made[key] = _both(left, right)
         elif key == "allOf":
             made[key] = [*left, *right]
         elif key in ("pattern", "format", "multipleOf"):
@@ -144,7 +142,15 @@ def _both(one: Any, other: Any) -> Any:
         return False
     if one == other or other is True or other == {}:
         return one
-    return other if one is True or one == {} else {"allOf": [one, other]}
+    if one is True or one == {}:
+        return other
+    # In one order and without nesting, so that parts that recur are the same however they came together.
+    parts = {_spelt(each): each for given in (one, other) for each in _all_of(given)}
+    return {"allOf": [parts[spelt] for spelt in sorted(parts)]} if len(parts) > 1 else one
+
+
+def _all_of(schema: Any) -> list[Any]:
+    return list(schema["allOf"]) if isinstance(schema, Mapping) and schema.keys() == {"allOf"} else [schema]
 
 
 def types_of(schema: Alternative) -> list[str]:

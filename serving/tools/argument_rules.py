@@ -25,7 +25,8 @@ from serving.tools.arguments import LONGEST_KEY, as_json
 from serving.tools.formats import Pairs, ToolFormat
 from serving.tools.patterns import whole_text
 
-_MOST_NAMED = 2000  # rules of parts that Gemma's notation may need for one schema
+_MOST_NAMED = 1000  # rules of parts that Gemma's notation may need for one schema
+_MOST_ALTERNATIVES = 2000  # of all parts of one schema
 _ANY: Alternative = {"type": [*TYPES]}
 _OF_TEXT = frozenset({"minLength", "maxLength", "pattern", "allOf"})
 _WORDS = {"boolean": ("true", "false"), "null": ("null",)}
@@ -87,6 +88,7 @@ class _Writer:
     def __init__(self, name: str, schema: Any, mark: Mapping[str, int]) -> None:
         self._name, self._root, self._mark = name, schema, mark
         self._alternatives = Alternatives(schema)
+        self._num_alternatives = 0
         self._numbers = count()
         self._rules: list[str] = []
         self.unheld: dict[str, None] = {}  # the constraints that are not held
@@ -124,9 +126,11 @@ class _Writer:
         except Unheld as unheld:
             self._note(place, unheld)
             return [_ANY]
-        if not found:
-            self._note(place, "no value")
-        return found or [_ANY]
+        self._num_alternatives += len(found)
+        if not found or self._num_alternatives > _MOST_ALTERNATIVES:
+            self._note(place, "alternatives beyond the schema's limit" if found else "no value")
+            return [_ANY]
+        return found
 
     def _object(self, schema: Alternative, place: str) -> str:
         """Return the name of the rule of the arguments, or of the keys, that an object has."""
@@ -223,6 +227,7 @@ class _PairRules(_Writer):
     def __init__(self, pairs: Pairs, name: str, schema: Any, mark: Mapping[str, int]) -> None:
         super().__init__(name, schema, mark)
         self._pairs = pairs
+        self._values: dict[str, str] = {}  # the rule of the values of each schema
         self._close = pairs.margin + pairs.close
 
     def _objects(self) -> list[Alternative]:
@@ -255,6 +260,13 @@ class _PairRules(_Writer):
         return f"{self._spelt(self._pairs.key)} {key} {self._value(schema, place)}"
 
     def _value(self, schema: Any, place: str) -> str:
+        """Return the name of the rule of a schema's values."""
+        spelt = json.dumps(schema, sort_keys=True)
+        if spelt not in self._values:
+            self._values[spelt] = self._named_rule(self._written_value(schema, place))
+        return self._values[spelt]
+
+    def _written_value(self, schema: Any, place: str) -> str:
         pairs, found = self._pairs, self._of(schema, place)
         texts = [each for each in found if "string" in each["type"]]
         others = [other for each in found if (other := _without_text(each))]

@@ -72,6 +72,8 @@ def _parsed(pattern: str) -> _Group:
                 items.append((_written(last) if isinstance(last, _Group) else last) + text)
             case "escape" if text[1] in "bBk123456789":
                 raise Unheld(f"pattern with {text}")
+            case "char" if text == "[":  # a class that does not end
+                raise Unheld("pattern that is no regular expression")
             case "anchor":
                 items.append(text)
             case _:
