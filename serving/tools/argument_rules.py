@@ -446,7 +446,7 @@ class _BareRules(_Writer):
     def _ways(self, schema: Alternative, place: str) -> Iterator[str]:
         types = {*schema["type"]}
         if "enum" in schema:
-            yield from (literal(_bare(each, self._quote), self._mark) for each in schema["enum"])
+            yield from map(self._constant, schema["enum"])
         elif types == {*TYPES} and schema.keys() == {"type"}:
             yield self._any()
         else:
@@ -458,6 +458,12 @@ class _BareRules(_Writer):
                 yield f'"{{" {self._object(schema, place)} "}}"'
             if plain := sorted(types - {"string", "array", "object"}):
                 yield self._json(_few_types({**schema, "type": plain}))
+
+    def _constant(self, value: Any) -> str:
+        if not isinstance(value, str):
+            return literal(_bare(value, self._quote), self._mark)
+        # The quote is a piece of its own, as before any other text that may stand here.
+        return f"{literal(self._quote, self._mark)} {literal(value + self._quote, self._mark)}"
 
     def _text(self, schema: Alternative, place: str) -> str:
         quote, name = literal(self._quote, self._mark), f"{self._name.upper()}_T{next(self._numbers)}"

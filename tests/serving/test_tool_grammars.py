@@ -356,6 +356,7 @@ MIXED: list[tuple[Any, list[Any], list[Any]]] = [
         [True, "truer", None, {"a": [1]}, "nu", 1.5, -2, "1.5.2"],
         ["x"],
     ),
+    ({"anyOf": [{"enum": ["a", "b", 1]}, TEXT]}, ["a", "ab", 1], [2]),
     ({"enum": ["a", 5, None, [1]]}, [5, "a", None, [1]], [1, "b"]),
 ]
 
