@@ -121,7 +121,8 @@ class Generation:
         if text is not None and effort is not None and text.ignores_effort(effort, has_tools=has_tools):
             notes[EFFORT_HEADER] = "no effect: the chat template does not know it"
         use = tool_use(fields)
-        unmet = [*dict.fromkeys(form_notes(fields) + (() if use is None else use.notes))]
+        form = None if text is None else text.tool_format
+        unmet = [*dict.fromkeys(form_notes(fields) + (() if use is None else use.notes_in(form)))]
         if unmet:
             more = ["and more"] * (len(unmet) > MOST_NOTES)
             notes[SCHEMA_HEADER] = "not enforced: " + "; ".join([*unmet[:MOST_NOTES], *more])

@@ -7,30 +7,53 @@ argument has a rule of its own, and they come in the order of the schema.
 from __future__ import annotations
 
 import json
+import keyword
 import re
 from collections.abc import Iterator, Mapping
 from itertools import count
 from typing import Any
 
 from serving.grammars.matching import JSON_OPTIONS
-from serving.tools.arguments import Types
+from serving.tools.alternatives import (
+    TYPES,
+    Alternative,
+    Alternatives,
+    Unheld,
+    properties_of,
+)
+from serving.tools.arguments import LONGEST_KEY, as_json
 from serving.tools.formats import Pairs, ToolFormat
+from serving.tools.patterns import whole_text
 
-_DEEPEST = 32  # values within each other and references that are followed; what is deeper is any value
+_MOST_NAMED = 1000  # rules of parts that Gemma's notation may need for one schema
+_MOST_ALTERNATIVES = 2000  # of all parts of one schema
+_ANY: Alternative = {"type": [*TYPES]}
+_OF_TEXT = frozenset({"minLength", "maxLength", "pattern", "allOf"})
+_WORDS = {"boolean": ("true", "false"), "null": ("null",)}
+# Texts that are read as a value of another type where the schema has that type as well
+_READ_AS = {"boolean": "true|false|True|False", "null": "null|None"}
+_NUMBER = r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?"
+_BEGINS = {"array": r"\[", "object": r"\{"}
 
 
-def argument_rules(form: ToolFormat, name: str, schema: Any, mark: Mapping[str, int]) -> list[str]:
-    """Return the rules of the arguments of one function, of which the first has this name."""
+def argument_rules(
+    form: ToolFormat, name: str, schema: Any, mark: Mapping[str, int]
+) -> tuple[list[str], list[str]]:
+    """Return the rules of the arguments of one function, of which the first has this name.
+
+    Beside them are the constraints of the schema that they do not hold, each by its place.
+    """
     if form.arguments == "json":
-        return [f"{name}: {json_rule(schema)}"]
+        return [f"{name}: {json_rule(schema)}"], []
+    writer: _Writer
     if form.arguments == "pairs":
         assert form.pairs is not None, "a format of pairs says how they are written"
-        return [*_PairRules(form.pairs, name, schema, mark).rules()]
-    if form.arguments == "bare":
-        return _BareRules(form.quote, name, schema, mark).rules
-    values = {key: json_rule(_alone(value, schema)) for key, value in _properties(schema).items()}
-    items = [f"{_quoted(key + '=')} {value}" for key, value in values.items()]
-    return [*_in_order(name, schema, items, '", "')]
+        writer = _PairRules(form.pairs, name, schema, mark)
+    elif form.arguments == "bare":
+        writer = _BareRules(form.quote, name, schema, mark)
+    else:
+        writer = _KeywordRules(name, schema, mark)
+    return writer.written(), [*writer.unheld]
 
 
 def json_rule(schema: Any) -> str:
@@ -56,81 +79,172 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _properties(schema: Any) -> Mapping[str, Any]:
-    found = schema.get("properties") if isinstance(schema, Mapping) else None
-    return found if isinstance(found, Mapping) else {}
+class _Writer:
+    """Writes the rules of one function's arguments in a notation that is not JSON."""
+
+    between = ""  # what stands between two arguments
+    key_rule = "/[A-Za-z0-9_.-]{1,64}/"
+
+    def __init__(self, name: str, schema: Any, mark: Mapping[str, int]) -> None:
+        self._name, self._root, self._mark = name, schema, mark
+        self._alternatives = Alternatives(schema)
+        self._num_alternatives = 0
+        self._numbers = count()
+        self._rules: list[str] = []
+        self.unheld: dict[str, None] = {}  # the constraints that are not held
+
+    def written(self) -> list[str]:
+        """Return the rules."""
+        objects = [self._object(each, "") for each in self._objects()]
+        return [f"{self._name}: {' | '.join(dict.fromkeys(objects))}", *self._rules]
+
+    def _item(self, key: str, schema: Any, place: str) -> str:
+        """Return an expression of an argument with this key."""
+        raise NotImplementedError
+
+    def _open_item(self, key: str, schema: Any, place: str) -> str:
+        """Return an expression of an argument whose key has the rule `key`."""
+        raise NotImplementedError
+
+    def _can_write(self, key: str) -> bool:
+        """Whether the parser can read this key."""
+        raise NotImplementedError
+
+    def _objects(self) -> list[Alternative]:
+        found = [each for each in self._of(self._root, "") if "object" in each["type"]]
+        if any("enum" in each for each in found):
+            self._note("", "enum")
+        return [{**each, "type": ["object"]} for each in found]
+
+    def _note(self, place: str, what: object) -> None:
+        self.unheld[f"{place}: {what}".removeprefix(": ")] = None
+
+    def _of(self, schema: Any, place: str) -> list[Alternative]:
+        """Return the alternatives of a schema; any value where they cannot be told."""
+        try:
+            found = self._alternatives.of(schema)
+        except Unheld as unheld:
+            self._note(place, unheld)
+            return [_ANY]
+        self._num_alternatives += len(found)
+        if not found or self._num_alternatives > _MOST_ALTERNATIVES:
+            self._note(place, "alternatives beyond the schema's limit" if found else "no value")
+            return [_ANY]
+        return found
+
+    def _object(self, schema: Alternative, place: str) -> str:
+        """Return the name of the rule of the arguments, or of the keys, that an object has."""
+        name = f"{self._name}_{next(self._numbers)}"
+        if "patternProperties" in schema:
+            self._note(place, "patternProperties")
+        try:
+            properties = properties_of(schema)
+        except Unheld as unheld:
+            self._note(place, unheld)
+            properties = {
+                key: each for key, each in schema.get("properties", {}).items() if each is not False
+            }
+        others = schema.get("additionalProperties", True)
+        least, most = schema.get("minProperties", 0), schema.get("maxProperties", "")
+        if not properties and others is not False:
+            self._rules.append(f"{name}: {self._mapping(others, place, least, most)}")
+            return name
+        required = {*schema.get("required", ())}
+        if least > len(required) or (most != "" and most < len(properties)):
+            self._note(place, "the number of properties")
+        for key in [key for key in properties if not self._can_write(key)]:
+            self._note(place, f"the name {json.dumps(key)}")
+            del properties[key]
+        items = {
+            key: self._item(key, each, f"{place}.{key}".removeprefix(".")) for key, each in properties.items()
+        }
+        self._rules += _in_order(name, items, required, self.between)
+        return name
+
+    def _mapping(self, schema: Any, place: str, least: int, most: int | str) -> str:
+        """Return an expression of arguments, or keys, of any name, each with a value of this schema."""
+        if most == 0:
+            return '""'
+        key = f"{self._name.upper()}_K{next(self._numbers)}"
+        pair = self._named_rule(self._open_item(key, schema, place))
+        self._rules.append(f"{key}: {self.key_rule}")
+        between = _quoted(self.between)
+        rest = f"({between} {pair}){{{max(least - 1, 0)},{most - 1 if isinstance(most, int) else ''}}}"
+        return f"{pair} {rest}" if least else f"({pair} {rest})?"
+
+    def _named_rule(self, body: str) -> str:
+        name = f"{self._name}_{next(self._numbers)}"
+        self._rules.append(f"{name}: {body}")
+        return name
+
+    def _json(self, schema: Any) -> str:
+        """Return a rule's body for JSON of a part of the schema."""
+        shared = {key: self._root[key] for key in ("$defs", "definitions") if key in self._root}
+        return json_rule({**schema, **shared} if isinstance(schema, Mapping) else schema)
+
+    def _content(self, schema: Alternative, place: str, end: str = "") -> str:
+        """Return regular expressions of a text, with `end` behind it."""
+        found = [f"/(?s:.{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}}){end}/"]
+        for each in (schema, *schema.get("allOf", ())):
+            if isinstance(pattern := each.get("pattern"), str):
+                try:
+                    found.append(f"/{whole_text(pattern)}{end}/")
+                except Unheld as unheld:
+                    self._note(place, unheld)
+        return " & ".join(found)
 
 
-def _alone(value: Any, root: Any) -> Any:
-    """Return a part of a schema with the definitions to which it may refer."""
-    shared = {key: root[key] for key in ("$defs", "definitions") if key in root}
-    return {**value, **shared} if isinstance(value, Mapping) else value
-
-
-def _in_order(name: str, schema: Any, items: list[str], between: str) -> Iterator[str]:
+def _in_order(name: str, items: Mapping[str, str], required: set[str], between: str) -> Iterator[str]:
     """Yield the rules of arguments that come in the order of the schema, some of which may be left out."""
-    required = set(schema.get("required", []))
     yield f"{name}: {name}_first_0"
-    for at, (key, item) in enumerate(zip(_properties(schema), items)):
+    for at, (key, item) in enumerate(items.items()):
         yield f"{name}_item_{at}: {item}"
-        for place, before in (("first", ""), ("rest", between)):
+        for place, before in (("first", ""), ("rest", _quoted(between) if between else "")):
             skip = "" if key in required else f" | {name}_{place}_{at + 1}"
             yield f"{name}_{place}_{at}: {before} {name}_item_{at} {name}_rest_{at + 1}{skip}"
     yield from (f'{name}_{place}_{len(items)}: ""' for place in ("first", "rest"))
 
 
-def _branches(schema: Any, root: Any, depth: int = 0) -> list[Any]:
-    """Return the schemas of which a value has one: those of a union, or this one, without references."""
-    if depth > _DEEPEST or not isinstance(schema, Mapping):
-        return [schema]
-    if isinstance(schema.get("$ref"), str) and schema.keys() <= {"$ref", "$defs", "definitions"}:
-        return _branches(_resolved(root, schema["$ref"]), root, depth + 1)
-    for union in ("anyOf", "oneOf", "allOf"):
-        parts = schema.get(union)
-        is_union = isinstance(parts, list) and (union != "allOf" or len(parts) == 1)
-        if is_union and schema.keys() <= {union, "$defs", "definitions"}:
-            return [part for each in schema[union] for part in _branches(each, root, depth + 1)]
-    if isinstance(schema.get("type"), list) and "enum" not in schema:
-        return [{**schema, "type": each} for each in schema["type"]]
-    return [schema]
+class _KeywordRules(_Writer):
+    """Writes the rules of Python's keywords, whose values are JSON."""
+
+    between = ", "
+    key_rule = f"/[A-Za-z_][A-Za-z0-9_]{{0,63}}/ & ~/({'|'.join(keyword.kwlist)})/"
+
+    def _item(self, key: str, schema: Any, place: str) -> str:
+        return f"{_quoted(key + '=')} {self._json(schema)}"
+
+    def _open_item(self, key: str, schema: Any, place: str) -> str:
+        return f'{key} "=" {self._json(schema)}'
+
+    def _can_write(self, key: str) -> bool:
+        return key.isascii() and key.isidentifier() and not keyword.iskeyword(key)
 
 
-def _resolved(root: Any, reference: str) -> Any:
-    for name in reference.removeprefix("#").split("/")[1:]:
-        root = root.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(root, Mapping) else None
-    return root
-
-
-def _values(schema: Any) -> list[Any] | None:
-    """Return the values of which a schema allows one, or None."""
-    if not isinstance(schema, Mapping):
-        return None
-    if isinstance(schema.get("enum"), list):
-        return list(schema["enum"])
-    return [schema["const"]] if "const" in schema else None
-
-
-class _PairRules:
+class _PairRules(_Writer):
     """Writes the rules of tagged pairs; text in them may be anything but the closing tag."""
 
     def __init__(self, pairs: Pairs, name: str, schema: Any, mark: Mapping[str, int]) -> None:
-        self._pairs, self._name, self._schema, self._mark = pairs, name, schema, mark
-        self._numbers = count()
+        super().__init__(name, schema, mark)
+        self._pairs = pairs
+        self._values: dict[str, str] = {}  # the rule of the values of each schema
         self._close = pairs.margin + pairs.close
-        self._extra: list[str] = []
 
-    def rules(self) -> Iterator[str]:
-        """Yield the rules."""
-        properties = _properties(self._schema)
-        if properties or self._schema.get("additionalProperties") is False:
-            items = [self._item(key, value) for key, value in properties.items()]
-            yield from _in_order(self._name, self._schema, items, "")
-        else:
-            key = f"{self._name.upper()}_KEY"
-            value = self._value(self._schema.get("additionalProperties", {}))
-            yield f"{key}: /[A-Za-z0-9_.-]{{1,64}}/"
-            yield f"{self._name}: ({self._spelt(self._pairs.key)} {key} {value})*"
-        yield from self._extra
+    def _objects(self) -> list[Alternative]:
+        found = super()._objects()
+        kinds: dict[str, set[bool]] = {}  # of each argument, whether it is text, in all objects
+        for each in found if not self._pairs.json_value and len(found) > 1 else []:
+            for key, schema in each.get("properties", {}).items():
+                kinds.setdefault(key, set()).update(
+                    one["type"] == ["string"] for one in self._of(schema, key)
+                )
+        for key in [key for key, each in kinds.items() if len(each) > 1]:
+            self._note(key, "text in one of several objects")
+        return found
+
+    def _can_write(self, key: str) -> bool:
+        first = self._pairs.value.strip()[0]
+        return key == key.strip() != "" and not {first, "\n"} & {*key} and len(key) <= LONGEST_KEY
 
     def _spelt(self, text: str) -> str:
         return literal(text, self._mark)
@@ -139,137 +253,238 @@ class _PairRules:
         margin, behind = self._pairs.margin, self._pairs.behind
         return f"{self._spelt(before + margin)} {value} {self._spelt(behind)}"
 
-    def _item(self, key: str, schema: Any) -> str:
-        return f"{self._spelt(self._pairs.key + key)} {self._value(schema)}"
+    def _item(self, key: str, schema: Any, place: str) -> str:
+        return f"{self._spelt(self._pairs.key + key)} {self._value(schema, place)}"
 
-    def _value(self, schema: Any) -> str:
-        ways = [way for each in _branches(schema, self._schema) for way in self._ways(each)]
+    def _open_item(self, key: str, schema: Any, place: str) -> str:
+        return f"{self._spelt(self._pairs.key)} {key} {self._value(schema, place)}"
+
+    def _value(self, schema: Any, place: str) -> str:
+        """Return the name of the rule of a schema's values."""
+        spelt = json.dumps(schema, sort_keys=True)
+        if spelt not in self._values:
+            self._values[spelt] = self._named_rule(self._written_value(schema, place))
+        return self._values[spelt]
+
+    def _written_value(self, schema: Any, place: str) -> str:
+        pairs, found = self._pairs, self._of(schema, place)
+        texts = [each for each in found if "string" in each["type"]]
+        others = [other for each in found if (other := _without_text(each))]
+        is_mixed = bool(texts and others) and not pairs.json_value
+        if is_mixed and any(map(_is_free, texts)) and all(map(_is_free, others)):
+            texts, others, is_mixed = (
+                [{"type": ["string"]}],
+                [],
+                False,
+            )  # any text is right, however it is read
+        if is_mixed:
+            others = [one for each in others for one in _by_kind(each)]
+        unlike = _unlike(others) if is_mixed else []
+        ways = [self._tagged(pairs.value, each) for each in self._texts(texts, unlike, place, is_mixed)]
+        for each in others:
+            written = self._scalars(each) if is_mixed else None
+            value = written or f"{self._json(_few_types(each))} {self._spelt(self._close)}"
+            ways.append(self._tagged(pairs.json_value or pairs.value, value))
         return f"({' | '.join(dict.fromkeys(ways))})"
 
-    def _ways(self, schema: Any) -> Iterator[str]:
-        """Yield how a value of a schema that is no union may be written."""
-        pairs, values = self._pairs, _values(schema)
-        if values is not None:
-            words = [each for each in values if isinstance(each, str)]
-            values = [each for each in values if not isinstance(each, str)]
+    def _texts(
+        self, schemas: list[Alternative], unlike: list[str], place: str, is_mixed: bool
+    ) -> Iterator[str]:
+        """Yield how texts are written, which are `unlike` the values of other types that may stand there."""
+        for each in schemas:
+            if "enum" not in each:
+                yield self._text(each, unlike, place)
+                continue
+            words = [word for word in each["enum"] if isinstance(word, str)]
+            words = [word for word in words if not is_mixed or _stays_text(word)]
             if words:
-                spelt = " | ".join(self._spelt(word + self._close) for word in words)
-                yield self._tagged(pairs.value, f"({spelt})")
-            if not values:
-                return
-            schema = {"enum": values}
-        types = Types({"properties": {"value": schema}}).of("value")
-        if "string" in types:
-            yield self._tagged(pairs.value, self._text(schema))
-        if types != {"string"} and ("string" not in types or pairs.json_value):
-            value = json_rule(_alone(schema, self._schema))
-            yield self._tagged(pairs.json_value or pairs.value, f"{value} {self._spelt(self._close)}")
+                yield f"({' | '.join(self._spelt(word + self._close) for word in words)})"
 
-    def _text(self, schema: Any) -> str:
-        """Return the name of a rule for a text and the closing tag behind it."""
-        close, number = self._close, next(self._numbers)
-        rule, word = f"{self._name}_text_{number}", f"{self._name.upper()}_TEXT_{number}"
-        begin = re.split("|".join(map(re.escape, self._mark)), close)[0] if self._mark else close
-        if not begin:
-            self._extra += [f"{rule}: {word}? {self._spelt(close)}", f"{word}: {_content(schema)}"]
-        elif begin != close:  # what precedes the control token in the closing tag may be text, too
-            self._extra.append(f"{rule}: {rule}_part+ {self._spelt(close.removeprefix(begin))}")
-            self._extra.append(f"{rule}_part[lazy]: /(?s:.*){slashed(begin)}/")
+    def _scalars(self, schema: Alternative) -> str | None:
+        """Return values and the closing tag behind them in one piece, so that no text is taken for them."""
+        types = {*schema["type"]}
+        if "enum" in schema:
+            words = [json.dumps(each) for each in schema["enum"] if not isinstance(each, str)]
+        elif types & {"array", "object"} or (types & {"integer", "number"} and not _is_free(schema)):
+            return None
         else:
-            end, line = slashed(close), slashed(f"\n{self._pairs.key}")
-            body = f"{_content(schema, end)} & ~/(?s:.*){end}(?s:.+)/"
-            if self._pairs.is_by_line:  # there, the parser would find the next pair
-                body += f" & ~/(?s:.*){line}(?s:.*)/"
-            self._extra += [f"{rule}: {word}", f"{word}: {body}"]
-        return rule
+            words = [word for each in schema["type"] for word in _WORDS.get(each, ())]
+        ways = [self._spelt(word + self._close) for word in words]
+        if "enum" not in schema and types & {"integer", "number"}:
+            number = _NUMBER if "number" in types else "-?(?:0|[1-9][0-9]*)"
+            name, begin = f"{self._name.upper()}_N{next(self._numbers)}", self._before_mark()
+            self._rules.append(f"{name}: /{number}{slashed(begin)}/")
+            rest = self._close.removeprefix(begin)
+            ways.append(f"{name} {self._spelt(rest)}" if rest else name)
+        return f"({' | '.join(ways)})"
+
+    def _before_mark(self) -> str:
+        """Return what of the closing tag precedes the control token in it."""
+        close = self._close
+        return re.split("|".join(map(re.escape, self._mark)), close)[0] if self._mark else close
+
+    def _text(self, schema: Alternative, unlike: list[str], place: str) -> str:
+        """Return an expression of a text and the closing tag behind it."""
+        close, begin = self._close, self._before_mark()
+        word, end = f"{self._name.upper()}_T{next(self._numbers)}", slashed(begin)
+        parts = [self._content(schema, place, end), *(f"~/(?s:{each}){end}/" for each in unlike)]
+        if begin != close:  # the control token ends the text
+            self._rules.append(f"{word}: {' & '.join(parts)}")
+            is_empty = not begin and not schema.get("minLength") and not _patterns(schema)
+            return f"{word}{'?' if is_empty else ''} {self._spelt(close.removeprefix(begin))}"
+        parts.append(f"~/(?s:.*){end}(?s:.+)/")
+        if self._pairs.is_by_line:  # there, the parser would find the next pair
+            line = slashed(f"\n{self._pairs.key}")
+            parts.append(f"~/(?s:.*){line}(?s:.*)/")
+        self._rules.append(f"{word}: {' & '.join(parts)}")
+        return word
 
 
-def _content(schema: Any, end: str = "") -> str:
-    """Return regular expressions of a text by its schema, with `end` behind it."""
-    given = schema if isinstance(schema, Mapping) else {}
-    most = given.get("maxLength", "")
-    found = [f"/(?s:.{{{given.get('minLength', 0)},{most}}}){end}/"]
-    if isinstance(given.get("pattern"), str):
-        pattern = re.sub(r"(?<!\\)/", r"\\/", given["pattern"]).replace("\n", "\\n")
-        begin = "" if pattern.startswith("^") else "(?s:.*)"
-        rest = "" if re.search(r"(?<!\\)\$$", pattern) else "(?s:.*)"
-        pattern = pattern.removeprefix("^")
-        found.append(f"/{begin}({pattern if rest else pattern[:-1]}){rest}{end}/")
-    return " & ".join(found)
+def _without_text(schema: Alternative) -> Alternative | None:
+    """Return an alternative without its strings; None if it has nothing else."""
+    types = [each for each in schema["type"] if each != "string"]
+    if "enum" in schema:
+        values = [each for each in schema["enum"] if not isinstance(each, str)]
+        return {**schema, "type": types, "enum": values} if values else None
+    return {**schema, "type": types} if types else None
 
 
-class _BareRules:
+def _few_types(schema: Alternative) -> Alternative:
+    """Return an alternative whose list of types has no integer beside number."""
+    types = [each for each in schema["type"] if each != "integer" or "number" not in schema["type"]]
+    return {**schema, "type": types}
+
+
+def _is_free(schema: Alternative) -> bool:
+    """Whether an alternative has every value of its types."""
+    others = schema.keys() - {"type", "format"}
+    return not (others if "string" in schema["type"] else others - _OF_TEXT)
+
+
+def _patterns(schema: Alternative) -> bool:
+    return "pattern" in schema or "allOf" in schema
+
+
+def _by_kind(schema: Alternative) -> list[Alternative]:
+    """Return an alternative as several, each of one type; numbers stay together, and so do constants."""
+    types = _few_types(schema)["type"]
+    if "enum" in schema or len(types) == 1:
+        return [schema]
+    return [{**schema, "type": ["integer", "number"] if each == "number" else [each]} for each in types]
+
+
+def _unlike(schemas: list[Alternative]) -> list[str]:
+    """Return expressions of the texts that would be read as values of these schemas, or begin like them.
+
+    Each schema is of one kind. Where its values are JSON that the matcher reads piece by piece, no text may
+    begin like them.
+    """
+    words, begins = dict[str, None](), dict[str, None]()
+    for schema in schemas:
+        for each in schema["type"]:
+            if each in _READ_AS:
+                words[_READ_AS[each]] = None
+            elif each in _BEGINS:
+                begins[_BEGINS[each]] = None
+            elif "enum" in schema or _is_free(schema):
+                words[_NUMBER] = None
+            else:
+                begins["[-0-9]"] = None
+    found = [rf"\s*(?:{'|'.join(words)})\s*"] if words else []
+    return found + ([rf"\s*(?:{'|'.join(begins)}).*"] if begins else [])
+
+
+def _stays_text(word: str) -> bool:
+    return as_json(word, frozenset(TYPES)) == json.dumps(word, ensure_ascii=False)
+
+
+class _BareRules(_Writer):
     """Writes the rules of Gemma's notation."""
 
+    between = ","
+
     def __init__(self, quote: str, name: str, schema: Any, mark: Mapping[str, int]) -> None:
-        self._quote, self._root, self._mark, self._name = quote, schema, mark, name
-        self._numbers = count()
-        self._named: dict[str, str] = {}  # the rule of each reference
-        self.rules: list[str] = []
-        whole = self._object(schema)
-        self.rules = [f"{name}: {whole}", *self.rules]
+        super().__init__(name, schema, mark)
+        self._quote = quote
+        self._named: dict[str, str] = {}  # the rule of each part that has references or unions
+        self._waiting: list[tuple[str, Any, str]] = []  # those of them that are not written yet
 
-    def _rule(self, body: str) -> str:
-        name = f"{self._name}_{next(self._numbers)}"
-        self.rules.append(f"{name}: {body}")
-        return name
+    def written(self) -> list[str]:
+        """Return the rules."""
+        first = " | ".join(f'"{{" {self._object(each, "")} "}}"' for each in self._objects())
+        while self._waiting:
+            name, schema, place = self._waiting.pop()
+            self._rules.append(f"{name}: {self._direct(schema, place)}")
+        return [f"{self._name}: {first}", *self._rules]
 
-    def _value(self, schema: Any) -> str:
+    def _can_write(self, key: str) -> bool:
+        return key == key.strip() != "" and ":" not in key and key[0] != "}" and "<" not in key
+
+    def _item(self, key: str, schema: Any, place: str) -> str:
+        return f"{literal(key + ':', {})} {self._value(schema, place)}"
+
+    def _open_item(self, key: str, schema: Any, place: str) -> str:
+        return f'{key} ":" {self._value(schema, place)}'
+
+    def _value(self, schema: Any, place: str) -> str:
         """Return an expression of the values of a schema."""
-        reference = schema.get("$ref") if isinstance(schema, Mapping) else None
-        if isinstance(reference, str):
-            if reference not in self._named:
-                name = self._named[reference] = f"{self._name}_named_{len(self._named)}"
-                self.rules.append(f"{name}: {self._value(_resolved(self._root, reference))}")
-            return self._named[reference]
-        branches = _branches(schema, self._root)
-        if len(branches) > 1:
-            return f"({' | '.join(dict.fromkeys(map(self._value, branches)))})"
-        schema = branches[0] if isinstance(branches[0], Mapping) else {}
-        values = _values(schema)
-        if values is not None:
-            return f"({' | '.join(map(self._constant, values))})"
-        ways = {"string": self._text, "array": self._array, "object": self._object}
-        types = sorted(Types({"properties": {"value": schema}}).of("value"))
-        if len(types) > 3:  # any value
-            return self._any()
-        made = [ways[name](schema) if name in ways else json_rule({**schema, "type": name}) for name in types]
-        return f"({' | '.join(made)})" if len(made) > 1 else made[0]
+        if not isinstance(schema, Mapping) or not {"$ref", "anyOf", "oneOf", "allOf"} & schema.keys():
+            return self._direct(schema, place)
+        spelt = json.dumps(schema, sort_keys=True)
+        if spelt not in self._named:
+            if len(self._named) > _MOST_NAMED:
+                self._note(place, "parts of parts without end")
+                return self._any()
+            self._named[spelt] = f"{self._name}_named_{len(self._named)}"
+            self._waiting.append((self._named[spelt], schema, place))
+        return self._named[spelt]
+
+    def _direct(self, schema: Any, place: str) -> str:
+        ways = dict.fromkeys(way for each in self._of(schema, place) for way in self._ways(each, place))
+        return f"({' | '.join(ways)})"
+
+    def _ways(self, schema: Alternative, place: str) -> Iterator[str]:
+        types = {*schema["type"]}
+        if "enum" in schema:
+            yield from map(self._constant, schema["enum"])
+        elif types == {*TYPES} and schema.keys() == {"type"}:
+            yield self._any()
+        else:
+            if "string" in types:
+                yield self._text(schema, place)
+            if "array" in types:
+                yield self._array(schema, place)
+            if "object" in types:
+                yield f'"{{" {self._object(schema, place)} "}}"'
+            if plain := sorted(types - {"string", "array", "object"}):
+                yield self._json(_few_types({**schema, "type": plain}))
 
     def _constant(self, value: Any) -> str:
-        return literal(_bare(value, self._quote), self._mark)
+        if not isinstance(value, str):
+            return literal(_bare(value, self._quote), self._mark)
+        # The quote is a piece of its own, as before any other text that may stand here.
+        return f"{literal(self._quote, self._mark)} {literal(value + self._quote, self._mark)}"
 
-    def _text(self, schema: Any) -> str:
+    def _text(self, schema: Alternative, place: str) -> str:
         quote, name = literal(self._quote, self._mark), f"{self._name.upper()}_T{next(self._numbers)}"
         if self._quote in self._mark:
-            self.rules.append(f"{name}: {_content(schema)}")
-            return f"{quote} {name}? {quote}"
+            self._rules.append(f"{name}: {self._content(schema, place)}")
+            is_empty = not schema.get("minLength") and not _patterns(schema)
+            return f"{quote} {name}{'?' if is_empty else ''} {quote}"
         end = slashed(self._quote)
-        self.rules.append(f"{name}: {_content(schema, end)} & ~/(?s:.*){end}(?s:.+)/")
+        self._rules.append(f"{name}: {self._content(schema, place, end)} & ~/(?s:.*){end}(?s:.+)/")
         return f"{quote} {name}"
 
-    def _array(self, schema: Any) -> str:
-        item = self._rule(self._value(schema.get("items", True)))
+    def _array(self, schema: Alternative, place: str) -> str:
+        if "prefixItems" in schema:
+            self._note(place, "prefixItems")
+        items = True if "prefixItems" in schema else schema.get("items", True)
         least, most = schema.get("minItems", 0), schema.get("maxItems", "")
-        if most == 0:
+        if most == 0 or items is False:
             return '"[]"'
+        item = self._named_rule(self._value(items, f"{place}[]"))
         rest = f'("," {item}){{{max(least - 1, 0)},{most - 1 if most != "" else ""}}}'
         return f'"[" {item} {rest} "]"' if least else f'"[" ({item} {rest})? "]"'
-
-    def _object(self, schema: Any) -> str:
-        properties = _properties(schema)
-        if not properties and schema.get("additionalProperties") is not False:
-            return self._mapping(self._value(schema.get("additionalProperties", True)))
-        items = [f"{literal(key + ':', {})} {self._value(each)}" for key, each in properties.items()]
-        name = f"{self._name}_{next(self._numbers)}"
-        self.rules += _in_order(name, schema, items, '","')
-        return f'"{{" {name} "}}"'
-
-    def _mapping(self, value: str) -> str:
-        key = f"{self._name.upper()}_K{next(self._numbers)}"
-        self.rules.append(f"{key}: /[A-Za-z0-9_.-]{{1,64}}/")
-        pair = self._rule(f'{key} ":" {value}')
-        return f'"{{" ({pair} ("," {pair})*)? "}}"'
 
     def _any(self) -> str:
         """Return the name of the rule of any value."""
@@ -277,8 +492,10 @@ class _BareRules:
         if name not in self._named:
             self._named[name] = name
             plain = json_rule({"type": ["number", "boolean", "null"]})
-            parts = [plain, self._text({}), f'"[" ({name} ("," {name})*)? "]"', self._mapping(name)]
-            self.rules.append(f"{name}: {' | '.join(parts)}")
+            key, text = f"{self._name.upper()}_ANY_KEY", self._text({"type": ["string"]}, "")
+            pair = f'{key} ":" {name}'
+            parts = [plain, text, f'"[" ({name} ("," {name})*)? "]"', f'"{{" ({pair} ("," {pair})*)? "}}"']
+            self._rules += [f"{key}: {self.key_rule}", f"{name}: {' | '.join(parts)}"]
         return name
 
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Any, Protocol
 
+from serving.grammars.schema_references import Path, References
 from serving.tools.formats import Pairs, ToolFormat
 from serving.tools.matching import MAYBE, NO, match
 
@@ -22,6 +23,7 @@ _PYTHON = {"True": ("true", "boolean"), "False": ("false", "boolean"), "None": (
 _JSON_TEXT = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _DEEPEST = 32  # references and unions of a schema that are followed within each other
+_MOST_PARTS = 500  # parts of a schema that are searched for the names of arguments
 
 
 class Reader(Protocol):
@@ -308,49 +310,115 @@ class BareReader:
 
 
 class Types:
-    """The types that the arguments of a function may have, by its schema."""
+    """The types that the arguments of a function may have, by its schema.
+
+    The schema is as the client sent it, so its references may lead anywhere in it. Each part is looked at
+    once, and the work stays in proportion to the schema's size.
+    """
 
     def __init__(self, schema: Any) -> None:
-        self._root = schema if isinstance(schema, Mapping) else {}
-        named = self._root.get("properties")
-        self._properties: Mapping[str, Any] = named if isinstance(named, Mapping) else {}
-        self._others = self._root.get("additionalProperties")
+        self._references = References(schema)
+        self._root = schema
+        self._known: dict[Path, frozenset[str]] = {}  # the types of the part at each place
+        self._names: set[str] = set()
+        self._is_open = False  # whether a part names arguments by patterns
+        self._collect()
 
     def of(self, key: str) -> frozenset[str]:
         """Return the possible types of an argument; where the schema allows no such argument, it is text."""
-        if key not in self._properties and self._others is False:
-            return frozenset({"string"})
-        return self._of(self._properties.get(key, self._others), 0)
+        return self._argument(key, self._root, (), {}) or frozenset({"string"})
 
     def has_next(self, key: str, seen: set[str]) -> bool:
         """Whether this key may come where those `seen` have come."""
-        return key not in seen and (key in self._properties or not self._properties)
+        return key not in seen and (key in self._names or self._is_open or not self._names)
 
-    def _of(self, schema: Any, depth: int) -> frozenset[str]:
+    def _parts(self, schema: Mapping[str, Any], place: Path) -> Iterator[list[tuple[Any, Path]]]:
+        """Yield lists of schemas; a value of `schema` satisfies at least one schema of each list."""
+        reference = schema.get("$ref")
+        target = self._references.target(reference, place) if isinstance(reference, str) else None
+        if target is not None:
+            yield [(self._references.at(target), target)]
+        for keyword in ("allOf", "anyOf", "oneOf"):
+            if isinstance(branches := schema.get(keyword), list) and branches:
+                found = [(each, (*place, keyword, index)) for index, each in enumerate(branches)]
+                yield from [[each] for each in found] if keyword == "allOf" else [found]
+
+    def _collect(self) -> None:
+        """Collect the names of the arguments that the schema and its parts have."""
+        waiting: list[tuple[Any, Path]] = [(self._root, ())]
+        seen = set[Path]()
+        while waiting and len(seen) < _MOST_PARTS:
+            schema, place = waiting.pop()
+            if not isinstance(schema, Mapping) or place in seen:
+                continue
+            seen.add(place)
+            if isinstance(named := schema.get("properties"), Mapping):
+                self._names |= named.keys()
+            self._is_open |= bool(schema.get("patternProperties"))
+            waiting += [each for parts in self._parts(schema, place) for each in parts]
+
+    def _argument(
+        self, key: str, schema: Any, place: Path, known: dict[Path, frozenset[str]], depth: int = 0
+    ) -> frozenset[str]:
+        """Return the types that an object's schema allows an argument."""
         if not isinstance(schema, Mapping) or depth > _DEEPEST:
             return _ALL
-        reference = schema.get("$ref")
-        if isinstance(reference, str):
-            return self._of(_at(self._root, reference), depth + 1)
-        found = set[str]()
-        named = schema.get("type")
-        if isinstance(named, str | list):
-            found |= {named} if isinstance(named, str) else {each for each in named if isinstance(each, str)}
-        elif isinstance(schema.get("enum"), list):
-            found |= {_type(each) for each in schema["enum"]}
-        elif "const" in schema:
-            found.add(_type(schema["const"]))
+        if place in known:
+            return known[place]
+        known[place] = _ALL  # what a reference in a circle adds
+        found = _ALL
+        for parts in self._parts(schema, place):
+            found &= _union(self._argument(key, *each, known, depth + 1) for each in parts)
+        named, patterns = schema.get("properties"), schema.get("patternProperties")
+        others = (schema.get("additionalProperties"), (*place, "additionalProperties"))
+        if isinstance(named, Mapping) and key in named:
+            found &= self._of(named[key], (*place, "properties", key))
+        elif isinstance(patterns, Mapping) and patterns:
+            # Which pattern a key meets is left open: a client's expression may take very long to match.
+            at = (*place, "patternProperties")
+            given = [self._of(each, (*at, name)) for name, each in patterns.items()]
+            found &= _union([*given, *([self._of(*others)] if others[0] is not None else [])])
         else:
-            for union in ("anyOf", "oneOf", "allOf"):
-                if isinstance(schema.get(union), list):
-                    found |= {name for each in schema[union] for name in self._of(each, depth + 1)}
-        if schema.get("nullable") is True and found:
-            found.add("null")
-        if not found and ("properties" in schema or "additionalProperties" in schema):
-            found.add("object")
-        if not found and "items" in schema:
-            found.add("array")
-        return frozenset(found) if found else _ALL
+            found &= self._of(*others)
+        known[place] = found
+        return found
+
+    def _of(self, schema: Any, place: Path, depth: int = 0) -> frozenset[str]:
+        if schema is False:
+            return frozenset()
+        if not isinstance(schema, Mapping) or depth > _DEEPEST:
+            return _ALL
+        if place in self._known:
+            return self._known[place]
+        self._known[place] = _ALL  # what a reference in a circle adds
+        found = _own_types(schema)
+        for parts in self._parts(schema, place):
+            found &= _union(self._of(*each, depth + 1) for each in parts)
+        if found == _ALL and ("properties" in schema or "additionalProperties" in schema):
+            found = frozenset({"object"})
+        elif found == _ALL and "items" in schema:
+            found = frozenset({"array"})
+        if schema.get("nullable") is True:
+            found |= {"null"}
+        self._known[place] = found
+        return found
+
+
+def _own_types(schema: Mapping[str, Any]) -> frozenset[str]:
+    """Return the types that a schema names itself, in which an integer is a number."""
+    found, named = _ALL, schema.get("type")
+    if isinstance(named, str | list):
+        names = {named} if isinstance(named, str) else {each for each in named if isinstance(each, str)}
+        found &= names | ({"integer"} if "number" in names else set())
+    if isinstance(schema.get("enum"), list):
+        found &= _union([{_type(each)} for each in schema["enum"]])
+    if "const" in schema:
+        found &= {_type(schema["const"])}
+    return found
+
+
+def _union(sets: Iterable[Set[str]]) -> frozenset[str]:
+    return frozenset().union(*sets)
 
 
 def as_json(text: str, allowed: frozenset[str]) -> str:
@@ -378,15 +446,6 @@ def _of_literal(word: str, allowed: frozenset[str]) -> str | None:
         return dumped(value) if _type(value) in allowed else None
     except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
         return None
-
-
-def _at(root: Any, reference: str) -> Any:
-    """Return the part of a schema that a reference names; None if there is none."""
-    found = root
-    for name in reference.removeprefix("#").split("/")[1:]:
-        key = name.replace("~1", "/").replace("~0", "~")
-        found = found.get(key) if isinstance(found, Mapping) else None
-    return found
 
 
 def _type(value: Any) -> str:

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from borders.field_table import MOST_TOOLS
 from borders.refusal import BadRequest, abbreviate_json
-from serving.grammars.json_schema import Prepared, prepared
+from serving.grammars.json_schema import LONGEST_NOTE, Prepared, prepared
 from serving.grammars.structured_output import CHANNELS, FormedAnswer
 from serving.tools.argument_rules import argument_rules, json_rule, literal, slashed
 from serving.tools.channels import ChannelFormat, ChannelParser
@@ -30,12 +30,14 @@ def lark_of(
     must_call: bool,
     is_single: bool,
     mark: Mapping[str, int],
+    strict: Collection[str] = (),
     answer: FormedAnswer | None = None,
 ) -> str:
     """Return a grammar of calls, each with arguments by its schema, in the form of `SamplingParams.grammar`.
 
     Text may come first, or stand alone, unless the answer `must_call`. With an `answer`, JSON by its schema
-    may stand alone, and no text comes first.
+    may stand alone, and no text comes first. Raises BadRequest where the schema of a `strict` tool has what
+    the format's notation cannot be held to.
     """
     has_text = not must_call and answer is None
     # When the answer is JSON as well, only a grammar of whole JSON values can tell the two apart.
@@ -58,8 +60,9 @@ def lark_of(
                 continue
             head = _head((opening + form.head)[start:], form, name, mark)
             rules.append(f"{rule}_{index}: {head} arguments_{index} {literal(form.tail, mark)}")
-    for index, schema in enumerate(schemas.values()):
-        rules += [] if as_json else argument_rules(form, f"arguments_{index}", schema, mark)
+    for index, (name, schema) in enumerate(schemas.items()):
+        if not as_json:
+            rules += _held(form, index, name, schema, mark, is_strict=name in strict)
     if form.is_numbered:
         rules.append("NUMBER: /[0-9]{1,6}/")
     if answer is not None:
@@ -72,6 +75,20 @@ def lark_of(
         start_rules = _with_text(form, mark) if has_text else ["start: calls"]
     field = "tools" if answer is None else answer.field
     return json.dumps([field, "lark", "\n".join([*start_rules, *rules])], ensure_ascii=False)
+
+
+def _held(
+    form: ToolFormat, index: int, name: str, schema: Any, mark: Mapping[str, int], *, is_strict: bool
+) -> list[str]:
+    """Return the rules of one function's arguments; raises BadRequest if a strict one is not held."""
+    rules, unheld = argument_rules(form, f"arguments_{index}", schema, mark)
+    if is_strict and unheld:
+        problem = (
+            f"has {unheld[0]} in its parameters, which cannot be held in the notation of this model's calls"
+        )
+        fix = "change the schema, or leave out strict"
+        raise BadRequest("tools", problem, fix=fix, subject=f"the strict tool {name} in tools")
+    return rules
 
 
 def _head(begin: str, form: ToolFormat, name: str, mark: Mapping[str, int]) -> str:
@@ -147,13 +164,13 @@ class ToolUse:
     parameters: Mapping[str, Any]  # name of each callable tool -> schema of its arguments as it was sent
     must_call: bool
     is_single: bool  # no answer may make two calls
-    is_strict: bool  # arguments are held to their schema although no call is required
+    strict: frozenset[str]  # tools whose arguments are held to their schema although no call is required
     notes: tuple[str, ...]  # constraints of the schemas that are not enforced, each after its tool's name
 
     @property
     def is_free(self) -> bool:
         """Whether the answer's calls are unconstrained."""
-        return not (self.must_call or self.is_strict or (self.is_single and self.schemas))
+        return not (self.must_call or self.strict or (self.is_single and self.schemas))
 
     def grammar(
         self, form: ToolFormat, mark: Mapping[str, int], answer: FormedAnswer | None = None
@@ -166,8 +183,28 @@ class ToolUse:
         if self.is_free and answer is None:
             return None
         return lark_of(
-            form, self.schemas, must_call=self.must_call, is_single=self.is_single, mark=mark, answer=answer
+            form,
+            self.schemas,
+            must_call=self.must_call,
+            is_single=self.is_single,
+            mark=mark,
+            strict=self.strict,
+            answer=answer,
         )
+
+    def notes_in(self, form: ToolFormat | None) -> tuple[str, ...]:
+        """Return all notes; in some formats, the grammar cannot hold all that a schema says."""
+        if form is None or self.is_free:
+            return self.notes
+        found = {
+            name: argument_rules(form, "arguments", schema, {})[1] for name, schema in self.schemas.items()
+        }
+        return (*self.notes, *(_note(f"{name}: {each}") for name in found for each in found[name]))
+
+
+def _note(text: str) -> str:
+    """Return a text as it may stand in a header."""
+    return "".join(each if " " <= each <= "~" else "?" for each in text)[:LONGEST_NOTE].strip()
 
 
 def tool_use(fields: Mapping[str, Any]) -> ToolUse | None:
@@ -183,12 +220,12 @@ def tool_use(fields: Mapping[str, Any]) -> ToolUse | None:
             )
         return None
     schemas: dict[str, Any] = {}
-    is_strict, notes = False, dict[str, list[str]]()
+    held, notes = set[str](), dict[str, list[str]]()
     for index, each in enumerate(given):
         name, read, strict = _function(index, each, schemas)
         schemas[name] = {"type": "object", **read.schema}
         notes[name] = [f"{name}: {note}" for note in read.notes]
-        is_strict |= strict
+        held |= {name} if strict else set()
     must_call, named = _choice(choice, schemas)
     allowed = {} if choice == "none" else schemas if named is None else {named: schemas[named]}
     parallel = fields.get("parallel_tool_calls")
@@ -202,7 +239,7 @@ def tool_use(fields: Mapping[str, Any]) -> ToolUse | None:
         parameters={name: sent[name] for name in allowed},
         must_call=must_call,
         is_single=is_single,
-        is_strict=is_strict and bool(allowed),
+        strict=frozenset(held) if allowed else frozenset(),
         notes=tuple(note for name in allowed for note in notes[name]),
     )
 

@@ -449,6 +449,34 @@ def test_marks_may_be_control_tokens(form: str, marked: Text) -> None:
             assert matcher.is_accepting()
 
 
+CODES = {
+    "type": "object",
+    "properties": {
+        "code": {"type": "string", "pattern": "^[a-z</]+$", "maxLength": 4},
+        "any": {"type": ["string", "integer"], "minLength": 2},
+    },
+    "required": ["code"],
+}
+
+
+@pytest.mark.parametrize("form", [*PAIRS, "gemma4"])
+def test_texts_before_control_tokens_are_held_to_their_schema(form: str, marked: Text) -> None:
+    grammars = Grammars(lambda: marked, marked.vocab_size, marked.eos_token_ids)
+    codes = {"type": "function", "function": {"name": "codes", "parameters": CODES}}
+    use = tool_use({"tools": [codes], "tool_choice": "required"})
+    assert use is not None
+    grammar = use.grammar(TOOL_FORMATS[form], marked.control_tokens(TOOL_FORMATS[form].marks))
+    assert grammar is not None
+    beginning = grammars.beginning(grammar)
+    right = [{"code": "ab"}, {"code": "</a<"}, {"code": "ab</"}, {"code": "a", "any": 5}]
+    wrong = [{"code": ""}, {"code": "abcde"}, {"code": "AB"}, {"code": "a", "any": "x"}]
+    for values in (*right, {"code": "a", "any": "5x"}, *wrong):
+        answer = render(form, Turn(None, "", [{"name": "codes", "arguments": values}]))
+        matcher, tokens = beginning.deep_copy(), marked.encode(answer)
+        is_taken = matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+        assert is_taken == (values not in wrong), answer
+
+
 COUNT = {"type": "object", "additionalProperties": {"type": "integer"}}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from borders.refusal import BadRequest
 from serving.grammars.structured_output import FormedAnswer
 from serving.tools.definitions import ToolUse, tool_use
 from serving.tools.formats import TOOL_FORMATS
+from serving.tools.parsing import ToolParser
 from tests.serving.test_tool_parsing import parsed, written
 
 SCHEMA = {
@@ -129,3 +131,250 @@ def test_nothing_is_held_where_nothing_was_asked_for() -> None:
         assert use.grammar(TOOL_FORMATS["hermes"], {}) is None
     with pytest.raises(BadRequest, match='keyword "not"'):
         tool_use({"tools": [tool("add", parameters={"not": {}}, strict=True)]})
+
+
+def levels_of(number: int, end: Any) -> dict[str, Any]:
+    """Definitions of which each has four branches that lead to the next one: 4**number ways to the end."""
+    levels = {f"A{at}": {"anyOf": [{"$ref": f"#/$defs/A{at + 1}"}] * 4} for at in range(number)}
+    return {**levels, f"A{number}": end}
+
+
+MANY_WAYS = {
+    "type": "object",
+    "properties": {"v": {"$ref": "#/$defs/A0"}},
+    "required": ["v"],
+    "$defs": levels_of(14, {"type": "string"}),
+}
+CIRCLE = {"properties": {"v": {"$ref": "#/$defs/A"}}, "$defs": {"A": {"anyOf": [{"$ref": "#/$defs/A"}] * 3}}}
+TEXT = {"type": "string"}
+DEFS = {
+    "one": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
+    "other": {"type": "object", "properties": {"b": {"type": "integer"}}, "required": ["b"]},
+    "count": {"type": "integer"},
+    "letter": {"enum": ["a", "b"]},
+}
+NOT_JSON = [name for name, form in TOOL_FORMATS.items() if form.arguments != "json"]
+PAIRS = [name for name, form in TOOL_FORMATS.items() if form.arguments == "pairs"]
+TEXTS = [*PAIRS, "gemma4"]  # formats in which a text is not JSON
+
+
+def read_by(name: str, schema: Any, answer: str) -> Any:
+    """The arguments of the call in an answer, read by a schema as a client sent it."""
+    calls = ToolParser(TOOL_FORMATS[name], ["f"], schemas={"f": schema}).push(answer).calls
+    return json.loads("".join(each.arguments for each in calls))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        MANY_WAYS,
+        {"$ref": "#/$defs/R", "$defs": {"R": {"properties": {"v": TEXT}}}},
+        {"allOf": [{"properties": {"v": TEXT}}, {"properties": {"w": {"type": "integer"}}}]},
+        {"anyOf": [{"properties": {"v": TEXT}}, {"properties": {"v": {"enum": ["a"]}}}]},
+        {"properties": {"v": {"allOf": [TEXT, {"minLength": 1}]}}},
+        {
+            "properties": {
+                "v": {"allOf": [{"type": ["string", "integer"]}, {"type": ["string", "null"]}, TEXT]}
+            }
+        },
+        {"properties": {"v": {"$ref": "#text"}}, "$defs": {"t": {"$anchor": "text", "type": "string"}}},
+        {"properties": {"v": {"$ref": "#/$defs/t", "minLength": 1}}, "$defs": {"t": TEXT}},
+        {"patternProperties": {"^v": TEXT}},
+        {"properties": {"v": False}},
+    ],
+)
+def test_text_stays_text_however_the_schema_says_so(schema: Any) -> None:
+    for name in ("glm45", "qwen3_coder", "minimax_m2"):
+        answer = written(name, [("f", {"v": "42"})])
+        assert read_by(name, schema, answer) == {"v": "42"}
+
+
+def test_references_in_a_circle_name_no_type() -> None:
+    assert read_by("glm45", CIRCLE, written("glm45", [("f", {"v": 42})])) == {"v": 42}
+
+
+def one_tool(schema: Any, *, strict: bool = False) -> ToolUse:
+    use = tool_use({"tools": [tool("f", parameters=schema, strict=strict)], "tool_choice": "required"})
+    assert use is not None
+    return use
+
+
+def having(value: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": {"v": value}, "required": ["v"], "$defs": DEFS}
+
+
+def check_taken(name: str, use: ToolUse, right: list[Any], wrong: list[Any]) -> None:
+    """The grammar takes the right arguments, which the parser reads as they were meant, and no wrong ones."""
+    for values in right:
+        answer = written(name, [("f", values)])
+        assert takes(use, name, answer), answer
+        assert read_by(name, use.parameters["f"], answer) == values, answer
+    for values in wrong:
+        assert not takes(use, name, written(name, [("f", values)])), values
+
+
+@pytest.mark.parametrize("name", NOT_JSON)
+def test_a_grammar_visits_each_reference_once(name: str) -> None:
+    check_taken(name, one_tool(MANY_WAYS), [{"v": "x"}], [{}, {"v": 1, "w": 2}])
+
+
+STRICT_ONES: list[tuple[Any, list[Any], list[Any]]] = [
+    (
+        having({"allOf": [{"$ref": "#/$defs/one"}, {"$ref": "#/$defs/other"}]}),
+        [{"v": {"a": 1, "b": 2}}],
+        [{"v": {"a": 1}}, {"v": {"b": 2}}, {"v": "x"}],
+    ),
+    (having({"allOf": [{"$ref": "#/$defs/count"}, {"minimum": 3}]}), [{"v": 3}], [{"v": 2}, {"v": "x"}]),
+    (having({"$ref": "#/$defs/count", "minimum": 3}), [{"v": 3}], [{"v": 2}, {"v": "x"}]),
+    (having({"allOf": [{"$ref": "#/$defs/letter"}, {"description": "x"}]}), [{"v": "a"}], [{"v": "c"}]),
+    (having({"type": "string", "anyOf": [{"enum": ["a"]}, {"enum": ["b"]}]}), [{"v": "b"}], [{"v": "c"}]),
+    (having({"enum": ["a", "abc", 3], "maxLength": 1}), [{"v": "a"}, {"v": 3}], [{"v": "abc"}]),
+    (having({"const": "a", "enum": ["a", "b"]}), [{"v": "a"}], [{"v": "b"}]),
+    (
+        {"allOf": [{"properties": {"s": TEXT}, "required": ["s"], "additionalProperties": False}]},
+        [{"s": "x"}],
+        [{}, {"other": "x"}],
+    ),
+    (
+        {"anyOf": [{"properties": {"s": TEXT}, "required": ["s"], "additionalProperties": False}]},
+        [{"s": "x"}],
+        [{}, {"other": "x"}],
+    ),
+    (
+        {"properties": {"s": TEXT, "t": TEXT}, "anyOf": [{"required": ["s"]}, {"required": ["t"]}]},
+        [{"s": "x"}, {"t": "x"}, {"s": "x", "t": "y"}],
+        [{}],
+    ),
+    ({"properties": {"s": TEXT}, "required": ["s", "t"]}, [{"s": "x", "t": "y"}], [{"s": "x"}]),
+]
+
+
+@pytest.mark.parametrize(("schema", "right", "wrong"), STRICT_ONES)
+@pytest.mark.parametrize("name", NOT_JSON)
+def test_all_parts_of_a_strict_schema_are_held(name: str, schema: Any, right: Any, wrong: Any) -> None:
+    use = one_tool(schema, strict=True)
+    assert use.notes_in(TOOL_FORMATS[name]) == ()
+    check_taken(name, use, right, wrong)
+
+
+@pytest.mark.parametrize(
+    ("schema", "what"),
+    [
+        ({"properties": {"s": TEXT}, "required": ["t"], "additionalProperties": False}, "required t"),
+        (having({"type": "string", "pattern": "(a$)?"}), "v: pattern that repeats an anchor"),
+        ({"properties": {"": TEXT}}, 'the name ""'),
+        ({"patternProperties": {"^a": TEXT}}, "patternProperties"),
+    ],
+)
+def test_what_a_notation_cannot_hold_is_named(schema: Any, what: str) -> None:
+    loose, strict, json_form = one_tool(schema), one_tool(schema, strict=True), TOOL_FORMATS["hermes"]
+    for name in TEXTS:
+        assert loose.notes_in(TOOL_FORMATS[name]) == (f"f: {what}",)
+        assert takes(loose, name, written(name, [("f", {"v": "a"} if "v:" in what else {})]))
+        with pytest.raises(
+            BadRequest, match=f"strict tool f in tools has {re.escape(what)} in its parameters"
+        ):
+            strict.grammar(TOOL_FORMATS[name], {})
+    assert loose.notes_in(json_form) == loose.notes
+    free = tool_use({"tools": [tool("f", parameters=schema)]})
+    assert free is not None
+    assert free.notes_in(TOOL_FORMATS["glm45"]) == ()
+
+
+@pytest.mark.parametrize("schema", [{"type": "object"}, {}, {"additionalProperties": {"type": "integer"}}])
+@pytest.mark.parametrize("name", NOT_JSON)
+def test_arguments_may_have_any_name_where_the_schema_names_none(name: str, schema: Any) -> None:
+    check_taken(name, one_tool(schema), [{}, {"a": 1}, {"a": 1, "b_2": 20}], [])
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        *(("olmo3", key) for key in ("from", "None", "user-id", "$filter")),
+        *(("qwen3_coder", key) for key in ("a>b", "a\nb", "", " a", "a ")),
+        *(("gemma4", key) for key in ("a:b", "", "} a", " a")),
+        *(("minimax_m2", '"q"'), ("deepseek_v32", '"q"'), ("pythonic", "class")),
+    ],
+)
+def test_names_that_the_parser_cannot_read_are_left_out(name: str, key: str) -> None:
+    use = one_tool({"properties": {key: {"type": "integer"}, "s": {"type": "integer"}}})
+    check_taken(name, use, [{}, {"s": 1}], [{key: 1}])
+    (note,) = use.notes_in(TOOL_FORMATS[name])
+    assert note == f"f: the name {json.dumps(key)}"
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        *(
+            "^a$|^b$",
+            "^(a|b$)",
+            "^a|b$",
+            r"^a\\$",
+            r"\\/",
+            "a/b",
+            "[/]",
+            "^a{2,3}$",
+            "(^a|b)c",
+            "x(a$)",
+            "a|^b",
+        ),
+        *("", "^$", "^(?:a|b)+$", r"\$", "[$^]", "a\nb", "(a|b)(c|d)"),
+    ],
+)
+def test_a_pattern_means_what_it_means_in_json(pattern: str) -> None:
+    use = one_tool(having({"type": "string", "pattern": pattern}))
+    texts = (
+        "a",
+        "b",
+        "ab",
+        "xa",
+        "ax",
+        "xb",
+        "aa",
+        "ac",
+        "bc",
+        "xbc",
+        "xac",
+        "x\\/",
+        "/",
+        "a/b",
+        "a\\",
+        "$",
+        "^",
+    )
+    for text in (*texts, "a\nb", "bd", ""):
+        call = [("f", {"v": text})]
+        is_taken = takes(use, "hermes", written("hermes", call))
+        for name in TEXTS:
+            assert takes(use, name, written(name, call)) == is_taken, (name, text)
+
+
+MIXED: list[tuple[Any, list[Any], list[Any]]] = [
+    ({"type": ["string", "integer"], "minLength": 2}, [5, "ab", "5x", -12], ["a"]),
+    (
+        {
+            "anyOf": [
+                {"anyOf": [{"type": "integer"}, {"type": "string", "maxLength": 2}]},
+                {"type": "array", "items": {"enum": ["a", "b"]}},
+            ]
+        },
+        [["a"], 5, "xy", [], ["a", "b"]],
+        [["c"], "xyz"],
+    ),
+    ({"anyOf": [TEXT, {"type": "integer", "minimum": 3}]}, [3, "xy", 14], [1]),
+    (
+        {"type": ["string", "boolean", "null", "object", "number"], "minLength": 2},
+        [True, "truer", None, {"a": [1]}, "nu", 1.5, -2, "1.5.2"],
+        ["x"],
+    ),
+    ({"anyOf": [{"enum": ["a", "b", 1]}, TEXT]}, ["a", "ab", 1], [2]),
+    ({"enum": ["a", 5, None, [1]]}, [5, "a", None, [1]], [1, "b"]),
+]
+
+
+@pytest.mark.parametrize(("value", "right", "wrong"), MIXED)
+@pytest.mark.parametrize("name", TEXTS)
+def test_text_and_other_types_stand_beside_each_other(name: str, value: Any, right: Any, wrong: Any) -> None:
+    use = one_tool(having(value))
+    check_taken(name, use, [{"v": each} for each in right], [{"v": each} for each in wrong])
