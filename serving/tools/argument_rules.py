@@ -114,6 +114,7 @@ class _Writer:
         found = [each for each in self._of(self._root, "") if "object" in each["type"]]
         if any("enum" in each for each in found):
             self._note("", "enum")
+        found = [each for each in found if _is_possible(each)] or found
         return [{**each, "type": ["object"]} for each in found]
 
     def _note(self, place: str, what: object) -> None:
@@ -194,6 +195,14 @@ class _Writer:
         return " & ".join(found)
 
 
+def _is_possible(schema: Alternative) -> bool:
+    try:
+        properties_of(schema)
+    except Unheld:
+        return False
+    return True
+
+
 def _in_order(name: str, items: Mapping[str, str], required: set[str], between: str) -> Iterator[str]:
     """Yield the rules of arguments that come in the order of the schema, some of which may be left out."""
     yield f"{name}: {name}_first_0"
@@ -232,14 +241,20 @@ class _PairRules(_Writer):
 
     def _objects(self) -> list[Alternative]:
         found = super()._objects()
-        kinds: dict[str, set[bool]] = {}  # of each argument, whether it is text, in all objects
-        for each in found if not self._pairs.json_value and len(found) > 1 else []:
-            for key, schema in each.get("properties", {}).items():
-                kinds.setdefault(key, set()).update(
-                    one["type"] == ["string"] for one in self._of(schema, key)
-                )
-        for key in [key for key, each in kinds.items() if len(each) > 1]:
-            self._note(key, "text in one of several objects")
+        if self._pairs.json_value or len(found) == 1:
+            return found
+        for key in dict.fromkeys(key for each in found for key in each.get("properties", {})):
+            # The parser reads an argument by all objects that allow it.
+            schemas = [
+                each.get("properties", {}).get(key, each.get("additionalProperties", True)) for each in found
+            ]
+            types = {
+                frozenset(kind for one in self._of(each, key) for kind in one["type"])
+                for each in schemas
+                if each is not False
+            }
+            if len(types) > 1 and any("string" in each for each in types):
+                self._note(key, "text in one of several objects")
         return found
 
     def _can_write(self, key: str) -> bool:

@@ -218,6 +218,7 @@ def test_a_grammar_visits_each_reference_once(name: str) -> None:
     check_taken(name, one_tool(MANY_WAYS), [{"v": "x"}], [{}, {"v": 1, "w": 2}])
 
 
+CLOSED = {"additionalProperties": False}
 STRICT_ONES: list[tuple[Any, list[Any], list[Any]]] = [
     (
         having({"allOf": [{"$ref": "#/$defs/one"}, {"$ref": "#/$defs/other"}]}),
@@ -244,6 +245,11 @@ STRICT_ONES: list[tuple[Any, list[Any], list[Any]]] = [
         {"properties": {"s": TEXT, "t": TEXT}, "anyOf": [{"required": ["s"]}, {"required": ["t"]}]},
         [{"s": "x"}, {"t": "x"}, {"s": "x", "t": "y"}],
         [{}],
+    ),
+    (
+        {"properties": {"s": TEXT}, "anyOf": [{"required": ["s"]}, {"required": ["t"]}], **CLOSED},
+        [{"s": "x"}],
+        [{}, {"t": "x"}],
     ),
     ({"properties": {"s": TEXT}, "required": ["s", "t"]}, [{"s": "x", "t": "y"}], [{"s": "x"}]),
 ]
