@@ -222,25 +222,27 @@ class FleetReplica:
         """Poll for ever; `page_size` is that of the pages whose events are to be read, or 0."""
         while True:
             try:
-                with anyio.fail_after(_ANSWER_S):  # wait_for before Python 3.12 may swallow a cancellation
+                with anyio.move_on_after(_ANSWER_S) as limit:  # wait_for may swallow a cancellation
                     await self._poll(page_size)
-                self._num_silent = 0
+                self._note_silence(limit.cancelled_caught)
             except Lost as lost:
                 self._shut(str(lost))
             except Unreadable as error:
                 self._keep_out("not ready", str(error))
-            except TimeoutError:
-                self._num_silent += 1
-                if self.state != "ready":  # it may be another server by the time it answers
-                    self._stop_reading()
-                if self._num_silent >= _LOST_AFTER:
-                    self.lose(f"no answer within {_ANSWER_S:g} s")
             except Exception as error:  # what one replica answers must not end the watch of the others
                 trouble = f"a defect of the router in reading its answers: {type(error).__name__}"
                 if trouble != self.trouble:
                     log.exception("%s: %s", self.url, trouble)
                 self._keep_out("not ready", trouble)
             await asyncio.sleep(POLL_S)
+
+    def _note_silence(self, is_silent: bool) -> None:
+        """Note whether a poll had no answer in time; several in a row mean that the replica is lost."""
+        self._num_silent = self._num_silent + 1 if is_silent else 0
+        if is_silent and self.state != "ready":  # it may be another server by the time it answers
+            self._stop_reading()
+        if self._num_silent >= _LOST_AFTER:
+            self.lose(f"no answer within {_ANSWER_S:g} s")
 
     def lose(self, why: str) -> None:
         """Treat the replica as lost, with its requests; nothing is sent there before it answers again."""

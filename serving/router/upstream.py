@@ -248,12 +248,12 @@ class Upstream:
     async def _connected(self) -> UpstreamAnswer:
         loop = asyncio.get_running_loop()
         try:
-            with anyio.fail_after(CONNECT_S):  # wait_for before Python 3.12 may swallow a cancellation
+            with anyio.move_on_after(CONNECT_S) as limit:  # before 3.12, wait_for may swallow a cancellation
                 _, answer = await loop.create_connection(UpstreamAnswer, self.host, self.port)
-        except TimeoutError:
-            raise Lost(f"no connection within {CONNECT_S:g} s", may_be_done=False) from None
         except OSError as error:
             raise Lost(f"no connection: {error.strerror or error}", may_be_done=False) from None
+        if limit.cancelled_caught:
+            raise Lost(f"no connection within {CONNECT_S:g} s", may_be_done=False)
         assert answer.transport is not None, "a connection that is made has a transport"
         with suppress(AttributeError):
             answer.transport.set_write_buffer_limits(2**20)

@@ -29,9 +29,9 @@ def test_a_value_out_of_range_names_its_field_value_and_limit() -> None:
     with pytest.raises(BadRequest) as refusal:
         SamplingParams(top_p=2)
     bad = refusal.value
-    assert (bad.field, bad.value, bad.limit) == ("top_p", 2, "a number above 0, at most 1")
-    assert str(bad) == "top_p is 2; it must be a number above 0, at most 1"
-    assert repr(bad) == "BadRequest('top_p is 2; it must be a number above 0, at most 1', field='top_p')"
+    assert (bad.field, bad.value, bad.limit) == ("top_p", 2, "a number from 0 to 1")
+    assert str(bad) == "top_p is 2; it must be a number from 0 to 1"
+    assert repr(bad) == "BadRequest('top_p is 2; it must be a number from 0 to 1', field='top_p')"
 
 
 def test_a_place_within_a_field_is_no_part_of_its_name() -> None:

@@ -91,7 +91,10 @@ def test_answers_are_valid_with_guesses_and_without(
         {
             "prompt": "Tell a story. ",
             "max_tokens": MOST_TOKENS,
-            "guided_json": schema,
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "n", "schema": schema, "strict": True},
+            },
             "temperature": temperature,
             "seed": seed,
         }

@@ -67,7 +67,7 @@ def test_what_a_release_takes_is_computed_as_before() -> None:
     ("release", "chip", "lacks"),
     [
         ("2.9.0", "910B", "the argument cache_mode of npu_scatter_pa_kv_cache (every model)"),
-        ("2.9.0", "910B", "npu_moe_gating_top_k_softmax_v2 (mixtures of experts)"),
+        ("2.9.0", "910B", "npu_moe_gating_top_k_softmax_v2 (answers of scripts/verify_npu.sh)"),
         ("2.7.1", "910B", "npu_mla_prolog_v3"),
         ("2.9.0.post2", "310P", "_npu_paged_attention_splitfuse_v2 (every model)"),
     ],
