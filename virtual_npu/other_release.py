@@ -27,6 +27,8 @@ class _Overload:
 
     def __init__(self, version: str, text: str, call: Callable[..., Any]) -> None:
         self._schema = torch._C.parse_schema(text)
+        # torch_npu's own graphs name the overloads that they capture
+        self.__name__ = f"{self._schema.name.partition('::')[2]}.{self._schema.overload_name or 'default'}"
         self._text, self._version, self._call = text, version, call
         self._names = [each.name for each in self._schema.arguments]
         self._most = sum(not each.kwarg_only for each in self._schema.arguments)

@@ -23,3 +23,11 @@ def device() -> virtual_npu.VirtualDevice:
             raise
         pytest.skip(str(error))
     return virtual_npu.start()
+
+
+@pytest.fixture(autouse=True)
+def own_release(request: pytest.FixtureRequest) -> None:
+    """Each test has the installed release, whichever other one the process has shown to a recipe before."""
+    if "device" in request.fixturenames:
+        request.getfixturevalue("device")
+        virtual_npu.start()
