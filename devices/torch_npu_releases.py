@@ -33,7 +33,7 @@ class Release:
 
     schemas: Mapping[str, tuple[str, ...]]
     functions: Mapping[str, str]
-    absent_names: tuple[str, ...] = ()  # which `torch_npu.npu` lacks
+    absent_names: tuple[str, ...] = ()  # names that its `torch_npu.npu` lacks
 
     def arguments_of(self, operator: str) -> Sequence[Collection[str]]:
         """Return the names of an operator's arguments, for each schema that the release has of it."""

@@ -29,7 +29,7 @@ from devices.present import Chip, chips_of, product_of
 from devices.torch_npu_releases import public, releases
 
 CONTROL_NODES = ("/dev/davinci_manager", "/dev/devmm_svm", "/dev/hisi_hdc")
-CANN_PLACES = Path(__file__).parents[1] / "scripts/cann_places.txt"  # which the shell scripts read too
+CANN_PLACES = Path(__file__).parents[1] / "scripts/cann_places.txt"  # shell scripts read it too
 ASCEND = "/usr/local/Ascend"
 # The packages are those with which CANN compiles operators in Python, torch, and torch_npu.
 PACKAGES = (
@@ -105,7 +105,7 @@ class MachineFacts:
     # IPv4 addresses of the network interfaces of this machine, by name
     interfaces: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     rank_table_error: str | None = None  # why RANK_TABLE_FILE cannot be read
-    ports: tuple[Port, ...] = ()  # of the devices' own network, where hccn_tool is there
+    ports: tuple[Port, ...] = ()  # the devices' own network, where hccn_tool is there
 
     def is_visible(self, index: int) -> bool:
         """Return whether the environment leaves this device visible; an invalid list hides none."""

@@ -37,7 +37,7 @@ READ: dict[str, Stored] = {
 }
 # Scales and offsets of keys and values (C8), and of queries, keys and values of latent attention (FAKQuant)
 CACHE_SCALE = re.compile(r"\.self_attn\.([kv]_proj\.kv_cache_|fa_[qkv]\.)(scale|offset)$")
-CACHE_ENDS = "k_proj.kv_cache_scale", "v_proj.kv_cache_scale"  # of C8, as attention has them
+CACHE_ENDS = "k_proj.kv_cache_scale", "v_proj.kv_cache_scale"  # C8's scales, as attention has them
 EXPERTS = ".experts."  # part of an expert's names, which those of a shared expert lack
 _ON_950 = "whose products only the Ascend 950 has, and which this engine does not call"
 _BY_4_BITS = "activations in 4 bits, which this engine does not compute"

@@ -37,7 +37,7 @@ from models.parallel.share import Share, Slices
 HEAD, EMBEDDING, BODY = "lm_head.weight", "model.embed_tokens.weight", "embed_tokens.weight"
 # Bytes after which a file is mapped again, because pages read from a mapping count as the process's memory
 MAPPED_BYTES = 2**27
-RANDOM_CACHE_SCALE = 1 / 32  # of keys and values near one
+RANDOM_CACHE_SCALE = 1 / 32  # keys and values of random weights are near one
 
 
 def load(decoder: Decoder, path: str | Path, tell: Callable[[str], None] = lambda _: None) -> int:

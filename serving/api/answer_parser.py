@@ -19,14 +19,12 @@ from serving.tools.parsing import CallDelta, Parsed, ReasoningParser, Thought, T
 class AnswerParser:
     """Parses the answers to one request, each of which has an index.
 
-    `fields` has the request's tools, as `tool_use` reads them. `thinks` says that, by the recipe, answers may
-    begin with reasoning. An answer whose grammar leaves no place for reasoning has none. A call that is
+    `fields` has the request's tools, as `tool_use` reads them. Answers may begin with reasoning where the
+    recipe says in which form. An answer whose grammar leaves no place for reasoning has none. A call that is
     written before the reasoning has ended is a call, too.
     """
 
-    def __init__(
-        self, text: Text | None, request: Request, fields: Mapping[str, Any], *, thinks: bool
-    ) -> None:
+    def __init__(self, text: Text | None, request: Request, fields: Mapping[str, Any]) -> None:
         self._form = None if text is None else text.tool_format
         self._channels = None if text is None else text.channels
         use = tool_use(fields)
@@ -35,7 +33,7 @@ class AnswerParser:
         has_text = use is not None and bool(use.schemas) and not use.must_call
         has_place = has_text or (text is not None and len(text.think_marks) == 2)  # a place for reasoning
         is_held = request.params.grammar is not None and not has_place
-        self.thinks = thinks and not is_held
+        self.thinks = text is not None and text.thoughts is not None and not is_held
         self._end_mark = text.think_marks[-1] if text is not None and text.think_marks else -1
         is_open = self.thinks and text is not None and text.opens_thoughts(request.prompt)
         form = THOUGHT_FORMATS["think"] if text is None or text.thoughts is None else text.thoughts

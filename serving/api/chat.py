@@ -15,7 +15,6 @@ from serving.api.pieces import Json
 from serving.api.schemas import ChatBody
 from serving.text.tokenizer import Text
 from serving.tools.definitions import FIELDS as TOOLS
-from serving.tools.formats import THOUGHT_FORMATS
 from serving.tools.parsing import CallDelta
 
 
@@ -37,8 +36,7 @@ class ChatRoute:
             names["max_tokens"] = "max_completion_tokens"
         with fields_as_sent(names):
             answers = await generation.ask([asked], name, request, fill=True)
-            thinks = generation.llm.recipe.server.reasoning in THOUGHT_FORMATS
-            form = ChatFormat(generation.llm.text, answers[0], body, thinks=thinks)
+            form = ChatFormat(generation.llm.text, answers[0], body)
             head = generation.head(body)
             choices = Choices(answers, form, head, body.stream_options)
             return await generation.respond(answers, choices, request, is_streamed=bool(body.stream))
@@ -49,7 +47,7 @@ class ChatFormat:
 
     whole, piece = "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, text: Text | None, answer: AnswerStream, body: ChatBody, *, thinks: bool) -> None:
+    def __init__(self, text: Text | None, answer: AnswerStream, body: ChatBody) -> None:
         self._text = text
         self._answer = answer
         self._with_logprobs = bool(body.logprobs)
@@ -57,7 +55,7 @@ class ChatFormat:
         self._with_token_ids = bool(body.return_token_ids)
         self._begun: set[int] = set()
         fields = body.model_dump(include={*TOOLS})
-        self._parser = AnswerParser(text, answer.request, fields, thinks=thinks)
+        self._parser = AnswerParser(text, answer.request, fields)
 
     def choice(self, delta: AnswerDelta, index: int) -> Json:
         """Return a whole choice."""

@@ -36,7 +36,6 @@ from serving.api.schemas import IN_MESSAGES, Ignored, SamplingBody, Strings, tak
 from serving.async_llm import parted
 from serving.failures import Failure
 from serving.text.request_fields import parse_request
-from serving.tools.formats import THOUGHT_FORMATS
 from serving.tools.parsing import CallDelta, Parsed, Thought
 
 PATH = "/v1/messages"
@@ -154,8 +153,8 @@ class MessagesRoutes:
             (answer,) = await generation.ask([fields], name, request, shorten=True)
             if note:
                 request.state.notes.setdefault(EFFORT_HEADER, note)
-            text, thinks = generation.llm.text, generation.llm.recipe.server.reasoning in THOUGHT_FORMATS
-            parser = AnswerParser(text, answer.request, fields, thinks=thinks)
+            text = generation.llm.text
+            parser = AnswerParser(text, answer.request, fields)
             form = MessageObject(answer, parser, body, request.state.request_id)
             return await generation.respond([answer], form, request, is_streamed=bool(body.stream))
 

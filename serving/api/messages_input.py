@@ -12,9 +12,8 @@ import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from borders.field_types import check_unicode
-from borders.refusal import BadRequest, abbreviate_json
-from serving.api.carried import carried, carrying
+from borders.refusal import BadRequest
+from serving.api.items import carried, carrying, check_names, string_at, wrong
 from serving.api.pieces import Json
 
 MOST_CALLS = 128  # most calls in one message, as in chats
@@ -81,15 +80,15 @@ class _Turns:
     def add(self, place: str, message: object) -> None:
         """Add a message."""
         if not isinstance(message, Mapping):
-            raise _wrong(place, message, 'an object {"role": ..., "content": ...}')
-        _check_names(place, message, {"role", "content"})
+            raise wrong("messages", place, message, 'an object {"role": ..., "content": ...}')
+        check_names("messages", place, message, {"role", "content"})
         role, content = message.get("role"), message.get("content")
         if not isinstance(role, str) or role not in _OF_ROLE:
-            raise _wrong(f"{place}.role", role, "user, assistant or system")
+            raise wrong("messages", f"{place}.role", role, "user, assistant or system")
         if isinstance(content, str):
             content = [{"type": "text", "text": content}]
         if not isinstance(content, list):
-            raise _wrong(f"{place}.content", content, "a string or a list of blocks")
+            raise wrong("messages", f"{place}.content", content, "a string or a list of blocks")
         for index, block in enumerate(content):
             at = f"{place}.content[{index}]"
             kind = _kind(at, block, _OF_ROLE[role])
@@ -140,17 +139,17 @@ class _Turns:
         if content is None or isinstance(content, str):
             content = [] if not content else [{"type": "text", "text": content}]
         if (is_error := block.get("is_error")) not in (None, True, False):
-            raise _wrong(f"{place}.is_error", is_error, "true or false")
+            raise wrong("messages", f"{place}.is_error", is_error, "true or false")
         texts = self._texts("messages", f"{place}.content", content, _IN_RESULTS)
         if is_error:  # no chat template has a field for it
             texts.insert(0, {"type": "text", "text": "Error:"})
-        named = {"tool_call_id": _string("messages", f"{place}.tool_use_id", block.get("tool_use_id"))}
+        named = {"tool_call_id": string_at("messages", f"{place}.tool_use_id", block.get("tool_use_id"))}
         return {"role": "tool", "content": _joined(texts), **named}
 
     def _texts(self, field: str, place: str, blocks: object, kinds: Collection[str]) -> list[Json]:
         """Return the texts of blocks, of which each must be of one of these kinds."""
         if not isinstance(blocks, list):
-            raise _wrong(place, blocks, "a string or a list of blocks", field=field)
+            raise wrong(field, place, blocks, "a string or a list of blocks")
         texts = []
         for index, block in enumerate(blocks):
             at = f"{place}[{index}]"
@@ -163,26 +162,26 @@ def _kind(place: str, block: object, kinds: Collection[str], *, field: str = "me
     """Return the type of a block, whose names are then known."""
     kind = block.get("type") if isinstance(block, Mapping) else None
     if not isinstance(block, Mapping) or not isinstance(kind, str):
-        raise _wrong(place, block, 'an object {"type": ..., ...}', field=field)
+        raise wrong(field, place, block, 'an object {"type": ..., ...}')
     if kind not in kinds:
         more = "; this model reads text" if kind in ("image", "document", "container_upload") else ""
-        raise _wrong(f"{place}.type", kind, f"one of {', '.join(kinds)}{more}", field=field)
-    _check_names(place, block, _KNOWN[kind] | _EVERY, field=field)
+        raise wrong(field, f"{place}.type", kind, f"one of {', '.join(kinds)}{more}")
+    check_names(field, place, block, _KNOWN[kind] | _EVERY)
     return kind
 
 
 def _text(field: str, place: str, kind: str, block: Mapping[str, Any]) -> str:
     """Return the text of a block of text, of a document or of what a search found."""
     if kind == "text":
-        return _string(field, f"{place}.text", block.get("text"))
-    heads = [_string(field, f"{place}.{name}", block.get(name) or "") for name in ("title", "context")]
+        return string_at(field, f"{place}.text", block.get("text"))
+    heads = [string_at(field, f"{place}.{name}", block.get(name) or "") for name in ("title", "context")]
     source = block.get("source")
     if kind == "search_result":
-        heads[1] = _string(field, f"{place}.source", source)
+        heads[1] = string_at(field, f"{place}.source", source)
         source = {"type": "content", "content": block.get("content")}
     form = source.get("type") if isinstance(source, Mapping) else None
     if not isinstance(source, Mapping) or form not in ("text", "content"):
-        raise _wrong(f"{place}.source", source, "text or content; this model reads text", field=field)
+        raise wrong(field, f"{place}.source", source, "text or content; this model reads text")
     name = "data" if form == "text" else "content"
     at, parts = f"{place}.{name}" if kind == "search_result" else f"{place}.source.{name}", source.get(name)
     if isinstance(parts, list) and form == "content":
@@ -191,22 +190,22 @@ def _text(field: str, place: str, kind: str, block: Mapping[str, Any]) -> str:
             for i, each in enumerate(parts)
         ]
     else:
-        within = [_string(field, at, parts)]
+        within = [string_at(field, at, parts)]
     return "\n".join([each for each in heads if each] + within)
 
 
 def _thoughts(place: str, block: Mapping[str, Any]) -> str:
     """Return the text of a thinking block, which may be carried in its signature."""
-    text = _string("messages", f"{place}.thinking", block.get("thinking"))
-    signature = _string("messages", f"{place}.signature", block.get("signature") or "")
+    text = string_at("messages", f"{place}.thinking", block.get("thinking"))
+    signature = string_at("messages", f"{place}.signature", block.get("signature") or "")
     return text or carried(signature, "messages", f"{place}.signature") or ""
 
 
 def _call(place: str, block: Mapping[str, Any]) -> Json:
-    name, identity = (_string("messages", f"{place}.{each}", block.get(each)) for each in ("name", "id"))
+    name, identity = (string_at("messages", f"{place}.{each}", block.get(each)) for each in ("name", "id"))
     given = block.get("input")
     if not isinstance(given, Mapping):
-        raise _wrong(f"{place}.input", given, "an object")
+        raise wrong("messages", f"{place}.input", given, "an object")
     return {"id": identity, "type": "function", "function": {"name": name, "arguments": dict(given)}}
 
 
@@ -216,13 +215,13 @@ def tools_of(tools: Sequence[Any]) -> list[Json]:
     for index, tool in enumerate(tools):
         place = f"[{index}]"
         if not isinstance(tool, Mapping):
-            raise _wrong(place, tool, 'an object {"name": ..., "input_schema": ...}', field="tools")
+            raise wrong("tools", place, tool, 'an object {"name": ..., "input_schema": ...}')
         if tool.get("type") not in (None, "custom"):
             limit = "custom, since no tool is built in here: describe it by an input_schema"
-            raise _wrong(f"{place}.type", tool["type"], limit, field="tools")
-        _check_names(place, tool, _OF_TOOLS, field="tools")
+            raise wrong("tools", f"{place}.type", tool["type"], limit)
+        check_names("tools", place, tool, _OF_TOOLS)
         if not isinstance(tool.get("input_schema"), Mapping):
-            raise _wrong(f"{place}.input_schema", tool.get("input_schema"), "a JSON schema", field="tools")
+            raise wrong("tools", f"{place}.input_schema", tool.get("input_schema"), "a JSON schema")
         named = ("name", "description", "strict")
         function = {name: tool[name] for name in named if tool.get(name) is not None}
         made.append({"type": "function", "function": {**function, "parameters": tool["input_schema"]}})
@@ -235,17 +234,17 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 def tool_choice_of(choice: Mapping[str, Any]) -> Json:
     """Translate a tool choice into the fields of a chat."""
     kind = choice.get("type")
-    _check_names("", choice, {"type", "name", "disable_parallel_tool_use"}, field="tool_choice")
+    check_names("tool_choice", "", choice, {"type", "name", "disable_parallel_tool_use"})
     if kind == "tool":
-        name = _string("tool_choice", ".name", choice.get("name"))
+        name = string_at("tool_choice", ".name", choice.get("name"))
         fields: Json = {"tool_choice": {"type": "function", "function": {"name": name}}}
     elif isinstance(kind, str) and kind in _CHOICES:
         fields = {"tool_choice": _CHOICES[kind]}
     else:
-        raise _wrong(".type", kind, "auto, any, tool or none", field="tool_choice")
+        raise wrong("tool_choice", ".type", kind, "auto, any, tool or none")
     is_single = choice.get("disable_parallel_tool_use")
     if is_single not in (None, True, False):
-        raise _wrong(".disable_parallel_tool_use", is_single, "true or false", field="tool_choice")
+        raise wrong("tool_choice", ".disable_parallel_tool_use", is_single, "true or false")
     return fields | ({"parallel_tool_calls": False} if is_single else {})
 
 
@@ -262,17 +261,17 @@ def thinking_of(given: Mapping[str, Any] | None, effort: str | None, *, follows_
         return {"reasoning_effort": "none"}
     kind, known = given.get("type"), {"type", "display"}
     if kind not in ("enabled", "adaptive", "between_tools", "disabled"):
-        raise _wrong(".type", kind, "enabled, adaptive, between_tools or disabled", field="thinking")
-    _check_names("", given, known | {"budget_tokens"} if kind == "enabled" else known, field="thinking")
+        raise wrong("thinking", ".type", kind, "enabled, adaptive, between_tools or disabled")
+    check_names("thinking", "", given, known | {"budget_tokens"} if kind == "enabled" else known)
     if given.get("display") not in DISPLAYS:
-        raise _wrong(".display", given["display"], "summarized or omitted", field="thinking")
+        raise wrong("thinking", ".display", given["display"], "summarized or omitted")
     if kind == "disabled" or (kind == "between_tools" and not follows_tools):
         return {"reasoning_effort": "none"}
     fields: Json = {"reasoning_effort": effort or _USUAL_EFFORT}
     if kind == "enabled":
         budget = given.get("budget_tokens")
         if type(budget) is not int or budget < 1:
-            raise _wrong(".budget_tokens", budget, "an integer of at least 1", field="thinking")
+            raise wrong("thinking", ".budget_tokens", budget, "an integer of at least 1")
         fields["thinking_token_budget"] = budget
     return fields
 
@@ -281,10 +280,10 @@ def response_format_of(form: object, field: str) -> Json | None:
     """Translate the form of the answer into that of chats; `field` is where it was sent."""
     place = ".format" if field == "output_config" else ""
     if not isinstance(form, Mapping) or form.get("type") != "json_schema":
-        raise _wrong(place, form, 'an object {"type": "json_schema", "schema": ...}', field=field)
-    _check_names(place, form, {"type", "schema"}, field=field)
+        raise wrong(field, place, form, 'an object {"type": "json_schema", "schema": ...}')
+    check_names(field, place, form, {"type", "schema"})
     if not isinstance(form.get("schema"), Mapping):
-        raise _wrong(f"{place}.schema", form.get("schema"), "a JSON schema", field=field)
+        raise wrong(field, f"{place}.schema", form.get("schema"), "a JSON schema")
     named = {"name": "answer", "schema": form["schema"]}
     return {"type": "json_schema", "json_schema": named}
 
@@ -300,23 +299,3 @@ def _appended(content: str | list[Json], text: str) -> str | list[Json]:
     if isinstance(content, list):
         return [*content, part]
     return text if content == "" else [{"type": "text", "text": content}, part]
-
-
-def _string(field: str, place: str, value: object) -> str:
-    if not isinstance(value, str):
-        raise _wrong(place, value, "a string", field=field)
-    check_unicode(field, value, place=place)
-    return value
-
-
-def _check_names(
-    place: str, given: Mapping[str, Any], known: Collection[str], *, field: str = "messages"
-) -> None:
-    for name in given:
-        if name not in known:
-            problem = f"has no {abbreviate_json(name)}; it may have {', '.join(sorted(known))}"
-            raise BadRequest(field, problem, place=place)
-
-
-def _wrong(place: str, value: object, limit: str, *, field: str = "messages") -> BadRequest:
-    return BadRequest(field, value=value, limit=limit, place=place)

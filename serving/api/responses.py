@@ -23,17 +23,16 @@ from borders.refusal import BadRequest
 from continuous_batching.request import TokenLogprobs
 from serving.answers.answers import AnswerDelta, AnswerStream
 from serving.api.answer_parser import AnswerParser
-from serving.api.carried import carrying
 from serving.api.choices import as_content
 from serving.api.errors import whole
 from serving.api.generation import Generation, fields_as_sent
+from serving.api.items import carrying
 from serving.api.pieces import Json, parts, pieces_of
 from serving.api.responses_input import messages_of, response_format_of, tool_choice_of, tools_of
 from serving.api.schemas import IN_RESPONSES, Ignored, PaddingOptions, SamplingBody, Strings, refused, takes
 from serving.api.streamed import COMMENT
 from serving.failures import Failure
 from serving.text.tokenizer import Text
-from serving.tools.formats import THOUGHT_FORMATS
 from serving.tools.parsing import CallDelta, Parsed, Thought
 
 Kind = Literal["reasoning", "message", "function_call"]
@@ -250,8 +249,8 @@ class ResponsesRoute:
         fields = {"id": name, **generation.fields(body, request), **body.fields()}
         with fields_as_sent(_AS_SENT):
             (answer,) = await generation.ask([fields], name, request, fill=True)
-            text, thinks = generation.llm.text, generation.llm.recipe.server.reasoning in THOUGHT_FORMATS
-            parser = AnswerParser(text, answer.request, fields, thinks=thinks)
+            text = generation.llm.text
+            parser = AnswerParser(text, answer.request, fields)
             form = ResponseObject(text, answer, parser, body, generation.head(body)["model"])
             return await generation.respond([answer], form, request, is_streamed=bool(body.stream))
 

@@ -6,12 +6,11 @@ calls of an assistant become one message. What cannot be read raises BadRequest 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from borders.field_types import check_unicode
-from borders.refusal import BadRequest, abbreviate_json
-from serving.api.carried import carried
+from borders.refusal import BadRequest
+from serving.api.items import carried, check_names, string_at, wrong
 from serving.api.pieces import Json
 
 # Fields of any item; items that this server made may be sent back unchanged.
@@ -51,12 +50,12 @@ class _Turns:
     def add(self, place: str, item: object) -> None:
         """Add an item of the input."""
         if not isinstance(item, Mapping):
-            raise _wrong(place, item, "an object")
+            raise wrong("input", place, item, "an object")
         kind = item.get("type", "message")
         if not isinstance(kind, str) or kind not in _KNOWN:
-            raise _wrong(f"{place}.type", kind, f"one of {', '.join(_KNOWN)}")
+            raise wrong("input", f"{place}.type", kind, f"one of {', '.join(_KNOWN)}")
         given = {name: each for name, each in item.items() if each is not None and each != []}
-        _check_names(place, given, _KNOWN[kind] | _EVERY)
+        check_names("input", place, given, _KNOWN[kind] | _EVERY)
         if kind == "message":
             self._message(place, given)
         elif kind == "function_call":
@@ -64,7 +63,7 @@ class _Turns:
         elif kind == "function_call_output":
             self._turn = None
             content = _text(f"{place}.output", given.get("output", ""))
-            named = {"tool_call_id": _string(f"{place}.call_id", given.get("call_id"))}
+            named = {"tool_call_id": string_at("input", f"{place}.call_id", given.get("call_id"))}
             self.messages.append({"role": "tool", "content": content, **named})
         else:
             self._thoughts(place, given)
@@ -72,7 +71,7 @@ class _Turns:
     def _message(self, place: str, given: Mapping[str, Any]) -> None:
         message = {"role": given.get("role"), "content": _text(f"{place}.content", given.get("content", ""))}
         if message["role"] not in ("user", "system", "developer", "assistant"):
-            raise _wrong(f"{place}.role", message["role"], "user, system, developer or assistant")
+            raise wrong("input", f"{place}.role", message["role"], "user, system, developer or assistant")
         if message["role"] != "assistant":
             self._turn = None
             self.messages.append(message)
@@ -82,13 +81,15 @@ class _Turns:
         self._open_message().update(message)
 
     def _call(self, place: str, given: Mapping[str, Any]) -> None:
-        name, arguments = (_string(f"{place}.{each}", given.get(each)) for each in ("name", "arguments"))
+        name, arguments = (
+            string_at("input", f"{place}.{each}", given.get(each)) for each in ("name", "arguments")
+        )
         call = {"type": "function", "function": {"name": name, "arguments": arguments}}
-        call["id"] = _string(f"{place}.call_id", given.get("call_id"))
+        call["id"] = string_at("input", f"{place}.call_id", given.get("call_id"))
         self._open_message().setdefault("tool_calls", []).append(call)
 
     def _thoughts(self, place: str, given: Mapping[str, Any]) -> None:
-        sent = _string(f"{place}.encrypted_content", given.get("encrypted_content", ""))
+        sent = string_at("input", f"{place}.encrypted_content", given.get("encrypted_content", ""))
         held = carried(sent, "input", f"{place}.encrypted_content")
         if "summary" in given and "content" not in given and held is None:
             problem = "is a summary alone, which no model here reads"
@@ -97,8 +98,8 @@ class _Turns:
         for index, part in enumerate(given.get("content", ())):
             at = f"{place}.content[{index}]"
             if not isinstance(part, Mapping) or part.get("type") != "reasoning_text":
-                raise _wrong(at, part, '{"type": "reasoning_text", "text": ...}')
-            thoughts.append(_string(f"{at}.text", part.get("text")))
+                raise wrong("input", at, part, '{"type": "reasoning_text", "text": ...}')
+            thoughts.append(string_at("input", f"{at}.text", part.get("text")))
         self._turn = None
         if sent and held is None and not thoughts:
             return  # the service that wrote it alone can read it
@@ -121,7 +122,7 @@ def tools_of(tools: Sequence[Any]) -> list[Any]:
             continue
         given = {name: each for name, each in tool.items() if each is not None and name != "type"}
         known = {"name", "description", "parameters", "strict"}
-        _check_names(f"[{index}]", given, known | {"type"}, field="tools")
+        check_names("tools", f"[{index}]", given, known | {"type"})
         made.append({"type": "function", "function": given})
     return made
 
@@ -135,19 +136,19 @@ def tool_choice_of(choice: str | Mapping[str, Any]) -> Any:
 
 def response_format_of(text: Mapping[str, Any]) -> Any:
     """Translate the form of the answer into that of chats; None: any text."""
-    _check_names("", text, {"format", "verbosity"}, field="text")
+    check_names("text", "", text, {"format", "verbosity"})
     if text.get("verbosity") not in _VERBOSITIES:
-        raise _wrong(".verbosity", text["verbosity"], "low, medium or high", field="text")
+        raise wrong("text", ".verbosity", text["verbosity"], "low, medium or high")
     form = text.get("format")
     if form is None:
         return None
     if not isinstance(form, Mapping):
-        raise _wrong(".format", form, 'an object, such as {"type": "json_object"}', field="text")
+        raise wrong("text", ".format", form, 'an object, such as {"type": "json_object"}')
     known = {"type", "name", "description", "schema", "strict"}
     kind = form.get("type")
     if kind not in ("text", "json_object", "json_schema"):
-        raise _wrong(".format.type", kind, "text, json_object or json_schema", field="text")
-    _check_names(".format", form, known if kind == "json_schema" else {"type"}, field="text")
+        raise wrong("text", ".format.type", kind, "text, json_object or json_schema")
+    check_names("text", ".format", form, known if kind == "json_schema" else {"type"})
     if kind != "json_schema":
         return form
     if form.get("schema") is None:
@@ -159,33 +160,13 @@ def response_format_of(text: Mapping[str, Any]) -> Any:
 def _text(place: str, content: object) -> Any:
     """Return a text, or its parts in the form of chats."""
     if not isinstance(content, Sequence) or isinstance(content, str):
-        return _string(place, content)
+        return string_at("input", place, content)
     parts = []
     for index, part in enumerate(content):
         at = f"{place}[{index}]"
         if not isinstance(part, Mapping) or part.get("type") not in _PARTS:
-            raise _wrong(at, part, '{"type": "input_text" or "output_text", "text": ...}')
+            raise wrong("input", at, part, '{"type": "input_text" or "output_text", "text": ...}')
         given = {name: each for name, each in part.items() if each is not None}
-        _check_names(at, given, _OF_PARTS)
-        parts.append({"type": "text", "text": _string(f"{at}.text", part.get("text"))})
+        check_names("input", at, given, _OF_PARTS)
+        parts.append({"type": "text", "text": string_at("input", f"{at}.text", part.get("text"))})
     return parts
-
-
-def _string(place: str, value: object) -> str:
-    if not isinstance(value, str):
-        raise _wrong(place, value, "a string")
-    check_unicode("input", value, place=place)
-    return value
-
-
-def _check_names(
-    place: str, given: Mapping[str, Any], known: Collection[str], *, field: str = "input"
-) -> None:
-    for name in given:
-        if name not in known:
-            problem = f"has no {abbreviate_json(name)}; it may have {', '.join(sorted(known))}"
-            raise BadRequest(field, problem, place=place)
-
-
-def _wrong(place: str, value: object, limit: str, *, field: str = "input") -> BadRequest:
-    return BadRequest(field, value=value, limit=limit, place=place)

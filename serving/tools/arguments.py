@@ -13,8 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Any, Protocol
 
 from serving.grammars.schema_references import Path, References
-from serving.tools.formats import Pairs, ToolFormat
-from serving.tools.matching import MAYBE, NO, match
+from serving.tools.formats import MAYBE, NO, Pairs, ToolFormat, match
 
 LONGEST_KEY = 256
 _ALL = frozenset({"string", "integer", "number", "boolean", "null", "array", "object"})

@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from serving.tools.formats import LONGEST_ID
-from serving.tools.matching import MOST_SPACE
+from serving.tools.formats import LONGEST_ID, MOST_SPACE
 from serving.tools.parsing import CallDelta, Parsed
 
 

@@ -19,8 +19,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from serving.tools.arguments import Reader, dumped, reader_of
-from serving.tools.formats import THOUGHT_FORMATS, ThoughtFormat, ToolFormat
-from serving.tools.matching import MAYBE, MOST_SPACE, NO, after_space, match
+from serving.tools.formats import (
+    MAYBE,
+    MOST_SPACE,
+    NO,
+    THOUGHT_FORMATS,
+    ThoughtFormat,
+    ToolFormat,
+    after_space,
+    match,
+)
 
 
 class ReasoningParser:

@@ -88,7 +88,7 @@ def parser_of(form: str, *, is_open: bool = False) -> AnswerParser:
     )
     request = SimpleNamespace(params=SimpleNamespace(grammar=None), prompt=None)
     fields = {"tools": TOOLS}
-    return AnswerParser(cast(Text, text), cast(Request, request), fields, thinks=not is_harmony)
+    return AnswerParser(cast(Text, text), cast(Request, request), fields)
 
 
 def read(form: str, pieces: list[str], *, is_open: bool = False) -> Read:

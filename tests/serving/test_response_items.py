@@ -19,7 +19,7 @@ from continuous_batching.request import Request, SamplingParams
 from recipes.schema.recipe import ROOT
 from serving.answers.answers import AnswerDelta, AnswerStream
 from serving.api.answer_parser import AnswerParser
-from serving.api.carried import carrying
+from serving.api.items import carrying
 from serving.api.responses import ResponseObject, ResponsesBody
 from serving.api.responses_input import messages_of
 from serving.failures import RequestFailed
@@ -50,7 +50,7 @@ def response_of(text: Text) -> ResponseObject:
     request = Request("resp_1", np.array([1, 2], dtype=np.int32), SamplingParams())
     answer = AnswerStream(request, text, TextOptions(), num_answers=1, max_unread_tokens=10)
     fields = {"tools": [{"type": "function", "function": {"name": each["name"]}} for each in TOOLS]}
-    parser = AnswerParser(text, request, fields, thinks=True)
+    parser = AnswerParser(text, request, fields)
     return ResponseObject(text, answer, parser, ResponsesBody(input="a", tools=TOOLS), "tiny")
 
 
@@ -200,7 +200,7 @@ def parsed_by(text: Text, pieces: list[str]) -> tuple[str, str, list[list[str | 
     """The thoughts, the content and the calls of an answer that came in these pieces."""
     request = Request("one", np.array([1, 2], dtype=np.int32), SamplingParams())
     fields = {"tools": [{"type": "function", "function": {"name": each["name"]}} for each in TOOLS]}
-    parser = AnswerParser(text, request, fields, thinks=True)
+    parser = AnswerParser(text, request, fields)
     found = [parser.push(0, each) for each in deltas(pieces, "stop")]
     calls: dict[int, list[str | None]] = {}
     for each in (call for one in found for call in one.calls):

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from serving.tools.formats import TOOL_FORMATS, ToolFormat
-from serving.tools.matching import MOST_SPACE
+from serving.tools.formats import MOST_SPACE, TOOL_FORMATS, ToolFormat
 from serving.tools.parsing import ToolParser
 from tests.serving.call_templates import Turn, render
 from tests.thorough import cases

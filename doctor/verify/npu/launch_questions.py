@@ -23,7 +23,7 @@ from recipes.machine import Npu
 
 ROWS = (1, 32, 256)  # rows of the calls that are compared; all but the last are timed, as decodes have them
 HIDDEN = 4096
-WIDTHS = ((4096, 1024, 1024), (3584, 512, 512))  # of queries, keys and values
+WIDTHS = ((4096, 1024, 1024), (3584, 512, 512))  # sizes of queries, keys and values
 MIXTURES = ((8, 2, True), (60, 4, False), (128, 8, True))  # (E, C, whether a row's weights add up to one)
 NEAR_WEIGHT = 1e-5
 
