@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import threading
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
@@ -14,7 +13,7 @@ import msgspec
 from kv_cache.exchange.messages import HEAD, Hello, PageMessage, PagesWanted, Welcome, framed, lengths_of
 from kv_cache.exchange.messages import unframed as decoded
 from tests.kv_cache import device
-from tests.serving.page_pair import Pair, cache_of
+from tests.serving.page_pair import Listener, Pair, cache_of
 
 Frame = bytes | PageMessage
 
@@ -72,34 +71,23 @@ class AnswersPeer:
         self.sock.close()
 
 
-class PromptsPeer:
+class PromptsPeer(Listener):
     """Listens as an engine of prompts does, and answers each wish by what `lie` makes of it."""
 
     def __init__(self, lie: Callable[[PagesWanted], Frame], *, greets: bool = True) -> None:
+        super().__init__()
         self._lie, self._greets = lie, greets
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self._sockets = [self._listener]
         self.num_asked = 0
-        threading.Thread(target=self._accept, daemon=True).start()
+        self.start()
 
     def __call__(self, port: int) -> int:
         """The port that the engine of answers dials, in the place of the one of the pair."""
-        return int(self._listener.getsockname()[1])
+        return self.port
 
-    def close(self) -> None:
-        for each in self._sockets:
-            with suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
-            each.close()
+    def serve(self, sock: socket.socket) -> None:
+        self.run(self._answer, sock)
 
-    def _accept(self) -> None:
-        with suppress(OSError):
-            while True:
-                sock, _ = self._listener.accept()
-                self._sockets.append(sock)
-                threading.Thread(target=self._serve, args=(sock,), daemon=True).start()
-
-    def _serve(self, sock: socket.socket) -> None:
+    def _answer(self, sock: socket.socket) -> None:
         with suppress(OSError, ValueError), sock.makefile("rb") as file:
             while len(head := file.read(HEAD.size)) == HEAD.size:
                 length, num_bytes, check = lengths_of(head)

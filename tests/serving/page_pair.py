@@ -172,35 +172,73 @@ def alone(requests: Sequence[Request], attention: str = "fused") -> list[list[in
     return found
 
 
-class Link:
-    """Passes the frames of one direction on, up to some frame, which it treats otherwise."""
+class Listener:
+    """Accepts connections in threads of its own, every one of which has ended once it is closed."""
 
-    def __init__(self, of: str, number: int, how: str) -> None:
-        self.of, self.number, self.how = of, number, how
-        self.counts = {"prompts": 0, "answers": 0}  # frames that came from each
+    def __init__(self) -> None:
         self._listener = socket.create_server(("127.0.0.1", 0))
-        self._port = 0
-        self._sockets: list[socket.socket] = [self._listener]
+        self.port = int(self._listener.getsockname()[1])
+        self._sockets: list[socket.socket] = []
+        self._threads: list[threading.Thread] = []
+        self._acceptor = threading.Thread(target=self._accept, daemon=True)
 
-    def __call__(self, port: int) -> int:
-        self._port = port
-        threading.Thread(target=self._accept, daemon=True).start()
-        return int(self._listener.getsockname()[1])
+    def serve(self, sock: socket.socket) -> None:
+        """What is done with a connection that has come: `keep` holds its sockets, `run` its work."""
+        raise NotImplementedError
+
+    def keep(self, sock: socket.socket) -> socket.socket:
+        """The socket, which ends with the listener."""
+        self._sockets.append(sock)
+        return sock
+
+    def run(self, work: Callable[..., None], *args: object) -> None:
+        thread = threading.Thread(target=work, args=args, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def start(self) -> None:
+        self._acceptor.start()
 
     def close(self) -> None:
+        """No connection comes after the acceptor has ended, so none is left open."""
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        if self._acceptor.ident is not None:
+            self._acceptor.join(PATIENCE_S)
+            assert not self._acceptor.is_alive(), "the acceptor does not end"
         for each in self._sockets:
             with suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join(PATIENCE_S)
+            assert not thread.is_alive(), "a connection's thread does not end"
+        for each in (self._listener, *self._sockets):
             each.close()
 
     def _accept(self) -> None:
         with suppress(OSError):
             while True:
-                answers, _ = self._listener.accept()
-                prompts = socket.create_connection(("127.0.0.1", self._port))
-                self._sockets += [answers, prompts]
-                for name, source, target in (("answers", answers, prompts), ("prompts", prompts, answers)):
-                    threading.Thread(target=self._pass, args=(name, source, target), daemon=True).start()
+                self.serve(self.keep(self._listener.accept()[0]))
+
+
+class Link(Listener):
+    """Passes the frames of one direction on, up to some frame, which it treats otherwise."""
+
+    def __init__(self, of: str, number: int, how: str) -> None:
+        super().__init__()
+        self.of, self.number, self.how = of, number, how
+        self.counts = {"prompts": 0, "answers": 0}  # frames that came from each
+        self._prompts_port = 0
+
+    def __call__(self, port: int) -> int:
+        self._prompts_port = port
+        self.start()
+        return self.port
+
+    def serve(self, sock: socket.socket) -> None:
+        prompts = self.keep(socket.create_connection(("127.0.0.1", self._prompts_port)))
+        self.run(self._pass, "answers", sock, prompts)
+        self.run(self._pass, "prompts", prompts, sock)
 
     def _pass(self, name: str, source: socket.socket, target: socket.socket) -> None:
         with suppress(OSError), source.makefile("rb") as file:
