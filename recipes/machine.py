@@ -20,7 +20,7 @@ from attention.latent import LatentAttention
 from attention.reference import Attention
 from devices.ascend_limits import PRODUCTS, answered, answers_file, buffer_mib, product
 from devices.compiled import LIMIT_S, CompileLimit, keep_results, missing_for_compiling
-from devices.cpu_threads import Threads, barriers
+from devices.cpu_threads import Threads, Way, barriers
 from devices.host_memory import host_memory_bytes
 from devices.shapes import AttentionShape
 from devices.torch_npu_calls import ALL
@@ -52,6 +52,11 @@ class Machine(ABC):
         self.asked = asked
 
     @property
+    def learned(self) -> str:
+        """What an engine that takes this one's place need not measure again; empty if there is nothing."""
+        return ""
+
+    @property
     @abstractmethod
     def name(self) -> str:
         """The machine's name for the log and for result files."""
@@ -81,15 +86,19 @@ class Cpu(Machine):
 
     device = torch.device("cpu")
 
-    def __init__(self, asked: DeviceSection) -> None:
+    def __init__(self, asked: DeviceSection, learned: str = "") -> None:
         super().__init__(asked)
-        self.threads = Threads(asked.threads, barriers())
+        self.threads = Threads(asked.threads, barriers(), Way.of(learned) if learned else None)
         self._compile_limit_s = LIMIT_S
         self._others_compile = True
 
     @property
     def name(self) -> str:
         return platform.machine()
+
+    @property
+    def learned(self) -> str:
+        return "" if self.threads.learned is None else self.threads.learned.word
 
     def join(self, group: Group) -> None:
         """Compile on all ranks that share layers or on none of them, and on each to the end.
@@ -263,10 +272,14 @@ class Npu(Accelerator):
         return ops, kind(shape, self.device, self.product, takes_float32=self.asked.virtual_fp32)
 
 
-def start(asked: DeviceSection) -> Machine:
-    """Return the machine of a recipe, ready to be used; raises RecipeError where there is none."""
-    kinds: dict[str, type[Machine]] = {"cpu": Cpu, "cuda": Cuda, "npu": Npu}
-    return kinds[asked.kind](asked)
+def start(asked: DeviceSection, learned: str = "") -> Machine:
+    """Return the machine of a recipe, ready to be used; raises RecipeError where there is none.
+
+    `learned` is from the machine of the engine whose place is taken, if there was one.
+    """
+    if asked.kind == "cpu":
+        return Cpu(asked, learned)
+    return {"cuda": Cuda, "npu": Npu}[asked.kind](asked)
 
 
 def decided(asked: DeviceSection) -> list[tuple[str, str]]:
