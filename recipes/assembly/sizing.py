@@ -15,7 +15,7 @@ from models.parallel.share import Share
 from recipes.assembly.families import draft_config
 from recipes.assembly.memory_errors import check_fits, too_few_pages, too_much_of_the_host, too_small_a_part
 from recipes.assembly.memory_plan import GIB, WHOLE, MemoryPlan, WindowPages, in_gib
-from recipes.schema.recipe import Recipe
+from recipes.schema.recipe import DeviceSection, Recipe
 from recipes.schema.recipe_error import RecipeError
 from recipes.schema.scheduler_defaults import completed, longest_request
 
@@ -201,12 +201,12 @@ def _packed_bytes(recipe: Recipe, config: DecoderConfig) -> int:
 
     The device may multiply them in another form.
 
-    A CPU without bfloat16 keeps them in float32, and a tied head is kept apart from the embedding in its own
-    order.
+    A CPU without bfloat16 keeps them in float32 unless it has a compiler, and a tied head is kept apart from
+    the embedding in its own order.
     """
     device, item_bytes, num_bytes = recipe.device, config.dtype_bytes, 0
     if device.kind == "cpu":
-        item_bytes = _product_bytes(config)
+        item_bytes = _product_bytes(device, config)
         plain = (each for each in config.linears() if config.form(each[0]) == "plain")
         num_elements = sum(inputs * outputs for _, inputs, outputs in plain)
         num_bytes = num_elements * (item_bytes - config.dtype_bytes)
@@ -218,15 +218,19 @@ def _packed_bytes(recipe: Recipe, config: DecoderConfig) -> int:
     return num_bytes + is_kept_twice * config.vocab_size * config.hidden_size * item_bytes
 
 
-def _product_bytes(config: DecoderConfig) -> int:
-    """Return the bytes of a number in the type in which this CPU multiplies the model's."""
+def _product_bytes(device: DeviceSection, config: DecoderConfig) -> int:
+    """Return the bytes of a number in the type in which this CPU keeps the model's."""
     if config.dtype == "float32":
         return FLOAT32_BYTES
     # These are imported here because only torch, whose import takes a second, knows what a processor has.
     from devices.onednn import product_dtype
     from models.layers.dtypes import TORCH_DTYPES
+    from models.ops.cpu.products import missing_for_products
 
-    return product_dtype(TORCH_DTYPES[config.dtype]).itemsize
+    dtype = TORCH_DTYPES[config.dtype]
+    compiles = device.compile is not False and device.attention == "fused"
+    is_kept = compiles and missing_for_products() is None
+    return (dtype if is_kept else product_dtype(dtype)).itemsize
 
 
 def _device_bytes(recipe: Recipe) -> int:
