@@ -135,7 +135,7 @@ def estimate(recipe: Recipe, config: DecoderConfig, vocab_size: int | None = Non
         seen = max(seen, _longest_cached(recipe, config))
     scores = config.num_heads * min(num_tokens, SCORED_ROWS) * seen * (8 + config.dtype_bytes)
     item_bytes = config.dtype_bytes
-    if recipe.device.kind == "cpu" and _product_bytes(config) != item_bytes:
+    if recipe.device.kind == "cpu" and _product_bytes(recipe.device, config) != item_bytes:
         item_bytes += FLOAT32_BYTES  # rows are widened to float32, and their results lie beside them
     logits = num_slots * (vocab_size or config.vocab_size) * (config.dtype_bytes + LOGIT_BYTES)
     read = 0
