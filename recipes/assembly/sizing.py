@@ -135,7 +135,7 @@ def estimate(recipe: Recipe, config: DecoderConfig, vocab_size: int | None = Non
         seen = max(seen, _longest_cached(recipe, config))
     scores = config.num_heads * min(num_tokens, SCORED_ROWS) * seen * (8 + config.dtype_bytes)
     item_bytes = config.dtype_bytes
-    if recipe.device.kind == "cpu" and _product_bytes(recipe.device, config) != item_bytes:
+    if recipe.device.kind == "cpu" and _multiplied_bytes(config) != item_bytes:
         item_bytes += FLOAT32_BYTES  # rows are widened to float32, and their results lie beside them
     logits = num_slots * (vocab_size or config.vocab_size) * (config.dtype_bytes + LOGIT_BYTES)
     read = 0
@@ -206,7 +206,7 @@ def _packed_bytes(recipe: Recipe, config: DecoderConfig) -> int:
     """
     device, item_bytes, num_bytes = recipe.device, config.dtype_bytes, 0
     if device.kind == "cpu":
-        item_bytes = _product_bytes(device, config)
+        item_bytes = _kept_bytes(device, config)
         plain = (each for each in config.linears() if config.form(each[0]) == "plain")
         num_elements = sum(inputs * outputs for _, inputs, outputs in plain)
         num_bytes = num_elements * (item_bytes - config.dtype_bytes)
@@ -218,19 +218,24 @@ def _packed_bytes(recipe: Recipe, config: DecoderConfig) -> int:
     return num_bytes + is_kept_twice * config.vocab_size * config.hidden_size * item_bytes
 
 
-def _product_bytes(device: DeviceSection, config: DecoderConfig) -> int:
-    """Return the bytes of a number in the type in which this CPU keeps the model's."""
+def _multiplied_bytes(config: DecoderConfig) -> int:
+    """Return the bytes of a number in the type in which this CPU multiplies the model's."""
     if config.dtype == "float32":
         return FLOAT32_BYTES
     # These are imported here because only torch, whose import takes a second, knows what a processor has.
     from devices.onednn import product_dtype
     from models.layers.dtypes import TORCH_DTYPES
-    from models.ops.cpu.products import missing_for_products
 
-    dtype = TORCH_DTYPES[config.dtype]
-    compiles = device.compile is not False and device.attention == "fused"
-    is_kept = compiles and missing_for_products() is None
-    return (dtype if is_kept else product_dtype(dtype)).itemsize
+    return product_dtype(TORCH_DTYPES[config.dtype]).itemsize
+
+
+def _kept_bytes(device: DeviceSection, config: DecoderConfig) -> int:
+    """Return the bytes of a number in the type in which this CPU keeps the model's weights."""
+    from models.ops.cpu.products import missing_for_products  # it imports torch
+
+    if device.compile is not False and device.attention == "fused" and missing_for_products() is None:
+        return config.dtype_bytes
+    return _multiplied_bytes(config)
 
 
 def _device_bytes(recipe: Recipe) -> int:
