@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import os
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from recipes import machine
 from recipes.assembly.engine import build
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
+from tests.patience import PATIENCE_S
 
 pytestmark = pytest.mark.skipif(missing_for_products() is not None, reason=str(missing_for_products()))
 SHAPES = [
@@ -201,3 +204,51 @@ def test_an_engine_answers_as_with_oneDNN(
     assert not calls
     assert tokens("device.compile=auto", f"model.dtype={dtype}") == plain
     assert calls
+
+
+OF_ARM = ("aarch64-linux-gnu-g++", "qemu-aarch64")
+MAIN = """
+#include <cstdio>
+#include <vector>
+int main(int, char** given) {
+    long m = atol(given[1]), n = atol(given[2]), k = atol(given[3]); int kind = atoi(given[4]);
+    long size = kind ? 2 : 4, panel = outputs_of_a_panel(), rows = (n + panel - 1) / panel * panel;
+    std::vector<float> x(m * k), bias(n), y(m * n);
+    std::vector<char> w(n * k * size), packed(rows * k * size);
+    if (!fread(x.data(), 4, x.size(), stdin) || !fread(bias.data(), 4, n, stdin)) return 1;
+    if (!fread(w.data(), 1, w.size(), stdin)) return 1;
+    pack(w.data(), packed.data(), n, k, kind);
+    multiply(x.data(), k, packed.data(), bias.data(), y.data(), n, m, n, k, kind, 2);
+    fwrite(y.data(), 4, y.size(), stdout);
+}
+"""
+
+
+@pytest.mark.skipif(
+    any(shutil.which(each) is None for each in OF_ARM), reason=f"needs {' and '.join(OF_ARM)}"
+)
+def test_an_arm_processor_gives_the_same_bits(found: Products, tmp_path: Path) -> None:
+    """Its code is made by a cross compiler and runs in an emulator, which says nothing of its speed."""
+    main, binary = tmp_path / "main.cpp", tmp_path / "main"
+    main.write_text(f'#include "{module.SOURCE}"\n{MAIN}')
+    command = [
+        OF_ARM[0],
+        "-O3",
+        "-std=c++17",
+        "-fopenmp",
+        "-static",
+        "-ffp-contract=fast",
+        str(main),
+        "-o",
+        str(binary),
+    ]
+    subprocess.run(command, check=True, timeout=PATIENCE_S)
+    for (dtype, kind), num_rows in itertools.product(KINDS.items(), (1, 6, 40)):
+        weight, bias, x = some(dtype, 100, 600), some(torch.float32, 100), some(torch.float32, num_rows, 600)
+        given = b"".join(each.contiguous().view(torch.uint8).numpy().tobytes() for each in (x, bias, weight))
+        sizes = map(str, (num_rows, 100, 600, kind))
+        done = subprocess.run(
+            [OF_ARM[1], str(binary), *sizes], input=given, capture_output=True, check=True, timeout=PATIENCE_S
+        )
+        y = torch.frombuffer(bytearray(done.stdout), dtype=torch.float32).view(num_rows, 100)
+        assert torch.equal(y, found.multiply(x, found.pack(weight, bias)))
