@@ -17,6 +17,7 @@ Legend: T tokens of the step, S spans, n tokens of a piece, J key heads, H value
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -185,7 +186,7 @@ def unit(x: Tensor) -> Tensor:
 
 def scaled(query: Tensor) -> Tensor:
     """Return queries of length one, divided by the root of their width."""
-    return unit(query) * query.shape[-1] ** -0.5
+    return unit(query) / math.sqrt(query.shape[-1])
 
 
 def by_state(inputs: Inputs) -> Inputs:
