@@ -212,40 +212,49 @@ def step(inputs: Inputs, state: Tensor) -> Tensor:
 
 
 def block(inputs: Inputs, state: Tensor) -> Tensor:
-    """Advance one state [H, V, K] in place by n tokens, as `step` token by token; returns [n, H, V].
-
-    What the tokens write solves a triangular system: each subtracts what its key finds of those before.
-    """
+    """Advance one state [H, V, K] in place by n tokens, as `step` token by token; returns [n, H, V]."""
     query, key, value, decay, beta = inputs
-    query, key, value, beta = scaled(query), unit(key), value.float(), beta.float()
-    count = value.shape[1]
-    num_keys, num_shared = key.shape[1], count // key.shape[1]
-    query, key, value, beta = (each.transpose(0, 1).contiguous() for each in (query, key, value, beta))
-    total = decay.cumsum(0).transpose(0, 1).contiguous()  # of the tokens up to each, [H, n] or [H, n, K]
-    last = total[:, -1:]
-    if total.ndim == 3:
-        decayed = total.exp()
-        reads = torch.cat((key * decayed, query * decayed), 1) @ state.mT
-        of_keys, of_queries = reads.chunk(2, 1)
-        found, seen = channel_products(query, key, total)
-    else:
-        decayed = total.exp()[..., None]
-        both = torch.cat((key, query), 1)
-        joined = state.view(num_keys, num_shared * state.shape[1], -1)
-        reads = (both @ joined.mT).unflatten(-1, (num_shared, -1)).transpose(1, 2).flatten(0, 1)
-        of_keys, of_queries = (each * decayed for each in reads.chunk(2, 1))
-        products = (both @ key.mT).repeat_interleave(num_shared, 0)
-        found, seen = (each * between(total) for each in products.chunk(2, 1))
+    total = decay.cumsum(0)  # of the tokens up to each
+    parts = scaled(query), unit(key), value.float(), beta.float(), total
+    query, key, value, beta, total = (each.transpose(0, 1).contiguous() for each in parts)
+    advance = block_by_head if decay.ndim == 2 else block_by_channel
+    return advance(query, key, value, beta, total, state).transpose(0, 1)
+
+
+def block_by_head(
+    query: Tensor, key: Tensor, value: Tensor, beta: Tensor, total: Tensor, state: Tensor
+) -> Tensor:
+    """Advance one state [H, V, K] by n tokens; the sums of decays are [H, n], all others [J or H, n, ...].
+
+    Value heads that share a key head are multiplied with it at once. What the tokens write solves a
+    triangular system: each subtracts what its key finds of those before.
+    """
+    num_keys, num_shared = len(key), len(value) // len(key)
+    both, decayed, last = torch.cat((key, query), 1), total.exp()[..., None], total[:, -1:]
+    joined = state.view(num_keys, -1, state.shape[-1])
+    reads = (both @ joined.mT).unflatten(-1, (num_shared, -1)).transpose(1, 2).flatten(0, 1)
+    of_keys, of_queries = (each * decayed for each in reads.chunk(2, 1))
+    products = (both @ key.mT).repeat_interleave(num_shared, 0)
+    found, seen = (each * between(total) for each in products.chunk(2, 1))
     written = solved(found * beta[..., None], beta[..., None] * (value - of_keys))
-    output = of_queries + seen @ written
-    if total.ndim == 3:
-        state.mul_(last.exp()).baddbmm_(written.mT, key * (last - total).exp())
-    else:
-        written = written * (last - total).exp()[..., None]
-        written = written.unflatten(0, (num_keys, num_shared)).transpose(2, 3).flatten(1, 2)
-        joined.view_as(state).mul_(last.exp()[..., None])
-        joined.baddbmm_(written, key)
-    return output.transpose(0, 1)
+    lasting = (written * (last - total).exp()[..., None]).unflatten(0, (num_keys, num_shared))
+    state.mul_(last.exp()[..., None])
+    joined.baddbmm_(lasting.transpose(2, 3).flatten(1, 2), key)
+    read: Tensor = of_queries + seen @ written
+    return read
+
+
+def block_by_channel(
+    query: Tensor, key: Tensor, value: Tensor, beta: Tensor, total: Tensor, state: Tensor
+) -> Tensor:
+    """Advance one state as `block_by_head` does; the sums of decays are [H, n, K]."""
+    decayed, last = total.exp(), total[:, -1:]
+    of_keys, of_queries = (torch.cat((key * decayed, query * decayed), 1) @ state.mT).chunk(2, 1)
+    found, seen = channel_products(query, key, total)
+    written = solved(found * beta[..., None], beta[..., None] * (value - of_keys))
+    state.mul_(last.exp()).baddbmm_(written.mT, key * (last - total).exp())
+    read: Tensor = of_queries + seen @ written
+    return read
 
 
 def between(total: Tensor) -> Tensor:

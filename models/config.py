@@ -416,12 +416,14 @@ class DecoderConfig:
         """The window of each layer that reads keys and values of its request, in place of a state."""
         return tuple(each.window for each in self.layers if each.mixer != "recurrent")
 
+    def recurrent_of(self, layer: int) -> RecurrentConfig | None:
+        """The sizes of a layer's recurrent state; None if it has none."""
+        return self.recurrent if self.layers[layer].mixer == "recurrent" else None
+
     def layer_state(self, layer: int) -> LayerState | None:
         """Return what a layer keeps of each request; None for one that keeps something of each token."""
-        if self.layers[layer].mixer != "recurrent":
-            return None
-        assert self.recurrent is not None, "a recurrent state has sizes"
-        return self.recurrent.state(self.dtype)
+        recurrent = self.recurrent_of(layer)
+        return None if recurrent is None else recurrent.state(self.dtype)
 
     @property
     def state_bytes(self) -> int:
@@ -433,7 +435,7 @@ class DecoderConfig:
         """Return what a layer keeps of each token, and for how long; nothing if it has a recurrent state."""
         group = self.group_of(layer)
         lifetime = Lifetime("window", self.window_groups[group - 1]) if group else ALL_TOKENS
-        if self.layers[layer].mixer == "recurrent":
+        if self.recurrent_of(layer) is not None:
             return LayerCache(lifetime, ())
         if self.layers[layer].mixer == "latent":
             assert self.latent is not None, "latent attention has sizes"
@@ -494,15 +496,14 @@ class DecoderConfig:
 
     def mixer_name(self, layer: int) -> str:
         """Return the name in a checkpoint of what mixes a layer's tokens."""
-        is_recurrent = self.recurrent is not None and self.layers[layer].mixer == "recurrent"
-        return self.recurrent.block if self.recurrent is not None and is_recurrent else "self_attn"
+        recurrent = self.recurrent_of(layer)
+        return "self_attn" if recurrent is None else recurrent.block
 
     def mixer_linears(self, layer: int) -> Iterator[tuple[str, int, int]]:
         """Yield the name, inputs and outputs of every linear of what mixes a layer's tokens."""
         hidden, heads = self.hidden_size, self.num_heads * self.head_dim
-        if self.layers[layer].mixer == "recurrent":
-            assert self.recurrent is not None, "a recurrent state has sizes"
-            yield from self.recurrent.linears(hidden)
+        if (recurrent := self.recurrent_of(layer)) is not None:
+            yield from recurrent.linears(hidden)
             return
         if self.layers[layer].mixer == "latent":
             assert self.latent is not None, "latent attention has sizes"
@@ -515,8 +516,8 @@ class DecoderConfig:
 
     def first_linears(self, layer: int) -> tuple[tuple[str, ...], ...]:
         """Return the linears that read a layer's hidden state, in groups that are multiplied as one."""
-        if self.recurrent is not None and self.layers[layer].mixer == "recurrent":
-            return self.recurrent.first()
+        if (recurrent := self.recurrent_of(layer)) is not None:
+            return recurrent.first()
         return (FUSED if self.latent is None else self.latent.first(),)
 
     @property

@@ -228,9 +228,8 @@ class DecoderLayer(nn.Module):
         self.input_norm, self.mlp_norm = norm(names[0]), norm(names[1])
         self.attention_post_norm, self.mlp_post_norm = norm(names[2]), norm(names[3])
         self.attention: SelfAttention | LatentSelfAttention | RecurrentMixer
-        if config.layers[layer].mixer == "recurrent":
-            assert config.recurrent is not None, "a recurrent state has sizes"
-            kind = GatedDelta if config.recurrent.kind == "gated" else KimiDelta
+        if (recurrent := config.recurrent_of(layer)) is not None:
+            kind = GatedDelta if recurrent.kind == "gated" else KimiDelta
             self.attention = kind(config, layer, name, ops, recurrence, group)
         elif config.layers[layer].mixer == "latent":
             assert isinstance(attention, LatentAttention), "the device's operators are those of the model"

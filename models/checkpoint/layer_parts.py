@@ -46,9 +46,8 @@ class LayerParts:
         for roles, linear in attention.joined():
             joined.append((block, roles, linear))
             orders |= {f"{block}{name}": attention.order(name) for name in roles}
-        if isinstance(attention, RecurrentMixer):
-            assert config.recurrent is not None, "a recurrent state has sizes"
-            shapes = config.recurrent.vectors()
+        if isinstance(attention, RecurrentMixer) and (recurrent := config.recurrent_of(number)) is not None:
+            shapes = recurrent.vectors()
             parts.vectors.update(
                 (f"{block}{name}", (room, shapes[name])) for name, room in attention.vectors().items()
             )

@@ -211,11 +211,10 @@ class Share:
     def _recurrent_tensor(self, name: str, config: DecoderConfig) -> tuple[RecurrentConfig, str] | None:
         """Return the sizes of a layer with a state, and the name within it of a tensor; None for others."""
         parts = name.split(".", 4)
-        if config.recurrent is None or parts[:2] != ["model", "layers"] or len(parts) < 5:
+        if parts[:2] != ["model", "layers"] or len(parts) < 5 or int(parts[2]) >= config.num_layers:
             return None
-        layer = int(parts[2])
-        is_recurrent = layer < config.num_layers and config.layers[layer].mixer == "recurrent"
-        return (config.recurrent, parts[4]) if is_recurrent and parts[3] == config.recurrent.block else None
+        recurrent = config.recurrent_of(int(parts[2]))
+        return (recurrent, parts[4]) if recurrent is not None and parts[3] == recurrent.block else None
 
     def _recurrent_slices(self, recurrent: RecurrentConfig, name: str) -> Slices:
         """Return the slices of a tensor of a layer with a state, which is cut by heads."""

@@ -110,12 +110,14 @@ def test_a_state_that_is_lost_is_missed(kind: Kind) -> None:
     assert (expected(kind, late)[0][-1] - expected(kind, given)[0][-1]).abs().max() > 1000 * NEAR
 
 
-def test_cuts_on_the_grid_change_no_bit(kind: Kind, way: Recurrence) -> None:
+@pytest.mark.parametrize("opening", [[], [GRID + 6]], ids=["from the start", "behind an answer"])
+def test_cuts_on_the_grid_change_no_bit(kind: Kind, way: Recurrence, opening: list[int]) -> None:
     given, whole = drawn(kind), rows_of_states(2)
-    read = one_by_one(way, given, [], whole)
+    read = one_by_one(way, given, opening, whole)
     for seed in range(cases(5, 50)):
-        states = rows_of_states(2)
-        cut = one_by_one(way, given, cuts_at(GRID, np.random.default_rng(seed)), states)
+        states, cuts = rows_of_states(2), cuts_at(GRID, np.random.default_rng(seed))
+        cuts = opening + [each for each in cuts if not opening or each > opening[0]]
+        cut = one_by_one(way, given, cuts, states)
         assert torch.equal(cut, read)
         assert torch.equal(states[1], whole[1])
 

@@ -21,8 +21,9 @@ from models.checkpoint import weights
 from models.config import LayerState
 from models.decoder import Decoder
 from models.layers.recurrent import new_states
-from models.parallel.group import ALONE, Group
+from models.parallel.group import ALONE, NO_LINKS, Group, StageLinks
 from models.parallel.share import Share
+from models.quantization import Quantization
 from models.step_inputs import StepInputs
 from recipes.assembly import families
 from recipes.assembly.decoders import shape_of
@@ -56,15 +57,18 @@ def empty_decoder(
     group: Group = ALONE,
     dtype: DType = "float32",
     state_dtype: DType = "float32",
+    quantization: Quantization | None = None,
+    stage: tuple[int, int, StageLinks] = (0, 1, NO_LINKS),
 ) -> Decoder:
     """The decoder of a checkpoint, or one rank's part of it, before it has weights."""
-    config = replace(families.decoder_config(families.read(path)), dtype=dtype)
+    config = families.decoder_config(families.read(path))
+    config = replace(config, dtype=dtype, quantization=quantization)
     assert config.recurrent is not None
     config = replace(config, recurrent=replace(config.recurrent, state_dtype=state_dtype))
-    share = Share(group.rank, group.size)
+    share = Share(group.rank, group.size, *stage[:2])
     ops, attention = operators("cpu", way, shape_of(PAGE_SIZE, share.part(config)))
     recurrence = CpuRecurrence() if way == "fused" else Recurrence()
-    decoder = Decoder(config, ops, attention, group, share, recurrence=recurrence)
+    decoder = Decoder(config, ops, attention, group, share, stage[2], recurrence)
     decoder.tabulate(LONGEST)
     return decoder
 

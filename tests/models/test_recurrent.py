@@ -18,7 +18,9 @@ from torch import Tensor
 from attention.recurrent import GRID
 from models.checkpoint import weights
 from models.checkpoint.files import tensor_names
-from models.parallel.group import Alone
+from models.ops.cpu.ops import CpuOps
+from models.parallel.group import Alone, StageLinks
+from models.quantization import Quantization
 from recipes.assembly.engine import build
 from recipes.assembly.families import FAMILIES, NESTED, WITH_STATES
 from recipes.schema.reader import load
@@ -149,12 +151,33 @@ def test_states_have_the_type_that_is_asked_for(
     assert NEAR < away < 0.3
 
 
+class Padded(CpuOps):
+    """Operators that compute more rows than a step has tokens."""
+
+    def padded(self, num_rows: int) -> int:
+        return num_rows + 5
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "kimi_linear"])
+def test_rows_that_pad_a_step_change_nothing(name: str, case_named: Callable[[str], Case]) -> None:
+    (model, path), (prompt,) = case_named(name), prompts_of(12, (90,))
+    decoder = decoder_of(path)
+    decoder.ops = Padded()
+    steps = Steps(decoder, [prompt])
+    for start, stop in ((0, GRID), (GRID, 89), (89, 90)):
+        (line,) = steps.run([Span(0, start, stop)])
+    torch.testing.assert_close(line, expected_logprobs(model, prompt)[-1], rtol=0, atol=NEAR)
+
+
 class Threads(Alone):
     """The ranks of a group, each in a thread of this process."""
 
     def __init__(self, rank: int, slots: list[Tensor], barrier: threading.Barrier) -> None:
         self.rank, self.size = rank, len(slots)
         self._slots, self._barrier = slots, barrier
+
+    def all_reduce_max(self, x: Tensor) -> Tensor:
+        return self.all_gather(x).amax(0)
 
     def all_gather(self, x: Tensor) -> Tensor:
         self._slots[self.rank] = x.clone()
@@ -190,6 +213,53 @@ def test_tensor_ranks_hold_heads_of_the_states(name: str, case_named: Callable[[
             torch.testing.assert_close(line, wanted, rtol=0, atol=NEAR)
     for state, *shared in zip(states[::2], *(part[::2] for _, part in parts)):
         torch.testing.assert_close(torch.cat(shared), state, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5", "kimi_linear"])
+def test_linears_before_and_behind_a_state_are_quantised_at_load(
+    name: str, case_named: Callable[[str], Case]
+) -> None:
+    """Ranks have the scales that one has; activations, which each rank quantises itself, are near."""
+    (model, path), (prompt,) = case_named(name), prompts_of(10, (90,))
+    scheme = Quantization(("lm_head",), is_stored=False)
+
+    def work(group: Alone) -> tuple[Tensor, list[Any]]:
+        decoder = empty_decoder(path, "reference", group, quantization=scheme)
+        weights.load(decoder, path)
+        linear = decoder.layers[1].attention.output
+        return Steps(decoder, [prompt]).run([Span(0, 0, 90)])[0], [linear.form, linear.packed[1]]
+
+    (line, (form, scales)), wanted = work(Alone()), expected_logprobs(model, prompt)[-1]
+    assert form == "quantize"
+    assert NEAR < (line - wanted).abs().max() < 2
+    for part, (_, own) in on_ranks(2, work):
+        assert torch.equal(own, scales)
+        assert (part - wanted).abs().max() < 2
+
+
+class Passed(StageLinks):
+    """What one stage hands to the next, in one process."""
+
+    def __init__(self) -> None:
+        self._kept: list[Tensor] = []
+
+    def send(self, x: Tensor) -> None:
+        self._kept.append(x.clone())
+
+    def receive(self, x: Tensor) -> Tensor:
+        return x.copy_(self._kept.pop(0))
+
+
+@pytest.mark.parametrize("name", ["qwen3_next_layer_types", "kimi_linear"])
+def test_stages_keep_the_states_of_their_own_layers(name: str, case_named: Callable[[str], Case]) -> None:
+    (model, path), (prompt,), links = case_named(name), prompts_of(11, (100,)), Passed()
+    stages = [Steps(decoder_of(path, stage=(stage, 2, links)), [prompt]) for stage in range(2)]
+    for start, stop in ((0, GRID), (GRID, 99), (99, 100)):
+        lines = [steps.run([Span(0, start, stop)]) for steps in stages]
+    torch.testing.assert_close(lines[1][0], expected_logprobs(model, prompt)[-1], rtol=0, atol=NEAR)
+    counts = [steps.decoder.part.num_recurrent for steps in stages]
+    assert min(counts) > 0
+    assert [len(steps.state(1)) for steps in stages] == [2 * count for count in counts]
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5", "kimi_linear"])
