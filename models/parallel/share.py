@@ -222,7 +222,9 @@ class Share:
         if role in WHOLE or role in THREEFOLD:
             return ()
         if role == recurrent.output:
-            return (slice(None), self._equal(recurrent.widths[2])) if name.endswith(".weight") else ()
+            if name.endswith(".weight"):
+                return (slice(None), self._equal(recurrent.widths[2]))
+            return (slice(0, 0),) if self.tensor and name.endswith(".bias") else ()
         if shape is None:
             return (self._equal(next(size for linear, _, size in recurrent.linears(0) if linear == role)),)
         axis = next(axis for axis, size in enumerate(shape) if size > 1)

@@ -135,9 +135,7 @@ NESTED = {
 }
 # Families whose layers keep recurrent states: their decoders are computed, and no engine has a pool of states
 WITH_STATES = frozenset(
-    {
-        *("kimi_linear", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
-    }
+    ("kimi_linear", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 )
 SUPPORTED = sorted({*FAMILIES, *NESTED} - WITH_STATES)
 
