@@ -181,7 +181,7 @@ def _piece(inputs: Inputs, state: Tensor) -> Tensor:
 def unit(x: Tensor) -> Tensor:
     """Return float32 vectors of length one, in the direction of x [..., K]."""
     x = x.float()
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + LEAST_SQUARE)
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + LEAST_SQUARE)
 
 
 def scaled(query: Tensor) -> Tensor:
@@ -234,8 +234,8 @@ def block_by_head(
     joined = state.view(num_keys, -1, state.shape[-1])
     reads = (both @ joined.mT).unflatten(-1, (num_shared, -1)).transpose(1, 2).flatten(0, 1)
     of_keys, of_queries = (each * decayed for each in reads.chunk(2, 1))
-    products = (both @ key.mT).repeat_interleave(num_shared, 0)
-    found, seen = (each * between(total) for each in products.chunk(2, 1))
+    products, decays = (both @ key.mT).repeat_interleave(num_shared, 0), between(total)
+    found, seen = (each * decays for each in products.chunk(2, 1))
     written = solved(found * beta[..., None], beta[..., None] * (value - of_keys))
     lasting = (written * (last - total).exp()[..., None]).unflatten(0, (num_keys, num_shared))
     state.mul_(last.exp()[..., None])
