@@ -71,6 +71,8 @@ def plan_memory(
         longest_tokens=most_tokens,
         longest_because="",
         slot_bytes=num_devices * _slot_bytes(recipe, both, most_tokens),
+        state_bytes=both[0].state_bytes,
+        num_states=1 + recipe.scheduler.num_slots if both[0].state_bytes else 0,
         activation_bytes=stages * _estimate(recipe, both, config.vocab_size)
         if activation_bytes is None
         else activation_bytes,
@@ -125,6 +127,9 @@ def estimate(recipe: Recipe, config: DecoderConfig, vocab_size: int | None = Non
     heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     inner = max(config.inner_size(layer) for layer in range(config.num_layers))
     widths = 4 * config.hidden_size + 4 * (heads + kv_heads) + 3 * inner
+    if config.recurrent is not None:  # a layer's inputs of the convolution, what it makes of them, and gates
+        of_states = 3 * config.recurrent.num_channels + 3 * config.recurrent.widths[2]
+        widths = max(widths, 4 * config.hidden_size + of_states + 3 * inner)
     if config.mixture is not None:  # a row for each choice, the experts' intermediate results, and routing
         of_choices = config.mixture.num_chosen * (2 * config.hidden_size + 3 * config.mixture.inner_size)
         widths += max(8 * config.hidden_size, of_choices) + 8 * config.mixture.num_experts
