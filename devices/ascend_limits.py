@@ -160,6 +160,9 @@ MOST_KEYS = 262144  # keys that one query may read
 ATB_PAGES = (128, 64)  # the first that fits is the best
 ATB_DIM_STEP, ATB_MOST_DIM = 16, 256
 ATB_MOST_PAGE = 128 * 128  # tokens x head dim
+INT8_PAGE_STEP, MOST_INT8_PAGE = 32, 512  # tokens of a page in int8, which single queries read
+# For longer spans keys and values are gathered: those of several requests up to so many tokens at a time
+MOST_GATHERED = 8192
 # npu_weight_quant_batchmatmul: the step of a group's size, and the most inputs or outputs
 INT4_GROUP, MOST_INT4_SIDE = 32, 65535
 # Streams of captured graphs, one for each layer and one more for each graph: vllm-ascend's bound
@@ -183,6 +186,8 @@ class AscendProduct:
     most_spans: int = MOST_SPANS  # most spans in one call
     is_mixed: bool = True  # one call takes single tokens and longer spans together
     has_int8: bool = True  # it multiplies int8 with a scale for each token
+    # Fused attention of single queries multiplies keys and values in int8 by a scale for each channel
+    has_int8_pages: bool = False
     has_int4: bool = False  # it multiplies weights of 4 bits by groups (npu_weight_quant_batchmatmul)
     has_latents: bool = False  # fused attention takes latents, and one operator writes them
     has_mixtures: bool = True  # it routes tokens to experts and multiplies each expert's rows in one launch
@@ -244,12 +249,43 @@ class AscendProduct:
                 f"the model has attention sinks; attention of the {self.name} takes none: choose another"
                 f" model, {plain}"
             )
+        if shape.int8_pages:
+            self._check_int8_pages(shape, plain, takes_float32=takes_float32)
         if shape.latent is not None:
             self._check_latent(shape, plain)
         elif self.is_atb:
             self._check_atb(shape, plain)
         else:
             self._check_fused(shape, plain)
+
+    def _check_int8_pages(self, shape: AttentionShape, plain: str, *, takes_float32: bool) -> None:
+        if not self.has_int8_pages:
+            some = ", ".join(each.name for each in PRODUCTS if each.has_int8_pages)
+            raise ValueError(
+                f"cache.dtype is int8; attention of the {self.name} reads no keys and values in int8, and"
+                f" that of {some} does: use one of these, {plain}"
+            )
+        windows = [each for each in shape.windows if each is not None]
+        for has, what in (
+            (windows, f"a sliding window of {windows[0]}" if windows else ""),
+            (shape.has_sinks, "attention sinks"),
+        ):
+            if has:
+                raise ValueError(
+                    f"the model has {what}, and cache.dtype is int8; attention of the {self.name} does not"
+                    f" take both: set cache.dtype to auto, {plain}"
+                )
+        name = dtype_name(shape.dtype)
+        if name != "bfloat16" and not (takes_float32 and name == "float32"):
+            raise ValueError(
+                f"model.dtype is {name}, and cache.dtype is int8; attention of the {self.name} reads int8"
+                f" only for queries in bfloat16: set model.dtype to bfloat16, {plain}"
+            )
+        if shape.page_size % INT8_PAGE_STEP or not 0 < shape.page_size <= MOST_INT8_PAGE:
+            raise ValueError(
+                f"cache.page_size is {shape.page_size}, and cache.dtype is int8; attention of the {self.name}"
+                f" takes a multiple of {INT8_PAGE_STEP} to {MOST_INT8_PAGE}: set 128, {plain}"
+            )
 
     def has_dtype(self, dtype: torch.dtype) -> bool:
         """Whether the operators of this product take 16-bit numbers of this type."""
@@ -438,6 +474,7 @@ PRODUCTS = (
         clips_swiglu=True,
         captures_draws=True,
         has_latents=True,
+        has_int8_pages=True,
         has_int4=True,
     ),
     AscendProduct(
@@ -447,6 +484,7 @@ PRODUCTS = (
         clips_swiglu=True,
         captures_draws=True,
         has_latents=True,
+        has_int8_pages=True,
         has_int4=True,
     ),
     AscendProduct(

@@ -39,7 +39,7 @@ def _call(operator: str, arguments: str, needed_by: str = MODELS) -> OperatorCal
 _FIRST = (
     "query key value query_rope key_rope atten_mask actual_seq_lengths actual_seq_lengths_kv block_table"
     " num_heads num_key_value_heads scale input_layout block_size softmax_lse_flag sparse_mode pre_tokens"
-    " next_tokens"
+    " next_tokens key_antiquant_scale value_antiquant_scale"
 )
 _SECOND = (
     "query key value atten_mask actual_seq_qlen actual_seq_kvlen block_table num_query_heads"
@@ -72,7 +72,8 @@ ON_FUSED: tuple[OperatorCall, ...] = (
     _call("npu_add_rms_norm_dynamic_quant", "x1 x2 gamma epsilon output_mask", INT8),
     _call("npu_dequant_swiglu_quant", "x weight_scale activation_scale group_index activate_left"
           " quant_mode", INT8),
-    _call("npu_quantize", "input scales zero_points dtype axis div_mode", "static W8A8"),
+    _call("npu_quantize", "input scales zero_points dtype axis div_mode",
+          "static W8A8, and int8 keys and values"),
     _call("npu_weight_quant_batchmatmul", "x weight antiquant_scale antiquant_offset antiquant_group_size"
           " bias", INT4),
     _call("npu_convert_weight_to_int4pack", "weight", INT4),

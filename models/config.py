@@ -246,7 +246,10 @@ class DecoderConfig:
     max_positions: int
     eos_token_ids: tuple[int, ...]
     quantization: Quantization | None = None
-    int8_cache: bool = False  # keys and values are int8, with a float32 scale for each token and head
+    int8_cache: bool = False  # keys and values are int8
+    # A page in int8 has a float32 scale for each token and head; otherwise each channel has one, of the
+    # checkpoint, for all pages
+    scales_in_pages: bool = True
     mixture: MixtureConfig | None = None
     latent: LatentConfig | None = None
     # Form of stored weights that are converted to the model's type when they are read
@@ -299,7 +302,8 @@ class DecoderConfig:
             widths = {"latents": self.latent.rank, "rope_keys": self.latent.rope_dim}
         else:
             widths = {"keys": self.head_dim, "values": self.head_dim}
-        stored, scale_bytes = ("int8", SCALE_BYTES) if self.int8_cache else (self.dtype, 0)
+        stored = "int8" if self.int8_cache else self.dtype
+        scale_bytes = SCALE_BYTES if self.int8_cache and self.scales_in_pages else 0
         heads = self.num_kv_heads
         planes = [Plane(name, (heads, width), stored, heads * scale_bytes) for name, width in widths.items()]
         return LayerCache(lifetime, tuple(planes))
@@ -330,6 +334,12 @@ class DecoderConfig:
         Each channel has one, where an int8 cache has one for each token and head otherwise.
         """
         return self.int8_cache and self.quantization is not None and self.quantization.has_cache_scales(name)
+
+    @property
+    def without_cache_scales(self) -> list[str]:
+        """The names of attention for which `has_cache_scales` is false, in the order of the layers."""
+        names = (f"model.layers.{layer}.self_attn" for layer in range(self.num_layers))
+        return [name for name in names if not self.has_cache_scales(name)]
 
     def linears(self) -> Iterator[tuple[str, int, int]]:
         """Yield the checkpoint name, inputs and outputs of every linear."""
@@ -508,8 +518,7 @@ class DecoderConfig:
         for name, inputs, outputs in self.linears():
             if not name.endswith(UP):
                 total += outputs * (self._row_bytes(self.form(name), inputs) - inputs * self.dtype_bytes)
-        names = [f"model.layers.{layer}.self_attn" for layer in range(self.num_layers)]
-        scaled = sum(map(self.has_cache_scales, names))
+        scaled = self.num_layers - len(self.without_cache_scales)
         return total + scaled * 2 * self.num_kv_heads * self.head_dim * SCALE_BYTES
 
     @property

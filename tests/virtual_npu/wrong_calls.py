@@ -244,9 +244,23 @@ STATIC_QUANT = [
     Wrong("matched", to("scales", Tensor.double), "scales", "float64"),
     Wrong("columns", put(scales=torch.ones(99).half(), input=torch.ones(2, 3).half()), "scales", "(99,)"),
     Wrong("columns", put(zero_points=torch.ones(99)), "zero_points", "beside"),
-    Wrong("multiplied", put(div_mode=True), "div_mode", "is True"),
-    Wrong("multiplied", put(dtype=torch.quint8), "dtype", "quint8"),
-    Wrong("multiplied", put(axis=1), "axis", "is 1"),
+    Wrong(
+        "columns",
+        lambda call: (
+            {"div_mode": True, "scales": torch.ones(1), "input": torch.ones(3, 2)}
+            | {"zero_points": torch.ones(1)}
+        ),
+        "zero_points",
+        "beside",
+    ),
+    Wrong(
+        "divisors",
+        put(div_mode=True, scales=torch.ones(1).half(), input=torch.ones(2, 3).half()),
+        "scales",
+        "with div_mode True",
+    ),
+    Wrong("last-axis", put(dtype=torch.quint8), "dtype", "quint8"),
+    Wrong("last-axis", put(axis=1), "axis", "is 1"),
 ]
 QUANT = [
     Wrong("dtype", to("input", Tensor.float), "input", "float32"),
