@@ -22,7 +22,7 @@ import json
 import logging
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from pathlib import Path
@@ -186,6 +186,8 @@ class AscendProduct:
     most_spans: int = MOST_SPANS  # most spans in one call
     is_mixed: bool = True  # one call takes single tokens and longer spans together
     has_int8: bool = True  # it multiplies int8 with a scale for each token
+    has_static_int8: bool = True  # it multiplies int8 with one scale for all tokens
+    turns_tiles: bool = False  # a weight in int8 in FRACTAL_NZ is one of [out, in], read transposed
     # Fused attention of single queries multiplies keys and values in int8 by a scale for each channel
     has_int8_pages: bool = False
     has_int4: bool = False  # it multiplies weights of 4 bits by groups (npu_weight_quant_batchmatmul)
@@ -366,18 +368,30 @@ class AscendProduct:
                 " device.attention to reference"
             )
 
-    def check_int8(self, dtype: torch.dtype) -> None:
-        """Raise ValueError if a model of this type cannot run in W8A8 (op-plugin, npu_quant_matmul)."""
-        if not self.has_int8:
+    def check_int8(self, dtype: torch.dtype, forms: Collection[str]) -> None:
+        """Raise ValueError if a model of this type cannot run in W8A8 (op-plugin, npu_quant_matmul).
+
+        `forms` are those of its linears in int8; a "static" one has one scale for all of its inputs.
+        """
+        by_token = set(forms) - {"static"}
+        if by_token and not self.has_int8:
             some = ", ".join(each.name for each in PRODUCTS if each.has_int8)
+            static = ", a checkpoint of msModelSlim in static W8A8," if self.has_static_int8 else ""
             raise ValueError(
                 f"the model is in W8A8; the {self.name} takes no scale for each token, {some} do: use one of"
-                " these, or the original checkpoint with model.quantization: auto"
+                f" these,{static} or the original checkpoint with model.quantization: auto"
             )
-        if dtype_name(dtype) not in ("bfloat16", "float16"):
+        if not self.has_static_int8:
+            some = ", ".join(each.name for each in PRODUCTS if each.has_static_int8)
             raise ValueError(
-                f"model.dtype is {dtype_name(dtype)}; products of int8 give bfloat16 or float16: set"
-                " model.dtype to bfloat16"
+                f"the model is in static W8A8; the {self.name} has no products in int8, {some} do: use one of"
+                " these, or the original checkpoint"
+            )
+        if not self.has_dtype(dtype):
+            some = " or ".join(self.dtypes)
+            raise ValueError(
+                f"model.dtype is {dtype_name(dtype)}; products of int8 give {some}: set model.dtype to"
+                f" {self.dtypes[0]}"
             )
 
     def check_int4(
@@ -464,6 +478,7 @@ PRODUCTS = (
         adds_to_tiles=False,
         tiles_weights=True,  # vllm-ascend utils.py: maybe_trans_nz
         has_int8=False,
+        turns_tiles=True,  # op-plugin, npu_quant_matmul: x2 is transposed, and then cast
         has_mixtures=False,
         most_spans=2000,
     ),
@@ -494,6 +509,7 @@ PRODUCTS = (
         is_mixed=False,
         has_mixtures=False,  # npu_moe_gating_top_k_softmax does not list it
         has_int8=False,  # the pages of npu_quant_matmul and npu_dynamic_quant do not list it
+        has_static_int8=False,
         most_graphs=4,  # vllm-ascend #10567: its driver holds no more
     ),
     AscendProduct(
@@ -503,6 +519,7 @@ PRODUCTS = (
         dtypes=("float16",),
         is_fused=False,
         has_int8=False,
+        has_static_int8=False,
         has_mixtures=False,
     ),
 )

@@ -320,9 +320,14 @@ class DecoderConfig:
         return "plain" if quantization is None or is_tied else quantization.form(name)
 
     @property
+    def int8_forms(self) -> frozenset[Stored]:
+        """The forms of linears that are multiplied in int8."""
+        return frozenset() if self.quantization is None else self.quantization.int8_forms
+
+    @property
     def is_int8(self) -> bool:
         """Whether any linear is multiplied in int8."""
-        return self.quantization is not None and self.quantization.is_int8
+        return bool(self.int8_forms)
 
     def has_norm_bias(self, name: str) -> bool:
         """Whether a bias is added to what the norm of this checkpoint name computes."""

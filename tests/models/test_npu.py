@@ -180,7 +180,7 @@ def test_int8_that_a_product_has_not_is_refused_with_plain_attention_too(name: s
     machine.product = product(name, "")
     ops, _ = machine.operators(shape(dtype=torch.float16))
     with pytest.raises(ValueError, match=f"W8A8; the {name} takes no scale for each token, 910B, 910C do"):
-        ops.check_int8(torch.float16)
+        ops.check_int8(torch.float16, {"int8"})
 
 
 @stand_in_alone
@@ -444,7 +444,7 @@ def test_every_line_of_every_npu_file_runs(monkeypatch: pytest.MonkeyPatch) -> N
         _with_sinks()
         tiled = replace(ops.product, tiles_weights=True)  # type: ignore[attr-defined]
         NpuOps(tiled).pack(torch.ones(16, 32, dtype=torch.bfloat16, device="npu:0"), None)
-        ops.check_int8(torch.bfloat16)
+        ops.check_int8(torch.bfloat16, {"int8"})
         ones = torch.ones(16, 32, dtype=torch.int8, device="npu:0")
         packed = ops.pack_int8(ones, torch.ones(16, device="npu:0"), torch.ones(16, device="npu:0"))
         rows = torch.ones(3, 32, dtype=torch.bfloat16, device="npu:0")

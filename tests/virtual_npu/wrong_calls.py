@@ -207,6 +207,13 @@ MATMUL = [
     Wrong("int8", to("x1", Tensor.short), "x1", "int16"),
     Wrong("sides", cut("x2"), "x2", "for"),
     Wrong("contiguous", to("x1", strided), "x1", "strided"),
+    Wrong(
+        "turned",
+        to("x2", Tensor.contiguous),
+        "x2",
+        "that is no transposed view",
+        conditions={"product": P310},
+    ),
     Wrong("scales", put(pertoken_scale=torch.ones(1000)), "pertoken_scale", "(1000,)"),
     Wrong("scales", put(scale=torch.ones(1, 1)), "scale", "(1, 1)"),
     Wrong("combination", put(output_dtype=torch.float32), "output_dtype", "torch.float32 with"),

@@ -124,6 +124,12 @@ def _product_contiguous(call: Call) -> Iterator[Breach]:
         yield "x2", f"strided {tuple(x2.stride())} over {shape(x2)}"
 
 
+def _turned(call: Call) -> Iterator[Breach]:
+    x2 = call["x2"]
+    if call.conditions.product is P310 and not x2.t().is_contiguous():
+        yield "x2", f"{shape(x2)} that is no transposed view"
+
+
 def _scales(call: Call) -> Iterator[Breach]:
     rows, columns = call["x1"].shape[-2], call["x2"].shape[-1]
     if call["scale"].shape not in ((1,), (columns,)):
@@ -263,6 +269,13 @@ OPERATORS = (
                 PRODUCT,
                 "call contiguous() when it is made",
                 _product_contiguous,
+            ),
+            Rule(
+                "turned",
+                "on the 310P x2 is a transposed view of [N, K], which alone is read in FRACTAL_NZ",
+                PRODUCT + ": npu_format_cast",
+                "cast the weight as the checkpoint has it, and pass its transpose",
+                _turned,
             ),
             Rule(
                 "scales",

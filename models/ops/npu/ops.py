@@ -9,7 +9,7 @@ Legend: T tokens of the step, H query heads, K kv heads, D head dim.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from models.ops.operands import ExpertKind, Int8Rows, UnpackedLinear
 from models.ops.reference import Ops, Packed, Widths
 from models.packing import IN_A_WORD
 from models.parallel.group import Group
+from models.quantization import Stored
 
 FUSED_ROTARY_DIMS = (64, 128)  # head dims that npu_apply_rotary_pos_emb takes
 # Most bytes of a weight to prefetch, as in vllm-ascend's weight_prefetch: more would evict other data from
@@ -68,9 +69,9 @@ class PlainNpuOps(Int4Check, Ops):
     def __init__(self, product: AscendProduct) -> None:
         self.product, self.captures_draws = product, product.captures_draws
 
-    def check_int8(self, dtype: torch.dtype) -> None:
-        """Raise ValueError if this product cannot multiply in int8 for a model of this type."""
-        self.product.check_int8(dtype)
+    def check_int8(self, dtype: torch.dtype, forms: Collection[Stored]) -> None:
+        """Raise ValueError if this product cannot multiply linears of these forms; see Ops.check_int8."""
+        self.product.check_int8(dtype, forms)
 
     def greedy(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Compute Ops.greedy; if the maximum does not keep a NaN, each logit is checked."""
