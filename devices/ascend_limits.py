@@ -193,6 +193,7 @@ class AscendProduct:
     has_int4: bool = False  # it multiplies weights of 4 bits by groups (npu_weight_quant_batchmatmul)
     has_latents: bool = False  # fused attention takes latents, and one operator writes them
     has_mixtures: bool = True  # it routes tokens to experts and multiplies each expert's rows in one launch
+    gates_by_softmax: bool = True  # it has npu_moe_gating_top_k_softmax, whose experts lie in no groups
     # 16-bit weights are kept in FRACTAL_NZ (vllm-ascend #4960: graphs failed with them)
     tiles_weights: bool = False
     # No source states the following; the probes of verify_npu.sh answer them (devices/ascend_limits.py)
@@ -507,7 +508,9 @@ PRODUCTS = (
         chip="Ascend950",
         chips=r"Ascend950",
         is_mixed=False,
-        has_mixtures=False,  # npu_moe_gating_top_k_softmax does not list it
+        # The page of npu_moe_gating_top_k_softmax does not list it. vllm-ascend's adaptor for it (A5, in
+        # device_op.py) calls npu_moe_gating_top_k, npu_moe_init_routing_v2 and npu_moe_token_unpermute
+        gates_by_softmax=False,
         has_int8=False,  # the pages of npu_quant_matmul and npu_dynamic_quant do not list it
         has_static_int8=False,
         most_graphs=4,  # vllm-ascend #10567: its driver holds no more

@@ -246,7 +246,7 @@ def _routing(draw: RandomInputs) -> dict[str, Any]:
         "expert_tokens_num_type": 1,
         "expert_tokens_num_flag": True,
         "active_expert_range": [0, experts],
-        "quant_mode": draw.one(-1, 1),
+        "quant_mode": -1 if draw.product is A5 else draw.one(-1, 1),
     }
 
 

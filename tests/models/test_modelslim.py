@@ -20,6 +20,7 @@ from models.checkpoint import weights
 from models.layers.linear import Linear
 from models.layers.mixture import Mixture
 from models.parallel.group import ALONE
+from recipes.__main__ import main
 from recipes.assembly.engine import build
 from recipes.assembly.families import config_in, model_config
 from recipes.schema.reader import load
@@ -327,17 +328,40 @@ def test_npus_keep_keys_and_values_by_them_too(name: str, ranks: int, tmp_path: 
         assert_near(each, right)
 
 
-def test_an_npu_takes_an_int8_cache_by_scales_of_channels_alone(tmp_path: Path) -> None:
-    _, path = checkpoint("qwen3", tmp_path, everywhere("FLOAT"), form={"has_cache_scales": True})
-    asked = [f"model.path={path}", "cache.dtype=int8", "cache.page_size=32"]
+def test_an_npu_takes_an_int8_cache_by_scales_of_channels_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more: dict[str, Any] = {"is_wide": True, "form": {"has_cache_scales": True}}
+    _, path = checkpoint("qwen3", tmp_path, everywhere("FLOAT"), **more)
+    asked = [f"model.path={path}", "model.dtype=bfloat16", "cache.dtype=int8", "device.memory_gib=8"]
     config = model_config(load(ROOT / "recipes/any/910b.yaml", asked))
     assert config.kv_head_bytes == 2 * config.head_dim, "the pages hold no scales"
+    shown = ["show", str(ROOT / "recipes/any/910b.yaml"), *asked]
+    main(shown)
+    assert "layers, int8; scales are the checkpoint's" in capsys.readouterr().out
+    for product, dtype in (("950", "bfloat16"), ("310P", "float16")):
+        words = (
+            f"attention of the {product} reads no keys and values in int8, and that of 910B, 910C does: use"
+        )
+        with pytest.raises(ValueError, match=words):
+            main([*shown, f"device.product={product}", f"model.dtype={dtype}"])
     change(path, **{f"model.layers.1.self_attn.{each}_proj.kv_cache_scale": None for each in "kv"})
-    words = (
-        r"by a scale for each channel, and model\.layers\.1\.self_attn has none \(C8 of msModelSlim\); set"
-    )
+    words = r"a scale for each channel, and model\.layers\.1\.self_attn has none \(C8 of msModelSlim\); set"
     with pytest.raises(RecipeError, match=words):
-        model_config(load(ROOT / "recipes/any/910b.yaml", asked))
+        main(shown)
+
+
+@pytest.mark.npu
+@stand_in_alone
+def test_a_draft_model_keeps_its_own_keys_where_it_has_no_scales(tmp_path: Path) -> None:
+    """Beside the model's own, which are in int8: the tokens are those of the model alone."""
+    more: dict[str, Any] = {"is_wide": True, "form": {"has_cache_scales": True}}
+    _, path = checkpoint("qwen3", tmp_path / "model", everywhere("FLOAT"), **more)
+    _, draft = checkpoint("llama_biased", tmp_path / "draft", everywhere("FLOAT"), is_wide=True)
+    asked = ["cache.dtype=int8", "cache.page_size=32", "device.graphs=8"]
+    alone = greedy(path, *asked, kind="npu")
+    drafted = greedy(path, *asked, "speculation.kind=draft", f"speculation.draft_path={draft}", kind="npu")
+    assert drafted == alone
 
 
 def test_random_weights_have_scales_of_a_cache_too(tmp_path: Path) -> None:

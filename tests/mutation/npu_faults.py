@@ -182,7 +182,7 @@ FAULTS = {
     ),
     "groups_of_two_chosen_in_one_launch": Fault(
         "models/ops/npu/ops.py::NpuOps.route",
-        "config.is_plain or chooses_in_groups(config.num_experts, config.num_groups)",
+        "by_softmax or chooses_in_groups(config.num_experts, config.num_groups)",
         "True",
         "npu_moe_gating_top_k refuses groups of fewer than three experts at the warm-up",
         "tests/models/test_npu.py::test_every_line_of_every_npu_file_runs",

@@ -404,6 +404,7 @@ ROUTING = [
     Wrong("all_experts", put(active_num=1000), "active_num", "is 1000"),
     Wrong("counted", put(expert_tokens_num_type=0), "expert_tokens_num_type", "is 0"),
     Wrong("counted", put(quant_mode=0), "quant_mode", "is 0"),
+    Wrong("counted", put(quant_mode=1), "quant_mode", "is 1 on the 950", conditions={"product": A5}),
     Wrong("known", to("expert_idx", lambda each: each + 99), "expert_idx", "of"),
 ]
 COMBINING = [

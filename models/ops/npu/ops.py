@@ -255,18 +255,22 @@ class NpuOps(Int4Ops, StaticOps, PlainNpuOps):
         """Compute Ops.route, with int32 experts."""
         if not self.product.has_mixtures:
             return super().route(x, router, correction, config, bias)
-        if not (config.is_plain or chooses_in_groups(config.num_experts, config.num_groups)):
+        by_softmax = config.is_plain and self.product.gates_by_softmax
+        if not (by_softmax or chooses_in_groups(config.num_experts, config.num_groups)):
             weights, chosen = super().route(x, router, correction, config, bias)
             return weights, chosen.int()
         scores = F.linear(x.float(), router, bias)
-        if config.is_plain and self.product.divides_gates:
+        if by_softmax and self.product.divides_gates:
             # A softmax over the best alone gives weights that add up to one
             weights, chosen, _ = torch_npu.npu_moe_gating_top_k_softmax_v2(
                 scores, k=config.num_chosen, renorm=int(config.normalizes)
             )
             return weights if config.scale == 1 else weights * config.scale, chosen
         if config.is_plain:
-            weights, chosen, _ = torch_npu.npu_moe_gating_top_k_softmax(scores, k=config.num_chosen)
+            if by_softmax:
+                weights, chosen, _ = torch_npu.npu_moe_gating_top_k_softmax(scores, k=config.num_chosen)
+            else:
+                weights, chosen, _ = torch_npu.npu_moe_gating_top_k(scores, config.num_chosen)
             return self._shares(weights, config), chosen
         # The operator divides by the sum of the weights for these scores, and only then
         divides = config.scores == "sigmoid"
