@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention.reference import Attention
-from tests.attention.test_attention import Bench, Pair, disturb, shape
-from tests.device_kinds import on_each, operators
+from attention.reference import Attention, StaticDecodes
+from continuous_batching.batch import Batch
+from tests.attention.planned import planned
+from tests.attention.test_attention import NOTHING, Bench, Pair, disturb, shape
+from tests.device_kinds import on_each, operators, stand_in_alone
 
 PAIRS = [
     each
@@ -70,6 +72,30 @@ def test_long_spans_are_gathered_in_several_calls(monkeypatch: pytest.MonkeyPatc
     bench.step({0: 60, 1: 40, 2: 17, 3: 1, 4: 120, 5: 16})
     assert [each.kv_ends for each in planned[-1].long] == [[60, 100], [17], [120]]
     assert planned[-1].singles.kv_lens == list(range(1, 2)) + list(range(1, 17))
+
+
+@pytest.mark.npu
+@stand_in_alone
+@pytest.mark.parametrize("width", [1, 3])
+def test_a_captured_row_of_drafts_sees_what_it_sees_in_an_eager_step(width: int) -> None:
+    """Each token of a row all keys up to its own, which a replay is told on the host."""
+    attention = operators("npu", "fused", shape(page_size=32, windows=(None,), int8_pages=True))[1]
+    bench, lens = ChannelBench(attention), {4: 37, 1: 70}
+    bench.step(lens)
+    pages = bench.cache.of(0)
+    query = torch.randn(len(lens) * width, 4, 64, device="npu:0")
+    rows, stops = np.array(list(lens)), np.array(list(lens.values()))
+    batch = Batch(rows, stops - width, stops, NOTHING, NOTHING, NOTHING)
+    metadata = planned(attention, batch, bench.page_table)
+    expected = attention.attend_by_channel(query, bench.scales, *pages, metadata, 0).cpu()
+    table = torch.from_numpy(bench.page_table[rows]).to("npu:0")
+    places = torch.zeros(len(query), dtype=torch.int32, device="npu:0")
+    captured = attention.plan_static(StaticDecodes(places, table, places))
+    graph = torch.npu.NPUGraph()
+    with torch.npu.graph(graph):
+        found = attention.attend_by_channel(query, bench.scales, *pages, captured, 0)
+    attention.replay(graph, [captured], stops.tolist())
+    torch.testing.assert_close(found.cpu(), expected)
 
 
 @pytest.mark.npu

@@ -287,7 +287,6 @@ def test_an_engine_keeps_keys_and_values_by_the_scales_of_the_checkpoint(tmp_pat
             "scheduler.num_slots=4",
             "scheduler.overlap=true",
         ),
-        ("device.graphs=8", "speculation.kind=ngram"),
         ("device.attention=reference", "cache.page_size=16"),
     ],
     ids=str,
