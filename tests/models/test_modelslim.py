@@ -27,8 +27,9 @@ from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from recipes.schema.recipe_error import RecipeError
 from tests.device_kinds import Kind, settings, stand_in_alone
-from tests.models.families import VARIANTS, generated, make
+from tests.models.families import VARIANTS, VOCABULARY, generated, make
 from tests.models.modelslim_checkpoints import DESCRIPTION, Types, checkpoint, oracle_logprobs
+from tests.models.product_runs import HAPPENED, NUM_NEW, AskedRequest, Run, outcome_of
 from tests.models.tensor_rank import STOPS, built, empty, logits_of, table
 from tests.models.test_random_shares import together
 from tests.models.test_weights import bare
@@ -308,6 +309,28 @@ def test_an_npu_keeps_keys_and_values_by_them_too(more: tuple[str, ...], tmp_pat
             break
     asked = "cache.dtype=int8", "cache.page_size=32", *more
     assert greedy(path, *asked, prompt=repeated, kind="npu") == right
+
+
+@pytest.mark.slow
+@pytest.mark.npu
+@stand_in_alone
+def test_pages_in_int8_are_copied_and_moved_as_others_are(tmp_path: Path) -> None:
+    """Between captured steps of an NPU they are swapped, compacted and resized; tokens are transformers'."""
+    more: dict[str, Any] = {"is_wide": True, "form": {"has_cache_scales": True}}
+    model, path = checkpoint("qwen3", tmp_path, everywhere("FLOAT"), **more)
+    asked: list[AskedRequest] = []
+    answers, random = [], np.random.default_rng(3)
+    opening = random.integers(0, VOCABULARY, 70).tolist()
+    while len(asked) < 6:
+        prompt = opening + random.integers(0, VOCABULARY, int(random.integers(1, 80))).tolist()
+        tokens, logprobs = generated(model, prompt, NUM_NEW)
+        if float(logprobs.topk(2).values.diff().abs().min()) > 0.05:
+            asked.append(AskedRequest(prompt=prompt, seed=None))
+            answers.append(tokens)
+    keys = {"cache.dtype": "int8", "cache.page_size": "32", "cache.num_pages": "14"}
+    found = outcome_of("910B", Run(path=str(path), way="disturbed", more=keys, requests=asked))
+    assert (found["refused"], found["answers"]) == (None, answers)
+    assert set(found["happened"]) == set(HAPPENED["disturbed"])
 
 
 @pytest.mark.npu
