@@ -22,7 +22,7 @@ import json
 import logging
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from pathlib import Path
@@ -160,6 +160,9 @@ MOST_KEYS = 262144  # keys that one query may read
 ATB_PAGES = (128, 64)  # the first that fits is the best
 ATB_DIM_STEP, ATB_MOST_DIM = 16, 256
 ATB_MOST_PAGE = 128 * 128  # tokens x head dim
+INT8_PAGE_STEP, MOST_INT8_PAGE = 32, 512  # tokens of a page in int8, which single queries read
+# For longer spans keys and values are gathered: those of several requests up to so many tokens at a time
+MOST_GATHERED = 8192
 # npu_weight_quant_batchmatmul: the step of a group's size, and the most inputs or outputs
 INT4_GROUP, MOST_INT4_SIDE = 32, 65535
 # Streams of captured graphs, one for each layer and one more for each graph: vllm-ascend's bound
@@ -183,9 +186,14 @@ class AscendProduct:
     most_spans: int = MOST_SPANS  # most spans in one call
     is_mixed: bool = True  # one call takes single tokens and longer spans together
     has_int8: bool = True  # it multiplies int8 with a scale for each token
+    has_static_int8: bool = True  # it multiplies int8 with one scale for all tokens
+    turns_tiles: bool = False  # a weight in int8 in FRACTAL_NZ is one of [out, in], read transposed
+    # Fused attention of single queries multiplies keys and values in int8 by a scale for each channel
+    has_int8_pages: bool = False
     has_int4: bool = False  # it multiplies weights of 4 bits by groups (npu_weight_quant_batchmatmul)
     has_latents: bool = False  # fused attention takes latents, and one operator writes them
     has_mixtures: bool = True  # it routes tokens to experts and multiplies each expert's rows in one launch
+    gates_by_softmax: bool = True  # it has npu_moe_gating_top_k_softmax, whose experts lie in no groups
     # 16-bit weights are kept in FRACTAL_NZ (vllm-ascend #4960: graphs failed with them)
     tiles_weights: bool = False
     # No source states the following; the probes of verify_npu.sh answer them (devices/ascend_limits.py)
@@ -244,12 +252,43 @@ class AscendProduct:
                 f"the model has attention sinks; attention of the {self.name} takes none: choose another"
                 f" model, {plain}"
             )
+        if shape.int8_pages:
+            self._check_int8_pages(shape, plain, takes_float32=takes_float32)
         if shape.latent is not None:
             self._check_latent(shape, plain)
         elif self.is_atb:
             self._check_atb(shape, plain)
         else:
             self._check_fused(shape, plain)
+
+    def _check_int8_pages(self, shape: AttentionShape, plain: str, *, takes_float32: bool) -> None:
+        if not self.has_int8_pages:
+            some = ", ".join(each.name for each in PRODUCTS if each.has_int8_pages)
+            raise ValueError(
+                f"cache.dtype is int8; attention of the {self.name} reads no keys and values in int8, and"
+                f" that of {some} does: use one of these, {plain}"
+            )
+        windows = [each for each in shape.windows if each is not None]
+        for has, what in (
+            (windows, f"a sliding window of {windows[0]}" if windows else ""),
+            (shape.has_sinks, "attention sinks"),
+        ):
+            if has:
+                raise ValueError(
+                    f"the model has {what}, and cache.dtype is int8; attention of the {self.name} does not"
+                    f" take both: set cache.dtype to auto, {plain}"
+                )
+        name = dtype_name(shape.dtype)
+        if name != "bfloat16" and not (takes_float32 and name == "float32"):
+            raise ValueError(
+                f"model.dtype is {name}, and cache.dtype is int8; attention of the {self.name} reads int8"
+                f" only for queries in bfloat16: set model.dtype to bfloat16, {plain}"
+            )
+        if shape.page_size % INT8_PAGE_STEP or not 0 < shape.page_size <= MOST_INT8_PAGE:
+            raise ValueError(
+                f"cache.page_size is {shape.page_size}, and cache.dtype is int8; attention of the {self.name}"
+                f" takes a multiple of {INT8_PAGE_STEP} to {MOST_INT8_PAGE}: set 128, {plain}"
+            )
 
     def has_dtype(self, dtype: torch.dtype) -> bool:
         """Whether the operators of this product take 16-bit numbers of this type."""
@@ -330,18 +369,30 @@ class AscendProduct:
                 " device.attention to reference"
             )
 
-    def check_int8(self, dtype: torch.dtype) -> None:
-        """Raise ValueError if a model of this type cannot run in W8A8 (op-plugin, npu_quant_matmul)."""
-        if not self.has_int8:
+    def check_int8(self, dtype: torch.dtype, forms: Collection[str]) -> None:
+        """Raise ValueError if a model of this type cannot run in W8A8 (op-plugin, npu_quant_matmul).
+
+        `forms` are those of its linears in int8; a "static" one has one scale for all of its inputs.
+        """
+        by_token = set(forms) - {"static"}
+        if by_token and not self.has_int8:
             some = ", ".join(each.name for each in PRODUCTS if each.has_int8)
+            static = ", a checkpoint of msModelSlim in static W8A8," if self.has_static_int8 else ""
             raise ValueError(
                 f"the model is in W8A8; the {self.name} takes no scale for each token, {some} do: use one of"
-                " these, or the original checkpoint with model.quantization: auto"
+                f" these,{static} or the original checkpoint with model.quantization: auto"
             )
-        if dtype_name(dtype) not in ("bfloat16", "float16"):
+        if not self.has_static_int8:
+            some = ", ".join(each.name for each in PRODUCTS if each.has_static_int8)
             raise ValueError(
-                f"model.dtype is {dtype_name(dtype)}; products of int8 give bfloat16 or float16: set"
-                " model.dtype to bfloat16"
+                f"the model is in static W8A8; the {self.name} has no products in int8, {some} do: use one of"
+                " these, or the original checkpoint"
+            )
+        if not self.has_dtype(dtype):
+            some = " or ".join(self.dtypes)
+            raise ValueError(
+                f"model.dtype is {dtype_name(dtype)}; products of int8 give {some}: set model.dtype to"
+                f" {self.dtypes[0]}"
             )
 
     def check_int4(
@@ -428,6 +479,7 @@ PRODUCTS = (
         adds_to_tiles=False,
         tiles_weights=True,  # vllm-ascend utils.py: maybe_trans_nz
         has_int8=False,
+        turns_tiles=True,  # op-plugin, npu_quant_matmul: x2 is transposed, and then cast
         has_mixtures=False,
         most_spans=2000,
     ),
@@ -438,6 +490,7 @@ PRODUCTS = (
         clips_swiglu=True,
         captures_draws=True,
         has_latents=True,
+        has_int8_pages=True,
         has_int4=True,
     ),
     AscendProduct(
@@ -447,6 +500,7 @@ PRODUCTS = (
         clips_swiglu=True,
         captures_draws=True,
         has_latents=True,
+        has_int8_pages=True,
         has_int4=True,
     ),
     AscendProduct(
@@ -454,8 +508,11 @@ PRODUCTS = (
         chip="Ascend950",
         chips=r"Ascend950",
         is_mixed=False,
-        has_mixtures=False,  # npu_moe_gating_top_k_softmax does not list it
+        # The page of npu_moe_gating_top_k_softmax does not list it. vllm-ascend's adaptor for it (A5, in
+        # device_op.py) calls npu_moe_gating_top_k, npu_moe_init_routing_v2 and npu_moe_token_unpermute
+        gates_by_softmax=False,
         has_int8=False,  # the pages of npu_quant_matmul and npu_dynamic_quant do not list it
+        has_static_int8=False,
         most_graphs=4,  # vllm-ascend #10567: its driver holds no more
     ),
     AscendProduct(
@@ -465,6 +522,7 @@ PRODUCTS = (
         dtypes=("float16",),
         is_fused=False,
         has_int8=False,
+        has_static_int8=False,
         has_mixtures=False,
     ),
 )

@@ -364,7 +364,10 @@ class DecoderConfig:
     max_positions: int
     eos_token_ids: tuple[int, ...]
     quantization: Quantization | None = None
-    int8_cache: bool = False  # keys and values are int8, with a float32 scale for each token and head
+    int8_cache: bool = False  # keys and values are int8
+    # A page in int8 has a float32 scale for each token and head; otherwise each channel has one, of the
+    # checkpoint, for all pages
+    scales_in_pages: bool = True
     mixture: MixtureConfig | None = None
     latent: LatentConfig | None = None
     recurrent: RecurrentConfig | None = None
@@ -442,7 +445,8 @@ class DecoderConfig:
             widths = {"latents": self.latent.rank, "rope_keys": self.latent.rope_dim}
         else:
             widths = {"keys": self.head_dim, "values": self.head_dim}
-        stored, scale_bytes = ("int8", SCALE_BYTES) if self.int8_cache else (self.dtype, 0)
+        stored = "int8" if self.int8_cache else self.dtype
+        scale_bytes = SCALE_BYTES if self.int8_cache and self.scales_in_pages else 0
         heads = self.num_kv_heads
         planes = [Plane(name, (heads, width), stored, heads * scale_bytes) for name, width in widths.items()]
         return LayerCache(lifetime, tuple(planes))
@@ -459,9 +463,14 @@ class DecoderConfig:
         return "plain" if quantization is None or is_tied else quantization.form(name)
 
     @property
+    def int8_forms(self) -> frozenset[Stored]:
+        """The forms of linears that are multiplied in int8."""
+        return frozenset() if self.quantization is None else self.quantization.int8_forms
+
+    @property
     def is_int8(self) -> bool:
         """Whether any linear is multiplied in int8."""
-        return self.quantization is not None and self.quantization.is_int8
+        return bool(self.int8_forms)
 
     def has_norm_bias(self, name: str) -> bool:
         """Whether a bias is added to what the norm of this checkpoint name computes."""
@@ -473,6 +482,12 @@ class DecoderConfig:
         Each channel has one, where an int8 cache has one for each token and head otherwise.
         """
         return self.int8_cache and self.quantization is not None and self.quantization.has_cache_scales(name)
+
+    @property
+    def without_cache_scales(self) -> list[str]:
+        """The names of attention for which `has_cache_scales` is false, in the order of the layers."""
+        names = (f"model.layers.{layer}.self_attn" for layer in range(self.num_layers))
+        return [name for name in names if not self.has_cache_scales(name)]
 
     def linears(self) -> Iterator[tuple[str, int, int]]:
         """Yield the checkpoint name, inputs and outputs of every linear."""
@@ -671,8 +686,7 @@ class DecoderConfig:
         if self.recurrent is not None:
             wide = self.num_recurrent * self.recurrent.num_wide
             total += wide * (DTYPE_BYTES["float32"] - self.dtype_bytes)
-        names = [f"model.layers.{layer}.self_attn" for layer in range(self.num_layers)]
-        scaled = sum(map(self.has_cache_scales, names))
+        scaled = self.num_layers - len(self.without_cache_scales)
         return total + scaled * 2 * self.num_kv_heads * self.head_dim * SCALE_BYTES
 
     @property

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from attention.latent import LatentAttention
 from attention.recurrent import Recurrence
-from attention.reference import Attention
+from attention.reference import Attention, ChannelScales
 from models.config import FUSED, LAST_NORM, DecoderConfig
 from models.layers.dtypes import TORCH_DTYPES
 from models.layers.latent import LatentSelfAttention, UpProjection
@@ -82,6 +82,12 @@ class SelfAttention(nn.Module):
             else None
             for _ in range(2)
         )
+        self.scales: ChannelScales | None = None  # the same, once they are packed
+
+    def pack(self) -> None:
+        """Convert the scales of keys and values to the device's form, if the checkpoint has them."""
+        if self.key_scale is not None and self.value_scale is not None:
+            self.scales = self.attention.pack_scales(self.key_scale.data, self.value_scale.data)
 
     @property
     def reader(self) -> Linear:
@@ -120,9 +126,13 @@ class SelfAttention(nn.Module):
         query, gate = self.write(x, cos, sin, step)
         self.ops.prefetch(self.output.packed, query)
         keys, values = step.cache.of(self.layer)
-        attended = self.attention.attend(query, keys, values, step.metadata_of(self.group), self.layer)
-        if self.value_scale is not None:
-            attended = self._by_channel(attended, self.value_scale)
+        metadata = step.metadata_of(self.group)
+        if self.scales is None:
+            attended = self.attention.attend(query, keys, values, metadata, self.layer)
+        else:
+            attended = self.attention.attend_by_channel(
+                query, self.scales, keys, values, metadata, self.layer
+            )
         if gate is not None:
             attended = attended * gate.sigmoid().view_as(attended)
         self.ops.await_prefetch()
@@ -159,20 +169,12 @@ class SelfAttention(nn.Module):
             growth = 1 + rate * (1 + (positions // step_size)).float().log()
             query = query * growth.to(query.dtype)[:, None, None]
         keys, values = step.cache.of(self.layer)
-        if self.key_scale is None or self.value_scale is None:
-            self.attention.write(key, value, keys, values, step.metadata_of(self.group))
-            return query, gate
-        heads = self.num_kv_heads, self.head_dim
-        key = key.float() / self.key_scale.view(heads)
-        value = value.float() / self.value_scale.view(heads)
-        self.attention.write_units(key, value, keys, values, step.metadata_of(self.group))
-        return self._by_channel(query, self.key_scale), gate
-
-    def _by_channel(self, x: Tensor, scale: Tensor) -> Tensor:
-        """Multiply query heads [T, H, D] with scales [K * D] of the key-value heads that they read."""
-        heads = x.float().unflatten(1, (self.num_kv_heads, -1))
-        scaled: Tensor = heads * scale.view(self.num_kv_heads, 1, self.head_dim)
-        return scaled.flatten(1, 2).to(x.dtype)
+        metadata = step.metadata_of(self.group)
+        if self.scales is None:
+            self.attention.write(key, value, keys, values, metadata)
+        else:
+            self.attention.write_by_channel(key, value, self.scales, keys, values, metadata)
+        return query, gate
 
     def _normed_by_head(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         assert self.query_norm is not None, "its norms are those of heads"
@@ -470,9 +472,10 @@ class Decoder(nn.Module):
 def pack(whole: nn.Module) -> None:
     """Pack all linears: mixtures first, since they may join the linears of their experts.
 
-    Attention over latents or by a state comes last: the first may join its own linears once they are packed.
+    Attention comes last: that over latents may join its own linears once they are packed.
     """
-    for kinds in ((Mixture,), (Linear, UpProjection), (LatentSelfAttention, RecurrentMixer)):
+    mixers = (SelfAttention, LatentSelfAttention, RecurrentMixer)
+    for kinds in ((Mixture,), (Linear, UpProjection), mixers):
         for module in [each for each in whole.modules() if isinstance(each, kinds)]:
             module.pack()
 

@@ -73,9 +73,10 @@ class Described(Quantization):
         return self.form(name) != "plain"
 
     @property
-    def is_int8(self) -> bool:
-        """See Quantization.is_int8."""
-        return any(READ[kind] not in ("plain", "w8a16") for kind in self.types.values())
+    def int8_forms(self) -> frozenset[Stored]:
+        """See Quantization.int8_forms."""
+        forms = {READ[kind] for kind in self.types.values()} - {"plain", "w8a16"}
+        return frozenset(forms if self.is_stored else forms and {"int8"})
 
     def __str__(self) -> str:
         return ", ".join(sorted({*self.types.values()} - {FLOAT})) or FLOAT

@@ -274,6 +274,7 @@ class Npu(Accelerator):
     def operators(self, shape: AttentionShape) -> tuple[Ops, Attention]:
         from attention.npu.atb_attention import AtbAttention
         from attention.npu.fused_attention import FusedAttention
+        from attention.npu.int8_attention import Int8FusedAttention
         from attention.npu.latent_attention import FusedLatentAttention
         from models.ops.npu.ops import NpuOps, PlainNpuOps
 
@@ -286,6 +287,8 @@ class Npu(Accelerator):
         kind: type[AscendAttention] = AtbAttention if self.product.is_atb else FusedAttention
         if shape.latent is not None:
             kind = FusedLatentAttention
+        elif shape.int8_pages:
+            kind = Int8FusedAttention
         return ops, kind(shape, self.device, self.product, takes_float32=self.asked.virtual_fp32)
 
 

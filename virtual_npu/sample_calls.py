@@ -246,7 +246,7 @@ def _routing(draw: RandomInputs) -> dict[str, Any]:
         "expert_tokens_num_type": 1,
         "expert_tokens_num_flag": True,
         "active_expert_range": [0, experts],
-        "quant_mode": draw.one(-1, 1),
+        "quant_mode": -1 if draw.product is A5 else draw.one(-1, 1),
     }
 
 
@@ -543,6 +543,18 @@ def _quant_matmul(draw: RandomInputs) -> dict[str, Any]:
     }
 
 
+def _static_product(draw: RandomInputs) -> dict[str, Any]:
+    """Draw a product of rows that share a scale, whose weight is read transposed."""
+    tokens, inputs, outputs = draw.number(1, 200), draw.one(64, 512, 4096), draw.one(32, 256)
+    return {
+        "x1": draw.int8(tokens, inputs),
+        "x2": draw.int8(outputs, inputs).t(),
+        "scale": draw.scale(outputs).view(torch.int32).long(),
+        "bias": draw.int8(outputs).int() * 100,
+        "output_dtype": draw.dtype,
+    }
+
+
 def _add_norm_quant(draw: RandomInputs) -> dict[str, Any]:
     return _add_norm(draw) | {"output_mask": [True, False]}
 
@@ -607,6 +619,8 @@ ATB_MAKERS: Mapping[str, Maker] = {
     "npu_apply_rotary_pos_emb": _rotary,
     "npu_swiglu": _swiglu,
     "npu_format_cast": _format_cast,
+    "npu_quantize": _static_quant,
+    "npu_quant_matmul": _static_product,
 }
 RESULTS = {
     "npu_fused_infer_attention_score": (0,),

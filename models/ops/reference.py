@@ -8,7 +8,7 @@ Legend: T tokens of the step, H query heads, K kv heads, D head dim, R sampled r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import reduce
 from typing import Any, Literal
 
@@ -29,6 +29,7 @@ from models.ops.operands import (
 )
 from models.packing import WIDENED_ROWS
 from models.parallel.group import Group
+from models.quantization import Stored
 
 LEAST_SUM = 1e-20  # added to the sum of a token's independent scores, which may all be 0
 EXACT_SUM = 1024  # products of two int8 that float32 sums exactly: 128 * 128 * 1024 = 2**24
@@ -89,8 +90,8 @@ class Ops:
         """Return what `pack_low_rank` was given, to be changed and packed again."""
         return packed
 
-    def check_int8(self, dtype: torch.dtype) -> None:
-        """Raise ValueError if this device cannot multiply in int8 for a model of this type."""
+    def check_int8(self, dtype: torch.dtype, forms: Collection[Stored]) -> None:
+        """Raise ValueError if this device cannot multiply linears of these forms for a model of this type."""
 
     def pack_int8(self, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Packed:
         """Pack an int8 weight [out, in] with a float32 scale [out] for each output channel."""

@@ -204,7 +204,7 @@ def _loaded(
     attention.check()
     attention.check_longest(memory.longest_tokens)
     if config.is_int8:
-        ops.check_int8(TORCH_DTYPES[config.dtype])
+        ops.check_int8(TORCH_DTYPES[config.dtype], config.int8_forms)
     if config.kept_form is not None:
         part, size = share.part(config), config.kept_form.group_size
         ops.check_int4(TORCH_DTYPES[config.dtype], size, largest_side(part), inputs_of_experts(part))

@@ -232,7 +232,7 @@ def draft_config(recipe: Recipe, config: DecoderConfig) -> DecoderConfig | None:
             limit=config.vocab_size,
         )
     dtype = recipe.model.dtype if asked.draft_dtype == "auto" else asked.draft_dtype
-    return _as_asked(draft, recipe, asked.draft_quantization, dtype)
+    return _as_asked(draft, recipe, asked.draft_quantization, dtype, is_draft=True)
 
 
 def _mtp_config(recipe: Recipe, config: DecoderConfig) -> MtpConfig:
@@ -263,7 +263,13 @@ def _head_config(recipe: Recipe, config: DecoderConfig, path: Path) -> Eagle3Con
     return head
 
 
-def _as_asked(config: DecoderConfig, recipe: Recipe, quantization: str, dtype: DType | Auto) -> DecoderConfig:
+def _as_asked(
+    config: DecoderConfig, recipe: Recipe, quantization: str, dtype: DType | Auto, *, is_draft: bool = False
+) -> DecoderConfig:
+    """Return the decoder in the form and the type that the recipe asks for, with its cache.
+
+    Where scales of channels are needed, a draft model without them has its own cache in its own type.
+    """
     if quantization == "w8a8" and config.quantization is None:
         config = replace(config, quantization=Quantization(is_stored=False))
     if quantization == "w4a16":
@@ -274,8 +280,21 @@ def _as_asked(config: DecoderConfig, recipe: Recipe, quantization: str, dtype: D
             raise RecipeError("model.quantization", str(error), fix, value=quantization) from error
     if dtype != "auto":
         config = replace(config, dtype=dtype)
+    is_int8, device = recipe.cache.dtype == "int8", recipe.device
+    by_channel = device.kind == "npu" and device.attention != "reference"
+    config = replace(config, int8_cache=is_int8, scales_in_pages=not by_channel)
+    lacking = config.without_cache_scales if is_int8 and by_channel else []
+    if lacking and is_draft:
+        config, lacking = replace(config, int8_cache=False), []
+    if lacking:
+        problem = (
+            "fused attention of an NPU multiplies keys and values in int8 by a scale for each channel, and"
+            f" {lacking[0]} has none (C8 of msModelSlim)"
+        )
+        fix = "set it to auto, or device.attention to reference, or use a checkpoint that has them"
+        raise RecipeError(("cache.dtype", "device.attention"), problem, fix, value="int8")
     try:
-        return check_cache(replace(config, int8_cache=recipe.cache.dtype == "int8"))
+        return check_cache(config)
     except ValueError as error:
         fix = "set it to int8, where the device has such a cache, or use a checkpoint without C8 or FAKQuant"
         raise RecipeError("cache.dtype", str(error), fix, value=recipe.cache.dtype) from error

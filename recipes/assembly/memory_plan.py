@@ -94,6 +94,12 @@ class MemoryPlan:
         return self.beside_bytes + self.cache_bytes
 
 
+def _int8_pages(config: DecoderConfig) -> str:
+    if not config.int8_cache:
+        return ""
+    return ", int8 and scales" if config.scales_in_pages else ", int8; scales are the checkpoint's"
+
+
 def report(
     recipe: Recipe, config: DecoderConfig, sizing: MemoryPlan, share: Share = WHOLE
 ) -> list[tuple[str, str]]:
@@ -125,7 +131,7 @@ def report(
         (
             "a page",
             f"{page_size} tokens, {sizing.page_bytes / 1024:,.1f} KiB over {num_layers} layers"
-            + (", int8 and scales" if config.int8_cache else ""),
+            + _int8_pages(config),
         ),
         ("pages", f"{sizing.num_pages:,}; {sizing.num_pages_fitting:,} would fit into {memory}"),
         *_windows(config, sizing, share),

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from devices.ascend_limits import PRODUCTS
+from devices.ascend_limits import MOST_GATHERED, PRODUCTS
 from devices.host_memory import host_memory_bytes
-from kv_cache.groups import most_pages
+from kv_cache.groups import ITEM_BYTES, most_pages
 from models.config import DTYPE_BYTES, DecoderConfig, HeadConfig, bytes_of_adapters
 from models.drafting.config import MtpConfig
 from models.packing import WIDENED_ROWS
@@ -144,8 +144,11 @@ def estimate(recipe: Recipe, config: DecoderConfig, vocab_size: int | None = Non
         item_bytes += FLOAT32_BYTES  # rows are widened to float32, and their results lie beside them
     logits = num_slots * (vocab_size or config.vocab_size) * (config.dtype_bytes + LOGIT_BYTES)
     read = 0
-    if is_plain or is_latent:
-        read = _read_bytes(config, _longest_cached(recipe, config), in_float32=is_plain)
+    if is_plain or is_latent or config.int8_cache:
+        longest = _longest_cached(recipe, config)
+        if config.int8_cache and not is_plain:
+            longest = max(longest, MOST_GATHERED)
+        read = _read_bytes(config, longest, in_float32=is_plain)
     widened = 0
     if (
         config.kept_form is not None and not is_npu
@@ -158,14 +161,15 @@ def estimate(recipe: Recipe, config: DecoderConfig, vocab_size: int | None = Non
 def _read_bytes(config: DecoderConfig, num_tokens: int, *, in_float32: bool) -> int:
     """Return the bytes of one request's keys and values as plain attention multiplies with them.
 
-    They are gathered and converted to float32. Latents are expanded to the keys and values of each head, and
-    copied to the order that fused attention takes.
+    They are gathered and converted to float32, or from int8 to the model's type by fused attention. Latents
+    are expanded to the keys and values of each head, and copied to the order that fused attention takes.
     """
     width = 2 * config.num_kv_heads * config.head_dim
     if config.latent is not None:
         width = config.latent.token_width
         width += config.num_heads * (2 * config.latent.query_dim + 2 * config.latent.value_dim)
-    return num_tokens * width * (config.dtype_bytes + in_float32 * FLOAT32_BYTES)
+    beside = FLOAT32_BYTES if in_float32 else ITEM_BYTES["int8"] if config.int8_cache else 0
+    return num_tokens * width * (config.dtype_bytes + beside)
 
 
 def step_tokens(recipe: Recipe, config: DecoderConfig) -> int:

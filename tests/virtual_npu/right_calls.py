@@ -19,7 +19,7 @@ from tests.virtual_npu import (
     right_mixture_calls,
     summed_calls,
 )
-from tests.virtual_npu.batches import MASK, first_version, paged
+from tests.virtual_npu.batches import MASK, first_version, int8_pages, paged
 from tests.virtual_npu.right_mixture_calls import HALVES, Arguments, pick
 from virtual_npu.contract import Conditions
 from virtual_npu.operators.atb import in_tiles
@@ -103,6 +103,10 @@ def in_layout(tensor: Tensor, layout: str) -> Tensor:
 
 
 def first_fused_attention(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
+    if not rng.integers(4):
+        lens = [(1, int(each)) for each in rng.integers(1, 90, int(rng.integers(1, 6)))]
+        arguments, _ = int8_pages(rng, pick(rng, *HALVES), lens=lens, page_size=pick(rng, 32, 128))
+        return first_version(arguments), Conditions(product=pick(rng, A2, A3))
     arguments, conditions = fused_attention(rng)
     arguments.pop("learnable_sink", None)
     return first_version(arguments), conditions
@@ -358,7 +362,7 @@ def quant_matmul(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
     rows, inner, columns = rng.integers(1, 40, 3).tolist()
     x1, x2 = (torch.randint(-128, 128, size).to(torch.int8) for size in ((rows, inner), (columns, inner)))
     dtype = pick(rng, torch.bfloat16, torch.float16, torch.int8, torch.int32)
-    arguments: Arguments = {"x1": x1, "x2": pick(rng, x2.t(), x2.t().contiguous()), "output_dtype": dtype}
+    arguments: Arguments = {"x1": x1, "x2": x2.t(), "output_dtype": dtype}
     arguments["scale"] = torch.rand(pick(rng, 1, columns))
     if dtype == torch.float16 and bool(rng.integers(2)):  # the bits, as a file holds them
         arguments["scale"] = arguments["scale"].view(torch.int32).long()
@@ -369,7 +373,10 @@ def quant_matmul(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
     if dtype == torch.int8 and bool(rng.integers(2)):
         arguments["offset"] = torch.rand(columns)
     on_310p = dtype in (torch.int8, torch.float16) and arguments.get("pertoken_scale") is None
-    return arguments, Conditions(product=pick(rng, A2, A3, P310) if on_310p else pick(rng, A2, A3))
+    product = pick(rng, A2, A3, P310) if on_310p else pick(rng, A2, A3)
+    if product is not P310 and bool(rng.integers(2)):
+        arguments["x2"] = x2.t().contiguous()
+    return arguments, Conditions(product=product)
 
 
 def dynamic_quant(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
@@ -380,16 +387,19 @@ def dynamic_quant(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
 
 def quantize(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
     product = pick(rng, P310, A2, A3)
-    dtype = torch.float16 if product is P310 else pick(rng, torch.float32, *HALVES)
+    divides = product is not P310 and bool(rng.integers(2))
+    kinds = (torch.float32, torch.bfloat16) if divides else (torch.float32, *HALVES)
+    dtype = torch.float16 if product is P310 else pick(rng, *kinds)
     x = torch.randn(*rng.integers(1, 6, int(rng.integers(2, 4))).tolist()).to(dtype)
     scales = (1 + torch.rand(pick(rng, 1, x.shape[-1]))).to(dtype) * 20
+    offsets = torch.randint_like(scales, -9, 9)
     return {
         "input": x,
-        "scales": scales,
-        "zero_points": pick(rng, None, torch.randint_like(scales, -9, 9)),
+        "scales": 1 / scales if divides else scales,
+        "zero_points": pick(rng, None, offsets.int() if divides else offsets),
         "dtype": torch.qint8,
         "axis": -1,
-        "div_mode": False,
+        "div_mode": divides,
     }, Conditions(product=product)
 
 

@@ -82,6 +82,9 @@ def test_a_scale_that_is_known_beforehand_is_multiplied_with() -> None:
     inverse, offset = (torch.full((3,), each).bfloat16() for each in (16.0, -3.0))
     assert quantise(x, inverse, offset).tolist() == [[13, -35, 1], [127, -128, 5]]
     assert quantise(x / 8, inverse[:1], None).tolist() == [[2, -4, 0], [18, -18, 1]]
+    divided = partial(quantise, div_mode=True)
+    step = torch.tensor([1 / 16, 1 / 4, 1 / 16]).bfloat16()
+    assert divided(x, step, torch.tensor([0, 1, 0]).int()).tolist() == [[16, -7, 4], [127, -35, 8]]
     scale = torch.tensor([0.5, 1.5])
     bits = scale.view(torch.int32).long()
     assert int(bits[1]) == 1069547520

@@ -207,6 +207,13 @@ MATMUL = [
     Wrong("int8", to("x1", Tensor.short), "x1", "int16"),
     Wrong("sides", cut("x2"), "x2", "for"),
     Wrong("contiguous", to("x1", strided), "x1", "strided"),
+    Wrong(
+        "turned",
+        to("x2", Tensor.contiguous),
+        "x2",
+        "that is no transposed view",
+        conditions={"product": P310},
+    ),
     Wrong("scales", put(pertoken_scale=torch.ones(1000)), "pertoken_scale", "(1000,)"),
     Wrong("scales", put(scale=torch.ones(1, 1)), "scale", "(1, 1)"),
     Wrong("combination", put(output_dtype=torch.float32), "output_dtype", "torch.float32 with"),
@@ -244,9 +251,23 @@ STATIC_QUANT = [
     Wrong("matched", to("scales", Tensor.double), "scales", "float64"),
     Wrong("columns", put(scales=torch.ones(99).half(), input=torch.ones(2, 3).half()), "scales", "(99,)"),
     Wrong("columns", put(zero_points=torch.ones(99)), "zero_points", "beside"),
-    Wrong("multiplied", put(div_mode=True), "div_mode", "is True"),
-    Wrong("multiplied", put(dtype=torch.quint8), "dtype", "quint8"),
-    Wrong("multiplied", put(axis=1), "axis", "is 1"),
+    Wrong(
+        "columns",
+        lambda call: (
+            {"div_mode": True, "scales": torch.ones(1), "input": torch.ones(3, 2)}
+            | {"zero_points": torch.ones(1)}
+        ),
+        "zero_points",
+        "beside",
+    ),
+    Wrong(
+        "divisors",
+        put(div_mode=True, scales=torch.ones(1).half(), input=torch.ones(2, 3).half()),
+        "scales",
+        "with div_mode True",
+    ),
+    Wrong("last-axis", put(dtype=torch.quint8), "dtype", "quint8"),
+    Wrong("last-axis", put(axis=1), "axis", "is 1"),
 ]
 QUANT = [
     Wrong("dtype", to("input", Tensor.float), "input", "float32"),
@@ -383,6 +404,7 @@ ROUTING = [
     Wrong("all_experts", put(active_num=1000), "active_num", "is 1000"),
     Wrong("counted", put(expert_tokens_num_type=0), "expert_tokens_num_type", "is 0"),
     Wrong("counted", put(quant_mode=0), "quant_mode", "is 0"),
+    Wrong("counted", put(quant_mode=1), "quant_mode", "is 1 on the 950", conditions={"product": A5}),
     Wrong("known", to("expert_idx", lambda each: each + 99), "expert_idx", "of"),
 ]
 COMBINING = [

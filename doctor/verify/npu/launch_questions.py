@@ -100,8 +100,8 @@ def _faster(machine: Npu, known: bool, times: list[tuple[float, float]]) -> Foun
     return sum(ours for ours, _ in times) < sum(theirs for _, theirs in times), said
 
 
-def _has_mixtures(product: AscendProduct) -> bool:
-    return product.has_mixtures
+def _gates_by_softmax(product: AscendProduct) -> bool:
+    return product.has_mixtures and product.gates_by_softmax
 
 
 LAUNCH_PROBES = (
@@ -114,7 +114,7 @@ LAUNCH_PROBES = (
     Probe(
         "divides_gates",
         "is one launch that chooses experts and divides their weights right and faster?",
-        _has_mixtures,
+        _gates_by_softmax,
         divides_gates,
     ),
 )

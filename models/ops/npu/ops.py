@@ -9,7 +9,7 @@ Legend: T tokens of the step, H query heads, K kv heads, D head dim.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from models.ops.operands import ExpertKind, Int8Rows, UnpackedLinear
 from models.ops.reference import Ops, Packed, Widths
 from models.packing import IN_A_WORD
 from models.parallel.group import Group
+from models.quantization import Stored
 
 FUSED_ROTARY_DIMS = (64, 128)  # head dims that npu_apply_rotary_pos_emb takes
 # Most bytes of a weight to prefetch, as in vllm-ascend's weight_prefetch: more would evict other data from
@@ -68,9 +69,9 @@ class PlainNpuOps(Int4Check, Ops):
     def __init__(self, product: AscendProduct) -> None:
         self.product, self.captures_draws = product, product.captures_draws
 
-    def check_int8(self, dtype: torch.dtype) -> None:
-        """Raise ValueError if this product cannot multiply in int8 for a model of this type."""
-        self.product.check_int8(dtype)
+    def check_int8(self, dtype: torch.dtype, forms: Collection[Stored]) -> None:
+        """Raise ValueError if this product cannot multiply linears of these forms; see Ops.check_int8."""
+        self.product.check_int8(dtype, forms)
 
     def greedy(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Compute Ops.greedy; if the maximum does not keep a NaN, each logit is checked."""
@@ -254,18 +255,22 @@ class NpuOps(Int4Ops, StaticOps, PlainNpuOps):
         """Compute Ops.route, with int32 experts."""
         if not self.product.has_mixtures:
             return super().route(x, router, correction, config, bias)
-        if not (config.is_plain or chooses_in_groups(config.num_experts, config.num_groups)):
+        by_softmax = config.is_plain and self.product.gates_by_softmax
+        if not (by_softmax or chooses_in_groups(config.num_experts, config.num_groups)):
             weights, chosen = super().route(x, router, correction, config, bias)
             return weights, chosen.int()
         scores = F.linear(x.float(), router, bias)
-        if config.is_plain and self.product.divides_gates:
+        if by_softmax and self.product.divides_gates:
             # A softmax over the best alone gives weights that add up to one
             weights, chosen, _ = torch_npu.npu_moe_gating_top_k_softmax_v2(
                 scores, k=config.num_chosen, renorm=int(config.normalizes)
             )
             return weights if config.scale == 1 else weights * config.scale, chosen
         if config.is_plain:
-            weights, chosen, _ = torch_npu.npu_moe_gating_top_k_softmax(scores, k=config.num_chosen)
+            if by_softmax:
+                weights, chosen, _ = torch_npu.npu_moe_gating_top_k_softmax(scores, k=config.num_chosen)
+            else:
+                weights, chosen, _ = torch_npu.npu_moe_gating_top_k(scores, config.num_chosen)
             return self._shares(weights, config), chosen
         # The operator divides by the sum of the weights for these scores, and only then
         divides = config.scores == "sigmoid"
