@@ -9,6 +9,7 @@ Legend: T tokens of the step, R sampled rows, V vocabulary, H query heads, K kv 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -61,6 +62,10 @@ class SelfAttention(nn.Module):
         self.qkv = SplitLinear(
             ops, width or hidden, sum(widths), config.attention_bias, dtype, device, form[0], widths
         )
+        self.joins: Any = None  # splits the product, and norms and rotates its heads, in one launch
+        if config.qk_norm == "heads" and form[0] not in ("static", "w8a16"):  # which are packed in parts
+            self.joins = ops.join_heads(config.num_heads, config.num_kv_heads, config.head_dim, dtype, device)
+        self.qkv.is_whole = self.joins is not None
         self.output = SummedLinear(ops, heads, hidden, config.output_bias, dtype, device, form[1], group)
         self.norm_kind, self.norm_names = config.qk_norm, config.qk_norm_names
         self.query_growth, self.ranks = config.query_growth, group
@@ -119,17 +124,9 @@ class SelfAttention(nn.Module):
 
         Returns its queries [T, H, D].
         """
-        query, key, value = self.qkv(x)
-        if self.norm_kind == "joined":
-            query, key = self._normed_together(query, key)
-        query, key, value = (each.unflatten(-1, (-1, self.head_dim)) for each in (query, key, value))
-        if is_absent is not None:
+        query, key, value = self._rotated(x, cos, sin)
+        if is_absent is not None:  # norms and rotations of zeros are zeros
             key, value = (each.masked_fill(is_absent[:, None, None], 0) for each in (key, value))
-        if self.norm_kind == "heads":
-            query, key = self._normed_by_head(query, key)
-        query, key = self.ops.rotary(query, key, cos, sin)
-        if self.norm_kind == "rotated":
-            query, key = self._normed_by_head(query, key)
         if self.query_growth is not None:
             rate, step_size = self.query_growth
             positions = pad_rows(step.positions, len(query))
@@ -144,6 +141,25 @@ class SelfAttention(nn.Module):
         value = value.float() / self.value_scale.view(heads)
         self.attention.write_units(key, value, keys, values, step.metadata_of(self.group))
         return self._by_channel(query, self.key_scale)
+
+    def _rotated(self, x: Tensor | Int8Rows, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return rotated queries [T, H, D] and keys [T, K, D], both normed, and values [T, K, D]."""
+        if self.joins is not None and self.joins.takes(len(cos)):
+            assert self.query_norm is not None, "only heads with norms are joined"
+            assert self.key_norm is not None, "only heads with norms are joined"
+            qkv = self.qkv.whole(x)
+            parts = self.joins(qkv, self.query_norm, self.key_norm, self.eps, cos, sin)
+            return tuple(each.unflatten(-1, (-1, self.head_dim)) for each in parts)
+        query, key, value = self.qkv(x)
+        if self.norm_kind == "joined":
+            query, key = self._normed_together(query, key)
+        query, key, value = (each.unflatten(-1, (-1, self.head_dim)) for each in (query, key, value))
+        if self.norm_kind == "heads":
+            query, key = self._normed_by_head(query, key)
+        query, key = self.ops.rotary(query, key, cos, sin)
+        if self.norm_kind == "rotated":
+            query, key = self._normed_by_head(query, key)
+        return query, key, value
 
     def _by_channel(self, x: Tensor, scale: Tensor) -> Tensor:
         """Multiply query heads [T, H, D] with scales [K * D] of the key-value heads that they read."""
@@ -235,16 +251,29 @@ class DecoderLayer(nn.Module):
         x = self.attention(normed, cos, sin, step)
         if self.attention_post_norm is not None:
             x = self.ops.rms_norm(x, self.attention_post_norm, self.eps)
+        if isinstance(self.mlp, Mixture):
+            return self._mixed(x, residual, step, self.mlp)
         weights = self.mlp_norm, self.mlp_norm_bias
         normed, residual = self._add_norm(x, residual, *weights, self.mlp.gate_up)
-        if isinstance(self.mlp, Mixture):  # no expert computes the padding rows
-            assert isinstance(normed, Tensor), "a router reads no rows in int8"
-            num_tokens, num_rows = len(step.token_ids), len(residual)
-            return pad_rows(self.mlp(normed[:num_tokens], step.is_asked), num_rows), residual
         x = self.mlp(normed)
         if self.mlp_post_norm is not None:
             x = self.ops.rms_norm(x, self.mlp_post_norm, self.eps)
         return x, residual
+
+    def _mixed(
+        self, x: Tensor, residual: Tensor, step: StepInputs, mixture: Mixture
+    ) -> tuple[Tensor, Tensor]:
+        """Return the output of the mixture, and the residual; no expert computes the padding rows."""
+        wide: Tensor | None = None
+        if self.mlp_norm is not None and self.mlp_norm_bias is None:
+            normed, wide, residual = self.ops.add_rms_norm_wide(x, residual, self.mlp_norm, self.eps)
+        else:
+            found, residual = self._add_norm(x, residual, self.mlp_norm, self.mlp_norm_bias, None)
+            assert isinstance(found, Tensor), "a router reads no rows in int8"
+            normed = found
+        num_tokens, num_rows = len(step.token_ids), len(residual)
+        wide = None if wide is None else wide[:num_tokens]
+        return pad_rows(mixture(normed[:num_tokens], wide, step.is_asked), num_rows), residual
 
     def normed_input(self, x: Tensor) -> Tensor:
         """Return what attention reads of hidden states [T, hidden] that are whole already."""

@@ -102,9 +102,14 @@ class Mixture(nn.Module):
                 order = torch.tensor(list(self._by_place), device=self.router.device)
                 self._places = order.argsort().int()  # place of each expert
 
-    def forward(self, x: Tensor, is_asked: Tensor | None = None) -> Tensor:
-        """Map [T, hidden] to [T, hidden]; `is_asked` says which tokens count, as in `StepInputs`."""
-        weights, chosen = self.ops.route(x, self.router, self.correction, self.config, self.router_bias)
+    def forward(self, x: Tensor, wide: Tensor | None = None, is_asked: Tensor | None = None) -> Tensor:
+        """Map [T, hidden] to [T, hidden].
+
+        `wide` is the same in float32, if there is one, and `is_asked` says which tokens count, as in
+        `StepInputs`.
+        """
+        read = x if wide is None else wide
+        weights, chosen = self.ops.route(read, self.router, self.correction, self.config, self.router_bias)
         if self.counts is not None:
             one = self.counts.new_ones(len(x)) if is_asked is None else is_asked
             self.counts.index_add_(0, chosen.flatten(), one[:, None].expand_as(chosen).flatten())

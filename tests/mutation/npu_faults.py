@@ -194,4 +194,32 @@ FAULTS = {
         "npu_kv_rmsnorm_rope_cache asks for a page of each sequence, and a prompt has more rows",
         "tests/attention/test_latent.py::test_one_launch_writes_what_the_parts_of_it_write",
     ),
+    "tokens_in_a_cache_that_nobody_reads": Fault(
+        "models/ops/npu/joined_heads.py::JoinedHeads.__init__",
+        "-1",
+        "0",
+        "all tokens of a step are written to one place, which the operator's page forbids",
+        "tests/models/test_joined_heads.py::test_one_product_in_int8_is_taken_by_either",
+    ),
+    "long_steps_joined": Fault(
+        "models/ops/npu/joined_heads.py::JoinedHeads.takes",
+        "num_tokens <= MOST_TOKENS",
+        "True",
+        "a prompt has more tokens than there are places to skip",
+        "tests/models/test_joined_heads.py::test_steps_that_are_too_long_are_normed_and_rotated_one_by_one",
+    ),
+    "parts_left_as_views": Fault(
+        "models/ops/npu/ops.py::NpuOps.split",
+        "len(y) == 1 or not self.product.is_fused",
+        "True",
+        "each operator that reads a part copies it, in a launch of its own",
+        "tests/models/test_joined_heads.py::test_parts_lie_one_after_another_and_those_of_one_row_as_they_are",
+    ),
+    "router_fed_by_a_cast": Fault(
+        "models/decoder.py::DecoderLayer._mixed",
+        "None if wide is None else wide[:num_tokens]",
+        "None",
+        "the router casts what the norm has given in float32",
+        "tests/benchmark/test_launches.py::test_a_step_asks_for_so_many_launches",
+    ),
 }

@@ -1,6 +1,6 @@
 """Define the fused operators whose results are int8 rows, with the rules of a correct call.
 
-Legend: T tokens, H columns.
+Legend: T tokens, H columns, K inner, E experts.
 """
 
 from __future__ import annotations
