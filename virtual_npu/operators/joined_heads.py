@@ -1,7 +1,9 @@
 """Define the operator that splits a product into queries, keys and values, and norms and rotates its heads.
 
 It also writes keys and values to caches in columns of 16 (PA_NZ). Fused attention reads no such cache in 16
-bits, so that an engine may tell it to skip every token, and take the rows that it would have written.
+bits, so that an engine may tell it to skip every token, and take the rows that it would have written. CANN's
+page describes these rows (is_output_qkv) and says that they are not given in the case that it supports, while
+the kernel of ops-transformer gives them: this follows the kernel.
 
 Legend: S sequences, T tokens of each, H query heads, K kv heads, D head dim.
 """
