@@ -213,6 +213,8 @@ class AscendProduct:
     prefetches: bool = (
         False  # fetching a weight while attention runs is faster (off by default in vllm-ascend too)
     )
+    # Captured steps are faster with a shared expert on a second stream (off by default in vllm-ascend, too)
+    overlaps_experts: bool = False
     # One launch of a prompt's product and the ranks' sum of it is faster
     sums_products: bool = False
     joins_latents: bool = False  # one launch of everything before latent attention is right, and faster
@@ -400,7 +402,8 @@ class AscendProduct:
         this takes an even sample, but only of the sizes up to a page: larger ones are all needed, since a
         step is padded by at most a page. Raises ValueError if these are too many.
         """
-        most = MOST_STREAMS // (num_layers + 1 + self.captures_draws + self.prefetches + joins)
+        beside_layers = 1 + self.captures_draws + self.prefetches + self.overlaps_experts + joins
+        most = MOST_STREAMS // (num_layers + beside_layers)
         if self.most_graphs is not None:
             most = min(most, self.most_graphs // (1 + joins))  # the join of each size is a graph of its own
         most -= beside
@@ -497,8 +500,8 @@ log = logging.getLogger(__name__)
 
 PROBED = (
     *("keeps_nan", "packs_float16", "tiles_weights", "slices_tiles", "captures_draws", "prefetches"),
-    *("exact_angles", "groups_products", "divides_gates", "joins_heads", "unmasks_decodes"),
-    *("counts_own_key", "joins_latents", "sums_products", "dispatches"),
+    *("overlaps_experts", "exact_angles", "groups_products", "divides_gates", "joins_heads"),
+    *("unmasks_decodes", "counts_own_key", "joins_latents", "sums_products", "dispatches"),
 )
 assert {each.name for each in fields(AscendProduct)} >= set(PROBED), "the answers are facts of a product"
 # Answers in files of earlier versions that no longer count, each with the reason

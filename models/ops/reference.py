@@ -234,6 +234,13 @@ class Ops:
     def await_prefetch(self) -> None:
         """Let what follows start only after the prefetch."""
 
+    def begin_beside(self, compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """Return what gives the result of `compute`, which may begin at once beside what is asked next.
+
+        The result has to be asked for, once.
+        """
+        return compute
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Normalise over the last dimension, in float32; `weight` [x.shape[-1]]. Any leading dimensions."""
         wide = x.float()

@@ -235,6 +235,21 @@ def test_a_launch_that_no_other_engine_has_is_followed_where_it_is_right(
     assert not ask(name, npu)
 
 
+def test_a_shared_expert_that_is_not_waited_for_is_found(npu: Npu, monkeypatch: pytest.MonkeyPatch) -> None:
+    from models.ops.npu.ops import NpuOps
+
+    monkeypatch.setattr(npu, "product", replace(npu.product, overlaps_experts=True))
+    assert ask("overlaps_experts", npu)
+    begin = NpuOps.begin_beside
+
+    def early(ops: NpuOps, compute: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        begun = begin(ops, compute)
+        return lambda: begun() * (1 + ops.product.overlaps_experts)
+
+    monkeypatch.setattr(NpuOps, "begin_beside", early)
+    assert not ask("overlaps_experts", npu)
+
+
 def test_tiles_that_no_graph_takes_are_found(npu: Npu, monkeypatch: pytest.MonkeyPatch) -> None:
     from virtual_npu import aclop
 

@@ -6,6 +6,7 @@ too. transformers is the judge of tokens.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -71,19 +72,24 @@ def engine_of(path: Path, graphs: int, *more: str) -> Engine:
     return build(load(ROOT / "recipes/any/cpu.yaml", keys)).engine
 
 
-def serve(engine: Engine, log: Any) -> tuple[list[list[int]], dict[str, set[int]]]:
-    """The answers, and how often a step called each of the two operators."""
+def steps_of(engine: Engine, log: Any) -> tuple[list[list[int]], list[Counter[str]]]:
+    """The answers, and what each step asked for, by name."""
     params = SamplingParams(max_tokens=NEW, temperature=0.0, ignore_eos=True)
     requests = [Request(str(at), np.array(prompt), params) for at, prompt in enumerate(PROMPTS)]
     for request in requests:
         engine.add(request)
-    calls: dict[str, set[int]] = {JOINED: set(), SPLIT: set()}
+    steps = []
     while engine.has_work:
         with log.reading() as asked:
             engine.step()
-        for name, counts in calls.items():
-            counts.add(sum(each.name == name for each in asked))
-    return [each.answer.tolist() for each in requests], calls
+        steps.append(Counter(each.name for each in asked))
+    return [each.answer.tolist() for each in requests], steps
+
+
+def serve(engine: Engine, log: Any) -> tuple[list[list[int]], dict[str, set[int]]]:
+    """The answers, and how often a step called each of the two operators."""
+    answers, steps = steps_of(engine, log)
+    return answers, {name: {step[name] for step in steps} for name in (JOINED, SPLIT)}
 
 
 def layers_of(engine: Engine) -> list[Any]:

@@ -415,6 +415,14 @@ def _fetching(ops: Ops, rows: torch.Tensor) -> None:
         torch.mm(rows, rows.t())
 
 
+def _overlapping(ops: Ops, rows: torch.Tensor) -> None:
+    """Capture a product beside another, and compute it once more as it is asked for."""
+    with torch.npu.graph(torch.npu.NPUGraph()):
+        begun = ops.begin_beside(lambda: torch.mm(rows, rows.t()))
+        torch.mm(rows, rows.t()) + begun()
+    ops.begin_beside(lambda: rows)()
+
+
 @stand_in_alone
 def test_angles_that_a_model_scales_are_turned_in_plain_torch() -> None:
     start(section("npu"))
@@ -479,6 +487,7 @@ def test_every_line_of_every_npu_file_runs(monkeypatch: pytest.MonkeyPatch) -> N
             _of_modelslim(each, rows)
         ops.check_int4(torch.bfloat16, 32, 32, (32,))
         _fetching(NpuOps(replace(ops.product, prefetches=True)), rows)  # type: ignore[attr-defined]
+        _overlapping(NpuOps(replace(ops.product, overlaps_experts=True)), rows)  # type: ignore[attr-defined]
         ops.linear_summed(rows, (rows, None), ALONE)
         ops.clamped_swiglu(rows, 1.0, 7.0)
         prompt = torch.ones(256, 32, dtype=torch.bfloat16, device="npu:0")

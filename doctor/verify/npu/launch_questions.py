@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from devices.ascend_limits import JOINED_HEAD, AscendProduct
-from doctor.verify.npu.questions import NEAR, Found, Probe, fused, time_us
+from doctor.verify.npu.questions import NEAR, Found, Probe, fused, has_mixtures, time_us
 from models.config import MixtureConfig
 from models.layers.dtypes import TORCH_DTYPES
 from models.ops.reference import Ops, Packed, Widths
@@ -149,10 +149,6 @@ def _faster(machine: Npu, known: bool, times: list[tuple[float, float]]) -> Foun
     return sum(ours for ours, _ in times) < sum(theirs for _, theirs in times), said
 
 
-def _has_mixtures(product: AscendProduct) -> bool:
-    return product.has_mixtures
-
-
 def _has_joined_heads(product: AscendProduct) -> bool:
     return product.has_joined_heads
 
@@ -167,7 +163,7 @@ LAUNCH_PROBES = (
     Probe(
         "divides_gates",
         "is one launch that chooses experts and divides their weights right and faster?",
-        _has_mixtures,
+        has_mixtures,
         divides_gates,
     ),
     Probe(

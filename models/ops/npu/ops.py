@@ -95,6 +95,7 @@ class NpuOps(Int4Ops, StaticOps, PlainNpuOps):
         self._no_offsets: dict[tuple[int, ...], Tensor] = {}  # shared by all layers of experts in 4 bits
         self._joined_heads: dict[tuple[Any, ...], JoinedHeads] = {}  # shared by all layers of the same heads
         self._prefetches = torch_npu.npu.Stream() if product.prefetches else None
+        self._beside = torch_npu.npu.Stream() if product.overlaps_experts else None
 
     def _takes(self, dtype: torch.dtype) -> bool:
         """Whether operators that are for 16 bits alone take numbers of this type."""
@@ -263,6 +264,24 @@ class NpuOps(Int4Ops, StaticOps, PlainNpuOps):
         """Wait for the prefetch, because a capture ends only when each of its streams has been waited for."""
         if self._prefetches is not None and torch_npu.npu.is_current_stream_capturing():
             torch_npu.npu.current_stream().wait_stream(self._prefetches)
+
+    def begin_beside(self, compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """Begin in captured steps, on a second stream, after the work queued on the current one.
+
+        The current stream waits for it when the result is asked for, while all that it reads is still held.
+        """
+        if self._beside is None or not torch_npu.npu.is_current_stream_capturing():
+            return compute
+        current = torch_npu.npu.current_stream()
+        self._beside.wait_stream(current)
+        with torch_npu.npu.stream(self._beside):
+            made = compute()
+
+        def awaited() -> Tensor:
+            current.wait_stream(self._beside)
+            return made
+
+        return awaited
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Normalise over the last dimension, in float32; `weight` [x.shape[-1]]. Any leading dimensions."""
