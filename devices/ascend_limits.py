@@ -5,10 +5,10 @@ npu_kv_rmsnorm_rope_cache and npu_mla_prolog_v3 for latents; vllm-ascend, attent
 _310p/attention; CANN, PagedAttentionOperation; CANN's error messages where these say nothing.
 
 Sources of experts' limits: op-plugin, npu_moe_distribute_dispatch_v2 and npu_moe_distribute_combine_v2; CANN,
-HCCL_BUFFSIZE, the size of each of a communicator's two buffers; op-plugin, npu_dequant_swiglu_quant, which
-limits a call with group_index alone, and npu_moe_gating_top_k; vllm-ascend 182b75e,
-csrc/moe/dequant_swiglu_quant/op_host/dequant_swiglu_quant_tiling.cpp (CountMaxDim): a row of gate and up, H
-columns each, its scales and its result lie in the unified buffer of 192 KiB together.
+HCCL_BUFFSIZE, the size of each of a communicator's two buffers; op-plugin,
+npu_grouped_matmul_swiglu_quant_v2, whose int8 weight lies in tiles of 32 columns, and npu_moe_gating_top_k.
+
+Sources of the limits of joined heads: CANN, aclnnQkvRmsNormRopeCache, and its tiling.
 
 Legend: H hidden size.
 
@@ -73,13 +73,18 @@ def takes_prolog(
     return is_type and hidden_size in PROLOG_HIDDEN and query_rank in PROLOG_QUERIES
 
 
-MOST_GATED = 10496  # columns of gate and up together
-GATED_STEP = 64  # the columns of each are a multiple of this
+MOST_GATED = 10240  # columns of gate and up together
+GATED_STEP = 32  # these are a multiple of this
 
 
 def fuses_gate(inner_size: int) -> bool:
-    """Whether one launch scales, gates and quantises the rows of experts of this width on a rank."""
-    return 2 * inner_size <= MOST_GATED and inner_size % GATED_STEP == 0
+    """Whether one launch multiplies, gates and quantises the rows of experts of this width on a rank."""
+    columns = 2 * inner_size
+    return columns <= MOST_GATED and columns % GATED_STEP == 0
+
+
+# npu_qkv_rms_norm_rope_cache: the head dim, and what the places of a block are a multiple of
+JOINED_HEAD, JOINED_BLOCK_STEP = 128, 32
 
 
 MOST_GATING = 2048  # experts, of which each group's are rounded up to a multiple of 32
@@ -192,6 +197,7 @@ class AscendProduct:
     has_int8_pages: bool = False
     has_int4: bool = False  # it multiplies weights of 4 bits by groups (npu_weight_quant_batchmatmul)
     has_latents: bool = False  # fused attention takes latents, and one operator writes them
+    has_joined_heads: bool = False  # it has npu_qkv_rms_norm_rope_cache
     has_mixtures: bool = True  # it routes tokens to experts and multiplies each expert's rows in one launch
     gates_by_softmax: bool = True  # it has npu_moe_gating_top_k_softmax, whose experts lie in no groups
     # 16-bit weights are kept in FRACTAL_NZ (vllm-ascend #4960: graphs failed with them)
@@ -215,9 +221,14 @@ class AscendProduct:
     prefetches: bool = (
         False  # fetching a weight while attention runs is faster (off by default in vllm-ascend too)
     )
+    # Captured steps are faster with a shared expert on a second stream (off by default in vllm-ascend, too)
+    overlaps_experts: bool = False
     # One launch of a prompt's product and the ranks' sum of it is faster
     sums_products: bool = False
     joins_latents: bool = False  # one launch of everything before latent attention is right, and faster
+    # One launch that splits the product of queries, keys and values, and norms and rotates their heads, is
+    # right and faster than one for each. No other engine calls npu_qkv_rms_norm_rope_cache
+    joins_heads: bool = False
     dispatches: bool = False  # sending tokens to the ranks of their experts is faster
     exact_angles: bool = True  # cosines of angles of 100,000 radians are right
     most_graphs: int | None = None  # sizes that may be captured; None: as many as its streams allow
@@ -442,7 +453,8 @@ class AscendProduct:
         this takes an even sample, but only of the sizes up to a page: larger ones are all needed, since a
         step is padded by at most a page. Raises ValueError if these are too many.
         """
-        most = MOST_STREAMS // (num_layers + 1 + self.captures_draws + self.prefetches + joins)
+        beside_layers = 1 + self.captures_draws + self.prefetches + self.overlaps_experts + joins
+        most = MOST_STREAMS // (num_layers + beside_layers)
         if self.most_graphs is not None:
             most = min(most, self.most_graphs // (1 + joins))  # the join of each size is a graph of its own
         most -= beside
@@ -491,6 +503,7 @@ PRODUCTS = (
         captures_draws=True,
         has_latents=True,
         has_int8_pages=True,
+        has_joined_heads=True,
         has_int4=True,
     ),
     AscendProduct(
@@ -501,6 +514,7 @@ PRODUCTS = (
         captures_draws=True,
         has_latents=True,
         has_int8_pages=True,
+        has_joined_heads=True,
         has_int4=True,
     ),
     AscendProduct(
@@ -544,8 +558,8 @@ log = logging.getLogger(__name__)
 
 PROBED = (
     *("keeps_nan", "packs_float16", "tiles_weights", "slices_tiles", "captures_draws", "prefetches"),
-    *("exact_angles", "groups_products", "divides_gates", "unmasks_decodes", "counts_own_key"),
-    *("joins_latents", "sums_products", "dispatches"),
+    *("overlaps_experts", "exact_angles", "groups_products", "divides_gates", "joins_heads"),
+    *("unmasks_decodes", "counts_own_key", "joins_latents", "sums_products", "dispatches"),
 )
 assert {each.name for each in fields(AscendProduct)} >= set(PROBED), "the answers are facts of a product"
 # Answers in files of earlier versions that no longer count, each with the reason

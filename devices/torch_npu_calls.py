@@ -71,11 +71,13 @@ ON_FUSED: tuple[OperatorCall, ...] = (
     _call("_npu_fused_infer_attention_score_v2_get_max_workspace", _SECOND, SINKS),
     _call("npu_dynamic_quant", "input", INT8),
     _call("npu_add_rms_norm_dynamic_quant", "x1 x2 gamma epsilon output_mask", INT8),
-    _call("npu_dequant_swiglu_quant", "x weight_scale activation_scale group_index activate_left"
-          " quant_mode", INT8),
+    _call("npu_dequant_swiglu_quant", "x weight_scale activation_scale activate_left quant_mode", INT8),
+    _call("npu_grouped_matmul_swiglu_quant_v2", "x weight weight_scale x_scale group_list group_list_type",
+          "mixtures of experts in W8A8"),
     _call("npu_weight_quant_batchmatmul", "x weight antiquant_scale antiquant_offset antiquant_group_size"
           " bias", INT4),
     _call("npu_convert_weight_to_int4pack", "weight", INT4),
+    _call("npu_add_rms_norm_cast", "x1 x2 gamma epsilon", MIXTURES),
     _call("npu_moe_gating_top_k_softmax", "x k", MIXTURES),
     _call("npu_moe_gating_top_k_softmax_v2", "x k renorm", ANSWERS),
     _call("npu_clipped_swiglu", "x interleaved alpha limit bias", "experts with a clamped gate"),
@@ -91,6 +93,8 @@ ON_FUSED: tuple[OperatorCall, ...] = (
           " rmsnorm_gamma_ckv rope_sin rope_cos kv_cache kr_cache cache_index rmsnorm_epsilon_cq"
           " rmsnorm_epsilon_ckv cache_mode weight_quant_mode dequant_scale_x dequant_scale_w_dq"
           " dequant_scale_w_uq_qr dequant_scale_w_dkv_kr", ANSWERS),
+    _call("npu_qkv_rms_norm_rope_cache", "qkv q_gamma k_gamma cos sin index q_out k_cache v_cache qkv_size"
+          " head_nums epsilon cache_mode is_output_qkv", ANSWERS),
     _call("npu_mm_all_reduce_base", "x1 x2 hcom", ANSWERS),
     _call("npu_prefetch", "input dependency max_size", ANSWERS),
     _call("npu_moe_distribute_dispatch_v2", f"x expert_ids {_GROUP} quant_mode", ANSWERS),

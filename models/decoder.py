@@ -9,6 +9,7 @@ Legend: T tokens of the step, R sampled rows, V vocabulary, H query heads, K kv 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -66,6 +67,11 @@ class SelfAttention(nn.Module):
         self.qkv = SplitLinear(
             ops, width or hidden, sum(widths), config.attention_bias, dtype, device, form[0], widths
         )
+        self.joins: Any = None  # splits the product, and norms and rotates its heads, in one launch
+        is_plain = config.qk_norm == "heads" and not self.has_gate
+        if is_plain and form[0] not in ("static", "w8a16"):  # which are packed in parts
+            self.joins = ops.join_heads(config.num_heads, config.num_kv_heads, config.head_dim, dtype, device)
+        self.qkv.is_whole = self.joins is not None
         self.output = SummedLinear(ops, heads, hidden, config.output_bias, dtype, device, form[1], group)
         self.norm_kind, self.norm_names = config.qk_norm, config.qk_norm_names
         self.query_growth, self.ranks = config.query_growth, group
@@ -151,18 +157,9 @@ class SelfAttention(nn.Module):
 
         Returns its queries [T, H, D], and what opens the gates of the output [T, H * D], if there are any.
         """
-        query, *gates, key, value = self.qkv(x)
-        gate = gates[0] if gates else None
-        if self.norm_kind == "joined":
-            query, key = self._normed_together(query, key)
-        query, key, value = (each.unflatten(-1, (-1, self.head_dim)) for each in (query, key, value))
-        if is_absent is not None:
+        query, gate, key, value = self._rotated(x, cos, sin)
+        if is_absent is not None:  # norms and rotations of zeros are zeros
             key, value = (each.masked_fill(is_absent[:, None, None], 0) for each in (key, value))
-        if self.norm_kind == "heads":
-            query, key = self._normed_by_head(query, key)
-        query, key = self.ops.rotary(query, key, cos, sin)
-        if self.norm_kind == "rotated":
-            query, key = self._normed_by_head(query, key)
         if self.query_growth is not None:
             rate, step_size = self.query_growth
             positions = pad_rows(step.positions, len(query))
@@ -175,6 +172,28 @@ class SelfAttention(nn.Module):
         else:
             self.attention.write_by_channel(key, value, self.scales, keys, values, metadata)
         return query, gate
+
+    def _rotated(
+        self, x: Tensor | Int8Rows, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+        """Return queries [T, H, D], gates, keys and values [T, K, D]; queries and keys normed and rotated."""
+        if self.joins is not None and self.joins.takes(len(cos)):
+            assert self.query_norm is not None, "only heads with norms are joined"
+            assert self.key_norm is not None, "only heads with norms are joined"
+            qkv = self.qkv.whole(x)
+            parts = self.joins(qkv, self.query_norm, self.key_norm, self.eps, cos, sin)
+            query, key, value = (each.unflatten(-1, (-1, self.head_dim)) for each in parts)
+            return query, None, key, value
+        query, *gates, key, value = self.qkv(x)
+        if self.norm_kind == "joined":
+            query, key = self._normed_together(query, key)
+        query, key, value = (each.unflatten(-1, (-1, self.head_dim)) for each in (query, key, value))
+        if self.norm_kind == "heads":
+            query, key = self._normed_by_head(query, key)
+        query, key = self.ops.rotary(query, key, cos, sin)
+        if self.norm_kind == "rotated":
+            query, key = self._normed_by_head(query, key)
+        return query, gates[0] if gates else None, key, value
 
     def _normed_by_head(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         assert self.query_norm is not None, "its norms are those of heads"
@@ -264,16 +283,29 @@ class DecoderLayer(nn.Module):
         x = self.attention(normed, cos, sin, step)
         if self.attention_post_norm is not None:
             x = self.ops.rms_norm(x, self.attention_post_norm, self.eps)
+        if isinstance(self.mlp, Mixture):
+            return self._mixed(x, residual, step, self.mlp)
         weights = self.mlp_norm, self.mlp_norm_bias
         normed, residual = self._add_norm(x, residual, *weights, self.mlp.gate_up)
-        if isinstance(self.mlp, Mixture):  # no expert computes the padding rows
-            assert isinstance(normed, Tensor), "a router reads no rows in int8"
-            num_tokens, num_rows = len(step.token_ids), len(residual)
-            return pad_rows(self.mlp(normed[:num_tokens], step.is_asked), num_rows), residual
         x = self.mlp(normed)
         if self.mlp_post_norm is not None:
             x = self.ops.rms_norm(x, self.mlp_post_norm, self.eps)
         return x, residual
+
+    def _mixed(
+        self, x: Tensor, residual: Tensor, step: StepInputs, mixture: Mixture
+    ) -> tuple[Tensor, Tensor]:
+        """Return the output of the mixture, and the residual; no expert computes the padding rows."""
+        wide: Tensor | None = None
+        if self.mlp_norm is not None and self.mlp_norm_bias is None:
+            normed, wide, residual = self.ops.add_rms_norm_wide(x, residual, self.mlp_norm, self.eps)
+        else:
+            found, residual = self._add_norm(x, residual, self.mlp_norm, self.mlp_norm_bias, None)
+            assert isinstance(found, Tensor), "a router reads no rows in int8"
+            normed = found
+        num_tokens, num_rows = len(step.token_ids), len(residual)
+        wide = None if wide is None else wide[:num_tokens]
+        return pad_rows(mixture(normed[:num_tokens], wide, step.is_asked), num_rows), residual
 
     def normed_input(self, x: Tensor) -> Tensor:
         """Return what attention reads of hidden states [T, hidden] that are whole already."""

@@ -279,7 +279,8 @@ class Npu(Accelerator):
         from models.ops.npu.ops import NpuOps, PlainNpuOps
 
         has_none = not (self.product.is_fused or self.product.is_atb)  # true for the first 910
-        ops = PlainNpuOps(self.product) if has_none else NpuOps(self.product)
+        wide = self.asked.virtual_fp32
+        ops = PlainNpuOps(self.product) if has_none else NpuOps(self.product, takes_float32=wide)
         self.product.check_dtype(shape.dtype)
         if self.asked.attention == "reference":
             plain = Attention if shape.latent is None else LatentAttention
@@ -289,7 +290,7 @@ class Npu(Accelerator):
             kind = FusedLatentAttention
         elif shape.int8_pages:
             kind = Int8FusedAttention
-        return ops, kind(shape, self.device, self.product, takes_float32=self.asked.virtual_fp32)
+        return ops, kind(shape, self.device, self.product, takes_float32=wide)
 
 
 def start(asked: DeviceSection, learned: str = "") -> Machine:

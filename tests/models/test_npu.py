@@ -20,7 +20,7 @@ import torch.distributed as dist
 from attention.reference import StaticDecodes
 from continuous_batching.engine import Engine
 from continuous_batching.request import Request, SamplingParams
-from devices.ascend_limits import MOST_GATHERED, PRODUCTS, product
+from devices.ascend_limits import MOST_GATHERED, PRODUCTS, AscendProduct, product
 from models.config import MixtureConfig
 from models.ops.operands import ExpertKind, Int4Weight, PairedInt4, StaticInt8, UnpackedLinear
 from models.ops.reference import Ops
@@ -282,7 +282,9 @@ def _as_a_310p() -> None:
     ops.rotary_of_one(heads, heads[:, 0], heads[:, 0])
     ops.swiglu(heads[..., :2].contiguous())
     ops.clamped_swiglu(heads, 1.0, 7.0)
-    _by_experts(ops, torch.ones(3, 32, dtype=torch.float16, device="npu:0"))
+    rows = torch.ones(3, 32, dtype=torch.float16, device="npu:0")
+    ops.add_rms_norm_wide(rows, rows, rows[0].clone(), 1e-5)
+    _by_experts(ops, rows)
     bias = torch.ones(32, dtype=torch.float16, device="npu:0")
     ops.linear(heads[:, 0].half(), ops.pack(torch.ones(32, 16, device="npu:0").half(), bias))
     half = torch.ones(32, 16, dtype=torch.float16, device="npu:0")
@@ -298,12 +300,29 @@ def _as_a_310p() -> None:
 
 def _in_int8(ops: Ops, rows: torch.Tensor) -> None:
     """Run what a layer in W8A8 runs, on rows of 32."""
-    x, _ = ops.add_rms_norm_int8(rows, rows, rows[0].clone(), 1e-5)
+    _, _, residual = ops.add_rms_norm_wide(rows, rows, rows[0].clone(), 1e-5)
+    x, _ = ops.add_rms_norm_int8(rows, residual, rows[0].clone(), 1e-5)
     square, scale = torch.ones(32, 32, dtype=torch.int8, device="npu:0"), torch.ones(32, device="npu:0")
-    assert len(ops.linear_int8_split(x, ops.pack_int8_split(square, scale, None, (16, 16)), (16, 16))) == 2
+    for widths in ((16, 16), (16, 8, 8)):
+        packed = ops.pack_int8_split(square, scale, None, widths)
+        assert len(ops.linear_int8_split(x, packed, widths)) == len(widths)
     down = ops.pack_int8(square[:, :16], scale, None)
     for bias in (None, scale):
         ops.mlp_int8(x, ops.pack_int8(square, scale, bias), down)
+
+
+def _joined(limits: AscendProduct) -> None:
+    """Norm and rotate heads in one launch, and twice the same ones."""
+    from models.ops.npu.ops import NpuOps
+
+    ops, half = NpuOps(limits), torch.bfloat16
+    for size in (64, 128, 128):
+        joined = ops.join_heads(2, 1, size, half, torch.device("npu:0"))
+        if joined is None:
+            continue
+        qkv = torch.ones(3, 4 * size, dtype=half, device="npu:0")
+        assert joined.takes(len(qkv))
+        joined(qkv, *qkv[:2, :size].clone(), 1e-5, *(qkv[:, :size].clone() for _ in range(2)))
 
 
 def _by_experts(ops: Ops, rows: torch.Tensor) -> None:
@@ -333,10 +352,10 @@ def _by_experts(ops: Ops, rows: torch.Tensor) -> None:
         in_int8 = UnpackedLinear(up.to(torch.int8), up_scale)
         packed = ops.pack_experts([gate_up if each.scale is None else in_int8] * 4, [each] * 4)
         ops.joined_mixture(rows, *routed, packed, 5, ops.swiglu)
-    fused = torch.ones(128, 32, dtype=torch.int8, device="npu:0"), torch.ones(128, device="npu:0")
-    down = UnpackedLinear(fused[0].view(32, 128)[:, :64], bias)
+    apart = torch.ones(48, 32, dtype=torch.int8, device="npu:0"), torch.ones(48, device="npu:0")
+    down = UnpackedLinear(apart[0].view(32, 48)[:, :24], bias)
     ops.joined_mixture(
-        rows, *routed, ops.pack_experts([UnpackedLinear(*fused)] * 4, [down] * 4), 5, ops.swiglu
+        rows, *routed, ops.pack_experts([UnpackedLinear(*apart)] * 4, [down] * 4), 5, ops.swiglu
     )
 
 
@@ -448,6 +467,14 @@ def _fetching(ops: Ops, rows: torch.Tensor) -> None:
         torch.mm(rows, rows.t())
 
 
+def _overlapping(ops: Ops, rows: torch.Tensor) -> None:
+    """Capture a product beside another, and compute it once more as it is asked for."""
+    with torch.npu.graph(torch.npu.NPUGraph()):
+        begun = ops.begin_beside(lambda: torch.mm(rows, rows.t()))
+        torch.mm(rows, rows.t()) + begun()
+    ops.begin_beside(lambda: rows)()
+
+
 @stand_in_alone
 def test_angles_that_a_model_scales_are_turned_in_plain_torch() -> None:
     start(section("npu"))
@@ -514,12 +541,14 @@ def test_every_line_of_every_npu_file_runs(monkeypatch: pytest.MonkeyPatch) -> N
             _of_modelslim(each, rows)
         ops.check_int4(torch.bfloat16, 32, 32, (32,))
         _fetching(NpuOps(replace(ops.product, prefetches=True)), rows)  # type: ignore[attr-defined]
+        _overlapping(NpuOps(replace(ops.product, overlaps_experts=True)), rows)  # type: ignore[attr-defined]
         ops.linear_summed(rows, (rows, None), ALONE)
         ops.clamped_swiglu(rows, 1.0, 7.0)
         prompt = torch.ones(256, 32, dtype=torch.bfloat16, device="npu:0")
         both = replace(ops.product, sums_products=True)  # type: ignore[attr-defined]
         monkeypatch.setattr("virtual_npu.device.JoinedRanks.size", lambda *_: 2)
         _among_ranks(NpuOps(both), prompt)
+        _joined(replace(ops.product, joins_heads=True))  # type: ignore[attr-defined]
         heads, angles = torch.ones(3, 2, 16, device="npu:0"), torch.ones(3, 16, device="npu:0")
         ops.rotary(heads, heads.clone(), angles, angles)
         on_an_npu()

@@ -277,6 +277,43 @@ def add_rms_norm(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
     }, conditions
 
 
+def add_rms_norm_cast(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
+    x = torch.randn(*rng.integers(1, 6, 2).tolist(), 16 * int(rng.integers(1, 9))).to(pick(rng, *HALVES))
+    made: Arguments = {"x1": x, "x2": torch.randn_like(x), "gamma": torch.randn(x.shape[-1]).to(x.dtype)}
+    return made | {"epsilon": 1e-5}, Conditions(product=pick(rng, A2, A3, A5))
+
+
+def joined_heads(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
+    dtype, blocks, size = pick(rng, *HALVES), int(rng.integers(3, 6)), pick(rng, 32, 64)
+    tokens = int(rng.integers(1, 20))
+    heads, kv_heads = rng.integers(1, 4, 2).tolist()
+    is_one = tokens > blocks or bool(rng.integers(2))
+    angles = 6 * torch.rand(tokens, 64)
+    both = torch.cat([angles, angles], -1)
+    index = torch.from_numpy(rng.permutation(blocks * size)[:tokens])
+    index[torch.from_numpy(rng.integers(2, size=tokens) > 0)] = -1
+
+    def random(*sizes: int) -> torch.Tensor:
+        return torch.randn(*sizes).to(dtype)
+
+    made: Arguments = {
+        "qkv": random(tokens, (heads + 2 * kv_heads) * 128),
+        "q_gamma": random(128),
+        "k_gamma": random(128),
+        "cos": both.cos().to(dtype),
+        "sin": both.sin().to(dtype),
+        "index": index,
+        "q_out": random(tokens, heads * 128),
+        "k_cache": random(blocks, kv_heads * 8, size, 16),
+        "v_cache": random(blocks, kv_heads * 8, size, 16),
+        "qkv_size": [1 if is_one else tokens, tokens if is_one else 1, heads + 2 * kv_heads, 128],
+        "head_nums": [heads, kv_heads, kv_heads],
+        "epsilon": 1e-5,
+        "is_output_qkv": bool(rng.integers(2)),
+    }
+    return made, Conditions(product=pick(rng, A2, A3))
+
+
 def apply_rotary(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
     product, layout = pick(rng, P310, A2, A3, A5), pick(rng, "TND", "BSND", "SBND", "BNSD")
     dtype, dim = torch.float16 if product is P310 else pick(rng, torch.float32, *HALVES), pick(rng, 64, 128)
@@ -451,12 +488,15 @@ RIGHT: dict[str, Callable[[np.random.Generator], tuple[Arguments, Conditions]]] 
     "npu_mla_prolog_v3": right_latent_calls.prolog,
     "npu_rms_norm": rms_norm,
     "npu_add_rms_norm": add_rms_norm,
+    "npu_add_rms_norm_cast": add_rms_norm_cast,
+    "npu_qkv_rms_norm_rope_cache": joined_heads,
     "npu_apply_rotary_pos_emb": apply_rotary,
     "npu_rotary_mul": rotary_mul,
     "npu_swiglu": swiglu,
     "npu_clipped_swiglu": right_mixture_calls.clipped_gate,
     "npu_add_rms_norm_dynamic_quant": add_rms_norm_dynamic_quant,
     "npu_dequant_swiglu_quant": dequant_swiglu_quant,
+    "npu_grouped_matmul_swiglu_quant_v2": right_mixture_calls.gated_products,
     "npu_grouped_matmul": grouped_matmul,
     "npu_moe_gating_top_k_softmax": right_mixture_calls.gating,
     "npu_moe_gating_top_k_softmax_v2": right_mixture_calls.gating_as_one,

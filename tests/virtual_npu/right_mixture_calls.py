@@ -108,6 +108,23 @@ def products(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
     return made, Conditions(product=pick(rng, A2, A3))
 
 
+def gated_products(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
+    experts, rows = rng.integers(1, 20, 2).tolist()
+    inner, width = 16 * int(rng.integers(1, 5)), 32 * int(rng.integers(1, 5))
+    counts = torch.from_numpy(rng.multinomial(int(rng.integers(rows + 1)), [1 / experts] * experts))
+    by_counts = bool(rng.integers(2))
+    scale = torch.rand(experts, width) / 1000
+    made: Arguments = {
+        "x": torch.randint(-128, 128, (rows, inner)).to(torch.int8),
+        "weight": [torch.randint(-128, 128, (experts, inner, width)).to(torch.int8)],
+        "weight_scale": [scale.to(pick(rng, torch.float32, *HALVES))],
+        "x_scale": torch.rand(rows) / 100,
+        "group_list": counts if by_counts else counts.cumsum(0),
+        "group_list_type": int(by_counts),
+    }
+    return made, Conditions(product=pick(rng, A2, A3))
+
+
 def of_4_and_8_bits(experts: int, inner: int, words: int, rows: int) -> tuple[torch.Tensor, Arguments]:
     """A weight of so many words a row, to be multiplied with int8 rows, and what goes with it."""
     numbers = torch.randint(-8, 8, (experts, inner, 8 * words))

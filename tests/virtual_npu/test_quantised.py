@@ -134,6 +134,26 @@ def test_a_product_in_int32_is_scaled_gated_and_quantised() -> None:
     torch.testing.assert_close(rows * scale[:, None], wanted, atol=float(scale.max()) * 0.51, rtol=0)
 
 
+@pytest.mark.parametrize("by_counts", [False, True])
+def test_the_products_of_experts_are_scaled_gated_and_quantised(by_counts: bool) -> None:
+    x, weight = (torch.randint(-99, 99, sizes).to(torch.int8) for sizes in ((7, 32), (3, 32, 64)))
+    scale, row_scale, counts = torch.rand(3, 64) / 100, torch.rand(7) / 10, torch.tensor([2, 0, 4])
+    rows, row_scales = KERNELS["npu::npu_grouped_matmul_swiglu_quant_v2"](
+        x,
+        [weight],
+        [scale],
+        row_scale,
+        counts if by_counts else counts.cumsum(0),
+        group_list_type=int(by_counts),
+    )
+    of_rows = torch.tensor([0, 0, 2, 2, 2, 2])
+    product = torch.einsum("tk,tkn->tn", x[:6].double(), weight[of_rows].double())
+    gate, up = (product * scale[of_rows] * row_scale[:6, None]).chunk(2, 1)
+    found, wanted = rows[:6] * row_scales[:6, None], gate / (1 + (-gate).exp()) * up
+    torch.testing.assert_close(found.double(), wanted, atol=float(row_scales[:6].max()) * 0.51, rtol=1e-6)
+    assert row_scales[6].isnan(), "no expert has the last row"
+
+
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_grouped_products_are_the_products_one_by_one(has_bias: bool) -> None:
     x, weights = torch.randn(5, 48).half(), [torch.randn(48, width).half() for width in (16, 3)]

@@ -149,6 +149,11 @@ NORM = [
     Wrong("alike", cut("x2"), "x2", "beside"),
     Wrong("filled", lambda call: {name: call[name][:0] for name in ("x1", "x2")}, "x1", "(0,"),
 ]
+CAST = [
+    *(each for each in NORM if each.rule not in ("dtype", "row", "filled")),
+    Wrong("halves", to("x1", Tensor.float), "x1", "float32"),
+    Wrong("contiguous", to("x2", strided), "x2", "strided"),
+]
 TURNED = ("query", "key", "cos", "sin")
 ROTARY = [
     Wrong("layout", put(layout="BSH"), "layout", "is BSH"),
@@ -422,6 +427,43 @@ PREFETCH = [
     Wrong("offset", lambda call: {**call, "offset": call["input"].nbytes}, "offset", "bytes"),
 ]
 
+
+def _written_twice(call: Arguments) -> Arguments:
+    """Two tokens in one place."""
+    kept = call["index"][call["index"] >= 0]
+    return {"index": spoil(call["index"], call["index"] >= 0, kept[0])}
+
+
+JOINED = [
+    Wrong("mode", put(cache_mode="Norm"), "cache_mode", "Norm"),
+    Wrong("mode", put(k_scale=torch.ones(2, 128)), "k_scale", "float32 (2, 128)"),
+    Wrong("dtype", to("cos", Tensor.float), "cos", "float32"),
+    Wrong("dtype", to("index", Tensor.int), "index", "int32"),
+    Wrong("sizes", to("head_nums", lambda heads: [heads[0] + 1, heads[1] - 1, heads[2]]), "head_nums", "["),
+    Wrong("sizes", to("qkv_size", lambda size: [*size[:3], 64]), "qkv_size", "64] for heads"),
+    Wrong("axes", to("k_gamma", lambda gamma: gamma[:-1]), "k_gamma", "(127,)"),
+    Wrong("axes", cut("sin"), "sin", "rows of"),
+    Wrong("axes", cut("q_out"), "q_out", "rows of"),
+    Wrong("blocks", to("k_cache", lambda cache: cache[..., :-1]), "k_cache", "15)"),
+    Wrong("blocks", cut("v_cache"), "v_cache", "columns"),
+    Wrong(
+        "blocks",
+        lambda call: {name: call[name][:, :, :16].contiguous() for name in ("k_cache", "v_cache")},
+        "k_cache",
+        "blocks of 16 for 1 times",
+    ),
+    Wrong(
+        "blocks",
+        lambda call: {name: call[name][:0] for name in ("k_cache", "v_cache")},
+        "k_cache",
+        "0 blocks of",
+    ),
+    Wrong("contiguous", to("qkv", strided), "qkv", "strided"),
+    Wrong("places", to("index", lambda index: spoil(index, 0, 999)), "index", "one with place 999 of"),
+    Wrong("places", to("index", lambda index: spoil(index, 0, -2)), "index", "one with place -2 of"),
+    Wrong("places", _written_twice, "index", "more than once"),
+]
+
 FAMILIES = {
     **dict.fromkeys(("_npu_paged_attention", "_npu_paged_attention_get_workspace"), DECODES),
     **dict.fromkeys(
@@ -439,6 +481,8 @@ FAMILIES = {
     "npu_transpose_batchmatmul": wrong_latent_calls.PRODUCT,
     "npu_mla_prolog_v3": wrong_latent_calls.PROLOG,
     **dict.fromkeys(("npu_rms_norm", "npu_add_rms_norm"), NORM),
+    "npu_add_rms_norm_cast": CAST,
+    "npu_qkv_rms_norm_rope_cache": JOINED,
     "npu_apply_rotary_pos_emb": ROTARY,
     "npu_rotary_mul": MULTIPLY,
     "npu_swiglu": SWIGLU,
@@ -454,6 +498,7 @@ FAMILIES = {
     "npu_moe_distribute_combine_v2": dispatch_calls.COMBINE,
     "npu_add_rms_norm_dynamic_quant": wrong_int8_calls.NORM,
     "npu_dequant_swiglu_quant": wrong_int8_calls.SWIGLU,
+    "npu_grouped_matmul_swiglu_quant_v2": wrong_int8_calls.GATED,
     "npu_moe_gating_top_k_softmax": GATING,
     "npu_moe_gating_top_k_softmax_v2": GATING_AS_ONE,
     "npu_moe_gating_top_k": wrong_latent_calls.GATING,
@@ -481,6 +526,9 @@ WANTED = {
     "npu_transpose_batchmatmul": lambda call: len(set(call["weight"].shape)) == 3,
     "npu_dequant_swiglu_quant": lambda call: "group_index" not in call,
     "npu_mla_prolog_v3": lambda call: call["weight_quant_mode"] == 2,
+    "npu_qkv_rms_norm_rope_cache": lambda call: (
+        call["qkv_size"][0] == 1 < call["head_nums"][1] and (call["index"] >= 0).sum() > 1
+    ),
     "npu_moe_gating_top_k": lambda call: call["group_count"] > 2 and call["bias"] is not None,
     "npu_moe_init_routing_v2": lambda call: call["expert_num"] > 2,
     "npu_top_k_top_p": lambda call: {"p", "k"} <= set(call) and call["logits"].shape[1] > 1024,
