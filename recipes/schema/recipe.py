@@ -294,8 +294,7 @@ class Recipe:
         yield from self._device_contradictions()
         yield from event_contradictions(self.cache.events, is_sharing=self.cache.prefix_sharing)
         yield from page_contradictions(
-            self.server.pages_at,
-            self.server.prompt_replicas,
+            self.server,
             is_sharing=self.cache.prefix_sharing,
             ranks=self.parallel.ranks,
             speculation=self.speculation.kind,
