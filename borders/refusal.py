@@ -11,6 +11,7 @@ from typing import Any
 
 TOO_LONG = "context_length_exceeded"  # the code of a prompt that is too long, as in OpenAI's API
 _LONGEST_VALUE = 60  # characters of a value in a message
+LONGEST_LINE = 1000  # characters of what another process says, where it is shown
 
 
 class BadRequest(ValueError):
@@ -89,3 +90,9 @@ def abbreviate(value: object) -> str:
         return f"a number of {value.bit_length()} bits"
     text = f"{value!r:.{MOST_CHARACTERS}}"
     return text if len(text) < MOST_CHARACTERS else f"{text[: MOST_CHARACTERS - 3]}..."
+
+
+def one_line(text: str) -> str:
+    """Return another process's text as one printable line of bounded length."""
+    shown = "".join(each if each.isprintable() else " " for each in text[: LONGEST_LINE + 1])
+    return shown if len(shown) <= LONGEST_LINE else f"{shown[: LONGEST_LINE - 3]}..."

@@ -12,6 +12,8 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
+import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -46,6 +48,26 @@ def read_secret(path: Path) -> bytes:
             " -hex 32"
         )
     return secret
+
+
+def within(sock: socket.socket, limit_s: float) -> Receive:
+    """Return what reads from a socket, everything within a time; raises ConnectionError."""
+    until_s = time.monotonic() + limit_s
+
+    def receive(count: int) -> bytes:
+        data = b""
+        while len(data) < count:
+            sock.settimeout(max(1e-3, until_s - time.monotonic()))
+            try:
+                more = sock.recv(count - len(data))
+            except socket.timeout as error:  # noqa: UP041, which Python 3.10 knows apart from TimeoutError
+                raise Unproven(f"the other side has said nothing for {limit_s:g} s") from error
+            if not more:
+                raise ConnectionError("the other side has ended the connection")
+            data += more
+        return data
+
+    return receive
 
 
 def prove_as_dialler(secret: bytes, send: Send, receive: Receive) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
+from borders.refusal import one_line
 from borders.shared_secret import Unproven
 from kv_cache.exchange.channel import NONE, Credentials
 from kv_cache.exchange.connection import UNREAD_S, Connection, UnhandledBytes, Wake
@@ -35,7 +36,6 @@ from kv_cache.exchange.messages import (
     Unwanted,
     Welcome,
     address_of_pages,
-    one_line,
 )
 from kv_cache.exchange.transports import TRANSPORTS, Bytes, Reach, Ring, Transport
 

@@ -14,6 +14,7 @@ import time
 import zlib
 from dataclasses import dataclass
 
+from borders.refusal import one_line
 from borders.shared_secret import Unproven
 from kv_cache.exchange.channel import NONE, Credentials
 from kv_cache.exchange.connection import Connection, Stalled, Wake
@@ -33,7 +34,6 @@ from kv_cache.exchange.messages import (
     Welcome,
     address_of_pages,
     framed,
-    one_line,
 )
 from kv_cache.exchange.transports import TRANSPORTS, PageWindow, Transport
 

@@ -202,7 +202,8 @@ class CacheSection:
     tier: dict[str, Any] | None = key(
         "where pages rest below `cache.host_gib`, so that a restart, or another engine, finds them: `kind`"
         " disk (with `path`, a folder) or redis (with `url`, and `password_file`), `gib`, the most that all"
-        " pages there take, and `wait_s`, how long a request waits for its pages (0.5); null: nowhere",
+        " pages there take, `wait_s`, how long a request waits for its pages (0.5), `key_file`, a secret with"
+        " which they are signed, and `open`, which lets redis be on another machine without; null: nowhere",
         default=None,
     )
     prefix_sharing: bool = key(

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from borders.files import in_one_line
-from borders.refusal import BadRequest
+from borders.refusal import BadRequest, one_line
 from borders.shared_secret import read_secret
 from continuous_batching.batch import Batch, Sampled
 from continuous_batching.engine import Engine, Step
@@ -36,7 +36,7 @@ from continuous_batching.request import Request, SamplingParams
 from kv_cache.device.storage import KVCache
 from kv_cache.exchange.channel import Credentials, TlsContexts
 from kv_cache.exchange.connection import Connection, Wake
-from kv_cache.exchange.messages import AllSent, NotSent, PageIdentity, PagePart, PagesWanted, one_line
+from kv_cache.exchange.messages import AllSent, NotSent, PageIdentity, PagePart, PagesWanted
 from kv_cache.exchange.page_server import PageLink, PageServer
 from kv_cache.exchange.prompt_source import Came, PromptSource, taken, unwanted
 from kv_cache.pages import Index

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from borders import field_types
+from borders.refusal import one_line
 from kv_cache.exchange import connection, page_server, prompt_source
 from kv_cache.exchange.channel import Plain
 from kv_cache.exchange.connection import UnhandledBytes
@@ -31,7 +32,6 @@ from kv_cache.exchange.messages import (
     Unwanted,
     Welcome,
     framed,
-    one_line,
 )
 from serving.engine import page_exchange
 from tests.kv_cache import device
