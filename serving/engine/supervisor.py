@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Literal
 
+import msgspec
 import zmq
 
 from borders.start_report import StartReport
@@ -229,7 +230,10 @@ class Supervisor:
 
     async def _listen(self, engine: EngineProcess, born_s: float) -> None:
         while True:
-            message = decode_from_engine(await engine.socket.recv())
+            try:
+                message = decode_from_engine(await engine.socket.recv())
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+                raise EngineLost(f"the engine's process says what none says: {error}") from error
             if isinstance(message, Starting):  # the limit of a start counts from its beginning
                 self.starting.tell(message.doing)
                 continue

@@ -6,26 +6,56 @@ is to be refused as the border refuses, or to end the connection on which it cam
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import socket
 import ssl
+import threading
 from collections.abc import Callable
 from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
+from borders.refusal import BadRequest
 from borders.shared_secret import Unproven, prove_as_dialler, prove_as_listener
+from continuous_batching.request import Request, SamplingParams
+from continuous_batching.routing.routing import Routing
+from kv_cache.event_messages import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 from kv_cache.exchange import connection, prompt_source
 from kv_cache.exchange.channel import Encrypted
 from kv_cache.exchange.messages import AllSent, Hello, NotSent, PagesWanted, PartTaken, Unwanted
-from serving.router.replicas import Unreadable, figures_of, info_of, listed_of
+from recipes.cluster.router_client import RouterClient
+from serving.engine.messages import (
+    Add,
+    AddAccepted,
+    Begun,
+    Finish,
+    Pause,
+    QueueRefused,
+    RecordTrace,
+    SampleEnd,
+    Stepped,
+    StepTimes,
+    decode_from_engine,
+    decode_to_engine,
+)
+from serving.router.page_reader import PageReader
+from serving.router.replicas import Unreadable, ask, figures_of, info_of, listed_of
+from serving.router.upstream import Lost, Upstream
 from tests.kv_cache import device
+from tests.kv_cache.test_events import Engine
 from tests.mutated import JSON_DEEP, Mutator, encoded
+from tests.patience import PATIENCE_S
 from tests.serving.hostile_peer import AnswersPeer, PromptsPeer, framed_body
 from tests.serving.page_pair import Pair, alone, cache_of, prompts
+from tests.serving.router.test_proxy import Stub
 from tests.serving.test_hostile_peers import TOKENS, WISH, part_of
 from tests.serving.test_page_credentials import OURS, tls
 from tests.thorough import cases
@@ -187,3 +217,160 @@ def test_a_router_survives_any_figures() -> None:
     mutator = Mutator(6)
     for _ in range(FEW):
         assert all(0 <= each <= 2**53 for each in figures_of(mutator.data(METRICS)).values())
+
+
+def test_a_router_survives_any_http() -> None:
+    """An answer of a replica is read within its bounds, or the replica is lost."""
+    mutator = Mutator(7)
+    good = [
+        b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n{}",
+        b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\n{}\r\n3;a=b\r\nabc\r\n0\r\nx: y\r\n\r\n",
+        b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 404 Not Found\r\nconnection: close\r\n\r\nnone",
+        b"HTTP/1.0 200 OK\r\n\r\n{}",
+    ]
+
+    async def test() -> None:
+        async def script(writer: asyncio.StreamWriter) -> None:
+            writer.write(mutator.data(mutator.one_of(good)))
+            writer.write_eof()
+
+        stub = Stub(script)
+        server = Upstream("127.0.0.1", await stub.start())
+        for _ in range(FEW):
+            with suppress(Lost, Unreadable):
+                status, body = await ask(server, "/ready", [], 100)
+                assert 200 <= status < 1000
+                assert len(body) <= 100
+            server.lose("a test")
+            for writer in stub.writers:
+                writer.transport.abort()
+            stub.writers.clear()
+            await asyncio.sleep(0)
+        stub.server.close()
+
+    asyncio.run(test())
+
+
+BATCHES = [
+    KVEventBatch(1.0, [AllBlocksCleared(), BlockStored([1, 2], None, [3, 4, 5, 6], 2)]),
+    KVEventBatch(2.0, [BlockStored([2**63, 7], 2, [1, 2, 3, 4], 2), BlockRemoved([1, 9])]),
+    KVEventBatch(3.0, [BlockRemoved([7])]),
+]
+
+
+def test_a_router_survives_any_events_of_pages(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What is no event ends the reading of that replica's, and what was believed of it is forgotten."""
+    mutator = Mutator(8)
+    routing = Routing(2)
+
+    async def test() -> None:
+        for _ in range(FEW):
+            reader = PageReader("tcp://127.0.0.1:9", "127.0.0.1", 1, routing)
+
+            async def read_one(reader: PageReader = reader) -> None:
+                for number in range(6):
+                    tree = tree_of(mutator.one_of(BATCHES))
+                    is_changed = mutator.random.random() < 0.4
+                    batch = encoded(mutator.message(tree) if is_changed else tree, msgspec.msgpack.encode)
+                    frames = [b"", number.to_bytes(8, "big"), batch]
+                    if mutator.random.random() < 0.2:
+                        frames = [mutator.data(each) for each in frames] * mutator.one_of([1, 1, 2])
+                    if mutator.random.random() < 0.3:
+                        reader._take_answer([b"", *frames])
+                    else:
+                        await reader._hear(frames)
+                raise ValueError("the end of a test")
+
+            async def nothing() -> None:
+                pass
+
+            monkeypatch.setattr(reader, "_read_one", read_one)
+            monkeypatch.setattr(reader, "_ask", nothing)
+            routing.tells[1] = True
+            await reader._read()
+            lines = [each.getMessage() for each in caplog.records]
+            caplog.clear()
+            assert all(each.isprintable() and len(each) < 1100 for each in lines)
+            assert not routing.tells[1]
+            assert len(routing.held) == 0
+            reader.close()
+
+    asyncio.run(test())
+
+
+def test_an_engine_answers_no_wrong_question_about_its_pages(tmp_path: Path) -> None:
+    """Who asks for events again gets batches or a snapshot, and what is no question gets nothing."""
+    mutator, engine = Mutator(9), Engine(tmp_path, 16)
+    engine.compute(list(range(12)))
+    sent = list[list[bytes]]()
+    engine.events.close()
+    engine.events._asked = SimpleNamespace(send_multipart=sent.append)  # type: ignore[assignment]
+    for _ in range(FEW):
+        frames = [b"who", b"", (3).to_bytes(8, "big")]
+        frames[2] = mutator.data(frames[2])
+        engine.events._answer(frames * mutator.one_of([1, 1, 1, 2]))
+    assert sent
+
+
+FLEET = {
+    "waiting_tokens": 5,
+    "replicas": [
+        {
+            "url": "http://a:1",
+            "state": "ready",
+            "leaves": False,
+            "queued_tokens": 3,
+            "requests": 1,
+            "more": [],
+        }
+    ],
+}
+
+
+def test_who_scales_a_fleet_survives_what_its_router_says() -> None:
+    mutator, said = Mutator(10, JSON_DEEP), list[str]()
+
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, *_: object) -> None:
+            pass
+
+        def do_GET(self) -> None:
+            body = encoded(mutator.message(FLEET), msgspec.json.encode)
+            head = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(body)
+            reply = head + body
+            self.wfile.write(mutator.data(reply) if mutator.random.random() < 0.3 else reply)
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        client = RouterClient(f"http://127.0.0.1:{server.server_port}", said.append)
+        for _ in range(FEW):
+            report = client.report()
+            assert report is None or all(
+                type(each.requests) is int and type(each.leaves) is bool for each in report.replicas.values()
+            )
+        server.shutdown()
+        thread.join(PATIENCE_S)
+    assert said
+    assert all(each.isprintable() and len(each) < 1200 for each in said)
+
+
+def test_neither_an_engine_nor_its_server_reads_what_the_other_never_says() -> None:
+    """Of the socket between them, which only their user can open."""
+    params = SamplingParams(max_tokens=5, logit_bias={3: 1.0}, stop_token_ids=(4,))
+    request = Request("a", np.arange(9, dtype=np.int32), params)
+    times = StepTimes(0.1, 0.1, 1, 1, 1)
+    end = SampleEnd(1, "stop", None, 3, 0, 0, 0.1, None, 0.2, [])
+    stepped = Stepped([1, 2], [5, 6], [None, None], [Begun(1, 0, [])], [end], times)
+    mutator = Mutator(11)
+    for decode, messages in (
+        (decode_to_engine, [Add.of(1, request, 0.5), Finish(1, "stop"), RecordTrace(3)]),
+        (decode_from_engine, [stepped, Pause(3.0), AddAccepted(1), QueueRefused(1, "why", 0.5)]),
+    ):
+        for _ in range(FEW):
+            tree = mutator.message(tree_of(mutator.one_of(messages)))
+            body = encoded(tree, msgspec.msgpack.encode)
+            with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError, BadRequest):
+                decode(mutator.data(body) if mutator.random.random() < 0.3 else body)
