@@ -178,3 +178,23 @@ def test_a_server_says_whose_name_it_does_not_know(servers: dict[str, Server]) -
     )
     assert answer.status_code == 400
     assert "x-prompt-replica is not one of server.prompt_replicas" in answer.text
+
+
+@pytest.mark.slow
+def test_an_engine_of_prompts_that_is_stopped_is_a_miss(servers: dict[str, Server]) -> None:
+    """Its connection stays open, and nothing comes over it; its server replaces it."""
+    plain, answers = servers["prompts"], servers[TRANSPORTS[0]]
+    (endpoint,) = httpx.get(f"{answers.url}/server_info").json()["recipe"]["server"]["prompt_replicas"]
+    prompt, stopped = f"stopped {WORDS * 20}", plain.engine_pid
+    missed = figure(answers, "cb_missed_pages_total")
+    os.kill(stopped, signal.SIGSTOP)
+    answer = httpx.post(
+        f"{answers.url}/v1/completions",
+        json={"model": "tiny", "prompt": prompt, "max_tokens": 24, "temperature": 0, "ignore_eos": True},
+        headers={"x-prompt-replica": endpoint},
+        timeout=PATIENCE_S,
+    )
+    assert figure(answers, "cb_missed_pages_total") > missed
+    wait(lambda: plain.engine_pid != stopped)
+    (choice,) = answer.json()["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ask(plain.url, prompt)
