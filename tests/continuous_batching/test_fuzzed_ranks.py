@@ -17,7 +17,7 @@ import pytest
 
 from borders.framing import framed
 from continuous_batching.recording.format import BEGIN, read_entries
-from continuous_batching.recording.listeners import LAST_WORDS, Heard, Listeners, RankLost, beat
+from continuous_batching.recording.listeners import LAST_WORDS, Heard, Listeners, RankLost, _percent, beat
 from continuous_batching.recording.replay import replay
 from tests.continuous_batching.test_recorder import record, scheduler
 from tests.mutated import Mutator, encoded
@@ -54,6 +54,12 @@ def test_beats_that_no_rank_sends_make_it_lost() -> None:
                 assert len(words) < 10_000
             assert 0 <= rank.step < 2**63
             assert len(rank._rest) < 10_000
+
+
+def test_a_percent_of_any_length_is_read() -> None:
+    assert _percent("loading: 41% of 2 GiB") == 41
+    for said in ("9" * 5000, "101", "٣", ""):
+        assert _percent(f"loading: {said}% of 2 GiB") == float("inf")
 
 
 @pytest.fixture(scope="module")
