@@ -184,7 +184,8 @@ def test_a_server_says_whose_name_it_does_not_know(servers: dict[str, Server]) -
 def test_an_engine_of_prompts_that_is_stopped_is_a_miss(servers: dict[str, Server]) -> None:
     """Its connection stays open, and nothing comes over it; its server replaces it."""
     plain, answers = servers["prompts"], servers[TRANSPORTS[0]]
-    (endpoint,) = httpx.get(f"{answers.url}/server_info").json()["recipe"]["server"]["prompt_replicas"]
+    said = httpx.get(f"{answers.url}/server_info", timeout=PATIENCE_S).json()
+    (endpoint,) = said["recipe"]["server"]["prompt_replicas"]
     prompt, stopped = f"stopped {WORDS * 20}", plain.engine_pid
     missed = figure(answers, "cb_missed_pages_total")
     os.kill(stopped, signal.SIGSTOP)
