@@ -10,7 +10,6 @@ from __future__ import annotations
 import io
 import socket
 from contextlib import suppress
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -93,7 +92,7 @@ def test_a_recording_that_no_leader_writes_is_refused(bodies: list[bytes]) -> No
                 pass
 
 
-def test_a_recording_from_a_folder_is_read_as_one_of_a_leader(bodies: list[bytes], tmp_path: Path) -> None:
+def test_a_recording_with_other_bytes_is_damage(bodies: list[bytes]) -> None:
     """Bytes without right checksums are damage, with the place."""
     mutator, data, before = Mutator(3), b"", BEGIN
     for body in bodies:
@@ -101,6 +100,6 @@ def test_a_recording_from_a_folder_is_read_as_one_of_a_leader(bodies: list[bytes
         data += frame
     for _ in range(FEW):
         changed = mutator.data(data)
-        if changed != data:
+        if changed not in (data, b""):
             with pytest.raises(ValueError, match=r".+"):
                 [*read_entries(io.BytesIO(changed))]
