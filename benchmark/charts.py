@@ -13,6 +13,7 @@ mpl.use("Agg")  # draws files, without a display
 
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.patches import Patch
 from matplotlib.ticker import LogFormatter, MaxNLocator
 
@@ -178,6 +179,19 @@ def draw_bars(all_axes: Sequence[Axes], names: Sequence[str], panels: Sequence[P
             axes.set_xscale("log")
 
 
+class PlainLogFormatter(LogFormatter):
+    """The ticks that matplotlib labels at a logarithmic axis, as 0.1 and 10,000, not as powers of ten."""
+
+    def __call__(self, x: float, pos: int | None = None) -> str:
+        return f"{x:,g}" if super().__call__(x, pos) else ""
+
+
+def show_plain_numbers(axis: Axis) -> None:
+    """Label a logarithmic axis by numbers, also between powers of ten where it is short."""
+    axis.set_major_formatter(PlainLogFormatter())
+    axis.set_minor_formatter(PlainLogFormatter(minor_thresholds=(1.5, 0.5)))
+
+
 def draw_lines(
     all_axes: Sequence[Axes],
     panels: Mapping[str, Mapping[str, tuple[Sequence[float], Sequence[float]]]],
@@ -190,10 +204,9 @@ def draw_lines(
             axes.plot(rates, values, marker=".", label=name)
         axes.set_xlabel("requests/s offered")
         axes.set_title(heading)
-        if log:  # numbers are shown plain, not as powers of ten
+        if log:
             axes.set_yscale("log")
-            axes.yaxis.set_major_formatter(LogFormatter())
-            axes.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1.5, 0.5)))
+            show_plain_numbers(axes.yaxis)
     handles, names = all_axes[0].get_legend_handles_labels()
     figure = all_axes[0].get_figure()
     assert figure is not None, "axes are in a figure"

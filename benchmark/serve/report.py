@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, Any
 import matplotlib as mpl
 import numpy as np
 from matplotlib import pyplot as plt
-from matplotlib.ticker import LogFormatter, MaxNLocator
+from matplotlib.ticker import MaxNLocator
 
+from benchmark.charts import show_plain_numbers
 from benchmark.gate.gate import audit
 from benchmark.gate.result import read_result
 from benchmark.gate.table import parts_of, under_ours
@@ -302,9 +303,7 @@ def svg(
                 axes.plot(line.xs, line.ys, line.style, color=colour, marker=line.marker, label=line.label)
             if log:
                 getattr(axes, f"set_{log}scale")("log")
-                axis = getattr(axes, f"{log}axis")  # milliseconds are shown plain, not as powers of ten
-                axis.set_major_formatter(LogFormatter())
-                axis.set_minor_formatter(LogFormatter(minor_thresholds=(1.5, 0.5)))
+                show_plain_numbers(getattr(axes, f"{log}axis"))
             if from_zero:
                 axes.set_ylim(bottom=0)
             if counts:

@@ -16,6 +16,7 @@ import zmq
 from borders.start_report import StartReport
 from recipes.schema.server_section import ServerSection
 from serving.engine.messages import (
+    Beat,
     EngineFacts,
     FromEngine,
     Pause,
@@ -74,6 +75,7 @@ class Supervisor:
         self._engine: EngineProcess | None = None
         self._spare: EngineProcess | None = None
         self._has_worked = False  # this engine has made a step
+        self._learned = ""  # what the last engine has told its successor
         self._lives = itertools.count(1)
         self._life: asyncio.Task[None] | None = None
         # Silence of the engine, or of the next one.
@@ -216,7 +218,9 @@ class Supervisor:
     async def _attend(self, engine: EngineProcess, born_s: float) -> None:
         """Let a process serve, and pass on what it sends; raises EngineLost at its end."""
         self.silence = Silence(time.monotonic(), self._limits.start_timeout_s)
-        engine.wake()
+        engine.wake(self._learned)
+        self.starting.stages_s.clear()
+        self.starting.tell("importing")
         works = (self._listen(engine, born_s), engine.ended(), self._watch())
         tasks = [asyncio.ensure_future(each) for each in works]
         try:
@@ -243,6 +247,8 @@ class Supervisor:
                 self._begin(message, self.silence.heard_s - born_s)
             elif isinstance(message, Pause):
                 self.silence.allow(message.most_s)
+            elif isinstance(message, Beat):
+                self._learned = message.learned
             elif isinstance(message, Stepped) and message.times.num_spans > 0:
                 self._has_worked = True
             self._hear(message)
