@@ -379,9 +379,12 @@ class _Incoming:
         return bytes(read)
 
     def drain(self) -> None:
-        """Drop what comes until the peer ends the connection, so that it can read what it was told."""
-        while True:
-            self.exactly(1)
+        """Drop what the peer still sends, so that it can read what it was told; raises ConnectionError.
+
+        A connection that is closed with unread data is reset. Whoever sends more than a greeting is not
+        listening.
+        """
+        self.exactly(LONGEST_SHORT)
 
     def wait(self) -> None:
         """Return when bytes have come; raises Stalled when they do not come in time.

@@ -44,7 +44,7 @@ def leader_address(cluster: Cluster, interface: str | None) -> str:
     machine's loopback, as /etc/hosts may say, stands for the address from which others see it send.
     """
     if is_loopback(cluster.leader):
-        return HERE
+        return HERE if cluster.leader == "localhost" else cluster.leader
     if interface == ALL_ADDRESSES:
         return ""
     if interface is not None:

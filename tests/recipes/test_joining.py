@@ -133,6 +133,7 @@ def test_the_leader_listens_at_one_address() -> None:
     for leader in ("127.0.0.1", "localhost"):
         for interface in (None, "all", "lo"):
             assert leader_address(Cluster("a test", 2, leader=leader), interface) == HERE
+    assert leader_address(Cluster("a test", 2, leader="127.0.0.2"), None) == "127.0.0.2"
     elsewhere = Cluster("a test", 2, leader="203.0.113.7")
     assert leader_address(elsewhere, "lo") == HERE
     assert leader_address(elsewhere, "all") == ""

@@ -103,6 +103,17 @@ def test_nothing_is_told_and_no_prompt_is_computed_before_the_proof() -> None:
     pair.close()
 
 
+def test_a_flood_without_a_proof_ends_its_connection() -> None:
+    pair = Pair(credentials=OURS)
+    peer = AnswersPeer(pair, greets=False)
+    with suppress(OSError):
+        while True:
+            peer.sock.sendall(b"x" * (1 << 16))
+    pair.until(lambda: pair.server.num_faults == 1 and not pair.server.links)
+    peer.close()
+    pair.close()
+
+
 class Recorded:
     """A peer that dials and says what it is told to, and reads so many bytes."""
 
