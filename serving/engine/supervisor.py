@@ -13,6 +13,7 @@ from typing import Literal
 import msgspec
 import zmq
 
+from borders.refusal import without_paths
 from borders.start_report import StartReport
 from recipes.schema.server_section import ServerSection
 from serving.engine.messages import (
@@ -193,13 +194,13 @@ class Supervisor:
             self._engine = await self._next()
             await self._attend(self._engine, born_s)
         except EngineLost as error:
-            self.trouble = str(error)
+            log.error("%s", error)
+            self.trouble = without_paths(str(error))
         finally:
             self._engine = self.facts = None
             self.starting.tell("")
         if self._spare is not None:
             self._spare.hurry()  # also where a pause is due first
-        log.error("%s", self.trouble)
         # It ran for long, even if without requests.
         has_lasted = time.monotonic() - self._ready_s >= _LONGEST_PAUSE_S
         self._pause_s = (
@@ -329,7 +330,7 @@ class Supervisor:
         """Handle a defect of the supervising task, after which there is no engine."""
         if not life.cancelled() and life.exception() is not None:
             log.error("a defect of the server", exc_info=life.exception())
-            self.trouble = f"a defect of the server: {life.exception()!r}"
+            self.trouble = without_paths(f"a defect of the server: {life.exception()!r}")
             self.has_failed = True
             self.become("dead")
             self._lose(self.trouble)
