@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from borders.refusal import without_paths
 from continuous_batching.counters import Counters
 from recipes.schema.server_section import ServerSection
 from serving.api.errors import response_of
@@ -98,6 +99,54 @@ def test_what_a_start_does_is_told_until_it_ends(monkeypatch: pytest.MonkeyPatch
         await keeper.close()
 
     asyncio.run(stages())
+
+
+class Broken(Short):
+    """A life of an engine that is ready, and then says what none says."""
+
+    async def recv(self) -> bytes:
+        if self._is_ready.is_set():
+            return b"\x93\xa5Ready\x01\x02"
+        self._is_ready.set()
+        return encode(Ready(FACTS))
+
+    async def ended(self) -> None:
+        await asyncio.Event().wait()
+
+
+class Full(Broken):
+    """A life of an engine that ends with a path of this machine in its last words."""
+
+    async def recv(self) -> bytes:
+        if self._is_ready.is_set():
+            raise EngineLost("it ended: '/srv/models/tiny/a.safetensors': no space left; see /etc/x")
+        return await super().recv()
+
+
+def test_what_no_engine_says_is_the_end_of_that_engine_and_clients_see_no_path(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def lives(engine: Short) -> str:
+        lost = list[str]()
+        limits = ServerSection(spare_engine=False)
+        keeper = Supervisor(lambda life: [], limits, lambda message: None, lost.append)
+
+        async def following() -> Short:
+            return engine
+
+        monkeypatch.setattr(keeper, "_next", following)
+        keeper.start()
+        await keeper.until(lambda: keeper.state == "lost")
+        await keeper.close()
+        assert lost == [keeper.trouble]
+        return keeper.trouble
+
+    assert "the engine's process says what none says" in asyncio.run(lives(Broken()))
+    said = asyncio.run(lives(Full()))
+    assert said == "it ended: '.../a.safetensors': no space left; see .../x"
+    assert "/srv/models/tiny/a.safetensors" in caplog.text
+    kept = "application/json, https://host:80/a/b, 3/4, tcp://h:1, a/b/c and /health"
+    assert without_paths(kept) == kept
 
 
 class Beating(Short):
