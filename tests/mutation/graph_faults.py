@@ -54,6 +54,14 @@ FAULTS = {
         "a capture ends while a stream of it is not joined",
         "tests/models/test_prefetch.py::test_tokens_are_the_same",
     ),
+    "page_table_of_an_update_not_compared": Fault(
+        "virtual_npu/deferred_calls.py::DeferredCalls._updated",
+        "old.page_table != deferred.page_table",
+        "False",
+        "a graph that reads pages in another tensor than it captured passes on the stand-in",
+        "tests/virtual_npu/test_task_groups.py::"
+        "test_an_update_of_attention_keeps_the_page_table_that_was_captured",
+    ),
     "ranks_not_compared": TextFault(
         "virtual_npu/cann/collectives.c",
         "if (memcmp(theirs, said, sizeof *said)) code",
