@@ -6,19 +6,29 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from devices.present import Chip
-from doctor.facts import Check, Finding, MachineFacts, Node, numbers
+from doctor.facts import CONTROL_NODES, Check, Finding, MachineFacts, Node, numbers
 
 Device = TypeVar("Device", Node, Chip)
 
 GROUP = "HwHiAiUser"
 CAPTURING_DRIVER = (25, 5)  # 25.5.1: the first two numbers are compared, then the third
 FREE_SHARE = 0.8
-DOCKER = (
-    "start the container with --device /dev/davinci0 --device /dev/davinci_manager --device /dev/devmm_svm"
-    " --device /dev/hisi_hdc -v /usr/local/dcmi:/usr/local/dcmi"
-    " -v /usr/local/bin/npu-smi:/usr/local/bin/npu-smi"
-    " -v /usr/local/Ascend/driver/lib64:/usr/local/Ascend/driver/lib64"
-    " -v /usr/local/Ascend/driver/version.info:/usr/local/Ascend/driver/version.info"
+# What a container is started with, beside its devices; serving/deploy/compose.ascend.yaml has the same
+CONTAINER = ("--network host", "--shm-size 16g")
+MOUNTS = (
+    "/usr/local/Ascend/driver",
+    "/usr/local/dcmi",
+    "/usr/local/bin/npu-smi",
+    "/etc/ascend_install.info",
+    "/etc/hccn.conf",
+)
+DOCKER = " ".join(
+    [
+        "start the container with --device /dev/davinci0, so for every device,",
+        *(f"--device {each}" for each in CONTROL_NODES),
+        *CONTAINER,
+        *(f"-v {each}:{each}:ro" for each in MOUNTS),
+    ]
 )
 INSTALLING = "vllm-ascend, docs/source/installation.md"
 

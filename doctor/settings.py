@@ -280,7 +280,7 @@ def _little_shm(facts: MachineFacts) -> Finding | None:
     return Finding(
         f"/dev/shm has {facts.shm_bytes // 2**20} MiB",
         "ranks and processes share memory there; a container gets 64 MiB unless it asks for more",
-        "start the container with --shm-size=1g or more",
+        "start the container with --shm-size 16g, or 1g at least",
         "vllm-ascend, docs/source/installation.md",
         is_fatal=False,
     )

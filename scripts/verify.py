@@ -4,10 +4,12 @@
     python -m scripts.verify recipes/tiny/npu.yaml [key=value ...] [--output DIR] [--calls 50]
 
 The parts are the Ascend product, the environment, operators against their contract, probes of undocumented
-behaviour, tokens of the tiny model against the CPU's, and a short benchmark with its trace. Each runs in a
-process of its own, so a crash is one line of the report. Where the product needs it, the parts override keys
-of the recipe, for example model.dtype=float16; the user's overrides come last. With --virtual, a stand-in
-computes, and its speed means nothing. The exit status is 0 if all parts that count are right.
+behaviour, tokens of the tiny model against the CPU's, and a short benchmark with its trace. With --ranks,
+which is parallel.tensor, collectives are a part too, and the tiny model gets heads for each rank. Each
+part runs in a process of its own, so a crash is one line of the report. Where the product needs it, the
+parts override keys of the recipe, for example model.dtype=float16; the user's overrides come last. With
+--virtual, a stand-in computes, and its speed means nothing. The exit status is 0 if all parts that count
+are right.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from benchmark import options as kinds
 from doctor.verify.report import (
@@ -25,6 +29,7 @@ from doctor.verify.report import (
     parts,
     product_part,
     run,
+    weights_part,
     write,
 )
 from recipes.schema import verb
@@ -44,17 +49,29 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--calls", type=whole(1, 10_000), default=50, metavar="N", help="of each operator")
     options = parser.parse_intermixed_args(with_keys(argv))
     chosen = ["--profile", options.profile] if options.profile else []
-    device = load(options.recipe, options.overrides, options.profile).device
+    recipe = load(options.recipe, options.overrides, options.profile)
+    device, ranks = recipe.device, recipe.parallel.ranks
     kind = "virtual" if device.virtual else device.kind
     folder = options.output.absolute() / f"verify-{kind}-{time.strftime('%Y%m%d-%H%M%S')}"
     folder.mkdir(parents=True)
-    asked, outcomes = [*options.overrides, *chosen], []
-    if device.kind == "npu":
-        outcomes.append(_announced_run(product_part([options.recipe, *asked])))
-        asked = [*needed_overrides(outcomes[0]), *asked]  # the user's overrides come last, so they hold
-    recipe = [options.recipe, *asked]
-    others = parts(folder, recipe, virtual=device.virtual, num_calls=options.calls, product=device.product)
-    outcomes += [_announced_run(part) for part in others]
+    asked, outcomes = [*options.overrides, *chosen], []  # the user's overrides come last, so they hold
+    with TemporaryDirectory(dir=options.output) as room:
+        if device.kind == "npu":
+            outcomes.append(_announced_run(product_part([options.recipe, *asked])))
+            asked = [*needed_overrides(outcomes[0]), *asked]
+        if ranks > 1:
+            weights = Path(room) / "weights"
+            outcomes.append(_announced_run(weights_part(weights, ranks)))
+            asked = [f"model.path={weights}", *asked]
+        others = parts(
+            folder,
+            [options.recipe, *asked],
+            virtual=device.virtual,
+            num_calls=options.calls,
+            product=device.product,
+            ranks=ranks,
+        )
+        outcomes += [_announced_run(part) for part in others]
     text, archive = write(folder, outcomes, virtual=device.virtual)
     print(text)
     print(f"\n{'all right' if is_right(outcomes) else 'NOT RIGHT'}; the report to send back: {archive}")

@@ -1,8 +1,10 @@
 """The README and the other pages are true: commands print what is shown, and links lead somewhere.
 
-Each `bash` block runs as it stands in a copy of the tree, the blocks of a page in their order. `bash slow` is
-marked slow, and `bash figures`, which compile for many minutes, run with THOROUGH=1. A `text` block after it
-shows lines that it prints, whatever the numbers, with `...` for what is left out.
+Each `bash` block runs as it stands in a copy of the tree, the blocks of a page in their order. `bash slow`
+is marked slow, and `bash figures`, which compile for many minutes, run with THOROUGH=1. `bash npu` is for
+a machine with NPUs, and runs over the stand-in; `bash npu thorough` with THOROUGH=1. `bash hardware` needs
+a driver, CANN or docker, and is held against what the doctor and the files of serving/deploy say. A `text`
+block after commands shows lines that they print, whatever the numbers, with `...` for what is left out.
 """
 
 from __future__ import annotations
@@ -22,10 +24,13 @@ from pathlib import Path
 import pytest
 
 from borders.version import VERSION
+from doctor.device import CONTAINER, MOUNTS
+from doctor.facts import CONTROL_NODES
 from recipes.assembly.families import SUPPORTED
 from recipes.schema.keys import table
 from recipes.schema.recipe import ROOT, Recipe
 from serving.text import field_reference
+from tests.device_kinds import stand_in_alone
 from tests.thorough import THOROUGH
 
 pytestmark = pytest.mark.in_order  # a block may read what an earlier one of its page wrote
@@ -45,8 +50,17 @@ LARGEST_PICTURE = 150_000
 NOT_COPIED = shutil.ignore_patterns(".git", ".venv*", ".*_cache", ".hypothesis", "out")
 Tables = list[list[list[str]]]
 
+ASCEND = DOCS / "ascend.md"
+HARDWARE = "bash hardware"
+PLACES = ROOT / "scripts/cann_places.txt"
+ON_NPU = [pytest.mark.slow, pytest.mark.npu, pytest.mark.timeout(3600), stand_in_alone]
 MARKS = {
     "bash": [],
+    "bash npu": ON_NPU,
+    "bash npu thorough": [
+        *ON_NPU,
+        pytest.mark.skipif(not THOROUGH, reason="many minutes: THOROUGH=1 asks for them"),
+    ],
     "bash slow": [pytest.mark.slow],
     "bash figures": [
         pytest.mark.slow,
@@ -95,10 +109,18 @@ def commands() -> list[object]:
         of_page = blocks(page)
         after = [content if kind == "text" else "" for kind, content in of_page[1:]] + [""]
         for (kind, content), shown in zip(of_page, after):
-            if kind.startswith("bash"):
+            if kind in MARKS:
                 name = f"{page.relative_to(ROOT)}: {title(content)}"
-                found.append(pytest.param(content, shown, id=name, marks=MARKS[kind]))
+                block = over_the_stand_in(content) if kind.startswith("bash npu") else content
+                found.append(pytest.param(block, shown, id=name, marks=MARKS[kind]))
     return found
+
+
+def over_the_stand_in(block: str) -> str:
+    """The same commands, computed by the stand-in; this machine itself is not fit, as the doctor says."""
+    block = re.sub(r"(?<=verify_npu\.sh)", " --virtual --calls 2", block)
+    block = re.sub(r"recipes/(?:\S+\.yaml|tiny/weights)", r"\g<0> device.virtual=true", block)
+    return re.sub(r"^python -m scripts\.doctor$", r"\g<0> || (($? == 1))", block, flags=re.MULTILINE)
 
 
 def title(block: str) -> str:
@@ -186,7 +208,28 @@ def test_a_command_prints_what_is_shown(block: str, shown: str, tree: Path) -> N
 
 def test_a_block_of_commands_is_of_a_kind_that_is_run() -> None:
     kinds = {kind for page in [*PAGES, CHINESE] for kind, _ in blocks(page)}
-    assert kinds <= {*MARKS, "text", "python"}
+    assert kinds <= {*MARKS, HARDWARE, "text", "python"}
+    assert [page for page in PAGES if HARDWARE in dict(blocks(page))] == [ASCEND]
+
+
+def test_what_needs_hardware_agrees_with_the_doctor_and_the_files_of_deploy() -> None:
+    asked = "".join(content for kind, content in blocks(ASCEND) if kind == HARDWARE)
+    subprocess.run(["bash", "-n", "-c", asked], check=True)
+    commands = asked.replace("\\\n", " ").splitlines()
+    (run,) = (each for each in commands if each.startswith("docker run"))
+    assert not [each for each in (*CONTAINER, *CONTROL_NODES) if each not in run]
+    assert not [each for each in MOUNTS if f"-v {each}:{each}:ro" not in run]
+    (compose,) = (each for each in commands if "docker compose" in each)
+    file = re.findall(r"-f (\S+)", compose)[0]
+    assert {*re.findall(r"(\w+)=", compose)} == {*re.findall(r"\$\{(\w+):\?", read(ROOT / file))}
+    sourced = {
+        place for each in commands for place in re.findall(r"^source /usr/local/(\S+)/set_env.sh$", each)
+    }
+    assert {place.replace("Ascend/", "ASCEND/") for place in sourced} <= {*read(PLACES).splitlines()}
+    assert len(sourced) == 1
+    facts = read(ROOT / "doctor/facts.py")
+    (ports,) = (each for each in commands if "hccn_tool" in each)
+    assert {*re.findall(r"-i \$i (-\w+) -g", ports)} == {*re.findall(r'answer\("(-\w+)"', facts)}
 
 
 def test_the_keys_are_those_of_a_recipe() -> None:

@@ -29,12 +29,14 @@ EXECUTION_FAILED = 507011  # ACL_ERROR_RT_MODEL_EXECUTE
 class DeferredCall:
     """One operator of a graph or a queue, and the addresses that it writes.
 
+    `page_table` is the address of the pages of requests, or None where the operator reads no pages.
     `outside` are the storages that it uses and that no graph's pool holds: the caller has to keep them alive.
     """
 
     name: str
     run: Callable[[], None]
     writes: tuple[int, ...]
+    page_table: int | None
     outside: tuple[StorageWeakRef, ...]
     once: bool
     place: str  # the launch log's place when the operator was called
@@ -45,6 +47,7 @@ class DeferredCall:
 RETURNED = {"npu::npu_kv_rmsnorm_rope_cache": ("k_cache", "ckv_cache")}
 # The results of these operators have the dtype of this argument; their meta kernels always report bfloat16.
 OF_TYPE = {"npu::npu_mla_prolog_v3": "weight_uk"}
+PAGE_TABLE = "block_table"  # the argument of all operators that read pages
 
 
 class DeferredCalls:
@@ -130,6 +133,7 @@ class DeferredCalls:
                 call.name,
                 run,
                 tuple(each.data_ptr() for each in written),
+                _page_table(call, args, kwargs),
                 outside,
                 state == WAITING,
                 self.log.place,
@@ -160,6 +164,12 @@ class DeferredCalls:
             raise RuntimeError(
                 f"virtual NPU: the update of {old.name} writes elsewhere than the captured call, and what"
                 " follows in the graph would read the old place: use the .out form with the captured outputs"
+            )
+        if old.page_table != deferred.page_table:
+            raise RuntimeError(
+                f"virtual NPU: the update of {old.name} gives another {PAGE_TABLE} than the captured call,"
+                " after which windowed models answered garbled text (vllm-ascend #8508): write the pages into"
+                " the captured tensor, and update lengths alone"
             )
         return old
 
@@ -199,6 +209,12 @@ def stream() -> int:
 
     handle: int = torch_npu._C._npu_getCurrentRawStream(torch_npu._C._npu_getDevice())
     return handle
+
+
+def _page_table(call: HostCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    """Return the address of the page table among the arguments; None where there is none."""
+    table = call.argument(PAGE_TABLE, args, kwargs)
+    return table.data_ptr() if isinstance(table, Tensor) else None
 
 
 def poison(view: Tensor) -> None:

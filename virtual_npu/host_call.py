@@ -168,6 +168,13 @@ class HostCall:
         found = tuple(by_name[name] for name in self._returned_names)
         return found[0] if len(found) == 1 else found
 
+    def argument(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the argument of this name; None where it is not given."""
+        if name in kwargs or name not in self._argument_names:
+            return kwargs.get(name)
+        place = self._argument_names.index(name)
+        return args[place] if place < len(args) else None
+
     # torch reads a schema anew whenever it is asked for: once for each operator that is called
 
     @cached_property

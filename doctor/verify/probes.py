@@ -30,7 +30,7 @@ PROBES = (*QUESTIONS, *LAUNCH_PROBES, *MASK_PROBES, *LATENT_PROBES)
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The answer to one probe."""
+    """The answer to one question."""
 
     name: str
     question: str

@@ -58,10 +58,22 @@ def needed_overrides(outcome: PartOutcome) -> list[str]:
     return []
 
 
+def weights_part(target: Path, ranks: int) -> VerifyPart:
+    """Return the part that gives the tiny model, which has two heads, as many as the ranks divide."""
+    command = ("recipes.tiny.widened", str(target), "--ranks", str(ranks))
+    return VerifyPart("weights", "has the tiny model heads for each rank?", command)
+
+
 def parts(
-    folder: Path, recipe: Sequence[str], *, virtual: bool, num_calls: int, product: str | None = None
+    folder: Path,
+    recipe: Sequence[str],
+    *,
+    virtual: bool,
+    num_calls: int,
+    product: str | None = None,
+    ranks: int = 1,
 ) -> list[VerifyPart]:
-    """Return all parts, in order; `recipe` includes its overrides.
+    """Return all other parts, in order; `recipe` includes its overrides.
 
     A stand-in's environment does not count.
     """
@@ -82,6 +94,17 @@ def parts(
             "probes",
             "what does it where no source says?",
             ("doctor.verify.probes", *recipe, *(["--answers", str(folder)] if virtual else [])),
+        ),
+        *(
+            [
+                VerifyPart(
+                    "collectives",
+                    "do they bring all ranks the same?",
+                    ("doctor.verify.collectives", *recipe),
+                )
+            ]
+            if ranks > 1
+            else []
         ),
         VerifyPart("tokens", "are they those of a CPU?", ("doctor.verify.tokens", *recipe)),
         VerifyPart("trace", "what is to be served?", ("scripts.trace", *load)),

@@ -16,21 +16,25 @@ from devices.ascend_limits import PRODUCTS, product
 from doctor.verify import product as which_product
 from doctor.verify import report as reporting
 from doctor.verify import tokens
+from doctor.verify.collectives import collectives_of
 from doctor.verify.product import needed
 from doctor.verify.report import PartOutcome, VerifyPart, needed_overrides
+from models.parallel.group import ALONE, Alone
 from recipes.machine import Npu
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from recipes.tiny.corpus import held_out_sums
+from recipes.tiny.widened import widen
 from scripts import verify
 from serving.offline import Record
-from tests.device_kinds import stand_in_alone
+from tests.device_kinds import settings, stand_in_alone
 from tests.thorough import cases
 from virtual_npu.verify import main as verify_operators
 
 ON_CPU = ["recipes/tiny/npu.yaml", "device.kind=cpu", "device.graphs=0", "device.compile=false"]
 WELL = VerifyPart("tokens", "are they?", ("scripts.doctor", "--help"))
 BROKEN = VerifyPart("operators", "do they?", ("scripts.nothing",))
+COLLECTIVES = ["all_reduce", "all_gather", "broadcast"]
 UNFIT = VerifyPart("environment", "is it?", ("scripts.nothing",), counts=False)
 
 
@@ -137,6 +141,15 @@ def test_a_stand_in_is_named_and_its_environment_forgiven() -> None:
     assert reporting.in_words([], virtual=True).startswith("VIRTUAL: ")
     named = reporting.parts(Path("/x"), asked, virtual=True, num_calls=7, product="310P")
     assert named[1].command[-2:] == ("--product", "310P")
+
+
+def test_several_ranks_are_asked_for_their_collectives() -> None:
+    asked = ["recipes/tiny/npu.yaml", "parallel.tensor=8"]
+    whole = reporting.parts(Path("/x"), asked, virtual=False, num_calls=7, ranks=8)
+    names = [part.name for part in whole]
+    assert names[names.index("probes") : names.index("trace")] == ["probes", "collectives", "tokens"]
+    (collectives,) = (part.command for part in whole if part.name == "collectives")
+    assert collectives == ("doctor.verify.collectives", *asked)
 
 
 def test_what_a_product_has_not_is_told_and_right() -> None:
@@ -249,6 +262,25 @@ def test_the_other_parts_are_given_what_the_product_needs_and_the_user_says_last
     assert "Ascend310P3 is a 310P with model.dtype=float16" in capsys.readouterr().out
 
 
+def test_eight_ranks_are_asked_with_heads_for_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[VerifyPart] = []
+
+    def run(part: VerifyPart) -> PartOutcome:
+        ran.append(part)
+        return PartOutcome(part.name, part.question, 0, 0.1, True, None, "")
+
+    monkeypatch.setattr(verify, "run", run)
+    assert verify.main([*ON_BF16, "parallel.tensor=8", "--output", str(tmp_path)]) == 0
+    assert [part.name for part in ran][:3] == ["product", "weights", "environment"]
+    assert ran[1].command[0] == "recipes.tiny.widened"
+    path, *ranks = ran[1].command[1:]
+    assert ranks == ["--ranks", "8"]
+    (tokens_of,) = (part.command for part in ran if part.name == "tokens")
+    whole = ["recipes/tiny/npu.yaml", f"model.path={path}", "device.virtual=true", "parallel.tensor=8"]
+    assert list(tokens_of[1:]) == whole
+    assert not Path(path).parent.exists(), "it is for this run alone"
+
+
 def test_a_product_that_was_not_found_changes_nothing() -> None:
     crashed = PartOutcome("product", "?", 2, 0.1, True, {"overrides": ["model.dtype=float16"]}, "")
     assert needed_overrides(crashed) == []
@@ -285,3 +317,31 @@ def test_the_stand_in_passes_as_every_product(name: str, tmp_path: Path) -> None
     assert [each for each in parts["tokens"] if "left_out" in each] == parts["tokens"][1 + named.has_int8 :]
     assert f"({name})" in parts["benchmark"]["machine"]["device"]
     assert "VIRTUAL" in parts["benchmark"]["machine"]["device"]
+
+
+@pytest.mark.slow
+@pytest.mark.npu
+@pytest.mark.timeout(3600)
+@stand_in_alone
+def test_eight_ranks_of_the_stand_in_give_the_tokens_of_a_cpu(tmp_path: Path) -> None:
+    widen(tmp_path / "eight", 8)
+    asked = [*ON_BF16, f"model.path={tmp_path / 'eight'}", "parallel.tensor=8"]
+    for module, names in (("collectives", COLLECTIVES), ("tokens", ["bfloat16", "W8A8"])):
+        command = [sys.executable, "-m", f"doctor.verify.{module}", *asked]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        told = json.loads(done.stdout)
+        assert [(each["name"], each["is_right"]) for each in told] == [(name, True) for name in names]
+
+
+@pytest.mark.npu
+@stand_in_alone
+@pytest.mark.parametrize("name", [None, *COLLECTIVES])
+def test_a_collective_that_is_wrong_is_found(name: str | None) -> None:
+    group = Alone()
+    if name is not None:
+        setattr(group, name, lambda x, **_: getattr(ALONE, name)(x) + 1)
+    found = collectives_of(load(ON_BF16[0], settings("npu")), group)
+    assert {each for each, (is_right, _) in found.items() if not is_right} == ({name} - {None})
+    if name is not None:
+        assert found[name][1] == "wrong on rank 0: 8 rows at once, 8 rows in a graph"

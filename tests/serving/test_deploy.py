@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
+from doctor.device import CONTAINER, MOUNTS
+from doctor.facts import CONTROL_NODES
 from recipes.assembly.families import share_of
 from recipes.assembly.sizing import plan_memory
 from recipes.cluster.cluster import Cluster, find_cluster
@@ -21,6 +23,7 @@ from recipes.schema.server_section import ServerSection
 from scripts.serve import parser
 from serving.api.access import OPEN_PATHS
 from tests.recipes import published
+from tests.scripts.test_setup import READ
 from tests.test_imports import ROOT
 
 FOLDER = ROOT / "serving/deploy"
@@ -153,15 +156,46 @@ def test_composed_services_find_each_other() -> None:
 def test_an_image_holds_what_it_starts(name: str) -> None:
     text = (FOLDER / name).read_text(encoding="utf-8")
     copied = re.findall(r"^COPY ((?!\.).+) \S+$", text, re.MULTILINE)
-    assert all((ROOT / each).is_file() for line in copied for each in line.split())
-    assert all(
-        ("requirements-npu.txt" if each == "npu" else f"requirements/{each}.txt") in text
-        for each in re.findall(r"setup.sh ([a-z ]+?) &&", text)[0].split()
-    )
+    assert all((ROOT / each).exists() for line in copied for each in line.split())
+    (extras,) = re.findall(r"setup.sh (.+?) &&", text)
+    arguments = dict(re.findall(r"^ARG (\w+)=(\S+)$", text, re.MULTILINE))
+    for extra in shlex.split(re.sub(r"\$(\w+)", lambda found: arguments[found[1]], extras)):
+        wanted = ["requirements-npu.txt"] if extra.startswith("npu") else []
+        wanted += [] if extra == "npu" else [f"requirements/{extra}.txt"]
+        assert {*wanted} <= {each for line in copied for each in line.split()}
     assert re.findall(r"^EXPOSE (\d+)", text, re.MULTILINE) == [str(PORT)]
     assert set(re.findall(rf"http://127.0.0.1:{PORT}(/\w+)", text)) <= set(OPEN_PATHS)
     recipe = re.findall(r'^CMD \["([^"]+)"', text, re.MULTILINE)
     assert (ROOT / recipe[0]).is_file()
+
+
+def test_the_image_for_npus_has_all_that_its_setup_reads() -> None:
+    """The base image's CANN is the one that the torch_npu installed over it was made with."""
+    text = (FOLDER / "Dockerfile.ascend").read_text(encoding="utf-8")
+    before, _, _ = text.partition("RUN bash scripts/setup.sh")
+    copied = {each for line in re.findall(r"^COPY (.+) \S+$", before, re.MULTILINE) for each in line.split()}
+    assert {*READ, "requirements/npu-2.10.txt", "requirements/npu-2.9.txt"} <= copied
+    arguments = dict(re.findall(r"^ARG (\w+)=(\S+)$", text, re.MULTILINE))
+    (cann,) = re.findall(r"/cann:(\d+\.\d+)\.\d+-910b-", arguments["CANN_IMAGE"])
+    said = (ROOT / f"requirements/{arguments['NPU']}.txt").read_text(encoding="utf-8")
+    assert re.search(rf"made with CANN {re.escape(cann)}\b", said)
+
+
+@pytest.mark.usefixtures("models")
+def test_a_container_of_eight_npus_has_what_the_doctor_asks_for() -> None:
+    (composed,) = documents("compose.ascend.yaml")
+    (server,) = composed["services"].values()
+    assert (FOLDER / server["build"]["context"] / server["build"]["dockerfile"]).is_file()
+    recipe = load(*server["command"])
+    chips = [f"/dev/davinci{number}" for number in range(recipe.parallel.ranks)]
+    assert server["devices"] == [*chips, *CONTROL_NODES]
+    assert len(chips) == 8
+    mounts = {target: source for source, target, *_ in (each.rsplit(":", 2) for each in server["volumes"])}
+    assert {place: mounts.get(place) for place in MOUNTS} == {place: place for place in MOUNTS}
+    assert f"--network {server['network_mode']}" in CONTAINER
+    assert f"--shm-size {server['shm_size']}" in CONTAINER
+    assert float(server["stop_grace_period"].removesuffix("s")) > ServerSection().drain_s
+    assert mounts["/models"].startswith("${MODELS:?")
 
 
 def test_the_unit_is_one_that_systemd_reads(tmp_path: Path) -> None:

@@ -195,6 +195,31 @@ def test_torch_npu_updates_attention_by_itself():
         assert torch.equal(attended, expected)
 
 
+@pytest.mark.parametrize("is_named", [True, False])
+def test_an_update_of_attention_keeps_the_page_table_that_was_captured(is_named: bool):
+    """Pages change in the captured tensor; with another tensor, windowed models were garbled."""
+    import torch_npu
+
+    def attend(call: dict[str, object]) -> None:
+        named = call if is_named else {}
+        torch_npu._npu_paged_attention(*(() if is_named else call.values()), **named)
+
+    call = paged_attention()
+    other = call | {"block_table": call["block_table"].clone()}
+    graph, updates = torch.npu.NPUGraph(), torch.npu.Stream()
+    with torch.npu.graph(graph):
+        stream = torch.npu.current_stream()
+        torch.npu.graph_task_group_begin(stream)
+        attend(call)
+        handle = torch.npu.graph_task_group_end(stream)
+    with torch.npu.stream(updates):
+        torch.npu.graph_task_update_begin(updates, handle)
+        with pytest.raises(RuntimeError, match="gives another block_table than the captured call"):
+            attend(other)
+        attend(call)
+        torch.npu.graph_task_update_end(updates)
+
+
 def test_a_capture_outside_a_task_group_would_freeze_the_lengths():
     import torch_npu
 

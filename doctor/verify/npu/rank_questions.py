@@ -32,7 +32,7 @@ def of_ranks(recipe: Recipe) -> list[Probe]:
         return []
 
     def probe(question: str, applies: Callable[[AscendProduct], bool], body: Body) -> Probe:
-        return Probe(body.__name__, question, applies, lambda _: _all(in_ranks(recipe, body)))
+        return Probe(body.__name__, question, applies, lambda _: of_all(in_ranks(recipe, body)))
 
     summed = "is a prompt's product with the ranks' sum right and faster in one launch?"
     sent = "is sending tokens to the ranks of their experts right, and faster than adding up what all made?"
@@ -98,12 +98,12 @@ def dispatches(recipe: Recipe, group: Group) -> Found:
         numbers = (chosen - own.start) % config.num_experts  # the rank's own experts come first
         apart = partial(ops.joined_mixture, x, weights, numbers, packed, config.num_experts, ops.swiglu)
         sent = partial(dispatch.mixture, x, weights, chosen, packed, ops.swiglu)
-        ways = [_captured(call) for call in (lambda apart=apart: world.all_reduce(apart()), sent)]
+        ways = [captured_call(call) for call in (lambda apart=apart: world.all_reduce(apart()), sent)]
         answers.append(_judged(machine, world, dtype, ways[0], ways[1], machine.product.dispatches))
-    return _all(answers)
+    return of_all(answers)
 
 
-def _captured(call: Callable[[], Tensor]) -> Callable[[], Tensor]:
+def captured_call(call: Callable[[], Tensor]) -> Callable[[], Tensor]:
     """Call once outside of a graph, capture the call, and return its replay."""
     call()
     npu = torch.get_device_module("npu")
@@ -147,6 +147,6 @@ def _sums(product: AscendProduct) -> bool:
     return product.name == "910B"  # the document lists no other product
 
 
-def _all(found: list[Found]) -> Found:
+def of_all(found: list[Found]) -> Found:
     """Combine the ranks' answers: yes if all say yes, otherwise the first answer that says no."""
     return min(found, key=lambda each: each[0])
