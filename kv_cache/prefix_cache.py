@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from itertools import islice
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kv_cache.groups import WindowGroup
 from kv_cache.page_keys import TokenIds
 from kv_cache.pages import Index, PageCopy, PagePool
 from kv_cache.prefix_index import EMPTY, Lookup, PrefixIndex
@@ -32,6 +32,21 @@ class PageListener:
         """Pages can no longer be found."""
 
 
+class PagesBeside(Protocol):
+    """Pages that hold the same tokens as entries of the cache, and follow what happens to these."""
+
+    changes: int  # counts what changes what can be resumed from
+
+    def removed(self, entries: Sequence[int]) -> None:
+        """Release the pages beside entries that leave the cache."""
+
+    def renamed(self, sources: Index, targets: Index) -> None:
+        """Follow entries that were renamed."""
+
+    def resize_entries(self, num_entries: int) -> None:
+        """Follow the pool of entries to another number of pages; none that is removed may be an entry."""
+
+
 class PrefixCache:
     """Full pages that are found again by their tokens and all tokens before them (see `PrefixIndex`).
 
@@ -43,8 +58,7 @@ class PrefixCache:
     of that pool takes precedence. A page is in one place at a time: one that was brought back is copied out
     again if it is evicted again, so that no two copies have to be kept equal.
 
-    The pages here are those of group 0. The `groups` of windows have pages that belong to the same tokens
-    beside them, which follow what happens to the entries.
+    The pages here are those of group 0 (`groups`); other groups have pages `beside` them.
     """
 
     def __init__(
@@ -52,7 +66,7 @@ class PrefixCache:
         pool: PagePool,
         page_size: int,
         host: PagePool | None = None,
-        groups: Sequence[WindowGroup] = (),
+        beside: Sequence[PagesBeside] = (),
     ) -> None:
         self._pool = pool
         self._host = host
@@ -61,7 +75,7 @@ class PrefixCache:
         self.index = PrefixIndex(pool.num_pages, num_host_pages, page_size)
         self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._resting: OrderedDict[int, None] = OrderedDict()  # names in `index`, in the same order
-        self.groups = groups
+        self._beside = beside
         self._version = 0
         self.listener = PageListener()
         self.lookups: Counter[Lookup] = Counter()  # outcomes of the lookups of new requests
@@ -72,7 +86,7 @@ class PrefixCache:
     @property
     def version(self) -> int:
         """A number that changes whenever what can be found changes."""
-        return self._version + sum(each.changes for each in self.groups)
+        return self._version + sum(each.changes for each in self._beside)
 
     @property
     def num_idle(self) -> int:
@@ -127,7 +141,7 @@ class PrefixCache:
             found: Lookup = "whole" if keys else "too_short"
         elif keys[at] in self._evicted:
             found = "evicted"
-        elif self.groups and self.index.page_of(keys[at]) is not None:
+        elif self._beside and self.index.page_of(keys[at]) is not None:
             found = "window_evicted"  # the pages of a window before it are gone
         else:
             found = self.index.why_missed(tokens, salt, matched)
@@ -290,7 +304,7 @@ class PrefixCache:
     def resize(self, num_pages: int) -> None:
         """Follow the pool to another number of pages; no page that is removed may be cached."""
         self.index.resize(num_pages)
-        for group in self.groups:
+        for group in self._beside:
             group.resize_entries(num_pages)
         self._most_evicted = num_pages + (0 if self._host is None else self._host.num_pages)
 
@@ -345,7 +359,7 @@ class PrefixCache:
     def _rename(self, sources: Index, targets: Index) -> None:
         """Rename entries, and what lies beside them."""
         self.index.rename(sources, targets)
-        for group in self.groups:
+        for group in self._beside:
             group.renamed(sources, targets)
 
     def _drop(self, names: list[int]) -> None:
@@ -359,7 +373,7 @@ class PrefixCache:
         """Remove cached pages and release them."""
         gone, keys = np.array(names, dtype=np.int64), [*map(self.index.key, names)]
         self.index.remove(names)
-        for group in self.groups:
+        for group in self._beside:
             group.removed(names)
         for name in names:
             self._idle.pop(name, None)

@@ -98,18 +98,13 @@ class PrefixMatching:
             keys = self._usable_keys(request)
             self._prefix.count_lookup(keys, request.tokens, request.cache_salt, matched)
 
-    def start_from(self, row: int, pages: Index, *, resumes: bool = True) -> None:
+    def start_from(self, row: int, pages: Index, *, comes_back: bool = False) -> None:
         """Let a row that has computed nothing itself continue from these cached pages.
 
-        Unless it `resumes` from them, what its windows see is swapped in.
+        If it `comes_back`, more of its pages are swapped in.
         """
         slots = self._slots
-        resting = pages[pages < 0]
-        if resumes:
-            self._tables.resume(row, pages)
-        self._tables.extend(row, pages[: len(pages) - len(resting)])
-        if len(resting):
-            self._tables.bring_back(row, resting)
+        self._tables.resume(row, pages, comes_back=comes_back)
         slots.num_published[row] = slots.num_pages[row]
         slots.num_computed[row] = slots.num_pages[row] * slots.page_size
         request: Request = slots.requests[row]
@@ -119,7 +114,7 @@ class PrefixMatching:
         else:
             request.num_cached_tokens += found
             self._counters.hit_tokens += found
-            self._counters.host_hit_tokens += len(resting) * slots.page_size
+            self._counters.host_hit_tokens += int((pages < 0).sum()) * slots.page_size
 
     def block_if_in_progress(self, row: int) -> None:
         """Block a row while another row computes the page that it needs next."""
@@ -149,7 +144,6 @@ class PrefixMatching:
         if self._blocked.pop(row) != self._prefix.version:
             keys, held = self._usable_keys(request), slots.pages(row)
             pages = self._prefix.find(keys, request.tokens, request.cache_salt, held)
-            pages = pages[pages > 0]  # no pages were promised to this row for copies of resting pages
             pages = self._tables.resumable(pages, row)
             if len(pages):
                 self.start_from(row, pages)
@@ -215,11 +209,6 @@ class PrefixMatching:
         self._tables.publish(row, first, standing)
         if self._has_tier:
             self._save(request, standing, pages, first)
-        doubles = np.flatnonzero(standing != pages[first:])
-        # Hold the equal pages of the cache instead, so that all pages of a chain have the same holders
-        if len(doubles):
-            self._prefix.share(standing[doubles])
-            self._tables.replace(row, doubles + first, standing[doubles])
 
     def _save(self, request: Request, standing: Index, pages: Index, first: int) -> None:
         """Have the tier save the pages that a row has just published, unless an equal one stood before."""

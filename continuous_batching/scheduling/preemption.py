@@ -105,10 +105,10 @@ class Preemption:
 
         The oldest row is preempted last.
         """
-        pool, prefix, slots = self._lifecycle.tables.pool, self._lifecycle.prefix, self._lifecycle.slots
+        group, slots = self._lifecycle.tables.groups[0], self._lifecycle.slots
         while self._lifecycle.held.give_way():
             pass
-        while pool.num_held - prefix.num_idle > num_pages:
+        while group.pool.num_held - group.num_idle > num_pages:
             others = self._others()
             self.preempt(self.victim(slots, others if len(others) else slots.busy))
 

@@ -103,6 +103,7 @@ class Scheduler:
             groups=groups,
         )
         slots.window_tables = tuple(group.table for group in groups)
+        self._windows = groups
         self.prefix, self.tables = self.lifecycle.prefix, self.lifecycle.tables
         self.waiting = WaitingQueue() if waiting is None else waiting
         self.in_flight = InFlight(slots, depth)
@@ -172,7 +173,7 @@ class Scheduler:
             if is_running or each.id in self._parallel_samples.leader_of or self.waiting.find(each.id):
                 raise is_here(each)
             stops = self._stop_conditions.stop_tokens(each.params)
-            check_request(each, self.vocab_size, stops, self.slots, self.pool, self.tables.groups)
+            check_request(each, self.vocab_size, stops, self.slots, self.pool, self._windows)
 
     def end(self, request_id: str, reason: str) -> Request | None:
         """End a request now, wherever it is; return None if it is not here.

@@ -130,7 +130,7 @@ class Engines(RuleBasedStateMachine):
     @rule()
     def compact(self) -> None:
         tables = self.scheduler.tables
-        pools = [self.scheduler.pool, *(group.pool for group in tables.groups)]
+        pools = [group.pool for group in tables.groups]
         tables.compact(max(pool.num_pages for pool in pools))
         assert all(pool.highest_held == pool.num_held for pool in pools)
 
@@ -200,7 +200,7 @@ class Engines(RuleBasedStateMachine):
                 wanted = self.written[request.id][left.first * size : left.num_computed]
                 assert np.array_equal(found[: len(wanted)], wanted)
                 assert -(-len(wanted) // size) == len(left.pages)
-                for group, (first, pages) in zip(self.runner.groups, left.windows):
+                for group, (first, pages) in zip(self.runner.groups, left.parts[1:]):
                     assert first * size <= max(0, left.num_computed - group.window + 1)
                     found = self._settled(group.number)[1][pages].ravel()
                     wanted = self.written[request.id][first * size : left.num_computed]

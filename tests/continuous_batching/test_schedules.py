@@ -147,7 +147,8 @@ def could_fit(engine: Engine, request: Request) -> bool:
     shared = request.num_prompt_tokens // size
     enough = shared + width * (each - shared) <= engine.scheduler.pool.num_pages - 1
     tokens = request.num_prompt_tokens + request.params.max_tokens - 1
-    for group in engine.scheduler.tables.groups:  # every beam may have a window of its own behind the prompt
+    # Every beam may have a window of its own behind the prompt
+    for group in engine.scheduler.tables.groups[1:]:
         of_a_row = least_pages(group.window, size, tokens)
         needed = of_a_row + (width - 1) * min(of_a_row, each - shared)
         enough &= needed <= group.pool.num_pages - 1

@@ -17,6 +17,7 @@ import pytest
 
 from continuous_batching.engine import Engine
 from continuous_batching.request import Request, SamplingParams
+from kv_cache.groups import WindowGroup
 from recipes.assembly.engine import BuiltEngine, build
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
@@ -124,11 +125,12 @@ def test_tokens_are_those_of_transformers_with_exactly_the_pages_of_the_plan(
     model, path = checkpoint(name)
     engine = built(path, WAYS[way]).engine
     check(model, served(engine))
-    (group,) = engine.scheduler.tables.groups
+    _, group = engine.scheduler.tables.groups
     counters = engine.scheduler.counters
+    assert isinstance(group, WindowGroup)
     assert group.window == WINDOW
     if way == "swapped":
-        assert group.swapped_in_pages
+        assert group.counts.swapped_in_pages
     elif way != "one slot":
         assert counters.preemptions, "the pool was too large to force preemptions"
     if way == "draft model":

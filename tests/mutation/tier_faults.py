@@ -6,9 +6,9 @@ from tests.mutation.fault import Fault, TextFault
 
 FAULTS = {
     "rests_by_name_only": Fault(
-        "continuous_batching/paging/page_tables.py::PageTables.evict",
-        "self.copy(copy)",
-        "",
+        "kv_cache/groups.py::PageGroup._made_free",
+        "[] if copy is None else [copy]",
+        "[]",
         "a page is found in the host's pool that was never copied there",
         "tests/continuous_batching/test_slot_lifecycle.py::test_a_swapped_request_finds_its_shared_pages_at_rest_beside_its_own",
     ),
@@ -35,8 +35,8 @@ FAULTS = {
     ),
     "resting_has_right_of_way": Fault(
         "continuous_batching/paging/slot_lifecycle.py::SwapTier.leave",
-        "not self._prefix.yield_host(num_pages)",
-        "num_pages > self.pool.num_free",
+        "not all(group.yield_host(len(pages)) for group, (_, pages) in zip(groups, parts))",
+        "len(parts[0][1]) > groups[0].host.num_free",
         "a full host pool never takes in what a preempted request computed",
         "tests/continuous_batching/test_host_tier.py::test_pages_of_a_waiting_request_have_right_of_way_in_the_host",
     ),
@@ -48,9 +48,9 @@ FAULTS = {
         "tests/kv_cache/test_host_tier.py::test_what_continues_a_forgotten_page_is_forgotten_at_rest_too",
     ),
     "resting_need_no_pages": Fault(
-        "continuous_batching/scheduling/admission.py::Admission._pages",
+        "kv_cache/groups.py::FullGroup.wanted",
         "len(shared)",
-        "len(matched)",
+        "len(entries)",
         "a newcomer is let in though its resting pages have nowhere to go",
         "tests/continuous_batching/test_host_tier.py::test_a_newcomer_waits_for_the_pages_that_its_resting_ones_need",
     ),
