@@ -4,7 +4,8 @@ A layer states its cache: which tensors it keeps of each token (`Plane`), and fo
 (`Lifetime`). Layers of one lifetime form a group, which has a pool of pages and a page table of its own, and
 answers the questions of `PageGroup`. A request's page i of any group holds the same tokens, i * B to
 (i + 1) * B - 1. Group 0 is a `FullGroup`, of layers that need all tokens; the entries of the prefix cache are
-its pages. Each further group is a `WindowGroup`, whose pages are given back once no later query can see them.
+its pages. Each further group is a `BesideGroup`: a `WindowGroup` gives pages back once no later query can see
+them.
 
 Nothing here imports torch: the scheduler counts pages, the tensors are in `device/storage`.
 
@@ -141,6 +142,10 @@ class PageGroup(ABC):
     def first_seen(self, positions: Index) -> Index:
         """Return the first page that a query at each of these positions sees."""
 
+    def seen_after(self, num_pages: int) -> int:
+        """Return the first page that the query behind so many pages sees."""
+        return int(self.first_seen(np.array(num_pages * self.page_size)))
+
     @abstractmethod
     def needed(self, num_tokens: int) -> int:
         """Return the most pages that a decoding request of so many cached tokens holds."""
@@ -262,8 +267,13 @@ class PageGroup(ABC):
         """
 
     @abstractmethod
-    def publish(self, row: int, first: int, entries: Index, is_cached: NDArray[np.bool_]) -> None:
-        """Let the row's pages from page `first` on be found by these entries of the prefix cache."""
+    def publish(
+        self, row: int, first: int, entries: Index, is_cached: NDArray[np.bool_]
+    ) -> tuple[Index, Index]:
+        """Let the row's pages from page `first` on be found by these entries of the prefix cache.
+
+        Returns which of these entries are found with a page of the row from now on, and these pages.
+        """
 
     @abstractmethod
     def evict(self, count: int) -> PageCopy | None:
@@ -447,14 +457,18 @@ class FullGroup(PageGroup):
         self.counts.promoted_pages += len(resting)
         return [*copies, self._cached.bring_back(resting, targets)]
 
-    def publish(self, row: int, first: int, entries: Index, is_cached: NDArray[np.bool_]) -> None:
-        """See `PageGroup.publish`: all pages of a chain then have the same holders."""
+    def publish(
+        self, row: int, first: int, entries: Index, is_cached: NDArray[np.bool_]
+    ) -> tuple[Index, Index]:
+        """See `PageGroup.publish`: the row holds entries in place of pages that are equal to them."""
         own = self.table[row, first : first + len(entries)].astype(np.int64)
         doubles = np.flatnonzero(own != entries)
         if len(doubles):
             self._share(entries[doubles])
             self.table[row, first + doubles] = entries[doubles]
             self._release(own[doubles])
+        new = np.flatnonzero((own == entries) & is_cached)
+        return new, entries[new]
 
     def evict(self, count: int) -> PageCopy | None:
         copy = self._cached.evict(count)
@@ -481,21 +495,16 @@ class FullGroup(PageGroup):
         self._cached.move(sources, targets)
 
 
-class WindowGroup(PageGroup):
-    """The pages of all layers that see a window of one size.
+class BesideGroup(PageGroup):
+    """The pages of layers that do not need all tokens; they lie beside the entries of the prefix cache.
 
-    A page that the prefix cache has published may be found again beside the cache's entry (a page of group 0,
-    by its name in `PrefixIndex`): `beside` says which page of this group holds the same tokens, -h if that is
-    page h of the host's pool, and 0 if there is none any more. A prefix can be resumed from only if all pages
-    are here that its next query sees.
+    An entry is a page of group 0, by its name in `PrefixIndex`. `beside` says which page of this group
+    belongs to the same tokens, -h if that is page h of the host's pool, and 0 if there is none any more.
     """
-
-    gives_back = True
 
     def __init__(
         self,
         number: int,
-        window: int,
         page_size: int,
         num_rows: int,
         max_pages: int,
@@ -506,8 +515,6 @@ class WindowGroup(PageGroup):
     ) -> None:
         table, stop = np.zeros((num_rows, max_pages), dtype=np.int32), np.zeros(num_rows, dtype=np.int64)
         super().__init__(number, page_size, pool, host, table, stop, PageCounts())
-        self.window = window
-        self.most_of_a_row = most_pages(window, page_size)  # while it decodes
         self._num_host_entries = num_host_entries
         self.beside = np.zeros(num_entries + num_host_entries, dtype=np.int64)
         self._entry_of: dict[int, int] = {}  # page here, or -h, -> name of the entry beside which it lies
@@ -527,101 +534,50 @@ class WindowGroup(PageGroup):
     def cached_pages(self) -> Index:
         return np.array([page for page in self._entry_of if page > 0], dtype=np.int64)
 
-    def first_seen(self, positions: Index) -> Index:
-        pages: Index = np.maximum(positions - (self.window - 1), 0) // self.page_size
-        return pages
-
-    def needed(self, num_tokens: int) -> int:
-        return min(-(-num_tokens // self.page_size), self.most_of_a_row)
-
-    def promised(self, rows: Index, num_tokens: Index) -> Index:
-        wanted = np.minimum(-(-num_tokens // self.page_size), self.most_of_a_row)
-        lacking: Index = np.maximum(wanted - (self.stop[rows] - self.first[rows]), 0)
-        return lacking
-
-    def least(self, rows: Index, stops: Index) -> Index:
-        """See `PageGroup.least`: spans are shortened to the pages that fit, and take at least one page."""
-        return np.minimum(self.missing(rows, stops), 1)
-
-    def fitting(self, rows: Index, starts: Index, stops: Index, num_copies: int) -> Index:
-        """See `PageGroup.fitting`: a span may go as far as the available pages allow.
-
-        Each row is allowed one token first, then the oldest rows get what is left: a long chunk of a prompt
-        needs more pages for one step than it keeps after it, and preempts nobody for them.
-        """
-        missing = self.missing(rows, stops)
-        left = self.num_available - num_copies
-        if int(missing.sum()) <= left:
-            return stops
-        least = self.missing(rows, starts + 1)
-        extra = missing - least
-        spare = max(0, left - int(least.sum()))
-        granted = np.clip(spare - (np.cumsum(extra) - extra), 0, extra)
-        shorter: Index = np.minimum(stops, (self.stop[rows] + least + granted) * self.page_size)
-        return shorter
-
-    def resumable(
-        self, entries: Index, held: int = 0, first_held: int = 0, *, rests: bool = True
-    ) -> NDArray[np.bool_]:
-        count, beside = held + len(entries), self.beside[entries]
-        lacks = np.zeros(count + 1, dtype=np.bool_)
-        lacks[1 : 1 + first_held] = True
-        lacks[1 + held :] = beside == 0 if rests else beside <= 0
-        # One past the last page that is lacking, 0 if none is
-        last_lacking = np.maximum.accumulate(np.where(lacks, np.arange(count + 1), 0))
-        able: NDArray[np.bool_] = last_lacking <= self.first_seen(np.arange(count + 1) * self.page_size)
-        return able
-
-    def wanted(self, entries: Index, num_tokens: int, *, comes_back: bool = False) -> int:
-        if comes_back:
-            return self.needed(num_tokens)
-        first = int(self.first_seen(np.array(len(entries) * self.page_size)))
-        pages = self.beside[entries[first:]]
-        shared = pages[pages > 0]
-        idle = int((self.pool.holders[shared] == 1).sum())
-        return max(self.needed(num_tokens), len(pages)) - len(shared) + idle
-
-    def resume(self, row: int, entries: Index, *, comes_back: bool = False) -> list[PageCopy]:
-        """See `PageGroup.resume`: what a row that comes back sees has been swapped as a whole."""
-        if comes_back:
-            return []
-        before = int(self.stop[row])
-        stop = before + len(entries)
-        first = int(self.first_seen(np.array(stop * self.page_size)))
-        self.free_behind(np.array([row]), np.array([first]))
-        own = max(first, before)  # the first page that it does not hold itself
-        names = entries[own - before :]
-        pages = self.beside[names]
-        assert (pages != 0).all(), f"row {row} resumes from pages that are gone"
-        self._share(pages[pages > 0])
-        resting, copies = pages[pages < 0], []
-        if len(resting):
-            for page in resting.tolist():  # they are kept while room is made
-                del self._resting[page]
-            copies = self._made_free(len(resting))
-            targets = self.pool.take(len(resting))
-            copies.append(PageCopy(-resting, targets, "from_host", group=self.number))
-            self._rename_pages(resting, targets)
-            self.pool.share(targets)  # by the row, beside the prefix cache
-            assert self.host is not None, "pages rest in a host pool"
-            self.host.release(-resting)
-            self.counts.promoted_pages += len(resting)
-            pages = self.beside[names]
-        self.table[row, own:stop] = pages
-        self.first[row], self.stop[row] = max(first, int(self.first[row])), stop
-        return copies
-
-    def publish(self, row: int, first: int, entries: Index, is_cached: NDArray[np.bool_]) -> None:
+    def publish(
+        self, row: int, first: int, entries: Index, is_cached: NDArray[np.bool_]
+    ) -> tuple[Index, Index]:
         """See `PageGroup.publish`: the row keeps its own page where another lies beside the entry."""
         held = np.arange(first, first + len(entries))
-        new = is_cached & (self.beside[entries] == 0) & (held >= self.first[row]) & (held < self.stop[row])
+        is_held = (held >= self.first[row]) & (held < self.stop[row])
+        new = np.flatnonzero(is_cached & (self.beside[entries] == 0) & is_held)
         pages = self.table[row, held[new]].astype(np.int64)
         free = [page not in self._entry_of for page in pages.tolist()]
-        names, pages = entries[new][free], pages[free]
+        new, pages = new[free], pages[free]
+        names = entries[new]
         self.pool.share(pages)
         self.beside[names] = pages
         self._entry_of.update(zip(pages.tolist(), names.tolist()))
         self.changes += 1
+        return new, pages
+
+    def is_here(self, entries: Index) -> NDArray[np.bool_]:
+        """Which of these entries have a page of this group beside them, on the device or at rest."""
+        here: NDArray[np.bool_] = self.beside[entries] != 0
+        return here
+
+    def take_in(self, prefix: Index, indexes: Index) -> tuple[Index, Index]:
+        """Let pages rest in the host's pool beside the entries of a prefix at `indexes`.
+
+        Their content comes from elsewhere. Returns the indexes at which none lay, and the host's pages taken
+        for them, which must be written before they are read: either all of them, or none if they do not fit
+        beside what the prefix has at rest.
+        """
+        none = np.empty(0, dtype=np.int64)
+        indexes = indexes[self.beside[prefix[indexes]] == 0]
+        at_rest = self.beside[prefix[self.beside[prefix] < 0]]
+        if self.host is None or len(indexes) > self.host.num_free + len(self._resting) - len(at_rest):
+            return none, none
+        for page in at_rest.tolist():
+            self._resting.move_to_end(page)
+        has_room = self.yield_host(len(indexes))
+        assert has_room, f"{len(indexes)} pages find no room in the host's pool"
+        pages, names = self.host.take(len(indexes)), prefix[indexes]
+        self.beside[names] = -pages
+        self._entry_of.update(zip((-pages).tolist(), names.tolist()))
+        self._resting.update(dict.fromkeys((-pages).tolist()))
+        self.changes += 1
+        return indexes, pages
 
     def removed(self, entries: Sequence[int]) -> None:
         """See `PagesBeside.removed`."""
@@ -678,16 +634,6 @@ class WindowGroup(PageGroup):
             self._forget(np.array(list(islice(self._resting, short)), dtype=np.int64))
         return True
 
-    def to_swap(self, row: int, num_published: int, num_computed: int) -> tuple[int, Index]:
-        """See `PageGroup.to_swap`: these are the pages that the row's next query sees."""
-        first = int(self.first_seen(np.array(num_computed)))
-        stop = -(-num_computed // self.page_size)
-        return first, self.table[row, first:stop].astype(np.int64)
-
-    def come_back(self, row: int, first: int, host_pages: Index) -> list[PageCopy]:
-        self.first[row] = self.stop[row] = first
-        return super().come_back(row, first, host_pages)
-
     def _share(self, pages: Index) -> None:
         for page in pages[self.pool.holders[pages] == 1].tolist():
             self._idle.pop(page, None)
@@ -729,6 +675,125 @@ class WindowGroup(PageGroup):
         names = [self._entry_of.pop(page) for page in sources.tolist()]
         self._entry_of.update(zip(targets.tolist(), names))
         self.beside[names] = targets
+
+
+class WindowGroup(BesideGroup):
+    """The pages of all layers that see a window of one size.
+
+    A prefix can be resumed from only if all pages are here that its next query sees.
+    """
+
+    gives_back = True
+
+    def __init__(
+        self,
+        number: int,
+        window: int,
+        page_size: int,
+        num_rows: int,
+        max_pages: int,
+        pool: PagePool,
+        host: PagePool | None,
+        num_entries: int,
+        num_host_entries: int,
+    ) -> None:
+        super().__init__(number, page_size, num_rows, max_pages, pool, host, num_entries, num_host_entries)
+        self.window = window
+        self.most_of_a_row = most_pages(window, page_size)  # while it decodes
+
+    def first_seen(self, positions: Index) -> Index:
+        pages: Index = np.maximum(positions - (self.window - 1), 0) // self.page_size
+        return pages
+
+    def needed(self, num_tokens: int) -> int:
+        return min(-(-num_tokens // self.page_size), self.most_of_a_row)
+
+    def promised(self, rows: Index, num_tokens: Index) -> Index:
+        wanted = np.minimum(-(-num_tokens // self.page_size), self.most_of_a_row)
+        lacking: Index = np.maximum(wanted - (self.stop[rows] - self.first[rows]), 0)
+        return lacking
+
+    def least(self, rows: Index, stops: Index) -> Index:
+        """See `PageGroup.least`: spans are shortened to the pages that fit, and take at least one page."""
+        return np.minimum(self.missing(rows, stops), 1)
+
+    def fitting(self, rows: Index, starts: Index, stops: Index, num_copies: int) -> Index:
+        """See `PageGroup.fitting`: a span may go as far as the available pages allow.
+
+        Each row is allowed one token first, then the oldest rows get what is left: a long chunk of a prompt
+        needs more pages for one step than it keeps after it, and preempts nobody for them.
+        """
+        missing = self.missing(rows, stops)
+        left = self.num_available - num_copies
+        if int(missing.sum()) <= left:
+            return stops
+        least = self.missing(rows, starts + 1)
+        extra = missing - least
+        spare = max(0, left - int(least.sum()))
+        granted = np.clip(spare - (np.cumsum(extra) - extra), 0, extra)
+        shorter: Index = np.minimum(stops, (self.stop[rows] + least + granted) * self.page_size)
+        return shorter
+
+    def resumable(
+        self, entries: Index, held: int = 0, first_held: int = 0, *, rests: bool = True
+    ) -> NDArray[np.bool_]:
+        count, beside = held + len(entries), self.beside[entries]
+        lacks = np.zeros(count + 1, dtype=np.bool_)
+        lacks[1 : 1 + first_held] = True
+        lacks[1 + held :] = beside == 0 if rests else beside <= 0
+        # One past the last page that is lacking, 0 if none is
+        last_lacking = np.maximum.accumulate(np.where(lacks, np.arange(count + 1), 0))
+        able: NDArray[np.bool_] = last_lacking <= self.first_seen(np.arange(count + 1) * self.page_size)
+        return able
+
+    def wanted(self, entries: Index, num_tokens: int, *, comes_back: bool = False) -> int:
+        if comes_back:
+            return self.needed(num_tokens)
+        first = self.seen_after(len(entries))
+        pages = self.beside[entries[first:]]
+        shared = pages[pages > 0]
+        idle = int((self.pool.holders[shared] == 1).sum())
+        return max(self.needed(num_tokens), len(pages)) - len(shared) + idle
+
+    def resume(self, row: int, entries: Index, *, comes_back: bool = False) -> list[PageCopy]:
+        """See `PageGroup.resume`: what a row that comes back sees has been swapped as a whole."""
+        if comes_back:
+            return []
+        before = int(self.stop[row])
+        stop = before + len(entries)
+        first = self.seen_after(stop)
+        self.free_behind(np.array([row]), np.array([first]))
+        own = max(first, before)  # the first page that it does not hold itself
+        names = entries[own - before :]
+        pages = self.beside[names]
+        assert (pages != 0).all(), f"row {row} resumes from pages that are gone"
+        self._share(pages[pages > 0])
+        resting, copies = pages[pages < 0], []
+        if len(resting):
+            for page in resting.tolist():  # they are kept while room is made
+                del self._resting[page]
+            copies = self._made_free(len(resting))
+            targets = self.pool.take(len(resting))
+            copies.append(PageCopy(-resting, targets, "from_host", group=self.number))
+            self._rename_pages(resting, targets)
+            self.pool.share(targets)  # by the row, beside the prefix cache
+            assert self.host is not None, "pages rest in a host pool"
+            self.host.release(-resting)
+            self.counts.promoted_pages += len(resting)
+            pages = self.beside[names]
+        self.table[row, own:stop] = pages
+        self.first[row], self.stop[row] = max(first, int(self.first[row])), stop
+        return copies
+
+    def to_swap(self, row: int, num_published: int, num_computed: int) -> tuple[int, Index]:
+        """See `PageGroup.to_swap`: these are the pages that the row's next query sees."""
+        first = int(self.first_seen(np.array(num_computed)))
+        stop = -(-num_computed // self.page_size)
+        return first, self.table[row, first:stop].astype(np.int64)
+
+    def come_back(self, row: int, first: int, host_pages: Index) -> list[PageCopy]:
+        self.first[row] = self.stop[row] = first
+        return super().come_back(row, first, host_pages)
 
 
 def _ranges(starts: Index, counts: Index) -> Index:

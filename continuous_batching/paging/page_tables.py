@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from continuous_batching.slots import SlotPool
-from kv_cache.groups import PageGroup
+from kv_cache.groups import BesideGroup, FullGroup, PageGroup
 from kv_cache.pages import Index, PageCopy
 from kv_cache.prefix_cache import PrefixCache
 
@@ -24,15 +24,18 @@ class PageTables:
     """The page tables of all rows, changed together with the holders of their pages.
 
     After every change the holders of a page are the rows whose table names it, and the prefix cache if it is
-    cached. Copies that the device must make are collected until the next batch takes them. The first of the
-    `groups` is that whose pages are the entries of the prefix cache.
+    cached. Copies that the device must make are collected until the next batch takes them. The pages of the
+    first of the `groups`, `full`, are the entries of the prefix cache, the others' are found `beside` them.
     """
 
-    def __init__(self, slots: SlotPool, prefix: PrefixCache, groups: Sequence[PageGroup]) -> None:
+    def __init__(
+        self, slots: SlotPool, prefix: PrefixCache, full: FullGroup, beside: Sequence[BesideGroup]
+    ) -> None:
         self.slots = slots
         self.prefix = prefix
-        self.groups = tuple(groups)
-        self._freeing = [group for group in groups if group.gives_back]
+        self.groups: tuple[PageGroup, ...] = (full, *beside)
+        self.beside = beside
+        self._freeing = [group for group in self.groups if group.gives_back]
         self._copies: list[PageCopy] = []
         self.forked: set[int] = set()  # rows whose last page may be shared with the rows they forked from
         # Row of a beam that waits for its leader -> number of pages to share
@@ -142,11 +145,10 @@ class PageTables:
         for group in reversed(self.groups):
             self._copies += group.resume(row, entries, comes_back=comes_back)
 
-    def publish(self, row: int, first: int, entries: Index) -> None:
-        """Let the row's pages from page `first` on be found by these cached entries in all groups."""
+    def publish(self, row: int, first: int, entries: Index) -> list[tuple[Index, Index]]:
+        """Let the row's pages from page `first` on be found by these entries (see `PageGroup.publish`)."""
         is_cached = self.prefix.is_cached(entries)
-        for group in self.groups:
-            group.publish(row, first, entries, is_cached)
+        return [group.publish(row, first, entries, is_cached) for group in self.groups]
 
     def evict(self, count: int, group: int = 0) -> None:
         """Evict the least recently used idle cached pages; the host pool takes as many as it can."""

@@ -120,7 +120,7 @@ class SlotLifecycle:
         self.prefix = PrefixCache(pool, slots.page_size, host, groups)
         columns = slots.page_table, slots.num_pages
         full = FullGroup(slots.page_size, pool, host, self.prefix, *columns, counters)
-        self.tables = PageTables(slots, self.prefix, (full, *groups))
+        self.tables = PageTables(slots, self.prefix, full, groups)
         self.swap = SwapTier(self.tables.groups, counters)
         self.held = HeldPages(self.tables, self.prefix, counters)
         self.matching = PrefixMatching(

@@ -46,6 +46,7 @@ from continuous_batching.speculation.lengths import Offers, Verdicts
 from continuous_batching.speculation.proposer import Guesses
 from continuous_batching.speculation.speculation import Speculation
 from kv_cache.pages import Index, PageCopy
+from kv_cache.tier.lookup import FoundPages
 
 
 class RecordedDrafts:
@@ -211,7 +212,8 @@ def replay(entries: Iterable[Entry], scheduler: Scheduler, device: Device = NO_D
             waiting = scheduler.waiting.find(entry.id)
             if waiting is None:
                 raise Divergence(f"after step {number}: {entry.id} waits no more, and its pages arrive")
-            scheduler.lifecycle.matching.arrive(waiting, entry.first, entry.count)
+            found = FoundPages(entry.first, entry.count, tuple(entry.beside))
+            scheduler.lifecycle.matching.arrive(waiting, found)
         elif isinstance(entry, Ended):
             scheduler.end(entry.id, entry.reason)
             yield entry

@@ -180,20 +180,20 @@ class KVCache(CacheLayers):
                 assert self.tier is not None, f"{len(each.keys)} pages go {each.way}, and there is none"
                 self.tier.apply(each)
 
-    def _of_group(self, group: int) -> tuple[list[Tensor], list[Tensor]]:
+    @property
+    def num_groups(self) -> int:
+        """The number of groups of layers, of which the first may have no layer."""
+        return 1 + max(each.group for each in self.layers)
+
+    def of_group(self, group: int) -> tuple[list[Tensor], list[Tensor]]:
         """Return the planes of a group's layers, on the device and on the host."""
         own = [layer for layer, each in enumerate(self.layers) if each.group == group]
         device = [plane for layer in own for plane in self.of(layer)]
         return device, [plane for layer in own for plane in self._host_planes[layer]]
 
-    @property
-    def host_tensors(self) -> list[Tensor]:
-        """The planes in the host's memory, in the order of `tensors`."""
-        return [plane for planes in self._host_planes for plane in planes]
-
-    def copied_out(self, pages: Index) -> list[Tensor]:
-        """Copy pages of all layers to the host's memory; off the CPU the copies are only queued."""
-        return self._copied(self.tensors, pages)
+    def copied_out(self, pages: Index, group: int) -> list[Tensor]:
+        """Copy pages of a group's layers to the host's memory; off the CPU the copies are only queued."""
+        return self._copied(self.of_group(group)[0], pages)
 
     def _copied(self, tensors: Sequence[Tensor], pages: Index) -> list[Tensor]:
         copies = [_host_pages(each, len(pages)) for each in tensors]
@@ -210,7 +210,7 @@ class KVCache(CacheLayers):
 
         No page is both a source and a target.
         """
-        for tensor in self._of_group(group)[0]:
+        for tensor in self.of_group(group)[0]:
             pages = _flat(tensor)
             for read, written in _chunks(pages, sources, targets):
                 _copy(pages, read, pages, written, indexed=self._indexed)
@@ -242,7 +242,7 @@ class KVCache(CacheLayers):
         to_host = copy.way == "to_host"
         order = np.argsort(copy.targets if to_host else copy.sources)  # host pages are then in runs
         sources, targets = copy.sources[order], copy.targets[order]
-        device, host = self._of_group(copy.group)
+        device, host = self.of_group(copy.group)
         for source, target in zip(*((device, host) if to_host else (host, device))):
             _exchange(source, sources, target, targets, to_host=to_host, indexed=self._indexed)
 

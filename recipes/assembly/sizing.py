@@ -322,8 +322,7 @@ def _with_windows(recipe: Recipe, sizing: MemoryPlan, num_devices: int) -> Memor
     if recipe.cache.num_window_pages is not None and not sizing.windows:
         raise RecipeError(
             "cache.num_window_pages",
-            "is read for models with a window shorter than a request, whose pages go neither to a tier nor to"
-            " another engine",
+            "is read for models with a window shorter than a request that send no pages to other engines",
             "leave it out",
             value=recipe.cache.num_window_pages,
         )

@@ -62,7 +62,7 @@ def test_a_page_takes_as_many_bytes_as_are_planned(dtype: str, head_dim: int, sh
     cache = KVCache([LayerPages(attention.new_planes)] * 3, 16, [5], [4])
     plain = config_of(dtype, head_dim)
     int8 = replace(plain, int8_cache=True)
-    for tensors, pages in ((cache.tensors, 5), (cache.host_tensors, 4)):
+    for tensors, pages in ((cache.tensors, 5), (cache.of_group(0)[1], 4)):
         assert {each.dtype for each in tensors} == {torch.int8}
         assert sum(each.nbytes for each in tensors) == pages * 16 * int8.kv_bytes_per_token()
     assert 16 * int8.kv_bytes_per_token() == share * 16 * plain.kv_bytes_per_token()

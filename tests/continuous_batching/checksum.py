@@ -224,18 +224,18 @@ class ChecksumRunner:
         self._copy(copies, self._free())
 
     @property
-    def page_bytes(self) -> int:
-        return 8 * self.slots.page_size
+    def page_bytes(self) -> list[int]:
+        return [8 * self.slots.page_size] * (1 + len(self.groups))
 
-    def read(self, pages: Index) -> Callable[[], list[bytes]]:
+    def read(self, pages: Index, group: int) -> Callable[[], list[bytes]]:
         """Pages of the device, as they are now."""
-        contents = [each.tobytes() for each in self.cache.reshape(-1, self.slots.page_size)[pages]]
+        contents = [each.tobytes() for each in self.pages_of(group)[0][pages]]
         return lambda: contents
 
-    def write_host(self, pages: Index, contents: Sequence[bytes]) -> None:
+    def write_host(self, pages: Index, contents: Sequence[bytes], group: int) -> None:
         """Pages of the host's pool."""
         for page, content in zip(pages.tolist(), contents):
-            self.host[page] = np.frombuffer(content, dtype=np.uint64)
+            self.pages_of(group)[1][page] = np.frombuffer(content, dtype=np.uint64)
 
     def _free(self) -> Free:
         """For each group, the free pages of the device and of the host."""

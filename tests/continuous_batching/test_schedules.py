@@ -93,7 +93,7 @@ def schedulers(
     num_host_pages = draw(st.sampled_from([60, 5, 3, 12] if has_tier else [60, None, 3, 12]))
     host_pool = None if num_host_pages is None else PagePool(num_host_pages)
     pool = PagePool(num_pages)
-    groups = [] if has_tier else draw(drawn_groups(slots, pool, host_pool, 30 + 12 + 20 - 1))
+    groups = draw(drawn_groups(slots, pool, host_pool, 30 + 12 + 20 - 1))
     scheduler = Scheduler(
         slots,
         pool,

@@ -83,7 +83,7 @@ class PoisonedRunner:
             tensor[pages] = _poison(tensor)
         if self.host_pool is not None:
             pages = torch.from_numpy(self.host_pool.free_pages)
-            for tensor in cache.host_tensors:
+            for tensor in cache.of_group(0)[1]:
                 tensor[pages] = _poison(tensor)
 
 

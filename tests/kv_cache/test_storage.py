@@ -47,7 +47,7 @@ def test_each_group_of_layers_has_pages_of_its_own() -> None:
     layers.append(plain_pages((2, 1, 3), torch.float32, num_planes=1))
     cache = KVCache(layers, 4, [9, 4], [5, 3])
     assert [len(each) for each in cache.tensors] == [4, 4, 9, 9, 4, 4, 9]
-    assert [len(each) for each in cache.host_tensors] == [3, 3, 5, 5, 3, 3, 5]
+    assert [[len(each) for each in cache.of_group(group)[1]] for group in (0, 1)] == [[5] * 3, [3] * 4]
     for tensor in cache.tensors:
         tensor[:] = torch.arange(float(len(tensor)))[:, None, None, None]
 

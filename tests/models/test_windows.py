@@ -6,6 +6,7 @@ long; a pool with one page less is refused. So a request that keeps a page too l
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -25,6 +26,7 @@ from recipes.schema.recipe_error import RecipeError
 from tests.device_kinds import Kind, Way, on_each, settings
 from tests.models.families import VARIANTS, VOCABULARY, expected_logprobs, make, wide
 from tests.models.variants import Variant
+from tests.patience import PATIENCE_S
 
 Pair = tuple[Kind, Way]
 
@@ -137,6 +139,41 @@ def test_tokens_are_those_of_transformers_with_exactly_the_pages_of_the_plan(
         assert counters.accepted_tokens
     if way == "n-gram drafts":
         assert counters.drafts
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_restart_resumes_from_pages_of_all_groups_in_a_folder(
+    name: str, checkpoint: Callable[[str], tuple[Any, Path]], tmp_path: Path
+) -> None:
+    """The second life finds every prompt; of a window it reads only what the next query sees."""
+    model, path = checkpoint(name)
+    more = {
+        "cache.num_pages": 120,
+        "cache.num_window_pages": 40,
+        "cache.host_gib": 0.01,
+        "cache.tier": f"{{kind: disk, gib: 0.1, path: {tmp_path}, wait_s: 60}}",
+        "scheduler.num_slots": 2,
+    }
+    fetched = []
+    for _ in range(2):
+        build = built(path, more)
+        made, engine = requests(), build.engine
+        for request in made:
+            engine.add(request)
+        while engine.has_work:
+            if engine.step() is None:
+                time.sleep(0.001)  # for a lookup
+        check(model, [each for leader in made for each in (leader, *leader.followers)])
+        assert build.tier is not None
+        assert build.tier.settle(PATIENCE_S)
+        assert not build.tier.counters.refused
+        fetched.append(build.tier.counters.found)
+        engine.close()
+    assert [each.num_cached_tokens for each in made] == [
+        (request.num_prompt_tokens - 1) // PAGE_SIZE * PAGE_SIZE for request in made
+    ]
+    num_pages = sum((request.num_prompt_tokens - 1) // PAGE_SIZE for request in made)
+    assert num_pages < fetched[1] <= num_pages + len(made) * NUM_WINDOW_PAGES
 
 
 @pytest.mark.slow

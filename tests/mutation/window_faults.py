@@ -61,7 +61,7 @@ FAULTS = {
         RESUMED,
     ),
     "window_evicted_and_still_found": Fault(
-        "kv_cache/groups.py::WindowGroup._forget",
+        "kv_cache/groups.py::BesideGroup._forget",
         "self.beside[names] = 0",
         "",
         "a page that was given to another request is found as the window of a prefix",
@@ -147,6 +147,34 @@ FAULTS = {
         "None",
         "a leader starts behind its other beams, and does not have what their windows see",
         "tests/continuous_batching/test_beam_search.py::test_a_resumed_search_that_just_fits_finishes",
+    ),
+    "windows_of_the_tier_under_one_key": Fault(
+        "continuous_batching/paging/prefix_matching.py::PrefixMatching._save",
+        "key_of_group(keys[index], group.number)",
+        "keys[index]",
+        "a page of a window is written where one of all tokens is looked up",
+        "tests/continuous_batching/test_tier.py::test_of_a_window_the_tier_has_what_a_prefix_is_resumed_from",
+    ),
+    "windows_of_the_tier_into_other_pages": Fault(
+        "continuous_batching/paging/prefix_matching.py::PrefixMatching._take_in",
+        "group=group",
+        "group=0",
+        "what a window sees stays in the host's pool as it was, and other pages are overwritten",
+        "tests/continuous_batching/test_tier.py::test_of_a_window_the_tier_has_what_a_prefix_is_resumed_from",
+    ),
+    "prefix_of_the_tier_not_cut_back": Fault(
+        "kv_cache/tier/lookup.py::Lookup.found",
+        "max(0, stop - first)",
+        "self._stop - first",
+        "pages are taken in from which nothing can be resumed",
+        "tests/kv_cache/test_tier_lookup.py::test_what_no_group_has_cuts_the_prefix_in_front_of_it",
+    ),
+    "failed_windows_stay_in_the_tier": Fault(
+        "continuous_batching/paging/prefix_matching.py::PrefixMatching.forget",
+        "[group.number for group in self._tables.groups]",
+        "[0]",
+        "what a failed request left of its windows is found again beside pages computed anew",
+        "tests/continuous_batching/test_tier.py::test_nothing_of_a_request_that_failed_stays_in_the_tier",
     ),
     "windows_captured_with_other_pages": Fault(
         "models/step/graph_inputs.py::GraphInputs.fill",

@@ -170,7 +170,7 @@ def test_the_engine_has_the_host_tier_compaction_and_victim_of_the_recipe():
     engine = built.engine
     host = engine.scheduler.host_pool
     assert host is not None
-    assert host.num_pages == len(built.runner.cache.host_tensors[0]) == built.memory.num_host_pages == 20
+    assert host.num_pages == len(built.runner.cache.of_group(0)[1][0]) == built.memory.num_host_pages == 20
     assert engine.scheduler.preemption.victim is lowest_priority
     compaction = engine.scheduler._compaction
     assert (compaction._every_steps, compaction._pages_per_step) == (3, 2)
