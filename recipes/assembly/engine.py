@@ -41,9 +41,8 @@ from recipes.assembly.families import WITH_MTP, overridden_fields, share_of, unk
 from recipes.assembly.memory_plan import MemoryPlan, report
 from recipes.assembly.page_events import publish_pages
 from recipes.assembly.page_tier import attach_tier
-from recipes.assembly.scheduler import SchedulerLimits, facts_of, scheduler_of
+from recipes.assembly.scheduler import SchedulerLimits, costs_of, facts_of, scheduler_of
 from recipes.assembly.sizing import plan_memory
-from recipes.assembly.step_costs import costs_of
 from recipes.cluster.cluster import find_cluster
 from recipes.cluster.ranks import Ranks, recipe_of_a_rank
 from recipes.machine import Machine, start
