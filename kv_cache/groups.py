@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Literal
@@ -521,6 +521,7 @@ class BesideGroup(PageGroup):
         self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._resting: OrderedDict[int, None] = OrderedDict()  # pages -h of the host's pool, in that order
         self.changes = 0  # counts what changes what can be found
+        self.told: Callable[[bool, Index], None] = _tell_nobody  # see `PagesBeside`
 
     @property
     def num_idle(self) -> int:
@@ -549,6 +550,7 @@ class BesideGroup(PageGroup):
         self.beside[names] = pages
         self._entry_of.update(zip(pages.tolist(), names.tolist()))
         self.changes += 1
+        self.told(True, names)
         return new, pages
 
     def is_here(self, entries: Index) -> NDArray[np.bool_]:
@@ -577,14 +579,13 @@ class BesideGroup(PageGroup):
         self._entry_of.update(zip((-pages).tolist(), names.tolist()))
         self._resting.update(dict.fromkeys((-pages).tolist()))
         self.changes += 1
+        self.told(True, names)
         return indexes, pages
 
     def removed(self, entries: Sequence[int]) -> None:
         """See `PagesBeside.removed`."""
         names = np.array(entries, dtype=np.int64)
-        pages = self.beside[names]
-        self.beside[names] = 0
-        self._drop(pages[pages != 0])
+        self._forget(self.beside[names[self.is_here(names)]])
 
     def renamed(self, sources: Index, targets: Index) -> None:
         """See `PagesBeside.renamed`."""
@@ -649,11 +650,10 @@ class BesideGroup(PageGroup):
     def _forget(self, pages: Index) -> None:
         """Let pages, or resting pages -h, no longer lie beside their entries, and release them."""
         names = np.array([self._entry_of[page] for page in pages.tolist()], dtype=np.int64)
+        if not len(names):
+            return
         self.beside[names] = 0
-        self._drop(pages)
-
-    def _drop(self, pages: Index) -> None:
-        """Remove the prefix cache's hold on pages, or resting pages -h."""
+        self.told(False, names)
         self.changes += 1
         for page in pages.tolist():
             del self._entry_of[page]
@@ -794,6 +794,10 @@ class WindowGroup(BesideGroup):
     def come_back(self, row: int, first: int, host_pages: Index) -> list[PageCopy]:
         self.first[row] = self.stop[row] = first
         return super().come_back(row, first, host_pages)
+
+
+def _tell_nobody(is_stored: bool, entries: Index) -> None:
+    """Tell nobody: these pages lie beside the entries of no prefix cache."""
 
 
 def _ranges(starts: Index, counts: Index) -> Index:

@@ -7,7 +7,8 @@ Which page holds which tokens is the task of `prefix_index`; the copies are made
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import islice
 from typing import Protocol
 
@@ -31,11 +32,24 @@ class PageListener:
     def removed(self, keys: Sequence[bytes]) -> None:
         """Pages can no longer be found."""
 
+    def stored_beside(self, keys: Sequence[bytes], group: int, window: int) -> None:
+        """Beside the pages of these keys lie those of a group whose queries see a `window` of tokens."""
+
+    def removed_beside(self, keys: Sequence[bytes], group: int) -> None:
+        """Pages of a group no longer lie beside those of these keys."""
+
 
 class PagesBeside(Protocol):
     """Pages that hold the same tokens as entries of the cache, and follow what happens to these."""
 
+    number: int  # of their group
+    window: int  # positions that a query sees
     changes: int  # counts what changes what can be resumed from
+    told: Callable[[bool, Index], None]  # is called with entries that have gained a page beside them, or lost
+
+    def is_here(self, entries: Index) -> NDArray[np.bool_]:
+        """Which of these entries have a page beside them."""
+        ...
 
     def removed(self, entries: Sequence[int]) -> None:
         """Release the pages beside entries that leave the cache."""
@@ -76,6 +90,8 @@ class PrefixCache:
         self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._resting: OrderedDict[int, None] = OrderedDict()  # names in `index`, in the same order
         self._beside = beside
+        for group in beside:
+            group.told = partial(self._tell, group)
         self._version = 0
         self.listener = PageListener()
         self.lookups: Counter[Lookup] = Counter()  # outcomes of the lookups of new requests
@@ -146,6 +162,14 @@ class PrefixCache:
         else:
             found = self.index.why_missed(tokens, salt, matched)
         self.lookups[found] += 1
+
+    def everything_beside(self) -> list[tuple[list[bytes], int, int]]:
+        """Return for each other group the keys that have a page beside them, its number and its window."""
+        names = self.index.names
+        return [
+            ([*map(self.index.key, names[group.is_here(names)].tolist())], group.number, group.window)
+            for group in self._beside
+        ]
 
     def share(self, pages: Index) -> None:
         """Give each of these held pages, cached or not, one more holder."""
@@ -362,6 +386,14 @@ class PrefixCache:
         for group in self._beside:
             group.renamed(sources, targets)
 
+    def _tell(self, group: PagesBeside, is_stored: bool, names: Index) -> None:
+        """Tell the listener of pages of a group that lie beside these entries from now on, or no longer."""
+        keys = [*map(self.index.key, names.tolist())]
+        if is_stored:
+            self.listener.stored_beside(keys, group.number, group.window)
+        else:
+            self.listener.removed_beside(keys, group.number)
+
     def _drop(self, names: list[int]) -> None:
         """Remove cached pages for lack of room."""
         self._evicted.update(dict.fromkeys(map(self.index.key, names)))
@@ -372,9 +404,9 @@ class PrefixCache:
     def _remove(self, names: list[int]) -> None:
         """Remove cached pages and release them."""
         gone, keys = np.array(names, dtype=np.int64), [*map(self.index.key, names)]
-        self.index.remove(names)
         for group in self._beside:
             group.removed(names)
+        self.index.remove(names)
         for name in names:
             self._idle.pop(name, None)
             self._resting.pop(name, None)

@@ -172,11 +172,24 @@ class PageReader:
             match event:
                 case BlockStored(keys):
                     if len(keys) <= _MOST_PAGES:
-                        self._num_pages += self._routing.stored(self._replica, keys)
+                        self._num_pages += self._stored(event)
                     if max(len(keys), self._num_pages) > _MOST_PAGES:
                         raise ValueError(f"it announces more than {_MOST_PAGES} pages")
                 case BlockRemoved(keys):
-                    self._num_pages -= self._routing.removed(self._replica, keys)
+                    if event.group_idx:
+                        gone = self._routing.removed_beside(self._replica, keys, event.group_idx)
+                    else:
+                        gone = self._routing.removed(self._replica, keys)
+                    self._num_pages -= gone
                 case AllBlocksCleared():
                     self._clear()
         self._next = number + 1
+
+    def _stored(self, event: BlockStored) -> int:
+        """Add the pages of an event; return how many of them are new."""
+        if not event.group_idx:
+            return self._routing.stored(self._replica, event.block_hashes)
+        window = event.kv_cache_spec_sliding_window
+        if window is None or window < 1:
+            raise ValueError(f"pages of group {event.group_idx} see no window of tokens")
+        return self._routing.stored_beside(self._replica, event.block_hashes, event.group_idx, window)

@@ -176,6 +176,27 @@ FAULTS = {
         "what a failed request left of its windows is found again beside pages computed anew",
         "tests/continuous_batching/test_tier.py::test_nothing_of_a_request_that_failed_stays_in_the_tier",
     ),
+    "router_expects_what_windows_lack": Fault(
+        "continuous_batching/routing/routing.py::Routing._first",
+        "self._resumable(replica, keys[:count], tokens_a_key, groups.values())",
+        "count",
+        "a router sends a prompt to where its last window was evicted",
+        "tests/continuous_batching/test_routing.py::test_a_hit_ends_where_a_replica_has_what_its_windows_see",
+    ),
+    "evicted_window_still_told": Fault(
+        "kv_cache/groups.py::BesideGroup._forget",
+        "self.told(False, names)",
+        "",
+        "routers believe in pages of windows that are gone",
+        STORM,
+    ),
+    "windows_left_out_of_all_pages": Fault(
+        "kv_cache/events.py::PageEvents._put",
+        "everything += [self._beside(*each) for each in self._cache.everything_beside()]",
+        "",
+        "whoever fell behind expects no hit in a model with windows",
+        "tests/kv_cache/test_events.py::test_pages_of_windows_have_events_of_their_own",
+    ),
     "windows_captured_with_other_pages": Fault(
         "models/step/graph_inputs.py::GraphInputs.fill",
         "pages[:width, : len(owners)] = table[owners, :width].T",
