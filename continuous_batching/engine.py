@@ -43,8 +43,8 @@ class Runner(Protocol):
         """Start a forward pass without waiting for it; the function returned waits and gives the answer."""
         ...
 
-    def resize(self, num_pages: int, copies: tuple[PageCopy, ...]) -> None:
-        """Make the copies, then change the number of pages; the pages that remain keep their content."""
+    def resize(self, num_pages: Sequence[int], copies: tuple[PageCopy, ...]) -> None:
+        """Make the copies, then change the number of pages of each group; the others keep their content."""
         ...
 
 
@@ -99,8 +99,8 @@ class Observer:
     def released(self, request_id: str) -> None:
         """The lease on the pages of an ended request is over."""
 
-    def resized(self, num_pages: int, give_up: GiveUp) -> None:
-        """The page pool was resized, and the device is about to follow."""
+    def resized(self, num_pages: Sequence[int], give_up: GiveUp) -> None:
+        """The page pools were resized, to so many pages of each group, and the device is about to follow."""
 
     def forgotten(self) -> None:
         """The prefix cache was emptied."""
@@ -244,13 +244,13 @@ class Engine:
         self.scheduler.lifecycle.held.release(request_id)
         self.observer.released(request_id)
 
-    def resize(self, num_pages: int, give_up: GiveUp = "nothing") -> None:
-        """Change the number of pages while serving (see `Scheduler.resize`), once the device is idle."""
+    def resize(self, num_pages: int, give_up: GiveUp = "nothing", window_pages: Sequence[int] = ()) -> None:
+        """Change the numbers of pages while serving (see `Scheduler.resize`), once the device is idle."""
         self.drain()
-        self.scheduler.resize(num_pages, give_up)
+        counts = self.scheduler.resize(num_pages, give_up, window_pages)
         # The observer hears it first, because ranks wait for each other within the runner's resize
-        self.observer.resized(num_pages, give_up)
-        self.runner.resize(num_pages, self.scheduler.tables.take_copies())
+        self.observer.resized(counts, give_up)
+        self.runner.resize(counts, self.scheduler.tables.take_copies())
 
     def forget_prefixes(self) -> None:
         """Empty the prefix cache, but not the tier below; running requests keep their pages."""

@@ -99,6 +99,7 @@ class PageGroup(ABC):
     another lifetime answers the abstract ones.
     """
 
+    name = "pages"  # in messages
     # Whether rows give pages back while they run, so that a prefix may be cached and not resumable
     gives_back = False
 
@@ -132,6 +133,11 @@ class PageGroup(ABC):
     @abstractmethod
     def cached_pages(self) -> Index:
         """The pages that the prefix cache holds on the device, idle or in use."""
+
+    @property
+    def num_used(self) -> int:
+        """Number of pages that the prefix cache alone does not hold."""
+        return self.pool.num_held - self.num_idle
 
     @property
     def num_available(self) -> int:
@@ -329,6 +335,10 @@ class PageGroup(ABC):
         self.counts.compacted_pages += len(sources)
         return PageCopy(sources, targets, group=self.number)
 
+    def resize(self, num_pages: int) -> None:
+        """Change the number of pages; the held pages must fit, and must have been moved to the low end."""
+        self.pool.resize(num_pages)
+
     def num_wrong(self, rows: Index, others: Index) -> int:
         """Recount the holders of all pages, and return how many pages are wrong.
 
@@ -484,6 +494,10 @@ class FullGroup(PageGroup):
         """See `PageGroup.to_swap`: published pages are found again, on the device or at rest."""
         stop = -(-num_computed // self.page_size)
         return num_published, self.table[row, num_published:stop].astype(np.int64)
+
+    def resize(self, num_pages: int) -> None:
+        super().resize(num_pages)
+        self._cached.resize(num_pages)
 
     def _share(self, pages: Index) -> None:
         self._cached.share(pages)
@@ -698,7 +712,7 @@ class WindowGroup(BesideGroup):
         num_host_entries: int,
     ) -> None:
         super().__init__(number, page_size, num_rows, max_pages, pool, host, num_entries, num_host_entries)
-        self.window = window
+        self.window, self.name = window, f"pages of the layers that see {window} tokens"
         self.most_of_a_row = most_pages(window, page_size)  # while it decodes
 
     def first_seen(self, positions: Index) -> Index:

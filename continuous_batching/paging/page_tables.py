@@ -186,13 +186,10 @@ class PageTables:
                 moved = max(moved, len(copy.sources))
         return moved
 
-    def resize(self, num_pages: int) -> None:
-        """Change the number of pages; the held pages must fit, and must have been moved to the low end.
-
-        Pools of windows keep their size.
-        """
-        self.groups[0].pool.resize(num_pages)
-        self.prefix.resize(num_pages)
+    def resize(self, counts: Sequence[int]) -> None:
+        """Change the number of pages of each group (see `PageGroup.resize`)."""
+        for group, num_pages in zip(self.groups, counts):
+            group.resize(num_pages)
 
     def copy(self, copy: PageCopy) -> None:
         """Have pages copied before the next batch, after all copies requested so far."""

@@ -99,10 +99,11 @@ class PagesReleased(msgspec.Struct, tag="F", array_like=True, frozen=True):
 
 
 class Resized(msgspec.Struct, tag="R", array_like=True, frozen=True):
-    """The page pool was resized."""
+    """The page pools were resized; those of windows kept their size if there is no number for them."""
 
     num_pages: int
     give_up: str
+    window_pages: list[int] = []
 
 
 class Forgotten(msgspec.Struct, tag="P", array_like=True, frozen=True):

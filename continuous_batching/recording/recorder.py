@@ -188,9 +188,9 @@ class Recorder(Observer):
         """Record that leased pages were released."""
         self._write(PagesReleased(request_id))
 
-    def resized(self, num_pages: int, give_up: GiveUp) -> None:
-        """Record that the page pool was resized."""
-        self._write(Resized(num_pages, give_up))
+    def resized(self, num_pages: Sequence[int], give_up: GiveUp) -> None:
+        """Record that the page pools were resized."""
+        self._write(Resized(num_pages[0], give_up, list(num_pages[1:])))
 
     def forgotten(self) -> None:
         """Record that the prefix cache was emptied."""

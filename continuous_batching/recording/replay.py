@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast
 
@@ -124,7 +124,7 @@ class Device(Protocol):
         """Start a batch; the function returned waits for its end."""
         ...
 
-    def resize(self, num_pages: int, copies: tuple[PageCopy, ...]) -> None:
+    def resize(self, num_pages: Sequence[int], copies: tuple[PageCopy, ...]) -> None:
         """Resize the cache, as `Runner.resize` does."""
         ...
 
@@ -136,7 +136,7 @@ class NoDevice:
         """Start nothing."""
         return _nothing
 
-    def resize(self, num_pages: int, copies: tuple[PageCopy, ...]) -> None:
+    def resize(self, num_pages: Sequence[int], copies: tuple[PageCopy, ...]) -> None:
         """Resize nothing."""
 
 
@@ -220,8 +220,8 @@ def replay(entries: Iterable[Entry], scheduler: Scheduler, device: Device = NO_D
         elif isinstance(entry, (Forgotten, PagesExpected, PagesArrived, PagesReleased)):
             _replay_held(scheduler, entry)
         elif isinstance(entry, Resized):
-            scheduler.resize(entry.num_pages, cast(GiveUp, entry.give_up))
-            device.resize(entry.num_pages, scheduler.tables.take_copies())
+            counts = scheduler.resize(entry.num_pages, cast(GiveUp, entry.give_up), entry.window_pages)
+            device.resize(counts, scheduler.tables.take_copies())
             yield entry
         elif isinstance(entry, Scheduled):
             number += 1

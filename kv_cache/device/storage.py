@@ -114,7 +114,7 @@ class KVCache(CacheLayers):
     ) -> None:
         planes = [each.new_planes(num_pages[each.group]) for each in layers]
         super().__init__(layers, planes, page_size)
-        self.num_pages = num_pages[0]
+        self.num_pages = tuple(num_pages)
         self._indexed = indexed
         self.tier: PageTier | None = None
         self._swapped: Callable[[], None] = _nothing  # waits for the last copies to or from the host
@@ -215,16 +215,19 @@ class KVCache(CacheLayers):
             for read, written in _chunks(pages, sources, targets):
                 _copy(pages, read, pages, written, indexed=self._indexed)
 
-    def resize(self, num_pages: int) -> None:
-        """Change the number of pages of group 0; pages that remain keep their content.
+    def resize(self, num_pages: Sequence[int]) -> None:
+        """Change the number of pages of each group; pages that remain keep their content.
 
         Tensors are copied layer by layer, and memory that is no longer needed is returned to the system.
+        Layers that shrink come first, so that those that grow find room.
         """
-        kept = np.arange(min(num_pages, self.num_pages))
-        for layer, each in enumerate(self.layers):
-            if each.group == 0:
-                self._planes[layer] = self._resized(layer, num_pages, kept)
-        self.num_pages = num_pages
+        grows = [new - old for new, old in zip(num_pages, self.num_pages)]
+        for layer in sorted(range(len(self.layers)), key=lambda layer: grows[self.layers[layer].group]):
+            group = self.layers[layer].group
+            if grows[group]:
+                kept = np.arange(min(num_pages[group], self.num_pages[group]))
+                self._planes[layer] = self._resized(layer, num_pages[group], kept)
+        self.num_pages = tuple(num_pages)
         _release_memory(self.device)
 
     def _resized(self, layer: int, num_pages: int, kept: Index) -> tuple[Tensor, ...]:

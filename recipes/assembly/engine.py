@@ -174,7 +174,7 @@ def assemble(
     if experts is not None:
         experts.restart()
     _log(recipe, config, memory, decoder)
-    limits = replace(limits, num_pages=memory.num_pages)
+    limits = replace(limits, num_pages=memory.num_pages, windows=memory.window_pools)
     facts = facts_of(recipe.scheduler, recipe.cache, limits, recipe.speculation, depth, costs)
     return BuiltEngine(
         engine, runner, config, memory, machine.name, largest_step_s, facts, experts, adapters=adapters
@@ -327,13 +327,14 @@ def _measure(
             machine.memory_bytes(),
             measured + captured_bytes,
             num_host_pages=estimated.num_host_pages,  # these are allocated already, and stay
-            windows=estimated.windows,
+            window_host_pages=[each.num_host_pages for each in estimated.windows],
             share=runner.decoder.share,
         )
         memory = replace(memory, host_because=estimated.host_because)
     memory = _least(recipe, config, memory, world, runner.decoder.share, machine)
-    if memory.num_pages != estimated.num_pages:
-        engine.resize(memory.num_pages)
+    window_pages = [each.num_pages for each in memory.windows]
+    if (memory.num_pages, window_pages) != (estimated.num_pages, [e.num_pages for e in estimated.windows]):
+        engine.resize(memory.num_pages, window_pages=window_pages)
         warm_up(runner, budget)
     return memory, step_s
 

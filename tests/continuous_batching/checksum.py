@@ -212,12 +212,17 @@ class ChecksumRunner:
         self.last[batch.owners] = sampled.tokens
         return lambda: sampled
 
-    def resize(self, num_pages: int, copies: tuple[PageCopy, ...]) -> None:
+    def resize(self, num_pages: Sequence[int], copies: tuple[PageCopy, ...]) -> None:
         self._copy(copies, self._free())
-        cache = np.full(num_pages * self.slots.page_size, POISON)
-        kept = min(len(cache), len(self.cache))
-        cache[:kept] = self.cache[:kept]
-        self.cache = cache
+        self.cache, *self.windows = [
+            self._resized(cache, count) for cache, count in zip((self.cache, *self.windows), num_pages)
+        ]
+
+    def _resized(self, cache: np.ndarray, num_pages: int) -> np.ndarray:
+        resized = np.full(num_pages * self.slots.page_size, POISON)
+        kept = min(len(resized), len(cache))
+        resized[:kept] = cache[:kept]
+        return resized
 
     def make(self, copies: tuple[PageCopy, ...]) -> None:
         """Copies without a batch."""

@@ -125,18 +125,27 @@ def expected(request: Request) -> list[int]:
 
 
 def try_resize(engine: Engine, change: int, give_up: GiveUp) -> None:
-    """Resize if it is allowed; a refusal changes nothing."""
-    pool = engine.scheduler.pool
+    """Resize if it is allowed, every other time the pools of windows, too; a refusal changes nothing."""
     engine.drain()
-    before = pool.num_pages, pool.num_held, len(engine.slots.busy)
-    refusal = ""
+    first, *others = (group.pool for group in engine.scheduler.tables.groups)
+
+    def state() -> list[int]:
+        return [len(engine.slots.busy), *(count for pool in (first, *others) for count in sizes(pool))]
+
+    def sizes(pool: PagePool) -> tuple[int, int]:
+        return pool.num_pages, pool.num_held
+
+    before, refusal = state(), ""
+    window_pages = [max(2, pool.num_pages + change) for pool in others] if change % 2 else []
     try:
-        engine.resize(max(2, pool.num_pages + change), give_up)
+        engine.resize(max(2, first.num_pages + change), give_up, window_pages)
     except ValueError as error:
         refusal = str(error)
     if refusal:
         assert "resize to at least" in refusal
-        assert (pool.num_pages, pool.num_held, len(engine.slots.busy)) == before
+        assert state() == before
+    else:
+        assert [pool.num_pages for pool in others] == (window_pages or before[3::2])
     recount(engine.scheduler)
 
 

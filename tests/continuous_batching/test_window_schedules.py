@@ -149,6 +149,33 @@ def test_a_request_of_many_windows_needs_the_pages_of_one_and_one_less_is_refuse
     serve(small, "b", STORY[:7], max_tokens=2)
 
 
+def test_a_pool_of_a_window_shrinks_no_further_than_accepted_requests_allow() -> None:
+    engine = engine_of(40, 9)
+    _, group = engine.scheduler.tables.groups
+    requests = [
+        Request(name, STORY[:30], SamplingParams(max_tokens=20, seed=at)) for at, name in enumerate("abc")
+    ]
+    for request in requests:
+        engine.add(request)
+    for _ in range(12):
+        engine.step()
+    message = "3 pages of the layers that see 9 tokens cannot hold the longest accepted request, 50 tokens"
+    with pytest.raises(ValueError, match=f"{message}; resize to at least 4"):
+        engine.resize(41, "running", [3])
+    with pytest.raises(ValueError, match="5 pages of the layers that see 9 tokens are fewer than"):
+        engine.resize(41, "nothing", [5])
+    assert (group.pool.num_pages, engine.scheduler.counters.preemptions) == (10, 0)
+    engine.resize(41, "running", [4])
+    recount(engine.scheduler)
+    assert engine.scheduler.counters.preemptions == 2
+    while engine.has_work:
+        engine.step()
+        recount(engine.scheduler)
+    assert all(
+        each.answer.tolist() == alone(STORY[:30].tolist(), 20, seed=at) for at, each in enumerate(requests)
+    )
+
+
 def test_a_long_chunk_preempts_nobody_for_pages_that_it_needs_for_one_step() -> None:
     engine = engine_of(60, 7)
     first = Request("first", STORY[:20], SamplingParams(max_tokens=30))

@@ -65,7 +65,7 @@ class PoisonedRunner:
     def start(self, batch: Batch) -> Callable[[], Sampled]:
         return self.inner.start(self._prepared(batch))
 
-    def resize(self, num_pages: int, copies: tuple[PageCopy, ...]) -> None:
+    def resize(self, num_pages: Sequence[int], copies: tuple[PageCopy, ...]) -> None:
         self.inner.resize(num_pages, copies)
 
     def _prepared(self, batch: Batch) -> Batch:

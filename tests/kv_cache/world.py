@@ -199,7 +199,7 @@ class World:
     def _resize(self, num_pages: int) -> None:
         tables = self.lifecycle.tables
         tables.compact(self.pool.num_pages)
-        tables.resize(num_pages)
+        tables.resize([num_pages])
         self._apply(tables.take_copies())
         pages = np.full((num_pages, self.setting.page_size), NOTHING)
         kept = min(num_pages, len(self.pages))

@@ -19,7 +19,9 @@ import pytest
 from continuous_batching.engine import Engine
 from continuous_batching.request import Request, SamplingParams
 from kv_cache.groups import WindowGroup
+from recipes.assembly import engine as assembly
 from recipes.assembly.engine import BuiltEngine, build
+from recipes.assembly.sizing import plan_memory
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from recipes.schema.recipe_error import RecipeError
@@ -205,6 +207,34 @@ def test_prefixes_are_found_again_while_their_last_window_is_held(
     engine = built(path, more).engine
     check(model, served(engine))
     assert engine.scheduler.counters.hit_tokens >= 3 * 60
+
+
+def test_pages_of_windows_give_way_to_a_step_that_takes_more_than_was_estimated(
+    checkpoint: Callable[[str], tuple[Any, Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All layers have a window, whose pages take all memory of the cache."""
+    model, path = checkpoint("mistral_window")
+    monkeypatch.setattr(
+        assembly,
+        "plan_memory",
+        lambda recipe, config, _, *more, **named: plan_memory(recipe, config, 2**27, *more, **named),
+    )
+    more = dict.fromkeys(("cache.num_pages", "cache.num_window_pages"), "null") | {
+        "cache.memory_fraction": 0.5,
+        "cache.reserve_gib": 0,
+        "cache.host_gib": 0.001,
+    }
+    before = built(path, more)
+    monkeypatch.setattr(assembly, "largest_step_bytes", lambda *_: 2**25)
+    after = built(path, more)
+    (plan,) = after.memory.windows
+    _, group = after.engine.scheduler.tables.groups
+    assert 100 < plan.num_pages < before.memory.windows[0].num_pages
+    assert plan.num_host_pages == before.memory.windows[0].num_host_pages > 0
+    assert after.engine.runner.cache.num_pages == (after.memory.num_pages, plan.num_pages)  # type: ignore[attr-defined]
+    assert group.pool.num_pages == plan.num_pages
+    assert after.facts["limits"]["windows"][0][1] == plan.num_pages
+    check(model, served(after.engine))
 
 
 @pytest.mark.parametrize("key", ["cache.num_pages", "cache.num_window_pages"])

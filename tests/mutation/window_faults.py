@@ -197,6 +197,21 @@ FAULTS = {
         "whoever fell behind expects no hit in a model with windows",
         "tests/kv_cache/test_events.py::test_pages_of_windows_have_events_of_their_own",
     ),
+    "windows_not_resized_on_the_device": Fault(
+        "kv_cache/device/storage.py::KVCache.resize",
+        "if grows[group]: ...",
+        "if grows[group] and not group: ...",
+        "pages of a window are handed out that the device does not have",
+        "tests/kv_cache/test_storage.py::test_each_group_of_layers_has_pages_of_its_own",
+    ),
+    "window_smaller_than_accepted_requests": Fault(
+        "continuous_batching/scheduling/scheduler.py::Scheduler.resize",
+        "check_resize(count, give_up, group, taken)",
+        "check_resize(counts[0], give_up, tables.groups[0], taken)",
+        "a window's pool becomes smaller than what an accepted request needs of it",
+        "tests/continuous_batching/test_window_schedules.py"
+        "::test_a_pool_of_a_window_shrinks_no_further_than_accepted_requests_allow",
+    ),
     "windows_captured_with_other_pages": Fault(
         "models/step/graph_inputs.py::GraphInputs.fill",
         "pages[:width, : len(owners)] = table[owners, :width].T",
