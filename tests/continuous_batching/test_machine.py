@@ -23,7 +23,14 @@ from continuous_batching.scheduling.scheduler import Scheduler
 from kv_cache.page_keys import page_keys
 from tests.continuous_batching.checksum import ChecksumRunner, key
 from tests.continuous_batching.recount import recount
-from tests.continuous_batching.test_schedules import Arrival, arrivals, expected, schedulers, try_resize
+from tests.continuous_batching.test_schedules import (
+    Arrival,
+    arrivals,
+    could_fit,
+    expected,
+    schedulers,
+    try_resize,
+)
 from tests.thorough import cases
 
 Words = np.ndarray
@@ -70,9 +77,7 @@ class Engines(RuleBasedStateMachine):
     def add(self, arrival: Arrival) -> None:
         leader = arrival.request(len(self.known))
         family = [leader, *leader.followers]
-        fits = leader.num_prompt_tokens + leader.params.max_tokens - 1 <= (
-            (self.scheduler.pool.num_pages - 1) * self.engine.slots.page_size
-        )
+        fits = could_fit(self.engine, leader)
         try:
             self.engine.add(leader)
         except ValueError:
