@@ -111,10 +111,10 @@ class PageTables:
         growing = []
         for group in self.groups:
             counts = group.missing(rows, stops)
-            total = int(counts.sum()) + group.num_shared(*forked)
-            if total > group.num_available:
-                return False
+            total = int(counts.sum()) + (group.num_shared(*forked) if self.forked else 0)
             if total:
+                if total > group.num_available:
+                    return False
                 growing.append((group, counts))
         for group, counts in growing:
             self._copies += group.grow(rows, counts, *forked)
