@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -392,24 +392,22 @@ class Routing:
         return found, int(np.partition(found, -2)[-2]) if self.count > 1 else 0
 
     def _resumable(
-        self, replica: int, keys: Sequence[int], tokens_a_key: int, groups: Iterable[PagesOfWindow]
+        self, replica: int, keys: Sequence[int], tokens_a_key: int, groups: Collection[PagesOfWindow]
     ) -> int:
         """Return how many of these keys, which a replica holds, it can resume from."""
-        bit, supposed, stop = 1 << replica, self.supposed.masks, len(keys)
-        while True:
-            cut = stop
+        bit, supposed, size = 1 << replica, self.supposed.masks, tokens_a_key
+        stop = at = len(keys)
+        while at and any(at * size > stop * size - (each.window - 1) for each in groups):
+            at -= 1
+            key = keys[at]
+            if supposed.get(key, 0) & bit:
+                continue
             for each in groups:
-                first = max(0, stop * tokens_a_key - (each.window - 1)) // tokens_a_key
-                lacking = [
-                    at
-                    for at in range(first, stop)
-                    if keys[at] not in each.keys and not supposed.get(keys[at], 0) & bit
-                ]
-                if lacking:
-                    cut = lacking[-1] if cut == stop else max(cut, lacking[-1])
-            if cut == stop:
-                return stop
-            stop = cut
+                is_seen = (at + 1) * size > stop * size - (each.window - 1)
+                if is_seen and key not in each.keys:
+                    stop = at
+                    break
+        return stop
 
     def _count(self, replica: int) -> None:
         """Recompute a replica's loads after its figures or own sends have changed."""

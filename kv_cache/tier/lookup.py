@@ -59,7 +59,8 @@ class Lookup:
         self.contents: dict[PageName, bytes] = {}
         self.has_ended = False
         self._missing: set[PageName] = set()
-        self._stop = sought.num_here  # pages of group 0 that are here or were found, without a gap
+        self._stop = sought.num_here  # the longest prefix that what was read so far allows, in pages
+        self._has_read_first_group = False  # whether group 0 has been read up to its end, or up to a gap
 
     def key(self, page: PageName) -> bytes:
         """Return the key of a page in the tier."""
@@ -67,10 +68,12 @@ class Lookup:
 
     def next(self, most: int) -> list[PageName]:
         """Return at most so many pages to be read next; there are none when the lookup is complete."""
-        if self._stop < len(self.sought.keys) and PageName(0, self._stop) not in self._missing:
+        if not self._has_read_first_group and self._stop < len(self.sought.keys):
             stop = min(self._stop + most, len(self.sought.keys))
             return [PageName(0, index) for index in range(self._stop, stop)]
-        return self._cut(unread_is_missing=False)[1][:most]
+        self._has_read_first_group = True
+        self._stop, unread = self._cut(unread_is_missing=False)
+        return unread[:most]
 
     def take(self, pages: Sequence[PageName], contents: Iterable[bytes | None]) -> None:
         """Add the contents of pages that `next` returned, None for those that are missing."""
@@ -78,6 +81,7 @@ class Lookup:
             if content is None:
                 self._missing.add(page)
                 if not page.group:
+                    self._has_read_first_group = True
                     break  # what follows a gap is of no use
             else:
                 self.contents[page] = content
@@ -91,18 +95,17 @@ class Lookup:
 
     def _cut(self, *, unread_is_missing: bool) -> tuple[int, list[PageName]]:
         """Return the longest prefix to resume from, and its pages that are to be read, the last first."""
-        stop = self._stop
-        while True:
-            cut, unread = stop, []
+        stop = at = self._stop
+        unread: list[PageName] = []
+        while at > min((each.seen_after(stop) for each in self.sought.beside), default=at):
+            at -= 1
             for each in self.sought.beside:
-                for index in range(each.seen_after(stop), stop):
-                    page = PageName(each.group, index)
-                    if page in self.contents or (index < len(each.is_here) and each.is_here[index]):
-                        continue
-                    if unread_is_missing or page in self._missing:
-                        cut = index if cut == stop else max(cut, index)
-                    else:
-                        unread.append(page)
-            if cut == stop:
-                return stop, sorted(unread, key=lambda page: -page.at)
-            stop = cut
+                page = PageName(each.group, at)
+                is_here = at < len(each.is_here) and bool(each.is_here[at])
+                if at < each.seen_after(stop) or is_here or page in self.contents:
+                    continue
+                if unread_is_missing or page in self._missing:
+                    stop = at
+                    break
+                unread.append(page)
+        return stop, [page for page in unread if page.at < stop]

@@ -25,6 +25,7 @@ log = logging.getLogger("route")
 _ASK_S = 2.0  # interval between requests when nothing seems to be missing
 _MOST_PART_BYTES = 2**26  # most bytes of a message; a larger one ends the connection
 _MOST_UNREAD = 4  # most messages waiting for each socket; a publisher with more is made to wait
+_MOST_GROUPS = 64  # most groups of layers of a replica
 _MOST_PAGES = 2**22  # most pages of a replica; one that reports more is judged by what was sent to it alone
 _AGAIN_S = 0.1  # interval between requests when something is missing
 
@@ -190,6 +191,6 @@ class PageReader:
         if not event.group_idx:
             return self._routing.stored(self._replica, event.block_hashes)
         window = event.kv_cache_spec_sliding_window
-        if window is None or window < 1:
+        if not 0 < event.group_idx <= _MOST_GROUPS or window is None or window < 1:
             raise ValueError(f"pages of group {event.group_idx} see no window of tokens")
         return self._routing.stored_beside(self._replica, event.block_hashes, event.group_idx, window)

@@ -111,6 +111,8 @@ def test_a_router_expects_no_more_of_a_replica_than_its_windows_allow(tmp_path: 
         await until(lambda: routing.num_found(keys, 4).tolist() == [4])
         with pytest.raises(ValueError, match="see no window of tokens"):
             reader._stored(BlockStored([1], None, [], 4, group_idx=1))
+        with pytest.raises(ValueError, match="see no window of tokens"):
+            reader._stored(BlockStored([], None, [], 4, group_idx=65, kv_cache_spec_sliding_window=6))
         reader.close()
         engine.events.close()
 
