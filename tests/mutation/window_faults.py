@@ -163,9 +163,9 @@ FAULTS = {
         "tests/continuous_batching/test_tier.py::test_of_a_window_the_tier_has_what_a_prefix_is_resumed_from",
     ),
     "prefix_of_the_tier_not_cut_back": Fault(
-        "kv_cache/tier/lookup.py::Lookup.found",
-        "max(0, stop - first)",
-        "self._stop - first",
+        "kv_cache/tier/lookup.py::Lookup._cut",
+        "at < each.seen_after(stop) or is_here or page in self.contents",
+        "at < each.seen_after(stop) or is_here or page in self.contents or page in self._missing",
         "pages are taken in from which nothing can be resumed",
         "tests/kv_cache/test_tier_lookup.py::test_what_no_group_has_cuts_the_prefix_in_front_of_it",
     ),
