@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kv_cache.groups import PageCounts
+
 
 @dataclass(slots=True)
-class Counters:
-    """Totals that only grow; a rate is the difference of two readings."""
+class Counters(PageCounts):
+    """Totals that only grow; a rate is the difference of two readings. Those of pages are of group 0."""
 
     steps: int = 0
     computed_tokens: int = 0
@@ -19,15 +21,8 @@ class Counters:
     preemptions: int = 0
     lost_tokens: int = 0  # tokens computed, then lost to preemption
     refound_tokens: int = 0  # lost tokens found in the prefix cache when their request resumed
-    evicted_pages: int = 0
-    rested_pages: int = 0  # evicted pages that were copied to the host pool
-    promoted_pages: int = 0  # pages copied back from the host pool because a request found them
     saved_pages: int = 0  # pages that the tier below was asked to keep
     fetched_pages: int = 0  # pages read from the tier below into the host pool
-    copied_pages: int = 0  # pages copied on write, by a row that forked
-    compacted_pages: int = 0
-    swapped_out_pages: int = 0
-    swapped_in_pages: int = 0
     refused_swaps: int = 0  # swaps for which the host pool had no room; the request is recomputed
     # Swaps whose shared pages before the swapped ones are gone; the request is recomputed
     broken_swaps: int = 0

@@ -23,7 +23,7 @@ from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.scheduling.validation import GiveUp
 from continuous_batching.slots import SlotPool
 from kv_cache.pages import Index, PageCopy
-from kv_cache.tier.page_tier import Lookup
+from kv_cache.tier.lookup import FoundPages, Lookup, Sought
 
 _NONE = np.empty(0, dtype=np.int64)
 NO_TOKENS = Sampled(_NONE)
@@ -43,18 +43,18 @@ class Runner(Protocol):
         """Start a forward pass without waiting for it; the function returned waits and gives the answer."""
         ...
 
-    def resize(self, num_pages: int, copies: tuple[PageCopy, ...]) -> None:
-        """Make the copies, then change the number of pages; the pages that remain keep their content."""
+    def resize(self, num_pages: Sequence[int], copies: tuple[PageCopy, ...]) -> None:
+        """Make the copies, then change the number of pages of each group; the others keep their content."""
         ...
 
 
 class Tier(Protocol):
     """A tier of pages below the host's pool. None of its methods blocks."""
 
-    def look_up(self, keys: Sequence[bytes]) -> Lookup | None:
-        """Start a lookup of the pages of these chained keys.
+    def look_up(self, sought: Sought) -> Lookup | None:
+        """Start a lookup of the pages that a request could use.
 
-        Returns None if the tier knows that it has none.
+        Returns None if all of them are here, or if the tier knows that it has none.
         """
         ...
 
@@ -84,8 +84,8 @@ class Observer:
     def added(self, request: Request) -> None:
         """A request was accepted."""
 
-    def fetched(self, request_id: str, first: int, count: int) -> None:
-        """A lookup in the tier found `count` pages of a waiting request, from its page `first` on."""
+    def fetched(self, request_id: str, found: FoundPages) -> None:
+        """A lookup in the tier, for which a request waited, has ended."""
 
     def ended(self, request_id: str, reason: str, now_s: float) -> None:
         """A request was ended by its client, by the server or by its timeout."""
@@ -99,8 +99,8 @@ class Observer:
     def released(self, request_id: str) -> None:
         """The lease on the pages of an ended request is over."""
 
-    def resized(self, num_pages: int, give_up: GiveUp) -> None:
-        """The page pool was resized, and the device is about to follow."""
+    def resized(self, num_pages: Sequence[int], give_up: GiveUp) -> None:
+        """The page pools were resized, to so many pages of each group, and the device is about to follow."""
 
     def forgotten(self) -> None:
         """The prefix cache was emptied."""
@@ -170,7 +170,7 @@ class Engine:
         self.observer = Observer()
         self.tier: Tier | None = None
         # Requests waiting for a lookup, and the page from which it looks
-        self._awaited: list[tuple[Request, int, Lookup]] = []
+        self._awaited: list[tuple[Request, Lookup]] = []
         self.on_finish: Callable[[Request], None] = _ignore
         self._started = deque[Started]()
         self._landed: list[Step] = []  # steps that have completed and are still to be returned
@@ -244,13 +244,13 @@ class Engine:
         self.scheduler.lifecycle.held.release(request_id)
         self.observer.released(request_id)
 
-    def resize(self, num_pages: int, give_up: GiveUp = "nothing") -> None:
-        """Change the number of pages while serving (see `Scheduler.resize`), once the device is idle."""
+    def resize(self, num_pages: int, give_up: GiveUp = "nothing", window_pages: Sequence[int] = ()) -> None:
+        """Change the numbers of pages while serving (see `Scheduler.resize`), once the device is idle."""
         self.drain()
-        self.scheduler.resize(num_pages, give_up)
+        counts = self.scheduler.resize(num_pages, give_up, window_pages)
         # The observer hears it first, because ranks wait for each other within the runner's resize
-        self.observer.resized(num_pages, give_up)
-        self.runner.resize(num_pages, self.scheduler.tables.take_copies())
+        self.observer.resized(counts, give_up)
+        self.runner.resize(counts, self.scheduler.tables.take_copies())
 
     def forget_prefixes(self) -> None:
         """Empty the prefix cache, but not the tier below; running requests keep their pages."""
@@ -303,24 +303,23 @@ class Engine:
 
         The request waits for it.
         """
-        first, keys = self.scheduler.lifecycle.matching.lacking(request)
-        lookup = tier.look_up(keys) if keys else None
+        lookup = tier.look_up(self.scheduler.lifecycle.matching.sought(request))
         if lookup is not None:
             request.awaits_pages = True
-            self._awaited.append((request, first, lookup))
+            self._awaited.append((request, lookup))
 
     def _take_in(self, tier: Tier) -> None:
         """Release the requests whose lookup has ended."""
         awaited, self._awaited = self._awaited, []
-        for request, first, lookup in awaited:
+        for request, lookup in awaited:
             if not tier.is_over(lookup):
-                self._awaited.append((request, first, lookup))
+                self._awaited.append((request, lookup))
             # The request has not been aborted meanwhile
             elif self.scheduler.waiting.find(request.id) is request:
-                count = len(lookup.contents)
-                taken = self.scheduler.lifecycle.matching.arrive(request, first, count)
-                self.observer.fetched(request.id, first, count)
-                tier.hand_over(lookup.contents[taken])
+                found = lookup.found()
+                taken = self.scheduler.lifecycle.matching.arrive(request, found)
+                self.observer.fetched(request.id, found)
+                tier.hand_over([lookup.contents[page] for page in taken])
 
     def _start(self, now_s: float) -> Started | None:
         batch = self.scheduler.schedule(now_s)

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from continuous_batching.paging.page_tables import EMPTY
 from continuous_batching.request import Request
 from continuous_batching.scheduling.scheduler import Scheduler
-from kv_cache.groups import WindowGroup
-from kv_cache.pages import NULL_PAGE
 from kv_cache.prefix_index import Lookup
 
 
@@ -59,12 +58,11 @@ def usage(scheduler: Scheduler, page_bytes: int, window_page_bytes: Sequence[int
     """
     pool, prefix, host = scheduler.pool, scheduler.prefix, scheduler.host_pool
     counters, groups = scheduler.counters, scheduler.tables.groups
-    sizes = [page_bytes, *window_page_bytes]
+    windows, sizes = groups[1:], [page_bytes, *window_page_bytes]
 
     def moved(name: str) -> int:
         """Return the bytes of all pages of which a counter has this name."""
-        counts = [getattr(each, name) for each in (counters, *groups)]
-        return sum(count * size for count, size in zip(counts, sizes))
+        return sum(getattr(each.counts, name) * size for each, size in zip(groups, sizes))
 
     holes = pool.highest_held - pool.num_held
     num_prompt = max(1, counters.prompt_tokens)
@@ -72,12 +70,12 @@ def usage(scheduler: Scheduler, page_bytes: int, window_page_bytes: Sequence[int
         running_requests=len(scheduler.slots.busy),
         waiting_requests=len(scheduler.waiting),
         queued_tokens=queued_tokens(scheduler),
-        held_pages=pool.num_held - prefix.num_idle,
+        held_pages=groups[0].num_used,
         idle_pages=prefix.num_idle,
         free_pages=pool.num_free,
-        window_held_pages=sum(each.pool.num_held - each.num_idle for each in groups),
-        window_idle_pages=sum(each.num_idle for each in groups),
-        window_free_pages=sum(each.pool.num_free for each in groups),
+        window_held_pages=sum(each.num_used for each in windows),
+        window_idle_pages=sum(each.num_idle for each in windows),
+        window_free_pages=sum(each.pool.num_free for each in windows),
         fragmentation=holes / max(1, pool.num_free),
         swapped_host_pages=0 if host is None else host.num_held - prefix.num_resting,
         resting_host_pages=prefix.num_resting,
@@ -124,28 +122,7 @@ def recount(scheduler: Scheduler) -> Recount:
 
     A server runs this from time to time, and tests run it after each step.
     """
-    slots, pool = scheduler.slots, scheduler.pool
-    counts = slots.num_pages[slots.busy]
-    columns = np.arange(int(counts.max(initial=0)))
-    pages = slots.page_table[slots.busy, : len(columns)][columns < counts[:, None]]
-    users = np.bincount(pages, minlength=pool.num_pages)
-    holders = users.copy()
-    holders[scheduler.prefix.pages] += 1
-    holders += np.bincount(scheduler.lifecycle.held.pages, minlength=pool.num_pages)
-    holders[NULL_PAGE] = 1
-    is_free = np.zeros(pool.num_pages, dtype=np.bool_)
-    is_free[pool.free_pages] = True
-    wrong = int(((holders != pool.holders) | (is_free != (holders == 0))).sum())
-    wrong += sum(_wrong_of(group, scheduler) for group in scheduler.tables.groups)
-    return Recount(int((users[1:] > 1).sum()), wrong)
-
-
-def _wrong_of(group: WindowGroup, scheduler: Scheduler) -> int:
-    """Return how many pages of a window are wrong."""
-    pool, table = group.pool, group.table[scheduler.slots.busy]
-    holders = np.bincount(table[table > 0], minlength=pool.num_pages)
-    holders[group.cached_pages] += 1
-    holders[NULL_PAGE] = 1
-    is_free = np.zeros(pool.num_pages, dtype=np.bool_)
-    is_free[pool.free_pages] = True
-    return int(((holders != pool.holders) | (is_free != (holders == 0))).sum())
+    busy, held = scheduler.slots.busy, scheduler.lifecycle.held.pages
+    first, *others = scheduler.tables.groups
+    wrong = first.num_wrong(busy, held) + sum(group.num_wrong(busy, EMPTY) for group in others)
+    return Recount(int((first.users(busy)[1:] > 1).sum()), wrong)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from continuous_batching.batch import Batch, PackedTokens, Sampled, ragged_ranges
 from continuous_batching.request import Request
-from kv_cache.pages import NULL_PAGE, Index
+from kv_cache.pages import Index
 
 
 class SlotPool:
@@ -211,19 +211,6 @@ class SlotPool:
     def pages(self, row: int) -> Index:
         """Return a copy of a row's pages, in the order of its tokens."""
         return self.page_table[row, : self.num_pages[row]].astype(np.int64)
-
-    def rename_pages(self, sources: Index, targets: Index, num_pages: int) -> None:
-        """Rename pages that were moved, in busy rows only. `num_pages` is the size of the pool."""
-        busy = self.busy
-        if not len(busy):
-            return
-        width = int(self.num_pages[busy].max())
-        target_of = np.full(num_pages, -1, dtype=np.int32)
-        target_of[sources] = targets
-        used = np.arange(width) < self.num_pages[busy, None]
-        renamed = target_of[np.where(used, self.page_table[busy, :width], NULL_PAGE)]
-        at, indexes = np.nonzero(renamed >= 0)
-        self.page_table[busy[at], indexes] = renamed[at, indexes]
 
     def inputs(self, batch: Batch) -> PackedTokens:
         """Return what the forward pass of this batch reads, and where its keys and values go."""

@@ -19,6 +19,9 @@ class BlockStored(Event):
     lora_id: int | None = None
     medium: str | None = "GPU"
     lora_name: str | None = None
+    group_idx: int | None = None  # of layers that see a window; None: of all other layers
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
 
 
 class BlockRemoved(Event):
@@ -26,6 +29,7 @@ class BlockRemoved(Event):
 
     block_hashes: list[int]
     medium: str | None = "GPU"
+    group_idx: int | None = None
 
 
 class AllBlocksCleared(Event):

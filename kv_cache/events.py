@@ -7,6 +7,10 @@ ROUTER socket beside it for all batches from some number on; it gets [topic, seq
 the sequence -1. Beyond vLLM's protocol, a batch that is no longer kept is answered by a snapshot: one batch
 of `AllBlocksCleared` and all pages, under the last sequence number.
 
+Pages of layers that see a window have events of their own, with `group_idx` and the window: a prefix can be
+resumed from if its pages are there and those of each window behind it. Their tokens and parents are those of
+the page of the same hash without a group.
+
 The engine's thread only appends to a queue, and a thread of its own encodes and sends. If that thread falls
 behind, the queue is replaced by all pages present at that moment; a subscriber that falls behind loses
 batches, which it sees from the numbers.
@@ -19,13 +23,13 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
+import msgspec
 import zmq
 
 from borders.numbers import integers
 from kv_cache.event_messages import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch, encode
 from kv_cache.page_keys import TokenIds, short_key
-from kv_cache.prefix_cache import PageListener
-from kv_cache.prefix_index import PrefixIndex
+from kv_cache.prefix_cache import PageListener, PrefixCache
 
 END = (-1).to_bytes(8, "big", signed=True)
 SEQUENCE_BYTES = 8
@@ -60,14 +64,15 @@ class PageEvents(PageListener):
     key and tokens.
     """
 
-    def __init__(self, index: PrefixIndex, page_size: int, endpoint: str, topic: str = "kv-events") -> None:
+    def __init__(self, cache: PrefixCache, page_size: int, endpoint: str, topic: str = "kv-events") -> None:
         again = replay_endpoint(endpoint)
-        self._index = index
+        self._cache = cache
         self._page_size = page_size
         self._topic = topic.encode()
         # A list holds all pages, and replaces everything before it
         self._queue: deque[BlockStored | BlockRemoved | list[BlockStored]] = deque()
-        self._pages: dict[int, BlockStored] = {}  # published pages, each after the page that it continues
+        # Published pages by group and key, each after the page that it continues
+        self._pages: dict[tuple[int | None, int], BlockStored] = {}
         self._kept: deque[tuple[int, bytes]] = deque()
         self._kept_bytes = 0
         self._next = 0
@@ -87,6 +92,14 @@ class PageEvents(PageListener):
         """Queue an event for pages that can no longer be found."""
         self._put(BlockRemoved([*map(short_key, keys)]))
 
+    def stored_beside(self, keys: Sequence[bytes], group: int, window: int) -> None:
+        """Queue an event for pages of a window that can be found from now on."""
+        self._put(self._beside(keys, group, window))
+
+    def removed_beside(self, keys: Sequence[bytes], group: int) -> None:
+        """Queue an event for pages of a window that can no longer be found."""
+        self._put(BlockRemoved([*map(short_key, keys)], group_idx=group))
+
     def close(self) -> None:
         """Send what is queued, and end the thread."""
         self._is_closing = True
@@ -97,13 +110,24 @@ class PageEvents(PageListener):
             self._queue.append(event)
             return
         self._queue.clear()
-        self._queue.append(
-            [
-                BlockStored(
-                    [short_key(key)], None if before is None else short_key(before), tokens, self._page_size
-                )
-                for key, before, tokens in self._index.everything()
-            ]
+        everything = [
+            BlockStored(
+                [short_key(key)], None if before is None else short_key(before), tokens, self._page_size
+            )
+            for key, before, tokens in self._cache.index.everything()
+        ]
+        everything += [self._beside(*each) for each in self._cache.everything_beside()]
+        self._queue.append(everything)
+
+    def _beside(self, keys: Sequence[bytes], group: int, window: int) -> BlockStored:
+        return BlockStored(
+            [*map(short_key, keys)],
+            None,
+            [],
+            self._page_size,
+            group_idx=group,
+            kv_cache_spec_kind="sliding_window",
+            kv_cache_spec_sliding_window=window,
         )
 
     def _bound(self, kind: int, endpoint: str) -> zmq.Socket[bytes]:
@@ -141,7 +165,7 @@ class PageEvents(PageListener):
                     taken.append(stored)
                 case BlockRemoved() as removed:
                     for key in removed.block_hashes:
-                        self._pages.pop(key, None)
+                        self._pages.pop((removed.group_idx, key), None)
                     taken.append(removed)
                 case everything:
                     self._pages.clear()
@@ -151,10 +175,13 @@ class PageEvents(PageListener):
         return taken
 
     def _book(self, stored: BlockStored) -> None:
-        parent, size = stored.parent_block_hash, self._page_size
+        parent, size, group = stored.parent_block_hash, self._page_size, stored.group_idx
         for at, key in enumerate(stored.block_hashes):
-            self._pages[key] = BlockStored([key], parent, stored.token_ids[at * size : (at + 1) * size], size)
-            parent = key
+            tokens = stored.token_ids[at * size : (at + 1) * size]
+            self._pages[group, key] = msgspec.structs.replace(
+                stored, block_hashes=[key], parent_block_hash=parent, token_ids=tokens
+            )
+            parent = key if group is None else None
 
     def _send(self, events: list[BlockStored | BlockRemoved | AllBlocksCleared]) -> None:
         batch = encode(KVEventBatch(time.time(), events))

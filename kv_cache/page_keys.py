@@ -30,6 +30,14 @@ def page_keys(tokens: TokenIds, page_size: int, salt: str, known: Sequence[bytes
     return keys
 
 
+def key_of_group(key: bytes, group: int) -> bytes:
+    """Return the key of a group's page that holds the tokens of this key's page, which is one of group 0.
+
+    What is hashed for it has a length that no key and tokens have, so that it is the key of no other page.
+    """
+    return hashlib.sha256(key + b"group" + group.to_bytes(4, "little")).digest() if group else key
+
+
 def short_key(key: bytes) -> int:
     """Return the first 64 bits of a page's key, which routers and page events use."""
     return int.from_bytes(key[:8], "big")

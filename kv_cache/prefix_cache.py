@@ -7,13 +7,14 @@ Which page holds which tokens is the task of `prefix_index`; the copies are made
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import islice
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kv_cache.groups import WindowGroup
 from kv_cache.page_keys import TokenIds
 from kv_cache.pages import Index, PageCopy, PagePool
 from kv_cache.prefix_index import EMPTY, Lookup, PrefixIndex
@@ -31,6 +32,34 @@ class PageListener:
     def removed(self, keys: Sequence[bytes]) -> None:
         """Pages can no longer be found."""
 
+    def stored_beside(self, keys: Sequence[bytes], group: int, window: int) -> None:
+        """Beside the pages of these keys lie those of a group whose queries see a `window` of tokens."""
+
+    def removed_beside(self, keys: Sequence[bytes], group: int) -> None:
+        """Pages of a group no longer lie beside those of these keys."""
+
+
+class PagesBeside(Protocol):
+    """Pages that hold the same tokens as entries of the cache, and follow what happens to these."""
+
+    number: int  # of their group
+    window: int  # positions that a query sees
+    changes: int  # counts what changes what can be resumed from
+    told: Callable[[bool, Index], None]  # is called with entries that have gained a page beside them, or lost
+
+    def is_here(self, entries: Index) -> NDArray[np.bool_]:
+        """Which of these entries have a page beside them."""
+        ...
+
+    def removed(self, entries: Sequence[int]) -> None:
+        """Release the pages beside entries that leave the cache."""
+
+    def renamed(self, sources: Index, targets: Index) -> None:
+        """Follow entries that were renamed."""
+
+    def resize_entries(self, num_entries: int) -> None:
+        """Follow the pool of entries to another number of pages; none that is removed may be an entry."""
+
 
 class PrefixCache:
     """Full pages that are found again by their tokens and all tokens before them (see `PrefixIndex`).
@@ -43,8 +72,7 @@ class PrefixCache:
     of that pool takes precedence. A page is in one place at a time: one that was brought back is copied out
     again if it is evicted again, so that no two copies have to be kept equal.
 
-    The pages here are those of group 0. The `groups` of windows have pages that belong to the same tokens
-    beside them, which follow what happens to the entries.
+    The pages here are those of group 0 (`groups`); other groups have pages `beside` them.
     """
 
     def __init__(
@@ -52,7 +80,7 @@ class PrefixCache:
         pool: PagePool,
         page_size: int,
         host: PagePool | None = None,
-        groups: Sequence[WindowGroup] = (),
+        beside: Sequence[PagesBeside] = (),
     ) -> None:
         self._pool = pool
         self._host = host
@@ -61,7 +89,9 @@ class PrefixCache:
         self.index = PrefixIndex(pool.num_pages, num_host_pages, page_size)
         self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._resting: OrderedDict[int, None] = OrderedDict()  # names in `index`, in the same order
-        self.groups = groups
+        self._beside = beside
+        for group in beside:
+            group.told = partial(self._tell, group)
         self._version = 0
         self.listener = PageListener()
         self.lookups: Counter[Lookup] = Counter()  # outcomes of the lookups of new requests
@@ -72,7 +102,7 @@ class PrefixCache:
     @property
     def version(self) -> int:
         """A number that changes whenever what can be found changes."""
-        return self._version + sum(each.changes for each in self.groups)
+        return self._version + sum(each.changes for each in self._beside)
 
     @property
     def num_idle(self) -> int:
@@ -127,11 +157,19 @@ class PrefixCache:
             found: Lookup = "whole" if keys else "too_short"
         elif keys[at] in self._evicted:
             found = "evicted"
-        elif self.groups and self.index.page_of(keys[at]) is not None:
+        elif self._beside and self.index.page_of(keys[at]) is not None:
             found = "window_evicted"  # the pages of a window before it are gone
         else:
             found = self.index.why_missed(tokens, salt, matched)
         self.lookups[found] += 1
+
+    def everything_beside(self) -> list[tuple[list[bytes], int, int]]:
+        """Return for each other group the keys that have a page beside them, its number and its window."""
+        names = self.index.names
+        return [
+            ([*map(self.index.key, names[group.is_here(names)].tolist())], group.number, group.window)
+            for group in self._beside
+        ]
 
     def share(self, pages: Index) -> None:
         """Give each of these held pages, cached or not, one more holder."""
@@ -290,7 +328,7 @@ class PrefixCache:
     def resize(self, num_pages: int) -> None:
         """Follow the pool to another number of pages; no page that is removed may be cached."""
         self.index.resize(num_pages)
-        for group in self.groups:
+        for group in self._beside:
             group.resize_entries(num_pages)
         self._most_evicted = num_pages + (0 if self._host is None else self._host.num_pages)
 
@@ -345,8 +383,16 @@ class PrefixCache:
     def _rename(self, sources: Index, targets: Index) -> None:
         """Rename entries, and what lies beside them."""
         self.index.rename(sources, targets)
-        for group in self.groups:
+        for group in self._beside:
             group.renamed(sources, targets)
+
+    def _tell(self, group: PagesBeside, is_stored: bool, names: Index) -> None:
+        """Tell the listener of pages of a group that lie beside these entries from now on, or no longer."""
+        keys = [*map(self.index.key, names.tolist())]
+        if is_stored:
+            self.listener.stored_beside(keys, group.number, group.window)
+        else:
+            self.listener.removed_beside(keys, group.number)
 
     def _drop(self, names: list[int]) -> None:
         """Remove cached pages for lack of room."""
@@ -358,9 +404,9 @@ class PrefixCache:
     def _remove(self, names: list[int]) -> None:
         """Remove cached pages and release them."""
         gone, keys = np.array(names, dtype=np.int64), [*map(self.index.key, names)]
-        self.index.remove(names)
-        for group in self.groups:
+        for group in self._beside:
             group.removed(names)
+        self.index.remove(names)
         for name in names:
             self._idle.pop(name, None)
             self._resting.pop(name, None)

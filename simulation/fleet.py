@@ -67,6 +67,12 @@ class _PageReporter(PageListener):
     def removed(self, keys: Sequence[bytes]) -> None:
         self._routing.removed(self._number, map(short_key, keys))
 
+    def stored_beside(self, keys: Sequence[bytes], group: int, window: int) -> None:
+        self._routing.stored_beside(self._number, map(short_key, keys), group, window)
+
+    def removed_beside(self, keys: Sequence[bytes], group: int) -> None:
+        self._routing.removed_beside(self._number, map(short_key, keys), group)
+
 
 @dataclass(frozen=True, slots=True)
 class Passing:

@@ -83,7 +83,7 @@ class _StageRunner:
 
         return wait
 
-    def resize(self, num_pages: int, copies: tuple[PageCopy, ...]) -> None:
+    def resize(self, num_pages: Sequence[int], copies: tuple[PageCopy, ...]) -> None:
         pass
 
 

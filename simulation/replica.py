@@ -11,7 +11,7 @@ one engine step by step, which fleets of them need.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -112,7 +112,7 @@ class SimulatedRunner:
             return self._speaker.say(batch)
         return Sampled(np.zeros(len(batch.owners), dtype=np.int64))
 
-    def resize(self, num_pages: int, copies: tuple[PageCopy, ...]) -> None:
+    def resize(self, num_pages: Sequence[int], copies: tuple[PageCopy, ...]) -> None:
         """Do nothing: this device holds no pages."""
 
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -149,7 +149,7 @@ class TimedSteps:
     def start(self, batch: Batch) -> Callable[[], Sampled]:
         raise AssertionError("steps follow each other here")
 
-    def resize(self, num_pages: int, copies: tuple[PageCopy, ...]) -> None:
+    def resize(self, num_pages: Sequence[int], copies: tuple[PageCopy, ...]) -> None:
         raise AssertionError("nothing is resized here")
 
 
@@ -304,7 +304,7 @@ class TimedStage:
     def run(self, batch: Batch) -> Sampled:
         raise AssertionError("as many batches are in flight as there are stages")
 
-    def resize(self, num_pages: int, copies: tuple[PageCopy, ...]) -> None:
+    def resize(self, num_pages: Sequence[int], copies: tuple[PageCopy, ...]) -> None:
         raise AssertionError("nothing is resized here")
 
     def start(self, batch: Batch) -> Callable[[], Sampled]:

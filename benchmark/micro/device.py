@@ -147,7 +147,7 @@ def median_s(act: Callable[[], object], device: torch.device, repeats: int) -> f
 
 def batch_of(built: BuiltEngine, load: StepLoad) -> Batch:
     """Build the load's batch over random tokens and scattered pages; raises ValueError if it does not fit."""
-    slots, num_pages = built.runner.slots, built.runner.cache.num_pages
+    slots = built.runner.slots
     stops = np.array(load.stops, np.int64)
     starts = stops - np.array(load.lens, np.int64)
     counts = -(-stops // slots.page_size)
@@ -155,7 +155,6 @@ def batch_of(built: BuiltEngine, load: StepLoad) -> Batch:
         raise ValueError(f"{load}: {slots.num_slots} slots of {slots.max_tokens} tokens do not hold it")
     random, rows = np.random.default_rng(0), np.arange(len(stops))
     try:
-        scatter(slots.page_table, np.zeros_like(counts), counts, num_pages, random)
         for group in built.engine.scheduler.tables.groups:
             scatter(group.table, group.first_seen(starts), counts, group.pool.num_pages, random)
     except ValueError as error:

@@ -26,7 +26,7 @@ import socket
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -283,7 +283,7 @@ class AtOnce:
         sampled = self.run(batch)
         return lambda: sampled
 
-    def resize(self, num_pages: int, copies: tuple[PageCopy, ...]) -> None:
+    def resize(self, num_pages: Sequence[int], copies: tuple[PageCopy, ...]) -> None:
         raise AssertionError("nothing is resized here")
 
 

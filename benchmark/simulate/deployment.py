@@ -23,9 +23,8 @@ from models.cost import ModelPart
 from models.parallel.share import check_ranks
 from recipes.assembly.families import model_config
 from recipes.assembly.memory_plan import GIB, MemoryPlan
-from recipes.assembly.scheduler import SchedulerLimits, scheduler_of
+from recipes.assembly.scheduler import SchedulerLimits, costs_on, scheduler_of
 from recipes.assembly.sizing import plan_memory
-from recipes.assembly.step_costs import costs_on
 from recipes.schema.recipe import Recipe
 from simulation.disaggregated import DisaggregatedFleet
 from simulation.fitted import Fitted

@@ -42,7 +42,7 @@ class HeldPages:
     """The holds on pages, by the id of the request that they are for."""
 
     def __init__(self, tables: PageTables, prefix: PrefixCache, counters: Counters) -> None:
-        self._tables = tables
+        self._tables, self._group = tables, tables.groups[0]
         self._prefix = prefix
         self._counters = counters
         self._arriving: dict[str, Arrival] = {}
@@ -63,7 +63,7 @@ class HeldPages:
         of the first pages, as far as they have been hashed.
         """
         assert name not in self._arriving, f"pages of {name} are expected already"
-        tables, pool, size = self._tables, self._tables.pool, self._tables.slots.page_size
+        pool, size = self._group.pool, self._group.page_size
         keys = page_keys(tokens, size, cache_salt, known[: len(tokens) // size])
         found = self._prefix.find(keys, tokens, cache_salt)
         found = found[found > 0]
@@ -74,7 +74,7 @@ class HeldPages:
             return None
         self._prefix.share(found)
         if missing > pool.num_free:
-            tables.evict(missing - pool.num_free)
+            self._tables.evict(missing - pool.num_free)
         arrival = Arrival(tokens, cache_salt, keys, np.concatenate([found, pool.take(missing)]), len(found))
         self._arriving[name] = arrival
         self._pin()
@@ -133,4 +133,4 @@ class HeldPages:
         return True
 
     def _pin(self) -> None:
-        self._tables.pinned = self.pages
+        self._group.pinned = self.pages

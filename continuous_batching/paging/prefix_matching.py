@@ -6,15 +6,18 @@ The cache itself is `kv_cache.prefix_cache`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from continuous_batching.counters import Counters
 from continuous_batching.paging.page_tables import EMPTY, PageTables
 from continuous_batching.request import Request
 from continuous_batching.slots import SlotPool
-from kv_cache.page_keys import page_keys
+from kv_cache.page_keys import key_of_group, page_keys
 from kv_cache.pages import Index, PageCopy
 from kv_cache.prefix_cache import PrefixCache
+from kv_cache.tier.lookup import FoundPages, PageName, Sought, SoughtBeside
 
 
 class PrefixMatching:
@@ -65,32 +68,46 @@ class PrefixMatching:
         """
         return self._prefix.find(self._usable_keys(request), request.tokens, request.cache_salt)
 
-    def lacking(self, request: Request) -> tuple[int, list[bytes]]:
-        """Return how many pages a request finds here, and the keys that follow them.
+    def sought(self, request: Request) -> Sought:
+        """Return what a new request could find in the tier, as far as the host's pool can take it in."""
+        if any(group.host is None for group in self._tables.beside):
+            return Sought(())  # nothing could be resumed from without their pages
+        entries = self.find(request)
+        keys = self._usable_keys(request)[: len(entries) + self._prefix.num_host_pages]
+        beside = [
+            SoughtBeside(group.number, group.seen_after, group.is_here(entries))
+            for group in self._tables.beside
+        ]
+        return Sought(keys, len(entries), tuple(beside))
 
-        The keys are limited to what the host's pool can take in.
-        """
-        first = len(self.find(request))
-        return first, self._usable_keys(request)[first : first + self._prefix.num_host_pages]
+    def arrive(self, request: Request, found: FoundPages) -> list[PageName]:
+        """End a waiting request's wait for the tier.
 
-    def arrive(self, request: Request, first: int, count: int) -> slice:
-        """End a waiting request's wait for the tier, which found `count` of its pages from page `first` on.
-
-        The pages rest in the host's pool as far as there is room. Returns the slice of the fetched pages that
-        were taken in; their content must be handed over before the next batch runs. Pages that can be found
-        already are not taken in again, nor are pages behind a gap.
+        The pages that it found rest in the host's pool as far as there is room. Returns those that were taken
+        in, in the order in which their content must be handed over before the next batch runs. Pages that can
+        be found already are not taken in again, nor are pages behind a gap.
         """
         request.awaits_pages = False
         keys, matched = self._usable_keys(request), self.find(request)
         at = len(matched)
-        if at < first:  # the pages that these were to continue have been evicted
-            return slice(0, 0)
-        most = max(0, first + count - at)
+        if at < found.first:  # the pages that these were to continue have been evicted
+            return []
+        most = max(0, found.first + found.count - at)
         pages = self._prefix.take_in(keys, request.tokens, matched, most, request.cache_salt)
+        entries = np.concatenate([matched, -pages])
+        taken = self._take_in(0, np.arange(at, len(entries)), pages)
+        for group in self._tables.beside:
+            places = [each.at for each in found.beside if each.group == group.number]
+            indexes = np.array([at for at in places if at < len(entries)], dtype=np.int64)
+            taken += self._take_in(group.number, *group.take_in(entries, indexes))
+        return taken
+
+    def _take_in(self, group: int, indexes: Index, pages: Index) -> list[PageName]:
+        """Have the host's pages of a group filled with what the tier found at these indexes of a request."""
         if len(pages):
-            self._tables.copy(PageCopy(pages, pages, "from_tier"))
+            self._tables.copy(PageCopy(pages, pages, "from_tier", group=group))
             self._counters.fetched_pages += len(pages)
-        return slice(at - first, at - first + len(pages))
+        return [PageName(group, index) for index in indexes.tolist()]
 
     def count_lookup(self, request: Request, matched: Index) -> None:
         """Count the outcome of a new request's lookup, unless another row is computing its next page."""
@@ -98,18 +115,13 @@ class PrefixMatching:
             keys = self._usable_keys(request)
             self._prefix.count_lookup(keys, request.tokens, request.cache_salt, matched)
 
-    def start_from(self, row: int, pages: Index, *, resumes: bool = True) -> None:
+    def start_from(self, row: int, pages: Index, *, comes_back: bool = False) -> None:
         """Let a row that has computed nothing itself continue from these cached pages.
 
-        Unless it `resumes` from them, what its windows see is swapped in.
+        If it `comes_back`, more of its pages are swapped in.
         """
         slots = self._slots
-        resting = pages[pages < 0]
-        if resumes:
-            self._tables.resume(row, pages)
-        self._tables.extend(row, pages[: len(pages) - len(resting)])
-        if len(resting):
-            self._tables.bring_back(row, resting)
+        self._tables.resume(row, pages, comes_back=comes_back)
         slots.num_published[row] = slots.num_pages[row]
         slots.num_computed[row] = slots.num_pages[row] * slots.page_size
         request: Request = slots.requests[row]
@@ -119,7 +131,7 @@ class PrefixMatching:
         else:
             request.num_cached_tokens += found
             self._counters.hit_tokens += found
-            self._counters.host_hit_tokens += len(resting) * slots.page_size
+            self._counters.host_hit_tokens += int((pages < 0).sum()) * slots.page_size
 
     def block_if_in_progress(self, row: int) -> None:
         """Block a row while another row computes the page that it needs next."""
@@ -149,7 +161,6 @@ class PrefixMatching:
         if self._blocked.pop(row) != self._prefix.version:
             keys, held = self._usable_keys(request), slots.pages(row)
             pages = self._prefix.find(keys, request.tokens, request.cache_salt, held)
-            pages = pages[pages > 0]  # no pages were promised to this row for copies of resting pages
             pages = self._tables.resumable(pages, row)
             if len(pages):
                 self.start_from(row, pages)
@@ -177,7 +188,9 @@ class PrefixMatching:
         """Remove everything that the row found or published from the cache, because it may be wrong."""
         keys = self._prefix.forget(self._slots.pages(row)[: self._slots.num_published[row]])
         if self._has_tier and keys:
-            self._tables.copy(PageCopy(EMPTY, EMPTY, "off_tier", tuple(keys)))
+            numbers = [group.number for group in self._tables.groups]
+            wrong = tuple(key_of_group(key, number) for number in numbers for key in keys)
+            self._tables.copy(PageCopy(EMPTY, EMPTY, "off_tier", wrong))
 
     def leave(self, row: int) -> None:
         """Drop the row's wait: it is being freed."""
@@ -212,19 +225,14 @@ class PrefixMatching:
             request.page_keys, slots.token_ids[row], pages, first, request.cache_salt
         )
         slots.num_published[row] = stop
-        self._tables.publish(row, first, standing)
+        published = self._tables.publish(row, first, standing)
         if self._has_tier:
-            self._save(request, standing, pages, first)
-        doubles = np.flatnonzero(standing != pages[first:])
-        # Hold the equal pages of the cache instead, so that all pages of a chain have the same holders
-        if len(doubles):
-            self._prefix.share(standing[doubles])
-            self._tables.replace(row, doubles + first, standing[doubles])
+            self._save(request.page_keys[first:], published)
 
-    def _save(self, request: Request, standing: Index, pages: Index, first: int) -> None:
-        """Have the tier save the pages that a row has just published, unless an equal one stood before."""
-        new = np.flatnonzero((standing == pages[first:]) & self._prefix.is_cached(standing))
-        if len(new):
-            keys = tuple(request.page_keys[first + index] for index in new.tolist())
-            self._tables.copy(PageCopy(standing[new], standing[new], "to_tier", keys))
-            self._counters.saved_pages += len(new)
+    def _save(self, keys: Sequence[bytes], published: Sequence[tuple[Index, Index]]) -> None:
+        """Have the tier save the pages of each group that a row has just published under some of `keys`."""
+        for group, (new, pages) in zip(self._tables.groups, published):
+            if len(new):
+                names = tuple(key_of_group(keys[index], group.number) for index in new.tolist())
+                self._tables.copy(PageCopy(pages, pages, "to_tier", names, group.number))
+                self._counters.saved_pages += len(new)

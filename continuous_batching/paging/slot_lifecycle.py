@@ -18,7 +18,7 @@ from continuous_batching.paging.page_tables import EMPTY, PageTables
 from continuous_batching.paging.prefix_matching import PrefixMatching
 from continuous_batching.request import Request
 from continuous_batching.slots import SlotPool
-from kv_cache.groups import WindowGroup
+from kv_cache.groups import FullGroup, PageGroup, WindowGroup
 from kv_cache.page_keys import TokenIds
 from kv_cache.pages import Index, PageCopy, PagePool
 from kv_cache.prefix_cache import PrefixCache
@@ -26,53 +26,54 @@ from kv_cache.prefix_cache import PrefixCache
 
 @dataclass(frozen=True, slots=True)
 class Swapped:
-    """The pages that one request left in the host pool."""
+    """The pages that one request left in the host pools."""
 
-    # Index of its first swapped page; pages before it are shared and looked up again
-    first: int
-    pages: Index  # host pages
+    # For each group the index of its first swapped page, and its host pages
+    parts: tuple[tuple[int, Index], ...]
     num_computed: int  # tokens computed in the shared and swapped pages together
     draft_lag: int  # copied from SlotPool.draft_lag
-    # For each group of windows: the index of the first page that the next query sees, and its host pages
-    windows: tuple[tuple[int, Index], ...] = ()
+
+    @property
+    def first(self) -> int:
+        """The number of pages before the swapped ones, which are shared and looked up again."""
+        return self.parts[0][0]
+
+    @property
+    def pages(self) -> Index:
+        """The host pages of group 0."""
+        return self.parts[0][1]
 
 
 class SwapTier:
-    """Swapped pages of waiting requests in a host pool; without a pool nothing is kept.
+    """Swapped pages of waiting requests in the host pools of `groups`; without these nothing is kept.
 
-    Pages of `prefix` that rest in the same pool give way to them.
+    Cached pages that rest in the same pools give way to them.
     """
 
-    def __init__(self, pool: PagePool | None, prefix: PrefixCache, counters: Counters) -> None:
-        self.pool = pool
-        self._prefix = prefix
+    def __init__(self, groups: Sequence[PageGroup], counters: Counters) -> None:
+        self._groups = groups
         self._counters = counters
         self._left: dict[int, Swapped] = {}  # keyed by the request's arrival number
 
     def leave(
         self,
         request: Request,
-        first: int,
-        num_pages: int,
+        parts: Sequence[tuple[int, Index]],
         num_computed: int,
         draft_lag: int,
-        seen: Sequence[tuple[int, Index]] = (),
     ) -> Swapped | None:
-        """Allocate host pages for `num_pages` pages of a request, or return None if they do not fit.
+        """Allocate host pages for `parts`, the pages of each group and the index of the first.
 
-        `seen` are the pages that its windows see, whose copies need host pages of their groups.
+        Returns None if they do not fit, or if all of its pages can be found in the cache.
         """
-        if self.pool is None or not num_pages:
+        groups = self._groups
+        if groups[0].host is None or not len(parts[0][1]):
             return None
-        groups = self._prefix.groups
-        fits = all(group.yield_host(len(pages)) for group, (_, pages) in zip(groups, seen))
-        if not fits or not self._prefix.yield_host(num_pages):
+        if not all(group.yield_host(len(pages)) for group, (_, pages) in zip(groups, parts)):
             self._counters.refused_swaps += 1
             return None
-        windows = tuple((at, group.swap_out(len(pages))) for group, (at, pages) in zip(groups, seen))
-        left = Swapped(first, self.pool.take(num_pages), num_computed, draft_lag, windows)
-        self._left[request.number] = left
-        self._counters.swapped_out_pages += num_pages
+        taken = tuple((at, group.swap_out(len(pages))) for group, (at, pages) in zip(groups, parts))
+        left = self._left[request.number] = Swapped(taken, num_computed, draft_lag)
         return left
 
     def left(self, request: Request) -> Swapped | None:
@@ -85,9 +86,8 @@ class SwapTier:
         A copy out of these pages, if there is one, has been requested before any copy into them can be.
         """
         swapped = self._left.pop(request.number, None)
-        if swapped is not None and self.pool is not None:
-            self.pool.release(swapped.pages)
-            for group, (_, pages) in zip(self._prefix.groups, swapped.windows):
+        if swapped is not None:
+            for group, (_, pages) in zip(self._groups, swapped.parts):
                 group.release_host(pages)
 
     @property
@@ -118,8 +118,10 @@ class SlotLifecycle:
         assert host is not None or not has_tier, "pages come from a tier by way of the host's pool"
         self.slots = slots
         self.prefix = PrefixCache(pool, slots.page_size, host, groups)
-        self.tables = PageTables(slots, pool, self.prefix, counters)
-        self.swap = SwapTier(host, self.prefix, counters)
+        columns = slots.page_table, slots.num_pages
+        full = FullGroup(slots.page_size, pool, host, self.prefix, *columns, counters)
+        self.tables = PageTables(slots, self.prefix, full, groups)
+        self.swap = SwapTier(self.tables.groups, counters)
         self.held = HeldPages(self.tables, self.prefix, counters)
         self.matching = PrefixMatching(
             slots,
@@ -136,8 +138,7 @@ class SlotLifecycle:
 
     def expect(self, name: str, tokens: TokenIds, cache_salt: str, known: list[bytes]) -> Arrival | None:
         """Allocate pages that no row will need for another engine to fill (see `HeldPages.expect`)."""
-        num_spare = self.tables.num_available - self.tables.num_promised()
-        return self.held.expect(name, tokens, cache_salt, num_spare, known)
+        return self.held.expect(name, tokens, cache_salt, int(self.tables.num_spare()[0]), known)
 
     def lease(self, row: int, reason: str) -> None:
         """Lease the pages of a row's prompt if its request finishes normally and asks for that."""
@@ -173,7 +174,7 @@ class SlotLifecycle:
         self.slots.reserved[row] = reserved
         swapped, comes_back = self.swap.left(request), self.comes_back(request, matched)
         if len(matched):
-            self.matching.start_from(row, matched, resumes=not comes_back)
+            self.matching.start_from(row, matched, comes_back=comes_back)
         if swapped is not None:
             if comes_back:
                 self._swap_in(row, swapped)
@@ -203,12 +204,10 @@ class SlotLifecycle:
 
     def start_beam(self, leader: int, row: int) -> None:
         """Start a waiting beam from its leader's pages; what is cached beyond them is looked up next."""
-        slots, pages = self.slots, self.slots.pages(leader)[: self.waiting_beams.pop(row)]
-        self.tables.extend(row, pages)
-        for group in self.tables.groups:
-            group.fork(leader, row, len(pages))
-        slots.num_computed[row] = len(pages) * slots.page_size
-        slots.num_published[row] = min(len(pages), slots.num_published[leader])
+        slots, count = self.slots, self.waiting_beams.pop(row)
+        self.tables.fork(leader, row, count * slots.page_size)
+        slots.num_computed[row] = count * slots.page_size
+        slots.num_published[row] = min(count, slots.num_published[leader])
         self.matching.block_until_looked_up(row)
 
     def continue_beam(self, row: int, source: int) -> None:
@@ -276,14 +275,12 @@ class SlotLifecycle:
         """
         slots = self.slots
         request: Request = slots.requests[row]
-        first, num_computed = int(slots.num_published[row]), int(slots.num_computed[row])
-        sources = slots.pages(row)[first : -(-num_computed // slots.page_size)]
-        seen = [group.seen(row, num_computed) for group in self.tables.groups]
-        left = self.swap.leave(request, first, len(sources), num_computed, int(slots.draft_lag[row]), seen)
+        groups, num_computed = self.tables.groups, int(slots.num_computed[row])
+        parts = [group.to_swap(row, int(slots.num_published[row]), num_computed) for group in groups]
+        left = self.swap.leave(request, parts, num_computed, int(slots.draft_lag[row]))
         if left is None:
             return None
-        self.tables.copy(PageCopy(sources, left.pages, "to_host"))
-        for group, (_, pages), (_, targets) in zip(self.tables.groups, seen, left.windows):
+        for group, (_, pages), (_, targets) in zip(groups, parts, left.parts):
             self.tables.copy(PageCopy(pages, targets, "to_host", group=group.number))
         slots.hand_back(row)
         self._free(row)
@@ -297,12 +294,9 @@ class SlotLifecycle:
 
     def _swap_in(self, row: int, swapped: Swapped) -> None:
         """Copy a request's swapped pages back, behind the shared pages that were found."""
-        slots, count = self.slots, len(swapped.pages)
-        self.tables.grow(np.array([row]), np.array([count]))
-        self.tables.copy(PageCopy(swapped.pages, slots.pages(row)[swapped.first :], "from_host"))
-        for group, (first, pages) in zip(self.tables.groups, swapped.windows):
+        slots = self.slots
+        for group, (first, pages) in zip(self.tables.groups, swapped.parts):
             for copy in group.come_back(row, first, pages):
                 self.tables.copy(copy)
         slots.num_computed[row] = swapped.num_computed
         slots.draft_lag[row] = swapped.draft_lag
-        self._counters.swapped_in_pages += count

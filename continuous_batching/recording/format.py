@@ -23,6 +23,7 @@ from continuous_batching.batch import Batch, Candidates, Sampled
 from continuous_batching.request import SamplingParams
 from continuous_batching.slots import SlotPool
 from kv_cache.pages import Index
+from kv_cache.tier.lookup import PageName
 
 # Format 1 held page-table entries and at most one token for a row; 2 had no checksums, and 3 no drafts.
 FORMAT = 4
@@ -59,11 +60,15 @@ class Added(msgspec.Struct, tag="A", array_like=True, frozen=True):
 
 
 class Fetched(msgspec.Struct, tag="T", array_like=True, frozen=True):
-    """A lookup in the tier below ended: for which request, from which page, and how many pages it found."""
+    """A lookup in the tier below ended: for which request, from which page, and how many pages it found.
+
+    `beside` are the pages of other groups than 0 that it found, each as its group and its index.
+    """
 
     id: str
     first: int
     count: int
+    beside: list[PageName] = []
 
 
 class Ended(msgspec.Struct, tag="E", array_like=True, frozen=True):
@@ -96,10 +101,11 @@ class PagesReleased(msgspec.Struct, tag="F", array_like=True, frozen=True):
 
 
 class Resized(msgspec.Struct, tag="R", array_like=True, frozen=True):
-    """The page pool was resized."""
+    """The page pools were resized; those of windows kept their size if there is no number for them."""
 
     num_pages: int
     give_up: str
+    window_pages: list[int] = []
 
 
 class Forgotten(msgspec.Struct, tag="P", array_like=True, frozen=True):

@@ -49,6 +49,7 @@ from continuous_batching.request import Request, SamplingParams
 from continuous_batching.scheduling.admission import HeldBack
 from continuous_batching.scheduling.validation import GiveUp
 from continuous_batching.slots import SlotPool
+from kv_cache.tier.lookup import FoundPages
 
 log = logging.getLogger(__name__)
 
@@ -167,9 +168,9 @@ class Recorder(Observer):
             )
         )
 
-    def fetched(self, request_id: str, first: int, count: int) -> None:
+    def fetched(self, request_id: str, found: FoundPages) -> None:
         """Record that a lookup in the tier has ended."""
-        self._write(Fetched(request_id, first, count))
+        self._write(Fetched(request_id, found.first, found.count, list(found.beside)))
 
     def ended(self, request_id: str, reason: str, now_s: float) -> None:
         """Record that a request was ended from outside."""
@@ -187,9 +188,9 @@ class Recorder(Observer):
         """Record that leased pages were released."""
         self._write(PagesReleased(request_id))
 
-    def resized(self, num_pages: int, give_up: GiveUp) -> None:
-        """Record that the page pool was resized."""
-        self._write(Resized(num_pages, give_up))
+    def resized(self, num_pages: Sequence[int], give_up: GiveUp) -> None:
+        """Record that the page pools were resized."""
+        self._write(Resized(num_pages[0], give_up, list(num_pages[1:])))
 
     def forgotten(self) -> None:
         """Record that the prefix cache was emptied."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast
 
@@ -46,6 +46,7 @@ from continuous_batching.speculation.lengths import Offers, Verdicts
 from continuous_batching.speculation.proposer import Guesses
 from continuous_batching.speculation.speculation import Speculation
 from kv_cache.pages import Index, PageCopy
+from kv_cache.tier.lookup import FoundPages
 
 
 class RecordedDrafts:
@@ -123,7 +124,7 @@ class Device(Protocol):
         """Start a batch; the function returned waits for its end."""
         ...
 
-    def resize(self, num_pages: int, copies: tuple[PageCopy, ...]) -> None:
+    def resize(self, num_pages: Sequence[int], copies: tuple[PageCopy, ...]) -> None:
         """Resize the cache, as `Runner.resize` does."""
         ...
 
@@ -135,7 +136,7 @@ class NoDevice:
         """Start nothing."""
         return _nothing
 
-    def resize(self, num_pages: int, copies: tuple[PageCopy, ...]) -> None:
+    def resize(self, num_pages: Sequence[int], copies: tuple[PageCopy, ...]) -> None:
         """Resize nothing."""
 
 
@@ -211,15 +212,16 @@ def replay(entries: Iterable[Entry], scheduler: Scheduler, device: Device = NO_D
             waiting = scheduler.waiting.find(entry.id)
             if waiting is None:
                 raise Divergence(f"after step {number}: {entry.id} waits no more, and its pages arrive")
-            scheduler.lifecycle.matching.arrive(waiting, entry.first, entry.count)
+            found = FoundPages(entry.first, entry.count, tuple(entry.beside))
+            scheduler.lifecycle.matching.arrive(waiting, found)
         elif isinstance(entry, Ended):
             scheduler.end(entry.id, entry.reason)
             yield entry
         elif isinstance(entry, (Forgotten, PagesExpected, PagesArrived, PagesReleased)):
             _replay_held(scheduler, entry)
         elif isinstance(entry, Resized):
-            scheduler.resize(entry.num_pages, cast(GiveUp, entry.give_up))
-            device.resize(entry.num_pages, scheduler.tables.take_copies())
+            counts = scheduler.resize(entry.num_pages, cast(GiveUp, entry.give_up), entry.window_pages)
+            device.resize(counts, scheduler.tables.take_copies())
             yield entry
         elif isinstance(entry, Scheduled):
             number += 1

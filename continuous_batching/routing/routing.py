@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -178,6 +178,14 @@ class _Known:
     keys: OrderedDict[int, None] = field(default_factory=OrderedDict)
 
 
+@dataclass(slots=True)
+class PagesOfWindow:
+    """The pages of layers that see a window, which a replica reports beside those of all tokens."""
+
+    window: int  # tokens that a query sees
+    keys: set[int] = field(default_factory=set)
+
+
 class Routing:
     """Chooses among `count` replicas, by number. Times come from the caller and never go back.
 
@@ -199,6 +207,7 @@ class Routing:
         self.tells: NDArray[np.bool_] = np.full(count, route == "prefix" if tells is None else tells)
         self.held = KeyHolders()  # keys that replicas reported
         self.supposed = KeyHolders()
+        self._beside: dict[int, dict[int, PagesOfWindow]] = {}  # by replica and group
         # Kept as plain numbers, because changing an element of an array is slow
         self._known = [_Known() for _ in range(count)]
         self._set_loads(np.zeros((3, count)))
@@ -236,7 +245,7 @@ class Routing:
         if not np.count_nonzero(is_open):
             return None
         self._learn(prompt, now_s)
-        found, second = num_first(prompt.keys, self.count, self.held, self.supposed)
+        found, second = self._first(prompt.keys, prompt.tokens_a_key)
         hits = None if found is None else prompt.hit_tokens(found)
         chosen = self._sessions.get(session, -1) if session else -1
         if chosen < 0 or not is_open[chosen]:
@@ -316,9 +325,26 @@ class Routing:
         """Remove pages that a replica reports to have dropped; return how many of them it held."""
         return self.held.discard(replica, keys)
 
+    def stored_beside(self, replica: int, keys: Iterable[int], group: int, window: int) -> int:
+        """Add pages of layers that see a window of so many tokens; return how many of them are new."""
+        pages = self._beside.setdefault(replica, {}).setdefault(group, PagesOfWindow(window))
+        before = len(pages.keys)
+        pages.keys.update(keys)
+        return len(pages.keys) - before
+
+    def removed_beside(self, replica: int, keys: Iterable[int], group: int) -> int:
+        """Remove pages of a window that a replica has dropped; return how many of them it held."""
+        pages = self._beside.get(replica, {}).get(group)
+        if pages is None:
+            return 0
+        before = len(pages.keys)
+        pages.keys.difference_update(keys)
+        return before - len(pages.keys)
+
     def cleared(self, replica: int) -> None:
         """Remove all reported pages of a replica: it is new, or a full report follows."""
         self.held.clear(replica)
+        self._beside.pop(replica, None)
 
     def lost(self, replica: int) -> None:
         """Drop everything known of a replica that has failed."""
@@ -349,10 +375,39 @@ class Routing:
         self._recent[replica] = 0.0
         self._free.append(replica)
 
-    def num_found(self, keys: Sequence[int]) -> Counts:
-        """Return how many of these leading keys each replica holds."""
-        found, _ = num_first(keys, self.count, self.held, self.supposed)
+    def num_found(self, keys: Sequence[int], tokens_a_key: int = 1) -> Counts:
+        """Return how many of these leading keys each replica can resume from."""
+        found, _ = self._first(keys, tokens_a_key)
         return np.zeros(self.count, dtype=np.int64) if found is None else found
+
+    def _first(self, keys: Sequence[int], tokens_a_key: int) -> tuple[Counts | None, int]:
+        """Return what `num_first` does, cut back to where each replica has what its windows see."""
+        found, second = num_first(keys, self.count, self.held, self.supposed)
+        if found is None or not self._beside:
+            return found, second
+        for replica, groups in self._beside.items():
+            count = int(found[replica])
+            if count:
+                found[replica] = self._resumable(replica, keys[:count], tokens_a_key, groups.values())
+        return found, int(np.partition(found, -2)[-2]) if self.count > 1 else 0
+
+    def _resumable(
+        self, replica: int, keys: Sequence[int], tokens_a_key: int, groups: Collection[PagesOfWindow]
+    ) -> int:
+        """Return how many of these keys, which a replica holds, it can resume from."""
+        bit, supposed, size = 1 << replica, self.supposed.masks, tokens_a_key
+        stop = at = len(keys)
+        while at and any(at * size > stop * size - (each.window - 1) for each in groups):
+            at -= 1
+            key = keys[at]
+            if supposed.get(key, 0) & bit:
+                continue
+            for each in groups:
+                is_seen = (at + 1) * size > stop * size - (each.window - 1)
+                if is_seen and key not in each.keys:
+                    stop = at
+                    break
+        return stop
 
     def _count(self, replica: int) -> None:
         """Recompute a replica's loads after its figures or own sends have changed."""

@@ -129,7 +129,7 @@ class Splitting:
 
     def _cost_at(self, place: int, prompt: RoutedPrompt, num_moved: int) -> float:
         routing, weights = self._routing, self._weights
-        hits = int(prompt.hit_tokens(routing.num_found(prompt.keys))[place])
+        hits = int(prompt.hit_tokens(routing.num_found(prompt.keys, prompt.tokens_a_key))[place])
         waits = routing.weights.queued * int(routing.queued_tokens[place])
         return waits + prompt.num_tokens - hits + weights.transfer + weights.page_token * num_moved
 

@@ -186,7 +186,7 @@ class BeamSearches:
             if self._slots.num_computed[leader] >= waiting[others[0]] * size:
                 for row in others:
                     self._lifecycle.start_beam(leader, row)
-                if self._lifecycle.tables.groups:  # it stopped here, too
+                if self._lifecycle.tables.gives_back:  # it stopped here, too
                     self._lifecycle.matching.block_until_looked_up(leader)
 
     def most_found(self, request: Request) -> int | None:
@@ -195,7 +195,7 @@ class BeamSearches:
         The leader of a resumed search must have what the windows of its other beams see when these start.
         """
         search = self.by_number.get(request.number)
-        if search is None or not search.has_begun or not self._lifecycle.tables.groups:
+        if search is None or not search.has_begun or not self._lifecycle.tables.gives_back:
             return None
         return search.num_shared(self._slots.page_size)
 
@@ -204,7 +204,7 @@ class BeamSearches:
 
         Behind that they would free what the windows of these beams see, and take pages that these need.
         """
-        if not self._lifecycle.tables.groups:
+        if not self._lifecycle.tables.gives_back:
             return stops
         waiting, stops = self._lifecycle.waiting_beams, stops.copy()
         for search in self._running():

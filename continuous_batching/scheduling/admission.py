@@ -66,7 +66,7 @@ class Admission:
         tokens_left, requests_left, longs_left = room.tokens, room.requests, room.long_requests
         if tokens_left <= 0 or requests_left <= 0:
             return
-        spare = self._spare()
+        spare = self._lifecycle.tables.num_spare()
         while tokens_left > 0 and requests_left > 0:
             request = waiting.peek(short_only=longs_left <= 0)
             if request is None:
@@ -76,7 +76,7 @@ class Admission:
                 return
             if slots.num_free < max(1, request.params.beam_width):
                 if self._outrank and self._preemption.make_way(request):
-                    spare = self._spare()
+                    spare = self._lifecycle.tables.num_spare()
                     continue
                 self.held_back = "slots"
                 return
@@ -92,7 +92,7 @@ class Admission:
                 if (self._outrank and self._preemption.make_way(request)) or (
                     not len(slots.busy) and self._lifecycle.held.give_way()
                 ):
-                    spare = self._spare()
+                    spare = self._lifecycle.tables.num_spare()
                     continue
                 self.held_back = "pages"
                 return
@@ -117,13 +117,6 @@ class Admission:
         self.held_back = "tokens" if int(busy.todo.sum()) >= max_batch_tokens else "policy"
         return self._policy.room(busy, max_batch_tokens, queue)
 
-    def _spare(self) -> Index:
-        """Return the number of available pages of each group that are not promised to a row."""
-        tables = self._lifecycle.tables
-        spare = [tables.num_available - tables.num_promised()]
-        spare += [group.num_available - tables.promised_of(group) for group in tables.groups]
-        return np.array(spare)
-
     def _enter(self, request: Request, matched: Index, reserved: int, now_s: float) -> int:
         """Give a request a row; on its first admission, count its prompt and its hits."""
         lifecycle, first_time = self._lifecycle, not request.num_preemptions
@@ -144,20 +137,11 @@ class Admission:
 
     def _pages(self, request: Request, matched: Index, reserved: int) -> Index:
         """Return how many of each group's available pages a new request takes for so many tokens."""
-        tables = self._lifecycle.tables
-        shared = matched[matched > 0]  # resting pages need a device page each, as computed ones do
-        # These counted as available until they are shared
-        idle = int((tables.pool.holders[shared] == 1).sum())
-        wanted = [-(-reserved // self._lifecycle.slots.page_size) - len(shared) + idle]
-        comes_back = self._lifecycle.comes_back(request, matched)
-        wanted += [
-            group.needed(reserved) if comes_back else group.wanted(matched, reserved)
-            for group in tables.groups
-        ]
+        groups, comes_back = self._lifecycle.tables.groups, self._lifecycle.comes_back(request, matched)
+        wanted = [group.wanted(matched, reserved, comes_back=comes_back) for group in groups]
         if request.params.beam_width:
             extra, others = self._beam_searches.extra_pages(request, reserved), request.params.beam_width - 1
-            wanted[0] += others * extra
-            for at, group in enumerate(tables.groups, 1):
+            for at, group in enumerate(groups):
                 wanted[at] += others * min(extra, group.needed(reserved))
         return np.array(wanted)
 

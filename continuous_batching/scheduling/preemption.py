@@ -6,7 +6,7 @@ preempted is the choice of a `Victim`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -100,15 +100,15 @@ class Preemption:
         row, *_ = self._beam_searches.rows_of(int(lower[np.argmin(slots.priority[lower])]))
         return row if self._waiting.place(request) < self._waiting.place(slots.requests[row]) else None
 
-    def free_pages(self, num_pages: int) -> None:
-        """Preempt until at most `num_pages` pages are held, all of them by rows.
+    def free_pages(self, counts: Sequence[int]) -> None:
+        """Preempt until no group has more pages in use, all of them by rows, than so large a pool has.
 
         The oldest row is preempted last.
         """
-        pool, prefix, slots = self._lifecycle.tables.pool, self._lifecycle.prefix, self._lifecycle.slots
+        groups, slots = self._lifecycle.tables.groups, self._lifecycle.slots
         while self._lifecycle.held.give_way():
             pass
-        while pool.num_held - prefix.num_idle > num_pages:
+        while any(group.num_used > count - 1 for group, count in zip(groups, counts)):
             others = self._others()
             self.preempt(self.victim(slots, others if len(others) else slots.busy))
 

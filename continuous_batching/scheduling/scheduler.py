@@ -172,7 +172,7 @@ class Scheduler:
             if is_running or each.id in self._parallel_samples.leader_of or self.waiting.find(each.id):
                 raise is_here(each)
             stops = self._stop_conditions.stop_tokens(each.params)
-            check_request(each, self.vocab_size, stops, self.slots, self.pool, self.tables.groups)
+            check_request(each, self.vocab_size, stops, self.slots, self.tables.groups)
 
     def end(self, request_id: str, reason: str) -> Request | None:
         """End a request now, wherever it is; return None if it is not here.
@@ -341,21 +341,29 @@ class Scheduler:
         flushes = self._has_tier and not self.has_work
         return Booked(*booked, finished, self.tables.take_copies() if flushes else ())
 
-    def resize(self, num_pages: int, give_up: GiveUp = "nothing") -> None:
+    def resize(
+        self, num_pages: int, give_up: GiveUp = "nothing", window_pages: Sequence[int] = ()
+    ) -> tuple[int, ...]:
         """Change the number of pages while serving; raises ValueError, with nothing changed, if impossible.
 
-        Held pages are moved to the low end first. A smaller pool may need pages that are held now: `give_up`
-        says whether idle cached pages may be evicted ("cached"), and rows preempted ("running"), for it.
-        Every request that was accepted still fits.
+        `window_pages` are the pages of each window, which keep their number if none are given. Held pages are
+        moved to the low end first. A smaller pool may need pages that are held now: `give_up` says whether
+        idle cached pages may be evicted ("cached"), and rows preempted ("running"), for it. Every accepted
+        request still fits. Returns the number of pages of each group.
         """
         assert not len(self.in_flight), "pages were cut off under a batch in flight"
-        pool, tables, slots = self.pool, self.tables, self.slots
+        tables, slots = self.tables, self.slots
+        counts = (num_pages, *(window_pages or [group.pool.num_pages for group in tables.beside]))
+        assert len(counts) == len(tables.groups), f"{len(counts)} numbers for {len(tables.groups)} pools"
         taken = [*self.waiting.requests, *slots.requests[slots.busy], *self._parallel_samples.requests]
-        check_resize(num_pages, give_up, pool, self.prefix.num_idle, slots.page_size, taken)
-        self.preemption.free_pages(num_pages - 1)
-        tables.evict(max(0, pool.num_held - (num_pages - 1)))
-        tables.compact(pool.num_pages)
-        tables.resize(num_pages)
+        for group, count in zip(tables.groups, counts):
+            check_resize(count, give_up, group, taken)
+        self.preemption.free_pages(counts)
+        for group, count in zip(tables.groups, counts):
+            tables.evict(max(0, group.pool.num_held - (count - 1)), group.number)
+        tables.compact(max(group.pool.num_pages for group in tables.groups))
+        tables.resize(counts)
+        return counts
 
     def _finish(self, row: int, reason: str) -> Request:
         is_beam, failed = self.slots.beam_width[row] > 0, reason in FAILURES

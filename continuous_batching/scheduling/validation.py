@@ -15,7 +15,7 @@ from borders.refusal import TOO_LONG, BadRequest
 from continuous_batching.policies.policy import Policy
 from continuous_batching.request import Request
 from continuous_batching.slots import SlotPool
-from kv_cache.groups import WindowGroup
+from kv_cache.groups import PageGroup
 from kv_cache.pages import Index, PagePool
 
 GiveUp = Literal["nothing", "cached", "running"]
@@ -62,14 +62,14 @@ def check_request(
     vocab_size: int,
     stop_tokens: Index,
     slots: SlotPool,
-    pool: PagePool,
-    groups: Sequence[WindowGroup] = (),
+    groups: Sequence[PageGroup],
 ) -> None:
     """Raise BadRequest for a request with unknown tokens or one that can never fit."""
+    full, *others = groups
     _check_tokens(request, vocab_size)
     if request.params.beam_width:
         _check_beams(request, vocab_size, stop_tokens, slots)
-    limit = longest_allowed(slots, pool)
+    limit = longest_allowed(slots, full.pool)
     if longest_tokens(request) > limit:
         raise too_long(
             request.num_prompt_tokens,
@@ -78,11 +78,7 @@ def check_request(
             limit,
             value=longest_tokens(request),
         )
-    width, needed, usable = (
-        request.params.beam_width,
-        most_pages(request, slots.page_size),
-        pool.num_pages - 1,
-    )
+    width, needed, usable = request.params.beam_width, pages_of(request, full), full.pool.num_pages - 1
     if needed > usable:
         size = slots.page_size
         raise BadRequest(
@@ -94,16 +90,12 @@ def check_request(
             fix="lower beam_width or max_tokens",
         )
 
-    for group in groups:
-        # A row needs the pages of one window, and every beam may have its own behind the prompt
-        longest, shared = _longest_and_shared(request, slots.page_size)
-        of_a_row = group.needed(longest_tokens(request) - 1)
-        needed = of_a_row + max(0, width - 1) * min(of_a_row, longest - shared)
-        usable = group.pool.num_pages - 1
+    for group in others:
+        needed, usable = pages_of(request, group), group.pool.num_pages - 1
         if needed > usable:
             raise BadRequest(
                 "beam_width" if width else "max_tokens",
-                f"needs {needed} pages of the layers that see {group.window} tokens; the cache has {usable}",
+                f"needs {needed} {group.name}; the cache has {usable}",
                 value=needed,
                 limit=usable,
                 fix="lower beam_width" if width else "give the cache more pages (cache.num_window_pages)",
@@ -180,48 +172,37 @@ def _check_beams(request: Request, vocab_size: int, stop_tokens: Index, slots: S
         )
 
 
-def check_resize(
-    num_pages: int,
-    give_up: GiveUp,
-    pool: PagePool,
-    num_idle: int,
-    page_size: int,
-    accepted: Sequence[Request],
-) -> None:
-    """Raise ValueError for a pool too small for what is held, or for an accepted request.
-
-    `num_idle` of the held pages are cached and used by no row.
-    """
+def check_resize(num_pages: int, give_up: GiveUp, group: PageGroup, accepted: Sequence[Request]) -> None:
+    """Raise ValueError for a pool of a group too small for what is held, or for an accepted request."""
+    pool, running, what = group.pool, group.num_used, group.name
     pages, tokens, width = max(
-        ((most_pages(each, page_size), longest_tokens(each), each.params.beam_width) for each in accepted),
+        ((pages_of(each, group), longest_tokens(each), each.params.beam_width) for each in accepted),
         default=(1, 1, 0),
     )
     needed = 1 + pages
     if num_pages < needed:
         beams = f" in {width} beams" if width else ""
         raise ValueError(
-            f"{num_pages} pages cannot hold the longest accepted request, {tokens} tokens{beams};"
+            f"{num_pages} {what} cannot hold the longest accepted request, {tokens} tokens{beams};"
             f" resize to at least {needed}, or end it first"
         )
-    running = pool.num_held - num_idle
     least = {"nothing": pool.num_held, "cached": running, "running": 0}[give_up]
     if num_pages - 1 < least:
         raise ValueError(
-            f"{num_pages} pages are fewer than the {pool.num_held} held ({running} by running requests, the"
+            f"{num_pages} {what} are fewer than the {pool.num_held} held ({running} by running requests, the"
             f" others cached); resize to at least {least + 1}, or allow more to be given up than {give_up}"
         )
 
 
-def most_pages(request: Request, page_size: int) -> int:
-    """Return the most pages that a request may hold with all its beams; the last token is never cached."""
-    longest, shared = _longest_and_shared(request, page_size)
-    return longest + max(0, request.params.beam_width - 1) * (longest - shared)
+def pages_of(request: Request, group: PageGroup) -> int:
+    """Return the most pages of a group that a request may hold with all its beams.
 
-
-def _longest_and_shared(request: Request, page_size: int) -> tuple[int, int]:
-    """Return the most pages of one sample, and those of them that all beams share."""
-    longest = max(1, -(-(longest_tokens(request) - 1) // page_size))
-    return longest, request.num_prompt_tokens // page_size
+    The last token is never cached. Every beam may have pages of its own behind the prompt.
+    """
+    longest = max(1, longest_tokens(request) - 1)
+    of_a_row, shared = group.needed(longest), request.num_prompt_tokens // group.page_size
+    own = min(of_a_row, -(-longest // group.page_size) - shared)
+    return of_a_row + max(0, request.params.beam_width - 1) * own
 
 
 def longest_allowed(slots: SlotPool, pool: PagePool) -> int:

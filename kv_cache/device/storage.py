@@ -114,7 +114,7 @@ class KVCache(CacheLayers):
     ) -> None:
         planes = [each.new_planes(num_pages[each.group]) for each in layers]
         super().__init__(layers, planes, page_size)
-        self.num_pages = num_pages[0]
+        self.num_pages = tuple(num_pages)
         self._indexed = indexed
         self.tier: PageTier | None = None
         self._swapped: Callable[[], None] = _nothing  # waits for the last copies to or from the host
@@ -180,20 +180,20 @@ class KVCache(CacheLayers):
                 assert self.tier is not None, f"{len(each.keys)} pages go {each.way}, and there is none"
                 self.tier.apply(each)
 
-    def _of_group(self, group: int) -> tuple[list[Tensor], list[Tensor]]:
+    @property
+    def num_groups(self) -> int:
+        """The number of groups of layers, of which the first may have no layer."""
+        return 1 + max(each.group for each in self.layers)
+
+    def of_group(self, group: int) -> tuple[list[Tensor], list[Tensor]]:
         """Return the planes of a group's layers, on the device and on the host."""
         own = [layer for layer, each in enumerate(self.layers) if each.group == group]
         device = [plane for layer in own for plane in self.of(layer)]
         return device, [plane for layer in own for plane in self._host_planes[layer]]
 
-    @property
-    def host_tensors(self) -> list[Tensor]:
-        """The planes in the host's memory, in the order of `tensors`."""
-        return [plane for planes in self._host_planes for plane in planes]
-
-    def copied_out(self, pages: Index) -> list[Tensor]:
-        """Copy pages of all layers to the host's memory; off the CPU the copies are only queued."""
-        return self._copied(self.tensors, pages)
+    def copied_out(self, pages: Index, group: int) -> list[Tensor]:
+        """Copy pages of a group's layers to the host's memory; off the CPU the copies are only queued."""
+        return self._copied(self.of_group(group)[0], pages)
 
     def _copied(self, tensors: Sequence[Tensor], pages: Index) -> list[Tensor]:
         copies = [_host_pages(each, len(pages)) for each in tensors]
@@ -210,21 +210,24 @@ class KVCache(CacheLayers):
 
         No page is both a source and a target.
         """
-        for tensor in self._of_group(group)[0]:
+        for tensor in self.of_group(group)[0]:
             pages = _flat(tensor)
             for read, written in _chunks(pages, sources, targets):
                 _copy(pages, read, pages, written, indexed=self._indexed)
 
-    def resize(self, num_pages: int) -> None:
-        """Change the number of pages of group 0; pages that remain keep their content.
+    def resize(self, num_pages: Sequence[int]) -> None:
+        """Change the number of pages of each group; pages that remain keep their content.
 
         Tensors are copied layer by layer, and memory that is no longer needed is returned to the system.
+        Layers that shrink come first, so that those that grow find room.
         """
-        kept = np.arange(min(num_pages, self.num_pages))
-        for layer, each in enumerate(self.layers):
-            if each.group == 0:
-                self._planes[layer] = self._resized(layer, num_pages, kept)
-        self.num_pages = num_pages
+        grows = [new - old for new, old in zip(num_pages, self.num_pages)]
+        for layer in sorted(range(len(self.layers)), key=lambda layer: grows[self.layers[layer].group]):
+            group = self.layers[layer].group
+            if grows[group]:
+                kept = np.arange(min(num_pages[group], self.num_pages[group]))
+                self._planes[layer] = self._resized(layer, num_pages[group], kept)
+        self.num_pages = tuple(num_pages)
         _release_memory(self.device)
 
     def _resized(self, layer: int, num_pages: int, kept: Index) -> tuple[Tensor, ...]:
@@ -242,7 +245,7 @@ class KVCache(CacheLayers):
         to_host = copy.way == "to_host"
         order = np.argsort(copy.targets if to_host else copy.sources)  # host pages are then in runs
         sources, targets = copy.sources[order], copy.targets[order]
-        device, host = self._of_group(copy.group)
+        device, host = self.of_group(copy.group)
         for source, target in zip(*((device, host) if to_host else (host, device))):
             _exchange(source, sources, target, targets, to_host=to_host, indexed=self._indexed)
 

@@ -3,8 +3,8 @@
 The engine looks pages up and receives what was found; the device makes the copies that the scheduler
 requests, in order: published pages are written to the store, and found pages are put into the host's pool.
 
-Reading and writing happen in a thread each. Lookups run one after the other, and each ends at the first page
-that is missing. A request waits for a bounded time: what was found by then is used, and a store that has not
+Reading and writing happen in a thread each. Lookups run one after the other; what each reads is decided in
+`lookup`. A request waits for a bounded time: what was found by then is used, and a store that has not
 answered for so long is left alone. The queue of writes is bounded in bytes, and pages that do not fit are
 dropped. It is processed in order, so that a page that turned out wrong is removed after it was written.
 """
@@ -21,7 +21,8 @@ from typing import Protocol
 
 from kv_cache.page_keys import KEY_BYTES
 from kv_cache.pages import Index, PageCopy
-from kv_cache.tier.store import PageStore, StoreFailed, WrongEntry, content_of, entry_of
+from kv_cache.tier.lookup import Lookup, PageName, Sought
+from kv_cache.tier.store import HEAD_BYTES, PageStore, StoreFailed, WrongEntry, content_of, entry_of
 
 PAUSE_S = 5.0  # time for which a store that failed is left alone
 
@@ -88,17 +89,8 @@ READ_BYTES = 2**23  # bytes requested at once, or one page if that is larger
 NO_KEY = bytes(KEY_BYTES)
 
 
-class Lookup:
-    """A lookup of pages in the order of their request, with the content found so far."""
-
-    def __init__(self, keys: Sequence[bytes], until_s: float) -> None:
-        self.keys, self.until_s = keys, until_s
-        self.contents: list[bytes] = []
-        self.has_ended = False
-
-
 class PageReads:
-    """Reads pages of `page_bytes` from a store; a lookup may take `wait_s`.
+    """Reads pages from a store, of `page_bytes` for each group of layers; a lookup may take `wait_s`.
 
     The keys of entries that must not be used are passed to `take_off`.
     """
@@ -109,7 +101,7 @@ class PageReads:
         health: StoreHealth,
         counters: TierCounters,
         identity: bytes,
-        page_bytes: int,
+        page_bytes: Sequence[int],
         wait_s: float,
         take_off: Callable[[Sequence[bytes]], None],
         secret: bytes | None = None,
@@ -125,12 +117,14 @@ class PageReads:
         self._thread = threading.Thread(target=self._run, name="tier-reads", daemon=True)
         self._thread.start()
 
-    def begin(self, keys: Sequence[bytes]) -> Lookup | None:
+    def begin(self, sought: Sought) -> Lookup | None:
         """Start a lookup; return None if it would be futile or take too long."""
+        lookup = Lookup(sought, time.monotonic() + self._wait_s)
+        if not lookup.next(1):
+            return None
         if not self._health.may_be_asked or len(self._queue) >= MOST_LOOKUPS or self._is_stuck():
             self._counters.skipped += 1
             return None
-        lookup = Lookup(keys, time.monotonic() + self._wait_s)
         with self._changed:
             self._queue.append(lookup)
             self._changed.notify()
@@ -183,33 +177,37 @@ class PageReads:
             self._end(lookup)
 
     def _look(self, lookup: Lookup) -> None:
-        keys, at_once = lookup.keys, max(1, READ_BYTES // self._page_bytes)
-        for at in range(0, len(keys), at_once):
-            for key, entry in zip(keys[at:], self._read(keys[at : at + at_once])):
-                content = None if entry is None else self._checked(key, entry)
-                if content is None:
+        at_once = max(1, READ_BYTES // max(1, *self._page_bytes))
+        while pages := lookup.next(at_once):
+            entries = self._read([lookup.key(page) for page in pages])
+            if entries is None:
+                return
+            contents = [self._content(lookup, page, entry) for page, entry in zip(pages, entries)]
+            with self._changed:
+                if lookup.has_ended:
                     return
-                with self._changed:
-                    if lookup.has_ended:
-                        return
-                    lookup.contents.append(content)
+                lookup.take(pages, contents)
 
-    def _read(self, keys: Sequence[bytes]) -> list[bytes | None]:
+    def _read(self, keys: Sequence[bytes]) -> list[bytes | None] | None:
+        """Return the entries of these keys, or None if the store fails."""
         self._asked_s = time.monotonic()
         try:
             entries = self._store.read(keys)
         except StoreFailed as error:
             self._health.failed(str(error))
-            return [None]
+            return None
         finally:
             self._asked_s = None
         self._health.worked()
         return entries
 
-    def _checked(self, key: bytes, entry: bytes) -> bytes | None:
-        """Return the content of an entry, or None if it must not be used."""
+    def _content(self, lookup: Lookup, page: PageName, entry: bytes | None) -> bytes | None:
+        """Return the content of an entry, or None if there is none or it must not be used."""
+        if entry is None:
+            return None
+        key = lookup.key(page)
         try:
-            return content_of(entry, key, self._identity, self._page_bytes, self._secret)
+            return content_of(entry, key, self._identity, self._page_bytes[page.group], self._secret)
         except WrongEntry as error:
             if not self._counters.refused:
                 log.warning("an entry of the tier is not used: %s; further ones are only counted", error)
@@ -225,7 +223,7 @@ Contents = Callable[[], Sequence[bytes]]  # waits until the contents are ready
 
 
 class PageWrites:
-    """Writes pages of `page_bytes` to a store."""
+    """Writes pages to a store, while at most `most_queued_bytes` of them are queued."""
 
     def __init__(
         self,
@@ -233,45 +231,48 @@ class PageWrites:
         health: StoreHealth,
         counters: TierCounters,
         identity: bytes,
-        page_bytes: int,
         most_queued_bytes: int = MOST_QUEUED_BYTES,
         secret: bytes | None = None,
     ) -> None:
         self._store, self._health, self._counters = store, health, counters
         self._identity, self._secret = identity, secret
-        self._most_queued = max(1, most_queued_bytes // page_bytes)
-        self._num_queued = 0  # queued pages, including those being written
+        self._most_queued_bytes = most_queued_bytes
+        self._queued_bytes = 0  # of queued pages, including those being written
         # Entries without contents are removals
-        self._queue = deque[tuple[Sequence[bytes], Contents | None]]()
+        self._queue = deque[tuple[Sequence[bytes], Contents | None, int]]()
         self._changed = threading.Condition()
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="tier-writes", daemon=True)
         self._thread.start()
 
-    def room(self, wanted: int) -> int:
-        """Return how many of `wanted` pages may be queued now; the others count as dropped."""
+    def room(self, wanted: int, entry_bytes: int) -> int:
+        """Return how many of `wanted` entries may be queued now; the others count as dropped.
+
+        One may always be queued alone, however large it is.
+        """
         with self._changed:
-            room = min(wanted, self._most_queued - self._num_queued) if self._health.may_be_asked else 0
+            left = max(self._most_queued_bytes, entry_bytes) - self._queued_bytes
+            room = min(wanted, max(0, left // entry_bytes)) if self._health.may_be_asked else 0
             self._counters.dropped += wanted - room
         return room
 
-    def put(self, keys: Sequence[bytes], contents: Contents) -> None:
+    def put(self, keys: Sequence[bytes], contents: Contents, entry_bytes: int) -> None:
         """Queue pages, for which there is room, to be written when `contents` returns."""
         with self._changed:
-            self._num_queued += len(keys)
-            self._queue.append((keys, contents))
+            self._queued_bytes += len(keys) * entry_bytes
+            self._queue.append((keys, contents, entry_bytes))
             self._changed.notify_all()
 
     def remove(self, keys: Sequence[bytes]) -> None:
         """Remove pages, after all writes queued so far."""
         with self._changed:
-            self._queue.append((keys, None))
+            self._queue.append((keys, None, 0))
             self._changed.notify_all()
 
     def settle(self, limit_s: float) -> bool:
         """Wait until everything is written; return False if that takes longer than `limit_s`."""
         with self._changed:
-            return self._changed.wait_for(lambda: not self._queue and not self._num_queued, limit_s)
+            return self._changed.wait_for(lambda: not self._queue and not self._queued_bytes, limit_s)
 
     def close(self, limit_s: float) -> None:
         """Write what is queued as far as the time allows, and end the thread."""
@@ -287,7 +288,7 @@ class PageWrites:
                 self._changed.wait_for(lambda: self._queue or self._is_closing)
                 if self._is_closing:
                     return
-                keys, contents = self._queue.popleft()
+                keys, contents, entry_bytes = self._queue.popleft()
             if contents is None:
                 self._take_off(keys)
                 continue
@@ -297,7 +298,7 @@ class PageWrites:
                     self._counters.written += is_new is True
                     self._counters.known += is_new is False
                     self._counters.dropped += is_new is None
-                    self._num_queued -= 1
+                    self._queued_bytes -= entry_bytes
                     self._changed.notify_all()
 
     def _written(self, key: bytes, content: bytes) -> bool | None:
@@ -328,16 +329,18 @@ CLOSE_S = 0.2  # time for what is still queued at the end
 
 
 class PagesAsBytes(Protocol):
-    """Converts pages of the device and of the host's pool to bytes, `page_bytes` each."""
+    """Converts pages of a group of layers, on the device and in the host's pool, to bytes."""
 
     @property
-    def page_bytes(self) -> int: ...
+    def page_bytes(self) -> Sequence[int]:
+        """Bytes of a page of each group."""
+        ...
 
-    def read(self, pages: Index) -> Contents:
+    def read(self, pages: Index, group: int) -> Contents:
         """Start to copy pages of the device to the host; the function returned waits for them."""
         ...
 
-    def write_host(self, pages: Index, contents: Sequence[bytes]) -> None:
+    def write_host(self, pages: Index, contents: Sequence[bytes], group: int) -> None:
         """Write contents to pages of the host's pool."""
         ...
 
@@ -368,9 +371,11 @@ class PageTier:
         self._counters = TierCounters()
         self._reading = StoreHealth(f"reading pages from {name}", pause_s)
         self._writing = StoreHealth(f"writing pages to {name}", pause_s)
-        what = self._counters, identity, pages.page_bytes
+        self._entry_bytes = [HEAD_BYTES + each for each in pages.page_bytes]
+        what = self._counters, identity
         self._writes = PageWrites(store, self._writing, *what, most_queued_bytes, secret)
-        self._reads = PageReads(store, self._reading, *what, wait_s, self._writes.remove, secret)
+        reads = *what, pages.page_bytes, wait_s, self._writes.remove, secret
+        self._reads = PageReads(store, self._reading, *reads)
         self._handed = deque[bytes]()
 
     @property
@@ -387,9 +392,9 @@ class PageTier:
         """Whether the last uses of the store succeeded."""
         return self._reading.is_well and self._writing.is_well
 
-    def look_up(self, keys: Sequence[bytes]) -> Lookup | None:
-        """Start a lookup of chained pages; return None if the store is not used now."""
-        return self._reads.begin(keys)
+    def look_up(self, sought: Sought) -> Lookup | None:
+        """Start a lookup; return None if nothing is lacking here, or the store is not used now."""
+        return self._reads.begin(sought)
 
     def is_over(self, lookup: Lookup) -> bool:
         """Whether a lookup has ended or reached its time limit."""
@@ -402,14 +407,17 @@ class PageTier:
     def apply(self, copy: PageCopy) -> None:
         """Make a copy to or from the tier, without waiting for the store."""
         if copy.way == "to_tier":
-            room = self._writes.room(len(copy.keys))
+            entry_bytes = self._entry_bytes[copy.group]
+            room = self._writes.room(len(copy.keys), entry_bytes)
             if room:
-                self._writes.put(copy.keys[:room], self._pages.read(copy.sources[:room]))
+                contents = self._pages.read(copy.sources[:room], copy.group)
+                self._writes.put(copy.keys[:room], contents, entry_bytes)
         elif copy.way == "off_tier":
             self._writes.remove(copy.keys)
         else:
             assert copy.way == "from_tier", f"{copy.way} is no copy of a tier"
-            self._pages.write_host(copy.targets, [self._handed.popleft() for _ in copy.targets.tolist()])
+            handed = [self._handed.popleft() for _ in copy.targets.tolist()]
+            self._pages.write_host(copy.targets, handed, copy.group)
 
     def settle(self, limit_s: float) -> bool:
         """Wait until everything queued is written; return False if that takes longer than `limit_s`."""

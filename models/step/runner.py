@@ -7,7 +7,7 @@ Legend: R sampled rows, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -213,7 +213,7 @@ class ModelRunner:
             token_ids[self._to_device(places)] = drafts.to(token_ids.dtype)
         return inputs
 
-    def resize(self, num_pages: int, copies: tuple[PageCopy, ...]) -> None:
+    def resize(self, num_pages: Sequence[int], copies: tuple[PageCopy, ...]) -> None:
         """Make the copies, then change the number of pages; pages that remain keep their content."""
         self.cache.apply(copies)
         graphs = [self.graphs, None if self.drafter is None else self.drafter.graphs]

@@ -41,9 +41,8 @@ from recipes.assembly.families import WITH_MTP, overridden_fields, share_of, unk
 from recipes.assembly.memory_plan import MemoryPlan, report
 from recipes.assembly.page_events import publish_pages
 from recipes.assembly.page_tier import attach_tier
-from recipes.assembly.scheduler import SchedulerLimits, facts_of, scheduler_of
+from recipes.assembly.scheduler import SchedulerLimits, costs_of, facts_of, scheduler_of
 from recipes.assembly.sizing import plan_memory
-from recipes.assembly.step_costs import costs_of
 from recipes.cluster.cluster import find_cluster
 from recipes.cluster.ranks import Ranks, recipe_of_a_rank
 from recipes.machine import Machine, start
@@ -181,7 +180,7 @@ def assemble(
     if experts is not None:
         experts.restart()
     _log(recipe, config, memory, decoder)
-    limits = replace(limits, num_pages=memory.num_pages)
+    limits = replace(limits, num_pages=memory.num_pages, windows=memory.window_pools)
     facts = facts_of(recipe.scheduler, recipe.cache, limits, recipe.speculation, depth, costs)
     return BuiltEngine(
         *(engine, runner, config, memory, machine.name, largest_step_s, facts, experts),
@@ -336,13 +335,14 @@ def _measure(
             machine.memory_bytes(),
             measured + captured_bytes,
             num_host_pages=estimated.num_host_pages,  # these are allocated already, and stay
-            windows=estimated.windows,
+            window_host_pages=[each.num_host_pages for each in estimated.windows],
             share=runner.decoder.share,
         )
         memory = replace(memory, host_because=estimated.host_because)
     memory = _least(recipe, config, memory, world, runner.decoder.share, machine)
-    if memory.num_pages != estimated.num_pages:
-        engine.resize(memory.num_pages)
+    window_pages = [each.num_pages for each in memory.windows]
+    if (memory.num_pages, window_pages) != (estimated.num_pages, [e.num_pages for e in estimated.windows]):
+        engine.resize(memory.num_pages, window_pages=window_pages)
         warm_up(runner, budget)
     return memory, step_s
 

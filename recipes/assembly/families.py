@@ -173,11 +173,10 @@ def overridden_fields(recipe: Recipe) -> list[str]:
 def window_groups(recipe: Recipe, config: DecoderConfig) -> tuple[int, ...]:
     """Return the windows whose layers have pages of their own, which are given back behind the window.
 
-    Pages that go to a tier or to another engine hold all layers, so there are none with these. A window that
-    holds the longest request would give nothing back.
+    Pages that go to another engine hold all layers, so there are none with these. A window that holds the
+    longest request would give nothing back.
     """
-    asked = recipe.server
-    if recipe.cache.tier is not None or asked.pages_at is not None or asked.prompt_replicas:
+    if recipe.server.pages_at is not None or recipe.server.prompt_replicas:
         return ()
     longest = recipe.scheduler.max_request_tokens or config.max_positions
     return tuple(sorted({each for each in config.windows if each is not None and each < longest}))

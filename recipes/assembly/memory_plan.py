@@ -191,7 +191,8 @@ def _tier(recipe: Recipe, sizing: MemoryPlan) -> list[tuple[str, str]]:
     if asked is None:
         return []
     num_bytes, place = int(asked.gib * GIB), asked.path or asked.url
-    pages = f"{num_bytes // (sizing.page_bytes + HEAD_BYTES):,} pages"
+    sizes = [sizing.page_bytes, *(each.page_bytes for each in sizing.windows)]
+    pages = f"{num_bytes // sum(HEAD_BYTES + size for size in sizes):,} pages"
     on_the_way = f"up to {in_gib(MOST_QUEUED_BYTES)} of the host's memory on their way"
     return [("tier below", f"{asked.kind} {place}, {in_gib(num_bytes)}, {pages}; {on_the_way}")]
 

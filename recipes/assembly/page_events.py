@@ -21,7 +21,7 @@ def publish_pages(prefix: PrefixCache, cache: CacheSection) -> None:
         raise RecipeError("cache.events", problem, fix, value=cache.events) from error
     try:
         again = replay_endpoint(cache.events)
-        prefix.listener = PageEvents(prefix.index, cache.page_size, cache.events, cache.events_topic)
+        prefix.listener = PageEvents(prefix, cache.page_size, cache.events, cache.events_topic)
     except (ValueError, OSError) as error:
         raise RecipeError("cache.events", str(error), "choose another", value=cache.events) from error
     log.info("events of pages: %s, and again from %s", cache.events, again)

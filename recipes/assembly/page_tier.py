@@ -50,7 +50,7 @@ def attach_tier(recipe: Recipe, engine: Engine, runner: ModelRunner, memory: Mem
     began_s, cache = time.perf_counter(), runner.cache
     pages = PageBytes(cache)
     identity = identity_of(_facts(recipe, runner, memory.longest_tokens, pages))
-    store, where = _store(asked, identity, pages.page_bytes + HEAD_BYTES)
+    store, where = _store(asked, identity, max(pages.page_bytes) + HEAD_BYTES)
     secret = None if asked.key_file is None else _secret(asked.key_file)
     tier = PageTier(store, pages, cache.apply, identity, asked.wait_s, where, secret=secret)
     cache.tier = engine.tier = tier

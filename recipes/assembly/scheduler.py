@@ -1,4 +1,4 @@
-"""Build a scheduler from a recipe; this needs no model and no device."""
+"""Build a scheduler from a recipe, with the prior of its steps' times; this needs no model and no device."""
 
 from __future__ import annotations
 
@@ -28,19 +28,23 @@ from continuous_batching.scheduling.preemption import Victim, fewest_lost, lowes
 from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.slots import SlotPool
 from continuous_batching.step_time import UNKNOWN, Coefficients, StepCosts, StepTime
+from devices.rates import DeviceRates, named, names
 from kv_cache.groups import WindowGroup
 from kv_cache.pages import PagePool
+from models import cost
+from models.config import DecoderConfig
 from recipes.assembly.speculation import speculation_of
 from recipes.schema.checks import contradictions
 from recipes.schema.keys import keys_of
 from recipes.schema.precedence import COMMAND_LINE, FILE, Entry, settled
-from recipes.schema.recipe import CacheSection
+from recipes.schema.recipe import CacheSection, Recipe
 from recipes.schema.scheduler_defaults import completed, longest_request
 from recipes.schema.scheduler_section import SchedulerSection
 from recipes.schema.speculation_section import SpeculationSection
 
 if TYPE_CHECKING:
-    from models.config import DecoderConfig
+    from models.parallel.group import Group
+    from recipes.machine import Machine
 
 Value = TypeVar("Value")
 
@@ -144,6 +148,34 @@ def scheduler_of(
             for number, (window, num_pages, num_host_pages) in enumerate(limits.windows, 1)
         ],
     )
+
+
+def costs_of(recipe: Recipe, config: DecoderConfig, machine: Machine, world: Group) -> StepCosts:
+    """Return the costs by the profile of the machine; `UNKNOWN` where it has none.
+
+    All ranks return the same, because they must decide the same steps: where their devices have different
+    profiles, nothing is known.
+    """
+    profiles, name = names(), named(machine.name)
+    number = -1 if name is None else profiles.index(name)
+    least, most = world.least(number, machine.device), -world.least(-number, machine.device)
+    return costs_on(recipe, config, DeviceRates.load(profiles[number])) if least == most >= 0 else UNKNOWN
+
+
+def costs_on(
+    recipe: Recipe,
+    config: DecoderConfig,
+    device: DeviceRates,
+    tensor: int | None = None,
+    pipeline: int | None = None,
+) -> StepCosts:
+    """Return the costs on so many of these devices, by default as many as the recipe says."""
+    asked, drafts, parallel = recipe.scheduler, recipe.speculation, recipe.parallel
+    width = 1 if drafts.kind == "none" else 1 + drafts.max_tokens
+    stage = cost.ModelPart(config.num_layers // (pipeline or parallel.pipeline), has_head=True)
+    most_tokens = asked.max_batch_tokens or asked.num_slots
+    counts = cost.Counts(config, tensor or parallel.tensor, stage)
+    return cost.step_costs(counts, device, asked.num_slots * width, most_tokens, graphs=recipe.device.graphs)
 
 
 def facts_of(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 from devices.ascend_limits import MOST_GATHERED, PRODUCTS
@@ -39,6 +40,7 @@ def plan_memory(
     host_memory: int | None = None,
     num_host_pages: int | None = None,
     windows: tuple[WindowPages, ...] | None = None,
+    window_host_pages: Sequence[int] = (),
 ) -> MemoryPlan:
     """Return the plan of a recipe.
 
@@ -46,9 +48,10 @@ def plan_memory(
 
     With `memory_bytes` None, the memory is that of the recipe's device; with `activation_bytes` None, it is
     estimated; with `host_memory` None, it is that of this machine; with `num_host_pages` None, it follows
-    from the recipe, as the pages of `windows` do where these are None. The model lies on `stages` groups of
-    `tensor` devices that share each layer, all with this memory; then the sizing is that of all devices
-    together, and so is what the cache may take. With a `share`, it is that of one rank's device.
+    from the recipe, as the pages of `windows` do where these are None. `window_host_pages` are the windows'
+    pages of the host tier beside `num_host_pages`. The model lies on `stages` groups of `tensor` devices that
+    share each layer, all with this memory; then the sizing is that of all devices together, and so is what
+    the cache may take. With a `share`, it is that of one rank's device.
     """
     cache, num_devices = recipe.cache, tensor * stages
     both = _decoders(recipe, config, share)
@@ -61,10 +64,10 @@ def plan_memory(
         adapter_bytes=_adapter_bytes(recipe, both[0]),
         page_bytes=cache.page_size * tensor * sum(each.kv_bytes_by_group(tensor)[0] for each in both)
         + sum(each.feature_bytes for each in both if isinstance(each, HeadConfig)),
-        windows=_windows(recipe, both[0], tensor) if windows is None else windows,
+        windows=_windows(recipe, both[0], tensor, window_host_pages) if windows is None else windows,
         num_pages=0,
         num_pages_fitting=0,
-        num_host_pages=0,
+        num_host_pages=num_host_pages or 0,
         host_because="",
         host_is_device=recipe.device.kind == "cpu",
         cache_tokens=0,
@@ -84,8 +87,8 @@ def plan_memory(
         sizing = _with_windows(recipe, sizing, num_devices)
     if num_host_pages is None:
         sizing = _with_host_tier(recipe, sizing, host_bytes, num_devices)
-    else:
-        sizing = replace(sizing, num_host_pages=num_host_pages)
+        if windows is None and sizing.host_beside_bytes:  # the host tier takes memory of the windows' pages
+            sizing = _with_windows(recipe, sizing, num_devices)
     return _with_pages(recipe, both, sizing, num_devices)
 
 
@@ -321,12 +324,15 @@ def _slot_bytes(recipe: Recipe, configs: list[DecoderConfig], longest_tokens: in
     )
 
 
-def _windows(recipe: Recipe, config: DecoderConfig, tensor: int) -> tuple[WindowPages, ...]:
-    """Return the pages of each window, with no number of them yet."""
-    size = recipe.cache.page_size
+def _windows(
+    recipe: Recipe, config: DecoderConfig, tensor: int, num_host_pages: Sequence[int] = ()
+) -> tuple[WindowPages, ...]:
+    """Return the pages of each window, with no number of them on the device yet."""
+    size, windows = recipe.cache.page_size, config.window_groups
+    counts = num_host_pages or [0] * len(windows)
     return tuple(
-        WindowPages(window, size * tensor * token_bytes, most_pages(window, size))
-        for window, token_bytes in zip(config.window_groups, config.kv_bytes_by_group(tensor)[1:])
+        WindowPages(window, size * tensor * token_bytes, most_pages(window, size), num_host_pages=count)
+        for window, token_bytes, count in zip(windows, config.kv_bytes_by_group(tensor)[1:], counts)
     )
 
 
@@ -340,8 +346,7 @@ def _with_windows(recipe: Recipe, sizing: MemoryPlan, num_devices: int) -> Memor
     if recipe.cache.num_window_pages is not None and not sizing.windows:
         raise RecipeError(
             "cache.num_window_pages",
-            "is read for models with a window shorter than a request, whose pages go neither to a tier nor to"
-            " another engine",
+            "is read for models with a window shorter than a request that send no pages to other engines",
             "leave it out",
             value=recipe.cache.num_window_pages,
         )

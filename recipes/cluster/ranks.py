@@ -247,7 +247,7 @@ class WatchedRunner:
 
         return waited
 
-    def resize(self, num_pages: int, copies: tuple[PageCopy, ...]) -> None:
+    def resize(self, num_pages: Sequence[int], copies: tuple[PageCopy, ...]) -> None:
         """Resize the cache as the wrapped runner does."""
         with watched(self._listeners):
             self._runner.resize(num_pages, copies)

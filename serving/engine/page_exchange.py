@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from queue import Empty
 from typing import TYPE_CHECKING, Any
@@ -300,7 +300,7 @@ class PageSends:
         wait: Callable[[], Sampled] = self._tapped(batch, lambda: self._runner.start(batch))
         return wait
 
-    def resize(self, num_pages: int, copies: Any) -> None:
+    def resize(self, num_pages: Sequence[int], copies: Any) -> None:
         """Resize the cache as the wrapped runner does."""
         self._runner.resize(num_pages, copies)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -90,7 +90,7 @@ class TimedRunner:
         wait = self._measured(lambda: self._runner.start(batch))
         return lambda: self._measured(wait)
 
-    def resize(self, num_pages: int, copies: Any) -> None:
+    def resize(self, num_pages: Sequence[int], copies: Any) -> None:
         """Resize the cache as the wrapped runner does."""
         self._runner.resize(num_pages, copies)
 

@@ -26,6 +26,7 @@ log = logging.getLogger("route")
 _ASK_S = 2.0  # interval between requests when nothing seems to be missing
 _MOST_PART_BYTES = 2**26  # most bytes of a message; a larger one ends the connection
 _MOST_UNREAD = 4  # most messages waiting for each socket; a publisher with more is made to wait
+_MOST_GROUPS = 64  # most groups of layers of a replica
 _MOST_PAGES = 2**22  # most pages of a replica; one that reports more is judged by what was sent to it alone
 _AGAIN_S = 0.1  # interval between requests when something is missing
 
@@ -180,14 +181,27 @@ class PageReader:
             match event:
                 case BlockStored(keys):
                     if len(keys) <= _MOST_PAGES:
-                        self._num_pages += self._routing.stored(self._replica, keys)
+                        self._num_pages += self._stored(event)
                     if max(len(keys), self._num_pages) > _MOST_PAGES:
                         raise ValueError(f"it announces more than {_MOST_PAGES} pages")
                 case BlockRemoved(keys):
-                    self._num_pages -= self._routing.removed(self._replica, keys)
+                    if event.group_idx:
+                        gone = self._routing.removed_beside(self._replica, keys, event.group_idx)
+                    else:
+                        gone = self._routing.removed(self._replica, keys)
+                    self._num_pages -= gone
                 case AllBlocksCleared():
                     self._clear()
         self._next = number + 1
+
+    def _stored(self, event: BlockStored) -> int:
+        """Add the pages of an event; return how many of them are new."""
+        if not event.group_idx:
+            return self._routing.stored(self._replica, event.block_hashes)
+        window = event.kv_cache_spec_sliding_window
+        if not 0 < event.group_idx <= _MOST_GROUPS or window is None or window < 1:
+            raise ValueError(f"pages of group {event.group_idx} see no window of tokens")
+        return self._routing.stored_beside(self._replica, event.block_hashes, event.group_idx, window)
 
 
 def _numbered(frames: list[bytes], count: int) -> tuple[int, bytes]:

@@ -118,8 +118,8 @@ def test_the_cache_keeps_its_format_through_all_that_is_done_to_pages() -> None:
     cache.apply([PageCopy(np.array([5, 3]), np.array([2, 1]), "to_host")])
     cache.apply([PageCopy(np.array([1, 2]), np.array([2, 1]), "from_host")])
     cache.clear_null_page()
-    cache.resize(5)
-    cache.resize(7)
+    cache.resize([5])
+    cache.resize([7])
     for tensor in cache.tensors:
         assert torch_npu.get_npu_format(tensor) == FRACTAL_NZ
         assert torch.equal(tensor.cpu(), tensor.cpu()[:, :1, :1, :1].expand_as(tensor))

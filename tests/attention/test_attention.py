@@ -155,7 +155,7 @@ class Bench:
 
     def _places(self, layer: int) -> tuple[Tensor, ...]:
         """Keys and values of all places of the cache, in order."""
-        index = torch.arange(self.cache.num_pages * self.shape.page_size, device=self.device)
+        index = torch.arange(self.cache.num_pages[0] * self.shape.page_size, device=self.device)
         found = self.attention.read(*self.cache.of(layer), index)
         return tuple(each.cpu() for each in found)
 

@@ -62,7 +62,7 @@ def test_a_page_takes_as_many_bytes_as_are_planned(dtype: str, head_dim: int, sh
     cache = KVCache([LayerPages(attention.new_planes)] * 3, 16, [5], [4])
     plain = config_of(dtype, head_dim)
     int8 = replace(plain, int8_cache=True)
-    for tensors, pages in ((cache.tensors, 5), (cache.host_tensors, 4)):
+    for tensors, pages in ((cache.tensors, 5), (cache.of_group(0)[1], 4)):
         assert {each.dtype for each in tensors} == {torch.int8}
         assert sum(each.nbytes for each in tensors) == pages * 16 * int8.kv_bytes_per_token()
     assert 16 * int8.kv_bytes_per_token() == share * 16 * plain.kv_bytes_per_token()
@@ -103,12 +103,12 @@ def test_scales_go_with_their_pages(seed: int) -> None:
         for tensor, part in zip(cache.tensors, held[page]):
             tensor[page] = part
     for _ in range(30):
-        pages, others = random.permutation(cache.num_pages), random.permutation(24)
-        count = int(random.integers(1, cache.num_pages // 2))
+        pages, others = random.permutation(cache.num_pages[0]), random.permutation(24)
+        count = int(random.integers(1, cache.num_pages[0] // 2))
         move = int(random.integers(4))
         if move == 0:
-            cache.resize(int(random.integers(12, 25)))
-            held = (held + [nothing] * 24)[: cache.num_pages]
+            cache.resize([int(random.integers(12, 25))])
+            held = (held + [nothing] * 24)[: cache.num_pages[0]]
             continue
         if move == 1:
             copy, before, after = PageCopy(pages[:count], pages[-count:]), held, held
@@ -119,7 +119,7 @@ def test_scales_go_with_their_pages(seed: int) -> None:
         cache.apply([copy])
         for source, target in zip(copy.sources.tolist(), copy.targets.tolist()):
             after[target] = before[source]
-    index = torch.arange(cache.num_pages * size)
+    index = torch.arange(cache.num_pages[0] * size)
     wanted = [unpacked(torch.stack(each)).flatten(0, 1) for each in zip(*held)]
     for layer in range(2):
         keys, values = attention.read(*cache.of(layer), index)

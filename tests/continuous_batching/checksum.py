@@ -212,30 +212,35 @@ class ChecksumRunner:
         self.last[batch.owners] = sampled.tokens
         return lambda: sampled
 
-    def resize(self, num_pages: int, copies: tuple[PageCopy, ...]) -> None:
+    def resize(self, num_pages: Sequence[int], copies: tuple[PageCopy, ...]) -> None:
         self._copy(copies, self._free())
-        cache = np.full(num_pages * self.slots.page_size, POISON)
-        kept = min(len(cache), len(self.cache))
-        cache[:kept] = self.cache[:kept]
-        self.cache = cache
+        self.cache, *self.windows = [
+            self._resized(cache, count) for cache, count in zip((self.cache, *self.windows), num_pages)
+        ]
+
+    def _resized(self, cache: np.ndarray, num_pages: int) -> np.ndarray:
+        resized = np.full(num_pages * self.slots.page_size, POISON)
+        kept = min(len(resized), len(cache))
+        resized[:kept] = cache[:kept]
+        return resized
 
     def make(self, copies: tuple[PageCopy, ...]) -> None:
         """Copies without a batch."""
         self._copy(copies, self._free())
 
     @property
-    def page_bytes(self) -> int:
-        return 8 * self.slots.page_size
+    def page_bytes(self) -> list[int]:
+        return [8 * self.slots.page_size] * (1 + len(self.groups))
 
-    def read(self, pages: Index) -> Callable[[], list[bytes]]:
+    def read(self, pages: Index, group: int) -> Callable[[], list[bytes]]:
         """Pages of the device, as they are now."""
-        contents = [each.tobytes() for each in self.cache.reshape(-1, self.slots.page_size)[pages]]
+        contents = [each.tobytes() for each in self.pages_of(group)[0][pages]]
         return lambda: contents
 
-    def write_host(self, pages: Index, contents: Sequence[bytes]) -> None:
+    def write_host(self, pages: Index, contents: Sequence[bytes], group: int) -> None:
         """Pages of the host's pool."""
         for page, content in zip(pages.tolist(), contents):
-            self.host[page] = np.frombuffer(content, dtype=np.uint64)
+            self.pages_of(group)[1][page] = np.frombuffer(content, dtype=np.uint64)
 
     def _free(self) -> Free:
         """For each group, the free pages of the device and of the host."""

@@ -45,7 +45,7 @@ class DraftingRunner(ChecksumRunner):
         self.slots.token_ids[places] = held
         return replace(sampled, drafts=made)
 
-    def resize(self, num_pages: int, copies: tuple[PageCopy, ...]) -> None:
+    def resize(self, num_pages: Sequence[int], copies: tuple[PageCopy, ...]) -> None:
         super().resize(num_pages, copies)
         self.drafter.resize(num_pages, copies)
 

@@ -58,7 +58,7 @@ class HeadRunner(ChecksumRunner):
             self._fill(batch, span, before[span])
         return replace(sampled, drafts=made)
 
-    def resize(self, num_pages: int, copies: tuple[PageCopy, ...]) -> None:
+    def resize(self, num_pages: Sequence[int], copies: tuple[PageCopy, ...]) -> None:
         super().resize(num_pages, copies)
         for each in (self.head, self.features):
             each.resize(num_pages, copies)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 
@@ -50,7 +52,7 @@ class Device:
         self.now_s += cost_s * float(self._random.lognormal(0, self._noise))
         return Sampled(np.full(len(batch.sampled), 7, dtype=np.int64))
 
-    def resize(self, num_pages: int, copies: tuple[PageCopy, ...]) -> None:
+    def resize(self, num_pages: Sequence[int], copies: tuple[PageCopy, ...]) -> None:
         raise AssertionError("nobody resizes")
 
 

@@ -10,7 +10,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -172,7 +172,7 @@ class Noting(ChecksumRunner):
         sampled = super().run(batch)
         return lambda: sampled
 
-    def resize(self, num_pages: int, copies: tuple[PageCopy, ...]) -> None:
+    def resize(self, num_pages: Sequence[int], copies: tuple[PageCopy, ...]) -> None:
         self.noted.append("resize")
         super().resize(num_pages, copies)
 
@@ -215,7 +215,7 @@ def test_a_resize_is_told_before_ranks_wait_for_each_other_in_it() -> None:
     noted: list[str] = []
 
     class Told(Observer):
-        def resized(self, num_pages: int, give_up: GiveUp) -> None:
+        def resized(self, num_pages: Sequence[int], give_up: GiveUp) -> None:
             noted.append("told")
 
     made = plain_scheduler()

@@ -23,7 +23,14 @@ from continuous_batching.scheduling.scheduler import Scheduler
 from kv_cache.page_keys import page_keys
 from tests.continuous_batching.checksum import ChecksumRunner, key
 from tests.continuous_batching.recount import recount
-from tests.continuous_batching.test_schedules import Arrival, arrivals, expected, schedulers, try_resize
+from tests.continuous_batching.test_schedules import (
+    Arrival,
+    arrivals,
+    could_fit,
+    expected,
+    schedulers,
+    try_resize,
+)
 from tests.thorough import cases
 
 Words = np.ndarray
@@ -70,9 +77,7 @@ class Engines(RuleBasedStateMachine):
     def add(self, arrival: Arrival) -> None:
         leader = arrival.request(len(self.known))
         family = [leader, *leader.followers]
-        fits = leader.num_prompt_tokens + leader.params.max_tokens - 1 <= (
-            (self.scheduler.pool.num_pages - 1) * self.engine.slots.page_size
-        )
+        fits = could_fit(self.engine, leader)
         try:
             self.engine.add(leader)
         except ValueError:
@@ -130,7 +135,7 @@ class Engines(RuleBasedStateMachine):
     @rule()
     def compact(self) -> None:
         tables = self.scheduler.tables
-        pools = [self.scheduler.pool, *(group.pool for group in tables.groups)]
+        pools = [group.pool for group in tables.groups]
         tables.compact(max(pool.num_pages for pool in pools))
         assert all(pool.highest_held == pool.num_held for pool in pools)
 
@@ -200,7 +205,7 @@ class Engines(RuleBasedStateMachine):
                 wanted = self.written[request.id][left.first * size : left.num_computed]
                 assert np.array_equal(found[: len(wanted)], wanted)
                 assert -(-len(wanted) // size) == len(left.pages)
-                for group, (first, pages) in zip(self.runner.groups, left.windows):
+                for group, (first, pages) in zip(self.runner.groups, left.parts[1:]):
                     assert first * size <= max(0, left.num_computed - group.window + 1)
                     found = self._settled(group.number)[1][pages].ravel()
                     wanted = self.written[request.id][first * size : left.num_computed]

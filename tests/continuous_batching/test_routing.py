@@ -56,6 +56,25 @@ def test_a_gap_ends_a_hit() -> None:
     assert routing.num_found([1, 2, 3, 4]).tolist()[0] == 0
 
 
+def test_a_hit_ends_where_a_replica_has_what_its_windows_see() -> None:
+    """Two keys stand for 8 tokens; a window of 9 tokens sees the two before it, one of 5 the last alone."""
+    routing, keys = Routing(3, weights=ALONE), [1, 2, 3, 4, 5]
+    for replica in range(3):
+        routing.stored(replica, keys)
+    routing.stored_beside(1, keys, 1, 9)
+    routing.stored_beside(1, keys[:3] + keys[4:], 2, 5)
+    routing.stored_beside(2, keys[:3] + keys[4:], 1, 9)
+    assert routing.num_found(keys, 4).tolist() == [5, 5, 3]
+    assert routing.removed_beside(1, [3, 5, 77], 2) == 2
+    assert routing.num_found(keys, 4).tolist() == [5, 2, 3]
+    assert routing.num_found(keys[:1], 4).tolist() == [1, 1, 1]
+    routing.removed_beside(2, keys, 1)
+    assert routing.num_found(keys, 4).tolist() == [5, 2, 0]
+    routing.cleared(1)
+    assert routing.num_found(keys, 4).tolist() == [5, 0, 0]
+    assert sent(routing, prompt(*keys)).replica == 0
+
+
 def test_what_was_removed_draws_nobody() -> None:
     routing = Routing(2, weights=ALONE)
     routing.stored(1, [1, 2])

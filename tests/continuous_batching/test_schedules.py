@@ -93,7 +93,7 @@ def schedulers(
     num_host_pages = draw(st.sampled_from([60, 5, 3, 12] if has_tier else [60, None, 3, 12]))
     host_pool = None if num_host_pages is None else PagePool(num_host_pages)
     pool = PagePool(num_pages)
-    groups = [] if has_tier else draw(drawn_groups(slots, pool, host_pool, 30 + 12 + 20 - 1))
+    groups = draw(drawn_groups(slots, pool, host_pool, 30 + 12 + 20 - 1))
     scheduler = Scheduler(
         slots,
         pool,
@@ -125,18 +125,27 @@ def expected(request: Request) -> list[int]:
 
 
 def try_resize(engine: Engine, change: int, give_up: GiveUp) -> None:
-    """Resize if it is allowed; a refusal changes nothing."""
-    pool = engine.scheduler.pool
+    """Resize if it is allowed, every other time the pools of windows, too; a refusal changes nothing."""
     engine.drain()
-    before = pool.num_pages, pool.num_held, len(engine.slots.busy)
-    refusal = ""
+    first, *others = (group.pool for group in engine.scheduler.tables.groups)
+
+    def state() -> list[int]:
+        return [len(engine.slots.busy), *(count for pool in (first, *others) for count in sizes(pool))]
+
+    def sizes(pool: PagePool) -> tuple[int, int]:
+        return pool.num_pages, pool.num_held
+
+    before, refusal = state(), ""
+    window_pages = [max(2, pool.num_pages + change) for pool in others] if change % 2 else []
     try:
-        engine.resize(max(2, pool.num_pages + change), give_up)
+        engine.resize(max(2, first.num_pages + change), give_up, window_pages)
     except ValueError as error:
         refusal = str(error)
     if refusal:
         assert "resize to at least" in refusal
-        assert (pool.num_pages, pool.num_held, len(engine.slots.busy)) == before
+        assert state() == before
+    else:
+        assert [pool.num_pages for pool in others] == (window_pages or before[3::2])
     recount(engine.scheduler)
 
 
@@ -147,7 +156,8 @@ def could_fit(engine: Engine, request: Request) -> bool:
     shared = request.num_prompt_tokens // size
     enough = shared + width * (each - shared) <= engine.scheduler.pool.num_pages - 1
     tokens = request.num_prompt_tokens + request.params.max_tokens - 1
-    for group in engine.scheduler.tables.groups:  # every beam may have a window of its own behind the prompt
+    # Every beam may have a window of its own behind the prompt
+    for group in engine.scheduler.tables.groups[1:]:
         of_a_row = least_pages(group.window, size, tokens)
         needed = of_a_row + (width - 1) * min(of_a_row, each - shared)
         enough &= needed <= group.pool.num_pages - 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 
@@ -14,21 +16,30 @@ from continuous_batching.slots import SlotPool
 from kv_cache.pages import PagePool
 from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner, alone
 from tests.continuous_batching.recount import recount
+from tests.continuous_batching.windows import window_groups
 
 
-def make(num_slots: int = 4, num_pages: int = 40, num_host_pages: int | None = None, **options) -> Engine:
-    slots = SlotPool(num_slots, 128, 4)
+def make(
+    num_slots: int = 4,
+    num_pages: int = 40,
+    num_host_pages: int | None = None,
+    windows: Sequence[int] = (),
+    **options,
+) -> Engine:
+    slots, pool = SlotPool(num_slots, 128, 4), PagePool(num_pages)
     host = None if num_host_pages is None else PagePool(num_host_pages)
+    groups = window_groups(windows, slots, pool, host, [num_pages] * len(windows), num_host_pages or 0)
     scheduler = Scheduler(
         slots,
-        PagePool(num_pages),
+        pool,
         StallFree(),
         max_batch_tokens=64,
         vocab_size=VOCAB_SIZE,
         host_pool=host,
+        groups=groups,
         **options,
     )
-    return Engine(scheduler, ChecksumRunner(slots, scheduler.pool, host), clock=lambda: 0.0)
+    return Engine(scheduler, ChecksumRunner(slots, pool, host, groups), clock=lambda: 0.0)
 
 
 def ask(name: str, num_prompt: int, max_tokens: int, num_samples: int = 1, **fields) -> Request:

@@ -10,6 +10,7 @@ import pytest
 
 from continuous_batching.engine import Engine
 from continuous_batching.request import Request, SamplingParams
+from kv_cache.page_keys import key_of_group
 from kv_cache.tier.disk import DiskStore
 from kv_cache.tier.page_tier import PageTier
 from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner, alone
@@ -205,6 +206,22 @@ def test_pages_of_another_salt_are_not_found() -> None:
     assert second.num_cached_tokens == 0
 
 
+@pytest.mark.parametrize(("missing", "found"), [(None, 28), (6, 24), (5, 20), (4, 28)])
+def test_of_a_window_the_tier_has_what_a_prefix_is_resumed_from(missing: int | None, found: int) -> None:
+    """Behind 28 tokens a query sees 8 of them; a page missing there cuts the prefix in front of it."""
+    pages: Pages = {}
+    first = ask("first", 30, 4)
+    serve(engine_with(pages, windows=(9,)), first)
+    assert len(pages) == 2 * 8
+    if missing is not None:
+        del pages[key_of_group(first.page_keys[missing], 1)]
+    engine, second = engine_with(pages, windows=(9,)), again(first, "second")
+    serve(engine, second)
+    assert second.num_cached_tokens == found
+    assert engine.scheduler.counters.fetched_pages == found // PAGE_SIZE + 2
+    check(second)
+
+
 def test_a_tier_that_is_not_asked_holds_nobody_back() -> None:
     engine = engine_with({})
     engine.tier.is_asked = False  # type: ignore[union-attr]
@@ -215,19 +232,22 @@ def test_a_tier_that_is_not_asked_holds_nobody_back() -> None:
     check(request)
 
 
+@pytest.mark.parametrize("windows", [(), (9,)])
 @pytest.mark.parametrize("found", [True, False])
-def test_nothing_of_a_request_that_failed_stays_in_the_tier(found: bool) -> None:
+def test_nothing_of_a_request_that_failed_stays_in_the_tier(found: bool, windows: tuple[int, ...]) -> None:
     pages: Pages = {}
     first = ask("first", 30, 4)
     if found:
-        serve(engine_with(pages), first)
-    engine = engine_with(pages)
+        serve(engine_with(pages, windows=windows), first)
+        assert len(pages) == 8 * (1 + len(windows))
+    engine = engine_with(pages, windows=windows)
     bad = again(first, "bad")
     engine.runner.fail = {"bad"}  # type: ignore[attr-defined]
     serve(engine, bad)
     assert bad.finish_reason == "error"
-    kept = {*first.page_keys[:7]}
-    assert not kept & pages.keys()
+    assert engine.scheduler.counters.fetched_pages == (7 + 2 * len(windows) if found else 0)
+    wrong = {key_of_group(key, group) for key in bad.page_keys[:7] for group in range(1 + len(windows))}
+    assert not wrong & pages.keys()
 
 
 def test_samples_share_what_was_found() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 
@@ -9,13 +11,16 @@ from continuous_batching.engine import Engine
 from continuous_batching.policies.batching import StallFree
 from continuous_batching.policies.prefill_budget import FixedChunks
 from continuous_batching.request import Request, SamplingParams
+from continuous_batching.routing.routing import Routing
 from continuous_batching.scheduling.scheduler import Scheduler
 from continuous_batching.slots import SlotPool
 from continuous_batching.speculation.lengths import Fixed
 from continuous_batching.speculation.proposer import NGram
 from continuous_batching.speculation.speculation import Speculation
 from kv_cache.groups import WindowGroup, most_pages
+from kv_cache.page_keys import TokenIds, short_key
 from kv_cache.pages import PagePool
+from kv_cache.prefix_cache import PageListener
 from tests.continuous_batching.checksum import VOCAB_SIZE, ChecksumRunner, alone
 from tests.continuous_batching.recount import recount
 from tests.continuous_batching.test_machine import SpoilingRunner
@@ -36,6 +41,32 @@ def draw(random: np.random.Generator, number: int) -> Request:
     if number % 5 == 0:
         request.followers = [Request(f"{number}.{index}", prompt, params) for index in range(2)]
     return request
+
+
+class Reporter(PageListener):
+    """Tells a router of the pages of one engine, as events do."""
+
+    def __init__(self) -> None:
+        self.routing = Routing(1)
+
+    def stored(self, keys: Sequence[bytes], tokens: TokenIds, before: bytes | None, salt: str) -> None:
+        assert self.routing.stored(0, map(short_key, keys)) == len(keys)
+
+    def removed(self, keys: Sequence[bytes]) -> None:
+        assert self.routing.removed(0, map(short_key, keys)) == len(keys)
+
+    def stored_beside(self, keys: Sequence[bytes], group: int, window: int) -> None:
+        assert self.routing.stored_beside(0, map(short_key, keys), group, window) == len(keys)
+
+    def removed_beside(self, keys: Sequence[bytes], group: int) -> None:
+        assert self.routing.removed_beside(0, map(short_key, keys), group) == len(keys)
+
+    def check(self, scheduler: Scheduler, request: Request) -> None:
+        """Assert that a router expects of a prompt what an engine would resume from."""
+        keys, tables = scheduler.page_keys(request), scheduler.tables
+        found = tables.resumable(scheduler.prefix.find(keys, request.tokens, request.cache_salt))
+        told = self.routing.num_found([*map(short_key, keys)], scheduler.slots.page_size)
+        assert told.tolist() == [len(found)]
 
 
 def storm(seed: int) -> list[WindowGroup]:
@@ -61,6 +92,7 @@ def storm(seed: int) -> list[WindowGroup]:
     engine = Engine(scheduler, runner, clock=lambda: 0.0, overlap=seed % 2 == 0)
     made = [draw(random, number) for number in range(NUM_REQUESTS)]
     runner.fail = {each.id for each in made if random.random() < 0.1}
+    scheduler.prefix.listener = reporter = Reporter()
     waiting, steps = list(made), 0
     while waiting or engine.has_work:
         if waiting and random.random() < 0.5:
@@ -69,6 +101,7 @@ def storm(seed: int) -> list[WindowGroup]:
             engine.abort(str(random.integers(NUM_REQUESTS)))
         engine.step()
         recount(scheduler)
+        reporter.check(scheduler, made[steps % NUM_REQUESTS])
         steps += 1
         assert steps < 4_000, "no progress"
     for request in (each for leader in made for each in (leader, *leader.followers)):
@@ -81,7 +114,7 @@ def storm(seed: int) -> list[WindowGroup]:
 
 def test_requests_get_the_tokens_of_each_alone_whatever_happens_to_the_pages_of_windows() -> None:
     groups = [group for seed in range(cases(40, 400)) for group in storm(seed)]
-    counted = {name: sum(getattr(group, name) > 0 for group in groups) for name in COUNTS}
+    counted = {name: sum(getattr(group.counts, name) > 0 for group in groups) for name in COUNTS}
     print(counted)
     assert min(counted.values()) >= 3
 
@@ -114,6 +147,33 @@ def test_a_request_of_many_windows_needs_the_pages_of_one_and_one_less_is_refuse
     with pytest.raises(ValueError, match="needs 3 pages of the layers that see 9 tokens; the cache has 2"):
         small.add(Request("a", STORY[:50], SamplingParams(max_tokens=10)))
     serve(small, "b", STORY[:7], max_tokens=2)
+
+
+def test_a_pool_of_a_window_shrinks_no_further_than_accepted_requests_allow() -> None:
+    engine = engine_of(40, 9)
+    _, group = engine.scheduler.tables.groups
+    requests = [
+        Request(name, STORY[:30], SamplingParams(max_tokens=20, seed=at)) for at, name in enumerate("abc")
+    ]
+    for request in requests:
+        engine.add(request)
+    for _ in range(12):
+        engine.step()
+    message = "3 pages of the layers that see 9 tokens cannot hold the longest accepted request, 50 tokens"
+    with pytest.raises(ValueError, match=f"{message}; resize to at least 4"):
+        engine.resize(41, "running", [3])
+    with pytest.raises(ValueError, match="5 pages of the layers that see 9 tokens are fewer than"):
+        engine.resize(41, "nothing", [5])
+    assert (group.pool.num_pages, engine.scheduler.counters.preemptions) == (10, 0)
+    engine.resize(41, "running", [4])
+    recount(engine.scheduler)
+    assert engine.scheduler.counters.preemptions == 2
+    while engine.has_work:
+        engine.step()
+        recount(engine.scheduler)
+    assert all(
+        each.answer.tolist() == alone(STORY[:30].tolist(), 20, seed=at) for at, each in enumerate(requests)
+    )
 
 
 def test_a_long_chunk_preempts_nobody_for_pages_that_it_needs_for_one_step() -> None:

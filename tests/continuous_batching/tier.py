@@ -9,7 +9,7 @@ import numpy as np
 
 from continuous_batching.engine import Engine
 from kv_cache.pages import PageCopy
-from kv_cache.tier.page_tier import Lookup
+from kv_cache.tier.lookup import Lookup, Sought
 from tests.continuous_batching.checksum import POISON, ChecksumRunner
 
 
@@ -33,15 +33,13 @@ class MemoryTier:
         self.num_lookups = 0
         runner.tier = self
 
-    def look_up(self, keys: Sequence[bytes]) -> Lookup | None:
-        if not self.is_asked:
+    def look_up(self, sought: Sought) -> Lookup | None:
+        lookup, most = Lookup(sought, 0.0), self.most()
+        if not self.is_asked or not lookup.next(1):
             return None
         self.num_lookups += 1
-        lookup = Lookup(keys, 0.0)
-        for key in keys[: self.most()]:
-            if key not in self.pages:
-                break
-            lookup.contents.append(self.pages[key])
+        while (wanted := lookup.next(1)) and len(lookup.contents) < most:
+            lookup.take(wanted, [self.pages.get(lookup.key(wanted[0]))])
         self.rests[id(lookup)] = self.wait()
         return lookup
 
@@ -60,7 +58,7 @@ class MemoryTier:
 
     def apply(self, copy: PageCopy) -> None:
         if copy.way == "to_tier":
-            for key, content in zip(copy.keys, self.runner.read(copy.sources)()):
+            for key, content in zip(copy.keys, self.runner.read(copy.sources, copy.group)()):
                 assert POISON not in np.frombuffer(content, dtype=np.uint64), "kept what nobody computed"
                 assert self.pages.get(key, content) == content, "kept another page"
                 self.pages[key] = content
@@ -70,7 +68,7 @@ class MemoryTier:
         else:
             assert copy.way == "from_tier"
             contents = [self.handed.popleft() for _ in copy.targets]
-            self.runner.write_host(copy.targets, contents)
+            self.runner.write_host(copy.targets, contents, copy.group)
 
 
 def attach(engine: Engine, pages: dict[bytes, bytes], **options: Callable[[], int]) -> MemoryTier:

@@ -63,7 +63,8 @@ def drawn_groups(
 def recount_windows(scheduler: Scheduler) -> None:
     """Assert who holds the pages of each group, and what lies beside the entries of the prefix cache."""
     slots, prefix, tables = scheduler.slots, scheduler.prefix, scheduler.tables
-    for group in tables.groups:
+    for group in tables.groups[1:]:
+        assert isinstance(group, WindowGroup)
         pool, size = group.pool, group.page_size
         holders: Counter[int] = Counter({0: 1})
         for row in slots.busy.tolist():
@@ -95,7 +96,7 @@ def recount_windows(scheduler: Scheduler) -> None:
         if group.host is not None:
             left = Counter(on_host.tolist())
             for each in scheduler.lifecycle.swap.all_left.values():
-                left.update(each.windows[group.number - 1][1].tolist())
+                left.update(each.parts[group.number][1].tolist())
             assert np.array_equal(
                 group.host.holders[1:], [left[page] for page in range(1, group.host.num_pages)]
             )

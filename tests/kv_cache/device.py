@@ -65,7 +65,7 @@ class PoisonedRunner:
     def start(self, batch: Batch) -> Callable[[], Sampled]:
         return self.inner.start(self._prepared(batch))
 
-    def resize(self, num_pages: int, copies: tuple[PageCopy, ...]) -> None:
+    def resize(self, num_pages: Sequence[int], copies: tuple[PageCopy, ...]) -> None:
         self.inner.resize(num_pages, copies)
 
     def _prepared(self, batch: Batch) -> Batch:
@@ -83,7 +83,7 @@ class PoisonedRunner:
             tensor[pages] = _poison(tensor)
         if self.host_pool is not None:
             pages = torch.from_numpy(self.host_pool.free_pages)
-            for tensor in cache.host_tensors:
+            for tensor in cache.of_group(0)[1]:
                 tensor[pages] = _poison(tensor)
 
 

@@ -6,7 +6,7 @@ The tests read them by msgpack alone, over real sockets, in vLLM's layout.
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -16,6 +16,7 @@ import zmq
 
 from kv_cache import events
 from kv_cache.events import PageEvents, replay_endpoint
+from kv_cache.groups import WindowGroup
 from kv_cache.page_keys import page_keys, short_key
 from kv_cache.pages import PagePool
 from kv_cache.prefix_cache import PrefixCache
@@ -27,11 +28,15 @@ PAGE, WAIT_MS = 4, 20_000
 class Engine:
     """A cache whose pages are published and released at once, and what publishes them."""
 
-    def __init__(self, path: Path, num_pages: int = 64) -> None:
+    def __init__(self, path: Path, num_pages: int = 64, windows: Sequence[int] = ()) -> None:
         self.pool = PagePool(num_pages)
-        self.cache = PrefixCache(self.pool, PAGE)
+        self.groups = [
+            WindowGroup(number, window, PAGE, 1, num_pages, PagePool(num_pages), None, num_pages, 0)
+            for number, window in enumerate(windows, 1)
+        ]
+        self.cache = PrefixCache(self.pool, PAGE, beside=self.groups)
         self.endpoint = f"ipc://{path}/events"
-        self.events = PageEvents(self.cache.index, PAGE, self.endpoint)
+        self.events = PageEvents(self.cache, PAGE, self.endpoint)
         self.cache.listener = self.events
 
     def compute(self, tokens: list[int], salt: str = "") -> list[int]:
@@ -46,6 +51,10 @@ class Engine:
         pages = np.append(found, self.pool.take(new))
         standing = self.cache.publish(keys, ids, pages, len(found), salt)
         pages[len(found) :] = standing
+        for group in self.groups:
+            group.grow(np.array([0]), np.array([len(pages)]))
+            group.publish(0, 0, pages, self.cache.is_cached(pages))
+            group.clear(0)
         self.cache.release(pages)
         return [*map(short_key, keys)]
 
@@ -137,6 +146,36 @@ def test_the_layout_is_vllms(engine: Engine, reader: Reader) -> None:
     assert (second["block_hashes"], second["token_ids"]) == (more[2:], [20, 21, 22, 23])
 
 
+@pytest.mark.parametrize("overflows", [False, True])
+def test_pages_of_windows_have_events_of_their_own(
+    tmp_path: Path, overflows: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in the list of all pages that replaces a queue which overflows."""
+    monkeypatch.setattr(events, "MOST_QUEUED", 1 if overflows else 100)
+    engine = Engine(tmp_path, windows=(6,))
+    reader = Reader(engine.endpoint)
+    keys = engine.compute(list(range(12)))
+    engine.groups[0].evict(1)  # the last of a chain goes first
+    known = {(None, key) for key in keys} | {(1, key) for key in keys[:2]}
+    for _ in range(1000):
+        reader.batches.clear()
+        reader.ask(0)
+        stored: list[dict[str, object]] = []
+        held: set[tuple[object, object]] = set()
+        for event in (event for _, batch in reader.batches for event in batch):
+            group = event.get("group_idx")
+            hashes = {(group, key) for key in event.get("block_hashes", [])}  # type: ignore[attr-defined]
+            held = held | hashes if event["type"] == "BlockStored" else held - hashes
+            stored += [event] * (group == 1 and event["type"] == "BlockStored")
+        if held == known:
+            break
+    assert held == known
+    assert {event["kv_cache_spec_kind"] for event in stored} == {"sliding_window"}
+    assert {event["kv_cache_spec_sliding_window"] for event in stored} == {6}
+    reader.context.destroy(linger=0)
+    engine.events.close()
+
+
 def test_who_is_there_hears_each_sequence_once(engine: Engine, reader: Reader) -> None:
     """A probe is computed until its event is heard: only then is the subscription known to be there."""
     number = 0
@@ -203,7 +242,7 @@ def test_a_taken_endpoint_is_named(engine: Engine) -> None:
         taken.listen()
         endpoint = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(OSError, match=f"cannot be published at {endpoint}: Address already in use"):
-            PageEvents(engine.cache.index, PAGE, endpoint)
+            PageEvents(engine.cache, PAGE, endpoint)
 
 
 def test_who_says_too_much_is_cut_off_and_others_are_answered(tmp_path: Path) -> None:

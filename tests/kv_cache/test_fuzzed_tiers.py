@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from kv_cache.tier.disk import DiskStore
+from kv_cache.tier.lookup import Sought
 from kv_cache.tier.page_tier import PageReads, StoreHealth, TierCounters
 from kv_cache.tier.store import HEAD_BYTES, StoreFailed, WrongEntry, content_of, entry_of
 from tests.kv_cache.test_tier_stores import ONE, key
@@ -150,15 +151,15 @@ def test_a_lie_ends_no_thread_of_a_tier(tmp_path: Path) -> None:
 
     mutator, store, counters = Mutator(3), Store(tmp_path, 1 << 20, ONE), TierCounters()
     right = entry_of(b"c" * SIZE, key(1), ONE)
-    reads = PageReads(store, StoreHealth("a test"), counters, ONE, SIZE, PATIENCE_S, lambda _: None)
+    reads = PageReads(store, StoreHealth("a test"), counters, ONE, [SIZE], PATIENCE_S, lambda _: None)
     for _ in range(FEW):
         store.said = mutator.data(right)
         is_right = store.said == right
-        lookup = reads.begin([key(1)])
+        lookup = reads.begin(Sought([key(1)]))
         assert lookup is not None
         while not reads.is_over(lookup):
             time.sleep(0)
-        assert lookup.contents == [b"c" * SIZE] * is_right
+        assert list(lookup.contents.values()) == [b"c" * SIZE] * is_right
     assert counters.refused
     assert not counters.late
     reads.close(PATIENCE_S)

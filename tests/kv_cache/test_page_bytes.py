@@ -31,7 +31,7 @@ def filled(dtype: torch.dtype, *, indexed: bool, seed: int) -> KVCache:
 def test_pages_go_to_bytes_and_to_the_host_and_back(dtype: torch.dtype, indexed: bool) -> None:
     source, target = (filled(dtype, indexed=indexed, seed=seed) for seed in (1, 2))
     contents = PageBytes(source).read(np.array([3, 8, 1]))()
-    size = PageBytes(source).page_bytes
+    (size,) = PageBytes(source).page_bytes
     assert {len(each) for each in contents} == {size}
     assert size == 4 * 2 * (2 * (6 + 10)) * dtype.itemsize + 4 * 5 * 4
     PageBytes(target).write_host(np.array([5, 2, 6]), contents)

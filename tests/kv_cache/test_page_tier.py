@@ -13,8 +13,9 @@ import pytest
 
 from kv_cache.pages import Index, PageCopy
 from kv_cache.tier import page_tier
-from kv_cache.tier.page_tier import MOST_LOOKUPS, Lookup, PageTier
-from kv_cache.tier.store import StoreFailed, entry_of
+from kv_cache.tier.lookup import FoundPages, Lookup, Sought
+from kv_cache.tier.page_tier import MOST_LOOKUPS, PageTier
+from kv_cache.tier.store import HEAD_BYTES, StoreFailed, entry_of
 from tests.patience import PATIENCE_S
 
 IDENTITY, OTHER = b"i" * 32, b"o" * 32
@@ -59,16 +60,16 @@ class Store:
 class Pages:
     """A page of the device holds its number."""
 
-    page_bytes = 8
+    page_bytes = (8,)
 
     def __init__(self) -> None:
         self.host: dict[int, bytes] = {}
 
-    def read(self, pages: Index) -> Callable[[], list[bytes]]:
+    def read(self, pages: Index, group: int) -> Callable[[], list[bytes]]:
         contents = [content(page) for page in pages.tolist()]
         return lambda: contents
 
-    def write_host(self, pages: Index, contents: Sequence[bytes]) -> None:
+    def write_host(self, pages: Index, contents: Sequence[bytes], group: int) -> None:
         self.host.update(zip(pages.tolist(), contents))
 
 
@@ -112,10 +113,10 @@ def save(tier: PageTier, *numbers: int) -> None:
 
 def ended(tier: PageTier, *numbers: int) -> list[int]:
     """Which of these pages a lookup finds, when it has ended."""
-    lookup = tier.look_up([*map(key, numbers)])
+    lookup = tier.look_up(Sought([*map(key, numbers)]))
     assert lookup is not None
     until(lambda: tier.is_over(lookup))
-    return [int.from_bytes(each, "big") for each in lookup.contents]
+    return [int.from_bytes(each, "big") for each in lookup.contents.values()]
 
 
 def until(holds: Callable[[], bool]) -> None:
@@ -186,23 +187,23 @@ def test_nobody_waits_for_a_store_that_does_not_answer(make: Make, store: Store)
     tier = make(wait_s=0.05, pause_s=PATIENCE_S)
     until(lambda: store.num_answered == 1)  # as at the start
     store.gate.clear()
-    lookups = [tier.look_up([key(1)]) for _ in range(3)]
+    lookups = [tier.look_up(Sought([key(1)])) for _ in range(3)]
     until(lambda: len(store.calls) == 2)
     time.sleep(0.05)  # it was asked after the lookups had begun: it is late by now, as they are
     until(lambda: all(tier.is_over(each) for each in lookups if each is not None))
     assert tier.counters.late == 3
     assert tier.counters.read_failures == 1
-    assert tier.look_up([key(1)]) is None, "it is left alone"
+    assert tier.look_up(Sought([key(1)])) is None, "it is left alone"
     assert tier.counters.skipped == 1
     store.gate.set()
 
 
 def test_what_a_slow_store_has_found_in_time_is_used(make: Make, store: Store) -> None:
     tier = make(wait_s=0.2)
-    lookup = Lookup([key(1), key(2)], 0.0)
-    lookup.contents.append(content(1))
+    lookup = Lookup(Sought([key(1), key(2)]), 0.0)
+    lookup.take(lookup.next(2), [content(1)])
     assert tier.is_over(lookup)
-    assert lookup.contents == [content(1)]
+    assert lookup.found() == FoundPages(0, 1)
     assert (tier.counters.late, tier.counters.found) == (1, 1)
     assert tier.is_well, "it has not been asked for long"
 
@@ -218,7 +219,7 @@ def test_a_dead_store_is_told_once_left_alone_and_asked_again(
     assert ended(tier, 1) == []
     num_calls = len(store.calls)
     for _ in range(5):
-        assert tier.look_up([key(1)]) is None
+        assert tier.look_up(Sought([key(1)])) is None
     save(tier, 1)
     assert tier.settle(PATIENCE_S)
     save(tier, 2)
@@ -229,7 +230,7 @@ def test_a_dead_store_is_told_once_left_alone_and_asked_again(
     now_s[0] += 5.0
     assert ended(tier, 1) == []
     store.fails = False
-    assert tier.look_up([key(1)]) is None
+    assert tier.look_up(Sought([key(1)])) is None
     now_s[0] += 5.0
     assert ended(tier, 1) == []
     save(tier, 1)
@@ -255,7 +256,7 @@ def test_a_full_store_is_still_read(make: Make, store: Store) -> None:
 
 
 def test_what_does_not_fit_into_the_queue_is_dropped_and_counted(make: Make, store: Store) -> None:
-    tier = make(most_queued_bytes=5 * 8)
+    tier = make(most_queued_bytes=5 * (HEAD_BYTES + 8))
     until(lambda: store.num_answered == 1)
     store.gate.clear()
     save(tier, 1, 2, 3)
@@ -275,9 +276,9 @@ def test_lookups_that_wait_are_bounded(make: Make, store: Store) -> None:
     tier = make()
     until(lambda: store.num_answered == 1)
     store.gate.clear()
-    first = tier.look_up([key(1)])
+    first = tier.look_up(Sought([key(1)]))
     until(lambda: len(store.calls) == 2)
-    lookups = [tier.look_up([key(1)]) for _ in range(MOST_LOOKUPS + 3)]
+    lookups = [tier.look_up(Sought([key(1)])) for _ in range(MOST_LOOKUPS + 3)]
     assert lookups[MOST_LOOKUPS:] == [None] * 3
     assert tier.counters.skipped == 3
     store.gate.set()

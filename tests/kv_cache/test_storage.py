@@ -42,12 +42,12 @@ def held(cache: KVCache) -> list[float]:
 
 
 def test_each_group_of_layers_has_pages_of_its_own() -> None:
-    """Copies and swaps reach all planes of the layers of their group, and a resize those of group 0."""
+    """Copies and swaps reach all planes of the layers of their group, and a resize has a number for each."""
     layers = [plain_pages((4, 1, 2), torch.float32, group=group) for group in (1, 0, 1)]
     layers.append(plain_pages((2, 1, 3), torch.float32, num_planes=1))
     cache = KVCache(layers, 4, [9, 4], [5, 3])
     assert [len(each) for each in cache.tensors] == [4, 4, 9, 9, 4, 4, 9]
-    assert [len(each) for each in cache.host_tensors] == [3, 3, 5, 5, 3, 3, 5]
+    assert [[len(each) for each in cache.of_group(group)[1]] for group in (0, 1)] == [[5] * 3, [3] * 4]
     for tensor in cache.tensors:
         tensor[:] = torch.arange(float(len(tensor)))[:, None, None, None]
 
@@ -65,8 +65,8 @@ def test_each_group_of_layers_has_pages_of_its_own() -> None:
     cache.apply([PageCopy(np.array([2]), np.array([3]), "from_host", group=1)])
     cache.apply([PageCopy(np.array([4]), np.array([5]), "from_host")])
     assert held() == [[0, 3, 2, 2], [0, 1, 2, 3, 4, 8, 6, 7, 8], [0, 3, 2, 2]]
-    cache.resize(6)
-    assert held() == [[0, 3, 2, 2], [0, 1, 2, 3, 4, 8], [0, 3, 2, 2]]
+    cache.resize([6, 5])
+    assert held() == [[0, 3, 2, 2, 0], [0, 1, 2, 3, 4, 8], [0, 3, 2, 2, 0]]
 
 
 @pytest.fixture(params=[1, 3, 1000], ids="{} pages a chunk".format)
@@ -151,10 +151,10 @@ def test_a_run_is_copied_without_sending_its_numbers(monkeypatch: pytest.MonkeyP
 
 def test_resize_keeps_the_low_pages_and_gives_the_rest_back() -> None:
     cache = numbered(6)
-    cache.resize(3)
+    cache.resize([3])
     assert held(cache) == [0, 1, 2]
     assert sum(tensor.untyped_storage().nbytes() for tensor in cache.tensors) == 2 * 2 * 3 * 4 * 2 * 4
-    cache.resize(5)
+    cache.resize([5])
     assert held(cache) == [0, 1, 2, 0, 0]
 
 
@@ -165,7 +165,7 @@ def test_no_old_tensor_is_held_when_a_resize_releases_memory(monkeypatch: pytest
     monkeypatch.setattr(
         storage, "_release_memory", lambda device: held_then.extend(each() is not None for each in old)
     )
-    cache.resize(3)
+    cache.resize([3])
     assert held_then == [False] * 4
 
 

@@ -123,7 +123,7 @@ class World:
 
     def moves(self) -> Iterator[Move]:
         """All that may happen next."""
-        slots, tables, prefix = self.slots, self.lifecycle.tables, self.lifecycle.prefix
+        slots, prefix = self.slots, self.lifecycle.prefix
         for index, place in enumerate(self.place):
             if place == "waits":
                 yield "drop", index
@@ -150,7 +150,7 @@ class World:
             yield "compact", self.pool.num_pages
         for num_pages in (self.pool.num_pages - 1, self.pool.num_pages + 1):
             is_allowed = self.setting.least_pages <= num_pages <= self.setting.num_pages
-            if is_allowed and tables.pool.num_held <= num_pages - 1:
+            if is_allowed and self.pool.num_held <= num_pages - 1:
                 yield "resize", num_pages
 
     def make(self, move: Move) -> bool:
@@ -159,12 +159,12 @@ class World:
         return bool(getattr(self, f"_{name}")(*arguments) is not False)
 
     def _may_enter(self, index: int) -> bool:
-        request, tables = self.requests[index], self.lifecycle.tables
+        request = self.requests[index]
         matched, left = self.lifecycle.find(request), self.lifecycle.swap.left(request)
         shared = matched[matched > 0]
         idle = int((self.pool.holders[shared] == 1).sum())
         wanted = len(matched) - len(shared) + (0 if left is None else len(left.pages))
-        return wanted <= tables.num_available - idle
+        return wanted <= self.lifecycle.tables.groups[0].num_available - idle
 
     def _enter(self, index: int) -> None:
         request = self.requests[index]
@@ -199,7 +199,7 @@ class World:
     def _resize(self, num_pages: int) -> None:
         tables = self.lifecycle.tables
         tables.compact(self.pool.num_pages)
-        tables.resize(num_pages)
+        tables.resize([num_pages])
         self._apply(tables.take_copies())
         pages = np.full((num_pages, self.setting.page_size), NOTHING)
         kept = min(num_pages, len(self.pages))
@@ -214,10 +214,8 @@ class World:
         if not len(rows):
             return False
         stops = np.minimum(slots.num_computed[rows] + length, slots.num_tokens[rows])
-        missing = tables.missing(rows, stops)
-        if missing.sum() + tables.num_copies(rows) > tables.num_available:
+        if not tables.grow_to(rows, stops):
             return False
-        tables.grow(rows, missing)
         sampled = rows[stops == slots.num_tokens[rows]]
         if outcome != "goes on" and not len(sampled):
             return False
@@ -270,7 +268,7 @@ class World:
     def _apply(self, copies: tuple[PageCopy, ...]) -> None:
         self.pages, self.host = self.settled(copies)
         self.pages[self.pool.free_pages[self.pool.free_pages < len(self.pages)]] = NOTHING
-        host = self.lifecycle.swap.pool
+        host = self.lifecycle.tables.groups[0].host
         assert host is not None
         self.host[host.free_pages] = NOTHING
 
@@ -296,7 +294,7 @@ class World:
                 pool=self.pool,
                 prefix=self.lifecycle.prefix,
                 tables=self.lifecycle.tables,
-                host_pool=self.lifecycle.swap.pool,
+                host_pool=self.lifecycle.tables.groups[0].host,
                 lifecycle=self.lifecycle,
                 waiting=SimpleNamespace(requests=waiting),
                 in_flight=InFlight(self.slots),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -39,7 +41,7 @@ class Chain:
         logits = torch.from_numpy(np.log(CHANCES[last])).float()
         return self._sampler.run(logits, batch.owners, batch.targets, self._slots)
 
-    def resize(self, num_pages: int, copies: tuple[PageCopy, ...]) -> None:
+    def resize(self, num_pages: Sequence[int], copies: tuple[PageCopy, ...]) -> None:
         raise AssertionError("nobody asks for it")
 
 

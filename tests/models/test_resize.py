@@ -105,7 +105,7 @@ def test_capturing_anew_writes_no_page_however_many_rows_a_step_has(
     for _ in range(3):
         engine.step()
     before = [each[1:].cpu() for each in runner.cache.tensors]
-    runner.resize(MOST_PAGES, ())
+    runner.resize([MOST_PAGES], ())
     after = [each[1:].cpu() for each in runner.cache.tensors]
     assert all(torch.equal(a, b) for a, b in zip(before, after))
     while engine.has_work:
@@ -178,7 +178,7 @@ def test_a_cache_smaller_than_what_is_held_needs_consent() -> None:
     for give_up in ("nothing", "cached"):
         with pytest.raises(ValueError, match="resize to at least 14"):
             engine.resize(13, give_up)
-    assert runner.cache.num_pages == engine.scheduler.pool.num_pages == MOST_PAGES
+    assert runner.cache.num_pages[0] == engine.scheduler.pool.num_pages == MOST_PAGES
     engine.resize(14, "nothing")
     while engine.has_work:
         engine.step()

@@ -6,6 +6,7 @@ long; a pool with one page less is refused. So a request that keeps a page too l
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -17,13 +18,17 @@ import pytest
 
 from continuous_batching.engine import Engine
 from continuous_batching.request import Request, SamplingParams
+from kv_cache.groups import WindowGroup
+from recipes.assembly import engine as assembly
 from recipes.assembly.engine import BuiltEngine, build
+from recipes.assembly.sizing import plan_memory
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from recipes.schema.recipe_error import RecipeError
 from tests.device_kinds import Kind, Way, on_each, settings
 from tests.models.families import VARIANTS, VOCABULARY, expected_logprobs, make, wide
 from tests.models.variants import Variant
+from tests.patience import PATIENCE_S
 
 Pair = tuple[Kind, Way]
 
@@ -124,17 +129,53 @@ def test_tokens_are_those_of_transformers_with_exactly_the_pages_of_the_plan(
     model, path = checkpoint(name)
     engine = built(path, WAYS[way]).engine
     check(model, served(engine))
-    (group,) = engine.scheduler.tables.groups
+    _, group = engine.scheduler.tables.groups
     counters = engine.scheduler.counters
+    assert isinstance(group, WindowGroup)
     assert group.window == WINDOW
     if way == "swapped":
-        assert group.swapped_in_pages
+        assert group.counts.swapped_in_pages
     elif way != "one slot":
         assert counters.preemptions, "the pool was too large to force preemptions"
     if way == "draft model":
         assert counters.accepted_tokens
     if way == "n-gram drafts":
         assert counters.drafts
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_restart_resumes_from_pages_of_all_groups_in_a_folder(
+    name: str, checkpoint: Callable[[str], tuple[Any, Path]], tmp_path: Path
+) -> None:
+    """The second life finds every prompt; of a window it reads only what the next query sees."""
+    model, path = checkpoint(name)
+    more = {
+        "cache.num_pages": 120,
+        "cache.num_window_pages": 40,
+        "cache.host_gib": 0.01,
+        "cache.tier": f"{{kind: disk, gib: 0.1, path: {tmp_path}, wait_s: 60}}",
+        "scheduler.num_slots": 2,
+    }
+    fetched = []
+    for _ in range(2):
+        build = built(path, more)
+        made, engine = requests(), build.engine
+        for request in made:
+            engine.add(request)
+        while engine.has_work:
+            if engine.step() is None:
+                time.sleep(0.001)  # for a lookup
+        check(model, [each for leader in made for each in (leader, *leader.followers)])
+        assert build.tier is not None
+        assert build.tier.settle(PATIENCE_S)
+        assert not build.tier.counters.refused
+        fetched.append(build.tier.counters.found)
+        engine.close()
+    assert [each.num_cached_tokens for each in made] == [
+        (request.num_prompt_tokens - 1) // PAGE_SIZE * PAGE_SIZE for request in made
+    ]
+    num_pages = sum((request.num_prompt_tokens - 1) // PAGE_SIZE for request in made)
+    assert num_pages < fetched[1] <= num_pages + len(made) * NUM_WINDOW_PAGES
 
 
 @pytest.mark.slow
@@ -166,6 +207,34 @@ def test_prefixes_are_found_again_while_their_last_window_is_held(
     engine = built(path, more).engine
     check(model, served(engine))
     assert engine.scheduler.counters.hit_tokens >= 3 * 60
+
+
+def test_pages_of_windows_give_way_to_a_step_that_takes_more_than_was_estimated(
+    checkpoint: Callable[[str], tuple[Any, Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All layers have a window, whose pages take all memory of the cache."""
+    model, path = checkpoint("mistral_window")
+    monkeypatch.setattr(
+        assembly,
+        "plan_memory",
+        lambda recipe, config, _, *more, **named: plan_memory(recipe, config, 2**27, *more, **named),
+    )
+    more = dict.fromkeys(("cache.num_pages", "cache.num_window_pages"), "null") | {
+        "cache.memory_fraction": 0.5,
+        "cache.reserve_gib": 0,
+        "cache.host_gib": 0.001,
+    }
+    before = built(path, more)
+    monkeypatch.setattr(assembly, "largest_step_bytes", lambda *_: 2**25)
+    after = built(path, more)
+    (plan,) = after.memory.windows
+    _, group = after.engine.scheduler.tables.groups
+    assert 100 < plan.num_pages < before.memory.windows[0].num_pages
+    assert plan.num_host_pages == before.memory.windows[0].num_host_pages > 0
+    assert after.engine.runner.cache.num_pages == (after.memory.num_pages, plan.num_pages)  # type: ignore[attr-defined]
+    assert group.pool.num_pages == plan.num_pages
+    assert after.facts["limits"]["windows"][0][1] == plan.num_pages
+    check(model, served(after.engine))
 
 
 @pytest.mark.parametrize("key", ["cache.num_pages", "cache.num_window_pages"])

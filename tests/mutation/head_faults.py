@@ -34,7 +34,7 @@ FAULTS = {
         "tests/models/test_features.py::test_what_a_head_says_stands_at_ends_of_spans_alone",
     ),
     "features_stay_behind": Fault(
-        "kv_cache/device/storage.py::KVCache._of_group",
+        "kv_cache/device/storage.py::KVCache.of_group",
         "each.group == group",
         "each.group == group and len(self.of(layer)) > 1",
         "a page that is copied, swapped or moved leaves its features",

@@ -56,7 +56,7 @@ FAULTS = {
     ),
     "values_not_copied": Fault(
         "kv_cache/device/storage.py::KVCache.copy",
-        "self._of_group(group)[0]",
+        "self.of_group(group)[0]",
         "[each for each in self.keys if each is not None]",
         "a page's values stay behind when it moves",
         "tests/kv_cache/test_storage.py::test_copies_take_every_page_to_its_target_and_touch_no_other",

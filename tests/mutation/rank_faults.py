@@ -8,12 +8,12 @@ FAULTS = {
     "resize_told_too_late": Fault(
         "continuous_batching/engine.py::Engine.resize",
         (
-            "self.observer.resized(num_pages, give_up)\n"
-            "self.runner.resize(num_pages, self.scheduler.tables.take_copies())"
+            "self.observer.resized(counts, give_up)\n"
+            "self.runner.resize(counts, self.scheduler.tables.take_copies())"
         ),
         (
-            "self.runner.resize(num_pages, self.scheduler.tables.take_copies())\n"
-            "self.observer.resized(num_pages, give_up)"
+            "self.runner.resize(counts, self.scheduler.tables.take_copies())\n"
+            "self.observer.resized(counts, give_up)"
         ),
         "the leader waits in a resize for ranks that have not heard of it",
         "tests/continuous_batching/test_follower.py::test_a_resize_is_told_before_ranks_wait_for_each_other_in_it",

@@ -118,8 +118,8 @@ FAULTS = {
         "tests/continuous_batching/test_beam_search.py::test_beams_share_all_that_they_have_in_common",
     ),
     "dropped_beam_keeps_pages": Fault(
-        "continuous_batching/paging/page_tables.py::PageTables.fork",
-        "self.prefix.release(old[kept:])",
+        "kv_cache/groups.py::PageGroup.fork",
+        "self.clear(row)",
         "",
         "every step leaks the pages of beams that nobody continues",
         "tests/continuous_batching/test_beam_search.py::test_beams_share_all_that_they_have_in_common",

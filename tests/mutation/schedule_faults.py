@@ -14,7 +14,7 @@ FAULTS = {
     ),
     "drafts_evict": Fault(
         "continuous_batching/paging/page_tables.py::PageTables.has_free",
-        "extra and extra > self.pool.num_free - self.num_promised()",
+        "extra and extra > group.pool.num_free - self.num_promised(group)",
         "False",
         "a guess takes pages from a running request",
         "tests/continuous_batching/test_drafts.py::test_a_row_without_room_for_its_drafts_decodes_without_them",
@@ -56,7 +56,7 @@ FAULTS = {
     ),
     "resize_without_compaction": Fault(
         "continuous_batching/scheduling/scheduler.py::Scheduler.resize",
-        "tables.compact(pool.num_pages)",
+        "tables.compact(max(group.pool.num_pages for group in tables.groups))",
         "",
         "held pages at the high end are cut off",
         "tests/continuous_batching/test_slot_lifecycle.py::test_the_pool_shrinks_and_grows_while_serving",
@@ -112,8 +112,8 @@ FAULTS = {
     ),
     "ahead_without_pages": Fault(
         "continuous_batching/paging/page_tables.py::PageTables.can_go_on",
-        "int(self.missing(rows, stops).sum()) + forked > self.num_available",
-        "False",
+        "int(group.least(rows, stops).sum()) + forked <= group.num_available",
+        "True",
         "a row is preempted whose last token nobody knows",
         "tests/continuous_batching/test_overlap.py::test_no_step_is_begun_ahead_where_pages_may_run_short",
     ),

@@ -72,7 +72,7 @@ def test_the_engine_has_the_sizes_of_the_recipe():
     engine = built.engine
     assert engine.runner is built.runner
     assert type(built.runner.attention) is Attention
-    assert built.runner.cache.num_pages == engine.scheduler.pool.num_pages == built.memory.num_pages == 9
+    assert built.runner.cache.num_pages[0] == engine.scheduler.pool.num_pages == built.memory.num_pages == 9
     assert engine.slots.num_slots == 3
     assert engine.slots.max_tokens == 8 * 8 + 1
     assert built.config.vocab_size == 256
@@ -170,7 +170,7 @@ def test_the_engine_has_the_host_tier_compaction_and_victim_of_the_recipe():
     engine = built.engine
     host = engine.scheduler.host_pool
     assert host is not None
-    assert host.num_pages == len(built.runner.cache.host_tensors[0]) == built.memory.num_host_pages == 20
+    assert host.num_pages == len(built.runner.cache.of_group(0)[1][0]) == built.memory.num_host_pages == 20
     assert engine.scheduler.preemption.victim is lowest_priority
     compaction = engine.scheduler._compaction
     assert (compaction._every_steps, compaction._pages_per_step) == (3, 2)
@@ -204,7 +204,7 @@ def test_pages_give_way_to_a_step_that_takes_more_than_was_estimated(monkeypatch
     engine = built.engine
     assert built.memory.is_measured
     assert built.memory.num_pages == engine.scheduler.pool.num_pages
-    assert engine.scheduler.pool.num_pages == engine.runner.cache.num_pages < before
+    assert engine.scheduler.pool.num_pages == engine.runner.cache.num_pages[0] < before
     engine.add(Request("a", PROMPTS[2], SamplingParams(max_tokens=4, temperature=0)))
     while engine.has_work:
         engine.step()

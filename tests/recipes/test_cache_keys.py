@@ -94,4 +94,4 @@ def test_dtype_says_what_a_page_takes(tmp_path: Path, dtype: str, head_bytes: in
     cache = built.runner.cache
     assert built.memory.page_bytes == 2 * 2 * 8 * 2 * head_bytes
     assert built.memory.cache_bytes == sum(each.nbytes for each in cache.tensors)
-    assert built.memory.host_bytes == sum(each.nbytes for each in cache.host_tensors) > 0
+    assert built.memory.host_bytes == sum(each.nbytes for each in cache.of_group(0)[1]) > 0

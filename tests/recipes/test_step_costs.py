@@ -14,8 +14,14 @@ from continuous_batching.step_time import UNKNOWN, StepCosts
 from devices.rates import DeviceRates
 from models.parallel.group import ALONE
 from recipes.assembly.families import model_config
-from recipes.assembly.scheduler import SchedulerLimits, facts_of, scheduler_from, scheduler_of
-from recipes.assembly.step_costs import costs_of, costs_on
+from recipes.assembly.scheduler import (
+    SchedulerLimits,
+    costs_of,
+    costs_on,
+    facts_of,
+    scheduler_from,
+    scheduler_of,
+)
 from recipes.schema.reader import read
 from recipes.schema.recipe import CacheSection, Recipe, SchedulerSection
 from recipes.schema.speculation_section import SpeculationSection

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from continuous_batching.batch import Batch, Sampled
@@ -75,7 +75,7 @@ class RecordedRunner:
         self._clock.reach(entry.now_s)
         return answered(entry)
 
-    def resize(self, num_pages: int, copies: tuple[PageCopy, ...]) -> None:
+    def resize(self, num_pages: Sequence[int], copies: tuple[PageCopy, ...]) -> None:
         """Do nothing: this device holds no pages."""
 
 

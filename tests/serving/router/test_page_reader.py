@@ -100,6 +100,25 @@ def test_who_publishes_something_else_is_judged_by_what_was_sent(batch: bytes, t
     run(test)
 
 
+def test_a_router_expects_no_more_of_a_replica_than_its_windows_allow(tmp_path: Path) -> None:
+    async def test() -> None:
+        engine, routing = Engine(tmp_path, 16, windows=(6,)), Routing(1)
+        keys = engine.compute(list(range(20)))
+        reader = PageReader(engine.endpoint, "127.0.0.1", 0, routing)
+        reader.start()
+        await until(lambda: routing.num_found(keys, 4).tolist() == [5])
+        engine.groups[0].evict(1)  # the last of a chain goes first
+        await until(lambda: routing.num_found(keys, 4).tolist() == [4])
+        with pytest.raises(ValueError, match="see no window of tokens"):
+            reader._stored(BlockStored([1], None, [], 4, group_idx=1))
+        with pytest.raises(ValueError, match="see no window of tokens"):
+            reader._stored(BlockStored([], None, [], 4, group_idx=65, kv_cache_spec_sliding_window=6))
+        reader.close()
+        engine.events.close()
+
+    run(test)
+
+
 def test_what_a_replica_tells_of_its_pages_is_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
