@@ -178,6 +178,7 @@ def request_of(entry: Added) -> Request:
             timeout_s=entry.timeout_s,
             adapter=entry.adapter,
             leases_pages=entry.leases_pages,
+            known=unpacked(entry.known),
         )
         for sample in entry.samples
     )
