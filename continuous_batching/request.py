@@ -192,8 +192,8 @@ class Request:
     prompt_replica: str = ""  # address of an engine that may compute its prompt, if any
     # The pages of its prompt stay held when it ends, until `Engine.release_pages`
     leases_pages: bool = False
-    # The beginning of its answer, which another engine has sampled: it goes on behind these tokens as if it had
-    # been preempted there. Sampling depends on seed and position alone, so that nothing else need be told
+    # The beginning of its answer, which another engine has sampled: it goes on behind these tokens as if it
+    # had been preempted there, because sampling depends on the seed and the position alone
     known: TokenIds = field(default_factory=lambda: np.empty(0, dtype=np.int32))
 
     # Set if params.processors names any; each sample has its own

@@ -152,7 +152,7 @@ def _check_tokens(request: Request, vocab_size: int) -> None:
 
 
 def _check_known(request: Request) -> None:
-    """Check that an answer which another engine has begun can go on here, by one sample and one token more."""
+    """Check that an answer which another engine has begun can go on: it is one sample and has not ended."""
     params, num_known = request.params, len(request.known)
     if request.followers or params.beam_width or params.pooling:
         raise BadRequest("known_token_ids", "go on in one sample; leave n, beam_width and pooling out")

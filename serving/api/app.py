@@ -17,6 +17,7 @@ from serving.api.api_keys import ApiKeys
 from serving.api.batch_runner import Batches
 from serving.api.chat import ChatRoute
 from serving.api.completion import CompletionRoute
+from serving.api.continuations import Continuations
 from serving.api.embeddings import EmbeddingsRoute
 from serving.api.generation import Generation
 from serving.api.live_page import LivePage
@@ -27,6 +28,7 @@ from serving.api.pieces import Turns
 from serving.api.responses import ResponsesRoute
 from serving.api.scores import ScoreRoutes
 from serving.async_llm import AsyncLLM
+from serving.continuation import MOST_KNOWN_BYTES, PATH
 
 
 def application(
@@ -55,7 +57,8 @@ def application(
     errors.install(app)
     names = ModelNames(model, llm.recipe.server.model_names, llm.adapters)
     turns = Turns()
-    generation = Generation(llm, names, fingerprint.of(llm.recipe, VERSION), turns)
+    continuations = fingerprint.of_continuations(llm.recipe, VERSION)
+    generation = Generation(llm, names, fingerprint.of(llm.recipe, VERSION), continuations, turns)
     route = bounded_route(llm.recipe.server.max_body_values, turns)
     app.router.route_class = route
     answers: dict[str, Callable[..., Awaitable[Response]]] = {
@@ -67,7 +70,7 @@ def application(
     others = MessagesRoutes(generation).by_path() | ScoreRoutes(generation).by_path()
     for path, answer in (answers | others).items():
         app.add_api_route(path, answer, methods=["POST"], response_class=Response)
-    for routes in operations.routers(llm, names, model, route, is_local=is_local):
+    for routes in operations.routers(llm, names, model, route, continuations, is_local=is_local):
         app.include_router(routes)
     app.include_router(model_names.router(llm, names, route))
     app.include_router(live_page.router(live or LivePage(llm)))
@@ -79,8 +82,9 @@ def application(
         batches.app = app
     most_bytes = int(llm.recipe.server.max_bodies_mib * 2**20)
     memory = BodyMemory(max(most_bytes, max_body_bytes, *most_bytes_of.values()))
+    most_bytes_of[PATH] = max_body_bytes + MOST_KNOWN_BYTES
     guarded = AccessControl(
-        HeadAndOptions(app),
+        Continuations(HeadAndOptions(app), keys, llm.recipe.server, continuations, is_local=is_local),
         keys,
         max_body_bytes,
         memory,
