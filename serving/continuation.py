@@ -1,8 +1,8 @@
 """Define what a replica tells its router of an answer, and how the router has the answer continued elsewhere.
 
 An answer is its tokens. To a router that holds the operator's key a replica sends, in place of the answer
-itself, frames: first what the answer began with (`Begun`), then tokens with the bytes that they become for
-the client (`Grown`), at last how it ended (`Over`). The router passes the bytes on and keeps the tokens.
+itself, frames: first what the answer began with (`AnswerBegun`), then tokens with the bytes that they become
+for the client (`Grown`), at last how it ended (`Over`). The router passes the bytes on and keeps the tokens.
 If the replica is lost, the router sends the tokens of prompt and answer with the client's request to
 another one (`Continuation`, at `PATH`), which rebuilds everything else from them: no text is tokenised again.
 No client sees a frame. All of it is MessagePack of these types, and each has bounds: a replica may lie.
@@ -47,7 +47,7 @@ class Frame(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The base of all frames."""
 
 
-class Begun(Frame, frozen=True):
+class AnswerBegun(Frame, frozen=True):
     """What an answer begins with, and what must hold where it goes on."""
 
     group: AnswerId  # its id, as the client knows it
@@ -92,7 +92,7 @@ class Continuation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     path: str
     body: bytes
-    begun: Begun
+    begun: AnswerBegun
     known_token_ids: Ids
     logprobs: list[list[TokenLogprobs]]
     num_cached_tokens: Count
@@ -115,7 +115,7 @@ class SentContinuation(msgspec.Struct, frozen=True):
 
     path: str
     body: bytes
-    begun: Begun
+    begun: AnswerBegun
     known_token_ids: bytes
     logprobs: list[msgspec.Raw]
     num_cached_tokens: int
@@ -124,7 +124,7 @@ class SentContinuation(msgspec.Struct, frozen=True):
 
 
 encode = msgspec.msgpack.Encoder().encode
-_decode_frame = msgspec.msgpack.Decoder(Begun | Grown | Over).decode
+_decode_frame = msgspec.msgpack.Decoder(AnswerBegun | Grown | Over).decode
 _decode_continuation = msgspec.msgpack.Decoder(Continuation).decode
 NO_LOGPROBS = msgspec.Raw(encode([]))
 
@@ -164,7 +164,7 @@ class FrameReader:
     def __init__(self) -> None:
         self._received = bytearray()
 
-    def push(self, data: bytes) -> Iterator[Begun | Grown | Over]:
+    def push(self, data: bytes) -> Iterator[AnswerBegun | Grown | Over]:
         """Yield the frames that are complete now."""
         self._received += data
         while len(self._received) >= _LENGTH_BYTES:

@@ -27,7 +27,7 @@ from serving.api.schemas import RequestBody, SamplingBody
 from serving.api.telling import TellingWriter
 from serving.api.writer import AnswerWriter, ResponseForm, WholeForm
 from serving.async_llm import PROMPT_REPLICA, AsyncLLM, why_not_resumed
-from serving.continuation import NOT_RESUMED_HEADER, Begun, Continuation
+from serving.continuation import NOT_RESUMED_HEADER, AnswerBegun, Continuation
 from serving.grammars.structured_output import FIELDS as FORMS
 from serving.grammars.structured_output import form_notes
 from serving.tools.definitions import tool_use
@@ -167,9 +167,9 @@ class Generation:
                 writer = TellingWriter(self.llm, self._turns, answers[0], begun)
         return await writer.stream(request, form) if is_streamed else await writer.whole(request, form)
 
-    def _begun(self, answer: AnswerStream, *, is_streamed: bool) -> Begun:
+    def _begun(self, answer: AnswerStream, *, is_streamed: bool) -> AnswerBegun:
         request, section = answer.request, self.llm.recipe.server
-        return Begun(
+        return AnswerBegun(
             group=answer.group,
             created_s=answer.created_s,
             fingerprint=self._continuations,
@@ -221,7 +221,7 @@ def _tells(request: Request) -> bool:
     return bool(getattr(request.state, "tells_tokens", False))
 
 
-def _too_long(begun: Begun) -> str:
+def _too_long(begun: AnswerBegun) -> str:
     num_prompt = len(begun.prompt_token_ids) // 4
     if num_prompt < begun.most_tokens:
         return ""

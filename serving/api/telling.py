@@ -23,7 +23,7 @@ from serving.api.pieces import Turns, gathered
 from serving.api.streamed import KeepAlive, StreamedResponse
 from serving.api.writer import AnswerWriter, ResponseForm, WholeForm
 from serving.async_llm import AsyncLLM
-from serving.continuation import FRAMES, NO_LOGPROBS, PIECE_BYTES, Begun, Grown, Over, encode, framed
+from serving.continuation import FRAMES, NO_LOGPROBS, PIECE_BYTES, AnswerBegun, Grown, Over, encode, framed
 from serving.failures import Failure, ShutDown, Unavailable
 
 _TOLD_TOGETHER = 16  # tokens of an answer that is no stream, of which the router is told in one frame
@@ -33,7 +33,7 @@ _REWRITTEN = 64  # parts of an answer that are written again in one turn of the 
 class TellingWriter(AnswerWriter):
     """Writes the one answer to a request for a router; `begun` is what it begins with."""
 
-    def __init__(self, llm: AsyncLLM, turns: Turns, answer: AnswerStream, begun: Begun) -> None:
+    def __init__(self, llm: AsyncLLM, turns: Turns, answer: AnswerStream, begun: AnswerBegun) -> None:
         super().__init__(llm, turns, [answer])
         self._answer = answer
         self._begun = begun

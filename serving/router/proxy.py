@@ -31,7 +31,7 @@ from serving.continuation import (
     PATH,
     RESUMED_PATHS,
     ROUTER_KEY_HEADER,
-    Begun,
+    AnswerBegun,
     Grown,
 )
 from serving.failures import Failure
@@ -380,7 +380,7 @@ class Proxy:
         told, frames = ToldAnswer(reply, known, _kept(answer.headers)), frames_of(answer)
         try:
             async for frame in frames:
-                if isinstance(frame, Begun):
+                if isinstance(frame, AnswerBegun):
                     if known.goes_on():
                         self._figures.resumed()
                     await told.begin(frame)

@@ -12,7 +12,7 @@ from array import array
 
 import msgspec
 
-from serving.continuation import MOST_KNOWN_BYTES, Begun, Grown, SentContinuation, encode
+from serving.continuation import MOST_KNOWN_BYTES, AnswerBegun, Grown, SentContinuation, encode
 from serving.router.upstream import Lost
 
 MOST_ALL_KNOWN_BYTES = 2**28
@@ -52,7 +52,7 @@ class KnownAnswer:
         self._logprobs: list[msgspec.Raw] = []
         self._tokens = array("i")
         self._num_cached_tokens = 0
-        self.begun: Begun | None = None
+        self.begun: AnswerBegun | None = None
         self.num_tokens = 0  # tokens that replicas have told of, also after they are kept no more
         self.num_resumed = self._num_interrupted = 0
         self.is_sent = False  # its client has a part of it
@@ -74,7 +74,7 @@ class KnownAnswer:
         """Whether the next replica is to continue it, and not to begin it."""
         return self.waits_until_s is not None
 
-    def begin(self, begun: Begun) -> None:
+    def begin(self, begun: AnswerBegun) -> None:
         """Note what it begins with; where it goes on, what it began with still holds."""
         if self.num_tokens:
             return

@@ -11,12 +11,12 @@ from functools import partial
 
 import anyio
 
-from serving.continuation import FRAMES, NOT_RESUMED_HEADER, Begun, FrameReader, Grown, Over
+from serving.continuation import FRAMES, NOT_RESUMED_HEADER, AnswerBegun, FrameReader, Grown, Over
 from serving.router.reply import REFUSED, STREAM_HEAD, Reply, begun_with, error_event, own_error, refuses
 from serving.router.resuming import KnownAnswer
 from serving.router.upstream import HeaderLines, Lost, UpstreamAnswer
 
-Frames = AsyncGenerator[Begun | Grown | Over, None]
+Frames = AsyncGenerator[AnswerBegun | Grown | Over, None]
 _END_S = 1.0  # time in which a connection must end its answer behind the last frame, to be used again
 
 
@@ -64,7 +64,7 @@ class ToldAnswer:
         self._known = known
         self._headers = [each for each in headers if each[0] != b"content-type"]
 
-    async def begin(self, begun: Begun) -> None:
+    async def begin(self, begun: AnswerBegun) -> None:
         """Begin the answer, or go on with it; the head of a stream is sent at once."""
         self._known.begin(begun)
         if begun.is_stream:

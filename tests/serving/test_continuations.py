@@ -22,7 +22,7 @@ from serving.continuation import (
     NOT_RESUMED_HEADER,
     PATH,
     ROUTER_KEY_HEADER,
-    Begun,
+    AnswerBegun,
     FrameReader,
     Grown,
     Over,
@@ -54,7 +54,7 @@ class Told:
 
     path: str
     body: bytes
-    begun: Begun
+    begun: AnswerBegun
     grown: list[Grown]
     over: Over
 
@@ -86,7 +86,7 @@ def told(response: httpx.Response, path: str, body: bytes) -> Told:
     assert response.status_code == 200, response.text
     assert response.headers["content-type"].startswith(FRAMES)
     begun, *grown, over = FrameReader().push(response.content)
-    assert isinstance(begun, Begun)
+    assert isinstance(begun, AnswerBegun)
     assert isinstance(over, Over)
     return Told(path, body, begun, [each for each in grown if isinstance(each, Grown)], over)
 
@@ -251,11 +251,15 @@ def test_an_answer_says_why_it_cannot_go_on(server: Server) -> None:
         assert why in response.headers[NOT_RESUMED_HEADER]
 
 
+def fingerprint_of(server: Server) -> Any:
+    return httpx.get(f"{server.url}/server_info", timeout=PATIENCE_S).json()["continuations"]
+
+
 def test_where_it_is_off_nothing_is_told(server: Server) -> None:
-    assert httpx.get(f"{server.url}/server_info").json()["continuations"].startswith("go_")
+    assert fingerprint_of(server).startswith("go_")
     sent = ask(server, COMPLETIONS, PLAIN | {"stream": True}).until(4)
     off = Server(AGENT, "server.resume=0").ready()
-    assert httpx.get(f"{off.url}/server_info").json()["continuations"] is None
+    assert fingerprint_of(off) is None
     response = post(off, COMPLETIONS, sent.body, ROUTER)
     assert response.headers["content-type"].startswith("text/event-stream")
     response = post(off, PATH, encode(sent), ROUTER)

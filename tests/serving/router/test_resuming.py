@@ -18,7 +18,7 @@ from serving.continuation import (
     NOT_RESUMED_HEADER,
     PATH,
     ROUTER_KEY_HEADER,
-    Begun,
+    AnswerBegun,
     Frame,
     Grown,
     Over,
@@ -33,7 +33,7 @@ from tests.serving.router.test_proxy import Fleet, Script, Stub, chunk, error_of
 
 HEAD = f"HTTP/1.1 200 OK\r\ncontent-type: {FRAMES}\r\ntransfer-encoding: chunked\r\n\r\n".encode()
 LIKE = "go_1"
-BEGUN = Begun("chatcmpl-1", 7, LIKE, "", 11, 100, bytes(8), 2, 50, True)
+BEGUN = AnswerBegun("chatcmpl-1", 7, LIKE, "", 11, 100, bytes(8), 2, 50, True)
 END = Over(200, "", b"data: [DONE]\n\n")
 MISFIT = whole(409, b'{"error":{"message":"other weights"}}')
 BUSY = whole(503, b'{"error":{"message":"busy"}}')
