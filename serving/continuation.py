@@ -31,7 +31,7 @@ RESUMED_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1
 MOST_KNOWN_BYTES = 2**24  # most bytes of the tokens and log-probabilities of one answer
 MOST_RESUMED = 64  # most that server.resume may be
 PIECE_BYTES = 2**22  # an answer that is no stream is sent in pieces of so many bytes
-_LONGEST_FRAME = 2**25
+LONGEST_FRAME = 2**25
 _LENGTH_BYTES = 4
 
 Count = Annotated[int, Meta(ge=0, le=LAST_ID)]
@@ -169,8 +169,8 @@ class FrameReader:
         self._received += data
         while len(self._received) >= _LENGTH_BYTES:
             size = int.from_bytes(self._received[:_LENGTH_BYTES], "big")
-            if size > _LONGEST_FRAME:
-                raise ValueError(f"a frame of {size} bytes; the longest has {_LONGEST_FRAME}")
+            if size > LONGEST_FRAME:
+                raise ValueError(f"a frame of {size} bytes; the longest has {LONGEST_FRAME}")
             end = _LENGTH_BYTES + size
             if len(self._received) < end:
                 return

@@ -51,6 +51,6 @@ def test_no_key_or_constant_that_bounds_the_server_is_left_out() -> None:
 
 @pytest.mark.parametrize("row", rows(), ids=lambda row: row[0][:40])
 def test_each_bound_has_a_test(row: list[str]) -> None:
-    for path, name in re.findall(r"`(test_\w+\.py)::(test_\w+)`", row[4]):
+    for path, name in re.findall(r"`((?:router/)?test_\w+\.py)::(test_\w+)`", row[4]):
         assert f"def {name}(" in (Path(__file__).parent / path).read_text(encoding="utf-8"), (path, name)
     assert row[4] or row[0].startswith("and for each"), "nothing measures it"
