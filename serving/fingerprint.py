@@ -51,11 +51,13 @@ def of_pages(recipe: Recipe) -> str:
 def of_continuations(recipe: Recipe, server_version: str) -> str:
     """Return the fingerprint of what the rest of an answer depends on, given its tokens so far.
 
-    Answers may go on between servers with the same one: of the same weights and type, whose software computes
-    alike, and which read calls and thoughts alike. How many slots and pages each has does not matter.
+    Answers may go on between servers with the same one: of the same weights and type, on the same kind of
+    device with the same software, which read calls and thoughts alike. How many slots and pages each has does
+    not matter.
     """
-    formed = [recipe.value(f"server.{name}") for name in ("tool_format", "reasoning", "logits_processors")]
-    digest = hashlib.sha256(json.dumps([server_version, versions.installed(), formed], default=str).encode())
+    names = ("device.kind", "server.tool_format", "server.reasoning", "server.logits_processors")
+    software = [server_version, versions.installed(), *map(recipe.value, names)]
+    digest = hashlib.sha256(json.dumps(software, default=str).encode())
     digest.update(of_pages(recipe).encode())
     return f"go_{digest.hexdigest()[:16]}"
 

@@ -52,7 +52,7 @@ from serving.router.reply import (
     whole_events,
 )
 from serving.router.resuming import WAIT_S, Interrupted, KnownAnswer, KnownAnswers
-from serving.router.told import ToldAnswer, frames_of, is_told, loss_event, why_not_resumed
+from serving.router.told import ToldAnswer, frames_of, is_told, loss_event, read_out, why_not_resumed
 from serving.router.upstream import HeaderLines, Lost, UpstreamAnswer
 
 log = logging.getLogger("route")
@@ -390,7 +390,9 @@ class Proxy:
                 elif frame.is_lost:
                     raise Lost("its engine ended")
                 else:
-                    return await told.end(frame, frames)
+                    refusal = await told.end(frame, frames)
+                    await read_out(answer)
+                    return refusal
         except Lost as lost:
             known.check_resumable()
             if known.can_go_on:
@@ -403,7 +405,7 @@ class Proxy:
             raise
         finally:
             await frames.aclose()
-        raise AssertionError("frames end with the last, or by Lost")
+        raise AssertionError("frames end by Lost, or are not read to their end")
 
     async def _tell_loss(self, routed: _Routed, reply: Reply, lost: str, why_not: str = "") -> None:
         await reply.part(loss_event(routed.scope["path"], lost, why_not), more=False)

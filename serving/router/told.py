@@ -7,6 +7,7 @@ or tokens before it has begun, is treated as lost: what it sends cannot be conti
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import suppress
 from functools import partial
 
 import anyio
@@ -40,7 +41,7 @@ def loss_event(path: str, lost: str, why_not: str = "") -> bytes:
 
 
 async def frames_of(answer: UpstreamAnswer) -> Frames:
-    """Yield what a replica tells, up to the last frame; raises Lost for what is no frame, or an early end."""
+    """Yield what a replica tells, until the caller has the last frame; raises Lost where it does not come."""
     reader = FrameReader()
     while part := await answer.next():
         try:
@@ -49,11 +50,14 @@ async def frames_of(answer: UpstreamAnswer) -> Frames:
             raise Lost(f"what it tells of the answer cannot be read: {error}") from None
         for frame in frames:
             yield frame
-            if isinstance(frame, Over) and not frame.has_more:
-                with anyio.move_on_after(_END_S):
-                    await answer.next()
-                return
     raise Lost("the answer ended before its end")
+
+
+async def read_out(answer: UpstreamAnswer) -> None:
+    """Read what ends an answer behind its last frame, so that its connection can be used again."""
+    with suppress(Lost), anyio.move_on_after(_END_S):
+        while await answer.next():
+            pass
 
 
 class ToldAnswer:
@@ -114,3 +118,5 @@ class ToldAnswer:
             if not isinstance(frame, Over):
                 raise Lost("it told of tokens behind the end of the answer")
             await self._reply.part(frame.payload, more=frame.has_more)
+            if not frame.has_more:
+                return

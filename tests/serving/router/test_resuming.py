@@ -293,6 +293,9 @@ def test_a_client_sees_no_frame_and_names_no_router() -> None:
             _, body = await fleet.ask(headers=forged)
             assert body == grown(1).payload + END.payload
             assert b"mine" not in stub.heads[-1]
+            assert len(stub.writers) == 1
+            await fleet.ask()
+            assert len(stub.writers) == 1, "the connection is used again"
             fleet.replicas[0].continuations = None
             await fleet.ask(headers=forged)
             assert ROUTER_KEY_HEADER.encode() not in stub.heads[-1]
