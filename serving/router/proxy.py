@@ -74,6 +74,7 @@ _LOOK_S = 0.25  # interval at which an answer that waits to go on looks for a re
 _ONCE = ("/v1/files", "/v1/batches")  # requests posted to these paths are never repeated
 _ABORT = "/abort/"  # followed by a request's id, which only the replica that runs it knows
 _DONE, _UNKNOWN = 200, 404
+_ELSEWHERE = (*REFUSED, 404, 409)  # statuses after which another replica may continue an answer
 _NOTHING_ASKED, _NO_PROMPT = RoutedBody(), RoutedPrompt(0)
 
 
@@ -253,7 +254,8 @@ class Proxy:
                 counted.end()
         if known.is_interrupted and known.is_sent:
             self._figures.cut_off()
-            await self._tell_loss(routed, reply, f"no replica like it took the answer within {WAIT_S:g} s")
+            lost = f"no replica like it took the answer within {WAIT_S:g} s"
+            await self._tell_loss(routed, reply, "" if known.why_not else lost, known.why_not)
             return
         self._figures.refused()
         if refusal is not None:
@@ -278,7 +280,11 @@ class Proxy:
         answer = await self._ask(routed, counted.replica, place, known, is_once=is_once)
         try:
             is_refused = answer.status in REFUSED or (answer.status == _UNKNOWN and routed.model is not None)
-            if is_refused or (known.is_interrupted and known.num_tokens and not is_told(answer.headers)):
+            if known.is_continued and not is_told(answer.headers):
+                is_refused = True
+                if answer.status not in _ELSEWHERE:
+                    known.be_refused(answer.status)
+            if is_refused:
                 return partial(reply.whole, answer.status, _kept(answer.headers), await _whole(answer))
             return await self._forward(routed, reply, answer, counted, known)
         finally:
@@ -290,13 +296,14 @@ class Proxy:
             return self._sent(routed, tried)
         assert known.begun is not None, "an answer was interrupted before it began"
         like = known.begun.fingerprint
-        while True:
+        while not known.why_not:
             others = [each.number for each in self._replicas if each.continuations != like]
             sent = self._sent(routed, [*tried, *others])
             if sent is not None or time.monotonic() >= known.waits_until_s:
                 return sent
             await asyncio.sleep(_LOOK_S)
             tried.clear()
+        return None
 
     async def _ask(
         self,
@@ -316,7 +323,7 @@ class Proxy:
             headers.append((_PROMPT_REPLICA, place.endpoint.encode()))
         if replica.continuations is not None and scope["path"] in RESUMED_PATHS:
             headers.append((_ROUTER_KEY, self._shown_key))
-        if known.is_interrupted and known.num_tokens:
+        if known.is_continued:
             path, body = PATH, known.continuation()
         return await replica.server.ask(scope["method"], path, headers, body, is_once=is_once)
 

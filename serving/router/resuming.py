@@ -74,6 +74,11 @@ class KnownAnswer:
         """Whether the next replica is to continue it, and not to begin it."""
         return self.waits_until_s is not None
 
+    @property
+    def is_continued(self) -> bool:
+        """Whether the next replica is sent tokens that it begins behind."""
+        return self.is_interrupted and self.num_tokens > 0
+
     def begin(self, begun: AnswerBegun) -> None:
         """Note what it begins with; where it goes on, what it began with still holds."""
         if self.num_tokens:
@@ -95,7 +100,7 @@ class KnownAnswer:
             return
         num_all = len(begun.prompt_token_ids) // self._tokens.itemsize + self.num_tokens
         if num_all > begun.most_tokens:
-            self._give_up(f"it has more than {begun.most_tokens} tokens (server.resume_max_tokens)")
+            self.give_up(f"it has more than {begun.most_tokens} tokens (server.resume_max_tokens)")
             return
         self._tokens.extend(grown.tokens)
         logprobs = bytes(grown.logprobs)  # a copy: what the frame holds beside it is not kept
@@ -104,7 +109,7 @@ class KnownAnswer:
 
     def goes_on(self) -> bool:
         """Note that a replica has taken it; returns whether it continues what was known."""
-        is_continued, self.waits_until_s = self.is_interrupted and self.num_tokens > 0, None
+        is_continued, self.waits_until_s = self.is_continued, None
         return is_continued
 
     def interrupt(self) -> None:
@@ -117,7 +122,20 @@ class KnownAnswer:
         """Set `why_not` once it was lost as often as it may be; it may be what ends engines."""
         begun, num_lost = self.begun, self._num_interrupted
         if begun is not None and not self.why_not and num_lost >= begun.most_resumed:
-            self._give_up(f"it went on {num_lost} times already (server.resume)")
+            self.give_up(f"it went on {num_lost} times already (server.resume)")
+
+    def give_up(self, why: str) -> None:
+        """Keep it no longer, so that it cannot go on elsewhere; `why` is told to its client."""
+        self.why_not = why
+        self._release()
+
+    def be_refused(self, status: int) -> None:
+        """Note that what is known of it is refused; raises Lost where it can begin again instead."""
+        why = f"a replica refused with status {status} to continue it"
+        if not self.is_sent:
+            self.begin_again()
+            raise Lost(why)
+        self.give_up(why)
 
     def continuation(self) -> bytes:
         """Return what another replica needs to continue it."""
@@ -146,15 +164,11 @@ class KnownAnswer:
 
     def _keep(self, num_bytes: int) -> None:
         if self._num_bytes + num_bytes > MOST_KNOWN_BYTES:
-            self._give_up(f"more than {MOST_KNOWN_BYTES} bytes are known of it")
+            self.give_up(f"more than {MOST_KNOWN_BYTES} bytes are known of it")
         elif not self._answers.take(num_bytes):
-            self._give_up("the router's memory for answers is full")
+            self.give_up("the router's memory for answers is full")
         else:
             self._num_bytes += num_bytes
-
-    def _give_up(self, why: str) -> None:
-        self.why_not = why
-        self._release()
 
     def _release(self) -> None:
         self._answers.num_bytes -= self._num_bytes

@@ -35,8 +35,9 @@ def why_not_resumed(headers: HeaderLines) -> str:
 
 def loss_event(path: str, lost: str, why_not: str = "") -> bytes:
     """Return the last event of a stream that was lost after it had begun."""
-    only = f", and did not go on elsewhere because {why_not}" if why_not else ""
-    message = f"the replica was lost during the answer ({lost}){only}; send the request again"
+    how = f" ({lost})" if lost else ""
+    only = f", which did not go on elsewhere because {why_not}" if why_not else ""
+    message = f"the replica was lost during the answer{how}{only}; send the request again"
     return error_event(path, own_error(path, 502, message, code="replica_lost"))
 
 

@@ -31,10 +31,8 @@ from serving.text.tokenizer import Text
 from tests.lazy import openai, transformers
 from tests.models.test_adapters import adapted
 from tests.patience import PATIENCE_S
+from tests.serving import test_continuations
 from tests.serving.server import TINY, Server
-from tests.serving.test_continuations import ROUTER, go_on
-from tests.serving.test_continuations import ask as told
-from tests.serving.test_continuations import post as continued
 
 WEIGHTS = ROOT / "recipes/tiny/weights"
 PROMPTS = ["348+275=", "One day, a fox", "Ben has 506 books and gets 3 more."]
@@ -118,12 +116,12 @@ def test_the_answer_of_an_adapter_goes_on_with_that_adapter_alone(served: Server
     """Whatever it is called: the digest of its files must be the first replica's."""
     prompt = "Once upon a time"
     fields = {"model": "one", "prompt": prompt, "max_tokens": NUM_NEW, "temperature": 0, "ignore_eos": True}
-    before = told(served, "/v1/completions", fields | {"stream": True})
+    before = test_continuations.ask(served, "/v1/completions", fields | {"stream": True})
     assert before.begun.adapter
-    assert go_on(served, before.until(3)).since(0) == before.since(3)
+    assert test_continuations.go_on(served, before.until(3)).since(0) == before.since(3)
     other = json.dumps(fields | {"model": "tiny", "stream": True}).encode()
     sent = encode(replace(before.until(3), body=other))
-    assert continued(served, PATH, sent, ROUTER).status_code == 409
+    assert test_continuations.post(served, PATH, sent, test_continuations.ROUTER).status_code == 409
 
 
 def test_adapters_come_and_go_and_outlive_an_engine(served: Server, folders: Path) -> None:

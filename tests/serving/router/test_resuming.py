@@ -214,6 +214,9 @@ def test_an_answer_in_one_piece_goes_on_or_begins_again() -> None:
         long = [Over(200, "", b'{"a":', has_more=True), Over(200, "", b"1}")]
         async with Telling(tells(begun, told, *long)) as fleet:
             assert await fleet.ask() == (200, b'{"a":1}')
+        scripts = dies(begun, told), whole(400, b"{}"), tells(begun, end)
+        async with Telling(*scripts) as fleet:
+            assert await fleet.ask() == (200, b'{"a":1}'), "what was told of it is not believed any more"
         failed = Over(429, "3", b'{"error":{"message":"full"}}')
         async with Telling(tells(begun, failed), tells(begun, failed)) as fleet:
             assert (await fleet.ask())[0] == 429
@@ -244,9 +247,13 @@ def test_what_cannot_go_on_is_told_with_the_reason(monkeypatch: pytest.MonkeyPat
             assert fleet.num_asked() == [1, 0]
 
     async def test() -> None:
-        await asked(samples, "did not go on elsewhere because it has several samples")
+        await asked(samples, "which did not go on elsewhere because it has several samples")
         long = msgspec.structs.replace(BEGUN, most_tokens=4)
         await asked(dies(long, grown(1, 2, 3)), "more than 4 tokens (server.resume_max_tokens)")
+        async with Telling(dies(BEGUN, grown(1)), whole(400, b"{}"), other) as fleet:
+            _, body = await fleet.ask()
+            assert "a replica refused with status 400 to continue it" in error_of(body)["message"]
+            assert fleet.num_asked() == [1, 1, 0]
         await asked(dies(BEGUN, grown(1)), "the router's memory for answers is full", most_bytes=10)
 
     run(test)
