@@ -79,7 +79,7 @@ async def ask_all(url: str, options: argparse.Namespace, grown: Callable[[], Non
 
 
 class Killer:
-    """Kills the servers' engines in turn; one that has not come back yet is waited for."""
+    """Kills the servers' engines in turn, each when all are there, so that one can go on."""
 
     def __init__(self, servers: list[ServerProcess], options: argparse.Namespace) -> None:
         self._servers = servers
@@ -97,8 +97,9 @@ class Killer:
         self._num_parts += 1
         if self._num_parts < self._next or self.num_kills == self._most:
             return
-        engine = self._servers[self.num_kills % len(self._servers)].said(_READY)[-1]
-        if engine not in self._killed:
+        engines = [each.said(_READY)[-1] for each in self._servers]
+        if self._killed.isdisjoint(engines):
+            engine = engines[self.num_kills % len(engines)]
             self._killed.add(engine)
             os.kill(int(engine), signal.SIGKILL)
             self.num_kills += 1

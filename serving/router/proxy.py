@@ -254,8 +254,8 @@ class Proxy:
                 counted.end()
         if known.is_interrupted and known.is_sent:
             self._figures.cut_off()
-            lost = f"no replica like it took the answer within {WAIT_S:g} s"
-            await self._tell_loss(routed, reply, "" if known.why_not else lost, known.why_not)
+            why = f"no replica like it took the answer within {WAIT_S:g} s"
+            await self._tell_loss(routed, reply, "" if known.why_not else why, known.why_not)
             return
         self._figures.refused()
         if refusal is not None:
