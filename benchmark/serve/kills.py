@@ -48,11 +48,13 @@ async def ask(
     last_s: float | None = None
     async with http.post(f"{url}/v1/completions", json=body) as response:
         async for received in response.content.iter_any():
-            now_s = loop.time()
+            now_s, parts = loop.time(), events.feed(received)
+            if not parts:  # a sign of life
+                continue
             if last_s is not None:
                 found.gaps_s.append(now_s - last_s)
             last_s = now_s
-            for data in events.feed(received):
+            for data in parts:
                 if data == b"[DONE]":
                     found.is_whole = True
                     continue
