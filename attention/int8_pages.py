@@ -5,7 +5,8 @@ for each token and head needs no calibration, and depends on nothing but that to
 schedule stores the same bytes. It lies in the page, so that whatever copies, moves, swaps or resizes pages
 includes it. A scale for each channel (Liu et al., "KIVI", 2024) follows channels that are large in every
 token more closely, but it has to be known before the first token is written: where a checkpoint has such
-scales (C8), keys and values come divided by them, and the scale of each head of a token is one.
+scales (C8), keys and values come divided by them, and the scale of each head of a token is one. An NPU, which
+reads only these, stores the numbers alone (attention/npu/int8_attention.py).
 """
 
 from __future__ import annotations

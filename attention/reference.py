@@ -61,6 +61,17 @@ class StaticDecodes:
     kv_lens: Tensor  # int32 [R * W], the token itself included
 
 
+@dataclass(frozen=True, slots=True)
+class ChannelScales:
+    """Scales of the keys and the values of one layer, each for a channel of a key-value head: both [K, D].
+
+    A device may hold them in another form; see Attention.pack_scales.
+    """
+
+    keys: Tensor
+    values: Tensor
+
+
 class Attention:
     """Causal attention over the paged cache: plan once a step, then write and attend once a layer.
 
@@ -153,22 +164,41 @@ class Attention:
         for pages, new in ((layer_keys, key[:num_tokens]), (layer_values, value[:num_tokens])):
             pages.flatten(0, 1)[metadata.write_index] = packed(new) if self.shape.int8_pages else new
 
-    def write_units(
+    def pack_scales(self, keys: Tensor, values: Tensor) -> ChannelScales:
+        """Return the scales of a layer, both float32 [K * D], in the form that this attention reads."""
+        heads = self.shape.num_kv_heads, self.shape.head_dim
+        return ChannelScales(keys.view(heads), values.view(heads))
+
+    def write_by_channel(
         self,
         key: Tensor,
         value: Tensor,
+        scales: ChannelScales,
         layer_keys: Tensor,
         layer_values: Tensor,
         metadata: AttentionMetadata,
     ) -> None:
-        """Write keys and values that were divided by a scale for each channel, into pages in int8.
-
-        Queries are multiplied by the keys' scales then, and what they attend to by the values'.
-        """
+        """Write keys and values into pages in int8 as multiples of their channels' scales; see `write`."""
         assert self.shape.int8_pages, "scales of a checkpoint are those of pages in int8"
         num_tokens = len(metadata.write_index)
-        for pages, new in ((layer_keys, key[:num_tokens]), (layer_values, value[:num_tokens])):
-            pages.flatten(0, 1)[metadata.write_index] = packed_units(new)
+        for pages, new, scale in ((layer_keys, key, scales.keys), (layer_values, value, scales.values)):
+            pages.flatten(0, 1)[metadata.write_index] = packed_units(new[:num_tokens].float() / scale)
+
+    def attend_by_channel(
+        self,
+        query: Tensor,
+        scales: ChannelScales,
+        layer_keys: Tensor,
+        layer_values: Tensor,
+        metadata: AttentionMetadata,
+        layer: int,
+    ) -> Tensor:
+        """Attend as `attend` does, to what `write_by_channel` has written.
+
+        Queries are multiplied by the scales of the keys that they read, and results by those of the values.
+        """
+        units = _scaled(query, scales.keys)
+        return _scaled(self.attend(units, layer_keys, layer_values, metadata, layer), scales.values)
 
     def read(self, layer_keys: Tensor, layer_values: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
         """Return the keys and values [n, K, D] at cache places `index` [n].
@@ -274,3 +304,10 @@ class Attention:
             scores = torch.cat((scores, of_head), -1)
         weights = scores.softmax(-1)[..., :length]
         return torch.einsum("kgtl,lkd->tkgd", weights, values.float()).flatten(1, 2).to(query.dtype)
+
+
+def _scaled(x: Tensor, scale: Tensor) -> Tensor:
+    """Multiply query heads [T, H, D] with scales [K, D] of the key-value heads that they read."""
+    heads = x.float().unflatten(1, (len(scale), -1))
+    scaled: Tensor = (heads * scale[:, None]).flatten(1, 2)
+    return scaled.to(x.dtype)

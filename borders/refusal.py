@@ -6,11 +6,14 @@ The refusal is data (field, value, limit, fix), which each API turns into its ow
 from __future__ import annotations
 
 import json
+import re
 from itertools import islice
 from typing import Any
 
 TOO_LONG = "context_length_exceeded"  # the code of a prompt that is too long, as in OpenAI's API
 _LONGEST_VALUE = 60  # characters of a value in a message
+_PATH = re.compile(r"(?<![\w/.:~-])/(?:[^\s/'\"]+/)+")
+LONGEST_LINE = 1000  # characters of what another process says, where it is shown
 
 
 class BadRequest(ValueError):
@@ -89,3 +92,14 @@ def abbreviate(value: object) -> str:
         return f"a number of {value.bit_length()} bits"
     text = f"{value!r:.{MOST_CHARACTERS}}"
     return text if len(text) < MOST_CHARACTERS else f"{text[: MOST_CHARACTERS - 3]}..."
+
+
+def one_line(text: str) -> str:
+    """Return another process's text as one printable line of bounded length."""
+    shown = "".join(each if each.isprintable() else " " for each in text[: LONGEST_LINE + 1])
+    return shown if len(shown) <= LONGEST_LINE else f"{shown[: LONGEST_LINE - 3]}..."
+
+
+def without_paths(text: str) -> str:
+    """Return a text for clients, in which only the last name of each absolute path is left."""
+    return _PATH.sub(".../", text)

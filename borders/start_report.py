@@ -37,6 +37,7 @@ class StartReport:
         self._say = say or self._print
         self._is_terminal = say is None and stream is not None and stream.isatty()
         self._stage, self._doing, self._since_s = "", "", clock()
+        self.stages_s: dict[str, float] = {}  # how long each stage that has ended took, of this start
         self._shown_s = clock()  # when a line was last shown
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._show, name="start-report", daemon=True)
@@ -57,7 +58,10 @@ class StartReport:
         """Take what is done from now on; what follows a colon is how far the same stage is."""
         stage = doing.partition(":")[0]
         if stage != self._stage:
-            self._stage, self._since_s = stage, self._clock()
+            now_s = self._clock()
+            if self._stage:
+                self.stages_s[self._stage] = self.stages_s.get(self._stage, 0.0) + now_s - self._since_s
+            self._stage, self._since_s = stage, now_s
         self._doing = doing
         if not self._is_terminal:
             self.show()

@@ -5,10 +5,10 @@ npu_kv_rmsnorm_rope_cache and npu_mla_prolog_v3 for latents; vllm-ascend, attent
 _310p/attention; CANN, PagedAttentionOperation; CANN's error messages where these say nothing.
 
 Sources of experts' limits: op-plugin, npu_moe_distribute_dispatch_v2 and npu_moe_distribute_combine_v2; CANN,
-HCCL_BUFFSIZE, the size of each of a communicator's two buffers; op-plugin, npu_dequant_swiglu_quant, which
-limits a call with group_index alone, and npu_moe_gating_top_k; vllm-ascend 182b75e,
-csrc/moe/dequant_swiglu_quant/op_host/dequant_swiglu_quant_tiling.cpp (CountMaxDim): a row of gate and up, H
-columns each, its scales and its result lie in the unified buffer of 192 KiB together.
+HCCL_BUFFSIZE, the size of each of a communicator's two buffers; op-plugin,
+npu_grouped_matmul_swiglu_quant_v2, whose int8 weight lies in tiles of 32 columns, and npu_moe_gating_top_k.
+
+Sources of the limits of joined heads: CANN, aclnnQkvRmsNormRopeCache, and its tiling.
 
 Legend: H hidden size.
 
@@ -22,7 +22,7 @@ import json
 import logging
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from pathlib import Path
@@ -73,13 +73,18 @@ def takes_prolog(
     return is_type and hidden_size in PROLOG_HIDDEN and query_rank in PROLOG_QUERIES
 
 
-MOST_GATED = 10496  # columns of gate and up together
-GATED_STEP = 64  # the columns of each are a multiple of this
+MOST_GATED = 10240  # columns of gate and up together
+GATED_STEP = 32  # these are a multiple of this
 
 
 def fuses_gate(inner_size: int) -> bool:
-    """Whether one launch scales, gates and quantises the rows of experts of this width on a rank."""
-    return 2 * inner_size <= MOST_GATED and inner_size % GATED_STEP == 0
+    """Whether one launch multiplies, gates and quantises the rows of experts of this width on a rank."""
+    columns = 2 * inner_size
+    return columns <= MOST_GATED and columns % GATED_STEP == 0
+
+
+# npu_qkv_rms_norm_rope_cache: the head dim, and what the places of a block are a multiple of
+JOINED_HEAD, JOINED_BLOCK_STEP = 128, 32
 
 
 MOST_GATING = 2048  # experts, of which each group's are rounded up to a multiple of 32
@@ -160,6 +165,9 @@ MOST_KEYS = 262144  # keys that one query may read
 ATB_PAGES = (128, 64)  # the first that fits is the best
 ATB_DIM_STEP, ATB_MOST_DIM = 16, 256
 ATB_MOST_PAGE = 128 * 128  # tokens x head dim
+INT8_PAGE_STEP, MOST_INT8_PAGE = 32, 512  # tokens of a page in int8, which single queries read
+# For longer spans keys and values are gathered: those of several requests up to so many tokens at a time
+MOST_GATHERED = 8192
 # npu_weight_quant_batchmatmul: the step of a group's size, and the most inputs or outputs
 INT4_GROUP, MOST_INT4_SIDE = 32, 65535
 # Streams of captured graphs, one for each layer and one more for each graph: vllm-ascend's bound
@@ -183,9 +191,15 @@ class AscendProduct:
     most_spans: int = MOST_SPANS  # most spans in one call
     is_mixed: bool = True  # one call takes single tokens and longer spans together
     has_int8: bool = True  # it multiplies int8 with a scale for each token
+    has_static_int8: bool = True  # it multiplies int8 with one scale for all tokens
+    turns_tiles: bool = False  # a weight in int8 in FRACTAL_NZ is one of [out, in], read transposed
+    # Fused attention of single queries multiplies keys and values in int8 by a scale for each channel
+    has_int8_pages: bool = False
     has_int4: bool = False  # it multiplies weights of 4 bits by groups (npu_weight_quant_batchmatmul)
     has_latents: bool = False  # fused attention takes latents, and one operator writes them
+    has_joined_heads: bool = False  # it has npu_qkv_rms_norm_rope_cache
     has_mixtures: bool = True  # it routes tokens to experts and multiplies each expert's rows in one launch
+    gates_by_softmax: bool = True  # it has npu_moe_gating_top_k_softmax, whose experts lie in no groups
     # 16-bit weights are kept in FRACTAL_NZ (vllm-ascend #4960: graphs failed with them)
     tiles_weights: bool = False
     # No source states the following; the probes of verify_npu.sh answer them (devices/ascend_limits.py)
@@ -207,9 +221,14 @@ class AscendProduct:
     prefetches: bool = (
         False  # fetching a weight while attention runs is faster (off by default in vllm-ascend too)
     )
+    # Captured steps are faster with a shared expert on a second stream (off by default in vllm-ascend, too)
+    overlaps_experts: bool = False
     # One launch of a prompt's product and the ranks' sum of it is faster
     sums_products: bool = False
     joins_latents: bool = False  # one launch of everything before latent attention is right, and faster
+    # One launch that splits the product of queries, keys and values, and norms and rotates their heads, is
+    # right and faster than one for each. No other engine calls npu_qkv_rms_norm_rope_cache
+    joins_heads: bool = False
     dispatches: bool = False  # sending tokens to the ranks of their experts is faster
     exact_angles: bool = True  # cosines of angles of 100,000 radians are right
     most_graphs: int | None = None  # sizes that may be captured; None: as many as its streams allow
@@ -244,12 +263,43 @@ class AscendProduct:
                 f"the model has attention sinks; attention of the {self.name} takes none: choose another"
                 f" model, {plain}"
             )
+        if shape.int8_pages:
+            self._check_int8_pages(shape, plain, takes_float32=takes_float32)
         if shape.latent is not None:
             self._check_latent(shape, plain)
         elif self.is_atb:
             self._check_atb(shape, plain)
         else:
             self._check_fused(shape, plain)
+
+    def _check_int8_pages(self, shape: AttentionShape, plain: str, *, takes_float32: bool) -> None:
+        if not self.has_int8_pages:
+            some = ", ".join(each.name for each in PRODUCTS if each.has_int8_pages)
+            raise ValueError(
+                f"cache.dtype is int8; attention of the {self.name} reads no keys and values in int8, and"
+                f" that of {some} does: use one of these, {plain}"
+            )
+        windows = [each for each in shape.windows if each is not None]
+        for has, what in (
+            (windows, f"a sliding window of {windows[0]}" if windows else ""),
+            (shape.has_sinks, "attention sinks"),
+        ):
+            if has:
+                raise ValueError(
+                    f"the model has {what}, and cache.dtype is int8; attention of the {self.name} does not"
+                    f" take both: set cache.dtype to auto, {plain}"
+                )
+        name = dtype_name(shape.dtype)
+        if name != "bfloat16" and not (takes_float32 and name == "float32"):
+            raise ValueError(
+                f"model.dtype is {name}, and cache.dtype is int8; attention of the {self.name} reads int8"
+                f" only for queries in bfloat16: set model.dtype to bfloat16, {plain}"
+            )
+        if shape.page_size % INT8_PAGE_STEP or not 0 < shape.page_size <= MOST_INT8_PAGE:
+            raise ValueError(
+                f"cache.page_size is {shape.page_size}, and cache.dtype is int8; attention of the {self.name}"
+                f" takes a multiple of {INT8_PAGE_STEP} to {MOST_INT8_PAGE}: set 128, {plain}"
+            )
 
     def has_dtype(self, dtype: torch.dtype) -> bool:
         """Whether the operators of this product take 16-bit numbers of this type."""
@@ -330,18 +380,30 @@ class AscendProduct:
                 " device.attention to reference"
             )
 
-    def check_int8(self, dtype: torch.dtype) -> None:
-        """Raise ValueError if a model of this type cannot run in W8A8 (op-plugin, npu_quant_matmul)."""
-        if not self.has_int8:
+    def check_int8(self, dtype: torch.dtype, forms: Collection[str]) -> None:
+        """Raise ValueError if a model of this type cannot run in W8A8 (op-plugin, npu_quant_matmul).
+
+        `forms` are those of its linears in int8; a "static" one has one scale for all of its inputs.
+        """
+        by_token = set(forms) - {"static"}
+        if by_token and not self.has_int8:
             some = ", ".join(each.name for each in PRODUCTS if each.has_int8)
+            static = ", a checkpoint of msModelSlim in static W8A8," if self.has_static_int8 else ""
             raise ValueError(
                 f"the model is in W8A8; the {self.name} takes no scale for each token, {some} do: use one of"
-                " these, or the original checkpoint with model.quantization: auto"
+                f" these,{static} or the original checkpoint with model.quantization: auto"
             )
-        if dtype_name(dtype) not in ("bfloat16", "float16"):
+        if not self.has_static_int8:
+            some = ", ".join(each.name for each in PRODUCTS if each.has_static_int8)
             raise ValueError(
-                f"model.dtype is {dtype_name(dtype)}; products of int8 give bfloat16 or float16: set"
-                " model.dtype to bfloat16"
+                f"the model is in static W8A8; the {self.name} has no products in int8, {some} do: use one of"
+                " these, or the original checkpoint"
+            )
+        if not self.has_dtype(dtype):
+            some = " or ".join(self.dtypes)
+            raise ValueError(
+                f"model.dtype is {dtype_name(dtype)}; products of int8 give {some}: set model.dtype to"
+                f" {self.dtypes[0]}"
             )
 
     def check_int4(
@@ -391,7 +453,8 @@ class AscendProduct:
         this takes an even sample, but only of the sizes up to a page: larger ones are all needed, since a
         step is padded by at most a page. Raises ValueError if these are too many.
         """
-        most = MOST_STREAMS // (num_layers + 1 + self.captures_draws + self.prefetches + joins)
+        beside_layers = 1 + self.captures_draws + self.prefetches + self.overlaps_experts + joins
+        most = MOST_STREAMS // (num_layers + beside_layers)
         if self.most_graphs is not None:
             most = min(most, self.most_graphs // (1 + joins))  # the join of each size is a graph of its own
         most -= beside
@@ -428,6 +491,7 @@ PRODUCTS = (
         adds_to_tiles=False,
         tiles_weights=True,  # vllm-ascend utils.py: maybe_trans_nz
         has_int8=False,
+        turns_tiles=True,  # op-plugin, npu_quant_matmul: x2 is transposed, and then cast
         has_mixtures=False,
         most_spans=2000,
     ),
@@ -438,6 +502,8 @@ PRODUCTS = (
         clips_swiglu=True,
         captures_draws=True,
         has_latents=True,
+        has_int8_pages=True,
+        has_joined_heads=True,
         has_int4=True,
     ),
     AscendProduct(
@@ -447,6 +513,8 @@ PRODUCTS = (
         clips_swiglu=True,
         captures_draws=True,
         has_latents=True,
+        has_int8_pages=True,
+        has_joined_heads=True,
         has_int4=True,
     ),
     AscendProduct(
@@ -454,8 +522,11 @@ PRODUCTS = (
         chip="Ascend950",
         chips=r"Ascend950",
         is_mixed=False,
-        has_mixtures=False,  # npu_moe_gating_top_k_softmax does not list it
+        # The page of npu_moe_gating_top_k_softmax does not list it. vllm-ascend's adaptor for it (A5, in
+        # device_op.py) calls npu_moe_gating_top_k, npu_moe_init_routing_v2 and npu_moe_token_unpermute
+        gates_by_softmax=False,
         has_int8=False,  # the pages of npu_quant_matmul and npu_dynamic_quant do not list it
+        has_static_int8=False,
         most_graphs=4,  # vllm-ascend #10567: its driver holds no more
     ),
     AscendProduct(
@@ -465,6 +536,7 @@ PRODUCTS = (
         dtypes=("float16",),
         is_fused=False,
         has_int8=False,
+        has_static_int8=False,
         has_mixtures=False,
     ),
 )
@@ -486,8 +558,8 @@ log = logging.getLogger(__name__)
 
 PROBED = (
     *("keeps_nan", "packs_float16", "tiles_weights", "slices_tiles", "captures_draws", "prefetches"),
-    *("exact_angles", "groups_products", "divides_gates", "unmasks_decodes", "counts_own_key"),
-    *("joins_latents", "sums_products", "dispatches"),
+    *("overlaps_experts", "exact_angles", "groups_products", "divides_gates", "joins_heads"),
+    *("unmasks_decodes", "counts_own_key", "joins_latents", "sums_products", "dispatches"),
 )
 assert {each.name for each in fields(AscendProduct)} >= set(PROBED), "the answers are facts of a product"
 # Answers in files of earlier versions that no longer count, each with the reason

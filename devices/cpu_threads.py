@@ -5,7 +5,7 @@ processes they spin for a thread that the system has descheduled. So the usual n
 same number of sleeping ones and a single thread are timed on the model's own step at start-up, as far as the
 recipe and the environment leave a choice. If the spinning threads later get much less processor time than at
 start-up, the engine switches once to sleeping threads or to one thread. How a barrier's policy is changed is
-left to `devices.openmp`.
+left to `Barriers`.
 """
 
 from __future__ import annotations
@@ -100,14 +100,14 @@ def barriers() -> Barriers:
     if hasattr(everything, "kmp_set_blocktime"):  # it is preloaded, and so is the one that torch uses
         return IntelBarriers(everything)
     try:
-        path = _loaded("libgomp")
+        path = loaded_library("libgomp")
         return GnuBarriers(path) if path else Barriers()
     except OSError as error:  # /proc is missing, or the file is gone or not where /proc says
         log.info("threads: the OpenMP library is not found, and waits as it does: %s", error)
         return Barriers()
 
 
-def _loaded(name: str) -> str | None:
+def loaded_library(name: str) -> str | None:
     """Return the file of a library that this process has loaded, or None."""
     maps = os.fsdecode(Path("/proc/self/maps").read_bytes())
     paths = (line.split(maxsplit=5)[5] for line in maps.splitlines() if "/" in line)
@@ -141,6 +141,16 @@ class Way:
         if self.threads == 1:
             return "1 thread"
         return f"{self.threads} threads that {'sleep' if self.sleeps else 'spin'} at barriers"
+
+    @property
+    def word(self) -> str:
+        """A short form, which `of` reads."""
+        return f"{self.threads}{'z' * self.sleeps}"
+
+    @staticmethod
+    def of(word: str) -> Way:
+        """Read the short form."""
+        return Way(int(word.removesuffix("z")), word.endswith("z"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,10 +232,12 @@ def measure(
 class Threads:
     """The threads of this process: chosen by a measurement, and changed once if others take their cores.
 
-    The number is `asked`, or OMP_NUM_THREADS; if neither is given, one thread may be chosen instead.
+    The number is `asked`, or OMP_NUM_THREADS; if neither is given, one thread may be chosen instead. An
+    engine that takes the place of another begins with the alternative `learned` by that one: it is needed at
+    once, and a measurement beside busy processes takes seconds.
     """
 
-    def __init__(self, asked: int | None, barriers: Barriers) -> None:
+    def __init__(self, asked: int | None, barriers: Barriers, learned: Way | None = None) -> None:
         self.barriers = barriers
         may_be_fewer = asked is None and not os.environ.get("OMP_NUM_THREADS")
         self.candidates = ways(
@@ -233,6 +245,10 @@ class Threads:
             may_be_fewer=may_be_fewer,
             may_sleep=asked is None and barriers.may_sleep,
         )
+        # The alternative in use, if it was chosen because other processes use the cores
+        self.learned = learned if learned in self.candidates[1:] else None
+        if self.learned is not None:
+            self.candidates = [self.learned]
 
     @property
     def patient(self) -> Way:
@@ -244,13 +260,23 @@ class Threads:
         torch.set_num_threads(way.threads)
         self.barriers.sleep(way.sleeps)
 
+    def give_way(self, way: Way) -> None:
+        """Use an alternative that suits cores which other processes use, and pass it on."""
+        self.learned = way
+        self.use(way)
+
     def settle(self, step: Callable[[], object], decoder: nn.Module) -> None:
         """Choose by the time of `step`, log the choice, and watch the decoder if its threads spin."""
+        if self.learned is not None:
+            log.info("threads: %s, as the engine before this one", self.learned)
         if len(self.candidates) == 1:
             return
         measured = measure(self.candidates, step, self.use)
         chosen = choose(measured)
-        self.use(chosen.way)
+        if chosen.way == self.candidates[0]:
+            self.use(chosen.way)
+        else:
+            self.give_way(chosen.way)
         log.info("threads: %s; measured, a decode step: %s", chosen.way, ", ".join(map(str, measured)))
         if chosen.way == self.candidates[0]:
             Watch(self, chosen, beside_others(measured).way).attach(decoder)
@@ -303,7 +329,7 @@ class Watch:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        self.threads.use(self.fallback)
+        self.threads.give_way(self.fallback)
         log.warning(
             "threads: %s got %.0f %% of their cores (%.0f %% at start-up), because other processes use them;"
             " from now on %s",

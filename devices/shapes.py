@@ -36,7 +36,7 @@ class AttentionShape:
     scale: float
     dtype: torch.dtype
     windows: tuple[int | None, ...]
-    # Keys and values are int8, with a scale for each token and head; otherwise `dtype`
+    # Keys and values are int8, with a scale for each token and head, or for each channel; otherwise `dtype`
     int8_pages: bool = False
     first_key: int = 0
     score_cap: float | None = None  # scores are cap * tanh(score / cap)

@@ -39,7 +39,7 @@ def _call(operator: str, arguments: str, needed_by: str = MODELS) -> OperatorCal
 _FIRST = (
     "query key value query_rope key_rope atten_mask actual_seq_lengths actual_seq_lengths_kv block_table"
     " num_heads num_key_value_heads scale input_layout block_size softmax_lse_flag sparse_mode pre_tokens"
-    " next_tokens"
+    " next_tokens key_antiquant_scale value_antiquant_scale"
 )
 _SECOND = (
     "query key value atten_mask actual_seq_qlen actual_seq_kvlen block_table num_query_heads"
@@ -55,6 +55,8 @@ ON_ALL: tuple[OperatorCall, ...] = (  # but the first 910, which has plain torch
     _call("npu_rotary_mul", "input r1 r2"),
     _call("npu_swiglu", "input dim"),
     _call("npu_format_cast", "input acl_format"),
+    _call("npu_quant_matmul", "x1 x2 scale pertoken_scale bias output_dtype", INT8),
+    _call("npu_quantize", "input scales zero_points dtype axis div_mode", f"static {INT8}, int8 caches"),
 )
 ON_FUSED: tuple[OperatorCall, ...] = (
     _call("npu_fused_infer_attention_score", _FIRST),
@@ -67,15 +69,15 @@ ON_FUSED: tuple[OperatorCall, ...] = (
     _call("npu_fused_infer_attention_score_v2", _SECOND, SINKS),
     _call("npu_fused_infer_attention_score_v2.out", f"{_SECOND} workspace out", SINKS),
     _call("_npu_fused_infer_attention_score_v2_get_max_workspace", _SECOND, SINKS),
-    _call("npu_quant_matmul", "x1 x2 scale pertoken_scale bias output_dtype", INT8),
     _call("npu_dynamic_quant", "input", INT8),
     _call("npu_add_rms_norm_dynamic_quant", "x1 x2 gamma epsilon output_mask", INT8),
-    _call("npu_dequant_swiglu_quant", "x weight_scale activation_scale group_index activate_left"
-          " quant_mode", INT8),
-    _call("npu_quantize", "input scales zero_points dtype axis div_mode", "static W8A8"),
+    _call("npu_dequant_swiglu_quant", "x weight_scale activation_scale activate_left quant_mode", INT8),
+    _call("npu_grouped_matmul_swiglu_quant_v2", "x weight weight_scale x_scale group_list group_list_type",
+          "mixtures of experts in W8A8"),
     _call("npu_weight_quant_batchmatmul", "x weight antiquant_scale antiquant_offset antiquant_group_size"
           " bias", INT4),
     _call("npu_convert_weight_to_int4pack", "weight", INT4),
+    _call("npu_add_rms_norm_cast", "x1 x2 gamma epsilon", MIXTURES),
     _call("npu_moe_gating_top_k_softmax", "x k", MIXTURES),
     _call("npu_moe_gating_top_k_softmax_v2", "x k renorm", ANSWERS),
     _call("npu_clipped_swiglu", "x interleaved alpha limit bias", "experts with a clamped gate"),
@@ -91,6 +93,8 @@ ON_FUSED: tuple[OperatorCall, ...] = (
           " rmsnorm_gamma_ckv rope_sin rope_cos kv_cache kr_cache cache_index rmsnorm_epsilon_cq"
           " rmsnorm_epsilon_ckv cache_mode weight_quant_mode dequant_scale_x dequant_scale_w_dq"
           " dequant_scale_w_uq_qr dequant_scale_w_dkv_kr", ANSWERS),
+    _call("npu_qkv_rms_norm_rope_cache", "qkv q_gamma k_gamma cos sin index q_out k_cache v_cache qkv_size"
+          " head_nums epsilon cache_mode is_output_qkv", ANSWERS),
     _call("npu_mm_all_reduce_base", "x1 x2 hcom", ANSWERS),
     _call("npu_prefetch", "input dependency max_size", ANSWERS),
     _call("npu_moe_distribute_dispatch_v2", f"x expert_ids {_GROUP} quant_mode", ANSWERS),

@@ -33,6 +33,8 @@ MOST_QUEUED = 10_000  # events between the engine and the thread
 MOST_BATCHED = 1_000  # events in a batch
 MOST_BATCHES, MOST_BATCH_BYTES = 10_000, 2**26  # batches that are kept, to be sent again
 _MOST_UNREAD = 100_000  # batches queued for each subscriber
+_MOST_ASKED_BYTES = 1024  # of what a subscriber says: a topic or a question; more ends its connection
+_MOST_QUESTIONS = 1000  # questions that wait
 _PAUSE_MS = 10  # pause between two batches
 _CLOSE_S = 1.0
 
@@ -107,6 +109,8 @@ class PageEvents(PageListener):
     def _bound(self, kind: int, endpoint: str) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
         socket.set_hwm(_MOST_UNREAD)
+        socket.setsockopt(zmq.RCVHWM, _MOST_QUESTIONS)
+        socket.setsockopt(zmq.MAXMSGSIZE, _MOST_ASKED_BYTES)
         socket.linger = int(_CLOSE_S * 1e3)
         try:
             socket.bind(endpoint)

@@ -9,13 +9,15 @@ Legend: T tokens of the step, R sampled rows, V vocabulary, H query heads, K kv 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attention.latent import LatentAttention
-from attention.reference import Attention
+from attention.recurrent import Recurrence
+from attention.reference import Attention, ChannelScales
 from models.config import FUSED, LAST_NORM, DecoderConfig
 from models.layers.dtypes import TORCH_DTYPES
 from models.layers.latent import LatentSelfAttention, UpProjection
@@ -24,6 +26,7 @@ from models.layers.logit_parts import LogitParts
 from models.layers.low_rank import AdapterRooms
 from models.layers.mixture import Mixture
 from models.layers.mlp import MLP
+from models.layers.recurrent import GatedDelta, KimiDelta, RecurrentMixer
 from models.layers.rope import Rope, head_order, is_scaled
 from models.ops.operands import Int8Rows
 from models.ops.reference import Ops
@@ -53,14 +56,22 @@ class SelfAttention(nn.Module):
         self.ops, self.attention = ops, attention
         ops.scales_angles |= is_scaled(config.rope, config.window_rope)
         dtype, device = TORCH_DTYPES[config.dtype], attention.device
-        widths = tuple(
+        widths: tuple[int, ...] = tuple(
             count * config.head_dim for count in (config.num_heads, config.num_kv_heads, config.num_kv_heads)
         )
+        kv_width, self.has_gate = widths[1], config.has_output_gate
+        if self.has_gate:  # as wide as the queries, and behind them
+            widths = widths[0], *widths
         hidden, heads = config.hidden_size, config.num_heads * config.head_dim
         form = [config.form(f"{name}self_attn.{each}") for each in ("q_proj", "o_proj")]
         self.qkv = SplitLinear(
             ops, width or hidden, sum(widths), config.attention_bias, dtype, device, form[0], widths
         )
+        self.joins: Any = None  # splits the product, and norms and rotates its heads, in one launch
+        is_plain = config.qk_norm == "heads" and not self.has_gate
+        if is_plain and form[0] not in ("static", "w8a16"):  # which are packed in parts
+            self.joins = ops.join_heads(config.num_heads, config.num_kv_heads, config.head_dim, dtype, device)
+        self.qkv.is_whole = self.joins is not None
         self.output = SummedLinear(ops, heads, hidden, config.output_bias, dtype, device, form[1], group)
         self.norm_kind, self.norm_names = config.qk_norm, config.qk_norm_names
         self.query_growth, self.ranks = config.query_growth, group
@@ -72,11 +83,22 @@ class SelfAttention(nn.Module):
             self.sinks = attention.sinks[layer] = parameter(config.num_heads, dtype=dtype, device=device)
 
         self.key_scale, self.value_scale = (
-            parameter(widths[1], dtype=torch.float32, device=device)
+            parameter(kv_width, dtype=torch.float32, device=device)
             if config.has_cache_scales(f"{name}self_attn")
             else None
             for _ in range(2)
         )
+        self.scales: ChannelScales | None = None  # the same, once they are packed
+
+    def pack(self) -> None:
+        """Convert the scales of keys and values to the device's form, if the checkpoint has them."""
+        if self.key_scale is not None and self.value_scale is not None:
+            self.scales = self.attention.pack_scales(self.key_scale.data, self.value_scale.data)
+
+    @property
+    def reader(self) -> Linear:
+        """The linear that alone reads the hidden state."""
+        return self.qkv
 
     def norms(self) -> dict[str, nn.Parameter | None]:
         """Return its norms by their checkpoint names."""
@@ -87,7 +109,17 @@ class SelfAttention(nn.Module):
         return [(FUSED, self.qkv), (("o_proj",), self.output)]
 
     def order(self, name: str) -> Tensor | None:
-        """Return the order in which rows of a checkpoint's linear or norm are held; None for its own."""
+        """Return the order in which rows of a checkpoint's linear or norm are held; None for its own.
+
+        The gate of each head lies behind its query there, and here behind the queries of all heads.
+        """
+        if name == "q_proj" and self.has_gate:
+            plain = torch.arange(self.head_dim)
+            heads = [2 * head * self.head_dim for head in range(self.num_heads)]
+            query = plain if self.head_order is None else self.head_order
+            return torch.cat(
+                [*(first + query for first in heads), *(first + self.head_dim + plain for first in heads)]
+            )
         if self.head_order is None or name not in ("q_proj", "k_proj", *self.norm_names):
             return None
         num_heads = self.num_heads if name in ("q_proj", self.norm_names[0]) else self.num_kv_heads
@@ -97,12 +129,18 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor | Int8Rows, cos: Tensor, sin: Tensor, step: StepInputs) -> Tensor:
         """Map [T, hidden] to [T, hidden], after writing the step's keys and values to the cache."""
-        query = self.write(x, cos, sin, step)
+        query, gate = self.write(x, cos, sin, step)
         self.ops.prefetch(self.output.packed, query)
         keys, values = step.cache.of(self.layer)
-        attended = self.attention.attend(query, keys, values, step.metadata_of(self.group), self.layer)
-        if self.value_scale is not None:
-            attended = self._by_channel(attended, self.value_scale)
+        metadata = step.metadata_of(self.group)
+        if self.scales is None:
+            attended = self.attention.attend(query, keys, values, metadata, self.layer)
+        else:
+            attended = self.attention.attend_by_channel(
+                query, self.scales, keys, values, metadata, self.layer
+            )
+        if gate is not None:
+            attended = attended * gate.sigmoid().view_as(attended)
         self.ops.await_prefetch()
         mixed: Tensor = self.output(attended.flatten(1))
         return mixed
@@ -114,42 +152,48 @@ class SelfAttention(nn.Module):
         sin: Tensor,
         step: StepInputs,
         is_absent: Tensor | None = None,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor | None]:
         """Write the step's keys and values to the cache, zeros for absent tokens [T].
 
-        Returns its queries [T, H, D].
+        Returns its queries [T, H, D], and what opens the gates of the output [T, H * D], if there are any.
         """
-        query, key, value = self.qkv(x)
-        if self.norm_kind == "joined":
-            query, key = self._normed_together(query, key)
-        query, key, value = (each.unflatten(-1, (-1, self.head_dim)) for each in (query, key, value))
-        if is_absent is not None:
+        query, gate, key, value = self._rotated(x, cos, sin)
+        if is_absent is not None:  # norms and rotations of zeros are zeros
             key, value = (each.masked_fill(is_absent[:, None, None], 0) for each in (key, value))
-        if self.norm_kind == "heads":
-            query, key = self._normed_by_head(query, key)
-        query, key = self.ops.rotary(query, key, cos, sin)
-        if self.norm_kind == "rotated":
-            query, key = self._normed_by_head(query, key)
         if self.query_growth is not None:
             rate, step_size = self.query_growth
             positions = pad_rows(step.positions, len(query))
             growth = 1 + rate * (1 + (positions // step_size)).float().log()
             query = query * growth.to(query.dtype)[:, None, None]
         keys, values = step.cache.of(self.layer)
-        if self.key_scale is None or self.value_scale is None:
-            self.attention.write(key, value, keys, values, step.metadata_of(self.group))
-            return query
-        heads = self.num_kv_heads, self.head_dim
-        key = key.float() / self.key_scale.view(heads)
-        value = value.float() / self.value_scale.view(heads)
-        self.attention.write_units(key, value, keys, values, step.metadata_of(self.group))
-        return self._by_channel(query, self.key_scale)
+        metadata = step.metadata_of(self.group)
+        if self.scales is None:
+            self.attention.write(key, value, keys, values, metadata)
+        else:
+            self.attention.write_by_channel(key, value, self.scales, keys, values, metadata)
+        return query, gate
 
-    def _by_channel(self, x: Tensor, scale: Tensor) -> Tensor:
-        """Multiply query heads [T, H, D] with scales [K * D] of the key-value heads that they read."""
-        heads = x.float().unflatten(1, (self.num_kv_heads, -1))
-        scaled: Tensor = heads * scale.view(self.num_kv_heads, 1, self.head_dim)
-        return scaled.flatten(1, 2).to(x.dtype)
+    def _rotated(
+        self, x: Tensor | Int8Rows, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+        """Return queries [T, H, D], gates, keys and values [T, K, D]; queries and keys normed and rotated."""
+        if self.joins is not None and self.joins.takes(len(cos)):
+            assert self.query_norm is not None, "only heads with norms are joined"
+            assert self.key_norm is not None, "only heads with norms are joined"
+            qkv = self.qkv.whole(x)
+            parts = self.joins(qkv, self.query_norm, self.key_norm, self.eps, cos, sin)
+            query, key, value = (each.unflatten(-1, (-1, self.head_dim)) for each in parts)
+            return query, None, key, value
+        query, *gates, key, value = self.qkv(x)
+        if self.norm_kind == "joined":
+            query, key = self._normed_together(query, key)
+        query, key, value = (each.unflatten(-1, (-1, self.head_dim)) for each in (query, key, value))
+        if self.norm_kind == "heads":
+            query, key = self._normed_by_head(query, key)
+        query, key = self.ops.rotary(query, key, cos, sin)
+        if self.norm_kind == "rotated":
+            query, key = self._normed_by_head(query, key)
+        return query, gates[0] if gates else None, key, value
 
     def _normed_by_head(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         assert self.query_norm is not None, "its norms are those of heads"
@@ -192,6 +236,7 @@ class DecoderLayer(nn.Module):
         attention: Attention,
         group: Group,
         sharing: int,
+        recurrence: Recurrence,
     ) -> None:
         super().__init__()
         self.ops, self.eps = ops, config.rms_eps
@@ -203,8 +248,11 @@ class DecoderLayer(nn.Module):
         names = (*config.norms, "", "")
         self.input_norm, self.mlp_norm = norm(names[0]), norm(names[1])
         self.attention_post_norm, self.mlp_post_norm = norm(names[2]), norm(names[3])
-        self.attention: SelfAttention | LatentSelfAttention
-        if config.layers[layer].mixer == "latent":
+        self.attention: SelfAttention | LatentSelfAttention | RecurrentMixer
+        if (recurrent := config.recurrent_of(layer)) is not None:
+            kind = GatedDelta if recurrent.kind == "gated" else KimiDelta
+            self.attention = kind(config, layer, name, ops, recurrence, group)
+        elif config.layers[layer].mixer == "latent":
             assert isinstance(attention, LatentAttention), "the device's operators are those of the model"
             self.attention = LatentSelfAttention(config, layer, name, ops, attention, group)
         else:
@@ -231,20 +279,33 @@ class DecoderLayer(nn.Module):
             normed, residual = self.normed_input(x), x
         else:
             weights = self.input_norm, self.input_norm_bias
-            normed, residual = self._add_norm(x, residual, *weights, self.attention.qkv)
+            normed, residual = self._add_norm(x, residual, *weights, self.attention.reader)
         x = self.attention(normed, cos, sin, step)
         if self.attention_post_norm is not None:
             x = self.ops.rms_norm(x, self.attention_post_norm, self.eps)
+        if isinstance(self.mlp, Mixture):
+            return self._mixed(x, residual, step, self.mlp)
         weights = self.mlp_norm, self.mlp_norm_bias
         normed, residual = self._add_norm(x, residual, *weights, self.mlp.gate_up)
-        if isinstance(self.mlp, Mixture):  # no expert computes the padding rows
-            assert isinstance(normed, Tensor), "a router reads no rows in int8"
-            num_tokens, num_rows = len(step.token_ids), len(residual)
-            return pad_rows(self.mlp(normed[:num_tokens], step.is_asked), num_rows), residual
         x = self.mlp(normed)
         if self.mlp_post_norm is not None:
             x = self.ops.rms_norm(x, self.mlp_post_norm, self.eps)
         return x, residual
+
+    def _mixed(
+        self, x: Tensor, residual: Tensor, step: StepInputs, mixture: Mixture
+    ) -> tuple[Tensor, Tensor]:
+        """Return the output of the mixture, and the residual; no expert computes the padding rows."""
+        wide: Tensor | None = None
+        if self.mlp_norm is not None and self.mlp_norm_bias is None:
+            normed, wide, residual = self.ops.add_rms_norm_wide(x, residual, self.mlp_norm, self.eps)
+        else:
+            found, residual = self._add_norm(x, residual, self.mlp_norm, self.mlp_norm_bias, None)
+            assert isinstance(found, Tensor), "a router reads no rows in int8"
+            normed = found
+        num_tokens, num_rows = len(step.token_ids), len(residual)
+        wide = None if wide is None else wide[:num_tokens]
+        return pad_rows(mixture(normed[:num_tokens], wide, step.is_asked), num_rows), residual
 
     def normed_input(self, x: Tensor) -> Tensor:
         """Return what attention reads of hidden states [T, hidden] that are whole already."""
@@ -289,6 +350,7 @@ class Decoder(nn.Module):
         group: Group = ALONE,
         share: Share | None = None,
         stages: StageLinks = NO_LINKS,
+        recurrence: Recurrence | None = None,
     ) -> None:
         super().__init__()
         self.group, self.stages = group, stages
@@ -302,13 +364,16 @@ class Decoder(nn.Module):
         hidden, vocab = config.hidden_size, self.part.vocab_size
         dtype, device = TORCH_DTYPES[config.dtype], attention.device
         self.ops, self.attention = ops, attention
+        self.recurrence = recurrence or Recurrence(device)
         sharing = self.share.of_an_expert[1]
         self.counts_experts = False  # whether experts count their tokens, see models/step/expert_counts.py
         self.adapters: AdapterRooms | None = None  # places for adapters, see models/step/adapters.py
         num_embedded = vocab if self.share.holds_embedding(config) else 0
         self.embedding = parameter(num_embedded, hidden, dtype=dtype, device=device)
         self.layers = nn.ModuleList(
-            DecoderLayer(self.part, layer, f"model.layers.{number}.", ops, attention, group, sharing)
+            DecoderLayer(
+                self.part, layer, f"model.layers.{number}.", ops, attention, group, sharing, self.recurrence
+            )
             for layer, number in enumerate(self.share.layers(config))
         )
         self.norm = parameter(hidden, dtype=dtype, device=device)
@@ -439,9 +504,10 @@ class Decoder(nn.Module):
 def pack(whole: nn.Module) -> None:
     """Pack all linears: mixtures first, since they may join the linears of their experts.
 
-    Latent attention comes last, because it may join its own linears once they are packed.
+    Attention comes last: that over latents may join its own linears once they are packed.
     """
-    for kinds in ((Mixture,), (Linear, UpProjection), (LatentSelfAttention,)):
+    mixers = (SelfAttention, LatentSelfAttention, RecurrentMixer)
+    for kinds in ((Mixture,), (Linear, UpProjection), mixers):
         for module in [each for each in whole.modules() if isinstance(each, kinds)]:
             module.pack()
 

@@ -51,9 +51,9 @@ class Quantization:
         return covers(name, self.ignore)
 
     @property
-    def is_int8(self) -> bool:
-        """Whether any linear is multiplied in int8."""
-        return True
+    def int8_forms(self) -> frozenset[Stored]:
+        """The forms of linears that are multiplied in int8."""
+        return frozenset({"int8"})
 
     def __str__(self) -> str:
         return "W8A8"

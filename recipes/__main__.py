@@ -14,6 +14,7 @@ from pathlib import Path
 
 from recipes.assembly import memory_plan, sizing
 from recipes.assembly.families import share_of
+from recipes.assembly.operators import check_operators
 from recipes.fitting import with_recipe
 from recipes.schema import verb
 from recipes.schema.command_line import add_recipe
@@ -52,9 +53,12 @@ def show(path: str, overrides: Sequence[str], profile: str | None = None) -> Non
     try:
         config, share = share_of(loaded.recipe, 0)
         plan = sizing.plan_memory(loaded.recipe, config, memory_bytes, share=share)
-    except RecipeError as error:
+        check_operators(loaded.recipe, config, plan.longest_tokens, share)
+    except ValueError as error:
         _print_columns(_rows(loaded, None))
-        raise placed(error, loaded.entries, path) from None
+        if isinstance(error, RecipeError):
+            raise placed(error, loaded.entries, path) from None
+        raise
     _print_columns(_rows(loaded, plan.longest_tokens))
     print()
     _print_columns([*memory_plan.report(loaded.recipe, config, plan, share), *_decided(loaded.recipe)])

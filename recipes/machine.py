@@ -20,11 +20,12 @@ from attention.latent import LatentAttention
 from attention.reference import Attention
 from devices.ascend_limits import PRODUCTS, answered, answers_file, buffer_mib, product
 from devices.compiled import LIMIT_S, CompileLimit, keep_results, missing_for_compiling
-from devices.cpu_threads import Threads, barriers
+from devices.cpu_threads import Threads, Way, barriers
 from devices.host_memory import host_memory_bytes
 from devices.shapes import AttentionShape
 from devices.torch_npu_calls import ALL
 from devices.torch_npu_releases import releases
+from models.ops.cpu.products import Products, products
 from models.ops.reference import Ops
 from models.parallel.group import Group
 from models.step.runner import ModelRunner
@@ -50,6 +51,11 @@ class Machine(ABC):
 
     def __init__(self, asked: DeviceSection) -> None:
         self.asked = asked
+
+    @property
+    def learned(self) -> str:
+        """What an engine that takes this one's place need not measure again; empty if there is nothing."""
+        return ""
 
     @property
     @abstractmethod
@@ -81,15 +87,19 @@ class Cpu(Machine):
 
     device = torch.device("cpu")
 
-    def __init__(self, asked: DeviceSection) -> None:
+    def __init__(self, asked: DeviceSection, learned: str = "") -> None:
         super().__init__(asked)
-        self.threads = Threads(asked.threads, barriers())
+        self.threads = Threads(asked.threads, barriers(), Way.of(learned) if learned else None)
         self._compile_limit_s = LIMIT_S
-        self._others_compile = True
+        self._others_compile = self._others_have_products = True
 
     @property
     def name(self) -> str:
         return platform.machine()
+
+    @property
+    def learned(self) -> str:
+        return "" if self.threads.learned is None else self.threads.learned.word
 
     def join(self, group: Group) -> None:
         """Compile on all ranks that share layers or on none of them, and on each to the end.
@@ -98,6 +108,8 @@ class Cpu(Machine):
         """
         if group.size > 1:
             self._others_compile = bool(group.least(int(self._compiles()[0]), self.device))
+            has_products = isinstance(self._products(), Products)
+            self._others_have_products = bool(group.least(int(has_products), self.device))
             self._compile_limit_s = math.inf
 
     def operators(self, shape: AttentionShape) -> tuple[Ops, Attention]:
@@ -111,7 +123,10 @@ class Cpu(Machine):
         kept = f"; results are kept in {folder}" if folder else ""
         log.info("compile: %s, %s%s", "yes" if compiles else "no", why, kept)
         limit = CompileLimit(self._compile_limit_s) if self.asked.compile == "auto" else None
-        ops = CpuOps(compile=compiles, limit=limit)
+        found = self._products()
+        if isinstance(found, str):
+            log.info("products: oneDNN's, since %s", found)
+        ops = CpuOps(compile=compiles, limit=limit, products=None if isinstance(found, str) else found)
         if shape.latent is not None:
             return ops, LatentAttention(shape)
         plain = self.asked.attention == "reference"
@@ -132,6 +147,17 @@ class Cpu(Machine):
 
     def memory_bytes(self) -> int:
         return host_memory_bytes()
+
+    def _products(self) -> Products | str:
+        """Return the products that are compiled for this machine, or why oneDNN's are used."""
+        if self.asked.compile is False:
+            return "device.compile is false"
+        if self.asked.attention == "reference":
+            return "device.attention is reference, the plain torch"
+        found = products() if self._others_have_products else "another rank has no others"
+        if isinstance(found, str) and self.asked.compile is True:
+            raise RecipeError("device.compile", found, "install g++, or set it to auto", value=True)
+        return found
 
     def _compiles(self) -> tuple[bool, str]:
         """Return whether functions are compiled, and why."""
@@ -248,11 +274,13 @@ class Npu(Accelerator):
     def operators(self, shape: AttentionShape) -> tuple[Ops, Attention]:
         from attention.npu.atb_attention import AtbAttention
         from attention.npu.fused_attention import FusedAttention
+        from attention.npu.int8_attention import Int8FusedAttention
         from attention.npu.latent_attention import FusedLatentAttention
         from models.ops.npu.ops import NpuOps, PlainNpuOps
 
         has_none = not (self.product.is_fused or self.product.is_atb)  # true for the first 910
-        ops = PlainNpuOps(self.product) if has_none else NpuOps(self.product)
+        wide = self.asked.virtual_fp32
+        ops = PlainNpuOps(self.product) if has_none else NpuOps(self.product, takes_float32=wide)
         self.product.check_dtype(shape.dtype)
         if self.asked.attention == "reference":
             plain = Attention if shape.latent is None else LatentAttention
@@ -260,13 +288,19 @@ class Npu(Accelerator):
         kind: type[AscendAttention] = AtbAttention if self.product.is_atb else FusedAttention
         if shape.latent is not None:
             kind = FusedLatentAttention
-        return ops, kind(shape, self.device, self.product, takes_float32=self.asked.virtual_fp32)
+        elif shape.int8_pages:
+            kind = Int8FusedAttention
+        return ops, kind(shape, self.device, self.product, takes_float32=wide)
 
 
-def start(asked: DeviceSection) -> Machine:
-    """Return the machine of a recipe, ready to be used; raises RecipeError where there is none."""
-    kinds: dict[str, type[Machine]] = {"cpu": Cpu, "cuda": Cuda, "npu": Npu}
-    return kinds[asked.kind](asked)
+def start(asked: DeviceSection, learned: str = "") -> Machine:
+    """Return the machine of a recipe, ready to be used; raises RecipeError where there is none.
+
+    `learned` is from the machine of the engine whose place is taken, if there was one.
+    """
+    if asked.kind == "cpu":
+        return Cpu(asked, learned)
+    return {"cuda": Cuda, "npu": Npu}[asked.kind](asked)
 
 
 def decided(asked: DeviceSection) -> list[tuple[str, str]]:

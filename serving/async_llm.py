@@ -483,7 +483,7 @@ class AsyncLLM:
             case Stepped():
                 self._step(message)
             case Ready(facts):
-                self.stats.ready(facts, self.engine.start_s)
+                self.stats.ready(facts, self.engine.start_s, self.engine.starting.stages_s)
                 self.adapters.begin()
             case AdapterPut():
                 self.adapters.hear(message)

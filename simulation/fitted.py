@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from borders.numbers import numbers
 from continuous_batching.batch import Batch
 from continuous_batching.recording.format import Entry
 from continuous_batching.recording.replay import Event, Replayed, replay
@@ -295,8 +296,8 @@ class Fitted:
                 raise ValueError("a rank is not below 1")
             if len(kept.loads) != len(kept.ranks):
                 raise ValueError("its steps have not all a load")
-            if not all(type(each) in (int, float) for each in fields["trust"].values()):
-                raise ValueError("its trust is not all numbers")
+            if any(_TRUSTED.read(each) is None for each in fields["trust"].values()):
+                raise ValueError(f"its trust is not all numbers, each {_TRUSTED}")
             return cls(
                 _vector([fields["costs_s"][name] for name in NAMES]),
                 _vector([fields["largest"][name] for name in NAMES]),
@@ -312,6 +313,9 @@ class Fitted:
             RecursionError,
         ) as error:
             raise ValueError(f"{name} holds no costs ({error}); `scripts.simulate fit` makes them") from error
+
+
+_TRUSTED = numbers(-1e15, 1e15)
 
 
 def _vector(values: Any) -> Vector:

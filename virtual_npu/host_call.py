@@ -100,6 +100,8 @@ class HostCall:
         result = self.perform(on_host, named, originals)
         if self.name == FORMAT_CAST:
             return self._in_format(result, int(args[1]))
+        if not self.num_returns:
+            return None
         return result if kwargs.get("device") == CPU else self.to_device(result, originals)
 
     def needs_host(self, args: tuple[Any, ...]) -> bool:
@@ -112,17 +114,16 @@ class HostCall:
         """Run `function`, and resize the views given to torch's `out=` where the result's shape differs."""
         if not self.resized:
             return self.function(*on_host, **named)
-        outs = [(name, named[name]) for name in named if name in self.resized]
-        fresh = {
-            name: torch.empty_strided(each.shape, each.stride(), dtype=each.dtype) for name, each in outs
-        }
-        self.function(*on_host, **named | fresh)
-        for name, view in outs:
-            out, result = originals[id(view)][1], fresh[name]
+        given = {name: each for name, each in named.items() if name in self.resized}
+        outs = list(tensors(list(given.values())))
+        fresh = {id(each): torch.empty_strided(each.shape, each.stride(), dtype=each.dtype) for each in outs}
+        self.function(*on_host, **named | swapped(given, fresh))
+        for view in outs:
+            out, result = originals[id(view)][1], fresh[id(view)]
             if out.shape != result.shape:
                 out.resize_(result.shape)
             self.on_host(out).copy_(result)
-        return outs[0][1] if len(outs) == 1 else tuple(view for _, view in outs)
+        return outs[0] if self.num_returns == 1 else tuple(outs)
 
     def to_host(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], originals: Originals
@@ -160,7 +161,7 @@ class HostCall:
         """Return the arguments that the operator returns; None where it makes new tensors."""
         if "out" in named or self.resized:  # the schema of torch_npu's `Tensor[] out` states no alias
             outs = [each for name, each in named.items() if name == "out" or name in self.resized]
-            return tuple(tensors(outs)) if self.num_returns > 1 else next(tensors(outs))
+            return next(tensors(outs)) if self.num_returns == 1 else tuple(tensors(outs))
         if self._returned_names is None:
             return None
         by_name = dict(zip(self._argument_names, on_host)) | named

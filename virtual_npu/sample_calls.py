@@ -246,7 +246,7 @@ def _routing(draw: RandomInputs) -> dict[str, Any]:
         "expert_tokens_num_type": 1,
         "expert_tokens_num_flag": True,
         "active_expert_range": [0, experts],
-        "quant_mode": draw.one(-1, 1),
+        "quant_mode": -1 if draw.product is A5 else draw.one(-1, 1),
     }
 
 
@@ -462,10 +462,38 @@ def _add_norm(draw: RandomInputs) -> dict[str, Any]:
     }
 
 
+def _joined_heads(draw: RandomInputs) -> dict[str, Any]:
+    """Draw a call that skips every token, as an engine's do, or one that writes them."""
+    tokens, kv_heads = draw.number(1, 200), draw.one(1, 4, 8)
+    heads, angles = kv_heads * draw.one(1, 4), _angles(draw, tokens, 128)
+    skips = torch.full((tokens,), -1)
+    return {
+        "qkv": draw.tensor(tokens, (heads + 2 * kv_heads) * 128),
+        "q_gamma": draw.tensor(128),
+        "k_gamma": draw.tensor(128),
+        "cos": angles.cos().to(draw.dtype),
+        "sin": angles.sin().to(draw.dtype),
+        "index": draw.one(skips, draw.order(256)[:tokens]),
+        "q_out": draw.tensor(tokens, heads * 128),
+        "k_cache": draw.tensor(1, kv_heads * 8, 256, 16),
+        "v_cache": draw.tensor(1, kv_heads * 8, 256, 16),
+        "qkv_size": [1, tokens, heads + 2 * kv_heads, 128],
+        "head_nums": [heads, kv_heads, kv_heads],
+        "epsilon": 1e-6,
+        "cache_mode": "PA_NZ",
+        "is_output_qkv": True,
+    }
+
+
+def _angles(draw: RandomInputs, tokens: int, dim: int) -> Tensor:
+    """Draw angles [T, D], whose halves are alike."""
+    angles = 10 * torch.rand(tokens, dim // 2, generator=draw.generator)
+    return torch.cat([angles, angles], -1)
+
+
 def _rotary(draw: RandomInputs) -> dict[str, Any]:
     tokens, dim, kv_heads = draw.number(1, 200), draw.one(64, 128), draw.one(1, 2, 8)
-    angles = 10 * torch.rand(tokens, dim // 2, generator=draw.generator)
-    both = torch.cat([angles, angles], -1)[:, None]
+    both = _angles(draw, tokens, dim)[:, None]
     return {
         "query": draw.tensor(tokens, kv_heads * draw.one(1, 2, 4), dim),
         "key": draw.tensor(tokens, kv_heads, dim),
@@ -543,6 +571,32 @@ def _quant_matmul(draw: RandomInputs) -> dict[str, Any]:
     }
 
 
+def _static_product(draw: RandomInputs) -> dict[str, Any]:
+    """Draw a product of rows that share a scale, whose weight is read transposed."""
+    tokens, inputs, outputs = draw.number(1, 200), draw.one(64, 512, 4096), draw.one(32, 256)
+    return {
+        "x1": draw.int8(tokens, inputs),
+        "x2": draw.int8(outputs, inputs).t(),
+        "scale": draw.scale(outputs).view(torch.int32).long(),
+        "bias": draw.int8(outputs).int() * 100,
+        "output_dtype": draw.dtype,
+    }
+
+
+def _gated_products(draw: RandomInputs) -> dict[str, Any]:
+    experts, rows = draw.number(1, 16), draw.number(1, 200)
+    inputs, width = draw.one(64, 512), 2 * draw.one(96, 768, 5120)
+    made = draw.order(experts * rows)[:rows] % experts  # the expert of each row
+    return {
+        "x": draw.int8(rows, inputs),
+        "weight": [draw.int8(experts, inputs, width)],
+        "weight_scale": [draw.scale(experts, width)],
+        "x_scale": draw.scale(rows),
+        "group_list": made.bincount(minlength=experts),
+        "group_list_type": 1,
+    }
+
+
 def _add_norm_quant(draw: RandomInputs) -> dict[str, Any]:
     return _add_norm(draw) | {"output_mask": [True, False]}
 
@@ -577,6 +631,8 @@ MAKERS: Mapping[str, Maker] = {
     "npu_mla_prolog_v3": _latent_prolog,
     "npu_rms_norm": _norm,
     "npu_add_rms_norm": _add_norm,
+    "npu_add_rms_norm_cast": _add_norm,
+    "npu_qkv_rms_norm_rope_cache": _joined_heads,
     "npu_apply_rotary_pos_emb": _rotary,
     "npu_rotary_mul": _rotary_mul,
     "npu_swiglu": _swiglu,
@@ -593,6 +649,7 @@ MAKERS: Mapping[str, Maker] = {
     "npu_weight_quant_batchmatmul": _int4_product,
     "npu_add_rms_norm_dynamic_quant": _add_norm_quant,
     "npu_dequant_swiglu_quant": _swiglu_quant,
+    "npu_grouped_matmul_swiglu_quant_v2": _gated_products,
     "npu_format_cast": _format_cast,
     "npu_prefetch": _prefetch,
 }
@@ -607,6 +664,8 @@ ATB_MAKERS: Mapping[str, Maker] = {
     "npu_apply_rotary_pos_emb": _rotary,
     "npu_swiglu": _swiglu,
     "npu_format_cast": _format_cast,
+    "npu_quantize": _static_quant,
+    "npu_quant_matmul": _static_product,
 }
 RESULTS = {
     "npu_fused_infer_attention_score": (0,),
@@ -614,6 +673,8 @@ RESULTS = {
     "npu_mla_prolog_v3": (0, 1),
     "npu_rms_norm": (0,),
     "npu_add_rms_norm": (0, 2),
+    "npu_add_rms_norm_cast": (0, 1, 3),
+    "npu_qkv_rms_norm_rope_cache": (1, 2),
     "npu_add_rms_norm_dynamic_quant": (0, 2, 3),
     "npu_moe_gating_top_k_softmax": (0, 1),
     "npu_moe_gating_top_k_softmax_v2": (0, 1),
@@ -626,6 +687,7 @@ WRITTEN = {
     "_npu_reshape_and_cache": _CACHES,
     "npu_scatter_nd_update_": ("input",),
     "npu_kv_rmsnorm_rope_cache": ("k_cache", "ckv_cache"),
+    "npu_qkv_rms_norm_rope_cache": ("q_out", "k_cache", "v_cache"),
     "npu_mla_prolog_v3": ("kv_cache", "kr_cache"),
     "npu_prefetch": ("input",),  # the weight must stay as it is
     "_npu_paged_attention": ("out",),

@@ -21,9 +21,10 @@ from torch import Tensor
 
 from attention.npu.ascend_attention import MASK_SIDE, AscendAttention
 from attention.reference import AttentionMetadata, StaticDecodes, Windows
-from continuous_batching.batch import Batch
+from continuous_batching.batch import Batch, ragged_ranges
 from devices.ascend_limits import AscendProduct
 from devices.shapes import AttentionShape
+from kv_cache.device.transfer import to_device
 
 # Values of sparse_mode: all keys, those up to a query's own, or the last pre_tokens + 1 of these
 ALL, CAUSAL, BAND = 0, 3, 4
@@ -49,6 +50,37 @@ class FusedSpans:
     def is_decodes(self) -> bool:
         """Whether every span is one query, which sees all of its request's keys."""
         return self.query_ends[-1] == len(self.query_ends)
+
+
+@dataclass(frozen=True, slots=True)
+class LongSpans:
+    """Spans whose requests' keys and values are read from the pages before attention, for one call."""
+
+    rows: Tensor  # int64, rows of the packed query
+    query_ends: list[int]  # running sum of lengths
+    places: Tensor  # int64 [n]: cache places of all tokens of their requests, one request after the other
+    kv_ends: list[int]  # running sum of tokens
+
+
+def long_spans(
+    batch: Batch,
+    chosen: NDArray[np.int64],
+    page_table: NDArray[np.int32],
+    page_size: int,
+    device: torch.device,
+) -> LongSpans:
+    """Return the chosen spans of the batch; `page_table` is the whole table on the host."""
+    starts, stops = batch.starts[chosen], batch.stops[chosen]
+    first_rows = np.cumsum(batch.stops - batch.starts)[chosen] - (stops - starts)
+    rows = ragged_ranges(first_rows, first_rows + stops - starts)
+    pages, offsets = np.divmod(ragged_ranges(np.zeros_like(stops), stops), page_size)
+    places = page_table[np.repeat(batch.slots[chosen], stops), pages] * np.int64(page_size) + offsets
+    return LongSpans(
+        to_device(rows, device),
+        np.cumsum(stops - starts).tolist(),
+        to_device(places, device),
+        np.cumsum(stops).tolist(),
+    )
 
 
 @dataclass(frozen=True, slots=True)

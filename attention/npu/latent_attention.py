@@ -20,24 +20,22 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from attention.latent import LatentAttention, LatentProlog, LatentUp
-from attention.npu.fused_attention import ALL, CAUSAL, FusedAttention, FusedMetadata, FusedSpans
+from attention.npu.fused_attention import (
+    ALL,
+    CAUSAL,
+    FusedAttention,
+    FusedMetadata,
+    FusedSpans,
+    LongSpans,
+    long_spans,
+)
 from attention.reference import AttentionMetadata, StaticDecodes, Windows
-from continuous_batching.batch import Batch, ragged_ranges
+from continuous_batching.batch import Batch
 from devices.ascend_limits import MOST_LATENT_QUERIES, takes_prolog
 from kv_cache.device.transfer import to_device
 
 INT8_WEIGHTS = 2  # value of weight_quant_mode of npu_mla_prolog_v3
 SCALES_OF_WEIGHTS = ("dequant_scale_w_dq", "dequant_scale_w_uq_qr", "dequant_scale_w_dkv_kr")
-
-
-@dataclass(frozen=True, slots=True)
-class LongSpans:
-    """The spans whose requests' latents are expanded."""
-
-    rows: Tensor  # int64, rows of the packed query
-    query_ends: list[int]  # running sum of lengths
-    places: Tensor  # int64 [n]: cache places of all tokens of their requests, one request after the other
-    kv_ends: list[int]  # running sum of tokens
 
 
 @dataclass(frozen=True)
@@ -75,15 +73,8 @@ class FusedLatentAttention(LatentAttention, FusedAttention):
             parts = (FusedSpans(slice(0, ends[-1]), ends, batch.stops[~is_long].tolist(), short),)
         if is_long.any():
             short_rows = self._rows(lens, ~is_long)
-            stops, size = batch.stops[is_long], self.shape.page_size
-            pages, offsets = np.divmod(ragged_ranges(np.zeros_like(stops), stops), size)
-            places = page_table[np.repeat(batch.slots[is_long], stops), pages] * np.int64(size) + offsets
-            long = LongSpans(
-                self._rows(lens, is_long),
-                np.cumsum(lens[is_long]).tolist(),
-                to_device(places, self.device),
-                np.cumsum(stops).tolist(),
-            )
+            chosen = np.flatnonzero(is_long)
+            long = long_spans(batch, chosen, page_table, self.shape.page_size, self.device)
         return FusedLatentMetadata(index, (), parts, short_rows=short_rows, long=long)
 
     def plan_static(self, decodes: StaticDecodes, windows: Windows = None) -> FusedLatentMetadata:

@@ -49,7 +49,7 @@ from recipes.schema.speculation_section import SpeculationSection
 LAYERS = 3  # the first has no residual before it; the layers after it are alike
 NARROW = {"hidden_size": 256, "intermediate_size": 256, "vocab_size": 512, "eos_token_id": 2}
 NARROW_EXPERT = {"moe_intermediate_size": 64}
-UNFUSED_EXPERT = 32  # columns of an int8 expert that no single launch both scales and gates
+UNFUSED_EXPERT = 24  # columns of an int8 expert that no single launch both multiplies and gates
 ROWS = 2
 SETTLED = 3  # steps before the counted one; the first computes the prompts
 SAMPLING: Mapping[str, dict[str, Any]] = {

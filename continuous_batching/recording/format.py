@@ -10,12 +10,14 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections.abc import Iterator
-from typing import IO, Any
+from typing import IO, Annotated, Any
 
 import msgspec
 import numpy as np
+from msgspec import Meta
 from numpy.typing import NDArray
 
+from borders.field_types import LAST_ID
 from borders.framing import CutShort, DamagedRecording, read_frames
 from continuous_batching.batch import Batch, Candidates, Sampled
 from continuous_batching.request import SamplingParams
@@ -48,10 +50,10 @@ class Added(msgspec.Struct, tag="A", array_like=True, frozen=True):
     prompt: bytes
     tenant: str
     cache_salt: str
-    priority: int
+    priority: Annotated[int, Meta(ge=-LAST_ID, le=LAST_ID)]
     arrival_s: float
     timeout_s: float | None = None
-    adapter: int = 0
+    adapter: Annotated[int, Meta(ge=0, le=LAST_ID)] = 0
     leases_pages: bool = False
     awaits_pages: bool = False  # it waits for the result of a lookup in the tier below
     known: bytes = b""  # the beginning of its answer, which another engine has sampled
@@ -190,7 +192,7 @@ def read_entries(file: IO[bytes]) -> Iterator[Entry]:
         is_first = entry is None
         try:
             entry = decoder.decode(body)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise DamagedRecording(f"{place} is no entry of a recording: {error}") from error
         if is_first != isinstance(entry, Header):
             raise DamagedRecording(f"{place} is out of place: a recording starts with its header")

@@ -17,6 +17,9 @@ import time
 from collections.abc import Callable, Mapping
 from queue import SimpleQueue
 
+from borders.numbers import integers
+from borders.refusal import one_line
+
 MOST_UNSENT_BYTES = 64 << 20  # a rank that reads nothing is lost long before so much is unsent
 BEAT_S = 0.25  # interval between two lines of a rank
 SLOW_S = 1.0  # silence of a rank during a step after which a warning is logged
@@ -27,6 +30,8 @@ START_NEWS_S = 60.0  # interval between two log lines that say what a long start
 _MOST_NAMES = 4  # how many ranks a message names of those that do the same
 _LAST_WORDS_S = 2.0  # time for what is still unsent at the end
 LAST_WORDS = b"!"  # a line that begins with this says why a rank ends
+_LONGEST_LINE = 4096  # bytes of a rank's line
+_STEPS, _PERCENT = integers(0, 2**63 - 1), integers(0, 100)
 
 log = logging.getLogger(__name__)
 
@@ -53,8 +58,9 @@ def activity(inside: str, doing: str) -> str:
 
 def _percent(doing: str) -> float:
     """Return how far a rank says that it is, in percent; infinity where it says no number."""
-    said = re.search(r"(\d+)%", doing)
-    return int(said[1]) if said else math.inf
+    said = re.search(r"([0-9]+)%", doing)
+    percent = None if said is None else _PERCENT.parse(said[1])
+    return math.inf if percent is None else percent
 
 
 class Heard:
@@ -74,13 +80,20 @@ class Heard:
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             if line.startswith(LAST_WORDS):
-                words = line[len(LAST_WORDS) :].decode("utf-8", "replace")
+                words = one_line(line[len(LAST_WORDS) :].decode("utf-8", "replace"))
                 raise RankLost(f"{self.name} has ended: {words}")
-            try:
-                step, self.inside, self.doing = line.decode().split("\t")
-                self.step = int(step)
-            except ValueError as error:
-                raise RankLost(f"{self.name} says what no rank says: {line[:80]!r}") from error
+            self._note(line)
+        if len(self._rest) > _LONGEST_LINE:
+            self._note(self._rest)
+
+    def _note(self, line: bytes) -> None:
+        """Take a line of `beat`; raises RankLost for any other."""
+        step, _, rest = line.decode("utf-8", "replace").partition("\t")
+        inside, tab, doing = rest.partition("\t")
+        count = _STEPS.parse(step)
+        if count is None or not tab or len(line) > _LONGEST_LINE or not (inside + doing).isprintable():
+            raise RankLost(f"{self.name} says what no rank says: {line[:80]!r}")
+        self.step, self.inside, self.doing = count, inside, doing
 
     @property
     def progress(self) -> str:

@@ -17,7 +17,7 @@ from typing import Protocol, cast
 
 import numpy as np
 
-from continuous_batching.batch import Batch
+from continuous_batching.batch import LATE, Batch, Sampled
 from continuous_batching.recording.format import (
     Added,
     Chain,
@@ -240,11 +240,25 @@ def replay(entries: Iterable[Entry], scheduler: Scheduler, device: Device = NO_D
             wait()
             requests = scheduler.slots.requests
             ids = [requests[row].id for row in batch.slots.tolist()]
-            booked = scheduler.commit(batch, answered(entry), entry.now_s)
+            booked = scheduler.commit(batch, _answer_to(batch, entry, scheduler), entry.now_s)
             owner_ids = [requests[row].id for row in booked.owners.tolist()]
             landed += 1
             start_s, end_s = made.now_s, entry.now_s
             yield Replayed(landed, batch, ids, owner_ids, made.held_back, start_s, end_s, booked.finished)
+
+
+def _answer_to(batch: Batch, entry: Committed, scheduler: Scheduler) -> Sampled:
+    """Return the device's answer to a batch; raises Divergence for one that no device could have given."""
+    answer = answered(entry)
+    ids = [answer.tokens, answer.drafts, *(each.tokens for each in answer.candidates.values())]
+    has_its_shape = len(answer.tokens) == len(batch.sampled) and all(
+        0 <= index < len(answer.tokens) and len(each.tokens) == len(each.scores)
+        for index, each in answer.candidates.items()
+    )
+    known = (not len(each) or LATE <= each.min() <= each.max() < scheduler.vocab_size for each in ids)
+    if not has_its_shape or not all(known):
+        raise Divergence(f"what was committed is no answer to a batch of {len(batch.sampled)} tokens")
+    return answer
 
 
 def _replay_held(

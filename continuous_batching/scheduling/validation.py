@@ -36,8 +36,12 @@ def check_budget(max_batch_tokens: int, policy: Policy, slots: SlotPool) -> None
 
 
 def check_samples(leader: Request) -> None:
-    """Raise BadRequest for samples of one prompt whose ids are not all different."""
+    """Raise BadRequest for samples of one prompt whose ids are not all different, or beside a beam search."""
     ids = {leader.id}
+    if leader.followers and any(each.params.beam_width for each in (leader, *leader.followers)):
+        raise BadRequest(
+            "beam_width", value=leader.params.beam_width, limit="left out beside further samples"
+        )
     for each in leader.followers:
         same = np.array_equal(each.prompt, leader.prompt) and each.cache_salt == leader.cache_salt
         same &= each.adapter == leader.adapter

@@ -31,12 +31,15 @@ from typing import Any
 
 import numpy as np
 
+from borders.shared_secret import Unproven, prove_as_dialler, prove_as_listener
+from kv_cache.exchange.channel import NONE, Channel, Credentials, Encrypted, Plain
 from kv_cache.exchange.messages import (
     HEAD,
     LONGEST_SHORT,
     Damaged,
     PagePart,
     Said,
+    Unfit,
     framed,
     lengths_of,
     unframed,
@@ -95,7 +98,7 @@ class UnhandledBytes:
         return self._overdrawn_by is None and self._num_left >= 0
 
 
-GREETING_S = 5.0  # time from the connection to the peer's first message
+GREETING_S = 5.0  # time from the connection to the peer's first message, its proof included
 MESSAGE_S = 5.0  # time from the first byte of a message to its last, plus a second for each SLOWEST_BYTES_S
 SLOWEST_BYTES_S = 2**20  # bytes a second
 UNREAD_S = 60.0  # time for which the peer may read nothing of what is sent
@@ -106,6 +109,7 @@ _MESSAGE_BYTES = 2**10  # memory that a message takes beside its bytes
 SHORT_BYTES = 2**19
 _POLL_S = 0.25  # what a wait takes beyond this is due to this process being slow
 UNHEARD_S = 60  # time after which a host that does not answer keep-alives is lost
+ASKS_FOR_SECRET = "set server.pages_key_file to files of the same content in both engines"
 
 # Makes a message, and the bytes behind it, in the sending thread
 Job = Callable[[], tuple[Said, Bytes | None]]
@@ -142,6 +146,9 @@ class Connection:
     thread calls `handled`. Until `greeted` is called, messages must be short and the time is limited.
 
     Short messages wait only for memory of this connection's own, longer ones for memory of `unhandled`.
+
+    Before any message, both sides encrypt and prove themselves as the `credentials` say; `dials` says which
+    side this one is. Nothing that was queued is sent before.
     """
 
     def __init__(
@@ -149,8 +156,13 @@ class Connection:
         take: Callable[[Said], None],
         lost: Callable[[str], None],
         unhandled: UnhandledBytes | None = None,
+        *,
+        credentials: Credentials = NONE,
+        dials: bool = False,
     ) -> None:
+        self._credentials, self._dials = credentials, dials
         self._socket: socket.socket | None = None
+        self._may_send = threading.Event()  # both sides have proved themselves, or the connection has ended
         self._take, self._lost = take, lost
         self._short, self._long = UnhandledBytes(SHORT_BYTES), unhandled or UnhandledBytes(0)
         self._num_held = 0  # bytes held for the message that is being received or taken
@@ -162,8 +174,8 @@ class Connection:
         self.is_open = True
         self.error: Exception | None = None  # the peer's fault that ended the connection, if any
 
-    def start(self, sock: socket.socket) -> None:
-        """Send and receive over this socket from now on."""
+    def start(self, sock: socket.socket, first: bytes = b"") -> None:
+        """Send and receive over this socket from now on; `first` is sent before what was queued."""
         with self._lock:
             self._socket = sock
             has_ended = not self.is_open
@@ -173,8 +185,9 @@ class Connection:
         sock.settimeout(None)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", int(UNREAD_S), 0))
-        for work in (self._receive, self._send):
-            job = partial(work, sock)
+        channel = self._channel_over(sock)
+        incoming = _Incoming(sock, channel)
+        for job in (partial(self._receive, channel, incoming, first), partial(self._send, channel)):
             threading.Thread(target=self._guarded, args=(job,), name="pages", daemon=True).start()
 
     def greeted(self, longest_message: int = LONGEST_SHORT) -> None:
@@ -216,6 +229,7 @@ class Connection:
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)
             self._socket.close()
+        self._may_send.set()
         self._jobs.put(None)
         self._lost(why)
 
@@ -240,18 +254,49 @@ class Connection:
             self.error = error
         self.end(str(error) or type(error).__name__)
 
-    def _send(self, sock: socket.socket) -> None:
+    def _channel_over(self, sock: socket.socket) -> Channel:
+        tls = self._credentials.tls
+        return Plain(sock) if tls is None else Encrypted(sock, tls, dials=self._dials)
+
+    def _send(self, channel: Channel) -> None:
+        self._may_send.wait()
         while (job := self._jobs.get()) is not None and self.is_open:
             message, behind = job()
             if behind is None:
-                sock.sendall(framed(message))
+                channel.send(framed(message))
             else:
-                sock.sendall(framed(message, len(behind)))
-                sock.sendall(behind.data)
+                channel.send(framed(message, len(behind)))
+                channel.send(behind.data)
 
-    def _receive(self, sock: socket.socket) -> None:
-        incoming = _Incoming(sock)
+    def _prove(self, channel: Channel, incoming: _Incoming) -> None:
+        """Encrypt, and let both sides prove that they hold the secret; raises ConnectionError."""
+        channel.agree(incoming.wait)
+        secret = self._credentials.secret
+        if secret is None:
+            return
+        if not self._dials:
+            try:
+                prove_as_listener(secret, channel.send, incoming.exactly)
+            except Unproven as error:
+                # What is said to a peer that has not proved itself is the same for all
+                with contextlib.suppress(OSError):
+                    channel.send(framed(Unfit(f"{error}; {ASKS_FOR_SECRET}")))
+                    incoming.drain()
+                raise
+            return
+        try:
+            prove_as_dialler(secret, channel.send, incoming.exactly)
+        except Stalled:
+            raise
+        except ConnectionError as error:
+            raise Unproven(f"{error}; {ASKS_FOR_SECRET}") from error
+
+    def _receive(self, channel: Channel, incoming: _Incoming, first: bytes) -> None:
         incoming.left_s = GREETING_S
+        self._prove(channel, incoming)
+        if first:
+            channel.send(first)
+        self._may_send.set()
         head = bytearray(HEAD.size)
         while True:
             num_read = 0
@@ -305,31 +350,51 @@ class Connection:
 
 
 class _Incoming:
-    """Reads from a socket, and waits at most `left_s` for the peer's bytes."""
+    """Reads from a channel, and waits at most `left_s` for the peer's bytes."""
 
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
+    def __init__(self, sock: socket.socket, channel: Channel) -> None:
+        self._channel = channel
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
         self.left_s = 0.0
 
     def begin(self, room: memoryview) -> int:
         """Wait for the next bytes for any time; return how many came. Raises ConnectionError."""
-        count = self._sock.recv_into(room)
-        if not count:
-            raise ConnectionError("the other side has ended the connection")
+        while (count := self._channel.take(room)) is None:
+            self._poll.poll()
         return count
 
     def fill(self, room: memoryview) -> None:
         """Read as many bytes as fit into `room`; raises ConnectionError."""
         at = 0
         while at < len(room):
-            # Bytes that have arrived count as in time, however late this side reads them
-            while not self._poll.poll(0):
-                if self.left_s <= 0:
-                    raise Stalled("the other side has stalled: its message did not come in time")
-                self._wait()
-            at += self.begin(room[at:])
+            while (count := self._channel.take(room[at:])) is None:
+                self.wait()
+            at += count
+
+    def exactly(self, count: int) -> bytes:
+        """Return the next `count` bytes; raises ConnectionError."""
+        read = bytearray(count)
+        self.fill(memoryview(read))
+        return bytes(read)
+
+    def drain(self) -> None:
+        """Drop what the peer still sends, so that it can read what it was told; raises ConnectionError.
+
+        A connection that is closed with unread data is reset. Whoever sends more than a greeting is not
+        listening.
+        """
+        self.exactly(LONGEST_SHORT)
+
+    def wait(self) -> None:
+        """Return when bytes have come; raises Stalled when they do not come in time.
+
+        Bytes that have arrived count as in time, however late this side reads them.
+        """
+        while not self._poll.poll(0):
+            if self.left_s <= 0:
+                raise Stalled("the other side has stalled: its message did not come in time")
+            self._wait()
 
     def _wait(self) -> None:
         """Wait for a moment and count it.

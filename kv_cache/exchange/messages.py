@@ -23,6 +23,7 @@ from msgspec import Meta
 from borders.field_table import MOST_LEASE_S
 from borders.field_types import LAST_ID, LONGEST_NAME
 from borders.numbers import PORTS
+from borders.refusal import LONGEST_LINE, one_line
 
 VERSION = 1
 HEAD = struct.Struct("<III")
@@ -30,12 +31,11 @@ _LENGTHS = struct.Struct("<II")
 LONGEST_MESSAGE = 2**26  # enough for a prompt of 16 M tokens
 # Bound of every message but a request for a prompt's pages, and so of all that an engine of prompts sends
 LONGEST_SHORT = 2**16
-LONGEST_REASON = 1000  # characters
 
 Index = Annotated[int, Meta(ge=0, le=LAST_ID)]
 Number = Annotated[int, Meta(ge=0, le=2**63 - 1)]  # number of a transfer, or of bytes
 Name = Annotated[str, Meta(max_length=LONGEST_NAME)]
-Reason = Annotated[str, Meta(max_length=4 * LONGEST_REASON)]  # `one_line` makes fewer characters than this
+Reason = Annotated[str, Meta(max_length=4 * LONGEST_LINE)]  # `one_line` makes fewer characters than this
 
 
 class PageMessage(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -154,12 +154,6 @@ def unframed(body: bytes, num_bytes: int, check: int) -> Said:
         return message
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise Damaged(f"what came is no message: {one_line(str(error))}") from error
-
-
-def one_line(text: str) -> str:
-    """Return a peer's text as one line of bounded length."""
-    shown = "".join(each if each.isprintable() else " " for each in text[: LONGEST_REASON + 1])
-    return shown if len(shown) <= LONGEST_REASON else f"{shown[: LONGEST_REASON - 3]}..."
 
 
 def _check(length: int, num_bytes: int, body: bytes) -> int:

@@ -16,6 +16,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
+from borders.refusal import one_line
+from borders.shared_secret import Unproven
+from kv_cache.exchange.channel import NONE, Credentials
 from kv_cache.exchange.connection import UNREAD_S, Connection, UnhandledBytes, Wake
 from kv_cache.exchange.messages import (
     LONGEST_MESSAGE,
@@ -33,7 +36,6 @@ from kv_cache.exchange.messages import (
     Unwanted,
     Welcome,
     address_of_pages,
-    one_line,
 )
 from kv_cache.exchange.transports import TRANSPORTS, Bytes, Reach, Ring, Transport
 
@@ -74,8 +76,10 @@ class PageServer:
         most_part_bytes: int,
         most_tokens: int = LONGEST_PROMPT,
         transports: dict[str, Transport] = TRANSPORTS,
+        credentials: Credentials = NONE,
     ) -> None:
         self.identity, self.wake = identity, wake
+        self.credentials = credentials
         longest = 4 * max(LONGEST_PROMPT, 2 * most_tokens) + LONGEST_SHORT
         self.longest_message = min(longest, LONGEST_MESSAGE)
         self.most_part_bytes = most_part_bytes
@@ -169,7 +173,7 @@ class PageLink:
         self._unsent_bytes = 0
         self._is_unfit = False
         self._wanted = set[int]()  # numbers of transfers that are not over
-        self.connection = Connection(self._take, self._lost, server.unhandled)
+        self.connection = Connection(self._take, self._lost, server.unhandled, credentials=server.credentials)
 
     @property
     def unsent_bytes(self) -> int:
@@ -288,7 +292,7 @@ class PageLink:
         return None
 
     def _lost(self, why: str) -> None:
-        is_fault = isinstance(self.connection.error, Damaged | ValueError) and not self._is_unfit
+        is_fault = isinstance(self.connection.error, Damaged | Unproven | ValueError) and not self._is_unfit
         self._server.has_ended(self, why, is_fault=is_fault)
         with self._has_room:
             self._has_room.notify()

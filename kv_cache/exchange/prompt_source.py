@@ -14,6 +14,9 @@ import time
 import zlib
 from dataclasses import dataclass
 
+from borders.refusal import one_line
+from borders.shared_secret import Unproven
+from kv_cache.exchange.channel import NONE, Credentials
 from kv_cache.exchange.connection import Connection, Stalled, Wake
 from kv_cache.exchange.messages import (
     VERSION,
@@ -31,7 +34,6 @@ from kv_cache.exchange.messages import (
     Welcome,
     address_of_pages,
     framed,
-    one_line,
 )
 from kv_cache.exchange.transports import TRANSPORTS, PageWindow, Transport
 
@@ -68,8 +70,10 @@ class PromptSource:
         transport: str = "tcp",
         window_bytes: int = 2**26,
         transports: dict[str, Transport] = TRANSPORTS,
+        credentials: Credentials = NONE,
     ) -> None:
         self.endpoint = endpoint
+        self._credentials = credentials
         self._address = address_of_pages(endpoint)
         self._identity, self._wake = identity, wake
         self._name, self._transport, self._window_bytes = transport, transports[transport], window_bytes
@@ -152,7 +156,7 @@ class _Life:
         self._pause_s = LOST_S
         self._is_welcome = False
         self._window: PageWindow | None = None
-        self.connection = Connection(self._take, self._ended)
+        self.connection = Connection(self._take, self._ended, credentials=source._credentials, dials=True)
         threading.Thread(target=self._dial, name="pages-dial", daemon=True).start()
 
     def _dial(self) -> None:
@@ -164,9 +168,8 @@ class _Life:
             return
         try:
             self._window = source._transport.expose(source._window_bytes)
-            sock.sendall(source._hello(self._window))
             self.connection.window = self._window.memory
-            self.connection.start(sock)
+            self.connection.start(sock, source._hello(self._window))
         except (OSError, RuntimeError) as error:  # a RuntimeError means that the system has no thread for it
             self.connection.end(str(error))
             sock.close()
@@ -176,6 +179,8 @@ class _Life:
             self._window.reached()  # reached or not, its name must not remain
         if isinstance(self.connection.error, Stalled):
             self._pause_s = STALLED_S
+        if isinstance(self.connection.error, Unproven):
+            self._pause_s = UNFIT_S
         self._source._ended(self.connection, why, self._pause_s)
 
     def _take(self, message: Said) -> None:

@@ -12,31 +12,37 @@ entry that a loss of power leaves half written is found by its checksum.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import re
+import stat
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from kv_cache.tier.store import StoreFailed
+from kv_cache.tier.store import MOST_ENTRY_BYTES, StoreFailed
 
 LOCK, INCOMING = "lock", "incoming"
 # Share of the bound that is freed at once when there is no room, because scanning all files takes a while
 _ROOM = 0.1
 _COUNT_BYTES = 8
+_NO_FILE = (errno.ELOOP, errno.ENXIO, errno.ENODEV)  # a link, a socket, a device that is not there
 _ENTRY = re.compile(r"[0-9a-f]{16}/[0-9a-f]{2}/[0-9a-f]{64}")  # any other file in the folder is left alone
 
 
 class DiskStore:
     """Entries below `folder`, of at most `most_bytes` in total, including those of other identities.
 
-    Raises OSError if the folder cannot be created or written to.
+    An entry of this identity has at most `most_entry_bytes`; no more is read of any. Raises OSError if
+    the folder cannot be created or written to.
     """
 
-    def __init__(self, folder: Path, most_bytes: int, identity: bytes) -> None:
-        self._folder, self._most_bytes = folder, most_bytes
+    def __init__(
+        self, folder: Path, most_bytes: int, identity: bytes, most_entry_bytes: int = MOST_ENTRY_BYTES
+    ) -> None:
+        self._folder, self._most_bytes, self._most_entry_bytes = folder, most_bytes, most_entry_bytes
         self._own = folder / identity.hex()[:16]
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._own.mkdir(mode=0o700, exist_ok=True)
@@ -72,8 +78,8 @@ class DiskStore:
             with self._locked():
                 for key in keys:
                     path = self._path(key)
-                    with contextlib.suppress(FileNotFoundError):
-                        size = path.stat().st_size
+                    with contextlib.suppress(FileNotFoundError, IsADirectoryError):
+                        size = path.lstat().st_size
                         path.unlink()
                         self._book(max(0, self._used() - size))
         except OSError as error:
@@ -84,14 +90,29 @@ class DiskStore:
         os.close(self._lock)
 
     def _read(self, path: Path) -> bytes | None:
+        """Return an entry, or b"" for what is no plain file, or one that is too large."""
         try:
-            entry = path.read_bytes()
-            _use(path)
+            file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except FileNotFoundError:
             return None
         except OSError as error:
+            if error.errno in _NO_FILE:
+                return b""
             raise StoreFailed(str(error)) from error
-        return entry
+        try:
+            found = os.fstat(file)
+            if not stat.S_ISREG(found.st_mode) or found.st_size > self._most_entry_bytes:
+                return b""
+            parts, left = list[bytes](), self._most_entry_bytes
+            while left and (part := os.read(file, left)):
+                parts.append(part)
+                left -= len(part)
+            _use(file)
+        except OSError as error:
+            raise StoreFailed(str(error)) from error
+        finally:
+            os.close(file)
+        return b"".join(parts)
 
     def _put(self, path: Path, entry: bytes) -> None:
         """Write a file that appears under its name when it is whole; the lock admits one writer at a time."""
@@ -131,12 +152,12 @@ class DiskStore:
         target = self._most_bytes - size
         if used > target:
             target = max(0, target - int(_ROOM * self._most_bytes))
-        for _, stat, path in files:
+        for _, found, path in files:
             if used <= target:
                 break
             with contextlib.suppress(FileNotFoundError):
                 path.unlink()
-            used -= stat.st_size
+            used -= found.st_size
         self._book(used)
         return used
 
@@ -145,15 +166,16 @@ class DiskStore:
         for path in self._folder.glob("*/*/*"):
             if _ENTRY.fullmatch("/".join(path.parts[-3:])):
                 with contextlib.suppress(FileNotFoundError):
-                    stat = path.stat()
-                    yield stat.st_mtime_ns, stat, path
+                    found = path.lstat()
+                    if not stat.S_ISDIR(found.st_mode):
+                        yield found.st_mtime_ns, found, path
 
     def _path(self, key: bytes) -> Path:
         name = key.hex()
         return self._own / name[:2] / name
 
 
-def _use(path: Path) -> None:
+def _use(path: Path | int) -> None:
     """Record when a file was used, in nanoseconds, because the system's own file times advance in ticks."""
     now_ns = time.time_ns()
     os.utime(path, ns=(now_ns, now_ns))

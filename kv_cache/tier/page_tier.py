@@ -112,9 +112,10 @@ class PageReads:
         page_bytes: int,
         wait_s: float,
         take_off: Callable[[Sequence[bytes]], None],
+        secret: bytes | None = None,
     ) -> None:
         self._store, self._health, self._counters = store, health, counters
-        self._identity, self._page_bytes = identity, page_bytes
+        self._identity, self._page_bytes, self._secret = identity, page_bytes, secret
         self._wait_s, self._take_off = wait_s, take_off
         self._queue = deque[Lookup]()
         # Start of the call that the store has not answered yet, on the monotonic clock
@@ -208,7 +209,7 @@ class PageReads:
     def _checked(self, key: bytes, entry: bytes) -> bytes | None:
         """Return the content of an entry, or None if it must not be used."""
         try:
-            return content_of(entry, key, self._identity, self._page_bytes)
+            return content_of(entry, key, self._identity, self._page_bytes, self._secret)
         except WrongEntry as error:
             if not self._counters.refused:
                 log.warning("an entry of the tier is not used: %s; further ones are only counted", error)
@@ -234,9 +235,10 @@ class PageWrites:
         identity: bytes,
         page_bytes: int,
         most_queued_bytes: int = MOST_QUEUED_BYTES,
+        secret: bytes | None = None,
     ) -> None:
         self._store, self._health, self._counters = store, health, counters
-        self._identity = identity
+        self._identity, self._secret = identity, secret
         self._most_queued = max(1, most_queued_bytes // page_bytes)
         self._num_queued = 0  # queued pages, including those being written
         # Entries without contents are removals
@@ -303,7 +305,7 @@ class PageWrites:
         if self._is_closing or not self._health.may_be_asked:
             return None
         try:
-            is_new = self._store.write(key, entry_of(content, key, self._identity))
+            is_new = self._store.write(key, entry_of(content, key, self._identity, self._secret))
         except StoreFailed as error:
             self._health.failed(str(error))
             return None
@@ -345,7 +347,7 @@ class PageTier:
 
     `identity` stands for everything that pages depend on except their tokens and salt (see `identity_of`). A
     lookup takes at most `wait_s`. `make` makes copies as a step of the device does, and calls `apply` for
-    those of the tier. `name` is the store's name in the log.
+    those of the tier. `name` is the store's name in the log. With a `secret`, entries are signed.
     """
 
     def __init__(
@@ -359,6 +361,7 @@ class PageTier:
         *,
         pause_s: float = PAUSE_S,
         most_queued_bytes: int = MOST_QUEUED_BYTES,
+        secret: bytes | None = None,
     ) -> None:
         self.make = make
         self._store, self._pages = store, pages
@@ -366,8 +369,8 @@ class PageTier:
         self._reading = StoreHealth(f"reading pages from {name}", pause_s)
         self._writing = StoreHealth(f"writing pages to {name}", pause_s)
         what = self._counters, identity, pages.page_bytes
-        self._writes = PageWrites(store, self._writing, *what, most_queued_bytes)
-        self._reads = PageReads(store, self._reading, *what, wait_s, self._writes.remove)
+        self._writes = PageWrites(store, self._writing, *what, most_queued_bytes, secret)
+        self._reads = PageReads(store, self._reading, *what, wait_s, self._writes.remove, secret)
         self._handed = deque[bytes]()
 
     @property

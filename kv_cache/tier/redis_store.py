@@ -10,15 +10,21 @@ turn comes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
 
 import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from kv_cache.tier.store import StoreFailed
+from borders.refusal import one_line
+from kv_cache.tier.store import MOST_ENTRY_BYTES, StoreFailed
 
 PREFIX = b"cb-pages:"
+_NO_ENTRY = b"no entry"  # in the place of what is none
+# What the client's parser and handshake raise where a server says what none of its kind does
+_FAULTS = (
+    redis.RedisError,
+    *(ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError),
+)
 USED, SIZES, SUM = PREFIX + b"used", PREFIX + b"sizes", PREFIX + b"sum"
 _NOW = "local time = redis.call('TIME') local now = time[1] + time[2] / 1e6 "
 _DROP = """
@@ -54,14 +60,20 @@ _REMOVE = _DROP + "for at = 4, #KEYS do drop(KEYS[at]) end"
 class RedisStore:
     """Entries in the server at `url`, of at most `most_bytes` in total, including those of other identities.
 
-    A call without an answer within `timeout_s` fails. The connection is made by the first call; raises
-    ValueError for a malformed URL.
+    An entry of this identity has at most `most_entry_bytes`; no more is read of any. A call without an answer
+    within `timeout_s` fails. The connection is made by the first call; raises ValueError for a malformed URL.
     """
 
     def __init__(
-        self, url: str, most_bytes: int, identity: bytes, timeout_s: float, password: str | None = None
+        self,
+        url: str,
+        most_bytes: int,
+        identity: bytes,
+        timeout_s: float,
+        password: str | None = None,
+        most_entry_bytes: int = MOST_ENTRY_BYTES,
     ) -> None:
-        self._most_bytes = most_bytes
+        self._most_bytes, self._most_entry_bytes = most_bytes, most_entry_bytes
         self._own = PREFIX + identity.hex()[:16].encode() + b":"
         self._client = redis.Redis.from_url(
             url,
@@ -78,14 +90,18 @@ class RedisStore:
         """See `PageStore.read`; entries that are found count as used."""
         names = [self._name(key) for key in keys]
         try:
-            # A client that does not decode answers with bytes; its stub knows only the union of both modes.
-            entries = cast(list[bytes | None], self._client.mget(names))
-            found = [name for name, entry in zip(names, entries) if entry is not None]
+            asked = self._client.pipeline(transaction=False)
+            for name in names:
+                asked.getrange(name, 0, self._most_entry_bytes)
+            # What is no string is an error in its place
+            said = asked.execute(raise_on_error=False)
+            entries = [each if isinstance(each, bytes) else _NO_ENTRY for each in said]
+            found = [name for name, entry in zip(names, entries) if entry]
             if found:
                 self._touch([USED, SIZES, SUM, *found])
-        except redis.RedisError as error:
-            raise StoreFailed(str(error)) from error
-        return entries
+        except _FAULTS as error:
+            raise StoreFailed(_in_words(error)) from error
+        return [entry or None for entry in entries]
 
     def write(self, key: bytes, entry: bytes) -> bool:
         """See `PageStore.write`."""
@@ -94,15 +110,15 @@ class RedisStore:
             if len(entry) > self._most_bytes or self._client.exists(name):  # checked before the entry is sent
                 return False
             return bool(self._write([USED, SIZES, SUM, name], [entry, self._most_bytes]))
-        except redis.RedisError as error:
-            raise StoreFailed(str(error)) from error
+        except _FAULTS as error:
+            raise StoreFailed(_in_words(error)) from error
 
     def remove(self, keys: Sequence[bytes]) -> None:
         """See `PageStore.remove`."""
         try:
             self._remove([USED, SIZES, SUM, *map(self._name, keys)])
-        except redis.RedisError as error:
-            raise StoreFailed(str(error)) from error
+        except _FAULTS as error:
+            raise StoreFailed(_in_words(error)) from error
 
     def close(self) -> None:
         """See `PageStore.close`."""
@@ -110,3 +126,8 @@ class RedisStore:
 
     def _name(self, key: bytes) -> bytes:
         return self._own + key.hex().encode()
+
+
+def _in_words(error: Exception) -> str:
+    is_known = isinstance(error, redis.RedisError)
+    return one_line(str(error) if is_known else f"the server answers what none does: {error!r}")

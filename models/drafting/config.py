@@ -74,6 +74,11 @@ class MtpConfig(HeadConfig):
         return layer + 2 * self.hidden_size * (1 + self.hidden_size) - self.vocab_size * self.hidden_size
 
 
+def has_int8_cache(target: DecoderConfig) -> bool:
+    """Whether a head's keys and values are int8: it has no scales for channels, if its target has these."""
+    return target.int8_cache and target.scales_in_pages
+
+
 def mtp_config(target: DecoderConfig, num_kept: int) -> MtpConfig:
     """Return the configuration of the first of these layers of `target`; raises ValueError if it has none."""
     if not target.num_unread_layers:
@@ -86,4 +91,5 @@ def mtp_config(target: DecoderConfig, num_kept: int) -> MtpConfig:
     layer = LayerSpec(target.layers[-1].mixer, mlp="dense" if mixture is None else "experts")
     values |= {"family": "mtp", "layers": (layer,), "mixture": mixture}
     values |= {"tie_embeddings": True, "eos_token_ids": (), "num_unread_layers": 0, "window_groups": ()}
+    values["int8_cache"] = has_int8_cache(target)
     return MtpConfig(**values, taps=(target.num_layers,), num_kept=num_kept, number=target.num_layers)

@@ -104,6 +104,7 @@ class Linear(nn.Module):
         super().__init__()
         self.ops, self.form, self.widths, self.dtype = ops, form, widths, dtype
         self.in_parts = False  # one launch of all before latent attention reads the weight of each part
+        self.is_whole = False  # one launch reads the product of all parts
         self.scale_dtype = torch.float32  # type to which scales are rounded, if an operator takes another one
         stored, width = torch.int8 if self.is_int8 or form in ("static", "w8a16") else dtype, in_features
         self.static: StaticScales | None = StaticScales(out_features, device) if form == "static" else None
@@ -130,15 +131,16 @@ class Linear(nn.Module):
         """Pack the filled weight for the device, once, and drop the unpacked one."""
         if self.static is not None:
             assert self.weight is not None, "a linear is packed once"
-            widths = self.widths or (len(self.weight),)
-            made = StaticProducts(self.ops, self.static.beside(self.weight.data), widths, self.dtype)
+            of_all = self.widths or (len(self.weight),)
+            made = StaticProducts(self.ops, self.static.beside(self.weight.data), of_all, self.dtype)
             self.packed, self.static, self.weight = (made.first_weight, made), None, None
             return
         given, ops = self.unpacked(), self.ops
+        widths: Widths = () if self.is_whole else self.widths
         weight, scale, bias = given.weight, given.scale, given.bias
         if isinstance(weight, Int4Weight):
             int4 = weight, bias
-            self.packed = ops.pack_int4_split(*int4, self.widths) if self.widths else ops.pack_int4(*int4)
+            self.packed = ops.pack_int4_split(*int4, widths) if widths else ops.pack_int4(*int4)
         elif self.form == "w8a16" and isinstance(weight, Tensor) and scale is not None:
             self.packed = self._w8a16(weight, scale, bias)
         elif isinstance(weight, PairedInt4):
@@ -146,11 +148,14 @@ class Linear(nn.Module):
             self.packed = ops.pack_w4a8(weight, bias)
         elif scale is not None:
             int8 = weight, scale.float(), bias
-            self.packed = ops.pack_int8_split(*int8, self.widths) if self.widths else ops.pack_int8(*int8)
+            if widths:
+                self.packed = ops.pack_int8_split(*int8, widths, self.in_parts)
+            else:
+                self.packed = ops.pack_int8(*int8)
         else:
             plain = weight, bias
-            if self.widths:
-                self.packed = ops.pack_split(*plain, self.widths, self.in_parts)
+            if widths:
+                self.packed = ops.pack_split(*plain, widths, self.in_parts)
             else:
                 self.packed = ops.pack(*plain)
         self.weight = self.weight_scale = self.weight_offset = None
@@ -248,6 +253,8 @@ class SplitLinear(Linear):
         """Map [T, in] to a tensor [T, width] for each width."""
         assert self.packed is not None, "pack the decoder before its first step"
         ops, packed, widths = self.ops, self.packed, self.widths
+        if self.is_whole:
+            return ops.split(self.whole(x), widths)
         if self.is_int8:
             parts = ops.linear_int8_split(x, packed, widths)
         elif isinstance(self.form, Int4):
@@ -261,6 +268,10 @@ class SplitLinear(Linear):
         if self.low_rank is not None:
             self.low_rank.add(parts, _unquantized(x))
         return parts
+
+    def whole(self, x: Tensor | Int8Rows) -> Tensor:
+        """Map [T, in] to [T, out], the parts of all widths side by side, if the linear `is_whole`."""
+        return self._product(x)
 
 
 class SummedLinear(Linear):

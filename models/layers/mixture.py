@@ -9,6 +9,7 @@ Legend: T tokens of the step, E experts, C experts that a token chooses.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -102,9 +103,15 @@ class Mixture(nn.Module):
                 order = torch.tensor(list(self._by_place), device=self.router.device)
                 self._places = order.argsort().int()  # place of each expert
 
-    def forward(self, x: Tensor, is_asked: Tensor | None = None) -> Tensor:
-        """Map [T, hidden] to [T, hidden]; `is_asked` says which tokens count, as in `StepInputs`."""
-        weights, chosen = self.ops.route(x, self.router, self.correction, self.config, self.router_bias)
+    def forward(self, x: Tensor, wide: Tensor | None = None, is_asked: Tensor | None = None) -> Tensor:
+        """Map [T, hidden] to [T, hidden].
+
+        `wide` is the same in float32, if there is one, and `is_asked` says which tokens count, as in
+        `StepInputs`.
+        """
+        shared = None if self.shared is None else self.ops.begin_beside(partial(self._shared, self.shared, x))
+        read = x if wide is None else wide
+        weights, chosen = self.ops.route(read, self.router, self.correction, self.config, self.router_bias)
         if self.counts is not None:
             one = self.counts.new_ones(len(x)) if is_asked is None else is_asked
             self.counts.index_add_(0, chosen.flatten(), one[:, None].expand_as(chosen).flatten())
@@ -119,12 +126,12 @@ class Mixture(nn.Module):
             part = self.ops.joined_mixture(x, weights, chosen, packed, count, self._gated)
         else:
             part = self.ops.mixture(x, weights, chosen, self._parts)
-        if self.shared is not None:
-            shared = self.shared.part(x)
-            if self.shared_gate is not None:
-                shared = F.linear(x, self.shared_gate).sigmoid() * shared
-            part = part + shared
-        return self.group.all_reduce(part)
+        return self.group.all_reduce(part if shared is None else part + shared())
+
+    def _shared(self, expert: MLP, x: Tensor) -> Tensor:
+        """Return this rank's part of what the shared expert adds for each token."""
+        made = expert.part(x)
+        return made if self.shared_gate is None else F.linear(x, self.shared_gate).sigmoid() * made
 
 
 def _form(linear: Linear) -> Literal["plain", "int8", "int4", "static", "w4a8", "w8a16"]:

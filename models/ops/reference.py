@@ -8,9 +8,9 @@ Legend: T tokens of the step, H query heads, K kv heads, D head dim, R sampled r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import reduce
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from models.ops.operands import (
 )
 from models.packing import WIDENED_ROWS
 from models.parallel.group import Group
+from models.quantization import Stored
 
 LEAST_SUM = 1e-20  # added to the sum of a token's independent scores, which may all be 0
 EXACT_SUM = 1024  # products of two int8 that float32 sums exactly: 128 * 128 * 1024 = 2**24
@@ -75,8 +76,21 @@ class Ops:
 
     def linear_split(self, x: Tensor, packed: Packed, widths: Widths) -> tuple[Tensor, ...]:
         """Map [T, in] to a tensor [T, width] for each of `widths`."""
-        parts: tuple[Tensor, ...] = self.linear(x, packed).split(widths, dim=-1)
+        return self.split(self.linear(x, packed), widths)
+
+    def split(self, y: Tensor, widths: Widths) -> tuple[Tensor, ...]:
+        """Return a tensor [T, width] for each of `widths`, of the product of them all."""
+        parts: tuple[Tensor, ...] = y.split(widths, dim=-1)
         return parts
+
+    def join_heads(
+        self, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+    ) -> Any:
+        """Return what splits the product of queries, keys and values, and norms and rotates its heads.
+
+        None means that they are split, normed and rotated one by one.
+        """
+        return None
 
     def pack_low_rank(self, weight: Tensor) -> Tensor:
         """Return a weight [out, in] of adapters in this device's form for `linear`.
@@ -89,8 +103,8 @@ class Ops:
         """Return what `pack_low_rank` was given, to be changed and packed again."""
         return packed
 
-    def check_int8(self, dtype: torch.dtype) -> None:
-        """Raise ValueError if this device cannot multiply in int8 for a model of this type."""
+    def check_int8(self, dtype: torch.dtype, forms: Collection[Stored]) -> None:
+        """Raise ValueError if this device cannot multiply linears of these forms for a model of this type."""
 
     def pack_int8(self, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Packed:
         """Pack an int8 weight [out, in] with a float32 scale [out] for each output channel."""
@@ -106,14 +120,15 @@ class Ops:
         y: Tensor = self.int8_product(x.rows, weight).float() * scale * x.scale[:, None]
         return (y if bias is None else y + bias.float()).to(x.dtype)
 
-    def pack_int8_split(self, weight: Tensor, scale: Tensor, bias: Tensor | None, widths: Widths) -> Packed:
-        """Pack an int8 weight whose outputs are read in parts."""
+    def pack_int8_split(
+        self, weight: Tensor, scale: Tensor, bias: Tensor | None, widths: Widths, in_parts: bool = False
+    ) -> Packed:
+        """Pack an int8 weight whose outputs are read in parts; `in_parts` as for `pack_split`."""
         return self.pack_int8(weight, scale, bias)
 
     def linear_int8_split(self, x: Tensor | Int8Rows, packed: Packed, widths: Widths) -> tuple[Tensor, ...]:
         """Map [T, in] to a tensor [T, width] for each of `widths`; `x` as for `linear_int8`."""
-        parts: tuple[Tensor, ...] = self.linear_int8(x, packed).split(widths, dim=-1)
-        return parts
+        return self.split(self.linear_int8(x, packed), widths)
 
     def pack_static(self, weight: StaticInt8, dtype: torch.dtype) -> Packed:
         """Pack an int8 weight whose rows are quantised alike, for results of this type."""
@@ -195,8 +210,7 @@ class Ops:
 
     def linear_int4_split(self, x: Tensor, packed: Packed, widths: Widths) -> tuple[Tensor, ...]:
         """Map [T, in] to a tensor [T, width] for each of `widths`."""
-        parts: tuple[Tensor, ...] = self.linear_int4(x, packed).split(widths, dim=-1)
-        return parts
+        return self.split(self.linear_int4(x, packed), widths)
 
     def quantized(self, x: Tensor | Int8Rows) -> Int8Rows:
         """Return the rows [T, n] that linears in int8 multiply."""
@@ -221,16 +235,39 @@ class Ops:
     def await_prefetch(self) -> None:
         """Let what follows start only after the prefetch."""
 
+    def begin_beside(self, compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """Return what gives the result of `compute`, which may begin at once beside what is asked next.
+
+        The result has to be asked for, once.
+        """
+        return compute
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Normalise over the last dimension, in float32; `weight` [x.shape[-1]]. Any leading dimensions."""
         wide = x.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
         return weight * wide.to(x.dtype)
 
+    def gated_rms_norm(
+        self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, kind: Literal["silu", "sigmoid"]
+    ) -> Tensor:
+        """Return `rms_norm` of x, multiplied by what the function of this kind makes of the gate, like x."""
+        wide = x.float()
+        wide = weight.float() * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps))
+        opened = F.silu(gate.float()) if kind == "silu" else gate.float().sigmoid()
+        return (wide * opened).to(x.dtype)
+
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """Return (rms_norm(x + residual), x + residual)."""
         residual = residual + x
         return self.rms_norm(residual, weight, eps), residual
+
+    def add_rms_norm_wide(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (rms_norm(x + residual), the same in float32, x + residual): a router reads the second."""
+        normed, total = self.add_rms_norm(x, residual, weight, eps)
+        return normed, normed.float(), total
 
     def add_rms_norm_int8(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
@@ -293,8 +330,8 @@ class Ops:
     ) -> tuple[Tensor, Tensor]:
         """Return float32 weights [T, C] of the chosen experts [T, C], for x [T, hidden], router [E, hidden].
 
-        The router is float32. `correction` [E] is given if the mixture `is_corrected`, `bias` [E] if it
-        `is_biased`.
+        The router is float32, and `x` may be. `correction` [E] is given if the mixture `is_corrected`, `bias`
+        [E] if it `is_biased`.
         """
         scores = F.linear(x.float(), router, bias)
         scores = scores.softmax(-1) if config.scores == "softmax" else scores.sigmoid()

@@ -25,6 +25,9 @@ LEAST_GAIN = 1.05  # ratio of the slowest rank's loads; a smaller gain is within
 Layers = tuple[tuple[int, ...], ...]  # one number for each expert of each layer; empty for a dense layer
 
 
+_TOTALS = integers(1, 2**63 - 1)
+
+
 def balanced(counts: Sequence[int], parts: int) -> tuple[int, ...]:
     """Return the experts of a layer, those of the first part first, in rising order within a part."""
     room = len(counts) // parts
@@ -115,8 +118,8 @@ def _warnings(counts: Layers, parts: int, said: dict[str, Any], gain: float) -> 
     held, found = max(map(len, counts)) // parts, []
     if held <= FEW_EXPERTS:
         found.append(f"a rank holds {held} experts; vllm-ascend advises against it up to {FEW_EXPERTS}")
-    steps, chosen = said.get("steps"), said.get("num_chosen")
-    if isinstance(steps, int) and isinstance(chosen, int) and steps > 0 < chosen:
+    steps, chosen = (_TOTALS.read(said.get(name)) for name in ("steps", "num_chosen"))
+    if steps is not None and chosen is not None:
         tokens = max(map(sum, counts)) / chosen / steps / parts
         if tokens < FEW_TOKENS:
             found.append(

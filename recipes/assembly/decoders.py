@@ -73,7 +73,7 @@ def draft_decoder(
         attention.check()
         attention.check_longest(memory.longest_tokens)
         if draft.is_int8:
-            ops.check_int8(TORCH_DTYPES[draft.dtype])
+            ops.check_int8(TORCH_DTYPES[draft.dtype], draft.int8_forms)
         if isinstance(draft, Eagle3Config):
             head = Eagle3(draft, ops, attention)
             head_weights.load(head, path, rotation_of(config.quantization, config.hidden_size))

@@ -69,25 +69,30 @@ class BuiltEngine:
     ranks: Ranks | None = None  # set where there are several ranks
     adapters: Adapters | None = None  # set where there is room for adapters
     tier: PageTier | None = None  # set where pages rest in a tier below the host's memory
+    learned: Callable[[], str] = lambda: (
+        ""
+    )  # what its machine has learned, for an engine that takes its place
 
 
 def build(
     recipe: Recipe,
     clock: Callable[[], float] = time.monotonic,
     tell: Callable[[str], None] = lambda _: None,
+    learned: str = "",
 ) -> BuiltEngine:
     """Return the engine of a recipe, with its other ranks, if it has any.
 
     Raises ValueError for a recipe that cannot be built, and OSError where a rank is lost meanwhile. The
     choices made are logged, one line each for the device, the model, the cache, the defaults that the
     scheduler's policy took, and the operators. `tell` is given what is done, stage by stage, by each of
-    several ranks.
+    several ranks. `learned` is from the engine whose place this one takes, and says nothing to several ranks,
+    which measure nothing.
     """
     if recipe.scheduler.record is not None:
         _check_recording(recipe.scheduler.record)  # checked before the build, which takes minutes
     sinks: list[Sink] = []
     if recipe.parallel.ranks == 1:
-        built = assemble(recipe, clock=clock, tell=tell)
+        built = assemble(recipe, clock=clock, tell=tell, learned=learned)
     else:
         share_of(recipe, 0)  # invalid shares are refused before processes are started
         cluster = find_cluster(recipe.parallel, os.environ)
@@ -128,6 +133,7 @@ def assemble(
     world: Group = ALONE,
     clock: Callable[[], float] = time.monotonic,
     tell: Callable[[str], None] = lambda _: None,
+    learned: str = "",
 ) -> BuiltEngine:
     """Build this rank's part of the engine of a recipe.
 
@@ -136,7 +142,7 @@ def assemble(
     tell("planning its memory")
     config, share = share_of(recipe, world.rank)
     group, stages = divided(world, share)
-    machine = start(recipe.device)
+    machine = start(recipe.device, learned)
     machine.join(group)
     memory = plan_memory(recipe, config, machine.memory_bytes(), share=share)
     memory = _least(recipe, config, memory, world, share, machine)
@@ -178,7 +184,9 @@ def assemble(
     limits = replace(limits, num_pages=memory.num_pages)
     facts = facts_of(recipe.scheduler, recipe.cache, limits, recipe.speculation, depth, costs)
     return BuiltEngine(
-        engine, runner, config, memory, machine.name, largest_step_s, facts, experts, adapters=adapters
+        *(engine, runner, config, memory, machine.name, largest_step_s, facts, experts),
+        adapters=adapters,
+        learned=lambda: machine.learned,
     )
 
 
@@ -196,7 +204,7 @@ def _loaded(
     attention.check()
     attention.check_longest(memory.longest_tokens)
     if config.is_int8:
-        ops.check_int8(TORCH_DTYPES[config.dtype])
+        ops.check_int8(TORCH_DTYPES[config.dtype], config.int8_forms)
     if config.kept_form is not None:
         part, size = share.part(config), config.kept_form.group_size
         ops.check_int4(TORCH_DTYPES[config.dtype], size, largest_side(part), inputs_of_experts(part))

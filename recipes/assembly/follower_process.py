@@ -22,6 +22,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from borders.shared_secret import prove_as_dialler, within
 from continuous_batching.recording.follower import Beats, Follower, differences
 from models.parallel.group import BACKENDS, join
 from recipes.assembly.engine import assemble
@@ -31,6 +32,7 @@ from recipes.cluster.rank_process import (
     LENGTH,
     RECIPE,
     RECORDING,
+    SECRET,
     WAIT_S,
     adopted,
     common,
@@ -80,13 +82,15 @@ def _end_without_leader() -> None:
 def follow(recipe: Recipe, rank: int, leader: str, *, adopts: bool = False) -> None:
     """Join, build, and follow until the leader closes its recording; with its settings, if `adopts`."""
     host, _, port = leader.rpartition(":")
-    within = timedelta(seconds=recipe.parallel.connect_timeout_s)
+    limit_s = recipe.parallel.connect_timeout_s
     try:
-        store = dist.TCPStore(host, int(port), is_master=False, timeout=within)
+        store = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=limit_s))
         near, _, port = store.get(RECORDING).decode().rpartition(":")
     except dist.DistError as error:
-        raise NoLeader(f"no leader at {leader} within {within.total_seconds():g} s") from error
-    with socket.create_connection((near, int(port)), within.total_seconds()) as connection:
+        raise NoLeader(f"no leader at {leader} within {limit_s:g} s") from error
+    with socket.create_connection((near, int(port)), limit_s) as connection:
+        receive = within(connection, limit_s)
+        prove_as_dialler(store.get(SECRET), connection.sendall, receive)
         connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux has it

@@ -14,11 +14,13 @@ from pathlib import Path
 
 import torch
 
+from borders.files import in_one_line
+from borders.shared_secret import read_secret
 from continuous_batching.engine import Engine
 from kv_cache.device.page_bytes import PageBytes
 from kv_cache.tier.disk import DiskStore
 from kv_cache.tier.page_tier import PageTier
-from kv_cache.tier.store import PageStore, identity_of
+from kv_cache.tier.store import HEAD_BYTES, PageStore, identity_of
 from models.checkpoint.files import checkpoint_files
 from models.config import needs_long_factors
 from models.step.runner import ModelRunner
@@ -48,8 +50,9 @@ def attach_tier(recipe: Recipe, engine: Engine, runner: ModelRunner, memory: Mem
     began_s, cache = time.perf_counter(), runner.cache
     pages = PageBytes(cache)
     identity = identity_of(_facts(recipe, runner, memory.longest_tokens, pages))
-    store, where = _store(asked, identity)
-    tier = PageTier(store, pages, cache.apply, identity, asked.wait_s, where)
+    store, where = _store(asked, identity, pages.page_bytes + HEAD_BYTES)
+    secret = None if asked.key_file is None else _secret(asked.key_file)
+    tier = PageTier(store, pages, cache.apply, identity, asked.wait_s, where, secret=secret)
     cache.tier = engine.tier = tier
     took_s = time.perf_counter() - began_s
     log.info("tier of pages: %s, identity %s, known after %.1f s", where, identity.hex()[:16], took_s)
@@ -100,13 +103,13 @@ def _file_digest(file: Path) -> str:
     return hashed.hexdigest()
 
 
-def _store(asked: TierSection, identity: bytes) -> tuple[PageStore, str]:
+def _store(asked: TierSection, identity: bytes, entry_bytes: int) -> tuple[PageStore, str]:
     """Return the store, and its name in the log."""
     most_bytes = int(asked.gib * GIB)
     if asked.kind == "disk":
         folder = place_of(asked, ROOT)
         try:
-            return DiskStore(folder, most_bytes, identity), str(folder)
+            return DiskStore(folder, most_bytes, identity, entry_bytes), str(folder)
         except OSError as error:
             problem, fix = f"{folder} cannot be used: {error.strerror or error}", "choose another"
             raise RecipeError((f"{NAME}.path", NAME), problem, fix, value=asked.path) from error
@@ -117,7 +120,8 @@ def _store(asked: TierSection, identity: bytes) -> tuple[PageStore, str]:
         problem, fix = f"needs {error.name}", "bash scripts/setup.sh redis installs it"
         raise RecipeError((f"{NAME}.kind", NAME), problem, fix, value=asked.kind) from error
     password = None if asked.password_file is None else _password(asked.password_file)
-    return RedisStore(asked.url, most_bytes, identity, asked.wait_s, password), asked.url
+    store = RedisStore(asked.url, most_bytes, identity, asked.wait_s, password, entry_bytes)
+    return store, asked.url
 
 
 def _password(name: str) -> str:
@@ -127,3 +131,10 @@ def _password(name: str) -> str:
     except (OSError, UnicodeDecodeError) as error:
         problem = f"{file} cannot be read: {getattr(error, 'strerror', None) or error}"
         raise RecipeError((f"{NAME}.password_file", NAME), problem, value=name) from error
+
+
+def _secret(name: str) -> bytes:
+    try:
+        return read_secret(ROOT / Path(name).expanduser())
+    except (OSError, ValueError) as error:
+        raise RecipeError((f"{NAME}.key_file", NAME), in_one_line(error), value=name) from error

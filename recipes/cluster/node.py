@@ -39,7 +39,7 @@ def hold(recipe: Recipe, cluster: Cluster, *, in_turn: bool = False) -> int:
     num_closed = 0
     for each in (signal.SIGTERM, signal.SIGINT):
         signal.signal(each, _end)
-    stay_near(cluster)
+    stay_near(cluster, recipe.parallel.interface)
     here = cluster.ranks_of(cluster.node, recipe.parallel.ranks)
     own, leader = recipe_of_a_rank(recipe, len(here)), f"{cluster.leader}:{cluster.port}"
     devices = devices_of(recipe, len(here))

@@ -23,11 +23,18 @@ from recipes.schema.recipe_error import RecipeError
 # The variable by which a process sees some devices alone, by the kind of device
 VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
 RECORDING = "recording"  # key under which the leader's store holds the address of its recording
+SECRET = "secret"  # key of the secret that the other ranks prove when they join
 FAILED = 3  # status of a rank that has lost its leader, or has told it why it ends
 ALONE = 4  # status of a rank that has found no leader in time
 WAIT_S = "wait_s"  # key of the time that a collective may wait
 RECIPE = "recipe"  # key of the leader's `common` settings
-OF_A_MACHINE = ("model.path", "speculation.draft_path", "scheduler.record", "parallel.nodes")
+OF_A_MACHINE = (
+    "model.path",
+    "speculation.draft_path",
+    "scheduler.record",
+    "parallel.nodes",
+    "parallel.interface",
+)
 LENGTH = struct.Struct("<Q")  # length of the recipe that a rank reads first
 FOLLOWER = "recipes.assembly.follower_process"
 

@@ -13,7 +13,7 @@ import socket
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -21,15 +21,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from borders.addresses import is_loopback
+from borders.shared_secret import new_secret
 from continuous_batching.batch import Batch, Sampled
 from continuous_batching.engine import Runner
 from continuous_batching.recording.listeners import Listeners, RankLost
 from kv_cache.pages import PageCopy
 from models.parallel.group import BACKENDS, join
-from recipes.cluster.cluster import HERE, Cluster, own_address
+from recipes.cluster.cluster import Cluster, own_address
+from recipes.cluster.joining import Joining, bound, leader_address, tell_libraries
 from recipes.cluster.rank_process import (
     RECIPE,
     RECORDING,
+    SECRET,
     WAIT_S,
     RankProcess,
     common,
@@ -44,7 +48,7 @@ LOST = 70  # the status of a process that ends because a rank is lost
 SHORTEST_LIMIT_S = 20.0
 LARGEST_STEPS = 5  # a step may take this multiple of the largest step that was measured
 _GRACE_S = 2.0  # time for a step to notice that a rank is lost, and for ranks to end by themselves
-_LONGEST_LINE = 2000  # most bytes of the line by which a rank joins
+_LOOKS_S = 0.1  # interval between checks whether a rank has ended instead of joining
 _LOSS_NEWS_S = 1.0  # time from a failed collective to the news of the lost rank
 
 
@@ -66,7 +70,7 @@ class Ranks:
         # A collective waits for ranks that still load or compile. The listeners end a step that takes too
         # long, so nothing needs a shorter limit of its own.
         self.wait_s = max(start_limit_s, self._limit_s)
-        stay_near(cluster)
+        stay_near(cluster, recipe.parallel.interface)
         start(recipe.device)  # it imports the library of the collectives
         try:
             store, connections = self._gathered(recipe, cluster)
@@ -87,29 +91,30 @@ class Ranks:
         ranks, within_s = recipe.parallel.ranks, recipe.parallel.connect_timeout_s
         here = cluster.ranks_of(0, ranks)
         devices = devices_of(recipe, len(here))
-        # Other machines may know this one by an address that is not its own, such as a service's.
-        near = HERE if cluster.leader in (HERE, "localhost") else ""
-        with bound(near, 0) as server, bound(near, cluster.port) as of_store:
-            port = of_store.getsockname()[1]
+        address = leader_address(cluster, recipe.parallel.interface)
+        with bound(address, 0) as server, bound(address, cluster.port) as of_store:
+            port, found_at = of_store.getsockname()[1], address or cluster.leader
             store = dist.TCPStore(
-                cluster.leader,
+                found_at,
                 port,
                 is_master=True,
                 wait_for_workers=False,
                 timeout=timedelta(seconds=within_s),
                 master_listen_fd=of_store.detach(),
             )
-            store.set(RECORDING, f"{near or own_address()}:{server.getsockname()[1]}")
+            secret = new_secret()
+            store.set(RECORDING, f"{address or own_address()}:{server.getsockname()[1]}")
+            store.set(SECRET, secret.decode())
             store.set(WAIT_S, str(self.wait_s))
             store.set(RECIPE, json.dumps(common(recipe)))
             for rank, device in list(zip(here, devices))[1:]:
-                self._processes.append(RankProcess(recipe, rank, f"{cluster.leader}:{port}", device))
-            return store, self._accepted(server, ranks, within_s)
+                self._processes.append(RankProcess(recipe, rank, f"{found_at}:{port}", device))
+            with closing(Joining(server, secret)) as joining:
+                return store, self._accepted(joining, ranks, within_s)
 
-    def _accepted(self, server: socket.socket, ranks: int, within_s: float) -> dict[str, socket.socket]:
+    def _accepted(self, joining: Joining, ranks: int, within_s: float) -> dict[str, socket.socket]:
         found: dict[int, tuple[str, socket.socket]] = {}
         end_s = time.monotonic() + within_s
-        server.settimeout(0.1)
         with ExitStack() as opened:  # closed where the ranks do not come together
             while len(found) < ranks - 1:
                 missing = [rank for rank in range(1, ranks) if rank not in found]
@@ -122,12 +127,11 @@ class Ranks:
                         f"of {ranks} ranks, {who} has not joined within {within_s:g} s; see its log, or raise"
                         " parallel.connect_timeout_s"
                     )
-                try:
-                    connection, _ = server.accept()
-                except socket.timeout:  # noqa: UP041, which Python 3.10 knows apart from TimeoutError
+                came = joining.next(_LOOKS_S)
+                if came is None:
                     continue
+                rank, name, connection = came
                 opened.enter_context(connection)
-                rank, name = introduced(connection, _LOSS_NEWS_S)
                 if rank not in missing:
                     raise RankLost(
                         f"{name} joins, and of {ranks} ranks only {missing} are missing: is one twice?"
@@ -188,37 +192,6 @@ def _close(processes: Sequence[RankProcess], listeners: Listeners) -> None:
         dist.destroy_process_group()
 
 
-def bound(address: str, port: int) -> socket.socket:
-    """Return a socket that listens there; raises OSError that says how to find another port."""
-    try:
-        return socket.create_server((address, port))
-    except OSError as error:
-        if not port:
-            raise
-        raise RankLost(
-            f"port {port}, at which the ranks of other machines join, cannot be used"
-            f" ({error.strerror or error}); end what uses it, or set MASTER_PORT to another on all machines"
-        ) from error
-
-
-def introduced(connection: socket.socket, within_s: float) -> tuple[int, str]:
-    """Return the rank at the other end of a new connection, and its name, from its first line."""
-    connection.settimeout(within_s)
-    line = b""
-    while not line.endswith(b"\n"):
-        more = connection.recv(1)
-        if not more or len(line) > _LONGEST_LINE:
-            break
-        line += more
-    if not line[:1].isdigit():
-        said = line.decode("utf-8", "replace").strip()
-        raise RankLost(f"a rank cannot join: {said or 'it has said nothing'}")
-    connection.settimeout(None)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    rank, _, where = line.decode().strip().partition(" ")
-    return int(rank), f"rank {rank} ({where})"
-
-
 def devices_of(recipe: Recipe, ranks: int) -> Sequence[str | None]:
     """Return the device of each of this machine's ranks, as the variable that makes it visible names it."""
     kind = recipe.device.kind
@@ -230,13 +203,15 @@ def devices_of(recipe: Recipe, ranks: int) -> Sequence[str | None]:
     return (named_devices(kind, os.environ) or list(map(str, range(there))))[:ranks]
 
 
-def stay_near(cluster: Cluster) -> None:
-    """Let the ranks of one machine meet on its loopback.
+def stay_near(cluster: Cluster, interface: str | None) -> None:
+    """Let the ranks of one machine meet on its loopback, and those of several at the recipe's interface.
 
-    Its host name may resolve to another address.
+    The host name of a machine may resolve to another address.
     """
-    if cluster.leader in (HERE, "localhost"):
+    if is_loopback(cluster.leader):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    else:
+        tell_libraries(interface)
 
 
 def recipe_of_a_rank(recipe: Recipe, ranks_here: int) -> Recipe:

@@ -12,7 +12,7 @@ from typing import Any
 from borders.refusal import abbreviate
 from models.checkpoint.huggingface import boolean, integer
 from models.config import DecoderConfig
-from models.drafting.config import EMBEDDING, Eagle3Config
+from models.drafting.config import EMBEDDING, Eagle3Config, has_int8_cache
 from recipes.llama.model import config as llama
 
 LEAST_LAYERS = 7  # the three layers that it reads would otherwise not be in ascending order
@@ -50,7 +50,7 @@ def config(
     values |= {
         "family": "eagle3",
         "dtype": target.dtype,
-        "int8_cache": target.int8_cache,
+        "int8_cache": has_int8_cache(target),
         "eos_token_ids": (),
     }
     return Eagle3Config(

@@ -6,12 +6,14 @@ scheduler with its policies.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
+from borders.addresses import is_loopback
 from borders.numbers import PORTS, POSITIVE
 from recipes.schema.recipe_error import RecipeError, in_words
 from recipes.schema.scheduler_defaults import completed
 from recipes.schema.scheduler_section import READ_WHERE, UNSAID, WHOLE, SchedulerSection
+from recipes.schema.server_section import ServerSection
 
 
 def answer_contradictions(tool_format: str, reasoning: str) -> Iterator[RecipeError]:
@@ -28,28 +30,12 @@ def answer_contradictions(tool_format: str, reasoning: str) -> Iterator[RecipeEr
         )
 
 
-# These are ratios of query heads to key-value heads, of 128 numbers each, for which
-# npu_fused_infer_attention_score_v2 reads int8 pages in FRACTAL_NZ. It takes a scale for each channel, or one
-# for each token that all heads share.
-NPU_HEADS = ("10:1", "64:8", "80:8", "128:16")
-
-
 def int8_contradictions(dtype: str, kind: str, attention: str) -> Iterator[RecipeError]:
-    """Yield what contradicts `cache.dtype: int8`, which has one scale for each token and head."""
-    if dtype != "int8":
-        return
-    if kind == "npu":
-        yield RecipeError(
-            ("cache.dtype", "device.kind"),
-            f"an NPU reads int8 keys and values only for {', '.join(NPU_HEADS)} heads of 128, and none with a"
-            " scale for each token and head",
-            "set it to auto",
-            value=dtype,
-        )
-    if attention != "reference":
+    """Yield what contradicts `cache.dtype: int8`, which an NPU's fused attention reads, too."""
+    if dtype == "int8" and attention != "reference" and kind != "npu":
         yield RecipeError(
             ("cache.dtype", "device.attention"),
-            f"only plain torch reads int8 keys and values, and device.attention is {attention}",
+            f"only plain torch reads int8 keys and values here, and device.attention is {attention}",
             "set device.attention to reference, or this to auto",
             value=dtype,
         )
@@ -70,14 +56,16 @@ _OWN_PAGES = ("draft", "eagle3", "mtp")  # kinds of speculation that keep keys o
 
 
 def page_contradictions(
-    pages_at: str | None, prompt_replicas: Sequence[str], *, is_sharing: bool, ranks: int, speculation: str
+    server: ServerSection, *, is_sharing: bool, ranks: int, speculation: str
 ) -> Iterator[RecipeError]:
     """Yield what contradicts `server.pages_at` and `server.prompt_replicas`."""
+    pages_at, prompt_replicas = server.pages_at, server.prompt_replicas
     asked = {"server.pages_at": pages_at, "server.prompt_replicas": list(prompt_replicas) or None}
     for name, endpoints in {"server.pages_at": [pages_at], "server.prompt_replicas": prompt_replicas}.items():
         for endpoint in endpoints:
-            if endpoint is not None and not _is_address(endpoint):
-                yield RecipeError(name, "is no tcp://HOST:PORT", "write it so", value=endpoint)
+            if endpoint is not None:
+                yield from _address_contradictions(name, endpoint, server)
+    yield from _credential_contradictions(server)
     if pages_at in prompt_replicas and pages_at is not None:
         yield RecipeError(
             ("server.pages_at", "server.prompt_replicas"),
@@ -109,10 +97,44 @@ def page_contradictions(
             )
 
 
-def _is_address(endpoint: str) -> bool:
+_TLS = ("pages_tls_certificate", "pages_tls_private_key", "pages_tls_authority")
+
+
+def _address_contradictions(name: str, endpoint: str, server: ServerSection) -> Iterator[RecipeError]:
+    """Yield what is wrong with an address of pages: its form, or that others reach it without a proof."""
     kind, _, rest = endpoint.partition("://")
     host, _, port = rest.rpartition(":")
-    return kind == "tcp" and bool(host) and PORTS.parse(port) is not None
+    if kind != "tcp" or not host or PORTS.parse(port) is None:
+        yield RecipeError(name, "is no tcp://HOST:PORT", "write it so", value=endpoint)
+    elif not (
+        is_loopback(host) or server.pages_key_file or server.pages_tls_certificate or server.pages_open
+    ):
+        yield RecipeError(
+            (name, "server.pages_key_file"),
+            f"{in_words(host)} is not this machine alone, and neither side would prove who it is",
+            "set server.pages_key_file to a secret (openssl rand -hex 32), or server.pages_open to true where"
+            " nobody else reaches this network",
+            value=endpoint,
+        )
+
+
+def _credential_contradictions(server: ServerSection) -> Iterator[RecipeError]:
+    """Yield files of TLS without the others, and credentials where no pages are exchanged."""
+    named = {name: getattr(server, name) for name in _TLS}
+    missing = [name for name, path in named.items() if path is None]
+    for name, path in (named | {"pages_key_file": server.pages_key_file}).items():
+        if path is not None and server.pages_at is None and not server.prompt_replicas:
+            yield RecipeError(
+                (f"server.{name}", "server.pages_at"),
+                "read only where server.pages_at or server.prompt_replicas is set",
+                "set one of them, or leave this out",
+                value=path,
+            )
+    for name in missing if len(missing) < len(_TLS) else ():
+        others = " and ".join(f"server.{each}" for each in _TLS if named[each] is not None)
+        yield RecipeError(
+            f"server.{name}", f"required where {others} is set, and missing", "set all three, or none"
+        )
 
 
 def contradictions(scheduler: SchedulerSection) -> Iterator[RecipeError]:

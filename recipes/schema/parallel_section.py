@@ -10,6 +10,7 @@ from recipes.schema.keys import key
 from recipes.schema.recipe_error import RecipeError
 
 MOST_RANKS = 1024
+ALL_ADDRESSES = "all"  # in place of an interface
 LEADER_PORT = 29_400  # ranks of other nodes join at this port, unless a launcher names another
 
 
@@ -43,6 +44,12 @@ class ParallelSection:
     nodes: tuple[str, ...] | None = key(
         "addresses of the machines that hold the ranks, in equal numbers; the first leads; null: as the"
         " launcher says, or this machine alone",
+        default=None,
+    )
+    interface: str | None = key(
+        "the network interface at which the first machine lets the others join, and which the collectives of"
+        " this machine use, such as eth0; all: any, for a network that nobody else reaches; null: the address"
+        " by which the others find the first one, and whatever the collectives choose",
         default=None,
     )
     connect_timeout_s: float = key(

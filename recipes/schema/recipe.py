@@ -155,8 +155,9 @@ class CacheSection:
 
     page_size: int = key("tokens in a page", default=16, least=1, most=1024)
     dtype: Literal["auto", "int8"] = key(
-        "type of keys and values; int8: half the bytes of 16 bits, and a scale for each token and head; on"
-        " cpu or cuda, where `device.attention` is reference; auto: as `model.dtype`",
+        "type of keys and values; int8: half the bytes of 16 bits, and a scale for each token and head, where"
+        " `device.attention` is reference; on npu, where it is fused, with a checkpoint's scales for each"
+        " channel alone (C8); auto: as `model.dtype`",
         default="auto",
     )
     num_pages: int | None = key(
@@ -202,7 +203,8 @@ class CacheSection:
     tier: dict[str, Any] | None = key(
         "where pages rest below `cache.host_gib`, so that a restart, or another engine, finds them: `kind`"
         " disk (with `path`, a folder) or redis (with `url`, and `password_file`), `gib`, the most that all"
-        " pages there take, and `wait_s`, how long a request waits for its pages (0.5); null: nowhere",
+        " pages there take, `wait_s`, how long a request waits for its pages (0.5), `key_file`, a secret with"
+        " which they are signed, and `open`, which lets redis be on another machine without; null: nowhere",
         default=None,
     )
     prefix_sharing: bool = key(
@@ -294,8 +296,7 @@ class Recipe:
         yield from self._device_contradictions()
         yield from event_contradictions(self.cache.events, is_sharing=self.cache.prefix_sharing)
         yield from page_contradictions(
-            self.server.pages_at,
-            self.server.prompt_replicas,
+            self.server,
             is_sharing=self.cache.prefix_sharing,
             ranks=self.parallel.ranks,
             speculation=self.speculation.kind,

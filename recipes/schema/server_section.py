@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from borders.field_table import MOST_LEASE_S
@@ -76,7 +77,7 @@ class ServerSection:
     )
     pages_at: str | None = key(
         "where this engine computes prompts for others and sends them the pages, tcp://HOST:PORT, beside what"
-        " it serves itself; it asks for no key: keep others out; null: nowhere",
+        " it serves itself; null: nowhere",
         default=None,
     )
     prompt_replicas: tuple[str, ...] = key(
@@ -101,6 +102,29 @@ class ServerSection:
         default=10.0,
         least=0.001,
         most=MOST_LEASE_S,
+    )
+    pages_key_file: Path | None = key(
+        "pages_at, prompt_replicas: a file of a secret of at least 32 bytes, which engines that exchange"
+        " pages prove to each other and never send; null: anyone who reaches the port may ask for pages",
+        default=None,
+    )
+    pages_tls_certificate: Path | None = key(
+        "pages_at, prompt_replicas: a PEM file of this engine's certificate, with which pages are encrypted;"
+        " null: they are not",
+        default=None,
+    )
+    pages_tls_private_key: Path | None = key(
+        "a PEM file of its private key, without a password", default=None
+    )
+    pages_tls_authority: Path | None = key(
+        "a PEM file of the authority that signed the certificates of all engines that exchange pages, and of"
+        " nobody else",
+        default=None,
+    )
+    pages_open: bool = key(
+        "let pages_at and prompt_replicas have addresses beyond this machine without pages_key_file and"
+        " pages_tls_certificate: for a network that nobody else reaches",
+        default=False,
     )
     max_requests: int = key(
         "the most requests in the server at once, each sample counted; further ones are asked to try again"
@@ -218,3 +242,18 @@ class ServerSection:
         least=1,
         most=_DAY_S,
     )
+
+    @property
+    def proves_pages(self) -> bool:
+        """Whether engines that exchange pages with this one prove who they are."""
+        return self.pages_key_file is not None or self.pages_tls_certificate is not None
+
+    @property
+    def pages_tls(self) -> tuple[Path, Path, Path] | None:
+        """The files of certificate, private key and authority; None where pages are not encrypted."""
+        certificate, key, authority = (
+            self.pages_tls_certificate,
+            self.pages_tls_private_key,
+            self.pages_tls_authority,
+        )
+        return (certificate, key, authority) if certificate and key and authority else None

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
+from borders.addresses import is_loopback
 from recipes.schema.keys import key, keys_of
 from recipes.schema.recipe_error import RecipeError, in_words, nearest
 
@@ -27,6 +28,12 @@ class TierSection:
     path: str | None = key("disk: the folder; relative to the repository", default=None)
     url: str | None = key("redis: the server, redis://HOST:PORT/DB, rediss:// or unix://PATH", default=None)
     password_file: str | None = key("redis: a file that holds the server's password", default=None)
+    key_file: str | None = key(
+        "a file of a secret of at least 32 bytes with which pages are signed; null: whoever can write to the"
+        " store can change answers",
+        default=None,
+    )
+    open: bool = key("redis: let the server be on another machine without key_file", default=False)
     wait_s: float = key("how long a request waits for its pages", default=0.5, least=0.001, most=60)
 
 
@@ -83,9 +90,9 @@ def _places(tier: TierSection) -> Iterator[RecipeError]:
     own = _PLACE[tier.kind]
     if getattr(tier, own) is None:
         yield RecipeError((f"{NAME}.{own}", NAME), f"required where {NAME}.kind is {tier.kind}, and missing")
-    for kind, names in (("disk", ("path",)), ("redis", ("url", "password_file"))):
+    for kind, names in (("disk", ("path",)), ("redis", ("url", "password_file", "open"))):
         for name in names:
-            if tier.kind != kind and getattr(tier, name) is not None:
+            if tier.kind != kind and getattr(tier, name) not in (None, False):
                 problem = f"read only where {NAME}.kind is {kind}, and it is {tier.kind}"
                 yield RecipeError(
                     (f"{NAME}.{name}", NAME), problem, "leave it out", value=getattr(tier, name)
@@ -102,6 +109,14 @@ def _places(tier: TierSection) -> Iterator[RecipeError]:
     elif parts.password is not None:
         problem, fix = "holds a password, which logs and recordings would show", f"use {NAME}.password_file"
         yield RecipeError((f"{NAME}.url", NAME), problem, fix)
+    elif parts.scheme != "unix" and not (is_loopback(parts.hostname or "") or tier.key_file or tier.open):
+        yield RecipeError(
+            (f"{NAME}.key_file", NAME),
+            f"{in_words(parts.hostname)} is another machine, and who can write there could change answers",
+            f"let it name a secret with which pages are signed (openssl rand -hex 32), or set {NAME}.open to"
+            " true where nobody else reaches that server",
+            value=tier.url,
+        )
 
 
 def place_of(tier: TierSection, root: Path) -> Path:

@@ -2,8 +2,8 @@
 
     python -m serving.engine.main SOCKET RECIPE [key=value ...] [--profile NAME]
 
-The process begins when it reads BEGIN from its standard input, and ends when its parent does, however that
-ends.
+The process begins when it reads BEGIN and a line from its standard input, and ends when its parent does,
+however that ends.
 """
 
 from __future__ import annotations
@@ -49,6 +49,22 @@ def _end_with_parent(engines: list[Engine]) -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
+def _wait_to_begin() -> str | None:
+    """Wait for BEGIN and return the line that follows it, or None where the server has ended.
+
+    Nothing is read beyond the line: the next byte ends this process.
+    """
+    from serving.engine.messages import BEGIN, HURRY
+
+    read = b""
+    while not read.endswith(b"\n"):
+        byte = os.read(0, 1)
+        if not byte:
+            return None
+        read += b"" if byte == HURRY and not read else byte
+    return read.removeprefix(BEGIN).decode().strip()
+
+
 def _connected(address: str) -> zmq.Socket[bytes]:
     socket = zmq.Context().socket(zmq.PAIR)
     socket.set_hwm(0)  # the number of messages is bounded by the requests that the server accepts
@@ -81,7 +97,7 @@ def main(argv: list[str]) -> int:
     from recipes.cluster.ranks import LOST
     from recipes.schema.reader import load
     from serving.engine.facts import ExpertReadings, facts_of, tier_reading
-    from serving.engine.messages import HURRY, Starting, encode
+    from serving.engine.messages import Starting, encode
     from serving.engine.page_exchange import exchange_of
     from serving.engine.worker import Worker
     from serving.own_processors import KnownProcessors
@@ -90,16 +106,14 @@ def main(argv: list[str]) -> int:
     gc.freeze()
     gc.enable()
 
-    while (word := os.read(0, 1)) == HURRY:  # a spare process waits here, with all imports done
-        pass
-    if not word:
+    if (learned := _wait_to_begin()) is None:  # a spare process waits here, with all imports done
         return 0
     engines: list[Engine] = []
     _end_with_parent(engines)
     socket = _connected(asked.socket)
     try:
         recipe = load(asked.recipe, asked.overrides, asked.profile)
-        built = build(recipe, tell=paced(lambda doing: socket.send(encode(Starting(doing)))))
+        built = build(recipe, tell=paced(lambda doing: socket.send(encode(Starting(doing)))), learned=learned)
         processors = KnownProcessors.of(recipe, built.config.vocab_size)
         pages = exchange_of(recipe, built)
     except (ValueError, OSError) as error:
@@ -110,11 +124,15 @@ def main(argv: list[str]) -> int:
     gc.freeze()  # a collection that visits these lasting objects would delay a step by 0.1 s
     facts = facts_of(built, prefix_sharing=recipe.cache.prefix_sharing)
     path = recipe.model.path
-    read_experts = ExpertReadings(built).due
     load_text = partial(Text.load, path) if path else lambda: None
-    reads = read_experts, partial(tier_reading, built.tier)
-    adapters, profiler = built.adapters, _profiler(recipe)
-    worker = Worker(built.engine, socket, facts, load_text, *reads, processors, adapters, pages, profiler)
+    reads = ExpertReadings(built).due, partial(tier_reading, built.tier)
+    worker = Worker(
+        *(built.engine, socket, facts, load_text, *reads, processors),
+        adapters=built.adapters,
+        pages=pages,
+        profiler=_profiler(recipe),
+        learned=built.learned,
+    )
     if built.ranks is not None:
         built.ranks.ends_process = True  # an idle engine is then lost as well, and another can be started
     try:

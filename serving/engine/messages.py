@@ -17,7 +17,9 @@ from kv_cache.tier.page_tier import TierCounters
 from serving.adapters import AdapterPut, PutAdapter
 from serving.grammars.matching import GrammarCounters
 
-HURRY, BEGIN = b"h", b"!"  # what the engine's process reads from its standard input before anything else
+# What the engine's process reads from its standard input before anything else. BEGIN is followed by a line,
+# which is what the engine has learned whose place it takes
+HURRY, BEGIN = b"h", b"!"
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -281,6 +283,7 @@ class Beat(Message, frozen=True):
     grammars: GrammarCounters = msgspec.field(default_factory=GrammarCounters)
     experts: ExpertTable | None = None  # a new reading, if one was due
     tier: TierReading | None = None  # None without a tier
+    learned: str = ""  # what an engine that takes this one's place need not measure again
 
 
 class View(Message, frozen=True):

@@ -27,20 +27,23 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from borders.files import in_one_line
-from borders.refusal import BadRequest
+from borders.refusal import BadRequest, one_line
+from borders.shared_secret import read_secret
 from continuous_batching.batch import Batch, Sampled
 from continuous_batching.engine import Engine, Step
 from continuous_batching.queueing import QueueFull
 from continuous_batching.request import Request, SamplingParams
 from kv_cache.device.storage import KVCache
+from kv_cache.exchange.channel import Credentials, TlsContexts
 from kv_cache.exchange.connection import Connection, Wake
-from kv_cache.exchange.messages import AllSent, NotSent, PageIdentity, PagePart, PagesWanted, one_line
+from kv_cache.exchange.messages import AllSent, NotSent, PageIdentity, PagePart, PagesWanted
 from kv_cache.exchange.page_server import PageLink, PageServer
 from kv_cache.exchange.prompt_source import Came, PromptSource, taken, unwanted
 from kv_cache.pages import Index
 from models.decoder import Decoder
 from recipes.schema.recipe import Recipe
 from recipes.schema.recipe_error import RecipeError
+from recipes.schema.server_section import ServerSection
 from serving import fingerprint
 
 if TYPE_CHECKING:
@@ -499,12 +502,18 @@ def exchange_of(recipe: Recipe, built: BuiltEngine) -> PageExchange | None:
     identity = PageIdentity(fingerprint.of_pages(recipe), recipe.cache.page_size, cache.layout)
     log.info("pages of model %s (%.2g s)", identity.model, time.perf_counter() - start_s)
     sends = fetches = None
+    credentials = credentials_of(asked)
     if asked.pages_at is not None:
         part_bytes = max(_MOST_PART_BYTES, *cache.layer_bytes)
         try:
             most_tokens = built.engine.slots.max_tokens
             server = PageServer(
-                asked.pages_at, identity, wake, most_part_bytes=part_bytes, most_tokens=most_tokens
+                asked.pages_at,
+                identity,
+                wake,
+                most_part_bytes=part_bytes,
+                most_tokens=most_tokens,
+                credentials=credentials,
             )
         except OSError as error:
             raise RecipeError(
@@ -520,8 +529,29 @@ def exchange_of(recipe: Recipe, built: BuiltEngine) -> PageExchange | None:
                 wake,
                 transport=asked.page_transport,
                 window_bytes=int(asked.page_window_mib * _MIB),
+                credentials=credentials,
             )
             for endpoint in asked.prompt_replicas
         }
         fetches = PageFetches(built.engine, cache, sources, asked.page_wait_s, wake)
     return PageExchange(wake, sends, fetches)
+
+
+def credentials_of(asked: ServerSection) -> Credentials:
+    """Read what the engine proves to others; raises RecipeError for files that cannot be used."""
+    secret = tls = None
+    if asked.pages_key_file is not None:
+        try:
+            secret = read_secret(asked.pages_key_file)
+        except (OSError, ValueError) as error:
+            raise RecipeError(
+                "server.pages_key_file", in_one_line(error), value=asked.pages_key_file
+            ) from error
+    if asked.pages_tls is not None:
+        try:
+            tls = TlsContexts.of(*asked.pages_tls)
+        except (OSError, ValueError) as error:
+            keys = tuple(f"server.pages_tls_{each}" for each in ("certificate", "private_key", "authority"))
+            fix = "name three PEM files that belong together"
+            raise RecipeError(keys, in_one_line(error), fix, value=asked.pages_tls[0]) from error
+    return Credentials(secret, tls)

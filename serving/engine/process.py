@@ -114,9 +114,12 @@ class EngineProcess:
             self._is_hurried = True
             self._say(HURRY)
 
-    def wake(self) -> None:
-        """Let the process build its engine and serve; a spare one stops yielding the processor."""
-        self._say(BEGIN)
+    def wake(self, learned: str) -> None:
+        """Let the process build its engine and serve; a spare one stops yielding the processor.
+
+        `learned` is from the last beat of the engine whose place it takes; empty if there was none.
+        """
+        self._say(BEGIN + learned.encode() + b"\n")
 
     def _say(self, word: bytes) -> None:
         """Write a word to the process; one that has ended gets none, because uvloop's pipe would raise."""

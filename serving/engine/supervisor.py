@@ -10,11 +10,14 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Literal
 
+import msgspec
 import zmq
 
+from borders.refusal import without_paths
 from borders.start_report import StartReport
 from recipes.schema.server_section import ServerSection
 from serving.engine.messages import (
+    Beat,
     EngineFacts,
     FromEngine,
     Pause,
@@ -73,6 +76,7 @@ class Supervisor:
         self._engine: EngineProcess | None = None
         self._spare: EngineProcess | None = None
         self._has_worked = False  # this engine has made a step
+        self._learned = ""  # what the last engine has told its successor
         self._lives = itertools.count(1)
         self._life: asyncio.Task[None] | None = None
         # Silence of the engine, or of the next one.
@@ -190,13 +194,13 @@ class Supervisor:
             self._engine = await self._next()
             await self._attend(self._engine, born_s)
         except EngineLost as error:
-            self.trouble = str(error)
+            log.error("%s", error)
+            self.trouble = without_paths(str(error))
         finally:
             self._engine = self.facts = None
             self.starting.tell("")
         if self._spare is not None:
             self._spare.hurry()  # also where a pause is due first
-        log.error("%s", self.trouble)
         # It ran for long, even if without requests.
         has_lasted = time.monotonic() - self._ready_s >= _LONGEST_PAUSE_S
         self._pause_s = (
@@ -215,7 +219,9 @@ class Supervisor:
     async def _attend(self, engine: EngineProcess, born_s: float) -> None:
         """Let a process serve, and pass on what it sends; raises EngineLost at its end."""
         self.silence = Silence(time.monotonic(), self._limits.start_timeout_s)
-        engine.wake()
+        engine.wake(self._learned)
+        self.starting.stages_s.clear()
+        self.starting.tell("importing")
         works = (self._listen(engine, born_s), engine.ended(), self._watch())
         tasks = [asyncio.ensure_future(each) for each in works]
         try:
@@ -229,7 +235,10 @@ class Supervisor:
 
     async def _listen(self, engine: EngineProcess, born_s: float) -> None:
         while True:
-            message = decode_from_engine(await engine.socket.recv())
+            try:
+                message = decode_from_engine(await engine.socket.recv())
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+                raise EngineLost(f"the engine's process says what none says: {error}") from error
             if isinstance(message, Starting):  # the limit of a start counts from its beginning
                 self.starting.tell(message.doing)
                 continue
@@ -239,6 +248,8 @@ class Supervisor:
                 self._begin(message, self.silence.heard_s - born_s)
             elif isinstance(message, Pause):
                 self.silence.allow(message.most_s)
+            elif isinstance(message, Beat):
+                self._learned = message.learned
             elif isinstance(message, Stepped) and message.times.num_spans > 0:
                 self._has_worked = True
             self._hear(message)
@@ -319,7 +330,7 @@ class Supervisor:
         """Handle a defect of the supervising task, after which there is no engine."""
         if not life.cancelled() and life.exception() is not None:
             log.error("a defect of the server", exc_info=life.exception())
-            self.trouble = f"a defect of the server: {life.exception()!r}"
+            self.trouble = without_paths(f"a defect of the server: {life.exception()!r}")
             self.has_failed = True
             self.become("dead")
             self._lose(self.trouble)

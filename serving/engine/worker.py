@@ -170,6 +170,7 @@ class Worker:
         adapters: Adapters | None = None,
         pages: PageExchange | None = None,
         profiler: StepProfiler | None = None,
+        learned: Callable[[], str] = lambda: "",
     ) -> None:
         self._engine = engine
         self._socket = socket
@@ -178,7 +179,7 @@ class Worker:
         scheduler = engine.scheduler
         self._grammars = GrammarQueue(Grammars(load_text, scheduler.vocab_size, scheduler.eos_token_ids))
         self._adapters = AdapterLoads(adapters)
-        self._pages, self._profiler = pages, profiler
+        self._pages, self._profiler, self._learned = pages, profiler, learned
         self._poller = zmq.Poller()
         self._poller.register(socket, zmq.POLLIN)
         if pages is not None:
@@ -412,6 +413,7 @@ class Worker:
                     self._grammars.grammars.counters,
                     self._read_experts(now_s),
                     self._read_tier(),
+                    self._learned(),
                 )
             )
 

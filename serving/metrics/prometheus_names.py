@@ -266,6 +266,13 @@ ENGINE = (
     ),
     Metric("engine_start_seconds", "gauge", "How long the last start took", lambda t: t.start_s),
     Metric(
+        "engine_start_stage_seconds",
+        "gauge",
+        "How long each stage of the last start took",
+        lambda t: t.start_stages_s,
+        "stage",
+    ),
+    Metric(
         "slots",
         "gauge",
         "Samples that may run at once",

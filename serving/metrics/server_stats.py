@@ -128,6 +128,7 @@ class ServerStats:
         self.facts: EngineFacts | None = None  # facts of the engine that runs
         self.num_engines = 0  # engines that became ready
         self.start_s = 0.0  # how long the last engine took to start
+        self.start_stages_s: dict[str, float] = {}  # how long each stage of that took
         self.num_requests = 0  # requests sent to the engine
         self.num_samples = 0
         self.num_open = 0  # samples that have not ended
@@ -243,9 +244,11 @@ class ServerStats:
             each.clear()
         return first_s, next_s
 
-    def ready(self, facts: EngineFacts, start_s: float) -> None:
-        """Record that an engine is ready, `start_s` after its start."""
-        self.facts, self.start_s = facts, start_s
+    def ready(
+        self, facts: EngineFacts, start_s: float, stages_s: Mapping[str, float] = MappingProxyType({})
+    ) -> None:
+        """Record that an engine is ready, `start_s` after its start, and how long each stage of it took."""
+        self.facts, self.start_s, self.start_stages_s = facts, start_s, dict(stages_s)
         self.num_engines += 1
         self.counters.restart()
         self.lookups.restart()

@@ -16,6 +16,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from borders.refusal import one_line
 from continuous_batching.routing.routing import Routing
 from kv_cache.event_messages import AllBlocksCleared, BlockRemoved, BlockStored, decode
 from kv_cache.events import END, SEQUENCE_BYTES, replay_endpoint
@@ -121,7 +122,9 @@ class PageReader:
             RecursionError,
             msgspec.MsgspecError,
         ) as error:  # a layout that is not understood, so nothing is known of its pages
-            log.warning("replica %d publishes what is no event of pages: %s", self._replica, error)
+            log.warning(
+                "replica %d publishes what is no event of pages: %s", self._replica, one_line(str(error))
+            )
             self._disconnect()
             self._forget()
 
@@ -138,18 +141,23 @@ class PageReader:
             if self._gone in ready:
                 return
             if self._again in ready:
-                _, _, number, batch = await self._again.recv_multipart()
-                if number != END:
-                    self._take(int.from_bytes(number, "big"), batch, is_answer=True)
+                self._take_answer(await self._again.recv_multipart())
             if self._live in ready:
-                _, number, batch = await self._live.recv_multipart()
-                await self._hear(int.from_bytes(number, "big"), batch)
+                await self._hear(await self._live.recv_multipart())
 
     async def _ask(self) -> None:
         self._asked_s = time.monotonic()
         await self._again.send_multipart([b"", self._next.to_bytes(SEQUENCE_BYTES, "big")])
 
-    async def _hear(self, number: int, batch: bytes) -> None:
+    def _take_answer(self, frames: list[bytes]) -> None:
+        """Take what was asked for again."""
+        if frames[-2:-1] != [END]:
+            number, batch = _numbered(frames, 4)
+            self._take(number, batch, is_answer=True)
+
+    async def _hear(self, frames: list[bytes]) -> None:
+        """Take what is published now, and ask again for what is missing before it."""
+        number, batch = _numbered(frames, 3)
         if number <= self._last_live:  # another engine publishes, whose sequence starts from 0
             self._next = 0
         self._last_live = number
@@ -180,3 +188,10 @@ class PageReader:
                 case AllBlocksCleared():
                     self._clear()
         self._next = number + 1
+
+
+def _numbered(frames: list[bytes], count: int) -> tuple[int, bytes]:
+    """Return the number and the batch at the end of so many frames; raises ValueError."""
+    if len(frames) != count or len(frames[-2]) != SEQUENCE_BYTES:
+        raise ValueError(f"{len(frames)} frames, without a number where it belongs")
+    return int.from_bytes(frames[-2], "big"), frames[-1]

@@ -13,7 +13,6 @@ reaches a model by variables of its template, if it has any for it.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -23,10 +22,10 @@ import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from borders.refusal import BadRequest, abbreviate_json
 from serving.text.chat_options import THOUGHTS, ChatOptions, up_to_mark, with_end_marked
+from serving.text.template_bounds import BoundedEnvironment, TooMuch
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 MOST_CALLS = 128  # most calls in one message
@@ -257,8 +256,6 @@ _FAILURES = (
 _AS_USUAL = ChatOptions()
 _MOST_S = 5.0  # processor time to render a conversation
 
-_CHECK_TIME = "_check_the_time"
-
 
 class ChatTemplate:
     """A compiled template; `tokens` are the control tokens that it may name: bos_token, eos_token, ...
@@ -269,10 +266,10 @@ class ChatTemplate:
     def __init__(
         self, source: str, tokens: Mapping[str, str], *, thinks: bool = False, most_s: float = _MOST_S
     ) -> None:
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
+        environment = self._environment = BoundedEnvironment(
+            most_s, trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
         )
-        environment.filters["tojson"] = _tojson
+        environment.add_filter("tojson", _tojson)
         environment.globals |= {"raise_exception": _raise, "strftime_now": _now}
         try:
             tree = environment.parse(source)
@@ -280,14 +277,13 @@ class ChatTemplate:
             self._variables = {each.name for each in tree.find_all(nodes.Name)}
             self._template = jinja2.Template.from_code(
                 environment,
-                environment.compile(_with_time_limit(tree)),
+                environment.compile(environment.bounded(tree)),
                 environment.make_globals(None),
             )
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, TooMuch) as error:
             raise ValueError(f"the chat template does not compile: {_line(error)}") from error
         self._tokens = dict(tokens)
         self._thinks = thinks
-        self._most_s = most_s
 
     def ignores(self, effort: str) -> bool:
         """Whether the template cannot be told this reasoning effort, nor the model does what it asks for."""
@@ -312,16 +308,9 @@ class ChatTemplate:
         kwargs, effort = options.chat_template_kwargs, options.reasoning_effort
         if effort is not None:
             kwargs = {**kwargs, **variables_for(effort, self._variables, kwargs)}
-        until_s = time.thread_time() + self._most_s
-
-        def check_time() -> str:
-            if time.thread_time() > until_s:
-                raise ValueError(f"it took more than {self._most_s:g} s; send fewer or shorter ones")
-            return ""
-
+        self._environment.begin()
         try:
             return self._template.render(
-                {_CHECK_TIME: check_time},
                 **self._tokens,
                 messages=messages,
                 tools=options.tools or None,
@@ -345,17 +334,6 @@ def _tojson(
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
-
-
-def _with_time_limit(tree: nodes.Template) -> nodes.Template:
-    """Return the tree with a check of the time in every loop iteration.
-
-    The sandbox itself has no time limit.
-    """
-    for loop in [*tree.find_all(nodes.For)]:
-        call = nodes.Call(nodes.Name(_CHECK_TIME, "load"), [], [], None, None)
-        loop.body.insert(0, nodes.Output([call]).set_lineno(loop.lineno))
-    return tree
 
 
 def _raise(message: str) -> NoReturn:

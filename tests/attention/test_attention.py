@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -110,14 +111,10 @@ class Bench:
         begins = [end - count for end, (row, count) in zip(ends, spans.items()) if not self.told[row].length]
         if self.shape.first_key:
             key[begins], value[begins] = 0, 0
-        kept_key, kept_value = key, value
-        if self.shape.int8_pages:
-            # On the device, since a GPU divides by a number as it multiplies by its inverse, one bit apart
-            kept_key, kept_value = (unpacked(packed(each.to(self.device))).cpu() for each in (key, value))
+        kept_key, kept_value = self.kept(key, value)
         before, size = self._places(layer), self.shape.page_size
         sent = [tensor.to(self.device) for tensor in (query, key, value)]
-        self.attention.write(*sent[1:], keys, values, metadata)  # type: ignore[arg-type]
-        output = self.attention.attend(sent[0], keys, values, metadata, layer).cpu()  # type: ignore[arg-type]
+        output = self.computed(sent, keys, values, metadata, layer).cpu()
         now = self._places(layer)
         assert output.shape == query.shape
         assert output.dtype == query.dtype
@@ -142,6 +139,19 @@ class Bench:
             at += count
         for place, tensor in zip(now, before):
             assert torch.equal(place[size:].nan_to_num(7.0), tensor[size:].nan_to_num(7.0)), "wrote elsewhere"
+
+    def kept(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """The numbers that the cache keeps of these."""
+        if not self.shape.int8_pages:
+            return key, value
+        # On the device, since a GPU divides by a number as it multiplies by its inverse, one bit apart
+        kept_key, kept_value = (unpacked(packed(each.to(self.device))).cpu() for each in (key, value))
+        return kept_key, kept_value
+
+    def computed(self, sent: list[Tensor], keys: Tensor, values: Tensor, metadata: Any, layer: int) -> Tensor:
+        """What queries attend to, once keys and values have been written."""
+        self.attention.write(*sent[1:], keys, values, metadata)
+        return self.attention.attend(sent[0], keys, values, metadata, layer)
 
     def _places(self, layer: int) -> tuple[Tensor, ...]:
         """Keys and values of all places of the cache, in order."""
@@ -268,7 +278,11 @@ def test_no_query_sees_what_lies_before_the_first_key(pair: Pair, dtype: torch.d
 
 def run_random_schedule(pair: Pair, seed: int, page_sizes: list[int], **changes: object) -> None:
     rng = np.random.default_rng(seed)
-    bench = bench_of(pair, shape(page_size=int(rng.choice(page_sizes)), **changes), seed)
+    disturb(bench_of(pair, shape(page_size=int(rng.choice(page_sizes)), **changes), seed), rng)
+
+
+def disturb(bench: Bench, rng: np.random.Generator) -> None:
+    """Let requests come, grow by spans of any length, and leave."""
     for _ in range(6):
         for row in range(ROWS):
             if bench.told[row].length and (rng.random() < 0.1 or bench.told[row].length > MOST_TOKENS - 60):

@@ -182,11 +182,20 @@ def test_every_span_is_in_one_call_and_no_call_holds_what_it_may_not(each):
 
 @pytest.mark.parametrize("name", [each.name for each in PRODUCTS])
 def test_int8_is_refused_where_tokens_have_no_scale(name: str) -> None:
+    named = product(name, "")
     if name in ("310P", "910", "950"):
-        with pytest.raises(ValueError, match=f"the {name} takes no scale for each token, 910B, 910C do"):
-            product(name, "").check_int8(torch.float16)
+        with pytest.raises(
+            ValueError, match=f"the {name} takes no scale for each token, 910B, 910C do"
+        ) as said:
+            named.check_int8(torch.float16, {"int8", "static"})
+        assert ("of msModelSlim in static W8A8," in str(said.value)) == (name == "310P")
+    if name in ("910", "950"):
+        with pytest.raises(ValueError, match=f"the {name} has no products in int8, 310P, 910B, 910C do: use"):
+            named.check_int8(torch.float16, {"static"})
         return
-    product(name, "").check_int8(torch.bfloat16)
-    product(name, "").check_int8(torch.float16)
-    with pytest.raises(ValueError, match=r"model\.dtype is float32; .* set model.dtype to bfloat16"):
-        product(name, "").check_int8(torch.float32)
+    named.check_int8(torch.float16, {"static"})
+    with pytest.raises(ValueError, match=f"dtype is float32; .* set model.dtype to {named.dtypes[0]}"):
+        named.check_int8(torch.float32, {"static"})
+    if name != "310P":
+        named.check_int8(torch.bfloat16, {"int8", "static", "w4a8"})
+        named.check_int8(torch.float16, {"int8", "static", "w4a8"})

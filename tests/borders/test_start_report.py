@@ -129,3 +129,17 @@ def test_a_limit_of_compiling_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = load(ROOT / "recipes/tiny/cpu.yaml", ["device.compile=auto", "device.threads=1"])
     build(recipe, tell=told.append)
     assert "compiling (at most 60 s) and running its first steps" in told
+
+
+def test_how_long_each_stage_took_is_kept() -> None:
+    clock = Clock()
+    report = StartReport(clock=clock)
+    for clock.now_s, doing in (
+        (0.0, "reading: 0%"),
+        (2.0, "reading: 9%"),
+        (5.0, ""),
+        (6.0, "packing"),
+        (7.0, ""),
+    ):
+        report.tell(doing)
+    assert report.stages_s == {"reading": 5.0, "packing": 1.0}

@@ -73,3 +73,10 @@ def test_a_long_value_is_cut() -> None:
     assert str(BadRequest("stop", value="x" * 100, limit="short")) == (
         f'stop is "{"x" * 56}...; it must be short'
     )
+
+
+def test_a_search_has_no_samples_beside_it() -> None:
+    leader = Request("a", np.arange(3, 6), SamplingParams(beam_width=2, max_tokens=2))
+    leader.followers = [Request("b", np.arange(3, 6), SamplingParams(beam_width=2, max_tokens=2))]
+    bad = refused(leader)
+    assert (bad.field, bad.value) == ("beam_width", 2)

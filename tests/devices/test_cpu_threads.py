@@ -152,6 +152,36 @@ def test_a_single_way_is_not_measured(
     assert not caplog.messages
 
 
+@pytest.mark.parametrize("way", [SLEEP, ONE])
+def test_an_engine_in_the_place_of_another_begins_as_that_one_ended(
+    threads: Threads, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, way: Way
+) -> None:
+    """Beside busy processes a measurement takes seconds, for which clients would wait."""
+
+    def fail() -> None:
+        raise AssertionError("it is not measured again")
+
+    assert threads.learned is None
+    settle(
+        threads,
+        [Measured(each, 0.005 if each == way else 0.1, 0.5) for each in (SPIN, SLEEP, ONE)],
+        monkeypatch,
+    )
+    assert threads.learned == way == Way.of(way.word)
+    following = Threads(None, Recorded(), threads.learned)
+    assert following.patient == following.learned == way
+    with caplog.at_level(logging.INFO, "devices.cpu_threads"):
+        following.settle(fail, nn.Identity())
+    assert caplog.messages == [f"threads: {way}, as the engine before this one"]
+
+
+def test_what_an_engine_learned_of_other_threads_is_not_taken(threads: Threads) -> None:
+    for way in (Way(8, sleeps=True), SPIN):  # threads that spin are watched by what was measured of them
+        assert Threads(None, Recorded(), way).candidates == threads.candidates
+    assert Threads(3, Recorded(), ONE).candidates == [Way(3)]
+    assert Threads(3, Recorded(), ONE).learned is None
+
+
 class Watched:
     """A watch over threads whose share of their cores can be set."""
 

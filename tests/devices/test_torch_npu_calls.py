@@ -58,10 +58,11 @@ def calls_in(path: Path) -> Iterator[tuple[tuple[str, ...], ast.Call]]:
 def words_of(path: Path) -> set[str]:
     """The keys of dictionaries and the keywords in a file, of which arguments that are passed on come.
 
-    What latent attention captures is called in its base.
+    What latent attention and that over int8 pages call is called in their base.
     """
     if path.name == "fused_attention.py":
-        return words_in(path) | words_in(path.with_name("latent_attention.py"))
+        kinds = ("latent_attention.py", "int8_attention.py")
+        return words_in(path).union(*(words_in(path.with_name(kind)) for kind in kinds))
     return words_in(path)
 
 

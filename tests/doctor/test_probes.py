@@ -211,8 +211,10 @@ def test_a_band_that_gives_no_window_is_named(npu: Npu, wrong: Any) -> None:
         ("groups_products", "npu_grouped_matmul", lambda made: [each * 1.1 for each in made]),
         ("divides_gates", "npu_moe_gating_top_k_softmax_v2", lambda made: (made[0] * 1.1, *made[1:])),
         ("divides_gates", "npu_moe_gating_top_k_softmax_v2", lambda made: (made[0], made[1] + 1, made[2])),
+        ("joins_heads", "npu_qkv_rms_norm_rope_cache", lambda made: (made[0], made[1] * 1.1, made[2])),
+        ("joins_heads", "npu_qkv_rms_norm_rope_cache", lambda made: (*made[:2], made[2] * 1.1)),
     ],
-    ids=["products", "weights", "experts"],
+    ids=["products", "weights", "experts", "keys", "values"],
 )
 def test_a_launch_that_no_other_engine_has_is_followed_where_it_is_right(
     name: str,
@@ -231,6 +233,21 @@ def test_a_launch_that_no_other_engine_has_is_followed_where_it_is_right(
     inner = partial(operator(operator_name), Conditions(fp32=True))
     wrong(f"npu::{operator_name}", lambda *args, **kwargs: spoilt(inner(*args, **kwargs)))
     assert not ask(name, npu)
+
+
+def test_a_shared_expert_that_is_not_waited_for_is_found(npu: Npu, monkeypatch: pytest.MonkeyPatch) -> None:
+    from models.ops.npu.ops import NpuOps
+
+    monkeypatch.setattr(npu, "product", replace(npu.product, overlaps_experts=True))
+    assert ask("overlaps_experts", npu)
+    begin = NpuOps.begin_beside
+
+    def early(ops: NpuOps, compute: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        begun = begin(ops, compute)
+        return lambda: begun() * (1 + ops.product.overlaps_experts)
+
+    monkeypatch.setattr(NpuOps, "begin_beside", early)
+    assert not ask("overlaps_experts", npu)
 
 
 def test_tiles_that_no_graph_takes_are_found(npu: Npu, monkeypatch: pytest.MonkeyPatch) -> None:

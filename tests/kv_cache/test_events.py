@@ -19,6 +19,7 @@ from kv_cache.events import PageEvents, replay_endpoint
 from kv_cache.page_keys import page_keys, short_key
 from kv_cache.pages import PagePool
 from kv_cache.prefix_cache import PrefixCache
+from tests.patience import PATIENCE_S
 
 PAGE, WAIT_MS = 4, 20_000
 
@@ -203,3 +204,20 @@ def test_a_taken_endpoint_is_named(engine: Engine) -> None:
         endpoint = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(OSError, match=f"cannot be published at {endpoint}: Address already in use"):
             PageEvents(engine.cache.index, PAGE, endpoint)
+
+
+def test_who_says_too_much_is_cut_off_and_others_are_answered(tmp_path: Path) -> None:
+    engine = Engine(tmp_path, 16)
+    engine.compute(list(range(12)))
+    context = zmq.Context()
+    loud, quiet = context.socket(zmq.DEALER), context.socket(zmq.DEALER)
+    ended = loud.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    for each in (loud, quiet):
+        each.linger = 0
+        each.connect(f"{engine.endpoint}.replay")
+    loud.send_multipart([b"", b"x" * 10**6])
+    assert ended.poll(1e3 * PATIENCE_S)
+    quiet.send_multipart([b"", (0).to_bytes(8, "big")])
+    assert quiet.poll(1e3 * PATIENCE_S)
+    engine.events.close()
+    context.destroy(linger=0)

@@ -104,7 +104,8 @@ def built(
     """The group's decoder of a checkpoint, and the bytes that this rank read; one that `dispatches` has its
     experts in another order.
     """
-    config = replace(config_in(path), dtype=dtype, int8_cache=int8_cache)
+    has_rows = int8_cache and (kind, way) != ("npu", "fused")  # which takes scales of channels alone
+    config = replace(config_in(path), dtype=dtype, int8_cache=int8_cache, scales_in_pages=has_rows)
     if dispatches:
         assert config.mixture is not None, "nothing else is sent to ranks"
         order = tuple(torch.randperm(config.mixture.num_experts, generator=torch.Generator().manual_seed(5)))
@@ -120,6 +121,11 @@ def built(
     return decoder, weights.load(decoder, path)
 
 
+def page_size(config: DecoderConfig) -> int:
+    """The tokens of a page; fused attention reads pages in int8 of 32 or more."""
+    return 2 * PAGE_SIZE if config.int8_cache and not config.scales_in_pages else PAGE_SIZE
+
+
 def empty(
     config: DecoderConfig, group: Group, kind: Kind = "cpu", way: Way | None = None, experts: int = 1
 ) -> Decoder:
@@ -128,7 +134,7 @@ def empty(
     Its experts are spread over so many parts of the group.
     """
     share = Share(group.rank, group.size, experts=experts)
-    shape = shape_of(PAGE_SIZE, share.part(config))
+    shape = shape_of(page_size(config), share.part(config))
     attention = Attention if shape.latent is None else LatentAttention
     is_plain = kind == "cpu" and way is None
     operators = (Ops(), attention(shape)) if is_plain else machine(kind, way or "fused").operators(shape)
@@ -152,12 +158,13 @@ def cache_of(decoder: Decoder) -> KVCache:
     """The pages of a rank."""
     part, attention = decoder.part, decoder.attention
     layers = [LayerPages(attention.new_planes)] * part.num_layers
-    return KVCache(layers, PAGE_SIZE, [NUM_PAGES], indexed=attention.indexed)
+    return KVCache(layers, page_size(part), [NUM_PAGES], indexed=attention.indexed)
 
 
 def table(decoder: Decoder) -> SlotPool:
     """The rows of two requests that draw their tokens, with pages for all of them."""
-    slots = SlotPool(len(LENS), max(LENS) + NUM_DRAWN, PAGE_SIZE)
+    size = page_size(decoder.config)
+    slots = SlotPool(len(LENS), max(LENS) + NUM_DRAWN, size)
     rng, first_page = np.random.default_rng(3), 1
     for number, length in enumerate(LENS):
         vocab_size = decoder.config.vocab_size
@@ -167,7 +174,7 @@ def table(decoder: Decoder) -> SlotPool:
         prompt[: len(ends)] = ends  # the first and the last token of each rank of two, and of four
         request = Request(str(number), prompt, SamplingParams(temperature=0.9, top_p=0.9, seed=number))
         request.number = number
-        row, count = slots.take(request), -(-(length + NUM_DRAWN) // PAGE_SIZE)
+        row, count = slots.take(request), -(-(length + NUM_DRAWN) // size)
         slots.page_table[row, :count] = range(first_page, first_page + count)
         first_page += count
     return slots

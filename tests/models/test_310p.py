@@ -8,13 +8,19 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from recipes.assembly.engine import build
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from tests.device_kinds import stand_in_alone
+from tests.models.families import generated
+from tests.models.modelslim_checkpoints import checkpoint
+from tests.models.test_modelslim import everywhere
 from tests.models.test_npu import serve
 
 pytestmark = [pytest.mark.npu, stand_in_alone]
@@ -44,6 +50,21 @@ print(json.dumps(found))
 """
 DECODES, SPANS, WRITES = "_npu_paged_attention", "_npu_paged_attention_splitfuse_v2", "_npu_reshape_and_cache"
 NUM_LAYERS = 4
+IN_INT8 = """
+import json, sys
+from pathlib import Path
+from typing import Any
+from tests.models.test_modelslim import greedy
+
+asked = "model.dtype=float16", "device.product=310P", "device.virtual_fp32=false", "cache.page_size=128"
+static, by_token = map(Path, sys.argv[1:])
+found = [greedy(static, *asked, *more, kind="npu") for more in ((), ("device.graphs=2",))]
+try:
+    greedy(by_token, *asked, kind="npu")
+except ValueError as error:
+    found.append(str(error))
+print(json.dumps(found))
+"""
 
 
 Served = tuple[list[list[int]], int, int, dict[str, int]]
@@ -87,3 +108,20 @@ def test_captured_and_overlapped_steps_give_the_same(
     answers, steps, decodes, calls = served[1]
     assert answers == expected
     assert calls == dict.fromkeys((SPANS, WRITES), NUM_LAYERS * (steps - decodes))
+
+
+def test_a_model_in_static_w8a8_gives_the_tokens_of_its_arithmetic(tmp_path: Path) -> None:
+    """In float16, by decisive tokens; a model whose tokens have scales of their own is refused."""
+    name, more = "llama_biased", dict[str, Any](is_wide=True, dtype=torch.float16)
+    for salt in range(12):
+        model, static = checkpoint(name, tmp_path / str(salt), everywhere("W8A8"), salt=salt, **more)
+        right, logprobs = generated(model, list(range(3, 40)), 8)
+        if float(logprobs.topk(2).values.diff().abs().min()) > 0.3:
+            break
+    _, by_token = checkpoint(name, tmp_path / "by_token", everywhere("W8A8_DYNAMIC"), **more)
+    command = [sys.executable, "-c", IN_INT8, str(static), str(by_token)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    *found, refused = json.loads(done.stdout.splitlines()[-1])
+    assert found == [right, right]
+    assert refused.startswith("the model is in W8A8; the 310P takes no scale for each token, 910B, 910C do: ")

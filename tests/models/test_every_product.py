@@ -80,6 +80,7 @@ FEW = {
 # disturbed run of any other has eager steps, which hold prompts, and captured ones
 EACH_WAY = ("llama_biased", "qwen3_layer_types", "mixtral", "gpt_oss_half", "deepseek_v3")
 OTHERS_ON_910B = cases(("mixtral", "glm4_moe", "gpt_oss_half", "deepseek_v3"), (*MIXTURES, *LATENTS))
+OTHERS_ON_950 = cases(("qwen3_moe_window", "mixtral", "glm4_moe", "gpt_oss_half"), tuple(MIXTURES))
 ON_910 = ("llama_dynamic", "gemma3_layer_types", "mixtral")
 WITH_WINDOWS = ("mistral_window", "qwen2_layer_types", "qwen3_layer_types", "gemma3_layer_types")
 QUICK = {  # the two whose contracts are least like a 910B's
@@ -129,8 +130,8 @@ EVERY_CELL = [
     Cell("910C", "deepseek_v3", "disturbed"),
     Cell("950", "deepseek_v3", "eager", PLAIN),
     *(Cell("310P", "mixtral", way) for way in cases(("disturbed",), ("eager", "disturbed"))),
-    Cell("950", "qwen3_moe_window", "disturbed"),
-    Cell("950", "gpt_oss_half", "disturbed"),
+    *(Cell("950", name, way) for name in OTHERS_ON_950 for way in ("eager", "disturbed")),
+    Cell("950", "mixtral", "own_type"),
     Cell("950", "gemma2", "eager", PLAIN),
 ]
 MATRIX = [

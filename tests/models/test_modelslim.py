@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,14 +20,16 @@ from models.checkpoint import weights
 from models.layers.linear import Linear
 from models.layers.mixture import Mixture
 from models.parallel.group import ALONE
+from recipes.__main__ import main
 from recipes.assembly.engine import build
-from recipes.assembly.families import config_in
+from recipes.assembly.families import config_in, model_config
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from recipes.schema.recipe_error import RecipeError
-from tests.device_kinds import settings
-from tests.models.families import VARIANTS, generated, make
+from tests.device_kinds import Kind, settings, stand_in_alone
+from tests.models.families import VARIANTS, VOCABULARY, generated, make
 from tests.models.modelslim_checkpoints import DESCRIPTION, Types, checkpoint, oracle_logprobs
+from tests.models.product_runs import HAPPENED, NUM_NEW, AskedRequest, Run, outcome_of
 from tests.models.tensor_rank import STOPS, built, empty, logits_of, table
 from tests.models.test_random_shares import together
 from tests.models.test_weights import bare
@@ -197,13 +199,13 @@ def test_ranks_add_a_quantised_bias_once(tmp_path: Path) -> None:
     assert_answers("llama_biased", everywhere("W8A8"), tmp_path, of_ranks, form={"norm_biases": True})
 
 
-def greedy(path: Path, *more: str) -> list[int]:
+def greedy(path: Path, *more: str, prompt: Sequence[int] = range(3, 40), kind: Kind = "cpu") -> list[int]:
     """The tokens of an engine that a recipe of any checkpoint describes."""
     asked = [f"model.path={path}", "cache.memory_gib=null", "cache.num_pages=40", "cache.page_size=16"]
-    asked += [*settings("cpu"), "model.dtype=float32", *more]
+    asked += [*settings(kind), "model.dtype=float32", *more]
     engine = build(load(ROOT / "recipes/any/cpu.yaml", asked)).engine
     params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
-    request = Request("0", np.arange(3, 40), params)
+    request = Request("0", np.array(prompt), params)
     engine.add(request)
     while engine.has_work:
         engine.step()
@@ -271,6 +273,117 @@ def test_an_engine_keeps_keys_and_values_by_the_scales_of_the_checkpoint(tmp_pat
     assert greedy(path, "cache.dtype=int8", "device.attention=reference") == right
     with pytest.raises(RecipeError, match=r"has model\.layers\.0\.self_attn\.k_proj\.kv_cache_scale, a"):
         greedy(path)
+
+
+@pytest.mark.npu
+@stand_in_alone
+@pytest.mark.parametrize(
+    "more",
+    [
+        (),  # the prompt is one span, which is long
+        ("scheduler.max_batch_tokens=11", "scheduler.num_slots=4"),  # whose chunks are short ones
+        (
+            "device.graphs=8",
+            "scheduler.max_batch_tokens=19",
+            "scheduler.num_slots=4",
+            "scheduler.overlap=true",
+        ),
+        ("device.attention=reference", "cache.page_size=16"),
+    ],
+    ids=str,
+)
+def test_an_npu_keeps_keys_and_values_by_them_too(more: tuple[str, ...], tmp_path: Path) -> None:
+    """In float32, which the stand-in takes here: the tokens are those of transformers."""
+    repeated = [*range(3, 12), *range(3, 12), *range(3, 12)]
+    for salt in range(9):
+        model, path = checkpoint(
+            "qwen3",
+            tmp_path / str(salt),
+            everywhere("FLOAT"),
+            salt=salt,
+            is_wide=True,
+            form={"has_cache_scales": True},
+        )
+        right, logprobs = generated(model, repeated, 8)
+        if float(logprobs.topk(2).values.diff().abs().min()) > 0.05:
+            break
+    asked = "cache.dtype=int8", "cache.page_size=32", *more
+    assert greedy(path, *asked, prompt=repeated, kind="npu") == right
+
+
+@pytest.mark.slow
+@pytest.mark.npu
+@stand_in_alone
+def test_pages_in_int8_are_copied_and_moved_as_others_are(tmp_path: Path) -> None:
+    """Between captured steps of an NPU they are swapped, compacted and resized; tokens are transformers'."""
+    more: dict[str, Any] = {"is_wide": True, "form": {"has_cache_scales": True}}
+    model, path = checkpoint("qwen3", tmp_path, everywhere("FLOAT"), **more)
+    asked: list[AskedRequest] = []
+    answers, random = [], np.random.default_rng(3)
+    opening = random.integers(0, VOCABULARY, 70).tolist()
+    while len(asked) < 6:
+        prompt = opening + random.integers(0, VOCABULARY, int(random.integers(1, 80))).tolist()
+        tokens, logprobs = generated(model, prompt, NUM_NEW)
+        if float(logprobs.topk(2).values.diff().abs().min()) > 0.05:
+            asked.append(AskedRequest(prompt=prompt, seed=None))
+            answers.append(tokens)
+    keys = {"cache.dtype": "int8", "cache.page_size": "32", "cache.num_pages": "14"}
+    found = outcome_of("910B", Run(path=str(path), way="disturbed", more=keys, requests=asked))
+    assert (found["refused"], found["answers"]) == (None, answers)
+    assert set(found["happened"]) == set(HAPPENED["disturbed"])
+
+
+@pytest.mark.npu
+@pytest.mark.parametrize(("name", "ranks"), [("qwen3", 1), ("llama_biased", 2), ("qwen3_moe", 2)])
+def test_npus_keep_keys_and_values_by_them_too(name: str, ranks: int, tmp_path: Path) -> None:
+    """Within the rounding of bfloat16, in which their operators take the scales; one rank also captured."""
+    more: dict[str, Any] = {"is_wide": True, "dtype": torch.bfloat16, "form": {"has_cache_scales": True}}
+    model, path = checkpoint(name, tmp_path, everywhere("FLOAT"), **more)
+
+    def logits(group: Any, graphs: bool = False) -> Tensor:
+        decoder, _ = built(path, group, "npu", way="fused", dtype="bfloat16", int8_cache=True)
+        return logits_of(decoder, graphs=graphs)
+
+    right = expected(model, path)
+    found = together(ranks, logits) if ranks > 1 else [logits(ALONE), logits(ALONE, graphs=True)]
+    for each in found:
+        assert_near(each, right)
+
+
+def test_an_npu_takes_an_int8_cache_by_scales_of_channels_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more: dict[str, Any] = {"is_wide": True, "form": {"has_cache_scales": True}}
+    _, path = checkpoint("qwen3", tmp_path, everywhere("FLOAT"), **more)
+    asked = [f"model.path={path}", "model.dtype=bfloat16", "cache.dtype=int8", "device.memory_gib=8"]
+    config = model_config(load(ROOT / "recipes/any/910b.yaml", asked))
+    assert config.kv_head_bytes == 2 * config.head_dim, "the pages hold no scales"
+    shown = ["show", str(ROOT / "recipes/any/910b.yaml"), *asked]
+    main(shown)
+    assert "layers, int8; scales are the checkpoint's" in capsys.readouterr().out
+    for product, dtype in (("950", "bfloat16"), ("310P", "float16")):
+        words = (
+            f"attention of the {product} reads no keys and values in int8, and that of 910B, 910C does: use"
+        )
+        with pytest.raises(ValueError, match=words):
+            main([*shown, f"device.product={product}", f"model.dtype={dtype}"])
+    change(path, **{f"model.layers.1.self_attn.{each}_proj.kv_cache_scale": None for each in "kv"})
+    words = r"a scale for each channel, and model\.layers\.1\.self_attn has none \(C8 of msModelSlim\); set"
+    with pytest.raises(RecipeError, match=words):
+        main(shown)
+
+
+@pytest.mark.npu
+@stand_in_alone
+def test_a_draft_model_keeps_its_own_keys_where_it_has_no_scales(tmp_path: Path) -> None:
+    """Beside the model's own, which are in int8: the tokens are those of the model alone."""
+    more: dict[str, Any] = {"is_wide": True, "form": {"has_cache_scales": True}}
+    _, path = checkpoint("qwen3", tmp_path / "model", everywhere("FLOAT"), **more)
+    _, draft = checkpoint("llama_biased", tmp_path / "draft", everywhere("FLOAT"), is_wide=True)
+    asked = ["cache.dtype=int8", "cache.page_size=32", "device.graphs=8"]
+    alone = greedy(path, *asked, kind="npu")
+    drafted = greedy(path, *asked, "speculation.kind=draft", f"speculation.draft_path={draft}", kind="npu")
+    assert drafted == alone
 
 
 def test_random_weights_have_scales_of_a_cache_too(tmp_path: Path) -> None:

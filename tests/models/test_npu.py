@@ -20,7 +20,7 @@ import torch.distributed as dist
 from attention.reference import StaticDecodes
 from continuous_batching.engine import Engine
 from continuous_batching.request import Request, SamplingParams
-from devices.ascend_limits import PRODUCTS, product
+from devices.ascend_limits import MOST_GATHERED, PRODUCTS, AscendProduct, product
 from models.config import MixtureConfig
 from models.ops.operands import ExpertKind, Int4Weight, PairedInt4, StaticInt8, UnpackedLinear
 from models.ops.reference import Ops
@@ -31,6 +31,7 @@ from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
 from tests.attention.test_atb import answering_as, atb
 from tests.attention.test_attention import Bench, shape
+from tests.attention.test_channel_scales import ChannelBench
 from tests.attention.test_latent import on_an_npu
 from tests.device_kinds import has_npu, operators, section, settings, stand_in_alone
 
@@ -180,7 +181,7 @@ def test_int8_that_a_product_has_not_is_refused_with_plain_attention_too(name: s
     machine.product = product(name, "")
     ops, _ = machine.operators(shape(dtype=torch.float16))
     with pytest.raises(ValueError, match=f"W8A8; the {name} takes no scale for each token, 910B, 910C do"):
-        ops.check_int8(torch.float16)
+        ops.check_int8(torch.float16, {"int8"})
 
 
 @stand_in_alone
@@ -281,23 +282,47 @@ def _as_a_310p() -> None:
     ops.rotary_of_one(heads, heads[:, 0], heads[:, 0])
     ops.swiglu(heads[..., :2].contiguous())
     ops.clamped_swiglu(heads, 1.0, 7.0)
-    _by_experts(ops, torch.ones(3, 32, dtype=torch.float16, device="npu:0"))
+    rows = torch.ones(3, 32, dtype=torch.float16, device="npu:0")
+    ops.add_rms_norm_wide(rows, rows, rows[0].clone(), 1e-5)
+    _by_experts(ops, rows)
     bias = torch.ones(32, dtype=torch.float16, device="npu:0")
     ops.linear(heads[:, 0].half(), ops.pack(torch.ones(32, 16, device="npu:0").half(), bias))
     half = torch.ones(32, 16, dtype=torch.float16, device="npu:0")
     ops.linear_split(half, ops.pack_split(half, None, (16, 16)), (16, 16))
+    ones = torch.ones(16, device="npu:0")
+    static = StaticInt8(ones[:, None].expand(16, 16).to(torch.int8), ones, ones.int(), ones, ones)
+    packed, rows = ops.pack_static(static, half.dtype), half[:, :16]
+    turned = ops.static_rows(rows, ops.pack_static_rows(static, half.dtype))
+    assert torch.equal(ops.linear_static(turned, packed, half.dtype), torch.full_like(rows, 2 * 16 + 1))
     with pytest.raises(ValueError, match="a head has no key at the first"):
         atb(first_key=1).check()
 
 
 def _in_int8(ops: Ops, rows: torch.Tensor) -> None:
     """Run what a layer in W8A8 runs, on rows of 32."""
-    x, _ = ops.add_rms_norm_int8(rows, rows, rows[0].clone(), 1e-5)
+    _, _, residual = ops.add_rms_norm_wide(rows, rows, rows[0].clone(), 1e-5)
+    x, _ = ops.add_rms_norm_int8(rows, residual, rows[0].clone(), 1e-5)
     square, scale = torch.ones(32, 32, dtype=torch.int8, device="npu:0"), torch.ones(32, device="npu:0")
-    assert len(ops.linear_int8_split(x, ops.pack_int8_split(square, scale, None, (16, 16)), (16, 16))) == 2
+    for widths in ((16, 16), (16, 8, 8)):
+        packed = ops.pack_int8_split(square, scale, None, widths)
+        assert len(ops.linear_int8_split(x, packed, widths)) == len(widths)
     down = ops.pack_int8(square[:, :16], scale, None)
     for bias in (None, scale):
         ops.mlp_int8(x, ops.pack_int8(square, scale, bias), down)
+
+
+def _joined(limits: AscendProduct) -> None:
+    """Norm and rotate heads in one launch, and twice the same ones."""
+    from models.ops.npu.ops import NpuOps
+
+    ops, half = NpuOps(limits), torch.bfloat16
+    for size in (64, 128, 128):
+        joined = ops.join_heads(2, 1, size, half, torch.device("npu:0"))
+        if joined is None:
+            continue
+        qkv = torch.ones(3, 4 * size, dtype=half, device="npu:0")
+        assert joined.takes(len(qkv))
+        joined(qkv, *qkv[:2, :size].clone(), 1e-5, *(qkv[:, :size].clone() for _ in range(2)))
 
 
 def _by_experts(ops: Ops, rows: torch.Tensor) -> None:
@@ -327,10 +352,10 @@ def _by_experts(ops: Ops, rows: torch.Tensor) -> None:
         in_int8 = UnpackedLinear(up.to(torch.int8), up_scale)
         packed = ops.pack_experts([gate_up if each.scale is None else in_int8] * 4, [each] * 4)
         ops.joined_mixture(rows, *routed, packed, 5, ops.swiglu)
-    fused = torch.ones(128, 32, dtype=torch.int8, device="npu:0"), torch.ones(128, device="npu:0")
-    down = UnpackedLinear(fused[0].view(32, 128)[:, :64], bias)
+    apart = torch.ones(48, 32, dtype=torch.int8, device="npu:0"), torch.ones(48, device="npu:0")
+    down = UnpackedLinear(apart[0].view(32, 48)[:, :24], bias)
     ops.joined_mixture(
-        rows, *routed, ops.pack_experts([UnpackedLinear(*fused)] * 4, [down] * 4), 5, ops.swiglu
+        rows, *routed, ops.pack_experts([UnpackedLinear(*apart)] * 4, [down] * 4), 5, ops.swiglu
     )
 
 
@@ -388,12 +413,66 @@ def _with_sinks() -> None:
         attention.attend(query, *bench.cache.of(0), metadata, 0)
 
 
+def _over_int8_pages() -> None:
+    """Run steps of short, long and mixed spans over pages of int8, and capture rows of one and two tokens."""
+    from attention.npu.int8_attention import _divided
+
+    attention = operators("npu", "fused", shape(windows=(None,), page_size=32, int8_pages=True))[1]
+    bench = ChannelBench(attention)
+    for spans in ({0: 2}, {1: 20}, {0: 1, 1: 30, 2: 1}):
+        bench.step(spans)
+    far = np.array([MOST_GATHERED, MOST_GATHERED])
+    assert [each.tolist() for each in _divided(np.arange(2), far)] == [[0], [1]]
+    table, query = torch.zeros(2, 1, dtype=torch.int32, device="npu:0"), torch.ones(4, 4, 64, device="npu:0")
+    for width in (1, 2):
+        places = torch.zeros(2 * width, dtype=torch.int32, device="npu:0")
+        metadata = attention.plan_static(StaticDecodes(places, table, places + 1))
+        graph = torch.npu.NPUGraph()
+        with torch.npu.graph(graph):
+            attention.attend_by_channel(query[: 2 * width], bench.scales, *bench.cache.of(0), metadata, 0)
+        attention.replay(graph, [metadata], [width] * 2)
+
+
+@stand_in_alone
+@pytest.mark.parametrize("more", [{}, {"normalizes": False, "scale": 2.0}, {"num_experts": 2}])
+def test_a_950_chooses_experts_by_the_operator_of_groups(
+    more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As they are defined; a product of fewer than three experts does so in plain torch."""
+    start(section("npu"))
+    import torch_npu
+
+    from models.ops.npu.ops import NpuOps
+
+    config = replace(MixtureConfig(8, 2, 32, True), **more)
+    generator = torch.Generator().manual_seed(6)
+    x, router = (torch.randn(size, 32, generator=generator) for size in (7, config.num_experts))
+    wanted = Ops().route(x, router, None, config)
+    ops = NpuOps(product("950", ""))
+    assert ops.joins_experts(ExpertKind(32, 32))
+    with answering_as("950"), monkeypatch.context() as patch:
+        counted, inner = [], torch_npu.npu_moe_gating_top_k
+        patch.setattr(torch_npu, "npu_moe_gating_top_k", lambda *x: counted.append(1) or inner(*x))
+        found = ops.route(x.to("npu:0"), router.to("npu:0"), None, config)
+    torch.testing.assert_close(found[0].cpu(), wanted[0])
+    assert torch.equal(found[1].cpu(), wanted[1].int())
+    assert len(counted) == (config.num_experts > 2)
+
+
 def _fetching(ops: Ops, rows: torch.Tensor) -> None:
     """Capture a product whose weight is fetched before it."""
     with torch.npu.graph(torch.npu.NPUGraph()):
         ops.prefetch((rows, None), rows)
         ops.await_prefetch()
         torch.mm(rows, rows.t())
+
+
+def _overlapping(ops: Ops, rows: torch.Tensor) -> None:
+    """Capture a product beside another, and compute it once more as it is asked for."""
+    with torch.npu.graph(torch.npu.NPUGraph()):
+        begun = ops.begin_beside(lambda: torch.mm(rows, rows.t()))
+        torch.mm(rows, rows.t()) + begun()
+    ops.begin_beside(lambda: rows)()
 
 
 @stand_in_alone
@@ -442,9 +521,10 @@ def test_every_line_of_every_npu_file_runs(monkeypatch: pytest.MonkeyPatch) -> N
         Bench(attention).step({0: 20, 3: 1})
         Bench(operators("npu", "fused", shape(windows=(None,), first_key=1))[1]).step({0: 1})
         _with_sinks()
+        _over_int8_pages()
         tiled = replace(ops.product, tiles_weights=True)  # type: ignore[attr-defined]
         NpuOps(tiled).pack(torch.ones(16, 32, dtype=torch.bfloat16, device="npu:0"), None)
-        ops.check_int8(torch.bfloat16)
+        ops.check_int8(torch.bfloat16, {"int8"})
         ones = torch.ones(16, 32, dtype=torch.int8, device="npu:0")
         packed = ops.pack_int8(ones, torch.ones(16, device="npu:0"), torch.ones(16, device="npu:0"))
         rows = torch.ones(3, 32, dtype=torch.bfloat16, device="npu:0")
@@ -454,18 +534,21 @@ def test_every_line_of_every_npu_file_runs(monkeypatch: pytest.MonkeyPatch) -> N
             weight = torch.ones(16, 32, dtype=torch.bfloat16, device="npu:0")
             each.linear_split(rows, each.pack_split(weight, None, (8, 8), in_parts=True), (8, 8))
             each.route(rows, weight.float(), None, MixtureConfig(16, 2, 32, True))
+        NpuOps(product("950", "")).route(rows, weight.float(), None, MixtureConfig(16, 2, 32, True))
         _in_int8(ops, rows)
         _by_experts(ops, rows)
         for each in (ops, NpuOps(replace(ops.product, has_int4=False))):  # type: ignore[attr-defined]
             _of_modelslim(each, rows)
         ops.check_int4(torch.bfloat16, 32, 32, (32,))
         _fetching(NpuOps(replace(ops.product, prefetches=True)), rows)  # type: ignore[attr-defined]
+        _overlapping(NpuOps(replace(ops.product, overlaps_experts=True)), rows)  # type: ignore[attr-defined]
         ops.linear_summed(rows, (rows, None), ALONE)
         ops.clamped_swiglu(rows, 1.0, 7.0)
         prompt = torch.ones(256, 32, dtype=torch.bfloat16, device="npu:0")
         both = replace(ops.product, sums_products=True)  # type: ignore[attr-defined]
         monkeypatch.setattr("virtual_npu.device.JoinedRanks.size", lambda *_: 2)
         _among_ranks(NpuOps(both), prompt)
+        _joined(replace(ops.product, joins_heads=True))  # type: ignore[attr-defined]
         heads, angles = torch.ones(3, 2, 16, device="npu:0"), torch.ones(3, 16, device="npu:0")
         ops.rotary(heads, heads.clone(), angles, angles)
         on_an_npu()
@@ -474,6 +557,6 @@ def test_every_line_of_every_npu_file_runs(monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(torch.npu, "is_available", lambda: False)
         with pytest.raises(ValueError, match="finds no NPU"):
             chip()
-    assert len(files) == 10
+    assert len(files) == 11
     assert all(lines.wanted.values())
     assert lines.missing() == {}

@@ -82,4 +82,25 @@ FAULTS = {
         "one message of another engine ends this one",
         "tests/serving/test_hostile_peers.py::test_a_wish_that_is_none_is_refused_and_the_engine_goes_on",
     ),
+    "proof_of_either_side": Fault(
+        "borders/shared_secret.py::_proof",
+        "HELLO + of_dialler + of_listener + role",
+        "HELLO + of_dialler + of_listener",
+        "who reflects the dialler's proof is believed to hold the secret",
+        "tests/serving/test_page_credentials.py::test_a_reflected_proof_is_none",
+    ),
+    "proof_of_any_connection": Fault(
+        "borders/shared_secret.py::prove_as_listener",
+        "secrets.token_bytes(NONCE_BYTES)",
+        "bytes(NONCE_BYTES)",
+        "who recorded a handshake repeats it",
+        "tests/serving/test_page_credentials.py::test_a_recorded_proof_is_none",
+    ),
+    "said_before_the_proof": Fault(
+        "kv_cache/exchange/connection.py::Connection._send",
+        "self._may_send.wait()",
+        "",
+        "an impostor is told the tokens of prompts",
+        "tests/serving/test_page_credentials.py::test_an_impostor_learns_no_prompt",
+    ),
 }

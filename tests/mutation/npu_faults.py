@@ -182,9 +182,24 @@ FAULTS = {
     ),
     "groups_of_two_chosen_in_one_launch": Fault(
         "models/ops/npu/ops.py::NpuOps.route",
-        "config.is_plain or chooses_in_groups(config.num_experts, config.num_groups)",
+        "by_softmax or chooses_in_groups(config.num_experts, config.num_groups)",
         "True",
         "npu_moe_gating_top_k refuses groups of fewer than three experts at the warm-up",
+        "tests/models/test_npu.py::test_every_line_of_every_npu_file_runs",
+    ),
+    "drafts_that_see_later_ones": Fault(
+        "attention/npu/int8_attention.py::Int8FusedAttention.replay",
+        "each - behind",
+        "each",
+        "each token of a captured row reads the keys of those after it",
+        "tests/attention/test_channel_scales.py::"
+        "test_a_captured_row_of_drafts_sees_what_it_sees_in_an_eager_step",
+    ),
+    "tiles_that_are_not_turned": Fault(
+        "models/ops/npu/static_ops.py::StaticOps.pack_static",
+        "self.product.turns_tiles",
+        "False",
+        "npu_quant_matmul of a 310P reads a weight in FRACTAL_NZ only transposed",
         "tests/models/test_npu.py::test_every_line_of_every_npu_file_runs",
     ),
     "rows_of_a_prompt_as_sequences": Fault(
@@ -193,5 +208,47 @@ FAULTS = {
         "False",
         "npu_kv_rmsnorm_rope_cache asks for a page of each sequence, and a prompt has more rows",
         "tests/attention/test_latent.py::test_one_launch_writes_what_the_parts_of_it_write",
+    ),
+    "tokens_in_a_cache_that_nobody_reads": Fault(
+        "models/ops/npu/joined_heads.py::JoinedHeads.__init__",
+        "-1",
+        "0",
+        "all tokens of a step are written to one place, which the operator's page forbids",
+        "tests/models/test_joined_heads.py::test_one_product_in_int8_is_taken_by_either",
+    ),
+    "long_steps_joined": Fault(
+        "models/ops/npu/joined_heads.py::JoinedHeads.takes",
+        "num_tokens <= MOST_TOKENS",
+        "True",
+        "a prompt has more tokens than there are places to skip",
+        "tests/models/test_joined_heads.py::test_steps_that_are_too_long_are_normed_and_rotated_one_by_one",
+    ),
+    "parts_left_as_views": Fault(
+        "models/ops/npu/ops.py::NpuOps.split",
+        "len(y) == 1 or not self.product.is_fused",
+        "True",
+        "each operator that reads a part copies it, in a launch of its own",
+        "tests/models/test_joined_heads.py::test_parts_lie_one_after_another_and_those_of_one_row_as_they_are",
+    ),
+    "router_fed_by_a_cast": Fault(
+        "models/decoder.py::DecoderLayer._mixed",
+        "None if wide is None else wide[:num_tokens]",
+        "None",
+        "the router casts what the norm has given in float32",
+        "tests/benchmark/test_launches.py::test_a_step_asks_for_so_many_launches",
+    ),
+    "shared_experts_not_waited_for": Fault(
+        "models/ops/npu/ops.py::NpuOps.begin_beside.awaited",
+        "current.wait_stream(self._beside)",
+        "pass",
+        "the sum may read what the second stream has not computed, and no capture ends so",
+        "tests/models/test_overlapped_experts.py::test_tokens_are_those_of_transformers_and_launches_as_many",
+    ),
+    "shared_experts_before_their_inputs": Fault(
+        "models/ops/npu/ops.py::NpuOps.begin_beside",
+        "self._beside.wait_stream(current)",
+        "pass",
+        "the second stream reads a norm that is not computed yet, and is not captured",
+        "tests/models/test_overlapped_experts.py::test_tokens_are_those_of_transformers_and_launches_as_many",
     ),
 }

@@ -144,4 +144,18 @@ FAULTS = {
         "ranks that read their weights for longer than parallel.start_timeout_s are ended while they read",
         "tests/continuous_batching/test_starting_ranks.py::test_a_start_takes_as_long_as_it_progresses",
     ),
+    "percent_of_any_length": Fault(
+        "continuous_batching/recording/listeners.py::_percent",
+        "None if said is None else _PERCENT.parse(said[1])",
+        "None if said is None else int(said[1])",
+        "a rank that says a percent of 5,000 digits ends the thread that watches all ranks",
+        "tests/continuous_batching/test_fuzzed_ranks.py::test_a_percent_of_any_length_is_read",
+    ),
+    "stranger_ends_the_start": Fault(
+        "recipes/cluster/joining.py::Joining._hear",
+        "prove_as_listener(self._secret, sock.sendall, receive)",
+        "",
+        "whoever connects before the ranks do is taken for one",
+        "tests/recipes/test_joining.py::test_a_rank_joins_beside_strangers",
+    ),
 }

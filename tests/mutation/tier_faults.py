@@ -56,7 +56,7 @@ FAULTS = {
     ),
     "any_checksum": Fault(
         "kv_cache/tier/store.py::content_of",
-        "entry[_SUM_AT:HEAD_BYTES] != _sum(content, key, identity)",
+        "not hmac.compare_digest(entry[_SUM_AT:HEAD_BYTES], _sum(content, key, identity, secret))",
         "False",
         "a page that was damaged on the disk is used",
         "tests/kv_cache/test_tier_entries.py::test_no_byte_of_an_entry_may_change",
@@ -75,9 +75,16 @@ FAULTS = {
         "the folder outgrows its bound by a page",
         "tests/kv_cache/test_tier_stores.py::test_a_folder_holds_no_more_than_its_bound_at_any_time",
     ),
+    "any_signature": Fault(
+        "kv_cache/tier/store.py::_sum",
+        "secret is not None",
+        "False",
+        "whoever writes to the store changes answers",
+        "tests/kv_cache/test_fuzzed_tiers.py::test_an_entry_of_who_lacks_the_secret_is_not_used",
+    ),
     "use_is_not_noticed": Fault(
         "kv_cache/tier/disk.py::DiskStore._read",
-        "_use(path)",
+        "_use(file)",
         "",
         "a page goes by when it was written, however often it is used",
         "tests/kv_cache/test_tier_stores.py::test_those_used_longest_ago_make_room",

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from recipes.schema.checks import page_contradictions
 from recipes.schema.reader import read
 from recipes.schema.recipe_error import RecipeError
+from recipes.schema.server_section import ServerSection
 from tests.serving.server import TINY
 
 HERE, THERE = "tcp://127.0.0.1:7001", "tcp://[::1]:7002"
@@ -19,12 +23,10 @@ def said(
     is_sharing: bool = True,
     ranks: int = 1,
     speculation: str = "none",
+    **credentials: Any,
 ) -> list[RecipeError]:
-    return [
-        *page_contradictions(
-            pages_at, prompt_replicas, is_sharing=is_sharing, ranks=ranks, speculation=speculation
-        )
-    ]
+    server = ServerSection(pages_at=pages_at, prompt_replicas=prompt_replicas, **credentials)
+    return [*page_contradictions(server, is_sharing=is_sharing, ranks=ranks, speculation=speculation)]
 
 
 @pytest.mark.parametrize("speculation", ["none", "ngram", "suffix"])
@@ -52,8 +54,40 @@ def test_what_is_no_address_is_named(endpoint: str) -> None:
 
 
 def test_ports_to_the_last_one_are_addresses() -> None:
-    assert not said("tcp://a:65535")
-    assert not said("tcp://a:0"), "the system chooses"
+    assert not said("tcp://localhost:65535")
+    assert not said("tcp://localhost:0"), "the system chooses"
+
+
+SECRET = {"pages_key_file": Path("secret")}
+TLS: dict[str, Any] = {
+    f"pages_tls_{each}": Path(f"{each}.pem") for each in ("certificate", "private_key", "authority")
+}
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["tcp://0.0.0.0:1", "tcp://[::]:1", "tcp://10.0.0.1:1", "tcp://node-7:1"]
+)
+def test_beyond_this_machine_engines_prove_who_they_are_unless_the_recipe_says_so(endpoint: str) -> None:
+    for found, name in (
+        (said(endpoint), "server.pages_at"),
+        (said(None, (HERE, endpoint)), "server.prompt_replicas"),
+    ):
+        (error,) = found
+        assert (error.keys, error.value) == ((name, "server.pages_key_file"), endpoint)
+        assert "neither side would prove who it is; set server.pages_key_file" in str(error)
+    for credentials in (SECRET, TLS, SECRET | TLS, {"pages_open": True}):
+        assert not said(endpoint, **credentials)
+        assert not said(None, (endpoint,), **credentials)
+
+
+def test_credentials_are_whole_and_have_a_use() -> None:
+    for missing in TLS:
+        (error,) = said(HERE, **{name: path for name, path in TLS.items() if name != missing})
+        assert error.keys == (f"server.{missing}",)
+        assert "set all three, or none" in str(error)
+    assert [each.keys for each in said(**SECRET | TLS)] == [
+        (f"server.{name}", "server.pages_at") for name in (*TLS, *SECRET)
+    ]
 
 
 def test_an_engine_does_not_compute_for_itself() -> None:

@@ -45,13 +45,8 @@ def made(**changes: Any) -> Recipe:
         ({"device__kind": "cuda", "device__compile": True}, "device.compile: read only where"),
         (
             {"cache__dtype": "int8"},
-            "cache.dtype: only plain torch reads int8 keys and values, and device.attention is fused; set"
-            " device.attention to reference, or this to auto",
-        ),
-        (
-            {"cache__dtype": "int8", "device__kind": "npu", "device__attention": "reference"},
-            "cache.dtype: an NPU reads int8 keys and values only for 10:1, 64:8, 80:8, 128:16 heads of 128,"
-            " and none with a scale for each token and head; set it to auto",
+            "cache.dtype: only plain torch reads int8 keys and values here, and device.attention is fused;"
+            " set device.attention to reference, or this to auto",
         ),
         (
             {

@@ -73,6 +73,25 @@ def test_what_cannot_be_used_is_one_line_and_status_2(capsys, arguments, line):
     assert capsys.readouterr().err == line
 
 
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        (["model.quantization=w8a8"], "in W8A8; the 310P takes no scale for each token, 910B, 910C do: use"),
+        (["cache.page_size=16"], r"cache\.page_size is 16; attention of the 310P takes 128 or 64 with he"),
+        (["model.dtype=bfloat16"], "dtype is bfloat16; the 310P computes in float16 or float32: set model"),
+        (["device.product=950", "model.quantization=w8a8"], "in W8A8; the 950 takes no scale for each token"),
+    ],
+)
+def test_show_refuses_what_the_operators_of_the_product_do_not_take(capsys, keys, words):
+    """As an engine on that product does, after the keys have been printed."""
+    recipe = ["show", "recipes/any/310p.yaml", "model.path=recipes/tiny/weights", "device.memory_gib=22"]
+    main(recipe)
+    capsys.readouterr()
+    with pytest.raises(ValueError, match=words):
+        main([*recipe, *keys])
+    assert "cache.dtype" in capsys.readouterr().out
+
+
 def test_keys_prints_the_table_of_the_readme(capsys):
     main(["keys"])
     assert capsys.readouterr().out == table(Recipe)

@@ -19,7 +19,7 @@ from tests.kv_cache import device
 
 TINY = "recipes/any/cpu.yaml"
 OVERRIDES = [f"{key}={value}" for key, value in device.OVERRIDES.items()]
-DISK, REDIS = "kind: disk, gib: 1, path: pages", "kind: redis, gib: 1, url: redis://h:6379/0"
+DISK, REDIS = "kind: disk, gib: 1, path: pages", "kind: redis, gib: 1, url: redis://localhost:6379/0"
 
 
 def loaded(tier: str, *more: str):
@@ -30,10 +30,10 @@ def test_a_tier_says_where_pages_rest_and_how_many() -> None:
     assert tier_of(loaded(DISK).cache.tier) == TierSection(kind="disk", gib=1, path="pages")
     said = loaded(f"{REDIS}, wait_s: 2, password_file: /run/secrets/redis").cache.tier
     assert tier_of(said) == TierSection(
-        kind="redis", gib=1, url="redis://h:6379/0", wait_s=2, password_file="/run/secrets/redis"
+        kind="redis", gib=1, url="redis://localhost:6379/0", wait_s=2, password_file="/run/secrets/redis"
     )
     assert tier_of(loaded(REDIS, "cache.tier.gib=3").cache.tier) == TierSection(
-        kind="redis", gib=3, url="redis://h:6379/0"
+        kind="redis", gib=3, url="redis://localhost:6379/0"
     )
     assert tier_of(loaded(DISK, "cache.tier=null").cache.tier) is None
 
@@ -56,7 +56,7 @@ def test_a_tier_says_where_pages_rest_and_how_many() -> None:
         (
             f"{DISK}, size: 1",
             "",
-            "cache.tier.size: unknown key; it has kind, gib, path, url, password_file, wait",
+            "cache.tier.size: unknown key; it has kind, gib, path, url, password_file, key_file",
         ),
         ("kind: disk, gib: 1", "", "cache.tier.path: required where cache.tier.kind is disk, and missing"),
         ("kind: redis, gib: 1", "", "cache.tier.url: required where cache.tier.kind is redis, and missing"),

@@ -23,10 +23,10 @@ def as_frame(message: Frame) -> bytes:
     return message if isinstance(message, bytes) else framed(message)  # type: ignore[arg-type]
 
 
-def framed_body(body: Any) -> bytes:
-    """What is no message, with a right head."""
+def framed_body(body: Any, num_bytes: int = 0) -> bytes:
+    """What is no message, with a right head, which announces so many bytes behind it."""
     data = body if isinstance(body, bytes) else msgspec.msgpack.encode(body)
-    lengths = HEAD.pack(len(data), 0, 0)[:8]
+    lengths = HEAD.pack(len(data), num_bytes, 0)[:8]
     return lengths + zlib.crc32(data, zlib.crc32(lengths)).to_bytes(4, "little") + data
 
 

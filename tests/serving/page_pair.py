@@ -16,6 +16,7 @@ import numpy as np
 from continuous_batching.engine import Engine
 from continuous_batching.request import Request, SamplingParams
 from kv_cache.device.storage import KVCache
+from kv_cache.exchange.channel import NONE, Credentials
 from kv_cache.exchange.connection import Wake
 from kv_cache.exchange.messages import HEAD, PageIdentity
 from kv_cache.exchange.page_server import PageServer
@@ -51,6 +52,8 @@ class Pair:
         answers_model: str = "the model",
         num_prompt_pages: int = 60,
         num_answer_pages: int = 60,
+        credentials: Credentials = NONE,
+        answers_credentials: Credentials | None = None,
         **options: Any,
     ) -> None:
         self.prompts = device.make(attention, num_pages=num_prompt_pages, **options)
@@ -67,6 +70,7 @@ class Pair:
             one,
             most_part_bytes=max(most_part_bytes, *cache_of(self.prompts).layer_bytes),
             transports=transports,
+            credentials=credentials,
         )
         self.decoder = device.model(attention).decoder
         self.sends = PageSends(
@@ -83,6 +87,7 @@ class Pair:
             transport=transport,
             window_bytes=window_bytes,
             transports=transports,
+            credentials=answers_credentials or credentials,
         )
         sources = {HERE: self.source}
         self.fetches = PageFetches(self.answers, cache_of(self.answers), sources, most_wait_s, other)

@@ -31,7 +31,7 @@ def test_nothing_is_said_to_a_process_that_has_ended(
         with pytest.raises(EngineLost, match="ended with status 1"):
             await asyncio.wait_for(engine.ended(), PATIENCE_S)
         engine.hurry()
-        engine.wake()
+        engine.wake("")
         await engine.end()
 
     run(speak())

@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 
 from borders import field_types
+from borders.refusal import one_line
 from kv_cache.exchange import connection, page_server, prompt_source
+from kv_cache.exchange.channel import Plain
 from kv_cache.exchange.connection import UnhandledBytes
 from kv_cache.exchange.messages import (
     HEAD,
@@ -30,7 +32,6 @@ from kv_cache.exchange.messages import (
     Unwanted,
     Welcome,
     framed,
-    one_line,
 )
 from serving.engine import page_exchange
 from tests.kv_cache import device
@@ -216,13 +217,18 @@ def test_bytes_that_are_there_came_in_time_however_late_this_side_is(monkeypatch
 def test_a_wait_is_charged_no_longer_than_it_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """The process is stopped for an hour in a wait for bytes, which come afterwards."""
     ours, theirs = socket.socketpair()
-    incoming = connection._Incoming(ours)
+    incoming = connection._Incoming(ours, Plain(ours))
     incoming.left_s = 5.0
     hours = itertools.count(0, 3600)
     answers = [[], [], [(ours.fileno(), select.POLLIN)]]
+
+    def poll(_: int) -> list[tuple[int, int]]:
+        if len(answers) == 1:
+            theirs.sendall(b"abc")
+        return answers.pop(0)
+
     monkeypatch.setattr(connection, "time", SimpleNamespace(monotonic=lambda: next(hours)))
-    monkeypatch.setattr(incoming, "_poll", SimpleNamespace(poll=lambda _: answers.pop(0)))
-    theirs.sendall(b"abc")
+    monkeypatch.setattr(incoming, "_poll", SimpleNamespace(poll=poll))
     room = bytearray(3)
     incoming.fill(memoryview(room))
     assert bytes(room) == b"abc"

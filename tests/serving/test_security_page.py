@@ -49,8 +49,20 @@ def test_no_key_or_constant_that_bounds_the_server_is_left_out() -> None:
     assert keys | constants <= named
 
 
+def test_each_place_that_believes_another_names_its_tests() -> None:
+    page = (ROOT / "docs/security.md").read_text(encoding="utf-8")
+    section = page.partition("## Who believes whom\n")[2].partition("\n##")[0]
+    table = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("|")][2:]
+    assert len(table) > 20
+    for place, who, *_, tests in table:
+        named = re.findall(r"`([\w/.]*test_\w+\.py)`", tests)
+        assert named or "believed" in who, place
+        for path in named:
+            assert (Path(__file__).parent / path).is_file(), path
+
+
 @pytest.mark.parametrize("row", rows(), ids=lambda row: row[0][:40])
 def test_each_bound_has_a_test(row: list[str]) -> None:
-    for path, name in re.findall(r"`((?:router/)?test_\w+\.py)::(test_\w+)`", row[4]):
+    for path, name in re.findall(r"`([\w/.]*test_\w+\.py)::(test_\w+)`", row[4]):
         assert f"def {name}(" in (Path(__file__).parent / path).read_text(encoding="utf-8"), (path, name)
     assert row[4] or row[0].startswith("and for each"), "nothing measures it"

@@ -131,6 +131,56 @@ def test_a_template_has_no_way_out_and_no_time_to_waste(source: str, said: str) 
         ChatTemplate(source, {}, most_s=0.2).render([{"role": "user", "content": "a"}])
 
 
+DOUBLED = "{% set ns = namespace(a=['aa']) %}{% for i in range(60) %}{% set ns.a = "
+TEN_MB = "{% set a = 'a' * 10**7 %}"
+BOMBS = (
+    "{{ 'a' * 10**9 }}", "{{ 10**9 * 'a' }}", "{{ [1] * 10**9 }}", "{{ 2**9999 }}",
+    "{{ (10**900) * (10**900) }}",
+    *(f"{DOUBLED}{each} %}}{{% endfor %}}{{{{ ns.a }}}}"
+      for each in ("ns.a + ns.a", "[ns.a, ns.a]", "ns.a|string ~ ns.a")),
+    *(f"{DOUBLED}[ns.a, ns.a] %}}{{% endfor %}}{{{{ {each} }}}}"
+      for each in ("ns.a|tojson", "ns.a|string", "'%s' % ns.a", "'{}'.format(ns.a)", "ns.a ~ 'x'")),
+    "{{ 'a'|center(10**9) }}", "{{ 'a'.ljust(10**9) }}", "{{ ('\t' * 1000).expandtabs(10**7) }}",
+    "{{ '%1000000000d' % 1 }}", "{{ '%*d' % (10**9, 1) }}", "{{ '{:1000000000}'.format(1) }}",
+    "{{ '{:{}}'.format(1, 10**9) }}", "{{ '%1000000000d'|format(1) }}",
+    "{{ ('a' * 10**6)|replace('a', 'b' * 10**6) }}", "{{ ('a' * 10**6).replace('a', 'b' * 10**6) }}",
+    "{{ ('b' * 10**5).join(['a'] * 10**6) }}", "{{ (['a' * 10**6] * 10**4)|join('') }}",
+    "{{ range(99999)|map('string')|join(',' * 10**5) }}", "{{ messages|tojson(indent=10**9) }}",
+    "{{ ('a\n' * 10**6)|indent(10**5) }}", "{{ ('a ' * 10**6)|wordwrap(1, true, 'x' * 10**5) }}",
+    TEN_MB + "{% for i in range(9999) %}{{ a }}{% endfor %}",
+    TEN_MB + "{% set b %}{% for i in range(9999) %}{{ a }}{% endfor %}{% endset %}{{ b|length }}",
+    "{% for i in range(99999) %}{% set x = ('a' * 10**7)|upper %}{% endfor %}",
+    "{{ 'a'.translate({97: 'b' * 10**9}) }}", "{{ lipsum(n=10**6) }}", "{{ [1]|batch(10**9, 'x')|list }}",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("source", BOMBS)
+def test_a_template_makes_no_more_than_it_may(source: str) -> None:
+    """What it would make is refused before it is made; most of these would take gigabytes or hours."""
+    with pytest.raises(ValueError, match="chat template"):
+        ChatTemplate(source, {}).render([{"role": "user", "content": "a"}])
+
+
+def test_a_macro_that_calls_itself_has_no_time_to_waste() -> None:
+    source = "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(99) }}"
+    with pytest.raises(ValueError, match="took more than"):
+        ChatTemplate(source, {}, most_s=0.2).render([{"role": "user", "content": "a"}])
+
+
+def test_what_templates_do_is_what_it_was() -> None:
+    source = (
+        "{% set ns = namespace(t='') %}"
+        "{% for m in messages %}{% set ns.t = ns.t ~ m.content + '\n' %}{% endfor %}"
+        "{{ ns.t|trim }}{{ '%5d' % 7 }}{{ '{:>4}'.format('a') }}{{ [1, 2] + [3] }}{{ 'ab' * 2 }}{{ 2 ** 5 }}"
+        "{{ 'a-b'.replace('-', '+') }}{{ ['x', 1]|join('/') }}{{ messages|map(attribute='role')|join }}"
+        "{{ {'a': [1, 'ü']}|tojson(indent=1) }}{{ 'abc'|upper|center(5) }}{{ 7 % 4 }}{{ range(3)|list }}"
+    )
+    said = ChatTemplate(source, {}).render(
+        [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
+    )
+    assert said == ('a\nb    7   a[1, 2, 3]abab32a+bx/1useruser{\n "a": [\n  1,\n  "ü"\n ]\n} ABC 3[0, 1, 2]')
+
+
 def test_keys_are_compared_in_constant_time() -> None:
     source = (ROOT / "serving/api/api_keys.py").read_text()
     assert "hmac.compare_digest" in source

@@ -121,7 +121,7 @@ def test_who_shall_hurry_has_not_begun() -> None:
         " from serving.engine import main; sys.exit(main.main(['ipc:///nowhere', 'no.yaml']))"
     )
     pipe = subprocess.PIPE
-    for words, status in ((HURRY, 0), (HURRY + BEGIN, 2)):
+    for words, status in ((HURRY, 0), (HURRY + BEGIN + b"\n", 2)):
         with subprocess.Popen([sys.executable, "-c", brief], cwd=ROOT, stdin=pipe, stderr=pipe) as process:
             assert process.stdin is not None
             assert process.stderr is not None

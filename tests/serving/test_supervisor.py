@@ -9,14 +9,17 @@ from types import SimpleNamespace
 
 import pytest
 
+from borders.refusal import without_paths
+from continuous_batching.counters import Counters
 from recipes.schema.server_section import ServerSection
 from serving.api.errors import response_of
 from serving.async_llm import AsyncLLM
 from serving.engine import supervisor
-from serving.engine.messages import EngineFacts, FromEngine, Ready, Starting, encode
+from serving.engine.messages import Beat, EngineFacts, FromEngine, Ready, Starting, encode
 from serving.engine.process import EngineLost, EngineProcess
 from serving.engine.supervisor import Supervisor
 from serving.failures import Unavailable
+from serving.metrics.server_stats import NO_GAUGES
 from tests.patience import PATIENCE_S
 from tests.serving.server import TINY
 
@@ -32,8 +35,9 @@ class Short:
         self.socket = self
         self._is_ready = asyncio.Event()
 
-    def wake(self) -> None:
+    def wake(self, learned: str) -> None:
         """Begin."""
+        self.learned = learned
 
     def hide(self) -> None:
         """Nothing is there."""
@@ -83,7 +87,7 @@ def test_what_a_start_does_is_told_until_it_ends(monkeypatch: pytest.MonkeyPatch
 
         monkeypatch.setattr(keeper, "_next", following)
         keeper.start()
-        while not keeper.stage:
+        while keeper.stage.get("doing", "importing").startswith("importing"):
             await asyncio.sleep(0)
         assert keeper.stage["doing"].startswith("loading its weights: 9%, ")
         assert keeper.why_not.startswith("the engine is starting (loading its weights: 9%, ")
@@ -91,9 +95,94 @@ def test_what_a_start_does_is_told_until_it_ends(monkeypatch: pytest.MonkeyPatch
         engine.is_over.set()
         await keeper.until(lambda: keeper.state == "dead")
         assert keeper.stage == {}
+        assert set(keeper.starting.stages_s) == {"importing", "loading its weights"}
         await keeper.close()
 
     asyncio.run(stages())
+
+
+class Broken(Short):
+    """A life of an engine that is ready, and then says what none says."""
+
+    async def recv(self) -> bytes:
+        if self._is_ready.is_set():
+            return b"\x93\xa5Ready\x01\x02"
+        self._is_ready.set()
+        return encode(Ready(FACTS))
+
+    async def ended(self) -> None:
+        await asyncio.Event().wait()
+
+
+class Full(Broken):
+    """A life of an engine that ends with a path of this machine in its last words."""
+
+    async def recv(self) -> bytes:
+        if self._is_ready.is_set():
+            raise EngineLost("it ended: '/srv/models/tiny/a.safetensors': no space left; see /etc/x")
+        return await super().recv()
+
+
+def test_what_no_engine_says_is_the_end_of_that_engine_and_clients_see_no_path(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def lives(engine: Short) -> str:
+        lost = list[str]()
+        limits = ServerSection(spare_engine=False)
+        keeper = Supervisor(lambda life: [], limits, lambda message: None, lost.append)
+
+        async def following() -> Short:
+            return engine
+
+        monkeypatch.setattr(keeper, "_next", following)
+        keeper.start()
+        await keeper.until(lambda: keeper.state == "lost")
+        await keeper.close()
+        assert lost == [keeper.trouble]
+        return keeper.trouble
+
+    assert "the engine's process says what none says" in asyncio.run(lives(Broken()))
+    said = asyncio.run(lives(Full()))
+    assert said == "it ended: '.../a.safetensors': no space left; see .../x"
+    assert "/srv/models/tiny/a.safetensors" in caplog.text
+    kept = "application/json, https://host:80/a/b, 3/4, tcp://h:1, a/b/c and /health"
+    assert without_paths(kept) == kept
+
+
+class Beating(Short):
+    """A life of an engine that is ready, tells what it has learned, and ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.to_send = [Ready(FACTS), Beat(NO_GAUGES, Counters(), None, 0, 0, learned="1")]
+
+    async def recv(self) -> bytes:
+        if not self.to_send:
+            self._is_ready.set()
+            await asyncio.Event().wait()
+        return encode(self.to_send.pop(0))
+
+
+def test_an_engine_is_told_what_the_one_before_it_has_learned(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def lives() -> None:
+        limits = ServerSection(spare_engine=False)
+        keeper = Supervisor(lambda life: [], limits, lambda message: None, lambda reason: None)
+        engines = [Beating(), Loading()]
+        left = list(engines)
+
+        async def following() -> Short:
+            return left.pop(0)
+
+        monkeypatch.setattr(keeper, "_next", following)
+        monkeypatch.setattr(supervisor, "_LONGEST_PAUSE_S", 0.0)
+        keeper.start()
+        await keeper.until(lambda: keeper.state == "lost")
+        while left or not keeper.stage:
+            await asyncio.sleep(0)
+        assert [each.learned for each in engines] == ["", "1"]
+        await keeper.close()
+
+    asyncio.run(lives())
 
 
 def test_who_asks_while_an_engine_is_lost_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,16 @@ from continuous_batching.request import SamplingParams
 from recipes.assembly.engine import build
 from recipes.schema.reader import load
 from serving.engine.facts import facts_of
-from serving.engine.messages import Add, AddAccepted, AddRefused, Beat, Finish, decode_from_engine, encode
+from serving.engine.messages import (
+    BEGIN,
+    Add,
+    AddAccepted,
+    AddRefused,
+    Beat,
+    Finish,
+    decode_from_engine,
+    encode,
+)
 from serving.engine.worker import Worker
 from tests.patience import PATIENCE_S
 from tests.serving import page_pair
@@ -56,7 +65,7 @@ def test_what_is_loaded_is_not_looked_through_again(process: str, tmp_path: Path
     command = [sys.executable, "-c", process, f"ipc://{tmp_path}/socket", TINY]
     read, write = os.pipe()  # an engine begins when it reads a byte, and ends with its parent
     try:
-        os.write(write, b"!")
+        os.write(write, BEGIN + b"\n")
         run = subprocess.run(
             command, cwd=ROOT, stdin=read, capture_output=True, text=True, timeout=PATIENCE_S
         )

@@ -118,6 +118,33 @@ def paged(
     return arguments, dense
 
 
+def int8_pages(
+    rng: np.random.Generator,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    lens: list[tuple[int, int]],
+    heads: tuple[int, int] = (4, 2),
+    dim: int = 64,
+    page_size: int = 32,
+) -> tuple[dict[str, Any], Dense]:
+    """Single queries in BNSD over pages of int8, by the first version's names but for those of `paged`.
+
+    The keys and values are those that the pages hold, times the scales of their channels.
+    """
+    arguments, dense = paged(rng, lens=lens, heads=heads, dim=dim, page_size=page_size)
+    for name, told in (("key", dense.keys), ("value", dense.values)):
+        scale = 0.02 + 0.02 * torch.from_numpy(rng.random((heads[1], dim))).to(dtype)
+        cache = arguments[name].view(-1, page_size, *scale.shape) / scale
+        arguments[name] = cache.nan_to_num().round().clamp(-128, 127).char().flatten(2)
+        arguments[f"{name}_antiquant_scale"] = scale[None, :, None]
+        told[:] = [((each / scale).round().clamp(-128, 127) * scale).to(dtype) for each in told]
+    arguments["query"] = torch.cat(dense.queries).to(dtype)[:, :, None]
+    dense.queries = [each.to(dtype) for each in dense.queries]
+    for name in ("actual_seq_qlen", "atten_mask", "return_softmax_lse"):
+        del arguments[name]
+    return arguments | {"input_layout": "BNSD", "sparse_mode": 0}, dense
+
+
 def first_version(arguments: dict[str, Any]) -> dict[str, Any]:
     """The same call by the names of the first version."""
     return {V1_NAMES.get(name, name): value for name, value in arguments.items()}

@@ -19,7 +19,7 @@ from tests.virtual_npu import (
     right_mixture_calls,
     summed_calls,
 )
-from tests.virtual_npu.batches import MASK, first_version, paged
+from tests.virtual_npu.batches import MASK, first_version, int8_pages, paged
 from tests.virtual_npu.right_mixture_calls import HALVES, Arguments, pick
 from virtual_npu.contract import Conditions
 from virtual_npu.operators.atb import in_tiles
@@ -103,6 +103,10 @@ def in_layout(tensor: Tensor, layout: str) -> Tensor:
 
 
 def first_fused_attention(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
+    if not rng.integers(4):
+        lens = [(1, int(each)) for each in rng.integers(1, 90, int(rng.integers(1, 6)))]
+        arguments, _ = int8_pages(rng, pick(rng, *HALVES), lens=lens, page_size=pick(rng, 32, 128))
+        return first_version(arguments), Conditions(product=pick(rng, A2, A3))
     arguments, conditions = fused_attention(rng)
     arguments.pop("learnable_sink", None)
     return first_version(arguments), conditions
@@ -273,6 +277,43 @@ def add_rms_norm(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
     }, conditions
 
 
+def add_rms_norm_cast(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
+    x = torch.randn(*rng.integers(1, 6, 2).tolist(), 16 * int(rng.integers(1, 9))).to(pick(rng, *HALVES))
+    made: Arguments = {"x1": x, "x2": torch.randn_like(x), "gamma": torch.randn(x.shape[-1]).to(x.dtype)}
+    return made | {"epsilon": 1e-5}, Conditions(product=pick(rng, A2, A3, A5))
+
+
+def joined_heads(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
+    dtype, blocks, size = pick(rng, *HALVES), int(rng.integers(3, 6)), pick(rng, 32, 64)
+    tokens = int(rng.integers(1, 20))
+    heads, kv_heads = rng.integers(1, 4, 2).tolist()
+    is_one = tokens > blocks or bool(rng.integers(2))
+    angles = 6 * torch.rand(tokens, 64)
+    both = torch.cat([angles, angles], -1)
+    index = torch.from_numpy(rng.permutation(blocks * size)[:tokens])
+    index[torch.from_numpy(rng.integers(2, size=tokens) > 0)] = -1
+
+    def random(*sizes: int) -> torch.Tensor:
+        return torch.randn(*sizes).to(dtype)
+
+    made: Arguments = {
+        "qkv": random(tokens, (heads + 2 * kv_heads) * 128),
+        "q_gamma": random(128),
+        "k_gamma": random(128),
+        "cos": both.cos().to(dtype),
+        "sin": both.sin().to(dtype),
+        "index": index,
+        "q_out": random(tokens, heads * 128),
+        "k_cache": random(blocks, kv_heads * 8, size, 16),
+        "v_cache": random(blocks, kv_heads * 8, size, 16),
+        "qkv_size": [1 if is_one else tokens, tokens if is_one else 1, heads + 2 * kv_heads, 128],
+        "head_nums": [heads, kv_heads, kv_heads],
+        "epsilon": 1e-5,
+        "is_output_qkv": bool(rng.integers(2)),
+    }
+    return made, Conditions(product=pick(rng, A2, A3))
+
+
 def apply_rotary(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
     product, layout = pick(rng, P310, A2, A3, A5), pick(rng, "TND", "BSND", "SBND", "BNSD")
     dtype, dim = torch.float16 if product is P310 else pick(rng, torch.float32, *HALVES), pick(rng, 64, 128)
@@ -358,7 +399,7 @@ def quant_matmul(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
     rows, inner, columns = rng.integers(1, 40, 3).tolist()
     x1, x2 = (torch.randint(-128, 128, size).to(torch.int8) for size in ((rows, inner), (columns, inner)))
     dtype = pick(rng, torch.bfloat16, torch.float16, torch.int8, torch.int32)
-    arguments: Arguments = {"x1": x1, "x2": pick(rng, x2.t(), x2.t().contiguous()), "output_dtype": dtype}
+    arguments: Arguments = {"x1": x1, "x2": x2.t(), "output_dtype": dtype}
     arguments["scale"] = torch.rand(pick(rng, 1, columns))
     if dtype == torch.float16 and bool(rng.integers(2)):  # the bits, as a file holds them
         arguments["scale"] = arguments["scale"].view(torch.int32).long()
@@ -369,7 +410,10 @@ def quant_matmul(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
     if dtype == torch.int8 and bool(rng.integers(2)):
         arguments["offset"] = torch.rand(columns)
     on_310p = dtype in (torch.int8, torch.float16) and arguments.get("pertoken_scale") is None
-    return arguments, Conditions(product=pick(rng, A2, A3, P310) if on_310p else pick(rng, A2, A3))
+    product = pick(rng, A2, A3, P310) if on_310p else pick(rng, A2, A3)
+    if product is not P310 and bool(rng.integers(2)):
+        arguments["x2"] = x2.t().contiguous()
+    return arguments, Conditions(product=product)
 
 
 def dynamic_quant(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
@@ -380,16 +424,19 @@ def dynamic_quant(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
 
 def quantize(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
     product = pick(rng, P310, A2, A3)
-    dtype = torch.float16 if product is P310 else pick(rng, torch.float32, *HALVES)
+    divides = product is not P310 and bool(rng.integers(2))
+    kinds = (torch.float32, torch.bfloat16) if divides else (torch.float32, *HALVES)
+    dtype = torch.float16 if product is P310 else pick(rng, *kinds)
     x = torch.randn(*rng.integers(1, 6, int(rng.integers(2, 4))).tolist()).to(dtype)
     scales = (1 + torch.rand(pick(rng, 1, x.shape[-1]))).to(dtype) * 20
+    offsets = torch.randint_like(scales, -9, 9)
     return {
         "input": x,
-        "scales": scales,
-        "zero_points": pick(rng, None, torch.randint_like(scales, -9, 9)),
+        "scales": 1 / scales if divides else scales,
+        "zero_points": pick(rng, None, offsets.int() if divides else offsets),
         "dtype": torch.qint8,
         "axis": -1,
-        "div_mode": False,
+        "div_mode": divides,
     }, Conditions(product=product)
 
 
@@ -441,12 +488,15 @@ RIGHT: dict[str, Callable[[np.random.Generator], tuple[Arguments, Conditions]]] 
     "npu_mla_prolog_v3": right_latent_calls.prolog,
     "npu_rms_norm": rms_norm,
     "npu_add_rms_norm": add_rms_norm,
+    "npu_add_rms_norm_cast": add_rms_norm_cast,
+    "npu_qkv_rms_norm_rope_cache": joined_heads,
     "npu_apply_rotary_pos_emb": apply_rotary,
     "npu_rotary_mul": rotary_mul,
     "npu_swiglu": swiglu,
     "npu_clipped_swiglu": right_mixture_calls.clipped_gate,
     "npu_add_rms_norm_dynamic_quant": add_rms_norm_dynamic_quant,
     "npu_dequant_swiglu_quant": dequant_swiglu_quant,
+    "npu_grouped_matmul_swiglu_quant_v2": right_mixture_calls.gated_products,
     "npu_grouped_matmul": grouped_matmul,
     "npu_moe_gating_top_k_softmax": right_mixture_calls.gating,
     "npu_moe_gating_top_k_softmax_v2": right_mixture_calls.gating_as_one,

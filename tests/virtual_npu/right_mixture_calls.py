@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from virtual_npu.contract import Conditions
-from virtual_npu.simulated_products import A2, A3
+from virtual_npu.simulated_products import A2, A3, A5
 
 Arguments = dict[str, Any]
 HALVES = (torch.float16, torch.bfloat16)
@@ -43,11 +43,12 @@ def gating_in_groups(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
         "out_flag": bool(rng.integers(2)),
         "routed_scaling_factor": pick(rng, 1.0, 2.5),
     }
-    return made, Conditions(product=pick(rng, A2, A3))
+    return made, Conditions(product=pick(rng, A2, A3, A5))
 
 
 def routing(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
     tokens, chosen, experts = int(rng.integers(1, 30)), int(rng.integers(1, 5)), int(rng.integers(1, 20))
+    product = pick(rng, A2, A3, A5)
     made = {
         "x": torch.randn(tokens, int(rng.integers(1, 30))).to(pick(rng, torch.float32, *HALVES)),
         "expert_idx": torch.from_numpy(rng.integers(experts, size=(tokens, chosen), dtype=np.int32)),
@@ -56,9 +57,9 @@ def routing(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
         "expert_tokens_num_type": 1,
         "expert_tokens_num_flag": True,
         "active_expert_range": [0, experts],
-        "quant_mode": pick(rng, -1, 1),
+        "quant_mode": -1 if product is A5 else pick(rng, -1, 1),
     }
-    return made, Conditions(product=pick(rng, A2, A3))
+    return made, Conditions(product=product)
 
 
 def combining(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
@@ -68,7 +69,7 @@ def combining(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
         "sorted_indices": torch.from_numpy(rng.permutation(tokens * chosen).astype(np.int32)),
         "probs": torch.rand(tokens, chosen).to(dtype),
     }
-    return made, Conditions(product=pick(rng, A2, A3))
+    return made, Conditions(product=pick(rng, A2, A3, A5))
 
 
 def products(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
@@ -103,6 +104,23 @@ def products(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
         "group_list": counts if by_counts else counts.cumsum(0),
         "group_list_type": int(by_counts),
         **more,
+    }
+    return made, Conditions(product=pick(rng, A2, A3))
+
+
+def gated_products(rng: np.random.Generator) -> tuple[Arguments, Conditions]:
+    experts, rows = rng.integers(1, 20, 2).tolist()
+    inner, width = 16 * int(rng.integers(1, 5)), 32 * int(rng.integers(1, 5))
+    counts = torch.from_numpy(rng.multinomial(int(rng.integers(rows + 1)), [1 / experts] * experts))
+    by_counts = bool(rng.integers(2))
+    scale = torch.rand(experts, width) / 1000
+    made: Arguments = {
+        "x": torch.randint(-128, 128, (rows, inner)).to(torch.int8),
+        "weight": [torch.randint(-128, 128, (experts, inner, width)).to(torch.int8)],
+        "weight_scale": [scale.to(pick(rng, torch.float32, *HALVES))],
+        "x_scale": torch.rand(rows) / 100,
+        "group_list": counts if by_counts else counts.cumsum(0),
+        "group_list_type": int(by_counts),
     }
     return made, Conditions(product=pick(rng, A2, A3))
 

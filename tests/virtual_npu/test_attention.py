@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tests.virtual_npu.batches import MASK, Dense, first_version, oracle, paged
+from tests.virtual_npu.batches import MASK, Dense, first_version, int8_pages, oracle, paged
 from virtual_npu.contract import Conditions, ContractError
 from virtual_npu.operators import operator
 
@@ -59,6 +59,16 @@ def test_heads_of_128(heads: tuple[int, int]) -> None:
 def test_sinks(window: int | None) -> None:
     arguments, dense = paged(np.random.default_rng(7), heads=(4, 2), window=window, sink=True)
     close(*V2(FP32, **arguments), dense)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("heads", [(2, 2), (8, 2), (6, 1)])
+def test_pages_of_int8(dtype: torch.dtype, heads: tuple[int, int]) -> None:
+    lens = [(1, 70), (1, 1), (1, 33), (1, 32)]
+    arguments, dense = int8_pages(np.random.default_rng(heads), dtype, lens=lens, heads=heads, dim=128)
+    out, _ = V1(FP32, **first_version(arguments))
+    near = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}[dtype]
+    torch.testing.assert_close(out[:, :, 0].double(), oracle(dense)[0], rtol=near, atol=near)
 
 
 def test_many_query_rows() -> None:

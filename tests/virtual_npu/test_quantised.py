@@ -82,6 +82,9 @@ def test_a_scale_that_is_known_beforehand_is_multiplied_with() -> None:
     inverse, offset = (torch.full((3,), each).bfloat16() for each in (16.0, -3.0))
     assert quantise(x, inverse, offset).tolist() == [[13, -35, 1], [127, -128, 5]]
     assert quantise(x / 8, inverse[:1], None).tolist() == [[2, -4, 0], [18, -18, 1]]
+    divided = partial(quantise, div_mode=True)
+    step = torch.tensor([1 / 16, 1 / 4, 1 / 16]).bfloat16()
+    assert divided(x, step, torch.tensor([0, 1, 0]).int()).tolist() == [[16, -7, 4], [127, -35, 8]]
     scale = torch.tensor([0.5, 1.5])
     bits = scale.view(torch.int32).long()
     assert int(bits[1]) == 1069547520
@@ -129,6 +132,26 @@ def test_a_product_in_int32_is_scaled_gated_and_quantised() -> None:
     gate, up = (product * weight_scale * row_scale).chunk(2, 1)
     wanted = gate / (1 + (-gate).exp()) * up
     torch.testing.assert_close(rows * scale[:, None], wanted, atol=float(scale.max()) * 0.51, rtol=0)
+
+
+@pytest.mark.parametrize("by_counts", [False, True])
+def test_the_products_of_experts_are_scaled_gated_and_quantised(by_counts: bool) -> None:
+    x, weight = (torch.randint(-99, 99, sizes).to(torch.int8) for sizes in ((7, 32), (3, 32, 64)))
+    scale, row_scale, counts = torch.rand(3, 64) / 100, torch.rand(7) / 10, torch.tensor([2, 0, 4])
+    rows, row_scales = KERNELS["npu::npu_grouped_matmul_swiglu_quant_v2"](
+        x,
+        [weight],
+        [scale],
+        row_scale,
+        counts if by_counts else counts.cumsum(0),
+        group_list_type=int(by_counts),
+    )
+    of_rows = torch.tensor([0, 0, 2, 2, 2, 2])
+    product = torch.einsum("tk,tkn->tn", x[:6].double(), weight[of_rows].double())
+    gate, up = (product * scale[of_rows] * row_scale[:6, None]).chunk(2, 1)
+    found, wanted = rows[:6] * row_scales[:6, None], gate / (1 + (-gate).exp()) * up
+    torch.testing.assert_close(found.double(), wanted, atol=float(row_scales[:6].max()) * 0.51, rtol=1e-6)
+    assert row_scales[6].isnan(), "no expert has the last row"
 
 
 @pytest.mark.parametrize("has_bias", [False, True])

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from tests.lazy import transformers
 from virtual_npu.contract import Conditions
-from virtual_npu.operators import OPERATORS
+from virtual_npu.operators import OPERATORS, operator
 from virtual_npu.simulated_products import P310
 
 KERNELS = {each.qualified: partial(each, Conditions()) for each in OPERATORS}
@@ -43,6 +43,43 @@ def test_add_rms_norm() -> None:
     assert torch.equal(total, x + residual)
     for one, other in zip((y, rstd), KERNELS["npu::npu_rms_norm"](total, gamma)):
         assert torch.equal(one, other)
+
+
+def test_add_rms_norm_cast() -> None:
+    x, residual, gamma = (torch.randn(*shape).to(torch.bfloat16) for shape in ((5, 64), (5, 64), (64,)))
+    wide, *others = KERNELS["npu::npu_add_rms_norm_cast"](x, residual, gamma)
+    for one, other in zip(others, KERNELS["npu::npu_add_rms_norm"](x, residual, gamma), strict=True):
+        assert torch.equal(one, other)
+    assert torch.equal(wide, others[0].float())
+
+
+@pytest.mark.parametrize("is_output", [False, True])
+def test_joined_heads_are_those_of_qwen3(is_output: bool) -> None:
+    """In float32, which no device takes there; of two places that are written, one is in the second block."""
+    tokens, heads, (cos, sin) = 5, (4, 2, 2), angles(5, 128)
+    qkv, norms = torch.randn(tokens, sum(heads) * 128), [1 + torch.rand(128) for _ in range(2)]
+    query, key, value = qkv.unflatten(-1, (-1, 128)).split(heads, 1)
+    query, key = (
+        functional.rms_norm(each, (128,), norm, 1e-5).transpose(0, 1)[None]
+        for each, norm in zip((query, key), norms)
+    )
+    rotated = transformers.models.qwen3.modeling_qwen3.apply_rotary_pos_emb(query, key, cos[None], sin[None])
+    wants = [each[0].transpose(0, 1).flatten(1) for each in rotated] + [value.flatten(1)]
+    out = torch.empty(tokens, 4 * 128)
+    caches = [torch.full((2, 2 * 128 // 16, 32, 16), torch.nan) for _ in range(2)]
+    index = torch.tensor([-1, 3, -1, 33, -1])
+    kernel = partial(operator("npu_qkv_rms_norm_rope_cache"), Conditions(fp32=True))
+    found = kernel(
+        qkv, *norms, cos, sin, index, out, *caches, [1, tokens, 8, 128], list(heads),
+        epsilon=1e-5, is_output_qkv=is_output,
+    )  # fmt: skip
+    torch.testing.assert_close(out, wants[0])
+    for cache, want in zip(caches, wants[1:]):
+        torch.testing.assert_close(cache[0, :, 3].flatten(), want[1])
+        torch.testing.assert_close(cache[1, :, 1].flatten(), want[3])
+        assert int(cache.isnan().sum()) == cache.numel() - 2 * 2 * 128
+    for each, want in zip(found, wants if is_output else ()):
+        torch.testing.assert_close(each, want)
 
 
 def angles(tokens: int, dim: int) -> tuple[Tensor, Tensor]:

@@ -9,12 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tests.virtual_npu.batches import MASK, paged
+from tests.virtual_npu.batches import MASK, int8_pages, paged
 from tests.virtual_npu.right_calls import in_layout
 from tests.virtual_npu.right_mixture_calls import Arguments
 from tests.virtual_npu.wrong import Wrong, pages_but, put, spoil, strided, to
 from virtual_npu.simulated_products import A5
 
+INT8_PAGES = "pages of int8"
 LENS = [(1, 20), (5, 5), (30, 40)]
 
 
@@ -51,6 +52,11 @@ def rows_base(layout: str = "BSND", queries: int = 6, mode: int = 0) -> Argument
 def long_rows() -> Arguments:
     base = rows_base() | {"atten_mask": torch.zeros(1, 6, 600, dtype=torch.bool)}
     return base | {name: torch.randn(2, 600, 2, 64).bfloat16() for name in ("key", "value")}
+
+
+def int8_base() -> Arguments:
+    """Single queries, in the first version alone, over pages of int8."""
+    return int8_pages(np.random.default_rng(5), lens=[(1, 20), (1, 5), (1, 40)])[0]
 
 
 def latent_base() -> Arguments:
@@ -113,15 +119,23 @@ ATTENTION_BASES: dict[str, Callable[[], Arguments]] = {
     "single rows": lambda: rows_base(queries=1),
     "NBSD": lambda: rows_base("BSND_NBSD", queries=17),
     "long rows": long_rows,
+    INT8_PAGES: int8_base,
     "latent": latent_base,
     "expanded": expanded_base,
 }
 
 
-def _int8_cache(call: Arguments) -> Arguments:
-    """A cache in int8 for one of the documented pairs of heads."""
-    call = packed_base(heads=(64, 8), dim=128)
-    return call | {name: call[name].char() for name in ("key", "value")}
+def _in_int8(call: Arguments) -> Arguments:
+    return {name: call[name].nan_to_num().char() for name in ("key", "value")}
+
+
+def _two_queries(call: Arguments) -> Arguments:
+    return {"query": torch.cat((call["query"], call["query"]), 2)}
+
+
+def _small_pages(call: Arguments) -> Arguments:
+    halves = {name: call[name].view(-1, 16, call[name].shape[-1]) for name in ("key", "value")}
+    return halves | {"block_size": 16}
 
 
 def _wide_pages(call: Arguments) -> Arguments:
@@ -156,8 +170,24 @@ def _blind_mask(call: Arguments) -> Arguments:
 
 ATTENTION = [
     Wrong("layout", put(input_layout="SBND"), "input_layout", "SBND"),
-    Wrong("int8", to("key", Tensor.char), "key", "int8 "),
-    Wrong("int8", _int8_cache, "key", "for 64:8 heads"),
+    Wrong("int8", _in_int8, "key", "for 4:2 heads in TND"),
+    Wrong("int8", _in_int8, "key", "in BSND", "rows"),
+    Wrong("int8", put(), "key", "on the 950", INT8_PAGES, conditions={"product": A5}),
+    Wrong("int8", put(value_antiquant_scale=None), "value", "without value_antiquant_scale", INT8_PAGES),
+    Wrong("int8", _two_queries, "key", "and 2 query tokens a sequence", INT8_PAGES),
+    Wrong("int8", _small_pages, "key", "with a block_size of 16", INT8_PAGES),
+    Wrong("channels", to("key_antiquant_scale", Tensor.float), "key_antiquant_scale", "float32", INT8_PAGES),
+    Wrong(
+        "channels", to("value_antiquant_scale", torch.squeeze), "value_antiquant_scale", "(2, 64)", INT8_PAGES
+    ),
+    Wrong(
+        "channels",
+        lambda call: packed_base() | {"key_antiquant_scale": torch.ones(1, 128).bfloat16()},
+        "key_antiquant_scale",
+        "beside key bfloat16",
+        INT8_PAGES,
+    ),
+    Wrong("dtype", to("key", Tensor.char), "key", "int8 "),
     Wrong("modelled", put(pse_shift=torch.zeros(1, 4, 36, 40)), "pse_shift", "float32 (1, 4, 36, 40)"),
     Wrong("dtype", to("query", Tensor.float), "query", "float32"),
     Wrong("dtype", to("key", Tensor.half), "key", "float16"),

@@ -149,6 +149,11 @@ NORM = [
     Wrong("alike", cut("x2"), "x2", "beside"),
     Wrong("filled", lambda call: {name: call[name][:0] for name in ("x1", "x2")}, "x1", "(0,"),
 ]
+CAST = [
+    *(each for each in NORM if each.rule not in ("dtype", "row", "filled")),
+    Wrong("halves", to("x1", Tensor.float), "x1", "float32"),
+    Wrong("contiguous", to("x2", strided), "x2", "strided"),
+]
 TURNED = ("query", "key", "cos", "sin")
 ROTARY = [
     Wrong("layout", put(layout="BSH"), "layout", "is BSH"),
@@ -207,6 +212,13 @@ MATMUL = [
     Wrong("int8", to("x1", Tensor.short), "x1", "int16"),
     Wrong("sides", cut("x2"), "x2", "for"),
     Wrong("contiguous", to("x1", strided), "x1", "strided"),
+    Wrong(
+        "turned",
+        to("x2", Tensor.contiguous),
+        "x2",
+        "that is no transposed view",
+        conditions={"product": P310},
+    ),
     Wrong("scales", put(pertoken_scale=torch.ones(1000)), "pertoken_scale", "(1000,)"),
     Wrong("scales", put(scale=torch.ones(1, 1)), "scale", "(1, 1)"),
     Wrong("combination", put(output_dtype=torch.float32), "output_dtype", "torch.float32 with"),
@@ -244,9 +256,23 @@ STATIC_QUANT = [
     Wrong("matched", to("scales", Tensor.double), "scales", "float64"),
     Wrong("columns", put(scales=torch.ones(99).half(), input=torch.ones(2, 3).half()), "scales", "(99,)"),
     Wrong("columns", put(zero_points=torch.ones(99)), "zero_points", "beside"),
-    Wrong("multiplied", put(div_mode=True), "div_mode", "is True"),
-    Wrong("multiplied", put(dtype=torch.quint8), "dtype", "quint8"),
-    Wrong("multiplied", put(axis=1), "axis", "is 1"),
+    Wrong(
+        "columns",
+        lambda call: (
+            {"div_mode": True, "scales": torch.ones(1), "input": torch.ones(3, 2)}
+            | {"zero_points": torch.ones(1)}
+        ),
+        "zero_points",
+        "beside",
+    ),
+    Wrong(
+        "divisors",
+        put(div_mode=True, scales=torch.ones(1).half(), input=torch.ones(2, 3).half()),
+        "scales",
+        "with div_mode True",
+    ),
+    Wrong("last-axis", put(dtype=torch.quint8), "dtype", "quint8"),
+    Wrong("last-axis", put(axis=1), "axis", "is 1"),
 ]
 QUANT = [
     Wrong("dtype", to("input", Tensor.float), "input", "float32"),
@@ -383,6 +409,7 @@ ROUTING = [
     Wrong("all_experts", put(active_num=1000), "active_num", "is 1000"),
     Wrong("counted", put(expert_tokens_num_type=0), "expert_tokens_num_type", "is 0"),
     Wrong("counted", put(quant_mode=0), "quant_mode", "is 0"),
+    Wrong("counted", put(quant_mode=1), "quant_mode", "is 1 on the 950", conditions={"product": A5}),
     Wrong("known", to("expert_idx", lambda each: each + 99), "expert_idx", "of"),
 ]
 COMBINING = [
@@ -398,6 +425,43 @@ PREFETCH = [
     Wrong("size", put(max_size=0), "max_size", "is 0"),
     Wrong("offset", put(offset=-1), "offset", "is -1 of"),
     Wrong("offset", lambda call: {**call, "offset": call["input"].nbytes}, "offset", "bytes"),
+]
+
+
+def _written_twice(call: Arguments) -> Arguments:
+    """Two tokens in one place."""
+    kept = call["index"][call["index"] >= 0]
+    return {"index": spoil(call["index"], call["index"] >= 0, kept[0])}
+
+
+JOINED = [
+    Wrong("mode", put(cache_mode="Norm"), "cache_mode", "Norm"),
+    Wrong("mode", put(k_scale=torch.ones(2, 128)), "k_scale", "float32 (2, 128)"),
+    Wrong("dtype", to("cos", Tensor.float), "cos", "float32"),
+    Wrong("dtype", to("index", Tensor.int), "index", "int32"),
+    Wrong("sizes", to("head_nums", lambda heads: [heads[0] + 1, heads[1] - 1, heads[2]]), "head_nums", "["),
+    Wrong("sizes", to("qkv_size", lambda size: [*size[:3], 64]), "qkv_size", "64] for heads"),
+    Wrong("axes", to("k_gamma", lambda gamma: gamma[:-1]), "k_gamma", "(127,)"),
+    Wrong("axes", cut("sin"), "sin", "rows of"),
+    Wrong("axes", cut("q_out"), "q_out", "rows of"),
+    Wrong("blocks", to("k_cache", lambda cache: cache[..., :-1]), "k_cache", "15)"),
+    Wrong("blocks", cut("v_cache"), "v_cache", "columns"),
+    Wrong(
+        "blocks",
+        lambda call: {name: call[name][:, :, :16].contiguous() for name in ("k_cache", "v_cache")},
+        "k_cache",
+        "blocks of 16 for 1 times",
+    ),
+    Wrong(
+        "blocks",
+        lambda call: {name: call[name][:0] for name in ("k_cache", "v_cache")},
+        "k_cache",
+        "0 blocks of",
+    ),
+    Wrong("contiguous", to("qkv", strided), "qkv", "strided"),
+    Wrong("places", to("index", lambda index: spoil(index, 0, 999)), "index", "one with place 999 of"),
+    Wrong("places", to("index", lambda index: spoil(index, 0, -2)), "index", "one with place -2 of"),
+    Wrong("places", _written_twice, "index", "more than once"),
 ]
 
 FAMILIES = {
@@ -417,6 +481,8 @@ FAMILIES = {
     "npu_transpose_batchmatmul": wrong_latent_calls.PRODUCT,
     "npu_mla_prolog_v3": wrong_latent_calls.PROLOG,
     **dict.fromkeys(("npu_rms_norm", "npu_add_rms_norm"), NORM),
+    "npu_add_rms_norm_cast": CAST,
+    "npu_qkv_rms_norm_rope_cache": JOINED,
     "npu_apply_rotary_pos_emb": ROTARY,
     "npu_rotary_mul": MULTIPLY,
     "npu_swiglu": SWIGLU,
@@ -432,6 +498,7 @@ FAMILIES = {
     "npu_moe_distribute_combine_v2": dispatch_calls.COMBINE,
     "npu_add_rms_norm_dynamic_quant": wrong_int8_calls.NORM,
     "npu_dequant_swiglu_quant": wrong_int8_calls.SWIGLU,
+    "npu_grouped_matmul_swiglu_quant_v2": wrong_int8_calls.GATED,
     "npu_moe_gating_top_k_softmax": GATING,
     "npu_moe_gating_top_k_softmax_v2": GATING_AS_ONE,
     "npu_moe_gating_top_k": wrong_latent_calls.GATING,
@@ -459,6 +526,9 @@ WANTED = {
     "npu_transpose_batchmatmul": lambda call: len(set(call["weight"].shape)) == 3,
     "npu_dequant_swiglu_quant": lambda call: "group_index" not in call,
     "npu_mla_prolog_v3": lambda call: call["weight_quant_mode"] == 2,
+    "npu_qkv_rms_norm_rope_cache": lambda call: (
+        call["qkv_size"][0] == 1 < call["head_nums"][1] and (call["index"] >= 0).sum() > 1
+    ),
     "npu_moe_gating_top_k": lambda call: call["group_count"] > 2 and call["bias"] is not None,
     "npu_moe_init_routing_v2": lambda call: call["expert_num"] > 2,
     "npu_top_k_top_p": lambda call: {"p", "k"} <= set(call) and call["logits"].shape[1] > 1024,

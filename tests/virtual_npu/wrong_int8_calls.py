@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from tests.virtual_npu.wrong import Change, Wrong, cut, put, to
+from tests.virtual_npu.wrong import Change, Wrong, cut, put, spoil, to
 
 NORM = [
     Wrong("halves", to("x1", Tensor.double), "x1", "float64"),
@@ -39,4 +41,51 @@ SWIGLU = [
     Wrong("whole", in_groups(128, group_index=torch.tensor([9, 90])), "group_index", "99 of"),
     Wrong("width", in_groups(192), "x", "(3, 192) with group_index"),
     Wrong("width", in_groups(2 * 5312), "x", "(3, 10624) with group_index"),
+]
+
+
+def in_list(name: str, make: Callable[[Tensor], Tensor]) -> Change:
+    """Change the one tensor of a list."""
+    return to(name, lambda listed: [make(listed[0])])
+
+
+def of_experts(inner: int, columns: int) -> Change:
+    """A call of two experts with weights of these sizes, which hold nothing."""
+    return put(
+        x=torch.zeros(3, inner, dtype=torch.int8),
+        weight=[torch.zeros(1, dtype=torch.int8).expand(2, inner, columns)],
+        weight_scale=[torch.zeros(1).expand(2, columns)],
+        x_scale=torch.zeros(3),
+        group_list=torch.tensor([1, 2]),
+        group_list_type=1,
+    )
+
+
+GATED = [
+    Wrong("lists", to("weight", lambda listed: listed * 2), "weight", "a list of 2"),
+    Wrong("lists", put(weight_scale=[]), "weight_scale", "a list of 0"),
+    Wrong("dtypes", to("x", Tensor.half), "x", "float16"),
+    Wrong("dtypes", in_list("weight", Tensor.int), "weight", "int32"),
+    Wrong("dtypes", in_list("weight_scale", Tensor.double), "weight_scale", "float64"),
+    Wrong("dtypes", to("x_scale", Tensor.half), "x_scale", "float16"),
+    Wrong("dtypes", to("group_list", Tensor.int), "group_list", "int32"),
+    Wrong("axes", in_list("weight", lambda weight: weight[0]), "weight", "for int8"),
+    Wrong("axes", in_list("weight", lambda weight: weight[:, 1:]), "weight", "for int8"),
+    Wrong("axes", in_list("weight_scale", lambda scale: scale[:, 1:]), "weight_scale", "for int8"),
+    Wrong("axes", cut("x_scale"), "x_scale", "for int8"),
+    Wrong("axes", cut("group_list"), "group_list", "for int8"),
+    Wrong("sizes", of_experts(64, 10272), "weight", "(2, 64, 10272)"),
+    Wrong("sizes", of_experts(65536, 64), "weight", "(2, 65536, 64)"),
+    Wrong("tiles", of_experts(64, 80), "weight", "(2, 64, 80)"),
+    Wrong("tiles", of_experts(24, 64), "weight", "(2, 24, 64)"),
+    Wrong("modelled", put(smooth_scale=torch.ones(3)), "smooth_scale", "float32 (3,)"),
+    Wrong("modelled", put(dequant_mode=1), "dequant_mode", "is 1"),
+    Wrong("modelled", put(quant_dtype=24), "quant_dtype", "is 24"),
+    Wrong("counts", put(group_list_type=2), "group_list_type", "is 2"),
+    Wrong(
+        "counts",
+        lambda call: {"group_list": spoil(call["group_list"], -1, 99), "group_list_type": 0},
+        "group_list",
+        "99 of",
+    ),
 ]

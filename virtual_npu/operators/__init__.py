@@ -11,6 +11,7 @@ from virtual_npu.operators import (
     dispatch,
     grouped_matmul,
     int8_fusions,
+    joined_heads,
     latent,
     latent_prolog,
     matmul,
@@ -26,7 +27,7 @@ from virtual_npu.operators import (
 OPERATORS: tuple[Operator, ...] = tuple(
     operator
     for room in (
-        *(attention, atb, cache, latent, latent_prolog, norm, rotary, activation, matmul),
+        *(attention, atb, cache, latent, latent_prolog, norm, rotary, joined_heads, activation, matmul),
         *(grouped_matmul, summed_matmul, weight_quant, mixture, dispatch, int8_fusions),
         *(sampling, prefetch),
     )

@@ -218,7 +218,8 @@ _NAMES = {
 
 def _version(version: str, arguments: str) -> tuple[Operator, ...]:
     name = f"npu_fused_infer_attention_score{version}"
-    own = SHAPES + OPTIONS if version else SHAPES + tuple(rule for rule in OPTIONS if rule.name != "sink")
+    of_the_other = "channels" if version else "sink"  # a rule on what this version does not take
+    own = tuple(rule for rule in SHAPES + OPTIONS if rule.name != of_the_other)
     forms = (
         (f"npu::{name}{_TENSORS}{arguments}) -> (Tensor, Tensor)", BATCH, NEW_FORM, fused_attention),
         (f"npu::{name}.out{_TENSORS}{arguments}{_OUT}", BATCH + OUT_FORM, CAPTURED, _into),

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from virtual_npu.contract import Breach, Call, Rule, is_dtype, shape
 from virtual_npu.operators.spans import LAYOUTS
+from virtual_npu.simulated_products import A2, A3
 
 DOC = "op-plugin npu_fused_infer_attention_score_v2"
 FIELD = "vllm-ascend attention/attention_v1.py"
@@ -35,11 +36,12 @@ KNOWN = {
         "workspace",
         "out",
     ),
-    *("query_rope", "key_rope"),
+    *("query_rope", "key_rope", "key_antiquant_scale", "value_antiquant_scale"),
 }
 # Head sizes of queries and keys in the latent space, and of the part that carries positions.
 LATENT, ROPE = 512, 64
 MOST_LATENT_HEADS = 128
+INT8_STEP = 32  # bytes to which heads and pages in int8 are aligned
 # Number of the query's axes by their order.
 AXES = {"BSH": 3, "BSND": 4, "BNSD": 4, "TND": 3, "NTD": 3}
 
@@ -122,14 +124,45 @@ def _known(call: Call) -> Iterator[Breach]:
 
 def _int8(call: Call) -> Iterator[Breach]:
     for name in ("key", "value"):
-        if call[name].dtype == torch.int8:
-            yield name, f"{shape(call[name])} for {call['num_query_heads']}:{num_kv_heads(call)} heads"
+        if call[name].dtype != torch.int8:
+            continue
+        said = f"{shape(call[name])} for {call['num_query_heads']}:{num_kv_heads(call)} heads"
+        if call.conditions.product not in (A2, A3):
+            yield name, f"{said} on the {call.conditions.product.name}"
+        elif packed(call) or call["block_table"] is None or call["query_rope"] is not None:
+            yield name, f"{said} in {call['input_layout']}"
+        elif call[f"{name}_antiquant_scale"] is None:
+            yield name, f"{said}, without {name}_antiquant_scale"
+        elif _queries(call) != 1:
+            yield name, f"{said} and {_queries(call)} query tokens a sequence"
+        elif head_dim(call, name) % INT8_STEP or call["block_size"] % INT8_STEP:
+            yield name, f"{said}, with a block_size of {call['block_size']}"
+
+
+def _queries(call: Call) -> int:
+    """Return the query tokens of each sequence, where sequences have an axis of their own."""
+    return int(call["query"].shape[2 if order(call) == "BNSD" else 1])
+
+
+def _channels(call: Call) -> Iterator[Breach]:
+    heads, query = num_kv_heads(call), call["query"]
+    for name in ("key", "value"):
+        scale, dim = call[f"{name}_antiquant_scale"], head_dim(call, name)
+        if scale is None:
+            continue
+        shapes = ((1, heads, 1, dim), (1, heads, dim), (1, heads * dim))
+        if call[name].dtype != torch.int8:
+            yield f"{name}_antiquant_scale", f"{shape(scale)} beside {name} {shape(call[name])}"
+        elif scale.dtype != query.dtype or tuple(scale.shape) not in shapes:
+            yield f"{name}_antiquant_scale", f"{shape(scale)} for {heads} kv heads of {dim}"
 
 
 def _dtype(call: Call) -> Iterator[Breach]:
     query = call["query"].dtype
     for name in ("query", "key", "value"):
         tensor: Tensor = call[name]
+        if tensor.dtype == torch.int8 and name != "query" and call["key"].dtype == call["value"].dtype:
+            continue
         if not is_dtype(tensor, call.conditions.product.dtypes, call.conditions) or tensor.dtype != query:
             yield name, shape(tensor)
 
@@ -228,16 +261,8 @@ def _contiguous(call: Call) -> Iterator[Breach]:
 SHAPES = (
     Rule("layout", f"the layouts are {', '.join(LAYOUTS)}", DOC, "choose TND for a packed batch", _layout),
     Rule(
-        "int8",
-        "int8 keys and values are documented for 10:1, 64:8, 80:8 and 128:16 heads of 128 in FRACTAL_NZ, with"
-        " a scale for each channel, or for each token and all heads, and are not modelled here",
-        DOC + ", pseudo-quantised GQA",
-        "keep keys and values in the query's type",
-        _int8,
-    ),
-    Rule(
         "modelled",
-        "quantisation, shifts, padding and shared prefixes are outside what is checked here",
+        "other quantisation, shifts, padding and shared prefixes are outside what is checked here",
         "virtual_npu/operators/attention_shapes.py",
         "leave the argument out",
         _known,
@@ -259,6 +284,23 @@ SHAPES = (
     ),
     Rule(
         "heads-fit", "the heads are those of the shape", DOC, "pass the model's numbers of heads", _heads_fit
+    ),
+    Rule(
+        "int8",
+        "int8 keys and values, with a scale for each channel, are read on the 910B and the 910C from pages of"
+        " a multiple of 32, by a single query a sequence in BSH, BSND or BNSD, of heads of a multiple of 32;"
+        " pages in FRACTAL_NZ, which up to 16 queries read, are not modelled here",
+        "op-plugin npu_fused_infer_attention_score: paging with Q_S 1, pseudo-quantisation in TND",
+        "pass each query as a sequence, or multiply keys and values by their scales before the call",
+        _int8,
+    ),
+    Rule(
+        "channels",
+        "scales of int8 keys and values are of the query's type, [1, kv heads, 1, dim], [1, kv heads, dim] or"
+        " [1, kv heads * dim]",
+        "op-plugin npu_fused_infer_attention_score: key_antiquant_scale, example 7",
+        "cast them to the query's type when weights are loaded",
+        _channels,
     ),
     Rule("batch", "a batch holds 1 to 65536 sequences", DOC, "split the batch", _batch),
     Rule(

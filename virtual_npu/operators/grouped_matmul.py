@@ -61,7 +61,7 @@ def _product_of_experts(call: Call) -> Tensor:
     if x.dtype == torch.int8 and weight.dtype == torch.int32:
         return _product_of_4_and_8_bits(call)
     weight = _widened(call) if weight.dtype == torch.int32 else weight
-    counts = _counts(call["group_list"], call["group_list_type"])
+    counts = counts_of(call["group_list"], call["group_list_type"])
     wide = torch.float64 if x.dtype == torch.int8 else torch.float32  # sums of int8 stay exact
     parts = x[: sum(counts)].to(wide).split(counts)
     total = torch.cat([part @ each for part, each in zip(parts, weight.to(wide))])
@@ -80,7 +80,7 @@ def _product_of_4_and_8_bits(call: Call) -> Tensor:
     What the 8 takes away is not added back: the bias has it, as 8 times the scaled sums of the columns.
     """
     (x,), (weight,) = call["x"], call["weight"]
-    counts = _counts(call["group_list"], call["group_list_type"])
+    counts = counts_of(call["group_list"], call["group_list_type"])
     rows, scale = x[: sum(counts)].double() - SPLIT, scale_of(call["scale"][0])
     parts = [
         (part @ each.double()) * column.double() + bias.double()
@@ -107,7 +107,8 @@ def _by_row(groups: Tensor, count: int) -> Tensor:
     return groups.float().repeat_interleave(count // groups.shape[1], 1)
 
 
-def _counts(listed: Tensor, kind: int) -> list[int]:
+def counts_of(listed: Tensor, kind: int) -> list[int]:
+    """Return the rows of each expert, of a list of these, or of their running sum."""
     return (listed if kind else listed.diff(prepend=listed.new_zeros(1))).tolist()
 
 
@@ -262,7 +263,7 @@ def _divided(call: Call) -> Iterator[Breach]:
 
 def _whole(call: Call) -> Iterator[Breach]:
     if _is_of_experts(call):
-        counts, rows = _counts(call["group_list"], call["group_list_type"]), len(call["x"][0])
+        counts, rows = counts_of(call["group_list"], call["group_list_type"]), len(call["x"][0])
         if min(counts) < 0 or sum(counts) > rows:
             yield "group_list", f"{sum(counts)} of {rows} rows"
 

@@ -1,6 +1,6 @@
 """Define the fused operators whose results are int8 rows, with the rules of a correct call.
 
-Legend: T tokens, H columns.
+Legend: T tokens, H columns, K inner, E experts.
 """
 
 from __future__ import annotations
@@ -12,15 +12,19 @@ from torch import Tensor
 from torch.nn import functional
 
 from virtual_npu.contract import Breach, Call, Operator, Rule, is_dtype, shape
+from virtual_npu.operators.grouped_matmul import INNER_LIMIT, MOST_EXPERTS, counts_of
 from virtual_npu.operators.matmul import by_rows, unwritten_beyond
 from virtual_npu.operators.norm import rms_norm
 from virtual_npu.simulated_products import A2, A3, A5
 
 NORM = "op-plugin npu_add_rms_norm_dynamic_quant"
 SWIGLU = "op-plugin npu_dequant_swiglu_quant"
+GATED = "op-plugin npu_grouped_matmul_swiglu_quant_v2"
 HALVES = (torch.float16, torch.bfloat16)
 # Most columns of x in groups, and what half of the columns must be a multiple of.
 MOST_GROUPED, GROUPED_STEP = 10496, 64
+MOST_GATED = 10240  # columns of an expert's gate and up in one launch
+TILE = (32, 16)  # columns and rows of a tile of int8
 
 
 def _norm(call: Call) -> tuple[Tensor, ...]:
@@ -147,6 +151,83 @@ def _modelled(call: Call) -> Iterator[Breach]:
             yield name, call[name]
 
 
+def _gated_product(call: Call) -> tuple[Tensor, Tensor]:
+    """Compute the gated products of experts; rows beyond those of all experts are never written."""
+    x, (weight,), (scale,) = call["x"], call["weight"], call["weight_scale"]
+    counts = counts_of(call["group_list"], call["group_list_type"])
+    parts = x[: sum(counts)].double().split(counts)  # sums of int8 stay exact
+    total = torch.cat([part @ each for part, each in zip(parts, weight.double())]).float()
+    total = total * scale.float().repeat_interleave(torch.tensor(counts), 0)
+    gate, up = (total * call["x_scale"][: len(total), None]).chunk(2, -1)
+    rows, scales = by_rows(functional.silu(gate) * up)
+    return unwritten_beyond(rows, len(x)), unwritten_beyond(scales, len(x))
+
+
+def _lists(call: Call) -> Iterator[Breach]:
+    for name in ("weight", "weight_scale"):
+        if len(call[name]) != 1:
+            yield name, f"a list of {len(call[name])}"
+
+
+def _expert_types(call: Call) -> Iterator[Breach]:
+    for name, each in (("x", call["x"]), ("weight", call["weight"][0])):
+        if each.dtype != torch.int8:
+            yield name, shape(each)
+    if call["weight_scale"][0].dtype not in (torch.float32, *HALVES):
+        yield "weight_scale", shape(call["weight_scale"][0])
+    if call["x_scale"].dtype != torch.float32:
+        yield "x_scale", shape(call["x_scale"])
+    if call["group_list"].dtype != torch.int64:
+        yield "group_list", shape(call["group_list"])
+
+
+def _expert_axes(call: Call) -> Iterator[Breach]:
+    x, weight = call["x"], call["weight"][0]
+    if x.dim() != 2 or not x.numel() or weight.dim() != 3 or weight.shape[1] != x.shape[1]:
+        yield "weight", f"{shape(weight)} for {shape(x)}"
+        return
+    experts, _, columns = weight.shape
+    for name, each, sizes in (
+        ("weight_scale", call["weight_scale"][0], (experts, columns)),
+        ("x_scale", call["x_scale"], x.shape[:1]),
+        ("group_list", call["group_list"], (experts,)),
+    ):
+        if each.shape != sizes:
+            yield name, f"{shape(each)} for {shape(x)} and {shape(weight)}"
+
+
+def _expert_sizes(call: Call) -> Iterator[Breach]:
+    experts, inner, columns = call["weight"][0].shape
+    if columns > MOST_GATED or inner >= INNER_LIMIT or experts > MOST_EXPERTS:
+        yield "weight", shape(call["weight"][0])
+
+
+def _expert_tiles(call: Call) -> Iterator[Breach]:
+    weight = call["weight"][0]
+    if weight.shape[2] % TILE[0] or weight.shape[1] % TILE[1]:
+        yield "weight", shape(weight)
+
+
+def _expert_counts(call: Call) -> Iterator[Breach]:
+    if call["group_list_type"] not in (0, 1):
+        yield "group_list_type", call["group_list_type"]
+        return
+    counts, rows = counts_of(call["group_list"], call["group_list_type"]), len(call["x"])
+    if min(counts) < 0 or sum(counts) > rows:
+        yield "group_list", f"{sum(counts)} of {rows} rows"
+
+
+def _gating_modelled(call: Call) -> Iterator[Breach]:
+    absent = ("smooth_scale", "weight_assist_matrix", "bias", "tuning_config")
+    for name in (*absent, "x_dtype", "weight_dtype", "weight_scale_dtype", "x_scale_dtype"):
+        if call[name] is not None:
+            yield name, shape(call[name]) if isinstance(call[name], Tensor) else call[name]
+    for name, values in (("dequant_mode", (0,)), ("quant_mode", (0,)), ("dequant_dtype", (0, 6)),
+                         ("quant_dtype", (0, 1))):  # fmt: skip
+        if call[name] not in values:
+            yield name, call[name]
+
+
 OPERATORS = (
     Operator(
         schema="npu::npu_add_rms_norm_dynamic_quant(Tensor x1, Tensor x2, Tensor gamma, *, "
@@ -228,5 +309,64 @@ OPERATORS = (
             ),
         ),
         reference=_swiglu,
+    ),
+    Operator(
+        schema="npu::npu_grouped_matmul_swiglu_quant_v2(Tensor x, Tensor[] weight, Tensor[] weight_scale, "
+        "Tensor x_scale, Tensor group_list, *, Tensor? smooth_scale=None, "
+        "Tensor[]? weight_assist_matrix=None, Tensor? bias=None, int? dequant_mode=0, int? dequant_dtype=6, "
+        "int? quant_mode=0, int? quant_dtype=1, int? group_list_type=0, int[]? tuning_config=None, "
+        "int? x_dtype=None, int? weight_dtype=None, int? weight_scale_dtype=None, int? x_scale_dtype=None) "
+        "-> (Tensor, Tensor)",
+        products=(A2, A3),
+        source=GATED,
+        rules=(
+            Rule("lists", "weight and weight_scale are lists of one tensor", GATED, "stack them", _lists),
+            Rule(
+                "dtypes",
+                "x and weight are int8, the weight's scales float32, float16 or bfloat16, the rows' float32,"
+                " and group_list int64; weights in 4 bits, and the 950's types, are not checked here",
+                GATED,
+                "pass what npu_moe_init_routing_v2 made",
+                _expert_types,
+            ),
+            Rule(
+                "axes",
+                "x is [T, K], weight [E, K, 2 * H], with the gate in the first half, and their scales are [T]"
+                " and [E, 2 * H]; group_list is [E]",
+                GATED,
+                "turn the weight",
+                _expert_axes,
+            ),
+            Rule(
+                "sizes",
+                f"2 * H is at most {MOST_GATED}, K below {INNER_LIMIT}, and E at most {MOST_EXPERTS}",
+                GATED,
+                "scale the product, and call npu_swiglu and npu_dynamic_quant",
+                _expert_sizes,
+            ),
+            Rule(
+                "tiles",
+                f"the weight lies in tiles, of which 2 * H has whole ones of {TILE[0]} and K of {TILE[1]}",
+                GATED + ": A8W8",
+                "scale the product, and call npu_swiglu and npu_dynamic_quant",
+                _expert_tiles,
+            ),
+            Rule(
+                "modelled",
+                "smooth scales, biases, other types and other ways to quantise are not checked here",
+                "virtual_npu/operators/int8_fusions.py",
+                "leave the argument out",
+                _gating_modelled,
+            ),
+            Rule(
+                "counts",
+                "group_list has counts, or with group_list_type 0 their running sum, of no more rows than"
+                " there are; those that none has are never written",
+                GATED,
+                "pass what npu_moe_init_routing_v2 counted",
+                _expert_counts,
+            ),
+        ),
+        reference=_gated_product,
     ),
 )

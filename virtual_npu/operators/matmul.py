@@ -87,8 +87,9 @@ def by_rows(wide: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _quantise_statically(call: Call) -> Tensor:
-    """Multiply by the scales and add the offsets in float32; ties go to the even integer."""
-    wide = call["input"].float() * call["scales"].float()
+    """Multiply or divide by the scales and add the offsets in float32; ties go to the even integer."""
+    wide, scales = call["input"].float(), call["scales"].float()
+    wide = wide / scales if call["div_mode"] else wide * scales
     if call["zero_points"] is not None:
         wide = wide + call["zero_points"].float()
     rows: Tensor = wide.round().clamp(-128, 127).to(torch.int8)
@@ -121,6 +122,12 @@ def _product_contiguous(call: Call) -> Iterator[Breach]:
         yield "x1", f"strided {tuple(x1.stride())} over {shape(x1)}"
     if not x2.is_contiguous() and not x2.t().is_contiguous():
         yield "x2", f"strided {tuple(x2.stride())} over {shape(x2)}"
+
+
+def _turned(call: Call) -> Iterator[Breach]:
+    x2 = call["x2"]
+    if call.conditions.product is P310 and not x2.t().is_contiguous():
+        yield "x2", f"{shape(x2)} that is no transposed view"
 
 
 def _scales(call: Call) -> Iterator[Breach]:
@@ -185,17 +192,24 @@ def _static_types(call: Call) -> Iterator[Breach]:
         yield "scales", f"{shape(call['scales'])} for {shape(x)}"
 
 
+def _divisors(call: Call) -> Iterator[Breach]:
+    if call["div_mode"] and call["scales"].dtype == torch.float16:
+        yield "scales", f"{shape(call['scales'])} with div_mode True"
+
+
 def _of_columns(call: Call) -> Iterator[Breach]:
     x, scales, offsets = call["input"], call["scales"], call["zero_points"]
     if scales.shape not in ((1,), x.shape[-1:]):
         yield "scales", f"{shape(scales)} for {shape(x)}"
-    if offsets is not None and (offsets.shape != scales.shape or offsets.dtype != scales.dtype):
+    if offsets is None:
+        return
+    integers = (torch.int8, torch.uint8, torch.int32)
+    taken = integers if call["div_mode"] else (scales.dtype,)
+    if offsets.shape != scales.shape or offsets.dtype not in taken:
         yield "zero_points", f"{shape(offsets)} beside {shape(scales)}"
 
 
-def _multiplied(call: Call) -> Iterator[Breach]:
-    if call["div_mode"]:
-        yield "div_mode", call["div_mode"]
+def _last_axis(call: Call) -> Iterator[Breach]:
     if call["dtype"] not in (torch.qint8, QINT8):
         yield "dtype", call["dtype"]
     if call["axis"] != -1:
@@ -257,6 +271,13 @@ OPERATORS = (
                 _product_contiguous,
             ),
             Rule(
+                "turned",
+                "on the 310P x2 is a transposed view of [N, K], which alone is read in FRACTAL_NZ",
+                PRODUCT + ": npu_format_cast",
+                "cast the weight as the checkpoint has it, and pass its transpose",
+                _turned,
+            ),
+            Rule(
                 "scales",
                 "scale and offset have one element or one a column, bias has one a column, and the "
                 "scale by token one a row",
@@ -310,23 +331,31 @@ OPERATORS = (
             Rule(
                 "matched",
                 "input is float32, float16, or bfloat16 off the 310P, and scales are of its type",
-                STATIC_QUANT + ": div_mode false",
+                STATIC_QUANT + ": div_mode false; CANN aclnnQuantize, which divides",
                 "cast the scales when weights are loaded",
                 _static_types,
             ),
             Rule(
+                "divisors",
+                "scales by which is divided are float32 or bfloat16",
+                STATIC_QUANT + ": div_mode true",
+                "pass div_mode False, with the inverse of the scale",
+                _divisors,
+            ),
+            Rule(
                 "columns",
-                "scales have one element, or one a column; zero_points have their shape and type",
-                STATIC_QUANT + ": div_mode false",
+                "scales have one element, or one a column; zero_points have their shape, and their type with "
+                "div_mode False, but are int8, uint8 or int32 with div_mode True",
+                STATIC_QUANT,
                 "repeat the scale for each column",
                 _of_columns,
             ),
             Rule(
-                "multiplied",
-                "scales are multiplied along the last axis to torch.qint8; other ways are not checked here",
+                "last-axis",
+                "rows become torch.qint8 along the last axis; other ways are not checked here",
                 STATIC_QUANT,
-                "pass torch.qint8, axis -1 and div_mode False, with the inverse of the scale",
-                _multiplied,
+                "pass torch.qint8 and axis -1",
+                _last_axis,
             ),
         ),
         reference=_quantise_statically,

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from virtual_npu.contract import Breach, Call, Operator, Rule, is_dtype, shape
 from virtual_npu.operators.matmul import by_rows
-from virtual_npu.simulated_products import A2, A3
+from virtual_npu.simulated_products import A2, A3, A5
 
 GATING_IN_GROUPS = "op-plugin npu_moe_gating_top_k"
+ON_950 = "vllm-ascend device/device_op.py: A5DeviceAdaptor, for the 950"
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
 MOST_EXPERTS = 2048
 LEAST_IN_A_GROUP, GROUP_STEP = 3, 32  # experts of a group, and what they are rounded up to
@@ -88,8 +89,8 @@ GROUPED = (
         "Tensor? tid2eid=None, int k_group=1, int group_count=1, int group_select_mode=0, int renorm=0, "
         "int norm_type=0, bool out_flag=False, float routed_scaling_factor=1., "
         "float eps=9.9999999999999995e-21) -> (Tensor, Tensor, Tensor)",
-        products=(A2, A3),
-        source=GATING_IN_GROUPS,
+        products=(A2, A3, A5),
+        source=f"{GATING_IN_GROUPS}; {ON_950}",
         rules=(
             Rule(
                 "scores",
@@ -222,8 +223,8 @@ def _counted(call: Call) -> Iterator[Breach]:
     ):
         if call[name] != wanted:
             yield name, call[name]
-    if call["quant_mode"] not in (-1, 1):
-        yield "quant_mode", call["quant_mode"]
+    if call["quant_mode"] not in ((-1,) if call.conditions.product is A5 else (-1, 1)):
+        yield "quant_mode", f"{call['quant_mode']} on the {call.conditions.product.name}"
 
 
 def _known(call: Call) -> Iterator[Breach]:
@@ -342,8 +343,8 @@ OPERATORS = (
         "int drop_pad_mode=0, int expert_tokens_num_type=0, bool expert_tokens_num_flag=False, "
         "int quant_mode=-1, int[2] active_expert_range=[], int row_idx_type=0, int? x_dtype=None) "
         "-> (Tensor, Tensor, Tensor, Tensor)",
-        products=(A2, A3),
-        source=ROUTING,
+        products=(A2, A3, A5),
+        source=f"{ROUTING}; {ON_950}",
         rules=(
             Rule(
                 "rows",
@@ -362,8 +363,8 @@ OPERATORS = (
             ),
             Rule(
                 "counted",
-                "experts' rows are counted, none is dropped, and quant_mode is -1, or 1 by row: other ways"
-                " are not checked here",
+                "experts' rows are counted, none is dropped, and quant_mode is -1, or 1 by row off the 950:"
+                " other ways are not checked here",
                 "virtual_npu/operators/mixture.py",
                 "leave the argument out",
                 _counted,
@@ -376,8 +377,8 @@ OPERATORS = (
         Operator(
             schema=f"npu::{name}(Tensor permuted_tokens, Tensor sorted_indices, Tensor? probs=None, "
             f"bool padded_mode=False, int[]? restore_shape=None) -> {results}",
-            products=(A2, A3),
-            source=COMBINE,
+            products=(A2, A3, A5),
+            source=f"{COMBINE}; {ON_950}",
             rules=COMBINING,
             reference=reference,
         )

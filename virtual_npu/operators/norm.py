@@ -11,11 +11,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from virtual_npu.contract import Breach, Call, Operator, Rule, shape
+from virtual_npu.contract import Breach, Call, Operator, Rule, is_dtype, shape
 from virtual_npu.simulated_products import A2, A3, A5, P310
 
 RMS = "op-plugin npu_rms_norm"
 ADD = "op-plugin npu_add_rms_norm"
+# The operator's page of op-plugin names the 950 alone; CANN's names the 910B and 910C too
+CAST = "CANN aclnnAddRmsNormCast"
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
 ROW_BYTES = 32  # least bytes of a normed row on the 310P
 
@@ -35,6 +37,23 @@ def _rms(call: Call) -> tuple[Tensor, Tensor]:
 def _add_rms(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     total = call["x1"] + call["x2"]
     return *rms_norm(total, call["gamma"], call["epsilon"]), total
+
+
+def _add_rms_cast(call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the norm in float32, which is rounded to the type of x1 before, and then in that type."""
+    normed, rstd, total = _add_rms(call)
+    return normed.float(), normed, rstd, total
+
+
+def _halves(call: Call) -> Iterator[Breach]:
+    if not is_dtype(call["x1"], (torch.float16, torch.bfloat16), call.conditions):
+        yield "x1", shape(call["x1"])
+
+
+def _contiguous(call: Call) -> Iterator[Breach]:
+    for name in ("x1", "x2", "gamma"):
+        if not call[name].is_contiguous():
+            yield name, f"strided {tuple(call[name].stride())} over {shape(call[name])}"
 
 
 def _dtype(call: Call) -> Iterator[Breach]:
@@ -81,6 +100,13 @@ def _epsilon(call: Call) -> Iterator[Breach]:
 def _rules(source: str, gamma: str) -> tuple[Rule, ...]:
     return (
         Rule("dtype", "it takes float32, float16, and bfloat16 off the 310P", source, "cast it", _dtype),
+        *_rules_of_gamma(source, gamma),
+        Rule("row", "on the 310P the last axis is of 32 bytes at least", source, "norm in plain torch", _row),
+    )
+
+
+def _rules_of_gamma(source: str, gamma: str) -> tuple[Rule, ...]:
+    return (
         Rule("gamma-dtype", gamma, source, "cast gamma once, when weights are loaded", _gamma_dtype),
         Rule(
             "gamma-shape",
@@ -89,7 +115,6 @@ def _rules(source: str, gamma: str) -> tuple[Rule, ...]:
             "norm the last axis",
             _gamma_shape,
         ),
-        Rule("row", "on the 310P the last axis is of 32 bytes at least", source, "norm in plain torch", _row),
         Rule("epsilon", "epsilon is above 0 and finite", source, "pass the model's rms_norm_eps", _epsilon),
     )
 
@@ -121,5 +146,18 @@ OPERATORS = (
             ),
         ),
         reference=_add_rms,
+    ),
+    Operator(
+        schema="npu::npu_add_rms_norm_cast(Tensor x1, Tensor x2, Tensor gamma, "
+        "float epsilon=9.9999999999999995e-07) -> (Tensor, Tensor, Tensor, Tensor)",
+        products=(A2, A3, A5),
+        source=CAST,
+        rules=(
+            Rule("halves", "x1 is float16 or bfloat16", CAST, "call npu_add_rms_norm", _halves),
+            *_rules_of_gamma(CAST, "gamma is of the type of x1"),
+            Rule("alike", "x1 and x2 are of one shape and type", CAST, "cast the residual", _alike),
+            Rule("contiguous", "tensors are contiguous", CAST, "call contiguous() first", _contiguous),
+        ),
+        reference=_add_rms_cast,
     ),
 )

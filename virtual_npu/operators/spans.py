@@ -185,7 +185,7 @@ class FusedAttentionCall:
     @cached_property
     def read(self) -> list[tuple[Tensor, Tensor]]:
         """The keys and values of each sequence from its reach on, [keys, K, D]."""
-        found = [(self._gather(self.key, each), self._gather(self.value, each)) for each in self.sequences]
+        found = [(self._read("key", each), self._read("value", each)) for each in self.sequences]
         if self.call["key_rope"] is None:
             return found
         rope = self._kv("key_rope")
@@ -208,6 +208,12 @@ class FusedAttentionCall:
         if self.packed:
             return tensor[sequence.key_row + first : sequence.key_row + last]
         return tensor[sequence.number, first:last]
+
+    def _read(self, name: str, sequence: Sequence) -> Tensor:
+        """Return a sequence's keys or values [keys, K, D], those in int8 times the scales of channels."""
+        read = self._gather(self.key if name == "key" else self.value, sequence)
+        scale: Tensor | None = self.call[f"{name}_antiquant_scale"]
+        return read if scale is None else read * scale.view(read.shape[1:])
 
     def queries(self, tensor: Tensor, sequence: Sequence) -> Tensor:
         """Return a sequence's rows of the query, or of an output with the same layout."""

@@ -2,7 +2,7 @@
 
 Until a probe says yes, the engine calls what other engines call.
 
-Legend: T rows, E experts, C experts that a row chooses.
+Legend: T rows, E experts, C experts that a row chooses, D head dim.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from devices.ascend_limits import AscendProduct
+from devices.ascend_limits import JOINED_HEAD, AscendProduct
 from doctor.verify.npu.questions import NEAR, Found, Probe, fused, time_us
 from models.config import MixtureConfig
 from models.layers.dtypes import TORCH_DTYPES
@@ -24,6 +24,8 @@ from recipes.machine import Npu
 ROWS = (1, 32, 256)  # rows of the calls that are compared; all but the last are timed, as decodes have them
 HIDDEN = 4096
 WIDTHS = ((4096, 1024, 1024), (3584, 512, 512))  # sizes of queries, keys and values
+HEADS = ((32, 8), (16, 2), (8, 8))  # heads of queries, and of keys and values
+EPS, BASE = 1e-6, 1e6  # of norms, and of the frequencies of rotations
 MIXTURES = ((8, 2, True), (60, 4, False), (128, 8, True))  # (E, C, whether a row's weights add up to one)
 NEAR_WEIGHT = 1e-5
 
@@ -72,6 +74,53 @@ def divides_gates(machine: Npu) -> Found:
     return _faster(machine, machine.product.divides_gates, times)
 
 
+def joins_heads(machine: Npu) -> Found:
+    """Ask about the parts of one product, their norms and their rotations in one launch."""
+    from models.ops.npu.ops import NpuOps
+
+    dtype, ops = TORCH_DTYPES[machine.product.dtypes[0]], NpuOps(replace(machine.product, joins_heads=True))
+    times = []
+    for heads, kv_heads in HEADS:
+        joined = ops.join_heads(heads, kv_heads, JOINED_HEAD, dtype, machine.device)
+        assert joined is not None, "the product has the operator"
+        # Rows of small numbers, so that both ways' roundings are small
+        query_norm, key_norm = (_drawn(machine, dtype, 2, JOINED_HEAD) / 4).unbind()
+        for rows in ROWS:
+            qkv = _drawn(machine, dtype, rows, (heads + 2 * kv_heads) * JOINED_HEAD)
+            given = query_norm, key_norm, EPS, *_turns(machine, dtype, rows)
+            theirs = partial(_one_by_one, ops, (heads, kv_heads, kv_heads), qkv, *given)
+            ours = partial(joined, qkv, *given)
+            if furthest := _beyond(NEAR[dtype], theirs, ours):
+                return False, f"{furthest:.2g} from norms and rotations of {heads} heads one by one"
+            times += [] if rows == ROWS[-1] else [(time_us(machine, ours), time_us(machine, theirs))]
+    return _faster(machine, machine.product.joins_heads, times)
+
+
+def _turns(machine: Npu, dtype: torch.dtype, rows: int) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines [T, D] of positions that are far apart."""
+    frequencies = BASE ** -torch.linspace(0, 1, JOINED_HEAD // 2)
+    angles = 97 * torch.arange(1, rows + 1)[:, None] * frequencies
+    angles = torch.cat((angles, angles), -1)
+    return angles.cos().to(dtype).to(machine.device), angles.sin().to(dtype).to(machine.device)
+
+
+def _one_by_one(
+    ops: Ops,
+    heads: tuple[int, ...],
+    qkv: Tensor,
+    query_norm: Tensor,
+    key_norm: Tensor,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    parts = ops.split(qkv, tuple(count * JOINED_HEAD for count in heads))
+    query, key, value = (each.unflatten(-1, (-1, JOINED_HEAD)) for each in parts)
+    query, key = ops.rms_norm(query, query_norm, eps), ops.rms_norm(key, key_norm, eps)
+    query, key = ops.rotary(query, key, cos, sin)
+    return query.flatten(1), key.flatten(1), value.flatten(1)
+
+
 def _drawn(machine: Npu, dtype: torch.dtype, *sizes: int) -> Tensor:
     generator = torch.Generator().manual_seed(sizes[0])
     return torch.randn(*sizes, generator=generator).to(dtype).to(machine.device)
@@ -100,8 +149,12 @@ def _faster(machine: Npu, known: bool, times: list[tuple[float, float]]) -> Foun
     return sum(ours for ours, _ in times) < sum(theirs for _, theirs in times), said
 
 
-def _has_mixtures(product: AscendProduct) -> bool:
-    return product.has_mixtures
+def _gates_by_softmax(product: AscendProduct) -> bool:
+    return product.has_mixtures and product.gates_by_softmax
+
+
+def _has_joined_heads(product: AscendProduct) -> bool:
+    return product.has_joined_heads
 
 
 LAUNCH_PROBES = (
@@ -114,7 +167,13 @@ LAUNCH_PROBES = (
     Probe(
         "divides_gates",
         "is one launch that chooses experts and divides their weights right and faster?",
-        _has_mixtures,
+        _gates_by_softmax,
         divides_gates,
+    ),
+    Probe(
+        "joins_heads",
+        "is one launch that splits queries, keys and values, and norms and rotates them, right and faster?",
+        _has_joined_heads,
+        joins_heads,
     ),
 )

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from continuous_batching.slots import SlotPool
 from devices.ascend_limits import FRACTAL_NZ, AscendProduct
 from models.layers.dtypes import TORCH_DTYPES
+from models.ops.reference import Ops
 from models.sampling.sampler import Sampler
 from recipes.machine import Npu
 
@@ -28,6 +29,7 @@ HEADS, DIM, PAGE = 8, 128, 128
 MASK_SIDE = 2048  # side of the one mask of sparse_mode 3
 NEAR = {torch.float16: 4e-3, torch.bfloat16: 3e-2}  # tolerance of attention, as in virtual_npu.verify
 WEIGHTS = 12  # number of weights of 32 MiB: together more than the L2 cache of 192 MiB
+EXPERT = 1408  # columns of a shared expert
 SIDE, ROWS, CALLS = 4096, (1, 32), 50  # sizes and number of the products that are timed
 VOCABULARY = 151_936
 # (temperature, top_k, top_p) of each row.
@@ -193,6 +195,43 @@ def prefetches(machine: Npu) -> Found:
     return fetched_us < plain_us, f"{fetched_us:.0f} us against {plain_us:.0f} us"
 
 
+def overlaps_experts(machine: Npu) -> Found:
+    """Ask whether captured steps are faster if an expert that all tokens have is computed beside others."""
+    from models.ops.npu.ops import NpuOps
+
+    npu, dtype = torch.get_device_module("npu"), TORCH_DTYPES[machine.product.dtypes[0]]
+    x = torch.randn(16, SIDE).to(dtype).to(machine.device)
+    inner = 64 if machine.asked.virtual else EXPERT
+    sizes = (2 * inner, SIDE), (SIDE, inner)
+    shared, others = (
+        [torch.randn(*each).to(dtype).to(machine.device) / math.sqrt(each[1]) for each in sizes]
+        for _ in range(2)
+    )
+    found, times = [], []
+    for overlaps in (False, True):
+        ops, graph = NpuOps(replace(machine.product, overlaps_experts=overlaps)), npu.NPUGraph()
+        with npu.graph(graph):
+            begun = ops.begin_beside(partial(_expert, ops, x, *shared))
+            made = _expert(ops, x, *others) + begun()
+        graph.replay()
+        found.append(made.clone())
+        times.append(time_us(machine, graph.replay))
+    if not torch.equal(*found):
+        return False, "what is computed beside other work is another in a graph"
+    if machine.asked.virtual:  # a stand-in's times mean nothing
+        return machine.product.overlaps_experts, "right, and as it was: a stand-in has no times"
+    return times[1] < times[0], f"{times[1]:.0f} us against {times[0]:.0f} us"
+
+
+def _expert(ops: Ops, x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    return F.linear(ops.swiglu(F.linear(x, gate_up)), down)
+
+
+def has_mixtures(product: AscendProduct) -> bool:
+    """Return whether the product's operators compute mixtures of experts."""
+    return product.has_mixtures
+
+
 def fused(product: AscendProduct) -> bool:
     """Return whether the product has fused attention."""
     return product.is_fused
@@ -219,6 +258,12 @@ QUESTIONS = (
         "is decoding faster where the output product's weight is fetched while attention runs?",
         lambda product: product.name in ("910B", "910C"),
         prefetches,
+    ),
+    Probe(
+        "overlaps_experts",
+        "is a shared expert on a second stream right in a graph, and faster?",
+        has_mixtures,
+        overlaps_experts,
     ),
     Probe("exact_angles", "are cosines of large angles exact?", lambda _: True, exact_angles),
 )

@@ -26,16 +26,12 @@ class JoinedLinear:
 
     weight: Tensor  # [E, in, out], or int32 [E, in, out / 8] in 4 bits
     scale: Tensor | None = None  # [E, out], if rows are in int8
-    keeps_int32: bool = False  # its products are scaled by the operator after it
+    is_gated: bool = False  # the launch of its products also gates and quantises them
     # Further tensors that the operator takes with it
     beside: dict[str, list[Tensor]] = field(default_factory=dict)
 
     def product(self, rows: Tensor, counts: Tensor, **more: Any) -> Tensor:
-        """Multiply each expert's rows, which follow those of the expert before, with its own weight.
-
-        A single count is its own running sum, and is passed as one: op-plugin's page of 2026-08 accepts no
-        list of one count.
-        """
+        """Multiply each expert's rows, which follow those of the expert before, with its own weight."""
         made: Tensor
         (made,) = torch_npu.npu_grouped_matmul(
             [rows],
@@ -43,7 +39,7 @@ class JoinedLinear:
             split_item=2,
             group_type=0,
             group_list=counts,
-            group_list_type=int(len(counts) > 1),
+            group_list_type=_kind(counts),
             **self.beside,
             **more,
         )
@@ -53,6 +49,23 @@ class JoinedLinear:
         """Return the product of int8 rows in `dtype`, scaled by columns and rows."""
         scales = {"scale": [self.scale], "per_token_scale": [row_scale]}
         return self.product(rows, counts, output_dtype=dtype, **scales)
+
+    def gated_product(self, rows: Tensor, row_scale: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the gated product of int8 rows, in int8 with a scale for each row."""
+        made: Tensor
+        made, scale = torch_npu.npu_grouped_matmul_swiglu_quant_v2(
+            rows, [self.weight], [self.scale], row_scale, counts, group_list_type=_kind(counts)
+        )
+        return made, scale
+
+
+def _kind(counts: Tensor) -> int:
+    """Return what `counts` are to the operators: counts, or one running sum.
+
+    A single count is its own running sum, and is passed as one: op-plugin's page of npu_grouped_matmul of
+    2026-08 accepts no list of one count.
+    """
+    return int(len(counts) > 1)
 
 
 def joined(
@@ -105,17 +118,18 @@ def _paired(experts: Sequence[PairedInt4], *, is_last: bool) -> JoinedLinear:
     return JoinedLinear(words, scale, beside={"bias": [torch.stack(sums)]})
 
 
-def gated_by_width(gate_up: JoinedLinear, down: JoinedLinear) -> JoinedLinear:
-    """Choose the form of the first int8 linear by its width: int32 products if one launch gates them.
+def scaled_by_width(gate_up: JoinedLinear, down: JoinedLinear) -> JoinedLinear:
+    """Choose the form of the first int8 linear by its width, of which one launch gates some.
 
-    Others are scaled by npu_grouped_matmul, which takes the scales in the type of those of `down`.
+    Products of others are scaled by npu_grouped_matmul, which takes the scales in the type of those of
+    `down`.
     """
     if gate_up.weight.dtype == torch.int32:
         return gate_up
     assert gate_up.scale is not None, "both linears are in int8"
     assert down.scale is not None, "both linears are in int8"
     if fuses_gate(gate_up.scale.shape[1] // 2):
-        return replace(gate_up, keeps_int32=True)
+        return replace(gate_up, is_gated=True)
     return replace(gate_up, scale=gate_up.scale.to(down.scale.dtype))
 
 
@@ -174,15 +188,8 @@ def of_experts(
     """
     if row_scale is None:
         return down.product(gated(gate_up.product(rows, counts)), counts)
-    if gate_up.keeps_int32:
-        inner, inner_scale = torch_npu.npu_dequant_swiglu_quant(
-            gate_up.product(rows, counts, output_dtype=torch.int32),
-            weight_scale=gate_up.scale,
-            activation_scale=row_scale,
-            group_index=counts,
-            activate_left=True,
-            quant_mode=1,
-        )
+    if gate_up.is_gated:
+        inner, inner_scale = gate_up.gated_product(rows, row_scale, counts)
     else:
         wide = gate_up.scaled_product(rows, row_scale, counts, dtype)
         inner, inner_scale = torch_npu.npu_dynamic_quant(gated(wide))

@@ -58,12 +58,3 @@ class Int4Ops(Int4Check):
             x, weight, scale, antiquant_offset=offset, bias=bias, antiquant_group_size=group_size
         )
         return y
-
-    def pack_int4_split(self, weight: Int4Weight, bias: Tensor | None, widths: tuple[int, ...]) -> Any:
-        """Return a packed weight for each width."""
-        biases = [None] * len(widths) if bias is None else bias.split(widths)
-        return [self.pack_int4(*part) for part in zip(weight.split(widths), biases)]
-
-    def linear_int4_split(self, x: Tensor, packed: Any, widths: tuple[int, ...]) -> tuple[Tensor, ...]:
-        """Return a product for each width; the results are contiguous."""
-        return tuple(self.linear_int4(x, part) for part in packed)

@@ -9,7 +9,7 @@ Legend: T tokens of the step, H query heads, K kv heads, D head dim.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -18,17 +18,25 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from attention.latent import LatentLinears, LatentUp
-from devices.ascend_limits import FRACTAL_NZ, AscendProduct, chooses_in_groups, most_dispatched
+from devices.ascend_limits import (
+    FRACTAL_NZ,
+    JOINED_HEAD,
+    AscendProduct,
+    chooses_in_groups,
+    most_dispatched,
+)
 from models.config import MixtureConfig
 from models.ops.npu.dispatch import Dispatch
-from models.ops.npu.grouped import gated_by_width, joined, mixture
+from models.ops.npu.grouped import joined, mixture, scaled_by_width
 from models.ops.npu.int4_ops import Int4Check, Int4Ops
+from models.ops.npu.joined_heads import JoinedHeads
 from models.ops.npu.latent_up import NpuLatentUp
 from models.ops.npu.static_ops import StaticOps
 from models.ops.operands import ExpertKind, Int8Rows, UnpackedLinear
 from models.ops.reference import Ops, Packed, Widths
 from models.packing import IN_A_WORD
 from models.parallel.group import Group
+from models.quantization import Stored
 
 FUSED_ROTARY_DIMS = (64, 128)  # head dims that npu_apply_rotary_pos_emb takes
 # Most bytes of a weight to prefetch, as in vllm-ascend's weight_prefetch: more would evict other data from
@@ -68,9 +76,9 @@ class PlainNpuOps(Int4Check, Ops):
     def __init__(self, product: AscendProduct) -> None:
         self.product, self.captures_draws = product, product.captures_draws
 
-    def check_int8(self, dtype: torch.dtype) -> None:
-        """Raise ValueError if this product cannot multiply in int8 for a model of this type."""
-        self.product.check_int8(dtype)
+    def check_int8(self, dtype: torch.dtype, forms: Collection[Stored]) -> None:
+        """Raise ValueError if this product cannot multiply linears of these forms; see Ops.check_int8."""
+        self.product.check_int8(dtype, forms)
 
     def greedy(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Compute Ops.greedy; if the maximum does not keep a NaN, each logit is checked."""
@@ -81,11 +89,18 @@ class PlainNpuOps(Int4Check, Ops):
 class NpuOps(Int4Ops, StaticOps, PlainNpuOps):
     """Linear, also in int8, norm, rotary and swiglu on an NPU."""
 
-    def __init__(self, product: AscendProduct) -> None:
+    def __init__(self, product: AscendProduct, *, takes_float32: bool = False) -> None:
         super().__init__(product)
+        self._takes_float32 = takes_float32
         torch_npu.npu.config.allow_internal_format = True  # otherwise a format cast has no effect
         self._no_offsets: dict[tuple[int, ...], Tensor] = {}  # shared by all layers of experts in 4 bits
+        self._joined_heads: dict[tuple[Any, ...], JoinedHeads] = {}  # shared by all layers of the same heads
         self._prefetches = torch_npu.npu.Stream() if product.prefetches else None
+        self._beside = torch_npu.npu.Stream() if product.overlaps_experts else None
+
+    def _takes(self, dtype: torch.dtype) -> bool:
+        """Whether operators that are for 16 bits alone take numbers of this type."""
+        return self._takes_float32 or self.product.has_dtype(dtype)
 
     @property
     def _groups_products(self) -> bool:
@@ -124,15 +139,38 @@ class NpuOps(Int4Ops, StaticOps, PlainNpuOps):
         return parts, biases
 
     def linear_split(self, x: Tensor, packed: Packed, widths: Widths) -> tuple[Tensor, ...]:
-        """Multiply in one launch; the parts are contiguous if the product groups them."""
+        """Multiply in one launch, and split the product in another unless the product groups them."""
         weights, biases = packed
         if isinstance(weights, Tensor):
-            return super().linear_split(x, packed, widths)
+            return self.split(self.linear(x, packed), widths)
         if not self._groups_products:
             assert biases is None, "the linears before latent attention have none"
             return tuple(torch.mm(x, weight) for weight in weights)
         sides = [x] * len(weights)
         return tuple(torch_npu.npu_grouped_matmul(sides, weights, bias=biases, split_item=0, group_type=-1))
+
+    def split(self, y: Tensor, widths: Widths) -> tuple[Tensor, ...]:
+        """Split in one launch into contiguous parts, which the operators read; parts of one row are views.
+
+        By CANN's page (aclnnSplitWithSize) the 310P has no operator for it.
+        """
+        if len(y) == 1 or not self.product.is_fused:
+            return super().split(y, widths)
+        parts = [y.new_empty(len(y), width) for width in widths]
+        torch.split_with_sizes_copy(y, widths, dim=-1, out=parts)
+        return tuple(parts)
+
+    def join_heads(
+        self, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+    ) -> JoinedHeads | None:
+        """Return what splits, norms and rotates in one launch, if that is right and faster here."""
+        joins = self.product.has_joined_heads and self.product.joins_heads
+        if not joins or head_dim != JOINED_HEAD or not self._takes(dtype):
+            return None
+        heads = num_heads, num_kv_heads, head_dim, dtype, device
+        if heads not in self._joined_heads:
+            self._joined_heads[heads] = JoinedHeads(*heads)
+        return self._joined_heads[heads]
 
     def pack_int8(self, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Packed:
         """Pack an int8 weight [out, in] with its scale [out], transposed to [in, out]."""
@@ -156,18 +194,27 @@ class NpuOps(Int4Ops, StaticOps, PlainNpuOps):
         )
         return y
 
-    def pack_int8_split(self, weight: Tensor, scale: Tensor, bias: Tensor | None, widths: Widths) -> Packed:
-        """Return a packed weight for each width."""
+    def pack_int8_split(
+        self, weight: Tensor, scale: Tensor, bias: Tensor | None, widths: Widths, in_parts: bool = False
+    ) -> Packed:
+        """Return one packed weight, or one for each width if `join_latents` reads them or there are two.
+
+        Two products are as many launches as one and a split.
+        """
+        if not in_parts and len(widths) > 2:
+            return self.pack_int8(weight, scale, bias)
         biases = [None] * len(widths) if bias is None else bias.split(widths)
         return [self.pack_int8(*part) for part in zip(weight.split(widths), scale.split(widths), biases)]
 
     def linear_int8_split(self, x: Tensor | Int8Rows, packed: Packed, widths: Widths) -> tuple[Tensor, ...]:
-        """Return a product for each width.
+        """Return a tensor for each width, of one product or of one for each.
 
-        npu_grouped_matmul gives bfloat16 only with scales in bfloat16.
+        npu_grouped_matmul, which could make them all, gives bfloat16 only with scales in bfloat16.
         """
         x = self.quantized(x)
-        return tuple(self.linear_int8(x, part) for part in packed)
+        if isinstance(packed, list):
+            return tuple(self.linear_int8(x, part) for part in packed)
+        return self.split(self.linear_int8(x, packed), widths)
 
     def pack_w8a16(self, weight: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Packed:
         """Return the weight [in, out], with scales in the type of the rows, as the operator takes them."""
@@ -219,6 +266,24 @@ class NpuOps(Int4Ops, StaticOps, PlainNpuOps):
         if self._prefetches is not None and torch_npu.npu.is_current_stream_capturing():
             torch_npu.npu.current_stream().wait_stream(self._prefetches)
 
+    def begin_beside(self, compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """Begin in captured steps, on a second stream, after the work queued on the current one.
+
+        The current stream waits for it when the result is asked for, while all that it reads is still held.
+        """
+        if self._beside is None or not torch_npu.npu.is_current_stream_capturing():
+            return compute
+        current = torch_npu.npu.current_stream()
+        self._beside.wait_stream(current)
+        with torch_npu.npu.stream(self._beside):
+            made = compute()
+
+        def awaited() -> Tensor:
+            current.wait_stream(self._beside)
+            return made
+
+        return awaited
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Normalise over the last dimension, in float32; `weight` [x.shape[-1]]. Any leading dimensions."""
         normed: Tensor = torch_npu.npu_rms_norm(x.contiguous(), weight, eps)[0]
@@ -228,6 +293,15 @@ class NpuOps(Int4Ops, StaticOps, PlainNpuOps):
         """Return (rms_norm(x + residual), x + residual)."""
         normed, _, total = torch_npu.npu_add_rms_norm(x, residual, weight, eps)
         return normed, total
+
+    def add_rms_norm_wide(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute Ops.add_rms_norm_wide; where mixtures are fused, one launch gives both types."""
+        if not (self.product.has_mixtures and self._takes(x.dtype)):
+            return super().add_rms_norm_wide(x, residual, weight, eps)
+        wide, normed, _, total = torch_npu.npu_add_rms_norm_cast(x, residual, weight, eps)
+        return normed, wide, total
 
     def rotary(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Rotate query [T, H, D] and key [T, K, D], in place if contiguous; cos and sin [T, D]."""
@@ -254,18 +328,22 @@ class NpuOps(Int4Ops, StaticOps, PlainNpuOps):
         """Compute Ops.route, with int32 experts."""
         if not self.product.has_mixtures:
             return super().route(x, router, correction, config, bias)
-        if not (config.is_plain or chooses_in_groups(config.num_experts, config.num_groups)):
+        by_softmax = config.is_plain and self.product.gates_by_softmax
+        if not (by_softmax or chooses_in_groups(config.num_experts, config.num_groups)):
             weights, chosen = super().route(x, router, correction, config, bias)
             return weights, chosen.int()
         scores = F.linear(x.float(), router, bias)
-        if config.is_plain and self.product.divides_gates:
+        if by_softmax and self.product.divides_gates:
             # A softmax over the best alone gives weights that add up to one
             weights, chosen, _ = torch_npu.npu_moe_gating_top_k_softmax_v2(
                 scores, k=config.num_chosen, renorm=int(config.normalizes)
             )
             return weights if config.scale == 1 else weights * config.scale, chosen
         if config.is_plain:
-            weights, chosen, _ = torch_npu.npu_moe_gating_top_k_softmax(scores, k=config.num_chosen)
+            if by_softmax:
+                weights, chosen, _ = torch_npu.npu_moe_gating_top_k_softmax(scores, k=config.num_chosen)
+            else:
+                weights, chosen, _ = torch_npu.npu_moe_gating_top_k(scores, config.num_chosen)
             return self._shares(weights, config), chosen
         # The operator divides by the sum of the weights for these scores, and only then
         divides = config.scores == "sigmoid"
@@ -304,7 +382,7 @@ class NpuOps(Int4Ops, StaticOps, PlainNpuOps):
             joined(some, self.pack, self.pack_int4, self._no_offsets, is_last=some is downs)
             for some in (gate_ups, downs)
         )
-        return (gate_up if gate_up.scale is None else gated_by_width(gate_up, down)), down
+        return (gate_up if gate_up.scale is None else scaled_by_width(gate_up, down)), down
 
     def joined_mixture(
         self,

@@ -13,20 +13,28 @@ import torch
 import torch_npu
 from torch import Tensor
 
-from devices.ascend_limits import FRACTAL_NZ
+from devices.ascend_limits import FRACTAL_NZ, AscendProduct
 from models.ops.operands import StaticInt8
 
 
 class StaticOps:
     """Linears in int8 whose inputs have a scale of their own, by two operators; see Ops."""
 
+    product: AscendProduct
+
     def pack_static(self, weight: StaticInt8, dtype: torch.dtype) -> Any:
-        """Return the weight [in, out] in the format of the matrix unit, with scale and bias [out]."""
-        turned = weight.weight.t().contiguous()
+        """Return the weight [in, out] in the format of the matrix unit, with scale and bias [out].
+
+        A product that reads such a weight transposed holds it as [out, in].
+        """
         scale = weight.scale.contiguous()
         if dtype == torch.float16:
             scale = bits_in_int64(scale)
-        return torch_npu.npu_format_cast(turned, FRACTAL_NZ), scale, weight.bias.contiguous()
+        if self.product.turns_tiles:
+            held = torch_npu.npu_format_cast(weight.weight.contiguous(), FRACTAL_NZ).t()
+        else:
+            held = torch_npu.npu_format_cast(weight.weight.t().contiguous(), FRACTAL_NZ)
+        return held, scale, weight.bias.contiguous()
 
     def pack_static_rows(self, weight: StaticInt8, dtype: torch.dtype) -> Any:
         """Return the inverse of the scale, and the offset, for each input, in the rows' type.

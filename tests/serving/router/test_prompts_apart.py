@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -26,18 +27,34 @@ WORDS = "the little green fox and the river "
 SHORT = "348+275="
 
 
+CERTIFICATES = Path(__file__).parents[1] / "certificates"
+
+
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])
 
 
 @pytest.fixture(scope="module")
-def servers() -> Iterator[dict[str, Server]]:
-    """One of prompts, which is asked as a plain one too, and one of answers for each transport."""
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Server]]:
+    """One of prompts, which is asked as a plain one too, and one of answers for each transport.
+
+    They prove a secret to each other, and encrypt.
+    """
     endpoint = f"tcp://127.0.0.1:{free_port()}"
-    found = {"prompts": Server(TINY, f"server.pages_at={endpoint}")}
+    secret = tmp_path_factory.mktemp("secret") / "pages"
+    secret.write_text("a secret of these engines of enough bytes\n")
+    proofs = [
+        f"server.pages_key_file={secret}",
+        f"server.pages_tls_certificate={CERTIFICATES / 'engine.pem'}",
+        f"server.pages_tls_private_key={CERTIFICATES / 'engine.key'}",
+        f"server.pages_tls_authority={CERTIFICATES / 'authority.pem'}",
+    ]
+    found = {"prompts": Server(TINY, f"server.pages_at={endpoint}", *proofs)}
     for each in TRANSPORTS:
-        found[each] = Server(TINY, f"server.prompt_replicas=[{endpoint}]", f"server.page_transport={each}")
+        found[each] = Server(
+            TINY, f"server.prompt_replicas=[{endpoint}]", f"server.page_transport={each}", *proofs
+        )
     try:
         yield {name: each.ready() for name, each in found.items()}
     finally:
@@ -161,3 +178,24 @@ def test_a_server_says_whose_name_it_does_not_know(servers: dict[str, Server]) -
     )
     assert answer.status_code == 400
     assert "x-prompt-replica is not one of server.prompt_replicas" in answer.text
+
+
+@pytest.mark.slow
+def test_an_engine_of_prompts_that_is_stopped_is_a_miss(servers: dict[str, Server]) -> None:
+    """Its connection stays open, and nothing comes over it; its server replaces it."""
+    plain, answers = servers["prompts"], servers[TRANSPORTS[0]]
+    said = httpx.get(f"{answers.url}/server_info", timeout=PATIENCE_S).json()
+    (endpoint,) = said["recipe"]["server"]["prompt_replicas"]
+    prompt, stopped = f"stopped {WORDS * 20}", plain.engine_pid
+    missed = figure(answers, "cb_missed_pages_total")
+    os.kill(stopped, signal.SIGSTOP)
+    answer = httpx.post(
+        f"{answers.url}/v1/completions",
+        json={"model": "tiny", "prompt": prompt, "max_tokens": 24, "temperature": 0, "ignore_eos": True},
+        headers={"x-prompt-replica": endpoint},
+        timeout=PATIENCE_S,
+    )
+    assert figure(answers, "cb_missed_pages_total") > missed
+    wait(lambda: plain.engine_pid != stopped)
+    (choice,) = answer.json()["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ask(plain.url, prompt)

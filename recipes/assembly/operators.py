@@ -1,0 +1,45 @@
+"""Check a recipe for an NPU against the operators of its product, where there is no device.
+
+An engine checks the same of the device that it finds, which may differ by what verify_npu.sh found there.
+"""
+
+from __future__ import annotations
+
+from devices.ascend_limits import PRODUCTS, AscendProduct
+from models.checkpoint.int4 import inputs_of_experts, largest_side
+from models.config import DecoderConfig
+from models.drafting.config import MtpConfig
+from models.parallel.share import Share
+from recipes.assembly.families import draft_config
+from recipes.schema.recipe import Recipe
+
+
+def check_operators(recipe: Recipe, config: DecoderConfig, longest_tokens: int, share: Share) -> None:
+    """Raise ValueError for what the operators of the recipe's product do not take of a rank's part.
+
+    Nothing is known of an NPU whose product is left to the device.
+    """
+    device = recipe.device
+    for product in PRODUCTS:
+        if device.kind == "npu" and product.name == device.product:
+            _check(recipe, share.part(config), product, longest_tokens)
+            draft = draft_config(recipe, config)
+            if draft is not None and not isinstance(draft, MtpConfig):  # which is as the model's own layers
+                _check(recipe, draft, product, longest_tokens)
+
+
+def _check(recipe: Recipe, config: DecoderConfig, product: AscendProduct, longest_tokens: int) -> None:
+    # Imported here because they import torch, which takes a second
+    from models.layers.dtypes import TORCH_DTYPES
+    from recipes.assembly.decoders import shape_of
+
+    dtype, shape = TORCH_DTYPES[config.dtype], shape_of(recipe.cache.page_size, config)
+    product.check_dtype(dtype)
+    if recipe.device.attention != "reference":
+        product.check(shape, takes_float32=recipe.device.virtual_fp32)
+        product.check_longest(longest_tokens)
+    if config.is_int8:
+        product.check_int8(dtype, config.int8_forms)
+    if config.kept_form is not None:
+        size = config.kept_form.group_size
+        product.check_int4(dtype, size, largest_side(config), inputs_of_experts(config))

@@ -1,0 +1,105 @@
+"""Ranks of one engine believe nothing of each other that is out of bounds.
+
+Beats that no rank sends make that rank lost, with words; a recording that no leader writes ends the rank that
+follows with words, and never otherwise. Each border gets some hundred mutated messages, and 10,000 in a
+thorough run.
+"""
+
+from __future__ import annotations
+
+import io
+import socket
+from contextlib import suppress
+
+import msgspec
+import pytest
+
+from borders.framing import framed
+from continuous_batching.recording.format import BEGIN, read_entries
+from continuous_batching.recording.listeners import LAST_WORDS, Heard, Listeners, RankLost, _percent, beat
+from continuous_batching.recording.replay import replay
+from tests.continuous_batching.test_recorder import record, scheduler
+from tests.mutated import Mutator, encoded
+from tests.thorough import cases
+
+FEW = cases(300, 10_000)
+
+
+def test_beats_that_no_rank_sends_make_it_lost() -> None:
+    mutator = Mutator(1)
+    said = [
+        beat(3, "all_reduce", "loading weights: 41% of 12 GiB"),
+        beat(4, "", "compiling"),
+        LAST_WORDS + b"no memory",
+        beat(2**62, "broadcast", ""),
+    ]
+    for _ in range(FEW):
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            listeners = object.__new__(Listeners)
+            rank = Heard("rank 1", ours, 0.0)
+            listeners._ranks, listeners.doing, listeners.inside = [rank], "", lambda: ""
+            words = ""
+            try:
+                for _ in range(4):
+                    rank.take(mutator.data(mutator.one_of(said) + b"\n"), 0.0)
+            except RankLost as lost:
+                words = str(lost)
+            assert words.isprintable()
+            assert len(words) < 1100
+            if words:
+                continue
+            for words in (listeners.start_report(), listeners.start_progress(), listeners.report()):
+                assert len(words) < 10_000
+            assert 0 <= rank.step < 2**63
+            assert len(rank._rest) < 10_000
+
+
+def test_a_percent_of_any_length_is_read() -> None:
+    assert _percent("loading: 41% of 2 GiB") == 41
+    for said in ("9" * 5000, "101", "٣", ""):
+        assert _percent(f"loading: {said}% of 2 GiB") == float("inf")
+
+
+@pytest.fixture(scope="module")
+def bodies(tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
+    """The entries of a whole recording."""
+    path = tmp_path_factory.mktemp("recording") / "file"
+    record(path, scheduler(), seed=2, num_requests=6)
+    data, found, at = path.read_bytes(), list[bytes](), 0
+    while at < len(data):
+        length = int.from_bytes(data[at : at + 4], "little")
+        found.append(data[at + 12 : at + 12 + length])
+        at += 12 + length
+    return found
+
+
+def test_a_recording_that_no_leader_writes_is_refused(bodies: list[bytes]) -> None:
+    """With right checksums, so that its entries are read: each error is one of what it says."""
+    mutator, entries = Mutator(2), [msgspec.msgpack.decode(each) for each in bodies]
+    num_read = 0
+    while num_read < FEW:
+        changed = {mutator.random.randrange(len(entries)) for _ in range(mutator.random.randint(1, 3))}
+        data, before = b"", BEGIN
+        for at, (entry, body) in enumerate(zip(entries, bodies)):
+            if at in changed:
+                body = encoded(mutator.message(entry), msgspec.msgpack.encode)
+                num_read += 1
+            frame, before = framed(body, before)
+            data += frame
+        with suppress(ValueError):
+            for _ in replay(read_entries(io.BytesIO(data)), scheduler()):
+                pass
+
+
+def test_a_recording_with_other_bytes_is_damage(bodies: list[bytes]) -> None:
+    """Bytes without right checksums are damage, with the place."""
+    mutator, data, before = Mutator(3), b"", BEGIN
+    for body in bodies:
+        frame, before = framed(body, before)
+        data += frame
+    for _ in range(FEW):
+        changed = mutator.data(data)
+        if changed not in (data, b""):
+            with pytest.raises(ValueError, match=r".+"):
+                [*read_entries(io.BytesIO(changed))]
