@@ -83,6 +83,10 @@ class ServerProcess:
             self._process.kill()
             self._process.wait()
 
+    def said(self, pattern: str) -> list[str]:
+        """Return what a pattern's group has matched in its log so far."""
+        return re.findall(pattern, self._log.read_text(encoding="utf-8", errors="replace"))
+
     def cpu_s(self) -> float:
         """Return the processor time of all its threads so far, by Linux's scheduler, in nanosecond steps."""
         tasks = Path(f"/proc/{self._process.pid}/task").iterdir()

@@ -192,6 +192,9 @@ class Request:
     prompt_replica: str = ""  # address of an engine that may compute its prompt, if any
     # The pages of its prompt stay held when it ends, until `Engine.release_pages`
     leases_pages: bool = False
+    # The beginning of its answer, which another engine has sampled: it goes on behind these tokens as if it
+    # had been preempted there, because sampling depends on the seed and the position alone
+    known: TokenIds = field(default_factory=lambda: np.empty(0, dtype=np.int32))
 
     # Set if params.processors names any; each sample has its own
     processors: OwnProcessors | None = None
@@ -230,7 +233,8 @@ class Request:
 
     def __post_init__(self) -> None:
         self.prompt = np.asarray(self.prompt, dtype=np.int32)
-        self.tokens = self.prompt
+        self.known = np.asarray(self.known, dtype=np.int32)
+        self.tokens = np.concatenate((self.prompt, self.known)) if len(self.known) else self.prompt
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -271,7 +275,7 @@ class Request:
     def come_back(self, tokens: TokenIds, num_computed: int) -> None:
         """Take over the tokens of the row that the request leaves."""
         self.tokens = tokens
-        del self.logprobs[len(self.answer) :]
+        del self.logprobs[len(self.answer) - len(self.known) :]
         self.num_scored = max(self.num_scored, min(num_computed, len(self.prompt) - 1))
         if self.constraint is not None:
             self.constraint.leave()

@@ -43,6 +43,7 @@ class SlotPool:
         self.priority = self._integers()
         self.adapter = np.zeros(num_slots, dtype=np.int32)  # number of its adapter on the device; 0: none
         self.num_prompt = self._integers()
+        self.num_given = self._integers()  # tokens that the request came with: the prompt and `Request.known`
         self.num_tokens = self._integers()  # known tokens: prompt and answer so far
         self.num_computed = self._integers()  # known tokens that are in the cache
         self.most_drafts = self._integers()  # drafts that the request allows in a step
@@ -142,6 +143,7 @@ class SlotPool:
         self.adapter[row] = request.adapter
         self.token_ids[row, :count] = request.tokens
         self.num_prompt[row] = request.num_prompt_tokens
+        self.num_given[row] = request.num_prompt_tokens + len(request.known)
         self.num_tokens[row] = count
         self.limit[row] = request.num_prompt_tokens + params.max_tokens
         for column in (self.num_computed, self.num_drafts, self.num_pages, self.num_published):

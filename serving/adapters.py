@@ -201,6 +201,10 @@ class ServedAdapters(KnownAdapters):
         if request.adapter and not is_same:
             raise Unavailable("the adapter was unloaded, or is being loaded again", 0.0)
 
+    def digest_of(self, request: Request) -> str:
+        """Return the digest of the adapter of a request that is in the engine; "" without one."""
+        return next((each.files.digest for each in self.all if each.number == request.adapter), "")
+
     def _tell(self, adapter: NamedAdapter) -> None:
         self._send(PutAdapter(adapter.number, str(adapter.files.folder), adapter.files.digest))
 

@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,6 +31,7 @@ from recipes.schema.reader import load
 from recipes.schema.server_section import ServerSection
 from serving.adapters import AdapterPut, ServedAdapters
 from serving.answers.answers import AnswerDelta, AnswerStream, collect
+from serving.continuation import Continuation
 from serving.engine.messages import (
     Add,
     AddAccepted,
@@ -172,6 +175,18 @@ def with_pages(request: Request, facts: EngineFacts, prompt_replica: str) -> Req
     return request
 
 
+def why_not_resumed(requests: Sequence[Request]) -> str:
+    """Return why the answers to one response cannot go on at another engine, or "" if they can."""
+    if len(requests) > 1:
+        return "it has several prompts"
+    (request,) = requests
+    if request.followers:
+        return "it has several samples (n, best_of)"
+    if request.params.beam_width:
+        return "it is a beam search"
+    return "" if request.params.pooling is None else "it is an embedding"
+
+
 log = logging.getLogger(__name__)
 
 Value = TypeVar("Value")
@@ -280,56 +295,61 @@ class AsyncLLM:
         shorten: bool = False,
         group: str = "",
         owner: str = "",
+        seeds: bool = False,
+        known: Continuation | None = None,
     ) -> list[AnswerStream]:
         """Send requests to the engine, all or none; raises a Failure or BadRequest.
 
         Apart from their prompts, all have the same fields. With `fill`, an answer without `max_tokens` may be
         as long as model and cache allow; with `shorten`, one with `max_tokens` also ends there. Clients know
         the requests by their `group`, and only `owner` may find them. A caller that has read an answer, or
-        stops reading it, calls `limits.release`.
+        stops reading it, calls `limits.release`. With `seeds`, a request without a seed is given one here, so
+        that it is known. An answer that is `known` in part, whose request is alone, goes on from there.
         """
         self.check_ready()
         facts, alone = self.facts, len(requests) == 1
         assert facts is not None, "ready without facts"
+        assert alone or known is None, "several prompts have no answer that could go on"
         works = [
             self.apart(
-                partial(self._parse, each, facts, fill=fill, shorten=shorten),
-                at_once=alone and is_short(each),
+                partial(self._parse, each, facts, fill=fill, shorten=shorten, seeds=seeds, known=known),
+                at_once=alone and is_short(each) and known is None,
             )
             for each in requests
         ]
-        parsed = await asyncio.gather(*works)
+        answers = await asyncio.gather(*works)
         self.check_ready()
+        parsed = [each.request for each in answers]
         for each in parsed:
             self.adapters.check(each)
         self.limits.check_room(self.num_requests, sum(1 + len(each.followers) for each in parsed))
         reserved = self.limits.reserve(parsed, requests[0], facts.max_tokens)
-        return [self._send(*each, group, owner) for each in zip(parsed, requests, reserved)]
+        for answer, num_logprobs in zip(answers, reserved):
+            answer.group, answer.owner = group or answer.group, owner
+            self._send(answer, num_logprobs)
+        return answers
 
-    def _send(
-        self, request: Request, fields: Fields, num_logprobs: int, group: str, owner: str
-    ) -> AnswerStream:
-        num_samples = 1 + len(request.followers)
-        answer = AnswerStream(
-            request,
-            self.text,
-            text_options(fields, self.text),
-            num_answers=fields.get("n") or 1,
-            max_unread_tokens=self.recipe.server.max_unread_tokens,
-            group=group,
-            owner=owner,
-        )
+    def _send(self, answer: AnswerStream, num_logprobs: int) -> None:
+        num_samples = len(answer.samples)
         answer.num_reserved_logprobs = num_logprobs
         answer.first_stream = self._next_stream
         self._next_stream += num_samples
         self._streams |= {answer.first_stream + index: (answer, index) for index in range(num_samples)}
         age_s = time.monotonic() - answer.arrival_s
-        self.engine.send(Add.of(answer.first_stream, request, age_s))
+        self.engine.send(Add.of(answer.first_stream, answer.request, age_s))
         self.stats.added(answer)
-        return answer
 
-    def _parse(self, fields: Fields, facts: EngineFacts, *, fill: bool, shorten: bool) -> Request:
-        """Return the request, with the keys of its prompt's pages."""
+    def _parse(
+        self,
+        fields: Fields,
+        facts: EngineFacts,
+        *,
+        fill: bool,
+        shorten: bool,
+        seeds: bool = False,
+        known: Continuation | None = None,
+    ) -> AnswerStream:
+        """Return the answer to a request, which has the keys of its prompt's pages."""
         most, (asked, prompt_replica) = facts.max_tokens, parted(fields)
         check_length(fields, most, self.text)
         longest, adapters = most if fill or shorten else None, self.adapters
@@ -341,8 +361,23 @@ class AsyncLLM:
             limit=most,
             adapters=adapters,
             defaults=self.sampling_defaults,
+            tokens=None if known is None else known.prompt,
         )
-        return with_pages(request, facts, prompt_replica)
+        if known is not None:
+            params = replace(request.params, seed=known.begun.seed, max_tokens=known.begun.max_tokens)
+            request = replace(request, params=params, known=known.known)
+        elif seeds and request.params.seed is None and not why_not_resumed([request]):
+            request = replace(request, params=replace(request.params, seed=secrets.randbits(63)))
+        answer = AnswerStream(
+            with_pages(request, facts, prompt_replica),
+            self.text,
+            text_options(fields, self.text),
+            num_answers=fields.get("n") or 1,
+            max_unread_tokens=self.recipe.server.max_unread_tokens,
+        )
+        if known is not None:
+            answer.replay(known)
+        return answer
 
     async def generate(
         self, prompt: Prompt, sampling_params: VllmSamplingParams, request_id: str

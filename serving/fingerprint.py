@@ -48,6 +48,20 @@ def of_pages(recipe: Recipe) -> str:
     return f"kv_{digest.hexdigest()[:16]}"
 
 
+def of_continuations(recipe: Recipe, server_version: str) -> str:
+    """Return the fingerprint of what the rest of an answer depends on, given its tokens so far.
+
+    Answers may go on between servers with the same one: of the same weights and type, on the same kind of
+    device with the same software, which read calls and thoughts alike. How many slots and pages each has does
+    not matter.
+    """
+    names = ("device.kind", "server.tool_format", "server.reasoning", "server.logits_processors")
+    software = [server_version, versions.installed(), *map(recipe.value, names)]
+    digest = hashlib.sha256(json.dumps(software, default=str).encode())
+    digest.update(of_pages(recipe).encode())
+    return f"go_{digest.hexdigest()[:16]}"
+
+
 def _add_files(digest: hashlib._Hash, recipe: Recipe) -> None:
     folder = recipe.model.path
     if folder is None:  # the recipe defines the model itself, with random weights

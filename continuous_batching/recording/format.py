@@ -57,6 +57,7 @@ class Added(msgspec.Struct, tag="A", array_like=True, frozen=True):
     adapter: Annotated[int, Meta(ge=0, le=LAST_ID)] = 0
     leases_pages: bool = False
     awaits_pages: bool = False  # it waits for the result of a lookup in the tier below
+    known: bytes = b""  # the beginning of its answer, which another engine has sampled
 
 
 class Fetched(msgspec.Struct, tag="T", array_like=True, frozen=True):

@@ -165,6 +165,7 @@ class Recorder(Observer):
                 request.adapter,
                 request.leases_pages,
                 request.awaits_pages,
+                packed(request.known),
             )
         )
 

@@ -179,6 +179,7 @@ def request_of(entry: Added) -> Request:
             timeout_s=entry.timeout_s,
             adapter=entry.adapter,
             leases_pages=entry.leases_pages,
+            known=unpacked(entry.known).astype(np.int32),
         )
         for sample in entry.samples
     )

@@ -318,7 +318,7 @@ class Scheduler:
         slots.token_ids[rows, positions] = sampled.tokens
         slots.num_tokens[rows] = positions + 1
         slots.add_logprobs(rows, sampled)
-        for row in rows[positions == slots.num_prompt[rows]].tolist():
+        for row in rows[positions == slots.num_given[rows]].tolist():
             slots.requests[row].first_token_s = now_s
         counters.steps += 1
         counters.computed_tokens += batch.num_tokens

@@ -67,6 +67,8 @@ def check_request(
     """Raise BadRequest for a request with unknown tokens or one that can never fit."""
     full, *others = groups
     _check_tokens(request, vocab_size)
+    if len(request.known):
+        _check_known(request)
     if request.params.beam_width:
         _check_beams(request, vocab_size, stop_tokens, slots)
     limit = longest_allowed(slots, full.pool)
@@ -132,6 +134,7 @@ def _check_tokens(request: Request, vocab_size: int) -> None:
     banned = np.array([token for word in params.bad_words for token in word], dtype=np.int64)
     for field, tokens in (
         ("prompt", prompt),
+        ("known_token_ids", request.known),
         ("allowed_token_ids", allowed),
         ("logit_bias", biased),
         ("bad_words", banned),
@@ -142,6 +145,17 @@ def _check_tokens(request: Request, vocab_size: int) -> None:
             token = int(tokens[outside.argmax()])
             problem = f"holds the token id {token}; the model's go from 0 to {vocab_size - 1}"
             raise BadRequest(field, problem, value=token, limit=vocab_size - 1)
+
+
+def _check_known(request: Request) -> None:
+    """Check that an answer which another engine has begun can go on: it is one sample and has not ended."""
+    params, num_known = request.params, len(request.known)
+    if request.followers or params.beam_width or params.pooling:
+        raise BadRequest("known_token_ids", "go on in one sample; leave n, beam_width and pooling out")
+    if num_known >= params.max_tokens:
+        limit = params.max_tokens - 1
+        problem = f"holds {num_known} tokens, and the answer ends at {params.max_tokens} (max_tokens)"
+        raise BadRequest("known_token_ids", problem, value=num_known, limit=limit)
 
 
 def _check_beams(request: Request, vocab_size: int, stop_tokens: Index, slots: SlotPool) -> None:

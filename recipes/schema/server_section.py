@@ -200,6 +200,19 @@ class ServerSection:
         least=0,
         most=_DAY_S,
     )
+    resume: int = key(
+        "how often an answer whose engine is lost goes on at another replica of the router, token for token"
+        " (docs/fleet.md); 0: never, its client gets an error",
+        default=3,
+        least=0,
+        most=64,
+    )
+    resume_max_tokens: int = key(
+        "the most tokens of prompt and answer of such an answer; a longer one ends with an error",
+        default=65_536,
+        least=1,
+        most=2**22,
+    )
     share_prefixes: bool = key(
         "let clients with different API keys share pages; one could then find out, by timing, what others"
         " sent",

@@ -18,6 +18,7 @@ import numpy as np
 
 from borders.refusal import BadRequest
 from continuous_batching.request import Hypothesis, Request, TokenLogprobs, Vector
+from serving.continuation import Continuation
 from serving.engine.messages import BeamHypothesis, Begun, SampleEnd
 from serving.failures import CutOff, Failure, RequestFailed
 from serving.text.tokenizer import Detokenizer, Text, TextOptions
@@ -199,6 +200,9 @@ class AnswerStream(SampleAnswers):
         self.owner = owner
         self.is_chat, self.num_tools = options.is_chat, options.num_tools
         self.arrival_s = time.monotonic()
+        self.created_s = int(time.time())
+        self.num_resumed = 0  # how often its engine was lost, and it went on at another
+        self.replayed: list[AnswerDelta] = []  # the parts that were answered before it came here
         self.first_stream = -1
         self.last_token_s = [0.0] * len(self.samples)  # when the last token of each sample came
         # What the engine said when each sample ended.
@@ -229,6 +233,11 @@ class AnswerStream(SampleAnswers):
         """Whether `next` has returned everything, up to the regular end."""
         return not self.num_open and not self._unread and self.failure is None
 
+    @property
+    def resumed_usage(self) -> dict[str, int]:
+        """What the usage in a response says of how often the answer went on at another engine, if it did."""
+        return {"resumed": self.num_resumed} if self.num_resumed else {}
+
     async def next(self) -> list[AnswerDelta]:
         """Wait for new parts and return them; empty once everything is read.
 
@@ -251,10 +260,26 @@ class AnswerStream(SampleAnswers):
 
     def begin(self, begun: Begun) -> None:
         """Record that the prompt is computed, with what the engine reports about it."""
-        self.num_cached_tokens = max(self.num_cached_tokens, begun.num_cached_tokens)
+        if not self.num_resumed:  # else it is what the first engine found
+            self.num_cached_tokens = max(self.num_cached_tokens, begun.num_cached_tokens)
         self.prompt_logprobs = self.prompt_logprobs or begun.prompt_logprobs
         if begun.embedding:
             self.embedding = np.frombuffer(begun.embedding, dtype=np.float32)
+
+    def replay(self, known: Continuation) -> None:
+        """Take the tokens that were answered elsewhere, as if each had just come; before it is sent on.
+
+        Raises BadRequest where they are a whole answer.
+        """
+        self.created_s, self.num_resumed = known.begun.created_s, known.num_resumed
+        self.arrival_s -= known.age_s
+        entries = [entry for part in known.logprobs for entry in part]
+        for at, token in enumerate(known.known.tolist()):
+            self.replayed += self.push(0, (token,), entries[at : at + 1], None)
+        if not self.num_open:
+            raise BadRequest("known_token_ids", "hold the end of the answer")
+        self.num_cached_tokens = min(known.num_cached_tokens, self.request.num_prompt_tokens)
+        self.last_token_s[0] = time.monotonic()
 
     def take(self, index: int, token: int, logprobs: TokenLogprobs | None, end: SampleEnd | None) -> bool:
         """Add one token of a sample, and the sample's end if it came with it.

@@ -32,6 +32,7 @@ from serving.api.api_keys import ApiKeys
 from serving.api.errors import ANTHROPICS_PATHS, DEFECT, error_response, response_of
 from serving.api.pieces import Turns
 from serving.api.streamed import gone
+from serving.continuation import PATH
 from serving.failures import ShutDown
 from serving.metrics.server_stats import TRACE_HEADERS
 
@@ -243,7 +244,8 @@ class AccessControl:
         return self._most_bytes_of.get(scope["path"], self._max_body_bytes)
 
     def _too_long(self, scope: Scope) -> str:
-        key = "max_batch_file_mib" if scope["path"] in self._most_bytes_of else "max_body_mib"
+        is_file = scope["path"] in self._most_bytes_of and scope["path"] != PATH
+        key = "max_batch_file_mib" if is_file else "max_body_mib"
         return f"the body is longer than {self._most_bytes(scope)} bytes (server.{key}); shorten it"
 
     async def _measured(self, scope: Scope, receive: Receive, send: Send) -> None:

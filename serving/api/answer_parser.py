@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import uuid
+import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from typing import Any
@@ -26,6 +26,7 @@ class AnswerParser:
 
     def __init__(self, text: Text | None, request: Request, fields: Mapping[str, Any]) -> None:
         self._form = None if text is None else text.tool_format
+        self._name, self._num_named = request.id, 0
         self._channels = None if text is None else text.channels
         use = tool_use(fields)
         self._names = () if use is None else tuple(use.schemas)
@@ -106,12 +107,16 @@ class AnswerParser:
         return 0 if parser is None else parser.num_calls
 
     def call_id(self, call: CallDelta) -> str:
-        """Return the id of a call that begins: its own, where the model gave one, or a random one."""
+        """Return the id of a call that begins: its own, where the model gave one, or one of the answer's id.
+
+        An answer that goes on at another replica then names its calls as it did before.
+        """
         if call.id is not None:
             return call.id
         form = self._form or self._channels
         assert form is not None, "a call without a format"
-        return uuid.uuid4().hex[: form.id_length]
+        self._num_named += 1
+        return hashlib.sha256(f"{self._name} {self._num_named}".encode()).hexdigest()[: form.id_length]
 
     def _after_thoughts(self, index: int, delta: AnswerDelta, is_last: bool) -> tuple[str, str]:
         """Split new text into reasoning and what follows it."""

@@ -17,6 +17,7 @@ from serving.api.api_keys import ApiKeys
 from serving.api.batch_runner import Batches
 from serving.api.chat import ChatRoute
 from serving.api.completion import CompletionRoute
+from serving.api.continuations import Continuations
 from serving.api.embeddings import EmbeddingsRoute
 from serving.api.generation import Generation
 from serving.api.live_page import LivePage
@@ -27,6 +28,7 @@ from serving.api.pieces import Turns
 from serving.api.responses import ResponsesRoute
 from serving.api.scores import ScoreRoutes
 from serving.async_llm import AsyncLLM
+from serving.continuation import MOST_KNOWN_BYTES, PATH
 
 
 def application(
@@ -45,17 +47,13 @@ def application(
     `cors_origins` may send requests from a browser; "*" stands for all origins. Where `batches` is given, its
     routes are served; `Batches.run` runs the batches. `live` has a history if it has begun before.
     """
-    app = DescribedAPI(
-        title="Continuous batching",
-        version=VERSION,
-        redirect_slashes=False,
-        docs_url=None,
-        redoc_url=None,
-    )
+    title = "Continuous batching"
+    app = DescribedAPI(title=title, version=VERSION, redirect_slashes=False, docs_url=None, redoc_url=None)
     errors.install(app)
     names = ModelNames(model, llm.recipe.server.model_names, llm.adapters)
     turns = Turns()
-    generation = Generation(llm, names, fingerprint.of(llm.recipe, VERSION), turns)
+    prints = fingerprint.of(llm.recipe, VERSION), fingerprint.of_continuations(llm.recipe, VERSION)
+    generation = Generation(llm, names, *prints, turns)
     route = bounded_route(llm.recipe.server.max_body_values, turns)
     app.router.route_class = route
     answers: dict[str, Callable[..., Awaitable[Response]]] = {
@@ -67,7 +65,7 @@ def application(
     others = MessagesRoutes(generation).by_path() | ScoreRoutes(generation).by_path()
     for path, answer in (answers | others).items():
         app.add_api_route(path, answer, methods=["POST"], response_class=Response)
-    for routes in operations.routers(llm, names, model, route, is_local=is_local):
+    for routes in operations.routers(llm, names, model, route, prints[1], is_local=is_local):
         app.include_router(routes)
     app.include_router(model_names.router(llm, names, route))
     app.include_router(live_page.router(live or LivePage(llm)))
@@ -79,8 +77,9 @@ def application(
         batches.app = app
     most_bytes = int(llm.recipe.server.max_bodies_mib * 2**20)
     memory = BodyMemory(max(most_bytes, max_body_bytes, *most_bytes_of.values()))
+    most_bytes_of[PATH] = max_body_bytes + MOST_KNOWN_BYTES
     guarded = AccessControl(
-        HeadAndOptions(app),
+        Continuations(HeadAndOptions(app), keys, llm.recipe.server, prints[1], is_local=is_local),
         keys,
         max_body_bytes,
         memory,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
-
 from fastapi import Request
 from starlette.responses import Response
 
@@ -29,7 +27,7 @@ class ChatRoute:
         generation = self._generation
         generation.check_number(1, body.n)
         fields = generation.fields(body, request)
-        name = f"chatcmpl-{uuid.uuid4().hex}"
+        name = generation.name("chatcmpl-", request)
         asked = {"id": name, "messages": body.messages, **fields}
         names = {"prompt": "messages"}
         if body.max_completion_tokens is not None:

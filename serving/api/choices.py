@@ -6,7 +6,6 @@ Tokens and their log-probabilities are written in the formats of completions, ch
 from __future__ import annotations
 
 import codecs
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, Protocol
@@ -144,7 +143,7 @@ class Choices:
     ) -> None:
         self._answers = answers
         self._form = form
-        self._head = {"id": answers[0].group, "created": int(time.time()), **head}
+        self._head = {"id": answers[0].group, "created": answers[0].created_s, **head}
         self._shows_usage = bool(options and options.include_usage)
         self._always_usage = bool(options and options.continuous_usage_stats)
         self._hides_tokens = hides_tokens
@@ -193,4 +192,5 @@ class Choices:
             "completion_tokens": num_answer,
             "total_tokens": num_prompt + num_answer,
             "prompt_tokens_details": {"cached_tokens": num_cached},
+            **self._answers[0].resumed_usage,
         }

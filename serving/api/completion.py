@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,7 +33,7 @@ class CompletionRoute:
             fields["prompt_logprobs"] = body.logprobs
         if is_hidden:
             fields["max_tokens"] = 1  # an engine answers at least one token; the client does not see it
-        name = f"cmpl-{uuid.uuid4().hex}"
+        name = generation.name("cmpl-", request)
         ids = [name] if len(prompts) == 1 else [f"{name}-{index}" for index in range(len(prompts))]
         names = {"prompt_token_ids": "prompt"}
         if body.prompt_logprobs is None:

@@ -52,6 +52,12 @@ class NotFound(Failure):
         return cls(f"there is no model {asked!r}; this server serves {', '.join(map(repr, served))}")
 
 
+class OtherModel(Failure):
+    """An answer that was begun with another model or adapter cannot go on here."""
+
+    status = 409
+
+
 class Forbidden(Failure):
     """The client's key is not an operator's."""
 
@@ -104,12 +110,16 @@ class ErrorResponse(Response):
         self._message = message
         self._code = code
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the error in the format that belongs to the path."""
+    def become_of(self, scope: Scope) -> None:
+        """Take the format that belongs to the path."""
         if scope.get("path", "").startswith(ANTHROPICS_PATHS):
             request_id = scope.get("state", {}).get("request_id")
             self.body = anthropics_error(self.status_code, self._message, request_id, self._code)
             self.headers["content-length"] = str(len(self.body))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the error in the format that belongs to the path."""
+        self.become_of(scope)
         await super().__call__(scope, receive, send)
 
 
@@ -120,7 +130,7 @@ def error_response(
     retry_after_s: float | None = None,
     code: str | None = None,
     for_anthropic: str | None = None,
-) -> Response:
+) -> ErrorResponse:
     """Return a response that consists of an error; Anthropic's clients may be told another message."""
     headers = {} if retry_after_s is None else {"retry-after": str(max(1, math.ceil(retry_after_s)))}
     body = error_body(status, message, param, code)
@@ -134,7 +144,7 @@ def body_of(failure: Failure | BadRequest) -> bytes:
     return error_body(failure.status, str(failure), code=failure.code)
 
 
-def response_of(failure: Failure | BadRequest) -> Response:
+def response_of(failure: Failure | BadRequest) -> ErrorResponse:
     """Return the response for a failure that occurs before any part of the answer was sent."""
     message = for_anthropic(failure)[1]
     if isinstance(failure, BadRequest):

@@ -1,47 +1,42 @@
-"""Send requests to the engine, and their answers back to the client, whole or as a stream.
+"""Send requests to the engine, and choose what writes their answers: for the client, or for its router.
 
-This is what all forms of an answer share. The head of a stream is sent once the engine has put its request
-into the queue. So a request which the server or the engine refuses, or which finds no engine, gets a status
-code; whatever fails later is the stream's last event. The requests of a client that disconnects are aborted.
+This is what all forms of an answer share. A request which the server or the engine refuses, or which finds no
+engine, gets a status code.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import math
-from collections.abc import AsyncGenerator, Awaitable, Iterator, Mapping, Sequence
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
-import anyio
 from fastapi import Request
 from starlette.responses import Response
-from starlette.types import Receive
 
 from borders.field_table import MOST_SAMPLES
 from borders.refusal import BadRequest
 from continuous_batching.routing.splitting import PROMPT_REPLICA_HEADER
-from serving.answers.answers import AnswerDelta, AnswerStream, collect
+from serving.answers.answers import AnswerStream
 from serving.api.api_keys import Client
+from serving.api.errors import OtherModel
 from serving.api.model_names import ModelNames
-from serving.api.pieces import PIECE_BYTES, Turns, gathered
+from serving.api.pieces import Turns
 from serving.api.schemas import RequestBody, SamplingBody
-from serving.api.streamed import KeepAlive, StreamedResponse, gone
-from serving.async_llm import PROMPT_REPLICA, AsyncLLM
-from serving.failures import ClientGone, Failure
+from serving.api.telling import TellingWriter
+from serving.api.writer import AnswerWriter, ResponseForm, WholeForm
+from serving.async_llm import PROMPT_REPLICA, AsyncLLM, why_not_resumed
+from serving.continuation import NOT_RESUMED_HEADER, AnswerBegun, Continuation
 from serving.grammars.structured_output import FIELDS as FORMS
 from serving.grammars.structured_output import form_notes
 from serving.tools.definitions import tool_use
-
-Value = TypeVar("Value")
 
 _ONLY_HTTP = {"model", "stream", "user", "service_tier"}
 _TENANT_HEADER = "x-tenant"
 SCHEMA_HEADER = "x-schema-notes"  # names constraints of a schema that the answer need not meet
 MOST_NOTES = 8  # constraints that the header names
 EFFORT_HEADER = "x-reasoning-effort"  # says that a request's reasoning_effort changed nothing
-_LAST_S = 5.0  # time that a client which is cut off has to read the reason
 
 
 @contextlib.contextmanager
@@ -55,40 +50,25 @@ def fields_as_sent(names: Mapping[str, str]) -> Iterator[None]:
         raise bad.of_field(names[bad.field]) from None
 
 
-class WholeForm(Protocol):
-    """Writes the answers to one request as bytes; a long piece comes in several parts."""
-
-    def whole(self, deltas: Sequence[AnswerDelta]) -> Iterator[bytes]:
-        """Yield all answers as one JSON object."""
-        ...
-
-
-class ResponseForm(WholeForm, Protocol):
-    """Writes the answers to one request either whole or as a stream."""
-
-    keep_alive: bytes  # what a stream sends while it has nothing to say, which its readers skip
-
-    def events(self, deltas: Sequence[tuple[int, AnswerDelta]]) -> Iterator[bytes]:
-        """Yield the events for new parts of answers; each part comes with the index of its answer."""
-        ...
-
-    def end(self) -> bytes:
-        """Return what ends a stream whose answers are complete."""
-        ...
-
-    def failed(self, failure: Failure | BadRequest) -> bytes:
-        """Return what ends a stream that cannot go on."""
-        ...
-
-
 class Generation:
-    """Sends requests to the engine; every answer carries `system_fingerprint`."""
+    """Sends requests to the engine; every answer carries `system_fingerprint`.
 
-    def __init__(self, llm: AsyncLLM, names: ModelNames, system_fingerprint: str, turns: Turns) -> None:
+    Answers may go on at servers with the same `continuations`, which is such a fingerprint, too.
+    """
+
+    def __init__(
+        self, llm: AsyncLLM, names: ModelNames, system_fingerprint: str, continuations: str, turns: Turns
+    ) -> None:
         self.llm = llm
         self._names = names
         self._fingerprint = system_fingerprint
+        self._continuations = continuations
         self._turns = turns
+
+    def name(self, mark: str, request: Request) -> str:
+        """Return the id of the answer to a request: a new one, or that of an answer that goes on here."""
+        known = _known(request)
+        return f"{mark}{uuid.uuid4().hex}" if known is None else known.begun.group
 
     def fields(self, body: RequestBody, request: Request) -> dict[str, Any]:
         """Return the fields that `parse_request` reads besides the prompt.
@@ -161,10 +141,13 @@ class Generation:
         Apart from their prompts, all have the same fields; `AsyncLLM.ask` says what `fill` and `shorten` are.
         """
         fields = requests[0]
+        if (known := _known(request)) is not None:
+            self._check_known(known, requests)
         is_short = not any(fields.get(name) for name in (*FORMS, "tools"))
         request.state.notes = await self.llm.apart(partial(self._notes, fields), at_once=is_short)
         owner = request.state.client.owner
-        return await self.llm.ask(requests, fill=fill, shorten=shorten, group=group, owner=owner)
+        options = {"fill": fill, "shorten": shorten, "seeds": _tells(request)}
+        return await self.llm.ask(requests, **options, group=group, owner=owner, known=known)
 
     def head(self, body: SamplingBody) -> dict[str, str]:
         """Return the fields that every answer to a request contains."""
@@ -175,158 +158,48 @@ class Generation:
         self, answers: Sequence[AnswerStream], form: ResponseForm, request: Request, *, is_streamed: bool
     ) -> Response:
         """Return the response to one request, whole or as a stream of events."""
-        writer = _Writer(self.llm, self._turns, answers)
+        writer = AnswerWriter(self.llm, self._turns, answers)
+        if _tells(request):
+            begun = self._begun(answers[0], is_streamed=is_streamed)
+            if why := why_not_resumed([each.request for each in answers]) or _too_long(begun):
+                request.state.notes[NOT_RESUMED_HEADER] = why
+            else:
+                writer = TellingWriter(self.llm, self._turns, answers[0], begun)
         return await writer.stream(request, form) if is_streamed else await writer.whole(request, form)
+
+    def _begun(self, answer: AnswerStream, *, is_streamed: bool) -> AnswerBegun:
+        request, section = answer.request, self.llm.recipe.server
+        return AnswerBegun(
+            group=answer.group,
+            created_s=answer.created_s,
+            fingerprint=self._continuations,
+            adapter=self.llm.adapters.digest_of(request),
+            seed=request.params.seed or 0,
+            max_tokens=request.params.max_tokens,
+            prompt_token_ids=request.prompt.astype("<i4").tobytes(),
+            most_resumed=section.resume,
+            most_tokens=section.resume_max_tokens,
+            is_stream=is_streamed,
+        )
+
+    def _check_known(self, known: Continuation, requests: Sequence[Mapping[str, Any]]) -> None:
+        """Raise what tells the router that an answer cannot go on here, or was never begun so."""
+        if len(requests) > 1:
+            raise BadRequest("known_token_ids", "go on in one prompt", value=len(requests), limit=1)
+        name = requests[0].get("adapter")
+        digest = "" if name is None else self.llm.adapters.find(name).files.digest
+        if digest != known.begun.adapter:
+            raise OtherModel(f"the answer was begun with another adapter than {name!r} is here")
 
     async def respond_whole(
         self, answers: Sequence[AnswerStream], form: WholeForm, request: Request
     ) -> Response:
         """Return the response to a request whose answers are never streamed."""
-        return await _Writer(self.llm, self._turns, answers).whole(request, form)
+        return await AnswerWriter(self.llm, self._turns, answers).whole(request, form)
 
     def asked(self, model: str | None) -> str:
         """Return the model name that a response carries; raises NotFound for another model."""
         return self._names.asked(model)
-
-
-class _Writer:
-    """Writes the answers to the prompts of one request."""
-
-    def __init__(self, llm: AsyncLLM, turns: Turns, answers: Sequence[AnswerStream]) -> None:
-        self._llm = llm
-        self._turns = turns
-        self._answers = answers
-
-    async def whole(self, request: Request, form: WholeForm) -> Response:
-        """Return all answers as one JSON object, sent in parts if it is long."""
-        deltas = await self._unless_gone(request.receive, self._collect())
-        pieces = gathered(form.whole(deltas))
-        try:
-            first = next(pieces)
-        except BaseException:
-            self._end()
-            raise
-        if len(first) < PIECE_BYTES:
-            self._end()
-            return Response(first, media_type="application/json")
-        return StreamedResponse(
-            self._in_turn(first, pieces), self._end, asyncio.Event().wait, "application/json"
-        )
-
-    async def _in_turn(self, first: bytes, pieces: Iterator[bytes]) -> AsyncGenerator[bytes, None]:
-        """Yield the pieces, each of which is made in its own turn of the event loop."""
-        piece: bytes | None = first
-        while piece is not None:
-            yield piece
-            await self._turns.next()
-            piece = next(pieces, None)
-
-    async def stream(self, request: Request, form: ResponseForm) -> Response:
-        """Return server-sent events once the engine has accepted the request; raises what comes before."""
-        keep_alive = KeepAlive(self._llm.recipe.server.keep_alive_s, form.keep_alive)
-        await self._unless_gone(request.receive, self._accepted(keep_alive.every_s or math.inf))
-
-        async def events() -> AsyncGenerator[bytes, None]:
-            ready = b""
-            async with contextlib.aclosing(self._news()) as news:
-                while True:
-                    try:
-                        deltas: list[tuple[int, AnswerDelta]] = await anext(news, [])
-                    except (Failure, BadRequest) as failure:
-                        yield form.failed(failure)
-                        return
-                    if not deltas:
-                        break
-                    pieces = gathered(form.events(deltas))
-                    ready = next(pieces, b"")  # new tokens may still yield nothing to write
-                    while len(ready) >= PIECE_BYTES:
-                        yield ready
-                        await self._turns.next()
-                        ready = next(pieces, b"")
-                    if len(self._answers) == 1 and self._answers[0].is_read:
-                        break  # one of several answers may be read and not yet written
-                    if ready:
-                        yield ready
-                    ready = b""
-            yield ready + form.end()
-
-        return StreamedResponse(events(), self._end, self._cut_off, keep_alive=keep_alive)
-
-    async def _accepted(self, most_s: float) -> None:
-        """Wait for the engine's word on all prompts, at most `most_s`; raises the failure of a refused one.
-
-        An engine in a long step says nothing before its end, and a proxy may not wait as long for a head.
-        What fails after a prompt is accepted is told in the stream, however soon, so that the same request
-        gets the same status each time.
-        """
-        with anyio.move_on_after(most_s):
-            for answer in self._answers:
-                await answer.decided.wait()
-                if answer.failure is not None and not answer.is_accepted:
-                    raise answer.failure
-
-    def _end(self) -> None:
-        for answer in self._answers:
-            self._llm.limits.release(answer)
-            if answer.is_open:
-                self._llm.abort(answer)
-
-    async def _cut_off(self) -> None:
-        """Return when an answer has failed and its client had time to read the reason."""
-        tasks = [asyncio.ensure_future(each.failed.wait()) for each in self._answers]
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in tasks:
-                task.cancel()
-        await asyncio.sleep(_LAST_S)
-
-    async def _news(self) -> AsyncGenerator[list[tuple[int, AnswerDelta]], None]:
-        """Yield new parts of answers, each with the index of its choice."""
-        if len(self._answers) == 1:
-            while deltas := await self._answers[0].next():
-                yield [(each.index, each) for each in deltas]
-            return
-        size = self._answers[0].num_answers
-        waiting = {asyncio.ensure_future(each.next()): index for index, each in enumerate(self._answers)}
-        try:
-            while waiting:
-                done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    index = waiting.pop(task)
-                    if deltas := task.result():
-                        waiting[asyncio.ensure_future(self._answers[index].next())] = index
-                        yield [(index * size + each.index, each) for each in deltas]
-        finally:
-            for task in waiting:
-                task.cancel()
-
-    async def _collect(self) -> list[AnswerDelta]:
-        """Return every choice, whole."""
-        known: list[dict[int, AnswerDelta]] = [{} for _ in self._answers]
-        size = self._answers[0].num_answers
-        async for deltas in self._news():
-            for index, delta in deltas:
-                collect(known[index // size], (delta,))
-        return [each[index] for each in known for index in sorted(each)]
-
-    async def _unless_gone(self, receive: Receive, work: Awaitable[Value]) -> Value:
-        """Return the result of `work`.
-
-        If the client disconnects first, the answers are ended, and ClientGone is raised.
-        """
-        working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(gone(receive))
-        try:
-            await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
-            if working.done():
-                return working.result()
-            raise ClientGone("the client went away", "disconnect")
-        except BaseException:
-            self._end()
-            raise
-        finally:
-            working.cancel()
-            leaving.cancel()
 
 
 def prompts_of(given: str | list[Any]) -> list[dict[str, Any]]:
@@ -335,3 +208,21 @@ def prompts_of(given: str | list[Any]) -> list[dict[str, Any]]:
         raise BadRequest("prompt", "is empty; it must hold at least one token")
     prompts = [given] if isinstance(given, str) or isinstance(given[0], int) else given
     return [{"prompt" if isinstance(each, str) else "prompt_token_ids": each} for each in prompts]
+
+
+def _known(request: Request) -> Continuation | None:
+    """Return what is known of the answer to a request, where it was begun elsewhere."""
+    known: Continuation | None = getattr(request.state, "continuation", None)
+    return known
+
+
+def _tells(request: Request) -> bool:
+    """Return whether a router wants to know the answer's tokens."""
+    return bool(getattr(request.state, "tells_tokens", False))
+
+
+def _too_long(begun: AnswerBegun) -> str:
+    num_prompt = len(begun.prompt_token_ids) // 4
+    if num_prompt < begun.most_tokens:
+        return ""
+    return f"its prompt has {num_prompt} tokens; server.resume_max_tokens is {begun.most_tokens}"

@@ -7,7 +7,6 @@ Anthropic documents, in the documented order.
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -146,7 +145,7 @@ class MessagesRoutes:
     async def create(self, body: MessagesBody, request: Request) -> Response:
         """Answer a conversation; an answer that meets the end of the model's context ends there."""
         generation = self._generation
-        name = f"msg_{uuid.uuid4().hex}"
+        name = generation.name("msg_", request)
         with fields_as_sent(_AS_SENT):
             fields, note = self._fields(body, request)
             fields["id"] = name
@@ -366,4 +365,5 @@ class MessageObject:
             "output_tokens": self._answer.num_tokens,
             "output_tokens_details": {"thinking_tokens": self._parser.num_thought_tokens},
             "service_tier": "standard",
+            **self._answer.resumed_usage,
         }

@@ -79,6 +79,7 @@ class AnswerUsage(PromptUsage):
 
     completion_tokens: int
     prompt_tokens_details: CachedTokens
+    resumed: int | None = None  # how often the answer went on at another replica, if it did
 
 
 class CompletionLogprobs(AnswerObject):
@@ -273,6 +274,7 @@ class MessageUsage(AnswerObject):
     cache_creation: dict[str, int]
     output_tokens_details: dict[str, int]
     service_tier: str
+    resumed: int | None = None  # how often the message went on at another replica, if it did
 
 
 class MessageAnswer(AnswerObject):
@@ -408,6 +410,7 @@ class InfoAnswer(AnswerObject):
     num_slots: int | None
     num_pages: int | None
     page_size: int | None
+    continuations: str | None  # servers with the same can continue each other's answers; null: none can
 
 
 class ServedModel(AnswerObject):

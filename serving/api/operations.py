@@ -32,17 +32,26 @@ from serving.tools.definitions import tool_use
 
 
 def routers(
-    llm: AsyncLLM, names: ModelNames, model: str, route: type[APIRoute], *, is_local: bool
+    llm: AsyncLLM,
+    names: ModelNames,
+    model: str,
+    route: type[APIRoute],
+    continuations: str,
+    *,
+    is_local: bool,
 ) -> Iterator[APIRouter]:
-    """Yield the routers of this module that the recipe asks for; see AccessControl for `is_local`."""
-    yield router(llm, names)
+    """Yield the routers of this module that the recipe asks for; see AccessControl for `is_local`.
+
+    `continuations` is the fingerprint of the servers at which answers may go on.
+    """
+    yield router(llm, names, continuations)
     yield text_router(llm, names, route)
     yield metrics_router(llm, model)
     if llm.recipe.server.profile is not None:
         yield profile_router(llm, route, is_local=is_local)
 
 
-def router(llm: AsyncLLM, names: ModelNames) -> APIRouter:
+def router(llm: AsyncLLM, names: ModelNames, continuations: str) -> APIRouter:
     """Return a router with the routes for operators of the server."""
     routes = APIRouter()
     described = versions.describe()
@@ -73,7 +82,9 @@ def router(llm: AsyncLLM, names: ModelNames) -> APIRouter:
     @routes.get("/server_info")
     async def server_info(request: Request) -> dict[str, Any]:
         """What should be noted beside a figure that was measured on this server."""
-        return _info(llm, names.name, described, request.state.client)
+        return _info(llm, names.name, described, request.state.client) | {
+            "continuations": continuations if llm.recipe.server.resume else None,
+        }
 
     @routes.post("/abort/{request_id}")
     async def abort(request_id: str, request: Request) -> dict[str, Any]:

@@ -9,8 +9,7 @@ are those that OpenAI documents, in the documented order.
 
 from __future__ import annotations
 
-import time
-import uuid
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
@@ -59,14 +58,17 @@ class Item:
 
 
 class OutputItems:
-    """The items of one response; `text` names the tokens whose log-probabilities are reported.
+    """The items of the response `name`, from which their ids follow.
+
+    `text` names the tokens whose log-probabilities are reported.
 
     Reasoning that `carries` has its text once more in the field that a client sends back unread.
     """
 
     def __init__(
-        self, text: Text | None, call_id: Callable[[CallDelta], str], *, carries: bool = False
+        self, text: Text | None, call_id: Callable[[CallDelta], str], name: str, *, carries: bool = False
     ) -> None:
+        self._name = name
         self._carries = carries
         self._text = text
         self._call_id = call_id
@@ -125,7 +127,7 @@ class OutputItems:
 
     def _begin(self, kind: Kind, *, call_id: str = "", name: str = "") -> Iterator[Json]:
         yield from self._close("completed")
-        item = Item(kind, len(self._items), f"{_MARKS[kind]}_{uuid.uuid4().hex}", call_id, name)
+        item = Item(kind, len(self._items), f"{_MARKS[kind]}_{self._id()}", call_id, name)
         self._items.append(item)
         self._is_open = True
         yield {
@@ -133,6 +135,10 @@ class OutputItems:
             "output_index": item.place,
             "item": self._json(item, "in_progress"),
         }
+
+    def _id(self) -> str:
+        """Return the id of the next item, which is the same where the response goes on at another server."""
+        return hashlib.sha256(f"{self._name} {len(self._items)}".encode()).hexdigest()[:32]
 
     def _close(self, status: Status) -> Iterator[Json]:
         if not self._is_open:
@@ -245,7 +251,7 @@ class ResponsesRoute:
     async def respond(self, body: ResponsesBody, request: Request) -> Response:
         """Answer a conversation; without a token limit, the answer may fill the model's context."""
         generation = self._generation
-        name = f"resp_{uuid.uuid4().hex}"
+        name = generation.name("resp_", request)
         fields = {"id": name, **generation.fields(body, request), **body.fields()}
         with fields_as_sent(_AS_SENT):
             (answer,) = await generation.ask([fields], name, request, fill=True)
@@ -267,13 +273,13 @@ class ResponseObject:
         self._parser = parser
         asked = body.include or ()
         self._with_logprobs = _LOGPROBS in asked
-        self._items = OutputItems(text, parser.call_id, carries=_THOUGHTS in asked)
+        self._items = OutputItems(text, parser.call_id, answer.group, carries=_THOUGHTS in asked)
         self._num_events = 0
         params = answer.request.params
         self._head: Json = {
             "id": answer.group,
             "object": "response",
-            "created_at": int(time.time()),
+            "created_at": answer.created_s,
             "model": model,
         }
         self._asked: Json = {
@@ -366,6 +372,7 @@ class ResponseObject:
             "output_tokens": num_answer,
             "output_tokens_details": {"reasoning_tokens": self._parser.num_thought_tokens},
             "total_tokens": num_prompt + num_answer,
+            **self._answer.resumed_usage,
         }
 
 

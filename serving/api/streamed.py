@@ -25,10 +25,14 @@ EVENTS = "text/event-stream"
 
 @dataclass(frozen=True, slots=True)
 class KeepAlive:
-    """What a stream sends between two events after `every_s` of silence; 0: it stays silent."""
+    """What a stream sends between two events after `every_s` of silence; 0: it stays silent.
+
+    A part that ends with `event_end` completes an event.
+    """
 
     every_s: float = 0.0
     sign: bytes = COMMENT
+    event_end: bytes = b"\n\n"
 
 
 _SILENT = KeepAlive()
@@ -61,7 +65,7 @@ class StreamedResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the parts."""
-        pace = _Pace(send)
+        pace = _Pace(send, self._keep_alive.event_end)
         works = [self._send(pace), gone(receive), self._cut()]
         if self._keep_alive.every_s:
             works.append(self._stay_alive(pace))
@@ -111,8 +115,9 @@ class _TooSlow(Exception):
 class _Pace:
     """Sends messages one after the other, and measures how long the client made the server wait."""
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, event_end: bytes) -> None:
         self._send = send
+        self._event_end = event_end
         self._left_s = PATIENCE_S
         self._in_turn = asyncio.Lock()  # parts and signs of life come from two tasks
         self.sent_s = time.monotonic()  # when a message was last sent
@@ -134,7 +139,9 @@ class _Pace:
         body = message.get("body", b"")
         self.sent_s = time.monotonic()
         self._left_s += len(body) / SLOWEST_BYTES_S - (self.sent_s - start_s)
-        self.is_between_events = message.get("more_body", True) and (not body or body.endswith(b"\n\n"))
+        self.is_between_events = message.get("more_body", True) and (
+            not body or body.endswith(self._event_end)
+        )
 
 
 async def gone(receive: Receive) -> None:

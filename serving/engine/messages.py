@@ -43,6 +43,7 @@ class Add(Message, frozen=True):
     age_s: float
     adapter: int = 0  # number of the adapter's place, from 1; 0: none
     prompt_replica: str = ""
+    known: bytes = b""  # int32, the beginning of its answer, if another engine has sampled that
 
     @staticmethod
     def of(stream: int, request: Request, age_s: float) -> Add:
@@ -62,6 +63,7 @@ class Add(Message, frozen=True):
             age_s=age_s,
             adapter=request.adapter,
             prompt_replica=request.prompt_replica,
+            known=request.known.tobytes(),
         )
 
 

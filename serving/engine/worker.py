@@ -271,6 +271,7 @@ class Worker:
                 priority=message.priority,
                 arrival_s=arrival_s,
                 timeout_s=message.timeout_s,
+                known=np.frombuffer(message.known, dtype=np.int32),
             )
             for name, seed in zip(message.ids, message.seeds)
         )

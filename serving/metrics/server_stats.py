@@ -325,8 +325,9 @@ class ServerStats:
         if end.decode_s is not None:
             self.decode_s.observe(end.decode_s)
             self.inference_s.observe((end.prefill_s or 0.0) + end.decode_s)
-            if end.num_tokens > 1:
-                self.mean_per_token_s.observe(end.decode_s / (end.num_tokens - 1))
+            num_decoded = end.num_tokens - len(answer.request.known) - 1
+            if num_decoded > 0:
+                self.mean_per_token_s.observe(end.decode_s / num_decoded)
 
     def stepped(self, times: StepTimes) -> None:
         """Record a step of the engine."""

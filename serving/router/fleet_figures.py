@@ -10,6 +10,7 @@ from continuous_batching.routing.routing import RoutedPrompt, Routing, Sent
 from continuous_batching.routing.splitting import SplitChoice
 from serving.router.fair_turns import ModelTurns
 from serving.router.replicas import FleetReplica
+from serving.router.resuming import KnownAnswers
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _MOST_CHOICES = 20  # choices that are reported, the last one first
@@ -37,11 +38,19 @@ class RouteChoice(NamedTuple):
 class FleetFigures:
     """Counts what was sent where, and why."""
 
-    def __init__(self, routing: Routing, replicas: list[FleetReplica], turns: ModelTurns) -> None:
+    def __init__(
+        self,
+        routing: Routing,
+        replicas: list[FleetReplica],
+        turns: ModelTurns,
+        answers: KnownAnswers | None = None,
+    ) -> None:
+        self._answers = answers or KnownAnswers()
         self._routing = routing
         self._replicas = replicas
         self._turns = turns
         self.num_split = 0
+        self.num_resumed = 0
         self.num_again = self.num_refused = self.num_cut_off = self.best_hit_tokens = 0
         self.waited_s = 0.0
         self._choices: deque[RouteChoice] = deque(maxlen=_MOST_CHOICES)
@@ -96,6 +105,10 @@ class FleetFigures:
         """Record that no replica took a request."""
         self.num_refused += 1
 
+    def resumed(self) -> None:
+        """Record that an answer whose replica was lost goes on at another."""
+        self.num_resumed += 1
+
     def cut_off(self) -> None:
         """Record an answer that was lost after it began, and whose client was told."""
         self.num_cut_off += 1
@@ -114,6 +127,8 @@ class FleetFigures:
             "sent_again": self.num_again,
             "refused": self.num_refused,
             "cut_off": self.num_cut_off,
+            "resumed": self.num_resumed,
+            "known_answer_bytes": self._answers.num_bytes,
             "best_hit_tokens": self.best_hit_tokens,
             "known_pages": len(self._routing.held),
             "choices": [each._asdict() for each in reversed(self._choices)],
@@ -177,6 +192,18 @@ class FleetFigures:
             ),
             ("refused_total", "counter", "Requests that no replica took", self.num_refused),
             ("cut_off_total", "counter", "Answers that were lost after they had begun", self.num_cut_off),
+            (
+                "resumed_total",
+                "counter",
+                "Answers whose replica was lost and that went on at another",
+                self.num_resumed,
+            ),
+            (
+                "known_answer_bytes",
+                "gauge",
+                "Bytes that are kept of answers, so that they can go on elsewhere",
+                self._answers.num_bytes,
+            ),
             (
                 "best_hit_tokens_total",
                 "counter",

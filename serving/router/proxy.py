@@ -1,7 +1,8 @@
 """Pass a request to a replica of its model and its answer back, also when the replica is lost.
 
 If nothing of the answer has been sent but signs of life, a request goes to another replica when the first is
-lost or refuses it. If an answer has begun, its client is told that it ends early: a stream by an error event
+lost or refuses it. An answer that has begun goes on at another replica, if its tokens are known and there is
+one that would have given it, too. Otherwise its client is told that it ends early: a stream by an error event
 in place of its end, an answer of announced size by a connection that breaks. No request is ever sent to two
 replicas at once.
 """
@@ -25,6 +26,14 @@ from continuous_batching.routing.splitting import PROMPT_REPLICA_HEADER, PromptP
 from serving.api.api_keys import ANYBODY, Client
 from serving.api.errors import error_response
 from serving.api.streamed import DONE
+from serving.continuation import (
+    NOT_RESUMED_HEADER,
+    PATH,
+    RESUMED_PATHS,
+    ROUTER_KEY_HEADER,
+    AnswerBegun,
+    Grown,
+)
 from serving.failures import Failure
 from serving.router.fair_turns import ModelTurns
 from serving.router.fleet_figures import FleetFigures
@@ -37,13 +46,13 @@ from serving.router.reply import (
     WITH_DONE,
     Reply,
     begun_with,
-    error_event,
     has_event,
     is_event_stream,
-    own_error,
     refuses,
     whole_events,
 )
+from serving.router.resuming import WAIT_S, Interrupted, KnownAnswer, KnownAnswers
+from serving.router.told import ToldAnswer, frames_of, is_told, loss_event, read_out, why_not_resumed
 from serving.router.upstream import HeaderLines, Lost, UpstreamAnswer
 
 log = logging.getLogger("route")
@@ -56,12 +65,16 @@ _LONG_BYTES = 2**14  # a body of this size or more is read in a thread
 _MOST_WHOLE_BYTES = 2**23  # most bytes of an answer that is held back until it is complete
 _OWN = {b"host", b"content-length", b"connection", b"transfer-encoding", b"keep-alive", b"expect", b"te"}
 _UNREADABLE = b"accept-encoding"  # the end of a compressed stream could not be told from a loss
-_PROMPT_REPLICA = PROMPT_REPLICA_HEADER.encode()
-_NOT_PASSED_ON = frozenset({*_OWN, _UNREADABLE, b"x-request-id", _PROMPT_REPLICA})
-_NOT_SENT_BACK = frozenset({*_OWN, b"x-request-id", b"request-id", b"server", b"date"})
+_PROMPT_REPLICA, _ROUTER_KEY = PROMPT_REPLICA_HEADER.encode(), ROUTER_KEY_HEADER.encode()
+_NOT_PASSED_ON = frozenset({*_OWN, _UNREADABLE, b"x-request-id", _PROMPT_REPLICA, _ROUTER_KEY})
+_NOT_SENT_BACK = frozenset(
+    {*_OWN, b"x-request-id", b"request-id", b"server", b"date", NOT_RESUMED_HEADER.encode()}
+)
+_LOOK_S = 0.25  # interval at which an answer that waits to go on looks for a replica
 _ONCE = ("/v1/files", "/v1/batches")  # requests posted to these paths are never repeated
 _ABORT = "/abort/"  # followed by a request's id, which only the replica that runs it knows
 _DONE, _UNKNOWN = 200, 404
+_ELSEWHERE = (*REFUSED, 404, 409)  # statuses after which another replica may continue an answer
 _NOTHING_ASKED, _NO_PROMPT = RoutedBody(), RoutedPrompt(0)
 
 
@@ -81,6 +94,7 @@ class Proxy:
     """Passes requests on; `prompts` reads their prompts, and `turns` decides when each is sent.
 
     A client whose stream is silent for `keep_alive_s` gets a sign of life; 0: it gets none but its replica's.
+    `answers` bounds what is known of answers, of which replicas tell if they accept the router's `key`.
     """
 
     def __init__(
@@ -93,6 +107,8 @@ class Proxy:
         splitting: Splitting | None = None,
         models: FleetModels | None = None,
         keep_alive_s: float = 0.0,
+        answers: KnownAnswers | None = None,
+        key: bytes = b"",
     ) -> None:
         self._routing = routing
         self._replicas = replicas
@@ -102,6 +118,8 @@ class Proxy:
         self._splitting = splitting or Splitting(routing)
         self._models = models or FleetModels()
         self._keep_alive_s = keep_alive_s
+        self._answers = answers or KnownAnswers()
+        self._shown_key = (b"Bearer " + key).strip()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -154,7 +172,11 @@ class Proxy:
         await turns.enter(tenant, routed.prompt.num_tokens)
         try:
             self._figures.waited(time.monotonic() - came_s)
-            await self._send_on(routed, reply)
+            known = KnownAnswer(self._answers, routed.scope["path"], routed.body)
+            try:
+                await self._send_on(routed, reply, known)
+            finally:
+                known.forget()
         finally:
             turns.leave()
 
@@ -201,47 +223,40 @@ class Proxy:
         is_long = len(routed.body) >= _LONG_BYTES and self._prompts.page_size
         return await asyncio.to_thread(read) if is_long else read()
 
-    async def _send_on(self, routed: _Routed, reply: Reply) -> None:
-        """Send a request to one replica after the other, until one begins to answer."""
+    async def _send_on(self, routed: _Routed, reply: Reply, known: KnownAnswer) -> None:
+        """Send a request to one replica after the other, until one has answered it."""
         scope, prompt = routed.scope, routed.prompt
         is_once = scope["method"] == "POST" and scope["path"].startswith(_ONCE)
         tried: list[int] = []
         refusal: Callable[[], Awaitable[None]] | None = None  # passes on what the last replica has said
-        while (sent := self._sent(routed, tried)) is not None:
+        while (sent := await self._next(routed, tried, known)) is not None:
             replica = self._replicas[sent.replica]
             split = self._splitting.choose(prompt, sent, time.monotonic())
             self._figures.sent(replica, sent, prompt, split, is_again=bool(tried))
             tried.append(sent.replica)
             counted = _Counted(self._routing, replica, sent, split.place)
             try:
-                answer = await self._ask(routed, replica, split.place, is_once=is_once)
+                refusal = await self._answered(routed, reply, counted, split.place, known, is_once=is_once)
+                if refusal is None:
+                    return
+            except Interrupted as lost:
+                replica.num_lost += 1
+                known.interrupt()
+                tried, refusal = [sent.replica], None
+                log.warning("%s: %s; the answer goes on elsewhere", replica.url, lost)
             except Lost as lost:
-                counted.end()
                 replica.num_lost += 1
                 if is_once and lost.may_be_done:
                     await self._may_be_done(reply, replica, lost)
                     return
                 log.warning("%s: %s; nothing was answered, so it goes elsewhere", replica.url, lost)
-                continue
-            except BaseException:
-                counted.end()
-                raise
-            try:
-                if answer.status in REFUSED or (answer.status == _UNKNOWN and routed.model is not None):
-                    refusal = partial(reply.whole, answer.status, _kept(answer.headers), await _whole(answer))
-                    continue
-                refusal = await self._forward(routed, reply, answer, counted)
-                if refusal is None:
-                    return
-            except Lost as lost:
-                replica.num_lost += 1
-                if is_once:
-                    await self._may_be_done(reply, replica, lost)
-                    return
-                log.warning("%s: %s; nothing was sent on, so it goes elsewhere", replica.url, lost)
             finally:
-                replica.server.done(answer)
                 counted.end()
+        if known.is_interrupted and known.is_sent:
+            self._figures.cut_off()
+            why = f"no replica like it took the answer within {WAIT_S:g} s"
+            await self._tell_loss(routed, reply, "" if known.why_not else why, known.why_not)
+            return
         self._figures.refused()
         if refusal is not None:
             await refusal()
@@ -250,16 +265,67 @@ class Proxy:
             why = f"no replica{of_model} can take a request now; send it again"
             await reply.error(503, why, retry_after_s=RETRY_S)
 
+    async def _answered(
+        self,
+        routed: _Routed,
+        reply: Reply,
+        counted: _Counted,
+        place: PromptPlace | None,
+        known: KnownAnswer,
+        *,
+        is_once: bool,
+    ) -> Callable[[], Awaitable[None]] | None:
+        """Ask a replica and send its answer on, or return what passes on that it refuses; raises Lost."""
+        server = counted.replica.server
+        answer = await self._ask(routed, counted.replica, place, known, is_once=is_once)
+        try:
+            is_refused = answer.status in REFUSED or (answer.status == _UNKNOWN and routed.model is not None)
+            if known.is_continued and not is_told(answer.headers):
+                is_refused = True
+                if answer.status not in _ELSEWHERE:
+                    known.be_refused(answer.status)
+            if is_refused:
+                return partial(reply.whole, answer.status, _kept(answer.headers), await _whole(answer))
+            return await self._forward(routed, reply, answer, counted, known)
+        finally:
+            server.done(answer)
+
+    async def _next(self, routed: _Routed, tried: list[int], known: KnownAnswer) -> Sent | None:
+        """Choose the next replica; for an answer that is to go on, wait for one that can continue it."""
+        if known.waits_until_s is None:
+            return self._sent(routed, tried)
+        assert known.begun is not None, "an answer was interrupted before it began"
+        like = known.begun.fingerprint
+        while not known.why_not:
+            others = [each.number for each in self._replicas if each.continuations != like]
+            sent = self._sent(routed, [*tried, *others])
+            if sent is not None or time.monotonic() >= known.waits_until_s:
+                return sent
+            await asyncio.sleep(_LOOK_S)
+            tried.clear()
+        return None
+
     async def _ask(
-        self, routed: _Routed, replica: FleetReplica, place: PromptPlace | None, *, is_once: bool
+        self,
+        routed: _Routed,
+        replica: FleetReplica,
+        place: PromptPlace | None,
+        known: KnownAnswer,
+        *,
+        is_once: bool,
     ) -> UpstreamAnswer:
         """Send a request to a replica, and return its answer once there is a head; raises Lost."""
         scope = routed.scope
         raw, headers = scope["raw_path"].decode("latin-1"), _passed_on(scope)
         path = f"{raw}?{query.decode('latin-1')}" if (query := scope["query_string"]) else raw
+        body = routed.body
         if place is not None:
             headers.append((_PROMPT_REPLICA, place.endpoint.encode()))
-        return await replica.server.ask(scope["method"], path, headers, routed.body, is_once=is_once)
+        if replica.continuations is not None and scope["path"] in RESUMED_PATHS:
+            headers.append((_ROUTER_KEY, self._shown_key))
+        if known.is_continued:
+            path, body = PATH, known.continuation()
+        return await replica.server.ask(scope["method"], path, headers, body, is_once=is_once)
 
     async def _may_be_done(self, reply: Reply, replica: FleetReplica, lost: Lost) -> None:
         log.warning("%s: %s; its client is told", replica.url, lost)
@@ -274,12 +340,14 @@ class Proxy:
         return sent or self._routing.send(routed.prompt, now_s, routed.session, but)
 
     async def _forward(
-        self, routed: _Routed, reply: Reply, answer: UpstreamAnswer, counted: _Counted
+        self, routed: _Routed, reply: Reply, answer: UpstreamAnswer, counted: _Counted, known: KnownAnswer
     ) -> Callable[[], Awaitable[None]] | None:
         """Send an answer on, or return what passes on that it is a refusal.
 
         Raises Lost only where nothing of it was sent yet but signs of life.
         """
+        if is_told(answer.headers):
+            return await self._forward_told(routed, reply, answer, counted, known)
         if not is_event_stream(answer.headers):
             counted.begin()
             await self._forward_whole(routed.scope, reply, answer, counted.replica)
@@ -304,11 +372,50 @@ class Proxy:
                 raise Lost("the stream ended before its end")
         except Lost as lost:
             self._record_loss(counted.replica, lost)
-            message = f"the replica was lost during the answer ({lost}); send the request again"
             unsent, _ = whole_events(unsent)
-            unsent += error_event(path, own_error(path, 502, message, code="replica_lost"))
+            unsent += loss_event(path, str(lost), why_not_resumed(answer.headers))
         await reply.part(unsent, more=False)
         return None
+
+    async def _forward_told(
+        self, routed: _Routed, reply: Reply, answer: UpstreamAnswer, counted: _Counted, known: KnownAnswer
+    ) -> Callable[[], Awaitable[None]] | None:
+        """Send on an answer whose tokens are told, as `_forward` does.
+
+        Raises Interrupted where it can go on elsewhere.
+        """
+        told, frames = ToldAnswer(reply, known, _kept(answer.headers)), frames_of(answer)
+        try:
+            async for frame in frames:
+                if isinstance(frame, AnswerBegun):
+                    if known.goes_on():
+                        self._figures.resumed()
+                    await told.begin(frame)
+                elif isinstance(frame, Grown):
+                    counted.begin()
+                    await told.grow(frame)
+                elif frame.is_lost:
+                    raise Lost("its engine ended")
+                else:
+                    refusal = await told.end(frame, frames)
+                    await read_out(answer)
+                    return refusal
+        except Lost as lost:
+            known.check_resumable()
+            if known.can_go_on:
+                raise Interrupted(str(lost)) from lost
+            if known.is_sent:
+                self._record_loss(counted.replica, lost)
+                await self._tell_loss(routed, reply, str(lost), known.why_not)
+                return None
+            known.begin_again()
+            raise
+        finally:
+            await frames.aclose()
+        raise AssertionError("frames end by Lost, or are not read to their end")
+
+    async def _tell_loss(self, routed: _Routed, reply: Reply, lost: str, why_not: str = "") -> None:
+        await reply.part(loss_event(routed.scope["path"], lost, why_not), more=False)
 
     async def _first_event(self, routed: _Routed, reply: Reply, answer: UpstreamAnswer) -> bytes:
         """Pass signs of life on until there is an event, and return it and what follows it; raises Lost."""

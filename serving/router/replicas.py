@@ -45,6 +45,7 @@ QUEUED, WAITING, RUNNING = b"cb_prompt_tokens_queued", b"cb_requests_queued", b"
 Count = Annotated[int, Meta(ge=0, le=LAST_ID)]
 # The pattern makes it safe in a header.
 Address = Annotated[str, Meta(max_length=LONGEST_NAME, pattern=r"^[a-z]+://[!-~]+\Z")]
+Fingerprint = Annotated[str, Meta(min_length=1, max_length=LONGEST_NAME)]
 _Any = TypeVar("_Any")
 
 
@@ -65,6 +66,7 @@ class ServerInfo:
     prompt_replicas: tuple[str, ...] | None = None
     page_size: int | None = None
     num_slots: int | None = None
+    continuations: str | None = None  # fingerprint of the servers at which its answers may go on
     not_understood: list[str] = field(default_factory=list)  # a line for each field that is not understood
 
 
@@ -74,6 +76,7 @@ _INFO_FIELDS = (
     ("recipe.server.prompt_replicas", tuple[Address, ...]),
     ("page_size", Count),
     ("num_slots", Count),
+    ("continuations", Fingerprint),
 )
 
 
@@ -203,6 +206,8 @@ class FleetReplica:
         self.num_prompts = 0  # prompts that it computed for others
         self.hit_tokens = self.prompt_tokens = 0
         self.reader: PageReader | None = None
+        # Fingerprint of the replicas at which its answers may go on; None: it tells nothing of them
+        self.continuations: str | None = None
         self._routing = routing
         self._headers, self._learned = headers, learned
         self._models = models or FleetModels()
@@ -384,6 +389,7 @@ class FleetReplica:
         for trouble in said.not_understood:  # it is another kind of server
             log.warning("%s: /server_info is not understood: %s", self.url, trouble)
         pages_at = reached_at(said.pages_at or "", self.server.host)
+        self.continuations = said.continuations
         self._learned(self.number, pages_at, said.prompt_replicas or (), said.num_slots or 0)
         if not page_size or said.events is None:
             return
@@ -407,7 +413,7 @@ class FleetReplica:
 
     def _stop_reading(self) -> None:
         """Ask it anew for what it reports about itself."""
-        self._is_asked, self._events = False, None
+        self._is_asked, self._events, self.continuations = False, None, None
         self._close_reader()
 
     def _close_reader(self) -> None:

@@ -22,7 +22,7 @@ MESSAGES = "/v1/messages"  # Anthropic's path, and the beginning of its others
 WITH_DONE = ("/v1/chat/completions", "/v1/completions")  # the paths whose streams end with [DONE]
 REFUSED = (429, 502, 503)  # statuses after which another replica may accept the request
 _PING = b'event: ping\ndata: {"type": "ping"}\n\n'
-_HEAD: HeaderLines = [
+STREAM_HEAD: HeaderLines = [
     (b"content-type", EVENTS.encode() + b"; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
@@ -183,7 +183,7 @@ class Reply:
     async def _give_sign(self) -> None:
         async with self._in_turn:
             if self._is_between and self._is_events:
-                await self._head(200, _HEAD)
+                await self._head(200, STREAM_HEAD)
                 await self._put({"type": "http.response.body", "body": self._sign, "more_body": True})
 
     async def _head(self, status: int, headers: HeaderLines) -> None:

@@ -39,6 +39,7 @@ from serving.router.models import FleetModels
 from serving.router.prompts import Prompts
 from serving.router.proxy import Proxy
 from serving.router.replicas import address_of
+from serving.router.resuming import KnownAnswers
 from serving.router.upstream import HeaderLines
 from serving.server import (
     LOOPBACK,
@@ -224,10 +225,22 @@ def _run(options: RouterOptions) -> None:
     for name in options.discover:
         address_of(name)
     turns = ModelTurns(lambda turn: options.most_open * max(1, models.num_open(turn, routing.is_open)))
-    figures = FleetFigures(routing, members.replicas, turns)
+    answers = KnownAnswers()
+    figures = FleetFigures(routing, members.replicas, turns, answers)
     prompts = Prompts(text, page_size if options.route == "prefix" else 0, adapters)
     is_local = not keys.are_needed and options.host in LOOPBACK
-    proxy = Proxy(routing, members.replicas, prompts, turns, figures, splitting, models, options.keep_alive_s)
+    proxy = Proxy(
+        routing,
+        members.replicas,
+        prompts,
+        turns,
+        figures,
+        splitting,
+        models,
+        options.keep_alive_s,
+        answers,
+        key.encode(),
+    )
     app = FleetApplication(proxy, members, figures, is_local=is_local)
     memory = BodyMemory(_MOST_BODIES_BYTES)
     guarded = AccessControl(app, keys, _MOST_BODY_BYTES, memory, lambda status: None, is_local=is_local)

@@ -98,6 +98,7 @@ def parse_request(
     limit: int | None = None,
     adapters: KnownAdapters = NO_ADAPTERS,
     defaults: Mapping[str, Any] = NO_DEFAULTS,
+    tokens: TokenIds | None = None,
 ) -> Request:
     """Return the request in a decoded JSON object; raises BadRequest.
 
@@ -106,7 +107,7 @@ def parse_request(
     tokens; with `shorten`, a larger max_tokens is lowered to that. `limit` is the most tokens that they may
     ever reach; with None, the caller calls `truncation.fit` once it knows the limit. The request's adapter is
     one of `adapters`; raises Unavailable while that is being loaded. `defaults` are those of the checkpoint
-    (see `sampling_defaults`).
+    (see `sampling_defaults`). `tokens` are those of the prompt where they are known, in place of its text.
     """
     if not isinstance(fields, Mapping):
         raise BadRequest(None, f"a request must be a JSON object, not {abbreviate_json(fields)}")
@@ -120,14 +121,11 @@ def parse_request(
         _check_pooling(values)
     else:
         values = _with_defaults(values, defaults)
-    tools = tool_use(values)
-    if tools is not None and tools.schemas and text is not None and not text.has_tools:
-        problem = "are not supported: the recipe names no server.tool_format for this model"
-        raise BadRequest("tools", problem, fix='leave them out, or send tool_choice: "none"')
+    tools = _tools(values, text)
     adapter = adapters.find(values["adapter"]) if "adapter" in values else None
-    prompt = np.array(_prompt(values, text, tools), dtype=np.int32)
+    prompt = np.array(_prompt(values, text, tools), dtype=np.int32) if tokens is None else tokens
     asked = values.get("truncate_prompt_tokens")
-    if asked is not None:
+    if asked is not None and tokens is None:
         prompt = truncated(prompt, asked, limit, _least_answer(values, fills=longest is not None))
     is_given = bool(values.keys() & {"max_tokens", "max_completion_tokens"})
     if longest is not None and (shorten or not is_given):
@@ -149,6 +147,14 @@ def parse_request(
     )
     leader.followers = followers
     return leader
+
+
+def _tools(values: dict[str, Any], text: Text | None) -> ToolUse | None:
+    tools = tool_use(values)
+    if tools is not None and tools.schemas and text is not None and not text.has_tools:
+        problem = "are not supported: the recipe names no server.tool_format for this model"
+        raise BadRequest("tools", problem, fix='leave them out, or send tool_choice: "none"')
+    return tools
 
 
 def _check_alone(values: dict[str, Any], text: Text | None) -> None:

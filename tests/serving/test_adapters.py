@@ -18,17 +18,20 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from msgspec.structs import replace
 
 from continuous_batching.request import Request
 from recipes.schema.adapters_section import AdaptersSection
 from recipes.schema.recipe import ROOT
 from serving.adapters import AdapterPut, PutAdapter, ServedAdapters
+from serving.continuation import PATH, encode
 from serving.failures import Unavailable
 from serving.llm import LLM, SamplingParams
 from serving.text.tokenizer import Text
 from tests.lazy import openai, transformers
 from tests.models.test_adapters import adapted
 from tests.patience import PATIENCE_S
+from tests.serving import test_continuations
 from tests.serving.server import TINY, Server
 
 WEIGHTS = ROOT / "recipes/tiny/weights"
@@ -107,6 +110,18 @@ def refusal(served: Server, verb: str, **body: str) -> str:
 def listed(served: Server) -> dict[str, str | None]:
     data = httpx.get(f"{served.url}/v1/models", timeout=PATIENCE_S).json()["data"]
     return {each["id"]: each.get("parent") for each in data}
+
+
+def test_the_answer_of_an_adapter_goes_on_with_that_adapter_alone(served: Server, folders: Path) -> None:
+    """Whatever it is called: the digest of its files must be the first replica's."""
+    prompt = "Once upon a time"
+    fields = {"model": "one", "prompt": prompt, "max_tokens": NUM_NEW, "temperature": 0, "ignore_eos": True}
+    before = test_continuations.ask(served, "/v1/completions", fields | {"stream": True})
+    assert before.begun.adapter
+    assert test_continuations.go_on(served, before.until(3)).since(0) == before.since(3)
+    other = json.dumps(fields | {"model": "tiny", "stream": True}).encode()
+    sent = encode(replace(before.until(3), body=other))
+    assert test_continuations.post(served, PATH, sent, test_continuations.ROUTER).status_code == 409
 
 
 def test_adapters_come_and_go_and_outlive_an_engine(served: Server, folders: Path) -> None:

@@ -111,7 +111,7 @@ def test_the_server_makes_the_keys_that_the_engine_would(served: Served) -> None
         llm = AsyncLLM(TINY, *SETTINGS)
         facts = replace_facts(served, **fields)
         asked = {"id": "a", "prompt_token_ids": PROMPT.tolist(), "cache_salt": "mine", "n": 2}
-        request = llm._parse(asked, facts, fill=False, shorten=False)
+        request = llm._parse(asked, facts, fill=False, shorten=False).request
         assert all(not each.page_keys for each in request.followers)  # they are sent once
         await llm.close()
         return request.page_keys

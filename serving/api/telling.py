@@ -1,0 +1,130 @@
+"""Write an answer as the frames of serving/continuation.py, for a router that keeps its tokens.
+
+The bytes for the client are those that the answer's form writes for any client; each frame holds them with
+the tokens behind them, so that what a client was sent and which tokens are known never differ. An answer that
+was begun elsewhere is first written again from its known tokens, and what the client has already is dropped:
+parsers, numbers of events and held-back text then stand where they stood.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import AsyncGenerator, Iterator, Sequence
+
+import msgspec
+from fastapi import Request
+from starlette.responses import Response
+
+from borders.refusal import BadRequest
+from serving.answers.answers import AnswerDelta, AnswerStream, collect
+from serving.api.errors import response_of
+from serving.api.pieces import Turns, gathered
+from serving.api.streamed import KeepAlive, StreamedResponse
+from serving.api.writer import AnswerWriter, ResponseForm, WholeForm
+from serving.async_llm import AsyncLLM
+from serving.continuation import FRAMES, NO_LOGPROBS, PIECE_BYTES, AnswerBegun, Grown, Over, encode, framed
+from serving.failures import Failure, ShutDown, Unavailable
+
+_TOLD_TOGETHER = 16  # tokens of an answer that is no stream, of which the router is told in one frame
+_REWRITTEN = 64  # parts of an answer that are written again in one turn of the event loop
+
+
+class TellingWriter(AnswerWriter):
+    """Writes the one answer to a request for a router; `begun` is what it begins with."""
+
+    def __init__(self, llm: AsyncLLM, turns: Turns, answer: AnswerStream, begun: AnswerBegun) -> None:
+        super().__init__(llm, turns, [answer])
+        self._answer = answer
+        self._begun = begun
+
+    async def whole(self, request: Request, form: WholeForm) -> Response:
+        """Return the frames of an answer whose client gets it in one piece."""
+        await self._unless_gone(request.receive, self._accepted(math.inf))
+        return self._response(self._whole_frames(request, form), KeepAlive())
+
+    async def stream(self, request: Request, form: ResponseForm) -> Response:
+        """Return the frames of a stream."""
+        every_s = self._llm.recipe.server.keep_alive_s
+        await self._unless_gone(request.receive, self._accepted(every_s or math.inf))
+        sign = framed(Grown([], NO_LOGPROBS, 0, form.keep_alive))
+        return self._response(self._stream_frames(form), KeepAlive(every_s, sign, event_end=b""))
+
+    def _response(self, frames: AsyncGenerator[bytes, None], keep_alive: KeepAlive) -> Response:
+        return StreamedResponse(frames, self._end, self._cut_off, FRAMES, keep_alive)
+
+    async def _stream_frames(self, form: ResponseForm) -> AsyncGenerator[bytes, None]:
+        yield framed(self._begun)
+        replayed = self._answer.replayed
+        for at in range(0, len(replayed), _REWRITTEN):
+            for _ in form.events([(each.index, each) for each in replayed[at : at + _REWRITTEN]]):
+                pass
+            await self._turns.next()
+        async with contextlib.aclosing(self._news()) as news:
+            while True:
+                try:
+                    deltas: list[tuple[int, AnswerDelta]] = await anext(news, [])
+                except (Failure, BadRequest) as failure:
+                    yield _lost() if _is_lost(failure) else framed(Over(200, "", form.failed(failure)))
+                    return
+                payload = await self._joined(form.events(deltas)) if deltas else b""
+                if not deltas or self._answer.is_read:
+                    yield framed(Over(200, "", payload + form.end()))
+                    return
+                yield self._grown([each for _, each in deltas], payload)
+
+    async def _whole_frames(self, request: Request, form: WholeForm) -> AsyncGenerator[bytes, None]:
+        yield framed(self._begun)
+        known: dict[int, AnswerDelta] = {}
+        collect(known, self._answer.replayed)
+        untold: list[AnswerDelta] = []
+        try:
+            async for deltas in self._news():
+                # The parts that are told must not grow with the answer that is collected
+                untold += [_copy(each) for _, each in deltas]
+                collect(known, (each for _, each in deltas))
+                if sum(len(each.tokens) for each in untold) >= _TOLD_TOGETHER:
+                    yield self._grown(untold, b"")
+                    untold = []
+        except (Failure, BadRequest) as failure:
+            yield _lost() if _is_lost(failure) else _failed(failure, request)
+            return
+        whole = await self._joined(form.whole([known[at] for at in sorted(known)]))
+        for at in range(0, len(whole), PIECE_BYTES):
+            piece, has_more = whole[at : at + PIECE_BYTES], at + PIECE_BYTES < len(whole)
+            yield framed(Over(200, "", piece, has_more=has_more))
+
+    def _grown(self, deltas: Sequence[AnswerDelta], payload: bytes) -> bytes:
+        tokens = [token for each in deltas for token in each.tokens]
+        logprobs = [entry for each in deltas for entry in each.logprobs]
+        raw = msgspec.Raw(encode(logprobs)) if logprobs else NO_LOGPROBS
+        return framed(Grown(tokens, raw, self._answer.num_cached_tokens, payload))
+
+    async def _joined(self, pieces: Iterator[bytes]) -> bytes:
+        """Return pieces as one, each made in its own turn of the event loop."""
+        whole: list[bytes] = []
+        for piece in gathered(pieces):
+            if whole:
+                await self._turns.next()
+            whole.append(piece)
+        return b"".join(whole)
+
+
+def _copy(delta: AnswerDelta) -> AnswerDelta:
+    return AnswerDelta(delta.index, "", list(delta.tokens), list(delta.logprobs))
+
+
+def _is_lost(failure: Failure | BadRequest) -> bool:
+    """Return whether the engine ended, or its server, so that the answer may go on at another."""
+    return isinstance(failure, (Unavailable, ShutDown))
+
+
+def _lost() -> bytes:
+    return framed(Over(503, "", b"", is_lost=True))
+
+
+def _failed(failure: Failure | BadRequest, request: Request) -> bytes:
+    """Return the last frame of an answer that is no stream and has failed."""
+    response = response_of(failure)
+    response.become_of(request.scope)
+    return framed(Over(response.status_code, response.headers.get("retry-after", ""), bytes(response.body)))

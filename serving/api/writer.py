@@ -1,0 +1,195 @@
+"""Write the answers to one request for its client, whole or as a stream of events.
+
+The head of a stream is sent once the engine has put its request into the queue; whatever fails later is the
+stream's last event. The requests of a client that disconnects are aborted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+from collections.abc import AsyncGenerator, Awaitable, Iterator, Sequence
+from typing import Protocol, TypeVar
+
+import anyio
+from fastapi import Request
+from starlette.responses import Response
+from starlette.types import Receive
+
+from borders.refusal import BadRequest
+from serving.answers.answers import AnswerDelta, AnswerStream, collect
+from serving.api.pieces import PIECE_BYTES, Turns, gathered
+from serving.api.streamed import KeepAlive, StreamedResponse, gone
+from serving.async_llm import AsyncLLM
+from serving.failures import ClientGone, Failure
+
+Value = TypeVar("Value")
+
+_LAST_S = 5.0  # time that a client which is cut off has to read the reason
+
+
+class WholeForm(Protocol):
+    """Writes the answers to one request as bytes; a long piece comes in several parts."""
+
+    def whole(self, deltas: Sequence[AnswerDelta]) -> Iterator[bytes]:
+        """Yield all answers as one JSON object."""
+        ...
+
+
+class ResponseForm(WholeForm, Protocol):
+    """Writes the answers to one request either whole or as a stream."""
+
+    keep_alive: bytes  # what a stream sends while it has nothing to say, which its readers skip
+
+    def events(self, deltas: Sequence[tuple[int, AnswerDelta]]) -> Iterator[bytes]:
+        """Yield the events for new parts of answers; each part comes with the index of its answer."""
+        ...
+
+    def end(self) -> bytes:
+        """Return what ends a stream whose answers are complete."""
+        ...
+
+    def failed(self, failure: Failure | BadRequest) -> bytes:
+        """Return what ends a stream that cannot go on."""
+        ...
+
+
+class AnswerWriter:
+    """Writes the answers to the prompts of one request."""
+
+    def __init__(self, llm: AsyncLLM, turns: Turns, answers: Sequence[AnswerStream]) -> None:
+        self._llm = llm
+        self._turns = turns
+        self._answers = answers
+
+    async def whole(self, request: Request, form: WholeForm) -> Response:
+        """Return all answers as one JSON object, sent in parts if it is long."""
+        deltas = await self._unless_gone(request.receive, self._collect())
+        pieces = gathered(form.whole(deltas))
+        try:
+            first = next(pieces)
+        except BaseException:
+            self._end()
+            raise
+        if len(first) < PIECE_BYTES:
+            self._end()
+            return Response(first, media_type="application/json")
+        return StreamedResponse(
+            self._in_turn(first, pieces), self._end, asyncio.Event().wait, "application/json"
+        )
+
+    async def _in_turn(self, first: bytes, pieces: Iterator[bytes]) -> AsyncGenerator[bytes, None]:
+        """Yield the pieces, each of which is made in its own turn of the event loop."""
+        piece: bytes | None = first
+        while piece is not None:
+            yield piece
+            await self._turns.next()
+            piece = next(pieces, None)
+
+    async def stream(self, request: Request, form: ResponseForm) -> Response:
+        """Return server-sent events once the engine has accepted the request; raises what comes before."""
+        keep_alive = KeepAlive(self._llm.recipe.server.keep_alive_s, form.keep_alive)
+        await self._unless_gone(request.receive, self._accepted(keep_alive.every_s or math.inf))
+
+        async def events() -> AsyncGenerator[bytes, None]:
+            ready = b""
+            async with contextlib.aclosing(self._news()) as news:
+                while True:
+                    try:
+                        deltas: list[tuple[int, AnswerDelta]] = await anext(news, [])
+                    except (Failure, BadRequest) as failure:
+                        yield form.failed(failure)
+                        return
+                    if not deltas:
+                        break
+                    pieces = gathered(form.events(deltas))
+                    ready = next(pieces, b"")  # new tokens may still yield nothing to write
+                    while len(ready) >= PIECE_BYTES:
+                        yield ready
+                        await self._turns.next()
+                        ready = next(pieces, b"")
+                    if len(self._answers) == 1 and self._answers[0].is_read:
+                        break  # one of several answers may be read and not yet written
+                    if ready:
+                        yield ready
+                    ready = b""
+            yield ready + form.end()
+
+        return StreamedResponse(events(), self._end, self._cut_off, keep_alive=keep_alive)
+
+    async def _accepted(self, most_s: float) -> None:
+        """Wait for the engine's word on all prompts, at most `most_s`; raises the failure of a refused one.
+
+        An engine in a long step says nothing before its end, and a proxy may not wait as long for a head.
+        What fails after a prompt is accepted is told in the stream, however soon, so that the same request
+        gets the same status each time.
+        """
+        with anyio.move_on_after(most_s):
+            for answer in self._answers:
+                await answer.decided.wait()
+                if answer.failure is not None and not answer.is_accepted:
+                    raise answer.failure
+
+    def _end(self) -> None:
+        for answer in self._answers:
+            self._llm.limits.release(answer)
+            if answer.is_open:
+                self._llm.abort(answer)
+
+    async def _cut_off(self) -> None:
+        """Return when an answer has failed and its client had time to read the reason."""
+        tasks = [asyncio.ensure_future(each.failed.wait()) for each in self._answers]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+        await asyncio.sleep(_LAST_S)
+
+    async def _news(self) -> AsyncGenerator[list[tuple[int, AnswerDelta]], None]:
+        """Yield new parts of answers, each with the index of its choice."""
+        if len(self._answers) == 1:
+            while deltas := await self._answers[0].next():
+                yield [(each.index, each) for each in deltas]
+            return
+        size = self._answers[0].num_answers
+        waiting = {asyncio.ensure_future(each.next()): index for index, each in enumerate(self._answers)}
+        try:
+            while waiting:
+                done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    index = waiting.pop(task)
+                    if deltas := task.result():
+                        waiting[asyncio.ensure_future(self._answers[index].next())] = index
+                        yield [(index * size + each.index, each) for each in deltas]
+        finally:
+            for task in waiting:
+                task.cancel()
+
+    async def _collect(self) -> list[AnswerDelta]:
+        """Return every choice, whole."""
+        known: list[dict[int, AnswerDelta]] = [{} for _ in self._answers]
+        size = self._answers[0].num_answers
+        async for deltas in self._news():
+            for index, delta in deltas:
+                collect(known[index // size], (delta,))
+        return [each[index] for each in known for index in sorted(each)]
+
+    async def _unless_gone(self, receive: Receive, work: Awaitable[Value]) -> Value:
+        """Return the result of `work`.
+
+        If the client disconnects first, the answers are ended, and ClientGone is raised.
+        """
+        working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(gone(receive))
+        try:
+            await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                return working.result()
+            raise ClientGone("the client went away", "disconnect")
+        except BaseException:
+            self._end()
+            raise
+        finally:
+            working.cancel()
+            leaving.cancel()

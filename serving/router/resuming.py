@@ -1,0 +1,176 @@
+"""Keep what replicas tell of the answers that clients are being sent, so that a lost one goes on elsewhere.
+
+`KnownAnswer` is one answer as its client has it, and `KnownAnswers` bounds the memory that all of them take.
+What replicas tell is checked here: a replica may say wrong things of the answer that it gives, and can only
+spoil that one. Where an answer goes on is decided in proxy.py.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+
+import msgspec
+
+from serving.continuation import MOST_KNOWN_BYTES, AnswerBegun, Grown, SentContinuation, encode
+from serving.router.upstream import Lost
+
+MOST_ALL_KNOWN_BYTES = 2**28
+WAIT_S = 30.0  # time for which an answer waits for a replica at which it can go on
+
+
+class Interrupted(Exception):
+    """An answer was lost that can go on at another replica; the cause says how it was lost."""
+
+
+class KnownAnswers:
+    """The answers that are kept, within a bound on their bytes."""
+
+    def __init__(self, most_bytes: int = MOST_ALL_KNOWN_BYTES) -> None:
+        self._most_bytes = most_bytes
+        self.num_bytes = 0
+
+    def take(self, num_bytes: int) -> bool:
+        """Reserve memory; returns False where there is none left."""
+        if self.num_bytes + num_bytes > self._most_bytes:
+            return False
+        self.num_bytes += num_bytes
+        return True
+
+
+class KnownAnswer:
+    """What is known of the answer to one request with this `body`, until `forget`.
+
+    `why_not` says why it cannot go on elsewhere; "": it can, as far as is known.
+    """
+
+    def __init__(self, answers: KnownAnswers, path: str, body: bytes) -> None:
+        self._answers = answers
+        self._path, self._body = path, body
+        self._came_s = time.monotonic()
+        self._num_bytes = 0
+        self._logprobs: list[msgspec.Raw] = []
+        self._tokens = array("i")
+        self._num_cached_tokens = 0
+        self.begun: AnswerBegun | None = None
+        self.num_tokens = 0  # tokens that replicas have told of, also after they are kept no more
+        self.num_resumed = self._num_interrupted = 0
+        self.is_sent = False  # its client has a part of it
+        self.why_not = ""
+        self.waits_until_s: float | None = None  # set while it is to go on elsewhere
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether another replica could continue it now, or begin it where no token of it is known."""
+        return self.begun is not None and not self.why_not
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether its client is sent its parts as they come."""
+        return self.begun is not None and self.begun.is_stream
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether the next replica is to continue it, and not to begin it."""
+        return self.waits_until_s is not None
+
+    @property
+    def is_continued(self) -> bool:
+        """Whether the next replica is sent tokens that it begins behind."""
+        return self.is_interrupted and self.num_tokens > 0
+
+    def begin(self, begun: AnswerBegun) -> None:
+        """Note what it begins with; where it goes on, what it began with still holds."""
+        if self.num_tokens:
+            return
+        self._release()
+        self.begun, self.why_not = begun, ""
+        self._keep(len(begun.prompt_token_ids) + len(self._body))
+
+    def grow(self, grown: Grown) -> None:
+        """Note tokens whose bytes the client has; raises Lost where a replica tells what cannot be."""
+        begun = self.begun
+        if begun is None:
+            raise Lost("it told of tokens before it began")
+        if self.num_tokens + len(grown.tokens) > begun.max_tokens:
+            raise Lost(f"it told of more than {begun.max_tokens} tokens, the most of this answer")
+        self.num_tokens += len(grown.tokens)
+        self._num_cached_tokens = grown.num_cached_tokens
+        if self.why_not:
+            return
+        num_all = len(begun.prompt_token_ids) // self._tokens.itemsize + self.num_tokens
+        if num_all > begun.most_tokens:
+            self.give_up(f"it has more than {begun.most_tokens} tokens (server.resume_max_tokens)")
+            return
+        self._tokens.extend(grown.tokens)
+        logprobs = bytes(grown.logprobs)  # a copy: what the frame holds beside it is not kept
+        self._logprobs.append(msgspec.Raw(logprobs))
+        self._keep(self._tokens.itemsize * len(grown.tokens) + len(logprobs))
+
+    def goes_on(self) -> bool:
+        """Note that a replica has taken it; returns whether it continues what was known."""
+        is_continued, self.waits_until_s = self.is_continued, None
+        return is_continued
+
+    def interrupt(self) -> None:
+        """Let the next replica continue it."""
+        self._num_interrupted += 1
+        self.num_resumed += self.num_tokens > 0
+        self.waits_until_s = time.monotonic() + WAIT_S
+
+    def check_resumable(self) -> None:
+        """Set `why_not` once it was lost as often as it may be; it may be what ends engines."""
+        begun, num_lost = self.begun, self._num_interrupted
+        if begun is not None and not self.why_not and num_lost >= begun.most_resumed:
+            self.give_up(f"it went on {num_lost} times already (server.resume)")
+
+    def give_up(self, why: str) -> None:
+        """Keep it no longer, so that it cannot go on elsewhere; `why` is told to its client."""
+        self.why_not = why
+        self._release()
+
+    def be_refused(self, status: int) -> None:
+        """Note that what is known of it is refused; raises Lost where it can begin again instead."""
+        why = f"a replica refused with status {status} to continue it"
+        if not self.is_sent:
+            self.begin_again()
+            raise Lost(why)
+        self.give_up(why)
+
+    def continuation(self) -> bytes:
+        """Return what another replica needs to continue it."""
+        assert self.begun is not None, "nothing was begun"
+        return encode(
+            SentContinuation(
+                path=self._path,
+                body=self._body,
+                begun=self.begun,
+                known_token_ids=self._tokens.tobytes(),
+                logprobs=self._logprobs,
+                num_cached_tokens=self._num_cached_tokens,
+                num_resumed=self.num_resumed,
+                age_s=time.monotonic() - self._came_s,
+            )
+        )
+
+    def begin_again(self) -> None:
+        """Forget everything: its client has nothing of it, and it is answered from its beginning."""
+        self._release()
+        self.begun, self.num_tokens, self.why_not, self.waits_until_s = None, 0, "", None
+
+    def forget(self) -> None:
+        """Keep nothing any more."""
+        self._release()
+
+    def _keep(self, num_bytes: int) -> None:
+        if self._num_bytes + num_bytes > MOST_KNOWN_BYTES:
+            self.give_up(f"more than {MOST_KNOWN_BYTES} bytes are known of it")
+        elif not self._answers.take(num_bytes):
+            self.give_up("the router's memory for answers is full")
+        else:
+            self._num_bytes += num_bytes
+
+    def _release(self) -> None:
+        self._answers.num_bytes -= self._num_bytes
+        self._num_bytes = 0
+        self._tokens, self._logprobs = array("i"), []

@@ -1,0 +1,328 @@
+"""An answer whose replica is lost goes on at another one, and what a replica tells of it is bounded.
+
+The replicas are scripted servers on real sockets, which tell frames; what real ones tell is tested elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import pytest
+
+from serving.continuation import (
+    FRAMES,
+    NO_LOGPROBS,
+    NOT_RESUMED_HEADER,
+    PATH,
+    ROUTER_KEY_HEADER,
+    AnswerBegun,
+    Frame,
+    Grown,
+    Over,
+    encode,
+    framed,
+    read_continuation,
+)
+from serving.router import proxy as of_proxy
+from serving.router.resuming import KnownAnswer, KnownAnswers
+from serving.router.upstream import Lost
+from tests.serving.router.test_proxy import Fleet, Script, Stub, chunk, error_of, run, whole
+
+HEAD = f"HTTP/1.1 200 OK\r\ncontent-type: {FRAMES}\r\ntransfer-encoding: chunked\r\n\r\n".encode()
+LIKE = "go_1"
+BEGUN = AnswerBegun("chatcmpl-1", 7, LIKE, "", 11, 100, bytes(8), 2, 50, True)
+END = Over(200, "", b"data: [DONE]\n\n")
+MISFIT = whole(409, b'{"error":{"message":"other weights"}}')
+BUSY = whole(503, b'{"error":{"message":"busy"}}')
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(of_proxy, "_LOOK_S", 0.01)
+
+
+def grown(*tokens: int) -> Grown:
+    """Tokens, each with an event of its own."""
+    payload = b"".join(b'data: {"token":%d}\n\n' % token for token in tokens)
+    return Grown([*tokens], NO_LOGPROBS, 0, payload)
+
+
+def tells(*frames: Frame, ends: bool = True, raw: bytes = b"") -> Script:
+    async def script(writer: asyncio.StreamWriter) -> None:
+        writer.write(HEAD)
+        for data in (*map(framed, frames), *([raw] if raw else [])):
+            writer.write(chunk(data))
+            await writer.drain()
+            await asyncio.sleep(0.005)
+        if ends:
+            writer.write(b"0\r\n\r\n")
+        else:
+            writer.transport.abort()
+
+    return script
+
+
+def dies(*frames: Frame) -> Script:
+    return tells(*frames, ends=False)
+
+
+class Telling(Fleet):
+    """A fleet whose replicas tell tokens; `likes` are the fingerprints of their continuations."""
+
+    def __init__(self, *scripts: Script | None, likes: Sequence[str | None] = ()) -> None:
+        super().__init__(*scripts)
+        self._likes = likes or [LIKE] * len(scripts)
+
+    async def __aenter__(self) -> Telling:
+        await super().__aenter__()
+        for replica, like in zip(self.replicas, self._likes):
+            replica.continuations = like
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self.proxy._answers.num_bytes == 0, "an answer is kept that has ended"
+        await super().__aexit__(*_)
+
+    def sent_to(self, number: int) -> Any:
+        """The continuation that a replica was last sent."""
+        stub = self.stubs[number]
+        assert isinstance(stub, Stub)
+        assert stub.heads[-1].startswith(b"POST %s " % PATH.encode())
+        assert f"\r\n{ROUTER_KEY_HEADER}: Bearer".encode() in stub.heads[-1]
+        return read_continuation(stub.bodies[-1])
+
+    def num_asked(self) -> list[int]:
+        return [0 if each is None else len(each.bodies) for each in self.stubs]
+
+
+def tokens_in(body: bytes) -> list[int]:
+    return [
+        msgspec.json.decode(event[6:])["token"]
+        for event in body.split(b"\n\n")
+        if event.startswith(b'data: {"token"')
+    ]
+
+
+def test_a_stream_goes_on_with_what_its_client_has() -> None:
+    """What had come of a frame that was not whole is sent by the replica that goes on."""
+    cut = tells(BEGUN, grown(1, 2), grown(3), ends=False, raw=framed(grown(4))[:-3])
+
+    async def test() -> None:
+        async with Telling(cut, tells(BEGUN, grown(4), END)) as fleet:
+            status, body = await fleet.ask()
+            assert (status, tokens_in(body)) == (200, [1, 2, 3, 4])
+            assert body.endswith(b"data: [DONE]\n\n")
+            known = fleet.sent_to(1)
+            assert known.known.tolist() == [1, 2, 3]
+            assert known.prompt.tolist() == [0, 0]
+            assert (known.begun, known.num_resumed, known.path) == (BEGUN, 1, "/v1/chat/completions")
+            assert b'"stream": true' in known.body
+            assert fleet.figures.num_resumed == 1
+            assert fleet.figures.num_cut_off == 0
+            assert "cb_route_resumed_total 1\n" in fleet.figures.as_metrics()
+
+    run(test)
+
+
+def test_it_goes_on_as_often_as_it_may() -> None:
+    """An engine that ended is told of by its server, and a continuation may be lost like any answer."""
+    ended = Over(503, "", b"", is_lost=True)
+
+    async def test() -> None:
+        scripts = dies(BEGUN, grown(1)), tells(BEGUN, grown(2), ended), tells(BEGUN, grown(3), END)
+        async with Telling(*scripts) as fleet:
+            assert tokens_in((await fleet.ask())[1]) == [1, 2, 3]
+            assert fleet.sent_to(2).known.tolist() == [1, 2]
+            assert fleet.sent_to(2).num_resumed == 2
+        async with Telling(*[dies(BEGUN, grown(1))] * 3) as fleet:
+            _, body = await fleet.ask()
+            assert tokens_in(body) == [1, 1, 1]
+            assert "it went on 2 times already (server.resume)" in error_of(body)["message"]
+            assert error_of(body)["code"] == "replica_lost"
+            assert b"[DONE]" not in body
+            assert fleet.figures.num_cut_off == 1
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    "refusal", [MISFIT, BUSY, whole(404, b"{}"), None], ids=["409", "503", "404", "away"]
+)
+def test_who_cannot_continue_it_is_passed_over(refusal: Script | None) -> None:
+    async def test() -> None:
+        scripts = dies(BEGUN, grown(1)), refusal, tells(BEGUN, grown(2), END)
+        async with Telling(*scripts) as fleet:
+            assert tokens_in((await fleet.ask())[1]) == [1, 2]
+            assert fleet.sent_to(2).num_resumed == 1, "who refuses it has not continued it"
+
+    run(test)
+
+
+def test_it_goes_on_only_at_replicas_like_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("serving.router.resuming.WAIT_S", 0.2)
+
+    async def test() -> None:
+        likes = [LIKE, "go_2", None]
+        async with Telling(dies(BEGUN, grown(1)), tells(END), tells(END), likes=likes) as fleet:
+            (first, *_) = fleet.replicas
+            fleet.routing.is_open[0] = True
+            asking = asyncio.ensure_future(fleet.ask())
+            while not first.num_lost:
+                await asyncio.sleep(0.005)
+            fleet.routing.is_open[0] = False
+            _, body = await asking
+            assert "no replica like it took the answer" in error_of(body)["message"]
+            assert fleet.num_asked()[1:] == [0, 0]
+            assert fleet.figures.num_cut_off == 1
+
+    run(test)
+
+
+def test_it_waits_for_its_replica_to_come_back() -> None:
+    async def test() -> None:
+        async with Telling(dies(BEGUN, grown(1))) as fleet:
+            (stub,) = fleet.stubs
+            assert stub is not None
+            asking = asyncio.ensure_future(fleet.ask())
+            while not fleet.replicas[0].num_lost:
+                await asyncio.sleep(0.001)
+            stub.script = tells(BEGUN, grown(2), END)
+            assert tokens_in((await asking)[1]) == [1, 2]
+
+    run(test)
+
+
+def test_an_answer_in_one_piece_goes_on_or_begins_again() -> None:
+    begun = msgspec.structs.replace(BEGUN, is_stream=False)
+    told = Grown([1, 2], NO_LOGPROBS, 0, b"")
+    end = Over(200, "", b'{"a":1}')
+
+    async def test() -> None:
+        async with Telling(dies(begun, told), tells(begun, end)) as fleet:
+            assert await fleet.ask() == (200, b'{"a":1}')
+            assert fleet.sent_to(1).known.tolist() == [1, 2]
+        short = msgspec.structs.replace(begun, most_tokens=3)
+        async with Telling(dies(short, told), tells(short, end)) as fleet:
+            assert await fleet.ask() == (200, b'{"a":1}')
+            assert fleet.stubs[1] is not None
+            assert fleet.stubs[1].heads[-1].startswith(b"POST /v1/chat/completions "), (
+                "its client has nothing"
+            )
+        long = [Over(200, "", b'{"a":', has_more=True), Over(200, "", b"1}")]
+        async with Telling(tells(begun, told, *long)) as fleet:
+            assert await fleet.ask() == (200, b'{"a":1}')
+        scripts = dies(begun, told), whole(400, b"{}"), tells(begun, end)
+        async with Telling(*scripts) as fleet:
+            assert await fleet.ask() == (200, b'{"a":1}'), "what was told of it is not believed any more"
+        failed = Over(429, "3", b'{"error":{"message":"full"}}')
+        async with Telling(tells(begun, failed), tells(begun, failed)) as fleet:
+            assert (await fleet.ask())[0] == 429
+            assert fleet.num_asked() == [1, 1]
+
+    run(test)
+
+
+def test_what_cannot_go_on_is_told_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = tells(BEGUN, grown(9), END)
+    events = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n%s: it has several samples\r\n" % (
+        NOT_RESUMED_HEADER.encode()
+    )
+
+    async def samples(writer: asyncio.StreamWriter) -> None:
+        writer.write(events + b"transfer-encoding: chunked\r\n\r\n" + chunk(b'data: {"token":1}\n\n'))
+        await writer.drain()
+        await asyncio.sleep(0.01)
+        writer.transport.abort()
+
+    async def asked(script: Script, why: str, most_bytes: int = 2**20) -> None:
+        async with Telling(script, other) as fleet:
+            fleet.proxy._answers = KnownAnswers(most_bytes)
+            _, body = await fleet.ask()
+            assert tokens_in(body)[-1] != 9
+            assert why in error_of(body)["message"]
+            assert NOT_RESUMED_HEADER.encode() not in body
+            assert fleet.num_asked() == [1, 0]
+
+    async def test() -> None:
+        await asked(samples, "which did not go on elsewhere because it has several samples")
+        long = msgspec.structs.replace(BEGUN, most_tokens=4)
+        await asked(dies(long, grown(1, 2, 3)), "more than 4 tokens (server.resume_max_tokens)")
+        async with Telling(dies(BEGUN, grown(1)), whole(400, b"{}"), other) as fleet:
+            _, body = await fleet.ask()
+            assert "a replica refused with status 400 to continue it" in error_of(body)["message"]
+            assert fleet.num_asked() == [1, 1, 0]
+        await asked(dies(BEGUN, grown(1)), "the router's memory for answers is full", most_bytes=10)
+
+    run(test)
+
+
+GARBAGE = {
+    "tokens before the beginning": [grown(1)],
+    "bytes without tokens": [BEGUN, Grown([], NO_LOGPROBS, 0, b'data: {"token":3}\n\n')],
+    "more tokens than asked for": [msgspec.structs.replace(BEGUN, max_tokens=2), grown(1, 2, 3)],
+    "an end before the beginning": [END],
+}
+
+
+@pytest.mark.parametrize("lie", [*GARBAGE])
+def test_a_replica_that_tells_what_cannot_be_is_lost_with_its_request(lie: str) -> None:
+    async def test() -> None:
+        async with Telling(tells(*GARBAGE[lie]), tells(BEGUN, grown(5), END)) as fleet:
+            assert tokens_in((await fleet.ask())[1]) == [5]
+            assert fleet.replicas[0].num_lost == 1
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    "raw", [b"\xff" * 64, b"\0\0\0\1\x05", b"\0\0\0\2\xc1\xc1", framed(BEGUN)[:4] + encode([[]] * 60)]
+)
+def test_what_is_no_frame_ends_the_replicas_part(raw: bytes) -> None:
+    async def test() -> None:
+        scripts = tells(BEGUN, grown(1), raw=raw), tells(BEGUN, grown(2), END)
+        async with Telling(*scripts) as fleet:
+            assert tokens_in((await fleet.ask())[1]) == [1, 2]
+
+    run(test)
+
+
+def test_a_client_sees_no_frame_and_names_no_router() -> None:
+    """Its own header is not passed on, and a replica that tells nothing is not asked to."""
+
+    async def test() -> None:
+        async with Telling(tells(BEGUN, grown(1), END)) as fleet:
+            stub = fleet.stubs[0]
+            assert stub is not None
+            forged = [(ROUTER_KEY_HEADER.encode(), b"Bearer mine")]
+            _, body = await fleet.ask(headers=forged)
+            assert body == grown(1).payload + END.payload
+            assert b"mine" not in stub.heads[-1]
+            assert len(stub.writers) == 1
+            await fleet.ask()
+            assert len(stub.writers) == 1, "the connection is used again"
+            fleet.replicas[0].continuations = None
+            await fleet.ask(headers=forged)
+            assert ROUTER_KEY_HEADER.encode() not in stub.heads[-1]
+
+    run(test)
+
+
+def test_the_memory_for_answers_is_bounded_and_given_back() -> None:
+    answers = KnownAnswers(most_bytes=1000)
+    known = [KnownAnswer(answers, "/v1/completions", bytes(300)) for _ in range(4)]
+    for each in known:
+        each.begin(BEGUN)
+    assert [bool(each.why_not) for each in known] == [False, False, False, True]
+    assert answers.num_bytes == 3 * 308
+    known[0].grow(grown(*range(40)))
+    assert known[0].why_not == "the router's memory for answers is full"
+    assert answers.num_bytes == 2 * 308
+    for each in known:
+        each.forget()
+        each.forget()
+    assert answers.num_bytes == 0
+    with pytest.raises(Lost, match="more than 100 tokens"):
+        known[1].grow(Grown([1] * 101, NO_LOGPROBS, 0, b""))

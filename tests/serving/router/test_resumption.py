@@ -1,0 +1,136 @@
+"""`kill -9` of replicas and of their engines, at drawn tokens: no client notices anything.
+
+Two real replicas and a router; each answer is compared with what one replica alone answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.patience import PATIENCE_S
+from tests.serving.router.resumed import CHAT, COMPLETIONS, Outcome, ask_all, asked
+from tests.serving.router.under_fire import fleet, router, wait_ready
+from tests.serving.server import Server
+from tests.thorough import cases
+
+AGENT = "recipes/tiny/agent.yaml"
+NUM_TOKENS = cases(64, 256)
+NUM_STREAMS = cases(18, 64)
+NUM_KILLS = cases(2, 20)
+OPTIONS = ("server.resume=64",)
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(cases(600, 86_400))]
+
+
+@pytest.fixture(scope="module")
+def replicas() -> Iterator[list[Server]]:
+    servers = [Server(AGENT, *OPTIONS) for _ in range(2)]
+    yield [each.ready() for each in servers]
+    for each in servers:
+        each.process.kill()
+        each.wait()
+
+
+def requests(count: int) -> list[tuple[str, dict[str, Any]]]:
+    """So many, of every kind; most are streams, whose usage is told."""
+    kinds, found = asked(NUM_TOKENS), []
+    for number in range(count):
+        path, fields = kinds[number % len(kinds)]
+        is_stream = number // len(kinds) % 3 != 1
+        shown = {"stream": True} if is_stream else {}
+        if is_stream and path in (COMPLETIONS, CHAT):
+            shown["stream_options"] = {"include_usage": True}
+        found.append((path, fields | shown))
+    return found
+
+
+class Killer:
+    """Kills replicas in turn, each at a drawn number of parts of answers that clients have received."""
+
+    def __init__(self, replicas: list[Server], kills: int) -> None:
+        self._replicas = replicas
+        self._draw = random.Random(kills)
+        self._left, self._num_parts, self._next = kills, 0, 0
+        self._after = self._draw.randrange(20, 120)
+        self.num_killed = 0
+
+    def grown(self) -> None:
+        self._num_parts += 1
+        if not self._left or self._num_parts < self._after:
+            return
+        victim = self._replicas[self._next]
+        if httpx.get(f"{victim.url}/ready", timeout=PATIENCE_S).status_code != 200:
+            return  # it has not come back yet, and another one is needed
+        os.kill(victim.engine_pid, signal.SIGKILL)
+        self.num_killed += 1
+        self._left -= 1
+        self._next = 1 - self._next
+        self._after = self._num_parts + self._draw.randrange(20, 120)
+
+
+def check(found: list[Outcome], expected: list[Outcome]) -> None:
+    for number, (one, other) in enumerate(zip(found, expected)):
+        assert one.is_like(other), (number, one.status, one.events[-1], other.events[-1])
+
+
+def test_engines_are_killed_and_every_answer_is_as_it_would_have_been(replicas: list[Server]) -> None:
+    front, sent = router(replicas), requests(NUM_STREAMS)
+    expected = asyncio.run(ask_all(replicas[0].url, sent))
+    assert {each.status for each in expected} == {200}
+    num_killed = 0
+    while num_killed < NUM_KILLS:
+        wait_ready(front.url, 2)
+        killer = Killer(replicas, NUM_KILLS - num_killed)
+        found = asyncio.run(ask_all(front.url, sent, killer.grown))
+        num_killed += killer.num_killed
+        check(found, expected)
+        assert any(each.num_resumed for each in found)
+    figures = fleet(front.url)
+    print(f"{num_killed} kills under {NUM_STREAMS} answers: {figures['resumed']} went on")
+    assert figures["cut_off"] == figures["known_answer_bytes"] == figures["open"] == 0
+    front.close()
+
+
+def test_a_replica_is_killed_and_every_answer_is_as_it_would_have_been(replicas: list[Server]) -> None:
+    front, sent = router(replicas), requests(NUM_STREAMS)
+    expected = asyncio.run(ask_all(replicas[0].url, sent))
+    num_parts, victim = 0, replicas[1]
+
+    def grown() -> None:
+        nonlocal num_parts
+        num_parts += 1
+        if num_parts == 60:
+            victim.process.kill()
+
+    check(asyncio.run(ask_all(front.url, sent, grown)), expected)
+    assert fleet(front.url)["resumed"] > 0
+    victim.wait()
+    front.close()
+
+
+def test_a_server_that_ends_hands_its_answers_over(replicas: list[Server]) -> None:
+    """What has not ended within server.drain_s is no longer cut off."""
+    front, sent = router(replicas[:1]), [(p, f) for p, f in requests(9) if f.get("stream")]
+    expected = asyncio.run(ask_all(replicas[0].url, sent))
+    leaving, num_parts = Server(AGENT, *OPTIONS, "server.drain_s=0").ready(), 0
+    httpx.post(f"{front.url}/fleet/add?{leaving.url}", timeout=PATIENCE_S).raise_for_status()
+    wait_ready(front.url, 2)
+
+    def grown() -> None:
+        nonlocal num_parts
+        num_parts += 1
+        if num_parts == 30:
+            leaving.process.terminate()
+
+    check(asyncio.run(ask_all(front.url, sent, grown)), expected)
+    assert fleet(front.url)["resumed"] > 0
+    assert leaving.wait() == 0
+    front.close()
