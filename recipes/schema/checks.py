@@ -7,6 +7,7 @@ scheduler with its policies.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from borders.numbers import PORTS, POSITIVE
 from recipes.schema.recipe_error import RecipeError, in_words
@@ -70,7 +71,13 @@ _OWN_PAGES = ("draft", "eagle3", "mtp")  # kinds of speculation that keep keys o
 
 
 def page_contradictions(
-    pages_at: str | None, prompt_replicas: Sequence[str], *, is_sharing: bool, ranks: int, speculation: str
+    pages_at: str | None,
+    prompt_replicas: Sequence[str],
+    *,
+    is_sharing: bool,
+    ranks: int,
+    speculation: str,
+    weights_root: Path | None,
 ) -> Iterator[RecipeError]:
     """Yield what contradicts `server.pages_at` and `server.prompt_replicas`."""
     asked = {"server.pages_at": pages_at, "server.prompt_replicas": list(prompt_replicas) or None}
@@ -86,6 +93,13 @@ def page_contradictions(
             value=pages_at,
         )
     for name in [name for name, value in asked.items() if value is not None]:
+        if weights_root is not None:
+            yield RecipeError(
+                (name, "server.weights_root"),
+                "engines that exchange pages compare their weights once, when they connect",
+                "leave one of them out",
+                value=asked[name],
+            )
         if not is_sharing:
             yield RecipeError(
                 (name, "cache.prefix_sharing"),

@@ -299,6 +299,7 @@ class Recipe:
             is_sharing=self.cache.prefix_sharing,
             ranks=self.parallel.ranks,
             speculation=self.speculation.kind,
+            weights_root=self.server.weights_root,
         )
         yield from answer_contradictions(self.server.tool_format, self.server.reasoning)
         yield from tier_contradictions(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from borders.field_table import MOST_LEASE_S
@@ -72,6 +73,11 @@ class ServerSection:
     profile: str | None = key(
         "a folder for traces of the engine's steps, which POST /start_profile and /stop_profile record; null:"
         " there are no such routes",
+        default=None,
+    )
+    weights_root: Path | None = key(
+        "checkpoints below this folder, and shared memory, may replace the weights while serving (POST"
+        " /update_weights); also enables /pause, /resume, /sleep and /wake; null: there are no such routes",
         default=None,
     )
     pages_at: str | None = key(

@@ -9,7 +9,6 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from borders.version import VERSION
-from serving import fingerprint
 from serving.api import batches as batch_routes
 from serving.api import errors, files, live_page, model_names, operations
 from serving.api.access import AccessControl, BodyMemory, HeadAndOptions, bounded_route
@@ -55,7 +54,7 @@ def application(
     errors.install(app)
     names = ModelNames(model, llm.recipe.server.model_names, llm.adapters)
     turns = Turns()
-    generation = Generation(llm, names, fingerprint.of(llm.recipe, VERSION), turns)
+    generation = Generation(llm, names, turns)
     route = bounded_route(llm.recipe.server.max_body_values, turns)
     app.router.route_class = route
     answers: dict[str, Callable[..., Awaitable[Response]]] = {

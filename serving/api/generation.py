@@ -84,10 +84,9 @@ class ResponseForm(WholeForm, Protocol):
 class Generation:
     """Sends requests to the engine; every answer carries `system_fingerprint`."""
 
-    def __init__(self, llm: AsyncLLM, names: ModelNames, system_fingerprint: str, turns: Turns) -> None:
+    def __init__(self, llm: AsyncLLM, names: ModelNames, turns: Turns) -> None:
         self.llm = llm
         self._names = names
-        self._fingerprint = system_fingerprint
         self._turns = turns
 
     def fields(self, body: RequestBody, request: Request) -> dict[str, Any]:
@@ -168,7 +167,8 @@ class Generation:
 
     def head(self, body: SamplingBody) -> dict[str, str]:
         """Return the fields that every answer to a request contains."""
-        head = {"model": self._names.asked(body.model), "system_fingerprint": self._fingerprint}
+        fingerprint = self.llm.orders.weights.fingerprint
+        head = {"model": self._names.asked(body.model), "system_fingerprint": fingerprint}
         return head if body.service_tier is None else head | {"service_tier": "default"}
 
     async def respond(

@@ -72,6 +72,7 @@ class PromptUsage(AnswerObject):
 
     prompt_tokens: int
     total_tokens: int
+    weights_version: str | None = None
 
 
 class AnswerUsage(PromptUsage):
@@ -273,6 +274,7 @@ class MessageUsage(AnswerObject):
     cache_creation: dict[str, int]
     output_tokens_details: dict[str, int]
     service_tier: str
+    weights_version: str | None = None
 
 
 class MessageAnswer(AnswerObject):
@@ -311,6 +313,26 @@ class TraceFile(AnswerObject):
     """The answer of `/stop_profile`."""
 
     path: str
+
+
+class Paused(AnswerObject):
+    """The answer of `/pause` and `/resume`."""
+
+    paused: bool
+
+
+class Asleep(AnswerObject):
+    """The answer of `/sleep` and `/wake`, with the bytes of pages that were given back or allocated."""
+
+    asleep: bool
+    num_bytes: int
+
+
+class WeightsPut(AnswerObject):
+    """The answer of `/update_weights`."""
+
+    weights_version: str
+    system_fingerprint: str
 
 
 class Embedding(AnswerObject):
@@ -408,6 +430,9 @@ class InfoAnswer(AnswerObject):
     num_slots: int | None
     num_pages: int | None
     page_size: int | None
+    weights_version: str
+    paused: bool
+    asleep: bool
 
 
 class ServedModel(AnswerObject):
@@ -588,6 +613,11 @@ ANSWERS = {
     ("GET", "/history"): PathAnswer(PastFigures),
     ("POST", "/start_profile"): PathAnswer(TraceBegun),
     ("POST", "/stop_profile"): PathAnswer(TraceFile),
+    ("POST", "/pause"): PathAnswer(Paused),
+    ("POST", "/resume"): PathAnswer(Paused),
+    ("POST", "/sleep"): PathAnswer(Asleep),
+    ("POST", "/wake"): PathAnswer(Asleep),
+    ("POST", "/update_weights"): PathAnswer(WeightsPut),
     ("POST", "/v1/files"): PathAnswer(FileObject),
     ("GET", "/v1/files"): PathAnswer(FileList),
     ("GET", "/v1/files/{file_id}"): PathAnswer(FileObject),

@@ -19,8 +19,9 @@ from borders.field_table import taken_by
 from borders.refusal import BadRequest
 from borders.version import VERSION
 from recipes.assembly import versions
-from serving.api.api_keys import ANYBODY, Client
-from serving.api.errors import Forbidden, NotFound
+from serving.api import operators
+from serving.api.api_keys import Client
+from serving.api.errors import NotFound
 from serving.api.model_names import ModelNames
 from serving.api.schemas import DetokenizeBody, StrictBody, TokenizeBody
 from serving.async_llm import AsyncLLM
@@ -40,6 +41,8 @@ def routers(
     yield metrics_router(llm, model)
     if llm.recipe.server.profile is not None:
         yield profile_router(llm, route, is_local=is_local)
+    if llm.recipe.server.weights_root is not None:
+        yield operators.router(llm, route, is_local=is_local)
 
 
 def router(llm: AsyncLLM, names: ModelNames) -> APIRouter:
@@ -63,7 +66,8 @@ def router(llm: AsyncLLM, names: ModelNames) -> APIRouter:
     @routes.get("/ready")
     async def ready() -> Response:
         """200 while requests are accepted; 503 otherwise."""
-        return JSONResponse({"status": llm.state}, 200 if llm.state == "ready" else 503)
+        status = "asleep" if llm.state == "ready" and llm.orders.why_not else llm.state
+        return JSONResponse({"status": status}, 200 if status == "ready" else 503)
 
     @routes.get("/version")
     async def version() -> dict[str, str]:
@@ -128,11 +132,7 @@ def profile_router(llm: AsyncLLM, route: type[APIRoute], *, is_local: bool) -> A
     routes = APIRouter(route_class=route)
 
     def check_operator(request: Request) -> None:
-        client: Client = request.state.client
-        if not client.may_operate or (client is ANYBODY and not is_local):
-            raise Forbidden("this key may not record traces, which slow every client; use an operator's")
-        if "origin" in request.headers or request.headers.get("sec-fetch-site", "none") != "none":
-            raise Forbidden("pages in a browser may not record traces; send it from a command line")
+        operators.check_operator(request, "record traces", is_local=is_local)
 
     @routes.post("/start_profile", response_class=Response)
     async def start(request: Request, body: ProfileBody | None = None) -> Response:
@@ -205,6 +205,9 @@ def _info(llm: AsyncLLM, model: str, described: dict[str, Any], client: Client) 
         "num_slots": None if facts is None else facts.num_slots,
         "num_pages": None if facts is None else facts.num_pages - 1,  # page 0 is the null page
         "page_size": None if facts is None else facts.page_size,
+        "weights_version": llm.orders.weights.version,
+        "paused": llm.orders.is_paused,
+        "asleep": llm.orders.is_asleep,
     }
 
 

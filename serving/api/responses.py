@@ -366,6 +366,7 @@ class ResponseObject:
             "output_tokens": num_answer,
             "output_tokens_details": {"reasoning_tokens": self._parser.num_thought_tokens},
             "total_tokens": num_prompt + num_answer,
+            **self._answer.weights_usage,
         }
 
 
