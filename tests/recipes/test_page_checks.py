@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from recipes.schema.checks import page_contradictions
@@ -19,10 +21,16 @@ def said(
     is_sharing: bool = True,
     ranks: int = 1,
     speculation: str = "none",
+    weights_root: Path | None = None,
 ) -> list[RecipeError]:
     return [
         *page_contradictions(
-            pages_at, prompt_replicas, is_sharing=is_sharing, ranks=ranks, speculation=speculation
+            pages_at,
+            prompt_replicas,
+            is_sharing=is_sharing,
+            ranks=ranks,
+            speculation=speculation,
+            weights_root=weights_root,
         )
     ]
 
@@ -49,6 +57,16 @@ def test_what_is_no_address_is_named(endpoint: str) -> None:
         (error,) = found
         assert (error.keys, error.value) == ((key,), endpoint)
         assert str(error) == f"{key}: is no tcp://HOST:PORT; write it so"
+
+
+def test_weights_that_change_are_those_of_an_engine_that_exchanges_nothing() -> None:
+    for found, key in (
+        (said(HERE, weights_root=Path("a")), "server.pages_at"),
+        (said(None, (THERE,), weights_root=Path("a")), "server.prompt_replicas"),
+    ):
+        (error,) = found
+        assert error.keys == (key, "server.weights_root")
+    assert not said(weights_root=Path("a"))
 
 
 def test_ports_to_the_last_one_are_addresses() -> None:

@@ -20,8 +20,6 @@ import httpx
 import pytest
 from safetensors.torch import load_file, save_file
 
-from recipes.schema.reader import load
-from recipes.schema.recipe_error import RecipeError
 from serving.llm import LLM
 from serving.outputs import VllmSamplingParams as SamplingParams
 from tests.models.test_live_memory import SINGLE, TINY_WEIGHTS, changed, segment
@@ -340,9 +338,3 @@ def test_only_operators_give_orders(http: httpx.Client, path: str) -> None:
 def test_without_a_root_there_are_no_such_routes(shared: Server) -> None:
     for path in ROUTES:
         assert httpx.post(f"{shared.url}{path}", json={}, timeout=PATIENCE_S).status_code == 404
-
-
-def test_engines_that_exchange_pages_keep_their_weights(root: Path) -> None:
-    for key in ("server.pages_at=tcp://127.0.0.1:0", "server.prompt_replicas=['tcp://127.0.0.1:1']"):
-        with pytest.raises(RecipeError, match="compare their weights once"):
-            load(TINY, [key, f"server.weights_root={root}"])
