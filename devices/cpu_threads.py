@@ -5,7 +5,7 @@ processes they spin for a thread that the system has descheduled. So the usual n
 same number of sleeping ones and a single thread are timed on the model's own step at start-up, as far as the
 recipe and the environment leave a choice. If the spinning threads later get much less processor time than at
 start-up, the engine switches once to sleeping threads or to one thread. How a barrier's policy is changed is
-left to `devices.openmp`.
+left to `Barriers`.
 """
 
 from __future__ import annotations
@@ -100,14 +100,14 @@ def barriers() -> Barriers:
     if hasattr(everything, "kmp_set_blocktime"):  # it is preloaded, and so is the one that torch uses
         return IntelBarriers(everything)
     try:
-        path = _loaded("libgomp")
+        path = loaded_library("libgomp")
         return GnuBarriers(path) if path else Barriers()
     except OSError as error:  # /proc is missing, or the file is gone or not where /proc says
         log.info("threads: the OpenMP library is not found, and waits as it does: %s", error)
         return Barriers()
 
 
-def _loaded(name: str) -> str | None:
+def loaded_library(name: str) -> str | None:
     """Return the file of a library that this process has loaded, or None."""
     maps = os.fsdecode(Path("/proc/self/maps").read_bytes())
     paths = (line.split(maxsplit=5)[5] for line in maps.splitlines() if "/" in line)

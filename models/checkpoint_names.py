@@ -19,9 +19,11 @@ TOWERS = (
     "model.vision_tower.",
     "model.multi_modal_projector.",
     "model.mm_projector.",
+    "model.visual.",
 )
-# How ERNIE's layers that predict further tokens are named, which lie beside its own and are not read
-PREDICTION = "model.mtp_"
+# How ERNIE's and Qwen's layers that predict further tokens are named, which lie beside their own and are not
+# read
+PREDICTION = ("model.mtp_", "mtp.")
 # Buffers that older checkpoints contain although they follow from config.json
 HARMLESS = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 

@@ -1,12 +1,14 @@
 """The configuration of a decoder: its sizes, its options, and what it computes in place of the plain layers.
 
-`RopeConfig`, `LatentConfig` and `MixtureConfig` describe the rotary embedding, latent attention and mixtures
-of experts; `DecoderConfig` joins them, and `HeadConfig` describes a head that drafts from the hidden states
-of a target. Nothing here imports torch: the host and the simulator read configurations, too.
+`RopeConfig`, `LatentConfig`, `RecurrentConfig` and `MixtureConfig` describe the rotary embedding, latent
+attention, attention by a recurrent state and mixtures of experts; `DecoderConfig` joins them, and
+`HeadConfig` describes a head that drafts from the hidden states of a target. Nothing here imports torch: the
+host and the simulator read configurations, too.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
@@ -15,12 +17,13 @@ from kv_cache.groups import ALL_TOKENS, ITEM_BYTES, DType, LayerCache, Lifetime,
 from models.packing import Int4, Packing
 from models.quantization import BlockScales, Quantization, Stored
 
+# Kinds that a checkpoint may name; those of kind "none" rotate nothing
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """A rotary position embedding; which fields count depends on `kind`, one of ROPE_KINDS.
+    """A rotary position embedding; which fields count depends on `kind`, one of ROPE_KINDS or "none".
 
     `max_positions` is the reach that the checkpoint claims, `original_max_positions` the length that it was
     first trained on; `attention_factor` None means that yarn derives it.
@@ -109,6 +112,116 @@ class LatentConfig:
         return self.rank + (self.query_rank or 0)
 
 
+@dataclass(frozen=True, slots=True)
+class LayerState:
+    """What a layer with a recurrent state keeps of a request, however long it is, on one rank."""
+
+    planes: tuple[Plane, ...]  # the shape of each is that of one request's numbers
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of one request in all planes."""
+        return sum(math.prod(each.shape) * ITEM_BYTES[each.dtype] for each in self.planes)
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentConfig:
+    """Attention by the gated delta rule (see attention/recurrent.py), which keeps one state of fixed size.
+
+    Of kind "gated" (Gated DeltaNet, arXiv 2412.06464), the state of a head decays as a whole, and each key
+    head serves equally many value heads. Of kind "kimi" (Kimi Delta Attention, 2510.26692), each channel of
+    a key has a decay of its own, which comes from the hidden state by way of `key_dim` numbers, as the gate
+    of the output does.
+    """
+
+    kind: Literal["gated", "kimi"]
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int  # positions that the convolution before the rule sees
+    # Whether a checkpoint has the projections of kind "gated" joined, key head by key head
+    is_interleaved: bool = False
+    state_dtype: DType = "float32"
+
+    @property
+    def block(self) -> str:
+        """The name of such attention in a checkpoint."""
+        return "linear_attn" if self.kind == "gated" else "self_attn"
+
+    @property
+    def widths(self) -> tuple[int, int, int]:
+        """Width of the queries, keys and values of all heads together."""
+        keys = self.num_key_heads * self.key_dim
+        return keys, keys, self.num_value_heads * self.value_dim
+
+    @property
+    def num_channels(self) -> int:
+        """Number of channels that the convolution mixes: those of queries, keys and values."""
+        return sum(self.widths)
+
+    def first(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return the linears that read the hidden state, in two groups that are multiplied as one each."""
+        if self.kind == "kimi":
+            return ("q_proj", "k_proj", "v_proj"), ("b_proj", "f_a_proj", "g_a_proj")
+        if self.is_interleaved:
+            return ("in_proj_qkvz",), ("in_proj_ba",)
+        return ("in_proj_qkv", "in_proj_z"), ("in_proj_b", "in_proj_a")
+
+    @property
+    def output(self) -> str:
+        """The name of the linear behind the rule."""
+        return "o_proj" if self.kind == "kimi" else "out_proj"
+
+    def linears(self, hidden_size: int) -> Iterator[tuple[str, int, int]]:
+        """Yield the checkpoint name, inputs and outputs of every linear of a layer's attention."""
+        keys, _, values = self.widths
+        heads = self.num_value_heads
+        if self.kind == "kimi":
+            sizes = {"q_proj": keys, "k_proj": keys, "v_proj": values, "b_proj": heads}
+            sizes |= {"f_a_proj": self.key_dim, "g_a_proj": self.key_dim}
+            yield "f_b_proj", self.key_dim, keys
+            yield "g_b_proj", self.key_dim, values
+        elif self.is_interleaved:
+            sizes = {"in_proj_qkvz": self.num_channels + values, "in_proj_ba": 2 * heads}
+        else:
+            sizes = {"in_proj_qkv": self.num_channels, "in_proj_z": values}
+            sizes |= {"in_proj_b": heads, "in_proj_a": heads}
+        for name, outputs in sizes.items():
+            yield name, hidden_size, outputs
+        yield self.output, values, hidden_size
+
+    def vectors(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the other tensors of a layer's attention, by their names in a checkpoint."""
+        keys, _, values = self.widths
+        heads = self.num_value_heads
+        if self.kind == "kimi":
+            convs = {"q_conv1d.weight": keys, "k_conv1d.weight": keys, "v_conv1d.weight": values}
+            rates: dict[str, tuple[int, ...]] = {"A_log": (1, 1, heads, 1), "dt_bias": (keys,)}
+            norm = "o_norm.weight"
+        else:
+            convs = {"conv1d.weight": self.num_channels}
+            rates, norm = {"A_log": (heads,), "dt_bias": (heads,)}, "norm.weight"
+        shapes = {name: (channels, 1, self.conv_width) for name, channels in convs.items()}
+        return {**shapes, **rates, norm: (self.value_dim,)}
+
+    @property
+    def vector_size(self) -> int:
+        """Number of all weights that are not of linears."""
+        return sum(map(math.prod, self.vectors().values()))
+
+    @property
+    def num_wide(self) -> int:
+        """Number of those that are kept in float32: all but the weights of the norm."""
+        return self.vector_size - self.value_dim
+
+    def state(self, dtype: DType) -> LayerState:
+        """Return what a layer keeps of a request: the state of each head, and the convolution's inputs."""
+        state = self.num_value_heads, self.value_dim, self.key_dim
+        inputs = self.conv_width - 1, self.num_channels
+        return LayerState((Plane("states", state, self.state_dtype), Plane("inputs", inputs, dtype)))
+
+
 MLP_ROLES = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -142,6 +255,7 @@ class MixtureConfig:
     is_correction_row: bool = False  # whether a checkpoint has the correction as [1, experts]
     is_biased: bool = False  # whether the router has a bias
     is_stacked: bool = False  # whether a checkpoint has all experts of a layer in one tensor
+    may_be_stacked: bool = False  # whether it may have, gate before up, and as outputs by inputs
     scale: float = 1.0
     shared_size: int = 0  # inner size of an expert that computes every token; 0: there is none
     shared_block: str = "shared_experts"  # name of the shared expert in a checkpoint
@@ -173,15 +287,19 @@ class MixtureConfig:
         return self.scores == "softmax" and self.num_groups == 1 and not self.is_corrected
 
 
+Mixer = Literal["attention", "latent", "recurrent"]
+
+
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
     """What one layer computes: what mixes its tokens, and the MLP that follows.
 
     All layers of one kind have the same sizes, which stand once in `DecoderConfig`. What the layer remembers
-    follows from both (`DecoderConfig.layer_cache`).
+    follows from both: of each token (`DecoderConfig.layer_cache`) or, with a recurrent state, of each request
+    (`DecoderConfig.layer_state`).
     """
 
-    mixer: Literal["attention", "latent"] = "attention"
+    mixer: Mixer = "attention"
     window: int | None = None  # positions that a query sees, its own included; None: all
     mlp: Literal["dense", "experts"] = "dense"
 
@@ -189,7 +307,7 @@ class LayerSpec:
 def layer_specs(
     windows: Sequence[int | None],
     has_experts: bool | Sequence[bool] = False,
-    mixer: Literal["attention", "latent"] = "attention",
+    mixer: Mixer = "attention",
 ) -> tuple[LayerSpec, ...]:
     """Return a layer for each window; `has_experts` says which of them have experts, or that all have."""
     each_has = [has_experts] * len(windows) if isinstance(has_experts, bool) else has_experts
@@ -222,9 +340,9 @@ UP = ".kv_b_proj"  # a linear of latent attention, held in the model's type howe
 class DecoderConfig:
     """A decoder: RMS norms before attention and MLP, rotary embedding, SwiGLU, some of it by experts.
 
-    `layers` says what each layer computes. `mixture` has the sizes of those with experts, and `latent` of
-    those with latent attention; `num_kv_heads` is 1 then, and `head_dim` the latent's width, as the cache
-    holds it.
+    `layers` says what each layer computes. `mixture` has the sizes of those with experts, `recurrent` of
+    those with a state, and `latent` of those with latent attention; `num_kv_heads` is 1 then, and `head_dim`
+    the latent's width, as the cache holds it.
     """
 
     family: str
@@ -249,6 +367,7 @@ class DecoderConfig:
     int8_cache: bool = False  # keys and values are int8, with a float32 scale for each token and head
     mixture: MixtureConfig | None = None
     latent: LatentConfig | None = None
+    recurrent: RecurrentConfig | None = None
     # Form of stored weights that are converted to the model's type when they are read
     stored_form: BlockScales | Packing | None = None
     kept_form: Packing | None = None  # form of linears that stay in 4 bits
@@ -267,6 +386,8 @@ class DecoderConfig:
     # Queries are multiplied by 1 + a * ln(1 + position // b), of these a and b; None: they are not
     query_growth: tuple[float, int] | None = None
     has_sinks: bool = False  # each query head has an attention score that belongs to no key
+    # What attention returns is weighed by gates from 0 to 1, which its query projection has beside each head
+    has_output_gate: bool = False
     own_scale: float | None = None  # scale of attention scores; None: head_dim**-0.5
     window_rope: RopeConfig | None = None  # rotary embedding of layers with a window, if it differs
     # Layers that a checkpoint may have behind its own, to predict further tokens; they are not read here
@@ -290,10 +411,32 @@ class DecoderConfig:
         window = self.layers[layer].window
         return 1 + self.window_groups.index(window) if window in self.window_groups else 0
 
+    @property
+    def attention_windows(self) -> tuple[int | None, ...]:
+        """The window of each layer that reads keys and values of its request, in place of a state."""
+        return tuple(each.window for each in self.layers if each.mixer != "recurrent")
+
+    def recurrent_of(self, layer: int) -> RecurrentConfig | None:
+        """The sizes of a layer's recurrent state; None if it has none."""
+        return self.recurrent if self.layers[layer].mixer == "recurrent" else None
+
+    def layer_state(self, layer: int) -> LayerState | None:
+        """Return what a layer keeps of each request; None for one that keeps something of each token."""
+        recurrent = self.recurrent_of(layer)
+        return None if recurrent is None else recurrent.state(self.dtype)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes that all layers with a recurrent state keep of a request."""
+        states = map(self.layer_state, range(self.num_layers))
+        return sum(each.num_bytes for each in states if each is not None)
+
     def layer_cache(self, layer: int) -> LayerCache:
-        """Return what a layer keeps of each token, and for how long."""
+        """Return what a layer keeps of each token, and for how long; nothing if it has a recurrent state."""
         group = self.group_of(layer)
         lifetime = Lifetime("window", self.window_groups[group - 1]) if group else ALL_TOKENS
+        if self.recurrent_of(layer) is not None:
+            return LayerCache(lifetime, ())
         if self.layers[layer].mixer == "latent":
             assert self.latent is not None, "latent attention has sizes"
             widths = {"latents": self.latent.rank, "rope_keys": self.latent.rope_dim}
@@ -336,8 +479,9 @@ class DecoderConfig:
         hidden = self.hidden_size
         for layer in range(self.num_layers):
             prefix = f"model.layers.{layer}."
-            for name, inputs, outputs in self.attention_linears(layer):
-                yield f"{prefix}self_attn.{name}", inputs, outputs
+            block = self.mixer_name(layer)
+            for name, inputs, outputs in self.mixer_linears(layer):
+                yield f"{prefix}{block}.{name}", inputs, outputs
             inner = self.inner_size(layer)
             for gate, up, down in self.mlp_names(layer):
                 yield gate, hidden, inner
@@ -350,27 +494,37 @@ class DecoderConfig:
         if not self.tie_embeddings:
             yield "lm_head", hidden, self.vocab_size
 
-    def attention_linears(self, layer: int) -> Iterator[tuple[str, int, int]]:
-        """Yield the name, inputs and outputs of every linear of a layer's attention."""
+    def mixer_name(self, layer: int) -> str:
+        """Return the name in a checkpoint of what mixes a layer's tokens."""
+        recurrent = self.recurrent_of(layer)
+        return "self_attn" if recurrent is None else recurrent.block
+
+    def mixer_linears(self, layer: int) -> Iterator[tuple[str, int, int]]:
+        """Yield the name, inputs and outputs of every linear of what mixes a layer's tokens."""
         hidden, heads = self.hidden_size, self.num_heads * self.head_dim
+        if (recurrent := self.recurrent_of(layer)) is not None:
+            yield from recurrent.linears(hidden)
+            return
         if self.layers[layer].mixer == "latent":
             assert self.latent is not None, "latent attention has sizes"
             yield from self.latent.linears(hidden, self.num_heads)
             return
-        yield "q_proj", hidden, heads
+        yield "q_proj", hidden, self.num_heads * self.query_dim
         yield "k_proj", hidden, self.num_kv_heads * self.head_dim
         yield "v_proj", hidden, self.num_kv_heads * self.head_dim
         yield "o_proj", heads, hidden
 
-    @property
-    def first_linears(self) -> tuple[str, ...]:
-        """The attention linears that read the hidden state, which are multiplied as one."""
-        return FUSED if self.latent is None else self.latent.first()
+    def first_linears(self, layer: int) -> tuple[tuple[str, ...], ...]:
+        """Return the linears that read a layer's hidden state, in groups that are multiplied as one."""
+        if (recurrent := self.recurrent_of(layer)) is not None:
+            return recurrent.first()
+        return (FUSED if self.latent is None else self.latent.first(),)
 
     @property
     def query_dim(self) -> int:
-        """Width of a query head as its linear computes it."""
-        return self.head_dim if self.latent is None else self.latent.query_dim
+        """Width of a query head, and of its gate, as its linear computes them."""
+        own = self.head_dim * (2 if self.has_output_gate else 1)
+        return own if self.latent is None else self.latent.query_dim
 
     @property
     def value_dim(self) -> int:
@@ -426,6 +580,11 @@ class DecoderConfig:
         return _joined(f"{prefix}{mixture.block}.{mixture.shared_block}.", MLP_ROLES)
 
     @property
+    def num_recurrent(self) -> int:
+        """Number of layers that have a recurrent state."""
+        return sum(each.mixer == "recurrent" for each in self.layers)
+
+    @property
     def num_mixtures(self) -> int:
         """Number of layers that have a mixture of experts."""
         return sum(each.mlp == "experts" for each in self.layers)
@@ -452,7 +611,8 @@ class DecoderConfig:
     @property
     def kv_head_bytes(self) -> int:
         """Bytes that a layer keeps of one key-value head of a token."""
-        return replace(self, num_kv_heads=1).layer_cache(0).token_bytes
+        one = replace(self, num_kv_heads=1)
+        return max((one.layer_cache(layer).token_bytes for layer in range(self.num_layers)), default=0)
 
     @property
     def growing_kv_bytes_per_token(self) -> int:
@@ -508,6 +668,9 @@ class DecoderConfig:
         for name, inputs, outputs in self.linears():
             if not name.endswith(UP):
                 total += outputs * (self._row_bytes(self.form(name), inputs) - inputs * self.dtype_bytes)
+        if self.recurrent is not None:
+            wide = self.num_recurrent * self.recurrent.num_wide
+            total += wide * (DTYPE_BYTES["float32"] - self.dtype_bytes)
         names = [f"model.layers.{layer}.self_attn" for layer in range(self.num_layers)]
         scaled = sum(map(self.has_cache_scales, names))
         return total + scaled * 2 * self.num_kv_heads * self.head_dim * SCALE_BYTES
@@ -524,16 +687,18 @@ class DecoderConfig:
     @property
     def num_parameters(self) -> int:
         """Number of weights of the whole decoder, each tied one counted once."""
-        attention_dim, kv_dim = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        query_dim, kv_dim = self.num_heads * self.query_dim, self.num_kv_heads * self.head_dim
         mixers = sum(
             inputs * outputs
             for layer in range(self.num_layers)
-            for _, inputs, outputs in self.attention_linears(layer)
+            for _, inputs, outputs in self.mixer_linears(layer)
         )
+        attention = 0 if self.latent is None else self.latent.norm_width
+        attention += self.attention_bias * (query_dim + 2 * kv_dim) + self.output_bias * self.hidden_size
+        attention += sum(self.qk_norm_widths) + self.has_sinks * self.num_heads
+        mixers += (self.num_layers - self.num_recurrent) * attention
+        mixers += 0 if self.recurrent is None else self.num_recurrent * self.recurrent.vector_size
         layer = sum(map(bool, self.norms)) * self.hidden_size
-        layer += 0 if self.latent is None else self.latent.norm_width
-        layer += self.attention_bias * (attention_dim + 2 * kv_dim) + self.output_bias * self.hidden_size
-        layer += sum(self.qk_norm_widths) + self.has_sinks * self.num_heads
         mlp = 3 * self.hidden_size * self.intermediate_size
         mlp += self.mlp_bias * (2 * self.intermediate_size + self.hidden_size)
         mlps = (self.num_layers - self.num_mixtures) * mlp + self._router_parameters
@@ -590,7 +755,7 @@ def bytes_of_adapters(config: DecoderConfig, most: int, rank: int) -> int:
     """Return the bytes of the adapters' places of a decoder, or of a rank's part of one."""
     numbers = 0
     for layer in range(config.num_layers):
-        sizes = [(inputs, outputs) for _, inputs, outputs in config.attention_linears(layer)]
+        sizes = [(inputs, outputs) for _, inputs, outputs in config.mixer_linears(layer)]
         if config.mixture_of(layer) is None:
             hidden, inner = config.hidden_size, config.intermediate_size
             sizes += [(hidden, inner), (hidden, inner), (inner, hidden)]
@@ -604,9 +769,9 @@ def check_fused(config: DecoderConfig) -> None:
         return
     for layer in range(config.num_layers):
         prefix = f"model.layers.{layer}."
-        shared = config.shared_names(layer)
+        shared, block = config.shared_names(layer), config.mixer_name(layer)
         joined = [
-            tuple(f"{prefix}self_attn.{name}" for name in config.first_linears),
+            *(tuple(f"{prefix}{block}.{name}" for name in names) for names in config.first_linears(layer)),
             *(each[:2] for each in [*config.mlp_names(layer), *([shared] if shared else [])]),
         ]
         for names in joined:

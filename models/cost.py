@@ -15,10 +15,13 @@ from typing import Literal
 
 from continuous_batching.step_time import UNKNOWN, Coefficients, StepCosts
 from devices.rates import DeviceRates
-from models.config import ROUTER_BYTES, DecoderConfig
+from models.config import ROUTER_BYTES, DecoderConfig, Mixer
 
 # Operators of a layer if fused: norms, products, rotary, write, attention, gate, residuals
 OPERATORS = 10
+# Operators of a layer with a recurrent state: norms, products, convolution, decays and betas, lengths of
+# queries and keys, the rule, its norm and gate, the MLP's gate, residuals
+RECURRENT_OPERATORS = 17
 # Further operators of a layer with experts: the router, its choice, and the shared expert
 MIXTURE_OPERATORS = 10
 REDUCTIONS = 2  # sums over devices that share a layer
@@ -96,7 +99,8 @@ class Counts:
         """Operators that a step launches, where it is no captured graph."""
         of_layer = OPERATORS + (REDUCTIONS if self.tensor > 1 else 0)
         experts = round(self.share * self.config.num_mixtures) * MIXTURE_OPERATORS
-        return self.held.num_layers * of_layer + ENDS + experts
+        states = round(self.share * self.config.num_recurrent) * (RECURRENT_OPERATORS - OPERATORS)
+        return self.held.num_layers * of_layer + ENDS + experts + states
 
     def hidden_bytes(self, num_tokens: float) -> float:
         """Return the bytes of the hidden states of tokens at one place of a layer."""
@@ -114,8 +118,9 @@ class Counts:
         if config.kept_form is not None:  # weights are dequantised as they are multiplied
             stored = config.dtype, config.kept_form.weight_bytes(config.dtype_bytes)
         num_mixtures = config.num_mixtures
-        for each in attention_products(config):
-            yield self._cut(share * config.num_layers, num_tokens, each, *stored)
+        for count, products in mixer_products(config):
+            for each in products:
+                yield self._cut(share * count, num_tokens, each, *stored)
         for each in mlp_products(config.hidden_size, config.intermediate_size):
             yield self._cut(share * (config.num_layers - num_mixtures), num_tokens, each, *stored)
         if num_mixtures:
@@ -163,25 +168,39 @@ class Counts:
         config = self.config
         heads = -(-config.num_heads // self.tensor)
         kv_heads = -(-config.num_kv_heads // self.tensor)
-        moved = kv_heads * config.kv_head_bytes * (context + config.num_layers * num_tokens)
+        moved = kv_heads * config.kv_head_bytes * (context + len(config.attention_windows) * num_tokens)
         return heads * attention_operations(config, context, pairs), moved
 
+    def state_bytes(self, num_spans: float) -> float:
+        """Return the bytes of recurrent states that so many spans move: each is read and written."""
+        return 2 * num_spans * self.share * self.config.state_bytes / self.tensor
 
-def attention_products(config: DecoderConfig) -> tuple[LayerProduct, ...]:
+
+def mixer_products(config: DecoderConfig) -> Iterator[tuple[int, tuple[LayerProduct, ...]]]:
+    """Yield for each kind of mixer how many layers have it, and its products."""
+    layers: dict[Mixer, list[int]] = {}
+    for layer, spec in enumerate(config.layers):
+        layers.setdefault(spec.mixer, []).append(layer)
+    for found in layers.values():
+        yield len(found), attention_products(config, found[0])
+
+
+def attention_products(config: DecoderConfig, layer: int) -> tuple[LayerProduct, ...]:
     """Return the products of a layer's attention.
 
     Products that read the hidden state are joined into one, except those that every device computes whole.
     """
-    if config.latent is None:
-        heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    mixer, hidden = config.layers[layer].mixer, config.hidden_size
+    if mixer == "attention":
+        heads, kv_heads = config.num_heads * config.query_dim, config.num_kv_heads * config.head_dim
         return (
-            LayerProduct(config.hidden_size, heads + 2 * kv_heads, "outputs"),
-            LayerProduct(heads, config.hidden_size, "inputs"),
+            LayerProduct(hidden, heads + 2 * kv_heads, "outputs"),
+            LayerProduct(config.num_heads * config.head_dim, hidden, "inputs"),
         )
-    whole = ("q_a_proj", "kv_a_proj_with_mqa")
+    whole, last = ("q_a_proj", "kv_a_proj_with_mqa", "f_a_proj", "g_a_proj"), ("o_proj", "out_proj")
     return tuple(
-        LayerProduct(inputs, outputs, None if name in whole else "inputs" if name == "o_proj" else "outputs")
-        for name, inputs, outputs in config.attention_linears(0)
+        LayerProduct(inputs, outputs, None if name in whole else "inputs" if name in last else "outputs")
+        for name, inputs, outputs in config.mixer_linears(layer)
     )
 
 
@@ -218,7 +237,7 @@ def step_costs(
     needed = {config.dtype, *(each.dtype for each in counts.products(1, 1))}
     if not needed <= set(device.tflop_per_s):
         return UNKNOWN
-    growing = counts.share * sum(window is None for window in config.windows)
+    growing = counts.share * sum(window is None for window in config.attention_windows)
     read_bytes = growing * -(-config.num_kv_heads // counts.tensor) * config.kv_head_bytes
     operations = growing * -(-config.num_heads // counts.tensor) * attention_operations(config, 1, 1)
     few, many = 1, max(2, most_decodes)
@@ -243,12 +262,16 @@ def step_costs(
 
 
 def _step_s(counts: Counts, device: DeviceRates, num_tokens: int, num_sampled: int, graphs: int) -> float:
-    """Return the seconds of a step without attention: products, activations, sums over devices, launches."""
+    """Return the seconds of a step without attention: products, activations, sums over devices, launches.
+
+    Each span is taken to yield one token, and moves its recurrent states.
+    """
     busy_s = sum(
         each.times * device.operator_s(each.operations, each.dtype, each.num_bytes)
         for each in counts.products(num_tokens, num_sampled)
     )
-    busy_s += counts.activation_bytes(num_tokens) / device.bytes_per_s
+    moved = counts.activation_bytes(num_tokens) + counts.state_bytes(num_sampled)
+    busy_s += moved / device.bytes_per_s
     sum_s = device.all_reduce_s(counts.hidden_bytes(num_tokens), counts.tensor)
     busy_s += REDUCTIONS * counts.held.num_layers * sum_s + counts.num_operators * device.kernel_us * 1e-6
     host_s = 1e-6 * (device.host_us + device.row_us * num_sampled)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attention.latent import LatentAttention
+from attention.recurrent import Recurrence
 from attention.reference import Attention
 from models.config import FUSED, LAST_NORM, DecoderConfig
 from models.layers.dtypes import TORCH_DTYPES
@@ -24,6 +25,7 @@ from models.layers.logit_parts import LogitParts
 from models.layers.low_rank import AdapterRooms
 from models.layers.mixture import Mixture
 from models.layers.mlp import MLP
+from models.layers.recurrent import GatedDelta, KimiDelta, RecurrentMixer
 from models.layers.rope import Rope, head_order, is_scaled
 from models.ops.operands import Int8Rows
 from models.ops.reference import Ops
@@ -53,9 +55,12 @@ class SelfAttention(nn.Module):
         self.ops, self.attention = ops, attention
         ops.scales_angles |= is_scaled(config.rope, config.window_rope)
         dtype, device = TORCH_DTYPES[config.dtype], attention.device
-        widths = tuple(
+        widths: tuple[int, ...] = tuple(
             count * config.head_dim for count in (config.num_heads, config.num_kv_heads, config.num_kv_heads)
         )
+        kv_width, self.has_gate = widths[1], config.has_output_gate
+        if self.has_gate:  # as wide as the queries, and behind them
+            widths = widths[0], *widths
         hidden, heads = config.hidden_size, config.num_heads * config.head_dim
         form = [config.form(f"{name}self_attn.{each}") for each in ("q_proj", "o_proj")]
         self.qkv = SplitLinear(
@@ -72,11 +77,16 @@ class SelfAttention(nn.Module):
             self.sinks = attention.sinks[layer] = parameter(config.num_heads, dtype=dtype, device=device)
 
         self.key_scale, self.value_scale = (
-            parameter(widths[1], dtype=torch.float32, device=device)
+            parameter(kv_width, dtype=torch.float32, device=device)
             if config.has_cache_scales(f"{name}self_attn")
             else None
             for _ in range(2)
         )
+
+    @property
+    def reader(self) -> Linear:
+        """The linear that alone reads the hidden state."""
+        return self.qkv
 
     def norms(self) -> dict[str, nn.Parameter | None]:
         """Return its norms by their checkpoint names."""
@@ -87,7 +97,17 @@ class SelfAttention(nn.Module):
         return [(FUSED, self.qkv), (("o_proj",), self.output)]
 
     def order(self, name: str) -> Tensor | None:
-        """Return the order in which rows of a checkpoint's linear or norm are held; None for its own."""
+        """Return the order in which rows of a checkpoint's linear or norm are held; None for its own.
+
+        The gate of each head lies behind its query there, and here behind the queries of all heads.
+        """
+        if name == "q_proj" and self.has_gate:
+            plain = torch.arange(self.head_dim)
+            heads = [2 * head * self.head_dim for head in range(self.num_heads)]
+            query = plain if self.head_order is None else self.head_order
+            return torch.cat(
+                [*(first + query for first in heads), *(first + self.head_dim + plain for first in heads)]
+            )
         if self.head_order is None or name not in ("q_proj", "k_proj", *self.norm_names):
             return None
         num_heads = self.num_heads if name in ("q_proj", self.norm_names[0]) else self.num_kv_heads
@@ -97,12 +117,14 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor | Int8Rows, cos: Tensor, sin: Tensor, step: StepInputs) -> Tensor:
         """Map [T, hidden] to [T, hidden], after writing the step's keys and values to the cache."""
-        query = self.write(x, cos, sin, step)
+        query, gate = self.write(x, cos, sin, step)
         self.ops.prefetch(self.output.packed, query)
         keys, values = step.cache.of(self.layer)
         attended = self.attention.attend(query, keys, values, step.metadata_of(self.group), self.layer)
         if self.value_scale is not None:
             attended = self._by_channel(attended, self.value_scale)
+        if gate is not None:
+            attended = attended * gate.sigmoid().view_as(attended)
         self.ops.await_prefetch()
         mixed: Tensor = self.output(attended.flatten(1))
         return mixed
@@ -114,12 +136,13 @@ class SelfAttention(nn.Module):
         sin: Tensor,
         step: StepInputs,
         is_absent: Tensor | None = None,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor | None]:
         """Write the step's keys and values to the cache, zeros for absent tokens [T].
 
-        Returns its queries [T, H, D].
+        Returns its queries [T, H, D], and what opens the gates of the output [T, H * D], if there are any.
         """
-        query, key, value = self.qkv(x)
+        query, *gates, key, value = self.qkv(x)
+        gate = gates[0] if gates else None
         if self.norm_kind == "joined":
             query, key = self._normed_together(query, key)
         query, key, value = (each.unflatten(-1, (-1, self.head_dim)) for each in (query, key, value))
@@ -138,12 +161,12 @@ class SelfAttention(nn.Module):
         keys, values = step.cache.of(self.layer)
         if self.key_scale is None or self.value_scale is None:
             self.attention.write(key, value, keys, values, step.metadata_of(self.group))
-            return query
+            return query, gate
         heads = self.num_kv_heads, self.head_dim
         key = key.float() / self.key_scale.view(heads)
         value = value.float() / self.value_scale.view(heads)
         self.attention.write_units(key, value, keys, values, step.metadata_of(self.group))
-        return self._by_channel(query, self.key_scale)
+        return self._by_channel(query, self.key_scale), gate
 
     def _by_channel(self, x: Tensor, scale: Tensor) -> Tensor:
         """Multiply query heads [T, H, D] with scales [K * D] of the key-value heads that they read."""
@@ -192,6 +215,7 @@ class DecoderLayer(nn.Module):
         attention: Attention,
         group: Group,
         sharing: int,
+        recurrence: Recurrence,
     ) -> None:
         super().__init__()
         self.ops, self.eps = ops, config.rms_eps
@@ -203,8 +227,11 @@ class DecoderLayer(nn.Module):
         names = (*config.norms, "", "")
         self.input_norm, self.mlp_norm = norm(names[0]), norm(names[1])
         self.attention_post_norm, self.mlp_post_norm = norm(names[2]), norm(names[3])
-        self.attention: SelfAttention | LatentSelfAttention
-        if config.layers[layer].mixer == "latent":
+        self.attention: SelfAttention | LatentSelfAttention | RecurrentMixer
+        if (recurrent := config.recurrent_of(layer)) is not None:
+            kind = GatedDelta if recurrent.kind == "gated" else KimiDelta
+            self.attention = kind(config, layer, name, ops, recurrence, group)
+        elif config.layers[layer].mixer == "latent":
             assert isinstance(attention, LatentAttention), "the device's operators are those of the model"
             self.attention = LatentSelfAttention(config, layer, name, ops, attention, group)
         else:
@@ -231,7 +258,7 @@ class DecoderLayer(nn.Module):
             normed, residual = self.normed_input(x), x
         else:
             weights = self.input_norm, self.input_norm_bias
-            normed, residual = self._add_norm(x, residual, *weights, self.attention.qkv)
+            normed, residual = self._add_norm(x, residual, *weights, self.attention.reader)
         x = self.attention(normed, cos, sin, step)
         if self.attention_post_norm is not None:
             x = self.ops.rms_norm(x, self.attention_post_norm, self.eps)
@@ -289,6 +316,7 @@ class Decoder(nn.Module):
         group: Group = ALONE,
         share: Share | None = None,
         stages: StageLinks = NO_LINKS,
+        recurrence: Recurrence | None = None,
     ) -> None:
         super().__init__()
         self.group, self.stages = group, stages
@@ -302,13 +330,16 @@ class Decoder(nn.Module):
         hidden, vocab = config.hidden_size, self.part.vocab_size
         dtype, device = TORCH_DTYPES[config.dtype], attention.device
         self.ops, self.attention = ops, attention
+        self.recurrence = recurrence or Recurrence(device)
         sharing = self.share.of_an_expert[1]
         self.counts_experts = False  # whether experts count their tokens, see models/step/expert_counts.py
         self.adapters: AdapterRooms | None = None  # places for adapters, see models/step/adapters.py
         num_embedded = vocab if self.share.holds_embedding(config) else 0
         self.embedding = parameter(num_embedded, hidden, dtype=dtype, device=device)
         self.layers = nn.ModuleList(
-            DecoderLayer(self.part, layer, f"model.layers.{number}.", ops, attention, group, sharing)
+            DecoderLayer(
+                self.part, layer, f"model.layers.{number}.", ops, attention, group, sharing, self.recurrence
+            )
             for layer, number in enumerate(self.share.layers(config))
         )
         self.norm = parameter(hidden, dtype=dtype, device=device)
@@ -439,9 +470,9 @@ class Decoder(nn.Module):
 def pack(whole: nn.Module) -> None:
     """Pack all linears: mixtures first, since they may join the linears of their experts.
 
-    Latent attention comes last, because it may join its own linears once they are packed.
+    Attention over latents or by a state comes last: the first may join its own linears once they are packed.
     """
-    for kinds in ((Mixture,), (Linear, UpProjection), (LatentSelfAttention,)):
+    for kinds in ((Mixture,), (Linear, UpProjection), (LatentSelfAttention, RecurrentMixer)):
         for module in [each for each in whole.modules() if isinstance(each, kinds)]:
             module.pack()
 

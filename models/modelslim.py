@@ -293,11 +293,12 @@ def _norm_biases(said: Mapping[str, Any], config: DecoderConfig) -> Iterator[str
 def _check_joined(config: DecoderConfig, types: Mapping[str, str]) -> None:
     """Raise ValueError if linears that are multiplied as one are held in different forms."""
     for layer in range(config.num_layers):
-        first = [f"model.layers.{layer}.self_attn.{name}" for name in config.first_linears]
+        block = f"model.layers.{layer}.{config.mixer_name(layer)}"
+        first = [[f"{block}.{name}" for name in names] for names in config.first_linears(layer)]
         shared, experts = config.shared_names(layer), config.mlp_names(layer)
         pairs = [names[:2] for names in (*experts, *([shared] if shared else []))]
         downs = [names[2] for names in experts]
-        for names in (first, *pairs, [pair[0] for pair in pairs[: len(experts)]], downs):
+        for names in (*first, *pairs, [pair[0] for pair in pairs[: len(experts)]], downs):
             if len({config.form(name) for name in names}) > 1:
                 said = ", ".join(f"{name} {types[name]}" for name in names[:3])
                 raise ValueError(f"{said}: of linears that are multiplied as one, all must have one type")

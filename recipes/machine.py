@@ -25,6 +25,7 @@ from devices.host_memory import host_memory_bytes
 from devices.shapes import AttentionShape
 from devices.torch_npu_calls import ALL
 from devices.torch_npu_releases import releases
+from models.ops.cpu.products import Products, products
 from models.ops.reference import Ops
 from models.parallel.group import Group
 from models.step.runner import ModelRunner
@@ -90,7 +91,7 @@ class Cpu(Machine):
         super().__init__(asked)
         self.threads = Threads(asked.threads, barriers(), Way.of(learned) if learned else None)
         self._compile_limit_s = LIMIT_S
-        self._others_compile = True
+        self._others_compile = self._others_have_products = True
 
     @property
     def name(self) -> str:
@@ -107,6 +108,8 @@ class Cpu(Machine):
         """
         if group.size > 1:
             self._others_compile = bool(group.least(int(self._compiles()[0]), self.device))
+            has_products = isinstance(self._products(), Products)
+            self._others_have_products = bool(group.least(int(has_products), self.device))
             self._compile_limit_s = math.inf
 
     def operators(self, shape: AttentionShape) -> tuple[Ops, Attention]:
@@ -120,7 +123,10 @@ class Cpu(Machine):
         kept = f"; results are kept in {folder}" if folder else ""
         log.info("compile: %s, %s%s", "yes" if compiles else "no", why, kept)
         limit = CompileLimit(self._compile_limit_s) if self.asked.compile == "auto" else None
-        ops = CpuOps(compile=compiles, limit=limit)
+        found = self._products()
+        if isinstance(found, str):
+            log.info("products: oneDNN's, since %s", found)
+        ops = CpuOps(compile=compiles, limit=limit, products=None if isinstance(found, str) else found)
         if shape.latent is not None:
             return ops, LatentAttention(shape)
         plain = self.asked.attention == "reference"
@@ -141,6 +147,17 @@ class Cpu(Machine):
 
     def memory_bytes(self) -> int:
         return host_memory_bytes()
+
+    def _products(self) -> Products | str:
+        """Return the products that are compiled for this machine, or why oneDNN's are used."""
+        if self.asked.compile is False:
+            return "device.compile is false"
+        if self.asked.attention == "reference":
+            return "device.attention is reference, the plain torch"
+        found = products() if self._others_have_products else "another rank has no others"
+        if isinstance(found, str) and self.asked.compile is True:
+            raise RecipeError("device.compile", found, "install g++, or set it to auto", value=True)
+        return found
 
     def _compiles(self) -> tuple[bool, str]:
         """Return whether functions are compiled, and why."""

@@ -62,7 +62,7 @@ class Roofline:
 
     def __post_init__(self) -> None:
         self._counts = Counts(self.config, self.tensor, self.stage)
-        self._windows = list(Counter(self.config.windows).items())
+        self._windows = list(Counter(self.config.attention_windows).items())
 
     def step_s(self, batch: Batch, slots: SlotPool) -> float:
         """Return the seconds of the whole step, including the pages that are copied before it."""
@@ -130,7 +130,8 @@ class Roofline:
             products_s=sum(
                 each.times * self._product_s(each) for each in counts.products(num_tokens, num_sampled)
             ),
-            activations_s=counts.activation_bytes(num_tokens) / device.bytes_per_s,
+            activations_s=(counts.activation_bytes(num_tokens) + counts.state_bytes(num_sampled))
+            / device.bytes_per_s,
             all_reduce_s=REDUCTIONS * num_layers * device.all_reduce_s(hidden_bytes, self.tensor),
             kernels_s=operators * device.kernel_us * 1e-6,
             is_graph=is_graph,

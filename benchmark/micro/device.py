@@ -99,7 +99,7 @@ def read_bytes(config: DecoderConfig, load: StepLoad) -> int:
 
 def cached_bytes(config: DecoderConfig, load: StepLoad) -> int:
     """Return the bytes of keys and values that the spans of a step see, over all layers."""
-    seen = sum(min(stop, window or stop) for window in config.windows for stop in load.stops)
+    seen = sum(min(stop, window or stop) for window in config.attention_windows for stop in load.stops)
     return config.num_kv_heads * config.kv_head_bytes * seen
 
 
@@ -108,12 +108,12 @@ def operations(config: DecoderConfig, load: StepLoad) -> int:
     table = config.vocab_size * config.hidden_size
     linears = config.num_active_parameters - table * (1 if config.tie_embeddings else 2)
     pairs = 0
-    for window in config.windows:
+    for window in config.attention_windows:
         for length, stop in zip(load.lens, load.stops):
             positions = np.arange(stop - length + 1, stop + 1)
             pairs += int(positions.sum() if window is None else np.minimum(positions, window).sum())
     spans = len(load.stops)
-    context = sum(load.stops) * len(config.windows)
+    context = sum(load.stops) * len(config.attention_windows)
     scores = config.num_heads * attention_operations(config, context, pairs)
     return 2 * (linears * sum(load.lens) + table * spans) + int(scores)
 

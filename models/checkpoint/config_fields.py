@@ -28,6 +28,7 @@ ROPE = frozenset({
     *("high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"),
     *("truncate", "short_factor", "long_factor", "partial_rotary_factor"),
     *("alpha", "llama_4_scaling_beta", "max_position_embeddings"),
+    *("mrope_section", "mrope_interleaved"),  # a token of an image has three positions, one of a text one
 })  # fmt: skip
 _REASONS = {
     "it matters in training alone": (

@@ -9,7 +9,7 @@ keys that say so; what no family computes here, such as attention to later posit
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,10 +23,13 @@ from models.config import (
     DecoderConfig,
     LatentConfig,
     LayerSpec,
+    Mixer,
     MixtureConfig,
     QkNorm,
+    RecurrentConfig,
     RopeConfig,
     check_fused,
+    layer_specs,
 )
 from models.packing import packing
 from models.quantization import block_scales, quantization
@@ -53,6 +56,14 @@ MOST = {
     "qk_nope_head_dim": 2**14,
     "qk_rope_head_dim": 2**14,
     "v_head_dim": 2**14,
+    "linear_num_key_heads": 2**14,
+    "linear_num_value_heads": 2**14,
+    "linear_key_head_dim": 2**14,
+    "linear_value_head_dim": 2**14,
+    "linear_num_heads": 2**14,
+    "linear_head_dim": 2**14,
+    "linear_conv_kernel_dim": 2**10,
+    "full_attention_interval": 2**12,
     "n_routed_experts": 2**10,
     "n_shared_experts": 2**10,
     "n_group": 2**10,
@@ -447,7 +458,43 @@ def latent_config(hf: Mapping[str, Any]) -> LatentConfig:
     )
 
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+def gated_shared_experts(
+    hf: Mapping[str, Any], *, normalizes: bool, may_be_stacked: bool = False
+) -> MixtureConfig:
+    """Return experts as Qwen's files describe them, with a shared one that a gate weighs."""
+    num_experts, num_chosen = integer(hf, "num_experts"), integer(hf, "num_experts_per_tok")
+    if num_chosen > num_experts:
+        raise refused("num_experts_per_tok", num_chosen, f"there are {num_experts} experts")
+    return MixtureConfig(
+        num_experts,
+        num_chosen,
+        inner_size=integer(hf, "moe_intermediate_size"),
+        normalizes=normalizes,
+        shared_size=integer(hf, "shared_expert_intermediate_size"),
+        shared_block="shared_expert",
+        has_shared_gate=True,
+        may_be_stacked=may_be_stacked,
+    )
+
+
+def gated_delta(hf: Mapping[str, Any], *, is_interleaved: bool = False) -> RecurrentConfig:
+    """Return the gated delta rule as Qwen's files describe it."""
+    num_keys, num_values = integer(hf, "linear_num_key_heads"), integer(hf, "linear_num_value_heads")
+    if num_values % num_keys:
+        fix = f"it must be a multiple of linear_num_key_heads ({num_keys})"
+        raise refused("linear_num_value_heads", num_values, fix)
+    return RecurrentConfig(
+        "gated",
+        num_keys,
+        num_values,
+        integer(hf, "linear_key_head_dim"),
+        integer(hf, "linear_value_head_dim"),
+        integer(hf, "linear_conv_kernel_dim"),
+        is_interleaved,
+    )
+
+
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 _CAUSAL = (
     "such a model, made for embeddings, attends to both sides, and this engine computes causal attention:"
     " use a causal checkpoint, or an engine for bidirectional models"
@@ -481,8 +528,37 @@ def windows_of_types(hf: Mapping[str, Any], window: int | None, fix: str) -> Win
     return tuple(window if kind == SLIDING else None for kind in types)
 
 
-def check_attended(hf: Mapping[str, Any], windows: Windows, max_positions: int) -> None:
-    """Raise ValueError where config.json asks for other attention than causal attention over `windows`.
+def recurrent_layers(hf: Mapping[str, Any]) -> tuple[bool, ...]:
+    """Return which layers have a recurrent state: those that `layer_types` calls linear.
+
+    By default it is all but each `full_attention_interval`-th.
+    """
+    types, num_layers = hf.get("layer_types"), integer(hf, "num_hidden_layers")
+    if types is None:
+        interval = integer(hf, "full_attention_interval", 4)
+        return tuple((layer + 1) % interval != 0 for layer in range(num_layers))
+    known = (FULL, LINEAR)
+    if not isinstance(types, list) or len(types) != num_layers or any(kind not in known for kind in types):
+        raise refused("layer_types", types, f"one of {' or '.join(known)} for each of {num_layers} layers")
+    return tuple(kind == LINEAR for kind in types)
+
+
+def hybrid_layers(
+    has_state: Sequence[bool], has_experts: bool | Sequence[bool], otherwise: Mixer = "attention"
+) -> tuple[LayerSpec, ...]:
+    """Return layers of which some have a recurrent state, and the others the mixer `otherwise`."""
+    plain = layer_specs((None,) * len(has_state), has_experts, otherwise)
+    return tuple(replace(each, mixer="recurrent") if has else each for each, has in zip(plain, has_state))
+
+
+def _layer_type(layer: LayerSpec) -> str:
+    if layer.mixer == "recurrent":
+        return LINEAR
+    return FULL if layer.window is None else SLIDING
+
+
+def check_attended(hf: Mapping[str, Any], layers: Sequence[LayerSpec], max_positions: int) -> None:
+    """Raise ValueError where config.json asks for other attention than the causal attention of these layers.
 
     transformers reads `is_causal` for every family, and takes null and 0 for false. A family whose windows do
     not follow `layer_types` ignores it there, or at times applies it to the cache alone; a list that agrees
@@ -496,7 +572,8 @@ def check_attended(hf: Mapping[str, Any], windows: Windows, max_positions: int) 
         raise refused(
             "per_layer_config", hf["per_layer_config"], "all layers have one configuration: remove it"
         )
-    types, computed = hf.get("layer_types"), [FULL if window is None else SLIDING for window in windows]
+    types, computed = hf.get("layer_types"), [_layer_type(layer) for layer in layers]
+    windows = [layer.window for layer in layers]
     if types is not None and types != computed:
         fix = f"this family's layers are {abbreviate(computed)} by its other keys: remove it"
         raise refused("layer_types", types, fix)

@@ -40,6 +40,8 @@ def check_groups(config: DecoderConfig, tensors: int, experts: int = 1) -> None:
         return
     size, mixture = config.kept_form.group_size or IN_A_WORD, config.mixture
     cut = [("o_proj", config.num_heads * config.head_dim, tensors)]
+    if config.recurrent is not None:
+        cut.append((config.recurrent.output, config.recurrent.widths[2], tensors))
     if config.num_mixtures < config.num_layers:
         cut.append(("down_proj", config.intermediate_size, tensors))
     if mixture is not None:

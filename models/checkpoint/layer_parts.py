@@ -11,6 +11,7 @@ from models.decoder import DecoderLayer, SelfAttention
 from models.layers.latent import LatentSelfAttention, UpProjection
 from models.layers.linear import Linear
 from models.layers.mixture import Mixture
+from models.layers.recurrent import RecurrentMixer
 from models.modelslim import CACHE_ENDS
 
 SINKS = "sinks"  # attention sinks, one number for each query head
@@ -22,6 +23,8 @@ class LayerParts:
 
     # Held whole by every rank, except sinks and a cache's scales, which are cut by heads
     whole: dict[str, Tensor | None]
+    # Vectors of recurrent layers, cut as `Share` says, with the shape that a checkpoint has of each
+    vectors: dict[str, tuple[Tensor, tuple[int, ...]]]
     # Linears of a checkpoint that a linear joins
     joined: list[tuple[str, tuple[str, ...], Linear | UpProjection]]
     orders: dict[str, Tensor | None]  # orders of rows, as in `Place.order`
@@ -30,18 +33,24 @@ class LayerParts:
     def of(layer: DecoderLayer, prefix: str, config: DecoderConfig, number: int = 0) -> LayerParts:
         """List the parts of layer `number` of the config, whose checkpoint names begin with `prefix`."""
         attention, mlp = layer.attention, layer.mlp
-        parts = LayerParts({}, [], {})
+        parts = LayerParts({}, {}, [], {})
         whole, joined, orders = parts.whole, parts.joined, parts.orders
         norms = (layer.input_norm, layer.mlp_norm, layer.attention_post_norm, layer.mlp_post_norm)
         whole |= {f"{prefix}{name}.weight": norm for name, norm in zip(config.norms, norms) if name}
         biases = layer.input_norm_bias, layer.mlp_norm_bias
         whole |= {f"{prefix}{name}.bias": bias for name, bias in zip(config.norms, biases) if name}
+        block = f"{prefix}{config.mixer_name(number)}."
         for name, norm in attention.norms().items():
-            whole[f"{prefix}self_attn.{name}.weight"] = norm
-            orders[f"{prefix}self_attn.{name}"] = attention.order(name)
+            whole[f"{block}{name}.weight"] = norm
+            orders[f"{block}{name}"] = attention.order(name)
         for roles, linear in attention.joined():
-            joined.append((f"{prefix}self_attn.", roles, linear))
-            orders |= {f"{prefix}self_attn.{name}": attention.order(name) for name in roles}
+            joined.append((block, roles, linear))
+            orders |= {f"{block}{name}": attention.order(name) for name in roles}
+        if isinstance(attention, RecurrentMixer) and (recurrent := config.recurrent_of(number)) is not None:
+            shapes = recurrent.vectors()
+            parts.vectors.update(
+                (f"{block}{name}", (room, shapes[name])) for name, room in attention.vectors().items()
+            )
         if isinstance(attention, LatentSelfAttention):
             whole[f"{prefix}self_attn.{QUERY_NORM}.bias"] = attention.query_norm_bias
         if isinstance(attention, SelfAttention):

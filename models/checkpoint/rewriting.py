@@ -19,8 +19,8 @@ from models.layers.low_rank import LowRank
 from models.ops.reference import Ops
 from models.parallel.group import Group
 
-# Attributes in which modules hold what `pack` has made, beside their parameters
-_PACKED = ("packed", "_joined", "prolog")
+_OF_TORCH = vars(nn.Module()).keys()  # what every module has, such as its parameters
+_STATE = ("counts", "fresh")  # tensors of modules that are no weights: what steps leave behind
 Pair = tuple[Tensor, Tensor]  # a tensor in use, and the one whose numbers it takes
 
 
@@ -76,8 +76,20 @@ def _leaves_of(whole: nn.Module) -> Iterator[tuple[str, Any]]:
             continue
         for own, parameter in module.named_parameters(name, recurse=False):
             yield own, parameter.data
-        for kind in _PACKED:
-            yield from _leaves(f"{name}.{kind}", getattr(module, kind, None))
+        for own, value in vars(module).items():
+            if own not in _OF_TORCH and own not in _STATE and _holds_tensors(value):
+                yield from _leaves(f"{name}.{own}", value)
+
+
+def _holds_tensors(value: Any) -> bool:
+    """Return whether an attribute of a module is a tensor, or a form that `pack` has made of tensors."""
+    if isinstance(value, (Tensor, StaticProducts)):
+        return True
+    if isinstance(value, (list, tuple)):
+        return any(map(_holds_tensors, value))
+    if isinstance(value, dict):
+        return any(map(_holds_tensors, value.values()))
+    return is_dataclass(value) and any(_holds_tensors(getattr(value, each.name)) for each in fields(value))
 
 
 def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:

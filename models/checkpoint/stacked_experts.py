@@ -1,10 +1,12 @@
-"""Read experts that a checkpoint stores in one tensor a layer, as gpt-oss does.
+"""Read experts that a checkpoint stores in one tensor a layer, as gpt-oss and Qwen3.5 do.
 
-`experts.gate_up_proj` [E, in, 2 * inner] has the outputs of gate and up interleaved, `experts.down_proj` is
-[E, inner, out]; biases beside them are [E, outputs]. In MXFP4 (OCP Microscaling Formats 1.0) a weight is two
-tensors of bytes: `_blocks` [E, outputs, G, 16], two numbers of E2M1 in a byte, the low half first, and
-`_scales` [E, outputs, G], an exponent of 2 for each block of 32 inputs. Each expert is converted to the
-model's type by itself, and goes where separately stored linears would go.
+In gpt-oss, `experts.gate_up_proj` [E, in, 2 * inner] has the outputs of gate and up interleaved, and
+`experts.down_proj` is [E, inner, out]; biases beside them are [E, outputs]. In MXFP4 (OCP Microscaling
+Formats 1.0) a weight is two tensors of bytes: `_blocks` [E, outputs, G, 16], two numbers of E2M1 in a byte,
+the low half first, and `_scales` [E, outputs, G], an exponent of 2 for each block of 32 inputs. In Qwen3.5,
+`experts.gate_up_proj` [E, 2 * inner, in] has all outputs of gate before those of up, and `experts.down_proj`
+is [E, out, inner]. Each expert is converted to the model's type by itself, and goes where separately stored
+linears would go.
 
 Legend: E experts, G blocks of 32 inputs.
 """
@@ -109,7 +111,45 @@ class PackedStack:
             self.stack.take_expert(file, name, number, numbers)
 
 
-AnyPlace = Place | PartPlace | Unused | Stack | PackedStack
+@dataclass(frozen=True, slots=True)
+class PlainStack:
+    """The destination of a tensor [E, outputs, in] of all experts: of gate before up, or of down alone."""
+
+    shape: tuple[int, ...]
+    experts: slice
+    rows: slice  # the outputs that this rank reads, of gate and up alike
+    columns: slice
+    places: dict[int, list[Place]]  # destinations of the experts on this rank
+    stored: tuple[str, ...] = FLOATS
+    ranges: tuple[slice, ...] = ()
+
+    @property
+    def slices(self) -> Slices:
+        """The experts that this rank reads."""
+        return (self.experts,)
+
+    def part(self, whole: Any) -> Tensor:
+        """See Place.part."""
+        size = self.shape[1] // self._num_joined
+        if self.rows == slice(0, size):
+            found: Tensor = whole[self.experts, slice(None), self.columns]
+            return found
+        firsts = range(0, self.shape[1], size)
+        rows = [slice(first + self.rows.start, first + self.rows.stop) for first in firsts]
+        return torch.cat([whole[self.experts, each, self.columns] for each in rows], 1)
+
+    def take(self, file: Path, name: str, tensor: Tensor) -> None:
+        """See Place.take."""
+        for number, expert in enumerate(tensor, self.experts.start):
+            for place, rows in zip(self.places.get(number, []), expert.chunk(self._num_joined)):
+                place.take(file, name, rows)
+
+    @property
+    def _num_joined(self) -> int:
+        return len(next(iter(self.places.values())))
+
+
+AnyPlace = Place | PartPlace | Unused | Stack | PackedStack | PlainStack
 Places = Mapping[str, AnyPlace]
 
 
@@ -124,14 +164,23 @@ def in_stacks(places: Mapping[str, Place | PartPlace | Unused], config: DecoderC
     """Return the destinations of a checkpoint's tensors, if it stacks the experts of a layer."""
     more: dict[str, AnyPlace] = dict(places)
     mixture = config.mixture
-    if mixture is None or not mixture.is_stacked:
+    if mixture is None or not (mixture.is_stacked or mixture.may_be_stacked):
         return more
-    is_packed = any(name.endswith(BLOCKS) for name in tensor_names(path))
+    stored = tensor_names(path)
+    is_packed = any(name.endswith(BLOCKS) for name in stored)
     for layer in range(config.num_layers):
         experts = dict(enumerate(config.mlp_names(layer)))
         held = {number: names for number, names in experts.items() if f"{names[0]}.weight" in places}
         for end, roles in STACKS.items() if held else ():
             name = f"model.layers.{layer}.{mixture.block}.experts.{end}"
+            if not mixture.is_stacked:
+                if name in stored:
+                    found = {
+                        number: [_own(more, f"{names[role]}.weight") for role in roles]
+                        for number, names in held.items()
+                    }
+                    more[name] = _plain(mixture.num_experts, found)
+                continue
             for kind, suffix in (("weight", ""), ("bias", "_bias")):
                 found = {
                     number: [_own(more, f"{names[role]}.{kind}") for role in roles]
@@ -139,6 +188,17 @@ def in_stacks(places: Mapping[str, Place | PartPlace | Unused], config: DecoderC
                 }
                 more |= _stacked(name, suffix, mixture.num_experts, found, is_packed=is_packed)
     return more
+
+
+def _plain(num_experts: int, places: dict[int, list[Place]]) -> PlainStack:
+    """Return the destination of the weights of some linears of all experts, which lie one after the other."""
+    members = next(iter(places.values()))
+    one = members[0]
+    rows, columns = (
+        slice(*cut.indices(size)) for cut, size in zip((*one.slices, slice(None), slice(None)), one.shape)
+    )
+    shape = num_experts, one.shape[0] * len(members), one.shape[1]
+    return PlainStack(shape, slice(min(places), max(places) + 1), rows, columns, places)
 
 
 def _own(places: dict[str, AnyPlace], name: str) -> Place:

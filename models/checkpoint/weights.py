@@ -205,13 +205,14 @@ def places_by_name(decoder: Decoder) -> dict[str, Place]:
         "model.norm.weight": decoder.norm,
         "model.norm.bias": decoder.norm_bias,
     }
-    all_parts = LayerParts(norms, [], {})
+    all_parts = LayerParts(norms, {}, [], {})
     if share.is_last and not config.tie_embeddings:
         all_parts.joined.append(("", ("lm_head",), decoder.head))
     for number, layer in zip(share.layers(config), decoder.layers):
         assert isinstance(layer, DecoderLayer), "a decoder's layers are its own"
         parts = LayerParts.of(layer, f"model.layers.{number}.", config, number)
         all_parts.whole.update(parts.whole)
+        all_parts.vectors.update(parts.vectors)
         all_parts.joined.extend(parts.joined)
         all_parts.orders.update(parts.orders)
     held = {share.whole_name(name, config): outputs for name, _, outputs in decoder.part.linears()}
@@ -242,6 +243,9 @@ def placed(parts: LayerParts, config: DecoderConfig, held: dict[str, int], share
                 places[name] = Place(tensor.data, sizes[linear_name][:1], rows, order, added=added)
             else:
                 places[name] = Place(tensor.data, tuple(tensor.shape), (), order, added=added)
+    for name, (room, shape) in parts.vectors.items():
+        slices, ranges = share.slices(name, config), share.ranges(name, config)
+        places[name] = Place(room, shape, slices, ranges=ranges)
     for prefix, names, linear in parts.joined:
         names = tuple(prefix + name for name in names)
         stored = _stored_as(names, config)
@@ -263,7 +267,10 @@ def placed(parts: LayerParts, config: DecoderConfig, held: dict[str, int], share
                     slices = _of_words(slices)
                 if form == "w4a8" and kind == "weight":
                     slices = of_pairs(name, slices)
-                places[f"{name}.{kind}"] = Place(room, shape, slices, orders.get(name), rounding=rounding)
+                ranges = () if kind in OF_INPUTS else share.ranges(name, config)
+                places[f"{name}.{kind}"] = Place(
+                    room, shape, slices, orders.get(name), ranges, rounding=rounding
+                )
     return places
 
 

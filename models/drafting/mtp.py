@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from attention.recurrent import Recurrence
 from attention.reference import Attention
 from models.checkpoint.layer_parts import LayerParts
 from models.checkpoint.modelslim import in_described
@@ -28,6 +29,7 @@ from models.decoder import Decoder, DecoderLayer, pack, pad_rows
 from models.drafting.config import MtpConfig
 from models.head import FIRST_KEY, FeaturePages, Head
 from models.layers.linear import Linear, parameter
+from models.layers.recurrent import RecurrentMixer
 from models.ops.reference import Ops
 from models.parallel.group import Group
 from models.parallel.share import Share
@@ -49,7 +51,8 @@ class Mtp(Head):
         self.hidden_norm = parameter(hidden, dtype=dtype, device=device)
         form = config.form(config.joining)
         self.joining = Linear(ops, 2 * hidden, hidden, False, dtype, device, form)
-        self.layer = DecoderLayer(self.part, 0, config.prefix, ops, attention, group, share.of_an_expert[1])
+        sharing, recurrence = share.of_an_expert[1], Recurrence(attention.device)
+        self.layer = DecoderLayer(self.part, 0, config.prefix, ops, attention, group, sharing, recurrence)
         self.norm = parameter(hidden, dtype=dtype, device=device)
 
     def pack(self) -> None:
@@ -77,7 +80,9 @@ class Mtp(Head):
         """Write what the layer's attention caches, zeros at a position that has none."""
         x, cos, sin = self._inputs(step, features)
         normed = self.layer.normed_input(x)
-        self.layer.attention.write(normed, cos, sin, step, pad_rows(step.positions, len(x)) < FIRST_KEY)
+        mixer = self.layer.attention
+        assert not isinstance(mixer, RecurrentMixer), "such a layer keeps keys and values"
+        mixer.write(normed, cos, sin, step, pad_rows(step.positions, len(x)) < FIRST_KEY)
 
     def own_logits(self, hidden: Tensor) -> Tensor:
         """Return the logits [R, V] of the layer's output [R, hidden], for this rank's vocabulary shard."""

@@ -119,6 +119,11 @@ class LatentSelfAttention(nn.Module):
             ops, heads * latent.value_dim, hidden, False, dtype, device, form("o_proj"), group
         )
 
+    @property
+    def reader(self) -> Linear:
+        """The linear that alone reads the hidden state."""
+        return self.qkv
+
     def norms(self) -> dict[str, nn.Parameter | None]:
         """Return its norms by their checkpoint names."""
         return {QUERY_NORM: self.query_norm, "kv_a_layernorm": self.latent_norm}

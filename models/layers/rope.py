@@ -108,6 +108,8 @@ def _exponents(config: RopeConfig) -> Tensor:
 def _frequencies(config: RopeConfig) -> tuple[Tensor, float]:
     """Return the radians per position [D / 2], and the factor of cosines and sines."""
     plain = 1.0 / config.theta ** _exponents(config)
+    if config.kind == "none":
+        return torch.zeros_like(plain), 1.0
     if config.kind == "linear":
         return plain / config.factor, 1.0
     if config.kind == "llama3":

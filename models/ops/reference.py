@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import reduce
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -226,6 +226,15 @@ class Ops:
         wide = x.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
         return weight * wide.to(x.dtype)
+
+    def gated_rms_norm(
+        self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, kind: Literal["silu", "sigmoid"]
+    ) -> Tensor:
+        """Return `rms_norm` of x, multiplied by what the function of this kind makes of the gate, like x."""
+        wide = x.float()
+        wide = weight.float() * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps))
+        opened = F.silu(gate.float()) if kind == "silu" else gate.float().sigmoid()
+        return (wide * opened).to(x.dtype)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """Return (rms_norm(x + residual), x + residual)."""

@@ -3,6 +3,7 @@
 Tensor parallelism (arXiv 1909.08053): queries, keys, values, gate and up are cut by their outputs, the output
 projection and down by their inputs, so that a rank's result for a block is a summand of it. With latent
 attention each rank computes all latents, and from them the queries, keys and values of its own heads.
+Recurrent states, and the convolution before them, are cut by heads.
 Embedding and head are cut by the vocabulary. Each rank holds whole norms and routers. Experts are cut as a
 dense MLP is, or spread: then every rank computes its own experts for all tokens.
 """
@@ -11,9 +12,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from models.config import MLP_ROLES, DecoderConfig, MixtureConfig
+from models.config import MLP_ROLES, DecoderConfig, MixtureConfig, RecurrentConfig
 
 Slices = tuple[slice, ...]  # slices of a tensor's first dimensions; later dimensions are whole
+
+# Tensors of recurrent layers that have the queries, keys and values of all heads one after the other
+THREEFOLD = ("in_proj_qkv", "conv1d")
+# What every rank holds whole of them: norms, and the first of two linears that lead to decays and gates
+WHOLE = ("f_a_proj", "g_a_proj", "norm", "o_norm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +116,7 @@ class Share:
         check_experts(config, self.tensors, self.experts)
         check_ranks(config, self.tensors, self.experts)
         check_stages(config, self.stages)
-        layers, mixture = self.layers(config), config.mixture
+        layers, mixture, recurrent = self.layers(config), config.mixture, config.recurrent
         if mixture is not None:
             mixture = replace(
                 mixture,
@@ -119,10 +125,17 @@ class Share:
                 placement=mixture.placement[layers.start : layers.stop],
                 held=None if self.experts == 1 else self.places(mixture),
             )
+        if recurrent is not None:
+            recurrent = replace(
+                recurrent,
+                num_key_heads=recurrent.num_key_heads // self.tensors,
+                num_value_heads=recurrent.num_value_heads // self.tensors,
+            )
         return replace(
             config,
             layers=config.layers[layers.start : layers.stop],
             mixture=mixture,
+            recurrent=recurrent,
             num_heads=config.num_heads // self.tensors,
             num_kv_heads=max(1, config.num_kv_heads // self.tensors),
             intermediate_size=config.intermediate_size // self.tensors,
@@ -142,6 +155,8 @@ class Share:
         """
         if self.tensors == 1:
             return ()
+        if (recurrent := self._recurrent_tensor(name, config)) is not None:
+            return self._recurrent_slices(*recurrent)
         linear, _, kind = name.rpartition(".")
         role = linear.rpartition(".")[2]
         inner, (rank, ranks) = config.intermediate_size, (self.tensor, self.tensors)
@@ -178,6 +193,46 @@ class Share:
         assert role.endswith(("norm", "gate")), f"say which part of {name} a rank holds"
         return ()
 
+    def ranges(self, name: str, config: DecoderConfig) -> Slices:
+        """Return the rows that this rank reads of a tensor, one range after the other, if they are several.
+
+        Otherwise there are none, and `slices` says what it reads.
+        """
+        found = None if self.tensors == 1 else self._recurrent_tensor(name, config)
+        if found is None or found[1].partition(".")[0] not in THREEFOLD:
+            return ()
+        parts, first = [], 0
+        for width in found[0].widths:
+            own = self._equal(width)
+            parts.append(slice(first + own.start, first + own.stop))
+            first += width
+        return tuple(parts)
+
+    def _recurrent_tensor(self, name: str, config: DecoderConfig) -> tuple[RecurrentConfig, str] | None:
+        """Return the sizes of a layer with a state, and the name within it of a tensor; None for others."""
+        parts = name.split(".", 4)
+        if parts[:2] != ["model", "layers"] or len(parts) < 5 or int(parts[2]) >= config.num_layers:
+            return None
+        recurrent = config.recurrent_of(int(parts[2]))
+        return (recurrent, parts[4]) if recurrent is not None and parts[3] == recurrent.block else None
+
+    def _recurrent_slices(self, recurrent: RecurrentConfig, name: str) -> Slices:
+        """Return the slices of a tensor of a layer with a state, which is cut by heads."""
+        shape, role = recurrent.vectors().get(name), name.partition(".")[0]
+        if role in WHOLE or role in THREEFOLD:
+            return ()
+        if role == recurrent.output:
+            if name.endswith(".weight"):
+                return (slice(None), self._equal(recurrent.widths[2]))
+            return (slice(0, 0),) if self.tensor and name.endswith(".bias") else ()
+        if shape is None:
+            return (self._equal(next(size for linear, _, size in recurrent.linears(0) if linear == role)),)
+        axis = next(axis for axis, size in enumerate(shape) if size > 1)
+        return (*(slice(None),) * axis, self._equal(shape[axis]))
+
+    def _equal(self, size: int) -> slice:
+        return _equal(size, self.tensor, self.tensors)
+
     def heads(self, config: DecoderConfig) -> Slices:
         """Return the slice of this rank's query heads, for a tensor with a number for each head."""
         return () if self.tensors == 1 else (_equal(config.num_heads, self.tensor, self.tensors),)
@@ -195,10 +250,12 @@ def check_ranks(config: DecoderConfig, count: int, experts: int = 1) -> None:
         return
     all_counts = range(experts, config.num_heads + 1, experts)
     possible = [str(each) for each in all_counts if _can_share(config, each, experts)]
-    inner = " and ".join(map(str, _inner_sizes(config)))
+    inner, states = " and ".join(map(str, _inner_sizes(config))), ""
+    if config.recurrent is not None:
+        states = f", {config.recurrent.num_key_heads} key heads of recurrent states"
     raise ValueError(
         f"{count} tensor ranks cannot share {config.num_heads} query heads, {config.num_kv_heads} key-value"
-        f" heads and an intermediate size of {inner} evenly"
+        f" heads{states} and an intermediate size of {inner} evenly"
         + (f", with experts in {experts} parts" if experts > 1 else "")
         + (f"; choose one of {', '.join(possible)}" if possible else "; choose fewer parts")
     )
@@ -238,6 +295,8 @@ def _can_share(config: DecoderConfig, count: int, experts: int) -> bool:
     The ranks that hold a key-value head must also have exactly its query heads.
     """
     *sizes, of_expert = _inner_sizes(config)
+    if config.recurrent is not None and config.recurrent.num_key_heads % count:
+        return False
     if config.num_heads % count or any(size % count for size in sizes) or of_expert % (count // experts):
         return False
     return not (config.num_kv_heads % count and count % config.num_kv_heads)

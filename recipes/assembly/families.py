@@ -32,6 +32,7 @@ from recipes.gpt_oss import model as gpt_oss
 from recipes.hunyuan import model as hunyuan
 from recipes.hy_v3 import model as hy_v3
 from recipes.internlm3 import model as internlm3
+from recipes.kimi_linear import model as kimi_linear
 from recipes.llama import model as llama
 from recipes.llama.eagle3 import config as eagle3
 from recipes.minimax_m2 import model as minimax_m2
@@ -43,7 +44,9 @@ from recipes.phi3 import model as phi3
 from recipes.qwen2 import model as qwen2
 from recipes.qwen2_moe import model as qwen2_moe
 from recipes.qwen3 import model as qwen3
+from recipes.qwen3_5 import model as qwen3_5
 from recipes.qwen3_moe import model as qwen3_moe
+from recipes.qwen3_next import model as qwen3_next
 from recipes.schema.recipe import Recipe, from_root
 from recipes.schema.recipe_error import RecipeError
 from recipes.seed_oss import model as seed_oss
@@ -70,6 +73,7 @@ FAMILIES = {
     "hy_v3": hy_v3.config,
     "internlm3": internlm3.config,
     "kimi_k2": deepseek.v3,
+    "kimi_linear": kimi_linear.config,
     "llama": llama.config,
     "minimax_m2": minimax_m2.config,
     "ministral3": mistral.ministral3,
@@ -80,7 +84,10 @@ FAMILIES = {
     "qwen2": qwen2.config,
     "qwen2_moe": qwen2_moe.config,
     "qwen3": qwen3.config,
+    "qwen3_5_moe_text": qwen3_5.sparse,
+    "qwen3_5_text": qwen3_5.dense,
     "qwen3_moe": qwen3_moe.config,
+    "qwen3_next": qwen3_next.config,
     "seed_oss": seed_oss.config,
 }
 # What each family makes of the fields of its config.json
@@ -100,6 +107,7 @@ FIELDS = {
     "hy_v3": hy_v3.FIELDS,
     "internlm3": internlm3.FIELDS,
     "kimi_k2": deepseek.V3_FIELDS,
+    "kimi_linear": kimi_linear.FIELDS,
     "llama": llama.FIELDS,
     "minimax_m2": minimax_m2.FIELDS,
     "ministral3": mistral.MINISTRAL_FIELDS,
@@ -110,7 +118,10 @@ FIELDS = {
     "qwen2": qwen2.FIELDS,
     "qwen2_moe": qwen2_moe.FIELDS,
     "qwen3": qwen3.FIELDS,
+    "qwen3_5_moe_text": qwen3_5.SPARSE_FIELDS,
+    "qwen3_5_text": qwen3_5.DENSE_FIELDS,
     "qwen3_moe": qwen3_moe.FIELDS,
+    "qwen3_next": qwen3_next.FIELDS,
     "seed_oss": seed_oss.FIELDS,
 }
 # Families that read images, too, whose text is read: the families of their text, the usual one first, and
@@ -119,8 +130,14 @@ NESTED = {
     "gemma3": (("gemma3_text",), True),
     "kimi_k25": (("kimi_k2", "deepseek_v3"), False),
     "mistral3": (("mistral", "ministral3"), False),
+    "qwen3_5": (("qwen3_5_text",), False),
+    "qwen3_5_moe": (("qwen3_5_moe_text",), False),
 }
-SUPPORTED = sorted((*FAMILIES, *NESTED))
+# Families whose layers keep recurrent states: their decoders are computed, and no engine has a pool of states
+WITH_STATES = frozenset(
+    ("kimi_linear", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
+)
+SUPPORTED = sorted({*FAMILIES, *NESTED} - WITH_STATES)
 
 
 def model_config(recipe: Recipe) -> DecoderConfig:
@@ -131,6 +148,14 @@ def model_config(recipe: Recipe) -> DecoderConfig:
     else:
         assert model.config is not None, "a recipe has a model.path or a model.config"
         config = decoder_config(model.config)
+    if config.num_recurrent:
+        raise RecipeError(
+            "model.path" if model.path is not None else "model.config",
+            f"{config.num_recurrent} of the {config.num_layers} layers of a {config.family} keep a recurrent"
+            " state, and the engine has no pool of states yet",
+            "choose a model whose layers all attend to keys and values",
+            value=model.path or config.family,
+        )
     config = _as_asked(config, recipe, model.quantization, model.dtype)
     if model.weights == "random" and config.quantization is not None:
         config = replace(config, quantization=replace(config.quantization, is_stored=False))
@@ -272,7 +297,7 @@ def decoder_config(hf: Mapping[str, Any]) -> DecoderConfig:
     config = FAMILIES[family](hf)
     if is_nested:
         config = replace(config, reads_text_alone=True)
-    check_attended(hf, config.windows, config.max_positions)
+    check_attended(hf, config.layers, config.max_positions)
     outside = [token for token in config.eos_token_ids if not 0 <= token < config.vocab_size]
     if outside and hf.get("eos_token_id") is None:  # the family's default, which a smaller vocabulary lacks
         return replace(
@@ -321,7 +346,7 @@ def unread_layers(recipe: Recipe, config: DecoderConfig) -> str:
         return ""
     behind = range(config.num_layers, config.num_layers + config.num_unread_layers)
     prefixes = tuple(f"model.layers.{layer}." for layer in behind)
-    found = sorted(name for name in tensor_names(path) if name.startswith((*prefixes, PREDICTION)))
+    found = sorted(name for name in tensor_names(path) if name.startswith((*prefixes, *PREDICTION)))
     if not found:
         return ""
     way = "speculation.kind: mtp guesses with them"

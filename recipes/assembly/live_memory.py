@@ -110,7 +110,8 @@ class LiveMemory:
         self._check_room()
         old = self._runner.decoder
         try:
-            decoder = Decoder(old.config, old.ops, _apart(old.attention), old.group, old.share, old.stages)
+            beside = old.group, old.share, old.stages, old.recurrence
+            decoder = Decoder(old.config, old.ops, _apart(old.attention), *beside)
             weights.load(decoder, folder)
             pairs = rewriting.pairs(old, decoder)
             head = self._own_head

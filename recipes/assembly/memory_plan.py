@@ -52,6 +52,8 @@ class MemoryPlan:
     longest_tokens: int  # a request's prompt and answer
     longest_because: str  # the reason for this limit
     slot_bytes: int
+    state_bytes: int  # bytes of the recurrent states of one request, over all layers that have one
+    num_states: int  # allocated states: one for each slot, and the null state; 0: no layer has one
     activation_bytes: int  # bytes of activations in the largest step
     is_measured: bool  # the largest step has been run; otherwise its bytes are estimated
     reserve_bytes: int
@@ -85,7 +87,7 @@ class MemoryPlan:
     def beside_bytes(self) -> int:
         """Everything on the device except the pages of the cache."""
         parts = (self.slot_bytes, self.activation_bytes, self.reserve_bytes, self.host_beside_bytes)
-        return self.weight_bytes + self.adapter_bytes + sum(parts)
+        return self.weight_bytes + self.adapter_bytes + self.num_states * self.state_bytes + sum(parts)
 
     @property
     def total_bytes(self) -> int:
@@ -102,7 +104,8 @@ def report(
     how = "measured" if sizing.is_measured else "estimated"
     memory = in_gib(sizing.memory_bytes)
     draft = draft_config(recipe, config)
-    num_layers, beside = sum(config.group_of(layer) == 0 for layer in share.layers(config)), []
+    kept = [layer for layer in share.layers(config) if config.layers[layer].mixer != "recurrent"]
+    num_layers, beside = sum(config.group_of(layer) == 0 for layer in kept), []
     if draft is not None:
         num_layers += draft.num_layers
         beside = [("head" if isinstance(draft, HeadConfig) else "draft model", _model(draft))]
@@ -126,6 +129,7 @@ def report(
         ),
         ("pages", f"{sizing.num_pages:,}; {sizing.num_pages_fitting:,} would fit into {memory}"),
         *_windows(config, sizing, share),
+        *_states(config, sizing, share),
         ("cache", f"{in_gib(sizing.cache_bytes)}, {sizing.cache_tokens - 1:,} tokens"),
         ("host tier", host_tier(sizing)),
         *_tier(recipe, sizing),
@@ -151,6 +155,15 @@ def _windows(config: DecoderConfig, sizing: MemoryPlan, share: Share) -> list[tu
         page = f"{each.page_bytes / 1024:,.1f} KiB a page over {num_layers} layers"
         rows.append((f"window of {each.window:,}", f"{each.num_pages:,} pages, {page}"))
     return rows
+
+
+def _states(config: DecoderConfig, sizing: MemoryPlan, share: Share) -> list[tuple[str, str]]:
+    """Return a row on the recurrent states, if the model has any."""
+    if not sizing.num_states:
+        return []
+    num_layers = sum(config.layers[layer].mixer == "recurrent" for layer in share.layers(config))
+    all_bytes, one = sizing.num_states * sizing.state_bytes, in_gib(sizing.state_bytes)
+    return [("states", f"{sizing.num_states:,}, {one} each over {num_layers} layers: {in_gib(all_bytes)}")]
 
 
 def _longest(sizing: MemoryPlan, page_size: int, num_pages: int) -> list[tuple[str, str]]:

@@ -15,7 +15,7 @@ from models.parallel.share import Share
 from recipes.assembly.families import draft_config
 from recipes.assembly.memory_errors import check_fits, too_few_pages, too_much_of_the_host, too_small_a_part
 from recipes.assembly.memory_plan import GIB, WHOLE, MemoryPlan, WindowPages, in_gib
-from recipes.schema.recipe import Recipe
+from recipes.schema.recipe import DeviceSection, Recipe
 from recipes.schema.recipe_error import RecipeError
 from recipes.schema.scheduler_defaults import completed, longest_request
 
@@ -71,6 +71,8 @@ def plan_memory(
         longest_tokens=most_tokens,
         longest_because="",
         slot_bytes=num_devices * _slot_bytes(recipe, both, most_tokens),
+        state_bytes=both[0].state_bytes,
+        num_states=1 + recipe.scheduler.num_slots if both[0].state_bytes else 0,
         activation_bytes=stages * _estimate(recipe, both, config.vocab_size)
         if activation_bytes is None
         else activation_bytes,
@@ -125,6 +127,9 @@ def estimate(recipe: Recipe, config: DecoderConfig, vocab_size: int | None = Non
     heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     inner = max(config.inner_size(layer) for layer in range(config.num_layers))
     widths = 4 * config.hidden_size + 4 * (heads + kv_heads) + 3 * inner
+    if config.recurrent is not None:  # a layer's inputs of the convolution, what it makes of them, and gates
+        of_states = 3 * config.recurrent.num_channels + 3 * config.recurrent.widths[2]
+        widths = max(widths, 4 * config.hidden_size + of_states + 3 * inner)
     if config.mixture is not None:  # a row for each choice, the experts' intermediate results, and routing
         of_choices = config.mixture.num_chosen * (2 * config.hidden_size + 3 * config.mixture.inner_size)
         widths += max(8 * config.hidden_size, of_choices) + 8 * config.mixture.num_experts
@@ -135,7 +140,7 @@ def estimate(recipe: Recipe, config: DecoderConfig, vocab_size: int | None = Non
         seen = max(seen, _longest_cached(recipe, config))
     scores = config.num_heads * min(num_tokens, SCORED_ROWS) * seen * (8 + config.dtype_bytes)
     item_bytes = config.dtype_bytes
-    if recipe.device.kind == "cpu" and _product_bytes(config) != item_bytes:
+    if recipe.device.kind == "cpu" and _multiplied_bytes(config) != item_bytes:
         item_bytes += FLOAT32_BYTES  # rows are widened to float32, and their results lie beside them
     logits = num_slots * (vocab_size or config.vocab_size) * (config.dtype_bytes + LOGIT_BYTES)
     read = 0
@@ -201,12 +206,12 @@ def _packed_bytes(recipe: Recipe, config: DecoderConfig) -> int:
 
     The device may multiply them in another form.
 
-    A CPU without bfloat16 keeps them in float32, and a tied head is kept apart from the embedding in its own
-    order.
+    A CPU without bfloat16 keeps them in float32 unless it has a compiler, and a tied head is kept apart from
+    the embedding in its own order.
     """
     device, item_bytes, num_bytes = recipe.device, config.dtype_bytes, 0
     if device.kind == "cpu":
-        item_bytes = _product_bytes(config)
+        item_bytes = _kept_bytes(device, config)
         plain = (each for each in config.linears() if config.form(each[0]) == "plain")
         num_elements = sum(inputs * outputs for _, inputs, outputs in plain)
         num_bytes = num_elements * (item_bytes - config.dtype_bytes)
@@ -218,7 +223,7 @@ def _packed_bytes(recipe: Recipe, config: DecoderConfig) -> int:
     return num_bytes + is_kept_twice * config.vocab_size * config.hidden_size * item_bytes
 
 
-def _product_bytes(config: DecoderConfig) -> int:
+def _multiplied_bytes(config: DecoderConfig) -> int:
     """Return the bytes of a number in the type in which this CPU multiplies the model's."""
     if config.dtype == "float32":
         return FLOAT32_BYTES
@@ -227,6 +232,15 @@ def _product_bytes(config: DecoderConfig) -> int:
     from models.layers.dtypes import TORCH_DTYPES
 
     return product_dtype(TORCH_DTYPES[config.dtype]).itemsize
+
+
+def _kept_bytes(device: DeviceSection, config: DecoderConfig) -> int:
+    """Return the bytes of a number in the type in which this CPU keeps the model's weights."""
+    from models.ops.cpu.products import missing_for_products  # it imports torch
+
+    if device.compile is not False and device.attention == "fused" and missing_for_products() is None:
+        return config.dtype_bytes
+    return _multiplied_bytes(config)
 
 
 def _device_bytes(recipe: Recipe) -> int:

@@ -11,13 +11,13 @@ from models.checkpoint.huggingface import (
     SLIDING,
     boolean,
     decoder_config,
+    gated_shared_experts,
     integer,
-    refused,
     sparse_layers,
     switched_window,
     windows_by_layer_type,
 )
-from models.config import DecoderConfig, MixtureConfig, layer_specs
+from models.config import DecoderConfig, layer_specs
 
 DEFAULTS = {
     "max_position_embeddings": 32768,
@@ -42,18 +42,7 @@ def config(hf: Mapping[str, Any]) -> DecoderConfig:
     It is a Qwen2 with experts, one of which computes every token, weighted by a gate.
     """
     hf = {**DEFAULTS, **hf}
-    num_experts, num_chosen = integer(hf, "num_experts"), integer(hf, "num_experts_per_tok")
-    if num_chosen > num_experts:
-        raise refused("num_experts_per_tok", num_chosen, f"there are {num_experts} experts")
-    mixture = MixtureConfig(
-        num_experts,
-        num_chosen,
-        inner_size=integer(hf, "moe_intermediate_size"),
-        normalizes=boolean(hf, "norm_topk_prob", False),
-        shared_size=integer(hf, "shared_expert_intermediate_size"),
-        shared_block="shared_expert",
-        has_shared_gate=True,
-    )
+    mixture = gated_shared_experts(hf, normalizes=boolean(hf, "norm_topk_prob", False))
     if hf.get("layer_types") is None:  # Qwen2's `max_window_layers` counts from the other end
         first_full = integer(hf, "max_window_layers", 28, least=0)
         slides = switched_window(hf) is not None

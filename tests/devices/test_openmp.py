@@ -58,7 +58,7 @@ def test_a_library_that_is_not_where_the_system_says_waits_as_it_does(
 
     for name in cpu_threads.SAID_BY:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(cpu_threads, "_loaded", loaded)
+    monkeypatch.setattr(cpu_threads, "loaded_library", loaded)
     found = barriers()
     assert type(found) is Barriers or isinstance(found, IntelBarriers)  # the latter where it is preloaded
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.lazy import transformers
@@ -51,7 +53,12 @@ CLASSES = {
     "olmo3": ("Olmo3Config", "Olmo3ForCausalLM"),
     "deepseek_v2": ("DeepseekV2Config", "DeepseekV2ForCausalLM"),
     "deepseek_v3": ("DeepseekV3Config", "DeepseekV3ForCausalLM"),
+    "qwen3_next": ("Qwen3NextConfig", "Qwen3NextForCausalLM"),
+    "qwen3_5_text": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM"),
+    "qwen3_5_moe_text": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM"),
+    "kimi_linear": ("KimiLinearConfig", "KimiLinearForCausalLM"),
 }
+ADD_ONE = ("gemma", "qwen3_next", "qwen3_5")  # how families begin whose norms add one to their weights
 
 
 def make(variant: Variant, root: Path) -> tuple[Any, Path]:
@@ -74,10 +81,12 @@ def make(variant: Variant, root: Path) -> tuple[Any, Path]:
     config._attn_implementation = "eager"
     config.eos_token_id = None  # a family's default may lie beyond this vocabulary
     model = model_class(config).eval()
-    _fill(model, seed=len(variant.name), norm=0.0 if variant.family.startswith("gemma") else 1.0)
+    _fill(model, seed=len(variant.name), norm=0.0 if variant.family.startswith(ADD_ONE) else 1.0)
     model.to(variant.saved_as)
     model.config.dtype = variant.saved_as
     model.save_pretrained(path, max_shard_size=variant.shard_size)
+    if variant.family == "kimi_linear":
+        _rename_dense(path)
     if variant.old:
         _spell_old(path / "config.json")
     model.float()
@@ -106,13 +115,17 @@ def wide(variant: Variant, head_dim: int = 64) -> Variant:
 
 def _fill(model: Any, seed: int, norm: float) -> None:
     """Weights large enough that attention is sharp and positions matter, and small enough for float32; those
-    of norms around `norm`.
+    of norms around `norm`, and around 1 behind a recurrent state, which decays slowly.
     """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             noise = torch.randn(weight.shape, generator=generator)
-            if weight.dim() >= 2:  # a linear, or those of all experts
+            if name.endswith("A_log"):
+                weight.copy_(torch.empty(weight.shape).uniform_(-6, -1, generator=generator))
+            elif name.endswith(("linear_attn.norm.weight", "o_norm.weight")):
+                weight.copy_(noise * 0.3 + 1)
+            elif weight.dim() >= 2:  # a linear, or those of all experts
                 gain = 2.0 if name.startswith(("lm_head", "model.embed")) else 1.2
                 weight.copy_(noise * gain / math.sqrt(weight.shape[-1]))
             else:
@@ -120,6 +133,14 @@ def _fill(model: Any, seed: int, norm: float) -> None:
         for name, correction in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 correction.copy_(torch.randn(correction.shape, generator=generator) * 0.3)
+
+
+def _rename_dense(path: Path) -> None:
+    """Dense MLPs as Kimi-Linear was published; transformers 5.23 saves them under the name of experts."""
+    tensors = load_file(path / "model.safetensors")
+    dense = re.compile(r"block_sparse_moe\.((gate|up|down)_proj)")
+    renamed = {dense.sub(r"mlp.\1", name): each for name, each in tensors.items()}
+    save_file(renamed, path / "model.safetensors")
 
 
 def _spell_old(path: Path) -> None:
@@ -165,9 +186,10 @@ def generated(model: Any, prompt: list[int], num_new: int) -> tuple[list[int], T
 
 
 def fresh_rope(model: Any) -> None:
-    """A rotary embedding as it is after loading.
+    """A rotary embedding, if there is one, as it is after loading.
 
     Transformers' dynamic rope remembers the longest request it has seen, and a model's `.to(dtype)` rounds
     the frequencies, which `from_pretrained(dtype=...)` does not.
     """
-    model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
+    if hasattr(model.model, "rotary_emb"):
+        model.model.rotary_emb = type(model.model.rotary_emb)(model.config)

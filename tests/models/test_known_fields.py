@@ -19,8 +19,10 @@ from recipes.assembly.families import FAMILIES, FIELDS, decoder_config
 from recipes.schema.reader import load
 from tests.lazy import transformers
 from tests.models.families import CLASSES, VARIANTS, expected_logprobs, make
+from tests.models.recurrent_variants import RECURRENT_VARIANTS
 
-OF_FAMILY = {each.family: each for each in reversed(VARIANTS)}  # the first of each
+OF_FAMILY = {each.family: each for each in reversed([*VARIANTS, *RECURRENT_VARIANTS])}  # the first of each
+SHARED_BY_HEADS = ("deepseek_v3", "glm4_moe_lite", "kimi_linear")  # latents, and no number of key-value heads
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 
 
@@ -60,7 +62,8 @@ def test_what_a_family_reads_changes_its_decoder_or_is_refused(family: str, tmp_
     if "use_sliding_window" in fields.read:
         hf |= {"use_sliding_window": True, "sliding_window": 9}
     for name in fields.read:
-        each = hf | {"layer_types": None} if "layer" in name or "pattern" in name else hf
+        is_of_layers = any(part in name for part in ("layer", "pattern", "interval", "first_k"))
+        each = hf | {"layer_types": None, "mlp_layer_types": None} if is_of_layers else hf
         if name in ("qkv_bias", "bias"):  # a second name of another field
             each = {key: value for key, value in each.items() if key not in ("attention_bias", "mlp_bias")}
         assert outcome(each | {name: {"no": "value"}}) != outcome(each), f"{name} is not read"
@@ -72,7 +75,7 @@ def test_what_is_left_out_is_what_transformers_takes(family: str, tmp_path: Path
     # Without num_nextn_predict_layers no layer is passed over, which a file without the field has not; 128
     # keys beside fewer queries, V3's default, is nothing that transformers could compute
     apart = ["model_type", "eos_token_id", "num_nextn_predict_layers"]
-    apart += ["num_key_value_heads"] if family in ("deepseek_v3", "glm4_moe_lite") else []
+    apart += ["num_key_value_heads"] if family in SHARED_BY_HEADS else []
     for name in class_of(family)().to_dict().keys() - {*apart}:
         if not fields.is_read(name):
             continue

@@ -30,6 +30,8 @@ from tests.device_kinds import Kind, stand_in_alone
 from tests.models import eagle3_heads, mtp_layers, test_adapters
 from tests.models.families import VARIANTS, make, wide
 from tests.models.modelslim_checkpoints import checkpoint
+from tests.models.recurrent_variants import RECURRENT_VARIANTS
+from tests.models.state_steps import Span, Steps, decoder_of
 from tests.models.test_draft_model import serve, settings_of, tokens_of
 from tests.models.test_int4 import stored
 from tests.models.test_modelslim import kimi, mostly
@@ -131,6 +133,20 @@ def addresses_of(runner: ModelRunner) -> list[int]:
     """Where the weights lie; those in oneDNN's own order say nothing of it."""
     held = [held for held, _ in rewriting.pairs(runner.decoder, runner.decoder)]
     return [each.data_ptr() if each.layout == torch.strided else id(each) for each in held]
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "kimi_linear"])
+def test_recurrent_layers_are_rewritten_whole(name: str, tmp_path: Path) -> None:
+    variant = next(each for each in RECURRENT_VARIANTS if each.name == name)
+    old = make(variant, tmp_path / "old")[1]
+    new = changed(old, tmp_path / "new")
+    updated, fresh = decoder_of(old), decoder_of(new)
+    prompts, spans = [[*range(20)], [*range(60, 100)]], [Span(0, 0, 20), Span(1, 0, 40)]
+    before = Steps(updated, prompts).run(spans)
+    rewriting.rewrite(rewriting.pairs(updated, fresh))
+    after = Steps(updated, prompts).run(spans)
+    assert not torch.equal(after, before)
+    assert torch.equal(after, Steps(fresh, prompts).run(spans))
 
 
 def test_a_head_of_its_own_checkpoint_stays_and_changes_no_token(tmp_path: Path) -> None:

@@ -101,6 +101,16 @@ def test_rms_norm(ops: There, dtype: torch.dtype, heads: int | None) -> None:
     assert torch.equal(x, before)
 
 
+@pytest.mark.parametrize("kind", ["silu", "sigmoid"])
+def test_gated_rms_norm(ops: There, dtype: torch.dtype, kind: str) -> None:
+    x, gate = drawn(5, 4, 24, dtype=dtype), drawn(5, 4, 24, dtype=dtype, seed=1)
+    x[1] *= 1e-3  # where eps counts
+    weight = drawn(24, dtype=dtype, seed=2)
+    opened = torch.sigmoid(gate.double()) * (gate.double() if kind == "silu" else 1)
+    length = (x.double().square().mean(-1, keepdim=True) + 1e-4).sqrt()
+    near(ops.gated_rms_norm(x, gate, weight, 1e-4, kind), x.double() / length * weight.double() * opened)
+
+
 def test_add_rms_norm(ops: There, dtype: torch.dtype) -> None:
     x, residual = drawn(6, 32, dtype=dtype), drawn(6, 32, dtype=dtype, seed=1)
     weight = drawn(32, dtype=dtype, seed=2)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from models.config import DecoderConfig, RopeConfig, layer_specs
+from models.config import DecoderConfig, RecurrentConfig, RopeConfig, layer_specs
 from models.parallel.share import Share
 
 WHOLE = DecoderConfig(
@@ -84,6 +84,45 @@ def test_the_ranks_hold_each_token_once() -> None:
 def test_a_tensor_is_cut_by_its_role(name: str, first: tuple[slice, ...], last: tuple[slice, ...]) -> None:
     assert Share(0, 4).slices(name, WHOLE) == first
     assert Share(3, 4).slices(name, WHOLE) == last
+
+
+GATED, KIMI = RecurrentConfig("gated", 4, 8, 6, 5, 4), RecurrentConfig("kimi", 4, 4, 6, 6, 4)
+STATE, OF_KIMI = "model.layers.0.linear_attn.", "model.layers.0.self_attn."
+
+
+@pytest.mark.parametrize(
+    ("recurrent", "name", "last", "ranges"),
+    [
+        (GATED, f"{STATE}in_proj_qkv.weight", (), (slice(18, 24), slice(42, 48), slice(78, 88))),
+        (GATED, f"{STATE}conv1d.weight", (), (slice(18, 24), slice(42, 48), slice(78, 88))),
+        (GATED, f"{STATE}in_proj_z.weight_scale", (slice(30, 40),), ()),
+        (GATED, f"{STATE}in_proj_a.weight", (slice(6, 8),), ()),
+        (GATED, f"{STATE}A_log", (slice(6, 8),), ()),
+        (GATED, f"{STATE}norm.weight", (), ()),
+        (GATED, f"{STATE}out_proj.weight", (slice(None), slice(30, 40)), ()),
+        (GATED, f"{STATE}out_proj.weight_scale", (), ()),
+        (GATED, f"{STATE}out_proj.bias", (slice(0, 0),), ()),
+        (replace(GATED, is_interleaved=True), f"{STATE}in_proj_qkvz.weight", (slice(96, 128),), ()),
+        (KIMI, f"{OF_KIMI}q_proj.weight", (slice(18, 24),), ()),
+        (KIMI, f"{OF_KIMI}v_conv1d.weight", (slice(18, 24),), ()),
+        (KIMI, f"{OF_KIMI}f_a_proj.weight", (), ()),
+        (KIMI, f"{OF_KIMI}f_b_proj.weight", (slice(18, 24),), ()),
+        (KIMI, f"{OF_KIMI}A_log", (slice(None), slice(None), slice(3, 4)), ()),
+        (KIMI, f"{OF_KIMI}dt_bias", (slice(18, 24),), ()),
+        (KIMI, f"{ATTENTION}q_proj.weight", (slice(96, 128),), ()),  # it has no state
+    ],
+)
+def test_a_tensor_of_a_state_is_cut_by_heads(
+    recurrent: RecurrentConfig, name: str, last: tuple[slice, ...], ranges: tuple[slice, ...]
+) -> None:
+    layers = (replace(WHOLE.layers[0], mixer="recurrent"), *WHOLE.layers[1:])
+    config = replace(WHOLE, layers=layers, recurrent=recurrent)
+    assert Share(3, 4).slices(name, config) == last
+    assert Share(3, 4).ranges(name, config) == ranges
+    assert Share().slices(name, config) == Share().ranges(name, config) == ()
+    held = Share(3, 4).part(config).recurrent
+    assert held is not None
+    assert 4 * held.num_channels == recurrent.num_channels
 
 
 @pytest.mark.parametrize(("num_kv_heads", "count"), [(1, 2), (1, 8), (2, 4), (2, 8), (4, 8), (4, 2), (8, 8)])

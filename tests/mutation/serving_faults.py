@@ -117,4 +117,18 @@ FAULTS = {
         "one request's processor ends the engine, and with it all others",
         "tests/serving/test_own_processors.py::test_what_fails_ends_its_request_alone",
     ),
+    "learned_is_lost": Fault(
+        "serving/engine/supervisor.py::Supervisor._listen",
+        "self._learned = message.learned",
+        "self._learned = ''",
+        "an engine that takes a lost one's place measures its threads anew, for seconds on busy cores",
+        "tests/serving/test_supervisor.py::test_an_engine_is_told_what_the_one_before_it_has_learned",
+    ),
+    "learned_spinning_is_kept": Fault(
+        "devices/cpu_threads.py::Threads.__init__",
+        "self.candidates[1:]",
+        "self.candidates",
+        "an engine begins with spinning threads that nothing watches",
+        "tests/devices/test_cpu_threads.py::test_what_an_engine_learned_of_other_threads_is_not_taken",
+    ),
 }

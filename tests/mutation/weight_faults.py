@@ -178,4 +178,18 @@ FAULTS = {
         "the operator that joins gate and rounding knows no other gate",
         "tests/models/test_gemma3.py::test_in_int8_it_is_gated_by_the_same_function",
     ),
+    "narrowed_unlooked": Fault(
+        "models/ops/cpu/products.py::narrowed",
+        "half if torch.equal(half.float(), weight) else weight",
+        "half",
+        "weights of float32 whose first numbers fit into bfloat16 are rounded",
+        "tests/models/test_cpu_products.py::test_numbers_of_bfloat16_are_kept_as_such",
+    ),
+    "stored_type_where_onednn_is_faster": Fault(
+        "models/ops/cpu/ops.py::CpuOps.pack",
+        "self.products is not None and weight.dtype in KINDS and not _multiplies(weight.dtype)",
+        "self.products is not None and weight.dtype in KINDS",
+        "a processor that multiplies bfloat16 does so at half of its speed",
+        "tests/models/test_cpu_products.py::test_a_processor_that_multiplies_a_type_itself_keeps_oneDNN",
+    ),
 }

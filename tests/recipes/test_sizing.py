@@ -16,6 +16,7 @@ from models.decoder import Decoder
 from models.layers.dtypes import TORCH_DTYPES
 from models.layers.linear import Linear
 from models.ops.cpu.ops import CpuOps
+from models.ops.cpu.products import Panels, Products, products
 from models.ops.reference import Ops
 from models.quantization import Quantization
 from models.step.warm_up import _process_bytes
@@ -86,17 +87,23 @@ def test_the_plan_equals_what_is_allocated(family, tied, dtype):
 
 @pytest.mark.parametrize("has_bfloat16", {False, torch.ops.mkldnn._is_mkldnn_bf16_supported()})
 @pytest.mark.parametrize("tied", [True, False])
-def test_what_a_cpu_packs_is_counted(tied, has_bfloat16, monkeypatch):
+@pytest.mark.parametrize("compiles", ["auto", False])
+def test_what_a_cpu_packs_is_counted(tied, has_bfloat16, compiles, monkeypatch):
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: has_bfloat16)
+    found = products() if compiles else None
     recipe = made({"tie_word_embeddings": tied}, dtype="bfloat16")
+    recipe = replace(recipe, device=section("cpu", compile=compiles))
     config, sizing = model_config(recipe), sized(recipe)
     shape = AttentionShape(4, 2, config.head_dim, 16, 1.0, TORCH_DTYPES[config.dtype], config.windows)
-    decoder = Decoder(config, CpuOps(), Attention(shape))
+    has_products = isinstance(found, Products)
+    decoder = Decoder(config, CpuOps(products=found if has_products else None), Attention(shape))
     decoder.pack()
     packed = [each.packed[0] for each in decoder.modules() if isinstance(each, Linear)]
+    packed = [each.numbers if isinstance(each, Panels) else each for each in packed]
     held = [*decoder.parameters(), *packed]
     assert sizing.weight_bytes == sum(each.numel() * each.dtype.itemsize for each in held)
-    assert {each.dtype for each in packed} == {torch.bfloat16 if has_bfloat16 else torch.float32}
+    keeps = has_bfloat16 or has_products
+    assert {each.dtype for each in packed} == {torch.bfloat16 if keeps else torch.float32}
 
 
 @pytest.mark.npu

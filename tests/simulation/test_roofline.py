@@ -49,8 +49,8 @@ def test_devices_that_share_experts_each_read_a_part(name: str) -> None:
 def test_every_linear_of_attention_counts_once() -> None:
     for hf in (published.QWEN3_8B, published.DEEPSEEK_V2_LITE, published.DEEPSEEK_V3):
         config = decoder_config(hf)
-        counted = sum(each.inputs * each.outputs for each in attention_products(config))
-        whole = sum(inputs * outputs for _, inputs, outputs in config.attention_linears(0))
+        counted = sum(each.inputs * each.outputs for each in attention_products(config, 0))
+        whole = sum(inputs * outputs for _, inputs, outputs in config.mixer_linears(0))
         assert counted == whole
 
 

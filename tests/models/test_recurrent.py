@@ -1,0 +1,375 @@
+"""Decoders whose layers keep states give transformers' tokens, however their spans are cut and packed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from attention.recurrent import GRID
+from models.checkpoint import weights
+from models.checkpoint.files import tensor_names
+from models.ops.cpu.ops import CpuOps
+from models.parallel.group import Alone, StageLinks
+from models.quantization import Quantization
+from recipes.assembly.engine import build
+from recipes.assembly.families import FAMILIES, NESTED, WITH_STATES
+from recipes.schema.reader import load
+from recipes.schema.recipe_error import RecipeError
+from tests.device_kinds import Way
+from tests.lazy import transformers
+from tests.models.families import VOCABULARY, _fill, expected_logprobs, generated, make
+from tests.models.recurrent_variants import EXPERTS, HALF, HEADS, RECURRENT_VARIANTS
+from tests.models.state_steps import Span, Steps, decoder_of, empty_decoder
+from tests.patience import PATIENCE_S
+
+VARIANTS = {each.name: each for each in RECURRENT_VARIANTS}
+LENGTHS, NUM_NEW = (1, 5, GRID, 150), 20
+NEAR = 1e-4  # of log-probabilities, as for families without states
+Case = tuple[Any, Path]
+
+
+@pytest.fixture(scope="module")
+def case_named(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    return cache(lambda name: make(VARIANTS[name], folder))
+
+
+def prompts_of(seed: int, lengths: Sequence[int] = LENGTHS) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, VOCABULARY, length).tolist() for length in lengths]
+
+
+def in_spans(steps: Steps, rng: np.random.Generator, sizes: Sequence[int]) -> list[Tensor]:
+    """Compute all prompts in packed spans of some of these sizes; log-probabilities at their ends."""
+    at, last = [0] * len(steps.tokens), [torch.empty(0)] * len(steps.tokens)
+    while missing := [row for row, tokens in enumerate(steps.tokens) if at[row] < len(tokens)]:
+        some = [int(row) for row in rng.permutation(missing)[: rng.integers(1, len(missing) + 1)]]
+        stops = [min(len(steps.tokens[row]), at[row] + int(rng.choice(sizes))) for row in some]
+        lines = steps.run([Span(row, at[row], stop) for row, stop in zip(some, stops)])
+        for row, stop, line in zip(some, stops, lines):
+            at[row], last[row] = stop, line
+    return last
+
+
+@pytest.mark.parametrize("way", get_args(Way))
+@pytest.mark.parametrize("name", VARIANTS)
+def test_greedy_tokens_are_those_of_transformers(
+    name: str, way: Way, case_named: Callable[[str], Case]
+) -> None:
+    """Prompts in spans on the grid and off it, beside decodes of others; then all decode together."""
+    (model, path), prompts = case_named(name), prompts_of(1)
+    steps = Steps(decoder_of(path, way=way), prompts)
+    logprobs = [[line] for line in in_spans(steps, np.random.default_rng(2), (1, 3, 40, GRID, 2 * GRID))]
+    for _ in range(NUM_NEW - 1):
+        for lines, tokens in zip(logprobs, steps.tokens):
+            tokens.append(int(lines[-1].argmax()))
+        ends = [len(tokens) for tokens in steps.tokens]
+        rows = np.random.default_rng(ends[0]).permutation(len(ends)).tolist()
+        for row, line in zip(rows, steps.run([Span(row, ends[row] - 1, ends[row]) for row in rows])):
+            logprobs[row].append(line)
+    for row, prompt in enumerate(prompts):
+        tokens, wanted = generated(model, prompt, NUM_NEW)
+        ours = torch.stack(logprobs[row])
+        torch.testing.assert_close(ours, wanted.float(), rtol=0, atol=NEAR)
+        assert ours.argmax(-1).tolist() == tokens
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_state_that_is_lost_is_missed(name: str, case_named: Callable[[str], Case]) -> None:
+    """Also one whose convolution alone starts anew; otherwise these tests would pass without them."""
+    (model, path), (prompt,) = case_named(name), prompts_of(3, (2 * GRID,))
+    wanted = expected_logprobs(model, prompt)[-1]
+    for plane, what in ((0, "states"), (1, "inputs")):
+        steps = Steps(decoder_of(path), [prompt])
+        steps.run([Span(0, 0, 2 * GRID - 1)])
+        config = steps.decoder.part
+        for layer in range(config.num_layers):
+            if config.layer_state(layer) is not None:
+                steps.cache.of(layer)[plane][1].zero_()
+        (line,) = steps.run([Span(0, 2 * GRID - 1, 2 * GRID)])
+        assert (line - wanted).abs().max() > 100 * NEAR, f"its {what} hardly count"
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_requests_go_on_from_a_state_that_a_span_left(name: str, case_named: Callable[[str], Case]) -> None:
+    """The first request's span is cut; two others share its beginning, and one forks from it at its end."""
+    (model, path), (opening, *tails) = case_named(name), prompts_of(4, (2 * GRID, 30, 7, 50))
+    prompts = [opening + tails[0], opening + tails[1], opening + tails[2]]
+    steps = Steps(decoder_of(path), prompts, spare=1)
+    spare = 1 + len(prompts)
+    (first,) = steps.run([Span(0, 0, len(prompts[0]), cuts=((2 * GRID, spare),))])
+    whole = Steps(steps.decoder, prompts)
+    (uncut,) = whole.run([Span(0, 0, len(prompts[0]))])
+    assert torch.equal(first, uncut)
+    assert all(map(torch.equal, steps.state(1), whole.state(1)))
+    kept = steps.state(spare)
+    for row in (1, 2):
+        steps.table[row, : 2 * GRID // 16] = steps.table[0, : 2 * GRID // 16]
+        steps.sources[row] = spare
+    others = steps.run([Span(row, 2 * GRID, len(prompts[row])) for row in (1, 2)])
+    for prompt, line in zip(prompts, (first, *others)):
+        torch.testing.assert_close(line, expected_logprobs(model, prompt)[-1], rtol=0, atol=NEAR)
+    assert all(map(torch.equal, steps.state(spare), kept)), "what is shared is not written"
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "kimi_linear"])
+def test_states_are_copied_as_pages_of_their_group(name: str, case_named: Callable[[str], Case]) -> None:
+    """As a fork does it: both answers go on, each in a row of its own."""
+    (model, path), (prompt,) = case_named(name), prompts_of(5, (100,))
+    steps = Steps(decoder_of(path), [prompt, prompt])
+    steps.run([Span(0, 0, 100)])
+    steps.cache.copy(np.array([1]), np.array([2]), group=1)
+    steps.cache.copy(steps.table[0], steps.table[1])
+    for row, token in enumerate((7, 11)):
+        steps.tokens[row] = [*prompt, token]
+    for row, line in enumerate(steps.run([Span(0, 100, 101), Span(1, 100, 101)])):
+        wanted = expected_logprobs(model, steps.tokens[row])[-1]
+        torch.testing.assert_close(line, wanted, rtol=0, atol=NEAR)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_next", "kimi_linear"])
+@pytest.mark.parametrize("state_dtype", ["float16", "bfloat16"])
+def test_states_have_the_type_that_is_asked_for(
+    name: str, state_dtype: Any, case_named: Callable[[str], Case]
+) -> None:
+    """In 16 bits they are near, and not as near as in float32."""
+    (model, path), (prompt,) = case_named(name), prompts_of(6, (3 * GRID,))
+    steps = Steps(decoder_of(path, state_dtype=state_dtype), [prompt])
+    lines = torch.cat([steps.run([Span(0, at, at + GRID)]) for at in range(0, 3 * GRID, GRID)])
+    away = (lines - expected_logprobs(model, prompt)[GRID - 1 :: GRID]).abs().max()
+    assert steps.cache.of(1)[0].dtype == getattr(torch, state_dtype)
+    assert NEAR < away < 0.3
+
+
+class Padded(CpuOps):
+    """Operators that compute more rows than a step has tokens."""
+
+    def padded(self, num_rows: int) -> int:
+        return num_rows + 5
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "kimi_linear"])
+def test_rows_that_pad_a_step_change_nothing(name: str, case_named: Callable[[str], Case]) -> None:
+    (model, path), (prompt,) = case_named(name), prompts_of(12, (90,))
+    decoder = decoder_of(path)
+    decoder.ops = Padded()
+    steps = Steps(decoder, [prompt])
+    for start, stop in ((0, GRID), (GRID, 89), (89, 90)):
+        (line,) = steps.run([Span(0, start, stop)])
+    torch.testing.assert_close(line, expected_logprobs(model, prompt)[-1], rtol=0, atol=NEAR)
+
+
+class Threads(Alone):
+    """The ranks of a group, each in a thread of this process."""
+
+    def __init__(self, rank: int, slots: list[Tensor], barrier: threading.Barrier) -> None:
+        self.rank, self.size = rank, len(slots)
+        self._slots, self._barrier = slots, barrier
+
+    def all_reduce_max(self, x: Tensor) -> Tensor:
+        return self.all_gather(x).amax(0)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        self._slots[self.rank] = x.clone()
+        self._barrier.wait(PATIENCE_S)
+        gathered = torch.stack(self._slots)
+        self._barrier.wait(PATIENCE_S)
+        return gathered
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return self.all_gather(x).sum(0)
+
+
+def on_ranks(size: int, work: Callable[[Threads], Any]) -> list[Any]:
+    """What each rank of a group makes of it."""
+    slots, barrier = [torch.empty(0)] * size, threading.Barrier(size)
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(lambda rank: work(Threads(rank, slots, barrier)), range(size)))
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5", "qwen3_5_moe", "kimi_linear"])
+def test_tensor_ranks_hold_heads_of_the_states(name: str, case_named: Callable[[str], Case]) -> None:
+    (_, path), prompts = case_named(name), prompts_of(7, (90, 40))
+    spans = [[Span(0, 0, GRID), Span(1, 0, 40)], [Span(0, GRID, 89)], [Span(0, 89, 90)]]
+
+    def work(group: Alone) -> tuple[list[Tensor], list[Tensor]]:
+        steps = Steps(decoder_of(path, group=group), prompts)
+        return [steps.run(step) for step in spans], steps.state(1)
+
+    whole, states = work(Alone())
+    parts = on_ranks(2, work)
+    for lines, _ in parts:
+        for line, wanted in zip(lines, whole):
+            torch.testing.assert_close(line, wanted, rtol=0, atol=NEAR)
+    for state, *shared in zip(states[::2], *(part[::2] for _, part in parts)):
+        torch.testing.assert_close(torch.cat(shared), state, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5", "kimi_linear"])
+def test_linears_before_and_behind_a_state_are_quantised_at_load(
+    name: str, case_named: Callable[[str], Case]
+) -> None:
+    """Ranks have the scales that one has; activations, which each rank quantises itself, are near."""
+    (model, path), (prompt,) = case_named(name), prompts_of(10, (90,))
+    scheme = Quantization(("lm_head",), is_stored=False)
+
+    def work(group: Alone) -> tuple[Tensor, list[Any]]:
+        decoder = empty_decoder(path, "reference", group, quantization=scheme)
+        weights.load(decoder, path)
+        linear = decoder.layers[1].attention.output
+        return Steps(decoder, [prompt]).run([Span(0, 0, 90)])[0], [linear.form, linear.packed[1]]
+
+    (line, (form, scales)), wanted = work(Alone()), expected_logprobs(model, prompt)[-1]
+    assert form == "quantize"
+    assert NEAR < (line - wanted).abs().max() < 2
+    for part, (_, own) in on_ranks(2, work):
+        assert torch.equal(own, scales)
+        assert (part - wanted).abs().max() < 2
+
+
+class Passed(StageLinks):
+    """What one stage hands to the next, in one process."""
+
+    def __init__(self) -> None:
+        self._kept: list[Tensor] = []
+
+    def send(self, x: Tensor) -> None:
+        self._kept.append(x.clone())
+
+    def receive(self, x: Tensor) -> Tensor:
+        return x.copy_(self._kept.pop(0))
+
+
+@pytest.mark.parametrize("name", ["qwen3_next_layer_types", "kimi_linear"])
+def test_stages_keep_the_states_of_their_own_layers(name: str, case_named: Callable[[str], Case]) -> None:
+    (model, path), (prompt,), links = case_named(name), prompts_of(11, (100,)), Passed()
+    stages = [Steps(decoder_of(path, stage=(stage, 2, links)), [prompt]) for stage in range(2)]
+    for start, stop in ((0, GRID), (GRID, 99), (99, 100)):
+        lines = [steps.run([Span(0, start, stop)]) for steps in stages]
+    torch.testing.assert_close(lines[1][0], expected_logprobs(model, prompt)[-1], rtol=0, atol=NEAR)
+    counts = [steps.decoder.part.num_recurrent for steps in stages]
+    assert min(counts) > 0
+    assert [len(steps.state(1)) for steps in stages] == [2 * count for count in counts]
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5", "kimi_linear"])
+def test_random_weights_are_those_of_one_rank(name: str, case_named: Callable[[str], Case]) -> None:
+    (_, path), (prompt,) = case_named(name), prompts_of(8, (70,))
+
+    def work(group: Alone) -> Tensor:
+        decoder = empty_decoder(path, group=group)
+        weights.random(decoder, seed=3)
+        return Steps(decoder, [prompt]).run([Span(0, 0, 70)])
+
+    whole = work(Alone())
+    for part in on_ranks(2, work):
+        torch.testing.assert_close(part, whole, rtol=0, atol=NEAR)
+
+
+def test_ranks_that_cannot_share_the_heads_are_refused(case_named: Callable[[str], Case]) -> None:
+    with pytest.raises(ValueError, match=r"4 tensor ranks .* 2 key heads of recurrent states .* one of 1, 2"):
+        on_ranks(4, lambda group: empty_decoder(case_named("qwen3_5")[1], group=group))
+
+
+def test_the_engine_refuses_states_by_their_family(case_named: Callable[[str], Case]) -> None:
+    path = case_named("kimi_linear")[1]
+    with pytest.raises(
+        RecipeError, match=r"model\.path: 4 of the 5 layers of a kimi_linear keep a recurrent state"
+    ):
+        build(load("recipes/any/cpu.yaml", [f"model.path={path}"]))
+
+
+def test_a_checkpoint_lacks_no_tensor_of_a_state(case_named: Callable[[str], Case], tmp_path: Path) -> None:
+    """Each that is missing, or has another shape, is named."""
+    for name, lost in (("qwen3_5", "linear_attn.A_log"), ("kimi_linear", "self_attn.k_conv1d.weight")):
+        path, full = tmp_path / name, f"model.layers.1.{lost}"
+        path.mkdir()
+        source = case_named(name)[1]
+        (path / "config.json").write_text((source / "config.json").read_text())
+        tensors = load_file(source / "model.safetensors")
+        assert full in tensor_names(source)
+        for changed, fault in (
+            ({each: tensors[each] for each in tensors if each != full}, f"missing: {full}"),
+            (tensors | {full: torch.ones(3)}, f"misshapen: {full} is \\[3\\], the model needs"),
+            (tensors | {f"{full}x": torch.ones(3)}, f"surplus: {full}x"),
+        ):
+            save_file(changed, path / "model.safetensors")
+            with pytest.raises(ValueError, match=fault):
+                decoder_of(path)
+
+
+TOWER = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 48}
+
+
+def with_images(kind: str, path: Path) -> Any:
+    """A model that reads images, too, saved under the names of the hub."""
+    text = {"vocab_size": VOCABULARY, "hidden_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    text |= HEADS | {"rope_parameters": HALF | {"mrope_section": [2, 2, 2]}, "eos_token_id": None}
+    text |= EXPERTS if kind == "Moe" else {"intermediate_size": 80}
+    config_class, model_class = (
+        getattr(transformers, f"Qwen3_5{kind}{name}") for name in ("Config", "ForConditionalGeneration")
+    )
+    config = config_class(text_config=text, vision_config=TOWER, tie_word_embeddings=False)
+    config._attn_implementation = "eager"
+    model = model_class(config).eval()
+    _fill(model, seed=5, norm=0.0)
+    model.save_pretrained(path)
+    return model
+
+
+def stacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Experts as Qwen3.5's files have them: those of a layer in one tensor, gate before up."""
+    made = {name: each for name, each in tensors.items() if ".experts." not in name}
+    for block in {name.partition(".experts.")[0] for name in tensors.keys() - made.keys()}:
+
+        def of(role: str, block: str = block) -> Tensor:
+            names = [f"{block}.experts.{number}.{role}.weight" for number in range(EXPERTS["num_experts"])]
+            return torch.stack([tensors[name] for name in names])
+
+        made[f"{block}.experts.gate_up_proj"] = torch.cat((of("gate_proj"), of("up_proj")), 1)
+        made[f"{block}.experts.down_proj"] = of("down_proj")
+    return made
+
+
+@pytest.mark.parametrize("kind", ["", "Moe"])
+def test_the_text_is_read_of_a_checkpoint_that_reads_images(kind: str, tmp_path: Path) -> None:
+    model = with_images(kind, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert any(name.startswith("model.visual.") for name in tensors)
+    further = {"mtp.fc.weight": torch.ones(2), "mtp.layers.0.mlp.experts.0.up_proj.weight": torch.ones(2)}
+    save_file(stacked(tensors) | further, tmp_path / "model.safetensors")
+    assert (kind == "Moe") == ("model.layers.0.mlp.experts.down_proj" in tensor_names(tmp_path))
+    (prompt,) = prompts_of(9, (90,))
+    with torch.no_grad():
+        wanted = model(torch.tensor([prompt]), use_cache=False).logits[0, -1].log_softmax(-1)
+
+    def work(group: Alone) -> Tensor:
+        return Steps(decoder_of(tmp_path, group=group), [prompt]).run([Span(0, 0, 90)])[0]
+
+    for line in [work(Alone()), *on_ranks(2, work)]:
+        torch.testing.assert_close(line, wanted, rtol=0, atol=NEAR)
+    lost, named = ("experts.gate_up_proj", "experts.5.up_proj.weight") if kind else ("up_proj.weight",) * 2
+    short = {name: each for name, each in stacked(tensors).items() if f"layers.1.mlp.{lost}" not in name}
+    save_file(short, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=rf"missing: model\.layers\.1\.mlp\.{named} "):
+        decoder_of(tmp_path)
+
+
+def test_families_with_states_are_not_called_supported(tmp_path: Path) -> None:
+    having = {each.family for each in RECURRENT_VARIANTS}
+    assert having == WITH_STATES & FAMILIES.keys()
+    assert WITH_STATES - FAMILIES.keys() == {"qwen3_5", "qwen3_5_moe"} <= NESTED.keys()
+    for kind, count in (("", 3), ("Moe", 3)):
+        with_images(kind, tmp_path / kind)
+        with pytest.raises(RecipeError, match=f"{count} of the 4 layers of a qwen3_5.* recurrent state"):
+            build(load("recipes/any/cpu.yaml", [f"model.path={tmp_path / kind}"]))

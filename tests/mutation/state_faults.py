@@ -1,0 +1,131 @@
+"""Faults of recurrent states: lost, left in a wrong row, or advanced by another rule than before."""
+
+from __future__ import annotations
+
+from tests.mutation.fault import Fault
+
+RULE = "tests/attention/test_recurrent.py"
+MODEL = "tests/models/test_recurrent.py"
+AS_TRANSFORMERS = f"{RULE}::test_any_spans_advance_as_in_transformers"
+
+FAULTS = {
+    "state_dropped_at_a_chunks_start": Fault(
+        "attention/recurrent.py::Recurrence.advance",
+        "if span.start: ...",
+        "pass",
+        "each chunk of a prompt begins with an empty state",
+        AS_TRANSFORMERS,
+    ),
+    "state_of_the_last_owner_for_a_new_request": Fault(
+        "attention/recurrent.py::Recurrence.advance",
+        "if span.start:\n    state.copy_(states[span.source])",
+        "state.copy_(states[span.source])",
+        "a new request goes on from what another has left in its row",
+        AS_TRANSFORMERS,
+    ),
+    "state_left_where_it_was_read": Fault(
+        "attention/recurrent.py::Recurrence.advance",
+        "states[span.target] = state.to(states.dtype)",
+        "states[span.source] = state.to(states.dtype)",
+        "a shared state is written, and the request's own is not",
+        f"{RULE}::test_a_span_leaves_states_where_it_is_cut",
+    ),
+    "pieces_from_where_a_span_starts": Fault(
+        "attention/recurrent.py::StateSpan.pieces",
+        "min(self.stop, at // GRID * GRID + GRID)",
+        "min(self.stop, at + GRID)",
+        "the blocks of a prompt depend on where its chunks begin",
+        f"{RULE}::test_cuts_on_the_grid_change_no_bit",
+    ),
+    "drafts_as_a_block": Fault(
+        "attention/recurrent.py::_piece",
+        "len(inputs[0]) > SHORT",
+        "len(inputs[0]) > 1",
+        "a token beside its drafts is computed to other bits than alone",
+        f"{RULE}::test_short_spans_may_be_cut_anywhere",
+    ),
+    "part_of_one_token_before_the_part_it_follows": Fault(
+        "attention/recurrent.py::Recurrence.plan",
+        "is_one[1:] &= (sources[1:] != targets[:-1]) | (sources[1:] == 0)",
+        "pass",
+        "a cut just before a span's last token makes that token read what is not there yet",
+        f"{RULE}::test_a_span_leaves_states_where_it_is_cut",
+    ),
+    "decode_writes_what_it_shares": Fault(
+        "attention/cpu/recurrent.py::CpuRecurrence._advance_tokens",
+        "state = states[target]",
+        "state = states[source]",
+        "the first decode after a hit destroys the state that was found",
+        f"{RULE}::test_a_decode_goes_on_from_another_row",
+    ),
+    "decode_from_an_own_row_that_is_empty": Fault(
+        "attention/cpu/recurrent.py::CpuRecurrence._advance_tokens",
+        "if source != target: ...",
+        "pass",
+        "a decode after a hit goes on from what its row held before",
+        f"{RULE}::test_a_decode_goes_on_from_another_row",
+    ),
+    "decay_behind_the_update": Fault(
+        "attention/recurrent.py::block_by_channel",
+        "key * (last - total).exp()",
+        "key",
+        "what a block writes does not decay until its end",
+        AS_TRANSFORMERS,
+    ),
+    "tiles_without_decay_between_them": Fault(
+        "attention/recurrent.py::channel_products",
+        "key[:, :first] * (since - total[:, :first]).exp()",
+        "key[:, :first]",
+        "tokens of other tiles are found as if they had just been written",
+        AS_TRANSFORMERS,
+    ),
+    "inputs_of_the_convolution_kept_from_the_start": Fault(
+        "attention/recurrent.py::Recurrence.convolve",
+        "inputs[count:]",
+        "inputs[: len(weight) - 1]",
+        "a chunk begins with the positions that the last one began with",
+        f"{RULE}::test_channels_are_mixed_with_the_last_positions",
+    ),
+    "gate_beside_each_head_read_as_a_half": Fault(
+        "models/decoder.py::SelfAttention.order",
+        "2 * head * self.head_dim",
+        "head * self.head_dim",
+        "queries are read from the rows of gates",
+        f"{MODEL}::test_greedy_tokens_are_those_of_transformers",
+    ),
+    "one_added_behind_a_state": Fault(
+        "models/layers/recurrent.py::RecurrentMixer.forward",
+        "self.norm",
+        "self.norm + 1",
+        "the norm behind a state is weighed as the others are",
+        f"{MODEL}::test_greedy_tokens_are_those_of_transformers",
+    ),
+    "padding_advances_a_state": Fault(
+        "models/layers/recurrent.py::RecurrentMixer.forward",
+        "x[:num_tokens]",
+        "x",
+        "rows that pad a step are taken for tokens",
+        f"{MODEL}::test_rows_that_pad_a_step_change_nothing",
+    ),
+    "channels_cut_as_one": Fault(
+        "models/parallel/share.py::Share.ranges",
+        "slice(first + own.start, first + own.stop)",
+        "slice(own.start, own.stop)",
+        "a rank's keys and values are read from the rows of queries",
+        f"{MODEL}::test_tensor_ranks_hold_heads_of_the_states",
+    ),
+    "stacked_experts_up_before_gate": Fault(
+        "models/checkpoint/stacked_experts.py::PlainStack.take",
+        "expert.chunk(self._num_joined)",
+        "reversed(expert.chunk(self._num_joined))",
+        "gate and up of Qwen3.5's experts are exchanged",
+        f"{MODEL}::test_the_text_is_read_of_a_checkpoint_that_reads_images",
+    ),
+    "slots_without_a_state": Fault(
+        "recipes/assembly/memory_plan.py::MemoryPlan.beside_bytes",
+        "self.num_states * self.state_bytes",
+        "0",
+        "the plan fills the memory of the states with pages",
+        "tests/recipes/test_state_plans.py::test_each_slot_has_a_state_beside_the_cache",
+    ),
+}

@@ -1,0 +1,157 @@
+"""What models with recurrent states need: states of a request, weights, launches, as computed from shapes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from kv_cache.groups import ITEM_BYTES
+from models.config import DecoderConfig
+from models.cost import ENDS, MIXTURE_OPERATORS, OPERATORS, RECURRENT_OPERATORS, REDUCTIONS, Counts
+from models.layers.recurrent import new_states
+from models.parallel.share import Share
+from recipes.assembly.families import decoder_config
+from recipes.assembly.memory_plan import GIB, report
+from recipes.assembly.sizing import plan_memory
+from recipes.schema.recipe import CacheSection, DeviceSection, ModelSection, Recipe, SchedulerSection
+from tests.models.families import make
+from tests.models.recurrent_variants import RECURRENT_VARIANTS
+from tests.models.state_steps import empty_decoder
+
+# Shapes of the text models as published; what is left out is the family's default
+NEXT_80B = {
+    "model_type": "qwen3_next", "hidden_size": 2048, "intermediate_size": 5120, "num_hidden_layers": 48,
+    "num_attention_heads": 16, "vocab_size": 151936, "dtype": "bfloat16", "max_position_embeddings": 262144,
+}  # fmt: skip
+DENSE_9B = {
+    "model_type": "qwen3_5_text", "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 32,
+    "num_attention_heads": 16, "vocab_size": 248320, "dtype": "bfloat16",
+}  # fmt: skip
+DENSE_27B = DENSE_9B | {
+    "hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 64, "num_attention_heads": 24,
+    "linear_num_value_heads": 48,
+}  # fmt: skip
+SPARSE_35B = {
+    "model_type": "qwen3_5_moe_text", "hidden_size": 2048, "num_hidden_layers": 40,
+    "num_attention_heads": 16, "vocab_size": 248320, "dtype": "bfloat16",
+}  # fmt: skip
+KIMI_48B = {
+    "model_type": "kimi_linear", "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 27,
+    "num_attention_heads": 32, "vocab_size": 163840, "dtype": "bfloat16",
+    "linear_attn_config": {
+        "full_attn_layers": [4, 8, 12, 16, 20, 24, 27], "head_dim": 128, "num_heads": 32,
+        "kda_layers": [1, 2, 3, 5, 6, 7, 9, 10, 11, 13, 14, 15, 17, 18, 19, 21, 22, 23, 25, 26],
+        "short_conv_kernel_size": 4,
+    },
+}  # fmt: skip
+MIB = 2**20
+
+
+@pytest.mark.parametrize(
+    ("hf", "layers", "kv_kib", "state_mib", "conv_mib", "billions", "active"),
+    [
+        (NEXT_80B, (12, 36), 24, 72, 1.7, 79.7, 3.9),
+        (DENSE_9B, (8, 24), 32, 48, 1.1, 9.0, 9.0),
+        (DENSE_27B, (16, 48), 64, 144, 2.8, 26.9, 26.9),
+        (SPARSE_35B, (10, 30), 20, 60, 1.4, 34.7, 3.5),
+        (KIMI_48B, (7, 20), 7.9, 40, 1.4, 49.1, 3.5),
+    ],
+    ids=["80B-A3B", "9B", "27B", "35B-A3B", "48B-A3B"],
+)
+def test_published_models_have_the_sizes_that_follow_from_their_shapes(
+    hf: dict[str, Any],
+    layers: tuple[int, int],
+    kv_kib: float,
+    state_mib: float,
+    conv_mib: float,
+    billions: float,
+    active: float,
+) -> None:
+    """Bytes a token and a request, in float32 states and bfloat16 inputs, and billions of parameters."""
+    config = decoder_config(hf)
+    assert (len(config.attention_windows), config.num_recurrent) == layers
+    assert round(config.kv_bytes_per_token() / 1024, 1) == kv_kib
+    assert config.growing_kv_bytes_per_token == config.kv_bytes_per_token()
+    states = [config.layer_state(layer) for layer in range(config.num_layers)]
+    planes = [each.planes for each in states if each is not None]
+    assert sum(ITEM_BYTES["float32"] * _count(state.shape) for state, _ in planes) == state_mib * MIB
+    inputs = sum(ITEM_BYTES["bfloat16"] * _count(inputs.shape) for _, inputs in planes)
+    assert round(inputs / MIB, 1) == conv_mib
+    assert config.state_bytes == state_mib * MIB + inputs
+    assert round(config.num_parameters / 1e9, 1) == billions
+    assert round(config.num_active_parameters / 1e9, 1) == active
+    in_16_bits = replace(config.recurrent, state_dtype="bfloat16") if config.recurrent else None
+    assert replace(config, recurrent=in_16_bits).state_bytes == state_mib * MIB / 2 + inputs
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    return int(torch.Size(shape).numel())
+
+
+@pytest.mark.parametrize("variant", RECURRENT_VARIANTS, ids=lambda variant: variant.name)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_plan_equals_what_is_allocated(variant: Any, dtype: Any, tmp_path: Any) -> None:
+    _, path = make(variant, tmp_path)
+    decoder = empty_decoder(path, dtype=dtype)
+    config = decoder.config
+    assert config.weight_bytes == sum(each.nbytes for each in decoder.parameters())
+    assert config.num_parameters == sum(each.numel() for each in decoder.parameters())
+    states = [config.layer_state(layer) for layer in range(config.num_layers)]
+    made = [new_states(each, 1, torch.device("cpu")) for each in states if each is not None]
+    assert config.state_bytes == sum(plane.nbytes for planes in made for plane in planes)
+
+
+def test_each_slot_has_a_state_beside_the_cache() -> None:
+    config = decoder_config(NEXT_80B)
+    recipe = Recipe(
+        model=ModelSection(config=NEXT_80B, weights="random"),
+        device=DeviceSection(kind="cpu"),
+        cache=CacheSection(page_size=128, num_pages=100),
+        scheduler=SchedulerSection(num_slots=16, max_batch_tokens=256, max_request_tokens=4096),
+    )
+    plan = plan_memory(recipe, config, 512 * GIB)
+    plain = plan_memory(recipe, replace(config, recurrent=None, layers=config.layers[3:4] * 12), 512 * GIB)
+    assert (plan.num_states, plan.state_bytes) == (17, config.state_bytes)
+    assert (plain.num_states, plain.state_bytes) == (0, 0)
+    assert plan.page_bytes == plain.page_bytes
+    known = plan.weight_bytes + plan.slot_bytes + plan.activation_bytes + plan.reserve_bytes
+    assert plan.beside_bytes == known + 17 * config.state_bytes
+    rows = dict(report(recipe, config, plan))
+    assert rows["states"] == "17, 73.7 MiB each over 36 layers: 1.22 GiB"
+    assert rows["a page"].endswith("over 12 layers")
+    assert "states" not in dict(report(recipe, replace(config, layers=config.layers[3:4] * 12), plain))
+
+
+def test_ranks_and_stages_divide_the_states() -> None:
+    config = decoder_config(DENSE_27B)
+    assert Share(1, 4).part(config).state_bytes == config.state_bytes / 4
+    assert Share(0, 1, 0, 2).part(config).state_bytes == config.state_bytes / 2
+
+
+def test_launches_and_bytes_of_a_step_count_the_states() -> None:
+    config = decoder_config(SPARSE_35B)
+    counts, halves = Counts(config), Counts(config, tensor=2)
+    own = 10 * OPERATORS + 30 * RECURRENT_OPERATORS + 40 * MIXTURE_OPERATORS + ENDS
+    assert counts.num_operators == own
+    assert halves.num_operators == own + 40 * REDUCTIONS
+    assert counts.state_bytes(3) == 2 * 3 * config.state_bytes == 2 * halves.state_bytes(3)
+    assert _multiplied(counts, config) == _multiplied(halves, config) == _weights_of_mixers(config)
+
+
+def _multiplied(counts: Counts, config: DecoderConfig) -> float:
+    """Weights of attention that a step multiplies with, on all devices together."""
+    mixture = config.mixture
+    assert mixture is not None
+    inner = (mixture.inner_size, mixture.shared_size, mixture.num_experts)
+    sizes = {*inner, *(2 * each for each in inner), *(each / counts.tensor for each in inner)}
+    found = [each for each in counts.products(1, 0) if each.times in (10, 30)]
+    assert all(each.inputs not in sizes for each in found)
+    return counts.tensor * sum(each.times * each.inputs * each.outputs for each in found)
+
+
+def _weights_of_mixers(config: DecoderConfig) -> int:
+    of_layers = (config.mixer_linears(layer) for layer in range(config.num_layers))
+    return sum(inputs * outputs for linears in of_layers for _, inputs, outputs in linears)
