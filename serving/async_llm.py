@@ -229,6 +229,11 @@ class AsyncLLM:
         return self.engine.state
 
     @property
+    def accepts(self) -> bool:
+        """Whether requests are accepted: the engine is ready, and no order of an operator refuses them."""
+        return self.state == "ready" and not self.orders.why_not
+
+    @property
     def facts(self) -> EngineFacts | None:
         """The engine's facts, while an engine is ready."""
         return self.engine.facts

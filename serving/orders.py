@@ -37,9 +37,8 @@ from serving.roots import Root
 
 Running = Literal["wait", "abort", "refuse"]
 LONGEST_VERSION = 64  # characters
-SEGMENT = re.compile(
-    r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,254}"
-)  # a name of POSIX shared memory, without its slash
+# A name of POSIX shared memory, without its slash
+SEGMENT = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,254}")
 _READ = ("*.json", "*.safetensors")  # files of a checkpoint that are read
 
 log = logging.getLogger(__name__)
@@ -68,7 +67,8 @@ class Orders:
         self._source: ReadWeights | None = None  # of the weights; None: those of the recipe
         self._is_closing = False  # requests are refused, although the engine does not sleep yet
         self._is_restoring = False
-        self._lock = asyncio.Lock()
+        self._is_given = False  # an operator's order is being carried out
+        self._lock = asyncio.Lock()  # held by it, or while a new engine is given what was ordered
         # The order that the engine has, with what follows from it
         self._given: tuple[asyncio.Future[OrderDone], Callable[[], None]] | None = None
         self._works: set[asyncio.Task[Any]] = set()
@@ -190,9 +190,10 @@ class Orders:
 
     async def _alone(self, work: Coroutine[Any, Any, Any]) -> Any:
         """Do what an order asks for unless another is being carried out, to its end even if nobody waits."""
-        if self._lock.locked():
+        if self._is_given or self._lock.locked():
             work.close()
             raise BadRequest(None, "another order is being carried out", fix="wait for its answer")
+        self._is_given = True
         return await asyncio.shield(self._keep(self._locked(work)))
 
     def _keep(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
@@ -202,8 +203,11 @@ class Orders:
         return task
 
     async def _locked(self, work: Coroutine[Any, Any, Any]) -> Any:
-        async with self._lock:
-            return await work
+        try:
+            async with self._lock:
+                return await work
+        finally:
+            self._is_given = False
 
     async def _ask(self, order: Order, follow: Callable[[], None] = lambda: None) -> OrderDone:
         """Return the engine's answer; raises Unavailable where the engine ends before."""

@@ -243,17 +243,20 @@ class KVCache(CacheLayers):
         _release_memory(self.device)
 
     def restore(self) -> None:
-        """Allocate again, as zeros, what was given back; after a failure everything is still given back."""
+        """Allocate again, as zeros, what was given back.
+
+        Raises MemoryError, with everything still given back.
+        """
         assert self._released is not None, "no pages have been given back"
         counts = self._released
         try:
             for layer, count in enumerate(counts):
                 self._allocate(layer, *count)
-        except RuntimeError:  # of torch, for want of memory
+        except RuntimeError as error:  # of torch, for want of memory
             for layer in range(len(counts)):
                 self._allocate(layer, 1, 0)
             _release_memory(self.device)
-            raise
+            raise MemoryError(f"the pages cannot be allocated: {error}") from error
         self._released = None
 
     def _allocate(self, layer: int, num_pages: int, num_host_pages: int) -> None:

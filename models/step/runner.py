@@ -229,7 +229,7 @@ class ModelRunner:
         self.cache.release()
 
     def restore_pages(self) -> None:
-        """Allocate the pages again, empty; raises RuntimeError if there is no memory for them."""
+        """Allocate the pages again, empty; raises MemoryError if there is none for them."""
         self.cache.restore()
         for each in self._captured():
             each.capture()

@@ -100,7 +100,7 @@ class LiveMemory:
         return before - cache.num_bytes
 
     def restore_pages(self) -> int:
-        """Allocate the pages again, and return their bytes; raises RuntimeError for want of memory."""
+        """Allocate the pages again, and return their bytes; raises MemoryError if there is none."""
         cache = self._runner.cache
         before = cache.num_bytes
         self._runner.restore_pages()

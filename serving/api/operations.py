@@ -66,8 +66,8 @@ def router(llm: AsyncLLM, names: ModelNames) -> APIRouter:
     @routes.get("/ready")
     async def ready() -> Response:
         """200 while requests are accepted; 503 otherwise."""
-        status = "asleep" if llm.state == "ready" and llm.orders.why_not else llm.state
-        return JSONResponse({"status": status}, 200 if status == "ready" else 503)
+        status = llm.state if llm.accepts or llm.state != "ready" else "asleep"
+        return JSONResponse({"status": status}, 200 if llm.accepts else 503)
 
     @routes.get("/version")
     async def version() -> dict[str, str]:

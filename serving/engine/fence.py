@@ -109,7 +109,7 @@ class Fence:
         """Do what is due between two steps, and return the messages that wait no longer."""
         if self._reading is not None and self._reading.done():
             self._take_read(self._reading)
-        if self._awaiting is None or (self._engine.scheduler.has_work and not self._is_halted):
+        if self._awaiting is None or (self._engine.scheduler.has_work and self.may_step):
             return []
         order, self._awaiting = self._awaiting, None
         if count := self._num_begun():
@@ -124,28 +124,33 @@ class Fence:
     def _carry_out(self, order: Sleep | PutWeights) -> None:
         """Give the pages back, or put the weights. What fails here ends the engine: its state is unknown."""
         live, new = self._live, self._new
-        if live is None or (new is None and isinstance(order, PutWeights)):
-            self._send(OrderDone("there are no weights to put" if live else _RANKS))
-            return
-        self._send(Pause(_LONGEST_S))
-        num_bytes = 0
-        if isinstance(order, Sleep):
+        if live is None:
+            self._send(OrderDone(_RANKS))
+        elif isinstance(order, Sleep):
+            if self._is_asleep:
+                self._send(OrderDone("the engine sleeps already"))
+                return
+            self._send(Pause(_LONGEST_S))
             num_bytes, self._is_asleep = live.release_pages(), True
-        elif new is not None:
+            self._send(OrderDone("", num_bytes))
+        elif new is None:
+            self._send(OrderDone("there are no weights to put"))
+        else:
+            self._send(Pause(_LONGEST_S))
             live.put(new)
             self._new = None
-        self._send(OrderDone("", num_bytes))
+            self._send(OrderDone(""))
 
     def _wake(self) -> None:
         """Allocate the pages again; without memory for them the engine stays asleep."""
-        if self._live is None:
-            self._send(OrderDone(_RANKS))
+        if self._live is None or not self._is_asleep:
+            self._send(OrderDone("the engine does not sleep" if self._live else _RANKS))
             return
         self._send(Pause(_LONGEST_S))
         try:
             num_bytes = self._live.restore_pages()
-        except RuntimeError as error:
-            self._send(OrderDone(in_one_line(error)))
+        except MemoryError as error:
+            self._send(OrderDone(str(error)))
         else:
             self._is_asleep = False
             self._send(OrderDone("", num_bytes))

@@ -416,7 +416,7 @@ def test_a_wake_without_memory_stays_asleep(served: BuiltEngine, monkeypatch: py
 
     with monkeypatch.context() as patched:
         patched.setattr(type(cache), "_allocate", fails)
-        with pytest.raises(RuntimeError, match="no memory for pages"):
+        with pytest.raises(MemoryError, match="no memory for pages"):
             live.restore_pages()
         assert counted
     assert cache.num_bytes == null_page, "what was allocated is given back"

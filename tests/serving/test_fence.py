@@ -198,6 +198,16 @@ def test_weights_that_were_given_up_are_not_put(driven: Driven, new: Path, tmp_p
     assert driven.turn() == [OrderDone("there are no weights to put")]
     driven.tell(Sleep())
     (slept,) = driven.turn()
+    driven.tell(Sleep())
+    assert driven.turn() == [OrderDone("the engine sleeps already")]
+    waits = driven.add()
+    driven.read(new)
+    driven.tell(PutWeights())
+    assert driven.turn() == [OrderDone("")], "it waits for no step, of which none can be made"
     driven.tell(WakeUp())
     assert driven.heard() == [slept]
+    driven.until_idle()
+    assert len(driven.tokens[waits]) == NUM_TOKENS
+    driven.tell(WakeUp())
+    assert driven.heard() == [OrderDone("the engine does not sleep")]
     assert msgspec.structs.asdict(slept)["num_bytes"] > 0
