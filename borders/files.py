@@ -46,7 +46,7 @@ _FIX_OF = {
 }
 
 
-def in_one_line(error: ValueError | OSError) -> str:
+def in_one_line(error: ValueError | OSError | RuntimeError) -> str:
     """Return the text of an error; for one of the operating system, its object, its cause and its fix."""
     if not isinstance(error, OSError) or error.errno is None:
         return str(error)

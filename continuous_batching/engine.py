@@ -253,8 +253,13 @@ class Engine:
         self.runner.resize(counts, self.scheduler.tables.take_copies())
 
     def forget_prefixes(self) -> None:
-        """Empty the prefix cache, but not the tier below; running requests keep their pages."""
+        """Empty the prefix cache, but not the tier below; running requests keep their pages.
+
+        What was to be copied to that tier is, so that no copy is left for another tier in its place.
+        """
         self.drain()
+        if self.tier is not None:
+            self.tier.make(self.scheduler.tables.take_copies())
         self.scheduler.prefix.forget_all()
         self.observer.forgotten()
 
@@ -263,6 +268,11 @@ class Engine:
         self.observer.close()
         if self.tier is not None:
             self.tier.close()
+
+    @property
+    def has_landed(self) -> bool:
+        """Whether `step` would return a step that was completed before, and begin none."""
+        return bool(self._landed)
 
     def drain(self) -> None:
         """Wait until the device is idle; the next calls of `step` return the steps that it completed."""

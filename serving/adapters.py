@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +23,7 @@ from recipes.schema.adapters_section import AdaptersSection
 from recipes.schema.recipe import ROOT
 from recipes.schema.recipe_error import RecipeError
 from serving.failures import Unavailable
+from serving.roots import Root
 
 
 class PutAdapter(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -116,7 +115,7 @@ class ServedAdapters(KnownAdapters):
         requests: Callable[[], Iterable[Request]],
     ) -> None:
         super().__init__(section)
-        self.root = section.root
+        self.root = None if section.root is None else Root(section.root, "adapters.root")
         # Adapters of the recipe, which each engine reads by itself, at the first numbers.
         self._at_start = len(self._by_name)
         self._send, self._requests = send, requests
@@ -139,7 +138,7 @@ class ServedAdapters(KnownAdapters):
         try:
             files = await asyncio.to_thread(look_at, folder, self._rank)
         except (ValueError, OSError) as error:
-            problem = self._without_root(in_one_line(error))
+            problem = self._hidden(in_one_line(error))
             raise BadRequest("lora_path", f"cannot be used: {problem}") from error
         if name in self._by_name or any(each.number == free[0] for each in self.all):
             raise Unavailable("another adapter has taken the name or the place meanwhile", 0.0)
@@ -181,7 +180,7 @@ class ServedAdapters(KnownAdapters):
             waiting = self._waiting.pop(each.name, None)
             if waiting is not None and not waiting.done():
                 if message.problem:
-                    problem = self._without_root(message.problem)
+                    problem = self._hidden(message.problem)
                     waiting.set_exception(BadRequest("lora_path", f"cannot be used: {problem}"))
                 else:
                     waiting.set_result(None)
@@ -212,33 +211,10 @@ class ServedAdapters(KnownAdapters):
         """Return the folder of a path below the root; raises BadRequest for a path that leads elsewhere."""
         if self.root is None:
             raise BadRequest(None, "adapters cannot be loaded here: the recipe has no adapters.root")
-        try:
-            folder = (self.root / path).resolve()
-        except (OSError, ValueError, RuntimeError) as error:
-            raise BadRequest("lora_path", f"is no path: {self._without_root(str(error))}") from error
-        if not folder.is_relative_to(self.root.resolve()):
-            raise BadRequest("lora_path", "leads out of adapters.root", value=path)
-        for name in (CONFIG, WEIGHTS):  # the file there may be a link to any other file
-            try:
-                file = (folder / name).resolve()
-            except (OSError, RuntimeError) as error:
-                problem = self._without_root(str(error))
-                raise BadRequest("lora_path", f"cannot be used: {problem}", value=path) from error
-            if not file.is_relative_to(self.root.resolve()):
-                raise BadRequest(
-                    "lora_path",
-                    f"holds {name}, a link that leads out of adapters.root",
-                    value=path,
-                    fix="put the file itself there",
-                )
+        folder = self.root.within(path, "lora_path")
+        self.root.check_links((folder / CONFIG, folder / WEIGHTS), path, "lora_path")
         return folder
 
-    def _without_root(self, text: str) -> str:
-        """Return a text that a client may read, without the folder of the adapters on this machine."""
+    def _hidden(self, text: str) -> str:
         assert self.root is not None, "there are paths below it alone"
-        for root in sorted({str(self.root.resolve()), os.path.abspath(self.root)}, key=len, reverse=True):
-            if root != os.sep:
-                # The path must not be a part of a longer name.
-                path = rf"(?<![\w./~-]){re.escape(root)}(?:(/)|(?![\w~-]|\.\w))"
-                text = re.sub(path, lambda found: "" if found[1] else "adapters.root", text)
-        return text
+        return self.root.hidden(text)

@@ -41,6 +41,7 @@ from serving.engine.messages import (
     Finish,
     FromEngine,
     Look,
+    OrderDone,
     QueueRefused,
     Ready,
     RecordTrace,
@@ -52,6 +53,7 @@ from serving.engine.messages import (
 from serving.engine.supervisor import State, Supervisor
 from serving.failures import CutOff, Failure, Overloaded, ShutDown, Unavailable
 from serving.metrics.server_stats import ServerStats
+from serving.orders import Orders
 from serving.outputs import Prompt, RequestOutput, VllmSamplingParams, fields_of, request_output
 from serving.text.request_fields import check_length, is_short, parse_request, text_options
 from serving.text.sampling_defaults import sampling_defaults
@@ -220,6 +222,8 @@ class AsyncLLM:
         self.stats.is_slow = lambda: self.engine.status == "slow"
         self.stats.silence_limit_s = lambda: self.engine.silence.limit_s
         self.adapters = ServedAdapters(self.recipe.adapters, self.engine.send, self._requests)
+        self.orders = Orders(self.recipe, self.engine, self._open_answers, self.abort)
+        self.stats.orders = self.orders
         self._threads = ThreadPoolExecutor(self.recipe.server.text_threads, "text")
         # Kept until the engine has sent a stream's end.
         self._streams: dict[int, tuple[AnswerStream, int]] = {}
@@ -240,6 +244,11 @@ class AsyncLLM:
         return self.engine.state
 
     @property
+    def accepts(self) -> bool:
+        """Whether requests are accepted: the engine is ready, and no order of an operator refuses them."""
+        return self.state == "ready" and not self.orders.why_not
+
+    @property
     def facts(self) -> EngineFacts | None:
         """The engine's facts, while an engine is ready."""
         return self.engine.facts
@@ -251,6 +260,10 @@ class AsyncLLM:
 
     def _requests(self) -> Iterator[Request]:
         return (answer.request for answer, _ in self._streams.values())
+
+    def _open_answers(self) -> list[AnswerStream]:
+        answers = {id(answer): answer for answer, _ in self._streams.values() if answer.is_open}
+        return [*answers.values()]
 
     def start(self) -> None:
         """Start the engine; `ready` waits for it."""
@@ -286,6 +299,9 @@ class AsyncLLM:
         if self.state != "ready":
             self.stats.rejected(self.state)
             raise Unavailable(self.engine.why_not, self.engine.ready_in_s)
+        if why_not := self.orders.why_not:
+            self.stats.rejected("asleep")
+            raise Unavailable(why_not)
 
     async def ask(
         self,
@@ -332,6 +348,7 @@ class AsyncLLM:
     def _send(self, answer: AnswerStream, num_logprobs: int) -> None:
         num_samples = len(answer.samples)
         answer.num_reserved_logprobs = num_logprobs
+        answer.weights = self.orders.of_answers
         answer.first_stream = self._next_stream
         self._next_stream += num_samples
         self._streams |= {answer.first_stream + index: (answer, index) for index in range(num_samples)}
@@ -439,8 +456,7 @@ class AsyncLLM:
 
     def find(self, group: str, owner: str = "") -> list[AnswerStream]:
         """Return this owner's open answers to the request whose id the client knows as `group`."""
-        answers = {id(answer): answer for answer, _ in self._streams.values() if answer.is_open}.values()
-        return [each for each in answers if (each.group, each.owner) == (group, owner)]
+        return [each for each in self._open_answers() if (each.group, each.owner) == (group, owner)]
 
     def answer_of(self, stream: int) -> AnswerStream | None:
         """Return the answer that a stream belongs to, while the engine works on it."""
@@ -485,6 +501,9 @@ class AsyncLLM:
             case Ready(facts):
                 self.stats.ready(facts, self.engine.start_s, self.engine.starting.stages_s)
                 self.adapters.begin()
+                self.orders.begin()
+            case OrderDone():
+                self.orders.hear(message)
             case AdapterPut():
                 self.adapters.hear(message)
             case Beat():
@@ -510,7 +529,9 @@ class AsyncLLM:
         ends = message.ends_at()
         logprobs: Sequence[Any] = message.logprobs or [None] * len(message.tokens)
         for begun in message.begun:
-            self._streams[begun.stream][0].begin(begun)
+            answer, _ = self._streams[begun.stream]
+            answer.begin(begun)
+            answer.weights = self.orders.of_answers
         for at, (stream, token, entry) in enumerate(zip(message.streams, message.tokens, logprobs)):
             answer, index = self._streams[stream]
             if answer.samples[index].finish_reason is not None:
@@ -530,6 +551,7 @@ class AsyncLLM:
 
     def _end(self, end: SampleEnd, now_s: float) -> None:
         answer, index = self._streams.pop(end.stream)
+        answer.weights = self.orders.of_answers  # a beam search ends without having begun
         answer.finish(index, end)
         self.stats.ended(answer, index, end, now_s - answer.arrival_s)
         if answer.failure is not None:  # the answer's other samples are of no use
@@ -562,6 +584,7 @@ class AsyncLLM:
             answer.fail(failure)
         self._streams.clear()
         self.adapters.lose(failure)
+        self.orders.lose(failure)
         for look in (each for each in self._looks if not each.done()):
             look.set_exception(failure)
         self._looks.clear()

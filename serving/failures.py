@@ -64,6 +64,17 @@ class ShutDown(CutOff):
         super().__init__("the server is shutting down", "shutdown")
 
 
+class SetAside(CutOff):
+    """The answer was ended early because of an operator's order; the same request may be sent again."""
+
+    status = 503
+    code = None
+    retry_after_s = UNKNOWN_S
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason, "order")
+
+
 class ClientGone(CutOff):
     """The client disconnected before the answer began; only the log shows this."""
 

@@ -10,11 +10,21 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from recipes.assembly import versions
 from recipes.schema.keys import keys_of
 from recipes.schema.recipe import Recipe
+
+
+@dataclass(frozen=True, slots=True)
+class ServedWeights:
+    """What identifies the weights that compute an answer."""
+
+    version: str
+    fingerprint: str  # the `system_fingerprint` of their answers
+
 
 _FILES = ("*.json", "*.model", "*.safetensors")
 _PIECE_BYTES = 2**16
@@ -30,6 +40,19 @@ def of(recipe: Recipe, server_version: str) -> str:
     }
     digest = hashlib.sha256(json.dumps([server_version, versions.installed(), keys], default=str).encode())
     _add_files(digest, recipe)
+    return f"fp_{digest.hexdigest()[:16]}"
+
+
+def of_weights(recipe: Recipe) -> str:
+    """Return the version of a recipe's weights, by which their users can tell them from others."""
+    digest = hashlib.sha256(json.dumps([recipe.model.weights, recipe.model.seed]).encode())
+    _add_files(digest, recipe)
+    return f"w_{digest.hexdigest()[:16]}"
+
+
+def beside(recipe: Recipe, server_version: str, sha256: str) -> str:
+    """Return the fingerprint of a server whose weights have this digest, and not those of its recipe."""
+    digest = hashlib.sha256(f"{of(recipe, server_version)} {sha256}".encode())
     return f"fp_{digest.hexdigest()[:16]}"
 
 

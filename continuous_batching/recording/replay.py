@@ -272,6 +272,8 @@ def _replay_held(
     """
     lifecycle = scheduler.lifecycle
     if isinstance(entry, Forgotten):
+        if scheduler.has_tier:
+            scheduler.tables.take_copies()  # they went to the tier by themselves
         scheduler.prefix.forget_all()
     elif isinstance(entry, PagesExpected):
         tokens = unpacked(entry.tokens).astype(np.int32)

@@ -108,7 +108,7 @@ class Scheduler:
         self.in_flight = InFlight(slots, depth)
         self.max_batch_tokens = max_batch_tokens  # may be changed between steps
         self.speculation, self.step_time = speculation, step_time
-        self.depth, self._has_tier = depth, has_tier
+        self.depth, self.has_tier = depth, has_tier
         self._policy = policy
         self.vocab_size, self.eos_token_ids = vocab_size, eos_token_ids
         self._gate = QueueGate(limits or QueueLimits(), self.waiting)
@@ -338,7 +338,7 @@ class Scheduler:
         if outrun:
             for row, has_failed in self.in_flight.take_landed().items():
                 self.lifecycle.vacate(row, failed=has_failed or row in failed)
-        flushes = self._has_tier and not self.has_work
+        flushes = self.has_tier and not self.has_work
         return Booked(*booked, finished, self.tables.take_copies() if flushes else ())
 
     def resize(

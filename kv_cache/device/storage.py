@@ -117,6 +117,7 @@ class KVCache(CacheLayers):
         self.num_pages = tuple(num_pages)
         self._indexed = indexed
         self.tier: PageTier | None = None
+        self._released: list[tuple[int, int]] | None = None  # pages of each layer that were given back
         self._swapped: Callable[[], None] = _nothing  # waits for the last copies to or from the host
         counts = num_host_pages or [0] * len(num_pages)
         self._host_planes = [
@@ -229,6 +230,49 @@ class KVCache(CacheLayers):
                 self._planes[layer] = self._resized(layer, num_pages[group], kept)
         self.num_pages = tuple(num_pages)
         _release_memory(self.device)
+
+    def release(self) -> None:
+        """Give back the memory of all pages but the null page, on the device and on the host.
+
+        Their content is lost, and no page may be used until `restore`.
+        """
+        assert self._released is None, "the pages have been given back already"
+        self.wait_for_swaps()
+        self._released = [
+            (len(planes[0]), len(host[0])) for planes, host in zip(self._planes, self._host_planes)
+        ]
+        for layer in range(len(self.layers)):
+            self._allocate(layer, 1, 0)
+        _release_memory(self.device)
+
+    def restore(self) -> None:
+        """Allocate again, as zeros, what was given back.
+
+        Raises MemoryError, with everything still given back.
+        """
+        assert self._released is not None, "no pages have been given back"
+        counts = self._released
+        try:
+            for layer, count in enumerate(counts):
+                self._allocate(layer, *count)
+        except RuntimeError as error:  # of torch, for want of memory
+            for layer in range(len(counts)):
+                self._allocate(layer, 1, 0)
+            _release_memory(self.device)
+            raise MemoryError(f"the pages cannot be allocated: {error}") from error
+        self._released = None
+
+    def _allocate(self, layer: int, num_pages: int, num_host_pages: int) -> None:
+        """Replace the pages of a layer by so many of zeros; the old ones are let go first."""
+        self._planes[layer] = self._host_planes[layer] = ()
+        self._planes[layer] = self.layers[layer].new_planes(num_pages)
+        self._host_planes[layer] = tuple(_host_zeros(each, num_host_pages) for each in self._planes[layer])
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes that all pages take, on the device and on the host."""
+        on_host = (plane for planes in self._host_planes for plane in planes)
+        return sum(each.untyped_storage().nbytes() for each in (*self.tensors, *on_host))
 
     def _resized(self, layer: int, num_pages: int, kept: Index) -> tuple[Tensor, ...]:
         """Return new planes of a layer, with the content of the pages that remain.

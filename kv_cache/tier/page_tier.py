@@ -16,7 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Protocol
 
 from kv_cache.page_keys import KEY_BYTES
@@ -368,7 +368,7 @@ class PageTier:
     ) -> None:
         self.make = make
         self._store, self._pages = store, pages
-        self._counters = TierCounters()
+        self._counters, self._earlier = TierCounters(), TierCounters()
         self._reading = StoreHealth(f"reading pages from {name}", pause_s)
         self._writing = StoreHealth(f"writing pages to {name}", pause_s)
         self._entry_bytes = [HEAD_BYTES + each for each in pages.page_bytes]
@@ -380,12 +380,19 @@ class PageTier:
 
     @property
     def counters(self) -> TierCounters:
-        """The totals so far."""
-        return replace(
+        """The totals so far, with those of the tier in whose place this one is."""
+        own = replace(
             self._counters,
             read_failures=self._reading.num_failures,
             write_failures=self._writing.num_failures,
         )
+        earlier = asdict(self._earlier)
+        return TierCounters(**{name: count + earlier[name] for name, count in asdict(own).items()})
+
+    def follow(self, before: PageTier) -> None:
+        """Take the place of another tier, whose totals go on here."""
+        before.close()
+        self._earlier = before.counters
 
     @property
     def is_well(self) -> bool:

@@ -216,13 +216,27 @@ class ModelRunner:
     def resize(self, num_pages: Sequence[int], copies: tuple[PageCopy, ...]) -> None:
         """Make the copies, then change the number of pages; pages that remain keep their content."""
         self.cache.apply(copies)
-        graphs = [self.graphs, None if self.drafter is None else self.drafter.graphs]
-        captured = [each for each in graphs if each is not None]
-        for each in captured:
+        for each in self._captured():
             each.drop()  # they read the tensors that are about to be replaced
         self.cache.resize(num_pages)
-        for each in captured:
+        for each in self._captured():
             each.capture()
+
+    def release_pages(self) -> None:
+        """Give the memory of the cache's pages back; no step may follow until `restore_pages`."""
+        for each in self._captured():
+            each.drop()
+        self.cache.release()
+
+    def restore_pages(self) -> None:
+        """Allocate the pages again, empty; raises MemoryError if there is none for them."""
+        self.cache.restore()
+        for each in self._captured():
+            each.capture()
+
+    def _captured(self) -> list[DecodeGraphs]:
+        graphs = [self.graphs, None if self.drafter is None else self.drafter.graphs]
+        return [each for each in graphs if each is not None]
 
     def _to_device(self, array: NDArray[np.integer]) -> Tensor:
         return to_device(array, self.attention.device)

@@ -17,7 +17,6 @@ from borders.start_report import LOADING, StartReport, repeated
 from continuous_batching.engine import Engine
 from continuous_batching.recording.recorder import Recorder, RecordingFile, Sink
 from devices.compiled import LIMIT_S
-from kv_cache.tier.page_tier import PageTier
 from models.checkpoint import weights
 from models.checkpoint.adapter_files import look_at
 from models.checkpoint.int4 import inputs_of_experts, largest_side
@@ -38,9 +37,10 @@ from models.step.stage_runner import StageRunner
 from models.step.warm_up import capture, largest_step_bytes, warm_up
 from recipes.assembly.decoders import cache_of, draft_decoder, drafter_of, shape_of
 from recipes.assembly.families import WITH_MTP, overridden_fields, share_of, unknown_fields, unread_layers
+from recipes.assembly.live_memory import LiveMemory
 from recipes.assembly.memory_plan import MemoryPlan, report
 from recipes.assembly.page_events import publish_pages
-from recipes.assembly.page_tier import attach_tier
+from recipes.assembly.page_tier import attach_tier, tier_for
 from recipes.assembly.scheduler import SchedulerLimits, costs_of, facts_of, scheduler_of
 from recipes.assembly.sizing import plan_memory
 from recipes.cluster.cluster import find_cluster
@@ -67,7 +67,7 @@ class BuiltEngine:
     experts: ExpertCounts | None = None  # set where experts are counted
     ranks: Ranks | None = None  # set where there are several ranks
     adapters: Adapters | None = None  # set where there is room for adapters
-    tier: PageTier | None = None  # set where pages rest in a tier below the host's memory
+    live: LiveMemory | None = None  # set where there is one rank
     learned: Callable[[], str] = lambda: (
         ""
     )  # what its machine has learned, for an engine that takes its place
@@ -92,6 +92,7 @@ def build(
     sinks: list[Sink] = []
     if recipe.parallel.ranks == 1:
         built = assemble(recipe, clock=clock, tell=tell, learned=learned)
+        built = replace(built, live=LiveMemory(recipe, built.engine, built.runner, built.memory))
     else:
         share_of(recipe, 0)  # invalid shares are refused before processes are started
         cluster = find_cluster(recipe.parallel, os.environ)
@@ -117,7 +118,7 @@ def build(
     if recipe.cache.events is not None:
         publish_pages(built.engine.scheduler.prefix, recipe.cache)
     if recipe.cache.tier is not None:
-        built = replace(built, tier=attach_tier(recipe, built.engine, built.runner, built.memory))
+        attach_tier(built.engine, built.runner.cache, tier_for(recipe, built.runner, built.memory))
     return built
 
 

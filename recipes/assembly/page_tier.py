@@ -18,6 +18,7 @@ from borders.files import in_one_line
 from borders.shared_secret import read_secret
 from continuous_batching.engine import Engine
 from kv_cache.device.page_bytes import PageBytes
+from kv_cache.device.storage import KVCache
 from kv_cache.tier.disk import DiskStore
 from kv_cache.tier.page_tier import PageTier
 from kv_cache.tier.store import HEAD_BYTES, PageStore, identity_of
@@ -35,10 +36,18 @@ _PIECE_BYTES, _READERS = 2**20, 4
 log = logging.getLogger(__name__)
 
 
-def attach_tier(recipe: Recipe, engine: Engine, runner: ModelRunner, memory: MemoryPlan) -> PageTier:
-    """Let an engine use the tier that its recipe asks for; raises RecipeError where that is not possible.
+def attach_tier(engine: Engine, cache: KVCache, tier: PageTier) -> None:
+    """Let an engine use a tier in place of the one that it has had, if any."""
+    if cache.tier is not None:
+        tier.follow(cache.tier)
+    cache.tier = engine.tier = tier
 
-    A server that does not answer is no such reason: the engine runs without it until it answers.
+
+def tier_for(recipe: Recipe, runner: ModelRunner, memory: MemoryPlan) -> PageTier:
+    """Return the tier that a recipe asks for, for pages of the recipe's weights.
+
+    Raises RecipeError where that is not possible. A server that does not answer is no such reason: the engine
+    runs without it until it answers.
     """
     asked = tier_of(recipe.cache.tier)
     assert asked is not None, "there is no tier"
@@ -53,7 +62,6 @@ def attach_tier(recipe: Recipe, engine: Engine, runner: ModelRunner, memory: Mem
     store, where = _store(asked, identity, max(pages.page_bytes) + HEAD_BYTES)
     secret = None if asked.key_file is None else _secret(asked.key_file)
     tier = PageTier(store, pages, cache.apply, identity, asked.wait_s, where, secret=secret)
-    cache.tier = engine.tier = tier
     took_s = time.perf_counter() - began_s
     log.info("tier of pages: %s, identity %s, known after %.1f s", where, identity.hex()[:16], took_s)
     return tier

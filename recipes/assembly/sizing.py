@@ -55,15 +55,13 @@ def plan_memory(
     """
     cache, num_devices = recipe.cache, tensor * stages
     both = _decoders(recipe, config, share)
-    device_bytes = _device_bytes(recipe) if memory_bytes is None else memory_bytes
     host_bytes = host_memory_bytes() if host_memory is None else host_memory
     most_tokens = min(recipe.scheduler.max_request_tokens or 2**31, max_positions(config))
     sizing = MemoryPlan(
         num_parameters=both[0].num_parameters,
         weight_bytes=sum(each.weight_bytes + _packed_bytes(recipe, each) for each in both),
         adapter_bytes=_adapter_bytes(recipe, both[0]),
-        page_bytes=cache.page_size * tensor * sum(each.kv_bytes_by_group(tensor)[0] for each in both)
-        + sum(each.feature_bytes for each in both if isinstance(each, HeadConfig)),
+        page_bytes=_page_bytes(recipe, both, tensor),
         windows=_windows(recipe, both[0], tensor, window_host_pages) if windows is None else windows,
         num_pages=0,
         num_pages_fitting=0,
@@ -81,7 +79,7 @@ def plan_memory(
         else activation_bytes,
         is_measured=activation_bytes is not None,
         reserve_bytes=num_devices * int(cache.reserve_gib * GIB),
-        memory_bytes=num_devices * device_bytes,
+        memory_bytes=num_devices * (_device_bytes(recipe) if memory_bytes is None else memory_bytes),
     )
     if windows is None:
         sizing = _with_windows(recipe, sizing, num_devices)
@@ -90,6 +88,13 @@ def plan_memory(
         if windows is None and sizing.host_beside_bytes:  # the host tier takes memory of the windows' pages
             sizing = _with_windows(recipe, sizing, num_devices)
     return _with_pages(recipe, both, sizing, num_devices)
+
+
+def _page_bytes(recipe: Recipe, both: list[DecoderConfig], tensor: int) -> int:
+    """Return the bytes of a page of the layers that need all tokens, and of the features of a head."""
+    token_bytes = tensor * sum(each.kv_bytes_by_group(tensor)[0] for each in both)
+    features = sum(each.feature_bytes for each in both if isinstance(each, HeadConfig))
+    return recipe.cache.page_size * token_bytes + features
 
 
 def _with_pages(

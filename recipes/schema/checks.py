@@ -74,6 +74,13 @@ def page_contradictions(
             value=pages_at,
         )
     for name in [name for name, value in asked.items() if value is not None]:
+        if server.weights_root is not None:
+            yield RecipeError(
+                (name, "server.weights_root"),
+                "engines that exchange pages compare their weights once, when they connect",
+                "leave one of them out",
+                value=asked[name],
+            )
         if not is_sharing:
             yield RecipeError(
                 (name, "cache.prefix_sharing"),

@@ -75,6 +75,11 @@ class ServerSection:
         " there are no such routes",
         default=None,
     )
+    weights_root: Path | None = key(
+        "checkpoints below this folder, and shared memory, may replace the weights while serving (POST"
+        " /update_weights); also enables /pause, /resume, /sleep and /wake; null: there are no such routes",
+        default=None,
+    )
     pages_at: str | None = key(
         "where this engine computes prompts for others and sends them the pages, tcp://HOST:PORT, beside what"
         " it serves itself; null: nowhere",
@@ -242,6 +247,11 @@ class ServerSection:
         least=1,
         most=_DAY_S,
     )
+
+    @property
+    def most_resumed(self) -> int:
+        """How often an answer may go on at another replica; never where its weights may be replaced."""
+        return 0 if self.weights_root is not None else self.resume
 
     @property
     def proves_pages(self) -> bool:

@@ -21,6 +21,7 @@ from continuous_batching.request import Hypothesis, Request, TokenLogprobs, Vect
 from serving.continuation import Continuation
 from serving.engine.messages import BeamHypothesis, Begun, SampleEnd
 from serving.failures import CutOff, Failure, RequestFailed
+from serving.fingerprint import ServedWeights
 from serving.text.tokenizer import Detokenizer, Text, TextOptions
 
 _NO_CHANCE = -9999.0  # what JSON holds for a log-probability that is minus infinity or not a number
@@ -211,6 +212,7 @@ class AnswerStream(SampleAnswers):
         # Entries of the prompt's tokens from the second on, if asked for.
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.embedding: Vector | None = None  # the embedding of the prompt, if asked for
+        self.weights: ServedWeights | None = None  # those that compute it, where they can change
         # Entries reserved from the server's limit until the response has been sent.
         self.num_reserved_logprobs = 0
         self.failure: Failure | BadRequest | None = None
@@ -222,6 +224,11 @@ class AnswerStream(SampleAnswers):
         self._unread: list[AnswerDelta] = []
         self._num_unread = 0
         self._news = asyncio.Event()
+
+    @property
+    def weights_usage(self) -> dict[str, str]:
+        """The field of `usage` that says which weights computed it, where they can change."""
+        return {} if self.weights is None else {"weights_version": self.weights.version}
 
     @property
     def is_open(self) -> bool:

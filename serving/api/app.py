@@ -52,8 +52,8 @@ def application(
     errors.install(app)
     names = ModelNames(model, llm.recipe.server.model_names, llm.adapters)
     turns = Turns()
-    prints = fingerprint.of(llm.recipe, VERSION), fingerprint.of_continuations(llm.recipe, VERSION)
-    generation = Generation(llm, names, *prints, turns)
+    continuations = fingerprint.of_continuations(llm.recipe, VERSION)
+    generation = Generation(llm, names, continuations, turns)
     route = bounded_route(llm.recipe.server.max_body_values, turns)
     app.router.route_class = route
     answers: dict[str, Callable[..., Awaitable[Response]]] = {
@@ -65,7 +65,7 @@ def application(
     others = MessagesRoutes(generation).by_path() | ScoreRoutes(generation).by_path()
     for path, answer in (answers | others).items():
         app.add_api_route(path, answer, methods=["POST"], response_class=Response)
-    for routes in operations.routers(llm, names, model, route, prints[1], is_local=is_local):
+    for routes in operations.routers(llm, names, model, route, continuations, is_local=is_local):
         app.include_router(routes)
     app.include_router(model_names.router(llm, names, route))
     app.include_router(live_page.router(live or LivePage(llm)))
@@ -79,7 +79,7 @@ def application(
     memory = BodyMemory(max(most_bytes, max_body_bytes, *most_bytes_of.values()))
     most_bytes_of[PATH] = max_body_bytes + MOST_KNOWN_BYTES
     guarded = AccessControl(
-        Continuations(HeadAndOptions(app), keys, llm.recipe.server, prints[1], is_local=is_local),
+        Continuations(HeadAndOptions(app), keys, llm.recipe.server, continuations, is_local=is_local),
         keys,
         max_body_bytes,
         memory,

@@ -155,7 +155,7 @@ class Batches:
     def _room(self) -> int:
         """Return how many lines may begin now."""
         facts, running = self._llm.facts, sum(len(each.tasks) for each in self._active)
-        if facts is None or self._llm.state != "ready":
+        if facts is None or not self._llm.accepts:
             return 0
         most = self._llm.recipe.server.batch_requests or max(1, facts.num_slots // 2)
         return min(most - running, facts.num_slots - max(running, self._llm.num_requests))
@@ -195,7 +195,7 @@ class Batches:
         name = uuid.uuid4().hex
         num_attempts = 0
         while True:
-            was_ready = self._llm.state == "ready"
+            was_ready = self._llm.accepts
             status, body = await asked(self.app, line.url, bytes(line.body), active.client, name)
             num_attempts += was_ready and status == Unavailable.status
             if status not in (Overloaded.status, Unavailable.status) or num_attempts == MOST_ATTEMPTS:

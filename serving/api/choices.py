@@ -150,12 +150,14 @@ class Choices:
 
     def whole(self, deltas: Sequence[AnswerDelta]) -> Iterator[bytes]:
         """Yield the bytes of the whole response."""
+        self._name_weights()
         head = {"object": self._form.whole, **self._head}
         choices = (self._form.choice(each, index) for index, each in enumerate(deltas))
         return object_around(head, choices, {"usage": self._usage()})
 
     def events(self, deltas: Sequence[tuple[int, AnswerDelta]]) -> Iterator[bytes]:
         """Yield an event for each piece of a choice; a long event is yielded in several parts."""
+        self._name_weights()
         for index, delta in deltas:
             choice = self._form.event(delta, index)
             if choice is None:
@@ -183,6 +185,12 @@ class Choices:
             event["usage"] = self._usage()
         return b"data: " + to_json(event) + b"\n\n"
 
+    def _name_weights(self) -> None:
+        """Name the weights that compute the answers, which are known once these have begun."""
+        weights = self._answers[0].weights
+        if weights is not None:
+            self._head["system_fingerprint"] = weights.fingerprint
+
     def _usage(self) -> Json:
         num_prompt = sum(each.request.num_prompt_tokens for each in self._answers)
         num_answer = 0 if self._hides_tokens else sum(each.num_tokens for each in self._answers)
@@ -193,4 +201,5 @@ class Choices:
             "total_tokens": num_prompt + num_answer,
             "prompt_tokens_details": {"cached_tokens": num_cached},
             **self._answers[0].resumed_usage,
+            **self._answers[0].weights_usage,
         }

@@ -51,7 +51,7 @@ class Continuations:
         if path == PATH:
             await (self._continued if is_router else _forbidden)(scope, receive, send)
             return
-        if is_router and self._section.resume:
+        if is_router and self._section.most_resumed:
             scope["state"]["tells_tokens"] = True
         await self._app(scope, receive, send)
 
@@ -91,8 +91,10 @@ class Continuations:
         await self._app({**scope, "path": known.path, "raw_path": known.path.encode()}, given, send)
 
     def _refusal(self, known: Continuation) -> Response | None:
-        if not self._section.resume:
-            return error_response(409, "answers do not go on here: server.resume is 0")
+        if not self._section.most_resumed:
+            return error_response(
+                409, "answers do not go on here: server.resume is 0, or server.weights_root is set"
+            )
         if known.begun.fingerprint != self._fingerprint:
             why = "the answer was begun with other weights, another type or other software"
             return error_response(409, f"{why} than this server's; continue it at one like the first")

@@ -104,4 +104,4 @@ def embedding_of(answer: AnswerStream) -> Vector:
 def usage_of(answers: Sequence[AnswerStream]) -> Json:
     """Return the token counts of some prompts, as `usage` reports them."""
     num_tokens = sum(each.request.num_prompt_tokens for each in answers)
-    return {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+    return {"prompt_tokens": num_tokens, "total_tokens": num_tokens, **answers[0].weights_usage}

@@ -56,12 +56,9 @@ class Generation:
     Answers may go on at servers with the same `continuations`, which is such a fingerprint, too.
     """
 
-    def __init__(
-        self, llm: AsyncLLM, names: ModelNames, system_fingerprint: str, continuations: str, turns: Turns
-    ) -> None:
+    def __init__(self, llm: AsyncLLM, names: ModelNames, continuations: str, turns: Turns) -> None:
         self.llm = llm
         self._names = names
-        self._fingerprint = system_fingerprint
         self._continuations = continuations
         self._turns = turns
 
@@ -151,7 +148,8 @@ class Generation:
 
     def head(self, body: SamplingBody) -> dict[str, str]:
         """Return the fields that every answer to a request contains."""
-        head = {"model": self._names.asked(body.model), "system_fingerprint": self._fingerprint}
+        fingerprint = self.llm.orders.weights.fingerprint
+        head = {"model": self._names.asked(body.model), "system_fingerprint": fingerprint}
         return head if body.service_tier is None else head | {"service_tier": "default"}
 
     async def respond(
@@ -177,7 +175,7 @@ class Generation:
             seed=request.params.seed or 0,
             max_tokens=request.params.max_tokens,
             prompt_token_ids=request.prompt.astype("<i4").tobytes(),
-            most_resumed=section.resume,
+            most_resumed=section.most_resumed,
             most_tokens=section.resume_max_tokens,
             is_stream=is_streamed,
         )

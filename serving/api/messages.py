@@ -366,4 +366,5 @@ class MessageObject:
             "output_tokens_details": {"thinking_tokens": self._parser.num_thought_tokens},
             "service_tier": "standard",
             **self._answer.resumed_usage,
+            **self._answer.weights_usage,
         }

@@ -72,6 +72,7 @@ class PromptUsage(AnswerObject):
 
     prompt_tokens: int
     total_tokens: int
+    weights_version: str | None = None
 
 
 class AnswerUsage(PromptUsage):
@@ -275,6 +276,7 @@ class MessageUsage(AnswerObject):
     output_tokens_details: dict[str, int]
     service_tier: str
     resumed: int | None = None  # how often the message went on at another replica, if it did
+    weights_version: str | None = None
 
 
 class MessageAnswer(AnswerObject):
@@ -313,6 +315,26 @@ class TraceFile(AnswerObject):
     """The answer of `/stop_profile`."""
 
     path: str
+
+
+class Paused(AnswerObject):
+    """The answer of `/pause` and `/resume`."""
+
+    paused: bool
+
+
+class Asleep(AnswerObject):
+    """The answer of `/sleep` and `/wake`, with the bytes of pages that were given back or allocated."""
+
+    asleep: bool
+    num_bytes: int
+
+
+class WeightsPut(AnswerObject):
+    """The answer of `/update_weights`."""
+
+    weights_version: str
+    system_fingerprint: str
 
 
 class Embedding(AnswerObject):
@@ -411,6 +433,9 @@ class InfoAnswer(AnswerObject):
     num_pages: int | None
     page_size: int | None
     continuations: str | None  # servers with the same can continue each other's answers; null: none can
+    weights_version: str
+    paused: bool
+    asleep: bool
 
 
 class ServedModel(AnswerObject):
@@ -591,6 +616,11 @@ ANSWERS = {
     ("GET", "/history"): PathAnswer(PastFigures),
     ("POST", "/start_profile"): PathAnswer(TraceBegun),
     ("POST", "/stop_profile"): PathAnswer(TraceFile),
+    ("POST", "/pause"): PathAnswer(Paused),
+    ("POST", "/resume"): PathAnswer(Paused),
+    ("POST", "/sleep"): PathAnswer(Asleep),
+    ("POST", "/wake"): PathAnswer(Asleep),
+    ("POST", "/update_weights"): PathAnswer(WeightsPut),
     ("POST", "/v1/files"): PathAnswer(FileObject),
     ("GET", "/v1/files"): PathAnswer(FileList),
     ("GET", "/v1/files/{file_id}"): PathAnswer(FileObject),

@@ -19,8 +19,9 @@ from borders.field_table import taken_by
 from borders.refusal import BadRequest
 from borders.version import VERSION
 from recipes.assembly import versions
-from serving.api.api_keys import ANYBODY, Client
-from serving.api.errors import Forbidden, NotFound
+from serving.api import operators
+from serving.api.api_keys import Client
+from serving.api.errors import NotFound
 from serving.api.model_names import ModelNames
 from serving.api.schemas import DetokenizeBody, StrictBody, TokenizeBody
 from serving.async_llm import AsyncLLM
@@ -49,6 +50,8 @@ def routers(
     yield metrics_router(llm, model)
     if llm.recipe.server.profile is not None:
         yield profile_router(llm, route, is_local=is_local)
+    if llm.recipe.server.weights_root is not None:
+        yield operators.router(llm, route, is_local=is_local)
 
 
 def router(llm: AsyncLLM, names: ModelNames, continuations: str) -> APIRouter:
@@ -72,7 +75,8 @@ def router(llm: AsyncLLM, names: ModelNames, continuations: str) -> APIRouter:
     @routes.get("/ready")
     async def ready() -> Response:
         """200 while requests are accepted; 503 otherwise."""
-        return JSONResponse({"status": llm.state}, 200 if llm.state == "ready" else 503)
+        status = llm.state if llm.accepts or llm.state != "ready" else "asleep"
+        return JSONResponse({"status": status}, 200 if llm.accepts else 503)
 
     @routes.get("/version")
     async def version() -> dict[str, str]:
@@ -83,7 +87,7 @@ def router(llm: AsyncLLM, names: ModelNames, continuations: str) -> APIRouter:
     async def server_info(request: Request) -> dict[str, Any]:
         """What should be noted beside a figure that was measured on this server."""
         return _info(llm, names.name, described, request.state.client) | {
-            "continuations": continuations if llm.recipe.server.resume else None,
+            "continuations": continuations if llm.recipe.server.most_resumed else None,
         }
 
     @routes.post("/abort/{request_id}")
@@ -139,11 +143,7 @@ def profile_router(llm: AsyncLLM, route: type[APIRoute], *, is_local: bool) -> A
     routes = APIRouter(route_class=route)
 
     def check_operator(request: Request) -> None:
-        client: Client = request.state.client
-        if not client.may_operate or (client is ANYBODY and not is_local):
-            raise Forbidden("this key may not record traces, which slow every client; use an operator's")
-        if "origin" in request.headers or request.headers.get("sec-fetch-site", "none") != "none":
-            raise Forbidden("pages in a browser may not record traces; send it from a command line")
+        operators.check_operator(request, "record traces", is_local=is_local)
 
     @routes.post("/start_profile", response_class=Response)
     async def start(request: Request, body: ProfileBody | None = None) -> Response:
@@ -216,6 +216,9 @@ def _info(llm: AsyncLLM, model: str, described: dict[str, Any], client: Client) 
         "num_slots": None if facts is None else facts.num_slots,
         "num_pages": None if facts is None else facts.num_pages - 1,  # page 0 is the null page
         "page_size": None if facts is None else facts.page_size,
+        "weights_version": llm.orders.weights.version,
+        "paused": llm.orders.is_paused,
+        "asleep": llm.orders.is_asleep,
     }
 
 

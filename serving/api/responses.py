@@ -373,6 +373,7 @@ class ResponseObject:
             "output_tokens_details": {"reasoning_tokens": self._parser.num_thought_tokens},
             "total_tokens": num_prompt + num_answer,
             **self._answer.resumed_usage,
+            **self._answer.weights_usage,
         }
 
 

@@ -123,15 +123,15 @@ def main(argv: list[str]) -> int:
     gc.collect()
     gc.freeze()  # a collection that visits these lasting objects would delay a step by 0.1 s
     facts = facts_of(built, prefix_sharing=recipe.cache.prefix_sharing)
-    path = recipe.model.path
-    load_text = partial(Text.load, path) if path else lambda: None
-    reads = ExpertReadings(built).due, partial(tier_reading, built.tier)
+    load_text = partial(Text.load, recipe.model.path) if recipe.model.path else lambda: None
+    reads = ExpertReadings(built).due, lambda: tier_reading(built.runner.cache.tier)
     worker = Worker(
         *(built.engine, socket, facts, load_text, *reads, processors),
         adapters=built.adapters,
         pages=pages,
         profiler=_profiler(recipe),
         learned=built.learned,
+        live=built.live,
     )
     if built.ranks is not None:
         built.ranks.ends_process = True  # an idle engine is then lost as well, and another can be started

@@ -97,6 +97,46 @@ class TraceWritten(Message, frozen=True):
     error: str
 
 
+class Halt(Message, frozen=True):
+    """Begin no step from now on, or go on; what waits and what runs stays."""
+
+    is_on: bool
+
+
+class Sleep(Message, frozen=True):
+    """Give back the memory of all pages, once all requests that came before have ended."""
+
+
+class WakeUp(Message, frozen=True):
+    """Allocate the pages again."""
+
+
+class ReadWeights(Message, frozen=True):
+    """Read and check other weights, of a folder or of a segment of shared memory; use none of them yet."""
+
+    folder: str
+    segment: str
+    sha256: str  # of the segment's bytes
+
+
+class PutWeights(Message, frozen=True):
+    """Use the weights that were read, once all requests that came before have ended; later ones wait."""
+
+
+class DropWeights(Message, frozen=True):
+    """Give up the weights that were read; there is no answer."""
+
+
+class OrderDone(Message, frozen=True):
+    """The answer to each Order, in their turn: it is carried out, or there is a problem.
+
+    A problem leaves everything as it was.
+    """
+
+    problem: str
+    num_bytes: int = 0  # of pages that were given back or allocated
+
+
 class EngineFacts(msgspec.Struct, frozen=True):
     """The constant facts of an engine that is ready."""
 
@@ -294,10 +334,11 @@ class View(Message, frozen=True):
     cached: bytes  # one byte a page: whether the prefix cache holds it
 
 
-ToEngine = Add | Finish | Look | PutAdapter | RecordTrace
+Order = Halt | Sleep | WakeUp | ReadWeights | PutWeights
+ToEngine = Add | Finish | Look | PutAdapter | RecordTrace | Order | DropWeights
 FromEngine = (
     (Starting | Ready | Pause | Beat | Stepped)
-    | (AddAccepted | AddRefused | QueueRefused | View | AdapterPut | TraceWritten)
+    | (AddAccepted | AddRefused | QueueRefused | View | AdapterPut | TraceWritten | OrderDone)
 )  # fmt: skip
 
 encode = msgspec.msgpack.Encoder().encode

@@ -33,6 +33,7 @@ from models.checkpoint.adapter_files import look_at
 from models.step.adapters import Adapters, Parts
 from models.step.profiler import StepProfiler
 from serving.adapters import AdapterPut, PutAdapter
+from serving.engine.fence import Fence
 from serving.engine.grammar_queue import GrammarQueue
 from serving.engine.messages import (
     Add,
@@ -54,6 +55,7 @@ from serving.engine.messages import (
     Stepped,
     StepTimes,
     TierReading,
+    ToEngine,
     TraceWritten,
     View,
     decode_to_engine,
@@ -148,6 +150,7 @@ _RECOUNTS_COST = 1000  # the pause after a recount of the pages, as a multiple o
 
 if TYPE_CHECKING:
     from models.step.adapters import Adapters
+    from recipes.assembly.live_memory import LiveMemory
 
 log = logging.getLogger(__name__)
 
@@ -171,6 +174,7 @@ class Worker:
         pages: PageExchange | None = None,
         profiler: StepProfiler | None = None,
         learned: Callable[[], str] = lambda: "",
+        live: LiveMemory | None = None,
     ) -> None:
         self._engine = engine
         self._socket = socket
@@ -180,6 +184,7 @@ class Worker:
         self._grammars = GrammarQueue(Grammars(load_text, scheduler.vocab_size, scheduler.eos_token_ids))
         self._adapters = AdapterLoads(adapters)
         self._pages, self._profiler, self._learned = pages, profiler, learned
+        self._fence = Fence(engine, live, self._send, self._num_begun, self._settle)
         self._poller = zmq.Poller()
         self._poller.register(socket, zmq.POLLIN)
         if pages is not None:
@@ -201,7 +206,7 @@ class Worker:
         stepped = True
         while True:
             self._beat()
-            is_busy = self._engine.has_work or len(self._grammars) or len(self._adapters)
+            is_busy = self._has_work or len(self._grammars) or len(self._adapters) or self._fence.is_busy
             self._take(0 if stepped else _IDLE_MS if is_busy else int(BEAT_S * 1e3))
             if self._grammars:
                 self._admit_compiled()
@@ -210,14 +215,40 @@ class Worker:
             for each in self._pages.take() if self._pages is not None else ():
                 if self._put(each.stream, each.leader):
                     self._finish_all(each.ends)
-            step = self._engine.step() if self._engine.has_work else None
+            for message in self._fence.advance():
+                self._handle(message)
+            step = self._engine.step() if self._has_work else None
             stepped = step is not None
             if step is not None:
-                if self._pages is not None:
-                    self._pages.stepped(step)
-                self._send_step(step)
-                if self._profiler is not None and self._profiler.is_on and self._profiler.stepped():
-                    self._profile(self._profiler.end)
+                self._after(step)
+
+    @property
+    def _has_work(self) -> bool:
+        return self._engine.has_work and self._fence.may_step
+
+    def _after(self, step: Step) -> None:
+        """Send what a step has made, and do what follows it."""
+        if self._pages is not None:
+            self._pages.stepped(step)
+        self._send_step(step)
+        if self._profiler is not None and self._profiler.is_on and self._profiler.stepped():
+            self._profile(self._profiler.end)
+
+    def _settle(self) -> None:
+        """Complete the steps in flight."""
+        self._engine.drain()
+        while self._engine.has_landed:
+            step = self._engine.step()
+            assert step is not None, "a step that has landed is returned"
+            self._after(step)
+
+    def _num_begun(self) -> int:
+        """Return the number of samples that have begun, or another sample of whose request has."""
+        waiting = {each.id for each in self._engine.scheduler.waiting if not each.num_preemptions}
+        return sum(
+            request.id not in waiting or request.awaits_pages or not self._silent.get(stream)
+            for stream, request in self._requests.items()
+        )
 
     def _take(self, wait_ms: int) -> None:
         """Handle all messages in the socket; wait at most `wait_ms` for the first."""
@@ -228,21 +259,28 @@ class Worker:
                 message = decode_to_engine(self._socket.recv(zmq.NOBLOCK))
             except zmq.Again:
                 return
-            match message:
-                case Add():
-                    self._add(message)
-                case Finish(stream, reason):
-                    self._finish(stream, reason)
-                case PutAdapter():
-                    self._adapters.begin(message)
-                case Look():
-                    self._send(self._view())
-                case RecordTrace(num_steps):
-                    assert self._profiler is not None, "the server asks only if server.profile is set"
-                    if num_steps:
-                        self._profile(partial(self._profiler.begin, num_steps))
-                    elif self._profiler.is_on:  # else its end is on the way already
-                        self._profile(self._profiler.end)
+            self._handle(message)
+
+    def _handle(self, message: ToEngine) -> None:
+        match message:
+            case Add() | Finish() if self._fence.holds(message):
+                pass  # it comes again from `Fence.advance`
+            case Add():
+                self._add(message)
+            case Finish(stream, reason):
+                self._finish(stream, reason)
+            case PutAdapter():
+                self._adapters.begin(message)
+            case Look():
+                self._send(self._view())
+            case RecordTrace(num_steps):
+                assert self._profiler is not None, "the server asks only if server.profile is set"
+                if num_steps:
+                    self._profile(partial(self._profiler.begin, num_steps))
+                elif self._profiler.is_on:  # else its end is on the way already
+                    self._profile(self._profiler.end)
+            case _:
+                self._fence.take(message)
 
     def _profile(self, do: Callable[[], Path | None]) -> None:
         """Begin a trace or end it, which may take long; say when it is written or cannot be."""

@@ -253,6 +253,31 @@ TIER = (
 )
 ENGINE = (
     Metric("engine_up", "gauge", "1 while an engine can serve", lambda t: t.facts is not None),
+    Metric(
+        "engine_paused",
+        "gauge",
+        "1 while it begins no step, as an operator ordered",
+        lambda t: t.orders is not None and t.orders.is_paused,
+    ),
+    Metric(
+        "engine_asleep",
+        "gauge",
+        "1 while its pages are given back, as an operator ordered",
+        lambda t: t.orders is not None and t.orders.is_asleep,
+    ),
+    Metric(
+        "weight_updates_total",
+        "counter",
+        "Updates of the weights while it served",
+        lambda t: 0 if t.orders is None else t.orders.num_updates,
+    ),
+    Metric(
+        "weights_info",
+        "gauge",
+        "1, for the version of the weights",
+        lambda t: {} if t.orders is None else {t.orders.weights.version: 1},
+        "version",
+    ),
     Metric("engine_slow", "gauge", "1 while it is overdue, as /health says", lambda t: t.is_slow()),
     Metric("engine_step_age_seconds", "gauge", "Since the last sign of life", lambda t: t.silent_s),
     Metric(

@@ -17,12 +17,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import asdict
 from types import MappingProxyType
+from typing import Protocol
 
 import numpy as np
 
 from continuous_batching.inspection import Usage
 from serving.answers.answers import AnswerStream
 from serving.engine.messages import Beat, EngineFacts, ExpertTable, SampleEnd, StepTimes
+from serving.fingerprint import ServedWeights
 
 # The headers by which a request's client names the trace that it belongs to (W3C Trace Context), during that
 # request.
@@ -30,8 +32,8 @@ TRACE_HEADERS: ContextVar[Mapping[str, str]] = ContextVar("TRACE_HEADERS", defau
 _MOST_INTERVALS = 1000
 MOST_RECENT = 2**16  # times that are kept for the next sample of the history
 NO_GAUGES = Usage(0, 0, 0, 0, 0, 0, 0.0, 0, 0, 0, 0.0, 0.0, {}, 0, 0, 0, 0, 0, 0)
-REJECTS = ("queue_full", "refused", "starting", "lost", "draining", "dead")
-ABORTS = ("disconnect", "slow_reader", "asked", "shutdown", "engine_lost", "timeout", "sibling")
+REJECTS = ("queue_full", "refused", "starting", "lost", "draining", "dead", "asleep")
+ABORTS = ("disconnect", "slow_reader", "asked", "shutdown", "engine_lost", "timeout", "sibling", "order")
 ENDS = ("stop", "length", "abort", "timeout", "error", "refused", "engine_lost")
 RESPONSES = ("200", "400", "401", "404", "413", "429", "499", "500", "503")
 HELD_BACK = ("slots", "tokens", "policy", "pages", "tier")
@@ -53,6 +55,15 @@ PER_REQUEST = (
 )
 TOKENS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 STEP_TOKENS = (1, *(2**power for power in range(3, 15)))
+
+
+class OrderedState(Protocol):
+    """What the metrics tell of an operator's orders."""
+
+    is_paused: bool
+    is_asleep: bool
+    num_updates: int
+    weights: ServedWeights
 
 
 class Histogram:
@@ -150,6 +161,7 @@ class ServerStats:
         self.batch_tokens = 0  # tokens of the last step
         self.is_idle = True
         self.num_lost_lines: Callable[[], int] = int  # number of log lines that were lost
+        self.orders: OrderedState | None = None  # what an operator has ordered, where there is an engine
         self.is_slow: Callable[[], bool] = bool  # the engine should have sent something by now
         self.silence_limit_s: Callable[[], float] = float  # silence after which the engine is ended
         self._heard_s = self._beat_s = time.monotonic()

@@ -99,8 +99,9 @@ def served(folder: Path, *overrides: str) -> tuple[list[list[int]], int, Engine]
     while built.engine.has_work:
         if built.engine.step() is None:
             time.sleep(0.001)
-    assert built.tier is not None
-    assert built.tier.settle(PATIENCE_S)
+    tier = built.runner.cache.tier
+    assert tier is not None
+    assert tier.settle(PATIENCE_S)
     built.engine.close()
     return [each.answer.tolist() for each in made], sum(each.num_cached_tokens for each in made), built.engine
 

@@ -27,7 +27,7 @@ FAULTS = {
         "tests/models/test_captured_drafts.py::test_a_step_of_the_draft_model_costs_a_replay_and_not_its_launches",
     ),
     "draft_model_s_graphs_outlive_its_cache": Fault(
-        "models/step/runner.py::ModelRunner.resize",
+        "models/step/runner.py::ModelRunner._captured",
         "[self.graphs, None if self.drafter is None else self.drafter.graphs]",
         "[self.graphs]",
         "after a resize, drafts follow from keys that nobody writes any more",

@@ -53,6 +53,16 @@ def test_what_is_no_address_is_named(endpoint: str) -> None:
         assert str(error) == f"{key}: is no tcp://HOST:PORT; write it so"
 
 
+def test_weights_that_change_are_those_of_an_engine_that_exchanges_nothing() -> None:
+    for found, key in (
+        (said(HERE, weights_root=Path("a")), "server.pages_at"),
+        (said(None, (THERE,), weights_root=Path("a")), "server.prompt_replicas"),
+    ):
+        (error,) = found
+        assert error.keys == (key, "server.weights_root")
+    assert not said(weights_root=Path("a"))
+
+
 def test_ports_to_the_last_one_are_addresses() -> None:
     assert not said("tcp://localhost:65535")
     assert not said("tcp://localhost:0"), "the system chooses"

@@ -9,7 +9,7 @@ import pytest
 
 from recipes.__main__ import show
 from recipes.assembly.engine import build
-from recipes.assembly.page_tier import attach_tier
+from recipes.assembly.page_tier import tier_for
 from recipes.assembly.scheduler import SchedulerLimits, facts_of, scheduler_from
 from recipes.schema.reader import load
 from recipes.schema.recipe import ROOT
@@ -117,8 +117,9 @@ def test_a_place_that_cannot_be_used_is_refused_when_the_engine_is_built(tier: s
 
 def test_a_host_with_no_room_for_a_page_is_refused() -> None:
     memory: Any = SimpleNamespace(num_host_pages=0)
+    runner: Any = None  # it is not asked
     with pytest.raises(RecipeError, match=r"cache.tier: .* has no room for any; raise cache.host_fraction"):
-        attach_tier(loaded(DISK), None, None, memory)
+        tier_for(loaded(DISK), runner, memory)
 
 
 def test_show_tells_what_rests_where(capsys: pytest.CaptureFixture[str]) -> None:

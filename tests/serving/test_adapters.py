@@ -27,6 +27,7 @@ from serving.adapters import AdapterPut, PutAdapter, ServedAdapters
 from serving.continuation import PATH, encode
 from serving.failures import Unavailable
 from serving.llm import LLM, SamplingParams
+from serving.roots import Root
 from serving.text.tokenizer import Text
 from tests.lazy import openai, transformers
 from tests.models.test_adapters import adapted
@@ -201,15 +202,13 @@ def test_a_refusal_names_no_path_above_the_root_and_changes_nothing_else(
     (tmp_path / "a").mkdir()
     monkeypatch.chdir(tmp_path)
     for root, at in ((".", tmp_path), ("a", tmp_path / "a"), (tmp_path / "a", tmp_path / "a")):
-        adapters = ServedAdapters(AdaptersSection(most=1, rank=8, root=Path(root)), print, lambda: ())
         for text, told in (
             (f"no 'adapter_config.json' at {at}/x.", "no 'adapter_config.json' at x."),
             (f"{at}: 'a' is no folder, {at}.", "adapters.root: 'a' is no folder, adapters.root."),
             (f"{at}-b/c, {at}.d and /e{at}", f"{at}-b/c, {at}.d and /e{at}"),
         ):
-            assert adapters._without_root(text) == told
-    adapters = ServedAdapters(AdaptersSection(most=1, rank=8, root=Path("/")), print, lambda: ())
-    assert adapters._without_root("/a/b: it is gone") == "/a/b: it is gone"
+            assert Root(Path(root), "adapters.root").hidden(text) == told
+    assert Root(Path("/"), "adapters.root").hidden("/a/b: it is gone") == "/a/b: it is gone"
 
 
 def test_an_adapter_is_not_asked_for_before_a_new_engine_has_it(folders: Path) -> None:

@@ -101,7 +101,7 @@ class Bench:
         self.llm: Any = SimpleNamespace(
             recipe=SimpleNamespace(server=server),
             facts=SimpleNamespace(num_slots=num_slots),
-            state="ready",
+            accepts=True,
             num_requests=0,
         )
         self.keys = ApiKeys({})

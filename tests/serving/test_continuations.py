@@ -16,6 +16,7 @@ import httpx
 import msgspec
 import pytest
 
+from recipes.schema.recipe import ROOT
 from serving.continuation import (
     FRAMES,
     NO_LOGPROBS,
@@ -255,10 +256,12 @@ def fingerprint_of(server: Server) -> Any:
     return httpx.get(f"{server.url}/server_info", timeout=PATIENCE_S).json()["continuations"]
 
 
-def test_where_it_is_off_nothing_is_told(server: Server) -> None:
+@pytest.mark.parametrize("setting", ["server.resume=0", f"server.weights_root={ROOT / 'recipes'}"])
+def test_where_it_is_off_nothing_is_told(server: Server, setting: str) -> None:
+    """It is off as well where another replica cannot know which weights began an answer."""
     assert fingerprint_of(server).startswith("go_")
     sent = ask(server, COMPLETIONS, PLAIN | {"stream": True}).until(4)
-    off = Server(AGENT, "server.resume=0").ready()
+    off = Server(AGENT, setting).ready()
     assert fingerprint_of(off) is None
     response = post(off, COMPLETIONS, sent.body, ROUTER)
     assert response.headers["content-type"].startswith("text/event-stream")

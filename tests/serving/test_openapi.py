@@ -101,14 +101,18 @@ def test_what_operators_ask(asks: Checked) -> None:
 
 @pytest.fixture
 def batching(tmp_path: Path) -> Iterator[Checked]:
-    traces = f"server.profile={tmp_path / 'traces'}"
-    server = Server(TINY, traces, "--batches", str(tmp_path / "batches")).ready()
+    keys = f"server.profile={tmp_path / 'traces'}", "server.weights_root=recipes/tiny"
+    server = Server(TINY, *keys, "--batches", str(tmp_path / "batches")).ready()
     yield Checked(server)
     assert server.close() == 0
 
 
-def test_files_batches_and_traces(batching: Checked) -> None:
+def test_files_batches_traces_and_orders(batching: Checked) -> None:
     asks = batching
+    for path in ("/pause", "/resume", "/sleep", "/wake"):
+        assert asks.ask("POST", path).status_code == 200
+    assert asks.ask("POST", "/update_weights", {"path": "weights", "version": "1"}).status_code == 200
+    assert asks.ask("POST", "/update_weights", {"path": "draft"}).status_code == 400
     assert asks.ask("POST", "/start_profile", {"num_steps": 1}).status_code == 200
     assert asks.ask("POST", "/start_profile").status_code == 400
     assert asks.ask("POST", "/stop_profile").status_code == 200

@@ -1,0 +1,430 @@
+"""An engine whose weights were replaced computes as one that began with them, and its pages come back empty.
+
+Prompts whose prefixes were cached with the old weights are asked for again after the update. Wrong
+checkpoints leave every token as it was.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing import shared_memory
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save, save_file
+from torch import Tensor
+
+from models.checkpoint import rewriting
+from models.checkpoint.files import SINGLE
+from models.step.runner import ModelRunner
+from recipes.assembly.engine import BuiltEngine, build
+from recipes.schema.reader import load
+from recipes.schema.recipe import ROOT
+from tests.device_kinds import Kind, stand_in_alone
+from tests.models import eagle3_heads, mtp_layers, test_adapters
+from tests.models.families import VARIANTS, make, wide
+from tests.models.modelslim_checkpoints import checkpoint
+from tests.models.recurrent_variants import RECURRENT_VARIANTS
+from tests.models.state_steps import Span, Steps, decoder_of
+from tests.models.test_draft_model import serve, settings_of, tokens_of
+from tests.models.test_int4 import stored
+from tests.models.test_modelslim import kimi, mostly
+
+W8A8 = {"model.quantization": "w8a8"}
+TINY_WEIGHTS = ROOT / "recipes/tiny/weights"
+
+
+def built(path: Path, kind: Kind, more: dict[str, Any]) -> BuiltEngine:
+    keys = {"cache.num_pages": 60, "cache.host_gib": "null", "cache.compact_every_steps": 0, **more}
+    return build(load(ROOT / "recipes/any/cpu.yaml", settings_of(path, kind, None, 0, **keys)))
+
+
+def changed(path: Path, target: Path) -> Path:
+    """A checkpoint of the same model with other numbers: floats with noise, whole numbers in other rows."""
+    shutil.copytree(path, target)
+    generator = torch.Generator().manual_seed(7)
+    for file in target.glob("*.safetensors"):
+        tensors = load_file(file)
+        for name, each in tensors.items():
+            if name.endswith(("input_scale", "input_offset")):
+                continue  # linears that read the same rows share them
+            if each.is_floating_point():
+                noise = torch.rand(each.shape, generator=generator) + 0.5
+                tensors[name] = (each.float() * noise).to(each.dtype).contiguous()
+            elif each.numel() > 2:  # compressed-tensors keeps a shape as a tensor
+                tensors[name] = each.flip(0).contiguous()
+        save_file(tensors, file)
+    return target
+
+
+def one_file(name: str, *, is_wide: bool = False) -> Callable[[Path], Path]:
+    variant = next(each for each in VARIANTS if each.name == name)
+    return lambda root: make(wide(variant) if is_wide else variant, root)[1]
+
+
+def described(name: str, types: Callable[[str], str], **more: Any) -> Callable[[Path], Path]:
+    return lambda root: checkpoint(name, root, types, **more)[1]
+
+
+GRAPHS = {"device.graphs": 6}
+MTP = {"speculation.kind": "mtp", "speculation.max_tokens": 2, "speculation.adaptive": "fixed"}
+ON_CPU: dict[str, tuple[Callable[[Path], Path], dict[str, Any]]] = {
+    "tied": (one_file("qwen3"), {}),
+    "biased": (one_file("llama_biased"), {}),
+    "experts": (one_file("qwen3_moe"), {}),
+    "latents": (one_file("deepseek_v3"), {}),
+    "sinks": (one_file("gpt_oss"), {}),
+    "windows": (one_file("gemma2"), {}),
+    "w8a8": (one_file("llama_biased"), W8A8),
+    "w8a8_experts": (one_file("qwen3_moe"), W8A8),
+    "w4a16": (lambda root: stored("llama_biased", "awq", root)[1], {"model.quantization": "w4a16"}),
+    "expanded": (lambda root: stored("llama_biased", "gptq", root)[1], {}),
+    "static": (described("qwen3", mostly(_proj="W8A8")), {}),
+    "mtp": (lambda root: mtp_layers.target_of("glm4_moe", root)[1], MTP),
+}
+ON_NPU: dict[str, tuple[Callable[[Path], Path], dict[str, Any]]] = {
+    "tied": (one_file("qwen3", is_wide=True), GRAPHS),
+    "experts": (one_file("qwen3_moe", is_wide=True), GRAPHS),
+    "latents": (one_file("deepseek_v3", is_wide=True), GRAPHS),
+    "w8a8": (one_file("llama_biased", is_wide=True), GRAPHS | W8A8 | {"model.dtype": "bfloat16"}),
+    "kimi": (
+        described("qwen3_moe", kimi, is_wide=True, moe_intermediate_size=32),
+        GRAPHS | {"model.dtype": "bfloat16"},
+    ),
+}
+CASES = [
+    *(pytest.param(name, "cpu", id=f"cpu-{name}") for name in ON_CPU),
+    *(
+        pytest.param(name, "npu", id=f"npu-{name}", marks=[pytest.mark.npu, stand_in_alone])
+        for name in ON_NPU
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_tokens_after_an_update_are_those_of_the_new_checkpoint(
+    name: str, kind: Kind, tmp_path: Path
+) -> None:
+    make_checkpoint, more = (ON_CPU if kind == "cpu" else ON_NPU)[name]
+    old = make_checkpoint(tmp_path / "old")
+    new = changed(old, tmp_path / "new")
+    updated = built(old, kind, more)
+    addresses = addresses_of(updated.runner)
+    before = tokens_of(serve(updated.engine, resizes=False))
+    assert updated.live is not None
+    read = updated.live.read_folder(new)
+    assert tokens_of(serve(updated.engine, resizes=False)) == before, "reading changes nothing"
+    updated.live.put(read)
+    asked = updated.engine.scheduler.counters.hit_tokens
+    after = tokens_of(serve(updated.engine, resizes=False))
+    assert after != before
+    assert after == tokens_of(serve(built(new, kind, more).engine, resizes=False))
+    assert updated.engine.scheduler.counters.hit_tokens > asked, "pages of the new weights are shared again"
+    assert addresses_of(updated.runner) == addresses, "captured steps read the weights where they were"
+
+
+def addresses_of(runner: ModelRunner) -> list[int]:
+    """Where the weights lie; those in oneDNN's own order say nothing of it."""
+    held = [held for held, _ in rewriting.pairs(runner.decoder, runner.decoder)]
+    return [each.data_ptr() if each.layout == torch.strided else id(each) for each in held]
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "kimi_linear"])
+def test_recurrent_layers_are_rewritten_whole(name: str, tmp_path: Path) -> None:
+    variant = next(each for each in RECURRENT_VARIANTS if each.name == name)
+    old = make(variant, tmp_path / "old")[1]
+    new = changed(old, tmp_path / "new")
+    updated, fresh = decoder_of(old), decoder_of(new)
+    prompts, spans = [[*range(20)], [*range(60, 100)]], [Span(0, 0, 20), Span(1, 0, 40)]
+    before = Steps(updated, prompts).run(spans)
+    rewriting.rewrite(rewriting.pairs(updated, fresh))
+    after = Steps(updated, prompts).run(spans)
+    assert not torch.equal(after, before)
+    assert torch.equal(after, Steps(fresh, prompts).run(spans))
+
+
+def test_a_head_of_its_own_checkpoint_stays_and_changes_no_token(tmp_path: Path) -> None:
+    model, old = eagle3_heads.target_of(wide(VARIANT), tmp_path / "old")
+    new = changed(old, tmp_path / "new")
+    head = eagle3_heads.head_for(model, tmp_path / "head", head_dim=64)
+    more = {"speculation.kind": "eagle3", "speculation.draft_path": head, "speculation.max_tokens": 2}
+    updated = built(old, "cpu", more)
+    serve(updated.engine, resizes=False)
+    put(updated, new)
+    assert tokens_of(serve(updated.engine, resizes=False)) == tokens_of(
+        serve(built(new, "cpu", {}).engine, resizes=False)
+    )
+
+
+def test_adapters_are_added_to_the_new_weights(tmp_path: Path) -> None:
+    model, old = make(VARIANT, tmp_path / "old")
+    new = changed(old, tmp_path / "new")
+    test_adapters.adapted(model, tmp_path / "adapter", 1)
+    prompts = test_adapters.prompts_of(1)
+
+    def answers(engine: BuiltEngine) -> list[list[int]]:
+        return [each.answer.tolist() for each in test_adapters.serve(engine.engine, prompts)]
+
+    updated, fresh = (test_adapters.built(path, [tmp_path / "adapter"]) for path in (old, new))
+    before = answers(updated)
+    put(updated, new)
+    after = answers(updated)
+    assert after == answers(fresh)
+    assert after != before
+
+
+def put(engine: BuiltEngine, path: Path) -> None:
+    assert engine.live is not None
+    engine.live.put(engine.live.read_folder(path))
+
+
+def test_pages_in_every_tier_are_those_of_their_own_weights(tmp_path: Path) -> None:
+    """What rests on the disk is found by its weights: not by others, and again by the same ones."""
+    old = make(VARIANT, tmp_path / "old")[1]
+    new = changed(old, tmp_path / "new")
+    tier = f"{{kind: disk, gib: 0.1, path: {tmp_path / 'pages'}, wait_s: 60}}"
+    more = {"cache.tier": tier, "cache.host_gib": 0.01, "cache.page_size": 8}
+    updated = built(old, "cpu", more)
+    fresh = [tokens_of(serve(built(path, "cpu", {}).engine, resizes=False)) for path in (old, new)]
+    tiers = []
+    for path, expected in ((None, fresh[0]), (new, fresh[1]), (old, fresh[0])):
+        if path is not None:
+            put(updated, path)
+        assert tokens_of(serve(updated.engine, resizes=False)) == expected
+        own = updated.runner.cache.tier
+        assert own is not None
+        assert own.settle(60)
+        tiers.append(own.counters)
+    assert tiers[0].written > 0
+    assert tiers[1].found == tiers[0].found, "no page of the old weights"
+    assert tiers[1].written > tiers[0].written
+    assert tiers[2].found > tiers[1].found, "those of the first weights are theirs again"
+    assert updated.engine.tier is not None
+    updated.engine.close()
+
+
+VARIANT = next(each for each in VARIANTS if each.name == "llama_biased")
+ROW = "model.layers.1.mlp.down_proj.weight"
+Tensors = dict[str, Tensor]
+
+
+def without(tensors: Tensors) -> None:
+    del tensors[ROW]
+
+
+def surplus(tensors: Tensors) -> None:
+    tensors["model.layers.7.mlp.down_proj.weight"] = tensors[ROW].clone()
+
+
+def renamed(tensors: Tensors) -> None:
+    tensors["model.layers.1.mlp.down.weight"] = tensors.pop(ROW)
+
+
+def put_in(make_tensor: Callable[[Tensor], Tensor]) -> Callable[[Tensors], None]:
+    def change(tensors: Tensors) -> None:
+        tensors[ROW] = make_tensor(tensors[ROW]).contiguous()
+
+    return change
+
+
+def spoilt(value: float) -> Callable[[Tensor], Tensor]:
+    def make_tensor(tensor: Tensor) -> Tensor:
+        spoilt = tensor.clone()
+        spoilt[0, 0] = value
+        return spoilt
+
+    return make_tensor
+
+
+WRONG_TENSORS: dict[str, Callable[[Tensors], None]] = {
+    "missing": without,
+    "surplus": surplus,
+    "renamed": renamed,
+    "transposed": put_in(lambda each: each.t()),
+    "a row less": put_in(lambda each: each[:-1]),
+    "a row more": put_in(lambda each: torch.cat((each, each[:1]))),
+    "flat": put_in(lambda each: each.flatten()),
+    "empty": put_in(lambda each: each[:0]),
+    "int8": put_in(lambda each: each.to(torch.int8)),
+    "int64": put_in(lambda each: each.to(torch.int64)),
+    "bool": put_in(lambda each: each > 0),
+    "NaN": put_in(spoilt(float("nan"))),
+    "infinite": put_in(spoilt(float("inf"))),
+}
+
+
+def shorter(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def in_config(**fields: Any) -> Callable[[Path], None]:
+    def change(file: Path) -> None:
+        config = file.parent / "config.json"
+        config.write_text(json.dumps(json.loads(config.read_text()) | fields))
+
+    return change
+
+
+WRONG_FILES: dict[str, Callable[[Path], None]] = {
+    "half a file": lambda file: file.write_bytes(file.read_bytes()[: file.stat().st_size // 2]) and None,
+    "100 bytes less": shorter,
+    "no tensors": Path.unlink,
+    "another file": lambda file: file.write_bytes(b"PK" + bytes(1000)) and None,
+    "nothing": lambda file: file.write_bytes(b"") and None,
+    "no config": lambda file: (file.parent / "config.json").unlink(),
+    "more layers": in_config(num_hidden_layers=4),
+    "another rope": in_config(rope_parameters={"rope_type": "default", "rope_theta": 77.0}),
+    "another norm": in_config(rms_norm_eps=1e-2),
+    "another end": in_config(eos_token_id=5),
+    "another family": in_config(model_type="mistral"),
+}
+
+
+@pytest.fixture(scope="module")
+def old(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return one_file("llama")(tmp_path_factory.mktemp("old"))
+
+
+@pytest.fixture(scope="module")
+def served(old: Path) -> BuiltEngine:
+    return built(old, "cpu", {})
+
+
+def test_what_is_wrong_leaves_the_old_weights(served: BuiltEngine, old: Path, tmp_path: Path) -> None:
+    assert served.live is not None
+    right = tokens_of(serve(served.engine, resizes=False))
+    held = [each.clone() for each, _ in rewriting.pairs(served.runner.decoder, served.runner.decoder)]
+    single = changed(old, tmp_path / "new")
+    (single / SINGLE).exists() or pytest.fail("the tests change one file")
+    assert len(WRONG_TENSORS) + len(WRONG_FILES) >= 20
+    for number, (name, change) in enumerate(WRONG_TENSORS.items()):
+        folder = Path(shutil.copytree(single, tmp_path / f"tensors_{number}"))
+        tensors = load_file(folder / SINGLE)
+        change(tensors)
+        save_file(tensors, folder / SINGLE)
+        refused(served, folder, name)
+        data = save(tensors)
+        with segment(data) as shared, pytest.raises(ValueError, match=r"weights in|holds NaN"):
+            served.live.read_segment(shared, hashlib.sha256(data).hexdigest())
+    for number, (name, spoil) in enumerate(WRONG_FILES.items()):
+        folder = Path(shutil.copytree(single, tmp_path / f"files_{number}"))
+        spoil(folder / SINGLE)
+        refused(served, folder, name)
+    still = [each for each, _ in rewriting.pairs(served.runner.decoder, served.runner.decoder)]
+    assert all(torch.equal(dense(each), dense(other)) for each, other in zip(held, still))
+    assert tokens_of(serve(served.engine, resizes=False)) == right
+
+
+def dense(tensor: Tensor) -> Tensor:
+    return tensor if tensor.layout == torch.strided else tensor.to_dense()
+
+
+def refused(served: BuiltEngine, folder: Path, name: str) -> None:
+    assert served.live is not None
+    try:
+        served.live.read_folder(folder)
+    except (ValueError, OSError):
+        return
+    pytest.fail(f"{name} is taken")
+
+
+@contextmanager
+def segment(data: bytes, size: int | None = None) -> Iterator[str]:
+    """The name of shared memory with these bytes at its beginning, as a trainer would make it."""
+    made = shared_memory.SharedMemory(create=True, size=size or len(data))
+    try:
+        made.buf[: len(data)] = data
+        yield made.name.lstrip("/")
+    finally:
+        made.close()
+        made.unlink()
+
+
+def test_weights_come_from_shared_memory_once_all_have_arrived(old: Path, tmp_path: Path) -> None:
+    served = built(old, "cpu", {})
+    live = served.live
+    assert live is not None
+    new = changed(old, tmp_path / "new")
+    right = tokens_of(serve(served.engine, resizes=False))
+    data = (new / SINGLE).read_bytes()
+    digest = hashlib.sha256(data).hexdigest()
+    half = data[: len(data) // 2]
+    with segment(half, len(data)) as shared, pytest.raises(ValueError, match="fill it before the request"):
+        live.read_segment(shared, digest)  # the manifest is whole, and half of the tensors are zeros
+    with (
+        segment(bytes(len(data))) as shared,
+        pytest.raises(ValueError, match="cannot be read as safetensors"),
+    ):
+        live.read_segment(shared, hashlib.sha256(bytes(len(data))).hexdigest())
+    with segment(bytes(8), 2**28) as shared, pytest.raises(ValueError, match="the model's weights at most"):
+        live.read_segment(shared, digest)
+    with pytest.raises(FileNotFoundError):
+        live.read_segment("no-such-segment", digest)
+    assert tokens_of(serve(served.engine, resizes=False)) == right
+    with segment(data) as shared:
+        read = live.read_segment(shared, digest)
+    live.put(read)  # the segment is gone by now
+    fresh = built(new, "cpu", {})
+    assert tokens_of(serve(served.engine, resizes=False)) == tokens_of(serve(fresh.engine, resizes=False))
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        ("cpu", {"cache.host_gib": 0.002}),
+        pytest.param("npu", GRAPHS, marks=[pytest.mark.npu, stand_in_alone]),
+    ],
+)
+def test_sleep_gives_all_pages_back_and_wake_brings_the_same_tokens(
+    kind: Kind, more: dict[str, Any], tmp_path: Path
+) -> None:
+    name = "gemma2" if kind == "cpu" else "qwen3"  # which has windows
+    served = built(one_file(name, is_wide=kind == "npu")(tmp_path), kind, more)
+    live, cache = served.live, served.runner.cache
+    assert live is not None
+    right = tokens_of(serve(served.engine, resizes=False))
+
+    def planes() -> list[list[torch.Tensor]]:
+        """Those on the device, and those on the host."""
+        both = zip(*(cache.of_group(group) for group in range(cache.num_groups)))
+        return [[plane for planes in each for plane in planes] for each in both]
+
+    sizes = [[tuple(each.shape) for each in place] for place in planes()]
+    whole, null_page = cache.num_bytes, sum(cache.layer_bytes)
+    freed = live.release_pages()
+    assert cache.num_bytes == null_page, "a page of each layer is left"
+    assert freed == whole - null_page > 20 * null_page
+    assert live.restore_pages() == freed
+    assert [[tuple(each.shape) for each in place] for place in planes()] == sizes
+    assert all(not each.any() for each in planes()[1])
+    assert tokens_of(serve(served.engine, resizes=False)) == right
+
+
+def test_a_wake_without_memory_stays_asleep(served: BuiltEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    live, cache = served.live, served.runner.cache
+    assert live is not None
+    right = tokens_of(serve(served.engine, resizes=False))
+    freed = live.release_pages()
+    null_page = cache.num_bytes
+    allocate, counted = type(cache)._allocate, []
+
+    def fails(self: Any, layer: int, num_pages: int, num_host_pages: int) -> None:
+        counted.append(layer)
+        if layer == 1 and num_pages > 1:
+            raise torch.OutOfMemoryError("no memory for pages")
+        allocate(self, layer, num_pages, num_host_pages)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(type(cache), "_allocate", fails)
+        with pytest.raises(MemoryError, match="no memory for pages"):
+            live.restore_pages()
+        assert counted
+    assert cache.num_bytes == null_page, "what was allocated is given back"
+    assert live.restore_pages() == freed
+    assert tokens_of(serve(served.engine, resizes=False)) == right

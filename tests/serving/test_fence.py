@@ -1,0 +1,213 @@
+"""What came before an operator's order ends as it began, and what comes behind it waits."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import zmq
+
+from continuous_batching.request import Request, SamplingParams
+from recipes.assembly.engine import BuiltEngine, build
+from recipes.schema.reader import load
+from serving.engine.facts import facts_of
+from serving.engine.messages import (
+    Add,
+    AddAccepted,
+    Beat,
+    Finish,
+    FromEngine,
+    Halt,
+    OrderDone,
+    Pause,
+    PutWeights,
+    ReadWeights,
+    Sleep,
+    Stepped,
+    ToEngine,
+    WakeUp,
+    decode_from_engine,
+)
+from serving.engine.worker import Worker
+from tests.models.test_live_memory import TINY_WEIGHTS, changed
+from tests.patience import PATIENCE_S
+from tests.serving.server import TINY
+
+NUM_TOKENS = 12
+
+
+class Driven:
+    """A worker that is told each message, and makes each step, by hand."""
+
+    def __init__(self, built: BuiltEngine, socket: zmq.Socket[bytes], other: zmq.Socket[bytes]) -> None:
+        self.built, self.engine, self._other = built, built.engine, other
+        self.worker = Worker(built.engine, socket, facts_of(built, prefix_sharing=True), live=built.live)
+        self.tokens: dict[int, list[int]] = {}
+        self._num_streams = 0
+
+    def add(self) -> int:
+        """Ask for an answer to the same prompt each time, and return its stream."""
+        number = self._num_streams
+        self._num_streams += 1
+        params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
+        request = Request(str(number), np.arange(3, 60, dtype=np.int32), params)
+        self.tell(Add.of(number, request, 0.0))
+        self.tokens[number] = []
+        return number
+
+    def tell(self, message: ToEngine) -> None:
+        self.worker._handle(message)
+
+    def read(self, path: Path) -> None:
+        self.tell(ReadWeights(str(path), "", ""))
+        reading = self.worker._fence._reading
+        assert reading is not None
+        reading.exception(PATIENCE_S)
+        assert self.turn() == [OrderDone("")]
+
+    def turn(self) -> list[FromEngine]:
+        """One turn of the worker, with a step if one may begin; returns what it sent but tokens and beats."""
+        for message in self.worker._fence.advance():
+            self.tell(message)
+        if self.worker._has_work and (step := self.engine.step()) is not None:
+            self.worker._after(step)
+        return self.heard()
+
+    def heard(self) -> list[FromEngine]:
+        found: list[FromEngine] = []
+        while self._other.poll(0):
+            message = decode_from_engine(self._other.recv())
+            if isinstance(message, Stepped):
+                for stream, token in zip(message.streams, message.tokens):
+                    self.tokens[stream].append(token)
+            elif not isinstance(message, (Beat, Pause, AddAccepted)):
+                found.append(message)
+        return found
+
+    def until_idle(self) -> list[FromEngine]:
+        found = self.turn()
+        while self.worker._has_work or self.worker._fence.is_busy:
+            found += self.turn()
+        return found
+
+
+@pytest.fixture(scope="module")
+def new(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return changed(TINY_WEIGHTS, tmp_path_factory.mktemp("checkpoints") / "new")
+
+
+@pytest.fixture
+def driven() -> Iterator[Driven]:
+    context = zmq.Context()
+    sockets = [context.socket(zmq.PAIR) for _ in range(2)]
+    sockets[0].bind("inproc://engine")
+    sockets[1].connect("inproc://engine")
+    yield Driven(build(load(TINY, ["device.threads=1", "scheduler.num_slots=2"])), *sockets)
+    for each in sockets:
+        each.close()
+    context.term()
+
+
+def right(driven: Driven, new: Path) -> tuple[list[int], list[int]]:
+    """The answers of the old weights and of the new ones, which are put."""
+    first = driven.add()
+    driven.until_idle()
+    driven.read(new)
+    driven.tell(PutWeights())
+    driven.until_idle()
+    second = driven.add()
+    driven.until_idle()
+    assert driven.tokens[first] != driven.tokens[second]
+    return driven.tokens[first], driven.tokens[second]
+
+
+def test_what_has_begun_ends_with_the_old_weights_and_the_rest_waits(driven: Driven, new: Path) -> None:
+    before, after = right(driven, new)
+    driven.read(TINY_WEIGHTS)
+    driven.tell(PutWeights())
+    driven.until_idle()
+    early = [driven.add() for _ in range(3)]  # more than there are slots
+    driven.read(new)
+    driven.turn()
+    driven.tell(PutWeights())
+    late = driven.add()
+    ended = driven.add()
+    driven.tell(Finish(ended, "abort"))
+    found: list[FromEngine] = []
+    while not any(isinstance(each, OrderDone) for each in found):
+        assert not driven.tokens[late], "it waits behind the fence"
+        found += driven.turn()
+    assert [len(driven.tokens[each]) for each in early] == [NUM_TOKENS] * 3
+    driven.until_idle()
+    assert all(driven.tokens[each] == before for each in early)
+    assert driven.tokens[late] == after
+    assert not driven.tokens[ended]
+
+
+def test_an_engine_that_is_halted_is_given_weights_only_if_nothing_has_begun(
+    driven: Driven, new: Path
+) -> None:
+    before, after = right(driven, new)
+    driven.read(TINY_WEIGHTS)
+    driven.tell(PutWeights())
+    driven.until_idle()
+    begun = driven.add()
+    for _ in range(3):
+        driven.turn()
+    driven.tell(Halt(True))
+    assert driven.heard() == [OrderDone("")]
+    has = len(driven.tokens[begun])
+    assert 0 < has < NUM_TOKENS
+    waits = driven.add()
+    driven.read(new)
+    for order in (PutWeights(), Sleep()):
+        driven.tell(order)
+        (answer,) = driven.turn()
+        assert isinstance(answer, OrderDone)
+        assert answer.problem.startswith("1 requests have begun")
+    assert len(driven.tokens[begun]) == has
+    driven.tell(Halt(False))
+    driven.until_idle()
+    assert driven.tokens[begun] == driven.tokens[waits] == before
+    driven.tell(Halt(True))
+    assert driven.heard() == [OrderDone("")]
+    waits = driven.add()
+    driven.read(new)
+    driven.tell(PutWeights())
+    assert driven.turn() == [OrderDone("")]
+    driven.tell(Halt(False))
+    driven.until_idle()
+    assert driven.tokens[waits] == after
+
+
+def test_weights_that_were_given_up_are_not_put(driven: Driven, new: Path, tmp_path: Path) -> None:
+    broken = Path(shutil.copytree(new, tmp_path / "broken"))
+    (broken / "model.safetensors").write_bytes(b"")
+    driven.tell(ReadWeights(str(broken), "", ""))
+    reading = driven.worker._fence._reading
+    assert reading is not None
+    assert reading.exception(PATIENCE_S) is not None
+    (answer,) = driven.turn()
+    assert isinstance(answer, OrderDone)
+    assert "cannot be read as safetensors" in answer.problem
+    driven.tell(PutWeights())
+    assert driven.turn() == [OrderDone("there are no weights to put")]
+    driven.tell(Sleep())
+    (slept,) = driven.turn()
+    driven.tell(Sleep())
+    assert driven.turn() == [OrderDone("the engine sleeps already")]
+    waits = driven.add()
+    driven.read(new)
+    driven.tell(PutWeights())
+    assert driven.turn() == [OrderDone("")], "it waits for no step, of which none can be made"
+    driven.tell(WakeUp())
+    assert driven.heard() == [slept]
+    driven.until_idle()
+    assert len(driven.tokens[waits]) == NUM_TOKENS
+    driven.tell(WakeUp())
+    assert driven.heard() == [OrderDone("the engine does not sleep")]
+    assert msgspec.structs.asdict(slept)["num_bytes"] > 0

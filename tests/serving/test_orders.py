@@ -1,0 +1,340 @@
+"""An operator halts a server's engine, puts it to sleep and gives it other weights, while clients ask.
+
+Each answer is wholly that of the weights which its usage names. What is wrong changes nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from safetensors.torch import load_file, save_file
+
+from serving.llm import LLM
+from serving.outputs import VllmSamplingParams as SamplingParams
+from tests.models.test_live_memory import SINGLE, TINY_WEIGHTS, changed, segment
+from tests.patience import PATIENCE_S
+from tests.serving.server import TINY, Server, defects, started
+
+OPERATOR, OTHER = {"authorization": "Bearer gateway"}, {"authorization": "Bearer other"}
+ROUTES = ("/pause", "/resume", "/sleep", "/wake", "/update_weights")
+OPENING = "What is the sum of 12 and 30, and what is the product of 12 and 30? Say it at length: "
+PROMPTS = [f"{OPENING}{number}+{number}=" for number in range(6)]
+LENGTH = 24
+OVERRIDES = ("cache.page_size=8", "device.threads=1")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two checkpoints of the tiny model, the one that is served first and another."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    shutil.copytree(TINY_WEIGHTS, folder / "old")
+    changed(TINY_WEIGHTS, folder / "new")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def right(root: Path) -> dict[str, list[str]]:
+    """The answers of engines that were started on them."""
+    return {name: alone(root / name) for name in ("old", "new")}
+
+
+def alone(path: Path) -> list[str]:
+    llm = LLM(TINY, f"model.path={path}", *OVERRIDES)
+    params = SamplingParams(max_tokens=LENGTH, temperature=0, ignore_eos=True)
+    return [llm.generate([each], params)[0].outputs[0].text for each in PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def server(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    keys = tmp_path_factory.mktemp("keys") / "keys"
+    keys.write_text("gateway *\nother team\n")
+    keys.chmod(0o600)
+    asked = TINY, f"model.path={root / 'old'}", f"server.weights_root={root}", *OVERRIDES
+    server = started((*asked, "--api-keys", str(keys)))
+    yield server
+    found = [line for line in defects(server, 0) if "ended by signal 9" not in line]  # a test has sent it
+    assert not found
+    assert server.close() == 0
+
+
+@pytest.fixture
+def http(server: Server) -> Iterator[httpx.Client]:
+    """An operator's client of a server that serves the first weights, awake and not paused."""
+    with httpx.Client(base_url=server.url, timeout=PATIENCE_S, headers=OPERATOR) as client:
+        client.post("/wake")
+        assert client.post("/resume").status_code == 200
+        update(client, path="old", version="old")
+        yield client
+
+
+def update(http: httpx.Client, **asked: Any) -> dict[str, Any]:
+    answer = http.post("/update_weights", json=asked)
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def ask(http: httpx.Client, prompt: str, length: int = LENGTH, **more: Any) -> httpx.Response:
+    fields = {"prompt": prompt, "max_tokens": length, "temperature": 0, "ignore_eos": True}
+    return http.post("/v1/completions", json=fields | more)
+
+
+def texts(http: httpx.Client) -> list[str]:
+    return [ask(http, each).json()["choices"][0]["text"] for each in PROMPTS]
+
+
+def metric(http: httpx.Client, name: str) -> float:
+    lines = [line for line in http.get("/metrics").text.splitlines() if line.startswith(f"cb_{name}{{")]
+    return float(lines[0].rpartition(" ")[2])
+
+
+def test_other_weights_answer_and_what_was_cached_is_not_found(
+    http: httpx.Client, right: dict[str, list[str]]
+) -> None:
+    assert texts(http) == right["old"]
+    again = ask(http, PROMPTS[0]).json()
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    put = update(http, path="new", version="step-2")
+    first = ask(http, PROMPTS[0]).json()
+    assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert first["usage"]["weights_version"] == put["weights_version"] == "step-2"
+    assert first["system_fingerprint"] == put["system_fingerprint"] != again["system_fingerprint"]
+    assert texts(http) == right["new"]
+    found = http.get("/server_info").json()
+    assert (found["weights_version"], found["paused"], found["asleep"]) == ("step-2", False, False)
+    assert 'version="step-2"} 1.0' in http.get("/metrics").text
+    assert update(http, path="old")["system_fingerprint"] == again["system_fingerprint"], "of the same files"
+    assert texts(http) == right["old"]
+
+
+def test_each_form_of_answers_names_the_weights(root: Path) -> None:
+    agent = started(("recipes/tiny/agent.yaml", f"server.weights_root={root}", "model.pooling=last"))
+    with httpx.Client(base_url=agent.url, timeout=PATIENCE_S) as http:
+        version = http.get("/server_info").json()["weights_version"]
+        chat = {"messages": [{"role": "user", "content": "1+1"}], "max_tokens": 4}
+        asked: list[tuple[str, dict[str, Any]]] = [
+            ("/v1/chat/completions", chat),
+            ("/v1/messages", chat | {"model": "agent"}),
+            ("/v1/responses", {"input": "1+1", "max_output_tokens": 4}),
+            ("/v1/embeddings", {"input": ["a", "b"]}),
+            ("/v1/completions", {"prompt": "1+1", "max_tokens": 4, "beam_width": 2}),
+        ]
+        for path, body in asked:
+            answer = http.post(path, json=body)
+            assert answer.status_code == 200, answer.text
+            assert answer.json()["usage"]["weights_version"] == version, path
+        streamed = chat | {"stream": True, "stream_options": {"include_usage": True}}
+        lines = http.post("/v1/chat/completions", json=streamed).text.splitlines()
+        events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        assert events[-1]["usage"]["weights_version"] == version
+    assert agent.close() == 0
+
+
+def test_requests_at_the_fence_are_wholly_of_one_version(
+    http: httpx.Client, right: dict[str, list[str]]
+) -> None:
+    """Clients ask all the time, while weights change to and fro."""
+    found: list[tuple[int, str, str]] = []
+    over = threading.Event()
+
+    def client(number: int) -> None:
+        while not over.is_set():
+            answer = ask(http, PROMPTS[number])
+            assert answer.status_code == 200, answer.text
+            body = answer.json()
+            found.append((number, body["usage"]["weights_version"], body["choices"][0]["text"]))
+
+    threads = [threading.Thread(target=client, args=(number,)) for number in range(len(PROMPTS))]
+    for thread in threads:
+        thread.start()
+    try:
+        for turn in range(6):
+            seen = len(found)
+            update(http, path=("new", "old")[turn % 2], version=("new", "old")[turn % 2])
+            while len(found) < seen + len(PROMPTS):
+                assert all(thread.is_alive() for thread in threads)
+                time.sleep(0.01)
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join(PATIENCE_S)
+    assert {version for _, version, _ in found} == {"old", "new"}
+    wrong = [(number, version) for number, version, text in found if text != right[version][number]]
+    assert not wrong
+
+
+def until(holds: Callable[[], bool]) -> None:
+    due_s = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < due_s
+        time.sleep(0.01)
+
+
+def test_a_pause_begins_no_step_and_a_resume_goes_on(http: httpx.Client, right: dict[str, list[str]]) -> None:
+    assert http.post("/pause").json() == {"paused": True}
+    answers: list[httpx.Response] = []
+    thread = threading.Thread(target=lambda: answers.append(ask(http, PROMPTS[0])))
+    thread.start()
+    until(lambda: metric(http, "requests_queued") == 1)
+    steps = metric(http, "batch_size_count")
+    put = update(http, path="new", version="v3")
+    assert (metric(http, "requests_queued"), metric(http, "engine_paused")) == (1, 1)
+    assert metric(http, "batch_size_count") == steps
+    assert not answers
+    assert http.post("/resume").json() == {"paused": False}
+    thread.join(PATIENCE_S)
+    body = answers[0].json()
+    assert body["usage"]["weights_version"] == put["weights_version"], "it had not begun"
+    assert body["choices"][0]["text"] == right["new"][0]
+
+
+def test_what_is_open_is_aborted_or_holds_the_order_up_as_asked(http: httpx.Client) -> None:
+    http.post("/pause")
+    answers: list[httpx.Response] = []
+    thread = threading.Thread(target=lambda: answers.append(ask(http, PROMPTS[0])))
+    thread.start()
+    until(lambda: metric(http, "requests_queued") == 1)
+    refused = http.post("/update_weights", json={"path": "new", "running": "refuse"})
+    assert (refused.status_code, "1 requests are open" in refused.text) == (400, True)
+    assert http.get("/server_info").json()["weights_version"] == "old"
+    update(http, path="new", running="abort")
+    thread.join(PATIENCE_S)
+    assert (answers[0].status_code, "an operator's order" in answers[0].text) == (503, True)
+    assert answers[0].headers["retry-after"]
+
+
+def test_sleep_gives_the_pages_back_and_wake_answers_again(
+    http: httpx.Client, right: dict[str, list[str]]
+) -> None:
+    assert texts(http) == right["old"]
+    facts = http.get("/server_info").json()
+    page_bytes = 4 * 8 * 2 * 128 * 4  # layers, tokens, keys and values, numbers of a head, bytes
+    slept = http.post("/sleep").json()
+    assert slept == {"asleep": True, "num_bytes": facts["num_pages"] * page_bytes}
+    assert http.get("/ready").json() == {"status": "asleep"}
+    assert http.get("/ready").status_code == 503
+    assert http.get("/health").status_code == 200
+    asked = ask(http, PROMPTS[0])
+    assert (asked.status_code, "sleeps, until an operator wakes it" in asked.text) == (503, True)
+    assert http.post("/sleep").status_code == 400
+    update(http, path="new", version="asleep")
+    assert http.post("/wake").json() == {"asleep": False, "num_bytes": slept["num_bytes"]}
+    assert http.post("/wake").status_code == 400
+    assert texts(http) == right["new"]
+
+
+def test_weights_come_from_shared_memory(http: httpx.Client, root: Path, right: dict[str, list[str]]) -> None:
+    data = (root / "new" / SINGLE).read_bytes()
+    digest = hashlib.sha256(data).hexdigest()
+    with segment(data[: len(data) // 2], len(data)) as name:
+        half = http.post("/update_weights", json={"shared_memory": name, "sha256": digest})
+    assert (half.status_code, "fill it before the request" in half.text) == (400, True)
+    assert texts(http) == right["old"]
+    with segment(data) as name:
+        put = update(http, shared_memory=name, sha256=digest)
+    assert put["weights_version"] == f"w_{digest[:16]}"
+    assert texts(http) == right["new"]
+
+
+def test_what_is_wrong_changes_nothing(
+    http: httpx.Client, root: Path, right: dict[str, list[str]], tmp_path: Path
+) -> None:
+    tensors = load_file(root / "new" / SINGLE)
+    broken = root / "broken"
+    shutil.copytree(root / "new", broken)
+    name = max(tensors)
+    save_file({each: tensor for each, tensor in tensors.items() if each != name}, broken / SINGLE)
+    linked = root / "linked"
+    shutil.copytree(root / "new", linked)
+    shutil.copytree(root / "new", tmp_path / "outside")
+    (linked / SINGLE).unlink()
+    (linked / SINGLE).symlink_to(tmp_path / "outside" / SINGLE)
+    digest = "0" * 64
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"path": "broken"}, name),
+        ({"path": "linked"}, "a link that leads out of server.weights_root"),
+        ({"path": "../outside"}, "leads out of server.weights_root"),
+        ({"path": "absent"}, "is no folder"),
+        ({"path": "old/config.json"}, "is no folder"),
+        ({"path": "\0"}, "is no path"),
+        ({}, "exactly one of path and shared_memory"),
+        ({"path": "new", "shared_memory": "a", "sha256": digest}, "exactly one of path and shared_memory"),
+        ({"shared_memory": "a"}, "goes with shared_memory"),
+        ({"path": "new", "sha256": digest}, "goes with shared_memory"),
+        ({"shared_memory": "../a", "sha256": digest}, "must be a name"),
+        ({"shared_memory": "a" * 300, "sha256": digest}, "must be a name"),
+        ({"shared_memory": "none-such", "sha256": digest}, "none-such"),
+        ({"shared_memory": "a", "sha256": "0"}, "sha256"),
+        ({"path": "new", "version": "a b"}, "version"),
+        ({"path": "new", "version": "a" * 65}, "version"),
+        ({"path": "new", "running": "stop"}, "running"),
+        ({"path": "new", "other": 1}, "other"),
+    ]
+    for body, said in wrong:
+        answer = http.post("/update_weights", json=body)
+        assert (answer.status_code, said in answer.text) == (400, True), (body, answer.text)
+        assert str(root) not in answer.text
+    assert texts(http) == right["old"]
+    assert http.get("/server_info").json()["weights_version"] == "old"
+
+
+def test_an_engine_that_is_lost_is_followed_by_one_with_the_same_weights(
+    http: httpx.Client, server: Server, root: Path, right: dict[str, list[str]]
+) -> None:
+    update(http, path="new", version="kept")
+    kill(server)
+    assert texts(http) == right["new"]
+    assert ask(http, PROMPTS[0]).json()["usage"]["weights_version"] == "kept"
+    data = (root / "old" / SINGLE).read_bytes()
+    with segment(data) as name:
+        update(http, shared_memory=name, sha256=hashlib.sha256(data).hexdigest())
+    assert texts(http) == right["old"]
+    http.post("/sleep")
+    http.post("/pause")
+    kill(server, ready=503)
+    gone = ask(http, PROMPTS[0])
+    assert (gone.status_code, "without the weights that were ordered" in gone.text) == (503, True)
+    found = http.get("/server_info").json()
+    assert (found["paused"], found["asleep"]) == (True, True)
+    update(http, path="new", version="again")
+    assert http.post("/wake").status_code == 200
+    assert http.post("/resume").status_code == 200
+    assert texts(http) == right["new"]
+
+
+def kill(server: Server, ready: int = 200) -> None:
+    """End the engine, and wait until another is ready and has what was ordered."""
+    since = len(server.log)
+    os.kill(server.engine_pid, signal.SIGKILL)
+    server.wait_for(r"ready .*process \d+", since)
+    if ready == 200:
+        server.wait_until("/ready", 200)
+    else:
+        server.wait_for("cannot be read again", since)
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_only_operators_give_orders(http: httpx.Client, path: str) -> None:
+    body = {"path": "new"} if path == "/update_weights" else None
+    refused = http.post(path, headers=OTHER, json=body)
+    assert (refused.status_code, refused.json()["error"]["type"]) == (403, "permission_error")
+    assert http.post(path, headers={"authorization": "Bearer wrong"}, json=body).status_code == 401
+    for headers in ({"origin": "http://evil.example"}, {"origin": "null"}, {"sec-fetch-site": "cross-site"}):
+        assert http.post(path, headers=headers, json=body).status_code == 403
+    assert http.get("/server_info").json()["weights_version"] == "old"
+
+
+def test_without_a_root_there_are_no_such_routes(shared: Server) -> None:
+    for path in ROUTES:
+        assert httpx.post(f"{shared.url}{path}", json={}, timeout=PATIENCE_S).status_code == 404
