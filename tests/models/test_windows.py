@@ -158,18 +158,17 @@ def test_a_restart_resumes_from_pages_of_all_groups_in_a_folder(
     }
     fetched = []
     for _ in range(2):
-        build = built(path, more)
-        made, engine = requests(), build.engine
+        made, engine = requests(), built(path, more).engine
         for request in made:
             engine.add(request)
         while engine.has_work:
             if engine.step() is None:
                 time.sleep(0.001)  # for a lookup
         check(model, [each for leader in made for each in (leader, *leader.followers)])
-        assert build.tier is not None
-        assert build.tier.settle(PATIENCE_S)
-        assert not build.tier.counters.refused
-        fetched.append(build.tier.counters.found)
+        assert engine.tier is not None
+        assert engine.tier.settle(PATIENCE_S)
+        assert not engine.tier.counters.refused
+        fetched.append(engine.tier.counters.found)
         engine.close()
     assert [each.num_cached_tokens for each in made] == [
         (request.num_prompt_tokens - 1) // PAGE_SIZE * PAGE_SIZE for request in made

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from serving import server as serving_server
-from serving.api import generation, protocol
+from serving.api import protocol, writer
 from tests.patience import PATIENCE_S
 from tests.serving.faults import Served
 from tests.serving.server import TINY, Server
@@ -27,7 +27,7 @@ LIMITS = ("server.max_unread_tokens=120", "server.spare_engine=false")
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(generation, "_LAST_S", 0.5)
+        patch.setattr(writer, "_LAST_S", 0.5)
         patch.setattr(serving_server, "_SENT_BYTES", 2**12)
         patch.setattr(protocol, "WHOLE_S", 2.0)
         with Served(*SMALL, *ROOM, *LIMITS) as served:

@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from serving import server as serving_server
-from serving.api import generation
+from serving.api import writer
 from serving.api.api_keys import ApiKeys, Rights
 from serving.api.app import application
 from serving.async_llm import AsyncLLM
@@ -35,7 +35,7 @@ LONG: dict[str, Any] = {"prompt": "One day", "max_tokens": 900, "ignore_eos": Tr
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(generation, "_LAST_S", 0.5)
+        patch.setattr(writer, "_LAST_S", 0.5)
         patch.setattr(serving_server, "_SENT_BYTES", 2**12)
         limits = ("server.max_unread_tokens=32", "server.spare_engine=false")
         with Served(*SMALL, *limits) as served:
