@@ -23,6 +23,7 @@ from torch import Tensor
 
 from models.checkpoint.files import SINGLE, open_checkpoint
 from recipes.schema import verb
+from recipes.schema.numbers import whole
 
 WEIGHTS = Path(__file__).parent / "weights"
 CONFIG = "config.json"
@@ -80,7 +81,13 @@ def main(argv: list[str]) -> None:
         formatter_class=argparse.RawTextHelpFormatter,
     )
     parser.add_argument("target", type=Path, metavar="DIR", help="a directory that is new or empty")
-    parser.add_argument("--ranks", type=int, choices=NUM_RANKS, required=True, help="parallel.tensor")
+    parser.add_argument(
+        "--ranks",
+        type=whole(min(NUM_RANKS), max(NUM_RANKS)),
+        choices=NUM_RANKS,
+        required=True,
+        help="parallel.tensor",
+    )
     options = parser.parse_args(argv)
     widen(options.target, options.ranks)
     print(f"{options.target}: the tiny model with heads for {options.ranks} ranks")

@@ -557,6 +557,6 @@ def test_every_line_of_every_npu_file_runs(monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(torch.npu, "is_available", lambda: False)
         with pytest.raises(ValueError, match="finds no NPU"):
             chip()
-    assert len(files) == 11
+    assert len(files) == 12
     assert all(lines.wanted.values())
     assert lines.missing() == {}

@@ -86,7 +86,7 @@ def parser_of(form: str, *, is_open: bool = False) -> AnswerParser:
         since_mark=lambda prompt, mark: "<|start|>assistant",
         control_tokens=lambda names: {},
     )
-    request = SimpleNamespace(params=SimpleNamespace(grammar=None), prompt=None)
+    request = SimpleNamespace(id="chatcmpl-1", params=SimpleNamespace(grammar=None), prompt=None)
     fields = {"tools": TOOLS}
     return AnswerParser(cast(Text, text), cast(Request, request), fields)
 

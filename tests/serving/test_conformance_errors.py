@@ -193,7 +193,7 @@ def test_a_server_that_starts_is_alive_and_not_ready(guest: httpx.Client) -> Non
     response = guest.post("/v1/completions", json=COMPLETION)
     assert response.status_code == 503
     assert int(response.headers["retry-after"]) >= 1
-    assert error_of(response)["message"] == "the engine is starting"
+    assert error_of(response)["message"].startswith("the engine is starting")
 
 
 def test_a_missing_or_wrong_key_is_refused(guarded: Server) -> None:
