@@ -83,7 +83,8 @@ class TellingWriter(AnswerWriter):
                 # The parts that are told must not grow with the answer that is collected
                 untold += [_copy(each) for _, each in deltas]
                 collect(known, (each for _, each in deltas))
-                if sum(len(each.tokens) for each in untold) >= _TOLD_TOGETHER:
+                # Nothing goes on behind the last tokens, which come with the answer itself
+                if sum(len(each.tokens) for each in untold) >= _TOLD_TOGETHER and not self._answer.is_read:
                     yield self._grown(untold, b"")
                     untold = []
         except (Failure, BadRequest) as failure:
