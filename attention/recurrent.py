@@ -214,7 +214,7 @@ def step(inputs: Inputs, state: Tensor) -> Tensor:
 def block(inputs: Inputs, state: Tensor) -> Tensor:
     """Advance one state [H, V, K] in place by n tokens, as `step` token by token; returns [n, H, V]."""
     query, key, value, decay, beta = inputs
-    total = decay.cumsum(0)  # of the tokens up to each
+    total = decay.cumsum(0)  # decay of all tokens up to each
     parts = scaled(query), unit(key), value.float(), beta.float(), total
     query, key, value, beta, total = (each.transpose(0, 1).contiguous() for each in parts)
     advance = block_by_head if decay.ndim == 2 else block_by_channel

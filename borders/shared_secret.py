@@ -22,7 +22,7 @@ from borders.files import read_bounded
 HELLO = b"cbproof1"  # it begins each handshake, and changes with what follows it
 NONCE_BYTES = 32
 _PROOF_BYTES = hashlib.sha256().digest_size
-FEWEST_BYTES = 32  # of a secret
+FEWEST_BYTES = 32  # a shorter secret is refused
 _MOST_BYTES = 4096
 _DIALS, _LISTENS = b"dials", b"listens"
 

@@ -207,7 +207,7 @@ class Routing:
         self.tells: NDArray[np.bool_] = np.full(count, route == "prefix" if tells is None else tells)
         self.held = KeyHolders()  # keys that replicas reported
         self.supposed = KeyHolders()
-        self._beside: dict[int, dict[int, PagesOfWindow]] = {}  # by replica and group
+        self._beside: dict[int, dict[int, PagesOfWindow]] = {}  # keyed by replica, then by group
         # Kept as plain numbers, because changing an element of an array is slow
         self._known = [_Known() for _ in range(count)]
         self._set_loads(np.zeros((3, count)))

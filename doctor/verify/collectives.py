@@ -31,7 +31,7 @@ from recipes.schema.recipe import Recipe
 
 # Hidden states of an 8B model: of a step of decodes, and of a prompt
 ROWS, HIDDEN = (8, 2048), 4096
-FEW_ROWS = (8,)  # for a stand-in, which has no times
+FEW_ROWS = (8,)  # a stand-in has no times, so one size is enough
 
 
 def contribution(rank: int, rows: int, device: torch.device, dtype: torch.dtype) -> Tensor:

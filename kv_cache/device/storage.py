@@ -255,7 +255,7 @@ class KVCache(CacheLayers):
         try:
             for layer, count in enumerate(counts):
                 self._allocate(layer, *count)
-        except RuntimeError as error:  # of torch, for want of memory
+        except RuntimeError as error:  # torch raises it where memory is missing
             for layer in range(len(counts)):
                 self._allocate(layer, 1, 0)
             _release_memory(self.device)

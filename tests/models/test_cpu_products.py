@@ -173,8 +173,6 @@ def test_a_compiler_that_is_missing_or_fails_is_named(
     told = products()
     assert isinstance(told, str)
     assert told.startswith("products.cpp cannot be compiled: ")
-    with pytest.raises(ValueError, match=r"device.compile.*install g\+\+, or set it to auto"):
-        build(load(TINY, ["device.compile=true"]))
 
 
 def tokens(*overrides: str) -> list[list[int]]:

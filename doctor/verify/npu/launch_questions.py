@@ -25,7 +25,7 @@ ROWS = (1, 32, 256)  # rows of the calls that are compared; all but the last are
 HIDDEN = 4096
 WIDTHS = ((4096, 1024, 1024), (3584, 512, 512))  # sizes of queries, keys and values
 HEADS = ((32, 8), (16, 2), (8, 8))  # heads of queries, and of keys and values
-EPS, BASE = 1e-6, 1e6  # of norms, and of the frequencies of rotations
+EPS, BASE = 1e-6, 1e6  # epsilon of norms, base of rotations
 MIXTURES = ((8, 2, True), (60, 4, False), (128, 8, True))  # (E, C, whether a row's weights add up to one)
 NEAR_WEIGHT = 1e-5
 
