@@ -122,6 +122,18 @@ _LOCAL = re.compile(r"(localhost|127(\.[0-9]{1,3}){3}|\[::1\])(:[0-9]{1,5})?", r
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
+async def whole_body(receive: Receive) -> bytes | None:
+    """Return the whole body, whose size `AccessControl` bounds, or None if its sender left before its end."""
+    parts = []
+    while True:
+        message = await receive()
+        if message["type"] != "http.request":
+            return None
+        parts.append(message.get("body", b""))
+        if not message.get("more_body"):
+            return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
 class AccessControl:
     """Wrap an application; `on_response` gets the status of each response at its end.
 

@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from borders.refusal import BadRequest
 from recipes.schema.server_section import ServerSection
+from serving.api.access import whole_body
 from serving.api.api_keys import ANYBODY, ApiKeys
 from serving.api.errors import error_response, response_of
 from serving.continuation import PATH, RESUMED_PATHS, ROUTER_KEY_HEADER, Continuation, read_continuation
@@ -64,7 +65,7 @@ class Continuations:
         return client is not None and client.may_operate and (client is not ANYBODY or self._is_local)
 
     async def _continued(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = await _whole(receive)
+        body = await whole_body(receive)
         if body is None:
             return
         try:
@@ -103,15 +104,3 @@ class Continuations:
 
 async def _forbidden(scope: Scope, receive: Receive, send: Send) -> None:
     await error_response(403, _FORBIDDEN)(scope, receive, send)
-
-
-async def _whole(receive: Receive) -> bytes | None:
-    """Return the body, whose size is bounded outside, or None if the router has disconnected."""
-    parts = []
-    while True:
-        message = await receive()
-        if message["type"] != "http.request":
-            return None
-        parts.append(message.get("body", b""))
-        if not message.get("more_body"):
-            return b"".join(parts)

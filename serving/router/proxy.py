@@ -23,6 +23,7 @@ from starlette.types import Receive, Scope, Send
 from borders.refusal import BadRequest
 from continuous_batching.routing.routing import RoutedPrompt, Routing, Sent
 from continuous_batching.routing.splitting import PROMPT_REPLICA_HEADER, PromptPlace, Splitting
+from serving.api.access import whole_body
 from serving.api.api_keys import ANYBODY, Client
 from serving.api.errors import error_response
 from serving.api.streamed import DONE
@@ -123,7 +124,7 @@ class Proxy:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
-        body = await _body(receive)
+        body = await whole_body(receive)
         if body is None:
             return
         if scope["method"] == "POST" and scope["path"].startswith(_ABORT):
@@ -547,18 +548,6 @@ async def _send_whole(send: Send, status: int, headers: HeaderLines, body: bytes
     kept = [*_kept(headers), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": kept})
     await send({"type": "http.response.body", "body": body})
-
-
-async def _body(receive: Receive) -> bytes | None:
-    """Return the whole body, or None if the client disconnected before its end."""
-    parts = []
-    while True:
-        message = await receive()
-        if message["type"] != "http.request":
-            return None
-        parts.append(message.get("body", b""))
-        if not message.get("more_body"):
-            return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 async def _nothing() -> dict[str, Any]:
