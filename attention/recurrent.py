@@ -28,8 +28,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kv_cache.device.transfer import to_device
+from kv_cache.states import GRID
 
-GRID = 64  # positions at whose multiples spans of prompts may be cut
 SHORT = 8  # tokens of the longest piece that advances token by token; a token and its drafts are one
 TILE = 16  # tokens whose decays by channel are computed pair by pair
 LEAST_SQUARE = 1e-6  # added to the squared length by which queries and keys are divided

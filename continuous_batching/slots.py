@@ -29,9 +29,7 @@ class SlotPool:
             raise ValueError(
                 f"a slot table of {num_slots} slots x {max_tokens} tokens, {page_size} to a page, is empty"
             )
-        self.num_slots = num_slots
-        self.max_tokens = max_tokens
-        self.page_size = page_size
+        self.num_slots, self.max_tokens, self.page_size = num_slots, max_tokens, page_size
         self.max_pages = -(-max_tokens // page_size)
 
         # Columns are 32-bit if the device reads them or they are large, and 64-bit if numpy indexes with them
@@ -39,6 +37,8 @@ class SlotPool:
         self.page_table = np.zeros((num_slots, self.max_pages), dtype=np.int32)
         # The page tables of the groups of windows, which own them (`kv_cache/groups.py`)
         self.window_tables: tuple[NDArray[np.int32], ...] = ()
+        # [N, 1] the page of each row's recurrent states, of the group that owns it; None if there are none
+        self.state_table: NDArray[np.int32] | None = None
         self.number = self._integers()  # order of arrival
         self.priority = self._integers()
         self.adapter = np.zeros(num_slots, dtype=np.int32)  # number of its adapter on the device; 0: none

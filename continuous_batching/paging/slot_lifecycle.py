@@ -18,7 +18,7 @@ from continuous_batching.paging.page_tables import EMPTY, PageTables
 from continuous_batching.paging.prefix_matching import PrefixMatching
 from continuous_batching.request import Request
 from continuous_batching.slots import SlotPool
-from kv_cache.groups import FullGroup, PageGroup, WindowGroup
+from kv_cache.groups import BesideGroup, FullGroup, PageGroup
 from kv_cache.page_keys import TokenIds
 from kv_cache.pages import Index, PageCopy, PagePool
 from kv_cache.prefix_cache import PrefixCache
@@ -113,7 +113,7 @@ class SlotLifecycle:
         max_shared_tokens: int | None,
         host: PagePool | None,
         has_tier: bool = False,
-        groups: Sequence[WindowGroup] = (),
+        groups: Sequence[BesideGroup] = (),
     ) -> None:
         assert host is not None or not has_tier, "pages come from a tier by way of the host's pool"
         self.slots = slots
@@ -181,7 +181,7 @@ class SlotLifecycle:
             else:
                 self._counters.broken_swaps += 1
             self.swap.forget(request)
-        self.matching.block_if_in_progress(row)
+        self.matching.begin(row)
         return row
 
     def fork(self, source: int, request: Request) -> int:

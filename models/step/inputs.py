@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from attention.recurrent import StateMetadata
 from continuous_batching.batch import Batch
 from continuous_batching.slots import SlotPool
 from kv_cache.device.storage import CacheLayers
@@ -55,7 +56,23 @@ def step_inputs(batch: Batch, slots: SlotPool, decoder: Decoder | Head, cache: C
         before_index,
         adapters=adapters,
         window_metadata=tuple(of_windows),
+        states=state_spans(batch, slots, decoder) if isinstance(decoder, Decoder) else None,
     )
+
+
+def state_spans(batch: Batch, slots: SlotPool, decoder: Decoder) -> StateMetadata | None:
+    """Return which states the spans of a batch go on from and leave; None if no layer keeps one."""
+    table = slots.state_table
+    if table is None:
+        return None
+    pages = table[batch.slots, 0].astype(np.int64)
+    starts, stops, sources, targets = batch.starts, batch.stops, pages, pages
+    if batch.cuts:  # a span in parts, each of which goes on from where the one before has left its state
+        spans = np.array([cut.span for cut in batch.cuts])
+        ends, left = (np.array([getattr(cut, name) for cut in batch.cuts]) for name in ("position", "page"))
+        starts, stops = np.insert(starts, spans + 1, ends), np.insert(stops, spans, ends)
+        sources, targets = np.insert(pages, spans + 1, left), np.insert(pages, spans, left)
+    return decoder.recurrence.plan(starts, stops, sources, targets)
 
 
 class LastTokens:

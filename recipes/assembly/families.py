@@ -10,6 +10,7 @@ from typing import Any, Literal
 from borders.files import is_there, json_object
 from borders.refusal import abbreviate
 from kv_cache.groups import DType
+from kv_cache.states import GRID
 from models.checkpoint.files import tensor_names
 from models.checkpoint.huggingface import check_attended, refused
 from models.checkpoint.int4 import check_groups, kept_int4
@@ -133,11 +134,7 @@ NESTED = {
     "qwen3_5": (("qwen3_5_text",), False),
     "qwen3_5_moe": (("qwen3_5_moe_text",), False),
 }
-# Families whose layers keep recurrent states: their decoders are computed, and no engine has a pool of states
-WITH_STATES = frozenset(
-    ("kimi_linear", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
-)
-SUPPORTED = sorted({*FAMILIES, *NESTED} - WITH_STATES)
+SUPPORTED = sorted({*FAMILIES, *NESTED})
 
 
 def model_config(recipe: Recipe) -> DecoderConfig:
@@ -148,18 +145,41 @@ def model_config(recipe: Recipe) -> DecoderConfig:
     else:
         assert model.config is not None, "a recipe has a model.path or a model.config"
         config = decoder_config(model.config)
-    if config.num_recurrent:
-        raise RecipeError(
-            "model.path" if model.path is not None else "model.config",
-            f"{config.num_recurrent} of the {config.num_layers} layers of a {config.family} keep a recurrent"
-            " state, and the engine has no pool of states yet",
-            "choose a model whose layers all attend to keys and values",
-            value=model.path or config.family,
-        )
+    if config.recurrent is not None:
+        check_states(recipe, config)
+        config = replace(config, recurrent=replace(config.recurrent, state_dtype=recipe.cache.state_dtype))
     config = _as_asked(config, recipe, model.quantization, model.dtype)
     if model.weights == "random" and config.quantization is not None:
         config = replace(config, quantization=replace(config.quantization, is_stored=False))
     return replace(config, window_groups=window_groups(recipe, config))
+
+
+def check_states(recipe: Recipe, config: DecoderConfig) -> None:
+    """Raise RecipeError for what a model whose layers keep a recurrent state cannot do here."""
+    cache, server, scheduler = recipe.cache, recipe.server, recipe.scheduler
+    drafts = recipe.speculation.kind if recipe.speculation.kind != "none" else None
+    refused = (
+        ("cache.tier", cache.tier, "no tier below the host's memory takes states"),
+        ("cache.events", cache.events, "no event tells which of its pages can be resumed from"),
+        ("server.pages_at", server.pages_at, "its states are not sent to other engines"),
+        ("server.prompt_replicas", server.prompt_replicas, "its states are not fetched from other engines"),
+        ("speculation.kind", drafts, "a state cannot go back behind a wrong draft"),
+        ("device.graphs", recipe.device.graphs, "captured steps do not advance states"),
+    )
+    for name, value, problem in refused:
+        if value:
+            problem = f"a {config.family} keeps recurrent states, and {problem}"
+            raise RecipeError(name, problem, "leave it out", value=value)
+    budget = scheduler.max_batch_tokens
+    if budget is not None and budget - scheduler.num_slots < GRID:
+        raise RecipeError(
+            ("scheduler.max_batch_tokens", "scheduler.num_slots"),
+            f"{budget} tokens for {scheduler.num_slots} slots may leave a prompt less than {GRID} in a step,"
+            f" and prompts of a {config.family} are cut at multiples of {GRID}",
+            f"raise it to {scheduler.num_slots + GRID} or more",
+            value=budget,
+            limit=scheduler.num_slots + GRID,
+        )
 
 
 def overridden_fields(recipe: Recipe) -> list[str]:

@@ -1,0 +1,123 @@
+"""An engine whose layers keep states gives transformers' tokens, whatever is shared, preempted or forked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from continuous_batching.engine import Engine
+from continuous_batching.inspection import recount
+from continuous_batching.request import Request, SamplingParams
+from kv_cache.states import GRID, StateGroup
+from recipes.assembly.engine import BuiltEngine, build
+from recipes.schema.reader import load
+from recipes.schema.recipe import ROOT
+from tests.models.families import VOCABULARY, expected_logprobs, make
+from tests.models.recurrent_variants import RECURRENT_VARIANTS
+
+VARIANTS = {each.name: each for each in RECURRENT_VARIANTS}
+NUM_NEW, NUM_SLOTS, NEAR = 12, 4, 1e-3
+Case = tuple[Any, Path]
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "states of the slots alone": {"cache.num_states": 1 + NUM_SLOTS},
+    "nothing shared": {"cache.prefix_sharing": "false"},
+    "preempted": {"cache.num_pages": 16},
+    "swapped": {"cache.num_pages": 16, "cache.host_gib": 0.01},
+    "one slot": {"scheduler.num_slots": 1, "cache.num_states": 2},
+    "compacted": {"cache.compact_every_steps": 1},
+    "whole prompts": {"scheduler.policy": "orca", "scheduler.max_batch_tokens": 300},
+    "long chunks": {"scheduler.max_batch_tokens": 200},
+    "overlapped": {"scheduler.overlap": "true"},
+}
+
+
+@pytest.fixture(scope="module")
+def case_named(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    return cache(lambda name: make(VARIANTS[name], folder))
+
+
+def built(path: Path, changes: dict[str, Any]) -> BuiltEngine:
+    overrides = {
+        "model.path": path,
+        "model.dtype": "float32",
+        "cache.page_size": 16,
+        "cache.num_pages": 90,
+        "cache.memory_gib": "null",
+        "scheduler.num_slots": NUM_SLOTS,
+        "scheduler.max_batch_tokens": GRID + NUM_SLOTS,
+        "scheduler.max_request_tokens": 240,
+        "device.compile": "false",
+    } | changes
+    return build(load(ROOT / "recipes/any/cpu.yaml", [f"{key}={value}" for key, value in overrides.items()]))
+
+
+def requests() -> list[Request]:
+    """Prompts of up to three blocks of the grid; some open alike, and one has several samples."""
+    random = np.random.default_rng(3)
+    opening = random.integers(0, VOCABULARY, 150).tolist()
+    made = []
+    for number, (shared, own) in enumerate(
+        [(150, 40), (0, 128), (150, 20), (0, 1), (150, 5), (70, 61), (150, 40), (128, 1)]
+    ):
+        prompt = np.array(opening[:shared] + random.integers(0, VOCABULARY, own).tolist())
+        params = SamplingParams(max_tokens=NUM_NEW, temperature=0.0, ignore_eos=True)
+        request = Request(str(number), prompt, params)
+        if number == 2:
+            request.followers = [Request(f"2.{index}", prompt, params) for index in range(2)]
+        made.append(request)
+    made.append(Request("again", made[0].prompt, params))
+    return made
+
+
+def served(engine: Engine) -> list[Request]:
+    """All of them, a few joining at each step; the pools are recounted after each."""
+    made = requests()
+    waiting = list(made)
+    while waiting or engine.has_work:
+        for request in waiting[:2]:
+            engine.add(request)
+        waiting = waiting[2:]
+        assert engine.step() is not None
+        assert not recount(engine.scheduler).wrong_pages
+    for group in engine.scheduler.tables.groups:
+        assert group.num_available == group.pool.num_pages - 1, f"{group.name} leaked"
+    return [each for leader in made for each in (leader, *leader.followers)]
+
+
+def check(model: Any, answered: list[Request]) -> None:
+    for request in answered:
+        prompt, answer = request.prompt.tolist(), request.answer.tolist()
+        assert len(answer) == NUM_NEW, f"request {request.id} ended with {request.finish_reason}"
+        logprobs = expected_logprobs(model, prompt + answer[:-1])[len(prompt) - 1 :]
+        best, taken = logprobs.max(-1).values, logprobs[np.arange(NUM_NEW), answer]
+        assert (best - taken).max() < NEAR, f"request {request.id}"
+
+
+def states_of(engine: Engine) -> StateGroup:
+    group = engine.scheduler.tables.states
+    assert group is not None
+    return group
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5", "kimi_linear"])
+def test_tokens_are_those_of_transformers(name: str, way: str, case_named: Callable[[str], Case]) -> None:
+    model, path = case_named(name)
+    engine = built(path, WAYS[way]).engine
+    check(model, served(engine))
+    counters, group = engine.scheduler.counters, states_of(engine)
+    if way == "swapped":
+        assert group.counts.swapped_in_pages
+    elif way == "preempted":
+        assert counters.preemptions
+    else:
+        assert not counters.preemptions
+    if way not in ("nothing shared", "one slot"):
+        assert counters.hit_tokens
